@@ -1,0 +1,51 @@
+"""Batches of a model's forward arguments, and what every reader of rows offers to make them."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+Batch = dict[str, Tensor]
+"""Forward arguments, dimension 0 the examples."""
+
+
+class BadRowError(Exception):
+    """One row that cannot become an example, and why."""
+
+
+class Reader(Protocol):
+    """Turns rows into batches in two steps, so that bad rows are known before batches are cut."""
+
+    @property
+    def chosen(self) -> str:
+        """What was chosen: columns and preprocessing."""
+
+    def read(self, row: Any) -> Any:
+        """What `batch` needs of one row. Raises BadRowError."""
+
+    def batch(self, items: Sequence[Any]) -> Batch:
+        """The batch of these items, dimension 0 in their order."""
+
+
+def forward_names(model: PreTrainedModel) -> set[str]:
+    """The arguments that the model's forward names."""
+    return set(inspect.signature(model.forward).parameters) - {"self", "args", "kwargs"}
+
+
+def decoder_prompt(model: PreTrainedModel, count: int) -> Batch:
+    """The token that decoding starts from [count, 1], for a decoder that does not make its input by itself."""
+    names = forward_names(model)
+    # A head that is trained on labels without generating (classification) builds the decoder's input from input_ids.
+    builds_it = "labels" in names and not model.can_generate()
+    if not model.config.is_encoder_decoder or "decoder_input_ids" not in names or builds_it:
+        return {}
+    configs = (model.config, getattr(model, "generation_config", None))
+    keys = ("decoder_start_token_id", "bos_token_id", "pad_token_id")
+    found = (getattr(config, key, None) for key in keys for config in configs)
+    start = next((token for token in found if isinstance(token, int)), 0)
+    return {"decoder_input_ids": torch.full((count, 1), start)}

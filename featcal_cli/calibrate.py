@@ -1,0 +1,109 @@
+"""Algorithm 1 of FeatCal: visit the blocks in forward order, solve each in closed form, load it, go on."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+import torch
+
+from featcal_cli.architecture import Block, load_parameters
+from featcal_cli.collect import BlockMoments, collect_moments, parameters_of
+from featcal_cli.errors import NumericsError
+from featcal_cli.features import Job, forward_order
+from featcal_cli.journal import Journal
+from featcal_cli.report import BlockReport, ModuleReport
+from featcal_cli.solver import Settings, Solution
+from featcal_cli.walker import Walker
+
+Watch: TypeAlias = "Callable[[Progress], None]"
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where a calibration is; handed to whoever shows it."""
+
+    block: str
+    finished: int
+    """Blocks finished."""
+    blocks: int
+    task: str = ""
+    """Whose features are being read."""
+    module: str = ""
+    """What is being solved."""
+
+    def at_task(self, watch: Watch) -> Callable[[str], None]:
+        """Tells `watch` that the features of a task are being read."""
+        return lambda task: watch(replace(self, task=task))
+
+    def at_module(self, watch: Watch) -> Callable[[str], None]:
+        """Tells `watch` that a module is being solved."""
+        return lambda module: watch(replace(self, module=module))
+
+
+def calibrate_blocks(job: Job, settings: Settings, journal: Journal, *, bias: bool, watch: Watch) -> list[BlockReport]:
+    """Calibrate the student of `job` block by block; return what was done. Every finished block is in the journal.
+
+    Raises NumericsError when weights or features are not finite or a system has no stable solution.
+    """
+    reports = []
+    for number, visit in enumerate(forward_order(job)):
+        block = visit.block
+        here = Progress(block.name, number, len(job.blocks))
+        report = journal.restore(number, job.student)
+        if report is None:
+            started = time.monotonic()
+            moments = collect_moments(visit, settings, here.at_task(watch))
+            solutions = solve_block(block, moments, job.base, bias, here.at_module(watch))
+            load_block(job.student, block, solutions)
+            report = _describe(block, moments, solutions, time.monotonic() - started)
+            journal.write(number, report, job.student)
+        reports.append(report)
+        watch(Progress(block.name, number + 1, len(job.blocks)))
+    return reports
+
+
+def solve_block(
+    block: Block, moments: BlockMoments, base: Walker, bias: bool, on_module: Callable[[str], None]
+) -> dict[str, Solution]:
+    """New parameters of every module of the block, by its path inside the block; `on_module` is told what is solved."""
+    modules = {module.name: module for module in block.modules}
+    solutions: dict[str, Solution] = {}
+    with base.on_device():
+        base.bring(block.name)
+        for names, system in moments.linear.items():
+            on_module(", ".join(name.rpartition(".")[2] for name in names))
+            of_base = {name: parameters_of(base, block, modules[name]) for name in names}
+            solutions |= system.solve(of_base, bias=bias)
+        for name, norm in moments.norms.items():
+            solutions[name] = norm.solve(parameters_of(base, block, modules[name]))
+    for name, solution in solutions.items():
+        if not all(torch.isfinite(part).all() for part in solution.parameters if part is not None):
+            raise NumericsError(f"the solution of {block.name}.{name} is not finite", fix="use a larger --ridge")
+    return solutions
+
+
+def load_block(student: Walker, block: Block, solutions: Mapping[str, Solution]) -> None:
+    """Put all new parameters of a block into the student together."""
+    for name, solution in solutions.items():
+        load_parameters(student.module(f"{block.name}.{name}"), solution.parameters)
+
+
+def _describe(block: Block, moments: BlockMoments, solutions: Mapping[str, Solution], seconds: float) -> BlockReport:
+    rows = {name: system.rows for names, system in moments.linear.items() for name in names}
+    rows |= {name: norm.rows for name, norm in moments.norms.items()}
+    modules = [
+        ModuleReport(
+            name=module.name,
+            kind=module.kind,
+            rows=rows[module.name],
+            condition_number=solutions[module.name].condition_number,
+            relative_change=solutions[module.name].relative_change,
+        )
+        for module in block.modules
+        if module.name in solutions
+    ]
+    skipped = [*block.skipped, *moments.skipped.items()]
+    return BlockReport(block.name, seconds, modules, [{"name": name, "reason": reason} for name, reason in skipped])

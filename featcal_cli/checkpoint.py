@@ -1,0 +1,197 @@
+"""Memory-mapped models of one class: loading, checking that they fit together, and merging them."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import transformers
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from featcal_cli.architecture import Architecture
+from featcal_cli.errors import CheckpointError
+from featcal_cli.hub import Snapshot
+from featcal_cli.recipe import Merge
+
+
+@dataclass(frozen=True)
+class Model:
+    """One loaded checkpoint. Its weights stay memory-mapped until a module runs."""
+
+    role: str
+    """What it is in this job: merged, base, expert mnist."""
+    snapshot: Snapshot
+    module: PreTrainedModel
+    missing: frozenset[str]
+    """Parameters that the files did not hold, or held in another shape; they are random."""
+
+    def __str__(self) -> str:
+        return f"{self.role} ({self.snapshot.name})"
+
+
+def find_class(snapshot: Snapshot) -> type[PreTrainedModel]:
+    """The transformers class that a checkpoint's config names."""
+    config = _read_config(snapshot)
+    names = config.get("architectures") or []
+    found = getattr(transformers, names[0], None) if names else None
+    if isinstance(found, type) and issubclass(found, PreTrainedModel):
+        return found
+    if names and "auto_map" in config:
+        raise CheckpointError(
+            f"the class {names[0]} is not part of transformers; it needs code from the repo",
+            where=snapshot.name,
+            fix="use a checkpoint whose class transformers ships",
+        )
+    model_type = config.get("model_type")
+    mapping = transformers.AutoModel._model_mapping  # the only table from model type to class
+    for config_class in mapping:
+        if config_class.model_type == model_type and not isinstance(found := mapping[config_class], tuple):
+            return cast(type[PreTrainedModel], found)
+    raise CheckpointError(
+        f"the config names no class that transformers {transformers.__version__} knows",
+        where=f"{snapshot.name}/config.json",
+        fix="set architectures in config.json, or update transformers",
+    )
+
+
+def load_model(role: str, snapshot: Snapshot, model_class: type[PreTrainedModel]) -> Model:
+    """The checkpoint as `model_class`, in its own dtype, in evaluation mode, memory-mapped.
+
+    Raises CheckpointError when the files are unreadable or of another architecture.
+    """
+    with _quiet_loading():
+        try:
+            module, info = model_class.from_pretrained(
+                snapshot.folder,
+                dtype="auto",
+                use_safetensors=True,
+                local_files_only=True,
+                ignore_mismatched_sizes=True,
+                output_loading_info=True,
+            )
+        except Exception as error:  # transformers raises many kinds for unreadable files; all mean the same here
+            reason = str(error).strip().split("\n")[0]
+            raise CheckpointError(
+                f"{role} cannot be loaded as {model_class.__name__}: {reason}",
+                where=snapshot.name,
+                fix="check that it is a checkpoint of the same architecture as the merged model",
+            ) from error
+    module.eval().requires_grad_(False)
+    for config in {id(c): c for c in (module.config, module.config.get_text_config())}.values():
+        config.use_cache = False  # a captured cache would be mutated by every replay
+    missing = set(info["missing_keys"]) | {key for key, *_ in info["mismatched_keys"]}
+    return Model(role, snapshot, module, frozenset(missing))
+
+
+def check_alignment(architecture: Architecture, merged: Model, other: Model) -> None:
+    """Raise CheckpointError unless `other` has every parameter of every block, in the merged model's shapes,
+    and every parameter that runs before and between the blocks."""
+    theirs = dict(other.module.named_parameters())
+    ours = dict(merged.module.named_parameters())
+    reached = [path for path in ours if path.rpartition(".")[0] in architecture.reached]
+    missing = [path for path in reached if path not in theirs or path in other.missing]
+    if missing:
+        raise CheckpointError(_describe_missing(missing, len(reached), merged, other), where=other.snapshot.name,
+                              fix="give a full checkpoint of the same architecture as the merged model")  # fmt: skip
+    for block in architecture.blocks:
+        for path, parameter in merged.module.get_submodule(block.name).named_parameters(prefix=block.name):
+            found = theirs.get(path)
+            if found is not None and found.shape != parameter.shape:
+                raise CheckpointError(
+                    f"{other.role} has {path} of shape {list(found.shape)}, merged has {list(parameter.shape)}",
+                    where=other.snapshot.name,
+                    fix="use models of the same size, fine-tuned from the same base",
+                )
+
+
+def merge_weights(merge: Merge, base: Model, experts: Sequence[Model]) -> Iterator[dict[str, Tensor]]:
+    """The merged parameters by module name, a block's worth at a time, as the first expert's class has them.
+
+    average: mean of the experts; task_arithmetic: base + scale · Σ (expert − base). Tensors that differ in shape
+    between the models, or that one of them lacks (heads), stay as in the first expert.
+    """
+    states = [dict(model.module.state_dict()) for model in experts]
+    base_state = base.module.state_dict()
+    unusable = base.missing.union(*(model.missing for model in experts))
+    for names in _by_block(states[0]):
+        group = {}
+        for name in names:
+            first = states[0][name]
+            sources = [base_state, *states]
+            shared = name not in unusable and all(
+                s.get(name) is not None and s[name].shape == first.shape for s in sources
+            )
+            if shared and first.is_floating_point():
+                group[name] = _merge_tensor(merge, base_state[name], [state[name] for state in states]).to(first.dtype)
+        yield group
+
+
+def _merge_tensor(merge: Merge, base: Tensor, experts: Sequence[Tensor]) -> Tensor:
+    total = torch.zeros(base.shape, dtype=torch.float32)
+    if merge.method == "average":
+        for expert in experts:
+            total += expert.float() / len(experts)
+        return total
+    for expert in experts:
+        total += expert.float() - base.float()
+    return base.float() + merge.scale * total
+
+
+def _by_block(names: Sequence[str] | dict[str, Any]) -> Iterator[list[str]]:
+    """Names in their order, cut where the path up to the first number changes: a block at a time."""
+    group: list[str] = []
+    place: list[str] = []
+    for name in names:
+        parts = name.split(".")
+        here = parts[: next((i + 1 for i, part in enumerate(parts) if part.isdigit()), 1)]
+        if group and here != place:
+            yield group
+            group = []
+        place = here
+        group.append(name)
+    if group:
+        yield group
+
+
+def _describe_missing(missing: list[str], reached: int, merged: Model, other: Model) -> str:
+    ours, theirs = (_read_config(model.snapshot).get("model_type", "?") for model in (merged, other))
+    if 2 * len(missing) > reached:
+        return f"{other.role} is of another architecture than merged ({theirs}, not {ours}): {missing[0]} is missing"
+    more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+    return f"{other.role} lacks the tensor {missing[0]}{more}"
+
+
+def _read_config(snapshot: Snapshot) -> dict[str, Any]:
+    try:
+        config = json.loads((snapshot.folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"config.json cannot be read: {error}", where=snapshot.name, fix="use a transformers checkpoint"
+        ) from None
+    if not isinstance(config, dict):
+        raise CheckpointError("config.json is not a mapping", where=snapshot.name, fix="use a transformers checkpoint")
+    return config
+
+
+@contextmanager
+def _quiet_loading() -> Iterator[None]:
+    """Missing and unexpected tensors are our own check's to report; no bars or warnings from the loader."""
+    from transformers.utils import logging as transformers_logging
+
+    logger = logging.getLogger("transformers")
+    level = logger.level
+    bars = transformers_logging.is_progress_bar_enabled()
+    logger.setLevel(logging.CRITICAL)
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+        if bars:
+            transformers_logging.enable_progress_bar()

@@ -1,0 +1,155 @@
+"""What the user sees on the terminal: everything that imports rich. Results go to stdout, the rest to stderr."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.syntax import Syntax
+from rich.table import Table
+
+from featcal_cli.errors import FeatCalError
+from featcal_cli.report import RECIPE, Report
+
+if TYPE_CHECKING:  # these import torch
+    from featcal_cli.calibrate import Progress as Step
+    from featcal_cli.demo import Accuracy
+
+OUT = Console(soft_wrap=False, highlight=False)
+ERR = Console(stderr=True, highlight=False)
+
+
+class Screen:
+    """A listener that shows a run as it goes: stages and notes as lines, the calibration as a live bar."""
+
+    def __init__(self, *, quiet: bool = False) -> None:
+        self._quiet = quiet
+        self._bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=None),
+            TextColumn("{task.fields[at]}"),
+            TimeElapsedColumn(),
+            TextColumn("<"),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[memory]}"),
+            console=ERR,
+            expand=True,
+            transient=True,
+            disable=quiet,
+        )
+        self._task = self._bar.add_task("", total=None, at="", memory="")
+
+    @contextmanager
+    def live(self) -> Iterator[Screen]:
+        """Show the bar while this context lasts."""
+        with self._bar:
+            yield self
+
+    def stage(self, text: str) -> None:
+        self._bar.update(self._task, description=text, total=None, completed=0, at="", memory="")
+
+    def note(self, text: str) -> None:
+        if not self._quiet:
+            self._bar.console.print(f"[dim]· {escape(text)}[/dim]")
+
+    def progress(self, step: Step) -> None:
+        at = step.task or step.module
+        number = min(step.finished + 1, step.blocks)
+        self._bar.update(
+            self._task,
+            description=f"block {number}/{step.blocks}",
+            total=step.blocks,
+            completed=step.finished,
+            at=escape(at if len(at) < 24 else at[:23] + "…"),
+            memory=f"{_resident_bytes() / 2**30:.1f} GiB",
+        )
+
+
+def show_error(error: FeatCalError) -> None:
+    """One message: what, where, how to mend it."""
+    ERR.print(f"[bold red]error:[/bold red] {escape(error.what)}", soft_wrap=True)
+    if error.where:
+        ERR.print(f"  [dim]in:[/dim] {escape(error.where)}", soft_wrap=True)
+    if error.fix:
+        ERR.print(f"  [dim]fix:[/dim] {escape(error.fix)}", soft_wrap=True)
+
+
+def show_drift(report: Report) -> None:
+    """The table of drift per task, before and after."""
+    held_out = all(drift.held_out for drift in report.drift.values())
+    table = Table(title=None, box=None, pad_edge=False, show_footer=len(report.drift) > 1)
+    names = ("task", "merged", "calibrated", "change", "base")
+    rows = [(task, drift.before, drift.after, drift.base) for task, drift in report.drift.items()]
+    mean = [sum(row[column] for row in rows) / len(rows) for column in (1, 2, 3)]  # type: ignore[misc]
+    feet = ("mean", f"{mean[0]:.3f}", f"{mean[1]:.3f}", _change(mean[0], mean[1]), f"{mean[2]:.3f}")
+    for name, foot in zip(names, feet, strict=True):
+        table.add_column(name, foot, justify="left" if name == "task" else "right")
+    for task, before, after, base in rows:
+        table.add_row(escape(task), f"{before:.3f}", f"{after:.3f}", _change(before, after), f"{base:.3f}")
+    where = "held-out examples" if held_out else "the fitted examples (some tasks have no further rows)"
+    OUT.print(f"Feature drift from each expert after the last block, on {where}; 0 is the expert itself:")
+    OUT.print(table)
+
+
+def show_result(output: Path, *, hints: bool) -> None:
+    """Where the output is, and what to try next."""
+    OUT.print(f"\nThe calibrated model is in [bold]{escape(str(output))}[/bold]", soft_wrap=True)
+    if hints:
+        place = escape(str(output))
+        ERR.print(f"[dim]Load it like the merged one: AutoModel.from_pretrained('{place}')[/dim]", soft_wrap=True)
+        ERR.print(
+            f"[dim]Run the job again:           featcal calibrate -r {place}/{RECIPE} -o NEW[/dim]", soft_wrap=True
+        )
+
+
+def show_demo(recipe: Path) -> None:
+    """What the demo is about to do, and the recipe that it runs."""
+    ERR.print(
+        "Five experts were fine-tuned from one small vision transformer, each for another question about "
+        "handwritten digits, and merged by task arithmetic. [bold]featcal calibrate -r demo[/bold] mends the merged "
+        "model. The recipe:\n",
+    )
+    ERR.print(Syntax(recipe.read_text(encoding="utf-8"), "yaml", background_color="default", word_wrap=True))
+    ERR.print()
+
+
+def show_accuracy(rows: Sequence[Accuracy]) -> None:
+    """Test accuracy of experts, merged and calibrated model, in percent."""
+    expert, merged, calibrated = (
+        sum(values) / len(rows) for values in zip(*((r.expert, r.merged, r.calibrated) for r in rows), strict=True)
+    )
+    table = Table(box=None, pad_edge=False, show_footer=True)
+    feet = (
+        "mean",
+        *(f"{100 * mean:.1f}" for mean in (expert, merged, calibrated)),
+        f"{100 * (calibrated - merged):+.1f}",
+    )
+    for name, foot in zip(("task", "expert", "merged", "calibrated", "gain"), feet, strict=True):
+        table.add_column(name, foot, justify="left" if name == "task" else "right")
+    for row in rows:
+        cells = [f"{100 * value:.1f}" for value in (row.expert, row.merged, row.calibrated)]
+        table.add_row(escape(row.task), *cells, f"{100 * (row.calibrated - row.merged):+.1f}")
+    OUT.print("\nAccuracy in percent on test images that calibration never saw:")
+    OUT.print(table)
+    if expert > merged:
+        share = 100 * (calibrated - merged) / (expert - merged)
+        OUT.print(f"{share:.0f} % of what merging lost is recovered.")
+
+
+def _change(before: float, after: float) -> str:
+    if before == 0:
+        return "0 %" if after == 0 else "new"
+    return f"[{'green' if after <= before else 'red'}]{100 * (after - before) / before:+.0f} %[/]"
+
+
+def _resident_bytes() -> int:
+    """Peak resident memory so far (Linux counts in KiB, macOS in bytes)."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

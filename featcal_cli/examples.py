@@ -1,0 +1,176 @@
+"""A source becomes the examples of a task: batches to fit, held-out ones, labelled ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from featcal_cli.batches import BadRowError, Reader
+from featcal_cli.batches import Batch as Batch
+from featcal_cli.columns import check_columns
+from featcal_cli.errors import DataError
+from featcal_cli.images import open_images
+from featcal_cli.labels import LABEL_NAMES, read_labels
+from featcal_cli.recipe import Data
+from featcal_cli.rows import draw_rows, read_rows
+from featcal_cli.tables import Row
+from featcal_cli.tensors import is_tensor_file, open_tensors
+from featcal_cli.text import open_text
+
+PEEKED_ROWS = 16
+"""Rows looked at to find out what the columns hold."""
+
+
+@dataclass(frozen=True)
+class TaskExamples:
+    """The examples of one task, in the roles they play."""
+
+    task: str
+    fitted: list[Batch]
+    """The examples that are calibrated with: as many as asked for, fewer when the source has fewer."""
+    selection: list[Batch]
+    """First half of the held-out rows, possibly empty."""
+    held_out: list[Batch]
+    """Second half: only for figures that are reported."""
+    notes: list[str]
+    """What was chosen, one sentence each."""
+    fitted_count: int
+    held_out_count: int
+    """Rows in `held_out`."""
+
+
+def load_examples(
+    task: str,
+    data: Data,
+    model: PreTrainedModel,
+    preprocessor_folders: Sequence[Path],
+    *,
+    count: int,
+    batch_size: int,
+    seed: int,
+) -> TaskExamples:
+    """Up to `count` examples to fit and min(64, max(8, count // 4)) further ones to hold out, ready for `model`.
+
+    The first of `preprocessor_folders` with a usable image processor or tokenizer gives it. Rows are chosen at random,
+    the same ones for the same seed (.safetensors: in file order). Raises DataError for data that cannot be read,
+    understood or preprocessed, and when more than half of the rows are bad.
+    """
+    where = f"{task}: {data}"
+    wanted = count + min(64, max(8, count // 4))
+    reader: Reader
+    rows: Iterable[Any]
+    if is_tensor_file(data):
+        reader = tensors = open_tensors(data, data.split, model, where)
+        rows = tensors.positions
+    else:
+        drawn = draw_rows(data, wanted, seed)
+        first = list(islice(drawn, PEEKED_ROWS))
+        reader, rows = _open_rows(data, first, model, preprocessor_folders, where), chain(first, drawn)
+    good, bad = _read_good(reader, rows, wanted, where)
+    fitted, further = good[:count], good[count:]
+    half = len(further) // 2
+    selection, held_out = (further[:half], further[half:]) if half else ([], [])
+    return TaskExamples(
+        task=task,
+        fitted=_cut(reader, fitted, batch_size),
+        selection=_cut(reader, selection, batch_size),
+        held_out=_cut(reader, held_out, batch_size),
+        notes=[f"{task}: {note}" for note in _notes(reader, len(fitted), count, len(held_out), bad)],
+        fitted_count=len(fitted),
+        held_out_count=len(held_out),
+    )
+
+
+def load_labelled(
+    task: str,
+    data: Data,
+    split: str | None,
+    model: PreTrainedModel,
+    preprocessor_folders: Sequence[Path],
+    *,
+    batch_size: int,
+) -> tuple[list[Batch], Tensor]:
+    """All rows of the split in order, and their labels [rows], integers.
+
+    Labels that are names are numbered by the model's `config.label2id`. Raises DataError like `load_examples`, for any
+    bad row (accuracy is over all rows or it means little) and for labels that are missing or hidden (−1).
+    """
+    where = f"{task}: {data}"
+    reader: Reader
+    rows: Sequence[Any]
+    if is_tensor_file(data):
+        reader = tensors = open_tensors(data, split, model, where)
+        rows, labels = tensors.positions, tensors.labels
+    else:
+        rows = list(read_rows(data, split))
+        reader = _open_rows(data, rows[:PEEKED_ROWS], model, preprocessor_folders, where)
+        labels = read_labels(data, rows, model, where)
+    if labels is None:
+        raise DataError("no tensor holds the labels", where=where, fix=f"add one named {LABEL_NAMES[0]}, [rows]")
+    if bool((labels < 0).any()):
+        raise DataError(f"split {split} hides its labels (some are below 0)", where=where, fix="evaluate another split")
+    items, bad = _read_good(reader, rows, len(labels), where)
+    if bad:
+        raise DataError(
+            f"{len(bad)} of {len(labels)} rows cannot be used; the first: {bad[0]}",
+            where=where,
+            fix="take the bad rows out, or evaluate another split",
+        )
+    return _cut(reader, items, batch_size), labels
+
+
+def _open_rows(data: Data, first: Sequence[Row], model: PreTrainedModel, folders: Sequence[Path], where: str) -> Reader:
+    """The reader for the model's main input, from the first rows. Raises DataError for columns that do not fit it."""
+    if not first:
+        raise DataError("the source has no rows", where=where, fix="give data with rows, or another split")
+    samples = {name: [row.get(name) for row in first] for row in first for name in row}
+    check_columns(data, samples, where)
+    if model.main_input_name == "pixel_values":
+        return open_images(data, samples, model, folders, where)
+    if model.main_input_name == "input_ids":
+        return open_text(data, samples, model, folders, where)
+    raise DataError(
+        f"the model reads {model.main_input_name}, for which there is no preprocessing here",
+        where=where,
+        fix="give a .safetensors file with one tensor a forward argument",
+    )
+
+
+def _read_good(reader: Reader, rows: Iterable[Any], wanted: int, where: str) -> tuple[list[Any], list[str]]:
+    """Up to `wanted` items, and the reasons why rows were skipped on the way. Raises DataError when most are bad."""
+    good: list[Any] = []
+    bad: list[str] = []
+    for row in rows:
+        try:
+            good.append(reader.read(row))
+        except BadRowError as reason:
+            bad.append(str(reason))
+        if len(good) == wanted:
+            break
+    if len(bad) > len(good):
+        raise DataError(
+            f"{len(bad)} of {len(bad) + len(good)} rows cannot be used; the first: {bad[0]}",
+            where=where,
+            fix="name the right columns with columns: {role: column}, or give other data",
+        )
+    return good, bad
+
+
+def _cut(reader: Reader, items: Sequence[Any], batch_size: int) -> list[Batch]:
+    return [reader.batch(items[start : start + batch_size]) for start in range(0, len(items), batch_size)]
+
+
+def _notes(reader: Reader, fitted: int, count: int, held_out: int, bad: Sequence[str]) -> Iterator[str]:
+    yield reader.chosen
+    if bad:
+        yield f"{len(bad)} rows cannot be used and were left out; the first: {bad[0]}"
+    if fitted < count:
+        yield f"the source has {fitted} usable rows, so all of them are fitted ({count} were asked for)"
+    if not held_out:
+        yield "no further rows to hold out, so drift is measured on the fitted rows"

@@ -1,0 +1,83 @@
+"""Finished blocks on disk, beside the output: nothing computed is lost, and the same command goes on from there."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from featcal_cli.errors import OutputError
+from featcal_cli.report import BlockReport
+from featcal_cli.walker import Walker
+
+
+class Journal:
+    """One file a finished block (its new parameters by module path, its report), under a fingerprint of the job."""
+
+    def __init__(self, folder: Path, fingerprint: Mapping[str, Any]) -> None:
+        """Open the journal in `folder`; blocks of a job with another fingerprint are dropped."""
+        self.folder = folder
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            wanted = json.dumps(fingerprint, sort_keys=True, indent=1)
+            stamp = folder / "job.json"
+            if not (stamp.is_file() and stamp.read_text(encoding="utf-8") == wanted):
+                for old in folder.glob("block-*.safetensors"):
+                    old.unlink()
+                stamp.write_text(wanted, encoding="utf-8")
+        except OSError as error:
+            raise OutputError(
+                f"cannot write here: {error.strerror}", where=str(folder.parent), fix="choose another --output"
+            ) from None
+        self.restored = 0
+        """Blocks that were taken over from an earlier run."""
+
+    def write(self, number: int, report: BlockReport, student: Walker) -> None:
+        """Keep the parameters that a finished block has now."""
+        parameters = {
+            name: parameter.detach().cpu().contiguous()
+            for module in report.modules
+            for name, parameter in student.module(f"{report.name}.{module.name}").named_parameters(
+                f"{report.name}.{module.name}"
+            )
+        }
+        target = self._file(number)
+        partial = target.with_suffix(".partial")
+        try:
+            save_file(parameters, partial, metadata={"report": report.to_json()})
+            partial.replace(target)
+        except (OSError, SafetensorError) as error:
+            raise OutputError(
+                f"cannot write: {error}", where=str(target), fix="free disk space and run the same command again"
+            ) from None
+
+    def restore(self, number: int, student: Walker) -> BlockReport | None:
+        """Load a block that was finished before into the student and return its report; None when it was not."""
+        file = self._file(number)
+        if not file.is_file():
+            return None
+        with safe_open(file, framework="pt") as stored:
+            report = BlockReport.from_json(stored.metadata()["report"])
+            for name in stored.keys():  # noqa: SIM118
+                path, _, key = name.rpartition(".")
+                getattr(student.module(path), key).data = stored.get_tensor(name)
+        self.restored += 1
+        return report
+
+    def tensors(self, number: int) -> dict[str, Tensor]:
+        """The parameters of a finished block by module path."""
+        with safe_open(self._file(number), framework="pt") as stored:
+            return {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118
+
+    def remove_work(self) -> None:
+        """Delete the journal and everything else beside it in the hidden folder: it is of no further use."""
+        shutil.rmtree(self.folder.parent, ignore_errors=True)
+
+    def _file(self, number: int) -> Path:
+        return self.folder / f"block-{number:04d}.safetensors"

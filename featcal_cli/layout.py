@@ -1,0 +1,117 @@
+"""The files of a checkpoint: which tensor lies where, and writing new values without touching anything else."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers.core_model_loading import revert_weight_conversion
+
+from featcal_cli.checkpoint import Model
+from featcal_cli.convert import OTHER_FORMATS
+from featcal_cli.errors import CheckpointError
+from featcal_cli.hub import Snapshot
+
+DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+}  # fmt: skip
+"""safetensors' names of the dtypes that a calibrated tensor can have."""
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Where one tensor lies on disk."""
+
+    file: str
+    dtype: torch.dtype | None
+    shape: tuple[int, ...]
+    start: int
+    """Offset of its first byte in the file."""
+    size: int
+    """Bytes."""
+
+
+def read_slots(snapshot: Snapshot) -> dict[str, Slot]:
+    """Every tensor of the checkpoint by its name on disk, from the safetensors headers alone."""
+    return {name: slot for file in snapshot.weights() for name, slot in _read_header(file).items()}
+
+
+def names_on_disk(model: Model, parameters: Mapping[str, Tensor], slots: Mapping[str, Slot]) -> dict[str, Tensor]:
+    """`parameters`, named by module path, as the tensors that the model's files hold, in the files' dtypes.
+
+    Raises CheckpointError when a parameter has no place of the same shape in the files.
+    """
+    reverted = revert_weight_conversion(model.module, dict(parameters))
+    prefix = f"{model.module.base_model_prefix}."
+    tensors = {}
+    for name, tensor in reverted.items():
+        # A checkpoint saved with or without a head has its backbone's names without or with a prefix.
+        place = next((n for n in (name, name.removeprefix(prefix), prefix + name) if n in slots), None)
+        if place is None or slots[place].shape != tuple(tensor.shape) or slots[place].dtype is None:
+            raise CheckpointError(
+                f"the files have no place for the parameter {name} {list(tensor.shape)}",
+                where=model.snapshot.name,
+                fix="please report this checkpoint; its tensor names are not understood",
+            )
+        tensors[place] = tensor.to(slots[place].dtype)
+    return tensors
+
+
+def copy_checkpoint(snapshot: Snapshot, target: Path) -> list[str]:
+    """Copy a checkpoint's files byte for byte into the new folder `target`; return the names left out.
+
+    Left out: weights in other formats and safetensors files that the checkpoint's index does not list, which would
+    hold the old values, and hidden files.
+    """
+    weights = {file.name for file in snapshot.weights()}
+    left_out = []
+    target.mkdir(parents=True)
+    for source in sorted(snapshot.folder.rglob("*")):
+        path = source.relative_to(snapshot.folder)
+        if not source.is_file() or any(part.startswith(".") for part in path.parts):
+            continue
+        stale = path.suffix == ".safetensors" and str(path) not in weights
+        if stale or any(path.match(pattern) for pattern in OTHER_FORMATS):
+            left_out.append(str(path))
+            continue
+        (target / path).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(source, target / path)
+    return left_out
+
+
+def write_tensors(folder: Path, slots: Mapping[str, Slot], tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """Overwrite the bytes of the given tensors in a folder made by `copy_checkpoint`; nothing else changes."""
+    for name, tensor in tensors:
+        slot = slots[name]
+        data = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+        if data.nbytes != slot.size:
+            raise ValueError(f"{name}: {data.nbytes} bytes for a place of {slot.size}")
+        with (folder / slot.file).open("r+b") as stream:
+            stream.seek(slot.start)
+            stream.write(data.data)
+
+
+def _read_header(file: Path) -> dict[str, Slot]:
+    try:
+        with file.open("rb") as stream:
+            length = int.from_bytes(stream.read(8), "little")
+            header = json.loads(stream.read(length)) if length <= file.stat().st_size else None
+        if not isinstance(header, dict):
+            raise ValueError("its header is longer than the file")
+        slots = {}
+        for name, entry in header.items():
+            if name != "__metadata__":
+                start, end = entry["data_offsets"]
+                dtype = DTYPES.get(entry["dtype"])
+                slots[name] = Slot(file.name, dtype, tuple(entry["shape"]), 8 + length + start, end - start)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"not a readable safetensors file: {error}", where=str(file), fix="download or save it again"
+        ) from None
+    return slots

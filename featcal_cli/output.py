@@ -1,0 +1,107 @@
+"""The output folder: built hidden beside its place, renamed when complete."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from torch import Tensor
+
+from featcal_cli.errors import OutputError
+from featcal_cli.hub import Snapshot
+from featcal_cli.layout import copy_checkpoint, read_slots, write_tensors
+
+
+def default_output(name: str) -> Path:
+    """`./NAME-featcal` for a merged repo or folder."""
+    return Path(f"{Path(name.rstrip('/')).name}-featcal")
+
+
+def check_output(target: Path, sources: Iterable[Path], *, overwrite: bool) -> None:
+    """Raise OutputError unless the output can be put at `target` without harm to anything else."""
+    resolved = target.resolve()
+    for source in (Path.cwd(), *sources):
+        if source.resolve().is_relative_to(resolved):
+            raise OutputError(
+                f"the output would replace {source}", where=str(target), fix="choose another folder with --output"
+            )
+    if not target.exists() and not target.is_symlink():
+        return
+    if not overwrite:
+        raise OutputError("the output folder exists", where=str(target), fix="give --overwrite, or another --output")
+    if not target.is_dir() or (any(target.iterdir()) and not (target / "config.json").is_file()):
+        raise OutputError("the output is not a model folder; it is not replaced", where=str(target),
+                          fix="choose another folder with --output")  # fmt: skip
+
+
+def work_folder(target: Path) -> Path:
+    """The hidden folder beside `target` that holds everything until the output is complete."""
+    resolved = target.resolve()
+    return resolved.parent / f".{resolved.name}.featcal"
+
+
+def write_output(
+    target: Path, merged: Snapshot, tensors: Iterable[Mapping[str, Tensor]], texts: Mapping[str, str]
+) -> list[str]:
+    """Copy the merged checkpoint, put the calibrated `tensors` (by name on disk) into the copy, add `texts` by file
+    name, and move it all to `target`. Returns the files of merged that were left out."""
+    built = work_folder(target) / "output"
+    with _writing(target):
+        shutil.rmtree(built, ignore_errors=True)
+        left_out = copy_checkpoint(merged, built)
+        slots = read_slots(merged)
+        for group in tensors:
+            write_tensors(built, slots, group.items())
+        for name, text in texts.items():
+            (built / name).write_text(text, encoding="utf-8")
+        _replace(built, target.resolve())
+    return left_out
+
+
+def build_checkpoint(target: Path, layout: Snapshot, spare: Snapshot, tensors: Iterable[Mapping[str, Tensor]]) -> Path:
+    """A checkpoint in the new folder `target` with the files of `layout`, the given tensors (by name on disk) in place
+    of its own, and the processor and tokenizer files of `spare` that `layout` lacks."""
+    with _writing(target):
+        shutil.rmtree(target, ignore_errors=True)
+        copy_checkpoint(layout, target)
+        slots = read_slots(layout)
+        for group in tensors:
+            write_tensors(target, slots, ((name, tensor) for name, tensor in group.items() if name in slots))
+        for source in spare.folder.iterdir():
+            if (
+                source.is_file()
+                and any(source.match(p) for p in PREPROCESSOR_FILES)
+                and not (target / source.name).exists()
+            ):
+                shutil.copyfile(source, target / source.name)
+    return target
+
+
+PREPROCESSOR_FILES = (
+    "*processor_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt",
+    "spiece.model", "sentencepiece*.model", "chat_template*",
+)  # fmt: skip
+"""Files that turn raw data into model inputs."""
+
+
+def _replace(built: Path, target: Path) -> None:
+    """Move the finished folder to its place; what stood there is removed only once the new one stands."""
+    old = built.parent / "replaced"
+    if target.exists():
+        target.replace(old)
+    built.replace(target)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+@contextmanager
+def _writing(target: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise OutputError(
+            f"cannot write: {error.strerror or error}",
+            where=str(target),
+            fix="free disk space or choose another --output",
+        ) from None

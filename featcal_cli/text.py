@@ -1,0 +1,122 @@
+"""Text rows become token ids."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from featcal_cli.batches import BadRowError, Batch, decoder_prompt, forward_names
+from featcal_cli.columns import Samples, TextKind, choose_text_roles
+from featcal_cli.errors import DataError
+from featcal_cli.phrases import Phrasing
+from featcal_cli.preprocessors import load_tokenizer
+from featcal_cli.recipe import Data
+from featcal_cli.tables import Row
+
+MAX_TOKENS = 512
+
+
+@dataclass(frozen=True)
+class TextReader:
+    """Text through a model's own tokenizer; an item is a row's token ids, not yet padded."""
+
+    chosen: str
+    phrasing: Phrasing
+    tokenizer: Any
+    max_tokens: int
+    model: PreTrainedModel
+    where: str
+    names: set[str]
+    """The model's forward arguments."""
+
+    def read(self, row: Row) -> tuple[dict[str, list[int]], list[int]]:
+        """The forward arguments of one row, [tokens] each, and the ids of its target. Raises BadRowError when empty."""
+        phrase = self.phrasing.compose(row)
+        encoded = self._encode(phrase.text, phrase.pair, add_special_tokens=not phrase.has_special_tokens)
+        target = self._encode(text_target=phrase.target)["input_ids"] if phrase.target is not None else []
+        if not encoded["input_ids"] or (phrase.target is not None and not target):
+            raise BadRowError("a text has no tokens")
+        return encoded, target
+
+    def batch(self, items: Sequence[tuple[dict[str, list[int]], list[int]]]) -> Batch:
+        """input_ids, attention_mask, … [examples, tokens], padded to the longest on the tokenizer's own side."""
+        found = self.tokenizer.pad([encoded for encoded, _ in items], padding="longest", return_tensors="pt")
+        batch = dict(found.items()) | self._decoder_input([target for _, target in items])
+        return {name: tensor for name, tensor in batch.items() if name in self.names}
+
+    def _encode(self, *texts: str | None, **options: Any) -> dict[str, list[int]]:
+        encoded = self.tokenizer(
+            *texts, truncation=True, max_length=self.max_tokens, return_attention_mask=True, **options
+        )
+        known = _vocabulary_size(self.model)
+        if known is not None and max(encoded["input_ids"], default=0) >= known:
+            raise DataError(
+                f"the tokenizer has token {max(encoded['input_ids'])}, but the model only {known} tokens",
+                where=self.where,
+                fix="put the merged model's own tokenizer files into the expert's folder, or check the pair",
+            )
+        return {name: encoded[name] for name in encoded if name in self.names}
+
+    def _decoder_input(self, targets: Sequence[list[int]]) -> Batch:
+        if not all(targets):
+            return decoder_prompt(self.model, len(targets))
+        # The shift to the right that follows must not push padding in front of the first token.
+        padded = self.tokenizer.pad(
+            {"input_ids": list(targets)}, padding="longest", padding_side="right", return_attention_mask=True,
+            return_tensors="pt",
+        )  # fmt: skip
+        shift: Any = self.model.prepare_decoder_input_ids_from_labels
+        shifted = shift(labels=padded["input_ids"])
+        # A decoder token counts when what it is to predict is a token of the target.
+        return {"decoder_input_ids": shifted, "decoder_attention_mask": padded["attention_mask"]}
+
+
+def open_text(data: Data, samples: Samples, model: PreTrainedModel, folders: Sequence[Path], where: str) -> TextReader:
+    """The reader of text rows. Raises DataError when no column holds text or no folder has a tokenizer."""
+    tokenizer, source = load_tokenizer(folders, where)
+    known = _vocabulary_size(model)
+    if tokenizer.pad_token_id is None or (known is not None and tokenizer.pad_token_id >= known):
+        tokenizer.pad_token = tokenizer.eos_token or tokenizer.convert_ids_to_tokens(0)
+    kind = _text_kind(model)
+    roles = choose_text_roles(data, samples, kind, chat=bool(tokenizer.chat_template), where=where)
+    max_tokens = min(tokenizer.model_max_length, _count_positions(model), MAX_TOKENS)
+    read = [f"column {column} as {role}" for role, column in roles.items() if role not in ("image", "label")]
+    used = f"template {data.template!r}" if data.template else " and ".join(read)
+    if kind == "encoder-decoder" and "response" not in roles:
+        used += ", no target for the decoder"
+    return TextReader(
+        chosen=f"{used} (of {', '.join(samples)}), at most {max_tokens} tokens, tokenizer from {source}",
+        phrasing=Phrasing(roles, data.template, kind, tokenizer),
+        tokenizer=tokenizer,
+        max_tokens=max_tokens,
+        model=model,
+        where=where,
+        names=forward_names(model),
+    )
+
+
+def _text_kind(model: PreTrainedModel) -> TextKind:
+    if model.config.is_encoder_decoder:
+        # Only a model that answers can take an answer; a classifier reads its text like an encoder.
+        return "encoder-decoder" if hasattr(model, "prepare_decoder_input_ids_from_labels") else "encoder"
+    # A causal body without a head cannot generate, but its attention says what it is.
+    causal = model.can_generate() or any(getattr(module, "is_causal", False) for module in model.modules())
+    return "causal" if causal else "encoder"
+
+
+def _count_positions(model: PreTrainedModel) -> int:
+    """The most tokens the model has positions for, MAX_TOKENS where its config does not say."""
+    try:
+        config = model.config.get_text_config()
+    except ValueError:  # several text parts
+        config = model.config
+    return getattr(config, "max_position_embeddings", None) or MAX_TOKENS
+
+
+def _vocabulary_size(model: PreTrainedModel) -> int | None:
+    size = getattr(model.get_input_embeddings(), "num_embeddings", None)
+    return size if isinstance(size, int) else None

@@ -1,0 +1,673 @@
+"""Rows become batches: the right columns, the right rows, the right shapes, and errors that say what to do."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import io
+import json
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pyarrow
+import pyarrow.parquet
+import pytest
+import torch
+import transformers
+from hub_server import HubServer
+from PIL import Image
+from safetensors.torch import save_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from tokenizers.processors import TemplateProcessing
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
+
+from featcal_cli.errors import DataError
+from featcal_cli.examples import Batch, TaskExamples, load_examples, load_labelled
+from featcal_cli.recipe import Data
+
+arrow: Any = pyarrow  # has no types
+parquet: Any = pyarrow.parquet
+FastTokenizer: Any = PreTrainedTokenizerFast
+TINY: dict[str, Any] = {
+    "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8, "vocab_size": 64,
+}  # fmt: skip
+WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "</s>", *(f"w{number}" for number in range(50))]
+CHAT_TEMPLATE = "{% for m in messages %}{{ m['role'] }} {{ m['content'] }} {% endfor %}"
+
+
+def build(name: str, config_name: str, **settings: Any) -> PreTrainedModel:
+    model: PreTrainedModel = getattr(transformers, name)(getattr(transformers, config_name)(**settings))
+    return model
+
+
+@pytest.fixture(scope="module")
+def vit() -> PreTrainedModel:
+    return build("ViTForImageClassification", "ViTConfig", **{**TINY, "vocab_size": None}, image_size=8, patch_size=4)
+
+
+@pytest.fixture(scope="module")
+def bert() -> PreTrainedModel:
+    labels = {"label2id": {"bad": 0, "good": 1}, "id2label": {0: "bad", 1: "good"}}
+    return build("BertForSequenceClassification", "BertConfig", **TINY, max_position_embeddings=16, **labels)
+
+
+@pytest.fixture(scope="module")
+def llama() -> PreTrainedModel:
+    return build("LlamaForCausalLM", "LlamaConfig", **TINY, num_key_value_heads=2)
+
+
+@pytest.fixture(scope="module")
+def t5() -> PreTrainedModel:
+    return build(
+        "T5ForConditionalGeneration", "T5Config",
+        d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2, vocab_size=64, decoder_start_token_id=0,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def image_folder(tmp_path: Path) -> Path:
+    """A model folder with an image processor for 8 × 8 images."""
+    ViTImageProcessorPil(size={"height": 8, "width": 8}).save_pretrained(tmp_path / "expert")
+    return tmp_path / "expert"
+
+
+def save_tokenizer(folder: Path, *, chat: bool = False, words: Sequence[str] = WORDS, **settings: Any) -> Path:
+    """A word-level tokenizer, which has a pad token unless told otherwise."""
+    tokenizer = Tokenizer(WordLevel({word: number for number, word in enumerate(words)}, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = Whitespace()
+    tokenizer.post_processor = TemplateProcessing(
+        single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+    )
+    settings = {"pad_token": "[PAD]", "eos_token": "</s>", "unk_token": "[UNK]", **settings}
+    fast: Any = FastTokenizer(tokenizer_object=tokenizer, **settings)
+    if chat:
+        fast.chat_template = CHAT_TEMPLATE
+    fast.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def text_folder(tmp_path: Path) -> Path:
+    return save_tokenizer(tmp_path / "expert")
+
+
+@pytest.fixture
+def chat_folder(tmp_path: Path) -> Path:
+    return save_tokenizer(tmp_path / "expert", chat=True)
+
+
+def encode_image(value: int) -> bytes:
+    """A PNG of one colour."""
+    stream = io.BytesIO()
+    Image.new("L", (6, 6), value).save(stream, "PNG")
+    return stream.getvalue()
+
+
+def write_jsonl(file: Path, rows: Sequence[Mapping[str, Any]]) -> str:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return str(file)
+
+
+def write_parquet(file: Path, rows: Sequence[Mapping[str, Any]], group: int = 10) -> str:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    parquet.write_table(arrow.Table.from_pylist(list(rows)), file, row_group_size=group)
+    return str(file)
+
+
+def image_rows(count: int) -> list[dict[str, Any]]:
+    """Rows whose image has the row's number as its colour."""
+    return [{"image": {"bytes": encode_image(number), "path": None}, "label": number} for number in range(count)]
+
+
+def text_rows(count: int, column: str = "text") -> list[dict[str, Any]]:
+    return [{"idx": number, column: f"w{number % 50} w1", "label": number % 2} for number in range(count)]
+
+
+def load(
+    data: Data, model: PreTrainedModel, *folders: Path, count: int = 8, batch_size: int = 4, seed: int = 0
+) -> TaskExamples:
+    return load_examples("task", data, model, folders, count=count, batch_size=batch_size, seed=seed)
+
+
+def rows_of(batches: Sequence[Batch], name: str) -> list[list[Any]]:
+    """Every row of one argument, as lists, over all batches."""
+    return [row.flatten().tolist() for batch in batches for row in batch[name]]
+
+
+def colours(batches: Sequence[Batch]) -> list[int]:
+    """The colours that the images had before they were normalised to −1 … 1."""
+    return [round((float(row.mean()) + 1) * 127.5) for batch in batches for row in batch["pixel_values"]]
+
+
+# --- which rows ---
+
+
+def test_exactly_n_are_fitted_and_the_held_out_rows_are_others(tmp_path: Path, vit: Any, image_folder: Path) -> None:
+    data = Data(path=write_parquet(tmp_path / "a.parquet", image_rows(200)))
+    found = load(data, vit, image_folder, count=40)
+    parts = [colours(part) for part in (found.fitted, found.selection, found.held_out)]
+    assert [len(part) for part in parts] == [40, 5, 5]
+    assert len({colour for part in parts for colour in part}) == 50
+    assert (found.fitted_count, found.held_out_count) == (40, 5)
+
+
+def test_label_sorted_rows_give_many_classes(tmp_path: Path, vit: Any, image_folder: Path) -> None:
+    data = Data(path=write_parquet(tmp_path / "a.parquet", image_rows(250)))
+    classes = {colour // 25 for colour in colours(load(data, vit, image_folder, count=50).fitted)}
+    assert len(classes) >= 9
+
+
+def test_one_seed_always_gives_the_same_rows_and_another_gives_others(
+    tmp_path: Path, vit: Any, image_folder: Path
+) -> None:
+    data = Data(path=write_parquet(tmp_path / "a.parquet", image_rows(200)))
+    first, second, other = (colours(load(data, vit, image_folder, seed=seed).fitted) for seed in (1, 1, 2))
+    assert first == second != other
+
+
+def test_only_the_row_groups_that_hold_chosen_rows_are_read(tmp_path: Path, bert: Any, text_folder: Path) -> None:
+    file = Path(write_parquet(tmp_path / "a.parquet", text_rows(4000), group=40))
+    group = parquet.ParquetFile(file).metadata.row_group(0).column(1)
+    start = group.dictionary_page_offset or group.data_page_offset
+    content = bytearray(file.read_bytes())
+    content[start : start + group.total_compressed_size] = bytes(group.total_compressed_size)
+    file.write_bytes(content)
+    with pytest.raises(DataError, match="cannot be read"):
+        load_labelled("task", Data(path=str(file)), "train", bert, [text_folder], batch_size=100)
+    readable = 0
+    for seed in range(12):
+        with contextlib.suppress(DataError):  # raised for seeds that choose a row of the broken group
+            readable += load(Data(path=str(file)), bert, text_folder, count=1, seed=seed).fitted_count
+    assert readable >= 6
+
+
+def test_a_source_with_fewer_rows_is_fitted_whole_and_the_notes_say_so(
+    tmp_path: Path, bert: Any, text_folder: Path
+) -> None:
+    found = load(Data(path=write_jsonl(tmp_path / "a.jsonl", text_rows(5))), bert, text_folder)
+    assert (found.fitted_count, found.held_out_count, found.selection) == (5, 0, [])
+    assert any("all of them are fitted (8 were asked for)" in note for note in found.notes)
+    assert any("drift is measured on the fitted rows" in note for note in found.notes)
+
+
+@pytest.mark.parametrize(("rows", "halves"), [(9, (0, 0)), (10, (1, 1)), (11, (1, 2)), (16, (4, 4)), (99, (4, 4))])
+def test_held_out_rows_are_what_is_left_in_two_halves(
+    tmp_path: Path, bert: Any, text_folder: Path, rows: int, halves: tuple[int, int]
+) -> None:
+    found = load(Data(path=write_jsonl(tmp_path / "a.jsonl", text_rows(rows))), bert, text_folder)
+    assert (len(rows_of(found.selection, "input_ids")), found.held_out_count) == halves
+    assert found.fitted_count == 8
+
+
+def test_bad_rows_are_replaced_by_good_ones_and_counted(tmp_path: Path, vit: Any, image_folder: Path) -> None:
+    rows = image_rows(60)
+    for number in range(0, 60, 4):
+        rows[number]["image"] = {"bytes": b"no image", "path": None} if number % 8 else None
+    found = load(Data(path=write_parquet(tmp_path / "a.parquet", rows)), vit, image_folder, count=30)
+    assert found.fitted_count == 30
+    assert all(colour % 4 for colour in colours(found.fitted + found.held_out))
+    assert any("rows cannot be used and were left out" in note for note in found.notes)
+
+
+def test_mostly_bad_rows_are_an_error_that_gives_the_first_reason(tmp_path: Path, bert: Any, text_folder: Path) -> None:
+    rows = [{"text": "w1 w2" if number % 3 == 0 else ""} for number in range(30)]
+    with pytest.raises(DataError, match="rows cannot be used; the first: column text has no text"):
+        load(Data(path=write_jsonl(tmp_path / "a.jsonl", rows)), bert, text_folder, count=20)
+
+
+# --- which source ---
+
+
+def test_every_kind_of_file_gives_the_same_batches(tmp_path: Path, bert: Any, text_folder: Path) -> None:
+    rows = [{"text": f"w{number} w1,\nw2", "label": str(number)} for number in range(20)]
+    with (tmp_path / "a.csv").open("w", encoding="utf-8", newline="") as stream:
+        writer = csv.DictWriter(stream, ["text", "label"])
+        writer.writeheader()
+        writer.writerows(rows)
+    files = [
+        write_jsonl(tmp_path / "a.jsonl", rows),
+        write_parquet(tmp_path / "a.parquet", rows),
+        str(tmp_path / "a.csv"),
+    ]
+    first, *others = (rows_of(load(Data(path=file), bert, text_folder).fitted, "input_ids") for file in files)
+    assert all(first == other for other in others)
+
+
+def test_a_folder_of_images_of_any_depth_is_read(tmp_path: Path, vit: Any, image_folder: Path) -> None:
+    for number, suffix in enumerate(("png", "jpg", "bmp", "webp", "gif", "tiff", "JPEG")):
+        folder = tmp_path / "images" / "deep" / f"class{number % 2}"
+        folder.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (5, 9), (number, 0, 0)).save(folder / f"{number}.{suffix}")
+    found = load(Data(path=str(tmp_path / "images")), vit, image_folder, count=7)
+    assert found.fitted_count == 7
+    assert "task: column image (of image, label), image processor from expert" in found.notes
+
+
+def test_image_folders_called_like_splits_are_splits(tmp_path: Path, vit: Any, image_folder: Path) -> None:
+    for split, colour in (("train", 10), ("test", 200)):
+        for name in ("bus", "cat"):
+            folder = tmp_path / "images" / split / name
+            folder.mkdir(parents=True)
+            (folder / "1.png").write_bytes(encode_image(colour + (name == "cat")))
+    data = Data(path=str(tmp_path / "images"))
+    assert sorted(colours(load(data, vit, image_folder).fitted)) == [10, 11]
+    batches, labels = load_labelled("task", data, "test", vit, [image_folder], batch_size=1)
+    assert (colours(batches), labels.tolist()) == ([200, 201], [0, 1])
+
+
+def test_a_class_called_train_is_no_split(tmp_path: Path, vit: Any, image_folder: Path) -> None:
+    for number, name in enumerate(("bus", "train")):
+        (tmp_path / "images" / name).mkdir(parents=True)
+        (tmp_path / "images" / name / "1.png").write_bytes(encode_image(number))
+    assert load(Data(path=str(tmp_path / "images")), vit, image_folder).fitted_count == 2
+
+
+@pytest.mark.parametrize(
+    ("names", "split", "expected"),
+    [
+        (("train.jsonl", "test.jsonl"), None, "train.jsonl"),
+        (("train.jsonl", "test.jsonl"), "test", "test.jsonl"),
+        (("data/valid-00000-of-00001.jsonl", "test.jsonl"), "val", "data/valid-00000-of-00001.jsonl"),
+        (("data/extra-00000-of-00001.jsonl", "train.jsonl"), "extra", "data/extra-00000-of-00001.jsonl"),
+        (("dev/a.jsonl", "train/a.jsonl"), "validation", "dev/a.jsonl"),
+        (("anything.jsonl",), None, "anything.jsonl"),
+    ],
+)  # fmt: skip
+def test_data_files_are_found_by_split(
+    tmp_path: Path, bert: Any, text_folder: Path, names: Sequence[str], split: str | None, expected: str
+) -> None:
+    for number, name in enumerate(names):
+        write_jsonl(tmp_path / "data" / name, [{"text": f"w{number} w{number}"}])
+    found = load(Data(path=str(tmp_path / "data"), split=split), bert, text_folder)
+    word = WORDS.index(f"w{names.index(expected)}")
+    assert rows_of(found.fitted, "input_ids") == [[2, word, word, 3]]
+
+
+def test_a_split_that_is_not_there_is_an_error_that_lists_those_that_are(
+    tmp_path: Path, bert: Any, text_folder: Path
+) -> None:
+    for name in ("train", "test"):
+        write_jsonl(tmp_path / "data" / f"{name}.jsonl", text_rows(3))
+    with pytest.raises(DataError, match=r"no split validation[^$]*test, train"):
+        load(Data(path=str(tmp_path / "data"), split="validation"), bert, text_folder)
+
+
+def test_a_single_file_has_no_split_but_train(tmp_path: Path, bert: Any, text_folder: Path) -> None:
+    data = Data(path=write_jsonl(tmp_path / "a.jsonl", text_rows(3)))
+    with pytest.raises(DataError, match="it has no split test"):
+        load_labelled("task", data, "test", bert, [text_folder], batch_size=2)
+    assert len(load_labelled("task", data, "train", bert, [text_folder], batch_size=2)[1]) == 3
+
+
+def test_datasets_reads_a_repo_with_its_splits_and_encoded_images(tmp_path: Path, vit: Any, image_folder: Path) -> None:
+    import datasets
+
+    library: Any = datasets
+    for split, start in (("train", 0), ("test", 100)):
+        rows = image_rows(140)[start : start + 40]
+        features = library.Features({"image": library.Image(), "label": library.Value("int64")})
+        file = tmp_path / "repo" / "data" / f"{split}-00000-of-00001.parquet"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        library.Dataset.from_list(rows, features=features).to_parquet(file)
+    data = Data(dataset=str(tmp_path / "repo"))
+    found = load(data, vit, image_folder, count=16)
+    seen = colours(found.fitted + found.selection + found.held_out)
+    assert len(set(seen)) == 24 and max(seen) < 40
+    batches, labels = load_labelled("task", data, "test", vit, [image_folder], batch_size=16)
+    assert colours(batches) == labels.tolist() == list(range(100, 140))
+
+
+@pytest.mark.parametrize("zipped", [False, True])
+def test_images_that_lie_as_files_in_a_hub_dataset_are_fetched(
+    tmp_path: Path, vit: Any, image_folder: Path, hub: HubServer, zipped: bool
+) -> None:
+    (tmp_path / "repo" / "train").mkdir(parents=True)
+    for number in range(3):
+        (tmp_path / "repo" / "train" / f"{number}.png").write_bytes(encode_image(number))
+    if zipped:
+        shutil.make_archive(str(tmp_path / "repo" / "train"), "zip", tmp_path / "repo", "train")
+        shutil.rmtree(tmp_path / "repo" / "train")
+    hub.add_repo(f"user/pictures-{zipped}", tmp_path / "repo", kind="dataset")
+    found = load(Data(dataset=f"user/pictures-{zipped}"), vit, image_folder)
+    assert sorted(colours(found.fitted)) == [0, 1, 2]
+
+
+def test_a_dataset_with_several_configs_needs_one_named(tmp_path: Path, bert: Any, text_folder: Path) -> None:
+    configs = "".join(f"- config_name: {name}\n  data_files: {name}.jsonl\n" for name in ("mnli", "sst2"))
+    for name in ("mnli", "sst2"):
+        write_jsonl(tmp_path / "repo" / f"{name}.jsonl", text_rows(12))
+    (tmp_path / "repo" / "README.md").write_text(f"---\nconfigs:\n{configs}---\n")
+    with pytest.raises(DataError, match="several configs: mnli, sst2"):
+        load(Data(dataset=str(tmp_path / "repo")), bert, text_folder)
+    assert load(Data(dataset=str(tmp_path / "repo"), config="sst2"), bert, text_folder).fitted_count == 8
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.csv", "a.parquet", "a.safetensors"])
+def test_missing_and_broken_files_are_data_errors(tmp_path: Path, bert: Any, text_folder: Path, name: str) -> None:
+    with pytest.raises(DataError, match="there is no file"):
+        load(Data(path=str(tmp_path / name)), bert, text_folder)
+    (tmp_path / name).write_bytes(b"\xff\xfe\x00broken" * 9)
+    with pytest.raises(DataError):
+        load(Data(path=str(tmp_path / name)), bert, text_folder)
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.csv"])
+def test_an_empty_source_is_an_error(tmp_path: Path, bert: Any, text_folder: Path, name: str) -> None:
+    (tmp_path / name).touch()
+    with pytest.raises(DataError, match="no rows"):
+        load(Data(path=str(tmp_path / name)), bert, text_folder)
+
+
+def test_a_line_that_is_no_json_is_an_error_with_its_number(tmp_path: Path, bert: Any, text_folder: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "w1 w2"}\n\n{"text": \n')
+    with pytest.raises(DataError, match="row 2 is not JSON"):
+        load(Data(path=str(tmp_path / "a.jsonl")), bert, text_folder)
+
+
+# --- tensors ---
+
+
+def save_tensors(file: Path, **tensors: Tensor) -> Data:
+    save_file(tensors, file)
+    return Data(path=str(file))
+
+
+def test_tensors_are_taken_in_file_order(tmp_path: Path, vit: Any) -> None:
+    values = torch.arange(20.0).reshape(20, 1, 1, 1).expand(20, 3, 8, 8).contiguous()
+    found = load(save_tensors(tmp_path / "a.safetensors", pixel_values=values.half()), vit, count=6, batch_size=4)
+    order = [
+        row[0] for part in (found.fitted, found.selection, found.held_out) for row in rows_of(part, "pixel_values")
+    ]
+    assert order == list(range(14))
+    assert [len(batch["pixel_values"]) for batch in found.fitted] == [4, 2]
+    assert found.fitted[0]["pixel_values"].dtype == torch.float32
+
+
+def test_tensors_need_no_preprocessor_and_labels_stay_out_of_the_batch(tmp_path: Path, bert: Any) -> None:
+    data = save_tensors(tmp_path / "a.safetensors", input_ids=torch.ones(3, 5).long(), labels=torch.tensor([0, 2, 1]))
+    assert set(load(data, bert).fitted[0]) == {"input_ids"}
+    batches, labels = load_labelled("task", data, "train", bert, [], batch_size=2)
+    assert labels.tolist() == [0, 2, 1] and len(batches) == 2
+
+
+@pytest.mark.parametrize(
+    ("tensors", "message"),
+    [
+        ({"pixels": torch.ones(2, 3)}, "does not take pixels"),
+        ({"input_ids": torch.ones(2, 3).long(), "attention_mask": torch.ones(3, 3).long()}, "do not agree"),
+        ({"input_ids": torch.ones(0, 3).long()}, "do not agree"),
+        ({"input_ids": torch.tensor(1)}, "do not agree"),
+        ({"labels": torch.tensor([1, 2])}, "nothing but labels"),
+    ],
+)
+def test_tensors_that_the_model_cannot_take_are_refused(
+    tmp_path: Path, bert: Any, tensors: dict[str, Tensor], message: str
+) -> None:
+    with pytest.raises(DataError, match=message):
+        load(save_tensors(tmp_path / "a.safetensors", **tensors), bert)
+
+
+# --- images ---
+
+
+def test_images_of_every_form_become_float32_pixel_values_that_the_model_takes(
+    tmp_path: Path, vit: Any, image_folder: Path
+) -> None:
+    (tmp_path / "pictures").mkdir()
+    (tmp_path / "pictures" / "a.png").write_bytes(encode_image(7))
+    relative = Data(path=write_jsonl(tmp_path / "a.jsonl", [{"picture": "pictures/a.png"}]))
+    raw = Data(path=write_parquet(tmp_path / "a.parquet", [{"x": encode_image(7)}]))
+    for data in (relative, raw):
+        found = load(data, vit, image_folder)
+        assert found.fitted[0]["pixel_values"].dtype == torch.float32
+        assert colours(found.fitted) == [7]
+        assert vit(**found.fitted[0]).logits.shape[0] == 1
+
+
+def test_a_photograph_is_turned_as_its_exif_says(tmp_path: Path, vit: Any, image_folder: Path) -> None:
+    pixels = numpy.zeros((8, 8, 3), dtype=numpy.uint8)
+    pixels[:4] = 255
+    exif = Image.Exif()
+    exif[0x0112] = 3
+    (tmp_path / "images").mkdir()
+    Image.fromarray(pixels).save(tmp_path / "images" / "a.png", exif=exif)
+    [batch] = load(Data(path=str(tmp_path / "images")), vit, image_folder).fitted
+    assert batch["pixel_values"][0, 0, 0, 0] < 0 < batch["pixel_values"][0, 0, 7, 0]
+
+
+def test_the_first_folder_with_a_processor_gives_it(tmp_path: Path, vit: Any, image_folder: Path) -> None:
+    (tmp_path / "bare").mkdir()
+    snapshot = tmp_path / "models--openai--clip" / "snapshots" / "abc"
+    ViTImageProcessorPil(size={"height": 4, "width": 4}).save_pretrained(snapshot)
+    data = Data(path=write_parquet(tmp_path / "a.parquet", image_rows(3)))
+    found = load(data, vit, tmp_path / "bare", snapshot, image_folder)
+    assert found.fitted[0]["pixel_values"].shape[-1] == 4
+    assert any("image processor from openai/clip" in note for note in found.notes)
+
+
+def test_no_processor_is_an_error_that_says_what_to_copy(tmp_path: Path, vit: Any, bert: Any) -> None:
+    with pytest.raises(DataError, match=r"copy preprocessor_config.json"):
+        load(Data(path=write_parquet(tmp_path / "a.parquet", image_rows(3))), vit, tmp_path)
+    with pytest.raises(DataError, match=r"copy tokenizer_config.json"):
+        load(Data(path=write_parquet(tmp_path / "b.parquet", text_rows(3))), bert, tmp_path)
+
+
+def test_code_that_comes_with_a_processor_is_never_run(tmp_path: Path, vit: Any) -> None:
+    config = {"image_processor_type": "Evil", "auto_map": {"AutoImageProcessor": "evil.Evil"}}
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(config))
+    (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Evil: pass\n")
+    with pytest.raises(DataError, match="no image processor can be loaded"):
+        load(Data(path=write_parquet(tmp_path / "a.parquet", image_rows(3))), vit, tmp_path)
+    assert not (tmp_path / "ran").exists()
+
+
+# --- text ---
+
+
+def words_of(batch: Batch, name: str = "input_ids") -> list[str]:
+    return [" ".join(WORDS[number] for number in row) for row in batch[name].tolist()]
+
+
+def one(tmp_path: Path, row: Mapping[str, Any], **settings: Any) -> Data:
+    return Data(path=write_jsonl(tmp_path / "one.jsonl", [row]), **settings)
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        ({"id": "a b", "text": "w1"}, "[CLS] w1 [SEP]"),
+        ({"sentence": "w1", "label": 1}, "[CLS] w1 [SEP]"),
+        ({"premise": "w1", "hypothesis": "w2"}, "[CLS] w1 [SEP] w2 [SEP]"),
+        ({"question": "w1", "sentence": "w2"}, "[CLS] w1 [SEP] w2 [SEP]"),
+        ({"instruction": "w1", "output": "w2"}, "[CLS] w1 [SEP]"),
+        ({"code": "x1", "blurb": "w1 w2"}, "[CLS] w1 w2 [SEP]"),
+    ],
+)
+def test_an_encoder_reads_the_columns_that_hold_text(
+    tmp_path: Path, bert: Any, text_folder: Path, row: dict[str, Any], expected: str
+) -> None:
+    [batch] = load(one(tmp_path, row), bert, text_folder).fitted
+    assert words_of(batch) == [expected]
+    assert bert(**batch).logits.shape == (1, 2)
+
+
+def test_columns_and_template_of_the_recipe_come_first(tmp_path: Path, bert: Any, text_folder: Path) -> None:
+    row = {"text": "w1", "a": "w2", "b": "w3"}
+    named = one(tmp_path, row, columns={"text": "b", "text_pair": "a"})
+    assert words_of(load(named, bert, text_folder).fitted[0]) == ["[CLS] w3 [SEP] w2 [SEP]"]
+    built = one(tmp_path, row, template="w9 {b} w8 {a}")
+    assert words_of(load(built, bert, text_folder).fitted[0]) == ["[CLS] w9 w3 w8 w2 [SEP]"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"columns": {"text": "txt"}}, "no column txt[^$]*text, n"),
+        ({"columns": {"txt": "text"}}, "no role txt"),
+        ({"template": "{texts}"}, "names a column that there is not: {texts}"),
+        ({"template": "{text"}, "template is broken"),
+        ({"columns": {"messages": "text"}}, "messages cannot be read"),
+    ],
+)
+def test_columns_that_are_not_there_are_refused(
+    tmp_path: Path, bert: Any, text_folder: Path, settings: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(DataError, match=message):
+        load(one(tmp_path, {"text": "w1", "n": 1}, **settings), bert, text_folder)
+
+
+def test_no_usable_column_is_an_error_that_lists_the_columns(
+    tmp_path: Path, bert: Any, vit: Any, text_folder: Path, image_folder: Path
+) -> None:
+    for model, what in ((bert, "text"), (vit, "images")):
+        with pytest.raises(DataError, match=rf"no column holds {what}; the columns are n, kind[^$]*columns: {{"):
+            load(one(tmp_path, {"n": 1, "kind": "a"}), model, text_folder, image_folder)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": [{"role": "user", "content": "w1"}, {"role": "assistant", "content": "w2"}]},
+        {"conversations": [{"from": "human", "value": "w1"}, {"from": "gpt", "value": "w2"}], "text": "w9 w9"},
+        {"instruction": "w1", "output": "w2", "input": ""},
+        {"query": "w1", "response": "w2", "original": "w9 w9"},
+    ],
+)
+def test_conversations_go_through_the_chat_template_without_further_special_tokens(
+    tmp_path: Path, llama: Any, row: dict[str, Any]
+) -> None:
+    words = [*WORDS, "user", "assistant"]
+    folder = save_tokenizer(tmp_path / "expert", chat=True, words=words)
+    [batch] = load(one(tmp_path, row), llama, folder).fitted
+    assert [words[number] for number in batch["input_ids"][0]] == ["user", "w1", "assistant", "w2"]
+    assert "token_type_ids" not in batch
+
+
+def test_a_causal_model_without_chat_template_reads_question_and_answer_as_one_text(
+    tmp_path: Path, llama: Any, text_folder: Path
+) -> None:
+    row = {"instruction": "w1", "input": "w5", "output": "w2"}
+    assert words_of(load(one(tmp_path, row), llama, text_folder).fitted[0]) == ["[CLS] w1 w5 w2 [SEP]"]
+
+
+def test_a_causal_body_without_head_is_known_as_causal(tmp_path: Path, text_folder: Path) -> None:
+    body = build("LlamaModel", "LlamaConfig", **TINY, num_key_value_heads=2)
+    row = {"question": "w1", "answer": "w2"}
+    assert words_of(load(one(tmp_path, row), body, text_folder).fitted[0]) == ["[CLS] w1 w2 [SEP]"]
+
+
+def test_messages_without_a_chat_template_are_an_error_that_says_so(
+    tmp_path: Path, llama: Any, text_folder: Path
+) -> None:
+    with pytest.raises(DataError, match="no chat template"):
+        load(one(tmp_path, {"messages": [{"role": "user", "content": "w1"}]}), llama, text_folder)
+
+
+def test_an_encoder_decoder_gets_the_target_shifted_right(tmp_path: Path, t5: Any, text_folder: Path) -> None:
+    rows = [{"inputs": "w1 w2", "targets": "w3"}, {"inputs": "w4", "targets": "w5 w6"}]
+    found = load(Data(path=write_jsonl(tmp_path / "a.jsonl", rows)), t5, text_folder, batch_size=2)
+    [batch] = found.fitted
+    by_source = dict(zip(words_of(batch), words_of(batch, "decoder_input_ids"), strict=True))
+    assert by_source == {
+        "[CLS] w1 w2 [SEP]": "[PAD] [CLS] w3 [SEP]",
+        "[CLS] w4 [SEP] [PAD]": "[PAD] [CLS] w5 w6",
+    }
+    assert sorted(batch["decoder_attention_mask"].sum(1).tolist()) == [3, 4]
+    assert t5(**batch).logits.shape[:2] == (2, 4)
+
+
+def test_an_encoder_decoder_without_targets_starts_from_its_start_token(
+    tmp_path: Path, t5: Any, text_folder: Path
+) -> None:
+    [batch] = load(one(tmp_path, {"sentence": "w1", "label": 0}), t5, text_folder).fitted
+    assert batch["decoder_input_ids"].tolist() == [[0]]
+    assert t5(**batch).logits.shape[:2] == (1, 1)
+
+
+def test_an_encoder_decoder_classifier_runs_on_its_batches(tmp_path: Path, text_folder: Path) -> None:
+    model = build(
+        "BartForSequenceClassification", "BartConfig",
+        d_model=8, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2, decoder_attention_heads=2,
+        encoder_ffn_dim=8, decoder_ffn_dim=8, vocab_size=64, eos_token_id=3, pad_token_id=0, bos_token_id=2,
+        decoder_start_token_id=3, max_position_embeddings=20,
+    )  # fmt: skip
+    [batch] = load(one(tmp_path, {"premise": "w1", "hypothesis": "w2"}), model, text_folder).fitted
+    assert words_of(batch) == ["[CLS] w1 [SEP] w2 [SEP]"]
+    assert model(**batch).logits.shape[0] == 1
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("pad", ["[PAD]", None])
+def test_padding_is_on_the_tokenizers_side_and_masked_even_without_a_pad_token(
+    tmp_path: Path, llama: Any, side: str, pad: str | None
+) -> None:
+    folder = save_tokenizer(tmp_path / "expert", pad_token=pad, padding_side=side)
+    data = Data(path=write_jsonl(tmp_path / "a.jsonl", [{"text": "w1"}, {"text": "w1 w2 w3"}]))
+    [batch] = load(data, llama, folder).fitted
+    mask = batch["attention_mask"][batch["attention_mask"].sum(1).argmin()].tolist()
+    assert mask == ([0, 0, 1, 1, 1] if side == "left" else [1, 1, 1, 0, 0])
+
+
+@pytest.mark.parametrize(("limit", "expected"), [(10**30, 16), (7, 7)])
+def test_texts_are_cut_at_the_shortest_limit(tmp_path: Path, bert: Any, limit: int, expected: int) -> None:
+    folder = save_tokenizer(tmp_path / "expert", model_max_length=limit)
+    [batch] = load(one(tmp_path, {"text": "w1 " * 600}), bert, folder).fitted
+    assert batch["input_ids"].shape == (1, expected)
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(tmp_path: Path, bert: Any) -> None:
+    folder = save_tokenizer(tmp_path / "expert", words=[*WORDS, *(f"x{number}" for number in range(50))])
+    with pytest.raises(DataError, match="has token 104, but the model only 64"):
+        load(one(tmp_path, {"text": "x49 x1"}), bert, folder)
+
+
+def test_a_model_of_another_modality_is_told_to_use_tensors(tmp_path: Path) -> None:
+    model = build("Wav2Vec2Model", "Wav2Vec2Config", **TINY, conv_dim=(8,), conv_stride=(2,), conv_kernel=(2,),
+                  num_feat_extract_layers=1, num_conv_pos_embeddings=4, num_conv_pos_embedding_groups=2)  # fmt: skip
+    with pytest.raises(DataError, match=r"reads input_values[^$]*safetensors"):
+        load(one(tmp_path, {"text": "w1"}), model)
+
+
+# --- labels ---
+
+
+@pytest.mark.parametrize(("label", "number"), [("good", 1), (1, 1), ("1", 1)])
+def test_labels_are_numbers_or_names_that_the_model_knows(
+    tmp_path: Path, bert: Any, text_folder: Path, label: object, number: int
+) -> None:
+    data = one(tmp_path, {"text": "w1", "label": label})
+    assert load_labelled("task", data, "train", bert, [text_folder], batch_size=2)[1].tolist() == [number]
+
+
+@pytest.mark.parametrize(
+    ("label", "message"), [("fine", "is no class"), (0.5, "is no class"), (-1, "hides its labels")]
+)
+def test_labels_that_mean_no_class_are_refused(
+    tmp_path: Path, bert: Any, text_folder: Path, label: object, message: str
+) -> None:
+    with pytest.raises(DataError, match=message):
+        load_labelled("task", one(tmp_path, {"text": "w1", "label": label}), "train", bert, [text_folder], batch_size=2)
+
+
+def test_labelled_rows_keep_their_order_and_the_named_label_column_counts(
+    tmp_path: Path, bert: Any, text_folder: Path
+) -> None:
+    rows = [{"text": f"w{number}", "label": 0, "answer": number % 2} for number in range(25)]
+    data = Data(path=write_parquet(tmp_path / "a.parquet", rows), columns={"label": "answer"})
+    batches, labels = load_labelled("task", data, "train", bert, [text_folder], batch_size=10)
+    assert labels.tolist() == [number % 2 for number in range(25)]
+    assert [row[1] for row in rows_of(batches, "input_ids")] == [WORDS.index(f"w{number}") for number in range(25)]
+
+
+def test_accuracy_refuses_rows_that_cannot_be_read(tmp_path: Path, bert: Any, text_folder: Path) -> None:
+    data = Data(path=write_jsonl(tmp_path / "a.jsonl", [*text_rows(9), {"text": "", "label": 1}]))
+    with pytest.raises(DataError, match="1 of 10 rows cannot be used"):
+        load_labelled("task", data, "train", bert, [text_folder], batch_size=2)

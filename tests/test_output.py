@@ -1,0 +1,108 @@
+"""The output is the merged checkpoint again, with only the calibrated tensors changed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from families import FAMILIES, save_family
+from safetensors import safe_open
+from transformers import AutoModel
+
+from featcal_cli.checkpoint import find_class
+from featcal_cli.errors import OutputError
+from featcal_cli.hub import resolve
+from featcal_cli.workflow import calibrate
+
+BY_NAME = {family.name: family for family in FAMILIES}
+
+
+def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as stored:
+            found |= {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118
+    return found
+
+
+def header_of(file: Path) -> bytes:
+    content = file.read_bytes()
+    return content[: 8 + int.from_bytes(content[:8], "little")]
+
+
+@pytest.mark.parametrize("name", ["clip-vision", "bert", "gpt2", "llama"])
+@pytest.mark.parametrize("layout", ["one file", "sharded", "bfloat16"])
+def test_only_calibrated_tensors_change(tmp_path: Path, name: str, layout: str) -> None:
+    dtype = torch.bfloat16 if layout == "bfloat16" else torch.float32
+    saved = save_family(tmp_path, BY_NAME[name], dtype=dtype)
+    merged, output = tmp_path / "merged", tmp_path / "out"
+    if layout == "sharded":
+        model = find_class(resolve(str(merged))).from_pretrained(merged)
+        (merged / "model.safetensors").unlink()
+        model.save_pretrained(merged, max_shard_size="20KB")
+        assert len(list(merged.glob("*.safetensors"))) > 2
+    (merged / "README.md").write_text("a card")
+    (merged / "notes").mkdir()
+    (merged / "notes" / "more.txt").write_text("more")
+    (merged / "pytorch_model.bin").write_bytes(b"old weights in another format")
+    report = calibrate(saved.recipe(), output=output).report
+
+    before, after = tensors_of(merged), tensors_of(output)
+    assert before.keys() == after.keys()
+    changed = {key for key in before if not torch.equal(before[key], after[key])}
+    calibrated = {f"{block.name}.{module.name}" for block in report.blocks for module in block.modules}
+    ends = {".".join(key.split(".")[-4:-1]) for key in changed}
+    assert ends == {".".join(path.split(".")[-3:]) for path in calibrated}
+    for file in (path for path in merged.rglob("*") if path.is_file()):
+        twin = output / file.relative_to(merged)
+        if file.suffix == ".safetensors":
+            assert header_of(twin) == header_of(file)
+        elif file.suffix == ".bin":
+            assert not twin.exists()
+        else:
+            assert twin.read_bytes() == file.read_bytes()
+    _, info = AutoModel.from_pretrained(output, output_loading_info=True)
+    assert not info["missing_keys"] and not info["mismatched_keys"]
+
+
+def test_the_report_says_what_was_done(tmp_path: Path) -> None:
+    saved = save_family(tmp_path, BY_NAME["vit"])
+    calibrate(saved.recipe(), output=tmp_path / "out")
+    report = json.loads((tmp_path / "out" / "featcal_report.json").read_text())
+    assert report["settings"]["ridge"] == 0.05 and report["settings"]["chosen_by"] == "the user"
+    assert set(report["drift"]) == set(saved.inputs)
+    assert set(report["drift"]["red"]) == {"before", "after", "base", "cosine_before", "cosine_after", "held_out"}
+    module = report["blocks"][0]["modules"][0]
+    assert set(module) == {"name", "kind", "rows", "condition_number", "relative_change"}
+    assert module["rows"] == 3 * 12 * 17
+    assert report["cost"]["seconds"] > 0 and report["cost"]["peak_rss_bytes"] > 0
+    experts = sum((tmp_path / task / "model.safetensors").stat().st_size for task in saved.inputs)
+    assert 0 < report["cost"]["expert_bytes_read"] <= experts
+
+
+def test_an_existing_output_is_replaced_only_when_asked(tmp_path: Path) -> None:
+    saved = save_family(tmp_path, BY_NAME["vit"])
+    calibrate(saved.recipe(), output=tmp_path / "out")
+    (tmp_path / "out" / "stale.txt").write_text("from before")
+    with pytest.raises(OutputError, match="exists"):
+        calibrate(saved.recipe(), output=tmp_path / "out")
+    calibrate(saved.recipe(), output=tmp_path / "out", overwrite=True)
+    assert not (tmp_path / "out" / "stale.txt").exists()
+
+
+@pytest.mark.parametrize("place", ["merged", ".", "red"])
+def test_the_output_never_replaces_an_input(tmp_path: Path, place: str) -> None:
+    saved = save_family(tmp_path, BY_NAME["vit"])
+    with pytest.raises(OutputError, match="would replace"):
+        calibrate(saved.recipe(), output=tmp_path / place, overwrite=True)
+
+
+def test_a_folder_that_is_no_model_is_never_replaced(tmp_path: Path) -> None:
+    saved = save_family(tmp_path, BY_NAME["vit"])
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "photos" / "cat.txt").write_text("a cat")
+    with pytest.raises(OutputError, match="not a model folder"):
+        calibrate(saved.recipe(), output=tmp_path / "photos", overwrite=True)
+    assert (tmp_path / "photos" / "cat.txt").read_text() == "a cat"
