@@ -14,7 +14,7 @@ The files, in the order in which data flows through them:
     columns       which column of a row plays which role
     labels        labels of rows → class numbers
     batches       a model's forward arguments; what every reader of rows offers
-    preprocessors a model's own image processor or tokenizer
+    preprocessors  a model's own image processor or tokenizer
     tensors       model-ready .safetensors → batches
     images        image rows → pixel_values
     phrases       text rows → what the tokenizer is given

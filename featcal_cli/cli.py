@@ -180,7 +180,7 @@ def demo(
     quiet: Quiet = False,
 ) -> None:
     """Calibrate a small merged model that comes with the package, and show the accuracy before and after."""
-    from featcal_cli.console import Screen, show_accuracy, show_demo, show_drift, show_result
+    from featcal_cli.console import Screen, show_accuracy, show_demo, show_drift, show_next, show_result
     from featcal_cli.recipe import find_recipe
 
     screen = Screen(quiet=quiet or json)
@@ -198,6 +198,8 @@ def demo(
     show_drift(result.report)
     show_accuracy(result.accuracy)
     show_result(result.output, hints=not quiet)
+    if not quiet:
+        show_next()
 
 
 def main() -> None:

@@ -6,12 +6,13 @@ import resource
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
 from rich.syntax import Syntax
 from rich.table import Table
 
@@ -35,16 +36,14 @@ class Screen:
             TextColumn("{task.description}"),
             BarColumn(bar_width=None),
             TextColumn("{task.fields[at]}"),
-            TimeElapsedColumn(),
-            TextColumn("<"),
-            TimeRemainingColumn(),
+            _Clock(),
             TextColumn("{task.fields[memory]}"),
             console=ERR,
             expand=True,
             transient=True,
             disable=quiet,
         )
-        self._task = self._bar.add_task("", total=None, at="", memory="")
+        self._task = self._bar.add_task("starting", total=None, at="", memory="")
 
     @contextmanager
     def live(self) -> Iterator[Screen]:
@@ -70,6 +69,15 @@ class Screen:
             at=escape(at if len(at) < 24 else at[:23] + "…"),
             memory=f"{_resident_bytes() / 2**30:.1f} GiB",
         )
+
+
+class _Clock(ProgressColumn):
+    """Time since the start, and the time that is left where it is known."""
+
+    def render(self, task: Task) -> str:
+        elapsed = timedelta(seconds=int(task.elapsed or 0))
+        left = "" if task.time_remaining is None else f", {timedelta(seconds=int(task.time_remaining))} left"
+        return f"{elapsed}{left}"
 
 
 def show_error(error: FeatCalError) -> None:
@@ -104,9 +112,12 @@ def show_result(output: Path, *, hints: bool) -> None:
     if hints:
         place = escape(str(output))
         ERR.print(f"[dim]Load it like the merged one: AutoModel.from_pretrained('{place}')[/dim]", soft_wrap=True)
-        ERR.print(
-            f"[dim]Run the job again:           featcal calibrate -r {place}/{RECIPE} -o NEW[/dim]", soft_wrap=True
-        )
+        ERR.print(f"[dim]Run the job again: featcal calibrate -r {place}/{RECIPE} -o NEW[/dim]", soft_wrap=True)
+
+
+def show_next() -> None:
+    """How to do with one's own model what the demo did."""
+    ERR.print("[dim]Your own: featcal calibrate MERGED --base REPO --expert TASK=REPO --data TASK=SOURCE …[/dim]")
 
 
 def show_demo(recipe: Path) -> None:

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
+import yaml
 from command_line import featcal, featcal_inside
 from families import FAMILIES, save_family
+from hub_server import HubServer
+from safetensors.torch import load_file
 
 VIT = next(family for family in FAMILIES if family.name == "vit")
 
@@ -66,3 +71,53 @@ def test_nothing_is_wider_than_the_terminal(tmp_path: Path) -> None:
     assert run.returncode == 0, run.stderr
     table = [line for line in run.stdout.splitlines() if "out" not in line]
     assert max(map(len, table)) <= 80
+
+
+def test_hub_repos_are_pinned_to_their_commits(
+    tmp_path: Path, hub: HubServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = arguments(tmp_path)
+    for name in ("merged", "base", "red"):
+        hub.add_repo(f"pinned/{name}", tmp_path / name)
+    run = featcal_inside(
+        capsys, "calibrate", {**given, "merged": "pinned/merged", "--base": "pinned/base", "--expert": "red=pinned/red"}
+    )
+    assert run.code == 0, run.stderr
+    recipe = yaml.safe_load((tmp_path / "out" / "featcal.yaml").read_text())
+    for place in (recipe["merged"], recipe["base"], recipe["tasks"]["red"]["expert"]):
+        assert re.fullmatch(r"pinned/\w+@[0-9a-f]{40}", place)
+    again = featcal_inside(
+        capsys, "calibrate", {"-r": tmp_path / "out" / "featcal.yaml", "-o": tmp_path / "again", "-q": ""}
+    )
+    assert again.code == 0, again.stderr
+    one, two = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("out", "again"))
+    assert one == two
+
+
+def test_the_default_output_is_named_after_the_merged_model(tmp_path: Path) -> None:
+    options = [
+        str(part)
+        for name, value in arguments(tmp_path).items()
+        if name[0] == "-" and name != "-o"
+        for part in (name, value)
+    ]
+    run = featcal("calibrate", tmp_path / "merged", *options, folder=tmp_path)
+    assert run.returncode == 0, run.stderr
+    assert (tmp_path / "merged-featcal" / "model.safetensors").is_file()
+
+
+def test_pickled_weights_are_read_only_when_asked(
+    tmp_path: Path, hub: HubServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = arguments(tmp_path)
+    weights = tmp_path / "red" / "model.safetensors"
+    torch.save(load_file(weights), tmp_path / "red" / "pytorch_model.bin")
+    expected = featcal_inside(capsys, "calibrate", {**given, "-o": tmp_path / "expected"})
+    weights.unlink()
+    hub.add_repo("pickled/red", tmp_path / "red")
+    refused = featcal_inside(capsys, "calibrate", {**given, "--expert": "red=pickled/red"})
+    assert (expected.code, refused.code) == (0, 2)
+    allowed = featcal_inside(capsys, "calibrate", {**given, "--expert": "red=pickled/red", "--allow-pickle": ""})
+    assert allowed.code == 0, allowed.stderr
+    one, two = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("expected", "out"))
+    assert one == two
