@@ -1,26 +1,27 @@
 """What can be calibrated in a model: its blocks in execution order, and the modules inside a block.
 
-Nothing here knows a model by name: blocks are found by running the model once, norms by what they compute.
+Nothing here knows a model by name: blocks are found by running the model on probes.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from graphlib import CycleError, TopologicalSorter
 
-import torch
-from torch import Tensor, nn
-from torch.func import functional_call
+from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from featcal_cli.errors import ArchitectureError
-from featcal_cli.solver import Affine
+from featcal_cli.batches import Batch, forward_names
+from featcal_cli.errors import ArchitectureError, DataError
+from featcal_cli.modules import LINEAR_KINDS, Kind, kind_of
+from featcal_cli.tokens import OWN, Axes, Layout, learn_layout, make_probes
+from featcal_cli.trace import CONTAINERS, Trace, trace
 
-Kind = Literal["linear", "conv1d", "layernorm", "rmsnorm"]
-LINEAR_KINDS = ("linear", "conv1d")
+FAILURES = (TypeError, ValueError, RuntimeError, IndexError, AttributeError, KeyError)
+"""What a model raises on inputs that it cannot take."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,9 @@ class Module:
     name: str
     """Path inside the block, e.g. self_attn.q_proj."""
     kind: Kind
-    overwritten: bool = False
+    layouts: tuple[Layout, ...]
+    """Of the input of each of its calls in one run of the block; empty for a module that is never called."""
+    overwritten: bool
     """The block changes this module's input in place after the module has read it."""
 
 
@@ -43,162 +46,139 @@ class Block:
     modules: tuple[Module, ...]
     skipped: tuple[tuple[str, str], ...]
     """(path inside the block, reason) of what stays as merged."""
-    overwritten: bool = False
+    layout: Layout
+    """Of its hidden states."""
+    calls: int
+    """How often one forward pass runs it: more than once where layers share their weights."""
+    overwritten: bool
     """The block changes its own input in place."""
+    holds_text: bool
+    """Its own token axis grows with the text: text and other things in one sequence."""
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """The blocks of a model in execution order, and what else its forward pass reaches."""
+    """The blocks of a model in execution order, and how the examples of each task reach them."""
 
     blocks: tuple[Block, ...]
+    entries: Mapping[str, str]
+    """By task, the path of what is run on its examples: "" for the whole model, else a tower."""
+    last_blocks: Mapping[str, str]
+    """By task, the last block that its examples reach."""
     reached: frozenset[str]
     """Paths of all modules that run up to the end of the last block."""
+    notes: tuple[str, ...] = ()
+    """What no example reaches, and other things that the user should know."""
 
 
-def find_architecture(model: PreTrainedModel, batch: Mapping[str, Tensor], norms: str) -> Architecture:
-    """Run `model` once on `batch` and return its blocks in the order in which they ran.
+@dataclass
+class _Run:
+    """What the probes of one kind of inputs showed."""
 
-    `norms`: layernorm (norms with a bias), all, or none. Raises ArchitectureError when no blocks are found.
+    entry: str
+    first: Trace
+    second: Trace
+    axes: Axes
+    blocks: list[str] = field(default_factory=list)
+
+
+def find_architecture(model: PreTrainedModel, batches: Mapping[str, Batch], norms: str) -> Architecture:
+    """Run `model` on probes cut from one batch of each task; return its blocks in the order in which they ran.
+
+    `norms`: layernorm (norms with a bias), all, or none. Raises ArchitectureError when no blocks are found or their
+    order differs between tasks, DataError when the model cannot run on a task's examples.
     """
-    trace = _trace(model, batch)
-    names = [name for container in _block_lists(model, trace) for name in container]
-    names.sort(key=lambda name: trace.started[name])
-    if not names:
+    runs: dict[frozenset[str], _Run] = {}
+    entries, last_blocks = {}, {}
+    for task, batch in batches.items():
+        kind = frozenset(batch)
+        if kind not in runs:
+            runs[kind] = _probe(model, task, batch)
+            runs[kind].blocks = _find_blocks(model, runs[kind].first)
+        entries[task] = runs[kind].entry
+        last_blocks[task] = runs[kind].blocks[-1] if runs[kind].blocks else ""
+    order = _merge_orders([run.blocks for run in runs.values()])
+    if not order:
         raise ArchitectureError(
             f"no list of transformer blocks was found in {type(model).__name__}",
             fix="give a transformer checkpoint whose layers hold Linear modules",
         )
-    blocks = tuple(_describe(name, model.get_submodule(name), norms, trace.overwritten) for name in names)
-    end = max(trace.ended[name] for name in names)
-    return Architecture(blocks, frozenset(name for name, start in trace.started.items() if start < end))
+    by_block = {name: run for run in reversed(runs.values()) for name in run.blocks}
+    holders = _count_holders(model)
+    blocks = tuple(_describe(model, name, by_block[name], norms, holders) for name in order)
+    reached = frozenset(name for run in runs.values() for name in _before_the_end(run))
+    return Architecture(blocks, entries, last_blocks, reached, tuple(_notes(model, blocks)))
 
 
-def linear_parameters(module: nn.Module) -> Affine:
-    """Weight [d_out, d_in] and bias [d_out] of a Linear or a Conv1D (which stores its weight transposed)."""
-    weight, bias = norm_parameters(module)
-    return Affine(weight.T if isinstance(module, Conv1D) else weight, bias)
+def _probe(model: PreTrainedModel, task: str, batch: Batch) -> _Run:
+    """Run the model, or the tower that the inputs are for, on two probes."""
+    problem: Exception | None = None
+    for entry, module in _entries(model, batch):
+        for resize in (True, False):
+            (first, second), axes = make_probes(batch, resize=resize)
+            try:
+                one, two = (trace(module, probe, model.dtype) for probe in (first, second))
+            except FAILURES as error:
+                problem = problem or error
+            else:
+                return _Run(entry, one.under(entry), two.under(entry), axes)
+    shapes = {name: list(tensor.shape[1:]) for name, tensor in batch.items()}
+    reason = (str(problem) or type(problem).__name__).splitlines()[0]
+    raise DataError(
+        f"merged cannot run on the examples: {reason}",
+        where=f"{task}: an example has {shapes}",
+        fix="give the inputs that this model's forward needs",
+    ) from problem
 
 
-def norm_parameters(module: nn.Module) -> Affine:
-    """Scale [d] and bias [d] of a norm."""
-    own = {name: parameter.detach() for name, parameter in module.named_parameters(recurse=False)}
-    return Affine(own["weight"], own.get("bias"))
+def _entries(model: PreTrainedModel, batch: Batch) -> list[tuple[str, nn.Module]]:
+    """The whole model, then its towers that take these inputs, outermost first."""
+    towers = [
+        (name, module)
+        for name, module in model.named_modules()
+        if name and isinstance(module, PreTrainedModel) and forward_names(module).issuperset(batch)
+    ]
+    return [("", model), *towers]
 
 
-def load_parameters(module: nn.Module, new: Affine) -> None:
-    """Put new parameters into a Linear, Conv1D or norm, in the module's own dtype; the old tensors stay untouched."""
-    own = dict(module.named_parameters(recurse=False))
-    weight = new.weight.T if isinstance(module, Conv1D) else new.weight
-    own["weight"].data = weight.to(own["weight"]).contiguous()
-    if new.bias is not None:
-        own["bias"].data = new.bias.to(own["bias"])
+def _find_blocks(model: nn.Module, run: Trace) -> list[str]:
+    """Members of the outermost lists that look like transformer blocks, in the order in which they ran.
 
-
-def normalise(module: nn.Module, x: Tensor) -> Tensor:
-    """z: what the norm computes before scale and bias, by its own forward, in float32 [.., d]."""
-    x = x.float()
-    neutral = {name: x.new_zeros(value.shape) for name, value in module.named_parameters(recurse=False)}
-    at_zero = functional_call(module, neutral, (x,))
-    if _is_zero(at_zero):
-        neutral["weight"] = torch.ones_like(neutral["weight"])
-        return functional_call(module, neutral, (x,))  # type: ignore[no-any-return]
-    return at_zero  # type: ignore[no-any-return]  # the 1 + w form
-
-
-class _Trace:
-    """One run of a model, watched: when each module ran first, which lists form chains, what is overwritten."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.started: dict[str, int] = {}
-        self.ended: dict[str, int] = {}
-        self.overwritten: set[str] = set()
-        """Modules whose input was changed in place after they had received it."""
-        self._lists = {name for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
-        self._pending: dict[str, tuple[Tensor, int]] = {}
-        self._members: dict[str, tuple[Tensor | None, Tensor | None]] = {}
-        self._clock = 0
-
-    def before(self, name: str, arguments: tuple[Any, ...]) -> None:
-        if name in self.started:
-            return
-        self._clock += 1
-        self.started[name] = self._clock
-        hidden = first_tensor(arguments)
-        if hidden is not None:
-            self._pending[name] = (hidden, hidden._version)
-        if name.rpartition(".")[0] in self._lists:
-            self._members[name] = (hidden, None)
-
-    def after(self, name: str, output: Any) -> None:
-        if name in self.ended:
-            return
-        self._clock += 1
-        self.ended[name] = self._clock
-        for inner in [path for path in self._pending if path.startswith(f"{name}.") or not name]:
-            hidden, version = self._pending.pop(inner)
-            if hidden._version != version:
-                self.overwritten.add(inner)
-        if name in self._members:
-            self._members[name] = (self._members[name][0], first_tensor(output))
-
-    def is_chain(self, members: list[str]) -> bool:
-        """True when each member was given the tensor that the one before returned."""
-        return all(self._members[a][1] is self._members[b][0] for a, b in itertools.pairwise(members))
-
-
-def _trace(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> _Trace:
-    trace = _Trace(model)
-    handles = []
-    for name, module in model.named_modules():
-        before = module.register_forward_pre_hook(
-            lambda _, args, kwargs, n=name: trace.before(n, (*args, *kwargs.values())), with_kwargs=True
-        )
-        handles += [before, module.register_forward_hook(lambda _, __, output, n=name: trace.after(n, output))]
-    try:
-        with torch.no_grad():
-            model(**{key: x.to(model.dtype) if x.is_floating_point() else x for key, x in batch.items()})
-    finally:
-        for handle in handles:
-            handle.remove()
-    return trace
-
-
-def first_tensor(value: Any) -> Tensor | None:
-    """The first tensor in a forward's arguments or output: by convention the hidden states."""
-    if isinstance(value, Tensor):
-        return value
-    parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, (tuple, list)) else ()
-    return next((found for part in parts if (found := first_tensor(part)) is not None), None)
-
-
-def _block_lists(model: nn.Module, trace: _Trace) -> Iterator[list[str]]:
-    """The outermost ModuleLists whose members run and hold Linear modules; stages give way to the blocks inside."""
+    They run, hold several Linear modules and keep the shape of the hidden states; stages give way to the blocks inside.
+    """
     taken: list[str] = []
+    found: list[str] = []
     for name, module in model.named_modules():
-        if not isinstance(module, nn.ModuleList) or any(name.startswith(f"{outer}.") for outer in taken):
+        if not isinstance(module, CONTAINERS) or any(name.startswith(f"{outer}.") for outer in taken):
             continue
-        members = _members(name, module, trace)
-        if len(members) == 0 or any(_is_stage(member, model.get_submodule(member), trace) for member in members):
+        members = _members(name, module, run)
+        residual = sum(member in run.residual for member in members)
+        if (
+            residual == 0
+            or 2 * residual < len(members)
+            or any(_is_stage(m, model.get_submodule(m), run) for m in members)
+        ):
             continue
         taken.append(name)
-        yield members
+        found += members
+    started = {name: number for number, name in reversed(list(enumerate(run.calls)))}
+    return sorted(found, key=started.__getitem__)
 
 
-def _members(name: str, container: nn.ModuleList, trace: _Trace) -> list[str]:
+def _members(name: str, container: nn.Module, run: Trace) -> list[str]:
     paths = [f"{name}.{key}" for key, child in container.named_children() if len(_linears(child)) > 1]
-    return [path for path in paths if path in trace.started]
+    ran = set(run.calls)
+    return [path for path in paths if path in ran]
 
 
-def _is_stage(name: str, module: nn.Module, trace: _Trace) -> bool:
+def _is_stage(name: str, module: nn.Module, run: Trace) -> bool:
     """True for a member that is itself a chain of equal blocks (as in Swin), false for parts of a block (as in T5)."""
     for path, inner in module.named_modules():
-        if not isinstance(inner, nn.ModuleList):
+        if not isinstance(inner, CONTAINERS) or not path:
             continue
-        members = _members(f"{name}.{path}", inner, trace)
+        members = _members(f"{name}.{path}", inner, run)
         same = len({type(child) for child in inner}) == 1
-        chained = trace.is_chain(members)
-        if members and same and chained and 2 * len(_linears(inner)) > len(_linears(module)):
+        if members and same and 2 * len(_linears(inner)) > len(_linears(module)) and run.is_chain(members):
             return True
     return False
 
@@ -207,57 +187,120 @@ def _linears(module: nn.Module) -> list[nn.Module]:
     return [inner for inner in module.modules() if isinstance(inner, (nn.Linear, Conv1D)) and inner is not module]
 
 
-def _describe(name: str, block: nn.Module, norms: str, overwritten: set[str]) -> Block:
+def _merge_orders(sequences: Sequence[list[str]]) -> list[str]:
+    """One order that agrees with all of them. Raises ArchitectureError where there is none."""
+    graph: TopologicalSorter[str] = TopologicalSorter()
+    for sequence in sequences:
+        for number, name in enumerate(sequence):
+            graph.add(name, *sequence[number - 1 : number])
+    try:
+        return list(graph.static_order())
+    except CycleError as error:
+        raise ArchitectureError(
+            f"the blocks run in different orders for different inputs: {' → '.join(error.args[1])}",
+            fix="give all tasks the same kind of inputs",
+        ) from None
+
+
+def _describe(model: nn.Module, name: str, run: _Run, norms: str, holders: Mapping[int, int]) -> Block:
+    block = model.get_submodule(name)
     modules, skipped = [], []
+    calls = run.first.calls.count(name)
+    layout, axes = _own_axis(run, name)
     for path, module in block.named_modules():
-        own = [key for key, _ in module.named_parameters(recurse=False)]
+        own = dict(module.named_parameters(recurse=False))
         if not own:
             continue
+        full = f"{name}.{path}".rstrip(".")
         kind = kind_of(module)
         if kind is None:
-            skipped += [(f"{path}.{key}".lstrip("."), "neither a Linear nor a norm") for key in own]
+            skipped += [(f"{path}.{key}".lstrip("."), _reason(value)) for key, value in own.items()]
+        elif any(holders[id(value)] > 1 for value in own.values()):
+            skipped.append((path, "it shares its weight with another module"))
         elif kind in LINEAR_KINDS or norms == "all" or (norms == "layernorm" and kind == "layernorm" and "bias" in own):
-            modules.append(Module(path, kind, f"{name}.{path}" in overwritten))
+            layouts = _layouts(run, full, calls, axes)
+            modules.append(Module(path, kind, layouts, full in run.first.overwritten))
         else:
-            reason = "norms are switched off" if norms == "none" else "a norm without bias; --norms all calibrates it"
-            skipped.append((path, reason))
-    return Block(name, tuple(modules), tuple(skipped), name in overwritten)
+            switched_off = "norms are switched off"
+            skipped.append(
+                (path, switched_off if norms == "none" else "a norm without bias; --norms all calibrates it")
+            )
+    holds_text = layout.axis == OWN and len(set(axes[OWN])) > 1
+    return Block(name, tuple(modules), tuple(skipped), layout, calls, name in run.first.overwritten, holds_text)
 
 
-def kind_of(module: nn.Module) -> Kind | None:
-    """What a module with parameters of its own computes: Linear and Conv1D by class, norms by a numeric test."""
-    if isinstance(module, nn.Linear):
-        return "linear"
-    if isinstance(module, Conv1D):
-        return "conv1d"
-    weight = getattr(module, "weight", None)
-    if not isinstance(weight, nn.Parameter) or weight.ndim != 1 or not weight.is_floating_point():
-        return None
-    if {name for name, _ in module.named_parameters(recurse=False)} - {"weight", "bias"} or any(module.children()):
-        return None
-    return _norm_kind(module, len(weight))
+def _reason(parameter: nn.Parameter) -> str:
+    if parameter.ndim == 3:
+        return "the fused experts of a mixture are not calibrated"
+    return "neither a Linear nor a norm"
 
 
-def _norm_kind(module: nn.Module, width: int) -> Kind | None:
-    x = 3 * torch.randn(4, width, generator=torch.Generator().manual_seed(0)) + 1
-    scale = torch.linspace(0.5, 1.5, width)
-    parameters = {name: torch.zeros(width) for name, _ in module.named_parameters(recurse=False)}
-    try:
-        at_zero = functional_call(module, parameters, (x,))
-        at_scale = functional_call(module, {**parameters, "weight": scale}, (x,))
-        z = functional_call(module, {**parameters, "weight": torch.ones(width)}, (x,))
-    except (RuntimeError, TypeError, ValueError):  # takes other arguments than one tensor: not a norm
-        return None
-    if not (isinstance(at_zero, Tensor) and at_zero.shape == x.shape):
-        return None
-    z = z if _is_zero(at_zero) else at_zero
-    centred = x - x.mean(-1, keepdim=True)
-    for kind, reference in (("layernorm", centred), ("rmsnorm", x)):
-        expected = reference / reference.square().mean(-1, keepdim=True).sqrt()
-        if torch.allclose(z, expected, atol=1e-2) and torch.allclose(at_scale - at_zero, z * scale, atol=1e-3):
-            return kind  # type: ignore[return-value]
-    return None
+def _own_axis(run: _Run, block: str) -> tuple[Layout, Axes]:
+    """The layout of the block's hidden states, and the token axes with the block's own one where it has one."""
+    axes = dict(run.axes)
+    if block not in run.first.shapes:
+        return Layout(None), axes
+    first, second = (found.shapes[block][0] for found in (run.first, run.second))
+    layout = learn_layout(first, second, axes)
+    if layout.axis is None and len(first) == len(second) == 3:  # [B, S, d] of patches or audio frames
+        axes[OWN] = (first[1], second[1])
+        layout = learn_layout(first, second, axes)
+    return layout, axes
 
 
-def _is_zero(x: Tensor) -> bool:
-    return bool((x == 0).all())
+def _layouts(run: _Run, path: str, block_calls: int, axes: Axes) -> tuple[Layout, ...]:
+    """The layout of each call of a module in one run of its block."""
+    first, second = (found.shapes.get(path, []) for found in (run.first, run.second))
+    if len(first) != len(second) or len(first) % max(block_calls, 1):
+        return (Layout(None),)
+    calls = len(first) // max(block_calls, 1)
+    return tuple(learn_layout(a, b, axes) for a, b in zip(first[:calls], second[:calls], strict=True))
+
+
+def _before_the_end(run: _Run) -> set[str]:
+    """Modules that start before the last call of a block ends: with its inside, what comes after it has not begun."""
+    last = max((number for number, name in enumerate(run.first.calls) if name in set(run.blocks)), default=-1)
+    inside = [name for name in run.first.calls if any(name.startswith(f"{block}.") for block in run.blocks[-1:])]
+    return {*run.first.calls[: last + 1], *inside}
+
+
+def _count_holders(model: nn.Module) -> Counter[int]:
+    """How many modules hold each parameter."""
+    return Counter(
+        id(value) for module in model.modules() for value in module._parameters.values() if value is not None
+    )
+
+
+def _notes(model: nn.Module, blocks: Sequence[Block]) -> Iterator[str]:
+    """Blocks that share their weights, and lists of blocks that no example reaches."""
+    shared = [block for block in blocks if block.calls > 1]
+    if shared:
+        yield (
+            f"{', '.join(block.name for block in shared)} runs {max(block.calls for block in shared)} times with "
+            "the same weights: it is calibrated once for all its calls, and forward order cannot hold inside it"
+        )
+    for path in _unreached_lists(model, blocks):
+        yield f"{path} is left as merged: no example reaches it"
+
+
+def find_unreached(model: nn.Module, blocks: Sequence[Block], norms: str) -> list[Block]:
+    """Blocks that no run reached, as registered, in lists apart from those of `blocks`; what they call is unknown."""
+    holders = _count_holders(model)
+    silent = _Run("", Trace(model), Trace(model), {})
+    return [
+        _describe(model, f"{path}.{key}", silent, norms, holders)
+        for path in _unreached_lists(model, blocks)
+        for key, _ in model.get_submodule(path).named_children()
+    ]
+
+
+def _unreached_lists(model: nn.Module, blocks: Sequence[Block]) -> Iterator[str]:
+    """The outermost lists of equal children with at least four Linear modules each, apart from `blocks`."""
+    taken = [block.name for block in blocks]
+    for path, module in model.named_modules():
+        if not isinstance(module, nn.ModuleList) or len({type(child) for child in module}) != 1:
+            continue
+        apart = not any(path.startswith(f"{other}.") or other.startswith(f"{path}.") for other in taken)
+        if apart and all(len(_linears(child)) >= 4 for child in module):
+            taken.append(path)
+            yield path

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 Batch = dict[str, Tensor]
@@ -32,7 +32,7 @@ class Reader(Protocol):
         """The batch of these items, dimension 0 in their order."""
 
 
-def forward_names(model: PreTrainedModel) -> set[str]:
+def forward_names(model: nn.Module) -> set[str]:
     """The arguments that the model's forward names."""
     return set(inspect.signature(model.forward).parameters) - {"self", "args", "kwargs"}
 
@@ -49,3 +49,18 @@ def decoder_prompt(model: PreTrainedModel, count: int) -> Batch:
     found = (getattr(config, key, None) for key in keys for config in configs)
     start = next((token for token in found if isinstance(token, int)), 0)
     return {"decoder_input_ids": torch.full((count, 1), start)}
+
+
+def count_examples(batch: Batch) -> int:
+    """Examples in a batch: a tensor may hold several rows an example (the patches of an image, say), but not fewer."""
+    return min(len(tensor) for tensor in batch.values())
+
+
+def take_examples(batch: Batch, positions: Sequence[int]) -> Batch:
+    """The examples at `positions`, with all their rows."""
+    count = count_examples(batch)
+    return {name: _rows_of(tensor, len(tensor) // count, positions) for name, tensor in batch.items()}
+
+
+def _rows_of(tensor: Tensor, rows: int, positions: Sequence[int]) -> Tensor:
+    return tensor[[position * rows + row for position in positions for row in range(rows)]]

@@ -9,11 +9,12 @@ from typing import TypeAlias
 
 import torch
 
-from featcal_cli.architecture import Block, load_parameters
+from featcal_cli.architecture import Block
 from featcal_cli.collect import BlockMoments, collect_moments, parameters_of
 from featcal_cli.errors import NumericsError
 from featcal_cli.features import Job, forward_order
 from featcal_cli.journal import Journal
+from featcal_cli.modules import load_parameters
 from featcal_cli.report import BlockReport, ModuleReport
 from featcal_cli.solver import Settings, Solution
 from featcal_cli.walker import Walker
@@ -51,7 +52,7 @@ def calibrate_blocks(job: Job, settings: Settings, journal: Journal, *, bias: bo
     reports = []
     for number, visit in enumerate(forward_order(job)):
         block = visit.block
-        here = Progress(block.name, number, len(job.blocks))
+        here = Progress(block.name, number, len(job.architecture.blocks))
         report = journal.restore(number, job.student)
         if report is None:
             started = time.monotonic()
@@ -61,7 +62,7 @@ def calibrate_blocks(job: Job, settings: Settings, journal: Journal, *, bias: bo
             report = _describe(block, moments, solutions, time.monotonic() - started)
             journal.write(number, report, job.student)
         reports.append(report)
-        watch(Progress(block.name, number + 1, len(job.blocks)))
+        watch(Progress(block.name, number + 1, len(job.architecture.blocks)))
     return reports
 
 
@@ -72,13 +73,17 @@ def solve_block(
     modules = {module.name: module for module in block.modules}
     solutions: dict[str, Solution] = {}
     with base.on_device():
-        base.bring(block.name)
+        if moments.linear or moments.norms:
+            base.bring(block.name)
         for names, system in moments.linear.items():
+            if not set(names) - set(moments.skipped):
+                continue
             on_module(", ".join(name.rpartition(".")[2] for name in names))
             of_base = {name: parameters_of(base, block, modules[name]) for name in names}
             solutions |= system.solve(of_base, bias=bias)
         for name, norm in moments.norms.items():
             solutions[name] = norm.solve(parameters_of(base, block, modules[name]))
+    solutions = {name: found for name, found in solutions.items() if name not in moments.skipped}
     for name, solution in solutions.items():
         if not all(torch.isfinite(part).all() for part in solution.parameters if part is not None):
             raise NumericsError(f"the solution of {block.name}.{name} is not finite", fix="use a larger --ridge")

@@ -6,7 +6,7 @@ import json
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -30,6 +30,8 @@ class Model:
     module: PreTrainedModel
     missing: frozenset[str]
     """Parameters that the files did not hold, or held in another shape; they are random."""
+    part: str = ""
+    """Where it lies in the merged model, when it is only a part of that (a vision tower, say)."""
 
     def __str__(self) -> str:
         return f"{self.role} ({self.snapshot.name})"
@@ -74,6 +76,7 @@ def load_model(role: str, snapshot: Snapshot, model_class: type[PreTrainedModel]
                 local_files_only=True,
                 ignore_mismatched_sizes=True,
                 output_loading_info=True,
+                adapter_kwargs={"subfolder": "none"},  # full weights; an adapter_config.json beside them is not applied
             )
         except Exception as error:  # transformers raises many kinds for unreadable files; all mean the same here
             reason = str(error).strip().split("\n")[0]
@@ -83,31 +86,65 @@ def load_model(role: str, snapshot: Snapshot, model_class: type[PreTrainedModel]
                 fix="check that it is a checkpoint of the same architecture as the merged model",
             ) from error
     module.eval().requires_grad_(False)
-    for config in {id(c): c for c in (module.config, module.config.get_text_config())}.values():
-        config.use_cache = False  # a captured cache would be mutated by every replay
+    for config in {id(found): found for part in module.modules() if (found := getattr(part, "config", None))}.values():
+        config.use_cache = False  # a block that is run twice would write to a captured cache twice
     missing = set(info["missing_keys"]) | {key for key, *_ in info["mismatched_keys"]}
     return Model(role, snapshot, module, frozenset(missing))
+
+
+def load_fitting(role: str, snapshot: Snapshot, merged: Model) -> Model:
+    """The checkpoint as the merged model's class; or in its own class where it is only a part of that (its vision
+    tower, say), which `part` then names."""
+    theirs, ours = (_read_config(found).get("model_type") for found in (snapshot, merged.snapshot))
+    if theirs != ours and (own_class := find_class(snapshot)) is not type(merged.module):
+        own = load_model(role, snapshot, own_class)
+        if part := _find_part(own.module, merged.module):
+            return replace(own, part=part)
+    return load_model(role, snapshot, type(merged.module))
+
+
+def _find_part(own: PreTrainedModel, merged: PreTrainedModel) -> str:
+    """Where in the merged model a model of `own`'s structure lies; "" where there is none."""
+    shapes = {name: parameter.shape for name, parameter in own.named_parameters()}
+    for path, module in merged.named_modules():
+        if path and isinstance(module, PreTrainedModel):
+            inside = {name: parameter.shape for name, parameter in module.named_parameters()}
+            if sum(shapes.get(name) == shape for name, shape in inside.items()) > 0.9 * len(inside):
+                return str(path)
+    return ""
 
 
 def check_alignment(architecture: Architecture, merged: Model, other: Model) -> None:
     """Raise CheckpointError unless `other` has every parameter of every block, in the merged model's shapes,
     and every parameter that runs before and between the blocks."""
-    theirs = dict(other.module.named_parameters())
-    ours = dict(merged.module.named_parameters())
+    prefix = f"{other.part}." if other.part else ""
+    theirs = {prefix + name: parameter for name, parameter in other.module.named_parameters()}
+    ours = {name: found for name, found in merged.module.named_parameters() if name.startswith(prefix)}
     reached = [path for path in ours if path.rpartition(".")[0] in architecture.reached]
-    missing = [path for path in reached if path not in theirs or path in other.missing]
+    missing = [path for path in reached if path not in theirs or path.removeprefix(prefix) in other.missing]
     if missing:
         raise CheckpointError(_describe_missing(missing, len(reached), merged, other), where=other.snapshot.name,
                               fix="give a full checkpoint of the same architecture as the merged model")  # fmt: skip
-    for block in architecture.blocks:
-        for path, parameter in merged.module.get_submodule(block.name).named_parameters(prefix=block.name):
-            found = theirs.get(path)
-            if found is not None and found.shape != parameter.shape:
-                raise CheckpointError(
-                    f"{other.role} has {path} of shape {list(found.shape)}, merged has {list(parameter.shape)}",
-                    where=other.snapshot.name,
-                    fix="use models of the same size, fine-tuned from the same base",
-                )
+    inside = tuple(f"{block.name}." for block in architecture.blocks)
+    for path in (path for path in ours if path.startswith(inside) and path in theirs):
+        if theirs[path].shape != ours[path].shape:
+            raise CheckpointError(
+                f"{other.role} has {path} of shape {list(theirs[path].shape)}, merged has {list(ours[path].shape)}",
+                where=other.snapshot.name,
+                fix="use models of the same size, fine-tuned from the same base",
+            )
+
+
+def describe_differences(merged: Model, other: Model, architecture: Architecture) -> list[str]:
+    """What differs between two models outside the blocks, where nothing is calibrated, in sentences."""
+    prefix = f"{other.part}." if other.part else ""
+    theirs = {prefix + name: parameter.shape for name, parameter in other.module.named_parameters()}
+    reached = [name for name in theirs if name.rpartition(".")[0] in architecture.reached]
+    return [
+        f"{other.role} has {name} of shape {list(theirs[name])}, merged {list(parameter.shape)}; it stays as merged"
+        for name, parameter in merged.module.named_parameters()
+        if name in reached and theirs[name] != parameter.shape
+    ]
 
 
 def merge_weights(merge: Merge, base: Model, experts: Sequence[Model]) -> Iterator[dict[str, Tensor]]:

@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from json import dumps
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -173,6 +174,24 @@ def calibrate(
 
 
 @app.command()
+def modules(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="Hub id[@revision] or folder.")],
+    norms: Annotated[str, typer.Option(metavar="KIND", help="auto, layernorm, all (RMSNorm too) or none.")] = "auto",
+    json: Json = False,
+) -> None:
+    """Show what would be calibrated in a model, block by block; only its config is read."""
+    from featcal_cli.console import show_inventory
+    from featcal_cli.hub import resolve_config
+    from featcal_cli.inventory import take_inventory
+
+    inventory = take_inventory(resolve_config(model), norms)
+    if json:
+        typer.echo(dumps(inventory.to_dict(), indent=2))
+    else:
+        show_inventory(inventory)
+
+
+@app.command()
 def demo(
     device: Device = "auto",
     output: Folder = None,
@@ -191,9 +210,7 @@ def demo(
 
         result = run_demo(output, device, screen)
     if json:
-        import json as json_module
-
-        typer.echo(json_module.dumps(result.to_dict(), indent=2))
+        typer.echo(dumps(result.to_dict(), indent=2))
         return
     show_drift(result.report)
     show_accuracy(result.accuracy)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from featcal_cli.architecture import LINEAR_KINDS, Block, Module, linear_parameters, norm_parameters, normalise
-from featcal_cli.features import Features, Visit, cls_weights, flatten_rows
+from featcal_cli.architecture import Block, Module
+from featcal_cli.features import Observation, Visit
+from featcal_cli.modules import LINEAR_KINDS, linear_parameters, norm_parameters, normalise
 from featcal_cli.moments import LinearMoments, NormMoments
 from featcal_cli.solver import Affine, LinearSystem, NormSystem, Settings
 from featcal_cli.walker import Walker
@@ -37,10 +38,8 @@ def collect_moments(visit: Visit, settings: Settings, on_task: Callable[[str], N
     for task in visit.tasks:
         on_task(task)
         _fold_task(visit, task, settings, moments)
-    for names in [names for names in moments.linear if all(name in moments.skipped for name in names)]:
-        del moments.linear[names]
-    for name in moments.skipped:
-        moments.norms.pop(name, None)
+    if not visit.tasks:
+        moments.skipped = {module.name: "no expert's examples reach it" for module in visit.block.modules}
     return moments
 
 
@@ -54,85 +53,90 @@ def _fold_task(visit: Visit, task: str, settings: Settings, moments: BlockMoment
     modules = {module.name: module for module in visit.block.modules}
     linear: dict[tuple[str, ...], LinearMoments] = {}
     norms: dict[str, NormMoments] = {}
-    for x_cal, x_exp, mask in visit.features(task):
-        moments.skipped |= _unpaired(modules, x_cal, x_exp)
-        for names in _shared_inputs(visit, x_cal):
-            _add_linear(visit, names, x_cal, x_exp, mask, linear, moments.skipped)
-        for name in (name for name in x_cal if modules[name].kind not in LINEAR_KINDS):
-            _add_norm(visit, name, x_cal[name], mask, norms, moments.skipped)
-    merged, expert = visit.merged, visit.expert(task)
+    for seen in visit.features(task):
+        moments.skipped |= _unpaired(modules, seen)
+        for names in _shared_inputs(visit, seen, moments.skipped):
+            pair = [_rows(visit, modules[names[0]], x[names[0]], seen) for x in (seen.x_cal, seen.x_exp)]
+            if pair[0] is None or pair[1] is None:
+                moments.skipped |= dict.fromkeys(names, UNMATCHED)
+                continue
+            if names not in linear:
+                linear[names] = LinearMoments(pair[0][0][0].shape[-1], pair[0][0][0].device)
+            for (x, weights), (target, _) in zip(pair[0], pair[1], strict=True):
+                linear[names].add(x, target, weights)
+        for module in (m for m in visit.block.modules if m.kind not in LINEAR_KINDS and m.name not in moments.skipped):
+            norm = visit.merged.module(f"{visit.block.name}.{module.name}")
+            rows = _rows(visit, module, [normalise(norm, x) for x in seen.x_cal[module.name]], seen)
+            if rows is None:
+                moments.skipped[module.name] = UNMATCHED
+            for z, weights in rows or ():
+                norms.setdefault(module.name, NormMoments(z.shape[-1], z.device)).add(z, weights)
+    _fold(visit, task, settings, moments, linear, norms)
+
+
+def _fold(
+    visit: Visit,
+    task: str,
+    settings: Settings,
+    moments: BlockMoments,
+    linear: Mapping[tuple[str, ...], LinearMoments],
+    norms: Mapping[str, NormMoments],
+) -> None:
+    """Put one task's sums into the systems, with its expert's parameters."""
+    block, merged, expert = visit.block, visit.merged, visit.expert(task)
+    modules = {module.name: module for module in block.modules}
     with expert.on_device(), merged.on_device():
-        merged.bring(visit.block.name)
-        expert.bring(visit.block.name)
+        merged.bring(block.name)
+        expert.bring(block.name)
         for names, sums in linear.items():
             if names not in moments.linear:
-                of_merged = {name: parameters_of(merged, visit.block, modules[name]) for name in names}
+                of_merged = {name: parameters_of(merged, block, modules[name]) for name in names}
                 moments.linear[names] = LinearSystem(of_merged, settings)
-            moments.linear[names].fold(
-                sums, {name: parameters_of(expert, visit.block, modules[name]) for name in names}
-            )
-        for name, sum_ in norms.items():
+            moments.linear[names].fold(sums, {name: parameters_of(expert, block, modules[name]) for name in names})
+        for name, of_norm in norms.items():
             if name not in moments.norms:
-                moments.norms[name] = NormSystem(parameters_of(merged, visit.block, modules[name]), settings)
-            moments.norms[name].fold(sum_, parameters_of(expert, visit.block, modules[name]))
+                moments.norms[name] = NormSystem(parameters_of(merged, block, modules[name]), settings)
+            moments.norms[name].fold(of_norm, parameters_of(expert, block, modules[name]))
 
 
-def _unpaired(modules: dict[str, Module], x_cal: Features, x_exp: Features) -> dict[str, str]:
+def _unpaired(modules: Mapping[str, Module], seen: Observation) -> dict[str, str]:
     """Modules whose inputs on student and expert do not belong together."""
     skipped = {}
-    for name in modules:
-        if name not in x_cal and name not in x_exp:
+    for name, module in modules.items():
+        ours, theirs = ([x.shape for x in features[name]] for features in (seen.x_cal, seen.x_exp))
+        if not (ours or theirs or module.layouts):
             skipped[name] = "never called"
-        elif name not in x_cal or name not in x_exp or x_cal[name].shape != x_exp[name].shape:
-            skipped[name] = "student and expert call it differently"
+        elif ours != theirs or len(ours) != len(module.layouts):
+            skipped[name] = "it is called differently in different models or batches"
     return skipped
 
 
-def _shared_inputs(visit: Visit, x_cal: Features) -> list[tuple[str, ...]]:
-    """Linear modules by the input that they share, those with other token weights apart."""
-    groups: dict[tuple[int, bool], list[str]] = {}
+def _shared_inputs(visit: Visit, seen: Observation, skipped: Mapping[str, str]) -> list[tuple[str, ...]]:
+    """Linear modules by the inputs that they share, those with other token weights apart."""
+    groups: dict[tuple[object, ...], list[str]] = {}
     for module in visit.block.modules:
-        if module.name in x_cal and module.kind in LINEAR_KINDS:
-            groups.setdefault((id(x_cal[module.name]), _is_weighted(visit, module.name)), []).append(module.name)
+        if module.kind in LINEAR_KINDS and module.name not in skipped:
+            inputs = [id(x) for x in seen.x_cal[module.name]]
+            groups.setdefault((*inputs, _is_weighted(visit, module)), []).append(module.name)
     return [tuple(names) for names in groups.values()]
 
 
-def _is_weighted(visit: Visit, name: str) -> bool:
-    return visit.cls_tokens and name.rpartition(".")[2] not in UNWEIGHTED
+def _is_weighted(visit: Visit, module: Module) -> bool:
+    return visit.cls_tokens and module.name.rpartition(".")[2] not in UNWEIGHTED
 
 
-def _weights(visit: Visit, name: str, x: Tensor, mask: Tensor | None) -> Tensor | None:
-    return cls_weights(x) if _is_weighted(visit, name) else mask
+def _rows(
+    visit: Visit, module: Module, features: Sequence[Tensor], seen: Observation
+) -> list[tuple[Tensor, Tensor | None]] | None:
+    """Rows and their weights of every call of a module; None when they cannot be matched to tokens."""
+    weights = seen.weights if _is_weighted(visit, module) else seen.padding
+    axis = visit.block.layout.axis
+    found = [
+        layout.flatten(x, weights, seen.lengths, axis)
+        for layout, x in zip(module.layouts, features, strict=True)
+        if seen.first or not layout.is_table  # the same rows in every batch: they count once
+    ]
+    return None if any(rows is None for rows in found) else [rows for rows in found if rows is not None]
 
 
-def _add_linear(
-    visit: Visit,
-    names: tuple[str, ...],
-    x_cal: Features,
-    x_exp: Features,
-    mask: Tensor | None,
-    sums: dict[tuple[str, ...], LinearMoments],
-    skipped: dict[str, str],
-) -> None:
-    name = names[0]
-    if name in skipped:
-        return
-    weights = _weights(visit, name, x_cal[name], mask)
-    ours, theirs = flatten_rows(x_cal[name], weights), flatten_rows(x_exp[name], weights)
-    if ours is None or theirs is None:
-        skipped |= dict.fromkeys(names, "its rows cannot be matched to tokens")
-        return
-    if names not in sums:
-        sums[names] = LinearMoments(ours[0].shape[-1], ours[0].device)
-    sums[names].add(ours[0], theirs[0], ours[1])
-
-
-def _add_norm(
-    visit: Visit, name: str, x: Tensor, mask: Tensor | None, sums: dict[str, NormMoments], skipped: dict[str, str]
-) -> None:
-    z = normalise(visit.merged.module(f"{visit.block.name}.{name}"), x)
-    rows = flatten_rows(z, _weights(visit, name, z, mask))
-    if rows is None:
-        skipped[name] = "its rows cannot be matched to tokens"
-    elif name not in skipped:
-        sums.setdefault(name, NormMoments(z.shape[-1], z.device)).add(*rows)
+UNMATCHED = "its rows cannot be matched to tokens"

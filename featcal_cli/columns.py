@@ -83,6 +83,11 @@ def find_image_column(samples: Samples, where: str) -> str:
     return (by_name or likely)[0]
 
 
+def has_image_column(samples: Samples) -> bool:
+    """True when the values of some column look like images."""
+    return any(_looks_like_image(value) for values in samples.values() for value in values)
+
+
 def _looks_like_image(value: Any) -> bool:
     if isinstance(value, dict):
         return bool(value) and value.keys() <= {"bytes", "path"}

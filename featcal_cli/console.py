@@ -22,6 +22,7 @@ from featcal_cli.report import RECIPE, Report
 if TYPE_CHECKING:  # these import torch
     from featcal_cli.calibrate import Progress as Step
     from featcal_cli.demo import Accuracy
+    from featcal_cli.inventory import BlockEntry, Inventory
 
 OUT = Console(soft_wrap=False, highlight=False)
 ERR = Console(stderr=True, highlight=False)
@@ -113,6 +114,46 @@ def show_result(output: Path, *, hints: bool) -> None:
         place = escape(str(output))
         ERR.print(f"[dim]Load it like the merged one: AutoModel.from_pretrained('{place}')[/dim]", soft_wrap=True)
         ERR.print(f"[dim]Run the job again: featcal calibrate -r {place}/{RECIPE} -o NEW[/dim]", soft_wrap=True)
+
+
+def show_inventory(inventory: Inventory) -> None:
+    """Blocks and modules of a model; equal neighbours are one row."""
+    size = _count(inventory.parameters)
+    OUT.print(f"[bold]{escape(inventory.model)}[/bold]: {inventory.model_class}, {size} parameters")
+    for run in _equal_neighbours(inventory.blocks):
+        first, last = run[0], run[-1]
+        name = first.name if len(run) == 1 else f"{first.name} … {last.name.rpartition('.')[2]}"
+        size = _count(sum(module.parameters for module in first.modules))
+        blocks = "one block" if len(run) == 1 else f"{len(run)} blocks, each"
+        OUT.print(f"\n[bold]{escape(name)}[/bold] ({blocks}: {len(first.modules)} modules, {size} parameters)")
+        table = Table(box=None, pad_edge=False, show_header=False, padding=(0, 2, 0, 2))
+        for module in first.modules:
+            table.add_row(escape(module.name), module.kind, _count(module.parameters))
+        for skipped in first.skipped:
+            table.add_row(*(f"[dim]{escape(text)}[/dim]" for text in (skipped["name"], "as merged", skipped["reason"])))
+        OUT.print(table)
+    for note in inventory.notes:
+        ERR.print(f"[dim]· {escape(note)}[/dim]")
+
+
+def _equal_neighbours(blocks: Sequence[BlockEntry]) -> list[list[BlockEntry]]:
+    runs: list[list[BlockEntry]] = []
+    for block in blocks:
+        before = runs[-1][0] if runs else None
+        same_list = before is not None and before.name.rpartition(".")[0] == block.name.rpartition(".")[0]
+        if before is not None and same_list and (before.modules, before.skipped) == (block.modules, block.skipped):
+            runs[-1].append(block)
+        else:
+            runs.append([block])
+    return runs
+
+
+def _count(number: int) -> str:
+    """1,234,567 as 1.2 M."""
+    for size, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if number >= size:
+            return f"{number / size:.1f} {unit}"
+    return str(number)
 
 
 def show_next() -> None:

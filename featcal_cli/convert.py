@@ -9,6 +9,8 @@ import pickle
 import shutil
 import tempfile
 import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from fnmatch import fnmatch
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
@@ -56,25 +58,31 @@ def converted_copy(source: Path, key: str) -> Path:
     `weights_only=True`: raises HubError for one that holds more than tensors or cannot be read.
     """
     target = cache_folder() / "converted" / key
-    if target.is_dir():
-        return target
+    if not target.is_dir():
+        with new_copy(target, "converted") as draft:
+            _copy_others(source, draft)
+            _convert(source, draft)
+    return target
+
+
+@contextmanager
+def new_copy(target: Path, kind: str) -> Iterator[Path]:
+    """An empty folder that becomes `target` if all goes well, and is deleted if not. Raises HubError."""
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        draft = Path(tempfile.mkdtemp(prefix=f".{key[:40]}-", dir=target.parent))
+        draft = Path(tempfile.mkdtemp(prefix=f".{target.name[:40]}-", dir=target.parent))
     except OSError as error:
         fix = "point FEATCAL_CACHE to a folder that can be written"
         raise HubError(f"the cache folder cannot be written: {error}", where=str(target.parent), fix=fix) from error
     try:
-        _copy_others(source, draft)
-        _convert(source, draft)
+        yield draft
         draft.chmod(0o755)
         _publish(draft, target)
     except OSError as error:
         fix = "free some disk space, or point FEATCAL_CACHE elsewhere"
-        raise HubError(f"the converted copy cannot be written: {error}", where=str(target), fix=fix) from error
+        raise HubError(f"the {kind} copy cannot be written: {error}", where=str(target), fix=fix) from error
     finally:
         shutil.rmtree(draft, ignore_errors=True)
-    return target
 
 
 def folder_key(folder: Path) -> str:
@@ -113,7 +121,7 @@ def _convert(source: Path, draft: Path) -> None:
     places: dict[str, str] = {}
     total = 0
     for file in files:
-        tensors = _read_pickle(file)
+        tensors = read_pickle(file)
         name = file.name.replace("pytorch_model", "model", 1).removesuffix(".bin") + ".safetensors"
         places |= dict.fromkeys(tensors, name)
         total += sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
@@ -123,7 +131,7 @@ def _convert(source: Path, draft: Path) -> None:
         (draft / SAFETENSORS[1]).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
-def _read_pickle(file: Path) -> dict[str, Tensor]:
+def read_pickle(file: Path) -> dict[str, Tensor]:
     """The tensors of a pickled state dict, each with memory of its own. Raises HubError."""
     import torch
 

@@ -11,9 +11,9 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from featcal_cli.batches import BadRowError, Reader
+from featcal_cli.batches import BadRowError, Reader, forward_names
 from featcal_cli.batches import Batch as Batch
-from featcal_cli.columns import check_columns
+from featcal_cli.columns import Samples, check_columns, has_image_column
 from featcal_cli.errors import DataError
 from featcal_cli.images import open_images
 from featcal_cli.labels import LABEL_NAMES, read_labels
@@ -131,7 +131,7 @@ def _open_rows(data: Data, first: Sequence[Row], model: PreTrainedModel, folders
         raise DataError("the source has no rows", where=where, fix="give data with rows, or another split")
     samples = {name: [row.get(name) for row in first] for row in first for name in row}
     check_columns(data, samples, where)
-    if model.main_input_name == "pixel_values":
+    if _reads_images(data, samples, model):
         return open_images(data, samples, model, folders, where)
     if model.main_input_name == "input_ids":
         return open_text(data, samples, model, folders, where)
@@ -140,6 +140,14 @@ def _open_rows(data: Data, first: Sequence[Row], model: PreTrainedModel, folders
         where=where,
         fix="give a .safetensors file with one tensor a forward argument",
     )
+
+
+def _reads_images(data: Data, samples: Samples, model: PreTrainedModel) -> bool:
+    """True for vision models, and for two-tower models whose data has images."""
+    if model.main_input_name == "pixel_values":
+        return True
+    two_towers = "pixel_values" in forward_names(model) and not model.can_generate()
+    return two_towers and ("image" in data.columns or (not data.columns and has_image_column(samples)))
 
 
 def _read_good(reader: Reader, rows: Iterable[Any], wanted: int, where: str) -> tuple[list[Any], list[str]]:

@@ -2,31 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from featcal_cli.architecture import Block, first_tensor
-from featcal_cli.drift import DriftMeter
-from featcal_cli.examples import Batch
+from featcal_cli.architecture import Architecture, Block
+from featcal_cli.batches import Batch
+from featcal_cli.drift import STEM, DriftMeter
+from featcal_cli.tokens import MASK, OWN, Layout, Lengths, Weights, token_lengths, token_masks
+from featcal_cli.trace import first_tensor
 from featcal_cli.walker import Pass, Walker
 
 OTHER_TOKENS = 0.01
 """Weight of the tokens after the first in the last block of a model that is read from its first token."""
 
-Features = dict[str, Tensor]
-"""Input of each module that ran in a block, by the module's path inside the block [.., d_in]."""
+Features = dict[str, list[Tensor]]
+"""Inputs of each module that ran in a block, one a call, by the module's path inside the block [.., d_in]."""
+
+
+class Observation(NamedTuple):
+    """What one batch (or one call of the block on it) shows of a block."""
+
+    x_cal: Features
+    """The student's module inputs, before the block's update."""
+    x_exp: Features
+    """The expert's."""
+    padding: Weights
+    """1 for the tokens that count and 0 for padding, by axis."""
+    weights: Weights
+    """The same, with the first token counting most where the output is read from it."""
+    lengths: Lengths
+    first: bool
+    """The task's first batch."""
 
 
 @dataclass
 class Job:
     """Who walks, and over what."""
 
-    blocks: Sequence[Block]
+    architecture: Architecture
     student: Walker
     """Starts as merged; its blocks are updated on the way."""
     merged: Walker
@@ -34,40 +52,81 @@ class Job:
     experts: Mapping[str, Walker]
     examples: Mapping[str, Sequence[Batch]]
     """Batches to fit, by task."""
-    cls_tokens: bool = False
-    """In the last block the first token counts 1 and every other OTHER_TOKENS."""
+    cls_blocks: frozenset[str] = frozenset()
+    """Blocks in which the first token counts 1 and every other OTHER_TOKENS."""
     meter: DriftMeter | None = None
     watched: Mapping[str, Sequence[Batch]] = field(default_factory=dict)
     """Batches that drift is measured on, by task."""
 
 
+def forward_order(job: Job) -> Iterator[Visit]:
+    """Visit the blocks in execution order; what is loaded into the student's block during a visit runs after it."""
+    passes = _start(job)
+    done: list[Block] = []
+    try:
+        for block in job.architecture.blocks:
+            visit = Visit(job, block, passes, done)
+            yield visit
+            visit.leave()
+            done.append(block)
+    finally:
+        for each in passes:
+            each.close()
+
+
 class Visit:
     """One block of a job under way."""
 
-    def __init__(self, job: Job, block: Block, passes: _Passes, *, last: bool) -> None:
+    def __init__(self, job: Job, block: Block, passes: _Passes, done: Sequence[Block]) -> None:
         self.block = block
-        self.cls_tokens = job.cls_tokens and last
+        self.merged = job.merged
+        self.cls_tokens = block.name in job.cls_blocks
         """The first token counts most in this block."""
-        self.merged, self.tasks = job.merged, list(job.experts)
-        self._job, self._passes, self._last = job, passes, last
+        self.tasks = [
+            task for task, pairs in passes.pairs.items() if all(p.is_at(block) for pair in pairs for p in pair)
+        ]
+        """Tasks whose examples reach this block, in student and expert."""
+        self._job, self._passes, self._done = job, passes, done
         self._advanced: set[str] = set()
 
     def expert(self, task: str) -> Walker:
         """The expert of a task."""
         return self._job.experts[task]
 
-    def features(self, task: str) -> Iterator[tuple[Features, Features, Tensor | None]]:
-        """For each batch of the task: the student's module inputs before its update, the expert's, the padding mask."""
+    def features(self, task: str) -> Iterator[Observation]:
+        """What every batch of the task shows of the block, once for each of its calls."""
         expert, student = self._job.experts[task], self._job.student
-        self._advanced.add(task)
         with expert.on_device(), student.on_device():
-            for theirs, ours in zip(self._passes.experts[task], self._passes.student[task], strict=True):
-                with _captured(expert, self.block) as x_exp:
-                    output = theirs.run_block(self.block)
-                with _captured(student, self.block) as x_cal:
-                    ours.run_block(self.block)
-                yield x_cal, x_exp, padding_mask(ours)
-                self._advance(theirs, output)
+            for number, (theirs, ours) in enumerate(self._passes.pairs[task]):
+                if self.block.calls > 1:
+                    yield from self._features_of_all_calls(task, theirs, ours, first=number == 0)
+                    continue
+                x_exp, output = _run_captured(expert, theirs, self.block)
+                x_cal, _ = _run_captured(student, ours, self.block)
+                yield self._observe(x_cal, x_exp, ours, first=number == 0)
+                self._go_on(task, theirs, output)
+                self._advanced.add(task)
+
+    def _features_of_all_calls(self, task: str, theirs: Pass, ours: Pass, *, first: bool) -> Iterator[Observation]:
+        """The same for a block that runs several times: by passes of their own, in which no call is updated yet."""
+        expert, student = self._job.experts[task], self._job.student
+        entry = self._job.architecture.entries[task]
+        (theirs,), (ours,) = expert.start([theirs.batch], entry), student.start([ours.batch], entry)
+        others = [block for block in self._job.architecture.blocks if block is not self.block]
+        for _ in range(self.block.calls):
+            _run_through(theirs, others)
+            _run_through(ours, others)
+            x_exp, expected = _run_captured(expert, theirs, self.block)
+            x_cal, output = _run_captured(student, ours, self.block)
+            yield self._observe(x_cal, x_exp, ours, first=first)
+            theirs.advance(expected)
+            ours.advance(output)
+        theirs.close()
+        ours.close()
+
+    def _observe(self, x_cal: Features, x_exp: Features, ours: Pass, *, first: bool) -> Observation:
+        padding, weights = (token_weights(ours, self.block, cls_tokens=cls) for cls in (False, self.cls_tokens))
+        return Observation(x_cal, x_exp, padding, weights, token_lengths(ours.batch, ours.hidden), first)
 
     def leave(self) -> None:
         """Take everybody through the block, the student with the weights it has now, and measure its drift."""
@@ -77,178 +136,211 @@ class Visit:
                 stack.enter_context(walker.on_device())
             for task, expert in job.experts.items():
                 with expert.on_device():
-                    if task not in self._advanced:
-                        self._walk(self._passes.experts[task])
-                    self._walk(self._passes.student[task])
-                    for theirs, others in self._passes.watched[task]:
-                        self._compare(task, theirs, others)
+                    for theirs, ours in self._passes.pairs[task]:
+                        for each in [ours] if task in self._advanced else [theirs, ours]:
+                            while each.is_at(self.block) and not self._is_last(task):
+                                self._go_on(task, each, each.run_block(self.block))
+                    for group in self._passes.watched[task]:
+                        if all(each.is_at(self.block) for each in group.values()):
+                            self._compare(task, group)
 
-    def _walk(self, passes: Iterable[Pass]) -> None:
-        if not self._last:  # nothing comes after the last block that anybody would look at
-            for each in passes:
-                each.advance(each.run_block(self.block))
-
-    def _compare(self, task: str, theirs: Pass, others: Mapping[str, Pass]) -> None:
-        expected = theirs.run_block(self.block)
-        for role, ours in others.items():
-            output = ours.run_block(self.block)
-            hidden, target = first_tensor(output), first_tensor(expected)
-            if self._job.meter is not None and hidden is not None and target is not None:
-                rows = _drift_rows(hidden, target, padding_mask(ours), self._job.cls_tokens)
+    def _compare(self, task: str, group: Mapping[str, Pass]) -> None:
+        """Take everybody through all calls of the block on one batch; drift is measured where the last one ends."""
+        for number in range(self.block.calls):
+            outputs = {role: each.run_block(self.block) for role, each in group.items()}
+            expert = group["expert"]
+            weights = token_weights(expert, self.block, cls_tokens=False)
+            lengths = token_lengths(expert.batch, expert.hidden)
+            if number + 1 < self.block.calls or not self._is_last(task):
+                for role, each in group.items():
+                    self._go_on(task, each, outputs[role])
+            if not all(each.is_at(self.block) for each in group.values()):
+                break
+        if self._job.meter is not None:
+            first_only = self.cls_tokens or bool(self._job.cls_blocks)
+            target = first_tensor(outputs["expert"])
+            for role in (role for role in group if role != "expert"):
+                rows = _drift_rows(first_tensor(outputs[role]), target, self.block.layout, weights, lengths, first_only)
                 self._job.meter.add(self.block.name, task, role, *rows)
-            self._advance(ours, output)
-        self._advance(theirs, expected)
 
-    def _advance(self, each: Pass, output: Any) -> None:
-        if not self._last:
+    def _go_on(self, task: str, each: Pass, output: Any) -> None:
+        """Give the block's output and run to the next block that has not been visited; nothing follows the last."""
+        if self._is_last(task) and self.block.calls == 1:
+            each.close()
+        else:
             each.advance(output)
+            _run_through(each, self._done)  # blocks that were visited before and run again
+
+    def _is_last(self, task: str) -> bool:
+        return self.block.name == self._job.architecture.last_blocks[task]
 
 
 @dataclass
 class _Passes:
-    """Where everybody is, by task, one pass a batch; watched: the expert's pass beside those of the others, by role."""
+    """Where everybody is, by task, one pass a batch."""
 
-    student: dict[str, list[Pass]]
-    experts: dict[str, list[Pass]]
-    watched: dict[str, list[tuple[Pass, dict[str, Pass]]]]
+    pairs: dict[str, list[tuple[Pass, Pass]]]
+    """The expert's and the student's, on the examples to fit."""
+    watched: dict[str, list[dict[str, Pass]]]
+    """On the examples that drift is measured on, by role: expert, student, merged, base."""
 
     def __iter__(self) -> Iterator[Pass]:
-        for group in (*self.student.values(), *self.experts.values()):
-            yield from group
-        for pairs in self.watched.values():
-            for theirs, others in pairs:
-                yield from (theirs, *others.values())
-
-
-def forward_order(job: Job) -> Iterator[Visit]:
-    """Visit the blocks in execution order; what is loaded into the student's block during a visit runs after it."""
-    passes = _start(job)
-    try:
-        for block in job.blocks:
-            visit = Visit(job, block, passes, last=block is job.blocks[-1])
-            yield visit
-            visit.leave()
-    finally:
-        for each in passes:
-            each.close()
+        for pairs in self.pairs.values():
+            for pair in pairs:
+                yield from pair
+        for groups in self.watched.values():
+            for group in groups:
+                yield from group.values()
 
 
 def _start(job: Job) -> _Passes:
-    passes = _Passes({}, {}, {})
+    passes = _Passes({}, {})
     with ExitStack() as stack:
         for walker in (job.student, job.merged, job.base):
             stack.enter_context(walker.on_device())
         for task, expert in job.experts.items():
             with expert.on_device():
-                passes.experts[task] = expert.start(job.examples[task])
-                passes.student[task] = job.student.start(job.examples[task])
-                watched = job.watched.get(task, ())
-                roles = {"student": job.student, "merged": job.merged, "base": job.base}
-                columns = {role: walker.start(watched) for role, walker in roles.items()}
-                theirs = expert.start(watched)
-                passes.watched[task] = [
-                    (each, {role: column[index] for role, column in columns.items()})
-                    for index, each in enumerate(theirs)
-                ]
-                _measure_stem(job, task, passes)
+                entry = job.architecture.entries[task]
+                fitted = (walker.start(job.examples[task], entry) for walker in (expert, job.student))
+                passes.pairs[task] = list(zip(*fitted, strict=True))
+                roles = {"expert": expert, "student": job.student, "merged": job.merged, "base": job.base}
+                watched = [walker.start(job.watched.get(task, ()), entry) for walker in roles.values()]
+                passes.watched[task] = [dict(zip(roles, group, strict=True)) for group in zip(*watched, strict=True)]
+                _measure_stem(job, passes.watched[task], task)
     return passes
 
 
-def _measure_stem(job: Job, task: str, passes: _Passes) -> None:
-    for theirs, others in passes.watched[task] if job.meter is not None else ():
-        for role, ours in others.items():
-            rows = _drift_rows(ours.hidden, theirs.hidden, padding_mask(ours), job.cls_tokens)
-            job.meter.add("stem", task, role, *rows)  # type: ignore[union-attr]
+def _measure_stem(job: Job, groups: Sequence[Mapping[str, Pass]], task: str) -> None:
+    """Drift of the hidden states that the task's first block is given: the stems differ too."""
+    for group in groups if job.meter is not None else ():
+        theirs = group["expert"]
+        block = next(block for block in job.architecture.blocks if theirs.is_at(block))
+        weights = token_weights(theirs, block, cls_tokens=False)
+        for role in (role for role in group if role != "expert"):
+            first_only = bool(job.cls_blocks)
+            lengths = token_lengths(theirs.batch, theirs.hidden)
+            rows = _drift_rows(group[role].hidden, theirs.hidden, block.layout, weights, lengths, first_only)
+            job.meter.add(STEM, task, role, *rows)  # type: ignore[union-attr]
 
 
-@contextmanager
-def _captured(walker: Walker, block: Block) -> Iterator[Features]:
-    """Collect the inputs of the block's modules while it runs inside this context; the first call of each counts."""
+def _run_through(each: Pass, blocks: Sequence[Block]) -> None:
+    """Take a pass through these blocks, to the first that is none of them."""
+    while block := next((block for block in blocks if each.is_at(block)), None):
+        each.advance(each.run_block(block))
+
+
+def _run_captured(walker: Walker, each: Pass, block: Block) -> tuple[Features, Any]:
+    """Run the block that the pass is at: the inputs of its modules, and its output."""
     features: Features = {}
-
-    def keep(name: str, overwritten: bool, arguments: tuple[Any, ...]) -> None:
-        x = first_tensor(arguments)
-        if x is not None and name not in features:
-            features[name] = x.clone() if overwritten else x
-
-    root = walker.module(block.name)
     handles = []
     for module in block.modules:
-        hook = root.get_submodule(module.name).register_forward_pre_hook
-        name, copy = module.name, module.overwritten
-        handles.append(hook(lambda _, a, k, n=name, c=copy: keep(n, c, (*a, *k.values())), with_kwargs=True))
+        hook = walker.module(f"{block.name}.{module.name}").register_forward_pre_hook
+        keep = _Keep(features.setdefault(module.name, []), module.overwritten)
+        handles.append(hook(keep, with_kwargs=True))
     try:
-        yield features
+        output = each.run_block(block)
     finally:
         for handle in handles:
             handle.remove()
+    return features, output
 
 
-def padding_mask(each: Pass) -> Tensor | None:
-    """1 for the tokens of a batch that count, 0 for padding [B, S]; None when all count."""
-    mask = each.batch.get("attention_mask")
-    if mask is None or mask.shape != each.hidden.shape[:2] or bool(mask.all()):
-        return None
-    return mask.float()
+@dataclass(frozen=True)
+class _Keep:
+    """A hook that keeps the inputs of a module."""
+
+    inputs: list[Tensor]
+    copy: bool
+
+    def __call__(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        x = first_tensor((*args, *kwargs.values()))
+        if x is not None:
+            self.inputs.append(x.clone() if self.copy else x)
 
 
-def cls_weights(x: Tensor) -> Tensor:
-    """Token weights [B, S] of a feature [B, S, d]: the first token counts 1, every other OTHER_TOKENS."""
-    weights = torch.full(x.shape[:2], OTHER_TOKENS, device=x.device)
+def token_weights(each: Pass, block: Block, *, cls_tokens: bool) -> Weights:
+    """Weights of the tokens of a batch that is paused at `block`, by axis [B, length]; None where all are alike."""
+    weights = {**token_masks(each.batch), OWN: None}
+    axis = block.layout.axis
+    if axis == OWN:
+        weights[OWN] = _own_mask(each, block)
+    if cls_tokens and axis is not None:
+        first, mask = _first_token_weights(each.hidden), weights[axis]
+        weights[axis] = first if mask is None else first * mask
+    return weights
+
+
+def _first_token_weights(hidden: Tensor) -> Tensor:
+    weights = torch.full(hidden.shape[:2], OTHER_TOKENS, device=hidden.device)
     weights[:, 0] = 1.0
     return weights
 
 
-def flatten_rows(x: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor | None] | None:
-    """Rows [T, d] of a feature [.., d] and their weights [T], without the rows of weight 0.
+def _own_mask(each: Pass, block: Block) -> Tensor | None:
+    """1 for what the tokens that count became on a block's own axis [B, F]; None where there is no padding.
 
-    Returns None when the rows cannot be matched to the tokens.
+    Where the two cannot be brought together the mask is empty, which fits no feature.
     """
-    rows = x.reshape(-1, x.shape[-1])
-    if weights is None:
-        return rows, None
-    if x.shape[:2] == weights.shape:  # [B, S, d] and [B, S, heads, d]
-        per_row = weights.reshape(*weights.shape, *[1] * (x.ndim - 3)).expand(x.shape[:-1]).reshape(-1)
-    elif x.ndim == 2 and len(x) == weights.numel():  # [B·S, d]
-        per_row = weights.reshape(-1)
-    else:
-        return None
-    kept = per_row > 0
-    return (rows, per_row) if bool(kept.all()) else (rows[kept], per_row[kept])
+    mask = each.batch.get(MASK)
+    others = any(x.is_floating_point() for x in each.batch.values())
+    if mask is None or bool(mask.all()) or (others and "input_ids" in each.batch and not block.holds_text):
+        return None  # patches beside a text, in a tower of their own
+    frames = each.hidden.shape[1]
+    if mask.shape[1] == frames:
+        return mask.float()
+    to_frames = getattr(each.module, "_get_feature_vector_attention_mask", None)  # every audio model's own rule
+    return mask.new_empty(0, 0).float() if to_frames is None else to_frames(frames, mask).float()
 
 
-def reads_first_token(walker: Walker, blocks: Sequence[Block], batch: Batch) -> bool:
-    """True when the model's pooled output depends on the last block's first token alone: it does not change when all
-    other tokens leaving that block are perturbed."""
+def _drift_rows(
+    hidden: Tensor | None, target: Tensor | None, layout: Layout, weights: Weights, lengths: Lengths, first_only: bool
+) -> tuple[Tensor, Tensor]:
+    """The tokens [T, d] of two features that drift is measured on: the first of each example, or all but padding."""
+    assert hidden is not None and target is not None
+    if first_only and layout.axis == OWN:
+        return hidden[:, 0], target[:, 0]
+    pair = [layout.flatten(x, weights, lengths, layout.axis) for x in (hidden, target)]
+    if pair[0] is None or pair[1] is None:  # tokens and padding cannot be told apart: all rows count
+        return hidden.reshape(-1, hidden.shape[-1]), target.reshape(-1, target.shape[-1])
+    return pair[0][0], pair[1][0]
+
+
+def find_cls_blocks(walker: Walker, architecture: Architecture, task: str, batch: Batch) -> frozenset[str]:
+    """The last block of each stack over patches, where the model's pooled output reads its first token alone: it
+    changes with that token, and does not when all others that leave the block are perturbed."""
+    stacks = {block.name.rpartition(".")[0]: block for block in architecture.blocks if _is_over_patches(block)}
+    found = set()
     with walker.on_device():
-        outputs = []
-        for noise in (0.0, 1.0):
-            (each,) = walker.start([batch])
-            for block in blocks[:-1]:
-                each.advance(each.run_block(block))
-            last = each.run_block(blocks[-1])
-            hidden = first_tensor(last)
-            if hidden is None or hidden.ndim != 3 or hidden.shape[1] < 2:
-                each.close()
-                return False
-            hidden[:, 1:] += noise * torch.linspace(-1, 1, hidden.shape[-1]).to(hidden) * hidden.float().std()
-            each.advance(last)
-            outputs.append(_pooled(each.output))
-    before, after = outputs
-    return bool(before) and all(torch.allclose(a, b, rtol=1e-3, atol=1e-5) for a, b in zip(before, after, strict=True))
+        for block in stacks.values():
+            plain, others, first = (_pooled_after(walker, architecture, task, batch, block, part) for part in PERTURBED)
+            if plain and _same(plain, others) and not _same(plain, first):
+                found.add(block.name)
+    return frozenset(found)
 
 
-def _pooled(output: Any) -> list[Tensor]:
-    """What a model returns once an example: pooled features, logits, embeddings [B, k]."""
-    values = output.values() if isinstance(output, Mapping) else output
+def _is_over_patches(block: Block) -> bool:
+    return block.layout.axis == OWN and not block.holds_text
+
+
+PERTURBED = (slice(0, 0), slice(1, None), slice(0, 1))
+"""Nothing, all tokens but the first, the first."""
+
+
+def _pooled_after(
+    walker: Walker, architecture: Architecture, task: str, batch: Batch, block: Block, tokens: slice
+) -> list[Tensor]:
+    """What the model returns once an example [B, k], with noise on those tokens of what leaves `block`."""
+    (each,) = walker.start([batch], architecture.entries[task])
+    while (at := next((other for other in architecture.blocks if each.is_at(other)), None)) is not None:
+        output = each.run_block(at)
+        hidden = first_tensor(output)
+        if at is block and hidden is not None:
+            noise = torch.linspace(-1, 1, hidden.shape[-1]).to(hidden) * hidden.float().std().to(hidden)
+            hidden[:, tokens] += noise
+        each.advance(output)
+    values = each.output.values() if isinstance(each.output, Mapping) else each.output
     return [value for value in values if isinstance(value, Tensor) and value.ndim == 2]
 
 
-def _drift_rows(hidden: Tensor, target: Tensor, mask: Tensor | None, first_only: bool) -> tuple[Tensor, Tensor]:
-    """The tokens [T, d] of two features that drift is measured on: the first of each example, or all but padding."""
-    if first_only:
-        return hidden[:, 0], target[:, 0]
-    ours, theirs = flatten_rows(hidden, mask), flatten_rows(target, mask)
-    if ours is None or theirs is None:  # tokens and padding cannot be matched: all rows count
-        return hidden.reshape(-1, hidden.shape[-1]), target.reshape(-1, target.shape[-1])
-    return ours[0], theirs[0]
+def _same(one: Sequence[Tensor], two: Sequence[Tensor]) -> bool:
+    return all(torch.allclose(a, b, rtol=1e-3, atol=1e-5) for a, b in zip(one, two, strict=True))

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from featcal_cli.adapter import (
+    ADAPTER_CONFIG,
+    ADAPTER_PICKLE,
+    ADAPTER_WEIGHTS,
+    check_adapter_files,
+    is_adapter,
+    read_adapter,
+    split_adapter,
+)
 from featcal_cli.convert import (
     OTHER_FORMATS,
     PICKLES,
@@ -21,6 +31,7 @@ from featcal_cli.convert import (
     weight_files,
 )
 from featcal_cli.errors import HubError
+from featcal_cli.fold import folded_copy
 from featcal_cli.hub_errors import TIMEOUT, explained, unreachable
 from featcal_cli.recipe import looks_like_path
 
@@ -40,13 +51,22 @@ class Snapshot:
     """A model on this machine: nothing in `folder` changes while `commit` stays the same."""
 
     name: str
-    """What the user typed, without the revision: a Hub id or the path of a folder."""
+    """What the user typed, without the revision: a Hub id or the path of a folder. For BASE+ADAPTER the adapter's."""
     folder: Path
     """Local folder with all files of the model."""
     commit: str | None
-    """40 hexadecimal digits for a Hub repo, None for a local folder."""
+    """40 hexadecimal digits for a Hub repo, None for a local folder; an adapter's own, if its base has one too."""
     notes: tuple[str, ...] = ()
     """What the user should know about where the weights come from."""
+    parts: str = ""
+    """BASE@COMMIT+ADAPTER@COMMIT where the weights are those of a base with an adapter folded in."""
+
+    @property
+    def pinned(self) -> str:
+        """The text that resolves to this very model again: with commits, or the absolute path of a folder."""
+        if self.parts:
+            return self.parts
+        return f"{self.name}@{self.commit}" if self.commit else str(Path(self.name).expanduser().resolve())
 
     def weights(self) -> list[Path]:
         """The model's safetensors files, in shard order."""
@@ -65,9 +85,89 @@ class _Pull:
 def resolve(name: str, *, allow_pickle: bool = False) -> Snapshot:
     """The local snapshot of `name`: an existing folder, else a Hub id `ID[@REVISION]`, downloaded where needed.
 
+    An adapter is folded into the base that it names, and `BASE+ADAPTER` into that base; the snapshot is a full model.
     Pickled weights are read only with `allow_pickle`, and only where there are no safetensors to be had.
     Raises HubError when the model is not found, not readable, not complete, or not a model.
     """
+    return _resolve(name, allow_pickle, ())
+
+
+def resolve_config(name: str) -> Snapshot:
+    """The snapshot of `name` with its config alone: no weights are downloaded, and none need be there.
+
+    An adapter has the config of the base that it names. Raises HubError like `resolve`.
+    """
+    base, adapter = split_adapter(name, lambda text: _existing(text) is not None) or ("", name)
+    if base:
+        return resolve_config(base)
+    repo, _, revision = adapter.rpartition("@") if "@" in adapter and _existing(adapter) is None else (adapter, "", "")
+    if (folder := _existing(adapter)) is not None:
+        found = Snapshot(adapter, folder, None)
+    else:
+        found = _fetch_config(repo, revision or None)
+    files = [file.name for file in found.folder.iterdir()] if found.folder.is_dir() else []
+    if is_adapter(files) and (named := read_adapter(found.name, found.folder).base):
+        return resolve_config(named)
+    _check_model(found.name, files)
+    return found
+
+
+def _fetch_config(repo: str, revision: str | None) -> Snapshot:
+    from huggingface_hub import resolve_revision, snapshot_download
+
+    if looks_like_path(repo):
+        raise HubError(f"there is no folder {repo}", where=repo, fix="check the path, or give a Hub id USER/NAME")
+    _limit_waiting()
+    with explained(repo, revision or ""):
+        commit = resolve_revision(repo, revision=revision).resolved
+        folder = snapshot_download(repo, revision=commit, allow_patterns=["config.json", ADAPTER_CONFIG])
+    return Snapshot(repo, Path(folder), commit)
+
+
+def _resolve(name: str, allow_pickle: bool, above: tuple[Path, ...]) -> Snapshot:
+    """The snapshot of a model that is named by the user, or by the adapters in the folders `above`."""
+    base, adapter = split_adapter(name, lambda text: _existing(text) is not None) or ("", name)
+    found = _open(adapter, allow_pickle)
+    if is_adapter([file.name for file in found.folder.iterdir()]):
+        return _fold(found, base, allow_pickle, above)
+    if base:
+        what = f"{adapter} is a full model, not an adapter ({ADAPTER_CONFIG}) for {base}"
+        raise HubError(what, where=name, fix=f"give {adapter} alone, or BASE+ADAPTER with the adapter's repo or folder")
+    return found
+
+
+def _fold(found: Snapshot, base_name: str, allow_pickle: bool, above: tuple[Path, ...]) -> Snapshot:
+    """The full model that an adapter makes of `base_name`, by default of the base that it names itself."""
+    adapter = read_adapter(found.name, found.folder)
+    base_name = base_name or adapter.base
+    fix = f"name the base: BASE+{found.name}"
+    if not base_name:
+        what = f"{found.name} is an adapter that does not say which base it is for"
+        raise HubError(what, where=f"{found.name}/{ADAPTER_CONFIG}", fix=fix)
+    if found.folder in above:
+        raise HubError(f"{found.name} is an adapter whose base is itself", where=found.name, fix=fix)
+    try:
+        base = _resolve(base_name, allow_pickle, (*above, found.folder))
+    except HubError as error:
+        what = f"{found.name} is an adapter, and its base cannot be used: {error.what}"
+        raise HubError(what, where=error.where, fix=f"{error.fix}; or {fix}") from error
+    key = hashlib.sha256(repr((_key(found), _key(base))).encode()).hexdigest()[:32]
+    copy = folded_copy(adapter, base_name, base.folder, f"{_key(found)[:60]}-{key}")
+    note = f"{found.name} is an adapter ({adapter}) on {base.pinned}; folded copy kept in {copy}"
+    commit = found.commit if base.commit else None
+    parts = f"{base.pinned}+{found.pinned}"
+    return _complete(Snapshot(found.name, copy, commit, (*base.notes, note), parts), f"delete {copy}")
+
+
+def _key(snapshot: Snapshot) -> str:
+    """A file name that changes when the model does."""
+    if snapshot.parts:
+        return snapshot.folder.name
+    return f"{snapshot.name.replace('/', '--')}--{snapshot.commit}" if snapshot.commit else folder_key(snapshot.folder)
+
+
+def _open(name: str, allow_pickle: bool) -> Snapshot:
+    """The local snapshot of one model or adapter, not yet folded."""
     if (folder := _existing(name)) is not None:
         return _from_folder(name, folder, allow_pickle)
     repo, at, revision = name.rpartition("@") if "@" in name else (name, "", "")
@@ -95,6 +195,9 @@ def _from_folder(name: str, folder: Path, allow_pickle: bool) -> Snapshot:
             f"{name} is a file, not a model folder", where=name, fix="give the folder that holds config.json"
         )
     files = [file.name for file in folder.iterdir()]
+    if is_adapter(files):
+        check_adapter_files(name, files, allow_pickle)
+        return Snapshot(name, folder, None)
     _check_model(name, files)
     if any(weights in files for weights in SAFETENSORS):
         return _complete(Snapshot(name, folder, None), "copy the file again")
@@ -109,6 +212,11 @@ def _from_hub(repo: str, revision: str | None, allow_pickle: bool) -> Snapshot:
     _limit_waiting()
     commit = resolve_revision(repo, revision=revision).resolved
     files = _files(repo, commit)
+    if is_adapter(files):
+        check_adapter_files(repo, files, allow_pickle)
+        if ADAPTER_WEIGHTS not in files:
+            _fetch(repo, commit, only=[ADAPTER_PICKLE])
+        return Snapshot(repo, _fetch(repo, commit, skip=["*/*"]), commit)  # folders hold what training left
     if files:
         _check_model(repo, files)
     if any(weights in files for weights in SAFETENSORS):
@@ -123,7 +231,7 @@ def _from_hub(repo: str, revision: str | None, allow_pickle: bool) -> Snapshot:
     copy = cache_folder() / "converted" / key
     if not copy.is_dir():
         _fetch(repo, commit)
-        copy = converted_copy(_fetch(repo, commit, pickles=True), key)
+        copy = converted_copy(_fetch(repo, commit, only=["pytorch_model*.bin", PICKLES[1]]), key)
     return _complete(Snapshot(repo, copy, commit, (_converted_note(repo, copy),)), f"delete {copy}")
 
 
@@ -148,15 +256,16 @@ def _files(repo: str, commit: str) -> dict[str, str | None]:
         return {}
     found = {file.relative_to(folder).as_posix(): None for file in folder.rglob("*") if file.is_file()}
     # with no list to hold it against, what is on disk says nothing about what the repo lacks
-    return dict(found) if "config.json" in found and not found.keys().isdisjoint(SAFETENSORS + PICKLES) else {}
+    whole = "config.json" in found and not found.keys().isdisjoint(SAFETENSORS + PICKLES)
+    return dict(found) if whole or (is_adapter(found) and ADAPTER_WEIGHTS in found) else {}
 
 
-def _fetch(repo: str, commit: str, *, pickles: bool = False, local: bool = False) -> Path:
-    """The folder of a commit's files in huggingface_hub's cache; of its pickled weights with `pickles`."""
+def _fetch(repo: str, commit: str, *, only: Sequence[str] = (), skip: Sequence[str] = (), local: bool = False) -> Path:
+    """The folder of a commit's files in the Hub's cache: those of `only`, or all but `skip` and other formats."""
     from huggingface_hub import snapshot_download
 
-    chosen = ["pytorch_model*.bin", PICKLES[1]] if pickles else None
-    others = None if pickles else list(OTHER_FORMATS)
+    chosen = list(only) or None
+    others = None if only else [*OTHER_FORMATS, *skip]
     found = snapshot_download(
         repo, revision=commit, allow_patterns=chosen, ignore_patterns=others, local_files_only=local
     )
@@ -223,8 +332,7 @@ def _check_model(name: str, files: Collection[str]) -> None:
     """Raises HubError when the files are not those of a transformers model."""
     if "config.json" in files:
         return
-    kind = {"adapter_config.json": "an adapter", "model_index.json": "a diffusers pipeline"}
-    found = next((f"{what} ({file})" for file, what in kind.items() if file in files), "not a transformers model")
+    found = "a diffusers pipeline (model_index.json)" if "model_index.json" in files else "not a transformers model"
     raise HubError(f"{name} is {found}: it has no config.json", where=name, fix="give a full model's repo or folder")
 
 

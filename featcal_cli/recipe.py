@@ -223,7 +223,11 @@ def _anchor_paths(raw: dict[str, Any], folder: Path) -> None:
     """Make relative paths that exist from the recipe's folder absolute, in place."""
 
     def anchored(value: Any) -> Any:
-        return str(folder / value) if isinstance(value, str) and value and (folder / value).exists() else value
+        if not isinstance(value, str) or not value:
+            return value
+        if (folder / value).exists():
+            return str(folder / value)
+        return "+".join(anchored(part) for part in value.split("+")) if "+" in value else value  # BASE+ADAPTER
 
     for key in ("merged", "base"):
         if key in raw:

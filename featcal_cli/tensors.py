@@ -9,7 +9,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from featcal_cli.batches import Batch, forward_names
+from featcal_cli.batches import Batch, count_examples, forward_names, take_examples
 from featcal_cli.errors import DataError
 from featcal_cli.labels import LABEL_NAMES
 from featcal_cli.recipe import Data
@@ -28,7 +28,7 @@ class TensorReader:
     @property
     def positions(self) -> range:
         """All rows, in file order."""
-        return range(len(next(iter(self.tensors.values()))))
+        return range(count_examples(self.tensors))
 
     def read(self, row: int) -> int:
         """The position itself."""
@@ -36,7 +36,7 @@ class TensorReader:
 
     def batch(self, items: Sequence[int]) -> Batch:
         """Those rows of every tensor; floating point as float32."""
-        found = {name: tensor[list(items)] for name, tensor in self.tensors.items()}
+        found = take_examples(self.tensors, items)
         return {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in found.items()}
 
 
@@ -53,13 +53,13 @@ def open_tensors(data: Data, split: str | None, model: PreTrainedModel, where: s
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
     except (OSError, SafetensorError) as error:
         raise DataError(f"the file cannot be read: {error}", where=where, fix="check that the file is whole") from error
-    lengths = {len(tensor) if tensor.dim() else 0 for tensor in tensors.values()}
-    if len(lengths) != 1 or 0 in lengths:
+    lengths = [len(tensor) if tensor.dim() else 0 for tensor in tensors.values()]
+    if not lengths or min(lengths) == 0 or any(length % min(lengths) for length in lengths):
         sizes = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in tensors.items()) or "none"
         raise DataError(
             f"the tensors do not agree on a number of examples: {sizes}",
             where=where,
-            fix="make dimension 0 of every tensor the examples, at least one",
+            fix="make dimension 0 of every tensor the examples (or equally many rows of each), at least one",
         )
     label = data.columns.get("label") or next((name for name in LABEL_NAMES if _is_label(tensors.get(name))), None)
     labels = tensors.pop(label, None) if label else None

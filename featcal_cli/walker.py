@@ -10,10 +10,11 @@ import torch
 from greenlet import GreenletExit, getcurrent, greenlet
 from torch import Tensor, nn
 
-from featcal_cli.architecture import Block, first_tensor
+from featcal_cli.architecture import Block
+from featcal_cli.batches import Batch, forward_names
 from featcal_cli.checkpoint import Model
-from featcal_cli.errors import ArchitectureError, NumericsError
-from featcal_cli.examples import Batch
+from featcal_cli.errors import CheckpointError, NumericsError
+from featcal_cli.trace import first_tensor
 
 
 class Walker:
@@ -25,19 +26,28 @@ class Walker:
     """
 
     def __init__(self, model: Model, blocks: Sequence[Block], device: torch.device, dtype: torch.dtype) -> None:
+        """Blocks and modules are named as in the merged model, of which `model` may be only a part (`model.part`)."""
         self.model = model
         self.device, self.dtype = device, dtype
         self.bytes_read = 0
         """Bytes of this model's parameters that were used so far, each counted once."""
-        self._blocks = {block.name: block for block in blocks}
+        self._blocks = [name for block in blocks if (name := self._own(block.name)) is not None]
         self._checked: set[str] = set()
         self._guests: dict[int, tuple[Tensor, Tensor]] = {}
         self._open = False
         self._install()
 
-    def start(self, batches: Sequence[Batch]) -> list[Pass]:
-        """One pass a batch, paused before the first block; call inside `on_device`."""
-        passes = [Pass(self, self._prepare(batch)) for batch in batches]
+    def start(self, batches: Sequence[Batch], entry: str) -> list[Pass]:
+        """One pass a batch through the module at `entry`, paused before its first block; call inside `on_device`."""
+        own = self._own(entry) if entry else ""
+        if own is None:
+            raise CheckpointError(
+                f"{self.model.role} has no {entry}, which these examples are for",
+                where=self.model.snapshot.name,
+                fix="give examples of the kind that this expert was trained on",
+            )
+        module = self.model.module.get_submodule(own)
+        passes = [Pass(self, module, self._prepare(batch, module)) for batch in batches]
         for each in passes:
             each.advance()
         return passes
@@ -58,26 +68,38 @@ class Walker:
             self._guests.clear()
 
     def module(self, path: str) -> nn.Module:
-        """The module at `path` in the model."""
-        found: nn.Module = self.model.module.get_submodule(path)
+        """The module that is at `path` in the merged model."""
+        found: nn.Module = self.model.module.get_submodule(self._own(path) or "")
         return found
 
-    def bring(self, path: str, *, recurse: bool = True) -> None:
+    def own_name(self, block: Block) -> str | None:
+        """What the block is called in this model; None where it has no such block."""
+        return self._own(block.name)
+
+    def _own(self, path: str) -> str | None:
+        """Where the module at `path` in the merged model lies in this one; None where this model has no such part."""
+        part = self.model.part
+        if not part:
+            return path
+        if path == part:
+            return ""
+        return path.removeprefix(f"{part}.") if path.startswith(f"{part}.") else None
+
+    def bring(self, path: str) -> None:
         """Move what the module at `path` needs to the device; its parameters are checked and counted the first time.
 
         Raises NumericsError for a parameter that is not finite.
         """
-        module = self.module(path)
+        self._bring(self._own(path) or "", recurse=True)
+
+    def _bring(self, path: str, *, recurse: bool) -> None:
+        module = self.model.module.get_submodule(path)
         for name, parameter in module.named_parameters(path, recurse=recurse):
             if name not in self._checked:
                 self._check(name, parameter)
             self._move(parameter, self.dtype if parameter.is_floating_point() else parameter.dtype)
         for _, buffer in module.named_buffers(path, recurse=recurse):
             self._move(buffer, buffer.dtype)
-
-    def check_again(self, path: str) -> None:
-        """Check the module's parameters anew when they are next used, because they were replaced."""
-        self._checked -= {name for name, _ in self.module(path).named_parameters(path)}
 
     def _check(self, name: str, parameter: Tensor) -> None:
         self._checked.add(name)
@@ -94,10 +116,12 @@ class Walker:
             self._guests[id(holder)] = (holder, holder.data)
             holder.data = holder.data.to(self.device, dtype)
 
-    def _prepare(self, batch: Batch) -> Batch:
+    def _prepare(self, batch: Batch, module: nn.Module) -> Batch:
+        names = forward_names(module) if self.model.part else set(batch)
         return {
             name: tensor.to(self.device, self.dtype) if tensor.is_floating_point() else tensor.to(self.device)
             for name, tensor in batch.items()
+            if name in names
         }
 
     def _install(self) -> None:
@@ -112,7 +136,7 @@ class Walker:
     def _bringing(self, name: str, *, recurse: bool) -> Callable[..., None]:
         def hook(*_: object) -> None:
             if self._open:
-                self.bring(name, recurse=recurse)
+                self._bring(name, recurse=recurse)
 
         return hook
 
@@ -120,8 +144,10 @@ class Walker:
 class Pass(greenlet):
     """One forward pass over one batch, paused before a block until `advance` gives it that block's output."""
 
-    def __init__(self, walker: Walker, batch: Batch) -> None:
-        super().__init__(lambda: walker.model.module(**batch))
+    def __init__(self, walker: Walker, module: nn.Module, batch: Batch) -> None:
+        super().__init__(lambda: module(**batch))
+        self.module = module
+        """What is run: the whole model or a tower of it."""
         self.batch = batch
         self.output: Any = None
         """What the model returned, when the pass is through."""
@@ -137,14 +163,12 @@ class Pass(greenlet):
         else:
             self._block, self._forward, self._args, self._kwargs = result
 
+    def is_at(self, block: Block) -> bool:
+        """True when the pass is paused before this block."""
+        return self._block is not None and self._block == self._walker.own_name(block)
+
     def run_block(self, block: Block) -> Any:
         """Run the block that the pass is paused at, on its arguments, and return its output; the pass stays paused."""
-        if self._block != block.name:
-            raise ArchitectureError(
-                f"{self._walker.model.role} runs {self._block or 'no further block'} where {block.name} was expected",
-                where=type(self._walker.model.module).__name__,
-                fix="this architecture's blocks do not run in a fixed order and cannot be calibrated",
-            )
         self._walker.bring(block.name)
         args, kwargs = self._args, self._kwargs
         if block.overwritten:

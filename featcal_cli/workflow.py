@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import platform
-import resource
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -12,19 +9,28 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-import transformers
 
 from featcal_cli import __version__
 from featcal_cli.architecture import Architecture, find_architecture
+from featcal_cli.batches import take_examples
 from featcal_cli.calibrate import Progress, calibrate_blocks
-from featcal_cli.checkpoint import Model, check_alignment, find_class, load_model, merge_weights
+from featcal_cli.checkpoint import (
+    Model,
+    check_alignment,
+    describe_differences,
+    find_class,
+    load_fitting,
+    load_model,
+    merge_weights,
+)
 from featcal_cli.drift import DriftMeter
-from featcal_cli.errors import DataError, FeatCalError, OutputError, RecipeError
-from featcal_cli.examples import Batch, TaskExamples, load_examples
-from featcal_cli.features import Job, reads_first_token
+from featcal_cli.errors import FeatCalError, OutputError
+from featcal_cli.examples import TaskExamples, load_examples
+from featcal_cli.features import Job, find_cls_blocks
 from featcal_cli.hub import Snapshot, resolve
 from featcal_cli.journal import Journal
 from featcal_cli.layout import names_on_disk, read_slots
+from featcal_cli.machine import choose_device, describe_environment, peak_resident_bytes
 from featcal_cli.output import build_checkpoint, check_output, default_output, work_folder, write_output
 from featcal_cli.recipe import Merge, Recipe, build_recipe, dump_recipe, find_recipe
 from featcal_cli.report import RECIPE, REPORT, BlockReport, Report, TaskDrift
@@ -106,7 +112,7 @@ class _Run:
         self._allow_pickle = allow_pickle
         self._notes: list[str] = []
         self._target = Path(output) if output else default_output(_name_of(recipe))
-        local = [Path(name) for name in _sources(recipe) if Path(name).exists()]
+        local = [Path(part) for name in _sources(recipe) for part in (name, *name.split("+")) if Path(part).exists()]
         check_output(self._target, local, overwrite=overwrite)
 
     def calibrate(self) -> Result:
@@ -137,16 +143,21 @@ class _Run:
         self._listener.stage("finding models")
         base = self._resolve(recipe.base)
         experts = {task: self._resolve(spec.expert) for task, spec in recipe.tasks.items()}
-        merged = None if isinstance(recipe.merged, Merge) else self._resolve(recipe.merged)
-        model_class = find_class(merged or next(iter(experts.values())))
         self._listener.stage("loading models")
-        self._base = load_model("base", base, model_class)
-        self._experts = {task: load_model(f"expert {task}", found, model_class) for task, found in experts.items()}
         if isinstance(recipe.merged, Merge):
+            model_class = find_class(next(iter(experts.values())))
+            self._base = load_model("base", base, model_class)
+            self._experts = {task: load_model(f"expert {task}", found, model_class) for task, found in experts.items()}
             merged = self._build_merged(recipe.merged)
-        assert merged is not None
-        self._merged = load_model("merged", merged, model_class)
-        self._student = load_model("student", merged, model_class)
+            self._merged = load_model("merged", merged, model_class)
+        else:
+            merged = self._resolve(recipe.merged)
+            self._merged = load_model("merged", merged, find_class(merged))
+            self._base = load_fitting("base", base, self._merged)
+            self._experts = {
+                task: load_fitting(f"expert {task}", found, self._merged) for task, found in experts.items()
+            }
+        self._student = load_model("student", merged, type(self._merged.module))
 
     def _build_merged(self, merge: Merge) -> Snapshot:
         self._listener.stage("merging")
@@ -171,18 +182,14 @@ class _Run:
             for note in examples[task].notes:
                 self._note(note)
         norms = "layernorm" if calibration.norms == "auto" else calibration.norms
-        probe = _first_example(next(iter(examples.values())).fitted[0])
-        try:
-            architecture = find_architecture(self._merged.module, probe, norms)
-        except (TypeError, ValueError, RuntimeError, IndexError, AttributeError) as error:
-            first, shapes = next(iter(examples)), {name: list(tensor.shape) for name, tensor in probe.items()}
-            raise DataError(
-                f"merged cannot run on the first example: {str(error).splitlines()[0]}",
-                where=f"{first}: {shapes}",
-                fix="give the inputs that this model's forward needs",
-            ) from error
+        batches = {task: found.fitted[0] for task, found in examples.items()}
+        architecture = find_architecture(self._merged.module, batches, norms)
+        for note in architecture.notes:
+            self._note(note)
         for model in (self._base, *self._experts.values()):
             check_alignment(architecture, self._merged, model)
+            for note in describe_differences(self._merged, model, architecture):
+                self._note(note)
         return architecture, examples
 
     def _job(self, architecture: Architecture, examples: Mapping[str, TaskExamples]) -> Job:
@@ -193,29 +200,35 @@ class _Run:
             return Walker(model, blocks, self._device, dtype)
 
         merged = walker(self._merged)
-        probe = _first_example(next(iter(examples.values())).fitted[0])
         return Job(
-            blocks=blocks,
+            architecture=architecture,
             student=walker(self._student),
             merged=merged,
             base=walker(self._base),
             experts={task: walker(model) for task, model in self._experts.items()},
             examples={task: found.fitted for task, found in examples.items()},
-            cls_tokens=self._cls_tokens(merged, architecture, probe),
+            cls_blocks=self._cls_blocks(merged, architecture, examples),
             meter=DriftMeter(),
             watched={task: found.held_out or found.fitted for task, found in examples.items()},
         )
 
-    def _cls_tokens(self, merged: Walker, architecture: Architecture, probe: Batch) -> bool:
+    def _cls_blocks(
+        self, merged: Walker, architecture: Architecture, examples: Mapping[str, TaskExamples]
+    ) -> frozenset[str]:
+        """The blocks in which the first token counts most: as the user says, else as probing a vision model shows."""
         wanted = self._recipe.calibration.token_weights
-        if wanted != "auto":
-            return wanted == "cls"
-        if self._merged.module.main_input_name != "pixel_values":
-            return False
-        found = reads_first_token(merged, architecture.blocks, probe)
+        if wanted == "cls":
+            return frozenset(architecture.last_blocks.values())
+        found: set[str] = set()
+        for task, given in examples.items() if wanted == "auto" else ():
+            batch = take_examples(given.fitted[0], [0])
+            if "pixel_values" in batch and not found & set(architecture.last_blocks[task]):
+                found |= find_cls_blocks(merged, architecture, task, batch)
         if found:
-            self._note("token weights: cls, because the output is read from the first token")
-        return found
+            self._note(
+                f"token weights: cls in {', '.join(sorted(found))}, because the output is read from the first token"
+            )
+        return frozenset(found)
 
     def _dtype(self) -> torch.dtype:
         wanted = self._recipe.calibration.dtype
@@ -234,19 +247,19 @@ class _Run:
         return Report(
             featcal_version=__version__,
             recipe=self._resolved().model_dump(exclude_none=True),
-            environment=_environment(self._device),
+            environment=describe_environment(self._device),
             settings={
                 **settings,
                 "norms": self._recipe.calibration.norms,
                 "bias": self._recipe.calibration.bias,
-                "token_weights": "cls" if job.cls_tokens else "uniform",
+                "token_weights": "cls" if job.cls_blocks else "uniform",
                 "examples": {task: found.fitted_count for task, found in examples.items()},
             },
             blocks=blocks,
             drift={task: self._drift(job, task, bool(found.held_out)) for task, found in examples.items()},
             cost={
                 "seconds": time.monotonic() - self._started,
-                "peak_rss_bytes": _peak_rss(),
+                "peak_rss_bytes": peak_resident_bytes(),
                 "peak_device_bytes": torch.cuda.max_memory_allocated(self._device) if on_device else 0,
                 "expert_bytes_read": sum(walker.bytes_read for walker in job.experts.values()),
             },
@@ -255,7 +268,7 @@ class _Run:
 
     def _drift(self, job: Job, task: str, held_out: bool) -> TaskDrift:
         assert job.meter is not None
-        last = job.blocks[-1].name
+        last = job.architecture.last_blocks[task]
         before, after, base = (job.meter.read(last, task, role) for role in ("merged", "student", "base"))
         return TaskDrift(before.relative, after.relative, base.relative, before.cosine, after.cosine, held_out)
 
@@ -271,11 +284,11 @@ class _Run:
         """The recipe with every repo pinned to the commit that was used."""
         recipe = self._recipe
         tasks = {
-            task: spec.model_copy(update={"expert": _pinned(self._experts[task].snapshot)})
+            task: spec.model_copy(update={"expert": self._experts[task].snapshot.pinned})
             for task, spec in recipe.tasks.items()
         }
-        merged = recipe.merged if isinstance(recipe.merged, Merge) else _pinned(self._merged.snapshot)
-        return recipe.model_copy(update={"merged": merged, "base": _pinned(self._base.snapshot), "tasks": tasks})
+        merged = recipe.merged if isinstance(recipe.merged, Merge) else self._merged.snapshot.pinned
+        return recipe.model_copy(update={"merged": merged, "base": self._base.snapshot.pinned, "tasks": tasks})
 
     def _fingerprint(self, settings: dict[str, Any]) -> dict[str, Any]:
         """Everything that decides the result."""
@@ -288,7 +301,7 @@ class _Run:
             "recipe": self._resolved().model_dump(mode="json"),
             "settings": settings,
             "files": {str(file): _stamp(file) for file in [*files, *(path for path in data if path.is_file())]},
-            "environment": _environment(self._device),
+            "environment": describe_environment(self._device),
             "batch_size": self._batch_size,
         }
 
@@ -303,21 +316,6 @@ class _Run:
         self._listener.note(text)
 
 
-def choose_device(name: str) -> torch.device:
-    """The device of `auto`, `cpu` or `cuda[:K]`. Raises RecipeError when it is not there."""
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise RecipeError(f"unknown device {name}", where="--device", fix="give auto, cpu or cuda[:K]") from None
-    if device.type not in ("cpu", "cuda"):
-        raise RecipeError(f"unsupported device {name}", where="--device", fix="give auto, cpu or cuda[:K]")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise RecipeError(f"there is no device {name} here", where="--device", fix="give --device cpu")
-    return device
-
-
 def _as_recipe(recipe: Recipe | Mapping[str, Any] | str | Path) -> Recipe:
     if isinstance(recipe, Recipe):
         return recipe
@@ -327,10 +325,13 @@ def _as_recipe(recipe: Recipe | Mapping[str, Any] | str | Path) -> Recipe:
 
 
 def _name_of(recipe: Recipe) -> str:
+    """What the output is named after."""
     merged = recipe.merged
-    if isinstance(merged, str):
-        return merged.rpartition("@")[0] or merged if not Path(merged).exists() else merged
-    return merged.method if merged.method == "average" else f"{merged.method}-{merged.scale:g}"
+    if isinstance(merged, Merge):
+        return merged.method if merged.method == "average" else f"{merged.method}-{merged.scale:g}"
+    if Path(merged).exists():
+        return merged
+    return merged.rpartition("+")[2].partition("@")[0]
 
 
 def _sources(recipe: Recipe) -> Sequence[str]:
@@ -339,33 +340,6 @@ def _sources(recipe: Recipe) -> Sequence[str]:
     return [*named, recipe.base, *(task.expert for task in recipe.tasks.values()), *data]
 
 
-def _pinned(snapshot: Snapshot) -> str:
-    return f"{snapshot.name}@{snapshot.commit}" if snapshot.commit else str(Path(snapshot.name).resolve())
-
-
-def _first_example(batch: Batch) -> Batch:
-    """The first example of a batch, where every tensor has one entry an example."""
-    sizes = {len(tensor) if tensor.ndim else 0 for tensor in batch.values()}
-    return {name: tensor[:1] for name, tensor in batch.items()} if len(sizes) == 1 else batch
-
-
 def _stamp(file: Path) -> str:
     status = file.stat()
     return f"{status.st_size} {status.st_mtime_ns}"
-
-
-def _environment(device: torch.device) -> dict[str, str]:
-    return {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "platform": f"{platform.system()} {platform.machine()}",
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
-        "threads": str(torch.get_num_threads()),
-    }
-
-
-def _peak_rss() -> int:
-    """Peak resident memory of this process in bytes (Linux counts in KiB, macOS in bytes)."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024

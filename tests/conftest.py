@@ -24,6 +24,7 @@ HOME = Path(tempfile.mkdtemp(prefix="featcal-tests-"))
 for _name in [name for name in os.environ if name.startswith(("HF_", "HUGGING", "TRANSFORMERS_", "FEATCAL_"))]:
     del os.environ[_name]
 os.environ |= {
+    "OMP_NUM_THREADS": "1",  # one worker a core
     "HF_ENDPOINT": SERVER.url,
     "HF_HOME": str(HOME / "huggingface"),
     "HF_HUB_DISABLE_XET": "1",

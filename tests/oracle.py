@@ -3,15 +3,32 @@ every feature kept, the equations as the paper prints them. Shares no code with 
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
+from family import Family
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 EPSILON = 1e-8
+OTHER_TOKENS = 0.01
+"""Weight of a token that is not the first, where only the first is read."""
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one task contributes to one module: rows that count, of all calls together."""
+
+    expert: Any
+    x_cal: Tensor  # [T, d_in]
+    x_exp: Tensor  # [T, d_in]
+    weights: Tensor  # [T, 1], summing to 1
 
 
 def calibrate_slowly(
@@ -19,67 +36,133 @@ def calibrate_slowly(
     base: PreTrainedModel,
     experts: Sequence[PreTrainedModel],
     examples: Sequence[Mapping[str, Tensor]],
-    blocks: Sequence[str],
+    family: Family,
     *,
     ridge: float,
     rho: float,
     alpha: float,
-    cls: bool,
     all_norms: bool = False,
 ) -> dict[str, Tensor]:
     """The calibrated parameters of the student's blocks by name, in float64; the student is changed."""
-    models = [student, base, *experts]
-    for model in models:
-        model.double().eval()
+    for model in (student, base, *experts):
+        to_float64(model)
     found: dict[str, Tensor] = {}
-    for block in blocks:
-        features = [_features(student, block, batch) for batch in examples]
-        targets = [_features(expert, block, batch) for expert, batch in zip(experts, examples, strict=True)]
+    for block in family.block_names:
+        features = [record(student, block, batch) for batch in examples]
+        targets = [record(expert, block, batch) for expert, batch in zip(experts, examples, strict=True)]
         new: dict[str, Tensor] = {}
-        for path, module in student.get_submodule(block).named_modules(prefix=block):
+        for path in modules_to_calibrate(student, block, family, all_norms=all_norms):
             if path not in features[0]:
-                continue
-            per_task = []
-            for index, expert in enumerate(experts):
-                x_cal, x_exp = features[index][path], targets[index][path]
-                weights = _row_weights(x_cal, examples[index], path, cls=cls and block == blocks[-1])
-                per_task.append((expert.get_submodule(path), x_cal, x_exp, weights))
-            anchors = base.get_submodule(path)
+                continue  # nothing in the examples calls it
+            shares = [
+                _share(path, family, family.cls == block, expert.get_submodule(path), cal[path], exp[path], batch)
+                for expert, cal, exp, batch in zip(experts, features, targets, examples, strict=True)
+            ]
+            module, anchor = student.get_submodule(path), base.get_submodule(path)
             if isinstance(module, (nn.Linear, Conv1D)):
-                new |= _linear(path, module, anchors, per_task, ridge, rho, alpha)
-            elif all_norms or getattr(module, "bias", None) is not None:
-                new |= _norm(path, module, anchors, per_task, ridge, rho)
+                new |= _linear(path, module, anchor, shares, ridge, rho, alpha)
+            else:
+                new |= _norm(path, module, anchor, shares, ridge, rho)
         for name, value in new.items():
             student.get_parameter(name).data = value
         found |= new
     return found
 
 
-def _features(model: PreTrainedModel, block: str, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    kept: dict[str, Tensor] = {}
+def to_float64(model: PreTrainedModel) -> PreTrainedModel:
+    """The model itself, in evaluation mode."""
+    if model._can_set_experts_implementation():
+        model.set_experts_implementation("eager")  # the grouped matrix products know no float64
+    for module in model.modules():
+        if "dtype" in vars(module):
+            module.dtype = torch.float64  # routers that cast their weights to a precision of their own
+    return model.double().eval()
+
+
+def modules_to_calibrate(model: PreTrainedModel, block: str, family: Family, *, all_norms: bool) -> list[str]:
+    """Paths of the block's Linear, Conv1D and norm modules with parameters of their own."""
+    owners = Counter(id(parameter) for module in model.modules() for parameter in module.parameters(recurse=False))
+    return [
+        path
+        for path, module in model.get_submodule(block).named_modules(prefix=block)
+        if isinstance(module, (nn.Linear, Conv1D)) or (is_norm(module) and (all_norms or _bias(module) is not None))
+        if all(owners[id(parameter)] == 1 for parameter in module.parameters(recurse=False))
+        and not re.search(family.stays, path)
+    ]
+
+
+def is_norm(module: nn.Module) -> bool:
+    """LayerNorm or RMSNorm with a weight [d]; not a batch or group norm, nor MobileBERT's NoNorm."""
+    name = type(module).__name__
+    weight = getattr(module, "weight", None)
+    return re.search("(Layer|RMS)_?Norm", name) is not None and isinstance(weight, nn.Parameter) and weight.ndim == 1
+
+
+def record(model: PreTrainedModel, block: str, batch: Mapping[str, Tensor]) -> dict[str, list[Tensor]]:
+    """The input of every call of every Linear, Conv1D and norm of the block, in one forward of the model."""
+    kept: dict[str, list[Tensor]] = {}
     handles = []
     for path, module in model.get_submodule(block).named_modules(prefix=block):
-        is_norm = "norm" in type(module).__name__.lower() and hasattr(module, "weight")
-        if isinstance(module, (nn.Linear, Conv1D)) or is_norm:
-            handles.append(
-                module.register_forward_pre_hook(lambda _, args, p=path: kept.__setitem__(p, args[0].clone()))
-            )
-    with torch.no_grad():
+        if isinstance(module, (nn.Linear, Conv1D)) or is_norm(module):
+
+            def keep(_: nn.Module, args: Any, kwargs: Any, path: str = path) -> None:
+                x = args[0] if args else next(iter(kwargs.values()))
+                kept.setdefault(path, []).append(x.detach().double().clone())
+
+            handles.append(module.register_forward_pre_hook(keep, with_kwargs=True))
+    with torch.no_grad(), mock.patch.object(nn.functional, "softmax", _softmax):
         model(**{name: value.double() if value.is_floating_point() else value for name, value in batch.items()})
     for handle in handles:
         handle.remove()
     return kept
 
 
-def _row_weights(x: Tensor, batch: Mapping[str, Tensor], path: str, *, cls: bool) -> Tensor:
-    """Weight of every row [.., 1], summing to 1."""
+def _softmax(x: Tensor, dim: int, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
+    """In float64 where x is; the masks of float64 are minus infinity in float32, and rows of padding would be NaN."""
+    return torch.softmax(x.clamp_min(torch.finfo(x.dtype).min), dim, x.dtype if x.dtype == torch.float64 else dtype)
+
+
+def token_weights(
+    path: str, call: int, x: Tensor, family: Family, batch: Mapping[str, Tensor], *, first: bool
+) -> Tensor:
+    """Weight of every row of one call's input [..]: 0 for padding."""
     weights = torch.ones(x.shape[:-1], dtype=torch.float64)
-    if "attention_mask" in batch:
-        mask = batch["attention_mask"].double()
-        weights = weights * mask.reshape(*mask.shape, *[1] * (weights.ndim - 2))
-    if cls and not path.endswith(("k_proj", "v_proj", "key", "value")):
-        weights[:, 1:] *= 0.01
-    return (weights / weights.sum()).unsqueeze(-1)
+    mask = family.mask(path, call, dict(batch))
+    if mask is not None:
+        weights = weights * _spread(mask, x)
+    if first and path.rpartition(".")[2] not in ("k_proj", "v_proj", "key", "value", "qkv"):
+        weights[:, 1:] *= OTHER_TOKENS
+    return weights
+
+
+def _spread(mask: Tensor, x: Tensor) -> Tensor:
+    """The mask [B, S] over the leading dimensions of x, in whichever layout x has."""
+    rows, (batch, tokens) = x.shape[:-1], mask.shape
+    if rows[:2] == (batch, tokens):
+        return mask.reshape(batch, tokens, *[1] * (len(rows) - 2))
+    if rows == (batch * tokens,):
+        return mask.flatten()
+    if rows[:2] == (tokens, batch):
+        return mask.T.reshape(tokens, batch, *[1] * (len(rows) - 2))
+    if len(rows) == 3 and (rows[0], rows[2]) == (batch, tokens):
+        return mask[:, None]
+    raise AssertionError(f"rows {tuple(rows)} do not fit the mask {tuple(mask.shape)}")
+
+
+def _share(
+    path: str,
+    family: Family,
+    first: bool,
+    expert: nn.Module,
+    x_cal: Sequence[Tensor],
+    x_exp: Sequence[Tensor],
+    batch: Mapping[str, Tensor],
+) -> Share:
+    weights = [token_weights(path, call, x, family, batch, first=first) for call, x in enumerate(x_cal)]
+    counts = [weight > 0 for weight in weights]
+    weight = torch.cat([weight[count] for weight, count in zip(weights, counts, strict=True)])
+    cal, exp = (torch.cat([x[count] for x, count in zip(xs, counts, strict=True)]) for xs in (x_cal, x_exp))
+    return Share(expert, cal, exp, (weight / weight.sum()).unsqueeze(1))
 
 
 def _weight(module: nn.Module) -> Tensor:
@@ -87,51 +170,51 @@ def _weight(module: nn.Module) -> Tensor:
     return weight.T if isinstance(module, Conv1D) else weight
 
 
+def _bias(module: nn.Module) -> Tensor | None:
+    bias = getattr(module, "bias", None)
+    return bias.data if isinstance(bias, nn.Parameter) else None
+
+
 def _linear(
-    path: str, module: Any, anchors: Any, per_task: list[Any], ridge: float, rho: float, alpha: float
+    path: str, module: Any, anchor: Any, shares: Sequence[Share], ridge: float, rho: float, alpha: float
 ) -> dict[str, Tensor]:
-    d_in = _weight(module).shape[1]
-    system = (ridge + EPSILON) * torch.eye(d_in, dtype=torch.float64)
-    right = ridge * (rho * _weight(module) + (1 - rho) * _weight(anchors))
+    system = (ridge + EPSILON) * torch.eye(_weight(module).shape[1], dtype=torch.float64)
+    right = ridge * (rho * _weight(module) + (1 - rho) * _weight(anchor))
     omegas, means = [], []
-    for expert, x_cal, x_exp, weights in per_task:
-        x_tgt = alpha * x_exp + (1 - alpha) * x_cal
-        rows, targets, weight = (part.reshape(-1, part.shape[-1]) for part in (x_cal, x_tgt, weights))
-        gram, cross = rows.T @ (weight * rows), targets.T @ (weight * rows)
+    for share in shares:
+        x_tgt = alpha * share.x_exp + (1 - alpha) * share.x_cal
+        gram, cross = share.x_cal.T @ (share.weights * share.x_cal), x_tgt.T @ (share.weights * share.x_cal)
         omega = 1 / max(gram.norm().item(), EPSILON)
         omegas.append(omega)
-        means.append(((weight * rows).sum(0), (weight * targets).sum(0)))
+        means.append(((share.weights * share.x_cal).sum(0), (share.weights * x_tgt).sum(0)))
         system = system + omega * gram
-        right = right + omega * _weight(expert) @ cross
+        right = right + omega * _weight(share.expert) @ cross
     solved = torch.linalg.solve(system.T, right.T).T
     result = {f"{path}.weight": solved.T.contiguous() if isinstance(module, Conv1D) else solved}
     if module.bias is not None:
-        total = ridge * (rho * module.bias.data + (1 - rho) * anchors.bias.data)
-        for (expert, *_), omega, (mean, target) in zip(per_task, omegas, means, strict=True):
-            total = total + omega * (expert.bias.data + _weight(expert) @ target - solved @ mean)
+        total = ridge * (rho * module.bias.data + (1 - rho) * anchor.bias.data)
+        for share, omega, (mean, target) in zip(shares, omegas, means, strict=True):
+            total = total + omega * (share.expert.bias.data + _weight(share.expert) @ target - solved @ mean)
         result[f"{path}.bias"] = total / (sum(omegas) + ridge)
     return result
 
 
-def _norm(path: str, module: Any, anchors: Any, per_task: list[Any], ridge: float, rho: float) -> dict[str, Tensor]:
-    bias = getattr(module, "bias", None)
-    anchor_scale = rho * module.weight.data + (1 - rho) * anchors.weight.data
+def _norm(path: str, module: Any, anchor: Any, shares: Sequence[Share], ridge: float, rho: float) -> dict[str, Tensor]:
+    """Also right where the scale is 1 + weight: with it, both sides of the equations grow by the same."""
+    bias, anchor_bias = _bias(module), _bias(anchor)
+    anchor_scale = rho * module.weight.data + (1 - rho) * anchor.weight.data
     a11, r_scale = torch.full_like(anchor_scale, ridge), ridge * anchor_scale
-    a12, a22 = torch.zeros_like(anchor_scale), len(per_task) + ridge
-    r_bias = (
-        torch.zeros_like(anchor_scale) if bias is None else ridge * (rho * bias.data + (1 - rho) * anchors.bias.data)
-    )
-    epsilon = next(getattr(module, key) for key in ("eps", "variance_epsilon") if hasattr(module, key))
-    for expert, x_cal, _, weights in per_task:
-        centred = x_cal if bias is None else x_cal - x_cal.mean(-1, keepdim=True)
-        z = centred / (centred.square().mean(-1, keepdim=True) + epsilon).sqrt()
-        mean = (weights * z).reshape(-1, z.shape[-1]).sum(0)
-        second = (weights * z * z).reshape(-1, z.shape[-1]).sum(0)
+    a12, a22, r_bias = torch.zeros_like(anchor_scale), len(shares) + ridge, torch.zeros_like(anchor_scale)
+    if bias is not None and anchor_bias is not None:
+        r_bias = ridge * (rho * bias + (1 - rho) * anchor_bias)
+    for share in shares:
+        z = normalise(module, share.x_cal)
+        mean, second = (share.weights * z).sum(0), (share.weights * z * z).sum(0)
         a11, a12 = a11 + second, a12 + mean
-        r_scale = r_scale + second * expert.weight.data
+        r_scale = r_scale + second * share.expert.weight.data
         if bias is not None:
-            r_scale = r_scale + mean * expert.bias.data
-            r_bias = r_bias + mean * expert.weight.data + expert.bias.data
+            r_scale = r_scale + mean * share.expert.bias.data
+            r_bias = r_bias + mean * share.expert.weight.data + share.expert.bias.data
     if bias is None:
         return {f"{path}.weight": r_scale / a11}
     determinant = (a22 * a11 - a12 * a12).clamp_min(EPSILON)
@@ -139,3 +222,14 @@ def _norm(path: str, module: Any, anchors: Any, per_task: list[Any], ridge: floa
         f"{path}.weight": (a22 * r_scale - a12 * r_bias) / determinant,
         f"{path}.bias": (a11 * r_bias - a12 * r_scale) / determinant,
     }
+
+
+_KEEPS_MEAN = re.compile(r"RMSNorm$|T5LayerNorm$|^(SwitchTransformers|Pix2Struct)LayerNorm$")
+
+
+def normalise(norm: Any, x: Tensor) -> Tensor:
+    """Without the affine part; some that are called LayerNorm are not."""
+    centred: Tensor = x if _KEEPS_MEAN.search(type(norm).__name__) else x - x.mean(-1, keepdim=True)
+    epsilon = next(getattr(norm, key) for key in ("eps", "variance_epsilon") if hasattr(norm, key))
+    size: Tensor = centred.square().mean(-1, keepdim=True) + epsilon
+    return centred / size.sqrt()

@@ -1,0 +1,86 @@
+"""The modules that can be calibrated: what kind each is, by what it computes, and its parameters."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from transformers.pytorch_utils import Conv1D
+
+from featcal_cli.solver import Affine
+
+Kind = Literal["linear", "conv1d", "layernorm", "rmsnorm"]
+LINEAR_KINDS = ("linear", "conv1d")
+
+
+def kind_of(module: nn.Module) -> Kind | None:
+    """What a module with parameters of its own computes: Linear and Conv1D by class, norms by a numeric test."""
+    if isinstance(module, nn.Linear):
+        return "linear"
+    if isinstance(module, Conv1D):
+        return "conv1d"
+    weight = getattr(module, "weight", None)
+    if not isinstance(weight, nn.Parameter) or weight.ndim != 1 or not weight.is_floating_point():
+        return None
+    if {name for name, _ in module.named_parameters(recurse=False)} - {"weight", "bias"} or any(module.children()):
+        return None
+    return _norm_kind(module, len(weight))
+
+
+def _norm_kind(module: nn.Module, width: int) -> Kind | None:
+    x = 3 * torch.randn(4, width, generator=torch.Generator().manual_seed(0)) + 1
+    scale = torch.linspace(0.5, 1.5, width)
+    parameters = {name: torch.zeros(width) for name, _ in module.named_parameters(recurse=False)}
+    try:
+        at_zero = functional_call(module, parameters, (x,))
+        at_scale = functional_call(module, {**parameters, "weight": scale}, (x,))
+        z = functional_call(module, {**parameters, "weight": torch.ones(width)}, (x,))
+    except (RuntimeError, TypeError, ValueError):  # takes other arguments than one tensor: not a norm
+        return None
+    if not (isinstance(at_zero, Tensor) and at_zero.shape == x.shape):
+        return None
+    z = z if _is_zero(at_zero) else at_zero
+    centred = x - x.mean(-1, keepdim=True)
+    for kind, reference in (("layernorm", centred), ("rmsnorm", x)):
+        expected = reference / reference.square().mean(-1, keepdim=True).sqrt()
+        if torch.allclose(z, expected, atol=1e-2) and torch.allclose(at_scale - at_zero, z * scale, atol=1e-3):
+            return kind  # type: ignore[return-value]
+    return None
+
+
+def _is_zero(x: Tensor) -> bool:
+    return bool((x == 0).all())
+
+
+def linear_parameters(module: nn.Module) -> Affine:
+    """Weight [d_out, d_in] and bias [d_out] of a Linear or a Conv1D (which stores its weight transposed)."""
+    weight, bias = norm_parameters(module)
+    return Affine(weight.T if isinstance(module, Conv1D) else weight, bias)
+
+
+def norm_parameters(module: nn.Module) -> Affine:
+    """Scale [d] and bias [d] of a norm."""
+    own = {name: parameter.detach() for name, parameter in module.named_parameters(recurse=False)}
+    return Affine(own["weight"], own.get("bias"))
+
+
+def load_parameters(module: nn.Module, new: Affine) -> None:
+    """Put new parameters into a Linear, Conv1D or norm, in the module's own dtype; the old tensors stay untouched."""
+    own = dict(module.named_parameters(recurse=False))
+    weight = new.weight.T if isinstance(module, Conv1D) else new.weight
+    own["weight"].data = weight.to(own["weight"]).contiguous()
+    if new.bias is not None:
+        own["bias"].data = new.bias.to(own["bias"])
+
+
+def normalise(module: nn.Module, x: Tensor) -> Tensor:
+    """z: what the norm computes before scale and bias, by its own forward, in float32 [.., d]."""
+    x = x.float()
+    neutral = {name: x.new_zeros(value.shape) for name, value in module.named_parameters(recurse=False)}
+    at_zero = functional_call(module, neutral, (x,))
+    if _is_zero(at_zero):
+        neutral["weight"] = torch.ones_like(neutral["weight"])
+        return functional_call(module, neutral, (x,))  # type: ignore[no-any-return]
+    return at_zero  # type: ignore[no-any-return]  # the 1 + w form

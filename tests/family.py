@@ -1,0 +1,174 @@
+"""What a tiny family is: a model class at toy size, inputs that exercise it, and what a calibration must make of it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+WIDTH, LAYERS, VOCABULARY, TOKENS, PROMPT = 32, 2, 99, 9, 7
+IMAGE_TOKEN = VOCABULARY - 1
+
+VISION_SIZES = {
+    "hidden_size": WIDTH, "num_hidden_layers": LAYERS, "num_attention_heads": 4, "intermediate_size": 48,
+    "image_size": 32, "patch_size": 8,
+}  # fmt: skip
+TEXT_SIZES = {
+    "hidden_size": WIDTH, "num_hidden_layers": LAYERS, "num_attention_heads": 4, "intermediate_size": 48,
+    "vocab_size": VOCABULARY, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+GROUPED_SIZES = {**TEXT_SIZES, "num_key_value_heads": 2}
+"""With fewer key and value heads than query heads."""
+
+Batch = dict[str, Tensor]
+MaskRule = Callable[[str, int, Batch], Tensor | None]
+"""(path of a module, number of its call in one forward, inputs) → [B, S], 1 where a token's row counts and 0 where it
+is padding; None where every row counts."""
+
+
+def padding(_path: str, _call: int, batch: Batch) -> Tensor | None:
+    """Every module sees the tokens of `attention_mask`."""
+    return batch.get("attention_mask")
+
+
+@dataclass(frozen=True)
+class Family:
+    """One architecture at toy size."""
+
+    name: str
+    build: Callable[[], PreTrainedModel]
+    inputs: Callable[[int], Batch]
+    """Model-ready inputs of that many examples."""
+    block_names: list[str]
+    """Paths of the blocks in the loaded model, in execution order."""
+    cls: str = ""
+    """The last block of the vision tower, where its pooled output reads the first token alone."""
+    mask: MaskRule = padding
+    stays: str = r"(?!)"
+    """Pattern of the paths of modules that run and yet stay as merged."""
+
+
+def layers(path: str, count: int = LAYERS) -> list[str]:
+    """The paths of that many blocks, {} standing for the number."""
+    return [path.format(number) for number in range(count)]
+
+
+# Inputs. Lengths differ between the examples of a batch; the first example has the full length.
+
+
+def text(count: int, tokens: int = TOKENS) -> Batch:
+    """Token ids padded on the right."""
+    mask = _prefixes(count, tokens, 3)
+    return {"input_ids": torch.randint(3, IMAGE_TOKEN - 3, (count, tokens)) * mask, "attention_mask": mask}
+
+
+def left_text(count: int) -> Batch:
+    """Token ids padded on the left."""
+    return {name: value.flip(1) for name, value in text(count).items()}
+
+
+def prompt(count: int) -> Batch:
+    """Decoder token ids of lengths of their own, fewer than the encoder's."""
+    return {f"decoder_{name}": value for name, value in text(count, PROMPT).items()}
+
+
+def text_to_text(count: int) -> Batch:
+    return {**text(count), **prompt(count)}
+
+
+def images(count: int) -> Batch:
+    return {"pixel_values": torch.randn(count, 3, 32, 32)}
+
+
+def videos(count: int) -> Batch:
+    return {"pixel_values": torch.randn(count, 4, 3, 32, 32)}
+
+
+def pairs(count: int) -> Batch:
+    return {**images(count), **text(count)}
+
+
+def images_in_text(image_tokens: int) -> Callable[[int], Batch]:
+    """An image's tokens, then text of different lengths."""
+
+    def build(count: int) -> Batch:
+        words = text(count)
+        places = torch.full((count, image_tokens), IMAGE_TOKEN)
+        return {
+            **images(count),
+            "input_ids": torch.cat([places, words["input_ids"]], 1),
+            "attention_mask": torch.cat([torch.ones_like(places), words["attention_mask"]], 1),
+        }
+
+    return build
+
+
+def audio(count: int, samples: int = 400) -> Batch:
+    """Sound waves of different lengths, silent after their end."""
+    mask = _prefixes(count, samples, 150)
+    return {"input_values": torch.randn(count, samples) * mask, "attention_mask": mask}
+
+
+def spectrograms(count: int, frames: int = 20, bins: int = 16) -> Batch:
+    """Frames of different numbers, zero after the end."""
+    mask = _prefixes(count, frames, 8)
+    return {"input_features": torch.randn(count, frames, bins) * mask[..., None], "attention_mask": mask}
+
+
+def _prefixes(count: int, size: int, shortest: int) -> Tensor:
+    lengths = torch.randint(shortest, size + 1, (count,))
+    lengths[0] = size
+    return _mask_of(lengths, size)
+
+
+def _mask_of(lengths: Tensor, size: int) -> Tensor:
+    return (torch.arange(size) < lengths[:, None]).long()
+
+
+# Rules for the rows.
+
+_CROSS = re.compile(
+    r"(encoder_attn|EncDecAttention|cross_attn|crossattention|cross_attention|encoder_decoder_attention)\b.*"
+    r"\.(k|v|k_proj|v_proj|k_norm|key|value)$"
+)
+
+
+def encoder_decoder(path: str, _call: int, batch: Batch) -> Tensor | None:
+    """The decoder's own tokens, but the encoder's for the keys and values of cross-attention."""
+    in_decoder = "decoder" in path.split(".") and not _CROSS.search(path)
+    return batch.get("decoder_attention_mask" if in_decoder else "attention_mask")
+
+
+def padding_in(part: str) -> MaskRule:
+    """Tokens of `attention_mask` where the path has this part, every row elsewhere and in cross-attention."""
+
+    def rule(path: str, _call: int, batch: Batch) -> Tensor | None:
+        return batch["attention_mask"] if part in path and not _CROSS.search(path) else None
+
+    return rule
+
+
+def before(ones: int) -> MaskRule:
+    """That many rows that all count, then the tokens of `attention_mask`."""
+    return lambda _path, _call, batch: torch.nn.functional.pad(batch["attention_mask"], (ones, 0), value=1)
+
+
+def after(ones: int) -> MaskRule:
+    """The tokens of `attention_mask`, then that many rows that all count."""
+    return lambda _path, _call, batch: torch.nn.functional.pad(batch["attention_mask"], (0, ones), value=1)
+
+
+def sound_frames(kernels: list[int], strides: list[int]) -> MaskRule:
+    """What convolutions without padding make of the samples: a frame counts if all its samples do."""
+
+    def rule(_path: str, _call: int, batch: Batch) -> Tensor | None:
+        lengths, size = batch["attention_mask"].sum(1), batch["attention_mask"].shape[1]
+        for kernel, stride in zip(kernels, strides, strict=True):
+            lengths, size = (lengths - kernel) // stride + 1, (size - kernel) // stride + 1
+        return _mask_of(lengths, size)
+
+    return rule
