@@ -7,6 +7,8 @@ The files, in the order in which data flows through them:
     hub           repo or folder → local snapshot + commit
     hub_errors    the Hub's failures → messages
     convert       pickled weights → a safetensors copy
+    adapter       a PEFT adapter by its files
+    fold          an adapter and its base → one full checkpoint
     checkpoint    memory-mapped models of one class; alignment check; built-in mergers
     layout        which tensor lies where on disk; writing new values and nothing else
     tables        local files → rows in any order
@@ -20,8 +22,14 @@ The files, in the order in which data flows through them:
     phrases       text rows → what the tokenizer is given
     text          phrases → token ids
     examples      a task's fitted, held-out and labelled batches
+    modules       the kinds of modules that can be calibrated, and their parameters
+    trace         one watched run of a model
+    blocks        where a model's lists of blocks are
+    tokens        which rows of a feature are which tokens
     architecture  blocks in execution order; calibratable modules of a block
+    inventory     what would be calibrated, from the config alone
     walker        one model's forward passes, paused before every block
+    weights       how much each token counts
     features      student and experts walking the blocks together
     moments       running sums → G, C, means
     solver        the closed forms
@@ -33,6 +41,7 @@ The files, in the order in which data flows through them:
     evaluate      accuracy on labelled data
     report        what a run did: featcal_report.json
     output        the output folder
+    machine       devices, versions, memory
     workflow      the verbs: what the command line and Python users both call
     demo          the main job on embedded checkpoints
     console       everything that imports rich

@@ -7,18 +7,28 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from graphlib import CycleError, TopologicalSorter
+from dataclasses import dataclass
+from typing import cast
 
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.pytorch_utils import Conv1D
 
 from featcal_cli.batches import Batch, forward_names
+from featcal_cli.blocks import find_blocks, merge_orders, unreached_lists
 from featcal_cli.errors import ArchitectureError, DataError
 from featcal_cli.modules import LINEAR_KINDS, Kind, kind_of
-from featcal_cli.tokens import OWN, Axes, Layout, learn_layout, make_probes
-from featcal_cli.trace import CONTAINERS, Trace, trace
+from featcal_cli.tokens import (
+    DECODER,
+    ENCODER,
+    EXAMPLES,
+    OWN,
+    Axes,
+    Layout,
+    change_last_token,
+    learn_layout,
+    make_probes,
+)
+from featcal_cli.trace import Trace, first_tensor, trace
 
 FAILURES = (TypeError, ValueError, RuntimeError, IndexError, AttributeError, KeyError)
 """What a model raises on inputs that it cannot take."""
@@ -53,7 +63,9 @@ class Block:
     overwritten: bool
     """The block changes its own input in place."""
     holds_text: bool
-    """Its own token axis grows with the text: text and other things in one sequence."""
+    """Its own token axis holds the text: beside other things in one sequence, or padded by the model."""
+    text_start: int | None
+    """Where the text begins in that sequence, where that could be found out."""
 
 
 @dataclass(frozen=True)
@@ -79,14 +91,18 @@ class _Run:
     first: Trace
     second: Trace
     axes: Axes
-    blocks: list[str] = field(default_factory=list)
+    blocks: list[str]
+    module: nn.Module
+    """What ran."""
+    probe: Batch
+    """What it ran on first."""
 
 
 def find_architecture(model: PreTrainedModel, batches: Mapping[str, Batch], norms: str) -> Architecture:
     """Run `model` on probes cut from one batch of each task; return its blocks in the order in which they ran.
 
-    `norms`: layernorm (norms with a bias), all, or none. Raises ArchitectureError when no blocks are found or their
-    order differs between tasks, DataError when the model cannot run on a task's examples.
+    `norms`: auto or layernorm (norms with a bias), all, or none. Raises ArchitectureError when no blocks are found or
+    their order differs between tasks, DataError when the model cannot run on a task's examples.
     """
     runs: dict[frozenset[str], _Run] = {}
     entries, last_blocks = {}, {}
@@ -94,10 +110,9 @@ def find_architecture(model: PreTrainedModel, batches: Mapping[str, Batch], norm
         kind = frozenset(batch)
         if kind not in runs:
             runs[kind] = _probe(model, task, batch)
-            runs[kind].blocks = _find_blocks(model, runs[kind].first)
         entries[task] = runs[kind].entry
         last_blocks[task] = runs[kind].blocks[-1] if runs[kind].blocks else ""
-    order = _merge_orders([run.blocks for run in runs.values()])
+    order = merge_orders([run.blocks for run in runs.values()])
     if not order:
         raise ArchitectureError(
             f"no list of transformer blocks was found in {type(model).__name__}",
@@ -114,14 +129,14 @@ def _probe(model: PreTrainedModel, task: str, batch: Batch) -> _Run:
     """Run the model, or the tower that the inputs are for, on two probes."""
     problem: Exception | None = None
     for entry, module in _entries(model, batch):
-        for resize in (True, False):
-            (first, second), axes = make_probes(batch, resize=resize)
+        for resize in ({ENCODER, DECODER}, {DECODER}, {ENCODER}, set[str]()):
+            (first, second), axes = make_probes(batch, resize)
             try:
-                one, two = (trace(module, probe, model.dtype) for probe in (first, second))
+                one, two = (trace(module, probe, model.dtype).under(entry) for probe in (first, second))
             except FAILURES as error:
                 problem = problem or error
             else:
-                return _Run(entry, one.under(entry), two.under(entry), axes)
+                return _Run(entry, one, two, axes, find_blocks(model, one), module, first)
     shapes = {name: list(tensor.shape[1:]) for name, tensor in batch.items()}
     reason = (str(problem) or type(problem).__name__).splitlines()[0]
     raise DataError(
@@ -141,67 +156,6 @@ def _entries(model: PreTrainedModel, batch: Batch) -> list[tuple[str, nn.Module]
     return [("", model), *towers]
 
 
-def _find_blocks(model: nn.Module, run: Trace) -> list[str]:
-    """Members of the outermost lists that look like transformer blocks, in the order in which they ran.
-
-    They run, hold several Linear modules and keep the shape of the hidden states; stages give way to the blocks inside.
-    """
-    taken: list[str] = []
-    found: list[str] = []
-    for name, module in model.named_modules():
-        if not isinstance(module, CONTAINERS) or any(name.startswith(f"{outer}.") for outer in taken):
-            continue
-        members = _members(name, module, run)
-        residual = sum(member in run.residual for member in members)
-        if (
-            residual == 0
-            or 2 * residual < len(members)
-            or any(_is_stage(m, model.get_submodule(m), run) for m in members)
-        ):
-            continue
-        taken.append(name)
-        found += members
-    started = {name: number for number, name in reversed(list(enumerate(run.calls)))}
-    return sorted(found, key=started.__getitem__)
-
-
-def _members(name: str, container: nn.Module, run: Trace) -> list[str]:
-    paths = [f"{name}.{key}" for key, child in container.named_children() if len(_linears(child)) > 1]
-    ran = set(run.calls)
-    return [path for path in paths if path in ran]
-
-
-def _is_stage(name: str, module: nn.Module, run: Trace) -> bool:
-    """True for a member that is itself a chain of equal blocks (as in Swin), false for parts of a block (as in T5)."""
-    for path, inner in module.named_modules():
-        if not isinstance(inner, CONTAINERS) or not path:
-            continue
-        members = _members(f"{name}.{path}", inner, run)
-        same = len({type(child) for child in inner}) == 1
-        if members and same and 2 * len(_linears(inner)) > len(_linears(module)) and run.is_chain(members):
-            return True
-    return False
-
-
-def _linears(module: nn.Module) -> list[nn.Module]:
-    return [inner for inner in module.modules() if isinstance(inner, (nn.Linear, Conv1D)) and inner is not module]
-
-
-def _merge_orders(sequences: Sequence[list[str]]) -> list[str]:
-    """One order that agrees with all of them. Raises ArchitectureError where there is none."""
-    graph: TopologicalSorter[str] = TopologicalSorter()
-    for sequence in sequences:
-        for number, name in enumerate(sequence):
-            graph.add(name, *sequence[number - 1 : number])
-    try:
-        return list(graph.static_order())
-    except CycleError as error:
-        raise ArchitectureError(
-            f"the blocks run in different orders for different inputs: {' → '.join(error.args[1])}",
-            fix="give all tasks the same kind of inputs",
-        ) from None
-
-
 def _describe(model: nn.Module, name: str, run: _Run, norms: str, holders: Mapping[int, int]) -> Block:
     block = model.get_submodule(name)
     modules, skipped = [], []
@@ -214,10 +168,10 @@ def _describe(model: nn.Module, name: str, run: _Run, norms: str, holders: Mappi
         full = f"{name}.{path}".rstrip(".")
         kind = kind_of(module)
         if kind is None:
-            skipped += [(f"{path}.{key}".lstrip("."), _reason(value)) for key, value in own.items()]
+            skipped += [(f"{path}.{key}".lstrip("."), _reason(module, value)) for key, value in own.items()]
         elif any(holders[id(value)] > 1 for value in own.values()):
             skipped.append((path, "it shares its weight with another module"))
-        elif kind in LINEAR_KINDS or norms == "all" or (norms == "layernorm" and kind == "layernorm" and "bias" in own):
+        elif kind in LINEAR_KINDS or _is_wanted(kind, "bias" in own, norms):
             layouts = _layouts(run, full, calls, axes)
             modules.append(Module(path, kind, layouts, full in run.first.overwritten))
         else:
@@ -225,12 +179,18 @@ def _describe(model: nn.Module, name: str, run: _Run, norms: str, holders: Mappi
             skipped.append(
                 (path, switched_off if norms == "none" else "a norm without bias; --norms all calibrates it")
             )
-    holds_text = layout.axis == OWN and len(set(axes[OWN])) > 1
-    return Block(name, tuple(modules), tuple(skipped), layout, calls, name in run.first.overwritten, holds_text)
+    only_text = not any(tensor.is_floating_point() for tensor in run.probe.values())
+    holds_text = layout.axis == OWN and (len(set(axes[OWN])) > 1 or only_text)
+    start = _find_text(model, run, name) if holds_text else None
+    return Block(name, tuple(modules), tuple(skipped), layout, calls, name in run.first.overwritten, holds_text, start)
 
 
-def _reason(parameter: nn.Parameter) -> str:
-    if parameter.ndim == 3:
+def _is_wanted(kind: Kind, has_bias: bool, norms: str) -> bool:
+    return norms == "all" or (norms != "none" and kind == "layernorm" and has_bias)
+
+
+def _reason(module: nn.Module, parameter: nn.Parameter) -> str:
+    if parameter.ndim == 3 and not any("conv" in base.__name__.lower() for base in type(module).__mro__):
         return "the fused experts of a mixture are not calibrated"
     return "neither a Linear nor a norm"
 
@@ -242,10 +202,30 @@ def _own_axis(run: _Run, block: str) -> tuple[Layout, Axes]:
         return Layout(None), axes
     first, second = (found.shapes[block][0] for found in (run.first, run.second))
     layout = learn_layout(first, second, axes)
-    if layout.axis is None and len(first) == len(second) == 3:  # [B, S, d] of patches or audio frames
+    if layout.axis is None and len(first) == len(second) == 3 and (first[0], second[0]) == EXAMPLES:  # [B, S, d]
         axes[OWN] = (first[1], second[1])
         layout = learn_layout(first, second, axes)
     return layout, axes
+
+
+def _find_text(model: nn.Module, run: _Run, block: str) -> int | None:
+    """Where the text begins in the sequence that the block's stack is given: the one row that changes with the last
+    token tells."""
+    first = next(name for name in run.blocks if name.rpartition(".")[0] == block.rpartition(".")[0])
+    changed = change_last_token(run.probe)
+    if changed is None:
+        return None
+    hidden: list[Tensor] = []
+    handle = model.get_submodule(first).register_forward_pre_hook(
+        lambda _, args, kwargs: hidden.append(cast(Tensor, first_tensor((*args, *kwargs.values())))), with_kwargs=True
+    )
+    try:
+        for probe in (run.probe, changed):
+            trace(run.module, probe, next(model.parameters()).dtype)
+    finally:
+        handle.remove()
+    rows = (hidden[0] != hidden[len(hidden) // 2]).any(-1).any(0).nonzero().flatten().tolist()
+    return rows[0] - run.axes[ENCODER][0] + 1 if len(rows) == 1 and rows[0] + 1 >= run.axes[ENCODER][0] else None
 
 
 def _layouts(run: _Run, path: str, block_calls: int, axes: Axes) -> tuple[Layout, ...]:
@@ -279,28 +259,16 @@ def _notes(model: nn.Module, blocks: Sequence[Block]) -> Iterator[str]:
             f"{', '.join(block.name for block in shared)} runs {max(block.calls for block in shared)} times with "
             "the same weights: it is calibrated once for all its calls, and forward order cannot hold inside it"
         )
-    for path in _unreached_lists(model, blocks):
+    for path in unreached_lists(model, [block.name for block in blocks]):
         yield f"{path} is left as merged: no example reaches it"
 
 
 def find_unreached(model: nn.Module, blocks: Sequence[Block], norms: str) -> list[Block]:
     """Blocks that no run reached, as registered, in lists apart from those of `blocks`; what they call is unknown."""
     holders = _count_holders(model)
-    silent = _Run("", Trace(model), Trace(model), {})
+    silent = _Run("", Trace(model), Trace(model), {}, [], model, {})
     return [
         _describe(model, f"{path}.{key}", silent, norms, holders)
-        for path in _unreached_lists(model, blocks)
+        for path in unreached_lists(model, [block.name for block in blocks])
         for key, _ in model.get_submodule(path).named_children()
     ]
-
-
-def _unreached_lists(model: nn.Module, blocks: Sequence[Block]) -> Iterator[str]:
-    """The outermost lists of equal children with at least four Linear modules each, apart from `blocks`."""
-    taken = [block.name for block in blocks]
-    for path, module in model.named_modules():
-        if not isinstance(module, nn.ModuleList) or len({type(child) for child in module}) != 1:
-            continue
-        apart = not any(path.startswith(f"{other}.") or other.startswith(f"{path}.") for other in taken)
-        if apart and all(len(_linears(child)) >= 4 for child in module):
-            taken.append(path)
-            yield path

@@ -22,6 +22,7 @@ app = typer.Typer(
     help="Mend merged models: calibrate their features to the experts', in closed form, without gradients.",
 )
 
+NORMS = ("auto", "layernorm", "all", "none")
 MODELS, METHOD, MACHINE, OUTPUT = "Models and data", "Method (what is left out is chosen)", "Machine", "Output"
 
 Recipe = Annotated[
@@ -181,9 +182,12 @@ def modules(
 ) -> None:
     """Show what would be calibrated in a model, block by block; only its config is read."""
     from featcal_cli.console import show_inventory
+    from featcal_cli.errors import RecipeError
     from featcal_cli.hub import resolve_config
     from featcal_cli.inventory import take_inventory
 
+    if norms not in NORMS:
+        raise RecipeError(f"unknown kind of norms {norms}", where="--norms", fix=f"give one of: {', '.join(NORMS)}")
     inventory = take_inventory(resolve_config(model), norms)
     if json:
         typer.echo(dumps(inventory.to_dict(), indent=2))

@@ -7,18 +7,15 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from featcal_cli.architecture import Architecture, Block
 from featcal_cli.batches import Batch
 from featcal_cli.drift import STEM, DriftMeter
-from featcal_cli.tokens import MASK, OWN, Layout, Lengths, Weights, token_lengths, token_masks
+from featcal_cli.tokens import OWN, Layout, Lengths, Weights, token_lengths
 from featcal_cli.trace import first_tensor
 from featcal_cli.walker import Pass, Walker
-
-OTHER_TOKENS = 0.01
-"""Weight of the tokens after the first in the last block of a model that is read from its first token."""
+from featcal_cli.weights import token_weights
 
 Features = dict[str, list[Tensor]]
 """Inputs of each module that ran in a block, one a call, by the module's path inside the block [.., d_in]."""
@@ -258,40 +255,6 @@ class _Keep:
             self.inputs.append(x.clone() if self.copy else x)
 
 
-def token_weights(each: Pass, block: Block, *, cls_tokens: bool) -> Weights:
-    """Weights of the tokens of a batch that is paused at `block`, by axis [B, length]; None where all are alike."""
-    weights = {**token_masks(each.batch), OWN: None}
-    axis = block.layout.axis
-    if axis == OWN:
-        weights[OWN] = _own_mask(each, block)
-    if cls_tokens and axis is not None:
-        first, mask = _first_token_weights(each.hidden), weights[axis]
-        weights[axis] = first if mask is None else first * mask
-    return weights
-
-
-def _first_token_weights(hidden: Tensor) -> Tensor:
-    weights = torch.full(hidden.shape[:2], OTHER_TOKENS, device=hidden.device)
-    weights[:, 0] = 1.0
-    return weights
-
-
-def _own_mask(each: Pass, block: Block) -> Tensor | None:
-    """1 for what the tokens that count became on a block's own axis [B, F]; None where there is no padding.
-
-    Where the two cannot be brought together the mask is empty, which fits no feature.
-    """
-    mask = each.batch.get(MASK)
-    others = any(x.is_floating_point() for x in each.batch.values())
-    if mask is None or bool(mask.all()) or (others and "input_ids" in each.batch and not block.holds_text):
-        return None  # patches beside a text, in a tower of their own
-    frames = each.hidden.shape[1]
-    if mask.shape[1] == frames:
-        return mask.float()
-    to_frames = getattr(each.module, "_get_feature_vector_attention_mask", None)  # every audio model's own rule
-    return mask.new_empty(0, 0).float() if to_frames is None else to_frames(frames, mask).float()
-
-
 def _drift_rows(
     hidden: Tensor | None, target: Tensor | None, layout: Layout, weights: Weights, lengths: Lengths, first_only: bool
 ) -> tuple[Tensor, Tensor]:
@@ -303,44 +266,3 @@ def _drift_rows(
     if pair[0] is None or pair[1] is None:  # tokens and padding cannot be told apart: all rows count
         return hidden.reshape(-1, hidden.shape[-1]), target.reshape(-1, target.shape[-1])
     return pair[0][0], pair[1][0]
-
-
-def find_cls_blocks(walker: Walker, architecture: Architecture, task: str, batch: Batch) -> frozenset[str]:
-    """The last block of each stack over patches, where the model's pooled output reads its first token alone: it
-    changes with that token, and does not when all others that leave the block are perturbed."""
-    stacks = {block.name.rpartition(".")[0]: block for block in architecture.blocks if _is_over_patches(block)}
-    found = set()
-    with walker.on_device():
-        for block in stacks.values():
-            plain, others, first = (_pooled_after(walker, architecture, task, batch, block, part) for part in PERTURBED)
-            if plain and _same(plain, others) and not _same(plain, first):
-                found.add(block.name)
-    return frozenset(found)
-
-
-def _is_over_patches(block: Block) -> bool:
-    return block.layout.axis == OWN and not block.holds_text
-
-
-PERTURBED = (slice(0, 0), slice(1, None), slice(0, 1))
-"""Nothing, all tokens but the first, the first."""
-
-
-def _pooled_after(
-    walker: Walker, architecture: Architecture, task: str, batch: Batch, block: Block, tokens: slice
-) -> list[Tensor]:
-    """What the model returns once an example [B, k], with noise on those tokens of what leaves `block`."""
-    (each,) = walker.start([batch], architecture.entries[task])
-    while (at := next((other for other in architecture.blocks if each.is_at(other)), None)) is not None:
-        output = each.run_block(at)
-        hidden = first_tensor(output)
-        if at is block and hidden is not None:
-            noise = torch.linspace(-1, 1, hidden.shape[-1]).to(hidden) * hidden.float().std().to(hidden)
-            hidden[:, tokens] += noise
-        each.advance(output)
-    values = each.output.values() if isinstance(each.output, Mapping) else each.output
-    return [value for value in values if isinstance(value, Tensor) and value.ndim == 2]
-
-
-def _same(one: Sequence[Tensor], two: Sequence[Tensor]) -> bool:
-    return all(torch.allclose(a, b, rtol=1e-3, atol=1e-5) for a, b in zip(one, two, strict=True))

@@ -6,7 +6,7 @@ by how it changes what it is made of. Nothing is guessed from one shape that cou
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -22,7 +22,7 @@ ENCODER, DECODER, OWN = "encoder", "decoder", "own"
 """Token axes: of the encoder's (or only) text, of the decoder's text, and a block's own (patches, audio frames). Masks
 of other names (pixel_attention_mask) make axes of their own name."""
 STEPS = {ENCODER: 1, DECODER: 2}
-"""Axes whose length the probes change, each by another step."""
+"""Axes whose length the probes can change, each by another step."""
 MASK = "attention_mask"
 
 Axes = Mapping[str, tuple[int, int]]
@@ -132,7 +132,8 @@ def _learn_dimension(pair: tuple[int, int], axes: Axes) -> Dimension | None:
     fixed = Dimension(False, None, 1)
     single = [Dimension(True, None, 1), *(Dimension(False, axis, 1) for axis in axes)]
     double = [Dimension(True, axis, 1) for axis in axes]
-    for candidates, any_factor in ((single + double, False), ([fixed], True), (single + double, True)):
+    of_examples = [dim for dim in single + double if dim.examples]  # a table that grows with padding has no rule
+    for candidates, any_factor in ((single + double, False), ([fixed], True), (of_examples, True)):
         for dim in candidates:
             sizes = [
                 dim.size({ROWS: count, **{axis: lengths[probe] for axis, lengths in axes.items()}})
@@ -144,26 +145,36 @@ def _learn_dimension(pair: tuple[int, int], axes: Axes) -> Dimension | None:
     return None
 
 
-def make_probes(batch: Batch, *, resize: bool) -> tuple[tuple[Batch, Batch], dict[str, tuple[int, int]]]:
-    """Two small batches that differ in examples and, with `resize`, in texts; and the lengths of their token axes."""
+def make_probes(batch: Batch, resize: Collection[str]) -> tuple[tuple[Batch, Batch], dict[str, tuple[int, int]]]:
+    """Two small batches that differ in examples and along the token axes `resize`, and the lengths of all axes."""
     count = count_examples(batch)
     probes = [take_examples(batch, [number % count for number in range(examples)]) for examples in EXAMPLES]
     has_floats = any(tensor.is_floating_point() for tensor in batch.values())
     axes = {}
     for axis, length in _axis_lengths(batch).items():
         axes[axis] = (length, length)
-        step = STEPS.get(axis)
-        if step is None or not resize:
-            continue
         names = [name for name in batch if _axis_of(name) == axis and _goes_along(batch[name], name, length)]
+        if axis not in resize or all(name.endswith(MASK) for name in names):  # a mask alone says nothing of its tokens
+            continue
         samples = any(batch[name].is_floating_point() for name in names)
         long = length if has_floats else min(length, PROBE_TOKENS)
-        short = long - (long // 4 if samples else step)
-        axes[axis] = (long, short if short > 0 else long + step)
+        short = long - (long // 4 if samples else STEPS[axis])
+        axes[axis] = (long, short if short > 0 else long + STEPS[axis])
         for probe, size in zip(probes, axes[axis], strict=True):
             for name in names:
                 probe[name] = _resize(probe[name], size, is_mask=name.endswith(MASK))
     return (probes[0], probes[1]), axes
+
+
+def change_last_token(probe: Batch) -> Batch | None:
+    """The probe with another token, of the same batch, at the end of each text; None where there is none."""
+    ids = probe.get("input_ids")
+    others = [token for token in ids.unique().tolist() if token not in ids[:, -1].tolist()] if ids is not None else []
+    if ids is None or not others:
+        return None
+    changed = ids.clone()
+    changed[:, -1] = others[-1]
+    return {**probe, "input_ids": changed}
 
 
 def _axis_of(name: str) -> str:

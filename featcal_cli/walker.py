@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -36,6 +37,8 @@ class Walker:
         self._guests: dict[int, tuple[Tensor, Tensor]] = {}
         self._open = False
         self._install()
+        if model.module.dtype != dtype:
+            self._convert_stem()
 
     def start(self, batches: Sequence[Batch], entry: str) -> list[Pass]:
         """One pass a batch through the module at `entry`, paused before its first block; call inside `on_device`."""
@@ -132,6 +135,21 @@ class Walker:
                 module.forward = _pausing(name, module.forward)
             elif name in around or name.rpartition(".")[0] in around:
                 module.register_forward_pre_hook(self._bringing(name, recurse=name not in around))
+
+    def _convert_stem(self) -> None:
+        """Hold everything outside of blocks in the computing dtype: models look at its dtype before it is called.
+
+        Blocks keep their own dtype, which is what is solved for; they are converted while they run.
+        """
+        inside = tuple(f"{block}." for block in self._blocks)
+        for name, parameter in self.model.module.named_parameters():
+            if parameter.is_floating_point() and not name.startswith(inside):
+                parameter.data = parameter.data.to(self.dtype)
+        with torch.device("meta"):
+            plan = type(self.model.module)._from_config(deepcopy(self.model.module.config), dtype=self.dtype)
+        dtypes = {name: buffer.dtype for name, buffer in plan.named_buffers()}
+        for name, buffer in self.model.module.named_buffers():
+            buffer.data = buffer.data.to(dtypes.get(name, buffer.dtype))
 
     def _bringing(self, name: str, *, recurse: bool) -> Callable[..., None]:
         def hook(*_: object) -> None:

@@ -24,9 +24,9 @@ from featcal_cli.checkpoint import (
     merge_weights,
 )
 from featcal_cli.drift import DriftMeter
-from featcal_cli.errors import FeatCalError, OutputError
+from featcal_cli.errors import FeatCalError, NumericsError, OutputError
 from featcal_cli.examples import TaskExamples, load_examples
-from featcal_cli.features import Job, find_cls_blocks
+from featcal_cli.features import Job
 from featcal_cli.hub import Snapshot, resolve
 from featcal_cli.journal import Journal
 from featcal_cli.layout import names_on_disk, read_slots
@@ -36,6 +36,7 @@ from featcal_cli.recipe import Merge, Recipe, build_recipe, dump_recipe, find_re
 from featcal_cli.report import RECIPE, REPORT, BlockReport, Report, TaskDrift
 from featcal_cli.select import choose_settings
 from featcal_cli.walker import Walker
+from featcal_cli.weights import find_cls_blocks
 
 DEFAULT_BATCH_SIZE = 16
 
@@ -126,6 +127,12 @@ class _Run:
             blocks = calibrate_blocks(
                 job, settings, journal, bias=self._recipe.calibration.bias, watch=self._listener.progress
             )
+        except RuntimeError as error:
+            if "bfloat16" not in str(error).lower():
+                raise
+            raise NumericsError(
+                f"this model cannot run in bfloat16 here: {error}", fix="give --dtype float32"
+            ) from error
         except OutputError:
             raise  # the finished blocks are good: the same command goes on from there
         except FeatCalError:
@@ -181,9 +188,8 @@ class _Run:
             )  # fmt: skip
             for note in examples[task].notes:
                 self._note(note)
-        norms = "layernorm" if calibration.norms == "auto" else calibration.norms
         batches = {task: found.fitted[0] for task, found in examples.items()}
-        architecture = find_architecture(self._merged.module, batches, norms)
+        architecture = find_architecture(self._merged.module, batches, calibration.norms)
         for note in architecture.notes:
             self._note(note)
         for model in (self._base, *self._experts.values()):

@@ -89,8 +89,8 @@ def build_lively(family: Family) -> PreTrainedModel:
     with torch.no_grad():
         for parameter in model.parameters():
             least = 0.15 if parameter.ndim > 1 else 0.05
-            if parameter.requires_grad and parameter.numel() > 1 and 0 < parameter.float().std() < least:
-                parameter *= least / parameter.float().std()
+            if parameter.requires_grad and 0 < (size := _spread(parameter)) < least:
+                parameter *= least / size
     _shake(model, 0.5)
     return model
 
@@ -111,8 +111,12 @@ def _load(model: PreTrainedModel, values: list[Tensor]) -> None:
 def _shake(model: PreTrainedModel, spread: float) -> None:
     with torch.no_grad():
         for parameter in model.parameters():
-            if not parameter.requires_grad:
-                continue  # tables of sines: models make them anew when they are loaded
-            size = parameter.float().std() if parameter.numel() > 1 else parameter.float().abs()
-            scale = size if size > 0 else torch.tensor(0.1)
-            parameter += (spread * scale * torch.randn(parameter.shape)).to(parameter.dtype)
+            if parameter.requires_grad:  # else a table of sines: models make it anew when they are loaded
+                size = _spread(parameter) if parameter.numel() > 1 else abs(float(parameter))
+                parameter += (spread * (size or 0.1) * torch.randn(parameter.shape)).to(parameter.dtype)
+
+
+def _spread(parameter: Tensor) -> float:
+    """Standard deviation, exactly 0 for a constant."""
+    constant = parameter.numel() == 1 or parameter.amax() == parameter.amin()
+    return 0.0 if constant else float(parameter.float().std())

@@ -21,7 +21,6 @@ from family import (
     text,
     text_to_text,
 )
-from torch import Tensor
 from transformers import PreTrainedModel
 
 SIZES = {
@@ -58,11 +57,6 @@ _FRAMES = sound_frames([10, 4], [5, 2])
 _LAYERS = layers("encoder.layers.{}")
 _T5_BLOCKS = layers("encoder.block.{}") + layers("decoder.block.{}")
 _BART_BLOCKS = layers("model.encoder.layers.{}") + layers("model.decoder.layers.{}")
-
-
-def _relative_positions(path: str, call: int, batch: Batch) -> Tensor | None:
-    """One projection is called on the embeddings of relative positions."""
-    return None if path.endswith(".linear_pos") else _FRAMES(path, call, batch)
 
 
 def _whole_windows(count: int) -> Batch:
@@ -175,7 +169,8 @@ SOUND = [
         lambda: tf.Wav2Vec2ConformerModel(tf.Wav2Vec2ConformerConfig(**_SOUND, conv_depthwise_kernel_size=3)),
         audio,
         _LAYERS,
-        mask=_relative_positions,
+        mask=_FRAMES,
+        stays=r"\.linear_pos",  # the embeddings of relative positions are as many as padding makes them
     ),
     Family(
         "wav2vec2-bert",

@@ -83,11 +83,6 @@ def _tokens_at_first_call(path: str, call: int, batch: Batch) -> Tensor | None:
     return padding(path, call, batch) if call == 0 else None
 
 
-def _relative_positions(path: str, call: int, batch: Batch) -> Tensor | None:
-    """DeBERTa has projections of their own for the embeddings of relative positions."""
-    return None if ".pos_" in path else padding(path, call, batch)
-
-
 def _bboxes(count: int) -> Batch:
     return {**text(count), "bbox": torch.randint(0, 30, (count, 9, 4)).sort(-1).values}
 
@@ -108,7 +103,9 @@ ENCODERS = [
         layers("roberta.encoder.layer.{}"),
     ),
     Family("data2vec-text", lambda: tf.Data2VecTextModel(tf.Data2VecTextConfig(**TEXT_SIZES)), text, _ENCODER),
-    Family("deberta", lambda: tf.DebertaModel(tf.DebertaConfig(**_DEBERTA)), text, _ENCODER, mask=_relative_positions),
+    Family(  # the embeddings of relative positions are as many as padding makes them
+        "deberta", lambda: tf.DebertaModel(tf.DebertaConfig(**_DEBERTA)), text, _ENCODER, stays=r"\.pos_"
+    ),
     Family(
         "deberta-v2",
         lambda: tf.DebertaV2Model(tf.DebertaV2Config(**_DEBERTA, **_DEBERTA_V2)),

@@ -131,7 +131,9 @@ def token_weights(
     if mask is not None:
         weights = weights * _spread(mask, x)
     if first and path.rpartition(".")[2] not in ("k_proj", "v_proj", "key", "value", "qkv"):
-        weights[:, 1:] *= OTHER_TOKENS
+        examples = len(next(iter(batch.values())))
+        tokens = weights if x.shape[0] == examples else weights.T  # [B, S] or [S, B]
+        tokens[:, 1:] *= OTHER_TOKENS
     return weights
 
 

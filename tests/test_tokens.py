@@ -59,7 +59,12 @@ def test_a_table_counts_whole() -> None:
     assert kept is not None and len(kept) == 10
 
 
-@pytest.mark.parametrize("second", [(11,), (14,), (29,)])
+@pytest.mark.parametrize(("first", "second"), [(15, 13), (16, 14)])
+def test_a_table_that_grows_with_padding_is_not_matched(first: int, second: int) -> None:
+    assert flat(torch.zeros(1, 6, 4), (1, first), (1, second)) is None
+
+
+@pytest.mark.parametrize("second", [(11,), (29,)])
 def test_rows_that_follow_no_rule_are_not_matched(second: tuple[int, ...]) -> None:
     assert flat(torch.zeros(5, 4), (10,), second) is None
 
@@ -81,7 +86,7 @@ def test_probes_differ_in_examples_and_in_every_token_axis() -> None:
         "attention_mask": torch.zeros(4, 20, dtype=torch.long),
         "decoder_input_ids": torch.zeros(4, 1, dtype=torch.long),
     }
-    (first, second), axes = make_probes(batch, resize=True)
+    (first, second), axes = make_probes(batch, {ENCODER, DECODER})
     for name, tensor in first.items():
         assert tensor.shape[0] != second[name].shape[0] and tensor.shape[1] != second[name].shape[1]
     assert axes == {ENCODER: (8, 7), DECODER: (1, 3)}
