@@ -203,6 +203,7 @@ class Pass(greenlet):
 
     def close(self) -> None:
         """End the pass where it is; the rest of the model does not run."""
+        self._block = None
         if not self.dead:
             self.throw(GreenletExit)
 
