@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from featcal_cli.architecture import Block, Module
+from featcal_cli.errors import NumericsError
 from featcal_cli.features import Observation, Visit
 from featcal_cli.modules import LINEAR_KINDS, linear_parameters, norm_parameters, normalise
 from featcal_cli.moments import LinearMoments, NormMoments
@@ -89,6 +90,12 @@ def _fold(
         merged.bring(block.name)
         expert.bring(block.name)
         for names, sums in linear.items():
+            if not sums.rows:
+                raise NumericsError(
+                    "no token of the examples counts: all is padding",
+                    where=task,
+                    fix="give examples with an attention_mask",
+                )
             if names not in moments.linear:
                 of_merged = {name: parameters_of(merged, block, modules[name]) for name in names}
                 moments.linear[names] = LinearSystem(of_merged, settings)

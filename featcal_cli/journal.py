@@ -62,7 +62,11 @@ class Journal:
         file = self._file(number)
         if not file.is_file():
             return None
-        with safe_open(file, framework="pt") as stored:
+        try:
+            opened = safe_open(file, framework="pt")
+        except SafetensorError:  # cut short by something else than us: the block is computed again
+            return None
+        with opened as stored:
             report = BlockReport.from_json(stored.metadata()["report"])
             for name in stored.keys():  # noqa: SIM118
                 path, _, key = name.rpartition(".")

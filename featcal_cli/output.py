@@ -12,6 +12,7 @@ from torch import Tensor
 from featcal_cli.errors import OutputError
 from featcal_cli.hub import Snapshot
 from featcal_cli.layout import copy_checkpoint, read_slots, write_tensors
+from featcal_cli.report import REPORT
 
 
 def default_output(name: str) -> Path:
@@ -21,19 +22,27 @@ def default_output(name: str) -> Path:
 
 def check_output(target: Path, sources: Iterable[Path], *, overwrite: bool) -> None:
     """Raise OutputError unless the output can be put at `target` without harm to anything else."""
-    resolved = target.resolve()
+    try:
+        resolved = target.resolve()
+        exists, ours = target.exists() or target.is_symlink(), (target / REPORT).is_file()
+        empty = target.is_dir() and not any(target.iterdir())
+    except (OSError, ValueError) as error:
+        raise OutputError(
+            f"this cannot be a folder: {error}", where=str(target)[:80], fix="choose another --output"
+        ) from None
     for source in (Path.cwd(), *sources):
         if source.resolve().is_relative_to(resolved):
             raise OutputError(
                 f"the output would replace {source}", where=str(target), fix="choose another folder with --output"
             )
-    if not target.exists() and not target.is_symlink():
-        return
-    if not overwrite:
+    if exists and not overwrite:
         raise OutputError("the output folder exists", where=str(target), fix="give --overwrite, or another --output")
-    if not target.is_dir() or (any(target.iterdir()) and not (target / "config.json").is_file()):
-        raise OutputError("the output is not a model folder; it is not replaced", where=str(target),
-                          fix="choose another folder with --output")  # fmt: skip
+    if exists and not (ours or empty):
+        raise OutputError(
+            f"the folder is not one that featcal made (it has no {REPORT}); it is not replaced",
+            where=str(target),
+            fix="choose another folder with --output",
+        )
 
 
 def work_folder(target: Path) -> Path:

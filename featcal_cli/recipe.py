@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterator, Mapping
+from copy import deepcopy
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -120,8 +121,8 @@ class Recipe(Section):
 
 def parse_source(text: str, folder: Path = Path()) -> dict[str, str]:
     """An existing path (from `folder`), else `ID[@REVISION][:CONFIG[:SPLIT]]`, as keys of `Data`."""
-    if (folder / text).exists():
-        return {"path": str(folder / text)}
+    if path_exists(folder / text):
+        return {"path": str((folder / text).resolve())}
     if looks_like_path(text):
         raise RecipeError(f"there is no file or folder {text}", where=f"data {text}", fix="check the path")
     name, *rest = text.split(":")
@@ -146,6 +147,14 @@ def parse_merge(text: str) -> dict[str, Any]:
         ) from None
 
 
+def path_exists(path: Path) -> bool:
+    """Whether there is such a file or folder; False for what cannot be a path at all (too long, a null byte)."""
+    try:
+        return path.exists()
+    except (OSError, ValueError):
+        return False
+
+
 def looks_like_path(text: str) -> bool:
     """True for text that can only be meant as a path, never as a Hub id."""
     name = re.split("[@:]", text, maxsplit=1)[0]
@@ -158,7 +167,7 @@ def looks_like_path(text: str) -> bool:
 
 def find_recipe(name: str) -> Path:
     """The file of a recipe given as a path or as the name of a shipped one."""
-    if (path := Path(name)).is_file():
+    if path_exists(path := Path(name)) and path.is_file():
         return path
     shipped = {file.stem: file for file in shipped_recipes()}
     if name in shipped:
@@ -187,7 +196,8 @@ def build_recipe(file: Path | None, overrides: Mapping[str, Any]) -> Recipe:
     if file is not None:
         raw = _read_yaml(file)
         _anchor_paths(raw, file.resolve().parent)
-    merged = _overlay(raw, overrides)
+    merged = deepcopy(_overlay(raw, overrides))
+    _anchor_paths(merged, Path.cwd())
     where = str(file) if file else "the command line"
     for key, option in (("merged", "MERGED or --merge"), ("base", "--base"), ("tasks", "--expert TASK=REPO")):
         if not merged.get(key):
@@ -225,8 +235,8 @@ def _anchor_paths(raw: dict[str, Any], folder: Path) -> None:
     def anchored(value: Any) -> Any:
         if not isinstance(value, str) or not value:
             return value
-        if (folder / value).exists():
-            return str(folder / value)
+        if path_exists(folder / value):
+            return str((folder / value).resolve())
         return "+".join(anchored(part) for part in value.split("+")) if "+" in value else value  # BASE+ADAPTER
 
     for key in ("merged", "base"):

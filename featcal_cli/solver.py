@@ -160,7 +160,9 @@ def _factorise(gram: Tensor, ridge: float) -> Tensor:
     factor, failed = torch.linalg.cholesky_ex(system)
     if failed or not torch.isfinite(factor).all():
         if not torch.isfinite(gram).all():
-            raise NumericsError("the features are not finite", fix="run with --dtype float32")
+            raise NumericsError(
+                "the features are not finite", fix="look for NaN in the examples; if there is none, use --dtype float32"
+            )
         raise NumericsError(f"the equations have no stable solution at ridge {ridge:g}", fix="use a larger --ridge")
     return cast(Tensor, factor)
 

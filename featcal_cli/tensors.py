@@ -54,7 +54,8 @@ def open_tensors(data: Data, split: str | None, model: PreTrainedModel, where: s
     except (OSError, SafetensorError) as error:
         raise DataError(f"the file cannot be read: {error}", where=where, fix="check that the file is whole") from error
     lengths = [len(tensor) if tensor.dim() else 0 for tensor in tensors.values()]
-    if not lengths or min(lengths) == 0 or any(length % min(lengths) for length in lengths):
+    texts = {len(x) for name, x in tensors.items() if x.dim() == 2 and name.endswith(("ids", "mask"))}
+    if not lengths or min(lengths) == 0 or any(length % min(lengths) for length in lengths) or len(texts) > 1:
         sizes = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in tensors.items()) or "none"
         raise DataError(
             f"the tensors do not agree on a number of examples: {sizes}",

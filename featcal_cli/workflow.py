@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -32,7 +33,7 @@ from featcal_cli.journal import Journal
 from featcal_cli.layout import names_on_disk, read_slots
 from featcal_cli.machine import choose_device, describe_environment, peak_resident_bytes
 from featcal_cli.output import build_checkpoint, check_output, default_output, work_folder, write_output
-from featcal_cli.recipe import Merge, Recipe, build_recipe, dump_recipe, find_recipe
+from featcal_cli.recipe import Merge, Recipe, build_recipe, dump_recipe, find_recipe, path_exists
 from featcal_cli.report import RECIPE, REPORT, BlockReport, Report, TaskDrift
 from featcal_cli.select import choose_settings
 from featcal_cli.walker import Walker
@@ -113,10 +114,22 @@ class _Run:
         self._allow_pickle = allow_pickle
         self._notes: list[str] = []
         self._target = Path(output) if output else default_output(_name_of(recipe))
-        local = [Path(part) for name in _sources(recipe) for part in (name, *name.split("+")) if Path(part).exists()]
+        local = [
+            Path(part) for name in _sources(recipe) for part in (name, *name.split("+")) if path_exists(Path(part))
+        ]
         check_output(self._target, local, overwrite=overwrite)
 
     def calibrate(self) -> Result:
+        """Do it all. What is wrong with the inputs leaves nothing behind; finished blocks outlive everything else."""
+        try:
+            return self._calibrate()
+        except OutputError:
+            raise  # the finished blocks are good: the same command goes on from there
+        except FeatCalError:
+            shutil.rmtree(work_folder(self._target), ignore_errors=True)  # mending it makes another job of this
+            raise
+
+    def _calibrate(self) -> Result:
         self._open_models()
         architecture, examples = self._prepare()
         settings, chosen_by = choose_settings(self._recipe.calibration, self._merged.module)
@@ -133,11 +146,6 @@ class _Run:
             raise NumericsError(
                 f"this model cannot run in bfloat16 here: {error}", fix="give --dtype float32"
             ) from error
-        except OutputError:
-            raise  # the finished blocks are good: the same command goes on from there
-        except FeatCalError:
-            journal.remove_work()  # mending what is wrong makes another job of it
-            raise
         if journal.restored:
             self._note(f"{journal.restored} of {len(blocks)} blocks were taken over from an earlier run of this job")
         self._listener.stage("writing")
@@ -302,11 +310,12 @@ class _Run:
         if not isinstance(self._recipe.merged, Merge):
             snapshots.append(self._merged.snapshot)
         data = [Path(task.data.path) for task in self._recipe.tasks.values() if task.data.path]
-        files = [file for found in snapshots if found.commit is None for file in found.weights()]
+        files = [file for found in snapshots if found.commit is None for file in found.folder.iterdir()]
+        files += [file for path in data for file in (path.rglob("*") if path.is_dir() else [path])]
         return {
             "recipe": self._resolved().model_dump(mode="json"),
             "settings": settings,
-            "files": {str(file): _stamp(file) for file in [*files, *(path for path in data if path.is_file())]},
+            "files": {str(file): _stamp(file) for file in sorted(files) if file.is_file()},
             "environment": describe_environment(self._device),
             "batch_size": self._batch_size,
         }
@@ -335,7 +344,7 @@ def _name_of(recipe: Recipe) -> str:
     merged = recipe.merged
     if isinstance(merged, Merge):
         return merged.method if merged.method == "average" else f"{merged.method}-{merged.scale:g}"
-    if Path(merged).exists():
+    if path_exists(Path(merged)):
         return merged
     return merged.rpartition("+")[2].partition("@")[0]
 

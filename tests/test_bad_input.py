@@ -123,6 +123,24 @@ def token_ids_beyond_the_vocabulary(folder: Path, _: HubServer) -> dict[str, obj
     return {"--data": f"red={folder / 'ids.safetensors'}"}
 
 
+def ids_and_masks_of_other_examples(folder: Path, _: HubServer) -> dict[str, object]:
+    ids, mask = torch.ones(8, 9, dtype=torch.long), torch.ones(4, 9, dtype=torch.long)
+    save_file({"input_ids": ids, "attention_mask": mask}, folder / "uneven.safetensors")
+    return {"--data": f"red={folder / 'uneven.safetensors'}"}
+
+
+def nothing_but_padding(folder: Path, _: HubServer) -> dict[str, object]:
+    ids = torch.ones(8, 9, dtype=torch.long)
+    save_file({"input_ids": ids, "attention_mask": torch.zeros_like(ids)}, folder / "empty.safetensors")
+    return {"--data": f"red={folder / 'empty.safetensors'}"}
+
+
+def a_folder_that_is_not_ours(folder: Path, _: HubServer) -> dict[str, object]:
+    (folder / "thesis").mkdir()
+    (folder / "thesis" / "config.json").write_text("{}")
+    return {"-o": folder / "thesis", "--overwrite": ""}
+
+
 def missing_data_file(folder: Path, _: HubServer) -> dict[str, object]:
     return {"--data": f"red={folder / 'nowhere.jsonl'}"}
 
@@ -192,6 +210,12 @@ CASES: list[tuple[Callable[[Path, HubServer], dict[str, object]], list[str]]] = 
     (lambda *_: {"--norms": "some"}, ["norms", "layernorm"]),
     (lambda *_: {"--device": "abacus"}, ["--device", "cpu"]),
     (lambda *_: {"--device": "cuda:99"}, ["cuda:99", "cpu"]),
+    (lambda *_: {"merged": "m" * 300}, ["mmm"]),
+    (lambda *_: {"-o": "o" * 300}, ["--output"]),
+    (lambda *_: {"--data": "red=" + "d" * 300}, ["ddd"]),
+    (ids_and_masks_of_other_examples, ["do not agree"]),
+    (nothing_but_padding, ["padding", "red"]),
+    (a_folder_that_is_not_ours, ["featcal made"]),
     (lambda *_: {"-r": "demmo"}, ["demmo", "did you mean demo"]),
 ]
 

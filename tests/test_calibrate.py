@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import torch
 from families import FAMILIES, Saved, save_family
+from PIL import Image
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 
 from featcal_cli.calibrate import Progress
 from featcal_cli.workflow import Silent, calibrate
@@ -149,3 +151,31 @@ def test_experts_may_be_stored_in_another_precision_than_merged(tmp_path: Path) 
         (tmp_path / task / "config.json").write_text(config)
     rounded = calibrated(saved, tmp_path / "rounded")
     assert 0 < relative_difference(exact, rounded) < 0.02
+
+
+def test_changed_data_is_another_job(tmp_path: Path) -> None:
+    """Also where the data is a folder of files."""
+    saved = save_family(tmp_path, BY_NAME["vit"])
+    ViTImageProcessorPil(size={"height": 32, "width": 32}).save_pretrained(tmp_path / "base")
+    recipe: dict[str, Any] = saved.recipe(examples=4)
+    for number in range(6):
+        (tmp_path / "photos").mkdir(exist_ok=True)
+        Image.new("RGB", (8, 8), (40 * number, 0, 0)).save(tmp_path / "photos" / f"{number}.png")
+    recipe["tasks"]["red"]["data"] = str(tmp_path / "photos")
+    with pytest.raises(KeyboardInterrupt):
+        calibrate(recipe, output=tmp_path / "out", listener=_Stopper())
+    Image.new("RGB", (8, 8), (0, 0, 255)).save(tmp_path / "photos" / "0.png")
+    result = calibrate(recipe, output=tmp_path / "out")
+    assert not any("taken over" in note for note in result.report.notes)
+
+
+def test_a_broken_journal_entry_is_computed_again(tmp_path: Path) -> None:
+    saved = save_family(tmp_path, BY_NAME["bert"])
+    calibrate(saved.recipe(), output=tmp_path / "whole")
+    with pytest.raises(KeyboardInterrupt):
+        calibrate(saved.recipe(), output=tmp_path / "out", listener=_Stopper())
+    entry = tmp_path / ".out.featcal" / "journal" / "block-0000.safetensors"
+    entry.write_bytes(entry.read_bytes()[:100])
+    calibrate(saved.recipe(), output=tmp_path / "out")
+    whole, ours = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("whole", "out"))
+    assert whole == ours

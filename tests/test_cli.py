@@ -14,7 +14,9 @@ import yaml
 from command_line import featcal, featcal_inside
 from families import FAMILIES, save_family
 from hub_server import HubServer
+from PIL import Image
 from safetensors.torch import load_file
+from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 
 VIT = next(family for family in FAMILIES if family.name == "vit")
 
@@ -121,3 +123,34 @@ def test_pickled_weights_are_read_only_when_asked(
     assert allowed.code == 0, allowed.stderr
     one, two = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("expected", "out"))
     assert one == two
+
+
+def test_relative_paths_work_and_run_again_from_anywhere(tmp_path: Path) -> None:
+    save_family(tmp_path, VIT, examples=20)
+    options = ["--base", "base", "--expert", "red=red", "--data", "red=red.safetensors", "-n", "8", "-o", "out"]
+    run = featcal("calibrate", "merged", *options, folder=tmp_path)
+    assert run.returncode == 0, run.stderr
+    (tmp_path / "elsewhere").mkdir()
+    again = featcal("calibrate", "-r", tmp_path / "out" / "featcal.yaml", "-o", "again", folder=tmp_path / "elsewhere")
+    assert again.returncode == 0, again.stderr
+    one, two = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("out", "elsewhere/again"))
+    assert one == two
+
+
+def test_a_relative_folder_of_images_can_be_read(tmp_path: Path) -> None:
+    save_family(tmp_path, VIT, examples=20)
+    ViTImageProcessorPil(size={"height": 32, "width": 32}).save_pretrained(tmp_path / "base")
+    (tmp_path / "photos").mkdir()
+    for number in range(12):
+        Image.new("RGB", (8, 8), (20 * number, 0, 0)).save(tmp_path / "photos" / f"{number}.png")
+    options = ["--base", "base", "--expert", "red=red", "--data", "red=photos", "-n", "4"]
+    run = featcal("calibrate", "merged", *options, folder=tmp_path)
+    assert run.returncode == 0, run.stderr
+
+
+def test_a_merged_model_named_by_a_dot_gives_its_folders_name(tmp_path: Path) -> None:
+    save_family(tmp_path, VIT, examples=20)
+    options = ["--base", "../base", "--expert", "red=../red", "--data", "red=../red.safetensors", "-n", "8"]
+    run = featcal("calibrate", ".", *options, "-o", "../out", folder=tmp_path / "merged")
+    assert run.returncode == 0, run.stderr
+    assert (tmp_path / "out" / "model.safetensors").is_file()

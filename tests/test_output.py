@@ -103,6 +103,6 @@ def test_a_folder_that_is_no_model_is_never_replaced(tmp_path: Path) -> None:
     saved = save_family(tmp_path, BY_NAME["vit"])
     (tmp_path / "photos").mkdir()
     (tmp_path / "photos" / "cat.txt").write_text("a cat")
-    with pytest.raises(OutputError, match="not a model folder"):
+    with pytest.raises(OutputError, match="not one that featcal made"):
         calibrate(saved.recipe(), output=tmp_path / "photos", overwrite=True)
     assert (tmp_path / "photos" / "cat.txt").read_text() == "a cat"
