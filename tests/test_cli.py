@@ -56,7 +56,8 @@ def test_help_and_version_do_not_load_torch() -> None:
     code = "import sys; from featcal_cli.cli import app\ntry: app(['{}'])\nexcept SystemExit: pass\n"
     code += "assert 'torch' not in sys.modules"
     for argument in ("--help", "--version"):
-        subprocess.run([sys.executable, "-c", code.format(argument)], check=True, capture_output=True)
+        run = subprocess.run([sys.executable, "-c", code.format(argument)], capture_output=True)
+        assert run.returncode == 0, run.stderr
 
 
 def test_commands_are_listed(tmp_path: Path) -> None:
