@@ -491,9 +491,9 @@ def test_an_adapter_without_a_base_is_refused(adapter: Path) -> None:
         assert "BASE+" in message
     edit(adapter, base_model_name_or_path="user/not-there")
     assert "there is no model user/not-there" in refusal(adapter)
-    edit(adapter, base_model_name_or_path="/home/someone/models/bert")
+    edit(adapter, base_model_name_or_path="/nowhere/models/bert")
     message = refusal(adapter)
-    assert "there is no folder /home/someone/models/bert" in message
+    assert "there is no folder /nowhere/models/bert" in message
     assert f"name the base: BASE+{adapter}" in message
 
 
