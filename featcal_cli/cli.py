@@ -256,8 +256,8 @@ def _overrides(
     calibration: dict[str, Any],
 ) -> dict[str, Any]:
     """The command line in the nesting of a recipe; None means not given."""
+    from featcal_cli.address import parse_merge, parse_source
     from featcal_cli.errors import RecipeError
-    from featcal_cli.recipe import parse_merge, parse_source
 
     if merged and merge:
         raise RecipeError("both MERGED and --merge are given", where="the command line", fix="give one of them")

@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from typing import TypeVar
 
 from featcal_cli.errors import HubError
 
+Result = TypeVar("Result")
+
 TIMEOUT = 20.0
 """Seconds for a request that huggingface_hub would wait for without end."""
+
+TRIES = 4
+"""Times that a request is made before its failure counts."""
+PAUSE = 0.5
+"""Seconds before the second try; they double with every further one."""
+LONGEST_PAUSE = 60.0
+"""Seconds that a Hub may ask to wait for; one that wants more is not waited for."""
 
 
 def unreachable(error: BaseException | None) -> bool:
@@ -21,20 +32,47 @@ def unreachable(error: BaseException | None) -> bool:
     return down or isinstance(error, (httpx.RequestError, OfflineModeIsEnabled))
 
 
+def patiently(ask: Callable[[], Result]) -> Result:
+    """What `ask` returns, tried again while the Hub is busy or fails to answer. `ask` must be safe to repeat."""
+    for number in range(TRIES):
+        try:
+            return ask()
+        except Exception as error:
+            pause = _worth_waiting(error, PAUSE * 2**number)
+            if pause is None or number == TRIES - 1:
+                raise
+            time.sleep(pause)
+    raise AssertionError("the last try returned or raised")
+
+
+def _worth_waiting(error: BaseException, pause: float) -> float | None:
+    """Seconds after which another try may succeed; None where it would not."""
+    from huggingface_hub import is_offline_mode
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RevisionResolutionError
+
+    if isinstance(error, (LocalEntryNotFoundError, RevisionResolutionError)) and error.__cause__:
+        return _worth_waiting(error.__cause__, pause)
+    if isinstance(error, HfHubHTTPError) and error.response.status_code == 429:
+        asked = error.response.headers.get("Retry-After", "")
+        pause = max(pause, float(asked)) if asked.isdigit() else pause
+        return pause if pause <= LONGEST_PAUSE else None
+    return pause if unreachable(error) and not is_offline_mode() else None
+
+
 @contextmanager
-def explained(repo: str, revision: str) -> Iterator[None]:
-    """Turn what huggingface_hub raises into a HubError; what it did not raise passes."""
+def explained(repo: str, revision: str, kind: str = "model") -> Iterator[None]:
+    """Turn what huggingface_hub raises about a model or dataset into a HubError; what it did not raise passes."""
     try:
         yield
     except HubError:
         raise
     except Exception as error:
-        if (told := _explain(error, repo, revision)) is None:
+        if (told := _explain(error, repo, revision, kind)) is None:
             raise
         raise told from error
 
 
-def _explain(error: BaseException, repo: str, revision: str) -> HubError | None:
+def _explain(error: BaseException, repo: str, revision: str, kind: str) -> HubError | None:
     """The user's version of an error of huggingface_hub. Its own words are left out: they may quote the request."""
     from huggingface_hub import errors, get_token
 
@@ -44,12 +82,13 @@ def _explain(error: BaseException, repo: str, revision: str) -> HubError | None:
         what = f"{repo!r} is neither an existing folder nor a Hub id"
         return HubError(what, where=where, fix="write USER/NAME, or the path of a folder")
     if isinstance(error, errors.GatedRepoError):
-        return HubError(f"{repo} is gated", where=where, fix=f"ask for access on {_host()}/{repo}, then {login}")
+        page = f"{_host()}/{'datasets/' if kind == 'dataset' else ''}{repo}"
+        return HubError(f"{repo} is gated", where=where, fix=f"ask for access on {page}, then {login}")
     if isinstance(error, errors.RepositoryNotFoundError):
-        if _is_dataset(repo):
+        if kind == "model" and _is_dataset(repo):
             return HubError(f"{repo} is a dataset, not a model", where=where, fix="give it as data: --data TASK=REPO")
-        what = f"there is no model {repo} on {_host()}, or it is private"
-        return HubError(what, where=where, fix=f"check the name; for a private model {login}")
+        what = f"there is no {kind} {repo} on {_host()}, or it is private"
+        return HubError(what, where=where, fix=f"check the name; for a private {kind} {login}")
     if isinstance(error, errors.RevisionNotFoundError):
         what = f"{repo} has no revision {revision or 'main'}"
         return HubError(what, where=where, fix="give a branch, a tag, a commit or refs/pr/NUMBER of it")
@@ -58,7 +97,9 @@ def _explain(error: BaseException, repo: str, revision: str) -> HubError | None:
     if isinstance(error, (errors.LocalEntryNotFoundError, errors.RevisionResolutionError)):
         cause = error.__cause__
         refused = cause is not None and not unreachable(cause)
-        return (_explain(cause, repo, revision) if refused and cause else None) or _explain_silence(cause, repo, where)
+        return (_explain(cause, repo, revision, kind) if refused and cause else None) or _explain_silence(
+            cause, repo, where
+        )
     if unreachable(error):
         return _explain_silence(error, repo, where)
     if isinstance(error, json.JSONDecodeError):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import re
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from pathlib import Path
@@ -21,6 +20,7 @@ from pydantic import (
     model_validator,
 )
 
+from featcal_cli.address import parse_source, path_exists
 from featcal_cli.errors import RecipeError
 
 
@@ -72,12 +72,22 @@ class Evaluate(Section):
     metric: Literal["accuracy"] = "accuracy"
 
 
-class Task(Section):
+Source = Annotated[Data, BeforeValidator(lambda value: parse_source(value) if isinstance(value, str) else value)]
+
+
+class TaskDraft(Section):
+    """What the user says of one task; the rest is looked for."""
+
+    expert: str | None = None
+    data: Source | None = None
+    evaluate: Evaluate | None = None
+
+
+class Task(TaskDraft):
     """One expert and the examples it is calibrated with."""
 
     expert: str
-    data: Annotated[Data, BeforeValidator(lambda value: parse_source(value) if isinstance(value, str) else value)]
-    evaluate: Evaluate | None = None
+    data: Source
 
 
 class Calibration(Section):
@@ -106,63 +116,24 @@ class Output(Section):
     private: bool = False
 
 
-class Recipe(Section):
-    """One job: the merged model, its base, the tasks, the settings."""
+class Draft(Section):
+    """What the user says of a job: the merged model at least."""
 
     merged: Annotated[
         Annotated[str, Tag("repo")] | Annotated[Merge, Tag("merge")],
         Discriminator(lambda value: "repo" if isinstance(value, str) else "merge"),
     ]
-    base: str
-    tasks: dict[str, Task] = Field(min_length=1)
+    base: str | None = None
+    tasks: Mapping[str, TaskDraft] = {}
     calibration: Calibration = Calibration()
     output: Output = Output()
 
 
-def parse_source(text: str, folder: Path = Path()) -> dict[str, str]:
-    """An existing path (from `folder`), else `ID[@REVISION][:CONFIG[:SPLIT]]`, as keys of `Data`."""
-    if path_exists(folder / text):
-        return {"path": str((folder / text).resolve())}
-    if looks_like_path(text):
-        raise RecipeError(f"there is no file or folder {text}", where=f"data {text}", fix="check the path")
-    name, *rest = text.split(":")
-    repo, _, revision = name.rpartition("@") if "@" in name else (name, "", "")
-    if len(rest) > 2 or not repo:
-        raise RecipeError(f"cannot read the source {text!r}", where="data", fix="write ID[@REVISION][:CONFIG[:SPLIT]]")
-    config, split = [*rest, "", ""][:2]
-    found = {"dataset": repo, "revision": revision, "config": config, "split": split}
-    return {key: value for key, value in found.items() if value}
+class Recipe(Draft):
+    """One job: the merged model, its base, the tasks, the settings."""
 
-
-def parse_merge(text: str) -> dict[str, Any]:
-    """`average` or `task_arithmetic:SCALE`, as keys of `Merge`."""
-    method, _, scale = text.partition(":")
-    if not scale:
-        return {"method": method}
-    try:
-        return {"method": method, "scale": float(scale)}
-    except ValueError:
-        raise RecipeError(
-            f"the scale {scale!r} is not a number", where="--merge", fix="write e.g. task_arithmetic:0.3"
-        ) from None
-
-
-def path_exists(path: Path) -> bool:
-    """Whether there is such a file or folder; False for what cannot be a path at all (too long, a null byte)."""
-    try:
-        return path.exists()
-    except (OSError, ValueError):
-        return False
-
-
-def looks_like_path(text: str) -> bool:
-    """True for text that can only be meant as a path, never as a Hub id."""
-    name = re.split("[@:]", text, maxsplit=1)[0]
-    return (
-        text.startswith((".", "/", "~"))
-        or text.endswith((".jsonl", ".csv", ".parquet", ".safetensors"))
-        or name.count("/") > 1
-    )
+    base: str
+    tasks: Mapping[str, Task] = Field(min_length=1)
 
 
 def find_recipe(name: str) -> Path:
@@ -187,7 +158,15 @@ def shipped_recipes() -> list[Path]:
 
 
 def build_recipe(file: Path | None, overrides: Mapping[str, Any]) -> Recipe:
-    """The recipe in `file` (if any) with the command line's `overrides` laid over it, validated.
+    """The recipe in `file` (if any) with the command line's `overrides` laid over it, validated and complete.
+
+    Raises RecipeError like `read_draft` and `complete_draft`.
+    """
+    return complete_draft(read_draft(file, overrides))
+
+
+def read_draft(file: Path | None, overrides: Mapping[str, Any]) -> Draft:
+    """What `file` (if any) and, laid over it, the command line's `overrides` say, validated; parts may be missing.
 
     `overrides` has the same nesting as the YAML; a value of None means "not given".
     Raises RecipeError with the key, the reason and, for an unknown key, the nearest known one.
@@ -199,19 +178,27 @@ def build_recipe(file: Path | None, overrides: Mapping[str, Any]) -> Recipe:
     merged = deepcopy(_overlay(raw, overrides))
     _anchor_paths(merged, Path.cwd())
     where = str(file) if file else "the command line"
-    for key, option in (("merged", "MERGED or --merge"), ("base", "--base"), ("tasks", "--expert TASK=REPO")):
-        if not merged.get(key):
-            raise RecipeError(
-                f"nothing says what {key} is", where=where, fix=f"give {option}, or the key {key}: in a recipe"
-            )
-    for name, task in merged["tasks"].items() if isinstance(merged["tasks"], dict) else ():
-        for key, option in (("expert", "--expert"), ("data", "--data")):
-            if isinstance(task, dict) and not task.get(key):
-                raise RecipeError(f"task {name} has no {key}", where=where, fix=f"add {option} {name}=…")
+    if not merged.get("merged"):
+        fix = "give MERGED or --merge, or the key merged: in a recipe"
+        raise RecipeError("nothing says what merged is", where=where, fix=fix)
     try:
-        return Recipe.model_validate(merged)
+        return Draft.model_validate({key: value for key, value in merged.items() if value is not None})
     except ValidationError as error:
         raise _explain(error, where) from None
+
+
+def complete_draft(draft: Draft) -> Recipe:
+    """The draft as a recipe. Raises RecipeError for what it leaves open."""
+    if not draft.base:
+        raise RecipeError("nothing says what base is", fix="give --base REPO, or the key base: in a recipe")
+    if not draft.tasks:
+        fix = "give --expert TASK=REPO, or the key tasks: in a recipe"
+        raise RecipeError("nothing says what the experts are", fix=fix)
+    for name, task in draft.tasks.items():
+        for key, option, found in (("expert", "--expert", task.expert), ("data", "--data", task.data)):
+            if not found:
+                raise RecipeError(f"task {name} has no {key}", where=f"tasks.{name}", fix=f"add {option} {name}=…")
+    return Recipe.model_validate(draft.model_dump(exclude_none=True))
 
 
 def dump_recipe(recipe: Recipe) -> str:

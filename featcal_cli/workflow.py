@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from featcal_cli import __version__
+from featcal_cli.address import path_exists
 from featcal_cli.architecture import Architecture, find_architecture
 from featcal_cli.batches import take_examples
 from featcal_cli.calibrate import Progress, calibrate_blocks
@@ -33,7 +34,7 @@ from featcal_cli.journal import Journal
 from featcal_cli.layout import names_on_disk, read_slots
 from featcal_cli.machine import choose_device, describe_environment, peak_resident_bytes
 from featcal_cli.output import build_checkpoint, check_output, default_output, work_folder, write_output
-from featcal_cli.recipe import Merge, Recipe, build_recipe, dump_recipe, find_recipe, path_exists
+from featcal_cli.recipe import Merge, Recipe, build_recipe, dump_recipe, find_recipe
 from featcal_cli.report import RECIPE, REPORT, BlockReport, Report, TaskDrift
 from featcal_cli.select import choose_settings
 from featcal_cli.walker import Walker

@@ -404,7 +404,7 @@ def test_the_offline_switch_of_the_environment_is_obeyed(hub: HubServer, folder:
 def test_every_request_has_a_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     from huggingface_hub import get_session, list_repo_tree
 
-    from featcal_cli import hub as module
+    from featcal_cli import repo as module
 
     monkeypatch.setattr(module, "TIMEOUT", 0.2)
     seen: list[Any] = []
@@ -437,7 +437,7 @@ def test_a_conversion_pull_request_is_found_and_pinned(
     snapshot = resolve("user/converted")
     assert snapshot.commit == commit
     assert len(snapshot.notes) == 1
-    assert "no safetensors on main" in snapshot.notes[0]
+    assert "no safetensors at" in snapshot.notes[0]
     assert f"refs/pr/{number} (commit {commit})" in snapshot.notes[0]
     assert_equal(loaded(snapshot), tensors())
     assert not (snapshot.folder / "pytorch_model.bin").exists()

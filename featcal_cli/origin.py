@@ -1,0 +1,141 @@
+"""Where a model's weights come from: found and pinned to commits before any of them is downloaded."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from featcal_cli.adapter import ADAPTER_CONFIG, Adapter, check_adapter_files, is_adapter, read_adapter, split_adapter
+from featcal_cli.address import existing_path
+from featcal_cli.conversion import CONVERSION_BOT, find_conversion
+from featcal_cli.convert import PICKLES, SAFETENSORS
+from featcal_cli.errors import HubError
+from featcal_cli.repo import Repo, open_repo
+
+Form = Literal["safetensors", "pickle", "adapter"]
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The repos, at their commits, that make one model."""
+
+    repo: Repo
+    """Holds the weights: the repo itself, its conversion pull request, or the adapter."""
+    form: Form
+    base: Origin | None = None
+    """What the adapter is folded into."""
+    notes: tuple[str, ...] = ()
+    """What the user should know about where the weights come from."""
+
+    @property
+    def name(self) -> str:
+        """What the user typed, without the revision; of BASE+ADAPTER the adapter's."""
+        return self.repo.name
+
+    @property
+    def pinned(self) -> str:
+        """The text that finds this very origin again: with commits, or the absolute path of a folder."""
+        return f"{self.base.pinned}+{self.repo.pinned}" if self.base else self.repo.pinned
+
+    @property
+    def body(self) -> Origin:
+        """The full model that gives the shapes: an adapter's base, else itself."""
+        return self.base.body if self.base else self
+
+    def describing_folder(self) -> Path:
+        """A folder that holds the model's config.json; no weights are downloaded for it. Raises HubError."""
+        return self.body.repo.fetch_text("config.json").parent
+
+
+def find_origin(name: str, *, allow_pickle: bool = False) -> Origin:
+    """The origin of `name`: an existing folder, else a Hub id `ID[@REVISION]`, or `BASE+ADAPTER`.
+
+    Raises HubError when it is not found, not readable, or not a model, and for pickled weights without `allow_pickle`.
+    """
+    return _find(name, allow_pickle, ())
+
+
+def find_config(name: str) -> tuple[str, Path]:
+    """The name of the full model behind `name`, and a folder that holds its config.json; weights need not be there.
+
+    An adapter has the config of the base that it names. Raises HubError like `find_origin`.
+    """
+    base, adapter = _split(name)
+    if base:
+        return find_config(base)
+    repo = open_repo(adapter)
+    if is_adapter(repo.files) and (named := _read_adapter(repo).base):
+        return find_config(named)
+    check_model(repo.name, repo.files)
+    return repo.name, repo.fetch_text("config.json").parent
+
+
+def check_model(name: str, files: Collection[str]) -> None:
+    """Raises HubError when the files are not those of a transformers model."""
+    if "config.json" in files:
+        return
+    found = "a diffusers pipeline (model_index.json)" if "model_index.json" in files else "not a transformers model"
+    raise HubError(f"{name} is {found}: it has no config.json", where=name, fix="give a full model's repo or folder")
+
+
+def _find(name: str, allow_pickle: bool, above: tuple[str, ...]) -> Origin:
+    """The origin of a model that is named by the user, or by the adapters `above`."""
+    base, adapter = _split(name)
+    repo = open_repo(adapter)
+    if is_adapter(repo.files):
+        check_adapter_files(repo.name, repo.files, allow_pickle)
+        return _find_base(repo, base, allow_pickle, above)
+    if base:
+        what = f"{adapter} is a full model, not an adapter ({ADAPTER_CONFIG}) for {base}"
+        raise HubError(what, where=name, fix=f"give {adapter} alone, or BASE+ADAPTER with the adapter's repo or folder")
+    if repo.files:
+        check_model(repo.name, repo.files)
+    if any(weights in repo.files for weights in SAFETENSORS):
+        return Origin(repo, "safetensors")
+    if repo.commit and (pull := find_conversion(repo)):
+        bot = "" if pull.author == CONVERSION_BOT else f", opened by {pull.author} and not by the Hub's own bot"
+        note = f"{repo.name} has no safetensors at {repo.commit[:7]}; using its conversion pull request "
+        note += f"refs/pr/{pull.number} (commit {pull.commit}{bot})"
+        return Origin(Repo(repo.name, "model", pull.commit, None), "safetensors", notes=(note,))
+    _check_pickle(repo, allow_pickle)
+    return Origin(repo, "pickle")
+
+
+def _find_base(repo: Repo, base_name: str, allow_pickle: bool, above: tuple[str, ...]) -> Origin:
+    """The origin of an adapter on `base_name`, by default on the base that it names itself."""
+    adapter = _read_adapter(repo)
+    base_name = base_name or adapter.base
+    fix = f"name the base: BASE+{repo.name}"
+    if not base_name:
+        what = f"{repo.name} is an adapter that does not say which base it is for"
+        raise HubError(what, where=f"{repo.name}/{ADAPTER_CONFIG}", fix=fix)
+    if repo.pinned in above:
+        raise HubError(f"{repo.name} is an adapter whose base is itself", where=repo.name, fix=fix)
+    try:
+        base = _find(base_name, allow_pickle, (*above, repo.pinned))
+    except HubError as error:
+        what = f"{repo.name} is an adapter, and its base cannot be used: {error.what}"
+        raise HubError(what, where=error.where, fix=f"{error.fix}; or {fix}") from error
+    return Origin(repo, "adapter", base, base.notes)
+
+
+def _read_adapter(repo: Repo) -> Adapter:
+    return read_adapter(repo.name, repo.fetch_text(ADAPTER_CONFIG).parent)
+
+
+def _split(name: str) -> tuple[str, str]:
+    """BASE and ADAPTER of `BASE+ADAPTER`; "" and the name itself of anything else."""
+    return split_adapter(name, lambda text: existing_path(text) is not None) or ("", name)
+
+
+def _check_pickle(repo: Repo, allow_pickle: bool) -> None:
+    """Raises HubError unless there are pickled weights that may be read."""
+    if not any(weights in repo.files for weights in PICKLES):
+        what = f"{repo.name} has no {SAFETENSORS[0]}, and no {PICKLES[0]} to convert"
+        raise HubError(what, where=repo.name, fix="give a model whose weights are safetensors")
+    if not allow_pickle:
+        what = f"{repo.name} has no safetensors, only pickled weights ({PICKLES[0]})"
+        fix = "add --allow-pickle to read them (tensors only, no code is run) and keep a converted copy"
+        raise HubError(what, where=repo.name, fix=fix)

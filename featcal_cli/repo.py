@@ -1,0 +1,194 @@
+"""A repo on the Hub or a folder, opened at one commit: its files can be listed and small ones read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+from featcal_cli.adapter import ADAPTER_WEIGHTS, is_adapter
+from featcal_cli.address import existing_path, looks_like_path, split_revision
+from featcal_cli.convert import PICKLES, SAFETENSORS
+from featcal_cli.errors import HubError
+from featcal_cli.hub_errors import TIMEOUT, explained, patiently, unreachable
+
+Kind = Literal["model", "dataset"]
+
+MAX_TEXT_BYTES = 10_000_000
+"""A config, index or card is smaller than this; a larger one is not read."""
+
+
+@dataclass(frozen=True)
+class RepoFile:
+    """One file of a repo, as its listing tells."""
+
+    size: int
+    """Bytes; 0 where the listing is what a cache holds."""
+    oid: str | None = None
+    """Git's id of the content."""
+    sha256: str | None = None
+    """Of the content, for large files."""
+
+
+@dataclass(frozen=True)
+class Repo:
+    """A repo at one commit, or a folder; nothing is downloaded until it is read."""
+
+    name: str
+    """What the user typed, without the revision: a Hub id or the path of a folder."""
+    kind: Kind
+    commit: str | None
+    """40 hexadecimal digits for a Hub repo, None for a folder."""
+    folder: Path | None
+    """The folder, None for a Hub repo."""
+
+    @property
+    def pinned(self) -> str:
+        """The text that opens this very repo again: with its commit, or the absolute path of a folder."""
+        return f"{self.name}@{self.commit}" if self.commit else str(self.folder)
+
+    @cached_property
+    def files(self) -> Mapping[str, RepoFile]:
+        """Every file by its path. Empty where neither the Hub nor the cache can tell. Raises HubError."""
+        if self.folder is not None:
+            inside = sorted(path for path in self.folder.rglob("*") if path.is_file())
+            return {path.relative_to(self.folder).as_posix(): RepoFile(path.stat().st_size) for path in inside}
+        with explained(self.name, self.commit or "", self.kind):
+            return _list_files(self.name, str(self.commit), self.kind)
+
+    def read_text(self, path: str) -> str | None:
+        """The text of a small file; None where there is no such file. Raises HubError when it cannot be read."""
+        if path not in self.files:
+            return None
+        file = self.fetch_text(path)
+        try:
+            return file.read_text(encoding="utf-8-sig")
+        except (OSError, UnicodeDecodeError) as error:
+            what = f"{path} of {self.name} cannot be read: it is not UTF-8 text"
+            raise HubError(what, where=self.name, fix="mend the file, or use another revision") from error
+
+    def read_bytes(self, path: str, start: int, stop: int) -> bytes:
+        """Bytes `start` to `stop` of a file, fewer at its end; of a Hub repo no others are transferred, and none that
+        the cache holds. Raises HubError."""
+        from huggingface_hub import try_to_load_from_cache
+
+        file = self.folder / path if self.folder else None
+        if not file:
+            cached = try_to_load_from_cache(self.name, path, revision=self.commit, repo_type=self.kind)
+            file = Path(cached) if isinstance(cached, str) else None
+        if file:
+            with file.open("rb") as stream:
+                stream.seek(start)
+                return stream.read(stop - start)
+        with explained(self.name, self.commit or "", self.kind):
+            return patiently(lambda: self._fetch_range(path, start, stop))
+
+    def fetch_text(self, path: str) -> Path:
+        """Where a small file lies on this machine, downloaded first if need be. Raises HubError."""
+        if self.folder:
+            return self.folder / path
+        if self.files[path].size > MAX_TEXT_BYTES:
+            what = f"{path} has {self.files[path].size:,} bytes, which is no {path}"
+            raise HubError(what, where=self.name, fix="use another repo or revision")
+        from huggingface_hub import hf_hub_download
+
+        with explained(self.name, self.commit or "", self.kind):
+            found = patiently(lambda: hf_hub_download(self.name, path, revision=self.commit, repo_type=self.kind))
+        return Path(found)
+
+    def _fetch_range(self, path: str, start: int, stop: int) -> bytes:
+        from huggingface_hub import get_session, hf_hub_url
+        from huggingface_hub.utils._headers import build_hf_headers
+        from huggingface_hub.utils._http import hf_raise_for_status
+
+        url = hf_hub_url(self.name, path, revision=self.commit, repo_type=self.kind)
+        headers = {**build_hf_headers(), "Range": f"bytes={start}-{stop - 1}", "Accept-Encoding": "identity"}
+        # a server that ignores the range would send gigabytes: what is more than asked for is not read
+        with get_session().stream("GET", url, headers=headers, follow_redirects=True) as response:
+            hf_raise_for_status(response)
+            content = bytearray()
+            skip = start if response.status_code == 200 else 0
+            for chunk in response.iter_bytes():
+                content += chunk
+                if len(content) >= skip + stop - start:
+                    break
+        return bytes(content[skip : skip + stop - start])
+
+
+def open_repo(name: str, kind: Kind = "model") -> Repo:
+    """The repo that `name` says, at the commit that its revision is now: an existing folder, else `ID[@REVISION]`.
+
+    Offline, the commit is the one that was last seen. Raises HubError when it is not found or may not be read.
+    """
+    if (folder := existing_path(name)) is not None:
+        if not folder.is_dir():
+            raise HubError(f"{name} is a file, not a folder", where=name, fix="give the folder that it is in")
+        return Repo(name, kind, None, folder)
+    repo, revision = split_revision(name)
+    if looks_like_path(repo):
+        raise HubError(f"there is no folder {name}", where=name, fix="check the path, or give a Hub id USER/NAME")
+    if revision is not None and not (repo and revision):
+        raise HubError(f"cannot read the {kind} {name!r}", where=name, fix="write USER/NAME or USER/NAME@REVISION")
+    from huggingface_hub import resolve_revision
+
+    limit_waiting()
+    with explained(repo, revision or "", kind):
+        commit = patiently(lambda: resolve_revision(repo, revision=revision, repo_type=kind).resolved)
+    return Repo(repo, kind, commit, None)
+
+
+def _list_files(name: str, commit: str, kind: Kind) -> dict[str, RepoFile]:
+    """Every file of a commit, from the cache or the Hub; what is on disk where neither can tell."""
+    from huggingface_hub import HfApi, get_cached_repo_tree
+    from huggingface_hub import RepoFile as ListedFile
+    from huggingface_hub.errors import CachedRepoTreeNotFoundError, LocalEntryNotFoundError
+
+    def list_hub() -> list[Any]:
+        return list(HfApi().list_repo_tree(name, recursive=True, revision=commit, repo_type=kind))
+
+    try:
+        listed: list[Any] = get_cached_repo_tree(name, revision=commit, repo_type=kind)
+    except CachedRepoTreeNotFoundError:
+        try:
+            listed = patiently(list_hub)
+        except Exception as error:
+            if not unreachable(error):
+                raise
+            try:
+                return _cached_files(name, commit, kind)
+            except LocalEntryNotFoundError:
+                return {}
+    return {
+        file.path: RepoFile(file.size, file.blob_id, file.lfs.sha256 if file.lfs else None)
+        for file in listed
+        if isinstance(file, ListedFile)
+    }
+
+
+def _cached_files(name: str, commit: str, kind: Kind) -> dict[str, RepoFile]:
+    """What the Hub's cache holds of a commit, if it is a whole model: without a list to hold it against, what is on
+    disk says nothing about what the repo lacks."""
+    from huggingface_hub import snapshot_download
+
+    folder = Path(snapshot_download(name, revision=commit, repo_type=kind, local_files_only=True))
+    found = [path for path in folder.rglob("*") if path.is_file()]
+    files = {path.relative_to(folder).as_posix(): RepoFile(path.stat().st_size) for path in found}
+    whole = "config.json" in files and not files.keys().isdisjoint(SAFETENSORS + PICKLES)
+    return files if whole or (is_adapter(files) and ADAPTER_WEIGHTS in files) else {}
+
+
+def limit_waiting() -> None:
+    """Give every request of huggingface_hub that has no timeout one: most of its calls take none."""
+    from huggingface_hub import get_session
+
+    hooks = get_session().event_hooks
+    if _add_timeout not in hooks["request"]:
+        hooks["request"].append(_add_timeout)
+
+
+def _add_timeout(request: Any) -> None:
+    limits = request.extensions.get("timeout") or {}
+    if all(limits.get(kind) is None for kind in ("connect", "read", "write", "pool")):
+        request.extensions["timeout"] = dict.fromkeys(("connect", "read", "write", "pool"), TIMEOUT)
