@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -18,6 +18,9 @@ from featcal_cli.architecture import Architecture
 from featcal_cli.errors import CheckpointError
 from featcal_cli.hub import Snapshot
 from featcal_cli.recipe import Merge
+
+Loader = Callable[[str, Snapshot, type[PreTrainedModel]], "Model"]
+"""What makes a Model of a role, a snapshot and a class."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +70,7 @@ def load_model(role: str, snapshot: Snapshot, model_class: type[PreTrainedModel]
 
     Raises CheckpointError when the files are unreadable or of another architecture.
     """
-    with _quiet_loading():
+    with quiet_loading():
         try:
             module, info = model_class.from_pretrained(
                 snapshot.folder,
@@ -79,12 +82,7 @@ def load_model(role: str, snapshot: Snapshot, model_class: type[PreTrainedModel]
                 adapter_kwargs={"subfolder": "none"},  # full weights; an adapter_config.json beside them is not applied
             )
         except Exception as error:  # transformers raises many kinds for unreadable files; all mean the same here
-            reason = str(error).strip().split("\n")[0]
-            raise CheckpointError(
-                f"{role} cannot be loaded as {model_class.__name__}: {reason}",
-                where=snapshot.name,
-                fix="check that it is a checkpoint of the same architecture as the merged model",
-            ) from error
+            raise unloadable(role, snapshot, model_class, error) from error
     module.eval().requires_grad_(False)
     for config in {id(found): found for part in module.modules() if (found := getattr(part, "config", None))}.values():
         config.use_cache = False  # a block that is run twice would write to a captured cache twice
@@ -92,15 +90,25 @@ def load_model(role: str, snapshot: Snapshot, model_class: type[PreTrainedModel]
     return Model(role, snapshot, module, frozenset(missing))
 
 
-def load_fitting(role: str, snapshot: Snapshot, merged: Model) -> Model:
+def unloadable(role: str, snapshot: Snapshot, model_class: type, error: Exception) -> CheckpointError:
+    """The error for a checkpoint that transformers refuses."""
+    reason = str(error).strip().split("\n")[0]
+    return CheckpointError(
+        f"{role} cannot be loaded as {model_class.__name__}: {reason}",
+        where=snapshot.name,
+        fix="check that it is a checkpoint of the same architecture as the merged model",
+    )
+
+
+def load_fitting(role: str, snapshot: Snapshot, merged: Model, load: Loader = load_model) -> Model:
     """The checkpoint as the merged model's class; or in its own class where it is only a part of that (its vision
     tower, say), which `part` then names."""
     theirs, ours = (_read_config(found).get("model_type") for found in (snapshot, merged.snapshot))
     if theirs != ours and (own_class := find_class(snapshot)) is not type(merged.module):
-        own = load_model(role, snapshot, own_class)
+        own = load(role, snapshot, own_class)
         if part := _find_part(own.module, merged.module):
             return replace(own, part=part)
-    return load_model(role, snapshot, type(merged.module))
+    return load(role, snapshot, type(merged.module))
 
 
 def _find_part(own: PreTrainedModel, merged: PreTrainedModel) -> str:
@@ -217,7 +225,7 @@ def _read_config(snapshot: Snapshot) -> dict[str, Any]:
 
 
 @contextmanager
-def _quiet_loading() -> Iterator[None]:
+def quiet_loading() -> Iterator[None]:
     """Missing and unexpected tensors are our own check's to report; no bars or warnings from the loader."""
     from transformers.utils import logging as transformers_logging
 

@@ -65,6 +65,17 @@ def template_fields(template: str) -> list[str]:
     return [name.replace("[", ".").split(".")[0] for name in names]
 
 
+def needed_columns(data: Data) -> set[str] | None:
+    """The columns that a task's examples are made of; None where they have yet to be found among all there are."""
+    if data.template is None and not {"image", "text", "prompt", "messages"} & data.columns.keys():
+        return None
+    try:
+        named = {*data.columns.values(), *template_fields(data.template or "")}
+    except ValueError:  # a broken template, which `check_columns` explains
+        return None
+    return named | ({"input"} if "instruction" in named else set())
+
+
 def no_column(what: str, roles: str, columns: Iterable[str], where: str) -> DataError:
     """The error that says which columns there are and how to name one."""
     return DataError(
@@ -113,9 +124,12 @@ def _find_text_columns(samples: Samples, kind: TextKind, *, chat: bool, where: s
             if any(isinstance(value, list) for value in samples.get(name, ())):
                 return {"messages": name}
     if kind != "encoder":
+        lists = [name for name, values in samples.items() if any(map(is_conversation, values))] if chat else []
         for prompt, response in PROMPT_RESPONSE_NAMES + (SOURCE_TARGET_NAMES if kind == "encoder-decoder" else ()):
-            if prompt in texts and response in texts:
+            if prompt in texts + lists and response in texts + lists:
                 return {"prompt": prompt, "response": response}
+        if "prompt" in lists and kind == "causal":
+            return {"messages": "prompt"}
     for first, second in TEXT_PAIR_NAMES:
         if first in texts and second in texts:
             return {"text": first, "text_pair": second}
@@ -126,6 +140,11 @@ def _find_text_columns(samples: Samples, kind: TextKind, *, chat: bool, where: s
         hint = " (the tokenizer has no chat template, so messages cannot be read)" if messages else ""
         raise no_column(f"text{hint}", "text: COLUMN", samples, where)
     return {"text": found[0]}
+
+
+def is_conversation(value: Any) -> bool:
+    """True for a list of messages."""
+    return isinstance(value, list) and bool(value) and all(isinstance(message, dict) for message in value)
 
 
 def _looks_natural(values: Sequence[Any]) -> bool:

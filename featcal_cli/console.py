@@ -23,6 +23,8 @@ if TYPE_CHECKING:  # these import torch
     from featcal_cli.calibrate import Progress as Step
     from featcal_cli.demo import Accuracy
     from featcal_cli.inventory import BlockEntry, Inventory
+    from featcal_cli.preflight import Preflight
+    from featcal_cli.push import Pushed
 
 OUT = Console(soft_wrap=False, highlight=False)
 ERR = Console(stderr=True, highlight=False)
@@ -59,6 +61,11 @@ class Screen:
         if not self._quiet:
             self._bar.console.print(f"[dim]· {escape(text)}[/dim]")
 
+    def transfer(self, name: str, done: int, total: int) -> None:
+        self._bar.update(
+            self._task, description=f"downloading {escape(name)}", total=total, completed=done, at=_size(done, total)
+        )
+
     def progress(self, step: Step) -> None:
         at = step.task or step.module
         number = min(step.finished + 1, step.blocks)
@@ -70,6 +77,12 @@ class Screen:
             at=escape(at if len(at) < 24 else at[:23] + "…"),
             memory=f"{_resident_bytes() / 2**30:.1f} GiB",
         )
+
+
+def _size(done: int, total: int) -> str:
+    """12 of 345 MB."""
+    unit, name = (1e9, "GB") if total >= 1e9 else (1e6, "MB")
+    return f"{done / unit:.1f} of {total / unit:.1f} {name}"
 
 
 class _Clock(ProgressColumn):
@@ -110,13 +123,45 @@ def show_drift(report: Report) -> None:
     OUT.print(table)
 
 
-def show_result(output: Path, *, hints: bool) -> None:
+def show_result(output: Path, pushed: Pushed | None, *, hints: bool) -> None:
     """Where the output is, and what to try next."""
     OUT.print(f"\nThe calibrated model is in [bold]{escape(str(output))}[/bold]", soft_wrap=True)
+    if pushed is not None:
+        OUT.print(f"and on the Hub: {escape(pushed.url)}", soft_wrap=True)
     if hints:
         place = escape(str(output))
         ERR.print(f"[dim]Load it like the merged one: AutoModel.from_pretrained('{place}')[/dim]", soft_wrap=True)
         ERR.print(f"[dim]Run the job again: featcal calibrate -r {place}/{RECIPE} -o NEW[/dim]", soft_wrap=True)
+
+
+def show_preflight(found: Preflight) -> None:
+    """What a job would read, do and need."""
+    table = Table(box=None, pad_edge=False, show_header=False)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for finding, commit in zip(found.findings, found.commits, strict=True):
+        at = f" [dim]at {commit[:7]}[/dim]" if commit else ""
+        table.add_row(escape(finding.role), f"{escape(finding.value)}{at}\n[dim]from {escape(finding.source)}[/dim]")
+    OUT.print(table)
+    size, needs = _count(found.parameters), found.estimate
+    missing, here = (sum(getattr(t, key) for t in found.transfers.values()) for key in ("missing", "here"))
+    device = f", {_gigabytes(needs.device_bytes)} on {found.device}" if needs.device_bytes else ""
+    lines = (
+        ("model", f"{found.model_class}, {size} parameters, {found.dtype}"),
+        ("calibrated", f"{found.modules} modules in {found.blocks} blocks; all models fit together"),
+        ("download", f"{_gigabytes(missing)}; {_gigabytes(here)} are here already"),
+        ("memory", f"about {_gigabytes(needs.host_bytes)}{device}, the weights that are read included"),
+        ("disk", f"about {_gigabytes(needs.disk_bytes)} for the output while it is made"),
+        ("time", f"about {timedelta(seconds=round(needs.seconds))} on {found.device}, downloads apart"),
+    )
+    OUT.print()
+    for name, text in lines:
+        OUT.print(f"{name:<11} {escape(text)}")
+    ERR.print("[dim]Nothing was downloaded but small files. Leave out --dry-run to start.[/dim]", soft_wrap=True)
+
+
+def _gigabytes(count: float) -> str:
+    return f"{count / 1e9:.1f} GB" if count >= 1e8 else f"{count / 1e6:.1f} MB"
 
 
 def show_inventory(inventory: Inventory) -> None:

@@ -160,13 +160,23 @@ def read_pickle(file: Path) -> dict[str, Tensor]:
     return tensors
 
 
-def _shards(index: Path) -> list[str]:
-    """The files that an index names, in order. Raises HubError."""
+def read_index(text: str, where: str) -> list[str]:
+    """The files that a weight index names, in order. Raises HubError."""
+    name = PurePosixPath(where).name
     try:
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        files = sorted(set(json.loads(text)["weight_map"].values()))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise HubError(f"{name} is not a weight index", where=where, fix="download it again") from error
+    if not files or any(PurePosixPath(file).name != file or file in ("", "..") for file in files):
+        raise HubError(
+            f"{name} names no weight file in its own folder", where=where, fix="use another copy of the model"
+        )
+    return files
+
+
+def _shards(index: Path) -> list[str]:
+    try:
+        text = index.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
         raise HubError(f"{index.name} is not a weight index", where=str(index), fix="download it again") from error
-    if not names or any(PurePosixPath(name).name != name or name in ("", "..") for name in names):
-        what = f"{index.name} names no weight file in its own folder"
-        raise HubError(what, where=str(index), fix="use another copy of the model")
-    return names
+    return read_index(text, str(index))

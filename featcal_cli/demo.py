@@ -10,9 +10,10 @@ from featcal_cli.checkpoint import load_model
 from featcal_cli.evaluate import measure_accuracy
 from featcal_cli.examples import load_labelled
 from featcal_cli.hub import Snapshot
+from featcal_cli.listener import Listener
 from featcal_cli.recipe import build_recipe, find_recipe
 from featcal_cli.report import Report
-from featcal_cli.workflow import DEFAULT_BATCH_SIZE, Listener, calibrate
+from featcal_cli.workflow import DEFAULT_BATCH_SIZE, calibrate
 
 OUTPUT = Path("featcal-demo")
 

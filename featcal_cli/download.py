@@ -17,6 +17,13 @@ from featcal_cli.errors import HubError
 from featcal_cli.hub_errors import explained, patiently
 from featcal_cli.repo import Repo, RepoFile
 
+PREPROCESSOR_FILES = (
+    "*processor_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt",
+    "spiece.model", "sentencepiece*.model", "chat_template*",
+)  # fmt: skip
+"""Files that turn raw data into model inputs."""
+DESCRIBING = ("config.json", "adapter_config.json", "README.md", *PREPROCESSOR_FILES)
+"""Files that say how to build and feed a model."""
 Watch = Callable[[str, int, int], None]
 """Told the repo's name, the bytes that have arrived, and the bytes that are to arrive."""
 

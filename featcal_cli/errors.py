@@ -26,6 +26,10 @@ class HubError(FeatCalError):
     """A repo, dataset or file cannot be found or read."""
 
 
+class LineageError(FeatCalError):
+    """What a merged model was made from cannot be told, or is nothing that could be calibrated."""
+
+
 class CheckpointError(FeatCalError):
     """A model's files cannot be used together with the others of the job."""
 

@@ -43,6 +43,8 @@ class TaskExamples:
     fitted_count: int
     held_out_count: int
     """Rows in `held_out`."""
+    rows_skipped: int
+    """Rows that were drawn but cannot be used."""
 
 
 def load_examples(
@@ -84,6 +86,7 @@ def load_examples(
         notes=[f"{task}: {note}" for note in _notes(reader, len(fitted), count, len(held_out), bad)],
         fitted_count=len(fitted),
         held_out_count=len(held_out),
+        rows_skipped=len(bad),
     )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +20,7 @@ from featcal_cli.convert import (
 from featcal_cli.download import Watch, download
 from featcal_cli.errors import HubError
 from featcal_cli.fold import folded_copy
+from featcal_cli.header import read_header
 from featcal_cli.origin import Origin, check_model, find_config, find_origin
 
 # transformers would ask a conversion space about repos without safetensors, and could send it the token
@@ -130,21 +130,9 @@ def _complete(snapshot: Snapshot, fix: str) -> Snapshot:
         if not file.exists():
             what = f"the copy of {snapshot.name} is incomplete: {file.name} is missing"
             raise HubError(what, where=str(snapshot.folder), fix=fix or "run once with the Hub in reach")
-        if not _whole(file):
-            what = f"{file.name} of {snapshot.name} is cut short or not a safetensors file"
-            raise HubError(what, where=str(file), fix=fix or f"delete {file.resolve()} and run again")
-    return snapshot
-
-
-def _whole(file: Path) -> bool:
-    """Whether a safetensors file is as long as its header says (a git-lfs pointer is not)."""
-    with file.open("rb") as stream:
-        length = int.from_bytes(stream.read(8), "little")
-        if length > file.stat().st_size:
-            return False
         try:
-            header = json.loads(stream.read(length))
-            ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
-        except (ValueError, KeyError, TypeError, AttributeError):
-            return False
-    return bool(file.stat().st_size == 8 + length + max(ends, default=0))
+            read_header(file)
+        except ValueError as error:
+            what = f"{file.name} of {snapshot.name} is cut short or not a safetensors file"
+            raise HubError(what, where=str(file), fix=fix or f"delete {file.resolve()} and run again") from error
+    return snapshot

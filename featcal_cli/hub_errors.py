@@ -38,25 +38,63 @@ def patiently(ask: Callable[[], Result]) -> Result:
         try:
             return ask()
         except Exception as error:
-            pause = _worth_waiting(error, PAUSE * 2**number)
+            pause = worth_waiting(error, PAUSE * 2**number)
             if pause is None or number == TRIES - 1:
                 raise
             time.sleep(pause)
     raise AssertionError("the last try returned or raised")
 
 
-def _worth_waiting(error: BaseException, pause: float) -> float | None:
+def worth_waiting(error: BaseException, pause: float) -> float | None:
     """Seconds after which another try may succeed; None where it would not."""
     from huggingface_hub import is_offline_mode
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RevisionResolutionError
 
     if isinstance(error, (LocalEntryNotFoundError, RevisionResolutionError)) and error.__cause__:
-        return _worth_waiting(error.__cause__, pause)
+        return worth_waiting(error.__cause__, pause)
     if isinstance(error, HfHubHTTPError) and error.response.status_code == 429:
         asked = error.response.headers.get("Retry-After", "")
         pause = max(pause, float(asked)) if asked.isdigit() else pause
         return pause if pause <= LONGEST_PAUSE else None
     return pause if unreachable(error) and not is_offline_mode() else None
+
+
+def is_conflict(error: BaseException) -> bool:
+    """Whether the Hub refused to write because something else was written meanwhile."""
+    from huggingface_hub.errors import HfHubHTTPError
+
+    return isinstance(error, HfHubHTTPError) and error.response.status_code in (409, 412)
+
+
+def is_timeout(error: BaseException) -> bool:
+    """Whether nobody answered in time, so that what was asked for may yet be done."""
+    from huggingface_hub.utils import httpx  # type: ignore[attr-defined]  # whichever of httpx and httpx2 it uses
+
+    return isinstance(error, httpx.TimeoutException)
+
+
+def hub_page(repo: str) -> str:
+    """The web page of a model repo, without a user name or password."""
+    from urllib.parse import urlsplit
+
+    from huggingface_hub import constants
+
+    return f"{urlsplit(constants.ENDPOINT).scheme}://{_host()}/{repo}"
+
+
+@contextmanager
+def explained_writing(repo: str) -> Iterator[None]:
+    """Turn what huggingface_hub raises while it writes to a model repo into a HubError; the rest passes."""
+    try:
+        yield
+    except HubError:
+        raise
+    except Exception as error:
+        # an upload from a thread is reported by a RuntimeError around what happened
+        cause = error.__cause__ if type(error) is RuntimeError and error.__cause__ else error
+        if (told := _explain_writing(cause, repo)) is None:
+            raise
+        raise told from error
 
 
 @contextmanager
@@ -112,6 +150,59 @@ def _explain(error: BaseException, repo: str, revision: str, kind: str) -> HubEr
             fix="check the disk and the connection, and run again",
         )
     return None
+
+
+def _explain_writing(error: BaseException, repo: str) -> HubError | None:
+    """The user's version of what went wrong while writing."""
+    from huggingface_hub import errors, is_offline_mode
+
+    if isinstance(error, errors.HFValidationError):
+        return HubError(f"{repo!r} is not the name of a repo", where=repo, fix="write USER/NAME")
+    if isinstance(error, errors.RepositoryNotFoundError) and not isinstance(error, errors.GatedRepoError):
+        return gone(repo)
+    if is_conflict(error):
+        what = f"{repo} was changed by somebody else during the push"
+        return HubError(what, where=hub_page(repo), fix="look at what changed there")
+    if isinstance(error, errors.HfHubHTTPError) and not unreachable(error):
+        return _explain_refused_write(error.response.status_code, repo)
+    if isinstance(error, errors.OfflineModeIsEnabled) or (unreachable(error) and is_offline_mode()):
+        return HubError("offline mode is on: nothing can be pushed", where=repo, fix="unset HF_HUB_OFFLINE")
+    if isinstance(error, errors.HfHubHTTPError):
+        what = f"{_host()} failed with HTTP status {error.response.status_code}"
+        return HubError(what, where=repo, fix="try again in some minutes")
+    if unreachable(error):
+        what = f"{_host()} cannot be reached, or stopped answering ({type(error).__name__})"
+        return HubError(what, where=repo, fix="check the connection, the proxy and HF_ENDPOINT")
+    if isinstance(error, ValueError):
+        card = "metadata" in str(error) and not isinstance(error, json.JSONDecodeError)
+        what = f"{_host()} refuses the metadata of README.md" if card else f"{_host()} does not answer like a Hub"
+        return HubError(what, where=repo, fix="mend the lines between --- in it" if card else "check HF_ENDPOINT")
+    if isinstance(error, (RuntimeError, ConnectionError, TimeoutError)) or type(error).__module__.startswith("hf_xet"):
+        what = f"an upload to {_host()} failed ({type(error).__name__})"
+        return HubError(what, where=repo, fix="check the connection, or set HF_HUB_DISABLE_XET=1")
+    if isinstance(error, OSError):
+        what = f"a file cannot be read: {error.strerror or type(error).__name__}"
+        return HubError(what, where=str(error.filename or repo), fix="check the disk")
+    return None
+
+
+def gone(repo: str) -> HubError:
+    """The error of a repo that was there when the push began."""
+    what = f"{repo} is not on {_host()} any more, or the token may no longer see it"
+    return HubError(what, where=repo, fix="look whether it was deleted, renamed or made private")
+
+
+def _explain_refused_write(status: int, repo: str) -> HubError:
+    told = {
+        400: (f"{_host()} refuses the files or the name", "check README.md and the repo's name"),
+        401: (f"{_host()} does not accept the token", "set another HF_TOKEN, or run `hf auth login --force`"),
+        402: (f"{_host()} wants a payment for this", "free some storage there, or push without --private"),
+        403: (f"{_host()} does not let this token write here", f"use a token with write access to {repo}"),
+        413: (f"{_host()} finds the upload too large", "see its limits on file size and storage"),
+        429: (f"{_host()} refuses more requests for now", "wait some minutes"),
+    }
+    what, fix = told.get(status, (f"{_host()} answered with HTTP status {status}", "check HF_ENDPOINT"))
+    return HubError(what, where=repo, fix=fix)
 
 
 def _explain_refusal(status: int, where: str) -> HubError:

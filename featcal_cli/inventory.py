@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -69,7 +69,7 @@ def take_inventory(snapshot: Snapshot, norms: str) -> Inventory:
             where=f"{snapshot.name}/config.json",
             fix="check the config",
         ) from error
-    architecture = _run(model, norms)
+    architecture = run_empty(model, norms)
     ran = architecture.blocks if architecture else ()
     blocks = [*ran, *find_unreached(model, ran, norms)]
     if not blocks:
@@ -92,14 +92,31 @@ def _config_for(model_class: type[PreTrainedModel], config: Any) -> Any:
     return next((part for part in parts if isinstance(part, wanted)), config)
 
 
-def _run(model: PreTrainedModel, norms: str) -> Architecture | None:
-    """What running on inputs without values shows; None for models that look at values."""
-    for batch in _made_up_inputs(model):
+def run_empty(model: PreTrainedModel, norms: str, batches: Mapping[str, Batch] | None = None) -> Architecture | None:
+    """What running a model without values on inputs without values shows; None for models that look at values.
+
+    The inputs have the shapes of `batches`, by task, where these are given; else they are made up.
+    """
+    shapes = {
+        task: {name: x.to("meta") for name, x in batch.items() if "mask" not in name}  # masks are looked at
+        for task, batch in (batches or {}).items()
+    }
+    if not all(shapes.values()):
+        return None
+    for tasks in [shapes] if shapes else ({"": batch} for batch in _made_up_inputs(model)):
         try:
-            return find_architecture(model, {"": batch}, norms)
+            return find_architecture(model, tasks, norms)
         except (DataError, ArchitectureError):
             continue
     return None
+
+
+def walk_registered(model: PreTrainedModel, batches: Mapping[str, Batch], norms: str) -> Architecture:
+    """All lists of blocks in the order in which they are registered, for a model that cannot run without values."""
+    blocks = tuple(find_unreached(model, (), norms))
+    inside = tuple(f"{block.name}." for block in blocks)
+    reached = frozenset(name for name, _ in model.named_modules() if name.startswith(inside))
+    return Architecture(blocks, dict.fromkeys(batches, ""), {}, reached)
 
 
 def _made_up_inputs(model: PreTrainedModel) -> Iterator[Batch]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from featcal_cli.checkpoint import Model
 from featcal_cli.convert import OTHER_FORMATS
 from featcal_cli.errors import CheckpointError
+from featcal_cli.header import read_header
 from featcal_cli.hub import Snapshot
 
 DTYPES = {
@@ -39,7 +39,7 @@ class Slot:
 
 def read_slots(snapshot: Snapshot) -> dict[str, Slot]:
     """Every tensor of the checkpoint by its name on disk, from the safetensors headers alone."""
-    return {name: slot for file in snapshot.weights() for name, slot in _read_header(file).items()}
+    return {name: slot for file in snapshot.weights() for name, slot in _read_slots(file).items()}
 
 
 def names_on_disk(model: Model, parameters: Mapping[str, Tensor], slots: Mapping[str, Slot]) -> dict[str, Tensor]:
@@ -97,21 +97,14 @@ def write_tensors(folder: Path, slots: Mapping[str, Slot], tensors: Iterable[tup
             stream.write(data.data)
 
 
-def _read_header(file: Path) -> dict[str, Slot]:
+def _read_slots(file: Path) -> dict[str, Slot]:
     try:
-        with file.open("rb") as stream:
-            length = int.from_bytes(stream.read(8), "little")
-            header = json.loads(stream.read(length)) if length <= file.stat().st_size else None
-        if not isinstance(header, dict):
-            raise ValueError("its header is longer than the file")
-        slots = {}
-        for name, entry in header.items():
-            if name != "__metadata__":
-                start, end = entry["data_offsets"]
-                dtype = DTYPES.get(entry["dtype"])
-                slots[name] = Slot(file.name, dtype, tuple(entry["shape"]), 8 + length + start, end - start)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        entries = read_header(file)
+    except (OSError, ValueError) as error:
         raise CheckpointError(
             f"not a readable safetensors file: {error}", where=str(file), fix="download or save it again"
         ) from None
-    return slots
+    return {
+        name: Slot(file.name, DTYPES.get(entry.dtype), entry.shape, entry.start, entry.size)
+        for name, entry in entries.items()
+    }

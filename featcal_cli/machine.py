@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import platform
 import resource
+import shutil
 import sys
+from pathlib import Path
 
 import torch
 import transformers
@@ -43,3 +45,18 @@ def peak_resident_bytes() -> int:
     """Peak resident memory of this process in bytes (Linux counts in KiB, macOS in bytes)."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
+
+
+def resident_bytes() -> int:
+    """Resident memory of this process now, in bytes; the peak where the system does not tell (macOS)."""
+    status = Path("/proc/self/statm")
+    if not status.is_file():
+        return peak_resident_bytes()
+    return int(status.read_text(encoding="ascii").split()[1]) * resource.getpagesize()
+
+
+def free_bytes(place: Path) -> int:
+    """Free bytes on the disk of a folder, or of the one that it would be made in."""
+    while not place.exists() and place != place.parent:
+        place = place.parent
+    return shutil.disk_usage(place).free

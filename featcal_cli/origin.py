@@ -44,9 +44,9 @@ class Origin:
         """The full model that gives the shapes: an adapter's base, else itself."""
         return self.base.body if self.base else self
 
-    def describing_folder(self) -> Path:
-        """A folder that holds the model's config.json; no weights are downloaded for it. Raises HubError."""
-        return self.body.repo.fetch_text("config.json").parent
+    def repos(self) -> list[Repo]:
+        """Every repo that the weights are from."""
+        return [self.repo, *(self.base.repos() if self.base else ())]
 
 
 def find_origin(name: str, *, allow_pickle: bool = False) -> Origin:

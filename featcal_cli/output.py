@@ -9,6 +9,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from featcal_cli.download import PREPROCESSOR_FILES
 from featcal_cli.errors import OutputError
 from featcal_cli.hub import Snapshot
 from featcal_cli.layout import copy_checkpoint, read_slots, write_tensors
@@ -52,9 +53,9 @@ def work_folder(target: Path) -> Path:
 
 
 def write_output(
-    target: Path, merged: Snapshot, tensors: Iterable[Mapping[str, Tensor]], texts: Mapping[str, str]
+    target: Path, merged: Snapshot, tensors: Iterable[Mapping[str, Tensor]], contents: Mapping[str, str | bytes]
 ) -> list[str]:
-    """Copy the merged checkpoint, put the calibrated `tensors` (by name on disk) into the copy, add `texts` by file
+    """Copy the merged checkpoint, put the calibrated `tensors` (by name on disk) into the copy, add `contents` by file
     name, and move it all to `target`. Returns the files of merged that were left out."""
     built = work_folder(target) / "output"
     with _writing(target):
@@ -63,8 +64,8 @@ def write_output(
         slots = read_slots(merged)
         for group in tensors:
             write_tensors(built, slots, group.items())
-        for name, text in texts.items():
-            (built / name).write_text(text, encoding="utf-8")
+        for name, content in contents.items():
+            (built / name).write_bytes(content if isinstance(content, bytes) else content.encode())
         _replace(built, target.resolve())
     return left_out
 
@@ -86,13 +87,6 @@ def build_checkpoint(target: Path, layout: Snapshot, spare: Snapshot, tensors: I
             ):
                 shutil.copyfile(source, target / source.name)
     return target
-
-
-PREPROCESSOR_FILES = (
-    "*processor_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt",
-    "spiece.model", "sentencepiece*.model", "chat_template*",
-)  # fmt: skip
-"""Files that turn raw data into model inputs."""
 
 
 def _replace(built: Path, target: Path) -> None:

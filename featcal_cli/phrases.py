@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from featcal_cli.batches import BadRowError
-from featcal_cli.columns import TextKind, template_fields
+from featcal_cli.columns import TextKind, is_conversation, template_fields
 from featcal_cli.tables import Row
 
 SPEAKERS = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant", "chatgpt": "assistant"}
@@ -44,7 +44,7 @@ class Phrasing:
             if "messages" in self.roles:
                 return self._chat(_read_messages(row.get(self.roles["messages"])))
             if "prompt" in self.roles and "response" in self.roles:
-                return self._answered(self._prompt(row), self._text(row, "response"))
+                return self._answered(row)
         text, pair = self._source(row)
         if self.kind == "causal" and pair is not None:
             return Phrase(f"{text}\n{pair}")
@@ -70,10 +70,20 @@ class Phrasing:
         about = row.get("input") if self.roles["prompt"] == "instruction" else None
         return f"{prompt}\n{about}" if isinstance(about, str) and about.strip() else prompt
 
-    def _answered(self, prompt: str, response: str) -> Phrase:
-        if self.tokenizer.chat_template:
-            return self._chat([{"role": "user", "content": prompt}, {"role": "assistant", "content": response}])
-        return Phrase(f"{prompt}\n{response}")
+    def _answered(self, row: Row) -> Phrase:
+        if not self.tokenizer.chat_template:
+            return Phrase(f"{self._prompt(row)}\n{self._text(row, 'response')}")
+        asked, answered = (row.get(self.roles[role]) for role in ("prompt", "response"))
+        return self._chat(
+            [
+                *(_read_messages(asked) if is_conversation(asked) else _say("user", self._prompt(row))),
+                *(
+                    _read_messages(answered)
+                    if is_conversation(answered)
+                    else _say("assistant", self._text(row, "response"))
+                ),
+            ]
+        )
 
     def _chat(self, messages: list[dict[str, Any]]) -> Phrase:
         try:
@@ -92,9 +102,13 @@ class Phrasing:
         return text
 
 
+def _say(role: str, content: str) -> list[dict[str, Any]]:
+    return [{"role": role, "content": content}]
+
+
 def _read_messages(value: Any) -> list[dict[str, Any]]:
     """OpenAI's {role, content} or ShareGPT's {from, value} messages, as the former. Raises BadRowError."""
-    if not isinstance(value, list) or not value or not all(isinstance(message, dict) for message in value):
+    if not is_conversation(value):
         raise BadRowError("the messages are not a list of messages")
     messages = []
     for message in value:

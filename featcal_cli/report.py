@@ -10,6 +10,10 @@ REPORT = "featcal_report.json"
 """File name of the report in an output folder."""
 RECIPE = "featcal.yaml"
 """File name of the resolved recipe in an output folder."""
+CARD = "README.md"
+"""File name of the model card in a repo or an output folder."""
+PICTURE = "drift.png"
+"""File name of the drift picture in an output folder."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +66,34 @@ class TaskDrift:
 
 
 @dataclass(frozen=True)
+class DriftCurve:
+    """Relative drift of one task after every block, in forward order."""
+
+    blocks: list[str]
+    before: list[float]
+    """Of the merged model."""
+    after: list[float]
+    """Of the calibrated model."""
+    base: list[float]
+
+
+@dataclass(frozen=True)
+class Source:
+    """A model or a dataset that a run read."""
+
+    role: str
+    """merged, base, expert TASK, or data TASK."""
+    name: str
+    """A Hub id, or the path of what lies on this machine."""
+    commit: str | None
+    """Of the Hub repo; None for a local path."""
+    found_in: str
+    """Where the name was read: "the command line", "mergekit_config.yml", …"""
+    license: str | None
+    """As the source's own card says it, if it does."""
+
+
+@dataclass(frozen=True)
 class Report:
     """A whole run."""
 
@@ -74,10 +106,24 @@ class Report:
     cost: dict[str, float]
     notes: list[str] = field(default_factory=list)
     """What was chosen without being told, and what was left alone."""
+    sources: list[Source] = field(default_factory=list)
+    """Every model and dataset that was read."""
+    curves: dict[str, DriftCurve] = field(default_factory=dict)
+    """By task, drift over depth."""
 
     def to_json(self) -> str:
         """The text of featcal_report.json."""
         return json.dumps(asdict(self), indent=2, ensure_ascii=False) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> Report:
+        """What `to_json` wrote."""
+        values = json.loads(text)
+        values["blocks"] = [BlockReport.from_json(json.dumps(block)) for block in values["blocks"]]
+        values["drift"] = {task: TaskDrift(**drift) for task, drift in values["drift"].items()}
+        values["sources"] = [Source(**source) for source in values["sources"]]
+        values["curves"] = {task: DriftCurve(**curve) for task, curve in values["curves"].items()}
+        return cls(**values)
 
     @property
     def worse(self) -> list[str]:

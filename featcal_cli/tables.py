@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import json
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -62,11 +62,16 @@ def _open_parquet(file: Path) -> list[Table]:
 
 
 def _open_csv(file: Path) -> Table:
-    """Every value is text: a type guessed from the first rows breaks on the later ones."""
-    csv.field_size_limit(2**31 - 1)  # the default refuses long documents
     with file.open(encoding="utf-8-sig", newline="") as stream:
-        rows = [{name: value for name, value in row.items() if name} for row in csv.DictReader(stream)]
+        rows = list(parse_csv(stream))
     return Table(len(rows), lambda positions: (rows[position] for position in positions))
+
+
+def parse_csv(lines: Iterable[str], separator: str = ",") -> Iterator[Row]:
+    """The rows of a .csv file. Every value is text: a type guessed from the first rows breaks on the later ones."""
+    csv.field_size_limit(2**31 - 1)  # the default refuses long documents
+    for row in csv.DictReader(lines, delimiter=separator):
+        yield {name: value for name, value in row.items() if name}
 
 
 def _open_jsonl(file: Path) -> Table:
@@ -82,12 +87,13 @@ def _open_jsonl(file: Path) -> Table:
         with file.open("rb") as stream:
             for position in positions:
                 stream.seek(starts[position])
-                yield _parse_json_line(stream.readline(), file, position)
+                yield parse_json_line(stream.readline(), f"row {position + 1}", str(file))
 
     return Table(len(starts), read)
 
 
-def _parse_json_line(line: bytes, file: Path, position: int) -> Row:
+def parse_json_line(line: bytes, which: str, where: str) -> Row:
+    """The row that one line holds. Raises DataError for a line, called `which`, that is no JSON object."""
     try:
         row = json.loads(line.decode("utf-8-sig"))
     except ValueError as error:
@@ -96,7 +102,7 @@ def _parse_json_line(line: bytes, file: Path, position: int) -> Row:
         if isinstance(row, dict):
             return row
         reason = "is not a JSON object"
-    raise DataError(f"row {position + 1} {reason}", where=str(file), fix="write one JSON object per line")
+    raise DataError(f"{which} {reason}", where=where, fix="write one JSON object per line")
 
 
 def open_images(files: Sequence[Path], classes: Sequence[str]) -> Table:

@@ -4,132 +4,23 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 import shutil
+import socket
+import struct
 import tempfile
 import threading
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from urllib.parse import parse_qs, quote, unquote, urlsplit
 
 import yaml
-
-LFS_SUFFIXES = (".safetensors", ".bin", ".parquet", ".h5", ".gguf", ".msgpack", ".onnx", ".png", ".jpg", ".arrow")
-DATE = "2025-01-01T00:00:00.000Z"
-
-
-class Request(NamedTuple):
-    """What one request asked for and got."""
-
-    method: str
-    path: str
-    bytes_sent: int
-    authorization: bool
-
-
-@dataclass(frozen=True)
-class Blob:
-    """A file's content, kept by its hash."""
-
-    path: Path
-    size: int
-    oid: str
-    sha256: str
-
-    def lfs(self) -> dict[str, Any]:
-        """Its git-lfs pointer, in the words of the tree listing."""
-        return {"oid": self.sha256, "size": self.size, "pointerSize": 134}
-
-
-@dataclass
-class Pull:
-    """A pull request; its commit is at refs/pr/NUMBER."""
-
-    number: int
-    title: str
-    author: str
-    status: str
-
-
-@dataclass
-class Repo:
-    """A repo with all its commits; `refs` points from a branch, tag or pull request to one of them."""
-
-    id: str
-    kind: str
-    gated: bool
-    private: bool
-    readers: set[str]
-    commits: dict[str, dict[str, Blob]] = field(default_factory=dict)
-    refs: dict[str, str] = field(default_factory=dict)
-    pulls: list[Pull] = field(default_factory=list)
-
-    def resolve(self, revision: str) -> str | None:
-        """The commit of a branch, tag, pull request or commit id (which may be cut short)."""
-        if revision in self.refs:
-            return self.refs[revision]
-        found = [commit for commit in self.commits if len(revision) >= 7 and commit.startswith(revision)]
-        return found[0] if len(found) == 1 else None
-
-    def commit(self, revision: str, files: Mapping[str, Blob]) -> str:
-        """Point `revision` at a commit with exactly `files`; return its id, which depends on nothing else."""
-        content = "".join(f"{path} {blob.oid}\n" for path, blob in sorted(files.items()))
-        sha = hashlib.sha1(content.encode()).hexdigest()
-        self.commits[sha] = dict(files)
-        self.refs[revision] = sha
-        return sha
-
-
-@dataclass(frozen=True)
-class Call:
-    """A request: the named parts of its path, its query, headers and body."""
-
-    found: dict[str, str]
-    query: dict[str, str]
-    headers: Mapping[str, str]
-    body: bytes
-
-
-@dataclass
-class Answer:
-    """An HTTP answer; the body is bytes or a stored file."""
-
-    status: int = 200
-    body: bytes | Blob = b""
-    headers: dict[str, str] = field(default_factory=dict)
-
-    def part(self, start: int, stop: int) -> bytes:
-        """Bytes `start` to `stop` of the body."""
-        if isinstance(self.body, bytes):
-            return self.body[start:stop]
-        with self.body.path.open("rb") as stream:
-            stream.seek(start)
-            return stream.read(stop - start)
-
-    def __len__(self) -> int:
-        return len(self.body) if isinstance(self.body, bytes) else self.body.size
-
-
-def to_json(content: Any, status: int = 200, **headers: str) -> Answer:
-    """An answer with `content` as JSON."""
-    return Answer(status, json.dumps(content).encode(), {"Content-Type": "application/json", **headers})
-
-
-def refuse(status: int, message: str, code: str = "") -> Answer:
-    """An error, in the headers in which huggingface_hub looks for it."""
-    headers = {"X-Error-Message": message, **({"X-Error-Code": code} if code else {})}
-    return to_json({"error": message}, status, **headers)
-
-
-class RefusedError(Exception):
-    """Carries the answer of a request that ends early."""
-
-    def __init__(self, answer: Answer) -> None:
-        super().__init__(answer.status)
-        self.answer = answer
+from hub_faults import Fault, Faults
+from hub_store import DATE, Answer, Blob, Call, Pull, RefusedError, Repo, Request, is_lfs, refuse, to_json
+from hub_uploads import Uploads
 
 
 class HubServer:
@@ -138,7 +29,12 @@ class HubServer:
     def __init__(self) -> None:
         self.requests: list[Request] = []
         self.tokens: dict[str, str] = {}
+        self.roles: dict[str, str] = {}
+        self.orgs: dict[str, set[str]] = {}
         self.repos: dict[tuple[str, str], Repo] = {}
+        self.faults = Faults()
+        self.uploads = Uploads(self)
+        self.lock = threading.Lock()
         self._store = Path(tempfile.mkdtemp(prefix="hub-server-"))
         self._http = _Listener(("127.0.0.1", 0), _Handler)
         self._http.hub = self
@@ -159,16 +55,36 @@ class HubServer:
         shutil.rmtree(self._store, ignore_errors=True)
 
     def reset(self) -> None:
-        """Forget repos, tokens and requests."""
-        self.repos.clear()
-        self.tokens.clear()
-        self.requests.clear()
+        """Forget repos, users, requests, uploads and faults."""
+        for kept in (self.repos, self.tokens, self.roles, self.orgs, self.requests, self.faults):
+            kept.clear()
+        self.uploads = Uploads(self)
+        self.routes = self._routes()
 
-    def add_token(self, user: str) -> str:
-        """A token of `user`, who reads the private and gated repos that are theirs or granted to them."""
-        token = "hf_" + hashlib.sha256(user.encode()).hexdigest()[:34]
+    def add_token(self, user: str, role: str = "write") -> str:
+        """A token of `user`, who reads the private and gated repos that are theirs or granted to them.
+
+        `role` is write, read, or fineGrained (which may write to the user's own repos).
+        """
+        secret = user if role == "write" else f"{user} {role}"
+        token = "hf_" + hashlib.sha256(secret.encode()).hexdigest()[:34]
         self.tokens[token] = user
+        self.roles[token] = role
         return token
+
+    def add_org(self, org: str, *users: str) -> None:
+        """Make users members of an organisation: what it has is theirs too."""
+        for user in users:
+            self.orgs.setdefault(user, set()).add(org)
+
+    def delete_repo(self, repo_id: str, kind: str = "model") -> None:
+        """Let a repo disappear."""
+        del self.repos[kind, repo_id]
+
+    def fail(self, kind: str, fault: str | Fault, *, path: str = "", times: int | None = 1, after: int = 0) -> None:
+        """Let requests fail: those of a kind (a name in KINDS, or a regular expression for the method) whose path has
+        a match of `path`; the first `after` of them go well, then `times` fail (None: all). For faults see FAULTS."""
+        self.faults.plan(kind, fault, path=path, times=times, after=after)
 
     def add_repo(
         self,
@@ -211,11 +127,20 @@ class HubServer:
         """Body bytes of files (not of API answers) sent."""
         return self.sent(r"/resolve/|^/cdn/")
 
+    def received(self, pattern: str = "") -> int:
+        """Body bytes received for paths that match the regular expression."""
+        return sum(request.bytes_received for request in self.requests if re.search(pattern, request.path))
+
     def _read(self, folder: Path) -> dict[str, Blob]:
         files = sorted(path for path in folder.rglob("*") if path.is_file())
-        return {path.relative_to(folder).as_posix(): self._keep(path.read_bytes()) for path in files}
+        return {path.relative_to(folder).as_posix(): self.keep(path.read_bytes()) for path in files}
 
-    def _keep(self, content: bytes) -> Blob:
+    def stored(self, sha256: str) -> Path:
+        """Where the content with this hash lies."""
+        return self._store / sha256
+
+    def keep(self, content: bytes) -> Blob:
+        """Store a file's content."""
         sha256 = hashlib.sha256(content).hexdigest()
         (self._store / sha256).write_bytes(content)
         oid = hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
@@ -251,9 +176,10 @@ class HubServer:
             ("GET", f"{api}/discussions", self._discussions),
             ("GET HEAD", f"/(?:(?P<kind>dataset)s/)?{name}/resolve/{revision}/(?P<path>.+)", self._file),
             ("GET", api, self._info),
+            *self.uploads.routes(name, api, revision),
         ]
 
-    def _user(self, call: Call) -> str | None:
+    def user(self, call: Call) -> str | None:
         """The user of the request's token. Refuses a token that was never handed out."""
         kind, _, token = call.headers.get("Authorization", "").partition(" ")
         if not token:
@@ -262,14 +188,23 @@ class HubServer:
             raise RefusedError(refuse(401, "Invalid credentials in Authorization header"))
         return self.tokens[token]
 
-    def _open(self, call: Call, *, files: bool = False) -> tuple[Repo, str]:
+    def role(self, call: Call) -> str:
+        """What the request's token is for; a token that was handed out without a word may write."""
+        return self.roles.get(call.headers.get("Authorization", "").partition(" ")[2], "write")
+
+    def names(self, user: str | None) -> set[str]:
+        """The namespaces of a user: their own and those of their organisations."""
+        return {user, *self.orgs.get(user, ())} if user else set()
+
+    def open(self, call: Call, *, files: bool = False) -> tuple[Repo, str]:
         """The repo and commit that a request names, as far as its user may read them (`files`: the contents too)."""
-        user = self._user(call)
+        user = self.user(call)
         repo = self.repos.get((call.found.get("kind") or "model", call.found["id"]))
-        if repo is None or (repo.private and user not in repo.readers):
+        may_read = repo is not None and not repo.readers.isdisjoint(self.names(user))
+        if repo is None or (repo.private and not may_read):
             status, message = (401, "Invalid username or password.") if user is None else (404, "Repository not found")
             raise RefusedError(refuse(status, message, "RepoNotFound"))
-        if files and repo.gated and user not in repo.readers:
+        if files and repo.gated and not may_read:
             message = f"Access to {repo.kind} {repo.id} is restricted."
             raise RefusedError(refuse(401 if user is None else 403, message, "GatedRepo"))
         commit = repo.resolve(call.found.get("revision") or "main")
@@ -278,21 +213,27 @@ class HubServer:
         return repo, commit
 
     def _whoami(self, call: Call) -> Answer:
-        user = self._user(call)
+        user = self.user(call)
         if user is None:
             return refuse(401, "Invalid username or password.")
-        token = {"displayName": "test", "role": "write"}
-        content = {"type": "user", "name": user, "orgs": [], "auth": {"type": "access_token", "accessToken": token}}
-        return to_json(content)
+        role = self.role(call)
+        token: dict[str, Any] = {"displayName": "test", "role": role}
+        if role == "fineGrained":
+            entity = {"_id": "0" * 24, "type": "user", "name": user}
+            scope = {"entity": entity, "permissions": ["repo.content.read", "repo.write"]}
+            token["fineGrained"] = {"canReadGatedRepos": True, "global": [], "scoped": [scope]}
+        orgs = [{"type": "org", "name": org, "roleInOrg": "write"} for org in sorted(self.orgs.get(user, ()))]
+        auth = {"type": "access_token", "accessToken": token}
+        return to_json({"type": "user", "name": user, "fullname": user, "orgs": orgs, "auth": auth})
 
     def _info(self, call: Call) -> Answer:
-        repo, commit = self._open(call)
+        repo, commit = self.open(call)
         files = repo.commits[commit]
         siblings: list[dict[str, Any]] = [{"rfilename": path} for path in files]
         if "blobs" in call.query:
             for sibling, (path, blob) in zip(siblings, files.items(), strict=True):
                 sibling |= {"size": blob.size, "blobId": blob.oid}
-                if path.endswith(LFS_SUFFIXES):
+                if is_lfs(path, blob.size):
                     sibling["lfs"] = {"sha256": blob.sha256, "size": blob.size, "pointerSize": 134}
         content = {
             "_id": "0" * 24,
@@ -313,7 +254,7 @@ class HubServer:
         return to_json(content | ({"modelId": repo.id} if repo.kind == "model" else {}))
 
     def _tree(self, call: Call) -> Answer:
-        repo, commit = self._open(call)
+        repo, commit = self.open(call)
         inside = call.found["folder"].rstrip("/") + "/" if call.found["folder"] else ""
         below = {path: blob for path, blob in repo.commits[commit].items() if path.startswith(inside)}
         if inside and not below:
@@ -329,7 +270,7 @@ class HubServer:
         return to_json(entries)
 
     def _paths(self, call: Call) -> Answer:
-        repo, commit = self._open(call)
+        repo, commit = self.open(call)
         if call.headers.get("Content-Type", "").startswith("application/json"):
             paths = json.loads(call.body)["paths"]
         else:
@@ -342,7 +283,7 @@ class HubServer:
         return to_json(entries)
 
     def _refs(self, call: Call) -> Answer:
-        repo, _commit = self._open(call)
+        repo, _commit = self.open(call)
         heads = {name: sha for name, sha in repo.refs.items() if not name.startswith("refs/")}
         pulls = {name: sha for name, sha in repo.refs.items() if name.startswith("refs/pr/")}
         content: dict[str, list[dict[str, str]]] = {
@@ -357,7 +298,7 @@ class HubServer:
         return to_json(content)
 
     def _discussions(self, call: Call) -> Answer:
-        repo, _commit = self._open(call)
+        repo, _commit = self.open(call)
         wanted = [
             pull
             for pull in repo.pulls
@@ -382,14 +323,14 @@ class HubServer:
         return to_json({"discussions": listed, "count": len(listed), "start": 0})
 
     def _file(self, call: Call) -> Answer:
-        repo, commit = self._open(call, files=True)
+        repo, commit = self.open(call, files=True)
         blob = repo.commits[commit].get(call.found["path"])
         pinned = {"X-Repo-Commit": commit}
         if blob is None:
             answer = refuse(404, "Entry not found", "EntryNotFound")
             answer.headers |= pinned
             return answer
-        if not call.found["path"].endswith(LFS_SUFFIXES):
+        if not is_lfs(call.found["path"], blob.size):
             return Answer(200, blob, pinned | {"ETag": f'"{blob.oid}"'})
         linked = {"X-Linked-Etag": f'"{blob.sha256}"', "X-Linked-Size": str(blob.size)}
         return Answer(302, b"", pinned | linked | {"Location": f"{self.files_url}/cdn/{quote(blob.sha256)}"})
@@ -405,7 +346,7 @@ class HubServer:
 
 def _entry(path: str, blob: Blob) -> dict[str, Any]:
     entry = {"type": "file", "oid": blob.oid, "size": blob.size, "path": path}
-    return entry | ({"lfs": blob.lfs()} if path.endswith(LFS_SUFFIXES) else {})
+    return entry | ({"lfs": blob.lfs()} if is_lfs(path, blob.size) else {})
 
 
 def _card_data(files: Mapping[str, Blob]) -> Any:
@@ -426,15 +367,17 @@ class _Handler(BaseHTTPRequestHandler):
 
     server: _Listener
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # an answer's head and body are two packets, and the second must not wait
+    disable_nagle_algorithm = True  # headers and body are sent apart, and the second would wait 40 ms for the first
 
     def log_message(self, *_: object) -> None:
         """Say nothing."""
 
     def handle_one_request(self) -> None:
-        # a client that has gone away is none of the server's business
+        # a client that has gone away is none of the server's business, nor is a file once the tests are over
         try:
             super().handle_one_request()
-        except ConnectionError:
+        except (ConnectionError, FileNotFoundError):
             self.close_connection = True
 
     def do_GET(self) -> None:
@@ -446,10 +389,32 @@ class _Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         self._serve()
 
+    def do_PUT(self) -> None:
+        self._serve()
+
+    def _body(self) -> bytes:
+        """The request's body, which a client that does not know its length sends in chunks."""
+        if self.headers.get("Transfer-Encoding", "").lower() != "chunked":
+            return self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        content = b""
+        while size := int(self.rfile.readline().split(b";")[0], 16):
+            content += self.rfile.read(size)
+            self.rfile.readline()
+        self.rfile.readline()
+        return content
+
     def _serve(self) -> None:
-        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        body = self._body()
         headers = {key.title(): value for key, value in self.headers.items()}
-        answer = self.server.hub.answer(self.command, self.path, headers, body)
+        fault = self.server.hub.faults.take(self.command, urlsplit(self.path).path) or Fault()
+        if fault.seconds:
+            threading.Event().wait(fault.seconds)
+        if fault.action:
+            fault.action()
+        answer = self.server.hub.answer(self.command, self.path, headers, body) if fault.carried_out else Answer()
+        if fault.status:
+            answer = refuse(fault.status, "this is a fault")
+            answer.headers |= {} if fault.retry_after is None else {"Retry-After": str(fault.retry_after)}
         start, stop = 0, len(answer)
         wanted = re.fullmatch(r"bytes=(\d*)-(\d*)", headers.get("Range", "")) if answer.status == 200 else None
         if wanted and any(wanted.groups()):
@@ -461,17 +426,26 @@ class _Handler(BaseHTTPRequestHandler):
                 answer.status = 206
                 stop = min(stop, int(last) + 1) if first and last else stop
                 answer.headers["Content-Range"] = f"bytes {start}-{stop - 1}/{len(answer)}"
-        self._send(answer, start, stop)
+        self._send(answer, start, stop, fault, len(body))
 
-    def _send(self, answer: Answer, start: int, stop: int) -> None:
+    def _send(self, answer: Answer, start: int, stop: int, fault: Fault, received: int) -> None:
         content = b"" if self.command == "HEAD" else answer.part(start, stop)
+        whole, content = fault.share == 1, content[: int(len(content) * fault.share)]
         # noted before it is sent, so that a client that has its answer finds it in the list
-        request = Request(self.command, urlsplit(self.path).path, len(content), "Authorization" in self.headers)
-        self.server.hub.requests.append(request)
-        self.send_response(answer.status)
-        for name, value in answer.headers.items():
-            self.send_header(name, value)
-        self.send_header("Accept-Ranges", "bytes")
-        self.send_header("Content-Length", str(stop - start))
-        self.end_headers()
-        self.wfile.write(content)
+        known = "Authorization" in self.headers
+        path = urlsplit(self.path).path
+        self.server.hub.requests.append(Request(self.command, path, len(content), known, received, answer.status))
+        if whole or content:
+            self.send_response(answer.status)
+            for name, value in answer.headers.items():
+                self.send_header(name, value)
+            self.send_header("Accept-Ranges", "bytes")
+            self.send_header("Content-Length", str(stop - start))
+            self.end_headers()
+            self.wfile.write(content)
+        if not whole:
+            self.close_connection = True
+        if fault.reset:
+            # with nothing left to linger for, closing sends an RST; an orderly end must not come first
+            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            os.close(self.connection.detach())

@@ -15,7 +15,8 @@ from torch import Tensor
 from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 
 from featcal_cli.calibrate import Progress
-from featcal_cli.workflow import Silent, calibrate
+from featcal_cli.listener import Silent
+from featcal_cli.workflow import calibrate
 
 BY_NAME = {family.name: family for family in FAMILIES}
 

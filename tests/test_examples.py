@@ -214,7 +214,8 @@ def test_bad_rows_are_replaced_by_good_ones_and_counted(tmp_path: Path, vit: Any
     found = load(Data(path=write_parquet(tmp_path / "a.parquet", rows)), vit, image_folder, count=30)
     assert found.fitted_count == 30
     assert all(colour % 4 for colour in colours(found.fitted + found.held_out))
-    assert any("rows cannot be used and were left out" in note for note in found.notes)
+    assert found.rows_skipped > 0
+    assert f"task: {found.rows_skipped} rows cannot be used and were left out" in " ".join(found.notes)
 
 
 def test_mostly_bad_rows_are_an_error_that_gives_the_first_reason(tmp_path: Path, bert: Any, text_folder: Path) -> None:
@@ -307,7 +308,9 @@ def test_a_single_file_has_no_split_but_train(tmp_path: Path, bert: Any, text_fo
     assert len(load_labelled("task", data, "train", bert, [text_folder], batch_size=2)[1]) == 3
 
 
-def test_datasets_reads_a_repo_with_its_splits_and_encoded_images(tmp_path: Path, vit: Any, image_folder: Path) -> None:
+def test_a_hub_dataset_is_read_with_its_splits_and_encoded_images(
+    tmp_path: Path, vit: Any, image_folder: Path, hub: HubServer
+) -> None:
     import datasets
 
     library: Any = datasets
@@ -317,7 +320,8 @@ def test_datasets_reads_a_repo_with_its_splits_and_encoded_images(tmp_path: Path
         file = tmp_path / "repo" / "data" / f"{split}-00000-of-00001.parquet"
         file.parent.mkdir(parents=True, exist_ok=True)
         library.Dataset.from_list(rows, features=features).to_parquet(file)
-    data = Data(dataset=str(tmp_path / "repo"))
+    hub.add_repo("user/encoded", tmp_path / "repo", kind="dataset")
+    data = Data(dataset="user/encoded")
     found = load(data, vit, image_folder, count=16)
     seen = colours(found.fitted + found.selection + found.held_out)
     assert len(set(seen)) == 24 and max(seen) < 40
@@ -338,16 +342,6 @@ def test_images_that_lie_as_files_in_a_hub_dataset_are_fetched(
     hub.add_repo(f"user/pictures-{zipped}", tmp_path / "repo", kind="dataset")
     found = load(Data(dataset=f"user/pictures-{zipped}"), vit, image_folder)
     assert sorted(colours(found.fitted)) == [0, 1, 2]
-
-
-def test_a_dataset_with_several_configs_needs_one_named(tmp_path: Path, bert: Any, text_folder: Path) -> None:
-    configs = "".join(f"- config_name: {name}\n  data_files: {name}.jsonl\n" for name in ("mnli", "sst2"))
-    for name in ("mnli", "sst2"):
-        write_jsonl(tmp_path / "repo" / f"{name}.jsonl", text_rows(12))
-    (tmp_path / "repo" / "README.md").write_text(f"---\nconfigs:\n{configs}---\n")
-    with pytest.raises(DataError, match="several configs: mnli, sst2"):
-        load(Data(dataset=str(tmp_path / "repo")), bert, text_folder)
-    assert load(Data(dataset=str(tmp_path / "repo"), config="sst2"), bert, text_folder).fitted_count == 8
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.csv", "a.parquet", "a.safetensors"])
@@ -539,6 +533,13 @@ def test_no_usable_column_is_an_error_that_lists_the_columns(
         {"conversations": [{"from": "human", "value": "w1"}, {"from": "gpt", "value": "w2"}], "text": "w9 w9"},
         {"instruction": "w1", "output": "w2", "input": ""},
         {"query": "w1", "response": "w2", "original": "w9 w9"},
+        {"instruction": "w1", "response": "w2", "category": "w9 w9"},
+        {"inputs": "w1", "targets": "w2"},
+        {"prompt": "w1", "response": "w2"},
+        {"question": "w1", "answer": "w2"},
+        {"prompt": [{"role": "user", "content": "w1"}], "completion": [{"role": "assistant", "content": "w2"}]},
+        {"prompt": [{"role": "user", "content": "w1"}], "response": "w2"},
+        {"prompt": [{"role": "user", "content": "w1"}, {"role": "assistant", "content": "w2"}], "answer": "w9"},
     ],
 )
 def test_conversations_go_through_the_chat_template_without_further_special_tokens(
@@ -582,6 +583,26 @@ def test_an_encoder_decoder_gets_the_target_shifted_right(tmp_path: Path, t5: An
     }
     assert sorted(batch["decoder_attention_mask"].sum(1).tolist()) == [3, 4]
     assert t5(**batch).logits.shape[:2] == (2, 4)
+
+
+def test_an_encoder_decoder_reads_source_and_target_as_the_recipe_says(
+    tmp_path: Path, t5: Any, text_folder: Path
+) -> None:
+    row = {"a": "w1", "b": "w2", "c": "w3", "text": "w9"}
+    built = one(tmp_path, row, template="w8 {a} {b}", columns={"response": "c"})
+    named = one(tmp_path, row, columns={"prompt": "b", "response": "c"})
+    for data, source in ((built, "w8 w1 w2"), (named, "w2")):
+        [batch] = load(data, t5, text_folder).fitted
+        assert words_of(batch) == [f"[CLS] {source} [SEP]"]
+        assert words_of(batch, "decoder_input_ids") == ["[PAD] [CLS] w3"]
+
+
+@pytest.mark.parametrize("pair", [("document", "summary"), ("source", "target"), ("question", "answer")])
+def test_an_encoder_decoder_knows_sources_and_targets_by_name(
+    tmp_path: Path, t5: Any, text_folder: Path, pair: tuple[str, str]
+) -> None:
+    [batch] = load(one(tmp_path, dict(zip(pair, ("w1", "w2"), strict=True))), t5, text_folder).fitted
+    assert (words_of(batch), words_of(batch, "decoder_input_ids")) == (["[CLS] w1 [SEP]"], ["[PAD] [CLS] w2"])
 
 
 def test_an_encoder_decoder_without_targets_starts_from_its_start_token(

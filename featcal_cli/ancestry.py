@@ -1,0 +1,189 @@
+"""What the files of a merged repo say it was made from, one account for each file that says something."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from featcal_cli.adapter import ADAPTER_CONFIG, is_adapter
+from featcal_cli.cards import Card, load_documents, read_card
+from featcal_cli.errors import LineageError, RecipeError
+from featcal_cli.mergekit import (
+    CONFIG_FILES,
+    MOE_CONFIG_FILE,
+    MalformedError,
+    MergekitConfig,
+    is_mergekit,
+    read_mergekit,
+)
+from featcal_cli.recipe import Data, Draft
+from featcal_cli.references import UnusableError, is_hub_id, locate, show
+from featcal_cli.repo import Repo
+
+RECIPE_FILE = "featcal.yaml"
+
+_RELATIONS = {"quantized": "a quantized copy of another", "adapter": "an adapter for another"}
+
+
+@dataclass(frozen=True)
+class Account:
+    """What one source says of a merged model; references are as it writes them."""
+
+    source: str
+    base: str | None = None
+    experts: Sequence[str] = ()
+    mixed: bool = False
+    """Whether the base may be among the experts."""
+    bases: Sequence[str] = ()
+    """More than one where the source names several bases."""
+    data: Mapping[str, Data] = field(default_factory=dict)
+    """Expert → its data."""
+    tasks: Mapping[str, str] = field(default_factory=dict)
+    """Expert → the name of its task, where the source names all of them."""
+    note: str = ""
+    """How it was understood, where that is not plain."""
+
+
+@dataclass(frozen=True)
+class Ancestry:
+    """Everything that a merged repo says of its making."""
+
+    repo: Repo | None
+    """The merged repo; None where there is none, or where it need not be asked."""
+    accounts: Sequence[Account] = ()
+    """The most trustworthy first."""
+    looked_at: Sequence[str] = ()
+    """Every source and what it lacks, a phrase each: what an error tells where nothing is found."""
+    notes: Sequence[str] = ()
+
+
+def read_ancestry(repo: Repo, command: str) -> Ancestry:
+    """What a merged repo says of its base and experts. `command` is what to type where the files are of no use.
+
+    Raises LineageError for a repo that is no merge or one that cannot be calibrated, and HubError.
+    """
+    if is_adapter(repo.files):
+        what = f"{repo.name} is an adapter, not a merged model"
+        fix = f"give the merged model; if it is BASE+ADAPTER, name what it was made from: {command}"
+        raise LineageError(what, where=f"{ADAPTER_CONFIG} of {repo.name}", fix=fix)
+    card = read_card(repo.read_text("README.md") or "")
+    if card.relation in _RELATIONS:
+        what = f"{repo.name} is no merged model: its card says that it is {_RELATIONS[card.relation]}"
+        raise LineageError(what, where=f"the card of {repo.name}", fix="give the merged model itself")
+    accounts: list[Account] = []
+    notes = [f"the card of {repo.name}: {problem}" for problem in card.problems]
+    looked_at: list[str] = []
+    config, missing = _from_config(repo, command)
+    if not config:
+        looked_at.append(missing)
+        config, missing = _from_blocks(repo, card)
+    notes += [config.note] if config and config.note else []
+    recipe, no_recipe = _from_recipe(repo, notes)
+    accounts += [account for account in (config, recipe) if account]
+    looked_at += [phrase for phrase in (missing, no_recipe) if phrase]
+    accounts += _from_card(repo, card)
+    if "README.md" not in repo.files:
+        looked_at.append("README.md (not there)")
+    elif len(card.base_models) < 2:
+        looked_at.append(f"README.md ({'one' if card.base_models else 'no'} base_model)")
+    return Ancestry(repo, accounts, [*looked_at, *_hint(repo)], notes)
+
+
+def _from_config(repo: Repo, command: str) -> tuple[Account | None, str]:
+    """mergekit's own file."""
+    for name in (*CONFIG_FILES, MOE_CONFIG_FILE):
+        if (text := repo.read_text(name)) is None:
+            continue
+        where = f"{name} of {repo.name}"
+        try:
+            account = _as_account(read_mergekit(load_documents(text), where), where)
+            return account, "" if account.base else f"{name} (no base)"
+        except ValueError as error:
+            raise LineageError(f"{name} cannot be used: {error}", where=where, fix=f"type {command}") from None
+    return None, f"{CONFIG_FILES[0]} (not there)"
+
+
+def _from_blocks(repo: Repo, card: Card) -> tuple[Account | None, str]:
+    """The configuration that mergekit writes into the card's text."""
+    where = f"the configuration in the card of {repo.name}"
+    documents: list[Any] = []
+    for block in card.yaml_blocks:
+        try:
+            documents += [document for document in load_documents(block) if is_mergekit(document)]
+        except ValueError:
+            continue  # a card may show any YAML, or what it calls so
+    if not documents:
+        return None, ""
+    try:
+        return _as_account(read_mergekit(documents, where), where), ""
+    except MalformedError as error:
+        return None, f"the configuration in README.md ({error})"
+
+
+def _as_account(config: MergekitConfig, where: str) -> Account:
+    between = "" if config.start is None else f"{config.method} goes from {show(config.start)} to the other model"
+    note = between and f"{where}: {between}, so both are experts and neither is the base"
+    return Account(where, config.base, config.experts, note=note)
+
+
+def _from_recipe(repo: Repo, notes: list[str]) -> tuple[Account | None, str]:
+    """The recipe that featcal leaves in what it has calibrated."""
+    if (text := repo.read_text(RECIPE_FILE)) is None:
+        return None, f"{RECIPE_FILE} (not there)"
+    where = f"{RECIPE_FILE} of {repo.name}"
+    try:
+        draft = Draft.model_validate(load_documents(text)[0])
+    except (ValueError, LookupError, RecipeError):  # pydantic's ValidationError is a ValueError
+        return None, f"{RECIPE_FILE} (no recipe)"
+    experts = {task.expert: task.data for task in draft.tasks.values() if task.expert}
+    tasks = {task.expert: name for name, task in draft.tasks.items() if task.expert}
+    plain = all(re.fullmatch(r"[\w.-]{1,96}", name, re.ASCII) for name in tasks.values())
+    data = {}
+    for expert, source in experts.items():
+        try:
+            if source:
+                data[expert] = _anchored(source, repo)
+        except UnusableError as error:
+            notes.append(f"{where}: the data of {show(expert)} {error}; it is left out")
+    return Account(where, draft.base, tuple(experts), data=data, tasks=tasks if plain else {}), ""
+
+
+def _anchored(data: Data, repo: Repo) -> Data:
+    """A foreign recipe's data, as this machine may open it: the recipe of a Hub repo never leads to files here.
+
+    Raises UnusableError.
+    """
+    if not all(part.isprintable() for part in (data.config, data.split) if part):
+        raise UnusableError("has a name that cannot be shown")
+    if data.path is None:
+        name, _, revision = locate("@".join(filter(None, (data.dataset, data.revision))), None).partition("@")
+        return data.model_copy(update={"dataset": name, "revision": revision or None})
+    if repo.folder is None:
+        raise UnusableError("is a path on its author's machine")
+    return data.model_copy(update={"path": locate(data.path, repo)})
+
+
+def _from_card(repo: Repo, card: Card) -> Iterator[Account]:
+    """What the card's metadata and text say."""
+    where = f"the card of {repo.name}"
+    if card.bases_in_text:
+        bases = card.bases_in_text
+        yield Account(f'{where} ("as a base")', bases[0] if len(bases) == 1 else None, bases=bases)
+    if len(card.base_models) > 1:
+        yield Account(f"{where} (base_model)", None, card.base_models, mixed=True)
+    elif card.base_models:
+        yield Account(f"{where} (base_model)", card.base_models[0])
+
+
+def _hint(repo: Repo) -> Iterator[str]:
+    """Where config.json says that the weights were once loaded from: too weak to act on, good enough to tell."""
+    try:
+        config = json.loads(repo.read_text("config.json") or "{}")
+    except (ValueError, RecursionError):
+        return
+    name = config.get("_name_or_path") if isinstance(config, dict) else None
+    if isinstance(name, str) and name != repo.name and is_hub_id(name):
+        yield f"config.json (it was once loaded from {name})"

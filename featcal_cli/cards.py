@@ -1,0 +1,153 @@
+"""What the README.md of a repo says: the metadata at its top, and its text."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+
+MAX_CHARACTERS = 1_000_000
+"""A longer YAML text is not parsed: no card or config is that long."""
+
+_YAML_BLOCK = re.compile(r"^```ya?ml[ \t]*\r?\n(.*?)^```", re.DOTALL | re.MULTILINE | re.IGNORECASE)
+_AS_A_BASE = re.compile(r"\busing (?P<name>(?:(?!\busing\b)[^\n]){1,300}?) as a base\b")
+_LINK = re.compile(r"\[([^\[\]]{1,200})\]\([^()\s]*\)")
+
+_YAML_FAULTS = (yaml.YAMLError, ValueError, LookupError, TypeError, AttributeError, RecursionError)
+"""What yaml.SafeLoader raises at text that is no YAML: besides its own errors, slips at odd tags (`!!int ""`)."""
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """A dataset that a model was measured on, in the words of model-index."""
+
+    dataset: str
+    config: str | None
+
+
+@dataclass(frozen=True)
+class Card:
+    """A README.md, as far as it tells where a model or dataset comes from. What has a wrong type is left out."""
+
+    base_models: Sequence[str] = ()
+    """`base_model`, in the card's order."""
+    relation: str = ""
+    """`base_model_relation`: merge, finetune, adapter or quantized."""
+    datasets: Sequence[str] = ()
+    evaluations: Sequence[Evaluation] = ()
+    configs: Sequence[str] = ()
+    """A dataset's configs."""
+    default_config: str | None = None
+    bases_in_text: Sequence[str] = ()
+    """Every X of "using X as a base" that is a model and not prose, links taken off."""
+    yaml_blocks: Sequence[str] = ()
+    """The code blocks that are marked as YAML."""
+    problems: Sequence[str] = ()
+    """What could not be read, a phrase each."""
+
+
+class _MergeKeyError(ValueError):
+    """A mapping takes over the entries of others."""
+
+
+class _Loader(yaml.SafeLoader):
+    """Plain values only, and no merge keys: a few lines of `<<: [*a, *a]` unfold to more than any memory holds."""
+
+    def flatten_mapping(self, node: Any) -> None:
+        if any(key.tag == "tag:yaml.org,2002:merge" for key, _value in node.value):
+            raise _MergeKeyError("it has merge keys (<<), which are not read")
+
+
+def load_documents(text: str) -> list[Any]:
+    """The documents of a YAML text, empty ones left out. Raises ValueError with a short reason for anything else."""
+    if len(text) > MAX_CHARACTERS:
+        raise ValueError(f"it is longer than {MAX_CHARACTERS:,} characters")
+    try:
+        return [document for document in yaml.load_all(text, Loader=_Loader) if document is not None]
+    except _MergeKeyError:
+        raise
+    except _YAML_FAULTS as error:
+        mark = getattr(error, "problem_mark", None)
+        raise ValueError(f"it is not YAML (line {mark.line + 1})" if mark else "it is not YAML") from None
+
+
+def read_card(text: str) -> Card:
+    """The card in a README.md. Whatever the text holds, this raises nothing."""
+    from huggingface_hub.repocard import REGEX_YAML_BLOCK
+
+    problems: list[str] = []
+    top = REGEX_YAML_BLOCK.search(text)
+    body = text[top.end() :] if top else text
+    try:
+        documents = load_documents(top[2]) if top else []
+    except ValueError as error:
+        documents, problems = [], [f"the metadata cannot be read: {error}"]
+    metadata = documents[0] if documents else {}
+    if not isinstance(metadata, dict):
+        metadata, problems = {}, ["the metadata is not a mapping of keys to values"]
+    base_models = _read_names(metadata, "base_model", problems)
+    datasets = _read_names(metadata, "datasets", problems)
+    relation = metadata.get("base_model_relation")
+    configs, default = _read_configs(metadata)
+    return Card(
+        base_models=base_models,
+        relation=relation if isinstance(relation, str) else "",
+        datasets=datasets,
+        evaluations=tuple(dict.fromkeys(_read_evaluations(metadata))),
+        configs=configs,
+        default_config=default,
+        bases_in_text=tuple(dict.fromkeys(_read_bases(body))),
+        yaml_blocks=tuple(_YAML_BLOCK.findall(body[:MAX_CHARACTERS])),
+        problems=tuple(problems),
+    )
+
+
+def _read_names(metadata: Mapping[Any, Any], key: str, problems: list[str]) -> tuple[str, ...]:
+    """One name or a list of them, without repetitions."""
+    value = metadata.get(key)
+    listed = value if isinstance(value, list) else [] if value is None else [value]
+    names = [name.strip() for name in listed if isinstance(name, str) and name.strip()]
+    if len(names) < len(listed):
+        problems.append(f"{key} holds something that is no name")
+    return tuple(dict.fromkeys(names))
+
+
+def _read_evaluations(metadata: Mapping[Any, Any]) -> Iterator[Evaluation]:
+    for model in _dicts(metadata.get("model-index")):
+        for result in _dicts(model.get("results")):
+            for dataset in _dicts(result.get("dataset")):
+                if isinstance(name := dataset.get("type"), str):
+                    config = dataset.get("config")
+                    yield Evaluation(name.strip(), config if _is_config(config) else None)
+
+
+def _read_configs(metadata: Mapping[Any, Any]) -> tuple[tuple[str, ...], str | None]:
+    """A dataset's configs, and the one that it takes by itself."""
+    for key in ("configs", "dataset_info"):
+        listed = [entry for entry in _dicts(metadata.get(key)) if _is_config(entry.get("config_name"))]
+        names = tuple(dict.fromkeys(entry["config_name"] for entry in listed))
+        if names:
+            marked = [entry["config_name"] for entry in listed if entry.get("default") is True]
+            return names, marked[0] if marked else "default" if "default" in names else None
+    return (), None
+
+
+def _is_config(name: Any) -> bool:
+    """Whether this is a config that a user could type."""
+    return isinstance(name, str) and 0 < len(name) <= 100 and name.isprintable() and ":" not in name
+
+
+def _dicts(value: Any) -> list[dict[Any, Any]]:
+    """The mappings in a list, or the one that stands alone."""
+    return [entry for entry in (value if isinstance(value, list) else [value]) if isinstance(entry, dict)]
+
+
+def _read_bases(body: str) -> Iterator[str]:
+    """`[a/x](https://…) + [b/y](https://…)` as `a/x+b/y`, for every base that the text names."""
+    for found in _AS_A_BASE.finditer(body[:MAX_CHARACTERS]):
+        name = re.sub(r"\s*\+\s*", "+", _LINK.sub(r"\1", found["name"])).strip(" `*_")
+        if name and not re.search(r"\s", name) and ("/" in name or _LINK.match(found["name"])):
+            yield name

@@ -1,0 +1,130 @@
+"""Which files of a dataset's repo are which config and split: its card says so, or the files' names."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import PurePosixPath
+from typing import Any
+
+from featcal_cli.errors import DataError
+from featcal_cli.formats import readable_files
+from featcal_cli.recipe import Data
+from featcal_cli.repo import Repo
+
+LISTED_CONFIGS = 20
+"""Configs that an error names; some datasets have hundreds."""
+
+
+def read_configs(repo: Repo, data: Data) -> dict[str, dict[str, Any]]:
+    """Config → its keys, from the card, else as the Hub's own parquet copies lie in folders, else one without keys.
+
+    Raises DataError for a loading script, HubError when the card cannot be read.
+    """
+    card = _read_card(repo)
+    listed = card.get("configs")
+    named = [entry for entry in listed if "config_name" in entry] if isinstance(listed, list) else []
+    if named:
+        return {str(entry["config_name"]): entry for entry in named}
+    script = f"{repo.name.split('/')[-1]}.py"
+    if script in repo.files:
+        what = f"the dataset is a loading script ({script}), and code that comes with data is never run"
+        raise DataError(what, where=str(data), fix=f"use the Hub's own parquet copy: {repo.name}@refs/convert/parquet")
+    if converted := _converted_configs(readable_files(repo.files)):
+        return converted
+    described = card.get("dataset_info")
+    named = [described] if isinstance(described, dict) else described or []
+    return {str(named[0].get("config_name", "default")) if len(named) == 1 else "default": {}}
+
+
+def choose_config(configs: Mapping[str, Mapping[str, Any]], data: Data) -> str:
+    """The config that `data` names, else the dataset's default. Raises DataError when there is none such."""
+    names = list(configs)
+    some = ", ".join(names[:LISTED_CONFIGS]) + (" …" if len(names) > LISTED_CONFIGS else "")
+    if data.config is not None:
+        if data.config in configs:
+            return data.config
+        what = f"the dataset has no config {data.config}"
+        raise DataError(what, where=str(data), fix=f"name one of its own ({some}), or none")
+    defaults = [name for name in names if len(names) == 1 or name == "default" or configs[name].get("default")]
+    if not defaults:
+        raise DataError(
+            f"the dataset has several configs: {some}", where=str(data), fix=f"name one, e.g. {data.dataset}:{names[0]}"
+        )
+    return defaults[0]
+
+
+def find_splits(config: Mapping[str, Any], paths: Sequence[str], data: Data) -> dict[str, list[str]]:
+    """Split → paths of a config; splits without files are left out. Raises DataError for files outside of the repo."""
+    from datasets.data_files import sanitize_patterns
+
+    folder = str(config.get("data_dir") or "").removeprefix("./").rstrip("/")
+    before = f"{folder}/" if folder else ""
+    inside = [path.removeprefix(before) for path in paths if path.startswith(before)]
+    if "data_files" in config:
+        patterns: dict[str, list[str]] = sanitize_patterns(config["data_files"])
+        if outside := [pattern for listed in patterns.values() for pattern in listed if "://" in pattern]:
+            what = f"the dataset's files lie elsewhere ({outside[0]}), and nothing but the Hub is asked"
+            raise DataError(what, where=str(data), fix="give a dataset that holds its files itself")
+        found = _match_all(patterns, inside)
+    else:
+        found = _default_splits(inside)
+    return {split: [before + path for path in dict.fromkeys(listed)] for split, listed in found.items() if listed}
+
+
+def _read_card(repo: Repo) -> dict[str, Any]:
+    """The metadata of the card, empty without one."""
+    from huggingface_hub import DatasetCard
+
+    text = repo.read_text("README.md")
+    if not text or not text.startswith("---"):
+        return {}
+    metadata: Any = DatasetCard(text, ignore_metadata_errors=True).data
+    found: dict[str, Any] = metadata.to_dict()
+    return found
+
+
+def _converted_configs(paths: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Config → data files, when all lie like refs/convert/parquet: CONFIG/SPLIT/0000.parquet."""
+    found: dict[str, dict[str, Any]] = {}
+    for path in paths:
+        match = re.fullmatch(r"([^/]+)/(?:partial-)?([^/]+)/\d{4}\.parquet", path)
+        if match is None:
+            return {}
+        splits = found.setdefault(match[1], {}).setdefault("data_files", {})
+        splits.setdefault(match[2], []).append(path)
+    return found
+
+
+def _default_splits(paths: Sequence[str]) -> dict[str, list[str]]:
+    """Split → paths, by the names of folders and files as `datasets` reads them."""
+    from datasets.data_files import ALL_DEFAULT_PATTERNS, SPLIT_PATTERN_SHARDED
+
+    sharded: dict[str, list[str]] = {}
+    for path in _match(SPLIT_PATTERN_SHARDED.format(split="*"), paths):
+        sharded.setdefault(re.sub(r"^data/(.+)-\d{5}-of-\d{5}.*", r"\1", path), []).append(path)
+    if sharded:
+        return sharded
+    for patterns in ALL_DEFAULT_PATTERNS:
+        found = _match_all(patterns, paths)
+        if any(found.values()):
+            return found
+    return {}
+
+
+def _match_all(patterns: Mapping[Any, Sequence[str]], paths: Collection[str]) -> dict[str, list[str]]:
+    return {str(split): [path for each in listed for path in _match(each, paths)] for split, listed in patterns.items()}
+
+
+def _match(pattern: str, paths: Collection[str]) -> list[str]:
+    """The paths that a pattern names, hidden ones only where it names what is hidden."""
+    from fsspec.utils import glob_translate  # type: ignore[import-untyped]
+
+    pattern = pattern.removeprefix("./")
+    fits = re.compile(glob_translate(pattern)).match
+    return sorted(path for path in paths if path == pattern or (fits(path) and _hidden(path) == _hidden(pattern)))
+
+
+def _hidden(path: str) -> int:
+    parts = PurePosixPath(path).parts
+    return sum(part.startswith(".") for part in parts) + sum(part.startswith("__") for part in parts[:-1])

@@ -1,0 +1,137 @@
+"""The models of a job, loaded; and the job itself, ready to walk."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from featcal_cli.architecture import Architecture, find_architecture
+from featcal_cli.batches import take_examples
+from featcal_cli.checkpoint import (
+    Model,
+    check_alignment,
+    describe_differences,
+    find_class,
+    load_fitting,
+    load_model,
+    merge_weights,
+)
+from featcal_cli.drift import DriftMeter
+from featcal_cli.examples import TaskExamples
+from featcal_cli.features import Job
+from featcal_cli.hub import Snapshot
+from featcal_cli.layout import names_on_disk, read_slots
+from featcal_cli.output import build_checkpoint
+from featcal_cli.recipe import Calibration, Merge
+from featcal_cli.walker import Walker
+from featcal_cli.weights import find_cls_blocks
+
+Note = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Models:
+    """All models of a job, memory-mapped."""
+
+    merged: Model
+    student: Model
+    """The merged model again: it is the one that changes."""
+    base: Model
+    experts: Mapping[str, Model]
+    """By task."""
+
+
+def load_models(snapshots: Mapping[str, Snapshot], merge: Merge | None, built: Path, name: str) -> Models:
+    """The models of `snapshots` (by role: merged, base, expert TASK). With `merge`, merged is built in the folder
+    `built` and called `name`. Raises CheckpointError for what cannot be loaded."""
+    tasks = {role.removeprefix("expert "): found for role, found in snapshots.items() if role.startswith("expert ")}
+    if merge is None:
+        found = snapshots["merged"]
+        merged = load_model("merged", found, find_class(found))
+        base = load_fitting("base", snapshots["base"], merged)
+        experts = {task: load_fitting(f"expert {task}", expert, merged) for task, expert in tasks.items()}
+    else:
+        model_class = find_class(next(iter(tasks.values())))
+        base = load_model("base", snapshots["base"], model_class)
+        experts = {task: load_model(f"expert {task}", expert, model_class) for task, expert in tasks.items()}
+        found = Snapshot(name, _build_merged(merge, base, list(experts.values()), built), None)
+        merged = load_model("merged", found, model_class)
+    return Models(merged, load_model("student", found, type(merged.module)), base, experts)
+
+
+def find_blocks(models: Models, examples: Mapping[str, TaskExamples], norms: str, note: Note) -> Architecture:
+    """The blocks that the examples reach in merged; raises CheckpointError for a model that has not all of them."""
+    architecture = find_architecture(
+        models.merged.module, {task: found.fitted[0] for task, found in examples.items()}, norms
+    )
+    for text in architecture.notes:
+        note(text)
+    for model in (models.base, *models.experts.values()):
+        check_alignment(architecture, models.merged, model)
+        for text in describe_differences(models.merged, model, architecture):
+            note(text)
+    return architecture
+
+
+def make_job(
+    models: Models,
+    architecture: Architecture,
+    examples: Mapping[str, TaskExamples],
+    calibration: Calibration,
+    device: torch.device,
+    note: Note,
+) -> Job:
+    """Everybody at the start, with the examples that they walk over."""
+    dtype = _choose_dtype(calibration, models.merged)
+
+    def walker(model: Model) -> Walker:
+        return Walker(model, architecture.blocks, device, dtype)
+
+    merged = walker(models.merged)
+    return Job(
+        architecture=architecture,
+        student=walker(models.student),
+        merged=merged,
+        base=walker(models.base),
+        experts={task: walker(model) for task, model in models.experts.items()},
+        examples={task: found.fitted for task, found in examples.items()},
+        cls_blocks=_choose_cls_blocks(merged, architecture, examples, calibration, note),
+        meter=DriftMeter(),
+        watched={task: found.held_out or found.fitted for task, found in examples.items()},
+    )
+
+
+def _build_merged(merge: Merge, base: Model, experts: list[Model], folder: Path) -> Path:
+    first = experts[0]
+    slots = read_slots(first.snapshot)
+    on_disk = (names_on_disk(first, group, slots) for group in merge_weights(merge, base, experts))
+    return build_checkpoint(folder, first.snapshot, base.snapshot, on_disk)
+
+
+def _choose_cls_blocks(
+    merged: Walker,
+    architecture: Architecture,
+    examples: Mapping[str, TaskExamples],
+    calibration: Calibration,
+    note: Note,
+) -> frozenset[str]:
+    """The blocks in which the first token counts most: as the user says, else as probing a vision model shows."""
+    if calibration.token_weights == "cls":
+        return frozenset(architecture.last_blocks.values())
+    found: set[str] = set()
+    for task, given in examples.items() if calibration.token_weights == "auto" else ():
+        batch = take_examples(given.fitted[0], [0])
+        if "pixel_values" in batch and not found & set(architecture.last_blocks[task]):
+            found |= find_cls_blocks(merged, architecture, task, batch)
+    if found:
+        note(f"token weights: cls in {', '.join(sorted(found))}, because the output is read from the first token")
+    return frozenset(found)
+
+
+def _choose_dtype(calibration: Calibration, merged: Model) -> torch.dtype:
+    if calibration.dtype == "auto":
+        return torch.bfloat16 if merged.module.dtype == torch.bfloat16 else torch.float32
+    return torch.bfloat16 if calibration.dtype == "bfloat16" else torch.float32

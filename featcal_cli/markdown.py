@@ -1,0 +1,191 @@
+"""Text that others wrote, made inert: it can be put into a Markdown document and shows as what it is."""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections.abc import Iterator
+from html import unescape
+from urllib.parse import quote
+
+from markdown_it import MarkdownIt
+from markdown_it.token import Token
+
+LONGEST_NAME = 200
+LONGEST_DOCUMENT = 100_000
+"""Characters that are kept; what is longer is cut, and says so."""
+
+
+class _Parser(MarkdownIt):
+    """Reads the structure that the document has when everything in it is inert."""
+
+    def validateLink(self, url: str) -> bool:  # noqa: ARG002, N802
+        return True  # the default would take bad links for text
+
+
+_PARSER = _Parser("commonmark", {"html": False}).enable("table")
+_TOKEN = re.compile(r"\bhf_[A-Za-z0-9]{20,}")
+_PATH = re.compile(r"(?<![\w:/.~&;])~?/(?:[^\s/,;:()'\"`<>|\\]+/)*([^\s/,;:()'\"`<>|\\]+)/?")
+_HOME_PATH = re.compile(
+    r"(?<![\w:/.-])/(?:home|Users|root|tmp|var|mnt|media|srv|scratch|workspace|private|Volumes)/"
+    r"(?:[^\s/,;:()'\"`<>|\\]+/)*([^\s/,;:()'\"`<>|\\]+)"
+)
+_COMMENT = re.compile(r"^ {0,3}<!--.*?-->[ \t]*\n?", re.DOTALL | re.MULTILINE)
+_TARGET = r"[ \t\n]*(?P<to><(?!/?code>)[^<>\n]*>(?=[\s)]|$)|[^\s()<>]*)"
+_PIECE = re.compile(
+    r"(?P<escaped>\\[\s\S])"
+    r"|(?P<ticks>`+)"
+    r"|(?P<kept><code>(?:[^\W_]| |&#\d+;)*</code>|(?<=\S)<br ?/?>|<https?://[^\s<>]*>)"
+    r"|(?P<angle><)"
+    r"|\[!\[(?P<badge>[^\[\]`<\\]*)\]\([^()\s<>]*(?:\s+\"[^\"\n]*\")?\)(?=\]\()"
+    r"|!+(?P<near>\[[^\[\]`<\\!]*\]\((?:\./)?[A-Za-z0-9_][\w/%-]*(?:\.[\w/%-]+)*\))"
+    r"|(?P<blank>!+\[(?=\]))|(?P<image>!+\[)"
+    rf"|(?P<link>\](?:\(|:)){_TARGET}"
+)
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):")
+_SAFE_SCHEMES = ("http", "https", "mailto")
+
+
+def one_line(text: str, longest: int = LONGEST_NAME) -> str:
+    """`text` in one line: without control, direction and other invisible characters, cut to `longest` characters."""
+    shown = "".join(" " if unicodedata.category(char) in ("Cc", "Zl", "Zp") else char for char in text)
+    shown = "".join(char for char in shown if unicodedata.category(char) not in ("Cf", "Cs"))
+    shown = " ".join(shown.split())
+    return shown if len(shown) <= longest else f"{shown[: longest - 1]}…"
+
+
+def inert(text: str, longest: int = LONGEST_NAME) -> str:
+    """`text` as one line of Markdown that shows exactly it, in a paragraph, a list item or a cell of a table."""
+    shown = re.sub(r"([\\`*_\[\]!#~$@{}])", r"\\\1", one_line(without_secrets(text), longest))
+    for char, entity in (("&", "&amp;"), ("<", "&lt;"), (">", "&gt;"), ("|", "&#124;"), ("://", "&#58;//")):
+        shown = shown.replace(char, entity)
+    return re.sub(r"^([-+=]+|\d+[.)])(?=\s|$)", lambda found: f"{found[0][:-1]}&#{ord(found[0][-1])};", shown)
+
+
+def without_secrets(text: str) -> str:
+    """`text` with everything that looks like a token of the Hub taken out."""
+    return _TOKEN.sub("hf_…", text)
+
+
+def without_paths(text: str) -> str:
+    """`text` with the last part alone of every absolute path."""
+    return _PATH.sub(r"\1", text)
+
+
+def inert_document(markdown: str, level: int) -> str:
+    """A whole Markdown document that can follow a heading of `level` - 1 in another one.
+
+    Its headings start at `level`. Code stays as it is. Elsewhere HTML is shown instead of obeyed, images from other
+    hosts are links, links lead to web pages only, comments are left out. Doing it twice changes nothing more.
+    """
+    text = markdown.replace("\r\n", "\n").replace("\r", "\n").replace("\0", "")
+    if len(text) > LONGEST_DOCUMENT:
+        text = f"{text[:LONGEST_DOCUMENT].rpartition(chr(10))[0]}\n\n(cut here: the rest is left out)"
+    lines = _HOME_PATH.sub(r"\1", _COMMENT.sub("", text)).split("\n")
+    tokens = _PARSER.parse("\n".join(lines))
+    code, cells = _lines_of(tokens, "fence", "code_block"), _lines_of(tokens, "tr_open")
+    dropped = _move_headings(lines, tokens, level)
+    parts = []
+    for first, end in _pieces(tokens, len(lines)):
+        kept = [line for number, line in enumerate(lines[first:end], first) if number not in dropped]
+        if first in code:
+            parts += kept
+        elif first in cells:
+            parts += ["|".join(map(_inert_span, re.split(r"(?<!\\)\|", line))) for line in kept]
+        else:
+            parts.append(_inert_span("\n".join(kept)))
+    return "\n".join(parts).strip("\n")
+
+
+def _lines_of(tokens: list[Token], *kinds: str) -> set[int]:
+    return {line for token in tokens if token.type in kinds and token.map for line in range(*token.map)}
+
+
+def _move_headings(lines: list[str], tokens: list[Token], level: int) -> set[int]:
+    """Write every heading of `lines` with #, so that the highest is of `level`; return the lines that are now empty."""
+    found = [(token, tokens[at + 1]) for at, token in enumerate(tokens) if token.type == "heading_open"]
+    shift = max(0, level - min((int(token.tag[1]) for token, _ in found), default=level))
+    dropped: set[int] = set()
+    for token, title in found:
+        assert token.map is not None
+        first, end = token.map
+        marks = "#" * min(6, int(token.tag[1]) + shift)
+        if token.markup.startswith("#"):
+            lines[first] = lines[first].replace(token.markup, marks, 1)
+            continue
+        content = title.content.split("\n")
+        place = max(lines[first].find(content[0]), 0)  # after the marks of a list or a quotation
+        lines[first] = f"{lines[first][:place]}{marks} {' '.join(part.strip() for part in content)}"
+        dropped |= set(range(first + 1, end))
+    return dropped
+
+
+def _pieces(tokens: list[Token], count: int) -> Iterator[tuple[int, int]]:
+    """The lines of every paragraph, heading, row and block of code, and of what is between them."""
+    kinds = ("inline", "tr_open", "fence", "code_block")
+    at = 0
+    for first, end in sorted({(token.map[0], token.map[1]) for token in tokens if token.type in kinds and token.map}):
+        if at < first:
+            yield at, first
+        if at < end:
+            yield max(at, first), end
+        at = max(at, end)
+    if at < count:
+        yield at, count
+
+
+def _inert_span(text: str) -> str:
+    """Text of one paragraph or cell, in which code spans, links and images may be."""
+    shown, at = "", 0
+    while found := _PIECE.search(text, at):
+        shown += text[at : found.start()]
+        at = found.end()
+        kind = found.lastgroup if found.lastgroup != "to" else "link"
+        if kind == "ticks":
+            ticks = found["ticks"]
+            closing = re.compile(rf"(?<!`){ticks}(?!`)").search(text, at)
+            if closing:
+                shown += _code_span(ticks, text[at : closing.start()])
+                at = closing.end()
+            else:
+                shown += ticks
+        elif kind == "link":
+            target = _safe_target(found["to"])
+            shown += text[found.start() : found.start("to")]
+            if target == found["to"]:
+                at = found.start("to")  # it may hold code or an image: the link need not be one
+            else:
+                shown += target
+        else:
+            shown += _inert_piece(kind or "", found)
+    return shown + text[at:]
+
+
+def _inert_piece(kind: str, found: re.Match[str]) -> str:
+    if kind == "angle" or found[0] == "\\<":
+        return "&lt;"
+    if kind == "badge":
+        return f"[{found['badge'] or 'image'}"
+    if kind == "near":
+        return f"!{found['near']}"
+    if kind in ("blank", "image"):
+        return "[image" if kind == "blank" else "["
+    return found[0]
+
+
+def _code_span(ticks: str, content: str) -> str:
+    """A span of code; with a < in it, one that shows the same to a reader who does not take it for code."""
+    if "<" not in content:
+        return f"{ticks}{content}{ticks}"
+    content = content.replace("\\|", "|").replace("\n", " ")  # \| is a bar in a table
+    coded = "".join(char if char.isalnum() or char == " " else f"&#{ord(char)};" for char in content)
+    return f"<code>{coded}</code>"
+
+
+def _safe_target(to: str) -> str:
+    """The destination of a link, without the angles around it; that of this page for one that leads to none."""
+    plain = "".join(char for char in unescape(re.sub(r"\\(.)", r"\1", to.strip("<>"))) if char.isprintable())
+    scheme = _SCHEME.match(plain.replace(" ", ""))
+    if scheme and scheme[1].lower() not in _SAFE_SCHEMES:
+        return "./#"
+    return quote(to[1:-1], safe="/:?#&=+,;@%") if to.startswith("<") else to

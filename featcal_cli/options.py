@@ -1,0 +1,111 @@
+"""The options of the command line, each declared once and shared by the commands."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from featcal_cli.address import parse_merge, parse_source
+from featcal_cli.errors import RecipeError
+
+MODELS, METHOD, MACHINE, OUTPUT, HUB = (
+    "Models and data (what is left out is found in the merged repo)",
+    "Method (what is left out is chosen)",
+    "Machine",
+    "Output",
+    "Hub",
+)
+
+
+def _option(group: str, *names: str, help: str, **settings: Any) -> Any:  # noqa: A002 - typer's own word
+    return typer.Option(*names, help=help, rich_help_panel=group, **settings)
+
+
+Merged = Annotated[str | None, typer.Argument(metavar="MERGED", help="The merged model: Hub id[@revision] or folder.")]
+Model = Annotated[str, typer.Argument(metavar="MODEL", help="Hub id[@revision] or folder.")]
+Base = Annotated[str | None, _option(MODELS, metavar="REPO", help="The model that the experts were fine-tuned from.")]
+Experts = Annotated[
+    list[str] | None, _option(MODELS, "--expert", metavar="TASK=REPO", help="An expert; repeat for each task.")
+]
+Sources = Annotated[
+    list[str] | None,
+    _option(
+        MODELS, "--data", metavar="TASK=SOURCE",
+        help="Examples of a task, without labels: Hub dataset ID[:CONFIG[:SPLIT]], folder of images, "
+        ".jsonl, .csv, .parquet, or .safetensors of model-ready inputs.",
+    ),
+]  # fmt: skip
+MergeMethod = Annotated[
+    str | None,
+    _option(MODELS, "--merge", metavar="METHOD", help="Build the merged model: average or task_arithmetic:0.3."),
+]
+Recipe = Annotated[
+    str | None, _option(MODELS, "--recipe", "-r", metavar="FILE", help="A recipe, or its name; options override it.")
+]
+AllowPickle = Annotated[
+    bool, _option(MODELS, "--allow-pickle", help="Read pickled .bin weights (tensors only, no code).")
+]
+Examples = Annotated[
+    int | None, _option(METHOD, "--examples", "-n", metavar="N", help="Examples fitted per task [256].")
+]
+Ridge = Annotated[float | None, _option(METHOD, metavar="F", help="λ: weight of the anchor.")]
+Rho = Annotated[float | None, _option(METHOD, metavar="F", help="ρ: anchor = ρ·merged + (1−ρ)·base.")]
+Alpha = Annotated[float | None, _option(METHOD, metavar="F", help="α: target = α·expert + (1−α)·calibrated features.")]
+Norms = Annotated[str | None, _option(METHOD, metavar="KIND", help="auto, layernorm, all (RMSNorm too) or none.")]
+Bias = Annotated[bool | None, _option(METHOD, "--bias/--no-bias", help="Calibrate Linear biases [yes].")]
+TokenWeights = Annotated[
+    str | None,
+    _option(METHOD, metavar="KIND", help="auto, uniform, or cls: the first token counts most in the last block."),
+]
+Seed = Annotated[int | None, _option(METHOD, metavar="N", help="Seed of the choice of examples [42].")]
+Device = Annotated[str, _option(MACHINE, metavar="NAME", help="auto, cpu or cuda[:K].")]
+Dtype = Annotated[
+    str | None, _option(MACHINE, metavar="NAME", help="Of the forward passes: auto, float32 or bfloat16.")
+]
+BatchSize = Annotated[int | None, _option(MACHINE, metavar="N", min=1, help="Examples per forward pass [16].")]
+Folder = Annotated[
+    Path | None, _option(OUTPUT, "--output", "-o", metavar="DIR", help="Output folder [./NAME-featcal].")
+]
+Overwrite = Annotated[bool, _option(OUTPUT, "--overwrite", help="Replace the output folder.")]
+DryRun = Annotated[
+    bool, _option(OUTPUT, "--dry-run", help="Find, compare and estimate everything; download no weights.")
+]
+Json = Annotated[bool, _option(OUTPUT, "--json", help="Print the result as JSON on stdout.")]
+Quiet = Annotated[bool, _option(OUTPUT, "--quiet", "-q", help="Show only the result.")]
+PushTo = Annotated[str | None, _option(HUB, metavar="USER/NAME", help="Push the result to this repo.")]
+Private = Annotated[bool | None, _option(HUB, "--private", help="Make the repo private, if it is new.")]
+CreatePr = Annotated[bool, _option(HUB, "--create-pr", help="Open a pull request instead of committing.")]
+OverwriteRepo = Annotated[bool, _option(HUB, "--overwrite-repo", help="Commit to a repo that already holds a model.")]
+CommitMessage = Annotated[str | None, _option(HUB, metavar="TEXT", help="Message of the commit.")]
+
+
+def collect_overrides(
+    merged: str | None,
+    merge: str | None,
+    base: str | None,
+    experts: list[str] | None,
+    sources: list[str] | None,
+    calibration: dict[str, Any],
+    output: dict[str, Any],
+) -> dict[str, Any]:
+    """The command line in the nesting of a recipe; None means not given. Raises RecipeError."""
+    if merged and merge:
+        raise RecipeError("both MERGED and --merge are given", where="the command line", fix="give one of them")
+    tasks: dict[str, dict[str, Any]] = {}
+    for option, values in (("expert", experts or []), ("data", sources or [])):
+        for value in values:
+            task, equals, found = value.partition("=")
+            if not (task and equals and found):
+                raise RecipeError(f"cannot read {value!r}", where=f"--{option}", fix=f"write --{option} TASK=…")
+            if option in tasks.setdefault(task, {}):
+                raise RecipeError(f"task {task} has two of them", where=f"--{option}", fix="name every task once")
+            tasks[task][option] = found if option == "expert" else parse_source(found)
+    return {
+        "merged": parse_merge(merge) if merge else merged,
+        "base": base,
+        "tasks": tasks or None,
+        "calibration": {key: value for key, value in calibration.items() if value is not None},
+        "output": {key: value for key, value in output.items() if value is not None},
+    }

@@ -1,0 +1,263 @@
+"""Everything that can be found out about a job before its weights are downloaded, and every reason not to start it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from featcal_cli.architecture import Architecture
+from featcal_cli.batches import Batch
+from featcal_cli.checkpoint import Model, check_alignment, find_class, load_fitting
+from featcal_cli.convert import OTHER_FORMATS
+from featcal_cli.download import DESCRIBING, chosen_files, download, missing_files
+from featcal_cli.errors import ArchitectureError, OutputError
+from featcal_cli.estimate import Estimate, Load, estimate
+from featcal_cli.examples import TaskExamples, load_examples
+from featcal_cli.header import Entry, read_headers
+from featcal_cli.hub import Snapshot
+from featcal_cli.inventory import run_empty, walk_registered
+from featcal_cli.lineage import Finding
+from featcal_cli.machine import free_bytes, resident_bytes
+from featcal_cli.origin import Origin, find_origin
+from featcal_cli.outline import load_outline
+from featcal_cli.recipe import Data, Merge, Recipe
+from featcal_cli.repo import open_repo
+
+Note = Callable[[str], None]
+SAMPLED = 8
+"""Examples of a task that a dry run reads."""
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """Bytes of one model's files."""
+
+    missing: int
+    """To be downloaded."""
+    here: int
+    """In the cache or in a local folder already."""
+
+
+@dataclass(frozen=True)
+class Preflight:
+    """A job that may start."""
+
+    recipe: Recipe
+    """Every Hub repo and dataset at the commit that it has now."""
+    findings: Sequence[Finding]
+    origins: Mapping[str, Origin]
+    """By role: merged (unless it is built), base, and expert TASK."""
+    transfers: Mapping[str, Transfer]
+    examples: Mapping[str, TaskExamples]
+    model_class: str
+    dtype: str
+    """Of the merged model's files."""
+    parameters: int
+    blocks: int
+    modules: int
+    """That are calibrated."""
+    estimate: Estimate
+    device: str
+
+    @property
+    def commits(self) -> list[str | None]:
+        """The commit of each finding, None for what is no Hub repo."""
+        data = {f"data {task}": spec.data.revision for task, spec in self.recipe.tasks.items()}
+        known = data | {role: origin.repo.commit for role, origin in self.origins.items()}
+        return [known.get(finding.role) for finding in self.findings]
+
+    def to_dict(self) -> dict[str, Any]:
+        """For --json."""
+        return {
+            "recipe": self.recipe.model_dump(mode="json", exclude_none=True),
+            "findings": [asdict(finding) for finding in self.findings],
+            "transfers": {role: asdict(transfer) for role, transfer in self.transfers.items()},
+            "model_class": self.model_class,
+            "dtype": self.dtype,
+            "parameters": self.parameters,
+            "blocks": self.blocks,
+            "modules": self.modules,
+            "device": self.device,
+            "estimate": asdict(self.estimate),
+        }
+
+
+def prepare(
+    recipe: Recipe,
+    findings: Sequence[Finding],
+    *,
+    device: torch.device,
+    batch_size: int,
+    allow_pickle: bool,
+    sample: bool,
+    target: Path,
+    stage: Callable[[str], None],
+    note: Note,
+) -> Preflight:
+    """Pin every repo, compare the models by their files' headers, read the examples (with `sample` only a few of them),
+    and work out what the job needs. Nothing is written but small files to the Hub's cache.
+
+    Raises FeatCalError for whatever would stop the job later.
+    """
+    stage("finding models")
+    origins = {role: find_origin(name, allow_pickle=allow_pickle) for role, name in name_models(recipe).items()}
+    for text in dict.fromkeys(text for origin in origins.values() for text in origin.notes):
+        note(text)
+    recipe = _pin(recipe, origins)
+    stage("comparing models")
+    outlines = _outline_models(origins)
+    merged = outlines["merged"]
+    stage("reading examples")
+    count = min(recipe.calibration.examples, SAMPLED) if sample else recipe.calibration.examples
+    examples = _read_examples(recipe, origins, merged, count, batch_size, note)
+    batches = {task: found.fitted[0] for task, found in examples.items()}
+    architecture = _run_outline(merged, batches, recipe.calibration.norms)
+    for role, outline in outlines.items():
+        if role != "merged":
+            check_alignment(architecture, merged, outline)
+    transfers = {role: _transfer(origin) for role, origin in origins.items()}
+    loads = {task: _load(found, recipe.calibration.examples, count) for task, found in examples.items()}
+    needs = estimate(outlines, architecture, loads, device, batch_size=batch_size, resident=resident_bytes())
+    _check_disk(needs, transfers, target)
+    return Preflight(
+        recipe=recipe,
+        findings=findings,
+        origins=origins,
+        transfers=transfers,
+        examples=examples,
+        model_class=type(merged.module).__name__,
+        dtype=str(merged.module.dtype).removeprefix("torch."),
+        parameters=sum(parameter.numel() for parameter in merged.module.parameters()),
+        blocks=len(architecture.blocks),
+        modules=sum(len(block.modules) for block in architecture.blocks),
+        estimate=needs,
+        device=str(device),
+    )
+
+
+def name_models(recipe: Recipe) -> dict[str, str]:
+    """Every model that a job reads, as the user would type it, by its role."""
+    merged = {} if isinstance(recipe.merged, Merge) else {"merged": recipe.merged}
+    return merged | {"base": recipe.base} | {f"expert {task}": spec.expert for task, spec in recipe.tasks.items()}
+
+
+def _pin(recipe: Recipe, origins: Mapping[str, Origin]) -> Recipe:
+    """The recipe with every model and dataset at the commit that it has now."""
+    tasks = {
+        task: spec.model_copy(update={"expert": origins[f"expert {task}"].pinned, "data": _pin_data(spec.data)})
+        for task, spec in recipe.tasks.items()
+    }
+    merged = recipe.merged if isinstance(recipe.merged, Merge) else origins["merged"].pinned
+    return recipe.model_copy(update={"merged": merged, "base": origins["base"].pinned, "tasks": tasks})
+
+
+def _pin_data(data: Data) -> Data:
+    if data.dataset is None:
+        return data
+    repo = open_repo(f"{data.dataset}@{data.revision}" if data.revision else data.dataset, "dataset")
+    return data.model_copy(update={"revision": repo.commit})
+
+
+def _outline_models(origins: Mapping[str, Origin]) -> dict[str, Model]:
+    """Every model without values, by its role."""
+    snapshots = {
+        role: Snapshot(origin.name, _describe(origin.body), origin.repo.commit) for role, origin in origins.items()
+    }
+    headers: dict[str, Mapping[str, Entry] | None] = {
+        role: read_headers(origin.body.repo) if origin.body.form == "safetensors" else None
+        for role, origin in origins.items()
+    }
+
+    def outline(role: str, snapshot: Snapshot, model_class: Any) -> Model:
+        return load_outline(role, snapshot, model_class, headers[role])
+
+    first = "merged" if "merged" in origins else next(role for role in origins if role != "base")
+    merged = outline(first, snapshots[first], find_class(snapshots[first]))
+    found = {role: load_fitting(role, snapshots[role], merged, outline) for role in origins if role != first}
+    return {"merged": merged, first: merged, **found}
+
+
+def _describe(origin: Origin) -> Path:
+    """A folder with what says how to build and feed one model, without its weights."""
+    return origin.repo.folder or download(origin.repo, only=DESCRIBING)
+
+
+def _folders(origin: Origin) -> list[Path]:
+    """Where a model's processor and tokenizer may lie: an adapter brings its own, or uses its base's."""
+    return [_describe(origin), *(_folders(origin.base) if origin.base else ())]
+
+
+def _read_examples(
+    recipe: Recipe,
+    origins: Mapping[str, Origin],
+    merged: Model,
+    count: int,
+    batch_size: int,
+    note: Note,
+) -> dict[str, TaskExamples]:
+    examples = {}
+    for task, spec in recipe.tasks.items():
+        roles = [role for role in (f"expert {task}", "merged", "base") if role in origins]
+        folders = [folder for role in roles for folder in _folders(origins[role])]
+        examples[task] = load_examples(
+            task, spec.data, merged.module, folders,
+            count=count, batch_size=batch_size, seed=recipe.calibration.seed,
+        )  # fmt: skip
+        for text in examples[task].notes:
+            note(text)
+    return examples
+
+
+def _run_outline(merged: Model, batches: Mapping[str, Batch], norms: str) -> Architecture:
+    """The blocks that the batches reach; all that are registered, for a model that cannot run without values."""
+    found = run_empty(merged.module, norms, batches) or walk_registered(merged.module, batches, norms)
+    if not found.blocks:
+        raise ArchitectureError(
+            f"no list of transformer blocks was found in {type(merged.module).__name__}",
+            where=merged.snapshot.name,
+            fix="give a transformer checkpoint whose layers hold Linear modules",
+        )
+    return found
+
+
+def _transfer(origin: Origin) -> Transfer:
+    """Bytes of a model's own files and, for an adapter, of its base's."""
+    repo = origin.repo
+    chosen = chosen_files(repo, (), () if origin.form == "pickle" else OTHER_FORMATS)
+    missing = set() if repo.folder else set(missing_files(repo))
+    sizes = [sum(repo.files[path].size for path in chosen if (path in missing) is wanted) for wanted in (True, False)]
+    below = _transfer(origin.base) if origin.base else Transfer(0, 0)
+    return Transfer(sizes[0] + below.missing, sizes[1] + below.here)
+
+
+def _load(found: TaskExamples, wanted: int, read: int) -> Load:
+    """A task's examples as work: all `wanted`, of which `read` were read if the source has that many."""
+    batches = [*found.fitted, *found.selection, *found.held_out]
+    held = sum(x.numel() * x.element_size() for batch in batches for x in batch.values())
+    scale = wanted / read if found.fitted_count == read else 1.0
+    watched = found.held_out_count or found.fitted_count
+    return Load(found.fitted[0], round(found.fitted_count * scale), round(watched * scale), round(held * scale))
+
+
+def _check_disk(needs: Estimate, transfers: Mapping[str, Transfer], target: Path) -> None:
+    """Raise OutputError when the output or the downloads would not fit."""
+    downloads = sum(transfer.missing for transfer in transfers.values())
+    for place, bytes_needed, fix in (
+        (target.resolve().parent, needs.disk_bytes, "free some, or choose another --output"),
+        (Path(hub_cache()), downloads, "free some, or point HF_HOME to another disk"),
+    ):
+        free = free_bytes(place)
+        if free < bytes_needed:
+            what = f"{bytes_needed / 1e9:.1f} GB of disk are needed, and {free / 1e9:.1f} GB are free"
+            raise OutputError(what, where=str(place), fix=fix)
+
+
+def hub_cache() -> str:
+    """The folder that the Hub's client downloads to."""
+    from huggingface_hub import constants
+
+    return str(constants.HF_HUB_CACHE)

@@ -1,0 +1,251 @@
+"""A finished model goes to the Hub in one commit, which is read back before it counts."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from featcal_cli.account import check_namespace, check_role, read_account
+from featcal_cli.errors import HubError
+from featcal_cli.hub_errors import (
+    PAUSE,
+    TRIES,
+    explained_writing,
+    gone,
+    hub_page,
+    is_conflict,
+    is_timeout,
+    patiently,
+    worth_waiting,
+)
+from featcal_cli.remote import Head, differences, read_commit, read_folder, read_head
+from featcal_cli.repo import limit_waiting
+
+if TYPE_CHECKING:
+    from huggingface_hub import CommitOperationAdd
+
+KEEP_ALL = "# nothing is ignored\n"
+"""Sent in place of a repo's own .gitignore, which would quietly leave files out of the commit."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where a model is to be pushed, checked."""
+
+    repo_id: str
+    """USER/NAME of a model repo, which may not exist yet."""
+    user: str
+    """Whom the token belongs to."""
+    private: bool
+    """Whether only they and their organisation may see it."""
+    create_pr: bool
+    """Whether to open a pull request instead of committing to main."""
+    overwrite_repo: bool
+    """Whether main may be committed to even though it holds a model."""
+
+
+@dataclass(frozen=True)
+class Pushed:
+    """A model that is on the Hub, and was read back."""
+
+    url: str
+    """The page of the repo, or of the pull request."""
+    commit: str
+    """40 hexadecimal digits."""
+    pull_request: int | None
+    """Its number, where one was opened."""
+
+
+def check_target(
+    repo_id: str, *, private: bool, create_pr: bool, overwrite_repo: bool, finished: Path | None = None
+) -> Target:
+    """Where to push, after everything was checked that can be without writing.
+
+    finished: the folder of a model that an earlier run may have pushed already; a repo that holds just this is fine.
+    Raises HubError for a missing, unknown or read-only token, a repo of somebody else, a repo that holds a model where
+    neither `create_pr` nor `overwrite_repo` is given, and a pull request to a repo that does not exist.
+    """
+    _check_name(repo_id)
+    limit_waiting()
+    account = read_account(repo_id)
+    check_role(account, repo_id, create_pr=create_pr)
+    target = Target(repo_id, account.name, private, create_pr, overwrite_repo)
+    with explained_writing(repo_id):
+        head = read_head(repo_id)
+    if not create_pr:
+        check_namespace(account, repo_id)
+    ours = bool(finished and head and head.has_model and head.is_result_of(read_folder(finished)))
+    _check_head(target, head, ours=ours)
+    return target
+
+
+def push(folder: Path, target: Target, *, message: str) -> Pushed:
+    """Commit every file of `folder` that is not hidden to the target, in one commit; create the repo if need be.
+
+    Weight files of the repo that `folder` has not are deleted by the same commit: a loader could prefer them. Safe to
+    run again: what the Hub has already is neither uploaded nor committed twice.
+    Raises HubError when that fails, or when the Hub then holds something else.
+    """
+    limit_waiting()
+    try:
+        with explained_writing(target.repo_id):
+            return _Push(folder, target, message).run()
+    except HubError as error:
+        on = f"the finished model is in {folder}, and the same command again pushes it"
+        raise HubError(error.what, where=error.where, fix=f"{error.fix}; {on}") from error
+
+
+class _Push:
+    """One push, from the first look at the repo to the last."""
+
+    def __init__(self, folder: Path, target: Target, message: str) -> None:
+        from huggingface_hub import HfApi
+
+        self._folder, self._target, self._message = folder, target, message
+        self._files = read_folder(folder)
+        self._api = HfApi()
+
+    def run(self) -> Pushed:
+        """Look, upload, commit, read back."""
+        repo_id = self._target.repo_id
+        found, head = self._look()
+        _check_head(self._target, head, ours=found is not None)
+        if found:
+            return found
+        head = head or self._create()
+        pushed = self._commit(head, self._upload())
+        if wrong := differences(self._files, read_commit(repo_id, pushed.commit)):
+            what = f"{repo_id} holds something else than what was pushed: {', '.join(wrong[:5])}"
+            fix = f"do not use commit {pushed.commit}, and push with --overwrite-repo"
+            raise HubError(what, where=pushed.url, fix=fix)
+        return pushed
+
+    def _look(self) -> tuple[Pushed | None, Head | None]:
+        """Our commit, if the repo has it, and the head of main."""
+        repo_id = self._target.repo_id
+        head = read_head(repo_id)
+        if head is None:
+            return None, None
+        if head.is_result_of(self._files):
+            return Pushed(hub_page(repo_id), head.commit, None), head
+        return (self._find_pull_request() if self._target.create_pr else None), head
+
+    def _find_pull_request(self) -> Pushed | None:
+        """The open pull request of this user that holds just our files."""
+        repo_id = self._target.repo_id
+        pulls = patiently(
+            lambda: list(
+                self._api.get_repo_discussions(
+                    repo_id,
+                    author=self._target.user,
+                    discussion_type="pull_request",
+                    discussion_status="open",
+                )
+            )
+        )
+        for pull in pulls:
+            head = read_head(repo_id, f"refs/pr/{pull.num}")
+            if head and head.is_result_of(self._files):
+                return Pushed(f"{hub_page(repo_id)}/discussions/{pull.num}", head.commit, pull.num)
+        return None
+
+    def _create(self) -> Head:
+        """The head of the new repo."""
+        # None leaves it to what the organisation has as its default
+        private = self._target.private or None
+        patiently(lambda: self._api.create_repo(self._target.repo_id, private=private, exist_ok=True))
+        head = read_head(self._target.repo_id)
+        if head is None:
+            raise gone(self._target.repo_id)
+        _check_head(self._target, head, ours=False)
+        return head
+
+    def _upload(self) -> list[CommitOperationAdd]:
+        """The files as parts of a commit, the large ones uploaded, as far as the Hub lacks them."""
+        from huggingface_hub import CommitOperationAdd
+
+        additions = [CommitOperationAdd(path, str(self._folder / path)) for path in self._files]
+        for addition in additions:
+            addition.upload_info.sha256 = bytes.fromhex(str(self._files[addition.path_in_repo].sha256))
+        self._api.preupload_lfs_files(
+            self._target.repo_id,
+            additions,
+            create_pr=self._target.create_pr,
+            free_memory=False,
+            gitignore_content=KEEP_ALL,
+        )
+        return additions
+
+    def _commit(self, head: Head, additions: list[CommitOperationAdd]) -> Pushed:
+        """Commit once on top of `head`, and only there."""
+        from huggingface_hub import CommitOperationDelete
+
+        deletions = [CommitOperationDelete(path) for path in head.stale(self._files)]
+        for number in range(TRIES):
+            limit_waiting()  # after a failed connection the client is a new one
+            try:
+                done = self._api.create_commit(
+                    self._target.repo_id,
+                    [*additions, *deletions],
+                    commit_message=self._message,
+                    create_pr=self._target.create_pr,
+                    parent_commit=head.commit,
+                )
+            except Exception as error:
+                if found := self._find_after(error, PAUSE * 2**number):
+                    return found
+                if number == TRIES - 1:
+                    raise
+            else:
+                page = hub_page(self._target.repo_id)
+                return Pushed(f"{page}/discussions/{done.pr_num}" if done.pr_num else page, done.oid, done.pr_num)
+        raise AssertionError("the last try returned or raised")
+
+    def _find_after(self, error: Exception, pause: float) -> Pushed | None:
+        """Our commit, if it was made even though the client saw `error`; None where trying again does no harm.
+
+        Raises the error where trying again would do harm, or would not help.
+        """
+        wait = pause if is_conflict(error) else worth_waiting(error, pause)
+        if wait is None:
+            raise error
+        # what timed out may yet be carried out: a second commit is then a conflict, but a second pull request is not
+        final = is_conflict(error) or (is_timeout(error) and self._target.create_pr)
+        for number in range(TRIES if final else 1):
+            time.sleep(wait * 2**number)
+            found, head = self._look()
+            if found:
+                return found
+            if head is None:
+                raise gone(self._target.repo_id) from error
+        if final:
+            raise error
+        return None
+
+
+def _check_name(repo_id: str) -> None:
+    """Raise HubError for what cannot be a repo of a user or organisation."""
+    from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
+
+    with explained_writing(repo_id):
+        validate_repo_id(repo_id)
+    if "/" not in repo_id:
+        raise HubError(f"{repo_id!r} names no user", where=f"--push-to {repo_id}", fix=f"write USER/{repo_id}")
+
+
+def _check_head(target: Target, head: Head | None, *, ours: bool) -> None:
+    """Raise HubError where what the repo is now forbids the push; `ours`: it holds what is to be pushed."""
+    repo_id, where = target.repo_id, f"--push-to {target.repo_id}"
+    if head is None:
+        if target.create_pr:
+            what = f"there is no model repo {repo_id} that a pull request could be opened in"
+            raise HubError(what, where=where, fix="leave out --create-pr, and the push creates it")
+        return
+    if target.private and not head.private:
+        fix = "leave out --private, make the repo private in its settings, or push to another repo"
+        raise HubError(f"{repo_id} exists and is public", where=where, fix=fix)
+    if head.has_model and not (ours or target.create_pr or target.overwrite_repo):
+        fix = "give --create-pr to propose the change, --overwrite-repo to commit to it, or push to another repo"
+        raise HubError(f"{repo_id} already holds a model", where=where, fix=fix)

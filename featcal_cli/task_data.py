@@ -1,0 +1,132 @@
+"""An expert's calibration data, from its card and from the cards of the datasets that it names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from featcal_cli.address import existing_path
+from featcal_cli.cards import Card, read_card
+from featcal_cli.known import recall
+from featcal_cli.recipe import Data
+from featcal_cli.references import find, show, words
+from featcal_cli.repo import Repo
+
+SHOWN = 8
+"""Choices that a message lists."""
+
+
+@dataclass(frozen=True)
+class FoundData:
+    """Where a task's examples come from, and who says so."""
+
+    data: Data
+    source: str
+    notes: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class OpenQuestion:
+    """Why a task's data cannot be told, and what to choose from."""
+
+    problem: str
+    choices: Sequence[str] = ()
+    """Sources as a user would type them; empty where nothing is known."""
+
+
+def find_data(
+    task: str, expert: str, repo: Repo, card: Card, open_dataset: Callable[[str, str], Repo]
+) -> FoundData | OpenQuestion:
+    """The data of a task, from its expert's reference, repo and card.
+
+    `open_dataset` opens a dataset, given who names it. A card's `datasets` go before what its model-index was measured
+    on; of several datasets, the one with the task's name is taken. Raises HubError.
+    """
+    question = OpenQuestion(f"nothing says where the examples of {task} come from: {repo.name} names no dataset")
+    notes: list[str] = []
+    sources = {"datasets": card.datasets, "model-index": [entry.dataset for entry in card.evaluations]}
+    for key, names in sources.items():
+        source = f"the card of {repo.name} ({key})"
+        located = {name: find(name, repo) for name in names}
+        notes += [f"{source}: {show(name)} is no dataset on the Hub" for name, found in located.items() if not found]
+        usable = list(dict.fromkeys(found for found in located.values() if found))
+        chosen = usable if len(usable) == 1 else [name for name in usable if _carries(name, task)]
+        if len(chosen) == 1:
+            if len(usable) > 1:
+                notes.append(f"{repo.name} names {len(usable)} datasets; {chosen[0]} has the name of the task {task}")
+            return _with_config(task, chosen[0], source, notes, card, open_dataset)
+        if usable:
+            question = OpenQuestion(f"{repo.name} names several datasets for {task}: {_join(usable)}", usable)
+            break
+    known = recall(expert)
+    if known and known.data and (name := find(str(known.data.dataset), None)):
+        keys = _split(name) | {"config": known.data.config}
+        return FoundData(Data.model_validate(keys), f"known family {known.family}", notes)
+    if notes and not question.choices:
+        return OpenQuestion(f"{question.problem} that could be opened ({notes[0]})")
+    return question
+
+
+def _carries(dataset: str, task: str) -> bool:
+    """Whether a dataset's name holds the task's, word for word."""
+    return _holds(words(dataset.partition("@")[0].rpartition("/")[2]), words(task))
+
+
+def _holds(long: list[str], short: list[str]) -> bool:
+    return bool(short) and any(long[at : at + len(short)] == short for at in range(len(long)))
+
+
+def _split(reference: str) -> dict[str, str | None]:
+    """A reference as keys of `Data`."""
+    if existing_path(reference):
+        return {"path": reference}
+    name, _, revision = reference.partition("@")
+    return {"dataset": name, "revision": revision or None}
+
+
+def _with_config(
+    task: str,
+    dataset: str,
+    source: str,
+    notes: list[str],
+    expert_card: Card,
+    open_dataset: Callable[[str, str], Repo],
+) -> FoundData | OpenQuestion:
+    """The dataset with the config that suits the task, where it has several."""
+    keys = _split(dataset)
+    if "path" in keys:
+        return FoundData(Data.model_validate(keys), source, notes)
+    card = read_card(open_dataset(dataset, source).read_text("README.md") or "")
+    notes += [f"the card of {dataset}: {problem}" for problem in card.problems]
+    if len(card.configs) < 2:
+        return FoundData(Data.model_validate(keys), source, notes)
+    measured = {entry.config for entry in expert_card.evaluations if entry.config in card.configs}
+    if config := _config_of(task, card.configs):
+        notes.append(f"{dataset} has {len(card.configs)} configs; {config} has the name of the task {task}")
+    elif len(measured) == 1:
+        (config,) = measured
+        notes.append(f"{dataset} has {len(card.configs)} configs; {config} is the one in the expert's model-index")
+    elif config := card.default_config:
+        notes.append(f"{dataset} has {len(card.configs)} configs; {config} is its default")
+    if config:
+        return FoundData(Data.model_validate(keys | {"config": config}), source, notes)
+    choices = [f"{dataset}:{name}" for name in card.configs]
+    return OpenQuestion(f"{dataset}, the data of {task}, has several configs: {_join(card.configs)}", choices)
+
+
+def _config_of(task: str, configs: Sequence[str]) -> str | None:
+    """The one config that is named like the task, or like its end, or like a part of it."""
+    name = words(task)
+    parts = {config: words(config) for config in configs if words(config)}
+    same = [config for config, part in parts.items() if part == name]
+    last = [config for config, part in parts.items() if name[-len(part) :] == part]
+    held = [config for config, part in parts.items() if _holds(name, part)]
+    for found in (same, last, held):
+        longest = max((len(parts[config]) for config in found), default=0)
+        if len(best := [config for config in found if len(parts[config]) == longest]) == 1:
+            return best[0]
+    return None
+
+
+def _join(names: Sequence[str]) -> str:
+    return ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")

@@ -1,0 +1,127 @@
+"""Faults on demand for the Hub on loopback, and a name for every kind of request that its clients make."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class Kind(NamedTuple):
+    """Requests with this method whose path has a match."""
+
+    method: str
+    path: str
+
+
+READS = {
+    "whoami": Kind("GET", "^/api/whoami-v2$"),
+    "model info": Kind("GET", "^/api/models/[^/]+/[^/]+(/revision/.+)?$"),
+    "dataset info": Kind("GET", "^/api/datasets/[^/]+/[^/]+(/revision/.+)?$"),
+    "model tree": Kind("GET", "^/api/models/.+/tree/"),
+    "dataset tree": Kind("GET", "^/api/datasets/.+/tree/"),
+    "paths": Kind("POST", "^/api/.+/paths-info/"),
+    "refs": Kind("GET", "^/api/.+/refs$"),
+    "discussions": Kind("GET", "^/api/.+/discussions$"),
+    "file head": Kind("HEAD", "/resolve/"),
+    "file": Kind("GET", "/resolve/"),
+    "large file": Kind("GET", "^/cdn/"),
+}
+"""Every kind of request that reads."""
+WRITES = {
+    "create": Kind("POST", "^/api/repos/create$"),
+    "validate": Kind("POST", "^/api/validate-yaml$"),
+    "preupload": Kind("POST", "^/api/.+/preupload/"),
+    "batch": Kind("POST", "/info/lfs/objects/batch$"),
+    "upload": Kind("PUT", "^/upload/[^/]+$"),
+    "upload part": Kind("PUT", "^/upload/[^/]+/[0-9]+$"),
+    "upload end": Kind("POST", "^/upload/[^/]+$"),
+    "verify": Kind("POST", "/info/lfs/verify$"),
+    "commit": Kind("POST", "^/api/.+/commit/"),
+}
+"""Every kind of request that belongs to a push."""
+KINDS = READS | WRITES
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What goes wrong with a request."""
+
+    status: int = 0
+    """Answered in place of what was asked for; 0: the answer is the usual one."""
+    retry_after: int | None = None
+    """Seconds, in the header of that name."""
+    carried_out: bool = True
+    """Whether the request has its effect all the same."""
+    share: float = 1.0
+    """Of the answer's body that is sent; 0: not even its headers."""
+    reset: bool = False
+    """Whether the connection then ends with an RST, rather than orderly but too early."""
+    seconds: float = 0.0
+    """Waited before anything is done."""
+    action: Callable[[], object] | None = None
+    """Called before anything is done."""
+
+
+FAULTS = {
+    "429": Fault(status=429, retry_after=1, carried_out=False),
+    "500": Fault(status=500, carried_out=False),
+    "503": Fault(status=503, carried_out=False),
+    "reset": Fault(carried_out=False, share=0.0, reset=True),
+    "reset midway": Fault(share=0.5, reset=True),
+    "truncated": Fault(share=0.5),
+    "slow": Fault(seconds=2.0),
+    "lost reply": Fault(share=0.0, reset=True),
+    "lost behind a gateway": Fault(status=504),
+}
+"""Faults by name; of the last two, and of those midway, the request is carried out and the client cannot know it."""
+
+
+@dataclass
+class Planned:
+    """A fault that waits for its requests."""
+
+    method: str
+    paths: tuple[str, ...]
+    fault: Fault
+    left: int | None
+    skip: int
+
+
+class Faults:
+    """The faults that are planned, in the order in which they were."""
+
+    def __init__(self) -> None:
+        self.hits = 0
+        """Requests that a fault has hit so far."""
+        self._planned: list[Planned] = []
+        self._lock = threading.Lock()
+
+    def plan(self, kind: str, fault: str | Fault, *, path: str, times: int | None, after: int) -> None:
+        """Let requests of a kind (a name in KINDS, or a method) fail whose path has a match."""
+        method, pattern = KINDS.get(kind, Kind(kind, ""))
+        found = FAULTS[fault] if isinstance(fault, str) else fault
+        self._planned.append(Planned(method, (pattern, path), found, times, after))
+
+    def take(self, method: str, path: str) -> Fault | None:
+        """The fault that hits this request, if any."""
+        with self._lock:
+            for planned in self._planned:
+                if planned.left == 0 or not re.fullmatch(planned.method, method):
+                    continue
+                if not all(re.search(pattern, path) for pattern in planned.paths):
+                    continue
+                if planned.skip:
+                    planned.skip -= 1
+                    continue
+                if planned.left is not None:
+                    planned.left -= 1
+                self.hits += 1
+                return planned.fault
+        return None
+
+    def clear(self) -> None:
+        """Plan none."""
+        self._planned.clear()

@@ -1,0 +1,238 @@
+"""Everything that writes to the Hub on loopback: new repos, uploads, commits, pull requests."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import secrets
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatch
+from typing import TYPE_CHECKING, Any
+
+from hub_cards import check_card
+from hub_store import Answer, Blob, Call, Commit, Pull, RefusedError, Repo, is_lfs, refuse, to_json
+
+if TYPE_CHECKING:
+    from hub_server import HubServer
+
+
+@dataclass
+class Ticket:
+    """Leave to upload one large file; whoever has its number may, without a token."""
+
+    repo: Repo
+    sha256: str
+    size: int
+    parts: dict[int, bytes] = field(default_factory=dict)
+
+
+class Uploads:
+    """The writing half of a HubServer."""
+
+    def __init__(self, hub: HubServer) -> None:
+        self.hub = hub
+        self.part_size = 32 * 1024**2
+        """A larger file is uploaded in parts of so many bytes."""
+        self.spoil: Callable[[str, bytes], bytes] | None = None
+        """Changes a regular file's content as it is committed: a Hub that stores something else."""
+        self._tickets: dict[str, Ticket] = {}
+
+    def routes(self, name: str, api: str, revision: str) -> list[tuple[str, str, Callable[[Call], Answer]]]:
+        """Method, path and function of everything that writes, in the order in which they are tried."""
+        lfs = rf"/(?:(?P<kind>dataset)s/)?{name}\.git/info/lfs"
+        return [
+            ("POST", "/api/repos/create", self._create),
+            ("POST", "/api/validate-yaml", self._validate),
+            ("POST", f"{api}/preupload/{revision}", self._preupload),
+            ("POST", f"{lfs}/objects/batch", self._batch),
+            ("POST", f"{lfs}/verify", self._verify),
+            ("PUT", "/upload/(?P<ticket>[0-9a-f]+)(?:/(?P<part>[0-9]+))?", self._put),
+            ("POST", "/upload/(?P<ticket>[0-9a-f]+)", self._join),
+            ("POST", f"{api}/commit/{revision}", self._commit),
+        ]
+
+    def _writer(self, call: Call) -> str:
+        """The user of a token that may write. Refuses any other."""
+        user, role = self.hub.user(call), self.hub.role(call)
+        if user is None:
+            raise RefusedError(refuse(401, "Invalid username or password."))
+        if role == "read":
+            raise RefusedError(refuse(403, "Forbidden: this token has no write permission"))
+        return user
+
+    def _open(self, call: Call, *, pull: bool) -> tuple[Repo, str, str]:
+        """Repo, commit and user of a request that writes, which only a pull request may do to others' repos."""
+        user = self._writer(call)
+        repo, commit = self.hub.open(call)
+        if not pull and repo.id.split("/")[0] not in self.hub.names(user):
+            raise RefusedError(refuse(403, "Forbidden: pass `create_pr=1` as a query parameter to open a pull request"))
+        return repo, commit, user
+
+    def _create(self, call: Call) -> Answer:
+        user = self._writer(call)
+        asked = json.loads(call.body)
+        owner = asked.get("organization") or user
+        if owner not in self.hub.names(user):
+            return refuse(403, f"You don't have the rights to create a model under the namespace {owner!r}")
+        repo_id, kind = f"{owner}/{asked['name']}", asked.get("type") or "model"
+        url = f"{self.hub.url}/{'datasets/' if kind == 'dataset' else ''}{repo_id}"
+        if (kind, repo_id) in self.hub.repos:
+            message = f"You already created this {kind} repo"
+            return to_json({"error": message, "url": url}, 409, **{"X-Error-Message": message})
+        repo = Repo(repo_id, kind, False, asked.get("visibility") == "private", {owner})
+        suffixes = b"*.safetensors filter=lfs diff=lfs merge=lfs -text\n"
+        repo.commit("main", {".gitattributes": self.hub.keep(suffixes)})
+        self.hub.repos[kind, repo_id] = repo
+        return to_json({"url": url, "name": repo_id, "id": "0" * 24})
+
+    def _validate(self, call: Call) -> Answer:
+        errors, warnings = check_card(json.loads(call.body)["content"])
+        content = {
+            key: [{"message": text} for text in texts] for key, texts in (("errors", errors), ("warnings", warnings))
+        }
+        return to_json(content, 400 if errors else 200)
+
+    def _preupload(self, call: Call) -> Answer:
+        repo, commit, _user = self._open(call, pull="create_pr" in call.query)
+        asked, there = json.loads(call.body), repo.commits[commit]
+        ignored = asked.get("gitIgnore")
+        if ignored is None and ".gitignore" in there:
+            ignored = there[".gitignore"].path.read_text()
+        patterns = [line for line in (ignored or "").splitlines() if line and not line.startswith("#")]
+        answered = []
+        for file in asked["files"]:
+            path, large = file["path"], is_lfs(file["path"], file["size"])
+            told: dict[str, Any] = {"path": path, "uploadMode": "lfs" if large else "regular"}
+            told["shouldIgnore"] = any(fnmatch(path, pattern) for pattern in patterns)
+            if blob := there.get(path):
+                told["oid"] = blob.sha256 if is_lfs(path, blob.size) else blob.oid
+            answered.append(told)
+        return to_json({"files": answered, "commitOid": commit})
+
+    def _batch(self, call: Call) -> Answer:
+        asked = json.loads(call.body)
+        # a pull request names no branch
+        repo, _commit, _user = self._open(call, pull="ref" not in asked)
+        there = repo.objects | {blob.sha256 for files in repo.commits.values() for blob in files.values()}
+        objects = []
+        for wanted in asked["objects"]:
+            entry: dict[str, Any] = {"oid": wanted["oid"], "size": wanted["size"]}
+            if wanted["oid"] not in there:
+                entry["actions"] = self._actions(repo, wanted["oid"], wanted["size"])
+            objects.append(entry)
+        return to_json({"transfer": "basic", "objects": objects})
+
+    def _actions(self, repo: Repo, sha256: str, size: int) -> dict[str, Any]:
+        """Where a large file goes, whole or in parts."""
+        number = secrets.token_hex(16)
+        self._tickets[number] = Ticket(repo, sha256, size)
+        href = f"{self.hub.files_url}/upload/{number}"
+        upload: dict[str, Any] = {"href": href}
+        if size > self.part_size:
+            parts = range(1, -(-size // self.part_size) + 1)
+            upload["header"] = {"chunk_size": str(self.part_size)} | {f"{part:05}": f"{href}/{part}" for part in parts}
+        prefix = "datasets/" if repo.kind == "dataset" else ""
+        return {"upload": upload, "verify": {"href": f"{self.hub.url}/{prefix}{repo.id}.git/info/lfs/verify"}}
+
+    def _ticket(self, call: Call) -> Ticket:
+        if ticket := self._tickets.get(call.found["ticket"]):
+            return ticket
+        raise RefusedError(refuse(403, "this upload was never agreed to"))
+
+    def _put(self, call: Call) -> Answer:
+        ticket = self._ticket(call)
+        etag = {"ETag": f'"{hashlib.sha256(call.body).hexdigest()}"'}
+        if not call.found["part"]:
+            return self._finish(ticket, call.body) or Answer(200, headers=etag)
+        ticket.parts[int(call.found["part"])] = call.body
+        return Answer(200, headers=etag)
+
+    def _join(self, call: Call) -> Answer:
+        """Put an upload's parts together."""
+        ticket, asked = self._ticket(call), json.loads(call.body)
+        content = b""
+        for part in asked["parts"]:
+            piece = ticket.parts.get(part["partNumber"])
+            if piece is None or part["etag"] != f'"{hashlib.sha256(piece).hexdigest()}"':
+                return refuse(400, "a part is missing or has changed")
+            content += piece
+        return self._finish(ticket, content) or to_json({})
+
+    def _finish(self, ticket: Ticket, content: bytes) -> Answer | None:
+        """Keep a large file if it is the one that was announced, else refuse it."""
+        if len(content) != ticket.size or hashlib.sha256(content).hexdigest() != ticket.sha256:
+            return refuse(400, "the content is not what was announced")
+        self.hub.keep(content)
+        ticket.repo.objects.add(ticket.sha256)
+        return None
+
+    def _verify(self, call: Call) -> Answer:
+        repo, _commit, _user = self._open(call, pull=True)
+        asked = json.loads(call.body)
+        there = asked["oid"] in repo.objects
+        return to_json({}) if there else refuse(404, "this object was not uploaded")
+
+    def _commit(self, call: Call) -> Answer:
+        pull = "create_pr" in call.query
+        repo, head, user = self._open(call, pull=pull)
+        header, *steps = [json.loads(line) for line in call.body.splitlines() if line.strip()]
+        told = header["value"]
+        if not told.get("summary"):
+            return refuse(400, "a commit needs a message")
+        with self.hub.lock:
+            head = repo.resolve(call.found["revision"]) or head
+            if pull and told.get("parentCommit") in repo.commits:
+                head = told["parentCommit"]  # a pull request starts there, whatever main is by now
+            elif told.get("parentCommit", head) != head:
+                return refuse(412, "A commit has happened since. Please refresh and try again.")
+            files = self._apply(repo, repo.commits[head], steps)
+            revision = call.found["revision"]
+            if pull:
+                repo.pulls.append(Pull(len(repo.pulls) + 1, told["summary"], user, "open"))
+                revision = f"refs/pr/{len(repo.pulls)}"
+            sha = self._add(repo, revision, head, files)
+            repo.log.append(Commit(sha, head, revision, told["summary"], user))
+        page = f"{self.hub.url}/{'datasets/' if repo.kind == 'dataset' else ''}{repo.id}"
+        answer = {"success": True, "commitOid": sha, "commitUrl": f"{page}/commit/{sha}", "hookOutput": ""}
+        return to_json(answer | ({"pullRequestUrl": f"{page}/discussions/{len(repo.pulls)}"} if pull else {}))
+
+    def _add(self, repo: Repo, revision: str, parent: str, files: dict[str, Blob]) -> str:
+        """Point `revision` at a new commit, whose id depends on its parent and place in history too."""
+        content = "".join(f"{path} {blob.oid}\n" for path, blob in sorted(files.items()))
+        sha = hashlib.sha1(f"{parent} {revision} {len(repo.log)}\n{content}".encode()).hexdigest()
+        repo.commits[sha] = files
+        repo.refs[revision] = sha
+        return sha
+
+    def _apply(self, repo: Repo, before: Mapping[str, Blob], steps: list[dict[str, Any]]) -> dict[str, Blob]:
+        """The files after a commit's steps."""
+        files = dict(before)
+        for step in steps:
+            value, path = step["value"], step["value"]["path"]
+            if step["key"] == "file":
+                content = base64.b64decode(value["content"])
+                if path == "README.md" and check_card(content.decode())[0]:
+                    raise RefusedError(refuse(400, "invalid metadata in README.md"))
+                files[path] = self.hub.keep(self.spoil(path, content) if self.spoil else content)
+            elif step["key"] == "lfsFile":
+                files[path] = self._object(repo, value["oid"])
+            elif step["key"] == "deletedFile":
+                if path not in files:
+                    raise RefusedError(refuse(404, "A file with this name doesn't exist", "EntryNotFound"))
+                del files[path]
+            elif step["key"] == "deletedFolder":
+                files = {name: blob for name, blob in files.items() if not name.startswith(f"{path.rstrip('/')}/")}
+            else:
+                raise RefusedError(refuse(400, f"nothing is known of {step['key']}"))
+        return files
+
+    def _object(self, repo: Repo, sha256: str) -> Blob:
+        """A large file that the repo has. Refuses one that was never uploaded."""
+        known = {blob.sha256: blob for files in repo.commits.values() for blob in files.values()}
+        if sha256 in known:
+            return known[sha256]
+        if sha256 not in repo.objects:
+            raise RefusedError(refuse(400, "an LFS pointer points to a file that was not uploaded"))
+        return self.hub.keep(self.hub.stored(sha256).read_bytes())
