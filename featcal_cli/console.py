@@ -152,7 +152,8 @@ def show_preflight(found: Preflight) -> None:
         ("download", f"{_gigabytes(missing)}; {_gigabytes(here)} are here already"),
         ("memory", f"about {_gigabytes(needs.host_bytes)}{device}, the weights that are read included"),
         ("disk", f"about {_gigabytes(needs.disk_bytes)} for the output while it is made"),
-        ("time", f"about {timedelta(seconds=round(needs.seconds))} on {found.device}, downloads apart"),
+        ("time", f"about {timedelta(seconds=max(1, round(needs.seconds)))} on {found.device}, downloads apart"),
+        ("push", f"to {found.recipe.output.push_to or 'nowhere: the result stays in its folder'}"),
     )
     OUT.print()
     for name, text in lines:

@@ -27,8 +27,9 @@ class ImageReader:
 
     chosen: str
     column: str
-    folder: Path
-    """Where relative paths start: the folder of a local source."""
+    folder: Path | None
+    """Where relative paths start: the folder of a local source. None for a Hub dataset, whose rows name no files
+    of this machine."""
     processor: Any
     model: PreTrainedModel
     where: str
@@ -72,9 +73,10 @@ class ImageReader:
             value = value.get("bytes") or value.get("path")
         if isinstance(value, bytes):
             return BytesIO(value)
-        if isinstance(value, str) and value:
+        if isinstance(value, str) and value and self.folder is not None:
             return self.folder / value
-        raise BadRowError(f"column {self.column} has no image" + (f" but {type(value).__name__}" if value else ""))
+        found = "only the name of a file" if isinstance(value, str) else type(value).__name__
+        raise BadRowError(f"column {self.column} has no image" + (f" but {found}" if value else ""))
 
 
 def open_images(
@@ -83,11 +85,11 @@ def open_images(
     """The reader of image rows. Raises DataError when no column holds images or no folder has an image processor."""
     column = data.columns.get("image") or find_image_column(samples, where)
     processor, source = load_image_processor(folders, where)
-    path = local_path(data) if data.path is not None else Path()
+    path = local_path(data) if data.path is not None else None
     return ImageReader(
         chosen=f"column {column} (of {', '.join(samples)}), image processor from {source}",
         column=column,
-        folder=path.parent if path.is_file() else path,
+        folder=path.parent if path and path.is_file() else path,
         processor=processor,
         model=model,
         where=where,

@@ -42,7 +42,7 @@ class Lineage:
     """What was weighed and decided, a sentence each."""
 
 
-def find_lineage(draft: Draft, open_repo: Callable[[str, Kind], Repo] = open_repo) -> Lineage:
+def find_lineage(draft: Draft, open_repo: Opener = open_repo) -> Lineage:
     """The draft completed: base and experts from the merged repo's files, data from the experts' cards.
 
     What the draft says stays as it is: experts that it names are all there are, and a task that only has data gets the

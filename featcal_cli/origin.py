@@ -12,7 +12,7 @@ from featcal_cli.address import existing_path
 from featcal_cli.conversion import CONVERSION_BOT, find_conversion
 from featcal_cli.convert import PICKLES, SAFETENSORS
 from featcal_cli.errors import HubError
-from featcal_cli.repo import Repo, open_repo
+from featcal_cli.repo import Opener, Repo, open_repo
 
 Form = Literal["safetensors", "pickle", "adapter"]
 
@@ -49,12 +49,12 @@ class Origin:
         return [self.repo, *(self.base.repos() if self.base else ())]
 
 
-def find_origin(name: str, *, allow_pickle: bool = False) -> Origin:
+def find_origin(name: str, *, allow_pickle: bool = False, open_repo: Opener = open_repo) -> Origin:
     """The origin of `name`: an existing folder, else a Hub id `ID[@REVISION]`, or `BASE+ADAPTER`.
 
     Raises HubError when it is not found, not readable, or not a model, and for pickled weights without `allow_pickle`.
     """
-    return _find(name, allow_pickle, ())
+    return _find(name, allow_pickle, open_repo, ())
 
 
 def find_config(name: str) -> tuple[str, Path]:
@@ -80,13 +80,13 @@ def check_model(name: str, files: Collection[str]) -> None:
     raise HubError(f"{name} is {found}: it has no config.json", where=name, fix="give a full model's repo or folder")
 
 
-def _find(name: str, allow_pickle: bool, above: tuple[str, ...]) -> Origin:
+def _find(name: str, allow_pickle: bool, open_repo: Opener, above: tuple[str, ...]) -> Origin:
     """The origin of a model that is named by the user, or by the adapters `above`."""
     base, adapter = _split(name)
     repo = open_repo(adapter)
     if is_adapter(repo.files):
         check_adapter_files(repo.name, repo.files, allow_pickle)
-        return _find_base(repo, base, allow_pickle, above)
+        return _find_base(repo, base, allow_pickle, open_repo, above)
     if base:
         what = f"{adapter} is a full model, not an adapter ({ADAPTER_CONFIG}) for {base}"
         raise HubError(what, where=name, fix=f"give {adapter} alone, or BASE+ADAPTER with the adapter's repo or folder")
@@ -103,7 +103,7 @@ def _find(name: str, allow_pickle: bool, above: tuple[str, ...]) -> Origin:
     return Origin(repo, "pickle")
 
 
-def _find_base(repo: Repo, base_name: str, allow_pickle: bool, above: tuple[str, ...]) -> Origin:
+def _find_base(repo: Repo, base_name: str, allow_pickle: bool, open_repo: Opener, above: tuple[str, ...]) -> Origin:
     """The origin of an adapter on `base_name`, by default on the base that it names itself."""
     adapter = _read_adapter(repo)
     base_name = base_name or adapter.base
@@ -114,7 +114,7 @@ def _find_base(repo: Repo, base_name: str, allow_pickle: bool, above: tuple[str,
     if repo.pinned in above:
         raise HubError(f"{repo.name} is an adapter whose base is itself", where=repo.name, fix=fix)
     try:
-        base = _find(base_name, allow_pickle, (*above, repo.pinned))
+        base = _find(base_name, allow_pickle, open_repo, (*above, repo.pinned))
     except HubError as error:
         what = f"{repo.name} is an adapter, and its base cannot be used: {error.what}"
         raise HubError(what, where=error.where, fix=f"{error.fix}; or {fix}") from error

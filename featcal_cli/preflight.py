@@ -25,7 +25,7 @@ from featcal_cli.machine import free_bytes, resident_bytes
 from featcal_cli.origin import Origin, find_origin
 from featcal_cli.outline import load_outline
 from featcal_cli.recipe import Data, Merge, Recipe
-from featcal_cli.repo import open_repo
+from featcal_cli.repo import Opener
 
 Note = Callable[[str], None]
 SAMPLED = 8
@@ -93,6 +93,7 @@ def prepare(
     device: torch.device,
     batch_size: int,
     allow_pickle: bool,
+    open_repo: Opener,
     sample: bool,
     target: Path,
     stage: Callable[[str], None],
@@ -104,10 +105,10 @@ def prepare(
     Raises FeatCalError for whatever would stop the job later.
     """
     stage("finding models")
-    origins = {role: find_origin(name, allow_pickle=allow_pickle) for role, name in name_models(recipe).items()}
+    origins = {role: find_origin(name, allow_pickle=allow_pickle, open_repo=open_repo) for role, name in name_models(recipe).items()}
     for text in dict.fromkeys(text for origin in origins.values() for text in origin.notes):
         note(text)
-    recipe = _pin(recipe, origins)
+    recipe = _pin(recipe, origins, open_repo)
     stage("comparing models")
     outlines = _outline_models(origins)
     merged = outlines["merged"]
@@ -145,17 +146,17 @@ def name_models(recipe: Recipe) -> dict[str, str]:
     return merged | {"base": recipe.base} | {f"expert {task}": spec.expert for task, spec in recipe.tasks.items()}
 
 
-def _pin(recipe: Recipe, origins: Mapping[str, Origin]) -> Recipe:
+def _pin(recipe: Recipe, origins: Mapping[str, Origin], open_repo: Opener) -> Recipe:
     """The recipe with every model and dataset at the commit that it has now."""
     tasks = {
-        task: spec.model_copy(update={"expert": origins[f"expert {task}"].pinned, "data": _pin_data(spec.data)})
+        task: spec.model_copy(update={"expert": origins[f"expert {task}"].pinned, "data": _pin_data(spec.data, open_repo)})
         for task, spec in recipe.tasks.items()
     }
     merged = recipe.merged if isinstance(recipe.merged, Merge) else origins["merged"].pinned
     return recipe.model_copy(update={"merged": merged, "base": origins["base"].pinned, "tasks": tasks})
 
 
-def _pin_data(data: Data) -> Data:
+def _pin_data(data: Data, open_repo: Opener) -> Data:
     if data.dataset is None:
         return data
     repo = open_repo(f"{data.dataset}@{data.revision}" if data.revision else data.dataset, "dataset")

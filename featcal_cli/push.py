@@ -227,7 +227,7 @@ class _Push:
 
 def _check_name(repo_id: str) -> None:
     """Raise HubError for what cannot be a repo of a user or organisation."""
-    from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
+    from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # meant to be exported
 
     with explained_writing(repo_id):
         validate_repo_id(repo_id)

@@ -202,8 +202,12 @@ def complete_draft(draft: Draft) -> Recipe:
 
 
 def dump_recipe(recipe: Recipe) -> str:
-    """The recipe as YAML that `build_recipe` reads back."""
-    return yaml.safe_dump(recipe.model_dump(exclude_none=True), sort_keys=False, allow_unicode=True, width=120)
+    """The recipe as YAML that `build_recipe` reads back, without its output: who runs a job again need not publish it."""
+    content = recipe.model_dump(exclude_none=True, exclude={"output"})
+    for task in content["tasks"].values():
+        if not task["data"]["columns"]:
+            del task["data"]["columns"]
+    return yaml.safe_dump(content, sort_keys=False, allow_unicode=True, width=120)
 
 
 def _read_yaml(file: Path) -> dict[str, Any]:

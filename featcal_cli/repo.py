@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -115,6 +115,10 @@ class Repo:
                 if len(content) >= skip + stop - start:
                     break
         return bytes(content[skip : skip + stop - start])
+
+
+Opener = Callable[[str, Kind], Repo]
+"""`open_repo`, or the same with a memory: a run opens every repo once, so that all its parts see one commit."""
 
 
 def open_repo(name: str, kind: Kind = "model") -> Repo:

@@ -7,6 +7,7 @@ import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from featcal_cli.plots import plot_drift
 from featcal_cli.preflight import Preflight, prepare
 from featcal_cli.push import Pushed, Target, check_target, push
 from featcal_cli.recipe import Draft, Merge, dump_recipe, find_recipe, read_draft
+from featcal_cli.repo import open_repo
 from featcal_cli.report import CARD, PICTURE, RECIPE, REPORT, BlockReport, DriftCurve, Report, Source, TaskDrift
 from featcal_cli.select import choose_settings
 
@@ -150,7 +152,8 @@ class _Run:
     def prepare(self, *, sample: bool) -> Preflight:
         """What can be known before weights are downloaded."""
         self._listener.stage("finding models")
-        lineage = find_lineage(self._draft)
+        once = cache(open_repo)
+        lineage = find_lineage(self._draft, once)
         for finding in lineage.findings:
             if finding.source != SAID:
                 self._note(f"{finding.role}: {finding.value} (from {finding.source})")
@@ -162,6 +165,7 @@ class _Run:
             device=self._device,
             batch_size=self._batch_size,
             allow_pickle=self._allow_pickle,
+            open_repo=once,
             sample=sample,
             target=self._target,
             stage=self._listener.stage,
