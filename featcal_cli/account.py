@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from featcal_cli.errors import HubError
-from featcal_cli.hub_errors import explained_writing, patiently
+from featcal_cli.hub_errors import explained_writing
+from featcal_cli.patience import patiently
 
 LOGIN = "set HF_TOKEN or run `hf auth login`"
 NEW_TOKEN = "make one with write access on the Hub's settings page, and set HF_TOKEN to it"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from featcal_cli.address import split_revision
-from featcal_cli.ancestry import Account, Ancestry
+from featcal_cli.ancestry import Ancestry, Statement
 from featcal_cli.commands import enumerate_names, show_merged, write_command
 from featcal_cli.errors import HubError, LineageError
 from featcal_cli.known import recall
@@ -56,19 +56,19 @@ def find_stated_base(case: Case) -> Found | None:
     if case.draft.base:
         return Found(case.draft.base, SAID)
     listed: list[str] = []
-    for account in case.ancestry.accounts:
-        if len(account.bases) > 1:
-            named = [found for name in account.bases if (found := case.located(name))]
-            _ask(case, f"{case.merged} names several bases in its card", named, account.source)
+    for statement in case.ancestry.statements:
+        if len(statement.bases) > 1:
+            named = [found for name in statement.bases if (found := case.located(name))]
+            _ask(case, f"{case.merged} names several bases in its card", named, statement.source)
         # slerp starts at one of its two models, and some cards call that one the base
-        if account.base and not any(same_repo(account.base, name) for name in listed):
+        if statement.base and not any(same_repo(statement.base, name) for name in listed):
             try:
-                return Found(locate(account.base, case.ancestry.repo), account.source)
+                return Found(locate(statement.base, case.ancestry.repo), statement.source)
             except UnusableError as error:
-                what = f"the base of {case.merged}, {show(account.base)}, {error}"
+                what = f"the base of {case.merged}, {show(statement.base)}, {error}"
                 fix = f"type {write_command(case.draft, base='REPO')}"
-                raise LineageError(what, where=account.source, fix=fix) from None
-        listed += [] if account.mixed else account.experts
+                raise LineageError(what, where=statement.source, fix=fix) from None
+        listed += [] if statement.mixed else statement.experts
     return None
 
 
@@ -77,14 +77,14 @@ def find_base_of(case: Case, experts: Sequence[Found]) -> Found:
 
     Raises LineageError when they disagree or are silent, and HubError.
     """
-    for account in case.ancestry.accounts:
-        rest = [name for name in account.experts if not any(case.means(name, one.reference) for one in experts)]
-        complete = account.mixed and not any(one.source == SAID for one in experts)
-        if complete and len(rest) == 1 < len(account.experts) and (found := case.located(rest[0])):
+    for statement in case.ancestry.statements:
+        rest = [name for name in statement.experts if not any(case.means(name, one.reference) for one in experts)]
+        complete = statement.mixed and not any(one.source == SAID for one in experts)
+        if complete and len(rest) == 1 < len(statement.experts) and (found := case.located(rest[0])):
             case.library.notes.append(
-                f"{found} is the only model in {account.source} that is no expert: it is the base"
+                f"{found} is the only model in {statement.source} that is no expert: it is the base"
             )
-            return Found(found, account.source)
+            return Found(found, statement.source)
     parents = {
         one.reference: case.library.find_parent(one.reference, None if one.source == SAID else one.source)
         for one in experts
@@ -99,12 +99,12 @@ def find_base_of(case: Case, experts: Sequence[Found]) -> Found:
     )
 
 
-def pick_base(case: Case, names: Sequence[str], account: Account) -> Found:
+def pick_base(case: Case, names: Sequence[str], statement: Statement) -> Found:
     """The base of an unordered list of models that may hold it: the one that the others come from.
 
     Raises LineageError when the list can be read in several ways.
     """
-    parents = {name: _ask_parent(case, name, account) for name in names}
+    parents = {name: _ask_parent(case, name, statement) for name in names}
     inside = [name for name in names if any(one and same_repo(name, one.reference) for one in parents.values())]
     outside = {name: parent for name, parent in parents.items() if name not in inside}
     plain = len(inside) <= 1 and len(_distinct(outside)) <= 1
@@ -112,17 +112,17 @@ def pick_base(case: Case, names: Sequence[str], account: Account) -> Found:
     if told is None:
         said = _tell(parents)
         what = f"{case.merged} does not say which of {enumerate_names(names)} is the base"
-        _ask(case, f"{what} ({said})" if said else what, names, account.source)
+        _ask(case, f"{what} ({said})" if said else what, names, statement.source)
     listed = any(same_repo(told.reference, name) for name in names)
     rest = "the other models in" if listed else "all models in"
-    case.library.notes.append(f"{told.reference} is the base by {told.source}; {rest} {account.source} are experts")
+    case.library.notes.append(f"{told.reference} is the base by {told.source}; {rest} {statement.source} are experts")
     return told
 
 
-def _ask_parent(case: Case, name: str, account: Account) -> Parent | None:
+def _ask_parent(case: Case, name: str, statement: Statement) -> Parent | None:
     """What a listed model comes from; nothing where it cannot be opened, for it may be the base, which need not be."""
     try:
-        return case.library.find_parent(name, account.source)
+        return case.library.find_parent(name, statement.source)
     except HubError as error:
         case.library.notes.append(f"{name} was not asked what it comes from: {error.what}")
         return None

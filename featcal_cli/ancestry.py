@@ -1,4 +1,4 @@
-"""What the files of a merged repo say it was made from, one account for each file that says something."""
+"""What the files of a merged repo say it was made from, one statement for each file that says something."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from featcal_cli.adapter import ADAPTER_CONFIG, is_adapter
-from featcal_cli.cards import Card, load_documents, read_card
 from featcal_cli.errors import LineageError, RecipeError
 from featcal_cli.mergekit import (
     CONFIG_FILES,
@@ -19,6 +18,7 @@ from featcal_cli.mergekit import (
     is_mergekit,
     read_mergekit,
 )
+from featcal_cli.readme import Card, load_documents, read_card
 from featcal_cli.recipe import Data, Draft
 from featcal_cli.references import UnusableError, is_hub_id, locate, show
 from featcal_cli.repo import Repo
@@ -29,7 +29,7 @@ _RELATIONS = {"quantized": "a quantized copy of another", "adapter": "an adapter
 
 
 @dataclass(frozen=True)
-class Account:
+class Statement:
     """What one source says of a merged model; references are as it writes them."""
 
     source: str
@@ -53,7 +53,7 @@ class Ancestry:
 
     repo: Repo | None
     """The merged repo; None where there is none, or where it need not be asked."""
-    accounts: Sequence[Account] = ()
+    statements: Sequence[Statement] = ()
     """The most trustworthy first."""
     looked_at: Sequence[str] = ()
     """Every source and what it lacks, a phrase each: what an error tells where nothing is found."""
@@ -73,7 +73,7 @@ def read_ancestry(repo: Repo, command: str) -> Ancestry:
     if card.relation in _RELATIONS:
         what = f"{repo.name} is no merged model: its card says that it is {_RELATIONS[card.relation]}"
         raise LineageError(what, where=f"the card of {repo.name}", fix="give the merged model itself")
-    accounts: list[Account] = []
+    statements: list[Statement] = []
     notes = [f"the card of {repo.name}: {problem}" for problem in card.problems]
     looked_at: list[str] = []
     config, missing = _from_config(repo, command)
@@ -82,31 +82,31 @@ def read_ancestry(repo: Repo, command: str) -> Ancestry:
         config, missing = _from_blocks(repo, card)
     notes += [config.note] if config and config.note else []
     recipe, no_recipe = _from_recipe(repo, notes)
-    accounts += [account for account in (config, recipe) if account]
+    statements += [statement for statement in (config, recipe) if statement]
     looked_at += [phrase for phrase in (missing, no_recipe) if phrase]
-    accounts += _from_card(repo, card)
+    statements += _from_card(repo, card)
     if "README.md" not in repo.files:
         looked_at.append("README.md (not there)")
     elif len(card.base_models) < 2:
         looked_at.append(f"README.md ({'one' if card.base_models else 'no'} base_model)")
-    return Ancestry(repo, accounts, [*looked_at, *_hint(repo)], notes)
+    return Ancestry(repo, statements, [*looked_at, *_hint(repo)], notes)
 
 
-def _from_config(repo: Repo, command: str) -> tuple[Account | None, str]:
+def _from_config(repo: Repo, command: str) -> tuple[Statement | None, str]:
     """mergekit's own file."""
     for name in (*CONFIG_FILES, MOE_CONFIG_FILE):
         if (text := repo.read_text(name)) is None:
             continue
         where = f"{name} of {repo.name}"
         try:
-            account = _as_account(read_mergekit(load_documents(text), where), where)
-            return account, "" if account.base else f"{name} (no base)"
+            statement = _as_statement(read_mergekit(load_documents(text), where), where)
+            return statement, "" if statement.base else f"{name} (no base)"
         except ValueError as error:
             raise LineageError(f"{name} cannot be used: {error}", where=where, fix=f"type {command}") from None
     return None, f"{CONFIG_FILES[0]} (not there)"
 
 
-def _from_blocks(repo: Repo, card: Card) -> tuple[Account | None, str]:
+def _from_blocks(repo: Repo, card: Card) -> tuple[Statement | None, str]:
     """The configuration that mergekit writes into the card's text."""
     where = f"the configuration in the card of {repo.name}"
     documents: list[Any] = []
@@ -118,18 +118,18 @@ def _from_blocks(repo: Repo, card: Card) -> tuple[Account | None, str]:
     if not documents:
         return None, ""
     try:
-        return _as_account(read_mergekit(documents, where), where), ""
+        return _as_statement(read_mergekit(documents, where), where), ""
     except MalformedError as error:
         return None, f"the configuration in README.md ({error})"
 
 
-def _as_account(config: MergekitConfig, where: str) -> Account:
+def _as_statement(config: MergekitConfig, where: str) -> Statement:
     between = "" if config.start is None else f"{config.method} goes from {show(config.start)} to the other model"
     note = between and f"{where}: {between}, so both are experts and neither is the base"
-    return Account(where, config.base, config.experts, note=note)
+    return Statement(where, config.base, config.experts, note=note)
 
 
-def _from_recipe(repo: Repo, notes: list[str]) -> tuple[Account | None, str]:
+def _from_recipe(repo: Repo, notes: list[str]) -> tuple[Statement | None, str]:
     """The recipe that featcal leaves in what it has calibrated."""
     if (text := repo.read_text(RECIPE_FILE)) is None:
         return None, f"{RECIPE_FILE} (not there)"
@@ -148,7 +148,7 @@ def _from_recipe(repo: Repo, notes: list[str]) -> tuple[Account | None, str]:
                 data[expert] = _anchored(source, repo)
         except UnusableError as error:
             notes.append(f"{where}: the data of {show(expert)} {error}; it is left out")
-    return Account(where, draft.base, tuple(experts), data=data, tasks=tasks if plain else {}), ""
+    return Statement(where, draft.base, tuple(experts), data=data, tasks=tasks if plain else {}), ""
 
 
 def _anchored(data: Data, repo: Repo) -> Data:
@@ -166,16 +166,16 @@ def _anchored(data: Data, repo: Repo) -> Data:
     return data.model_copy(update={"path": locate(data.path, repo)})
 
 
-def _from_card(repo: Repo, card: Card) -> Iterator[Account]:
+def _from_card(repo: Repo, card: Card) -> Iterator[Statement]:
     """What the card's metadata and text say."""
     where = f"the card of {repo.name}"
     if card.bases_in_text:
         bases = card.bases_in_text
-        yield Account(f'{where} ("as a base")', bases[0] if len(bases) == 1 else None, bases=bases)
+        yield Statement(f'{where} ("as a base")', bases[0] if len(bases) == 1 else None, bases=bases)
     if len(card.base_models) > 1:
-        yield Account(f"{where} (base_model)", None, card.base_models, mixed=True)
+        yield Statement(f"{where} (base_model)", None, card.base_models, mixed=True)
     elif card.base_models:
-        yield Account(f"{where} (base_model)", card.base_models[0])
+        yield Statement(f"{where} (base_model)", card.base_models[0])
 
 
 def _hint(repo: Repo) -> Iterator[str]:

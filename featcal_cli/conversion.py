@@ -11,7 +11,8 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 from featcal_cli.convert import SAFETENSORS, cache_folder
-from featcal_cli.hub_errors import TIMEOUT, explained, patiently, unreachable
+from featcal_cli.hub_errors import explained
+from featcal_cli.patience import patiently, unreachable
 from featcal_cli.repo import Repo, RepoFile
 
 if TYPE_CHECKING:
@@ -73,7 +74,7 @@ def _search(name: str, files: Mapping[str, RepoFile]) -> Pull | None:
     api = HfApi()
     pulls = api.get_repo_discussions(name, discussion_type="pull_request", discussion_status="open")
     for pull in sorted(pulls, key=likelihood)[:PULLS_LOOKED_AT]:
-        info = api.model_info(name, revision=f"refs/pr/{pull.num}", files_metadata=True, timeout=TIMEOUT)
+        info = api.model_info(name, revision=f"refs/pr/{pull.num}", files_metadata=True)
         offered = {file.rfilename: file.blob_id for file in info.siblings or ()}
         pickles = (path for path in offered if re.match(r"pytorch_model.*\.bin$", path))
         same = all(path in files and files[path].oid == offered[path] for path in pickles)

@@ -14,7 +14,8 @@ from tqdm import tqdm
 
 from featcal_cli.convert import cache_folder
 from featcal_cli.errors import HubError
-from featcal_cli.hub_errors import explained, patiently
+from featcal_cli.hub_errors import explained
+from featcal_cli.patience import patiently
 from featcal_cli.repo import Repo, RepoFile
 
 PREPROCESSOR_FILES = (

@@ -15,9 +15,10 @@ from featcal_cli.address import looks_like_path
 from featcal_cli.errors import DataError, FeatCalError, HubError
 from featcal_cli.formats import FORMATS, OPTIONS, count_endings, format_of, infer_format, is_metadata, readable_files
 from featcal_cli.hub_configs import choose_config, find_splits, read_configs
-from featcal_cli.hub_errors import explained, patiently
+from featcal_cli.hub_errors import explained
+from featcal_cli.patience import limit_waiting, patiently
 from featcal_cli.recipe import Data
-from featcal_cli.repo import Repo, limit_waiting
+from featcal_cli.repo import Repo
 from featcal_cli.splits import SPLIT_WORDS, choose_split
 
 os.environ["HF_UPDATE_DOWNLOAD_COUNTS"] = "0"  # read when `datasets` is imported: it would report every use

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
 from featcal_cli.adapter import split_adapter
 from featcal_cli.address import existing_path
 from featcal_cli.ancestors import SAID, Case, Found, find_base_of, find_stated_base, pick_base
-from featcal_cli.ancestry import Account, Ancestry, read_ancestry
+from featcal_cli.ancestry import Ancestry, Statement, read_ancestry
 from featcal_cli.commands import enumerate_names, show_merged, write_command
 from featcal_cli.errors import HubError, LineageError
 from featcal_cli.library import Library
 from featcal_cli.recipe import Draft, Merge, Recipe, TaskDraft
 from featcal_cli.references import UnusableError, locate, name_tasks, same_name, show
-from featcal_cli.repo import Kind, Repo, open_repo
+from featcal_cli.repo import Opener, open_repo
 from featcal_cli.task_data import SHOWN, FoundData, OpenQuestion, find_data
 
 
@@ -89,40 +89,40 @@ def _find_experts(case: Case, base: Found | None) -> tuple[dict[str, Found], Fou
     said = {task: Found(spec.expert, SAID) for task, spec in tasks.items() if spec.expert}
     if said and len(said) == len(tasks):
         return said, base
-    account = next((account for account in case.ancestry.accounts if account.experts), None)
-    if account is None:
+    statement = next((statement for statement in case.ancestry.statements if statement.experts), None)
+    if statement is None:
         _refuse_without_experts(case, base)
-    found, base = _name_experts(case, account, base)
+    found, base = _name_experts(case, statement, base)
     if not found:
         _refuse_without_experts(case, base)
     renamed: dict[str, str] = {}
     for task in tasks:
         if task not in said:
-            renamed[_match(case, task, [name for name in found if name not in renamed], account)] = task
-    named = {renamed.get(name, name): Found(reference, account.source) for name, reference in found.items()}
+            renamed[_match(case, task, [name for name in found if name not in renamed], statement)] = task
+    named = {renamed.get(name, name): Found(reference, statement.source) for name, reference in found.items()}
     if not said:
         return named, base
     kept = {task: said.get(task) or named[task] for task in tasks}
     left = [name for name in found.values() if not any(case.means(name, one.reference) for one in kept.values())]
     if left:
-        case.library.notes.append(f"{account.source} names further experts, which are left out: {', '.join(left)}")
+        case.library.notes.append(f"{statement.source} names further experts, which are left out: {', '.join(left)}")
     return kept, base
 
 
-def _name_experts(case: Case, account: Account, base: Found | None) -> tuple[dict[str, str], Found | None]:
-    """The experts that an account names, by task; and the base, where the account's list turns out to hold it."""
-    names = list(account.experts)
-    if base and (base.source == SAID or not account.base):
+def _name_experts(case: Case, statement: Statement, base: Found | None) -> tuple[dict[str, str], Found | None]:
+    """The experts that an statement names, by task; and the base, where the statement's list turns out to hold it."""
+    names = list(statement.experts)
+    if base and (base.source == SAID or not statement.base):
         names = [name for name in names if not case.means(name, base.reference)]
-    raw = {_locate(case, name, account, names): name for name in names}
-    if account.mixed and base is None:
-        base = pick_base(case, list(raw), account)
+    raw = {_locate(case, name, statement, names): name for name in names}
+    if statement.mixed and base is None:
+        base = pick_base(case, list(raw), statement)
         raw = {reference: name for reference, name in raw.items() if not case.means(name, base.reference)}
-    labels = [account.tasks[name] for name in raw.values()] if account.tasks else name_tasks(list(raw))
+    labels = [statement.tasks[name] for name in raw.values()] if statement.tasks else name_tasks(list(raw))
     return dict(zip(labels, raw, strict=True)), base
 
 
-def _match(case: Case, task: str, names: Sequence[str], account: Account) -> str:
+def _match(case: Case, task: str, names: Sequence[str], statement: Statement) -> str:
     """The found expert that the user means by a task. Raises LineageError where there is none."""
     alike = [name for name in names if same_name(name, task)]
     if alike:
@@ -130,11 +130,11 @@ def _match(case: Case, task: str, names: Sequence[str], account: Account) -> str
     others = f"those left are {enumerate_names(names)}" if names else "none is left"
     what = f"no expert of {case.merged} is for the task {task}: {others}"
     command = write_command(case.draft, experts={task: "REPO"})
-    raise LineageError(what, where=account.source, fix=f"name the data by one of these tasks, or type {command}")
+    raise LineageError(what, where=statement.source, fix=f"name the data by one of these tasks, or type {command}")
 
 
-def _locate(case: Case, name: str, account: Account, names: Sequence[str]) -> str:
-    """The expert that an account means by a name. Raises LineageError that shows what to type instead."""
+def _locate(case: Case, name: str, statement: Statement, names: Sequence[str]) -> str:
+    """The expert that an statement means by a name. Raises LineageError that shows what to type instead."""
     try:
         return locate(name, case.ancestry.repo)
     except UnusableError as error:
@@ -142,7 +142,7 @@ def _locate(case: Case, name: str, account: Account, names: Sequence[str]) -> st
         tasks = dict(zip(name_tasks(usable), usable, strict=True)) | {"TASK": "REPO"}
         what = f"an expert of {case.merged}, {show(name)}, {error}"
         fix = f"type {write_command(case.draft, experts=tasks)}"
-        raise LineageError(what, where=account.source, fix=fix) from None
+        raise LineageError(what, where=statement.source, fix=fix) from None
 
 
 def _refuse_without_experts(case: Case, base: Found | None) -> NoReturn:
@@ -193,8 +193,8 @@ def _ask_for_data(case: Case, questions: Mapping[str, OpenQuestion]) -> NoReturn
 
 def _recorded_data(case: Case, expert: str) -> FoundData | None:
     """The data that the merged repo's featcal.yaml has for an expert."""
-    for account in case.ancestry.accounts:
-        for name, data in account.data.items():
+    for statement in case.ancestry.statements:
+        for name, data in statement.data.items():
             if case.means(name, expert):
-                return FoundData(data, account.source)
+                return FoundData(data, statement.source)
     return None

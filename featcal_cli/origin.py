@@ -83,7 +83,7 @@ def check_model(name: str, files: Collection[str]) -> None:
 def _find(name: str, allow_pickle: bool, open_repo: Opener, above: tuple[str, ...]) -> Origin:
     """The origin of a model that is named by the user, or by the adapters `above`."""
     base, adapter = _split(name)
-    repo = open_repo(adapter)
+    repo = open_repo(adapter, "model")
     if is_adapter(repo.files):
         check_adapter_files(repo.name, repo.files, allow_pickle)
         return _find_base(repo, base, allow_pickle, open_repo, above)

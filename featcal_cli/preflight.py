@@ -105,7 +105,10 @@ def prepare(
     Raises FeatCalError for whatever would stop the job later.
     """
     stage("finding models")
-    origins = {role: find_origin(name, allow_pickle=allow_pickle, open_repo=open_repo) for role, name in name_models(recipe).items()}
+    origins = {
+        role: find_origin(name, allow_pickle=allow_pickle, open_repo=open_repo)
+        for role, name in name_models(recipe).items()
+    }
     for text in dict.fromkeys(text for origin in origins.values() for text in origin.notes):
         note(text)
     recipe = _pin(recipe, origins, open_repo)
@@ -149,7 +152,9 @@ def name_models(recipe: Recipe) -> dict[str, str]:
 def _pin(recipe: Recipe, origins: Mapping[str, Origin], open_repo: Opener) -> Recipe:
     """The recipe with every model and dataset at the commit that it has now."""
     tasks = {
-        task: spec.model_copy(update={"expert": origins[f"expert {task}"].pinned, "data": _pin_data(spec.data, open_repo)})
+        task: spec.model_copy(
+            update={"expert": origins[f"expert {task}"].pinned, "data": _pin_data(spec.data, open_repo)}
+        )
         for task, spec in recipe.tasks.items()
     }
     merged = recipe.merged if isinstance(recipe.merged, Merge) else origins["merged"].pinned

@@ -9,19 +9,9 @@ from typing import TYPE_CHECKING
 
 from featcal_cli.account import check_namespace, check_role, read_account
 from featcal_cli.errors import HubError
-from featcal_cli.hub_errors import (
-    PAUSE,
-    TRIES,
-    explained_writing,
-    gone,
-    hub_page,
-    is_conflict,
-    is_timeout,
-    patiently,
-    worth_waiting,
-)
+from featcal_cli.hub_errors import explained_writing, gone, hub_page
+from featcal_cli.patience import PAUSE, TRIES, is_conflict, is_timeout, limit_waiting, patiently, worth_waiting
 from featcal_cli.remote import Head, differences, read_commit, read_folder, read_head
-from featcal_cli.repo import limit_waiting
 
 if TYPE_CHECKING:
     from huggingface_hub import CommitOperationAdd

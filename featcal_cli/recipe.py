@@ -202,7 +202,7 @@ def complete_draft(draft: Draft) -> Recipe:
 
 
 def dump_recipe(recipe: Recipe) -> str:
-    """The recipe as YAML that `build_recipe` reads back, without its output: who runs a job again need not publish it."""
+    """The recipe as YAML that `build_recipe` reads back; without `output`: running a job again need not publish it."""
     content = recipe.model_dump(exclude_none=True, exclude={"output"})
     for task in content["tasks"].values():
         if not task["data"]["columns"]:

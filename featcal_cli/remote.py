@@ -10,7 +10,7 @@ from pathlib import Path
 
 from featcal_cli.convert import OTHER_FORMATS
 from featcal_cli.errors import HubError
-from featcal_cli.hub_errors import TIMEOUT, patiently
+from featcal_cli.patience import patiently
 from featcal_cli.repo import RepoFile
 
 CHUNK = 2**20
@@ -50,7 +50,7 @@ def read_head(repo_id: str, revision: str = "main") -> Head | None:
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
     try:
-        info = patiently(lambda: HfApi().model_info(repo_id, revision=revision, timeout=TIMEOUT))
+        info = patiently(lambda: HfApi().model_info(repo_id, revision=revision))
     except GatedRepoError:
         raise
     except RepositoryNotFoundError:

@@ -12,7 +12,8 @@ from featcal_cli.adapter import ADAPTER_WEIGHTS, is_adapter
 from featcal_cli.address import existing_path, looks_like_path, split_revision
 from featcal_cli.convert import PICKLES, SAFETENSORS
 from featcal_cli.errors import HubError
-from featcal_cli.hub_errors import TIMEOUT, explained, patiently, unreachable
+from featcal_cli.hub_errors import explained
+from featcal_cli.patience import patiently, unreachable
 
 Kind = Literal["model", "dataset"]
 
@@ -137,7 +138,6 @@ def open_repo(name: str, kind: Kind = "model") -> Repo:
         raise HubError(f"cannot read the {kind} {name!r}", where=name, fix="write USER/NAME or USER/NAME@REVISION")
     from huggingface_hub import resolve_revision
 
-    limit_waiting()
     with explained(repo, revision or "", kind):
         commit = patiently(lambda: resolve_revision(repo, revision=revision, repo_type=kind).resolved)
     return Repo(repo, kind, commit, None)
@@ -181,18 +181,3 @@ def _cached_files(name: str, commit: str, kind: Kind) -> dict[str, RepoFile]:
     files = {path.relative_to(folder).as_posix(): RepoFile(path.stat().st_size) for path in found}
     whole = "config.json" in files and not files.keys().isdisjoint(SAFETENSORS + PICKLES)
     return files if whole or (is_adapter(files) and ADAPTER_WEIGHTS in files) else {}
-
-
-def limit_waiting() -> None:
-    """Give every request of huggingface_hub that has no timeout one: most of its calls take none."""
-    from huggingface_hub import get_session
-
-    hooks = get_session().event_hooks
-    if _add_timeout not in hooks["request"]:
-        hooks["request"].append(_add_timeout)
-
-
-def _add_timeout(request: Any) -> None:
-    limits = request.extensions.get("timeout") or {}
-    if all(limits.get(kind) is None for kind in ("connect", "read", "write", "pool")):
-        request.extensions["timeout"] = dict.fromkeys(("connect", "read", "write", "pool"), TIMEOUT)

@@ -404,7 +404,7 @@ def test_the_offline_switch_of_the_environment_is_obeyed(hub: HubServer, folder:
 def test_every_request_has_a_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     from huggingface_hub import get_session, list_repo_tree
 
-    from featcal_cli import repo as module
+    from featcal_cli import patience as module
 
     monkeypatch.setattr(module, "TIMEOUT", 0.2)
     seen: list[Any] = []

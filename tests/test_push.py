@@ -19,8 +19,7 @@ from hub_faults import FAULTS, WRITES, Fault
 from hub_server import HubServer
 from safetensors.torch import save_file
 
-import featcal_cli.remote
-import featcal_cli.repo
+import featcal_cli.patience
 from featcal_cli.errors import HubError
 from featcal_cli.hub import resolve
 from featcal_cli.push import Pushed, Target, check_target, push
@@ -43,8 +42,7 @@ def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Clients wait less for an answer."""
-    monkeypatch.setattr(featcal_cli.repo, "TIMEOUT", PATIENCE)
-    monkeypatch.setattr(featcal_cli.remote, "TIMEOUT", PATIENCE)
+    monkeypatch.setattr(featcal_cli.patience, "TIMEOUT", PATIENCE)
 
 
 @pytest.fixture
