@@ -2,50 +2,110 @@
 
 The files, in the order in which data flows through them:
 
-    errors        what can go wrong: what, where, fix
-    recipe        YAML and command-line options → one validated object
-    hub           repo or folder → local snapshot + commit
-    hub_errors    the Hub's failures → messages
-    convert       pickled weights → a safetensors copy
-    adapter       a PEFT adapter by its files
-    fold          an adapter and its base → one full checkpoint
-    checkpoint    memory-mapped models of one class; alignment check; built-in mergers
-    layout        which tensor lies where on disk; writing new values and nothing else
-    tables        local files → rows in any order
-    rows          a data source → rows
-    columns       which column of a row plays which role
-    labels        labels of rows → class numbers
-    batches       a model's forward arguments; what every reader of rows offers
+What the user says
+
+    errors         what can go wrong: what, where, fix
+    address        what users type: a path, a Hub id, a data source
+    recipe         YAML and command-line options → one validated object
+
+The Hub
+
+    patience       time limits, and which failures are worth another try
+    hub_errors     the Hub's failures → messages
+    repo           a repo or folder at one commit: its list of files, its small files
+    header         what a safetensors file holds, from its header alone
+    conversion     the pull request that offers a repo's weights as safetensors
+    origin         where a model's weights come from, before they are downloaded
+    download       files arrive in the cache and are held against their checksums
+    convert        pickled weights → a safetensors copy
+    adapter        a PEFT adapter by its files
+    fold           an adapter and its base → one full checkpoint
+    hub            an origin → a local snapshot
+
+Lineage
+
+    readme         what a README.md says: metadata and text
+    mergekit       what a mergekit configuration says
+    references     how cards and configs name models, and what may be believed
+    known          well-known experts whose cards are silent
+    library        every repo of a search opened once
+    ancestry       what a merged repo's files say it was made from
+    ancestors      which model is the base
+    task_data      an expert's dataset
+    commands       the command line that an error asks for
+    lineage        merged model → base, experts, data, each with where it was read
+
+Examples
+
+    splits         which files are which split
+    formats        what a file is read with, by its ending
+    hub_configs    which files of a dataset's repo are which config and split
+    hub_data       a Hub dataset at one commit → the files of one split
+    row_groups     parquet on the Hub: a few rows from many row groups
+    streams        other formats on the Hub → rows
+    tables         local files → rows in any order
+    rows           a data source → rows
+    columns        which column of a row plays which role
+    labels         labels of rows → class numbers
+    batches        a model's forward arguments; what every reader of rows offers
     preprocessors  a model's own image processor or tokenizer
-    tensors       model-ready .safetensors → batches
-    images        image rows → pixel_values
-    phrases       text rows → what the tokenizer is given
-    text          phrases → token ids
-    examples      a task's fitted, held-out and labelled batches
-    modules       the kinds of modules that can be calibrated, and their parameters
-    trace         one watched run of a model
-    blocks        where a model's lists of blocks are
-    tokens        which rows of a feature are which tokens
-    architecture  blocks in execution order; calibratable modules of a block
-    inventory     what would be calibrated, from the config alone
-    walker        one model's forward passes, paused before every block
-    weights       how much each token counts
-    features      student and experts walking the blocks together
-    moments       running sums → G, C, means
-    solver        the closed forms
-    collect       one block's features → its systems of equations
-    calibrate     Algorithm 1
-    journal       finished blocks on disk; resume
-    drift         feature drift from the experts
-    select        λ, ρ, α
-    evaluate      accuracy on labelled data
-    report        what a run did: featcal_report.json
-    output        the output folder
-    machine       devices, versions, memory
-    workflow      the verbs: what the command line and Python users both call
-    demo          the main job on embedded checkpoints
-    console       everything that imports rich
-    cli           everything that imports typer
+    tensors        model-ready .safetensors → batches
+    images         image rows → pixel_values
+    phrases        text rows → what the tokenizer is given
+    text           phrases → token ids
+    examples       a task's fitted, held-out and labelled batches
+
+Models
+
+    checkpoint     memory-mapped models of one class; alignment check; built-in mergers
+    layout         which tensor lies where on disk; writing new values and nothing else
+    outline        a model without values, from headers alone
+    modules        the kinds of modules that can be calibrated, and their parameters
+    trace          one watched run of a model
+    blocks         where a model's lists of blocks are
+    tokens         which rows of a feature are which tokens
+    architecture   blocks in execution order; calibratable modules of a block
+    inventory      what would be calibrated, from the config alone
+
+The method
+
+    walker         one model's forward passes, paused before every block
+    weights        how much each token counts
+    features       student and experts walking the blocks together
+    moments        running sums → G, C, means
+    solver         the closed forms
+    collect        one block's features → its systems of equations
+    algorithm      Algorithm 1
+    journal        finished blocks on disk; resume
+    drift          feature drift from the experts
+    select         λ, ρ, α
+    evaluate       accuracy on labelled data
+
+What comes of it
+
+    report         what a run did: featcal_report.json
+    plots          the drift picture
+    markdown       text of others, made inert
+    sections       the parts of a model card
+    card           report → model card
+    loaders        the names under which others load a checkpoint
+    output         the output folder
+    account        whose token it is, and where it may write
+    remote         what a repo holds, against what a folder holds
+    push           the output folder → one commit, read back
+
+The run
+
+    machine        devices, versions, memory
+    estimate       memory, time and disk that a job will need
+    listener       whoever shows a run as it goes
+    preflight      everything that can be known before weights are downloaded
+    job            the models of a job, loaded and ready to walk
+    workflow       the verbs: what the command line and Python users both call
+    demo           the main job on embedded checkpoints
+    console        everything that imports rich
+    options        every option of the command line, declared once
+    cli            the commands
 """
 
 from __future__ import annotations
@@ -56,17 +116,18 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from featcal_cli.recipe import Recipe as Recipe
     from featcal_cli.workflow import calibrate as calibrate
+    from featcal_cli.workflow import dry_run as dry_run
 
 __version__ = version("featcal-cli")
-__all__ = ["Recipe", "__version__", "calibrate"]
+__all__ = ["Recipe", "__version__", "calibrate", "dry_run"]
 
 
 def __getattr__(name: str) -> Any:
     """Load the verbs when they are first asked for: importing featcal_cli stays fast, without torch."""
-    if name == "calibrate":
-        from featcal_cli.workflow import calibrate
+    if name in ("calibrate", "dry_run"):
+        from featcal_cli import workflow
 
-        return calibrate
+        return getattr(workflow, name)
     if name == "Recipe":
         from featcal_cli.recipe import Recipe
 

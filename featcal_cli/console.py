@@ -20,7 +20,7 @@ from featcal_cli.errors import FeatCalError
 from featcal_cli.report import RECIPE, Report
 
 if TYPE_CHECKING:  # these import torch
-    from featcal_cli.calibrate import Progress as Step
+    from featcal_cli.algorithm import Progress as Step
     from featcal_cli.demo import Accuracy
     from featcal_cli.inventory import BlockEntry, Inventory
     from featcal_cli.preflight import Preflight

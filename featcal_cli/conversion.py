@@ -8,6 +8,7 @@ import re
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from featcal_cli.convert import SAFETENSORS, cache_folder
@@ -33,13 +34,9 @@ class Pull:
 
 
 def find_conversion(repo: Repo) -> Pull | None:
-    """The open pull request that adds safetensors to this commit, from the Hub; what it was last time when offline.
-
-    Raises HubError when the Hub is unreachable and nothing at all is known about the commit.
-    """
+    """The open pull request that adds safetensors to this commit, from the Hub; what it was last time when offline."""
     from huggingface_hub.errors import HfHubHTTPError
 
-    record = cache_folder() / "conversions" / f"{repo.name.replace('/', '--')}--{repo.commit}.json"
     with explained(repo.name, repo.commit or ""):
         try:
             found = patiently(lambda: _search(repo.name, repo.files))
@@ -49,19 +46,26 @@ def find_conversion(repo: Repo) -> Pull | None:
                 return None
             if not unreachable(error):
                 raise
-            if record.is_file():
-                return Pull(**json.loads(record.read_text(encoding="utf-8")))
-            if not repo.files:
-                raise
-            return None
+            return remembered_conversion(repo)
     if found:
         # only offline runs need it
+        record = _record_of(repo)
         with suppress(OSError):
             record.parent.mkdir(parents=True, exist_ok=True)
             draft = record.with_suffix(f".{os.getpid()}")
             draft.write_text(json.dumps(asdict(found)), encoding="utf-8")
             draft.replace(record)
     return found
+
+
+def remembered_conversion(repo: Repo) -> Pull | None:
+    """The pull request that `find_conversion` found for this commit last time."""
+    record = _record_of(repo)
+    return Pull(**json.loads(record.read_text(encoding="utf-8"))) if record.is_file() else None
+
+
+def _record_of(repo: Repo) -> Path:
+    return cache_folder() / "conversions" / f"{repo.name.replace('/', '--')}--{repo.commit}.json"
 
 
 def _search(name: str, files: Mapping[str, RepoFile]) -> Pull | None:

@@ -227,7 +227,7 @@ def _rows_of(walk: _Walk, block: Block) -> int:
 
 def _speed(dtype: torch.dtype, device: torch.device) -> float:
     """Operations a second of a matrix product; the best of a few, because the machine may be busy."""
-    size = 1024 if device.type == "cpu" else 4096
+    size = 512 if device.type == "cpu" else 4096
     x = torch.ones(size, size, dtype=dtype, device=device)
     best = 0.0
     for _ in range(SPEED_TRIES):

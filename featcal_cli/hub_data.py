@@ -78,8 +78,7 @@ def find_split(data: Data, split: str | None) -> HubSplit:
 
     repo = _open_repo(data)
     if not repo.files:
-        what = "the dataset has no files, or the Hub does not say which"
-        raise HubError(what, where=str(data), fix="check the dataset and the connection, and run again")
+        raise DataError("the dataset has no files", where=str(data), fix="give another dataset, or another revision")
     configs = read_configs(repo, data)
     config = configs[choose_config(configs, data)]
     splits = find_splits(config, readable_files(repo.files), data)

@@ -72,11 +72,10 @@ def _explain(error: BaseException, repo: str, revision: str, kind: str) -> HubEr
     if isinstance(error, (errors.LocalEntryNotFoundError, errors.RevisionResolutionError)):
         cause = error.__cause__
         refused = cause is not None and not unreachable(cause)
-        return (_explain(cause, repo, revision, kind) if refused and cause else None) or _explain_silence(
-            cause, repo, where
-        )
+        told = _explain(cause, repo, revision, kind) if refused and cause else None
+        return told or _explain_silence(cause, repo, where, kind)
     if unreachable(error):
-        return _explain_silence(error, repo, where)
+        return _explain_silence(error, repo, where, kind)
     if isinstance(error, json.JSONDecodeError):
         return HubError(f"{_host()} does not answer like a Hub", where=where, fix="check HF_ENDPOINT and the proxy")
     if isinstance(error, OSError):
@@ -152,14 +151,15 @@ def _explain_refusal(status: int, where: str) -> HubError:
     return HubError(what, where=where, fix=fix)
 
 
-def _explain_silence(error: BaseException | None, repo: str, where: str) -> HubError:
+def _explain_silence(error: BaseException | None, repo: str, where: str, kind: str) -> HubError:
     from huggingface_hub import is_offline_mode
 
-    missing = f"and the cache holds no complete copy of {repo}"
+    # of datasets no copy is kept
+    missing = f", and the cache holds no complete copy of {repo}" if kind == "model" else ""
     if is_offline_mode():
-        return HubError(f"offline mode is on, {missing}", where=where, fix="unset HF_HUB_OFFLINE and run again")
+        return HubError(f"offline mode is on{missing}", where=where, fix="unset HF_HUB_OFFLINE and run again")
     reason = f" ({type(error).__name__})" if error else ""
-    what = f"{_host()} cannot be reached{reason}, {missing}"
+    what = f"{_host()} cannot be reached{reason}{missing}"
     return HubError(what, where=where, fix="check the connection, the proxy and HF_ENDPOINT, and run again")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from featcal_cli.calibrate import Progress
+    from featcal_cli.algorithm import Progress
 
 
 class Listener(Protocol):

@@ -9,7 +9,7 @@ from typing import Literal
 
 from featcal_cli.adapter import ADAPTER_CONFIG, Adapter, check_adapter_files, is_adapter, read_adapter, split_adapter
 from featcal_cli.address import existing_path
-from featcal_cli.conversion import CONVERSION_BOT, find_conversion
+from featcal_cli.conversion import CONVERSION_BOT, Pull, find_conversion, remembered_conversion
 from featcal_cli.convert import PICKLES, SAFETENSORS
 from featcal_cli.errors import HubError
 from featcal_cli.repo import Opener, Repo, open_repo
@@ -84,23 +84,34 @@ def _find(name: str, allow_pickle: bool, open_repo: Opener, above: tuple[str, ..
     """The origin of a model that is named by the user, or by the adapters `above`."""
     base, adapter = _split(name)
     repo = open_repo(adapter, "model")
-    if is_adapter(repo.files):
+    try:
+        files = repo.files
+    except HubError:
+        # offline, where only the pull request's files were downloaded
+        if pull := remembered_conversion(repo):
+            return _converted(repo, pull)
+        raise
+    if is_adapter(files):
         check_adapter_files(repo.name, repo.files, allow_pickle)
         return _find_base(repo, base, allow_pickle, open_repo, above)
     if base:
         what = f"{adapter} is a full model, not an adapter ({ADAPTER_CONFIG}) for {base}"
         raise HubError(what, where=name, fix=f"give {adapter} alone, or BASE+ADAPTER with the adapter's repo or folder")
-    if repo.files:
-        check_model(repo.name, repo.files)
+    check_model(repo.name, repo.files)
     if any(weights in repo.files for weights in SAFETENSORS):
         return Origin(repo, "safetensors")
     if repo.commit and (pull := find_conversion(repo)):
-        bot = "" if pull.author == CONVERSION_BOT else f", opened by {pull.author} and not by the Hub's own bot"
-        note = f"{repo.name} has no safetensors at {repo.commit[:7]}; using its conversion pull request "
-        note += f"refs/pr/{pull.number} (commit {pull.commit}{bot})"
-        return Origin(Repo(repo.name, "model", pull.commit, None), "safetensors", notes=(note,))
+        return _converted(repo, pull)
     _check_pickle(repo, allow_pickle)
     return Origin(repo, "pickle")
+
+
+def _converted(repo: Repo, pull: Pull) -> Origin:
+    """The origin of a repo whose weights are those of its conversion pull request."""
+    bot = "" if pull.author == CONVERSION_BOT else f", opened by {pull.author} and not by the Hub's own bot"
+    note = f"{repo.name} has no safetensors at {str(repo.commit)[:7]}; using its conversion pull request "
+    note += f"refs/pr/{pull.number} (commit {pull.commit}{bot})"
+    return Origin(Repo(repo.name, "model", pull.commit, None), "safetensors", notes=(note,))
 
 
 def _find_base(repo: Repo, base_name: str, allow_pickle: bool, open_repo: Opener, above: tuple[str, ...]) -> Origin:

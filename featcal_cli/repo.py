@@ -52,7 +52,7 @@ class Repo:
 
     @cached_property
     def files(self) -> Mapping[str, RepoFile]:
-        """Every file by its path. Empty where neither the Hub nor the cache can tell. Raises HubError."""
+        """Every file by its path. Raises HubError when neither the Hub nor the cache can tell."""
         if self.folder is not None:
             inside = sorted(path for path in self.folder.rglob("*") if path.is_file())
             return {path.relative_to(self.folder).as_posix(): RepoFile(path.stat().st_size) for path in inside}
@@ -144,10 +144,10 @@ def open_repo(name: str, kind: Kind = "model") -> Repo:
 
 
 def _list_files(name: str, commit: str, kind: Kind) -> dict[str, RepoFile]:
-    """Every file of a commit, from the cache or the Hub; what is on disk where neither can tell."""
+    """Every file of a commit, from the cache or the Hub, or what is on disk if it is a whole model."""
     from huggingface_hub import HfApi, get_cached_repo_tree
     from huggingface_hub import RepoFile as ListedFile
-    from huggingface_hub.errors import CachedRepoTreeNotFoundError, LocalEntryNotFoundError
+    from huggingface_hub.errors import CachedRepoTreeNotFoundError
 
     def list_hub() -> list[Any]:
         return list(HfApi().list_repo_tree(name, recursive=True, revision=commit, repo_type=kind))
@@ -160,10 +160,9 @@ def _list_files(name: str, commit: str, kind: Kind) -> dict[str, RepoFile]:
         except Exception as error:
             if not unreachable(error):
                 raise
-            try:
-                return _cached_files(name, commit, kind)
-            except LocalEntryNotFoundError:
-                return {}
+            if found := _cached_files(name, commit, kind):
+                return found
+            raise
     return {
         file.path: RepoFile(file.size, file.blob_id, file.lfs.sha256 if file.lfs else None)
         for file in listed
@@ -172,11 +171,15 @@ def _list_files(name: str, commit: str, kind: Kind) -> dict[str, RepoFile]:
 
 
 def _cached_files(name: str, commit: str, kind: Kind) -> dict[str, RepoFile]:
-    """What the Hub's cache holds of a commit, if it is a whole model: without a list to hold it against, what is on
-    disk says nothing about what the repo lacks."""
+    """What the Hub's cache holds of a commit, if it is a whole model, else nothing: without a list to hold it against,
+    what is on disk says nothing about what the repo lacks."""
     from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
 
-    folder = Path(snapshot_download(name, revision=commit, repo_type=kind, local_files_only=True))
+    try:
+        folder = Path(snapshot_download(name, revision=commit, repo_type=kind, local_files_only=True))
+    except LocalEntryNotFoundError:
+        return {}
     found = [path for path in folder.rglob("*") if path.is_file()]
     files = {path.relative_to(folder).as_posix(): RepoFile(path.stat().st_size) for path in found}
     whole = "config.json" in files and not files.keys().isdisjoint(SAFETENSORS + PICKLES)

@@ -15,8 +15,8 @@ import torch
 
 from featcal_cli import __version__
 from featcal_cli.address import existing_path, path_exists
+from featcal_cli.algorithm import calibrate_blocks
 from featcal_cli.ancestors import SAID
-from featcal_cli.calibrate import calibrate_blocks
 from featcal_cli.card import read_license, write_card
 from featcal_cli.checkpoint import Model
 from featcal_cli.errors import FeatCalError, NumericsError, OutputError

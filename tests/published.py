@@ -55,7 +55,7 @@ def publish(hub: HubServer, folder: Path, org: str, *, private: bool = False) ->
     place = folder / org
     commits = {}
     for name in ("base", *TASKS, "merged"):
-        shutil.copytree(folder / name, place / name)
+        shutil.copytree(folder / name, place / name, dirs_exist_ok=True)
     base = f"{org}/base"
     for task in TASKS:
         write_card(place / task, base_model=base, datasets=[f"{org}/{task}-rows"], license="mit")

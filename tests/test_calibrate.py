@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 
-from featcal_cli.calibrate import Progress
+from featcal_cli.algorithm import Progress
 from featcal_cli.listener import Silent
 from featcal_cli.workflow import calibrate
 

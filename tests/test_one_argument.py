@@ -1,0 +1,431 @@
+"""`featcal calibrate ORG/merged --push-to ORG/out` on a Hub on loopback that holds what mergekit's users leave."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from command_line import Run, featcal, featcal_inside
+from egress import watch_egress
+from families import TASKS, VOCABULARY, save_tokenizer
+from hub_faults import Fault
+from hub_server import HubServer
+from huggingface_hub import ModelCard, constants
+from published import change_config, header_bytes, publish, write_card, write_merge
+from safetensors.torch import load_file
+from transformers import AutoModel, AutoTokenizer, BertConfig, BertModel
+
+from featcal_cli import calibrate as calibrate_here
+from featcal_cli.download import download
+from featcal_cli.errors import HubError
+from featcal_cli.repo import open_repo
+
+FIRST_BYTES = 100_000
+
+
+@pytest.fixture(scope="session")
+def merge(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_merge(tmp_path_factory.mktemp("merge"))
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder to work in."""
+    folder = tmp_path / "here"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    return folder
+
+
+def log_in(hub: HubServer, monkeypatch: pytest.MonkeyPatch, user: str, role: str = "write") -> str:
+    token = hub.add_token(user, role)
+    monkeypatch.setenv("HF_TOKEN", token)
+    return token
+
+
+def calibrate(capsys: pytest.CaptureFixture[str], merged: str, **options: object) -> Run:
+    """The command in this process; options with _ for -."""
+    named = {f"--{name.replace('_', '-')}": "" if value is True else value for name, value in options.items()}
+    return run_line(capsys, [merged, "-n", "16", *(str(x) for pair in named.items() for x in pair if x != "")])
+
+
+def run_line(capsys: pytest.CaptureFixture[str], line: list[str]) -> Run:
+    return featcal_inside(capsys, "calibrate", {str(number): part for number, part in enumerate(line)})
+
+
+def weights_of(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model.safetensors")
+
+
+def test_one_argument_is_enough(hub: HubServer, merge: Path, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    published = publish(hub, merge, "one")
+    token = log_in(hub, monkeypatch, "one")
+    with watch_egress() as egress:
+        run = featcal("calibrate", "one/merged", "-n", "16", "--push-to", "one/out", folder=here, **egress.environment)
+    assert run.returncode == 0, run.stderr
+    assert egress.hosts == []
+    for role, value, source in (
+        ("base", "one/base", "mergekit_config.yml of one/merged"),
+        *((f"expert {task}", f"one/bert-{task}", "mergekit_config.yml of one/merged") for task in TASKS),
+        *((f"data {task}", f"one/{task}-rows", f"the card of one/bert-{task}") for task in TASKS),
+    ):
+        assert f"{role}: {value} (from {source}" in re.sub(r"\s+", " ", run.stderr)
+
+    out = hub.repos["model", "one/out"]
+    assert [commit.sha for commit in out.log] == [out.refs["main"]]
+    files = {path: blob.path.read_bytes() for path, blob in out.commits[out.refs["main"]].items()}
+    written = {path.name: path.read_bytes() for path in (here / "merged-featcal").iterdir()}
+    assert {path: files[path] for path in written} == written
+    assert {"README.md", "featcal.yaml", "featcal_report.json", "drift.png", "tokenizer.json"} <= files.keys()
+    assert not any(token.encode() in content for content in files.values())
+    assert token not in run.stdout + run.stderr
+
+    recipe = yaml.safe_load(files["featcal.yaml"])
+    assert recipe["merged"] == f"one/merged@{published.commits['one/merged']}"
+    assert recipe["tasks"]["red"]["data"] == {"dataset": "one/red-rows", "revision": published.commits["one/red-rows"]}
+    card = ModelCard(files["README.md"].decode())
+    card.validate()
+    data = card.data.to_dict()  # type: ignore[no-untyped-call]
+    assert data["license"] == "mit"
+    assert set(data["datasets"]) == {f"one/{task}-rows" for task in TASKS}
+    assert data["base_model"][0] == "one/merged"
+
+    loaded = AutoModel.from_pretrained("one/out")
+    before = AutoModel.from_pretrained("one/merged")
+    changed = [not torch.equal(a, b) for a, b in zip(loaded.parameters(), before.parameters(), strict=True)]
+    assert any(changed) and not all(changed)
+    assert AutoTokenizer.from_pretrained("one/out")("w3 w4")["input_ids"] == [3, 4]
+
+
+def test_the_recipe_in_the_output_runs_the_same_job_after_every_repo_has_moved_on(
+    hub: HubServer, merge: Path, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    published = publish(hub, merge, "moved")
+    assert calibrate(capsys, "moved/merged", output="first").code == 0
+    for name in ("base", *TASKS, "merged"):
+        folder = published.folder / name
+        for file in folder.glob("*.safetensors"):
+            file.write_bytes((merge / "base" / file.name).read_bytes())
+        change_config(folder, hidden_dropout_prob=0.25)
+        hub.add_repo(f"moved/bert-{name}" if name in TASKS else f"moved/{name}", folder)
+    for task in TASKS:
+        hub.add_repo(f"moved/{task}-rows", merge / "data" / TASKS[0], kind="dataset")
+    assert run_line(capsys, ["-r", "first/featcal.yaml", "-o", "second"]).code == 0
+    first, second = weights_of(here / "first"), weights_of(here / "second")
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert (here / "first" / "config.json").read_bytes() == (here / "second" / "config.json").read_bytes()
+
+
+def test_a_dry_run_reads_headers_and_nothing_else_of_the_weights(
+    hub: HubServer, merge: Path, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    publish(hub, merge, "dry")
+    long = tmp_bert(here.parent / "long", layers=120)  # a header that is longer than what is read at first
+    assert header_bytes(long / "model.safetensors") > FIRST_BYTES
+    for name in ("merged", "base", *(f"bert-{task}" for task in TASKS)):
+        hub.add_repo(f"dry/{name}", long)
+    lineage = [f"--expert={task}=dry/bert-{task}" for task in TASKS] + [
+        f"--data={task}=dry/{task}-rows" for task in TASKS
+    ]
+    hub.requests.clear()
+    run = run_line(capsys, ["dry/merged", "--base=dry/base", *lineage, "--dry-run"])
+    assert run.code == 0, run.stderr
+    weights = [blob for repo in hub.repos.values() for files in repo.commits.values() for path, blob in files.items()
+               if path.endswith(".safetensors")]  # fmt: skip
+    read = sum(request.bytes_sent for request in hub.requests if any(b.sha256 in request.path for b in weights))
+    assert 0 < read <= 5 * max(FIRST_BYTES, header_bytes(long / "model.safetensors"))
+    assert list(here.iterdir()) == []
+    assert "120 blocks" in run.stdout
+    for word in ("memory", "disk", "download", "time", "dry/red-rows"):
+        assert word in run.stdout
+
+
+@pytest.mark.usefixtures("here")
+def test_a_dry_run_says_the_same_as_json(hub: HubServer, merge: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    publish(hub, merge, "json")
+    run = calibrate(capsys, "json/merged", dry_run=True, json=True)
+    found = json.loads(run.stdout)
+    assert found["findings"][1] == {
+        "role": "base", "value": "json/base", "source": "mergekit_config.yml of json/merged",
+    }  # fmt: skip
+    assert (found["blocks"], found["modules"], found["model_class"]) == (2, 16, "BertModel")
+    sizes = {"merged": 0, "base": 0, **{f"expert {task}": 0 for task in TASKS}}
+    assert found["transfers"].keys() == sizes.keys()
+    assert all(transfer["missing"] > 80_000 for transfer in found["transfers"].values())
+    assert found["estimate"]["host_bytes"] > 10**8
+
+
+@pytest.mark.parametrize("part", ["expert", "base"])
+def test_a_mismatch_costs_no_download(
+    hub: HubServer, merge: Path, here: Path, capsys: pytest.CaptureFixture[str], part: str
+) -> None:
+    org = f"wide-{part}"
+    publish(hub, merge, org)
+    wide = tmp_bert(here.parent / "wide", layers=2, width=384)
+    write_card(wide, base_model=f"{org}/base", datasets=[f"{org}/green-rows"])
+    name = "bert-green" if part == "expert" else "base"
+    hub.add_repo(f"{org}/{name}", wide)
+    hub.requests.clear()
+    run = calibrate(capsys, f"{org}/merged")
+    assert run.code == 2
+    for word in (f"{org}/{name}", "shape", "384"):
+        assert word in run.stderr
+    size = (wide / "model.safetensors").stat().st_size
+    assert size > 10 * FIRST_BYTES
+    assert hub.file_bytes() < size / 2
+    assert list(here.iterdir()) == []
+
+
+def tmp_bert(folder: Path, *, layers: int, width: int = 8) -> Path:
+    """A BERT of another size."""
+    config = BertConfig(vocab_size=VOCABULARY, hidden_size=width, intermediate_size=2 * width, num_attention_heads=2,
+                        num_hidden_layers=layers, max_position_embeddings=64)  # fmt: skip
+    BertModel(config).save_pretrained(folder)
+    save_tokenizer(folder)
+    return folder
+
+
+# Repos that the token cannot read, or that are not there
+
+
+@pytest.mark.usefixtures("here")
+def test_private_and_gated_parts_need_a_token_that_may_read_them(
+    hub: HubServer, merge: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish(hub, merge, "own", private=True)
+    run = calibrate(capsys, "own/merged", dry_run=True)
+    assert run.code == 2 and "private" in run.stderr and "HF_TOKEN" in run.stderr
+    log_in(hub, monkeypatch, "own")
+    hub.repos["model", "own/bert-blue"].gated = True
+    hub.repos["model", "own/bert-blue"].readers.clear()
+    hub.repos["model", "own/bert-blue"].private = False
+    run = calibrate(capsys, "own/merged", dry_run=True)
+    assert run.code == 2 and "own/bert-blue is gated" in run.stderr and "ask for access" in run.stderr
+    hub.repos["model", "own/bert-blue"].gated = False
+    assert calibrate(capsys, "own/merged", dry_run=True).code == 0
+
+
+@pytest.mark.usefixtures("here")
+def test_a_missing_expert_is_named_with_the_file_that_names_it(
+    hub: HubServer, merge: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    publish(hub, merge, "gone")
+    hub.delete_repo("gone/bert-green")
+    run = calibrate(capsys, "gone/merged")
+    assert run.code == 2
+    assert "gone/bert-green" in run.stderr
+
+
+def test_an_expert_that_disappears_midway_is_said_and_nothing_is_left(
+    hub: HubServer, merge: Path, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    published = publish(hub, merge, "midway")
+    weights = merge / "green" / "model.safetensors"
+    place = hub.repos["model", "midway/bert-green"].commits[published.commits["midway/bert-green"]]["model.safetensors"]
+    assert place.size == weights.stat().st_size
+    hub.fail("file", Fault(action=lambda: hub.delete_repo("midway/bert-green")), path="bert-green/.*model.safetensors")
+    run = calibrate(capsys, "midway/merged")
+    assert run.code == 2
+    assert "midway/bert-green" in run.stderr and "Traceback" not in run.stderr
+    assert list(here.iterdir()) == []
+    hub.add_repo("midway/bert-green", published.folder / "green")
+    assert calibrate(capsys, "midway/merged").code == 0
+
+
+def test_a_token_is_checked_before_the_work(
+    hub: HubServer, merge: Path, here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish(hub, merge, "tokens")
+    hub.requests.clear()
+    run = calibrate(capsys, "tokens/merged", push_to="tokens/out")
+    assert run.code == 2 and "token" in run.stderr and "hf auth login" in run.stderr
+    monkeypatch.setenv("HF_TOKEN", wrong := "hf_" + "x" * 34)
+    run = calibrate(capsys, "tokens/merged", push_to="tokens/out")
+    assert run.code == 2 and "does not accept the token" in run.stderr and wrong not in run.stderr
+    log_in(hub, monkeypatch, "tokens", role="read")
+    run = calibrate(capsys, "tokens/merged", push_to="tokens/out")
+    assert run.code == 2 and "read" in run.stderr and "writ" in run.stderr
+    log_in(hub, monkeypatch, "tokens")
+    run = calibrate(capsys, "tokens/merged", push_to="somebody/out")
+    assert run.code == 2 and "somebody" in run.stderr
+    run = calibrate(capsys, "tokens/merged", push_to="tokens/merged")
+    assert run.code == 2 and "--create-pr" in run.stderr and "--overwrite-repo" in run.stderr
+    assert hub.file_bytes() == 0
+    assert list(here.iterdir()) == []
+
+
+# Pushes
+
+
+@pytest.mark.usefixtures("here")
+def test_a_pull_request_to_the_merged_repo_itself(
+    hub: HubServer, merge: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    published = publish(hub, merge, "pull")
+    log_in(hub, monkeypatch, "pull")
+    run = calibrate(capsys, "pull/merged", push_to="pull/merged", create_pr=True, commit_message="Mended")
+    assert run.code == 0, run.stderr
+    repo = hub.repos["model", "pull/merged"]
+    assert repo.refs["main"] == published.commits["pull/merged"]
+    assert [pull.title for pull in repo.pulls] == ["Mended"]
+    assert "discussions/1" in run.stdout
+
+
+def test_a_push_that_failed_is_done_by_the_same_command_without_computing_again(
+    hub: HubServer, merge: Path, here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish(hub, merge, "again")
+    log_in(hub, monkeypatch, "again")
+    monkeypatch.setattr("featcal_cli.patience.PAUSE", 0.01)
+    hub.fail("commit", "500", times=None)
+    run = calibrate(capsys, "again/merged", push_to="again/out")
+    assert run.code == 2
+    assert "the same command again pushes it" in re.sub(r"\s+", " ", run.stderr)
+    written = {path.name: path.stat().st_mtime_ns for path in (here / "merged-featcal").iterdir()}
+    hub.faults.clear()
+    hub.requests.clear()
+    run = calibrate(capsys, "again/merged", push_to="again/out")
+    assert run.code == 0, run.stderr
+    assert "nothing is computed again" in re.sub(r"\s+", " ", run.stderr)
+    assert hub.file_bytes() == 0
+    assert {path.name: path.stat().st_mtime_ns for path in (here / "merged-featcal").iterdir()} == written
+    assert sorted(path.name for path in here.iterdir()) == ["merged-featcal"]
+    assert len(hub.repos["model", "again/out"].log) == 1
+    run = calibrate(capsys, "again/merged", push_to="again/out")
+    assert run.code == 2 and "exists" in run.stderr
+
+
+# Faults
+
+
+def use_empty_cache(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    """A machine that has downloaded nothing yet."""
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(folder / "hub"))
+    monkeypatch.setenv("FEATCAL_CACHE", str(folder / "featcal"))
+
+
+def assert_sound(cache: Path) -> None:
+    """Every finished file in a Hub cache has the name of its content."""
+    for blob in cache.rglob("blobs/*"):
+        if blob.suffix != ".incomplete" and len(blob.name) == 64:
+            assert hashlib.sha256(blob.read_bytes()).hexdigest() == blob.name, blob
+
+
+@pytest.fixture
+def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clients wait less between two tries."""
+    sleep = time.sleep
+    monkeypatch.setattr(time, "sleep", lambda seconds: sleep(min(seconds, 0.005)))
+
+
+@pytest.fixture(scope="session")
+def expected(
+    merge: Path, hub_on_loopback: HubServer, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, torch.Tensor]:
+    """The weights that a run comes to in which nothing fails."""
+    publish(hub_on_loopback, merge, "faulty")
+    output = tmp_path_factory.mktemp("expected") / "out"
+    calibrate_here({"merged": "faulty/merged", "calibration": {"examples": 16}}, output=output)
+    return weights_of(output)
+
+
+@pytest.mark.usefixtures("hurried")
+@pytest.mark.parametrize("fault", ["429", "500", "503", "reset", "reset midway", "truncated", "slow"])
+@pytest.mark.parametrize(
+    "kind", ["model info", "dataset info", "model tree", "dataset tree", "file head", "file", "large file"]
+)
+def test_whatever_fails_while_reading_the_run_finishes_or_goes_on_when_run_again(
+    expected: dict[str, torch.Tensor],
+    hub: HubServer,
+    merge: Path,
+    here: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+    fault: str,
+) -> None:
+    publish(hub, merge, "faulty")
+    use_empty_cache(monkeypatch, here.parent / "cache")
+    # at first for good: from the second request of its kind on, so that some repos are read and some are not
+    planned = Fault(seconds=0.2) if fault == "slow" else fault
+    hub.fail(kind, planned, times=1 if fault == "slow" else None, after=1)
+    run = calibrate(capsys, "faulty/merged", output="out")
+    assert hub.faults.hits > 0
+    assert run.code in (0, 2) and "Traceback" not in run.stderr, run.stderr
+    assert (here / "out").exists() == (run.code == 0)
+    assert_sound(here.parent)
+    # then, for a machine that goes on from there, once
+    hub.faults.clear()
+    hub.fail(kind, planned, times=1)
+    again = calibrate(capsys, "faulty/merged", output="out", overwrite=True)
+    assert again.code == 0, again.stderr
+    assert_sound(here.parent)
+    found = weights_of(here / "out")
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@pytest.mark.usefixtures("hurried", "here")
+@pytest.mark.parametrize("kind", ["model info", "model tree", "file", "large file", "dataset tree"])
+def test_a_hub_that_never_answers_is_not_waited_for(
+    hub: HubServer, merge: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    org = f"mute-{kind.replace(' ', '-')}"
+    publish(hub, merge, org)
+    monkeypatch.setattr("featcal_cli.patience.TIMEOUT", 0.1)
+    monkeypatch.setattr("featcal_cli.patience.TRIES", 2)
+    for name in ("HF_HUB_ETAG_TIMEOUT", "HF_HUB_DOWNLOAD_TIMEOUT", "DEFAULT_ETAG_TIMEOUT", "DEFAULT_DOWNLOAD_TIMEOUT"):
+        monkeypatch.setattr(constants, name, 0.1)
+    hub.fail(kind, Fault(seconds=0.5), times=None)
+    started = time.monotonic()
+    run = calibrate(capsys, f"{org}/merged")
+    assert run.code == 2 and "cannot be reached" in run.stderr, run.stderr
+    assert time.monotonic() - started < 30
+
+
+def test_a_file_that_arrives_damaged_is_fetched_again(
+    hub: HubServer, merge: Path, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    published = publish(hub, merge, "damaged")
+    use_empty_cache(monkeypatch, here.parent / "cache")
+    blob = hub.repos["model", "damaged/base"].commits[published.commits["damaged/base"]]["model.safetensors"]
+    whole = blob.path.read_bytes()
+    spoilt = bytearray(whole)
+    spoilt[-5] ^= 1
+    blob.path.write_bytes(spoilt)
+    hub.fail("large file", Fault(action=lambda: blob.path.write_bytes(whole)), after=1)
+    repo = open_repo("damaged/base")
+    assert (download(repo) / "model.safetensors").read_bytes() == whole
+    blob.path.write_bytes(spoilt)
+    use_empty_cache(monkeypatch, here.parent / "another")
+    with pytest.raises(HubError, match=r"arrived damaged twice"):
+        download(open_repo("damaged/base"))
+    assert_sound(here.parent / "another")
+    blob.path.write_bytes(whole)
+
+
+def test_a_download_that_was_broken_off_before_its_check_is_checked_by_the_next_run(
+    hub: HubServer, merge: Path, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish(hub, merge, "broken")
+    use_empty_cache(monkeypatch, here.parent / "cache")
+    repo = open_repo("broken/base")
+
+    def die(*_: object) -> bool:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("featcal_cli.download._is_sound", die)
+        download(repo)
+    arrived = next((here.parent / "cache").rglob("model.safetensors"))
+    content = arrived.read_bytes()
+    arrived.resolve().write_bytes(content[:-1] + b"?")
+    assert (download(repo) / "model.safetensors").read_bytes() == content
+    hub.requests.clear()
+    download(repo)
+    assert hub.file_bytes() == 0
