@@ -13,6 +13,7 @@ import torch
 import transformers
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from featcal_cli.architecture import Architecture
 from featcal_cli.errors import CheckpointError
@@ -41,17 +42,22 @@ class Model:
 
 
 def find_class(snapshot: Snapshot) -> type[PreTrainedModel]:
-    """The transformers class that a checkpoint's config names."""
+    """The class that a checkpoint's config names: of transformers, or of the repo's own code where that is trusted.
+
+    Raises CheckpointError when there is none.
+    """
     config = _read_config(snapshot)
     names = config.get("architectures") or []
     found = getattr(transformers, names[0], None) if names else None
     if isinstance(found, type) and issubclass(found, PreTrainedModel):
         return found
     if names and "auto_map" in config:
+        if snapshot.trusted:
+            return _load_class(snapshot, config["auto_map"], names[0])
         raise CheckpointError(
             f"the class {names[0]} is not part of transformers; it needs code from the repo",
             where=snapshot.name,
-            fix="use a checkpoint whose class transformers ships",
+            fix="read that code, and give --trust-remote-code if it may run here",
         )
     model_type = config.get("model_type")
     mapping = transformers.AutoModel._model_mapping  # the only table from model type to class
@@ -63,6 +69,23 @@ def find_class(snapshot: Snapshot) -> type[PreTrainedModel]:
         where=f"{snapshot.name}/config.json",
         fix="set architectures in config.json, or update transformers",
     )
+
+
+def _load_class(snapshot: Snapshot, auto_map: Any, name: str) -> type[PreTrainedModel]:
+    """The class `name` of the code that lies beside the config; this runs the code."""
+    listed = auto_map.items() if isinstance(auto_map, dict) else ()
+    places = [str(place) for key, place in listed if str(key).startswith("AutoModel")]
+    place = next((place for place in places if place.rpartition(".")[2] == name), "")
+    if not place or "--" in place:
+        where = "in another repo" if place else "nowhere in it"
+        raise CheckpointError(
+            f"the code of the class {name} is {where}", where=snapshot.name, fix="use a repo that holds its own code"
+        )
+    try:
+        found = get_class_from_dynamic_module(place, str(snapshot.folder), local_files_only=True)
+    except Exception as error:  # whatever the code does
+        raise unloadable(snapshot.name, snapshot, PreTrainedModel, error) from error
+    return cast(type[PreTrainedModel], found)
 
 
 def load_model(role: str, snapshot: Snapshot, model_class: type[PreTrainedModel]) -> Model:

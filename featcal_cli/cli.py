@@ -48,6 +48,7 @@ def calibrate(
     merge: options.MergeMethod = None,
     recipe: options.Recipe = None,
     allow_pickle: options.AllowPickle = False,
+    trust_remote_code: options.TrustRemoteCode = False,
     examples: options.Examples = None,
     ridge: options.Ridge = None,
     rho: options.Rho = None,
@@ -98,7 +99,8 @@ def calibrate(
 
         common: dict[str, Any] = {
             "output": output, "overwrite": overwrite, "create_pr": create_pr, "overwrite_repo": overwrite_repo,
-            "device": device, "batch_size": batch_size, "allow_pickle": allow_pickle, "listener": screen,
+            "device": device, "batch_size": batch_size, "allow_pickle": allow_pickle,
+            "trust_remote_code": trust_remote_code, "listener": screen,
         }  # fmt: skip
         if dry_run:
             preflight = workflow.dry_run(draft, **common)

@@ -41,6 +41,8 @@ class Snapshot:
     """What the user should know about where the weights come from."""
     parts: str = ""
     """BASE@COMMIT+ADAPTER@COMMIT where the weights are those of a base with an adapter folded in."""
+    trusted: bool = False
+    """The user has said that code from this repo may be run."""
 
     @property
     def pinned(self) -> str:

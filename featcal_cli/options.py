@@ -47,6 +47,9 @@ Recipe = Annotated[
 AllowPickle = Annotated[
     bool, _option(MODELS, "--allow-pickle", help="Read pickled .bin weights (tensors only, no code).")
 ]
+TrustRemoteCode = Annotated[
+    bool, _option(MODELS, "--trust-remote-code", help="Run model code that lies in a repo. Read it first.")
+]
 Examples = Annotated[
     int | None, _option(METHOD, "--examples", "-n", metavar="N", help="Examples fitted per task [256].")
 ]

@@ -93,6 +93,7 @@ def prepare(
     device: torch.device,
     batch_size: int,
     allow_pickle: bool,
+    trust_remote_code: bool,
     open_repo: Opener,
     sample: bool,
     target: Path,
@@ -113,7 +114,7 @@ def prepare(
         note(text)
     recipe = _pin(recipe, origins, open_repo)
     stage("comparing models")
-    outlines = _outline_models(origins)
+    outlines = _outline_models(origins, trust_remote_code)
     merged = outlines["merged"]
     stage("reading examples")
     count = min(recipe.calibration.examples, SAMPLED) if sample else recipe.calibration.examples
@@ -168,10 +169,12 @@ def _pin_data(data: Data, open_repo: Opener) -> Data:
     return data.model_copy(update={"revision": repo.commit})
 
 
-def _outline_models(origins: Mapping[str, Origin]) -> dict[str, Model]:
+def _outline_models(origins: Mapping[str, Origin], trusted: bool) -> dict[str, Model]:
     """Every model without values, by its role."""
+    patterns = (*DESCRIBING, "*.py") if trusted else DESCRIBING
     snapshots = {
-        role: Snapshot(origin.name, _describe(origin.body), origin.repo.commit) for role, origin in origins.items()
+        role: Snapshot(origin.name, _describe(origin.body, patterns), origin.repo.commit, trusted=trusted)
+        for role, origin in origins.items()
     }
     headers: dict[str, Mapping[str, Entry] | None] = {
         role: read_headers(origin.body.repo) if origin.body.form == "safetensors" else None
@@ -187,9 +190,9 @@ def _outline_models(origins: Mapping[str, Origin]) -> dict[str, Model]:
     return {"merged": merged, first: merged, **found}
 
 
-def _describe(origin: Origin) -> Path:
+def _describe(origin: Origin, patterns: Sequence[str] = DESCRIBING) -> Path:
     """A folder with what says how to build and feed one model, without its weights."""
-    return origin.repo.folder or download(origin.repo, only=DESCRIBING)
+    return origin.repo.folder or download(origin.repo, only=patterns)
 
 
 def _folders(origin: Origin) -> list[Path]:

@@ -6,7 +6,7 @@ import json
 import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -79,6 +79,7 @@ def calibrate(
     device: str = "auto",
     batch_size: int | None = None,
     allow_pickle: bool = False,
+    trust_remote_code: bool = False,
     listener: Listener | None = None,
 ) -> Result:
     """Calibrate a merged model, write the result to `output` (by default ./NAME-featcal), and push it if the recipe
@@ -89,7 +90,7 @@ def calibrate(
     could not push it, that output is pushed and nothing is computed.
     Raises FeatCalError (what, where, fix) when something that the user can mend is wrong; then no output is written.
     """
-    run = _Run(_as_draft(recipe), output, device, batch_size, allow_pickle, listener or Silent())
+    run = _Run(_as_draft(recipe), output, device, batch_size, allow_pickle, trust_remote_code, listener or Silent())
     return run.calibrate(overwrite, create_pr=create_pr, overwrite_repo=overwrite_repo, message=commit_message)
 
 
@@ -103,13 +104,14 @@ def dry_run(
     device: str = "auto",
     batch_size: int | None = None,
     allow_pickle: bool = False,
+    trust_remote_code: bool = False,
     listener: Listener | None = None,
 ) -> Preflight:
     """Everything that `calibrate` would find out before it downloads weights; the arguments are the same.
 
     Raises FeatCalError for whatever would stop the job.
     """
-    run = _Run(_as_draft(recipe), output, device, batch_size, allow_pickle, listener or Silent())
+    run = _Run(_as_draft(recipe), output, device, batch_size, allow_pickle, trust_remote_code, listener or Silent())
     run.check_places(overwrite, create_pr=create_pr, overwrite_repo=overwrite_repo)
     return run.prepare(sample=True)
 
@@ -124,13 +126,14 @@ class _Run:
         device: str,
         batch_size: int | None,
         allow_pickle: bool,
+        trust_remote_code: bool,
         listener: Listener,
     ) -> None:
         self._started = time.monotonic()
         self._draft, self._listener = draft, listener
         self._device = choose_device(device)
         self._batch_size = batch_size or DEFAULT_BATCH_SIZE
-        self._allow_pickle = allow_pickle
+        self._allow_pickle, self._trusted = allow_pickle, trust_remote_code
         self._notes: list[str] = []
         self._target = Path(output) if output else default_output(_name_of(draft))
         self._work = work_folder(self._target)
@@ -165,6 +168,7 @@ class _Run:
             device=self._device,
             batch_size=self._batch_size,
             allow_pickle=self._allow_pickle,
+            trust_remote_code=self._trusted,
             open_repo=once,
             sample=sample,
             target=self._target,
@@ -219,6 +223,8 @@ class _Run:
             ) from error
         if journal.restored:
             self._note(f"{journal.restored} of {len(blocks)} blocks were taken over from an earlier run of this job")
+        if target is not None and any(existing_path(name) for name in _local_names(recipe)):
+            self._note(f"{RECIPE} and {REPORT} name folders of this machine, and are pushed with these names")
         self._listener.stage("writing")
         report = self._report(plan, blocks, job, {**asdict(settings), "chosen_by": chosen_by, "candidates": []})
         self._write(journal, models, report, plan, target)
@@ -228,7 +234,7 @@ class _Run:
         snapshots = {}
         for role, origin in plan.origins.items():
             self._listener.stage(f"downloading {origin.name}" if plan.transfers[role].missing else "loading models")
-            snapshots[role] = fetch(origin, self._listener.transfer)
+            snapshots[role] = replace(fetch(origin, self._listener.transfer), trusted=self._trusted)
             for text in snapshots[role].notes:
                 if text not in self._notes:
                     self._note(text)

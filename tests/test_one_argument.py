@@ -429,3 +429,24 @@ def test_a_download_that_was_broken_off_before_its_check_is_checked_by_the_next_
     hub.requests.clear()
     download(repo)
     assert hub.file_bytes() == 0
+
+
+# Code in repos
+
+
+def test_code_from_a_repo_runs_only_when_it_is_trusted(
+    hub: HubServer, merge: Path, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    published = publish(hub, merge, "coded")
+    ran = here.parent / "ran"
+    code = f"from pathlib import Path\nfrom transformers import BertModel\nPath({str(ran)!r}).touch()\n"
+    for name in ("merged", "base", *TASKS):
+        folder = published.folder / name
+        (folder / "modeling_own.py").write_text(f"{code}\n\nclass OwnBert(BertModel):\n    pass\n")
+        change_config(folder, architectures=["OwnBert"], auto_map={"AutoModel": "modeling_own.OwnBert"})
+        hub.add_repo(f"coded/bert-{name}" if name in TASKS else f"coded/{name}", folder)
+    run = calibrate(capsys, "coded/merged")
+    assert run.code == 2 and "--trust-remote-code" in run.stderr
+    assert not ran.exists()
+    assert calibrate(capsys, "coded/merged", trust_remote_code=True).code == 0
+    assert ran.exists()
