@@ -46,7 +46,7 @@ def find_class(snapshot: Snapshot) -> type[PreTrainedModel]:
 
     Raises CheckpointError when there is none.
     """
-    config = _read_config(snapshot)
+    config = read_config(snapshot)
     names = config.get("architectures") or []
     found = getattr(transformers, names[0], None) if names else None
     if isinstance(found, type) and issubclass(found, PreTrainedModel):
@@ -126,7 +126,7 @@ def unloadable(role: str, snapshot: Snapshot, model_class: type, error: Exceptio
 def load_fitting(role: str, snapshot: Snapshot, merged: Model, load: Loader = load_model) -> Model:
     """The checkpoint as the merged model's class; or in its own class where it is only a part of that (its vision
     tower, say), which `part` then names."""
-    theirs, ours = (_read_config(found).get("model_type") for found in (snapshot, merged.snapshot))
+    theirs, ours = (read_config(found).get("model_type") for found in (snapshot, merged.snapshot))
     if theirs != ours and (own_class := find_class(snapshot)) is not type(merged.module):
         own = load(role, snapshot, own_class)
         if part := _find_part(own.module, merged.module):
@@ -228,14 +228,15 @@ def _by_block(names: Sequence[str] | dict[str, Any]) -> Iterator[list[str]]:
 
 
 def _describe_missing(missing: list[str], reached: int, merged: Model, other: Model) -> str:
-    ours, theirs = (_read_config(model.snapshot).get("model_type", "?") for model in (merged, other))
+    ours, theirs = (read_config(model.snapshot).get("model_type", "?") for model in (merged, other))
     if 2 * len(missing) > reached:
         return f"{other.role} is of another architecture than merged ({theirs}, not {ours}): {missing[0]} is missing"
     more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
     return f"{other.role} lacks the tensor {missing[0]}{more}"
 
 
-def _read_config(snapshot: Snapshot) -> dict[str, Any]:
+def read_config(snapshot: Snapshot) -> dict[str, Any]:
+    """What config.json says. Raises CheckpointError when it cannot be read."""
     try:
         config = json.loads((snapshot.folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

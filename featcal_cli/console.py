@@ -145,10 +145,13 @@ def show_preflight(found: Preflight) -> None:
     OUT.print(table)
     size, needs = _count(found.parameters), found.estimate
     missing, here = (sum(getattr(t, key) for t in found.transfers.values()) for key in ("missing", "here"))
+    calibrated = f"{found.modules} modules in {found.blocks} blocks; all models fit together"
+    if not found.blocks:
+        calibrated = "its blocks show only when it runs on values"
     device = f", {_gigabytes(needs.device_bytes)} on {found.device}" if needs.device_bytes else ""
     lines = (
         ("model", f"{found.model_class}, {size} parameters, {found.dtype}"),
-        ("calibrated", f"{found.modules} modules in {found.blocks} blocks; all models fit together"),
+        ("calibrated", calibrated),
         ("download", f"{_gigabytes(missing)}; {_gigabytes(here)} are here already"),
         ("memory", f"about {_gigabytes(needs.host_bytes)}{device}, the weights that are read included"),
         ("disk", f"about {_gigabytes(needs.disk_bytes)} for the output while it is made"),

@@ -82,16 +82,20 @@ def estimate(
     """The needs of calibrating `models` (outlines: merged, base and the experts, by role), given the process's
     `resident` bytes now."""
     merged = models["merged"].module
-    walks = {task: _walk(merged, architecture, architecture.entries[task], load.batch) for task, load in loads.items()}
+    walks: dict[str, _Walk] = {}
+    for task, load in loads.items():
+        alike = (done for done in walks if _shapes_of(loads[done].batch) == _shapes_of(load.batch))
+        same = next(alike, None)
+        walks[task] = walks[same] if same else _walk(merged, architecture, architecture.entries[task], load.batch)
     states = sum(
         count * walk.state_bytes * passes // walk.examples
         for task, walk in walks.items()
         for count, passes in ((loads[task].fitted, FITTED_PASSES), (loads[task].watched, WATCHED_PASSES))
     )
     features = FEATURES_HELD * max(walk.feature_bytes * batch_size // walk.examples for walk in walks.values())
-    equations = max(_equation_bytes(merged, block) for block in architecture.blocks)
+    equations = max((_equation_bytes(merged, block) for block in architecture.blocks), default=0)
     blocks = sum(_bytes(merged.get_submodule(block.name)) for block in architecture.blocks)
-    largest = max(_bytes(merged.get_submodule(block.name)) for block in architecture.blocks)
+    largest = max((_bytes(merged.get_submodule(block.name)) for block in architecture.blocks), default=0)
     weights = sum(_reached_bytes(model, architecture) for model in models.values())
     weights += _reached_bytes(models["merged"], architecture)  # the student maps the merged files a second time
     data = sum(load.held_bytes for load in loads.values())
@@ -104,6 +108,10 @@ def estimate(
         disk_bytes=_bytes(merged) + blocks,
         seconds=_seconds(merged, architecture, walks, loads, device),
     )
+
+
+def _shapes_of(batch: Batch) -> dict[str, torch.Size]:
+    return {name: x.shape for name, x in batch.items()}
 
 
 def _walk(model: nn.Module, architecture: Architecture, entry: str, batch: Batch) -> _Walk:

@@ -106,7 +106,7 @@ def run_empty(model: PreTrainedModel, norms: str, batches: Mapping[str, Batch] |
     for tasks in [shapes] if shapes else ({"": batch} for batch in _made_up_inputs(model)):
         try:
             return find_architecture(model, tasks, norms)
-        except (DataError, ArchitectureError):
+        except (DataError, ArchitectureError, *FAILURES):
             continue
     return None
 

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from featcal_cli.architecture import Architecture
-from featcal_cli.batches import Batch
-from featcal_cli.checkpoint import Model, check_alignment, find_class, load_fitting
+from featcal_cli.checkpoint import Model, check_alignment, find_class, load_fitting, read_config
 from featcal_cli.convert import OTHER_FORMATS
 from featcal_cli.download import DESCRIBING, chosen_files, download, missing_files
-from featcal_cli.errors import ArchitectureError, OutputError
+from featcal_cli.errors import OutputError
 from featcal_cli.estimate import Estimate, Load, estimate
 from featcal_cli.examples import TaskExamples, load_examples
 from featcal_cli.header import Entry, read_headers
@@ -120,7 +118,9 @@ def prepare(
     count = min(recipe.calibration.examples, SAMPLED) if sample else recipe.calibration.examples
     examples = _read_examples(recipe, origins, merged, count, batch_size, note)
     batches = {task: found.fitted[0] for task, found in examples.items()}
-    architecture = _run_outline(merged, batches, recipe.calibration.norms)
+    # a model that looks at values cannot run without them: then what is registered must do, and the run will tell
+    norms = recipe.calibration.norms
+    architecture = run_empty(merged.module, norms, batches) or walk_registered(merged.module, batches, norms)
     for role, outline in outlines.items():
         if role != "merged":
             check_alignment(architecture, merged, outline)
@@ -186,8 +186,24 @@ def _outline_models(origins: Mapping[str, Origin], trusted: bool) -> dict[str, M
 
     first = "merged" if "merged" in origins else next(role for role in origins if role != "base")
     merged = outline(first, snapshots[first], find_class(snapshots[first]))
-    found = {role: load_fitting(role, snapshots[role], merged, outline) for role in origins if role != first}
+    found = {}
+    for role in (role for role in origins if role != first):
+        if _look_alike(headers[role], headers[first]) and _read_type(snapshots[role]) == _read_type(snapshots[first]):
+            found[role] = replace(merged, role=role, snapshot=snapshots[role])  # the same outline: no need for another
+        else:
+            found[role] = load_fitting(role, snapshots[role], merged, outline)
     return {"merged": merged, first: merged, **found}
+
+
+def _look_alike(one: Mapping[str, Entry] | None, other: Mapping[str, Entry] | None) -> bool:
+    """Whether two models' files hold tensors of the same names, shapes and dtypes."""
+    if one is None or other is None or one.keys() != other.keys():
+        return False
+    return all((one[name].shape, one[name].dtype) == (other[name].shape, other[name].dtype) for name in one)
+
+
+def _read_type(snapshot: Snapshot) -> object:
+    return read_config(snapshot).get("model_type")
 
 
 def _describe(origin: Origin, patterns: Sequence[str] = DESCRIBING) -> Path:
@@ -219,18 +235,6 @@ def _read_examples(
         for text in examples[task].notes:
             note(text)
     return examples
-
-
-def _run_outline(merged: Model, batches: Mapping[str, Batch], norms: str) -> Architecture:
-    """The blocks that the batches reach; all that are registered, for a model that cannot run without values."""
-    found = run_empty(merged.module, norms, batches) or walk_registered(merged.module, batches, norms)
-    if not found.blocks:
-        raise ArchitectureError(
-            f"no list of transformer blocks was found in {type(merged.module).__name__}",
-            where=merged.snapshot.name,
-            fix="give a transformer checkpoint whose layers hold Linear modules",
-        )
-    return found
 
 
 def _transfer(origin: Origin) -> Transfer:

@@ -51,3 +51,9 @@ def hub(hub_on_loopback: HubServer) -> HubServer:
     """The Hub of the test suite, empty; name repos after the test, for the client's cache outlives it."""
     hub_on_loopback.reset()
     return hub_on_loopback
+
+
+@pytest.fixture
+def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Draw no picture, which takes as long as calibrating a tiny model; what is tested is elsewhere in the output."""
+    monkeypatch.setattr("featcal_cli.workflow.plot_drift", lambda _: b"")

@@ -23,6 +23,8 @@ from featcal_cli.adapter import split_adapter
 from featcal_cli.errors import HubError
 from featcal_cli.hub import Snapshot, resolve
 
+pytestmark = pytest.mark.usefixtures("undrawn")
+
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48, "vocab_size": 99}
 LLAMA = {**SIZES, "num_key_value_heads": 2, "bos_token_id": 1, "eos_token_id": 2}
 T5 = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "vocab_size": 99}

@@ -14,6 +14,8 @@ from hub_server import HubServer
 from safetensors.torch import load_file, save_file
 from transformers import BertConfig, BertModel, GPT2Config, GPT2Model
 
+pytestmark = pytest.mark.usefixtures("undrawn")
+
 BERT = next(family for family in FAMILIES if family.name == "bert")
 TINY = {"num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48, "vocab_size": 99}
 

@@ -18,6 +18,8 @@ from featcal_cli.algorithm import Progress
 from featcal_cli.listener import Silent
 from featcal_cli.workflow import calibrate
 
+pytestmark = pytest.mark.usefixtures("undrawn")
+
 BY_NAME = {family.name: family for family in FAMILIES}
 
 

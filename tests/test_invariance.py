@@ -15,6 +15,8 @@ from torch import Tensor
 from featcal_cli.errors import NumericsError
 from featcal_cli.workflow import calibrate
 
+pytestmark = pytest.mark.usefixtures("undrawn")
+
 PADDING = 3
 IDS = ("input_ids", "attention_mask", "token_type_ids", "decoder_input_ids", "decoder_attention_mask")
 

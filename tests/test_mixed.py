@@ -16,6 +16,8 @@ from transformers import PreTrainedModel
 
 from featcal_cli.workflow import Result, calibrate
 
+pytestmark = pytest.mark.usefixtures("undrawn")
+
 BY_NAME = {family.name: family for family in FAMILIES}
 TASKS = ("red", "green")
 

@@ -335,8 +335,8 @@ def expected(
     return weights_of(output)
 
 
-@pytest.mark.usefixtures("hurried")
-@pytest.mark.parametrize("fault", ["429", "500", "503", "reset", "reset midway", "truncated", "slow"])
+@pytest.mark.usefixtures("hurried", "undrawn")
+@pytest.mark.parametrize("fault", ["429", "500", "503", "reset", "truncated", "slow"])
 @pytest.mark.parametrize(
     "kind", ["model info", "dataset info", "model tree", "dataset tree", "file head", "file", "large file"]
 )

@@ -15,6 +15,8 @@ from torch import Tensor
 
 from featcal_cli.workflow import Result, calibrate
 
+pytestmark = pytest.mark.usefixtures("undrawn")
+
 SETTINGS = {"ridge": 0.05, "rho": 2.0, "alpha": 0.3}
 FITTED = 12
 
