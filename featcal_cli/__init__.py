@@ -101,6 +101,7 @@ The run
     listener       whoever shows a run as it goes
     preflight      everything that can be known before weights are downloaded
     job            the models of a job, loaded and ready to walk
+    run            what every verb begins with: lineage, preflight, downloads
     workflow       the verbs: what the command line and Python users both call
     demo           the main job on embedded checkpoints
     console        everything that imports rich

@@ -13,7 +13,8 @@ from featcal_cli.hub import Snapshot
 from featcal_cli.listener import Listener
 from featcal_cli.recipe import build_recipe, find_recipe
 from featcal_cli.report import Report
-from featcal_cli.workflow import DEFAULT_BATCH_SIZE, calibrate
+from featcal_cli.run import DEFAULT_BATCH_SIZE
+from featcal_cli.workflow import calibrate
 
 OUTPUT = Path("featcal-demo")
 

@@ -6,8 +6,7 @@ import json
 import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from functools import cache
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,24 +20,21 @@ from featcal_cli.card import read_license, write_card
 from featcal_cli.checkpoint import Model
 from featcal_cli.errors import FeatCalError, NumericsError, OutputError
 from featcal_cli.features import Job
-from featcal_cli.hub import Snapshot, fetch
+from featcal_cli.hub import Snapshot
 from featcal_cli.job import Models, find_blocks, load_models, make_job
 from featcal_cli.journal import Journal
 from featcal_cli.layout import names_on_disk, read_slots
-from featcal_cli.lineage import find_lineage
 from featcal_cli.listener import Listener, Silent
 from featcal_cli.loaders import find_pipeline_tag, find_processor_class
-from featcal_cli.machine import choose_device, describe_environment, peak_resident_bytes
+from featcal_cli.machine import describe_environment, peak_resident_bytes
 from featcal_cli.output import check_output, default_output, work_folder, write_output
 from featcal_cli.plots import plot_drift
-from featcal_cli.preflight import Preflight, prepare
+from featcal_cli.preflight import Preflight
 from featcal_cli.push import Pushed, Target, check_target, push
 from featcal_cli.recipe import Draft, Merge, dump_recipe, find_recipe, read_draft
-from featcal_cli.repo import open_repo
 from featcal_cli.report import CARD, PICTURE, RECIPE, REPORT, BlockReport, DriftCurve, Report, Source, TaskDrift
+from featcal_cli.run import Run
 from featcal_cli.select import choose_settings
-
-DEFAULT_BATCH_SIZE = 16
 
 
 @dataclass(frozen=True)
@@ -90,8 +86,9 @@ def calibrate(
     could not push it, that output is pushed and nothing is computed.
     Raises FeatCalError (what, where, fix) when something that the user can mend is wrong; then no output is written.
     """
-    run = _Run(_as_draft(recipe), output, device, batch_size, allow_pickle, trust_remote_code, listener or Silent())
-    return run.calibrate(overwrite, create_pr=create_pr, overwrite_repo=overwrite_repo, message=commit_message)
+    run = Run(_as_draft(recipe), device, batch_size, allow_pickle, trust_remote_code, listener or Silent())
+    job = _Calibration(run, output)
+    return job.calibrate(overwrite, create_pr=create_pr, overwrite_repo=overwrite_repo, message=commit_message)
 
 
 def dry_run(
@@ -111,32 +108,19 @@ def dry_run(
 
     Raises FeatCalError for whatever would stop the job.
     """
-    run = _Run(_as_draft(recipe), output, device, batch_size, allow_pickle, trust_remote_code, listener or Silent())
-    run.check_places(overwrite, create_pr=create_pr, overwrite_repo=overwrite_repo)
-    return run.prepare(sample=True)
+    run = Run(_as_draft(recipe), device, batch_size, allow_pickle, trust_remote_code, listener or Silent())
+    job = _Calibration(run, output)
+    job.check_places(overwrite, create_pr=create_pr, overwrite_repo=overwrite_repo)
+    return run.prepare(job.target, sample=True)
 
 
-class _Run:
+class _Calibration:
     """One job from what the user says to the output folder and the Hub."""
 
-    def __init__(
-        self,
-        draft: Draft,
-        output: str | Path | None,
-        device: str,
-        batch_size: int | None,
-        allow_pickle: bool,
-        trust_remote_code: bool,
-        listener: Listener,
-    ) -> None:
-        self._started = time.monotonic()
-        self._draft, self._listener = draft, listener
-        self._device = choose_device(device)
-        self._batch_size = batch_size or DEFAULT_BATCH_SIZE
-        self._allow_pickle, self._trusted = allow_pickle, trust_remote_code
-        self._notes: list[str] = []
-        self._target = Path(output) if output else default_output(_name_of(draft))
-        self._work = work_folder(self._target)
+    def __init__(self, run: Run, output: str | Path | None) -> None:
+        self._run, self._draft = run, run.draft
+        self.target = Path(output) if output else default_output(_name_of(run.draft))
+        self._work = work_folder(self.target)
         self._is_first = not path_exists(self._work)
         self._marker = self._work / "unpushed.json"
 
@@ -145,44 +129,20 @@ class _Run:
         local = [path for name in _local_names(self._draft) if (path := existing_path(name))]
         unpushed = self._is_unpushed(overwrite)
         if not unpushed:
-            check_output(self._target, local, overwrite=overwrite)
+            check_output(self.target, local, overwrite=overwrite)
         wanted = self._draft.output
         if wanted.push_to is None:
             return None
-        self._listener.stage("checking the Hub")
+        self._run.listener.stage("checking the Hub")
         return check_target(wanted.push_to, private=wanted.private, create_pr=create_pr, overwrite_repo=overwrite_repo)
-
-    def prepare(self, *, sample: bool) -> Preflight:
-        """What can be known before weights are downloaded."""
-        self._listener.stage("finding models")
-        once = cache(open_repo)
-        lineage = find_lineage(self._draft, once)
-        for finding in lineage.findings:
-            if finding.source != SAID:
-                self._note(f"{finding.role}: {finding.value} (from {finding.source})")
-        for text in lineage.notes:
-            self._note(text)
-        return prepare(
-            lineage.recipe,
-            lineage.findings,
-            device=self._device,
-            batch_size=self._batch_size,
-            allow_pickle=self._allow_pickle,
-            trust_remote_code=self._trusted,
-            open_repo=once,
-            sample=sample,
-            target=self._target,
-            stage=self._listener.stage,
-            note=self._note,
-        )
 
     def calibrate(self, overwrite: bool, *, create_pr: bool, overwrite_repo: bool, message: str | None) -> Result:
         """Do it all. What is wrong with the inputs leaves nothing behind; finished blocks outlive everything else."""
         target = self.check_places(overwrite, create_pr=create_pr, overwrite_repo=overwrite_repo)
         models = None
         if self._is_unpushed(overwrite):
-            report = Report.from_json((self._target / REPORT).read_text(encoding="utf-8"))
-            self._note(f"{self._target} is finished and was not pushed; nothing is computed again")
+            report = Report.from_json((self.target / REPORT).read_text(encoding="utf-8"))
+            self._run.note(f"{self.target} is finished and was not pushed; nothing is computed again")
         else:
             try:
                 report, models = self._calibrate(target)
@@ -194,26 +154,26 @@ class _Run:
                 raise
         pushed = None
         if target is not None:
-            self._listener.stage(f"pushing to {target.repo_id}")
-            pushed = push(self._target, target, message=message or f"Calibrate {_name_of(self._draft)} with featcal")
+            self._run.listener.stage(f"pushing to {target.repo_id}")
+            pushed = push(self.target, target, message=message or f"Calibrate {_name_of(self._draft)} with featcal")
         shutil.rmtree(self._work, ignore_errors=True)
-        return Result(self._target, report, pushed, models)
+        return Result(self.target, report, pushed, models)
 
     def _calibrate(self, target: Target | None) -> tuple[Report, Models]:
-        plan = self.prepare(sample=False)
+        plan = self._run.prepare(self.target, sample=False)
         recipe = plan.recipe
-        snapshots = self._fetch(plan)
-        self._listener.stage("loading models")
+        snapshots = self._run.fetch(plan)
+        self._run.listener.stage("loading models")
         merge = recipe.merged if isinstance(recipe.merged, Merge) else None
         models = load_models(snapshots, merge, self._work / "merged", _name_of(self._draft))
-        architecture = find_blocks(models, plan.examples, recipe.calibration.norms, self._note)
+        architecture = find_blocks(models, plan.examples, recipe.calibration.norms, self._run.note)
         settings, chosen_by = choose_settings(recipe.calibration, models.merged.module)
-        job = make_job(models, architecture, plan.examples, recipe.calibration, self._device, self._note)
+        job = make_job(models, architecture, plan.examples, recipe.calibration, self._run.device, self._run.note)
         journal = Journal(self._work / "journal", self._fingerprint(plan, snapshots, asdict(settings)))
-        self._listener.stage("calibrating")
+        self._run.listener.stage("calibrating")
         try:
             blocks = calibrate_blocks(
-                job, settings, journal, bias=recipe.calibration.bias, watch=self._listener.progress
+                job, settings, journal, bias=recipe.calibration.bias, watch=self._run.listener.progress
             )
         except RuntimeError as error:
             if "bfloat16" not in str(error).lower():
@@ -222,23 +182,15 @@ class _Run:
                 f"this model cannot run in bfloat16 here: {error}", fix="give --dtype float32"
             ) from error
         if journal.restored:
-            self._note(f"{journal.restored} of {len(blocks)} blocks were taken over from an earlier run of this job")
+            self._run.note(
+                f"{journal.restored} of {len(blocks)} blocks were taken over from an earlier run of this job"
+            )
         if target is not None and any(existing_path(name) for name in _local_names(recipe)):
-            self._note(f"{RECIPE} and {REPORT} name folders of this machine, and are pushed with these names")
-        self._listener.stage("writing")
+            self._run.note(f"{RECIPE} and {REPORT} name folders of this machine, and are pushed with these names")
+        self._run.listener.stage("writing")
         report = self._report(plan, blocks, job, {**asdict(settings), "chosen_by": chosen_by, "candidates": []})
         self._write(journal, models, report, plan, target)
         return report, models
-
-    def _fetch(self, plan: Preflight) -> dict[str, Snapshot]:
-        snapshots = {}
-        for role, origin in plan.origins.items():
-            self._listener.stage(f"downloading {origin.name}" if plan.transfers[role].missing else "loading models")
-            snapshots[role] = replace(fetch(origin, self._listener.transfer), trusted=self._trusted)
-            for text in snapshots[role].notes:
-                if text not in self._notes:
-                    self._note(text)
-        return snapshots
 
     def _write(self, journal: Journal, models: Models, report: Report, plan: Preflight, target: Target | None) -> None:
         slots = read_slots(models.merged.snapshot)
@@ -250,7 +202,7 @@ class _Run:
             PICTURE: plot_drift(report),
             CARD: write_card(
                 report,
-                name=self._target.name,
+                name=self.target.name,
                 target=target.repo_id if target else None,
                 merged_readme=repo.read_text(CARD) if repo else None,
                 model_class=type(models.merged.module).__name__,
@@ -258,19 +210,19 @@ class _Run:
                 pipeline_tag=find_pipeline_tag(type(models.merged.module)),
             ),
         }
-        for name in write_output(self._target, models.merged.snapshot, groups, contents):
-            self._note(f"left out of the output: {name} (other weights than the calibrated ones)")
+        for name in write_output(self.target, models.merged.snapshot, groups, contents):
+            self._run.note(f"left out of the output: {name} (other weights than the calibrated ones)")
         shutil.rmtree(journal.folder, ignore_errors=True)
         if target is not None:
             self._marker.write_text(self._key(), encoding="utf-8")
 
     def _report(self, plan: Preflight, blocks: list[BlockReport], job: Job, settings: dict[str, Any]) -> Report:
         calibration = plan.recipe.calibration
-        on_device = self._device.type == "cuda"
+        on_device = self._run.device.type == "cuda"
         return Report(
             featcal_version=__version__,
             recipe=plan.recipe.model_dump(mode="json", exclude_none=True),
-            environment=describe_environment(self._device),
+            environment=describe_environment(self._run.device),
             settings={
                 **settings,
                 "norms": calibration.norms,
@@ -281,12 +233,12 @@ class _Run:
             blocks=blocks,
             drift={task: _read_drift(job, task, bool(found.held_out)) for task, found in plan.examples.items()},
             cost={
-                "seconds": time.monotonic() - self._started,
+                "seconds": time.monotonic() - self._run.started,
                 "peak_rss_bytes": peak_resident_bytes(),
-                "peak_device_bytes": torch.cuda.max_memory_allocated(self._device) if on_device else 0,
+                "peak_device_bytes": torch.cuda.max_memory_allocated(self._run.device) if on_device else 0,
                 "expert_bytes_read": sum(walker.bytes_read for walker in job.experts.values()),
             },
-            notes=list(self._notes),
+            notes=list(self._run.notes),
             sources=list(_describe_sources(plan)),
             curves={task: _read_curve(job, task) for task in plan.examples},
         )
@@ -302,22 +254,18 @@ class _Run:
             "recipe": plan.recipe.model_dump(mode="json"),
             "settings": settings,
             "files": {str(file): _stamp(file) for file in sorted(files) if file.is_file()},
-            "environment": describe_environment(self._device),
-            "batch_size": self._batch_size,
+            "environment": describe_environment(self._run.device),
+            "batch_size": self._run.batch_size,
         }
 
     def _is_unpushed(self, overwrite: bool) -> bool:
         """Whether this very job is finished but for its push."""
-        if overwrite or not path_exists(self._marker) or not path_exists(self._target / REPORT):
+        if overwrite or not path_exists(self._marker) or not path_exists(self.target / REPORT):
             return False
         return self._marker.read_text(encoding="utf-8") == self._key()
 
     def _key(self) -> str:
         return json.dumps(self._draft.model_dump(mode="json"), sort_keys=True)
-
-    def _note(self, text: str) -> None:
-        self._notes.append(text)
-        self._listener.note(text)
 
 
 def _describe_sources(plan: Preflight) -> Iterator[Source]:
