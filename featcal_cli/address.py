@@ -69,3 +69,11 @@ def existing_path(text: str) -> Path | None:
     except (OSError, RuntimeError, ValueError):
         # no such home folder, a name too long for a file, a null byte
         return None
+
+
+def bare_id(text: str) -> str:
+    """A Hub id as it is, or out of the address of its web page: https://HOST/USER/NAME, datasets/USER/NAME/."""
+    page = re.fullmatch(r"(?:https?://[^/]+/)?(?:datasets/)?([^/:]+/[^/:]+)(?:/tree/([^/]+))?/?", text)
+    if page is None or text.startswith((".", "~")):
+        return text
+    return f"{page[1]}@{page[2]}" if page[2] else page[1]

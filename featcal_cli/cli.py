@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from json import dumps
 from typing import Annotated, Any
 
@@ -109,7 +110,11 @@ def calibrate(
     if dry_run:
         typer.echo(dumps(preflight.to_dict(), indent=2)) if json else show_preflight(preflight)
     elif json:
-        typer.echo(result.report.to_json())
+        written: dict[str, Any] = {
+            "output": str(result.output),
+            "pushed": asdict(result.pushed) if result.pushed else None,
+        }
+        typer.echo(dumps(written | asdict(result.report), indent=2, ensure_ascii=False))
     else:
         show_drift(result.report)
         show_result(result.output, result.pushed, hints=not quiet)
@@ -167,6 +172,7 @@ def demo(
 def main() -> None:
     """Run the command line; errors that the user can mend become one message and exit code 2."""
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("HF_HUB_VERBOSITY", "error")  # it writes of every retry, with the address
     from featcal_cli.errors import FeatCalError
 
     try:
@@ -184,5 +190,5 @@ def _interruptible() -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        typer.echo("interrupted: the same command goes on from the last finished block", err=True)
+        typer.echo("interrupted: the same command goes on from here", err=True)
         raise

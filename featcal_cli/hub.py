@@ -82,7 +82,7 @@ def fetch(origin: Origin, watch: Watch | None = None) -> Snapshot:
         return _fold(origin, origin.base, watch)
     if origin.form == "pickle":
         copy = _convert(origin, watch)
-        note = f"{repo.name} has no safetensors; its pickled weights were converted, and the copy is kept in {copy}"
+        note = f"{repo.name} has no safetensors; its pickled weights were converted, and featcal's cache keeps the copy"
         return _complete(Snapshot(repo.name, copy, repo.commit, (*origin.notes, note)), f"delete {copy}")
     folder = repo.folder or download(repo, skip=OTHER_FORMATS, watch=watch)
     fix = "copy the file again" if repo.folder else ""
@@ -113,7 +113,7 @@ def _fold(origin: Origin, base_origin: Origin, watch: Watch | None) -> Snapshot:
     base = fetch(base_origin, watch)
     key = hashlib.sha256(repr((_key(origin), _key(base_origin))).encode()).hexdigest()[:32]
     copy = folded_copy(adapter, base_origin.name, base.folder, f"{_key(origin)[:60]}-{key}")
-    note = f"{repo.name} is an adapter ({adapter}) on {base.pinned}; folded copy kept in {copy}"
+    note = f"{repo.name} is an adapter ({adapter}) on {base.pinned}; featcal's cache keeps the folded copy"
     commit = repo.commit if base.commit else None
     return _complete(Snapshot(repo.name, copy, commit, (*base.notes, note), origin.pinned), f"delete {copy}")
 

@@ -154,8 +154,9 @@ def _explain_refusal(status: int, where: str) -> HubError:
 def _explain_silence(error: BaseException | None, repo: str, where: str, kind: str) -> HubError:
     from huggingface_hub import is_offline_mode
 
-    # of datasets no copy is kept
-    missing = f", and the cache holds no complete copy of {repo}" if kind == "model" else ""
+    missing = f", and the cache holds no complete copy of {repo}"
+    if kind == "dataset":
+        missing = f", and rows of Hub datasets ({repo}) are never kept on this machine"
     if is_offline_mode():
         return HubError(f"offline mode is on{missing}", where=where, fix="unset HF_HUB_OFFLINE and run again")
     reason = f" ({type(error).__name__})" if error else ""

@@ -57,6 +57,15 @@ def resident_bytes() -> int:
 
 def free_bytes(place: Path) -> int:
     """Free bytes on the disk of a folder, or of the one that it would be made in."""
+    return shutil.disk_usage(_existing_part(place)).free
+
+
+def disk_of(place: Path) -> int:
+    """The number of that disk."""
+    return _existing_part(place).stat().st_dev
+
+
+def _existing_part(place: Path) -> Path:
     while not place.exists() and place != place.parent:
         place = place.parent
-    return shutil.disk_usage(place).free
+    return place

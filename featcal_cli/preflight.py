@@ -19,7 +19,7 @@ from featcal_cli.header import Entry, read_headers
 from featcal_cli.hub import Snapshot
 from featcal_cli.inventory import run_empty, walk_registered
 from featcal_cli.lineage import Finding
-from featcal_cli.machine import free_bytes, resident_bytes
+from featcal_cli.machine import disk_of, free_bytes, resident_bytes
 from featcal_cli.origin import Origin, find_origin
 from featcal_cli.outline import load_outline
 from featcal_cli.recipe import Data, Merge, Recipe
@@ -259,13 +259,13 @@ def _load(found: TaskExamples, wanted: int, read: int) -> Load:
 def _check_disk(needs: Estimate, transfers: Mapping[str, Transfer], target: Path) -> None:
     """Raise OutputError when the output or the downloads would not fit."""
     downloads = sum(transfer.missing for transfer in transfers.values())
-    for place, bytes_needed, fix in (
-        (target.resolve().parent, needs.disk_bytes, "free some, or choose another --output"),
-        (Path(hub_cache()), downloads, "free some, or point HF_HOME to another disk"),
-    ):
+    places = [(target.resolve().parent, needs.disk_bytes, "free some, or choose another --output")]
+    places += [(Path(hub_cache()), downloads, "free some, or point HF_HOME to another disk")]
+    for place, _, fix in places:
+        wanted = sum(needed for other, needed, _ in places if disk_of(other) == disk_of(place))
         free = free_bytes(place)
-        if free < bytes_needed:
-            what = f"{bytes_needed / 1e9:.1f} GB of disk are needed, and {free / 1e9:.1f} GB are free"
+        if free < wanted:
+            what = f"{wanted / 1e9:.1f} GB of disk are needed, and {free / 1e9:.1f} GB are free"
             raise OutputError(what, where=str(place), fix=fix)
 
 

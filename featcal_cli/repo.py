@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from featcal_cli.adapter import ADAPTER_WEIGHTS, is_adapter
-from featcal_cli.address import existing_path, looks_like_path, split_revision
+from featcal_cli.address import bare_id, existing_path, looks_like_path, split_revision
 from featcal_cli.convert import PICKLES, SAFETENSORS
 from featcal_cli.errors import HubError
 from featcal_cli.hub_errors import explained
@@ -131,7 +131,7 @@ def open_repo(name: str, kind: Kind = "model") -> Repo:
         if not folder.is_dir():
             raise HubError(f"{name} is a file, not a folder", where=name, fix="give the folder that it is in")
         return Repo(name, kind, None, folder)
-    repo, revision = split_revision(name)
+    repo, revision = split_revision(bare_id(name))
     if looks_like_path(repo):
         raise HubError(f"there is no folder {name}", where=name, fix="check the path, or give a Hub id USER/NAME")
     if revision is not None and not (repo and revision):

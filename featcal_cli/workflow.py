@@ -128,13 +128,21 @@ class _Calibration:
         """Where the result is to go on the Hub. Raises FeatCalError when it cannot go there, or not to the output."""
         local = [path for name in _local_names(self._draft) if (path := existing_path(name))]
         unpushed = self._is_unpushed(overwrite)
-        if not unpushed:
+        if unpushed:
+            self._run.note(f"{self.target} is finished and was not pushed; nothing is computed again")
+        else:
             check_output(self.target, local, overwrite=overwrite)
         wanted = self._draft.output
         if wanted.push_to is None:
             return None
         self._run.listener.stage("checking the Hub")
-        return check_target(wanted.push_to, private=wanted.private, create_pr=create_pr, overwrite_repo=overwrite_repo)
+        return check_target(
+            wanted.push_to,
+            private=wanted.private,
+            create_pr=create_pr,
+            overwrite_repo=overwrite_repo,
+            finished=self.target if unpushed else None,
+        )
 
     def calibrate(self, overwrite: bool, *, create_pr: bool, overwrite_repo: bool, message: str | None) -> Result:
         """Do it all. What is wrong with the inputs leaves nothing behind; finished blocks outlive everything else."""
@@ -142,7 +150,7 @@ class _Calibration:
         models = None
         if self._is_unpushed(overwrite):
             report = Report.from_json((self.target / REPORT).read_text(encoding="utf-8"))
-            self._run.note(f"{self.target} is finished and was not pushed; nothing is computed again")
+            self._address_card(report, target)
         else:
             try:
                 report, models = self._calibrate(target)
@@ -196,25 +204,23 @@ class _Calibration:
         slots = read_slots(models.merged.snapshot)
         groups = (names_on_disk(models.student, journal.tensors(number), slots) for number in range(len(report.blocks)))
         repo = plan.origins["merged"].repo if "merged" in plan.origins else None
+        about: dict[str, Any] = {
+            "merged_readme": repo.read_text(CARD) if repo else None,
+            "model_class": type(models.merged.module).__name__,
+            "processor_class": find_processor_class(models.merged.snapshot.folder),
+            "pipeline_tag": find_pipeline_tag(type(models.merged.module)),
+        }
         contents: dict[str, str | bytes] = {
             REPORT: report.to_json(),
             RECIPE: dump_recipe(plan.recipe),
             PICTURE: plot_drift(report),
-            CARD: write_card(
-                report,
-                name=self.target.name,
-                target=target.repo_id if target else None,
-                merged_readme=repo.read_text(CARD) if repo else None,
-                model_class=type(models.merged.module).__name__,
-                processor_class=find_processor_class(models.merged.snapshot.folder),
-                pipeline_tag=find_pipeline_tag(type(models.merged.module)),
-            ),
+            CARD: write_card(report, name=self.target.name, target=target.repo_id if target else None, **about),
         }
         for name in write_output(self.target, models.merged.snapshot, groups, contents):
             self._run.note(f"left out of the output: {name} (other weights than the calibrated ones)")
         shutil.rmtree(journal.folder, ignore_errors=True)
         if target is not None:
-            self._marker.write_text(self._key(), encoding="utf-8")
+            self._marker.write_text(json.dumps({"job": self._key(), "card": about}), encoding="utf-8")
 
     def _report(self, plan: Preflight, blocks: list[BlockReport], job: Job, settings: dict[str, Any]) -> Report:
         calibration = plan.recipe.calibration
@@ -262,10 +268,21 @@ class _Calibration:
         """Whether this very job is finished but for its push."""
         if overwrite or not path_exists(self._marker) or not path_exists(self.target / REPORT):
             return False
-        return self._marker.read_text(encoding="utf-8") == self._key()
+        return bool(json.loads(self._marker.read_text(encoding="utf-8"))["job"] == self._key())
 
     def _key(self) -> str:
-        return json.dumps(self._draft.model_dump(mode="json"), sort_keys=True)
+        """The job without its output: a finished model may be pushed to another place than was planned."""
+        return json.dumps(self._draft.model_dump(mode="json", exclude={"output"}), sort_keys=True)
+
+    def _address_card(self, report: Report, target: Target | None) -> None:
+        """Let the card of a finished output name the repo that it is pushed to now."""
+        about = json.loads(self._marker.read_text(encoding="utf-8"))["card"]
+        text = write_card(report, name=self.target.name, target=target.repo_id if target else None, **about)
+        card = self.target / CARD
+        if card.read_text(encoding="utf-8") != text:
+            draft = self._work / CARD
+            draft.write_text(text, encoding="utf-8")
+            draft.replace(card)
 
 
 def _describe_sources(plan: Preflight) -> Iterator[Source]:

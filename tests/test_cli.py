@@ -46,10 +46,12 @@ def test_quiet_shows_the_result_alone(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "calibrated" in run.stdout
 
 
-def test_json_is_the_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_is_the_report_and_where_the_result_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = featcal_inside(capsys, "calibrate", {**arguments(tmp_path), "--json": ""})
     assert run.code == 0 and run.stderr == ""
-    assert json.loads(run.stdout) == json.loads((tmp_path / "out" / "featcal_report.json").read_text())
+    printed = json.loads(run.stdout)
+    assert (printed.pop("output"), printed.pop("pushed")) == (str(tmp_path / "out"), None)
+    assert printed == json.loads((tmp_path / "out" / "featcal_report.json").read_text())
 
 
 def test_help_and_version_do_not_load_torch() -> None:

@@ -301,6 +301,46 @@ def test_a_push_that_failed_is_done_by_the_same_command_without_computing_again(
     assert run.code == 2 and "exists" in run.stderr
 
 
+@pytest.mark.parametrize("place", ["where it was to go", "somewhere else"])
+def test_a_push_that_was_not_read_back_is_finished_by_the_next_command(
+    hub: HubServer,
+    merge: Path,
+    here: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    place: str,
+) -> None:
+    org = "unread" if place == "where it was to go" else "elsewhere"
+    publish(hub, merge, org)
+    log_in(hub, monkeypatch, org)
+    monkeypatch.setattr("featcal_cli.patience.PAUSE", 0.01)
+    monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda _: None)
+    mute = Fault(status=503, carried_out=False)
+    hub.fail("commit", Fault(action=lambda: hub.fail("GET", mute, path=f"^/api/models/{org}/out", times=None)))
+    assert calibrate(capsys, f"{org}/merged", push_to=f"{org}/out").code == 2
+    out = hub.repos["model", f"{org}/out"]
+    assert len(out.log) == 1
+    hub.faults.clear()
+    target = f"{org}/out" if place == "where it was to go" else f"{org}/other"
+    run = calibrate(capsys, f"{org}/merged", push_to=target)
+    assert run.code == 0, run.stderr
+    assert "nothing is computed again" in re.sub(r"\s+", " ", run.stderr)
+    assert len(out.log) == 1
+    final = hub.repos["model", target]
+    card = final.commits[final.refs["main"]]["README.md"].path.read_text()
+    assert f'from_pretrained("{target}"' in card
+    assert sorted(path.name for path in here.iterdir()) == ["merged-featcal"]
+
+
+def test_the_address_of_a_page_is_as_good_as_an_id(hub: HubServer, merge: Path) -> None:
+    published = publish(hub, merge, "pasted")
+    commit = published.commits["pasted/merged"]
+    for text in ("https://huggingface.co/pasted/merged", "pasted/merged/", "https://hf.co/pasted/merged/tree/main"):
+        repo = open_repo(text)
+        assert (repo.name, repo.commit) == ("pasted/merged", commit)
+    assert open_repo("datasets/pasted/red-rows", "dataset").name == "pasted/red-rows"
+
+
 # Faults
 
 
