@@ -72,21 +72,33 @@ The method
     walker         one model's forward passes, paused before every block
     weights        how much each token counts
     features       student and experts walking the blocks together
+    watch          everybody side by side where drift is measured
     moments        running sums → G, C, means
     solver         the closed forms
     collect        one block's features → its systems of equations
     algorithm      Algorithm 1
     journal        finished blocks on disk; resume
-    drift          feature drift from the experts
+    drift          feature drift from the experts, and its split
+    outputs        what drift does to the experts' own heads
+    vectors        task vectors: the cosine of expert − base and model − base
     select         λ, ρ, α
     evaluate       accuracy on labelled data
 
 What comes of it
 
+    inspection     the figures of inspect-drift: the schema of its JSON
+    measures       what a walk measured → figures
     report         what a run did: featcal_report.json
-    plots          the drift picture
+    figures        what all pictures have in common
+    plots          the drift picture of a card
+    drift_reading  what the figures of an inspection say in words
+    drift_plots    maps and curves of an inspection
+    projection     final features in two dimensions
+    page           an inspection → one HTML page (page.html)
+    gate           drift over the user's limit → exit code 3
     markdown       text of others, made inert
-    sections       the parts of a model card
+    drift_section  what a model card says of drift
+    sections       the other parts of a model card
     card           report → model card
     loaders        the names under which others load a checkpoint
     output         the output folder
@@ -103,8 +115,11 @@ The run
     job            the models of a job, loaded and ready to walk
     run            what every verb begins with: lineage, preflight, downloads
     workflow       the verbs: what the command line and Python users both call
+    inspector      inspect-drift: walk, load nothing, measure
     demo           the main job on embedded checkpoints
-    console        everything that imports rich
+    console        what the terminal shows of a run
+    drift_bars     drift over depth in characters
+    drift_view     what the terminal shows of an inspection
     options        every option of the command line, declared once
     cli            the commands
 """

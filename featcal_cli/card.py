@@ -9,10 +9,11 @@ from typing import Any
 from huggingface_hub import ModelCard, ModelCardData
 from huggingface_hub.repocard import REGEX_YAML_BLOCK
 
+from featcal_cli.drift_section import Accuracy
 from featcal_cli.markdown import inert_document, one_line, without_secrets
 from featcal_cli.readme import load_documents
 from featcal_cli.report import Report
-from featcal_cli.sections import Accuracy, data_of, models_of, on_hub, write_sections
+from featcal_cli.sections import data_of, models_of, on_hub, write_sections
 
 MARK = "<!-- This card was written by featcal. -->"
 LICENSE = re.compile(r"[a-z0-9][a-z0-9.+-]{0,60}")

@@ -120,6 +120,66 @@ def calibrate(
         show_result(result.output, result.pushed, hints=not quiet)
 
 
+@app.command("inspect-drift")
+def inspect_drift(
+    model: options.Model,
+    base: options.Base = None,
+    expert: options.Experts = None,
+    data: options.Sources = None,
+    recipe: options.Recipe = None,
+    compare: options.Compare = None,
+    allow_pickle: options.AllowPickle = False,
+    trust_remote_code: options.TrustRemoteCode = False,
+    examples: options.Measured = None,
+    norms: options.Norms = None,
+    token_weights: options.TokenWeights = None,
+    seed: options.MeasuredSeed = None,
+    device: options.Device = "auto",
+    dtype: options.Dtype = None,
+    batch_size: options.BatchSize = None,
+    plot: options.Plot = None,
+    projection: options.Projection = None,
+    html: options.Html = None,
+    max_drift: options.MaxDrift = None,
+    json: options.Json = False,
+    quiet: options.Quiet = False,
+) -> None:
+    """Show how far a model's features are from each expert's, block by block, and where that comes from.
+
+    **Examples**
+
+        featcal inspect-drift user/merged
+
+        featcal inspect-drift user/merged --compare user/merged-featcal --html drift.html
+
+        featcal inspect-drift user/merged --max-drift 0.8
+    """
+    from featcal_cli.console import OUT, Screen
+    from featcal_cli.recipe import find_recipe, read_draft
+
+    calibration = {
+        "examples": examples, "dtype": dtype, "norms": norms, "token_weights": token_weights, "seed": seed,
+    }  # fmt: skip
+    overrides = options.collect_overrides(model, None, base, expert, data, calibration, {})
+    draft = read_draft(find_recipe(recipe) if recipe else None, overrides)
+    screen = Screen(quiet=quiet or json)
+    with screen.live():
+        from featcal_cli.drift_view import show_inspection
+        from featcal_cli.gate import check_gate
+        from featcal_cli.inspector import inspect_drift as run
+
+        found = run(
+            draft, compare=compare, device=device, batch_size=batch_size, allow_pickle=allow_pickle,
+            trust_remote_code=trust_remote_code, plot=plot, projection=projection, html=html, listener=screen,
+        )  # fmt: skip
+    if json:
+        typer.echo(found.to_json(), nl=False)
+    else:
+        show_inspection(found, OUT)
+    if max_drift is not None:
+        check_gate(found, max_drift)
+
+
 @app.command()
 def modules(
     model: options.Model,

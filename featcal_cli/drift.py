@@ -1,4 +1,4 @@
-"""Feature drift: how far a model's hidden states are from each expert's, after every block."""
+"""Feature drift: how far a model's features are from each expert's, and where that comes from."""
 
 from __future__ import annotations
 
@@ -7,47 +7,102 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+TINY = 1e-30
+"""Keeps the cosine of a zero vector finite."""
 STEM = "stem"
 """The name under which drift before the first block is kept."""
 
 
 @dataclass
 class Drift:
-    """Drift of one model from one expert at one place, over all tokens added."""
+    """Drift e = h − h_exp of one model from one expert at one place, summed over all tokens added.
+
+    Its exact split e = m + p (paper, Proposition 1): the local mismatch m is what the model's block does differently on
+    the expert's own input, the upstream propagation p what it makes of the drift that reaches it.
+    """
 
     distance: float = 0.0
-    """Σ ‖h − h_exp‖₂."""
+    """Σ ‖e‖₂."""
     size: float = 0.0
     """Σ ‖h_exp‖₂."""
     cosine_sum: float = 0.0
     tokens: int = 0
+    local_sum: float = 0.0
+    """Σ ‖m‖₂."""
+    upstream_sum: float = 0.0
+    """Σ ‖p‖₂."""
+    is_split: bool = False
+    """m and p were measured."""
 
     @property
     def relative(self) -> float:
-        """mean ‖h − h_exp‖₂ / mean ‖h_exp‖₂."""
+        """mean ‖e‖₂ / mean ‖h_exp‖₂."""
         return self.distance / self.size if self.size else 0.0
+
+    @property
+    def mean(self) -> float:
+        """mean ‖e‖₂."""
+        return self.distance / self.tokens if self.tokens else 0.0
+
+    @property
+    def local(self) -> float | None:
+        """mean ‖m‖₂ / mean ‖h_exp‖₂; None where it was not measured."""
+        return self._share(self.local_sum)
+
+    @property
+    def upstream(self) -> float | None:
+        """mean ‖p‖₂ / mean ‖h_exp‖₂; None where it was not measured."""
+        return self._share(self.upstream_sum)
 
     @property
     def cosine(self) -> float:
         """Mean cosine of h and h_exp."""
         return self.cosine_sum / self.tokens if self.tokens else 1.0
 
+    def _share(self, total: float) -> float | None:
+        if not self.is_split:
+            return None
+        return total / self.size if self.size else 0.0
+
 
 class DriftMeter:
-    """Adds up drift by place (block name or STEM), task and role of the model (student, merged, base)."""
+    """Adds up drift by place (a block, a module in it, or STEM), task and role of the model."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, modules: bool = False) -> None:
+        """`modules`: measure at the outputs of the modules inside blocks too."""
         self.readings: dict[tuple[str, str, str], Drift] = {}
+        self.modules = modules
 
-    def add(self, place: str, task: str, role: str, hidden: Tensor, expert: Tensor) -> None:
-        """Add the same tokens of the model and of the task's expert [T, d] each."""
+    def add(
+        self, place: str, task: str, role: str, hidden: Tensor, expert: Tensor, on_expert: Tensor | None = None
+    ) -> None:
+        """Add the same tokens of the model and of the task's expert [T, d] each.
+
+        `on_expert`: what the model's block makes of the expert's input, for the split.
+        """
         reading = self.readings.setdefault((place, task, role), Drift())
         hidden, expert = hidden.float(), expert.float()
-        reading.distance += float((hidden - expert).norm(dim=-1).sum(dtype=torch.float64))
-        reading.size += float(expert.norm(dim=-1).sum(dtype=torch.float64))
-        reading.cosine_sum += float(torch.cosine_similarity(hidden, expert, dim=-1).sum(dtype=torch.float64))
+        size, own = _norms(expert), _norms(hidden)
+        cosine = torch.einsum("td,td->t", hidden, expert) / (size * own).clamp_min(TINY)
+        reading.distance += _sum(_norms(hidden - expert))
+        reading.size += _sum(size)
+        reading.cosine_sum += _sum(cosine)
         reading.tokens += len(hidden)
+        if on_expert is not None:
+            on_expert = on_expert.float()
+            reading.is_split = True
+            reading.local_sum += _sum(_norms(on_expert - expert))
+            reading.upstream_sum += _sum(_norms(hidden - on_expert))
 
     def read(self, place: str, task: str, role: str) -> Drift:
         """The drift measured so far."""
         return self.readings.get((place, task, role), Drift())
+
+
+def _norms(rows: Tensor) -> Tensor:
+    norms: Tensor = torch.linalg.vector_norm(rows, dim=-1)
+    return norms
+
+
+def _sum(values: Tensor) -> float:
+    return float(values.sum(dtype=torch.float64))

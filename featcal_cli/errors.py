@@ -48,3 +48,9 @@ class OutputError(FeatCalError):
 
 class NumericsError(FeatCalError):
     """Weights or features are not finite, or a system of equations has no stable solution."""
+
+
+class GateError(FeatCalError):
+    """A measured figure is over the limit that the user set."""
+
+    exit_code = 3

@@ -21,8 +21,9 @@ PRECISE = 8
 """Bytes of a float64, in which the systems of equations are held."""
 COMPUTE = 4
 """Bytes of a float32, in which products of features are made."""
-FITTED_PASSES, WATCHED_PASSES = 2, 4
-"""Passes of a batch that are under way at once: expert and student; with merged and base where drift is measured."""
+FITTED_PASSES, WATCHED_PASSES = 2, 8
+"""Passes of a batch that are under way at once: expert and student; where drift is measured with merged and base, and a
+further one of the expert for each of them."""
 SPEED_TRIES = 6
 """Products that are timed; the first one also starts threads and libraries."""
 FEATURES_HELD = 3

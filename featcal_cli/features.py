@@ -11,10 +11,13 @@ from torch import Tensor
 
 from featcal_cli.architecture import Architecture, Block
 from featcal_cli.batches import Batch
-from featcal_cli.drift import STEM, DriftMeter
-from featcal_cli.tokens import OWN, Layout, Lengths, Weights, token_lengths
+from featcal_cli.drift import DriftMeter
+from featcal_cli.outputs import OutputMeter
+from featcal_cli.tokens import Lengths, Weights, token_lengths
 from featcal_cli.trace import first_tensor
+from featcal_cli.vectors import VectorMeter
 from featcal_cli.walker import Pass, Walker
+from featcal_cli.watch import Group
 from featcal_cli.weights import token_weights
 
 Features = dict[str, list[Tensor]]
@@ -52,8 +55,22 @@ class Job:
     cls_blocks: frozenset[str] = frozenset()
     """Blocks in which the first token counts 1 and every other OTHER_TOKENS."""
     meter: DriftMeter | None = None
+    vectors: VectorMeter | None = None
+    outputs: OutputMeter | None = None
+    """Where it is given, the experts' heads are run on every model's last features."""
     watched: Mapping[str, Sequence[Batch]] = field(default_factory=dict)
     """Batches that drift is measured on, by task."""
+    watchers: Mapping[str, Walker] = field(default_factory=dict)
+    """The models whose drift is measured, by role."""
+    finals: dict[str, dict[str, list[Tensor]]] | None = None
+    """Where it is given, it gets every watched example's last feature [examples, d], by task and role."""
+    split: frozenset[str] = frozenset()
+    """Roles whose drift is split into local mismatch and upstream propagation."""
+
+    @property
+    def walkers(self) -> list[Walker]:
+        """Everybody but the experts."""
+        return list({id(walker): walker for walker in (self.student, *self.watchers.values())}.values())
 
 
 def forward_order(job: Job) -> Iterator[Visit]:
@@ -111,8 +128,8 @@ class Visit:
         (theirs,), (ours,) = expert.start([theirs.batch], entry), student.start([ours.batch], entry)
         others = [block for block in self._job.architecture.blocks if block is not self.block]
         for _ in range(self.block.calls):
-            _run_through(theirs, others)
-            _run_through(ours, others)
+            theirs.run_through(others)
+            ours.run_through(others)
             x_exp, expected = _run_captured(expert, theirs, self.block)
             x_cal, output = _run_captured(student, ours, self.block)
             yield self._observe(x_cal, x_exp, ours, first=first)
@@ -129,44 +146,28 @@ class Visit:
         """Take everybody through the block, the student with the weights it has now, and measure its drift."""
         job = self._job
         with ExitStack() as stack:
-            for walker in (job.student, job.merged, job.base):
+            for walker in job.walkers:
                 stack.enter_context(walker.on_device())
             for task, expert in job.experts.items():
+                self._add_vectors(task, expert)
                 with expert.on_device():
                     for theirs, ours in self._passes.pairs[task]:
                         for each in [ours] if task in self._advanced else [theirs, ours]:
                             while each.is_at(self.block) and not self._is_last(task):
                                 self._go_on(task, each, each.run_block(self.block))
                     for group in self._passes.watched[task]:
-                        if all(each.is_at(self.block) for each in group.values()):
-                            self._compare(task, group)
+                        group.go_through(self.block, self._done)
 
-    def _compare(self, task: str, group: Mapping[str, Pass]) -> None:
-        """Take everybody through all calls of the block on one batch; drift is measured where the last one ends."""
-        for number in range(self.block.calls):
-            outputs = {role: each.run_block(self.block) for role, each in group.items()}
-            expert = group["expert"]
-            weights = token_weights(expert, self.block, cls_tokens=False)
-            lengths = token_lengths(expert.batch, expert.hidden)
-            if number + 1 < self.block.calls or not self._is_last(task):
-                for role, each in group.items():
-                    self._go_on(task, each, outputs[role])
-            if not all(each.is_at(self.block) for each in group.values()):
-                break
-        if self._job.meter is not None:
-            first_only = self.cls_tokens or bool(self._job.cls_blocks)
-            target = first_tensor(outputs["expert"])
-            for role in (role for role in group if role != "expert"):
-                rows = _drift_rows(first_tensor(outputs[role]), target, self.block.layout, weights, lengths, first_only)
-                self._job.meter.add(self.block.name, task, role, *rows)
+    def _add_vectors(self, task: str, expert: Walker) -> None:
+        """Add the block's parameters of every watched model but the base to the task vectors."""
+        job, name = self._job, self.block.name
+        if job.vectors is None or expert.own_name(self.block) is None or job.base.own_name(self.block) is None:
+            return
+        models = {role: walker for role, walker in job.watchers.items() if walker is not job.base}
+        job.vectors.add(task, name, models, expert, job.base)
 
     def _go_on(self, task: str, each: Pass, output: Any) -> None:
-        """Give the block's output and run to the next block that has not been visited; nothing follows the last."""
-        if self._is_last(task) and self.block.calls == 1:
-            each.close()
-        else:
-            each.advance(output)
-            _run_through(each, self._done)  # blocks that were visited before and run again
+        each.go_on(output, self._done, last=self._is_last(task) and self.block.calls == 1)
 
     def _is_last(self, task: str) -> bool:
         return self.block.name == self._job.architecture.last_blocks[task]
@@ -178,8 +179,8 @@ class _Passes:
 
     pairs: dict[str, list[tuple[Pass, Pass]]]
     """The expert's and the student's, on the examples to fit."""
-    watched: dict[str, list[dict[str, Pass]]]
-    """On the examples that drift is measured on, by role: expert, student, merged, base."""
+    watched: dict[str, list[Group]]
+    """On the examples that drift is measured on."""
 
     def __iter__(self) -> Iterator[Pass]:
         for pairs in self.pairs.values():
@@ -187,43 +188,21 @@ class _Passes:
                 yield from pair
         for groups in self.watched.values():
             for group in groups:
-                yield from group.values()
+                yield from group
 
 
 def _start(job: Job) -> _Passes:
     passes = _Passes({}, {})
     with ExitStack() as stack:
-        for walker in (job.student, job.merged, job.base):
+        for walker in job.walkers:
             stack.enter_context(walker.on_device())
         for task, expert in job.experts.items():
             with expert.on_device():
                 entry = job.architecture.entries[task]
-                fitted = (walker.start(job.examples[task], entry) for walker in (expert, job.student))
+                fitted = (walker.start(job.examples.get(task, ()), entry) for walker in (expert, job.student))
                 passes.pairs[task] = list(zip(*fitted, strict=True))
-                roles = {"expert": expert, "student": job.student, "merged": job.merged, "base": job.base}
-                watched = [walker.start(job.watched.get(task, ()), entry) for walker in roles.values()]
-                passes.watched[task] = [dict(zip(roles, group, strict=True)) for group in zip(*watched, strict=True)]
-                _measure_stem(job, passes.watched[task], task)
+                passes.watched[task] = [Group(job, task, batch) for batch in job.watched.get(task, ())]
     return passes
-
-
-def _measure_stem(job: Job, groups: Sequence[Mapping[str, Pass]], task: str) -> None:
-    """Drift of the hidden states that the task's first block is given: the stems differ too."""
-    for group in groups if job.meter is not None else ():
-        theirs = group["expert"]
-        block = next(block for block in job.architecture.blocks if theirs.is_at(block))
-        weights = token_weights(theirs, block, cls_tokens=False)
-        for role in (role for role in group if role != "expert"):
-            first_only = bool(job.cls_blocks)
-            lengths = token_lengths(theirs.batch, theirs.hidden)
-            rows = _drift_rows(group[role].hidden, theirs.hidden, block.layout, weights, lengths, first_only)
-            job.meter.add(STEM, task, role, *rows)  # type: ignore[union-attr]
-
-
-def _run_through(each: Pass, blocks: Sequence[Block]) -> None:
-    """Take a pass through these blocks, to the first that is none of them."""
-    while block := next((block for block in blocks if each.is_at(block)), None):
-        each.advance(each.run_block(block))
 
 
 def _run_captured(walker: Walker, each: Pass, block: Block) -> tuple[Features, Any]:
@@ -253,16 +232,3 @@ class _Keep:
         x = first_tensor((*args, *kwargs.values()))
         if x is not None:
             self.inputs.append(x.clone() if self.copy else x)
-
-
-def _drift_rows(
-    hidden: Tensor | None, target: Tensor | None, layout: Layout, weights: Weights, lengths: Lengths, first_only: bool
-) -> tuple[Tensor, Tensor]:
-    """The tokens [T, d] of two features that drift is measured on: the first of each example, or all but padding."""
-    assert hidden is not None and target is not None
-    if first_only and layout.axis == OWN:
-        return hidden[:, 0], target[:, 0]
-    pair = [layout.flatten(x, weights, lengths, layout.axis) for x in (hidden, target)]
-    if pair[0] is None or pair[1] is None:  # tokens and padding cannot be told apart: all rows count
-        return hidden.reshape(-1, hidden.shape[-1]), target.reshape(-1, target.shape[-1])
-    return pair[0][0], pair[1][0]

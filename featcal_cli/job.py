@@ -25,11 +25,15 @@ from featcal_cli.features import Job
 from featcal_cli.hub import Snapshot
 from featcal_cli.layout import names_on_disk, read_slots
 from featcal_cli.output import build_checkpoint
+from featcal_cli.outputs import OutputMeter, limit_batches
 from featcal_cli.recipe import Calibration, Merge
+from featcal_cli.vectors import VectorMeter
 from featcal_cli.walker import Walker
 from featcal_cli.weights import find_cls_blocks
 
 Note = Callable[[str], None]
+CALIBRATED = "calibrated"
+"""The student's role where drift is measured."""
 
 
 @dataclass(frozen=True)
@@ -85,22 +89,26 @@ def make_job(
     note: Note,
 ) -> Job:
     """Everybody at the start, with the examples that they walk over."""
-    dtype = _choose_dtype(calibration, models.merged)
+    dtype = choose_dtype(calibration, models.merged)
 
     def walker(model: Model) -> Walker:
         return Walker(model, architecture.blocks, device, dtype)
 
-    merged = walker(models.merged)
+    merged, student, base = walker(models.merged), walker(models.student), walker(models.base)
     return Job(
         architecture=architecture,
-        student=walker(models.student),
+        student=student,
         merged=merged,
-        base=walker(models.base),
+        base=base,
         experts={task: walker(model) for task, model in models.experts.items()},
         examples={task: found.fitted for task, found in examples.items()},
-        cls_blocks=_choose_cls_blocks(merged, architecture, examples, calibration, note),
+        cls_blocks=choose_cls_blocks(merged, architecture, examples, calibration, note),
         meter=DriftMeter(),
-        watched={task: found.held_out or found.fitted for task, found in examples.items()},
+        vectors=VectorMeter(),
+        outputs=OutputMeter(),
+        watched=limit_batches({task: found.held_out or found.fitted for task, found in examples.items()}, merged),
+        watchers={CALIBRATED: student, "merged": merged, "base": base},
+        split=frozenset({CALIBRATED, "merged"}),
     )
 
 
@@ -111,7 +119,7 @@ def _build_merged(merge: Merge, base: Model, experts: list[Model], folder: Path)
     return build_checkpoint(folder, first.snapshot, base.snapshot, on_disk)
 
 
-def _choose_cls_blocks(
+def choose_cls_blocks(
     merged: Walker,
     architecture: Architecture,
     examples: Mapping[str, TaskExamples],
@@ -131,7 +139,7 @@ def _choose_cls_blocks(
     return frozenset(found)
 
 
-def _choose_dtype(calibration: Calibration, merged: Model) -> torch.dtype:
+def choose_dtype(calibration: Calibration, merged: Model) -> torch.dtype:
     if calibration.dtype == "auto":
         return torch.bfloat16 if merged.module.dtype == torch.bfloat16 else torch.float32
     return torch.bfloat16 if calibration.dtype == "bfloat16" else torch.float32

@@ -53,6 +53,12 @@ TrustRemoteCode = Annotated[
 Examples = Annotated[
     int | None, _option(METHOD, "--examples", "-n", metavar="N", help="Examples fitted per task [256].")
 ]
+Measured = Annotated[
+    int | None, _option(METHOD, "--examples", "-n", metavar="N", help="Examples measured per task [64].")
+]
+MeasuredSeed = Annotated[
+    int | None, _option(METHOD, "--seed", metavar="N", help="Seed of the choice of examples [43: not calibration's].")
+]
 Ridge = Annotated[float | None, _option(METHOD, metavar="F", help="λ: weight of the anchor.")]
 Rho = Annotated[float | None, _option(METHOD, metavar="F", help="ρ: anchor = ρ·merged + (1−ρ)·base.")]
 Alpha = Annotated[float | None, _option(METHOD, metavar="F", help="α: target = α·expert + (1−α)·calibrated features.")]
@@ -68,6 +74,19 @@ Dtype = Annotated[
     str | None, _option(MACHINE, metavar="NAME", help="Of the forward passes: auto, float32 or bfloat16.")
 ]
 BatchSize = Annotated[int | None, _option(MACHINE, metavar="N", min=1, help="Examples per forward pass [16].")]
+Compare = Annotated[str | None, _option(MODELS, metavar="MODEL2", help="Show a second model against the same experts.")]
+Plot = Annotated[Path | None, _option(OUTPUT, metavar="FILE", help="Draw the drift: .png or .svg.")]
+Projection = Annotated[
+    Path | None, _option(OUTPUT, metavar="FILE", help="Draw the final features in two dimensions: .png or .svg.")
+]
+Html = Annotated[Path | None, _option(OUTPUT, metavar="FILE", help="Write one page that needs no network.")]
+MaxDrift = Annotated[
+    float | None,
+    _option(
+        OUTPUT, metavar="F", min=0.0,
+        help="Exit with 3 if a task drifts more; with --compare, if MODEL2 is worse than MODEL by more.",
+    ),
+]  # fmt: skip
 Folder = Annotated[
     Path | None, _option(OUTPUT, "--output", "-o", metavar="DIR", help="Output folder [./NAME-featcal].")
 ]

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import io
-import warnings
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from math import ceil
 from typing import TYPE_CHECKING
 
-from PIL import Image
-
+from featcal_cli.figures import new_figure, own_style, shorten, tidy_axes, write_figure
 from featcal_cli.markdown import one_line
 from featcal_cli.report import DriftCurve, Report
 
@@ -26,9 +23,6 @@ LINES = (
 LABELS = {"base": "base", "before": "merged", "after": "calibrated"}
 MOST_CHARTS = 24
 """Of the tasks beyond, those with the largest drift are shown."""
-DOTS_PER_INCH = 140
-COLOURS = 64
-"""Of the PNG's palette: with it a picture of 24 charts stays below 150 kB."""
 
 
 def plot_drift(report: Report) -> bytes:
@@ -38,19 +32,12 @@ def plot_drift(report: Report) -> bytes:
     """
     if not report.curves:
         raise ValueError("the report has no curves")
-    import matplotlib
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     charts = _choose(report.curves)
     columns = {1: 1, 2: 2, 4: 2}.get(len(charts), 3 if len(charts) <= 9 else 4)
     rows = ceil(len(charts) / columns)
-    with matplotlib.rc_context(), warnings.catch_warnings():
-        matplotlib.rcdefaults()  # the user's own style must not change the picture
-        warnings.simplefilter("ignore")  # a task's name may have signs that the font lacks
+    with own_style():
         size = (6.4, 3.8) if len(charts) == 1 else (max(6.4, 2.6 * columns), 0.9 + 2.0 * rows)
-        figure = Figure(figsize=size, dpi=DOTS_PER_INCH, facecolor="white", layout="constrained")
-        FigureCanvasAgg(figure)
+        figure = new_figure(*size)
         grid = figure.subplots(rows, columns, sharey=True, squeeze=False)
         axes = list(grid.flat)
         for place, (title, curve) in zip(axes, charts.items(), strict=False):
@@ -62,10 +49,7 @@ def plot_drift(report: Report) -> bytes:
         figure.legend(handles[::-1], labels[::-1], loc="outside upper center", ncols=3, frameon=False, fontsize=9)
         figure.supxlabel(_depth_label(report.curves, charts), fontsize=9)
         figure.supylabel("relative drift from the expert", fontsize=9)
-        figure.savefig(drawn := io.BytesIO(), format="png")
-    image = Image.open(drawn).convert("RGB").quantize(COLOURS, dither=Image.Dither.NONE)
-    image.save(small := io.BytesIO(), format="png", optimize=True)
-    return small.getvalue()
+        return write_figure(figure)
 
 
 def _choose(curves: Mapping[str, DriftCurve]) -> dict[str, DriftCurve]:
@@ -100,17 +84,9 @@ def _draw(axes: Axes, title: str, curve: DriftCurve, longest: int) -> None:
     for number, (left, right) in enumerate(pairwise(curve.blocks), 1):
         if left.rpartition(".")[0] != right.rpartition(".")[0]:  # encoder to decoder, vision to language
             axes.axvline(number + 0.5, color="#b0b0b0", linewidth=0.8)
-    axes.set_title(_shorten(title, longest), fontsize=9, parse_math=False)
+    axes.set_title(shorten(title, longest), fontsize=9, parse_math=False)
     axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True, min_n_ticks=1))
-    axes.tick_params(labelsize=8)
-    axes.grid(axis="y", color="#e5e5e5", linewidth=0.8)
-    axes.spines[["top", "right"]].set_visible(False)
-
-
-def _shorten(text: str, longest: int) -> str:
-    """Cut in the middle: long names differ at their ends."""
-    half = longest // 2
-    return text if len(text) <= longest else f"{text[: half - 1]}…{text[-half:]}"
+    tidy_axes(axes)
 
 
 def _depth_label(curves: Mapping[str, DriftCurve], charts: Mapping[str, DriftCurve]) -> str:

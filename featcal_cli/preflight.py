@@ -94,7 +94,8 @@ def prepare(
     trust_remote_code: bool,
     open_repo: Opener,
     sample: bool,
-    target: Path,
+    target: Path | None,
+    others: Mapping[str, str],
     stage: Callable[[str], None],
     note: Note,
 ) -> Preflight:
@@ -106,7 +107,7 @@ def prepare(
     stage("finding models")
     origins = {
         role: find_origin(name, allow_pickle=allow_pickle, open_repo=open_repo)
-        for role, name in name_models(recipe).items()
+        for role, name in {**name_models(recipe), **others}.items()
     }
     for text in dict.fromkeys(text for origin in origins.values() for text in origin.notes):
         note(text)
@@ -256,11 +257,12 @@ def _load(found: TaskExamples, wanted: int, read: int) -> Load:
     return Load(found.fitted[0], round(found.fitted_count * scale), round(watched * scale), round(held * scale))
 
 
-def _check_disk(needs: Estimate, transfers: Mapping[str, Transfer], target: Path) -> None:
+def _check_disk(needs: Estimate, transfers: Mapping[str, Transfer], target: Path | None) -> None:
     """Raise OutputError when the output or the downloads would not fit."""
     downloads = sum(transfer.missing for transfer in transfers.values())
-    places = [(target.resolve().parent, needs.disk_bytes, "free some, or choose another --output")]
-    places += [(Path(hub_cache()), downloads, "free some, or point HF_HOME to another disk")]
+    places = [(Path(hub_cache()), downloads, "free some, or point HF_HOME to another disk")]
+    if target is not None:
+        places.append((target.resolve().parent, needs.disk_bytes, "free some, or choose another --output"))
     for place, _, fix in places:
         wanted = sum(needed for other, needed, _ in places if disk_of(other) == disk_of(place))
         free = free_bytes(place)

@@ -187,6 +187,15 @@ def read_draft(file: Path | None, overrides: Mapping[str, Any]) -> Draft:
         raise _explain(error, where) from None
 
 
+def as_draft(recipe: Draft | Mapping[str, Any] | str | Path) -> Draft:
+    """A draft as it is; or from its keys, from a YAML file, or from the name of a shipped recipe."""
+    if isinstance(recipe, Draft):
+        return recipe
+    if isinstance(recipe, Mapping):
+        return read_draft(None, recipe)
+    return read_draft(find_recipe(str(recipe)), {})
+
+
 def complete_draft(draft: Draft) -> Recipe:
     """The draft as a recipe. Raises RecipeError for what it leaves open."""
     if not draft.base:

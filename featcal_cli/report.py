@@ -6,6 +6,8 @@ import json
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from featcal_cli.inspection import TaskInspection, task_from_dict
+
 REPORT = "featcal_report.json"
 """File name of the report in an output folder."""
 RECIPE = "featcal.yaml"
@@ -110,6 +112,8 @@ class Report:
     """Every model and dataset that was read."""
     curves: dict[str, DriftCurve] = field(default_factory=dict)
     """By task, drift over depth."""
+    measures: dict[str, TaskInspection] = field(default_factory=dict)
+    """By task, what inspect-drift measures, of merged, calibrated and base, on the examples of `drift`."""
 
     def to_json(self) -> str:
         """The text of featcal_report.json."""
@@ -123,6 +127,7 @@ class Report:
         values["drift"] = {task: TaskDrift(**drift) for task, drift in values["drift"].items()}
         values["sources"] = [Source(**source) for source in values["sources"]]
         values["curves"] = {task: DriftCurve(**curve) for task, curve in values["curves"].items()}
+        values["measures"] = {task: task_from_dict(found) for task, found in values["measures"].items()}
         return cls(**values)
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -39,8 +40,10 @@ class Run:
         """What was found and chosen without being told, for the report."""
         self._allow_pickle, self._trusted = allow_pickle, trust_remote_code
 
-    def prepare(self, target: Path, *, sample: bool) -> Preflight:
-        """What can be known before weights are downloaded; `target` is the folder that will be written.
+    def prepare(self, target: Path | None, *, sample: bool, others: Mapping[str, str] | None = None) -> Preflight:
+        """What can be known before weights are downloaded.
+
+        `target` is the folder that will be written, if any; `others` are further models, by role.
 
         Raises FeatCalError for whatever would stop the job.
         """
@@ -62,6 +65,7 @@ class Run:
             open_repo=once,
             sample=sample,
             target=target,
+            others=others or {},
             stage=self.listener.stage,
             note=self.note,
         )

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import shlex
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+from featcal_cli.drift_section import Accuracy, _change, _mean, write_drift
 from featcal_cli.markdown import inert, one_line, without_paths
 from featcal_cli.references import is_hub_id
-from featcal_cli.report import PICTURE, RECIPE, REPORT, Report, Source
+from featcal_cli.report import RECIPE, REPORT, Report, Source
 
 HUB = "https://huggingface.co"
 LISTED = 12
@@ -26,9 +27,6 @@ CITATION = """\
   primaryClass  = {cs.LG},
   url           = {https://arxiv.org/abs/2605.13030}
 }"""
-
-Accuracy = Mapping[str, tuple[float, float, float]]
-"""By task, the accuracy of expert, merged and calibrated model, 0 to 1."""
 
 
 def write_sections(
@@ -48,11 +46,7 @@ def write_sections(
         worse = ", ".join(inert(task) for task in report.worse)
         yield f"> **Warning:** drift grew on {worse}: there this model is further from its expert than the merged one."
     yield _summary(report)
-    yield "## Drift from the experts"
-    yield _how_measured(report, accuracy)
-    yield "\n".join(_table(report, accuracy))
-    if report.curves:
-        yield f"![Drift from each task's expert after every block, before and after calibration]({PICTURE})"
+    yield from write_drift(report, accuracy)
     yield "## Use"
     yield _fenced("python", _loading(place, loaders))
     yield "## How it was made"
@@ -113,47 +107,6 @@ def _built_in(report: Report) -> str:
     found = merged if isinstance(merged, Mapping) else {}
     scale = f", scale {found['scale']:g}" if "scale" in found else ""
     return f"a merge of its experts ({inert(str(found.get('method', 'unknown')))}{scale})"
-
-
-def _how_measured(report: Report, accuracy: Accuracy) -> str:
-    held_out = {drift.held_out for drift in report.drift.values()}
-    where = "examples that were not fitted."
-    if held_out == {False}:
-        where = "**the examples that were fitted**, because there were no others; on new ones it will be larger."
-    elif len(held_out) == 2:
-        where += " Where a task is marked \\*, there were none, and **it is measured on the fitted ones**."
-    scores = " Accuracy is in percent, on labelled data." if accuracy else ""
-    return f"Drift is mean ‖h − h_expert‖ / mean ‖h_expert‖ after the last block, on {where} 0 is the expert.{scores}"
-
-
-def _table(report: Report, accuracy: Accuracy) -> Iterator[str]:
-    """Drift per task, with the accuracy where it was measured, and the means."""
-    heads = ["task", "merged", "calibrated", "change", "base"]
-    if accuracy:
-        heads = ["task", "drift: merged", "calibrated", "change", "base", "accuracy: expert", "merged", "calibrated"]
-    missing = ["–"] * (len(heads) - 5)
-    yield f"| {' | '.join(heads)} |"
-    yield f"| --- |{' ---: |' * (len(heads) - 1)}"
-    some_held_out = any(drift.held_out for drift in report.drift.values())
-    for task, drift in report.drift.items():
-        mark = " \\*" if some_held_out and not drift.held_out else ""
-        scores = _percents(accuracy[task]) if task in accuracy else missing
-        yield _row(inert(task) + mark, (drift.before, drift.after, drift.base), scores)
-    if len(report.drift) > 1:
-        drifts = [(drift.before, drift.after, drift.base) for drift in report.drift.values()]
-        scored = [accuracy[task] for task in report.drift if task in accuracy]
-        means = _percents(map(_mean, zip(*scored, strict=True))) if len(scored) == len(drifts) else missing
-        yield _row("**mean**", tuple(map(_mean, zip(*drifts, strict=True))), means)
-
-
-def _percents(values: Iterable[float]) -> list[str]:
-    return [f"{100 * value:.1f}" for value in values]
-
-
-def _row(task: str, drift: tuple[float, ...], scores: Iterable[str]) -> str:
-    before, after, base = drift
-    cells = [task, f"{before:.3f}", f"{after:.3f}", _change(before, after), f"{base:.3f}", *scores]
-    return f"| {' | '.join(cells)} |"
 
 
 def _loading(place: str, loaders: Sequence[str]) -> str:
@@ -264,17 +217,6 @@ def _listed(lines: Sequence[str]) -> str:
 
 def _fenced(language: str, text: str) -> str:
     return f"```{language}\n{text}\n```"
-
-
-def _mean(values: Iterable[float]) -> float:
-    numbers = list(values)
-    return sum(numbers) / len(numbers)
-
-
-def _change(before: float, after: float) -> str:
-    if before == 0:
-        return "0 %" if after == 0 else "new"
-    return f"{100 * (after - before) / before:+.0f} %".replace("-", "−")
 
 
 def _size(count: float) -> str:

@@ -185,14 +185,28 @@ class Pass(greenlet):
         """True when the pass is paused before this block."""
         return self._block is not None and self._block == self._walker.own_name(block)
 
-    def run_block(self, block: Block) -> Any:
-        """Run the block that the pass is paused at, on its arguments, and return its output; the pass stays paused."""
+    def run_block(self, block: Block, given: Pass | None = None) -> Any:
+        """Run the block that the pass is paused at, on its arguments (or those of the pass `given`, of another model),
+        and return its output; the pass stays paused."""
         self._walker.bring(block.name)
-        args, kwargs = self._args, self._kwargs
+        args, kwargs = (given or self)._args, (given or self)._kwargs
         if block.overwritten:
             args, kwargs = tuple(map(_copy, args)), {key: _copy(value) for key, value in kwargs.items()}
         with torch.no_grad():
             return self._forward(*args, **kwargs)
+
+    def run_through(self, blocks: Sequence[Block]) -> None:
+        """Run these blocks, to the first that is none of them."""
+        while block := next((block for block in blocks if self.is_at(block)), None):
+            self.advance(self.run_block(block))
+
+    def go_on(self, output: Any, done: Sequence[Block], *, last: bool) -> None:
+        """Give the block's output and run to the next block that has not been visited; nothing follows the `last`."""
+        if last:
+            self.close()
+        else:
+            self.advance(output)
+            self.run_through(done)  # blocks that were visited before and run again
 
     @property
     def hidden(self) -> Tensor:

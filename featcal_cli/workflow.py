@@ -21,17 +21,18 @@ from featcal_cli.checkpoint import Model
 from featcal_cli.errors import FeatCalError, NumericsError, OutputError
 from featcal_cli.features import Job
 from featcal_cli.hub import Snapshot
-from featcal_cli.job import Models, find_blocks, load_models, make_job
+from featcal_cli.job import CALIBRATED, Models, find_blocks, load_models, make_job
 from featcal_cli.journal import Journal
 from featcal_cli.layout import names_on_disk, read_slots
 from featcal_cli.listener import Listener, Silent
 from featcal_cli.loaders import find_pipeline_tag, find_processor_class
 from featcal_cli.machine import describe_environment, peak_resident_bytes
+from featcal_cli.measures import describe_tasks
 from featcal_cli.output import check_output, default_output, work_folder, write_output
 from featcal_cli.plots import plot_drift
 from featcal_cli.preflight import Preflight
 from featcal_cli.push import Pushed, Target, check_target, push
-from featcal_cli.recipe import Draft, Merge, dump_recipe, find_recipe, read_draft
+from featcal_cli.recipe import Draft, Merge, as_draft, dump_recipe
 from featcal_cli.report import CARD, PICTURE, RECIPE, REPORT, BlockReport, DriftCurve, Report, Source, TaskDrift
 from featcal_cli.run import Run
 from featcal_cli.select import choose_settings
@@ -86,7 +87,7 @@ def calibrate(
     could not push it, that output is pushed and nothing is computed.
     Raises FeatCalError (what, where, fix) when something that the user can mend is wrong; then no output is written.
     """
-    run = Run(_as_draft(recipe), device, batch_size, allow_pickle, trust_remote_code, listener or Silent())
+    run = Run(as_draft(recipe), device, batch_size, allow_pickle, trust_remote_code, listener or Silent())
     job = _Calibration(run, output)
     return job.calibrate(overwrite, create_pr=create_pr, overwrite_repo=overwrite_repo, message=commit_message)
 
@@ -108,7 +109,7 @@ def dry_run(
 
     Raises FeatCalError for whatever would stop the job.
     """
-    run = Run(_as_draft(recipe), device, batch_size, allow_pickle, trust_remote_code, listener or Silent())
+    run = Run(as_draft(recipe), device, batch_size, allow_pickle, trust_remote_code, listener or Silent())
     job = _Calibration(run, output)
     job.check_places(overwrite, create_pr=create_pr, overwrite_repo=overwrite_repo)
     return run.prepare(job.target, sample=True)
@@ -247,6 +248,9 @@ class _Calibration:
             notes=list(self._run.notes),
             sources=list(_describe_sources(plan)),
             curves={task: _read_curve(job, task) for task in plan.examples},
+            measures=describe_tasks(
+                job, {task: f.held_out_count or f.fitted_count for task, f in plan.examples.items()}
+            ),
         )
 
     def _fingerprint(
@@ -300,7 +304,7 @@ def _describe_sources(plan: Preflight) -> Iterator[Source]:
 def _read_drift(job: Job, task: str, held_out: bool) -> TaskDrift:
     assert job.meter is not None
     last = job.architecture.last_blocks[task]
-    before, after, base = (job.meter.read(last, task, role) for role in ("merged", "student", "base"))
+    before, after, base = (job.meter.read(last, task, role) for role in ("merged", CALIBRATED, "base"))
     return TaskDrift(before.relative, after.relative, base.relative, before.cosine, after.cosine, held_out)
 
 
@@ -309,17 +313,9 @@ def _read_curve(job: Job, task: str) -> DriftCurve:
     assert meter is not None
     blocks = [block.name for block in job.architecture.blocks if meter.read(block.name, task, "merged").tokens]
     before, after, base = (
-        [meter.read(block, task, role).relative for block in blocks] for role in ("merged", "student", "base")
+        [meter.read(block, task, role).relative for block in blocks] for role in ("merged", CALIBRATED, "base")
     )
     return DriftCurve(blocks, before, after, base)
-
-
-def _as_draft(recipe: Draft | Mapping[str, Any] | str | Path) -> Draft:
-    if isinstance(recipe, Draft):
-        return recipe
-    if isinstance(recipe, Mapping):
-        return read_draft(None, recipe)
-    return read_draft(find_recipe(str(recipe)), {})
 
 
 def _name_of(draft: Draft) -> str:

@@ -1,0 +1,179 @@
+"""What `inspect-drift` costs over the forward passes that its measures need, on three kinds of model.
+
+    python benchmarks/inspect_cost.py [REPEATS]
+
+Makes random models in a temporary folder (2 GB) and times, turn about in one process, the walk that measures a task and
+the same task's bare passes: whole forwards of model, expert and base, and the model's blocks on the inputs of the
+expert's, on the same weights and batches, with no hooks. Prints the best time of each, and their ratio.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers as tf
+from safetensors.torch import save_file
+from torch import Tensor
+
+from featcal_cli.checkpoint import find_class
+from featcal_cli.drift import DriftMeter
+from featcal_cli.features import Job, forward_order
+from featcal_cli.hub import resolve
+from featcal_cli.job import choose_cls_blocks, choose_dtype, find_blocks, load_models
+from featcal_cli.listener import Silent
+from featcal_cli.outputs import OutputMeter, limit_batches
+from featcal_cli.recipe import as_draft
+from featcal_cli.run import Run
+from featcal_cli.vectors import VectorMeter
+from featcal_cli.walker import Walker
+
+EXAMPLES, BATCH = 64, 16
+ROLES = ("merged", "expert", "base")
+WIDE: dict[str, Any] = {"num_hidden_layers": 4}
+LLAMA = tf.LlamaConfig(
+    hidden_size=768, intermediate_size=2048, num_hidden_layers=4, num_attention_heads=12, vocab_size=8_000,
+    use_cache=False,
+)  # fmt: skip
+
+
+def images() -> dict[str, Tensor]:
+    """Of the usual size: 197 tokens each."""
+    return {"pixel_values": torch.randn(EXAMPLES, 3, 224, 224)}
+
+
+def tokens(length: int = 128, vocabulary: int = 8_000) -> dict[str, Tensor]:
+    """Without padding."""
+    ids = torch.randint(3, vocabulary, (EXAMPLES, length))
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+
+MODELS: dict[str, tuple[type, Any, Callable[[], dict[str, Tensor]]]] = {
+    "BERT-base, 4 layers": (tf.BertForSequenceClassification, tf.BertConfig(**WIDE), tokens),
+    "ViT-base, 4 layers": (tf.ViTForImageClassification, tf.ViTConfig(**WIDE), images),
+    "Llama of width 768, 4 layers": (tf.LlamaForCausalLM, LLAMA, tokens),
+}
+
+
+def make(folder: Path, model_class: type, config: Any, inputs: dict[str, Tensor]) -> None:
+    """Merged, expert and base that have nothing in common but their shapes, and inputs."""
+    for number, name in enumerate(ROLES):
+        torch.manual_seed(number)
+        model_class(config).save_pretrained(folder / name)
+    save_file(inputs, folder / "inputs.safetensors")
+
+
+def prepare(folder: Path) -> Job:
+    """What `inspect-drift` has before it walks."""
+    task = {"expert": str(folder / "expert"), "data": str(folder / "inputs.safetensors")}
+    recipe = {
+        "merged": str(folder / "merged"), "base": str(folder / "base"), "tasks": {"task": task},
+        "calibration": {"examples": EXAMPLES},
+    }  # fmt: skip
+    run = Run(as_draft(recipe), "cpu", BATCH, False, False, Silent())
+    plan = run.prepare(None, sample=False)
+    models = load_models(run.fetch(plan), None, Path(), "")
+    calibration = plan.recipe.calibration
+    architecture = find_blocks(models, plan.examples, calibration.norms, run.note)
+    dtype = choose_dtype(calibration, models.merged)
+    merged, base, expert = (
+        Walker(model, architecture.blocks, run.device, dtype)
+        for model in (models.merged, models.base, models.experts["task"])
+    )
+    return Job(
+        architecture=architecture,
+        student=merged,
+        merged=merged,
+        base=base,
+        experts={"task": expert},
+        examples={},
+        cls_blocks=choose_cls_blocks(merged, architecture, plan.examples, calibration, run.note),
+        watched=limit_batches({task: found.fitted for task, found in plan.examples.items()}, merged),
+        watchers={"model": merged, "base": base},
+        split=frozenset({"model"}),
+    )
+
+
+def walk(job: Job) -> None:
+    """All that inspect-drift measures."""
+    meters: dict[str, Any] = {
+        "meter": DriftMeter(modules=True),
+        "vectors": VectorMeter(),
+        "outputs": OutputMeter(),
+        "finals": None,
+    }
+    for _ in forward_order(replace(job, **meters)):
+        pass
+
+
+Call = tuple[str, tuple[Any, ...], dict[str, Any]]
+
+
+def load(folder: Path) -> dict[str, Any]:
+    """The models by role, as transformers loads them."""
+    model_class = find_class(resolve(str(folder / "merged")))
+    return {role: model_class.from_pretrained(folder / role).eval() for role in ROLES}
+
+
+def record(expert: Any, blocks: Sequence[str], batch: Mapping[str, Tensor]) -> list[Call]:
+    """How the expert's forward calls its blocks."""
+    calls: list[Call] = []
+
+    def keep(name: str) -> Callable[..., None]:
+        return lambda _, args, kwargs: calls.append((name, args, kwargs))
+
+    hooks = [expert.get_submodule(name).register_forward_pre_hook(keep(name), with_kwargs=True) for name in blocks]
+    expert(**batch)
+    for hook in hooks:
+        hook.remove()
+    return calls
+
+
+def run_bare(
+    models: Mapping[str, Any], batches: Sequence[Mapping[str, Tensor]], calls: Sequence[Sequence[Call]]
+) -> None:
+    """The passes that the measures need, and nothing else."""
+    for batch, called in zip(batches, calls, strict=True):
+        for role in ROLES:
+            models[role](**batch)
+        for name, args, kwargs in called:
+            models["merged"].get_submodule(name)(*args, **kwargs)
+
+
+def clock(work: Callable[[], None]) -> float:
+    """Seconds."""
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
+def measure(folder: Path, repeats: int) -> tuple[float, float]:
+    """Seconds of the bare passes and of the walk, the best of each; the first round warms both and is not counted."""
+    job, models = prepare(folder), load(folder)
+    batches = job.watched["task"]
+    calls = [record(models["expert"], [block.name for block in job.architecture.blocks], batch) for batch in batches]
+    rounds = [(clock(lambda: run_bare(models, batches, calls)), clock(lambda: walk(job))) for _ in range(repeats + 1)]
+    bare, walked = zip(*rounds[1:], strict=True)
+    return min(bare), min(walked)
+
+
+@torch.no_grad()
+def main() -> None:
+    """Make, time, compare."""
+    repeats = int(sys.argv[1]) if len(sys.argv) > 1 else 5
+    print(f"{'model':<30}{'bare passes':>14}{'walk':>10}{'ratio':>7}")
+    for name, (model_class, config, inputs) in MODELS.items():
+        with tempfile.TemporaryDirectory() as folder:
+            make(Path(folder), model_class, config, inputs())
+            bare, walked = measure(Path(folder), repeats)
+        print(f"{name:<30}{bare:>12.2f} s{walked:>8.2f} s{walked / bare:>7.2f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,59 @@
+"""The gate of `inspect-drift`: too much drift stops a pipeline, and the message names the task and the block."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from math import inf, isfinite
+
+from featcal_cli.errors import GateError
+from featcal_cli.inspection import Inspection, TaskInspection
+
+
+def check_gate(inspection: Inspection, limit: float) -> None:
+    """Raise GateError (exit code 3) for the task that is farthest over `limit`.
+
+    What is limited is the model's relative drift after the last block; where two models are compared, how much farther
+    from the expert the second is than the first. A drift that is no finite number is over every limit.
+    """
+    excesses = {task: _find_excess(found) for task, found in inspection.tasks.items()}
+    over = {task: excess for task, excess in excesses.items() if excess[-1] > limit}
+    if not over:
+        return
+    task, excess = max(over.items(), key=lambda item: item[1][-1])
+    names, blocks = inspection.names, [block.name for block in inspection.tasks[task].models["model"].blocks]
+    name = names.get("other", names["model"])
+    if isfinite(excess[-1]):
+        by = f"by {excess[-1]:.3f}" + (f" more than {names['model']}" if "other" in names else "")
+        what = f"{name} drifts from the expert of {task} {by}, which is over --max-drift {limit:g}"
+        where = f"task {task}: after {blocks[-1]}; the block that adds most is {blocks[_find_steepest(excess)]}"
+        fix = "calibrate the model, merge with a smaller scale, or allow more drift"
+    else:
+        what = f"the features of {name} on {task} are no finite numbers, which is over every --max-drift"
+        where = f"task {task}: after {blocks[-1]}; the first such block is {blocks[_find_steepest(excess)]}"
+        fix = "give --dtype float32, or use another checkpoint"
+    others = len(over) - 1
+    also = f" (and so it is on {others} other task{'s' if others > 1 else ''})" if others else ""
+    raise GateError(what + also, where=where, fix=fix)
+
+
+def _find_excess(task: TaskInspection) -> list[float]:
+    """What is limited, before the first block and after each one; infinite where the model has no finite drift."""
+    model, other = task.models["model"], task.models.get("other")
+    judged = other or model
+    ours = [judged.stem.relative, *(block.drift.relative for block in judged.blocks)]
+    limits = [model.stem.relative, *(block.drift.relative for block in model.blocks)] if other else [0.0] * len(ours)
+    return [_subtract(drift, limit) for drift, limit in zip(ours, limits, strict=True)]
+
+
+def _subtract(drift: float, limit: float) -> float:
+    if not isfinite(drift):
+        return inf
+    return drift - limit if isfinite(limit) else -inf
+
+
+def _find_steepest(excess: list[float]) -> int:
+    """The number of the block that adds most to the excess; of the first after which it is infinite, if any is."""
+    if inf in excess:
+        return max(excess.index(inf) - 1, 0)
+    steps = [now - before for before, now in pairwise(excess)]
+    return max(range(len(steps)), key=steps.__getitem__)

@@ -1,0 +1,155 @@
+"""`inspect-drift`: walk experts, model and base together, load nothing, and measure."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from featcal_cli import __version__
+from featcal_cli.algorithm import Progress
+from featcal_cli.architecture import Architecture
+from featcal_cli.checkpoint import Model, check_alignment, load_fitting
+from featcal_cli.drift import DriftMeter
+from featcal_cli.drift_plots import plot_inspection
+from featcal_cli.errors import OutputError, RecipeError
+from featcal_cli.features import Job, forward_order
+from featcal_cli.inspection import Inspection
+from featcal_cli.job import Models, choose_cls_blocks, choose_dtype, find_blocks, load_models
+from featcal_cli.listener import Listener, Silent
+from featcal_cli.machine import describe_environment, peak_resident_bytes
+from featcal_cli.measures import describe_tasks
+from featcal_cli.outputs import OutputMeter, limit_batches
+from featcal_cli.page import write_page
+from featcal_cli.preflight import Preflight
+from featcal_cli.projection import plot_projection
+from featcal_cli.recipe import Draft, Merge, as_draft
+from featcal_cli.run import Run
+from featcal_cli.vectors import VectorMeter
+from featcal_cli.walker import Walker
+
+MODEL, OTHER, BASE = "model", "other", "base"
+PICTURES, PAGES = (".png", ".svg"), (".html",)
+EXAMPLES = 64
+"""Per task, where nobody says how many."""
+SEED = 43
+"""Another one than calibration's: its examples are not the ones to judge it by."""
+
+
+def inspect_drift(
+    recipe: Draft | Mapping[str, Any] | str | Path,
+    *,
+    compare: str | None = None,
+    device: str = "auto",
+    batch_size: int | None = None,
+    allow_pickle: bool = False,
+    trust_remote_code: bool = False,
+    plot: str | Path | None = None,
+    projection: str | Path | None = None,
+    html: str | Path | None = None,
+    listener: Listener | None = None,
+) -> Inspection:
+    """Measure how far a model's features are from its experts', and where that comes from.
+
+    recipe: as for `calibrate`; its merged model is the one that is inspected, and so is `compare` if it is given.
+    plot, projection (.png or .svg) and html: files to write, and all that is written.
+    Raises FeatCalError (what, where, fix) when something that the user can mend is wrong.
+    """
+    files = {Path(file): kind for file, kind in ((plot, PICTURES), (projection, PICTURES), (html, PAGES)) if file}
+    for file, kinds in files.items():
+        _check_file(file, kinds)
+    run = Run(
+        _with_defaults(as_draft(recipe)), device, batch_size, allow_pickle, trust_remote_code, listener or Silent()
+    )
+    if isinstance(run.draft.merged, Merge):
+        raise RecipeError("there is no model to inspect yet", where="merged", fix="name one, or calibrate first")
+    plan = run.prepare(None, sample=False, others={OTHER: compare} if compare else None)
+    snapshots = run.fetch(plan)
+    run.listener.stage("loading models")
+    models = load_models(snapshots, None, Path(), "")
+    other = load_fitting(OTHER, snapshots[OTHER], models.merged) if compare else None
+    architecture = find_blocks(models, plan.examples, plan.recipe.calibration.norms, run.note)
+    if other is not None:
+        check_alignment(architecture, models.merged, other)
+    job = _make_job(models, other, architecture, plan, run, keep_finals=projection is not None)
+    run.listener.stage("measuring")
+    for number, visit in enumerate(forward_order(job)):
+        run.listener.progress(Progress(visit.block.name, number, len(architecture.blocks)))
+    names = {
+        MODEL: plan.recipe.merged,
+        BASE: plan.recipe.base,
+        **({OTHER: plan.origins[OTHER].pinned} if compare else {}),
+    }
+    names |= {f"expert {task}": spec.expert for task, spec in plan.recipe.tasks.items()}
+    found = Inspection(
+        featcal_version=__version__,
+        names={role: str(name) for role, name in names.items()},
+        tasks=describe_tasks(job, {task: found.fitted_count for task, found in plan.examples.items()}),
+        notes=run.notes,
+        recipe=plan.recipe.model_dump(mode="json", exclude_none=True),
+        environment=describe_environment(run.device),
+        cost={
+            "seconds": time.monotonic() - run.started,
+            "peak_rss_bytes": peak_resident_bytes(),
+            "expert_bytes_read": sum(walker.bytes_read for walker in job.experts.values()),
+        },
+    )
+
+    if plot:
+        Path(plot).write_bytes(plot_inspection(found, Path(plot).suffix[1:]))  # type: ignore[arg-type]
+    if projection and job.finals is not None:
+        points = {task: {role: torch.cat(parts) for role, parts in kept.items()} for task, kept in job.finals.items()}
+        Path(projection).write_bytes(plot_projection(points, Path(projection).suffix[1:]))  # type: ignore[arg-type]
+    if html:
+        Path(html).write_text(write_page(found), encoding="utf-8")
+    return found
+
+
+def _with_defaults(draft: Draft) -> Draft:
+    """The draft with fewer examples than calibration fits, and others, where it does not say how many and which."""
+    said = draft.calibration.model_fields_set
+    values = {name: value for name, value in (("examples", EXAMPLES), ("seed", SEED)) if name not in said}
+    return draft.model_copy(update={"calibration": draft.calibration.model_copy(update=values)})
+
+
+def _check_file(file: Path, kinds: Sequence[str]) -> None:
+    """Raise OutputError unless such a file can be written."""
+    if file.suffix not in kinds:
+        raise OutputError(
+            f"{file.name} is no {' or '.join(kinds)}", where=str(file), fix=f"name it {file.stem}{kinds[0]}"
+        )
+    if not file.resolve().parent.is_dir():
+        raise OutputError(f"there is no folder {file.parent}", where=str(file), fix="make it, or choose another")
+
+
+def _make_job(
+    models: Models, other: Model | None, architecture: Architecture, plan: Preflight, run: Run, *, keep_finals: bool
+) -> Job:
+    """Everybody at the start; all examples are measured on, and none is fitted."""
+    calibration = plan.recipe.calibration
+    dtype = choose_dtype(calibration, models.merged)
+
+    def walker(model: Model) -> Walker:
+        return Walker(model, architecture.blocks, run.device, dtype)
+
+    merged, base = walker(models.merged), walker(models.base)
+    watchers = {MODEL: merged, BASE: base} | ({OTHER: walker(other)} if other else {})
+    return Job(
+        architecture=architecture,
+        student=merged,
+        merged=merged,
+        base=base,
+        experts={task: walker(model) for task, model in models.experts.items()},
+        examples={},
+        cls_blocks=choose_cls_blocks(merged, architecture, plan.examples, calibration, run.note),
+        meter=DriftMeter(modules=True),
+        vectors=VectorMeter(),
+        outputs=OutputMeter(),
+        watched=limit_batches({task: found.fitted for task, found in plan.examples.items()}, merged),
+        watchers=watchers,
+        finals={} if keep_finals else None,
+        split=frozenset(watchers.keys() - {BASE}),
+    )

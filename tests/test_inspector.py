@@ -1,0 +1,162 @@
+"""inspect-drift measures what a slow computation with whole models measures, on many architectures."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from families import FAMILIES, Family, Saved, save_family
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from featcal_cli.checkpoint import find_class
+from featcal_cli.hub import resolve
+from featcal_cli.inspection import Inspection
+from featcal_cli.inspector import inspect_drift
+from featcal_cli.trace import first_tensor
+
+BY_NAME = {family.name: family for family in FAMILIES}
+CHOSEN = [
+    "bert", "roberta", "deberta-v2", "modernbert", "albert", "gpt2", "llama", "qwen2", "gemma2", "mixtral",
+    "t5", "bart", "whisper", "clip-vision", "vit", "swin", "wav2vec2", "llava", "qwen2-vl", "paligemma",
+]  # fmt: skip
+
+
+@dataclass
+class Seen:
+    """What one whole forward shows of a block."""
+
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] | None = None
+    hidden: Tensor | None = None
+
+
+def watch(model: PreTrainedModel, names: list[str], batch: dict[str, Tensor]) -> tuple[dict[str, Seen], Any]:
+    """Arguments and output of every block (of its last call), and the model's output."""
+    seen = {name: Seen() for name in names}
+    handles = []
+    for name in names:
+        block = model.get_submodule(name)
+
+        def before(_: Any, args: Any, kwargs: Any, name: str = name) -> None:
+            seen[name].args, seen[name].kwargs = args, kwargs
+
+        def after(_: Any, __: Any, output: Any, name: str = name) -> None:
+            seen[name].hidden = first_tensor(output)
+
+        handles += [block.register_forward_pre_hook(before, with_kwargs=True), block.register_forward_hook(after)]
+    with torch.no_grad():
+        output = model(**batch)
+    for handle in handles:
+        handle.remove()
+    return seen, output
+
+
+def rows_of(hidden: Tensor, family: Family, block: str, batch: dict[str, Tensor]) -> Tensor:
+    """The tokens that count."""
+    if family.cls and hidden.ndim == 3:
+        return hidden[:, 0]
+    mask = family.mask(f"{block}.anything", 0, batch)
+    if mask is not None and mask.shape == hidden.shape[:2]:
+        return hidden[mask.bool()]
+    return hidden.reshape(-1, hidden.shape[-1])
+
+
+def norm(rows: Tensor) -> float:
+    return float(rows.norm(dim=-1).mean())
+
+
+def load(path: Path) -> PreTrainedModel:
+    model = find_class(resolve(str(path))).from_pretrained(path).eval()
+    for config in (module.config for module in model.modules() if hasattr(module, "config")):
+        config.use_cache = False
+    return model
+
+
+def inspect(saved: Saved, **options: Any) -> Inspection:
+    return inspect_drift(saved.recipe(examples=20), batch_size=20, **options)
+
+
+@pytest.mark.parametrize("name", [name for name in CHOSEN if name in BY_NAME])
+def test_every_figure_is_that_of_whole_models(tmp_path: Path, name: str) -> None:
+    family = BY_NAME[name]
+    saved = save_family(tmp_path, family)
+    found = inspect(saved)
+    task, batch = next(iter(saved.inputs.items()))
+    model, expert = load(tmp_path / "merged"), load(tmp_path / task)
+    ours, _ = watch(model, family.block_names, batch)
+    theirs, _ = watch(expert, family.block_names, batch)
+    drift = found.tasks[task].models["model"]
+    assert [block.name for block in drift.blocks] == [n for n in family.block_names if theirs[n].hidden is not None]
+    for block in drift.blocks:
+        with torch.no_grad():
+            run = model.get_submodule(block.name)
+            crossed = first_tensor(run(*theirs[block.name].args, **theirs[block.name].kwargs or {}))
+        hidden = (ours[block.name].hidden, theirs[block.name].hidden, crossed)
+        h, h_exp, h_cross = (rows_of(x, family, block.name, batch) for x in hidden if x is not None)
+        e, m, p = h - h_exp, h_cross - h_exp, h - h_cross
+        assert float((e - (m + p)).norm() / e.norm()) <= 1e-5
+        size = norm(h_exp)
+        assert block.drift.distance == pytest.approx(norm(e), rel=1e-4)
+        assert block.drift.relative == pytest.approx(norm(e) / size, rel=1e-4)
+        assert block.drift.local == pytest.approx(norm(m) / size, rel=1e-4, abs=1e-6)
+        assert block.drift.upstream == pytest.approx(norm(p) / size, rel=1e-4, abs=1e-6)
+        cosine = float(torch.cosine_similarity(h, h_exp, dim=-1).mean())
+        assert block.drift.cosine == pytest.approx(cosine, abs=1e-5)
+        assert block.modules
+
+
+@pytest.mark.parametrize("name", ["bert", "t5", "llama", "llava", "qwen2-classifier"])
+def test_outputs_are_those_of_the_expert_with_the_models_last_features(tmp_path: Path, name: str) -> None:
+    family = BY_NAME[name]
+    saved = save_family(tmp_path, family)
+    found = inspect(saved)
+    task, batch = next(iter(saved.inputs.items()))
+    model, expert = load(tmp_path / "merged"), load(tmp_path / task)
+    last = family.block_names[-1]
+    ours, _ = watch(model, family.block_names, batch)
+    _, wanted = watch(expert, family.block_names, batch)
+
+    def swap(_: Any, __: Any, output: Any) -> Any:
+        hidden = ours[last].hidden
+        return (hidden, *output[1:]) if isinstance(output, tuple) else hidden
+
+    handle = expert.get_submodule(last).register_forward_hook(swap)
+    _, swapped = watch(expert, [], batch)
+    handle.remove()
+    output = found.tasks[task].models["model"].output
+    assert output is not None
+    z, z_exp = (getattr(x, "logits", None) for x in (swapped, wanted))
+    assert output.kind == ("features" if z is None else "logits")
+    if z is None:
+        z, z_exp = swapped.pooler_output, wanted.pooler_output
+    assert z is not None and z_exp is not None
+    mask = family.mask(f"{last}.anything", 0, batch)
+    if z.ndim == 3 and mask is not None and mask.shape == z.shape[:2]:
+        z, z_exp = z[mask.bool()], z_exp[mask.bool()]
+    z, z_exp = z.reshape(-1, z.shape[-1]), z_exp.reshape(-1, z.shape[-1])
+    assert output.relative == pytest.approx(norm(z - z_exp) / norm(z_exp), rel=1e-4)
+    if output.kind == "logits":
+        p, q = z_exp.softmax(-1), z.softmax(-1)
+        assert output.divergence == pytest.approx(float((p * (p / q).log()).sum(-1).mean()), rel=1e-3, abs=1e-6)
+        assert output.agreement == pytest.approx(float((z.argmax(-1) == z_exp.argmax(-1)).float().mean()))
+        best = z_exp.topk(2).values
+        certain = (best[:, 0] - best[:, 1]) > 2 * (z - z_exp).abs().amax(-1)
+        assert output.certain == pytest.approx(float(certain.float().mean()))
+        assert output.certain is not None and output.agreement is not None and output.certain <= output.agreement
+
+
+def test_task_vectors_are_those_of_all_blocks_parameters(tmp_path: Path) -> None:
+    saved = save_family(tmp_path, BY_NAME["bert"])
+    found = inspect(saved)
+    base, merged = (dict(load(tmp_path / name).named_parameters()) for name in ("base", "merged"))
+    names = [name for name in base if name.startswith(tuple(f"{block}." for block in saved.family.block_names))]
+    for task in saved.inputs:
+        expert = dict(load(tmp_path / task).named_parameters())
+        one, other = (torch.cat([(x[n] - base[n]).detach().flatten() for n in names]) for x in (expert, merged))
+        expected = float(torch.cosine_similarity(one, other, dim=0))
+        assert found.tasks[task].models["model"].task_vector_cosine == pytest.approx(expected, abs=1e-4)
+        assert found.tasks[task].models["base"].task_vector_cosine is None
