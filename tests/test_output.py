@@ -16,6 +16,8 @@ from featcal_cli.errors import OutputError
 from featcal_cli.hub import resolve
 from featcal_cli.workflow import calibrate
 
+pytestmark = pytest.mark.usefixtures("undrawn")
+
 BY_NAME = {family.name: family for family in FAMILIES}
 
 
