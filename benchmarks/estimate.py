@@ -43,12 +43,12 @@ def source_and_target() -> dict[str, Tensor]:
 
 MODELS: dict[str, tuple[type, Any, Inputs]] = {
     "CLIP vision, 6 of its 12 layers": (tf.CLIPVisionModel, tf.CLIPVisionConfig(num_hidden_layers=6), images),
-    "Llama, 8 layers of width 512": (
+    "Llama, 4 layers of width 512": (
         tf.LlamaForCausalLM,
         tf.LlamaConfig(
-            hidden_size=512, intermediate_size=1536, num_hidden_layers=8, num_attention_heads=8, vocab_size=32_000
+            hidden_size=512, intermediate_size=1536, num_hidden_layers=4, num_attention_heads=8, vocab_size=16_000
         ),
-        lambda: tokens(60, 256, 32_000),
+        lambda: tokens(60, 128, 16_000),
     ),
     "T5-small": (
         tf.T5ForConditionalGeneration,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -29,11 +30,9 @@ def read_labels(data: Data, rows: Sequence[Row], model: PreTrainedModel, where: 
 def _number_label(value: Any, column: str, numbers: Mapping[str, int], where: str) -> int:
     if isinstance(value, str) and value in numbers:
         return int(numbers[value])
-    try:
+    with suppress(TypeError, ValueError):  # no number at all
         if int(value) == float(value):
             return int(value)
-    except (TypeError, ValueError):
-        pass
     raise DataError(
         f"label {value!r} in column {column} is no class of the model's",
         where=where,

@@ -26,7 +26,7 @@ def find_pipeline_tag(model_class: type[PreTrainedModel]) -> str | None:
     for tag, task in tasks.items():
         for auto in task["pt"]:
             heads = getattr(auto, "_model_mapping", None)
-            if auto.__name__ != "AutoModel" and heads is not None and model_class in _flat(heads.values()):
+            if auto.__name__ != "AutoModel" and heads is not None and model_class.__name__ in _names_in(heads):
                 return tag
     return FEATURES.get(model_class.main_input_name)
 
@@ -36,5 +36,7 @@ def find_processor_class(folder: Path) -> str | None:
     return next((name for file, name in PROCESSORS if (folder / file).is_file()), None)
 
 
-def _flat(values: Any) -> set[Any]:
-    return {part for value in values for part in (value if isinstance(value, tuple) else (value,))}
+def _names_in(heads: Any) -> set[str]:
+    """The names of the classes that an Auto class loads; the classes themselves would import all of transformers."""
+    named = heads._model_mapping.values()
+    return {name for names in named for name in (names if isinstance(names, tuple) else (names,))}

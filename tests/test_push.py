@@ -26,9 +26,9 @@ from featcal_cli.push import Pushed, Target, check_target, push
 
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
 CARD = "---\nlicense: mit\nbase_model: [user/base]\ntags: [merge]\n---\n# A model\n"
-SLOW = 0.8
+SLOW = 0.5
 """Seconds that a slow answer takes."""
-PATIENCE = 0.3
+PATIENCE = 0.15
 """Seconds that a client waits for one."""
 
 
@@ -342,7 +342,8 @@ def test_a_late_pull_request_is_waited_for_and_not_opened_twice(hub: HubServer, 
     assert len(hub.repos["model", "alice/late"].pulls) == 1
 
 
-CASES = [(kind, fault) for kind in (*WRITES, "model info", "model tree", "discussions") for fault in FAULTS]
+KINDS = (*WRITES, "model info", "model tree", "discussions")
+CASES = [(kind, fault) for kind in KINDS for fault in FAULTS if fault != "503"]  # as 500
 
 
 @pytest.mark.usefixtures("alice")
