@@ -26,13 +26,13 @@ from featcal_cli.checkpoint import find_class
 from featcal_cli.drift import DriftMeter
 from featcal_cli.features import Job, forward_order
 from featcal_cli.hub import resolve
-from featcal_cli.job import choose_cls_blocks, choose_dtype, find_blocks, load_models
+from featcal_cli.inspector import BASE, MODEL
+from featcal_cli.job import find_blocks, load_models, make_job
 from featcal_cli.listener import Silent
-from featcal_cli.outputs import OutputMeter, limit_batches
+from featcal_cli.outputs import OutputMeter
 from featcal_cli.recipe import as_draft
 from featcal_cli.run import Run
 from featcal_cli.vectors import VectorMeter
-from featcal_cli.walker import Walker
 
 EXAMPLES, BATCH = 64, 16
 ROLES = ("merged", "expert", "base")
@@ -81,34 +81,16 @@ def prepare(folder: Path) -> Job:
     models = load_models(run.fetch(plan), None, Path(), "")
     calibration = plan.recipe.calibration
     architecture = find_blocks(models, plan.examples, calibration.norms, run.note)
-    dtype = choose_dtype(calibration, models.merged)
-    merged, base, expert = (
-        Walker(model, architecture.blocks, run.device, dtype)
-        for model in (models.merged, models.base, models.experts["task"])
-    )
-    return Job(
-        architecture=architecture,
-        student=merged,
-        merged=merged,
-        base=base,
-        experts={"task": expert},
-        examples={},
-        cls_blocks=choose_cls_blocks(merged, architecture, plan.examples, calibration, run.note),
-        watched=limit_batches({task: found.fitted for task, found in plan.examples.items()}, merged),
-        watchers={"model": merged, "base": base},
-        split=frozenset({"model"}),
+    watchers = {MODEL: models.merged, BASE: models.base}
+    return make_job(
+        models, architecture, plan.examples, calibration, run.device, run.note, students={}, watchers=watchers
     )
 
 
 def walk(job: Job) -> None:
     """All that inspect-drift measures."""
-    meters: dict[str, Any] = {
-        "meter": DriftMeter(modules=True),
-        "vectors": VectorMeter(),
-        "outputs": OutputMeter(),
-        "finals": None,
-    }
-    for _ in forward_order(replace(job, **meters)):
+    meters: dict[str, Any] = {"meter": DriftMeter(modules=True), "vectors": VectorMeter(), "outputs": OutputMeter()}
+    for _ in forward_order(replace(job, **meters)):  # nothing is added to what an earlier walk has measured
         pass
 
 

@@ -76,12 +76,14 @@ The method
     moments        running sums → G, C, means
     solver         the closed forms
     collect        one block's features → its systems of equations
+    guard          updates checked on held-out rows, and pulled back
     algorithm      Algorithm 1
     journal        finished blocks on disk; resume
     drift          feature drift from the experts, and its split
     outputs        what drift does to the experts' own heads
     vectors        task vectors: the cosine of expert − base and model − base
-    select         λ, ρ, α
+    search         candidates for λ, ρ, α in lock-step; weak ones drop out
+    select         which λ, ρ, α a run uses: given, searched or the paper's
     evaluate       accuracy on labelled data
 
 What comes of it

@@ -12,7 +12,8 @@ import torch
 from featcal_cli.architecture import Block
 from featcal_cli.collect import BlockMoments, collect_moments, parameters_of
 from featcal_cli.errors import NumericsError
-from featcal_cli.features import Job, forward_order
+from featcal_cli.features import CALIBRATED, Job, forward_order
+from featcal_cli.guard import guard_block
 from featcal_cli.journal import Journal
 from featcal_cli.modules import load_parameters
 from featcal_cli.report import BlockReport, ModuleReport
@@ -47,27 +48,37 @@ class Progress:
 def calibrate_blocks(job: Job, settings: Settings, journal: Journal, *, bias: bool, watch: Watch) -> list[BlockReport]:
     """Calibrate the student of `job` block by block; return what was done. Every finished block is in the journal.
 
+    Updates are checked on the examples `job.checked`, where there are some.
+
     Raises NumericsError when weights or features are not finite or a system has no stable solution.
     """
     reports = []
+    student = job.students[CALIBRATED]
     for number, visit in enumerate(forward_order(job)):
         block = visit.block
         here = Progress(block.name, number, len(job.architecture.blocks))
-        report = journal.restore(number, job.student)
+        report = journal.restore(number, student)
         if report is None:
             started = time.monotonic()
-            moments = collect_moments(visit, settings, here.at_task(watch))
+            moments = collect_moments(visit, CALIBRATED, settings, here.at_task(watch))
             solutions = solve_block(block, moments, job.base, bias, here.at_module(watch))
-            load_block(job.student, block, solutions)
-            report = _describe(block, moments, solutions, time.monotonic() - started)
-            journal.write(number, report, job.student)
+            steps: Mapping[str, float] = {}
+            if job.checked:
+                solutions, steps = guard_block(visit, CALIBRATED, moments, solutions, settings.alpha)
+            load_block(student, block, solutions)
+            report = _describe(block, moments, solutions, steps, time.monotonic() - started)
+            journal.write(number, report, student)
         reports.append(report)
         watch(Progress(block.name, number + 1, len(job.architecture.blocks)))
     return reports
 
 
 def solve_block(
-    block: Block, moments: BlockMoments, base: Walker, bias: bool, on_module: Callable[[str], None]
+    block: Block,
+    moments: BlockMoments,
+    base: Walker,
+    bias: bool,
+    on_module: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Solution]:
     """New parameters of every module of the block, by its path inside the block; `on_module` is told what is solved."""
     modules = {module.name: module for module in block.modules}
@@ -96,7 +107,13 @@ def load_block(student: Walker, block: Block, solutions: Mapping[str, Solution])
         load_parameters(student.module(f"{block.name}.{name}"), solution.parameters)
 
 
-def _describe(block: Block, moments: BlockMoments, solutions: Mapping[str, Solution], seconds: float) -> BlockReport:
+def _describe(
+    block: Block,
+    moments: BlockMoments,
+    solutions: Mapping[str, Solution],
+    steps: Mapping[str, float],
+    seconds: float,
+) -> BlockReport:
     rows = {name: system.rows for names, system in moments.linear.items() for name in names}
     rows |= {name: norm.rows for name, norm in moments.norms.items()}
     modules = [
@@ -106,6 +123,7 @@ def _describe(block: Block, moments: BlockMoments, solutions: Mapping[str, Solut
             rows=rows[module.name],
             condition_number=solutions[module.name].condition_number,
             relative_change=solutions[module.name].relative_change,
+            step=steps.get(module.name),
         )
         for module in block.modules
         if module.name in solutions

@@ -62,5 +62,16 @@ def take_examples(batch: Batch, positions: Sequence[int]) -> Batch:
     return {name: _rows_of(tensor, len(tensor) // count, positions) for name, tensor in batch.items()}
 
 
+def take_first(batches: Sequence[Batch], count: int) -> list[Batch]:
+    """The first `count` examples of the batches."""
+    taken: list[Batch] = []
+    for batch in batches:
+        here = min(count, count_examples(batch))
+        if here:
+            taken.append(take_examples(batch, range(here)))
+        count -= here
+    return taken
+
+
 def _rows_of(tensor: Tensor, rows: int, positions: Sequence[int]) -> Tensor:
     return tensor[[position * rows + row for position in positions for row in range(rows)]]

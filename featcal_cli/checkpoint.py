@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
 import transformers
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
@@ -20,6 +21,15 @@ from featcal_cli.errors import CheckpointError
 from featcal_cli.hub import Snapshot
 from featcal_cli.recipe import Merge
 
+HEADS = (
+    "ForSequenceClassification",
+    "ForTokenClassification",
+    "ForImageClassification",
+    "ForAudioClassification",
+    "ForMaskedLM",
+    "ForCausalLM",
+)
+"""Classes that are a body with a head, and are called like the body."""
 Loader = Callable[[str, Snapshot, type[PreTrainedModel]], "Model"]
 """What makes a Model of a role, a snapshot and a class."""
 
@@ -36,9 +46,37 @@ class Model:
     """Parameters that the files did not hold, or held in another shape; they are random."""
     part: str = ""
     """Where it lies in the merged model, when it is only a part of that (a vision tower, say)."""
+    body: str = ""
+    """Where the merged model's counterpart lies in it, when it is more than that (a body with a head, say)."""
 
     def __str__(self) -> str:
         return f"{self.role} ({self.snapshot.name})"
+
+    def own_path(self, path: str) -> str | None:
+        """Where what is at `path` in the merged model lies in this one; None where this model has no such part."""
+        if self.body:
+            return f"{self.body}.{path}" if path else ""
+        if not self.part:
+            return path
+        if path == self.part:
+            return ""
+        return path.removeprefix(f"{self.part}.") if path.startswith(f"{self.part}.") else None
+
+    @property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """Its parameters by their names in the merged model; without those that the merged model has no part for."""
+        found = dict(self.module.named_parameters())
+        if self.body:
+            inside = f"{self.body}."
+            return {name.removeprefix(inside): value for name, value in found.items() if name.startswith(inside)}
+        return {f"{self.part}.{name}": value for name, value in found.items()} if self.part else found
+
+
+def share_model(model: Model) -> Model:
+    """The model again, with the same tensors: what is put into one of them later does not show in the other."""
+    tensors = [*model.module.parameters(), *model.module.buffers()]
+    aliases = {id(x): nn.Parameter(x.data, False) if isinstance(x, nn.Parameter) else x.data for x in tensors}
+    return replace(model, module=deepcopy(model.module, aliases))
 
 
 def find_class(snapshot: Snapshot) -> type[PreTrainedModel]:
@@ -125,13 +163,26 @@ def unloadable(role: str, snapshot: Snapshot, model_class: type, error: Exceptio
 
 def load_fitting(role: str, snapshot: Snapshot, merged: Model, load: Loader = load_model) -> Model:
     """The checkpoint as the merged model's class; or in its own class where it is only a part of that (its vision
-    tower, say), which `part` then names."""
-    theirs, ours = (read_config(found).get("model_type") for found in (snapshot, merged.snapshot))
-    if theirs != ours and (own_class := find_class(snapshot)) is not type(merged.module):
-        own = load(role, snapshot, own_class)
-        if part := _find_part(own.module, merged.module):
-            return replace(own, part=part)
-    return load(role, snapshot, type(merged.module))
+    tower, say), which `part` then names, or where that is only its `body`, so that it keeps its head."""
+    config, merged_class = read_config(snapshot), type(merged.module)
+    if config.get("model_type") != read_config(merged.snapshot).get("model_type"):
+        own_class = find_class(snapshot)
+        if own_class is not merged_class:
+            own = load(role, snapshot, own_class)
+            if part := _find_part(own.module, merged.module):
+                return replace(own, part=part)
+    elif (headed := _find_headed(config)) not in (None, merged_class):
+        own = load(role, snapshot, headed)
+        if type(own.module.base_model) is merged_class:
+            return replace(own, body=own.module.base_model_prefix)
+    return load(role, snapshot, merged_class)
+
+
+def _find_headed(config: Mapping[str, Any]) -> type[PreTrainedModel] | None:
+    """The class that a config names, where it is a body with a head."""
+    name = str((config.get("architectures") or [""])[0])
+    found = getattr(transformers, name, None) if name.endswith(HEADS) else None
+    return found if isinstance(found, type) and issubclass(found, PreTrainedModel) else None
 
 
 def _find_part(own: PreTrainedModel, merged: PreTrainedModel) -> str:
@@ -149,10 +200,10 @@ def check_alignment(architecture: Architecture, merged: Model, other: Model) -> 
     """Raise CheckpointError unless `other` has every parameter of every block, in the merged model's shapes,
     and every parameter that runs before and between the blocks."""
     prefix = f"{other.part}." if other.part else ""
-    theirs = {prefix + name: parameter for name, parameter in other.module.named_parameters()}
+    theirs = other.parameters
     ours = {name: found for name, found in merged.module.named_parameters() if name.startswith(prefix)}
     reached = [path for path in ours if path.rpartition(".")[0] in architecture.reached]
-    missing = [path for path in reached if path not in theirs or path.removeprefix(prefix) in other.missing]
+    missing = [path for path in reached if path not in theirs or other.own_path(path) in other.missing]
     if missing:
         raise CheckpointError(_describe_missing(missing, len(reached), merged, other), where=other.snapshot.name,
                               fix="give a full checkpoint of the same architecture as the merged model")  # fmt: skip
@@ -168,8 +219,7 @@ def check_alignment(architecture: Architecture, merged: Model, other: Model) -> 
 
 def describe_differences(merged: Model, other: Model, architecture: Architecture) -> list[str]:
     """What differs between two models outside the blocks, where nothing is calibrated, in sentences."""
-    prefix = f"{other.part}." if other.part else ""
-    theirs = {prefix + name: parameter.shape for name, parameter in other.module.named_parameters()}
+    theirs = {name: parameter.shape for name, parameter in other.parameters.items()}
     reached = [name for name in theirs if name.rpartition(".")[0] in architecture.reached]
     return [
         f"{other.role} has {name} of shape {list(theirs[name])}, merged {list(parameter.shape)}; it stays as merged"

@@ -54,6 +54,7 @@ def calibrate(
     ridge: options.Ridge = None,
     rho: options.Rho = None,
     alpha: options.Alpha = None,
+    select: options.Select = None,
     norms: options.Norms = None,
     bias: options.Bias = None,
     token_weights: options.TokenWeights = None,
@@ -63,6 +64,7 @@ def calibrate(
     batch_size: options.BatchSize = None,
     output: options.Folder = None,
     overwrite: options.Overwrite = False,
+    strict: options.Strict = False,
     dry_run: options.DryRun = False,
     json: options.Json = False,
     quiet: options.Quiet = False,
@@ -85,11 +87,12 @@ def calibrate(
           --expert svhn=user/svhn --data svhn=ufldl-stanford/svhn:cropped_digits
     """
     from featcal_cli.console import Screen, show_drift, show_preflight, show_result
+    from featcal_cli.gate import check_grown
     from featcal_cli.recipe import find_recipe, read_draft
 
     calibration = {
-        "examples": examples, "dtype": dtype, "ridge": ridge, "rho": rho, "alpha": alpha, "norms": norms, "bias": bias,
-        "token_weights": token_weights, "seed": seed,
+        "examples": examples, "dtype": dtype, "ridge": ridge, "rho": rho, "alpha": alpha, "select": select,
+        "norms": norms, "bias": bias, "token_weights": token_weights, "seed": seed,
     }  # fmt: skip
     place = {"push_to": push_to, "private": private}
     overrides = options.collect_overrides(merged, merge, base, expert, data, calibration, place)
@@ -106,7 +109,7 @@ def calibrate(
         if dry_run:
             preflight = workflow.dry_run(draft, **common)
         else:
-            result = workflow.calibrate(draft, **common, commit_message=commit_message)
+            result = workflow.calibrate(draft, **common, commit_message=commit_message, strict=strict)
     if dry_run:
         typer.echo(dumps(preflight.to_dict(), indent=2)) if json else show_preflight(preflight)
     elif json:
@@ -118,6 +121,8 @@ def calibrate(
     else:
         show_drift(result.report)
         show_result(result.output, result.pushed, hints=not quiet)
+    if strict and not dry_run:
+        check_grown(result.report, result.output)
 
 
 @app.command("inspect-drift")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -28,17 +29,21 @@ class BlockMoments:
     norms: dict[str, NormSystem] = field(default_factory=dict)
     skipped: dict[str, str] = field(default_factory=dict)
     """Modules that cannot be calibrated, and why."""
+    omegas: dict[tuple[str, str], float] = field(default_factory=dict)
+    """ω_i of every task and Linear."""
 
 
-def collect_moments(visit: Visit, settings: Settings, on_task: Callable[[str], None]) -> BlockMoments:
-    """Read every task's features of the block and fold them into the block's systems of equations.
+def collect_moments(
+    visit: Visit, role: str, settings: Settings, on_task: Callable[[str], None] = lambda _: None
+) -> BlockMoments:
+    """Read every task's features of the block in one student and fold them into the block's systems of equations.
 
     `on_task` is told each task as it begins.
     """
     moments = BlockMoments()
     for task in visit.tasks:
         on_task(task)
-        _fold_task(visit, task, settings, moments)
+        _fold_task(visit, role, task, settings, moments)
     if not visit.tasks:
         moments.skipped = {module.name: "no expert's examples reach it" for module in visit.block.modules}
     return moments
@@ -50,57 +55,69 @@ def parameters_of(walker: Walker, block: Block, module: Module) -> Affine:
     return linear_parameters(found) if module.kind in LINEAR_KINDS else norm_parameters(found)
 
 
-def _fold_task(visit: Visit, task: str, settings: Settings, moments: BlockMoments) -> None:
+class TaskMoments(NamedTuple):
+    """One task's sums over the rows of every module of a block."""
+
+    linear: dict[tuple[str, ...], LinearMoments]
+    """By the modules that share an input (and its token weights)."""
+    norms: dict[str, NormMoments]
+    skipped: dict[str, str]
+    """Modules whose rows cannot be paired, and why."""
+
+
+def sum_rows(visit: Visit, role: str, task: str, skipped: Mapping[str, str], *, checked: bool = False) -> TaskMoments:
+    """Add up the rows of one task's features of the block in one student and its expert, but for modules in `skipped`.
+
+    `checked`: over the examples that updates are checked on, not those to fit.
+    """
     modules = {module.name: module for module in visit.block.modules}
-    linear: dict[tuple[str, ...], LinearMoments] = {}
-    norms: dict[str, NormMoments] = {}
-    for seen in visit.features(task):
-        moments.skipped |= _unpaired(modules, seen)
-        for names in _shared_inputs(visit, seen, moments.skipped):
+    linear, norms, skipped = sums = TaskMoments({}, {}, dict(skipped))
+    for seen in visit.features(task, role, checked=checked):
+        skipped |= _unpaired(modules, seen)
+        for names in _shared_inputs(visit, seen, skipped):
             pair = [_rows(visit, modules[names[0]], x[names[0]], seen) for x in (seen.x_cal, seen.x_exp)]
             if pair[0] is None or pair[1] is None:
-                moments.skipped |= dict.fromkeys(names, UNMATCHED)
+                skipped |= dict.fromkeys(names, UNMATCHED)
                 continue
             if names not in linear:
                 linear[names] = LinearMoments(pair[0][0][0].shape[-1], pair[0][0][0].device)
             for (x, weights), (target, _) in zip(pair[0], pair[1], strict=True):
                 linear[names].add(x, target, weights)
-        for module in (m for m in visit.block.modules if m.kind not in LINEAR_KINDS and m.name not in moments.skipped):
+        for module in (m for m in visit.block.modules if m.kind not in LINEAR_KINDS and m.name not in skipped):
             norm = visit.merged.module(f"{visit.block.name}.{module.name}")
             rows = _rows(visit, module, [normalise(norm, x) for x in seen.x_cal[module.name]], seen)
             if rows is None:
-                moments.skipped[module.name] = UNMATCHED
+                skipped[module.name] = UNMATCHED
             for z, weights in rows or ():
                 norms.setdefault(module.name, NormMoments(z.shape[-1], z.device)).add(z, weights)
-    _fold(visit, task, settings, moments, linear, norms)
+    return sums
 
 
-def _fold(
-    visit: Visit,
-    task: str,
-    settings: Settings,
-    moments: BlockMoments,
-    linear: Mapping[tuple[str, ...], LinearMoments],
-    norms: Mapping[str, NormMoments],
-) -> None:
+def _fold_task(visit: Visit, role: str, task: str, settings: Settings, moments: BlockMoments) -> None:
     """Put one task's sums into the systems, with its expert's parameters."""
+    sums = sum_rows(visit, role, task, moments.skipped)
+    moments.skipped |= sums.skipped
     block, merged, expert = visit.block, visit.merged, visit.expert(task)
     modules = {module.name: module for module in block.modules}
     with expert.on_device(), merged.on_device():
         merged.bring(block.name)
         expert.bring(block.name)
-        for names, sums in linear.items():
-            if not sums.rows:
+        for names, of_input in sums.linear.items():
+            if not of_input.rows:
                 raise NumericsError(
                     "no token of the examples counts: all is padding",
                     where=task,
                     fix="give examples with an attention_mask",
                 )
-            if names not in moments.linear:
-                of_merged = {name: parameters_of(merged, block, modules[name]) for name in names}
-                moments.linear[names] = LinearSystem(of_merged, settings)
-            moments.linear[names].fold(sums, {name: parameters_of(expert, block, modules[name]) for name in names})
-        for name, of_norm in norms.items():
+            # a module that is skipped from this task on leaves its group smaller
+            group = next((group for group in moments.linear if set(names) <= set(group)), names)
+            if group not in moments.linear:
+                of_merged = {name: parameters_of(merged, block, modules[name]) for name in group}
+                moments.linear[group] = LinearSystem(of_merged, settings)
+            of_expert = {name: parameters_of(expert, block, modules[name]) for name in names}
+            omega = moments.linear[group].fold(of_input, of_expert)
+            moments.omegas |= {(task, name): omega for name in names}
+        for name, of_norm in sums.norms.items():
             if name not in moments.norms:
                 moments.norms[name] = NormSystem(parameters_of(merged, block, modules[name]), settings)
             moments.norms[name].fold(of_norm, parameters_of(expert, block, modules[name]))

@@ -25,6 +25,7 @@ if TYPE_CHECKING:  # these import torch
     from featcal_cli.inventory import BlockEntry, Inventory
     from featcal_cli.preflight import Preflight
     from featcal_cli.push import Pushed
+    from featcal_cli.recipe import Calibration
 
 OUT = Console(soft_wrap=False, highlight=False)
 ERR = Console(stderr=True, highlight=False)
@@ -118,7 +119,7 @@ def show_drift(report: Report) -> None:
     where = "held-out examples" if held_out else "the fitted examples (some tasks have no further rows)"
     if report.worse:
         worse = escape(", ".join(report.worse))
-        ERR.print(f"[bold red]warning:[/bold red] drift grew on {worse}; try another --ridge, --rho or --alpha")
+        ERR.print(f"[bold red]warning:[/bold red] drift grew on {worse}: see if it should be published")
     OUT.print(f"Feature drift from each expert after the last block, on {where}; 0 is the expert itself:")
     OUT.print(table)
 
@@ -152,6 +153,7 @@ def show_preflight(found: Preflight) -> None:
     lines = (
         ("model", f"{found.model_class}, {size} parameters, {found.dtype}"),
         ("calibrated", calibrated),
+        ("settings", _describe_choice(found.recipe.calibration)),
         ("download", f"{_gigabytes(missing)}; {_gigabytes(here)} are here already"),
         ("memory", f"about {_gigabytes(needs.host_bytes)}{device}, the weights that are read included"),
         ("disk", f"about {_gigabytes(needs.disk_bytes)} for the output while it is made"),
@@ -162,6 +164,16 @@ def show_preflight(found: Preflight) -> None:
     for name, text in lines:
         OUT.print(f"{name:<11} {escape(text)}")
     ERR.print("[dim]Nothing was downloaded but small files. Leave out --dry-run to start.[/dim]", soft_wrap=True)
+
+
+def _describe_choice(calibration: Calibration) -> str:
+    """How λ, ρ and α will be chosen."""
+    given = {name: value for name in ("ridge", "rho", "alpha") if (value := getattr(calibration, name)) is not None}
+    told = ", ".join(f"{name} {value:g}" for name, value in given.items())
+    if len(given) == 3:
+        return told
+    rest = "searched, if that costs no more than calibrating" if calibration.select == "auto" else calibration.select
+    return f"{told}; the rest {rest}" if told else rest
 
 
 def _gigabytes(count: float) -> str:
@@ -210,7 +222,10 @@ def _count(number: int) -> str:
 
 def show_next() -> None:
     """How to do with one's own model what the demo did."""
-    ERR.print("[dim]Your own: featcal calibrate MERGED --base REPO --expert TASK=REPO --data TASK=SOURCE …[/dim]")
+    ERR.print(
+        "[dim]Your own: featcal calibrate USER/MERGED --dry-run shows what it finds; then leave out --dry-run.[/dim]",
+        soft_wrap=True,
+    )
 
 
 def show_demo(recipe: Path) -> None:

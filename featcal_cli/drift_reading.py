@@ -7,14 +7,12 @@ from dataclasses import dataclass
 from itertools import groupby
 from math import inf, isnan
 
-from featcal_cli.inspection import BlockDrift, Inspection, ModelDrift
+from featcal_cli.inspection import VISIBLE, BlockDrift, Inspection, ModelDrift
 
 ROLES = ("model", "other", "base")
 """In the order in which they are shown."""
 BEGINNING = 0.5
 """Drift begins at the first block with this share of the largest local mismatch."""
-VISIBLE = 5e-4
-"""Two relative drifts that differ by less are the same in three digits, and none is called worse."""
 MOST_LISTS = 8
 """Lists of blocks that are told apart; beyond, all blocks are one list."""
 

@@ -19,11 +19,15 @@ from featcal_cli.trace import first_tensor
 
 PRECISE = 8
 """Bytes of a float64, in which the systems of equations are held."""
+PRECISE_COST = 2
+"""Operations in float32 that take as long as one in float64."""
 COMPUTE = 4
 """Bytes of a float32, in which products of features are made."""
 FITTED_PASSES, WATCHED_PASSES = 2, 8
 """Passes of a batch that are under way at once: expert and student; where drift is measured with merged and base, and a
 further one of the expert for each of them."""
+SEARCHED = (8, 4)
+"""Candidates of a search at most, and the examples of which one is searched with."""
 SPEED_TRIES = 6
 """Products that are timed; the first one also starts threads and libraries."""
 FEATURES_HELD = 3
@@ -42,6 +46,19 @@ class Estimate:
     """Output and journal together, while the job runs."""
     seconds: float
     """Computing time; without downloads."""
+    work: Work
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a calibration computes, in operations; a float64 one counts as PRECISE_COST of them."""
+
+    forward: float
+    """One example of every task through all blocks once."""
+    products: float
+    """The moments of one example of every task."""
+    systems: float
+    """Folding every task's moments into the equations, and solving them; whatever the number of examples."""
 
 
 @dataclass(frozen=True)
@@ -79,36 +96,52 @@ def estimate(
     *,
     batch_size: int,
     resident: int,
+    searched: bool,
 ) -> Estimate:
     """The needs of calibrating `models` (outlines: merged, base and the experts, by role), given the process's
-    `resident` bytes now."""
+    `resident` bytes now.
+
+    searched: candidates for the settings walk first, at most as many, on as many examples, as SEARCHED says.
+    """
     merged = models["merged"].module
     walks: dict[str, _Walk] = {}
     for task, load in loads.items():
         alike = (done for done in walks if _shapes_of(loads[done].batch) == _shapes_of(load.batch))
         same = next(alike, None)
         walks[task] = walks[same] if same else _walk(merged, architecture, architecture.entries[task], load.batch)
-    states = sum(
-        count * walk.state_bytes * passes // walk.examples
-        for task, walk in walks.items()
-        for count, passes in ((loads[task].fitted, FITTED_PASSES), (loads[task].watched, WATCHED_PASSES))
-    )
     features = FEATURES_HELD * max(walk.feature_bytes * batch_size // walk.examples for walk in walks.values())
+    passes = {task: load.fitted * FITTED_PASSES + load.watched * WATCHED_PASSES for task, load in loads.items()}
+    states = sum(count * walks[task].state_bytes // walks[task].examples for task, count in passes.items())
     equations = max((_equation_bytes(merged, block) for block in architecture.blocks), default=0)
     blocks = sum(_bytes(merged.get_submodule(block.name)) for block in architecture.blocks)
     largest = max((_bytes(merged.get_submodule(block.name)) for block in architecture.blocks), default=0)
     weights = sum(_reached_bytes(model, architecture) for model in models.values())
     weights += _reached_bytes(models["merged"], architecture)  # the student maps the merged files a second time
+    counted = _count_work(merged, architecture, walks)
     data = sum(load.held_bytes for load in loads.values())
     work = states + features + equations
+    if searched:
+        work = max(work, features + equations + _search_bytes(walks, loads, largest))
     on_host = resident + weights + blocks + data  # the student's new blocks stay in memory
     on_device = device.type != "cpu"
     return Estimate(
         host_bytes=on_host + (0 if on_device else work),
         device_bytes=work + largest * 4 + _stem_bytes(merged, architecture) if on_device else 0,
         disk_bytes=_bytes(merged) + blocks,
-        seconds=_seconds(merged, architecture, walks, loads, device),
+        seconds=_seconds(counted, loads, device) * (2 if searched else 1),
+        work=counted,
     )
+
+
+def _search_bytes(walks: Mapping[str, _Walk], loads: Mapping[str, Load], largest: int) -> int:
+    """Of all candidates' passes and blocks, and of what experts show of a block, kept for them."""
+    candidates, share = SEARCHED
+    total = candidates * largest
+    for task, walk in walks.items():
+        few = loads[task].fitted // share
+        states = candidates * (few + 4 * loads[task].watched) * walk.state_bytes
+        total += (states + few * walk.feature_bytes) // walk.examples
+    return total
 
 
 def _shapes_of(batch: Batch) -> dict[str, torch.Size]:
@@ -180,12 +213,10 @@ def _input_widths(model: nn.Module, block: Block) -> list[int]:
 
 def _reached_bytes(model: Model, architecture: Architecture) -> int:
     """Of the parameters that a walk of this model reads."""
-    prefix = f"{model.part}." if model.part else ""
-    reached = architecture.reached
     return sum(
         parameter.numel() * parameter.element_size()
-        for name, parameter in model.module.named_parameters()
-        if (prefix + name).rpartition(".")[0] in reached
+        for name, parameter in model.parameters.items()
+        if name.rpartition(".")[0] in architecture.reached
     )
 
 
@@ -198,36 +229,30 @@ def _stem_bytes(model: nn.Module, architecture: Architecture) -> int:
     )
 
 
-def _seconds(
-    model: nn.Module,
-    architecture: Architecture,
-    walks: Mapping[str, _Walk],
-    loads: Mapping[str, Load],
-    device: torch.device,
-) -> float:
-    """Operations over the speeds of two small products that are timed here."""
-    passes = products = precise = 0.0
+def _count_work(model: nn.Module, architecture: Architecture, walks: Mapping[str, _Walk]) -> Work:
+    forward = products = systems = 0.0
     for block in architecture.blocks:
         for module in block.modules:
             if module.kind not in LINEAR_KINDS:
                 continue
             path = f"{block.name}.{module.name}"
             d_out, d_in = linear_parameters(model.get_submodule(path)).weight.shape
-            for task, walk in walks.items():
-                rows = walk.rows.get(path, 0) / walk.examples
-                fitted, watched = loads[task].fitted * rows, loads[task].watched * rows
-                passes += 2 * d_in * d_out * (3 * fitted + 4 * watched)
-                precise += 4 * d_out * d_in * d_in if fitted else 0
-            precise += 2 * d_out * d_in * d_in
+            rows = [walk.rows.get(path, 0) / walk.examples for walk in walks.values()]
+            forward += 2 * d_in * d_out * sum(rows)
+            systems += 4 * d_out * d_in * d_in * sum(count > 0 for count in rows) + 2 * d_out * d_in * d_in
         for width in _input_widths(model, block):
-            precise += width**3
-            products += (
-                4
-                * width
-                * width
-                * sum(_rows_of(walk, block) / walk.examples * loads[task].fitted for task, walk in walks.items())
-            )
-    return (passes + products) / _speed(torch.float32, device) + precise / _speed(torch.float64, device)
+            systems += width**3
+            products += 4 * width * width * sum(_rows_of(walk, block) / walk.examples for walk in walks.values())
+    return Work(forward, products, PRECISE_COST * systems)
+
+
+def _seconds(work: Work, loads: Mapping[str, Load], device: torch.device) -> float:
+    """Operations over the speeds of two small products that are timed here."""
+    fitted = max((load.fitted for load in loads.values()), default=0)
+    watched = max((load.watched for load in loads.values()), default=0)
+    plain = work.forward * (3 * fitted + 4 * watched) + work.products * fitted
+    precise = work.systems / PRECISE_COST
+    return plain / _speed(torch.float32, device) + precise / _speed(torch.float64, device)
 
 
 def _rows_of(walk: _Walk, block: Block) -> int:

@@ -41,6 +41,8 @@ class TaskExamples:
     notes: list[str]
     """What was chosen, one sentence each."""
     fitted_count: int
+    selection_count: int
+    """Rows in `selection`."""
     held_out_count: int
     """Rows in `held_out`."""
     rows_skipped: int
@@ -85,6 +87,7 @@ def load_examples(
         held_out=_cut(reader, held_out, batch_size),
         notes=[f"{task}: {note}" for note in _notes(reader, len(fitted), count, len(held_out), bad)],
         fitted_count=len(fitted),
+        selection_count=len(selection),
         held_out_count=len(held_out),
         rows_skipped=len(bad),
     )

@@ -1,12 +1,14 @@
-"""The gate of `inspect-drift`: too much drift stops a pipeline, and the message names the task and the block."""
+"""The gates: too much drift stops a pipeline, and the message names the task and the block."""
 
 from __future__ import annotations
 
 from itertools import pairwise
 from math import inf, isfinite
+from pathlib import Path
 
 from featcal_cli.errors import GateError
 from featcal_cli.inspection import Inspection, TaskInspection
+from featcal_cli.report import Report
 
 
 def check_gate(inspection: Inspection, limit: float) -> None:
@@ -34,6 +36,20 @@ def check_gate(inspection: Inspection, limit: float) -> None:
     others = len(over) - 1
     also = f" (and so it is on {others} other task{'s' if others > 1 else ''})" if others else ""
     raise GateError(what + also, where=where, fix=fix)
+
+
+def check_grown(report: Report, output: Path) -> None:
+    """Raise GateError (exit code 3) for a calibration after which drift is larger than before on a task."""
+    if not report.worse:
+        return
+    task = max(report.worse, key=lambda task: report.drift[task].after - report.drift[task].before)
+    drift, others = report.drift[task], len(report.worse) - 1
+    also = f" (and it did on {others} other task{'s' if others > 1 else ''})" if others else ""
+    raise GateError(
+        f"drift grew on {task}, from {drift.before:.3f} to {drift.after:.3f}{also}; nothing was pushed",
+        where=str(output),
+        fix="give more examples (-n) or another --alpha, or leave --strict out",
+    )
 
 
 def _find_excess(task: TaskInspection) -> list[float]:

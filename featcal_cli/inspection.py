@@ -11,6 +11,10 @@ SCHEMA = 1
 """Version of the JSON form; it grows when a key changes its meaning or goes away."""
 
 
+VISIBLE = 5e-4
+"""Two relative drifts that differ by less are the same in three digits, and none is called worse."""
+
+
 @dataclass(frozen=True)
 class PlaceDrift:
     """How far one model's features are from the expert's at one place, over all tokens but padding.

@@ -11,25 +11,20 @@ import torch
 
 from featcal_cli import __version__
 from featcal_cli.algorithm import Progress
-from featcal_cli.architecture import Architecture
-from featcal_cli.checkpoint import Model, check_alignment, load_fitting
-from featcal_cli.drift import DriftMeter
+from featcal_cli.checkpoint import check_alignment, load_fitting
 from featcal_cli.drift_plots import plot_inspection
 from featcal_cli.errors import OutputError, RecipeError
 from featcal_cli.features import Job, forward_order
 from featcal_cli.inspection import Inspection
-from featcal_cli.job import Models, choose_cls_blocks, choose_dtype, find_blocks, load_models
+from featcal_cli.job import find_blocks, load_models, make_job
 from featcal_cli.listener import Listener, Silent
 from featcal_cli.machine import describe_environment, peak_resident_bytes
 from featcal_cli.measures import describe_tasks
-from featcal_cli.outputs import OutputMeter, limit_batches
 from featcal_cli.page import write_page
 from featcal_cli.preflight import Preflight
 from featcal_cli.projection import plot_projection
 from featcal_cli.recipe import Draft, Merge, as_draft
 from featcal_cli.run import Run
-from featcal_cli.vectors import VectorMeter
-from featcal_cli.walker import Walker
 
 MODEL, OTHER, BASE = "model", "other", "base"
 PICTURES, PAGES = (".png", ".svg"), (".html",)
@@ -74,17 +69,32 @@ def inspect_drift(
     architecture = find_blocks(models, plan.examples, plan.recipe.calibration.norms, run.note)
     if other is not None:
         check_alignment(architecture, models.merged, other)
-    job = _make_job(models, other, architecture, plan, run, keep_finals=projection is not None)
+    watchers = {MODEL: models.merged, BASE: models.base} | ({OTHER: other} if other else {})
+    job = make_job(
+        models,
+        architecture,
+        plan.examples,
+        plan.recipe.calibration,
+        run.device,
+        run.note,
+        students={},
+        watchers=watchers,
+        keep_finals=projection is not None,
+    )
     run.listener.stage("measuring")
     for number, visit in enumerate(forward_order(job)):
         run.listener.progress(Progress(visit.block.name, number, len(architecture.blocks)))
-    names = {
-        MODEL: plan.recipe.merged,
-        BASE: plan.recipe.base,
-        **({OTHER: plan.origins[OTHER].pinned} if compare else {}),
-    }
+    found = _describe(plan, run, job)
+    _write_files(found, job, plot, projection, html)
+    return found
+
+
+def _describe(plan: Preflight, run: Run, job: Job) -> Inspection:
+    """What the walk has shown."""
+    names = {MODEL: plan.recipe.merged, BASE: plan.recipe.base}
+    names |= {role: origin.pinned for role, origin in plan.origins.items() if role == OTHER}
     names |= {f"expert {task}": spec.expert for task, spec in plan.recipe.tasks.items()}
-    found = Inspection(
+    return Inspection(
         featcal_version=__version__,
         names={role: str(name) for role, name in names.items()},
         tasks=describe_tasks(job, {task: found.fitted_count for task, found in plan.examples.items()}),
@@ -98,6 +108,11 @@ def inspect_drift(
         },
     )
 
+
+def _write_files(
+    found: Inspection, job: Job, plot: str | Path | None, projection: str | Path | None, html: str | Path | None
+) -> None:
+    """Draw what was asked for; the kinds of the files were checked before."""
     if plot:
         Path(plot).write_bytes(plot_inspection(found, Path(plot).suffix[1:]))  # type: ignore[arg-type]
     if projection and job.finals is not None:
@@ -105,7 +120,6 @@ def inspect_drift(
         Path(projection).write_bytes(plot_projection(points, Path(projection).suffix[1:]))  # type: ignore[arg-type]
     if html:
         Path(html).write_text(write_page(found), encoding="utf-8")
-    return found
 
 
 def _with_defaults(draft: Draft) -> Draft:
@@ -123,33 +137,3 @@ def _check_file(file: Path, kinds: Sequence[str]) -> None:
         )
     if not file.resolve().parent.is_dir():
         raise OutputError(f"there is no folder {file.parent}", where=str(file), fix="make it, or choose another")
-
-
-def _make_job(
-    models: Models, other: Model | None, architecture: Architecture, plan: Preflight, run: Run, *, keep_finals: bool
-) -> Job:
-    """Everybody at the start; all examples are measured on, and none is fitted."""
-    calibration = plan.recipe.calibration
-    dtype = choose_dtype(calibration, models.merged)
-
-    def walker(model: Model) -> Walker:
-        return Walker(model, architecture.blocks, run.device, dtype)
-
-    merged, base = walker(models.merged), walker(models.base)
-    watchers = {MODEL: merged, BASE: base} | ({OTHER: walker(other)} if other else {})
-    return Job(
-        architecture=architecture,
-        student=merged,
-        merged=merged,
-        base=base,
-        experts={task: walker(model) for task, model in models.experts.items()},
-        examples={},
-        cls_blocks=choose_cls_blocks(merged, architecture, plan.examples, calibration, run.note),
-        meter=DriftMeter(modules=True),
-        vectors=VectorMeter(),
-        outputs=OutputMeter(),
-        watched=limit_batches({task: found.fitted for task, found in plan.examples.items()}, merged),
-        watchers=watchers,
-        finals={} if keep_finals else None,
-        split=frozenset(watchers.keys() - {BASE}),
-    )

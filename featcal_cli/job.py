@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 from featcal_cli.architecture import Architecture, find_architecture
-from featcal_cli.batches import take_examples
+from featcal_cli.batches import take_examples, take_first
 from featcal_cli.checkpoint import (
     Model,
     check_alignment,
@@ -18,10 +18,11 @@ from featcal_cli.checkpoint import (
     load_fitting,
     load_model,
     merge_weights,
+    share_model,
 )
 from featcal_cli.drift import DriftMeter
 from featcal_cli.examples import TaskExamples
-from featcal_cli.features import Job
+from featcal_cli.features import MERGED, Job
 from featcal_cli.hub import Snapshot
 from featcal_cli.layout import names_on_disk, read_slots
 from featcal_cli.output import build_checkpoint
@@ -32,8 +33,6 @@ from featcal_cli.walker import Walker
 from featcal_cli.weights import find_cls_blocks
 
 Note = Callable[[str], None]
-CALIBRATED = "calibrated"
-"""The student's role where drift is measured."""
 
 
 @dataclass(frozen=True)
@@ -87,29 +86,83 @@ def make_job(
     calibration: Calibration,
     device: torch.device,
     note: Note,
+    *,
+    students: Mapping[str, Model],
+    watchers: Mapping[str, Model],
+    guarded: bool = False,
+    keep_finals: bool = False,
 ) -> Job:
-    """Everybody at the start, with the examples that they walk over."""
+    """Everybody at the start, with the examples that they walk over.
+
+    students, watchers: by role, the models that are calibrated, and the others whose drift is measured. With students
+    it is measured on what is not fitted, if there is any; without, on all examples, and inside of blocks too.
+    guarded: updates are checked on the examples that are held out for that.
+    """
     dtype = choose_dtype(calibration, models.merged)
 
     def walker(model: Model) -> Walker:
         return Walker(model, architecture.blocks, device, dtype)
 
-    merged, student, base = walker(models.merged), walker(models.student), walker(models.base)
+    roles = {**students, **watchers}
+    everybody = {id(model): model for model in (models.merged, models.base, *roles.values())}
+    walkers = {key: walker(model) for key, model in everybody.items()}  # never two of one model
+    merged = walkers[id(models.merged)]
+    shown = {task: (found.held_out if students else []) or found.fitted for task, found in examples.items()}
     return Job(
         architecture=architecture,
-        student=student,
+        students={role: walkers[id(model)] for role, model in students.items()},
         merged=merged,
-        base=base,
+        base=walkers[id(models.base)],
         experts={task: walker(model) for task, model in models.experts.items()},
-        examples={task: found.fitted for task, found in examples.items()},
+        examples={task: found.fitted for task, found in examples.items()} if students else {},
+        checked={task: found.selection for task, found in examples.items()} if guarded else {},
         cls_blocks=choose_cls_blocks(merged, architecture, examples, calibration, note),
-        meter=DriftMeter(),
+        meter=DriftMeter(modules=not students),
         vectors=VectorMeter(),
         outputs=OutputMeter(),
-        watched=limit_batches({task: found.held_out or found.fitted for task, found in examples.items()}, merged),
-        watchers={CALIBRATED: student, "merged": merged, "base": base},
-        split=frozenset({CALIBRATED, "merged"}),
+        watched=limit_batches(shown, merged),
+        watchers={role: walkers[id(model)] for role, model in roles.items()},
+        finals={} if keep_finals else None,
+        split=frozenset(role for role, model in roles.items() if model is not models.base),
     )
+
+
+def make_search_job(
+    models: Models,
+    architecture: Architecture,
+    examples: Mapping[str, TaskExamples],
+    calibration: Calibration,
+    device: torch.device,
+    students: Iterable[str],
+    fitted: int,
+    branches: Collection[str] = (),
+) -> Job:
+    """A job of its own for a search: every student is the merged model again, fitted to the first `fitted` examples.
+
+    Drift and outputs (also of the features after the blocks `branches`) are measured on the examples held out for
+    selection.
+    """
+    shared = Models(
+        share_model(models.merged),
+        models.student,
+        share_model(models.base),
+        {task: share_model(expert) for task, expert in models.experts.items()},
+    )
+    few = {
+        task: replace(found, fitted=take_first(found.fitted, fitted), held_out=found.selection)
+        for task, found in examples.items()
+    }
+    job = make_job(
+        shared,
+        architecture,
+        few,
+        calibration,
+        device,
+        lambda _: None,
+        students={role: share_model(models.merged) for role in students},
+        watchers={MERGED: shared.merged},
+    )
+    return replace(job, vectors=None, split=frozenset(), branches=frozenset(branches))
 
 
 def _build_merged(merge: Merge, base: Model, experts: list[Model], folder: Path) -> Path:

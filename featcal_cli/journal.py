@@ -28,7 +28,7 @@ class Journal:
             wanted = json.dumps(fingerprint, sort_keys=True, indent=1)
             stamp = folder / "job.json"
             if not (stamp.is_file() and stamp.read_text(encoding="utf-8") == wanted):
-                for old in folder.glob("block-*.safetensors"):
+                for old in (*folder.glob("block-*.safetensors"), *folder.glob("*.kept.json")):
                     old.unlink()
                 stamp.write_text(wanted, encoding="utf-8")
         except OSError as error:
@@ -37,6 +37,27 @@ class Journal:
             ) from None
         self.restored = 0
         """Blocks that were taken over from an earlier run."""
+
+    def keep(self, name: str, value: Any) -> None:
+        """Keep what was found before the first block, as JSON."""
+        target = self.folder / f"{name}.kept.json"
+        partial = target.with_suffix(".partial")
+        try:
+            partial.write_text(json.dumps(value), encoding="utf-8")
+            partial.replace(target)
+        except OSError as error:
+            raise OutputError(
+                f"cannot write: {error.strerror}",
+                where=str(target),
+                fix="free disk space and run the same command again",
+            ) from None
+
+    def recall(self, name: str) -> Any:
+        """What was kept under the name, by this run or an earlier one of the same job; None for nothing."""
+        try:
+            return json.loads((self.folder / f"{name}.kept.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError):  # there is none, or something else than us cut it short: it is found again
+            return None
 
     def write(self, number: int, report: BlockReport, student: Walker) -> None:
         """Keep the parameters that a finished block has now."""

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from featcal_cli.drift import STEM, Drift, DriftMeter
-from featcal_cli.features import Job
+from featcal_cli.features import CALIBRATED, Job
 from featcal_cli.inspection import BlockDrift, ModelDrift, OutputDrift, PlaceDrift, TaskInspection
 from featcal_cli.outputs import OutputShift
+from featcal_cli.report import DriftCurve, TaskDrift
 
 
 def describe_tasks(job: Job, examples: Mapping[str, int]) -> dict[str, TaskInspection]:
@@ -16,6 +17,23 @@ def describe_tasks(job: Job, examples: Mapping[str, int]) -> dict[str, TaskInspe
         task: TaskInspection(count, {role: _describe_model(job, task, role) for role in job.watchers})
         for task, count in examples.items()
     }
+
+
+def read_drift(job: Job, task: str, held_out: bool) -> TaskDrift:
+    """A task's drift at its last block in a calibration; `held_out` says whether its examples were not fitted."""
+    last = job.architecture.last_blocks[task]
+    before, after, base = (_meter(job).read(last, task, role) for role in ("merged", CALIBRATED, "base"))
+    return TaskDrift(before.relative, after.relative, base.relative, before.cosine, after.cosine, held_out)
+
+
+def read_curve(job: Job, task: str) -> DriftCurve:
+    """A task's relative drift after every block that its examples reach in a calibration."""
+    meter = _meter(job)
+    blocks = [block.name for block in job.architecture.blocks if meter.read(block.name, task, "merged").tokens]
+    before, after, base = (
+        [meter.read(block, task, role).relative for block in blocks] for role in ("merged", CALIBRATED, "base")
+    )
+    return DriftCurve(blocks, before, after, base)
 
 
 def _describe_model(job: Job, task: str, role: str) -> ModelDrift:

@@ -62,6 +62,14 @@ MeasuredSeed = Annotated[
 Ridge = Annotated[float | None, _option(METHOD, metavar="F", help="λ: weight of the anchor.")]
 Rho = Annotated[float | None, _option(METHOD, metavar="F", help="ρ: anchor = ρ·merged + (1−ρ)·base.")]
 Alpha = Annotated[float | None, _option(METHOD, metavar="F", help="α: target = α·expert + (1−α)·calibrated features.")]
+Select = Annotated[
+    str | None,
+    _option(
+        METHOD, metavar="KIND",
+        help="How λ, ρ and α are chosen: auto (search on held-out examples where that is affordable), search, or "
+        "preset (the paper's method to the letter).",
+    ),
+]  # fmt: skip
 Norms = Annotated[str | None, _option(METHOD, metavar="KIND", help="auto, layernorm, all (RMSNorm too) or none.")]
 Bias = Annotated[bool | None, _option(METHOD, "--bias/--no-bias", help="Calibrate Linear biases [yes].")]
 TokenWeights = Annotated[
@@ -90,6 +98,7 @@ MaxDrift = Annotated[
 Folder = Annotated[
     Path | None, _option(OUTPUT, "--output", "-o", metavar="DIR", help="Output folder [./NAME-featcal].")
 ]
+Strict = Annotated[bool, _option(OUTPUT, "--strict", help="Exit with 3, and do not push, if drift grew on a task.")]
 Overwrite = Annotated[bool, _option(OUTPUT, "--overwrite", help="Replace the output folder.")]
 DryRun = Annotated[
     bool, _option(OUTPUT, "--dry-run", help="Find, compare and estimate everything; download no weights.")

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
@@ -50,6 +53,36 @@ def work_folder(target: Path) -> Path:
     """The hidden folder beside `target` that holds everything until the output is complete."""
     resolved = target.resolve()
     return resolved.parent / f".{resolved.name}.featcal"
+
+
+class Unpushed:
+    """The note beside an output that is still to be pushed: which job made it, and what its card is made of."""
+
+    def __init__(self, target: Path) -> None:
+        self._target, self._file = target, work_folder(target) / "unpushed.json"
+
+    def write(self, job: str, report: str, card: Mapping[str, Any]) -> None:
+        """Leave it before the output is there; by the `report` one sees later if it is the one. Raises OutputError."""
+        note = {"job": job, "report": sha256(report.encode()).hexdigest(), "card": card}
+        with _writing(self._target):
+            self._file.write_text(json.dumps(note), encoding="utf-8")
+
+    def read(self, job: str) -> dict[str, Any] | None:
+        """What the output's card is made of, if this very job has finished it; None else, and for a broken note."""
+        try:
+            note = json.loads(self._file.read_text(encoding="utf-8"))
+            written = sha256((self._target / REPORT).read_bytes()).hexdigest()
+            return dict(note["card"]) if (note["job"], note["report"]) == (job, written) else None
+        except (OSError, ValueError, LookupError, TypeError):  # none, cut short, or of another version
+            return None
+
+    def clear_rest(self) -> None:
+        """Delete everything beside it: of the work on a finished output, it alone is of use."""
+        for path in self._file.parent.iterdir():
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            elif path != self._file:
+                path.unlink(missing_ok=True)
 
 
 def write_output(

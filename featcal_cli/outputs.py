@@ -33,6 +33,8 @@ class OutputShift:
     """Σ ‖z_exp‖₂."""
     divergence_sum: float = 0.0
     """Σ KL(expert ‖ model), nats."""
+    variation_sum: float = 0.0
+    """Σ total variation distance of the two distributions, 0 … 1."""
     agreed: int = 0
     """Predictions whose first choice is the expert's."""
     certain: int = 0
@@ -43,6 +45,11 @@ class OutputShift:
     def relative(self) -> float:
         """mean ‖z − z_exp‖₂ / mean ‖z_exp‖₂."""
         return self.distance / self.size if self.size else 0.0
+
+    @property
+    def variation(self) -> float:
+        """Mean total variation distance of the predicted distributions, 0 … 1."""
+        return self.variation_sum / self.rows if self.rows else 0.0
 
 
 def limit_batches(batches: Mapping[str, Sequence[Batch]], walker: Walker) -> dict[str, list[Batch]]:
@@ -68,20 +75,21 @@ class OutputMeter:
     """Adds up what models' last features make of the experts' outputs, by task and role."""
 
     def __init__(self) -> None:
-        self.readings: dict[tuple[str, str], OutputShift] = {}
+        self.readings: dict[tuple[str, str, str], OutputShift] = {}
 
-    def add(self, task: str, role: str, output: Any, expert: Any, batch: Batch) -> None:
-        """Add one batch: what the expert's head returned for the model's features, and for its own."""
-        reading = self.readings.setdefault((task, role), OutputShift())
+    def add(self, task: str, role: str, output: Any, expert: Any, batch: Batch, place: str = "") -> None:
+        """Add one batch: what the expert returned for the model's features after the block `place` ("": the last one),
+        and for its own."""
+        reading = self.readings.setdefault((task, role, place), OutputShift())
         z, z_exp = (_read_output(found) for found in (output, expert))
         reading.has_logits = isinstance(getattr(expert, "logits", None), Tensor)
         rows, rows_exp = (_choose_rows(found, batch) for found in (z, z_exp))
         for start in range(0, len(rows), ROWS_AT_ONCE):
             _add_rows(reading, rows[start : start + ROWS_AT_ONCE], rows_exp[start : start + ROWS_AT_ONCE])
 
-    def read(self, task: str, role: str) -> OutputShift | None:
+    def read(self, task: str, role: str, place: str = "") -> OutputShift | None:
         """What was measured so far; None for nothing."""
-        return self.readings.get((task, role))
+        return self.readings.get((task, role, place))
 
 
 def _add_rows(reading: OutputShift, z: Tensor, z_exp: Tensor) -> None:
@@ -94,6 +102,7 @@ def _add_rows(reading: OutputShift, z: Tensor, z_exp: Tensor) -> None:
     log_p, log_p_exp = z.log_softmax(-1), z_exp.log_softmax(-1)
     each = torch.where(log_p_exp.exp() > 0, log_p_exp.exp() * (log_p_exp - log_p), 0.0)
     reading.divergence_sum += float(each.sum(dtype=torch.float64))
+    reading.variation_sum += float((log_p_exp.exp() - log_p.exp()).abs().sum(dtype=torch.float64)) / 2
     reading.agreed += int((z.argmax(-1) == z_exp.argmax(-1)).sum())
     if z.shape[-1] > 1:
         best = z_exp.topk(2, dim=-1).values

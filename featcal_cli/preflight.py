@@ -127,7 +127,15 @@ def prepare(
             check_alignment(architecture, merged, outline)
     transfers = {role: _transfer(origin) for role, origin in origins.items()}
     loads = {task: _load(found, recipe.calibration.examples, count) for task, found in examples.items()}
-    needs = estimate(outlines, architecture, loads, device, batch_size=batch_size, resident=resident_bytes())
+    needs = estimate(
+        outlines,
+        architecture,
+        loads,
+        device,
+        batch_size=batch_size,
+        resident=resident_bytes(),
+        searched=target is not None and recipe.calibration.is_open,
+    )
     _check_disk(needs, transfers, target)
     return Preflight(
         recipe=recipe,

@@ -20,7 +20,7 @@ from pydantic import (
     model_validator,
 )
 
-from featcal_cli.address import parse_source, path_exists
+from featcal_cli.address import existing_path, parse_source, path_exists
 from featcal_cli.errors import RecipeError
 
 
@@ -102,11 +102,17 @@ class Calibration(Section):
     """ρ: anchor = ρ · merged + (1 − ρ) · base."""
     alpha: float | None = Field(default=None, ge=0, le=1)
     """α: target features = α · expert + (1 − α) · calibrated."""
-    select: Literal["preset"] = "preset"
+    select: Literal["auto", "preset", "search"] = "auto"
+    """How settings that are left out are chosen; `preset` is the paper's method to the letter, without the guard."""
     norms: Literal["auto", "layernorm", "all", "none"] = "auto"
     bias: bool = True
     token_weights: Literal["auto", "uniform", "cls"] = "auto"
     seed: int = 42
+
+    @property
+    def is_open(self) -> bool:
+        """Settings are left to a search."""
+        return self.select != "preset" and None in (self.ridge, self.rho, self.alpha)
 
 
 class Output(Section):
@@ -127,6 +133,25 @@ class Draft(Section):
     tasks: Mapping[str, TaskDraft] = {}
     calibration: Calibration = Calibration()
     output: Output = Output()
+
+    @property
+    def name(self) -> str:
+        """What the output is named after: the merged model's id or path, or the method that builds it."""
+        if isinstance(self.merged, Merge):
+            method, scale = self.merged.method, self.merged.scale
+            return method if method == "average" else f"{method}-{scale:g}"
+        if existing_path(self.merged):
+            return self.merged
+        return self.merged.rpartition("+")[2].partition("@")[0]
+
+    @property
+    def local_paths(self) -> list[Path]:
+        """Everything that it names and that lies on this machine, as absolute paths."""
+        models = [self.merged if isinstance(self.merged, str) else None, self.base]
+        models += [task.expert for task in self.tasks.values()]
+        names = [task.data.path for task in self.tasks.values() if task.data and task.data.path]
+        names += [part for name in models if name for part in (name, *name.split("+"))]  # BASE+ADAPTER
+        return [path for name in names if (path := existing_path(name))]
 
 
 class Recipe(Draft):

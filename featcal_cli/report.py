@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from featcal_cli.inspection import TaskInspection, task_from_dict
+from featcal_cli.inspection import VISIBLE, TaskInspection, task_from_dict
 
 REPORT = "featcal_report.json"
 """File name of the report in an output folder."""
@@ -31,6 +33,8 @@ class ModuleReport:
     """Of the regularised normal equations, estimated."""
     relative_change: float
     """‖W* − W_merged‖ / ‖W_merged‖."""
+    step: float | None = None
+    """t: the share of the update that held-out rows left standing; None where it was not checked."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +54,26 @@ class BlockReport:
     def from_json(cls, text: str) -> BlockReport:
         values = json.loads(text)
         return cls(**{**values, "modules": [ModuleReport(**module) for module in values["modules"]]})
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One candidate of a search for settings."""
+
+    ridge: float
+    rho: float
+    alpha: float
+    origin: str
+    """Where it comes from: a grid, the paper, the user."""
+    blocks: int
+    """Blocks that it went through."""
+    score: float | None
+    """How far the experts' outputs move with its features after the last of them, on examples that were not fitted; the
+    merged model's is 1, less is better. None where it was not judged, or is not finite."""
+    drift: float | None
+    """Drift of those features over merged's, mean over tasks."""
+    dropped: str
+    """Why it did not go on; empty for those that came to the end."""
 
 
 @dataclass(frozen=True)
@@ -132,5 +156,16 @@ class Report:
 
     @property
     def worse(self) -> list[str]:
-        """Tasks whose drift grew."""
-        return [task for task, drift in self.drift.items() if drift.after > drift.before]
+        """Tasks whose drift grew by what can be seen, or is no number."""
+        return [task for task, drift in self.drift.items() if not drift.after < drift.before + VISIBLE]
+
+
+def describe_guard(blocks: Sequence[BlockReport]) -> str:
+    """How many updates the guard pulled back, in a sentence; empty where it was off."""
+    steps = [module.step for block in blocks for module in block.modules if module.step is not None]
+    if not steps:
+        return ""
+    held = Counter("merged" if step == 0 else f"{step:g} of the update" for step in steps if step < 1)
+    how = ", ".join(f"{count} to {where}" for where, count in held.items())
+    told = f"guard: {held.total()} of {len(steps)} updates were pulled back on held-out rows"
+    return f"{told} ({how})" if how else told

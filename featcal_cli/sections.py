@@ -11,7 +11,7 @@ from pathlib import Path
 from featcal_cli.drift_section import Accuracy, _change, _mean, write_drift
 from featcal_cli.markdown import inert, one_line, without_paths
 from featcal_cli.references import is_hub_id
-from featcal_cli.report import RECIPE, REPORT, Report, Source
+from featcal_cli.report import RECIPE, REPORT, Report, Source, describe_guard
 
 HUB = "https://huggingface.co"
 LISTED = 12
@@ -136,6 +136,8 @@ def _settings(report: Report) -> str:
         f"weights: {inert(str(settings['token_weights']))}. "
         f"In {len(report.blocks)} blocks, {len(modules)} modules were calibrated ({kinds or 'none'})."
     )
+    if guarded := describe_guard(report.blocks):
+        text += f" {guarded[0].upper()}{guarded[1:]}."
     if changes:
         middle, most = changes[len(changes) // 2], changes[-1]
         text += f" Their weights moved by {100 * middle:.0f} % (median) and by {100 * most:.0f} % at most."

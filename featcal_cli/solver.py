@@ -54,7 +54,7 @@ class LinearSystem:
     """The normal equations of Linear modules that share one input, summed over tasks (paper: W*, b*)."""
 
     def __init__(self, merged: Mapping[str, Affine], settings: Settings) -> None:
-        self._merged = {name: _precise(parameters) for name, parameters in merged.items()}
+        self._merged = {name: precise(parameters) for name, parameters in merged.items()}
         self._settings = settings
         weights = {name: parameters.weight for name, parameters in self._merged.items()}
         first = next(iter(weights.values()))
@@ -67,22 +67,23 @@ class LinearSystem:
         self.rows = 0
         """Rows of all tasks."""
 
-    def fold(self, moments: LinearMoments, experts: Mapping[str, Affine]) -> None:
-        """Add one task: its moments, and its expert's parameters by module name."""
+    def fold(self, moments: LinearMoments, experts: Mapping[str, Affine]) -> float:
+        """Add one task: its moments, and its expert's parameters by module name; returns its ω_i."""
         alpha, gram, mean = self._settings.alpha, moments.gram, moments.mean
         omega = 1.0 / max(float(torch.linalg.matrix_norm(gram)), EPSILON)
+        self._omega += omega
         self._gram += omega * gram
         self._mean += omega * mean
-        self._omega += omega
         self.rows += moments.rows
         for name, expert in experts.items():
-            weight, bias = _precise(expert)
+            weight, bias = precise(expert)
             merged = self._merged[name]
             self._pull[name] += omega * ((weight - merged.weight) @ gram + alpha * (weight @ moments.drift))
             bias_pull = (weight - merged.weight) @ mean + alpha * (weight @ moments.mean_drift)
             if bias is not None and merged.bias is not None:
                 bias_pull = bias_pull + bias - merged.bias
             self._bias_pull[name] += omega * bias_pull
+        return omega
 
     def solve(self, base: Mapping[str, Affine], *, bias: bool = True) -> dict[str, Solution]:
         """W* and b* of every module (b as merged with `bias` False), given the base's parameters for the anchor.
@@ -94,7 +95,7 @@ class LinearSystem:
         condition = _condition_number(self._gram, ridge, factor)
         solutions = {}
         for name, merged in self._merged.items():
-            towards = _anchor_offset(merged, _precise(base[name]), self._settings.rho)
+            towards = _anchor_offset(merged, precise(base[name]), self._settings.rho)
             update = torch.cholesky_solve((self._pull[name] + ridge * towards.weight).T, factor).T
             new_bias = merged.bias
             if bias and merged.bias is not None and towards.bias is not None:
@@ -108,7 +109,7 @@ class NormSystem:
     """The 2×2 systems (1×1 for a scale without bias) of one norm, per coordinate, summed over tasks with weight 1."""
 
     def __init__(self, merged: Affine, settings: Settings) -> None:
-        self._merged = _precise(merged)
+        self._merged = precise(merged)
         self._settings = settings
         zeros = torch.zeros_like(self._merged.weight)
         self._second, self._mean, self._scale_pull, self._bias_pull = (zeros.clone() for _ in range(4))
@@ -118,7 +119,7 @@ class NormSystem:
 
     def fold(self, moments: NormMoments, expert: Affine) -> None:
         """Add one task: the moments of its normalised input, and its expert's scale and bias."""
-        merged, expert = self._merged, _precise(expert)
+        merged, expert = self._merged, precise(expert)
         scale = expert.weight - merged.weight
         shift = torch.zeros_like(scale) if expert.bias is None or merged.bias is None else expert.bias - merged.bias
         self._second += moments.second
@@ -131,7 +132,7 @@ class NormSystem:
     def solve(self, base: Affine) -> Solution:
         """γ* and β*, given the base's for the anchor."""
         merged, ridge = self._merged, self._settings.ridge
-        towards = _anchor_offset(merged, _precise(base), self._settings.rho)
+        towards = _anchor_offset(merged, precise(base), self._settings.rho)
         a11, a12, a22 = self._second + ridge, self._mean, self._tasks + ridge
         pull = self._scale_pull + ridge * towards.weight
         if merged.bias is None or towards.bias is None:
@@ -144,7 +145,8 @@ class NormSystem:
         return _solution(merged, Affine(scale, shift), _worst_condition(a11, a12, a22))
 
 
-def _precise(parameters: Affine) -> Affine:
+def precise(parameters: Affine) -> Affine:
+    """The parameters in the precision of the sums."""
     return Affine(parameters.weight.to(ACCUMULATE), None if parameters.bias is None else parameters.bias.to(ACCUMULATE))
 
 
@@ -187,6 +189,11 @@ def _worst_condition(a11: Tensor, a12: Tensor, a22: float) -> float:
 
 
 def _solution(merged: Affine, new: Affine, condition: float) -> Solution:
+    return Solution(new, condition, relative_change(merged, new))
+
+
+def relative_change(merged: Affine, new: Affine) -> float:
+    """‖W* − W_merged‖ / ‖W_merged‖, Frobenius."""
     change = torch.linalg.vector_norm(new.weight - merged.weight)
     size = torch.linalg.vector_norm(merged.weight).clamp_min(EPSILON)
-    return Solution(new, condition, float(change / size))
+    return float(change / size)

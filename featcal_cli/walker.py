@@ -27,12 +27,12 @@ class Walker:
     """
 
     def __init__(self, model: Model, blocks: Sequence[Block], device: torch.device, dtype: torch.dtype) -> None:
-        """Blocks and modules are named as in the merged model, of which `model` may be only a part (`model.part`)."""
+        """Blocks and modules are named as in the merged model, of which `model` may be only a part, or more."""
         self.model = model
         self.device, self.dtype = device, dtype
         self.bytes_read = 0
         """Bytes of this model's parameters that were used so far, each counted once."""
-        self._blocks = [name for block in blocks if (name := self._own(block.name)) is not None]
+        self._blocks = [name for block in blocks if (name := self.model.own_path(block.name)) is not None]
         self._checked: set[str] = set()
         self._guests: dict[int, tuple[Tensor, Tensor]] = {}
         self._open = False
@@ -42,7 +42,7 @@ class Walker:
 
     def start(self, batches: Sequence[Batch], entry: str) -> list[Pass]:
         """One pass a batch through the module at `entry`, paused before its first block; call inside `on_device`."""
-        own = self._own(entry) if entry else ""
+        own = self.model.own_path(entry) if entry else ""
         if own is None:
             raise CheckpointError(
                 f"{self.model.role} has no {entry}, which these examples are for",
@@ -72,28 +72,19 @@ class Walker:
 
     def module(self, path: str) -> nn.Module:
         """The module that is at `path` in the merged model."""
-        found: nn.Module = self.model.module.get_submodule(self._own(path) or "")
+        found: nn.Module = self.model.module.get_submodule(self.model.own_path(path) or "")
         return found
 
     def own_name(self, block: Block) -> str | None:
         """What the block is called in this model; None where it has no such block."""
-        return self._own(block.name)
-
-    def _own(self, path: str) -> str | None:
-        """Where the module at `path` in the merged model lies in this one; None where this model has no such part."""
-        part = self.model.part
-        if not part:
-            return path
-        if path == part:
-            return ""
-        return path.removeprefix(f"{part}.") if path.startswith(f"{part}.") else None
+        return self.model.own_path(block.name)
 
     def bring(self, path: str) -> None:
         """Move what the module at `path` needs to the device; its parameters are checked and counted the first time.
 
         Raises NumericsError for a parameter that is not finite.
         """
-        self._bring(self._own(path) or "", recurse=True)
+        self._bring(self.model.own_path(path) or "", recurse=True)
 
     def _bring(self, path: str, *, recurse: bool) -> None:
         module = self.model.module.get_submodule(path)
@@ -120,7 +111,7 @@ class Walker:
             holder.data = holder.data.to(self.device, dtype)
 
     def _prepare(self, batch: Batch, module: nn.Module) -> Batch:
-        names = forward_names(module) if self.model.part else set(batch)
+        names = forward_names(module) if self.model.part or self.model.body else set(batch)
         return {
             name: tensor.to(self.device, self.dtype) if tensor.is_floating_point() else tensor.to(self.device)
             for name, tensor in batch.items()

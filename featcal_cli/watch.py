@@ -37,21 +37,31 @@ class Group:
 
     Followers are further passes of the expert, one a role, in which no block runs: they are given the expert's outputs
     up to the last block, and there that model's, so that the rest of the expert's forward shows what becomes of them.
+    Branches do so at an earlier block, after which the expert's own blocks run.
     """
 
     def __init__(self, job: Job, task: str, batch: Batch) -> None:
         """Start all passes and measure the drift of the stems; call inside everybody's `on_device`."""
-        self._job, self._task = job, task
-        self._walkers: Mapping[str, Walker] = {EXPERT: job.experts[task], **job.watchers}
+        self._job, self._task, self._meter, self._outputs = job, task, job.meter, job.outputs
+        self._walkers: dict[str, Walker] = {EXPERT: job.experts[task], **job.watchers}
         entry = job.architecture.entries[task]
         self._passes = {role: walker.start([batch], entry)[0] for role, walker in self._walkers.items()}
-        wanted = self._passes if job.outputs is not None else ()
-        self._followers = {role: job.experts[task].start([batch], entry)[0] for role in wanted}
+        wanted = self._passes if self._outputs is not None else ()
+        keys = [(role, place) for place in ("", *sorted(job.branches)) for role in wanted]
+        self._followers = dict(zip(keys, job.experts[task].start([batch] * len(keys), entry), strict=True))
+        """By role, and the block that they leave the expert's own features at ("": the last)."""
         self._measure_stem()
 
     def __iter__(self) -> Iterator[Pass]:
         yield from self._passes.values()
         yield from self._followers.values()
+
+    def drop(self, role: str) -> None:
+        """A model is measured no more."""
+        self._passes.pop(role).close()
+        self._walkers.pop(role)  # with it go its weights
+        for key in [key for key in self._followers if key[0] == role]:
+            self._followers.pop(key).close()
 
     def go_through(self, block: Block, done: Sequence[Block]) -> None:
         """Take everybody through all calls of the block, if they are at it; drift is measured where the last one ends.
@@ -70,6 +80,8 @@ class Group:
             if is_end and number + 1 == block.calls:
                 self._finish({role: run.output for role, run in runs.items()})
             else:
+                if self._outputs is not None and block.name in self._job.branches and number + 1 == block.calls:
+                    self._answer_all({role: run.output for role, run in runs.items()}, block.name)
                 self._follow(block, runs[EXPERT].output, done)
                 for role, each in passes.items():
                     each.go_on(runs[role].output, done, last=is_end and block.calls == 1)
@@ -79,7 +91,7 @@ class Group:
 
     def _run(self, role: str, block: Block, given: Pass | None = None) -> _Run:
         """The block on the pass's arguments (or those of the pass `given`), with its modules' outputs if they count."""
-        meter = self._job.meter
+        meter = self._meter
         outputs: dict[str, list[Tensor]] = {}
         handles = []
         for module in block.modules if meter and meter.modules else ():
@@ -94,7 +106,7 @@ class Group:
 
     def _measure_stem(self) -> None:
         """Drift of the hidden states that the task's first block is given: the stems differ too."""
-        expert, meter = self._passes[EXPERT], self._job.meter
+        expert, meter = self._passes[EXPERT], self._meter
         if meter is None:
             return
         block = next(block for block in self._job.architecture.blocks if expert.is_at(block))
@@ -113,7 +125,7 @@ class Group:
         lengths: Lengths,
     ) -> None:
         """Give the drift of the block's output, and of its modules' outputs, to the meter."""
-        meter = self._job.meter
+        meter = self._meter
         if meter is None:
             return
         for role in self._job.watchers:
@@ -154,15 +166,20 @@ class Group:
             kept = job.finals.setdefault(self._task, {})
             for role, output in outputs.items():
                 kept.setdefault(role, []).append(_one_per_example(output, batch))
-        if job.outputs is not None:
-            expert = self._answer(EXPERT, outputs[EXPERT])
-            for role in job.watchers:
-                job.outputs.add(self._task, role, self._answer(role, outputs[role]), expert, batch)
+        if self._outputs is not None:
+            self._answer_all(outputs, "")
 
-    def _answer(self, role: str, output: Any) -> Any:
-        """What the expert's head makes of a model's last features."""
-        follower = self._followers[role]
-        follower.advance(output)
+    def _answer_all(self, outputs: Mapping[str, Any], place: str) -> None:
+        """Compare what the rest of the expert makes of everybody's features after the block `place` ("": the last)."""
+        meter, batch = self._outputs, self._passes[EXPERT].batch
+        assert meter is not None
+        expert = self._answer(EXPERT, place, outputs[EXPERT])
+        for role in self._job.watchers:
+            meter.add(self._task, role, self._answer(role, place, outputs[role]), expert, batch, place)
+
+    def _answer(self, role: str, place: str, output: Any) -> Any:
+        follower = self._followers.pop((role, place))
+        follower.advance(_with_own_hidden(output))
         follower.run_through(self._job.architecture.blocks)
         answer, follower.output = follower.output, None  # logits are large
         return answer

@@ -5,37 +5,42 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from featcal_cli import __version__
-from featcal_cli.address import existing_path, path_exists
+from featcal_cli.address import path_exists
 from featcal_cli.algorithm import calibrate_blocks
 from featcal_cli.ancestors import SAID
+from featcal_cli.architecture import Architecture
 from featcal_cli.card import read_license, write_card
 from featcal_cli.checkpoint import Model
 from featcal_cli.errors import FeatCalError, NumericsError, OutputError
-from featcal_cli.features import Job
+from featcal_cli.features import CALIBRATED, MERGED, Job
 from featcal_cli.hub import Snapshot
-from featcal_cli.job import CALIBRATED, Models, find_blocks, load_models, make_job
+from featcal_cli.job import Models, find_blocks, load_models, make_job, make_search_job
 from featcal_cli.journal import Journal
 from featcal_cli.layout import names_on_disk, read_slots
 from featcal_cli.listener import Listener, Silent
 from featcal_cli.loaders import find_pipeline_tag, find_processor_class
 from featcal_cli.machine import describe_environment, peak_resident_bytes
-from featcal_cli.measures import describe_tasks
-from featcal_cli.output import check_output, default_output, work_folder, write_output
+from featcal_cli.measures import describe_tasks, read_curve, read_drift
+from featcal_cli.output import Unpushed, check_output, default_output, work_folder, write_output
 from featcal_cli.plots import plot_drift
 from featcal_cli.preflight import Preflight
 from featcal_cli.push import Pushed, Target, check_target, push
 from featcal_cli.recipe import Draft, Merge, as_draft, dump_recipe
-from featcal_cli.report import CARD, PICTURE, RECIPE, REPORT, BlockReport, DriftCurve, Report, Source, TaskDrift
+from featcal_cli.report import CARD, PICTURE, RECIPE, REPORT, BlockReport, Report, Source, Trial, describe_guard
 from featcal_cli.run import Run
-from featcal_cli.select import choose_settings
+from featcal_cli.search import Search
+from featcal_cli.select import Choice, Plan, check_search, choose_settings
+
+SEARCH = "search"
+"""Under this name the journal keeps what a search found."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +78,7 @@ def calibrate(
     create_pr: bool = False,
     overwrite_repo: bool = False,
     commit_message: str | None = None,
+    strict: bool = False,
     device: str = "auto",
     batch_size: int | None = None,
     allow_pickle: bool = False,
@@ -85,11 +91,12 @@ def calibrate(
     recipe: a Recipe or a Draft of one, its keys as a dict, a YAML file, or the name of a shipped recipe; what it leaves
     open is looked for in the merged model's repo. Where an earlier run with the same arguments finished its output and
     could not push it, that output is pushed and nothing is computed.
+    strict: where drift grew on a task (`result.report.worse`), the output is written and not pushed.
     Raises FeatCalError (what, where, fix) when something that the user can mend is wrong; then no output is written.
     """
     run = Run(as_draft(recipe), device, batch_size, allow_pickle, trust_remote_code, listener or Silent())
-    job = _Calibration(run, output)
-    return job.calibrate(overwrite, create_pr=create_pr, overwrite_repo=overwrite_repo, message=commit_message)
+    job = _Calibration(run, output, overwrite)
+    return job.calibrate(create_pr=create_pr, overwrite_repo=overwrite_repo, message=commit_message, strict=strict)
 
 
 def dry_run(
@@ -110,29 +117,31 @@ def dry_run(
     Raises FeatCalError for whatever would stop the job.
     """
     run = Run(as_draft(recipe), device, batch_size, allow_pickle, trust_remote_code, listener or Silent())
-    job = _Calibration(run, output)
-    job.check_places(overwrite, create_pr=create_pr, overwrite_repo=overwrite_repo)
-    return run.prepare(job.target, sample=True)
+    job = _Calibration(run, output, overwrite)
+    job.check_places(create_pr=create_pr, overwrite_repo=overwrite_repo)
+    plan = run.prepare(job.target, sample=True)
+    check_search(plan.recipe.calibration, plan.examples)
+    return plan
 
 
 class _Calibration:
     """One job from what the user says to the output folder and the Hub."""
 
-    def __init__(self, run: Run, output: str | Path | None) -> None:
-        self._run, self._draft = run, run.draft
-        self.target = Path(output) if output else default_output(_name_of(run.draft))
+    def __init__(self, run: Run, output: str | Path | None, overwrite: bool) -> None:
+        self._run, self._draft, self._overwrite = run, run.draft, overwrite
+        self.target = Path(output) if output else default_output(run.draft.name)
         self._work = work_folder(self.target)
         self._is_first = not path_exists(self._work)
-        self._marker = self._work / "unpushed.json"
+        self._unpushed = Unpushed(self.target)
+        self._finished = None if overwrite else self._unpushed.read(self._key())
+        """What the card is made of, where this very job is finished but for its push."""
 
-    def check_places(self, overwrite: bool, *, create_pr: bool, overwrite_repo: bool) -> Target | None:
+    def check_places(self, *, create_pr: bool, overwrite_repo: bool) -> Target | None:
         """Where the result is to go on the Hub. Raises FeatCalError when it cannot go there, or not to the output."""
-        local = [path for name in _local_names(self._draft) if (path := existing_path(name))]
-        unpushed = self._is_unpushed(overwrite)
-        if unpushed:
+        if self._finished is not None:
             self._run.note(f"{self.target} is finished and was not pushed; nothing is computed again")
         else:
-            check_output(self.target, local, overwrite=overwrite)
+            check_output(self.target, self._draft.local_paths, overwrite=self._overwrite)
         wanted = self._draft.output
         if wanted.push_to is None:
             return None
@@ -142,16 +151,16 @@ class _Calibration:
             private=wanted.private,
             create_pr=create_pr,
             overwrite_repo=overwrite_repo,
-            finished=self.target if unpushed else None,
+            finished=None if self._finished is None else self.target,
         )
 
-    def calibrate(self, overwrite: bool, *, create_pr: bool, overwrite_repo: bool, message: str | None) -> Result:
+    def calibrate(self, *, create_pr: bool, overwrite_repo: bool, message: str | None, strict: bool) -> Result:
         """Do it all. What is wrong with the inputs leaves nothing behind; finished blocks outlive everything else."""
-        target = self.check_places(overwrite, create_pr=create_pr, overwrite_repo=overwrite_repo)
+        target = self.check_places(create_pr=create_pr, overwrite_repo=overwrite_repo)
         models = None
-        if self._is_unpushed(overwrite):
+        if self._finished is not None:
             report = Report.from_json((self.target / REPORT).read_text(encoding="utf-8"))
-            self._address_card(report, target)
+            self._address_card(report, target, self._finished)
         else:
             try:
                 report, models = self._calibrate(target)
@@ -162,27 +171,45 @@ class _Calibration:
                     shutil.rmtree(self._work, ignore_errors=True)  # mending it makes another job of this
                 raise
         pushed = None
-        if target is not None:
+        if target is not None and not (strict and report.worse):
             self._run.listener.stage(f"pushing to {target.repo_id}")
-            pushed = push(self.target, target, message=message or f"Calibrate {_name_of(self._draft)} with featcal")
-        shutil.rmtree(self._work, ignore_errors=True)
+            pushed = push(self.target, target, message=message or f"Calibrate {self._draft.name} with featcal")
+        if pushed is None and (target is not None or self._finished is not None):
+            self._unpushed.clear_rest()
+        else:
+            shutil.rmtree(self._work, ignore_errors=True)
         return Result(self.target, report, pushed, models)
 
     def _calibrate(self, target: Target | None) -> tuple[Report, Models]:
         plan = self._run.prepare(self.target, sample=False)
         recipe = plan.recipe
+        check_search(recipe.calibration, plan.examples)
         snapshots = self._run.fetch(plan)
         self._run.listener.stage("loading models")
         merge = recipe.merged if isinstance(recipe.merged, Merge) else None
-        models = load_models(snapshots, merge, self._work / "merged", _name_of(self._draft))
+        models = load_models(snapshots, merge, self._work / "merged", self._draft.name)
         architecture = find_blocks(models, plan.examples, recipe.calibration.norms, self._run.note)
-        settings, chosen_by = choose_settings(recipe.calibration, models.merged.module)
-        job = make_job(models, architecture, plan.examples, recipe.calibration, self._run.device, self._run.note)
-        journal = Journal(self._work / "journal", self._fingerprint(plan, snapshots, asdict(settings)))
-        self._run.listener.stage("calibrating")
+        journal = Journal(self._work / "journal", self._fingerprint(plan, snapshots))
         try:
+            choice = self._choose(plan, models, architecture, journal)
+            unchecked = [task for task, found in plan.examples.items() if not found.selection]
+            guarded = recipe.calibration.select != "preset" and not unchecked
+            if unchecked and recipe.calibration.select != "preset":
+                self._run.note(f"guard: off, because {unchecked[0]} has no further examples to check updates on")
+            job = make_job(
+                models,
+                architecture,
+                plan.examples,
+                recipe.calibration,
+                self._run.device,
+                self._run.note,
+                students={CALIBRATED: models.student},
+                watchers={MERGED: models.merged, "base": models.base},
+                guarded=guarded,
+            )
+            self._run.listener.stage("calibrating")
             blocks = calibrate_blocks(
-                job, settings, journal, bias=recipe.calibration.bias, watch=self._run.listener.progress
+                job, choice.settings, journal, bias=recipe.calibration.bias, watch=self._run.listener.progress
             )
         except RuntimeError as error:
             if "bfloat16" not in str(error).lower():
@@ -190,16 +217,52 @@ class _Calibration:
             raise NumericsError(
                 f"this model cannot run in bfloat16 here: {error}", fix="give --dtype float32"
             ) from error
+        if told := describe_guard(blocks):
+            self._run.note(told)
         if journal.restored:
             self._run.note(
                 f"{journal.restored} of {len(blocks)} blocks were taken over from an earlier run of this job"
             )
-        if target is not None and any(existing_path(name) for name in _local_names(recipe)):
+        if target is not None and recipe.local_paths:
             self._run.note(f"{RECIPE} and {REPORT} name folders of this machine, and are pushed with these names")
         self._run.listener.stage("writing")
-        report = self._report(plan, blocks, job, {**asdict(settings), "chosen_by": chosen_by, "candidates": []})
+        fixed = recipe.calibration.model_copy(update=asdict(choice.settings))
+        plan = replace(plan, recipe=recipe.model_copy(update={"calibration": fixed}))
+        report = self._report(plan, blocks, job, choice)
         self._write(journal, models, report, plan, target)
         return report, models
+
+    def _choose(self, plan: Preflight, models: Models, architecture: Architecture, journal: Journal) -> Choice:
+        """The settings of the run, by a search or without; those of an interrupted run are taken over."""
+        calibration = plan.recipe.calibration
+
+        def run_search(found: Plan) -> list[Trial]:
+            if (kept := journal.recall(SEARCH)) is not None:
+                return [Trial(**trial) for trial in kept]
+            self._run.listener.stage(f"searching settings ({len(found.candidates)} candidates)")
+            job = make_search_job(
+                models,
+                architecture,
+                plan.examples,
+                calibration,
+                self._run.device,
+                found.candidates,
+                found.fitted,
+                [architecture.blocks[number - 1].name for number in found.cuts],
+            )
+            search = Search(job, found.candidates, calibration.bias, found.cuts)
+            trials = search.run(self._run.listener.progress)
+            journal.keep(SEARCH, [asdict(trial) for trial in trials])
+            return trials
+
+        work, blocks = plan.estimate.work, len(architecture.blocks)
+        choice = choose_settings(calibration, models.merged.module, plan.examples, work, blocks, run_search)
+        settings = choice.settings
+        self._run.note(
+            f"settings: ridge {settings.ridge:g}, rho {settings.rho:g}, alpha {settings.alpha:g}, "
+            f"chosen by {choice.chosen_by}"
+        )
+        return choice
 
     def _write(self, journal: Journal, models: Models, report: Report, plan: Preflight, target: Target | None) -> None:
         slots = read_slots(models.merged.snapshot)
@@ -211,19 +274,20 @@ class _Calibration:
             "processor_class": find_processor_class(models.merged.snapshot.folder),
             "pipeline_tag": find_pipeline_tag(type(models.merged.module)),
         }
+        text = report.to_json()
         contents: dict[str, str | bytes] = {
-            REPORT: report.to_json(),
+            REPORT: text,
             RECIPE: dump_recipe(plan.recipe),
             PICTURE: plot_drift(report),
             CARD: write_card(report, name=self.target.name, target=target.repo_id if target else None, **about),
         }
+        if target is not None:
+            self._unpushed.write(self._key(), text, about)
         for name in write_output(self.target, models.merged.snapshot, groups, contents):
             self._run.note(f"left out of the output: {name} (other weights than the calibrated ones)")
         shutil.rmtree(journal.folder, ignore_errors=True)
-        if target is not None:
-            self._marker.write_text(json.dumps({"job": self._key(), "card": about}), encoding="utf-8")
 
-    def _report(self, plan: Preflight, blocks: list[BlockReport], job: Job, settings: dict[str, Any]) -> Report:
+    def _report(self, plan: Preflight, blocks: list[BlockReport], job: Job, choice: Choice) -> Report:
         calibration = plan.recipe.calibration
         on_device = self._run.device.type == "cuda"
         return Report(
@@ -231,14 +295,17 @@ class _Calibration:
             recipe=plan.recipe.model_dump(mode="json", exclude_none=True),
             environment=describe_environment(self._run.device),
             settings={
-                **settings,
+                **asdict(choice.settings),
+                "chosen_by": choice.chosen_by,
+                "candidates": [asdict(trial) for trial in choice.candidates],
+                "guard": bool(job.checked),
                 "norms": calibration.norms,
                 "bias": calibration.bias,
                 "token_weights": "cls" if job.cls_blocks else "uniform",
                 "examples": {task: found.fitted_count for task, found in plan.examples.items()},
             },
             blocks=blocks,
-            drift={task: _read_drift(job, task, bool(found.held_out)) for task, found in plan.examples.items()},
+            drift={task: read_drift(job, task, bool(found.held_out)) for task, found in plan.examples.items()},
             cost={
                 "seconds": time.monotonic() - self._run.started,
                 "peak_rss_bytes": peak_resident_bytes(),
@@ -247,40 +314,30 @@ class _Calibration:
             },
             notes=list(self._run.notes),
             sources=list(_describe_sources(plan)),
-            curves={task: _read_curve(job, task) for task in plan.examples},
+            curves={task: read_curve(job, task) for task in plan.examples},
             measures=describe_tasks(
                 job, {task: f.held_out_count or f.fitted_count for task, f in plan.examples.items()}
             ),
         )
 
-    def _fingerprint(
-        self, plan: Preflight, snapshots: Mapping[str, Snapshot], settings: dict[str, Any]
-    ) -> dict[str, Any]:
-        """Everything that decides the result."""
+    def _fingerprint(self, plan: Preflight, snapshots: Mapping[str, Snapshot]) -> dict[str, Any]:
+        """Everything that decides the result; where it goes does not."""
         data = [Path(task.data.path) for task in plan.recipe.tasks.values() if task.data.path]
         files = [file for found in snapshots.values() if found.commit is None for file in found.folder.iterdir()]
         files += [file for path in data for file in (path.rglob("*") if path.is_dir() else [path])]
         return {
-            "recipe": plan.recipe.model_dump(mode="json"),
-            "settings": settings,
+            "recipe": plan.recipe.model_dump(mode="json", exclude={"output"}),
             "files": {str(file): _stamp(file) for file in sorted(files) if file.is_file()},
             "environment": describe_environment(self._run.device),
             "batch_size": self._run.batch_size,
         }
 
-    def _is_unpushed(self, overwrite: bool) -> bool:
-        """Whether this very job is finished but for its push."""
-        if overwrite or not path_exists(self._marker) or not path_exists(self.target / REPORT):
-            return False
-        return bool(json.loads(self._marker.read_text(encoding="utf-8"))["job"] == self._key())
-
     def _key(self) -> str:
         """The job without its output: a finished model may be pushed to another place than was planned."""
         return json.dumps(self._draft.model_dump(mode="json", exclude={"output"}), sort_keys=True)
 
-    def _address_card(self, report: Report, target: Target | None) -> None:
+    def _address_card(self, report: Report, target: Target | None, about: Mapping[str, Any]) -> None:
         """Let the card of a finished output name the repo that it is pushed to now."""
-        about = json.loads(self._marker.read_text(encoding="utf-8"))["card"]
         text = write_card(report, name=self.target.name, target=target.repo_id if target else None, **about)
         card = self.target / CARD
         if card.read_text(encoding="utf-8") != text:
@@ -299,41 +356,6 @@ def _describe_sources(plan: Preflight) -> Iterator[Source]:
     for task, spec in plan.recipe.tasks.items():
         name = spec.data.dataset or str(spec.data.path)
         yield Source(f"data {task}", name, spec.data.revision, found_in.get(f"data {task}", SAID), None)
-
-
-def _read_drift(job: Job, task: str, held_out: bool) -> TaskDrift:
-    assert job.meter is not None
-    last = job.architecture.last_blocks[task]
-    before, after, base = (job.meter.read(last, task, role) for role in ("merged", CALIBRATED, "base"))
-    return TaskDrift(before.relative, after.relative, base.relative, before.cosine, after.cosine, held_out)
-
-
-def _read_curve(job: Job, task: str) -> DriftCurve:
-    meter = job.meter
-    assert meter is not None
-    blocks = [block.name for block in job.architecture.blocks if meter.read(block.name, task, "merged").tokens]
-    before, after, base = (
-        [meter.read(block, task, role).relative for block in blocks] for role in ("merged", CALIBRATED, "base")
-    )
-    return DriftCurve(blocks, before, after, base)
-
-
-def _name_of(draft: Draft) -> str:
-    """What the output is named after."""
-    merged = draft.merged
-    if isinstance(merged, Merge):
-        return merged.method if merged.method == "average" else f"{merged.method}-{merged.scale:g}"
-    if existing_path(merged):
-        return merged
-    return merged.rpartition("+")[2].partition("@")[0]
-
-
-def _local_names(draft: Draft) -> Sequence[str]:
-    """What the user names that may lie on this machine."""
-    models = [draft.merged if isinstance(draft.merged, str) else None, draft.base]
-    models += [task.expert for task in draft.tasks.values()]
-    data = [task.data.path for task in draft.tasks.values() if task.data and task.data.path]
-    return [*data, *(part for name in models if name for part in (name, *name.split("+")))]
 
 
 def _stamp(file: Path) -> str:

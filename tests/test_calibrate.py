@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from families import FAMILIES, Saved, save_family
+from hub_server import HubServer
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -111,6 +112,19 @@ def test_a_journal_of_another_job_is_not_taken_over(tmp_path: Path) -> None:
         calibrate(saved.recipe(ridge=0.5), output=tmp_path / "out", listener=_Stopper())
     result = calibrate(saved.recipe(), output=tmp_path / "out")
     assert not any("taken over" in note for note in result.report.notes)
+
+
+def test_where_the_result_is_to_go_may_change_after_an_interruption(
+    hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved = save_family(tmp_path, BY_NAME["bert"])
+    with pytest.raises(KeyboardInterrupt):
+        calibrate(saved.recipe(), output=tmp_path / "out", listener=_Stopper())
+    monkeypatch.setenv("HF_TOKEN", hub.add_token("alice"))
+    recipe = {**saved.recipe(), "output": {"push_to": "alice/moved", "private": True}}
+    result = calibrate(recipe, output=tmp_path / "out")
+    assert any("1 of 2 blocks were taken over" in note for note in result.report.notes)
+    assert len(hub.repos["model", "alice/moved"].log) == 1
 
 
 @pytest.mark.parametrize("merge", [{"method": "average"}, {"method": "task_arithmetic", "scale": 0.3}])

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from families import FAMILIES, Family, Saved, save_family
+from families import FAMILIES, TASKS, Family, Saved, save_family
+from family import TEXT_SIZES, layers
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import BertConfig, BertModel, PreTrainedModel
 
 from featcal_cli.checkpoint import find_class
 from featcal_cli.hub import resolve
 from featcal_cli.inspection import Inspection
 from featcal_cli.inspector import inspect_drift
 from featcal_cli.trace import first_tensor
+from featcal_cli.walker import Walker
 
 BY_NAME = {family.name: family for family in FAMILIES}
 CHOSEN = [
@@ -80,7 +82,7 @@ def inspect(saved: Saved, **options: Any) -> Inspection:
     return inspect_drift(saved.recipe(examples=20), batch_size=20, **options)
 
 
-@pytest.mark.parametrize("name", [name for name in CHOSEN if name in BY_NAME])
+@pytest.mark.parametrize("name", CHOSEN)
 def test_every_figure_is_that_of_whole_models(tmp_path: Path, name: str) -> None:
     family = BY_NAME[name]
     saved = save_family(tmp_path, family)
@@ -160,3 +162,43 @@ def test_task_vectors_are_those_of_all_blocks_parameters(tmp_path: Path) -> None
         expected = float(torch.cosine_similarity(one, other, dim=0))
         assert found.tasks[task].models["model"].task_vector_cosine == pytest.approx(expected, abs=1e-4)
         assert found.tasks[task].models["base"].task_vector_cosine is None
+
+
+def bert_of(blocks: int) -> Family:
+    """So deep."""
+    config = BertConfig(**{**TEXT_SIZES, "num_hidden_layers": blocks})
+    names = layers("encoder.layer.{}", blocks)
+    return replace(BY_NAME["bert"], build=lambda: BertModel(config), block_names=names)
+
+
+def most_at_once(saved: Saved, tasks: int, monkeypatch: pytest.MonkeyPatch) -> int:
+    """The most bytes of weights that are converted at one time while so many tasks' drift is measured."""
+    recipe: dict[str, Any] = saved.recipe(dtype="float32")
+    recipe["tasks"] = {task: recipe["tasks"][task] for task in TASKS[:tasks]}
+    walkers: set[Walker] = set()
+    counts = [0]
+    move = Walker._move
+
+    def watched(walker: Walker, *args: Any) -> None:
+        move(walker, *args)
+        walkers.add(walker)
+        counts.append(sum(holder.nbytes for each in walkers for holder, _ in each._guests.values()))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Walker, "_move", watched)
+        inspect_drift(recipe)
+    assert not any(walker._guests for walker in walkers)
+    return max(counts)
+
+
+def test_no_more_than_one_block_of_model_base_and_one_expert_is_converted_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However deep the models are, and however many experts there are."""
+    shallow, deep = (
+        save_family(tmp_path / str(blocks), bert_of(blocks), examples=4, dtype=torch.bfloat16) for blocks in (2, 5)
+    )
+    block = bert_of(1).build().get_submodule("encoder.layer.0")
+    size = sum(parameter.numel() * 4 for parameter in block.parameters())
+    for saved, tasks in ((shallow, 1), (shallow, 3), (deep, 1)):
+        assert most_at_once(saved, tasks, monkeypatch) == 3 * size

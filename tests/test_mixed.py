@@ -31,7 +31,9 @@ def shaken(model: PreTrainedModel, seed: int) -> PreTrainedModel:
     return model.eval()
 
 
-def run(folder: Path, inputs: dict[str, dict[str, torch.Tensor]], **models: PreTrainedModel) -> Result:
+def run(
+    folder: Path, inputs: dict[str, dict[str, torch.Tensor]], select: str = "auto", **models: PreTrainedModel
+) -> Result:
     """Save `merged`, `base` and an expert a task, and calibrate."""
     for name, model in models.items():
         model.save_pretrained(folder / name)
@@ -39,7 +41,7 @@ def run(folder: Path, inputs: dict[str, dict[str, torch.Tensor]], **models: PreT
         save_file(tensors, folder / f"{task}.safetensors")
     tasks = {task: {"expert": str(folder / task), "data": str(folder / f"{task}.safetensors")} for task in inputs}
     recipe = {"merged": str(folder / "merged"), "base": str(folder / "base"), "tasks": tasks}
-    return calibrate({**recipe, "calibration": {"examples": 6}}, output=folder / "out")
+    return calibrate({**recipe, "calibration": {"examples": 6, "select": select}}, output=folder / "out")
 
 
 def text(count: int = 8) -> dict[str, torch.Tensor]:
@@ -68,6 +70,24 @@ def test_experts_with_heads_of_other_sizes(tmp_path: Path) -> None:
         green=shaken(tf.BertForSequenceClassification(tf.BertConfig(**config, num_labels=5)), 3),
     )
     assert len(changed(tmp_path)) == sum(2 * len(block.modules) for block in result.report.blocks) == 32
+
+
+def test_experts_keep_their_heads_where_merged_is_the_bare_body(tmp_path: Path) -> None:
+    config = tf.BertConfig(**TEXT_SIZES)
+    headed = {
+        task: shaken(tf.BertForSequenceClassification(tf.BertConfig(**TEXT_SIZES, num_labels=2 + seed)), seed)
+        for seed, task in enumerate(TASKS, 1)
+    }
+    inputs = {task: text(12) for task in TASKS}
+    rest = {"merged": shaken(tf.BertModel(config), 0), "base": shaken(tf.BertModel(config), 4)}
+    results = []
+    for name, experts in (("headed", headed), ("bare", {task: model.bert for task, model in headed.items()})):
+        (folder := tmp_path / name).mkdir()
+        results.append(run(folder, inputs, **rest, **experts, select="preset"))
+    outputs = [result.report.measures["red"].models["merged"].output for result in results]
+    assert [output.kind for output in outputs if output] == ["logits", "features"]
+    after = [load_file(tmp_path / name / "out" / "model.safetensors") for name in ("headed", "bare")]
+    assert all(torch.equal(after[0][name], after[1][name]) for name in after[0])
 
 
 def test_a_merged_model_with_a_head_keeps_it(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import json
 import re
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,13 +18,14 @@ from families import TASKS, VOCABULARY, save_tokenizer
 from hub_faults import Fault
 from hub_server import HubServer
 from huggingface_hub import ModelCard, constants
-from published import change_config, header_bytes, publish, write_card, write_merge
+from published import Published, change_config, header_bytes, publish, write_card, write_merge
 from safetensors.torch import load_file
 from transformers import AutoModel, AutoTokenizer, BertConfig, BertModel
 
 from featcal_cli import calibrate as calibrate_here
 from featcal_cli.download import download
 from featcal_cli.errors import HubError
+from featcal_cli.output import write_output
 from featcal_cli.repo import open_repo
 
 FIRST_BYTES = 100_000
@@ -302,6 +304,87 @@ def test_a_push_that_failed_is_done_by_the_same_command_without_computing_again(
     assert run.code == 2 and "exists" in run.stderr
 
 
+def leave_unpushed(
+    hub: HubServer, merge: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, org: str
+) -> None:
+    """A finished output whose push failed, of a user who is logged in; the Hub then works again."""
+    publish(hub, merge, org)
+    log_in(hub, monkeypatch, org)
+    monkeypatch.setattr("featcal_cli.patience.PAUSE", 0.01)
+    hub.fail("create", "500", times=None)
+    assert calibrate(capsys, f"{org}/merged", push_to=f"{org}/out").code == 2
+    hub.faults.clear()
+
+
+def test_a_run_that_does_not_push_leaves_the_push_to_a_later_one(
+    hub: HubServer, merge: Path, here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leave_unpushed(hub, merge, capsys, monkeypatch, "later")
+    work = here / ".merged-featcal.featcal"
+    (work / "journal").mkdir()
+    (work / "journal" / "block-0000.safetensors").touch()
+    run = calibrate(capsys, "later/merged")
+    assert run.code == 0 and "nothing is computed again" in re.sub(r"\s+", " ", run.stderr)
+    assert [path.name for path in work.iterdir()] == ["unpushed.json"]
+    run = calibrate(capsys, "later/merged", push_to="later/out")
+    assert run.code == 0 and "nothing is computed again" in re.sub(r"\s+", " ", run.stderr)
+    assert len(hub.repos["model", "later/out"].log) == 1
+    assert sorted(path.name for path in here.iterdir()) == ["merged-featcal"]
+
+
+def test_a_run_that_is_killed_once_its_output_stands_is_pushed_by_the_next(
+    hub: HubServer, merge: Path, here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish(hub, merge, "killed")
+    log_in(hub, monkeypatch, "killed")
+
+    def write_and_die(*args: Any) -> None:
+        write_output(*args)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("featcal_cli.workflow.write_output", write_and_die)
+        assert calibrate(capsys, "killed/merged", push_to="killed/out").code == 130
+    run = calibrate(capsys, "killed/merged", push_to="killed/out")
+    assert run.code == 0 and "nothing is computed again" in re.sub(r"\s+", " ", run.stderr)
+    assert len(hub.repos["model", "killed/out"].log) == 1
+    assert sorted(path.name for path in here.iterdir()) == ["merged-featcal"]
+
+
+@pytest.mark.usefixtures("here")
+def test_an_older_output_is_not_pushed_for_one_that_was_never_written(
+    hub: HubServer, merge: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish(hub, merge, "older")
+    log_in(hub, monkeypatch, "older")
+    assert calibrate(capsys, "older/merged", ridge=0.5).code == 0
+
+    def die(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("featcal_cli.workflow.write_output", die)
+        assert calibrate(capsys, "older/merged", push_to="older/out", overwrite=True).code == 130
+    run = calibrate(capsys, "older/merged", push_to="older/out")
+    assert run.code == 2 and "exists" in run.stderr and "--overwrite" in run.stderr
+    run = calibrate(capsys, "older/merged", push_to="older/out", overwrite=True)
+    assert run.code == 0 and "2 of 2 blocks were taken over" in re.sub(r"\s+", " ", run.stderr)
+
+
+def test_a_note_of_a_push_that_was_cut_short_is_no_note(
+    hub: HubServer, merge: Path, here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leave_unpushed(hub, merge, capsys, monkeypatch, "cut")
+    note = here / ".merged-featcal.featcal" / "unpushed.json"
+    whole = note.read_bytes()
+    for length in (0, len(whole) // 2, len(whole) - 1):
+        note.write_bytes(whole[:length])
+        run = calibrate(capsys, "cut/merged", push_to="cut/out")
+        assert run.code == 2 and "exists" in run.stderr and "Traceback" not in run.stderr
+    note.write_bytes(whole)
+    assert calibrate(capsys, "cut/merged", push_to="cut/out").code == 0
+
+
 @pytest.mark.parametrize("place", ["where it was to go", "somewhere else"])
 def test_a_push_that_was_not_read_back_is_finished_by_the_next_command(
     hub: HubServer,
@@ -376,11 +459,24 @@ def expected(
     return weights_of(output)
 
 
+KINDS = ("model info", "dataset info", "model tree", "dataset tree", "file head", "file", "large file", "discussions")
+CASES = [(kind, fault) for kind in KINDS for fault in ("429", "500", "reset", "truncated")] + [("large file", "slow")]
+
+
+def leave_safetensors_to_pull_requests(hub: HubServer, published: Published, *names: str) -> None:
+    """Let these repos have pickled weights on main, and safetensors in an open pull request only."""
+    for name in names:
+        folder, repo = published.folder / name, f"{published.org}/{name if name == 'base' else f'bert-{name}'}"
+        weights = (folder / "model.safetensors").rename(published.folder / "model.safetensors")
+        torch.save(load_file(weights), folder / "pytorch_model.bin")
+        hub.add_repo(repo, folder)
+        (folder / "pytorch_model.bin").unlink()
+        weights.rename(folder / "model.safetensors")
+        hub.add_pull_request(repo, folder)
+
+
 @pytest.mark.usefixtures("hurried")
-@pytest.mark.parametrize("fault", ["429", "500", "503", "reset", "truncated", "slow"])
-@pytest.mark.parametrize(
-    "kind", ["model info", "dataset info", "model tree", "dataset tree", "file head", "file", "large file"]
-)
+@pytest.mark.parametrize(("kind", "fault"), CASES)
 def test_whatever_fails_while_reading_the_run_finishes_or_goes_on_when_run_again(
     expected: dict[str, torch.Tensor],
     hub: HubServer,
@@ -391,7 +487,9 @@ def test_whatever_fails_while_reading_the_run_finishes_or_goes_on_when_run_again
     kind: str,
     fault: str,
 ) -> None:
-    publish(hub, merge, "faulty")
+    published = publish(hub, merge, "faulty")
+    if kind == "discussions":
+        leave_safetensors_to_pull_requests(hub, published, "base", "red")
     use_empty_cache(monkeypatch, here.parent / "cache")
     # at first for good: from the second request of its kind on, so that some repos are read and some are not
     planned = Fault(seconds=0.2) if fault == "slow" else fault

@@ -33,7 +33,7 @@ class Both:
 
 
 def run_both(saved: Saved, output: Path, *, norms: str = "auto") -> Both:
-    result = calibrate(saved.recipe(norms=norms, **SETTINGS), output=output, batch_size=5)
+    result = calibrate(saved.recipe(norms=norms, select="preset", **SETTINGS), output=output, batch_size=5)
     model_class = type(result.merged.module)
 
     def load(path: Path) -> Any:

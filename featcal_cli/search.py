@@ -1,0 +1,153 @@
+"""The search for λ, ρ and α: candidates walk the blocks in lock-step on a few examples, and weak ones drop out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from math import exp, inf, isfinite, log
+
+from featcal_cli.algorithm import Progress, Watch, load_block, solve_block
+from featcal_cli.architecture import Block
+from featcal_cli.collect import collect_moments
+from featcal_cli.errors import NumericsError
+from featcal_cli.features import MERGED, Job, Visit, forward_order
+from featcal_cli.outputs import OutputShift
+from featcal_cli.report import Trial
+from featcal_cli.solver import Settings
+
+SMALLEST = 1e-6
+"""A distance below this is taken for this: an expert may be the merged model."""
+
+DISTANCE_SHARE = 0.75
+"""Of the distance of logits in a score, as a power; the rest is the total variation distance of the probabilities:
+nearer to what users count, but coarse on few examples. (Their divergence is decided by the surest mistakes.)"""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """Settings to try."""
+
+    settings: Settings
+    origin: str
+    """Where they come from."""
+
+
+@dataclass
+class Search:
+    """Candidates on their way: each is a student of the job, under the role that names it.
+
+    They are ranked by what becomes of an expert's outputs when it goes on from a candidate's features in place of its
+    own (the job's `outputs` and `branches`), compared with the merged model's features. Drift of the features alone
+    counts directions that no later block and no head looks at.
+    """
+
+    job: Job
+    candidates: Mapping[str, Candidate]
+    bias: bool
+    cuts: Mapping[int, int]
+    """How many go on, by the number of blocks finished; the job branches there."""
+    trials: dict[str, Trial] = field(default_factory=dict)
+    """What became of those that go no further."""
+
+    def run(self, watch: Watch) -> list[Trial]:
+        """Walk all blocks; return every candidate's end, the best first.
+
+        Raises NumericsError when none of them has a stable solution.
+        """
+        blocks = self.job.architecture.blocks
+        behind: Block | None = None
+        for number, visit in enumerate(forward_order(self.job)):
+            if behind is not None:
+                if number in self.cuts:
+                    self._cut(visit, behind, self.cuts[number])
+                self._forget(behind)
+            for role in list(self.job.students):
+                watch(Progress(visit.block.name, number, len(blocks), task=role))
+                self._solve(visit, role, behind)
+            behind = visit.block
+        for role in self.job.students:
+            self.trials[role] = self._describe(role, "", len(blocks), "")
+        watch(Progress(blocks[-1].name, len(blocks), len(blocks)))
+        found = sorted(
+            self.trials.values(), key=lambda trial: (-trial.blocks, inf if trial.score is None else trial.score)
+        )
+        if found[0].score is None:
+            raise NumericsError(
+                "no candidate's features are finite on the held-out examples",
+                fix="look for NaN in the examples; if there is none, use --dtype float32, or --select preset",
+            )
+        return found
+
+    def _solve(self, visit: Visit, role: str, behind: Block | None) -> None:
+        """Calibrate the block in one student; one that has no stable solution is out."""
+        try:
+            moments = collect_moments(visit, role, self.candidates[role].settings)
+            solutions = solve_block(visit.block, moments, self.job.base, self.bias)
+        except NumericsError as error:
+            if len(self.job.students) == 1:
+                raise
+            self._drop(visit, role, behind, str(error))
+            return
+        load_block(self.job.students[role], visit.block, solutions)
+
+    def _cut(self, visit: Visit, behind: Block, keep: int) -> None:
+        """Let the best go on."""
+        order = sorted(self.job.students, key=lambda role: self._score(role, behind.name))
+        for place, role in enumerate(order[keep:], keep + 1):
+            self._drop(visit, role, behind, f"place {place} of {len(order)} after {behind.name}")
+
+    def _drop(self, visit: Visit, role: str, behind: Block | None, reason: str) -> None:
+        finished = self.job.architecture.blocks.index(visit.block)
+        self.trials[role] = self._describe(role, behind.name if behind else None, finished, reason)
+        visit.drop(role)
+
+    def _forget(self, behind: Block) -> None:
+        """Let go of what students hold of a block that will not run again."""
+        if any(block.calls > 1 for block in self.job.architecture.blocks):
+            return  # their later calls start anew, and come through here
+        merged = dict(self.job.merged.module(behind.name).named_parameters())
+        for student in self.job.students.values():
+            for name, parameter in student.module(behind.name).named_parameters():
+                parameter.data = merged[name].data
+
+    def _describe(self, role: str, place: str | None, finished: int, dropped: str) -> Trial:
+        """What became of a candidate; it is judged after the block `place` ("": at the end), if at all."""
+        settings, origin = self.candidates[role].settings, self.candidates[role].origin
+        judged = (inf, inf) if place is None else (self._score(role, place), self._drift_ratio(role, place))
+        score, drift = (value if isfinite(value) else None for value in judged)
+        return Trial(settings.ridge, settings.rho, settings.alpha, origin, finished, score, drift, dropped)
+
+    def _score(self, role: str, place: str) -> float:
+        """How far outputs move from the block `place` on ("": the end), over the same for merged; mean over tasks.
+
+        It is the distance of the outputs; at the end, where they are logits, also that of the probabilities.
+        """
+        outputs = self.job.outputs
+        assert outputs is not None
+        found = []
+        for task in self.job.watched:
+            at = place if outputs.read(task, MERGED, place) else ""  # a task that was through before counts as it ended
+            ours, merged = outputs.read(task, role, at), outputs.read(task, MERGED, at)
+            if ours and merged:
+                found.append((_shift(ours, at), _shift(merged, at)))
+        return _mean_ratio(found) if found else self._drift_ratio(role, place)  # of some blocks no task shows the end
+
+    def _drift_ratio(self, role: str, place: str) -> float:
+        """Drift over merged's after a block, or after every task's last one (""); mean over tasks."""
+        meter = self.job.meter
+        assert meter is not None
+        places = {task: place or last for task, last in self.job.architecture.last_blocks.items()}
+        pairs = [(meter.read(at, task, role), meter.read(at, task, MERGED)) for task, at in places.items()]
+        return _mean_ratio((ours.relative, merged.relative) for ours, merged in pairs if merged.tokens)
+
+
+def _shift(shift: OutputShift, place: str) -> float:
+    if place or not shift.has_logits:
+        return shift.relative
+    return float(shift.relative**DISTANCE_SHARE * shift.variation ** (1 - DISTANCE_SHARE))
+
+
+def _mean_ratio(pairs: Iterable[tuple[float, float]]) -> float:
+    """The geometric mean of one over the other; 1 for nothing, infinite where one is not finite."""
+    logs = [log(max(one, SMALLEST) / max(other, SMALLEST)) if isfinite(one) else inf for one, other in pairs]
+    return exp(sum(logs) / len(logs)) if logs else 1.0
