@@ -1,0 +1,92 @@
+"""A family on the bench: many settings calibrated in one walk, and what each makes of the test rows.
+
+It runs featcal's own blocks, moments and solver, in memory: nothing is written, and labels are read by the judges only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from statistics import fmean
+
+import torch
+from judge import Judge, body_of, load_judge, read_family
+
+from featcal_cli import collect
+from featcal_cli.algorithm import load_block, solve_block
+from featcal_cli.features import Job, forward_order
+from featcal_cli.guard import guard_block
+from featcal_cli.job import find_blocks, load_models, make_search_job
+from featcal_cli.listener import Silent
+from featcal_cli.recipe import Draft, as_draft
+from featcal_cli.run import Run
+from featcal_cli.solver import LinearSystem, Settings
+
+Scores = dict[str, float]
+"""By task: accuracy in percent, or minus the loss in nats a token; more is better."""
+
+
+def recipe_of(folder: Path) -> Draft:
+    """The recipe that calibrates a family's merged model."""
+    tasks = {}
+    for task in read_family(folder).tasks:
+        rows = next((folder / "data" / task).glob("train.*"))
+        tasks[task] = {"expert": str(folder / "experts" / task), "data": {"path": str(rows)}}
+    return as_draft({"merged": str(folder / "merged"), "base": str(folder / "base"), "tasks": tasks})
+
+
+class Lab:
+    """One family, loaded."""
+
+    def __init__(self, folder: Path, examples: int, seed: int = 42) -> None:
+        """`examples` a task may be fitted; which ones they are, and which are held out, is the seed's choice."""
+        self.folder, self.family = folder, read_family(folder)
+        draft = recipe_of(folder)
+        chosen = draft.calibration.model_copy(update={"examples": examples, "seed": seed})
+        run = Run(draft.model_copy(update={"calibration": chosen}), "cpu", 64, False, False, Silent())
+        self.plan = run.prepare(None, sample=False)
+        self.models = load_models(run.fetch(self.plan), None, folder, self.family.name)
+        self.architecture = find_blocks(self.models, self.plan.examples, chosen.norms, lambda _: None)
+        self._judges: dict[str, Judge] = {task: load_judge(folder, self.family, task) for task in self.family.tasks}
+
+    def calibrate(
+        self,
+        candidates: Mapping[str, Settings],
+        fitted: int,
+        *,
+        guarded: bool = False,
+        systems: Mapping[str, type[LinearSystem]] | None = None,
+        at_depth: Callable[[Settings, float], Settings] = lambda settings, _: settings,
+    ) -> Job:
+        """All candidates calibrated on the first `fitted` examples; the job's students are the results, by name.
+
+        systems: another closed form for some of them. at_depth: settings of a block, given its depth, 0 … 1.
+        """
+        calibration, cpu = self.plan.recipe.calibration, torch.device("cpu")
+        job = make_search_job(self.models, self.architecture, self.plan.examples, calibration, cpu, candidates, fitted)
+        if guarded:
+            job.checked = {task: found.selection for task, found in self.plan.examples.items()}
+        last = max(1, len(self.architecture.blocks) - 1)
+        for number, visit in enumerate(forward_order(job)):
+            for name, settings in candidates.items():
+                here = at_depth(settings, number / last)
+                collect.LinearSystem = (systems or {}).get(name, LinearSystem)  # type: ignore[attr-defined]
+                moments = collect.collect_moments(visit, name, here)
+                solutions = solve_block(visit.block, moments, job.base, calibration.bias)
+                if guarded:
+                    solutions, _ = guard_block(visit, name, moments, solutions, here.alpha)
+                load_block(job.students[name], visit.block, solutions)
+        collect.LinearSystem = LinearSystem  # type: ignore[attr-defined]
+        return job
+
+    def score(self, model: torch.nn.Module) -> Scores:
+        """What the experts' own heads make of a model's body on the test rows."""
+        body = body_of(model, self.family.kind).state_dict()
+        sign = 1 if self.family.higher_is_better else -1
+        return {task: sign * judge.score(body) for task, judge in self._judges.items()}
+
+
+def gain(found: Scores, merged: Scores) -> tuple[float, float]:
+    """How much better than merged, on average over tasks and on the task that gains least."""
+    each = [found[task] - merged[task] for task in merged]
+    return fmean(each), min(each)

@@ -1,0 +1,120 @@
+"""Other methods on the same examples: RegMean, which merges the experts anew, and Surgery, which adds modules."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from typing import Any
+
+import torch
+from judge import body_of, load_judge
+from lab import Lab, Scores
+from torch import Tensor, nn
+
+from featcal_cli.batches import Batch, take_first
+from featcal_cli.collect import parameters_of, sum_rows
+from featcal_cli.features import forward_order
+from featcal_cli.job import Models, make_search_job
+from featcal_cli.modules import linear_parameters, load_parameters
+from featcal_cli.solver import EPSILON, Affine, precise
+
+OFF_DIAGONAL = 0.9
+"""What RegMean scales the off-diagonals of its Gram matrices by."""
+RANK, STEPS, RATE = 16, 500, 1e-3
+"""Of Surgery's modules, and their training with Adam."""
+
+
+def merge_by_regression(lab: Lab, fitted: int) -> nn.Module:
+    """RegMean: W = Σ W_i G_i (Σ G_i)⁻¹ over every expert's own inputs; all else is averaged.
+
+    It is solved for the difference from the average, so that inputs that are always 0 leave the average as it is.
+    """
+    kind, models = lab.family.kind, lab.models
+    module: nn.Module = deepcopy(models.merged.module)
+    states = [body_of(expert.module, kind).state_dict() for expert in models.experts.values()]
+    body_of(module, kind).load_state_dict({name: sum(s[name] for s in states) / len(states) for name in states[0]})
+    calibration = lab.plan.recipe.calibration.model_copy(update={"token_weights": "uniform"})
+    grams: dict[str, Tensor] = {}
+    pulls: dict[str, Tensor] = {}
+    for task, expert in models.experts.items():
+        alone = Models(expert, models.student, models.base, {task: expert})  # it walks as its own student
+        examples = {task: lab.plan.examples[task]}
+        job = make_search_job(alone, lab.architecture, examples, calibration, torch.device("cpu"), [task], fitted)
+        for visit in forward_order(job):
+            modules = {each.name: each for each in visit.block.modules}
+            for names, moments in sum_rows(visit, task, task, {}).linear.items():
+                gram = OFF_DIAGONAL * moments.gram + (1 - OFF_DIAGONAL) * moments.gram.diag().diag()
+                for name in names:
+                    path = f"{visit.block.name}.{name}"
+                    weight = precise(parameters_of(visit.expert(task), visit.block, modules[name])).weight
+                    average = precise(linear_parameters(module.get_submodule(path))).weight
+                    pull = (weight - average) @ gram
+                    grams[path] = grams[path] + gram if path in grams else gram
+                    pulls[path] = pulls[path] + pull if path in pulls else pull
+    for path, gram in grams.items():
+        system = gram + EPSILON * gram.trace() * torch.eye(len(gram), dtype=gram.dtype)
+        found = module.get_submodule(path)
+        update = torch.linalg.solve(system, pulls[path].T).T
+        load_parameters(found, Affine(precise(linear_parameters(found)).weight + update, None))
+    return module
+
+
+class Surgery(nn.Module):
+    """What is taken off a model's last features for one task: h − W_up relu(W_down h)."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.down, self.up = nn.Linear(width, RANK, bias=False), nn.Linear(RANK, width, bias=False)
+
+    def forward(self, h: Tensor) -> Tensor:
+        return h - self.up(torch.relu(self.down(h)))  # type: ignore[no-any-return]
+
+
+def operate(lab: Lab, model: nn.Module, fitted: int) -> Scores:
+    """The scores of a model with a trained Surgery module before every expert's head."""
+    kind, scores = lab.family.kind, {}
+    body = body_of(model, kind).state_dict()
+    for task, examples in lab.plan.examples.items():
+        judge = load_judge(lab.folder, lab.family, task)
+        head, batches = find_head(judge.expert, kind), take_first(examples.fitted, fitted)
+        wanted = last_features(judge.expert, head, batches)
+        body_of(judge.expert, kind).load_state_dict(body)
+        surgery = train_surgery(last_features(judge.expert, head, batches), wanted)
+        head.register_forward_pre_hook(lambda _, args, surgery=surgery: (surgery(args[0]),))
+        scores[task] = judge.score() if lab.family.higher_is_better else -judge.score()
+    return scores
+
+
+def find_head(expert: Any, kind: str) -> nn.Module:
+    """The module that turns last features into logits."""
+    if kind != "classification":
+        return expert.get_output_embeddings()  # type: ignore[no-any-return]
+    body = expert.base_model
+    (head,) = (child for child in expert.children() if child is not body and any(True for _ in child.parameters()))
+    return head  # type: ignore[no-any-return]
+
+
+def last_features(expert: Any, head: nn.Module, batches: list[Batch]) -> Tensor:
+    """The head's input for every prediction that is no padding [rows, d]."""
+    seen: list[Tensor] = []
+    hook = head.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    with torch.no_grad():
+        for batch in batches:
+            expert(**batch)
+            if seen[-1].ndim == 3:
+                mask = batch.get("decoder_attention_mask", batch["attention_mask"])
+                seen[-1] = seen[-1][mask.bool()]
+    hook.remove()
+    return torch.cat(seen)
+
+
+def train_surgery(h: Tensor, wanted: Tensor) -> Surgery:
+    """A module that brings `h` nearer to `wanted` [rows, d], in L1 distance."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        surgery = Surgery(h.shape[1])
+    optimizer = torch.optim.Adam(surgery.parameters(), RATE)
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        (surgery(h) - wanted).abs().mean().backward()
+        optimizer.step()
+    return surgery.requires_grad_(False)
