@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -172,9 +172,10 @@ def load_fitting(role: str, snapshot: Snapshot, merged: Model, load: Loader = lo
             if part := _find_part(own.module, merged.module):
                 return replace(own, part=part)
     elif (headed := _find_headed(config)) not in (None, merged_class):
-        own = load(role, snapshot, headed)
-        if type(own.module.base_model) is merged_class:
-            return replace(own, body=own.module.base_model_prefix)
+        with suppress(CheckpointError):  # then it may still be one without its head
+            own = load(role, snapshot, headed)
+            if type(own.module.base_model) is merged_class and not own.missing:
+                return replace(own, body=own.module.base_model_prefix)
     return load(role, snapshot, merged_class)
 
 

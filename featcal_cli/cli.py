@@ -86,7 +86,7 @@ def calibrate(
           --expert mnist=user/mnist --data mnist=ylecun/mnist \\
           --expert svhn=user/svhn --data svhn=ufldl-stanford/svhn:cropped_digits
     """
-    from featcal_cli.console import Screen, show_drift, show_preflight, show_result
+    from featcal_cli.console import Screen, show_drift, show_preflight, show_result, warn_of_growth
     from featcal_cli.gate import check_grown
     from featcal_cli.recipe import find_recipe, read_draft
 
@@ -121,8 +121,10 @@ def calibrate(
     else:
         show_drift(result.report)
         show_result(result.output, result.pushed, hints=not quiet)
-    if strict and not dry_run:
-        check_grown(result.report, result.output)
+    if not dry_run:
+        warn_of_growth(result.report)
+        if strict:
+            check_grown(result.report, result.output)
 
 
 @app.command("inspect-drift")
@@ -230,6 +232,7 @@ def demo(
     show_drift(result.report)
     show_accuracy(result.accuracy)
     show_result(result.output, None, hints=not quiet)
+    warn_of_growth(result.report)
     if not quiet:
         show_next()
 

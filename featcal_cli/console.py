@@ -117,11 +117,15 @@ def show_drift(report: Report) -> None:
     for task, before, after, base in rows:
         table.add_row(escape(task), f"{before:.3f}", f"{after:.3f}", _change(before, after), f"{base:.3f}")
     where = "held-out examples" if held_out else "the fitted examples (some tasks have no further rows)"
+    OUT.print(f"Feature drift from each expert after the last block, on {where}; 0 is the expert itself:")
+    OUT.print(table)
+
+
+def warn_of_growth(report: Report) -> None:
+    """Say loudly where drift grew."""
     if report.worse:
         worse = escape(", ".join(report.worse))
         ERR.print(f"[bold red]warning:[/bold red] drift grew on {worse}: see if it should be published")
-    OUT.print(f"Feature drift from each expert after the last block, on {where}; 0 is the expert itself:")
-    OUT.print(table)
 
 
 def show_result(output: Path, pushed: Pushed | None, *, hints: bool) -> None:

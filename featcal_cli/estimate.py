@@ -96,11 +96,13 @@ def estimate(
     *,
     batch_size: int,
     resident: int,
+    guarded: bool,
     searched: bool,
 ) -> Estimate:
     """The needs of calibrating `models` (outlines: merged, base and the experts, by role), given the process's
     `resident` bytes now.
 
+    guarded: updates are checked on as many examples as drift is measured on.
     searched: candidates for the settings walk first, at most as many, on as many examples, as SEARCHED says.
     """
     merged = models["merged"].module
@@ -110,7 +112,8 @@ def estimate(
         same = next(alike, None)
         walks[task] = walks[same] if same else _walk(merged, architecture, architecture.entries[task], load.batch)
     features = FEATURES_HELD * max(walk.feature_bytes * batch_size // walk.examples for walk in walks.values())
-    passes = {task: load.fitted * FITTED_PASSES + load.watched * WATCHED_PASSES for task, load in loads.items()}
+    held_out = WATCHED_PASSES + (FITTED_PASSES if guarded else 0)
+    passes = {task: load.fitted * FITTED_PASSES + load.watched * held_out for task, load in loads.items()}
     states = sum(count * walks[task].state_bytes // walks[task].examples for task, count in passes.items())
     equations = max((_equation_bytes(merged, block) for block in architecture.blocks), default=0)
     blocks = sum(_bytes(merged.get_submodule(block.name)) for block in architecture.blocks)
@@ -119,24 +122,26 @@ def estimate(
     weights += _reached_bytes(models["merged"], architecture)  # the student maps the merged files a second time
     counted = _count_work(merged, architecture, walks)
     data = sum(load.held_bytes for load in loads.values())
+    on_device = device.type != "cpu"
     work = states + features + equations
     if searched:
-        work = max(work, features + equations + _search_bytes(walks, loads, largest))
+        own_stem = on_device or merged.dtype not in (torch.float32, torch.bfloat16)  # a converted one is not shared
+        each = largest + (_stem_bytes(merged, architecture) if own_stem else 0)
+        work = max(work, features + equations + _search_bytes(walks, loads, each))
     on_host = resident + weights + blocks + data  # the student's new blocks stay in memory
-    on_device = device.type != "cpu"
     return Estimate(
         host_bytes=on_host + (0 if on_device else work),
         device_bytes=work + largest * 4 + _stem_bytes(merged, architecture) if on_device else 0,
         disk_bytes=_bytes(merged) + blocks,
-        seconds=_seconds(counted, loads, device) * (2 if searched else 1),
+        seconds=_seconds(counted, loads, device, guarded=guarded) * (2 if searched else 1),
         work=counted,
     )
 
 
-def _search_bytes(walks: Mapping[str, _Walk], loads: Mapping[str, Load], largest: int) -> int:
-    """Of all candidates' passes and blocks, and of what experts show of a block, kept for them."""
+def _search_bytes(walks: Mapping[str, _Walk], loads: Mapping[str, Load], each: int) -> int:
+    """Of all candidates' passes and weights (`each`), and of what experts show of a block, kept for them."""
     candidates, share = SEARCHED
-    total = candidates * largest
+    total = candidates * each
     for task, walk in walks.items():
         few = loads[task].fitted // share
         states = candidates * (few + 4 * loads[task].watched) * walk.state_bytes
@@ -246,11 +251,12 @@ def _count_work(model: nn.Module, architecture: Architecture, walks: Mapping[str
     return Work(forward, products, PRECISE_COST * systems)
 
 
-def _seconds(work: Work, loads: Mapping[str, Load], device: torch.device) -> float:
+def _seconds(work: Work, loads: Mapping[str, Load], device: torch.device, *, guarded: bool) -> float:
     """Operations over the speeds of two small products that are timed here."""
     fitted = max((load.fitted for load in loads.values()), default=0)
     watched = max((load.watched for load in loads.values()), default=0)
-    plain = work.forward * (3 * fitted + 4 * watched) + work.products * fitted
+    solved = fitted + (watched if guarded else 0)
+    plain = work.forward * (3 * solved + 4 * watched) + work.products * solved
     precise = work.systems / PRECISE_COST
     return plain / _speed(torch.float32, device) + precise / _speed(torch.float64, device)
 

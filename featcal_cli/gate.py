@@ -46,9 +46,9 @@ def check_grown(report: Report, output: Path) -> None:
     drift, others = report.drift[task], len(report.worse) - 1
     also = f" (and it did on {others} other task{'s' if others > 1 else ''})" if others else ""
     raise GateError(
-        f"drift grew on {task}, from {drift.before:.3f} to {drift.after:.3f}{also}; nothing was pushed",
+        f"drift grew on {task}, from {drift.before:.3f} to {drift.after:.3f}{also}",
         where=str(output),
-        fix="give more examples (-n) or another --alpha, or leave --strict out",
+        fix="give more examples (-n) or another --alpha; or leave --strict out, with which it is not pushed",
     )
 
 

@@ -108,19 +108,20 @@ def make_job(
     walkers = {key: walker(model) for key, model in everybody.items()}  # never two of one model
     merged = walkers[id(models.merged)]
     shown = {task: (found.held_out if students else []) or found.fitted for task, found in examples.items()}
+    experts = {task: walker(model) for task, model in models.experts.items()}
     return Job(
         architecture=architecture,
         students={role: walkers[id(model)] for role, model in students.items()},
         merged=merged,
         base=walkers[id(models.base)],
-        experts={task: walker(model) for task, model in models.experts.items()},
+        experts=experts,
         examples={task: found.fitted for task, found in examples.items()} if students else {},
         checked={task: found.selection for task, found in examples.items()} if guarded else {},
         cls_blocks=choose_cls_blocks(merged, architecture, examples, calibration, note),
         meter=DriftMeter(modules=not students),
         vectors=VectorMeter(),
         outputs=OutputMeter(),
-        watched=limit_batches(shown, merged),
+        watched=limit_batches(shown, [merged, *experts.values()]),
         watchers={role: walkers[id(model)] for role, model in roles.items()},
         finals={} if keep_finals else None,
         split=frozenset(role for role, model in roles.items() if model is not models.base),

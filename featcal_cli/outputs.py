@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -52,10 +52,10 @@ class OutputShift:
         return self.variation_sum / self.rows if self.rows else 0.0
 
 
-def limit_batches(batches: Mapping[str, Sequence[Batch]], walker: Walker) -> dict[str, list[Batch]]:
-    """The batches of each task, cut so that the logits of one of them take no more than LOGIT_BYTES."""
-    head = walker.model.module.get_output_embeddings()
-    choices = len(head.weight) if head is not None and hasattr(head, "weight") else 0
+def limit_batches(batches: Mapping[str, Sequence[Batch]], walkers: Iterable[Walker]) -> dict[str, list[Batch]]:
+    """The batches of each task, cut so that any of the models' logits on one of them take no more than LOGIT_BYTES."""
+    heads = [walker.model.module.get_output_embeddings() for walker in walkers]
+    choices = max((len(head.weight) for head in heads if hasattr(head, "weight")), default=0)
     return {task: [part for batch in found for part in _cut(batch, choices)] for task, found in batches.items()}
 
 

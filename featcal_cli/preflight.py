@@ -134,6 +134,7 @@ def prepare(
         device,
         batch_size=batch_size,
         resident=resident_bytes(),
+        guarded=target is not None and recipe.calibration.select != "preset",
         searched=target is not None and recipe.calibration.is_open,
     )
     _check_disk(needs, transfers, target)

@@ -130,15 +130,21 @@ class Search:
             ours, merged = outputs.read(task, role, at), outputs.read(task, MERGED, at)
             if ours and merged:
                 found.append((_shift(ours, at), _shift(merged, at)))
-        return _mean_ratio(found) if found else self._drift_ratio(role, place)  # of some blocks no task shows the end
+            else:  # an expert without a head of its own, or a block of which no task shows the end
+                found += self._drifts(role, task, place)
+        return mean_ratio(found)
 
     def _drift_ratio(self, role: str, place: str) -> float:
         """Drift over merged's after a block, or after every task's last one (""); mean over tasks."""
+        return mean_ratio(pair for task in self.job.watched for pair in self._drifts(role, task, place))
+
+    def _drifts(self, role: str, task: str, place: str) -> list[tuple[float, float]]:
+        """A task's drift and merged's after a block, or its last one (""); none where the task does not come there."""
         meter = self.job.meter
         assert meter is not None
-        places = {task: place or last for task, last in self.job.architecture.last_blocks.items()}
-        pairs = [(meter.read(at, task, role), meter.read(at, task, MERGED)) for task, at in places.items()]
-        return _mean_ratio((ours.relative, merged.relative) for ours, merged in pairs if merged.tokens)
+        at = place or self.job.architecture.last_blocks[task]
+        ours, merged = meter.read(at, task, role), meter.read(at, task, MERGED)
+        return [(ours.relative, merged.relative)] if merged.tokens else []
 
 
 def _shift(shift: OutputShift, place: str) -> float:
@@ -147,7 +153,11 @@ def _shift(shift: OutputShift, place: str) -> float:
     return float(shift.relative**DISTANCE_SHARE * shift.variation ** (1 - DISTANCE_SHARE))
 
 
-def _mean_ratio(pairs: Iterable[tuple[float, float]]) -> float:
-    """The geometric mean of one over the other; 1 for nothing, infinite where one is not finite."""
-    logs = [log(max(one, SMALLEST) / max(other, SMALLEST)) if isfinite(one) else inf for one, other in pairs]
+def mean_ratio(pairs: Iterable[tuple[float, float]]) -> float:
+    """The geometric mean of one over the other; 1 for nothing, infinite where one is not finite.
+
+    Pairs of which the other is not finite say nothing.
+    """
+    known = [(one, other) for one, other in pairs if isfinite(other)]
+    logs = [log(max(one, SMALLEST) / max(other, SMALLEST)) if isfinite(one) else inf for one, other in known]
     return exp(sum(logs) / len(logs)) if logs else 1.0

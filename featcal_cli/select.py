@@ -8,7 +8,7 @@ from math import ceil, log2
 
 from transformers import PreTrainedModel
 
-from featcal_cli.errors import RecipeError
+from featcal_cli.errors import NumericsError, RecipeError
 from featcal_cli.estimate import SEARCHED, Work
 from featcal_cli.examples import TaskExamples
 from featcal_cli.recipe import Calibration
@@ -93,19 +93,25 @@ def choose_settings(
     plan = plan_search(choose_candidates(kind, given), examples, work, blocks, wanted=calibration.select == "search")
     if isinstance(plan, str):
         return Choice(replace(preset, **given), f"{by_user}{by_preset}: {plan}", [])
-    trials = search(plan)
+    try:
+        trials = search(plan)
+    except NumericsError as error:
+        if calibration.select == "search":
+            raise
+        return Choice(replace(preset, **given), f"{by_user}{by_preset}: a search failed, {error.what}", [])
     best = pick_trial(trials)
+    settings = Settings(best.ridge, best.rho, best.alpha)
     chosen_by = f"{by_user}a search over {len(trials)} candidates on held-out examples"
     if best.score is not None and best.score >= 1:
-        return Choice(
-            replace(CAUTIOUS, **given), f"{chosen_by}: none is better than merged, which hardly changes", trials
-        )
-    return Choice(Settings(best.ridge, best.rho, best.alpha), chosen_by, trials)
+        chosen_by += ", of which none is better than merged"
+        if "ridge" not in given:
+            settings, chosen_by = replace(CAUTIOUS, **given), f"{chosen_by}: it hardly changes"
+    return Choice(settings, chosen_by, trials)
 
 
 def check_search(calibration: Calibration, examples: Mapping[str, TaskExamples]) -> None:
     """Raise RecipeError where a search is asked for and the examples do not allow one."""
-    if calibration.select == "search" and (reason := _find_unsearchable(examples)):
+    if calibration.select == "search" and calibration.is_open and (reason := _find_unsearchable(examples)):
         raise RecipeError(f"a search is not possible: {reason}", where="--select search", fix="use --select preset")
 
 

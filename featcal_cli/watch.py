@@ -42,7 +42,9 @@ class Group:
 
     def __init__(self, job: Job, task: str, batch: Batch) -> None:
         """Start all passes and measure the drift of the stems; call inside everybody's `on_device`."""
-        self._job, self._task, self._meter, self._outputs = job, task, job.meter, job.outputs
+        self._job, self._task, self._meter = job, task, job.meter
+        # what an expert's files do not hold is random in it, a head for example: its answers say nothing
+        self._outputs = None if job.experts[task].model.missing else job.outputs
         self._walkers: dict[str, Walker] = {EXPERT: job.experts[task], **job.watchers}
         entry = job.architecture.entries[task]
         self._passes = {role: walker.start([batch], entry)[0] for role, walker in self._walkers.items()}

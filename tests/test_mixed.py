@@ -90,6 +90,25 @@ def test_experts_keep_their_heads_where_merged_is_the_bare_body(tmp_path: Path) 
     assert all(torch.equal(after[0][name], after[1][name]) for name in after[0])
 
 
+def test_a_head_that_no_file_holds_decides_nothing(tmp_path: Path) -> None:
+    config = TEXT_SIZES
+    models = {
+        "merged": shaken(tf.BertForSequenceClassification(tf.BertConfig(**config, num_labels=3)), 0),
+        "base": shaken(tf.BertModel(tf.BertConfig(**config)), 1),
+        **{task: shaken(tf.BertModel(tf.BertConfig(**config)), seed) for seed, task in enumerate(TASKS, 2)},
+    }
+    inputs = {task: text(12) for task in TASKS}
+    results = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)  # loading draws what is missing
+        (folder := tmp_path / str(seed)).mkdir()
+        results.append(run(folder, inputs, select="search", **models))
+    assert len({str(result.report.settings["candidates"]) for result in results}) == 1
+    after = [load_file(tmp_path / seed / "out" / "model.safetensors") for seed in "12"]
+    assert all(torch.equal(after[0][name], after[1][name]) for name in after[0])
+    assert results[0].report.measures["red"].models["merged"].output is None
+
+
 def test_a_merged_model_with_a_head_keeps_it(tmp_path: Path) -> None:
     config = TEXT_SIZES
     run(

@@ -6,6 +6,7 @@ import gc
 import weakref
 from collections import Counter
 from hashlib import sha256
+from math import inf, nan
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from featcal_cli.batches import count_examples
 from featcal_cli.errors import NumericsError
 from featcal_cli.features import Job
 from featcal_cli.report import Trial
-from featcal_cli.search import Candidate, Search
+from featcal_cli.search import Candidate, Search, mean_ratio
 from featcal_cli.solver import Settings
 from featcal_cli.workflow import calibrate
 
@@ -235,3 +236,9 @@ def test_nothing_is_left_of_a_candidate_that_is_dropped(bert: Saved) -> None:
 
     search.run(look)
     assert alive[-1] == set(search.job.students)
+
+
+def test_what_is_not_finite_in_merged_says_nothing_and_in_a_candidate_everything() -> None:
+    assert mean_ratio([(2.0, 1.0), (1.0, inf), (1.0, nan)]) == pytest.approx(2.0)
+    assert mean_ratio([(nan, 1.0), (0.5, 1.0)]) == inf
+    assert mean_ratio([]) == 1.0

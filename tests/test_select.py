@@ -7,12 +7,14 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pyarrow
 import pyarrow.parquet
 import pytest
 import torch
+import transformers as tf
 import yaml
 from command_line import Run, featcal_inside
 from families import FAMILIES, TASKS, Saved, save_family, save_tokenizer
@@ -20,10 +22,13 @@ from hub_server import HubServer
 from safetensors.torch import save_file
 
 from featcal_cli.algorithm import Progress
-from featcal_cli.errors import RecipeError
+from featcal_cli.errors import NumericsError, RecipeError
+from featcal_cli.estimate import Work
 from featcal_cli.listener import Silent
+from featcal_cli.recipe import Calibration
 from featcal_cli.report import Report, Trial
-from featcal_cli.select import CAUTIOUS, choose_candidates, pick_trial
+from featcal_cli.select import CAUTIOUS, PAPER, Plan, choose_candidates, choose_settings, pick_trial
+from featcal_cli.solver import Settings
 from featcal_cli.workflow import calibrate
 
 pytestmark = pytest.mark.usefixtures("undrawn")
@@ -341,3 +346,27 @@ def test_candidates_without_a_score_or_that_dropped_out_are_not_taken() -> None:
 def test_where_nothing_beats_merged_the_least_bad_is_taken() -> None:
     trials = [trial(1.02, 3.0, 0.15), trial(1.03, 1e-5, 0.3)]
     assert pick_trial(trials) is trials[0]
+
+
+@pytest.mark.parametrize("ridge", [None, 1e-5])
+def test_where_no_candidate_beats_merged_it_hardly_changes_but_for_what_the_user_gives(ridge: float | None) -> None:
+    held = [trial(1.02, 1e-5, 0.15), trial(1.03, 1e-5, 0.3)]
+    examples = {"red": SimpleNamespace(fitted_count=64, selection_count=8)}
+    given = Calibration(select="search", ridge=ridge)
+    model = tf.BertModel(tf.BertConfig(num_hidden_layers=1, hidden_size=4, num_attention_heads=1, vocab_size=9))
+    choice = choose_settings(given, model, examples, Work(1, 1, 1), 4, lambda _: held)  # type: ignore[arg-type]
+    assert choice.settings == (CAUTIOUS if ridge is None else Settings(1e-5, 1.0, 0.15))
+    assert "none is better than merged" in choice.chosen_by
+
+
+def test_a_search_that_fails_leaves_auto_with_the_preset() -> None:
+    def fail(_: Plan) -> list[Trial]:
+        raise NumericsError("the features are not finite")
+
+    examples = {"red": SimpleNamespace(fitted_count=640, selection_count=8)}
+    model = tf.BertModel(tf.BertConfig(num_hidden_layers=1, hidden_size=4, num_attention_heads=1, vocab_size=9))
+    arguments: Any = (model, examples, Work(1, 1, 1), 4, fail)
+    choice = choose_settings(Calibration(), *arguments)
+    assert choice.settings == PAPER["CLIP"] and "the features are not finite" in choice.chosen_by
+    with pytest.raises(NumericsError):
+        choose_settings(Calibration(select="search"), *arguments)
