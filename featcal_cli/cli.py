@@ -216,7 +216,15 @@ def demo(
     quiet: options.Quiet = False,
 ) -> None:
     """Calibrate a small merged model that comes with the package, and show the accuracy before and after."""
-    from featcal_cli.console import Screen, show_accuracy, show_demo, show_drift, show_next, show_result
+    from featcal_cli.console import (
+        Screen,
+        show_accuracy,
+        show_demo,
+        show_drift,
+        show_next,
+        show_result,
+        warn_of_growth,
+    )
     from featcal_cli.recipe import find_recipe
 
     screen = Screen(quiet=quiet or json)
