@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -26,8 +26,6 @@ COMPUTE = 4
 FITTED_PASSES, WATCHED_PASSES = 2, 8
 """Passes of a batch that are under way at once: expert and student; where drift is measured with merged and base, and a
 further one of the expert for each of them."""
-SEARCHED = (8, 4)
-"""Candidates of a search at most, and the examples of which one is searched with."""
 SPEED_TRIES = 6
 """Products that are timed; the first one also starts threads and libraries."""
 FEATURES_HELD = 3
@@ -97,13 +95,13 @@ def estimate(
     batch_size: int,
     resident: int,
     guarded: bool,
-    searched: bool,
+    searched: Callable[[Work], tuple[int, int] | None],
 ) -> Estimate:
     """The needs of calibrating `models` (outlines: merged, base and the experts, by role), given the process's
     `resident` bytes now.
 
     guarded: updates are checked on as many examples as drift is measured on.
-    searched: candidates for the settings walk first, at most as many, on as many examples, as SEARCHED says.
+    searched: given the work, how many candidates for the settings walk first, and on how many examples; None for none.
     """
     merged = models["merged"].module
     walks: dict[str, _Walk] = {}
@@ -111,6 +109,7 @@ def estimate(
         alike = (done for done in walks if _shapes_of(loads[done].batch) == _shapes_of(load.batch))
         same = next(alike, None)
         walks[task] = walks[same] if same else _walk(merged, architecture, architecture.entries[task], load.batch)
+    counted = _count_work(merged, architecture, walks)
     features = FEATURES_HELD * max(walk.feature_bytes * batch_size // walk.examples for walk in walks.values())
     held_out = WATCHED_PASSES + (FITTED_PASSES if guarded else 0)
     passes = {task: load.fitted * FITTED_PASSES + load.watched * held_out for task, load in loads.items()}
@@ -120,32 +119,31 @@ def estimate(
     largest = max((_bytes(merged.get_submodule(block.name)) for block in architecture.blocks), default=0)
     weights = sum(_reached_bytes(model, architecture) for model in models.values())
     weights += _reached_bytes(models["merged"], architecture)  # the student maps the merged files a second time
-    counted = _count_work(merged, architecture, walks)
     data = sum(load.held_bytes for load in loads.values())
     on_device = device.type != "cpu"
     work = states + features + equations
-    if searched:
+    if found := searched(counted):
         own_stem = on_device or merged.dtype not in (torch.float32, torch.bfloat16)  # a converted one is not shared
         each = largest + (_stem_bytes(merged, architecture) if own_stem else 0)
-        work = max(work, features + equations + _search_bytes(walks, loads, each))
+        work = max(work, features + equations + _search_bytes(walks, loads, each, *found))
     on_host = resident + weights + blocks + data  # the student's new blocks stay in memory
     return Estimate(
         host_bytes=on_host + (0 if on_device else work),
         device_bytes=work + largest * 4 + _stem_bytes(merged, architecture) if on_device else 0,
         disk_bytes=_bytes(merged) + blocks,
-        seconds=_seconds(counted, loads, device, guarded=guarded) * (2 if searched else 1),
+        seconds=_seconds(counted, loads, device, guarded=guarded) * (2 if found else 1),
         work=counted,
     )
 
 
-def _search_bytes(walks: Mapping[str, _Walk], loads: Mapping[str, Load], each: int) -> int:
+def _search_bytes(
+    walks: Mapping[str, _Walk], loads: Mapping[str, Load], each: int, candidates: int, fitted: int
+) -> int:
     """Of all candidates' passes and weights (`each`), and of what experts show of a block, kept for them."""
-    candidates, share = SEARCHED
     total = candidates * each
     for task, walk in walks.items():
-        few = loads[task].fitted // share
-        states = candidates * (few + 4 * loads[task].watched) * walk.state_bytes
-        total += (states + few * walk.feature_bytes) // walk.examples
+        states = candidates * (fitted + 4 * loads[task].watched) * walk.state_bytes
+        total += (states + fitted * walk.feature_bytes) // walk.examples
     return total
 
 

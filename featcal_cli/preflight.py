@@ -13,7 +13,7 @@ from featcal_cli.checkpoint import Model, check_alignment, find_class, load_fitt
 from featcal_cli.convert import OTHER_FORMATS
 from featcal_cli.download import DESCRIBING, chosen_files, download, missing_files
 from featcal_cli.errors import OutputError
-from featcal_cli.estimate import Estimate, Load, estimate
+from featcal_cli.estimate import Estimate, Load, Work, estimate
 from featcal_cli.examples import TaskExamples, load_examples
 from featcal_cli.header import Entry, read_headers
 from featcal_cli.hub import Snapshot
@@ -24,6 +24,7 @@ from featcal_cli.origin import Origin, find_origin
 from featcal_cli.outline import load_outline
 from featcal_cli.recipe import Data, Merge, Recipe
 from featcal_cli.repo import Opener
+from featcal_cli.select import Plan, plan_for
 
 Note = Callable[[str], None]
 SAMPLED = 8
@@ -127,6 +128,13 @@ def prepare(
             check_alignment(architecture, merged, outline)
     transfers = {role: _transfer(origin) for role, origin in origins.items()}
     loads = {task: _load(found, recipe.calibration.examples, count) for task, found in examples.items()}
+    is_open = recipe.calibration.is_open and all(found.selection_count for found in examples.values())
+
+    def will_search(work: Work) -> tuple[int, int] | None:
+        fitted, shown = (max(getattr(load, key) for load in loads.values()) for key in ("fitted", "watched"))
+        plan = plan_for(recipe.calibration, merged.module, fitted, shown, work, len(architecture.blocks))
+        return (len(plan.candidates), plan.fitted) if isinstance(plan, Plan) else None
+
     needs = estimate(
         outlines,
         architecture,
@@ -135,7 +143,7 @@ def prepare(
         batch_size=batch_size,
         resident=resident_bytes(),
         guarded=target is not None and recipe.calibration.select != "preset",
-        searched=target is not None and recipe.calibration.is_open,
+        searched=will_search if is_open and target is not None else lambda _: None,
     )
     _check_disk(needs, transfers, target)
     return Preflight(

@@ -9,7 +9,7 @@ from math import ceil, log2
 from transformers import PreTrainedModel
 
 from featcal_cli.errors import NumericsError, RecipeError
-from featcal_cli.estimate import SEARCHED, Work
+from featcal_cli.estimate import Work
 from featcal_cli.examples import TaskExamples
 from featcal_cli.recipe import Calibration
 from featcal_cli.report import Trial
@@ -37,8 +37,7 @@ CAUTIOUS = Settings(ridge=100.0, rho=1.0, alpha=0.15)
 """Leaves weights nearly as merged: for where nothing that was tried is better than that."""
 BUDGET, BUDGET_IF_WANTED = 1.0, 2.0
 """What a search may cost, in calibrations; and where the user asks for one."""
-MOST_CANDIDATES, SHARE = SEARCHED
-SHARES = (SHARE, 6, 8)
+SHARES = (4, 6, 8)
 """One fitted example of so many is searched with, if that is affordable with ENOUGH candidates."""
 ENOUGH_CANDIDATES, FEWEST_CANDIDATES, FEWEST_EXAMPLES = 6, 4, 16
 """With fewer of them a search says little."""
@@ -90,7 +89,11 @@ def choose_settings(
         return Choice(replace(preset, **given), "the user", [])
     if calibration.select == "preset":
         return Choice(replace(preset, **given), by_user + by_preset, [])
-    plan = plan_search(choose_candidates(kind, given), examples, work, blocks, wanted=calibration.select == "search")
+    plan: Plan | str = _find_unsearchable(examples)
+    if not plan:
+        fitted = max(found.fitted_count for found in examples.values())
+        shown = min(found.selection_count for found in examples.values())
+        plan = plan_for(calibration, model, fitted, shown, work, blocks)
     if isinstance(plan, str):
         return Choice(replace(preset, **given), f"{by_user}{by_preset}: {plan}", [])
     try:
@@ -107,6 +110,14 @@ def choose_settings(
         if "ridge" not in given:
             settings, chosen_by = replace(CAUTIOUS, **given), f"{chosen_by}: it hardly changes"
     return Choice(settings, chosen_by, trials)
+
+
+def plan_for(
+    calibration: Calibration, model: PreTrainedModel, fitted: int, shown: int, work: Work, blocks: int
+) -> Plan | str:
+    """The search that a run will make with that many fitted and held-out examples a task; or, in words, why none."""
+    candidates = choose_candidates(_kind_of(model), _given(calibration))
+    return plan_search(candidates, fitted, shown, work, blocks, wanted=calibration.select == "search")
 
 
 def check_search(calibration: Calibration, examples: Mapping[str, TaskExamples]) -> None:
@@ -143,20 +154,17 @@ def choose_candidates(kind: str, given: Mapping[str, float]) -> dict[str, Candid
 
 def plan_search(
     candidates: Mapping[str, Candidate],
-    examples: Mapping[str, TaskExamples],
+    fitted: int,
+    shown: int,
     work: Work,
     blocks: int,
     *,
     wanted: bool,
 ) -> Plan | str:
     """The largest search within the budget, or the smallest if it is `wanted`; else, in words, why there is none."""
-    fitted = max(found.fitted_count for found in examples.values())
-    shown = min(found.selection_count for found in examples.values())
-    if reason := _find_unsearchable(examples):
-        return reason
     budget = BUDGET_IF_WANTED if wanted else BUDGET
     allowed = budget * _cost_of_calibration(work, fitted, shown)
-    most = min(MOST_CANDIDATES, len(candidates))
+    most = len(candidates)
     sizes = [(count, share) for share in SHARES for count in range(most, min(ENOUGH_CANDIDATES, most) - 1, -1)]
     sizes += [(count, SHARES[-1]) for count in range(ENOUGH_CANDIDATES - 1, min(FEWEST_CANDIDATES, most) - 1, -1)]
     for count, share in sizes:
