@@ -57,7 +57,9 @@ Examples
 
 Models
 
-    checkpoint     memory-mapped models of one class; alignment check; built-in mergers
+    checkpoint     memory-mapped models, each in its class
+    alignment      models loaded to fit the merged one, and checked that they do
+    merging        the built-in mergers
     layout         which tensor lies where on disk; writing new values and nothing else
     outline        a model without values, from headers alone
     modules        the kinds of modules that can be calibrated, and their parameters
@@ -116,6 +118,7 @@ The run
     preflight      everything that can be known before weights are downloaded
     job            the models of a job, loaded and ready to walk
     run            what every verb begins with: lineage, preflight, downloads
+    summary        what a run did, put together → report
     workflow       the verbs: what the command line and Python users both call
     inspector      inspect-drift: walk, load nothing, measure
     demo           the main job on embedded checkpoints

@@ -17,7 +17,7 @@ from rich.syntax import Syntax
 from rich.table import Table
 
 from featcal_cli.errors import FeatCalError
-from featcal_cli.report import RECIPE, Report
+from featcal_cli.report import CARD, RECIPE, Report
 
 if TYPE_CHECKING:  # these import torch
     from featcal_cli.algorithm import Progress as Step
@@ -135,7 +135,7 @@ def show_result(output: Path, pushed: Pushed | None, *, hints: bool) -> None:
         OUT.print(f"and on the Hub: {escape(pushed.url)}", soft_wrap=True)
     if hints:
         place = escape(str(output))
-        ERR.print(f"[dim]Load it like the merged one: AutoModel.from_pretrained('{place}')[/dim]", soft_wrap=True)
+        ERR.print(f"[dim]Load it like the merged one; {place}/{CARD} shows how.[/dim]", soft_wrap=True)
         ERR.print(f"[dim]Run the job again: featcal calibrate -r {place}/{RECIPE} -o NEW[/dim]", soft_wrap=True)
 
 

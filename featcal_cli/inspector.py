@@ -11,7 +11,7 @@ import torch
 
 from featcal_cli import __version__
 from featcal_cli.algorithm import Progress
-from featcal_cli.checkpoint import check_alignment, load_fitting
+from featcal_cli.alignment import check_alignment, load_fitting
 from featcal_cli.drift_plots import plot_inspection
 from featcal_cli.errors import OutputError, RecipeError
 from featcal_cli.features import Job, forward_order

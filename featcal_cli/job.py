@@ -8,23 +8,16 @@ from pathlib import Path
 
 import torch
 
+from featcal_cli.alignment import check_alignment, describe_differences, load_fitting
 from featcal_cli.architecture import Architecture, find_architecture
 from featcal_cli.batches import take_examples, take_first
-from featcal_cli.checkpoint import (
-    Model,
-    check_alignment,
-    describe_differences,
-    find_class,
-    load_fitting,
-    load_model,
-    merge_weights,
-    share_model,
-)
+from featcal_cli.checkpoint import Model, find_class, load_model, share_model
 from featcal_cli.drift import DriftMeter
 from featcal_cli.examples import TaskExamples
 from featcal_cli.features import MERGED, Job
 from featcal_cli.hub import Snapshot
 from featcal_cli.layout import names_on_disk, read_slots
+from featcal_cli.merging import merge_weights
 from featcal_cli.output import build_checkpoint
 from featcal_cli.outputs import OutputMeter, limit_batches
 from featcal_cli.recipe import Calibration, Merge
@@ -98,7 +91,7 @@ def make_job(
     it is measured on what is not fitted, if there is any; without, on all examples, and inside of blocks too.
     guarded: updates are checked on the examples that are held out for that.
     """
-    dtype = choose_dtype(calibration, models.merged)
+    dtype = _choose_dtype(calibration, models.merged)
 
     def walker(model: Model) -> Walker:
         return Walker(model, architecture.blocks, device, dtype)
@@ -117,7 +110,7 @@ def make_job(
         experts=experts,
         examples={task: found.fitted for task, found in examples.items()} if students else {},
         checked={task: found.selection for task, found in examples.items()} if guarded else {},
-        cls_blocks=choose_cls_blocks(merged, architecture, examples, calibration, note),
+        cls_blocks=_choose_cls_blocks(merged, architecture, examples, calibration, note),
         meter=DriftMeter(modules=not students),
         vectors=VectorMeter(),
         outputs=OutputMeter(),
@@ -173,7 +166,7 @@ def _build_merged(merge: Merge, base: Model, experts: list[Model], folder: Path)
     return build_checkpoint(folder, first.snapshot, base.snapshot, on_disk)
 
 
-def choose_cls_blocks(
+def _choose_cls_blocks(
     merged: Walker,
     architecture: Architecture,
     examples: Mapping[str, TaskExamples],
@@ -193,7 +186,7 @@ def choose_cls_blocks(
     return frozenset(found)
 
 
-def choose_dtype(calibration: Calibration, merged: Model) -> torch.dtype:
+def _choose_dtype(calibration: Calibration, merged: Model) -> torch.dtype:
     if calibration.dtype == "auto":
         return torch.bfloat16 if merged.module.dtype == torch.bfloat16 else torch.float32
     return torch.bfloat16 if calibration.dtype == "bfloat16" else torch.float32

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
-import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from featcal_cli.errors import OutputError
+from featcal_cli.hub import Snapshot
+from featcal_cli.machine import describe_environment
+from featcal_cli.recipe import Recipe
 from featcal_cli.report import BlockReport
 from featcal_cli.walker import Walker
 
@@ -40,17 +44,8 @@ class Journal:
 
     def keep(self, name: str, value: Any) -> None:
         """Keep what was found before the first block, as JSON."""
-        target = self.folder / f"{name}.kept.json"
-        partial = target.with_suffix(".partial")
-        try:
+        with self._writing(self.folder / f"{name}.kept.json") as partial:
             partial.write_text(json.dumps(value), encoding="utf-8")
-            partial.replace(target)
-        except OSError as error:
-            raise OutputError(
-                f"cannot write: {error.strerror}",
-                where=str(target),
-                fix="free disk space and run the same command again",
-            ) from None
 
     def recall(self, name: str) -> Any:
         """What was kept under the name, by this run or an earlier one of the same job; None for nothing."""
@@ -68,15 +63,8 @@ class Journal:
                 f"{report.name}.{module.name}"
             )
         }
-        target = self._file(number)
-        partial = target.with_suffix(".partial")
-        try:
+        with self._writing(self._file(number)) as partial:
             save_file(parameters, partial, metadata={"report": report.to_json()})
-            partial.replace(target)
-        except (OSError, SafetensorError) as error:
-            raise OutputError(
-                f"cannot write: {error}", where=str(target), fix="free disk space and run the same command again"
-            ) from None
 
     def restore(self, number: int, student: Walker) -> BlockReport | None:
         """Load a block that was finished before into the student and return its report; None when it was not."""
@@ -100,9 +88,38 @@ class Journal:
         with safe_open(self._file(number), framework="pt") as stored:
             return {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118
 
-    def remove_work(self) -> None:
-        """Delete the journal and everything else beside it in the hidden folder: it is of no further use."""
-        shutil.rmtree(self.folder.parent, ignore_errors=True)
+    @contextmanager
+    def _writing(self, target: Path) -> Iterator[Path]:
+        """Where to write what becomes `target` when it is whole. Raises OutputError."""
+        partial = target.with_suffix(".partial")
+        try:
+            yield partial
+            partial.replace(target)
+        except (OSError, SafetensorError) as error:
+            raise OutputError(
+                f"cannot write: {error}", where=str(target), fix="free disk space and run the same command again"
+            ) from None
 
     def _file(self, number: int) -> Path:
         return self.folder / f"block-{number:04d}.safetensors"
+
+
+def take_fingerprint(
+    recipe: Recipe, snapshots: Mapping[str, Snapshot], device: torch.device, batch_size: int
+) -> dict[str, Any]:
+    """Everything that decides the result of a job; where it goes does not."""
+    data = [Path(task.data.path) for task in recipe.tasks.values() if task.data.path]
+    # of a model's folder only what lies in it at once: the output, and this journal, may lie below
+    files = {file for found in snapshots.values() if found.commit is None for file in found.folder.iterdir()}
+    files |= {file for path in data for file in (path.rglob("*") if path.is_dir() else [path])}
+    return {
+        "recipe": recipe.model_dump(mode="json", exclude={"output"}),
+        "files": {str(file): _stamp(file) for file in sorted(files) if file.is_file()},
+        "environment": describe_environment(device),
+        "batch_size": batch_size,
+    }
+
+
+def _stamp(file: Path) -> str:
+    status = file.stat()
+    return f"{status.st_size} {status.st_mtime_ns}"

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from featcal_cli.checkpoint import Model, check_alignment, find_class, load_fitting, read_config
+from featcal_cli.alignment import check_alignment, load_fitting
+from featcal_cli.checkpoint import Model, find_class, read_config
 from featcal_cli.convert import OTHER_FORMATS
 from featcal_cli.download import DESCRIBING, chosen_files, download, missing_files
 from featcal_cli.errors import OutputError

@@ -17,7 +17,6 @@ from featcal_cli.solver import Settings
 
 SMALLEST = 1e-6
 """A distance below this is taken for this: an expert may be the merged model."""
-
 DISTANCE_SHARE = 0.75
 """Of the distance of logits in a score, as a power; the rest is the total variation distance of the probabilities:
 nearer to what users count, but coarse on few examples. (Their divergence is decided by the surest mistakes.)"""

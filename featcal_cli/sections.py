@@ -129,8 +129,6 @@ def _settings(report: Report) -> str:
         f"λ (ridge) = {settings['ridge']:g}, ρ (rho) = {settings['rho']:g}, α (alpha) = {settings['alpha']:g}; chosen "
         f"by: {_message(settings['chosen_by'], report)}."
     )
-    if settings["candidates"]:
-        text += f" {len(settings['candidates'])} candidates were compared."
     text += (
         f" Norms: {inert(str(settings['norms']))}; biases: {'calibrated' if settings['bias'] else 'as merged'}; token "
         f"weights: {inert(str(settings['token_weights']))}. "

@@ -4,40 +4,33 @@ from __future__ import annotations
 
 import json
 import shutil
-import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from featcal_cli import __version__
 from featcal_cli.address import path_exists
 from featcal_cli.algorithm import calibrate_blocks
-from featcal_cli.ancestors import SAID
 from featcal_cli.architecture import Architecture
-from featcal_cli.card import read_license, write_card
+from featcal_cli.card import write_card
 from featcal_cli.checkpoint import Model
 from featcal_cli.errors import FeatCalError, NumericsError, OutputError
-from featcal_cli.features import CALIBRATED, MERGED, Job
-from featcal_cli.hub import Snapshot
+from featcal_cli.features import CALIBRATED, MERGED
 from featcal_cli.job import Models, find_blocks, load_models, make_job, make_search_job
-from featcal_cli.journal import Journal
+from featcal_cli.journal import Journal, take_fingerprint
 from featcal_cli.layout import names_on_disk, read_slots
 from featcal_cli.listener import Listener, Silent
 from featcal_cli.loaders import find_pipeline_tag, find_processor_class
-from featcal_cli.machine import describe_environment, peak_resident_bytes
-from featcal_cli.measures import describe_tasks, read_curve, read_drift
 from featcal_cli.output import Unpushed, check_output, default_output, work_folder, write_output
 from featcal_cli.plots import plot_drift
 from featcal_cli.preflight import Preflight
 from featcal_cli.push import Pushed, Target, check_target, push
 from featcal_cli.recipe import Draft, Merge, as_draft, dump_recipe
-from featcal_cli.report import CARD, PICTURE, RECIPE, REPORT, BlockReport, Report, Source, Trial, describe_guard
+from featcal_cli.report import CARD, PICTURE, RECIPE, REPORT, Report, Trial, describe_guard
 from featcal_cli.run import Run
 from featcal_cli.search import Search
 from featcal_cli.select import Choice, Plan, check_search, choose_settings
+from featcal_cli.summary import summarise
 
 SEARCH = "search"
 """Under this name the journal keeps what a search found."""
@@ -190,7 +183,8 @@ class _Calibration:
         merge = recipe.merged if isinstance(recipe.merged, Merge) else None
         models = load_models(snapshots, merge, self._work / "merged", self._draft.name)
         architecture = find_blocks(models, plan.examples, recipe.calibration.norms, self._run.note)
-        journal = Journal(self._work / "journal", self._fingerprint(plan, snapshots))
+        fingerprint = take_fingerprint(recipe, snapshots, self._run.device, self._run.batch_size)
+        journal = Journal(self._work / "journal", fingerprint)
         try:
             choice = self._choose(plan, models, architecture, journal)
             unchecked = [task for task, found in plan.examples.items() if not found.selection]
@@ -229,7 +223,7 @@ class _Calibration:
         self._run.listener.stage("writing")
         fixed = recipe.calibration.model_copy(update=asdict(choice.settings))
         plan = replace(plan, recipe=recipe.model_copy(update={"calibration": fixed}))
-        report = self._report(plan, blocks, job, choice)
+        report = summarise(self._run, plan, blocks, job, choice)
         self._write(journal, models, report, plan, target)
         return report, models
 
@@ -288,51 +282,6 @@ class _Calibration:
             self._run.note(f"left out of the output: {name} (other weights than the calibrated ones)")
         shutil.rmtree(journal.folder, ignore_errors=True)
 
-    def _report(self, plan: Preflight, blocks: list[BlockReport], job: Job, choice: Choice) -> Report:
-        calibration = plan.recipe.calibration
-        on_device = self._run.device.type == "cuda"
-        return Report(
-            featcal_version=__version__,
-            recipe=plan.recipe.model_dump(mode="json", exclude_none=True),
-            environment=describe_environment(self._run.device),
-            settings={
-                **asdict(choice.settings),
-                "chosen_by": choice.chosen_by,
-                "candidates": [asdict(trial) for trial in choice.candidates],
-                "guard": bool(job.checked),
-                "norms": calibration.norms,
-                "bias": calibration.bias,
-                "token_weights": "cls" if job.cls_blocks else "uniform",
-                "examples": {task: found.fitted_count for task, found in plan.examples.items()},
-            },
-            blocks=blocks,
-            drift={task: read_drift(job, task, bool(found.held_out)) for task, found in plan.examples.items()},
-            cost={
-                "seconds": time.monotonic() - self._run.started,
-                "peak_rss_bytes": peak_resident_bytes(),
-                "peak_device_bytes": torch.cuda.max_memory_allocated(self._run.device) if on_device else 0,
-                "expert_bytes_read": sum(walker.bytes_read for walker in job.experts.values()),
-            },
-            notes=list(self._run.notes),
-            sources=list(_describe_sources(plan)),
-            curves={task: read_curve(job, task) for task in plan.examples},
-            measures=describe_tasks(
-                job, {task: f.held_out_count or f.fitted_count for task, f in plan.examples.items()}
-            ),
-        )
-
-    def _fingerprint(self, plan: Preflight, snapshots: Mapping[str, Snapshot]) -> dict[str, Any]:
-        """Everything that decides the result; where it goes does not."""
-        data = [Path(task.data.path) for task in plan.recipe.tasks.values() if task.data.path]
-        files = [file for found in snapshots.values() if found.commit is None for file in found.folder.iterdir()]
-        files += [file for path in data for file in (path.rglob("*") if path.is_dir() else [path])]
-        return {
-            "recipe": plan.recipe.model_dump(mode="json", exclude={"output"}),
-            "files": {str(file): _stamp(file) for file in sorted(files) if file.is_file()},
-            "environment": describe_environment(self._run.device),
-            "batch_size": self._run.batch_size,
-        }
-
     def _key(self) -> str:
         """The job without its output: a finished model may be pushed to another place than was planned."""
         return json.dumps(self._draft.model_dump(mode="json", exclude={"output"}), sort_keys=True)
@@ -345,20 +294,3 @@ class _Calibration:
             draft = self._work / CARD
             draft.write_text(text, encoding="utf-8")
             draft.replace(card)
-
-
-def _describe_sources(plan: Preflight) -> Iterator[Source]:
-    """Every model and dataset that a run read, with the licence that its card names."""
-    found_in = {finding.role: finding.source for finding in plan.findings}
-    for role, origin in plan.origins.items():
-        licenses = {read_license(each.read_text(CARD)) for each in origin.repos()}
-        agreed = licenses.pop() if len(licenses) == 1 else None
-        yield Source(role, origin.name, origin.repo.commit, found_in.get(role, SAID), agreed)
-    for task, spec in plan.recipe.tasks.items():
-        name = spec.data.dataset or str(spec.data.path)
-        yield Source(f"data {task}", name, spec.data.revision, found_in.get(f"data {task}", SAID), None)
-
-
-def _stamp(file: Path) -> str:
-    status = file.stat()
-    return f"{status.st_size} {status.st_mtime_ns}"

@@ -1,0 +1,104 @@
+"""Models that belong together: each loaded so that it fits the merged model, and checked that it does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+import transformers
+from transformers import PreTrainedModel
+
+from featcal_cli.architecture import Architecture
+from featcal_cli.checkpoint import Model, find_class, load_model, read_config
+from featcal_cli.errors import CheckpointError
+from featcal_cli.hub import Snapshot
+
+HEADS = (
+    "ForSequenceClassification",
+    "ForTokenClassification",
+    "ForImageClassification",
+    "ForAudioClassification",
+    "ForMaskedLM",
+    "ForCausalLM",
+)
+"""Classes that are a body with a head, and are called like the body."""
+Loader = Callable[[str, Snapshot, type[PreTrainedModel]], "Model"]
+"""What makes a Model of a role, a snapshot and a class."""
+
+
+def load_fitting(role: str, snapshot: Snapshot, merged: Model, load: Loader = load_model) -> Model:
+    """The checkpoint as the merged model's class; or in its own class where it is only a part of that (its vision
+    tower, say), which `part` then names, or where that is only its `body`, so that it keeps its head."""
+    config, merged_class = read_config(snapshot), type(merged.module)
+    if config.get("model_type") != read_config(merged.snapshot).get("model_type"):
+        own_class = find_class(snapshot)
+        if own_class is not merged_class:
+            own = load(role, snapshot, own_class)
+            if part := _find_part(own.module, merged.module):
+                return replace(own, part=part)
+    elif (headed := _find_headed(config)) not in (None, merged_class):
+        with suppress(CheckpointError):  # then it may still be one without its head
+            own = load(role, snapshot, headed)
+            if type(own.module.base_model) is merged_class and not own.missing:
+                return replace(own, body=own.module.base_model_prefix)
+    return load(role, snapshot, merged_class)
+
+
+def _find_headed(config: Mapping[str, Any]) -> type[PreTrainedModel] | None:
+    """The class that a config names, where it is a body with a head."""
+    name = str((config.get("architectures") or [""])[0])
+    found = getattr(transformers, name, None) if name.endswith(HEADS) else None
+    return found if isinstance(found, type) and issubclass(found, PreTrainedModel) else None
+
+
+def _find_part(own: PreTrainedModel, merged: PreTrainedModel) -> str:
+    """Where in the merged model a model of `own`'s structure lies; "" where there is none."""
+    shapes = {name: parameter.shape for name, parameter in own.named_parameters()}
+    for path, module in merged.named_modules():
+        if path and isinstance(module, PreTrainedModel):
+            inside = {name: parameter.shape for name, parameter in module.named_parameters()}
+            if sum(shapes.get(name) == shape for name, shape in inside.items()) > 0.9 * len(inside):
+                return str(path)
+    return ""
+
+
+def check_alignment(architecture: Architecture, merged: Model, other: Model) -> None:
+    """Raise CheckpointError unless `other` has every parameter of every block, in the merged model's shapes,
+    and every parameter that runs before and between the blocks."""
+    prefix = f"{other.part}." if other.part else ""
+    theirs = other.parameters
+    ours = {name: found for name, found in merged.module.named_parameters() if name.startswith(prefix)}
+    reached = [path for path in ours if path.rpartition(".")[0] in architecture.reached]
+    missing = [path for path in reached if path not in theirs or other.own_path(path) in other.missing]
+    if missing:
+        raise CheckpointError(_describe_missing(missing, len(reached), merged, other), where=other.snapshot.name,
+                              fix="give a full checkpoint of the same architecture as the merged model")  # fmt: skip
+    inside = tuple(f"{block.name}." for block in architecture.blocks)
+    for path in (path for path in ours if path.startswith(inside) and path in theirs):
+        if theirs[path].shape != ours[path].shape:
+            raise CheckpointError(
+                f"{other.role} has {path} of shape {list(theirs[path].shape)}, merged has {list(ours[path].shape)}",
+                where=other.snapshot.name,
+                fix="use models of the same size, fine-tuned from the same base",
+            )
+
+
+def describe_differences(merged: Model, other: Model, architecture: Architecture) -> list[str]:
+    """What differs between two models outside the blocks, where nothing is calibrated, in sentences."""
+    theirs = {name: parameter.shape for name, parameter in other.parameters.items()}
+    reached = [name for name in theirs if name.rpartition(".")[0] in architecture.reached]
+    return [
+        f"{other.role} has {name} of shape {list(theirs[name])}, merged {list(parameter.shape)}; it stays as merged"
+        for name, parameter in merged.module.named_parameters()
+        if name in reached and theirs[name] != parameter.shape
+    ]
+
+
+def _describe_missing(missing: list[str], reached: int, merged: Model, other: Model) -> str:
+    ours, theirs = (read_config(model.snapshot).get("model_type", "?") for model in (merged, other))
+    if 2 * len(missing) > reached:
+        return f"{other.role} is of another architecture than merged ({theirs}, not {ours}): {missing[0]} is missing"
+    more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+    return f"{other.role} lacks the tensor {missing[0]}{more}"
