@@ -21,11 +21,13 @@ from typing import Any, ClassVar
 
 import torch
 from lab import Lab, Scores, gain
+from plain import PlainSystem
 from torch import Tensor
 from yardsticks import merge_by_regression, operate
 
+from featcal_cli.factor import EPSILON
 from featcal_cli.moments import LinearMoments
-from featcal_cli.solver import EPSILON, Affine, LinearSystem, Settings, Solution, precise, relative_change
+from featcal_cli.solver import Affine, Settings, Solution, precise, relative_change
 
 SEEDS = (1, 2, 3)
 TRIED = tuple(
@@ -44,20 +46,12 @@ Gain = tuple[float, float]
 """Over merged: on average, and of the task that gains least."""
 
 
-class Together(LinearSystem):
+class Together(PlainSystem):
     """Weight and bias solved as one: a 1 is appended to the input, and λ holds the bias as it holds the weight."""
 
-    def __init__(self, merged: Mapping[str, Affine], settings: Settings) -> None:
-        super().__init__(merged, settings)
-        self._cross = {name: torch.zeros_like(pull) for name, pull in self._pull.items()}
-
-    def fold(self, moments: LinearMoments, experts: Mapping[str, Affine]) -> float:
-        omega = super().fold(moments, experts)
-        for name, expert in experts.items():
-            bias, merged = precise(expert).bias, self._merged[name].bias
-            if bias is not None and merged is not None:
-                self._cross[name] += omega * torch.outer(bias - merged, moments.mean)
-        return omega
+    def __init__(self, merged: Mapping[str, Affine], settings: Settings, *, with_bias: bool = False) -> None:
+        with_bias = with_bias or all(each.bias is not None for each in merged.values())
+        super().__init__(merged, settings, with_bias=with_bias)
 
     def solve(self, base: Mapping[str, Affine], *, bias: bool = True) -> dict[str, Solution]:
         if any(merged.bias is None for merged in self._merged.values()):
@@ -68,7 +62,7 @@ class Together(LinearSystem):
         solutions = {}
         for name, merged in self._merged.items():
             start, anchor = _augment(merged), _augment(precise(base[name]))
-            pull = torch.cat([self._pull[name] + self._cross[name], self._bias_pull[name][:, None]], 1)
+            pull = torch.cat([self._pull[name], self._bias_pull[name][:, None]], 1)
             new = start + torch.cholesky_solve((pull + ridge * (1 - rho) * (anchor - start)).T, factor).T
             found = Affine(new[:, :-1], new[:, -1])
             solutions[name] = Solution(found, math.nan, relative_change(merged, found))
@@ -81,7 +75,7 @@ def _augment(parameters: Affine) -> Tensor:
     return torch.cat([parameters.weight, parameters.bias[:, None]], 1)
 
 
-class BySpectrum(LinearSystem):
+class BySpectrum(PlainSystem):
     """λ in units of the mean eigenvalue of Σ ω_i G_i, which differs from module to module."""
 
     times: ClassVar[float] = 1.0
@@ -99,26 +93,16 @@ class BySpectrumAsLarge(BySpectrum):
     """The same in other units: on average over the modules it is the λ that is given."""
 
 
-class Reweighted(LinearSystem):
+class Reweighted(PlainSystem):
     """Task weights other than 1/‖G‖_F, in units that leave the trace of Σ ω_i G_i as it was: λ means the same."""
 
-    def __init__(self, merged: Mapping[str, Affine], settings: Settings) -> None:
-        super().__init__(merged, settings)
+    def __init__(self, merged: Mapping[str, Affine], settings: Settings, *, with_bias: bool = False) -> None:
+        super().__init__(merged, settings, with_bias=with_bias)
         self._usual_trace = 0.0
 
-    def weigh(self, moments: LinearMoments) -> float:
-        """The task's weight."""
-        raise NotImplementedError
-
-    def fold(self, moments: LinearMoments, experts: Mapping[str, Affine]) -> float:
-        sums = [self._gram, self._mean, *self._pull.values(), *self._bias_pull.values()]
-        before = [each.clone() for each in sums]
-        usual, omega = super().fold(moments, experts), self.weigh(moments)
-        for each, old in zip(sums, before, strict=True):
-            each.copy_(old + omega / usual * (each - old))
-        self._omega += omega - usual
-        self._usual_trace += usual * float(moments.gram.trace())
-        return omega
+    def fold(self, moments: LinearMoments, experts: Mapping[str, Affine], omega: float | None = None) -> float:
+        self._usual_trace += super().weigh(moments) * float(moments.gram.trace())
+        return super().fold(moments, experts, omega)
 
     def solve(self, base: Mapping[str, Affine], *, bias: bool = True) -> dict[str, Solution]:
         ridge = self._settings.ridge * float(self._gram.trace()) / self._usual_trace
@@ -144,11 +128,11 @@ class ByDrift(Reweighted):
     """More for the task whose input has drifted farther, in relation to its size."""
 
     def weigh(self, moments: LinearMoments) -> float:
-        size = max(float(torch.linalg.matrix_norm(moments.gram)), EPSILON)
+        size = max(moments.size, EPSILON)
         return (float(torch.linalg.matrix_norm(moments.drift)) / size + 0.05) / size
 
 
-IDEAS: dict[str, type[LinearSystem]] = {
+IDEAS: dict[str, type[PlainSystem]] = {
     "weight and bias together": Together,
     "λ × mean eigenvalue": BySpectrum,
     "the same, λ on average as given": BySpectrumAsLarge,

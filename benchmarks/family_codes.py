@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from judge import Family, finish, train, write_rows
+from judge import Family, finish, save, train, write_rows
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -143,12 +143,6 @@ def train_on(model: Any, tokenizer: Any, windows: list[str], steps: int, lr: flo
         return value
 
     return train(model.parameters(), loss, steps, lr, decay=0.05)
-
-
-def save(model: Any, tokenizer: Any, folder: Path) -> None:
-    """Write weights, config and tokenizer."""
-    model.eval().save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
 
 
 def main(out: Path) -> None:

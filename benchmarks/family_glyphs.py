@@ -31,7 +31,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
-from judge import Family, finish, train
+from judge import Family, finish, save, train
 from matplotlib.ft2font import FT2Font
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor, nn
@@ -287,12 +287,10 @@ def finetune(base: ViT, pool: Pool, seed: int) -> ViT:
     return model.requires_grad_(True).eval()
 
 
-def save(model: ViT, folder: Path) -> None:
-    """Write weights, config and image processor."""
+def new_processor() -> ViTImageProcessorPil:
+    """The image processor that does what `as_input` does."""
     half, size = [0.5, 0.5, 0.5], {"height": SIDE, "width": SIDE}
-    model.save_pretrained(folder)
-    processor = ViTImageProcessorPil(size=size, image_mean=half, image_std=half, do_convert_rgb=True)
-    processor.save_pretrained(folder)
+    return ViTImageProcessorPil(size=size, image_mean=half, image_std=half, do_convert_rgb=True)
 
 
 def save_rows(images: Tensor, labels: Tensor, names: tuple[str, ...], file: Path) -> None:
@@ -315,13 +313,13 @@ def main(out: Path) -> None:
     """Train, write, merge, and print the table."""
     torch.set_num_threads(1)  # sums in one fixed order
     started = time.monotonic()
-    glyphs = draw_glyphs()
+    glyphs, processor = draw_glyphs(), new_processor()
     base = pretrain(stack([glyph for glyph in glyphs if glyph.split == "train"]))
-    save(base, out / "base")
+    save(base, processor, out / "base")
     print(f"base: {time.monotonic() - started:.0f} s", flush=True)
     for seed, (name, task) in enumerate(TASKS.items()):
         pools = {split: Pool(task, glyphs, split) for split in ROWS}
-        save(finetune(base, pools["train"], seed), out / "experts" / name)
+        save(finetune(base, pools["train"], seed), processor, out / "experts" / name)
         for number, (split, count) in enumerate(ROWS.items()):
             images, labels = pools[split].draw(count, torch.Generator().manual_seed(1000 + 10 * seed + number))
             save_rows(images, labels, task.names, out / "data" / name / f"{split}.parquet")

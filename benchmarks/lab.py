@@ -11,16 +11,17 @@ from statistics import fmean
 
 import torch
 from judge import Judge, body_of, load_judge, read_family
+from plain import PlainSystem, in_place
 
-from featcal_cli import collect
 from featcal_cli.algorithm import load_block, solve_block
+from featcal_cli.collect import collect_moments, parameters_of
 from featcal_cli.features import Job, forward_order
 from featcal_cli.guard import guard_block
 from featcal_cli.job import find_blocks, load_models, make_search_job
 from featcal_cli.listener import Silent
 from featcal_cli.recipe import Draft, as_draft
 from featcal_cli.run import Run
-from featcal_cli.solver import LinearSystem, Settings
+from featcal_cli.solver import Settings
 
 Scores = dict[str, float]
 """By task: accuracy in percent, or minus the loss in nats a token; more is better."""
@@ -55,7 +56,7 @@ class Lab:
         fitted: int,
         *,
         guarded: bool = False,
-        systems: Mapping[str, type[LinearSystem]] | None = None,
+        systems: Mapping[str, type[PlainSystem]] | None = None,
         at_depth: Callable[[Settings, float], Settings] = lambda settings, _: settings,
     ) -> Job:
         """All candidates calibrated on the first `fitted` examples; the job's students are the results, by name.
@@ -64,19 +65,21 @@ class Lab:
         """
         calibration, cpu = self.plan.recipe.calibration, torch.device("cpu")
         job = make_search_job(self.models, self.architecture, self.plan.examples, calibration, cpu, candidates, fitted)
+        job.keep_blocks = True
         if guarded:
             job.checked = {task: found.selection for task, found in self.plan.examples.items()}
         last = max(1, len(self.architecture.blocks) - 1)
         for number, visit in enumerate(forward_order(job)):
+            block = visit.block
             for name, settings in candidates.items():
                 here = at_depth(settings, number / last)
-                collect.LinearSystem = (systems or {}).get(name, LinearSystem)  # type: ignore[attr-defined]
-                moments = collect.collect_moments(visit, name, here)
-                solutions = solve_block(visit.block, moments, job.base, calibration.bias)
-                if guarded:
-                    solutions, _ = guard_block(visit, name, moments, solutions, here.alpha)
-                load_block(job.students[name], visit.block, solutions)
-        collect.LinearSystem = LinearSystem  # type: ignore[attr-defined]
+                with in_place((systems or {}).get(name)):
+                    moments = collect_moments(visit, name, here)
+                solutions = solve_block(block, moments, job.base, calibration.bias)
+                if moments.held_out is not None:
+                    own = {m.name: parameters_of(job.merged, block, m) for m in block.modules if m.name in solutions}
+                    solutions, _ = guard_block(solutions, moments.held_out, own)
+                load_block(job.students[name], block, solutions)
         return job
 
     def score(self, model: torch.nn.Module) -> Scores:

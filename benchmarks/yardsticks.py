@@ -12,10 +12,11 @@ from torch import Tensor, nn
 
 from featcal_cli.batches import Batch, take_first
 from featcal_cli.collect import parameters_of, sum_rows
+from featcal_cli.factor import EPSILON
 from featcal_cli.features import forward_order
 from featcal_cli.job import Models, make_search_job
-from featcal_cli.modules import linear_parameters, load_parameters
-from featcal_cli.solver import EPSILON, Affine, precise
+from featcal_cli.modules import linear_parameters, new_parameters
+from featcal_cli.solver import Affine, precise
 
 OFF_DIAGONAL = 0.9
 """What RegMean scales the off-diagonals of its Gram matrices by."""
@@ -41,20 +42,23 @@ def merge_by_regression(lab: Lab, fitted: int) -> nn.Module:
         job = make_search_job(alone, lab.architecture, examples, calibration, torch.device("cpu"), [task], fitted)
         for visit in forward_order(job):
             modules = {each.name: each for each in visit.block.modules}
-            for names, moments in sum_rows(visit, task, task, {}).linear.items():
-                gram = OFF_DIAGONAL * moments.gram + (1 - OFF_DIAGONAL) * moments.gram.diag().diag()
-                for name in names:
-                    path = f"{visit.block.name}.{name}"
-                    weight = precise(parameters_of(visit.expert(task), visit.block, modules[name])).weight
-                    average = precise(linear_parameters(module.get_submodule(path))).weight
-                    pull = (weight - average) @ gram
-                    grams[path] = grams[path] + gram if path in grams else gram
-                    pulls[path] = pulls[path] + pull if path in pulls else pull
+            with visit.expert_at(task):
+                for names, moments in sum_rows(visit, task, task, {}).linear.items():
+                    gram = OFF_DIAGONAL * moments.gram + (1 - OFF_DIAGONAL) * moments.gram.diag().diag()
+                    for name in names:
+                        path = f"{visit.block.name}.{name}"
+                        weight = precise(parameters_of(visit.expert(task), visit.block, modules[name])).weight
+                        average = precise(linear_parameters(module.get_submodule(path))).weight
+                        pull = (weight - average) @ gram
+                        grams[path] = grams[path] + gram if path in grams else gram
+                        pulls[path] = pulls[path] + pull if path in pulls else pull
     for path, gram in grams.items():
         system = gram + EPSILON * gram.trace() * torch.eye(len(gram), dtype=gram.dtype)
         found = module.get_submodule(path)
         update = torch.linalg.solve(system, pulls[path].T).T
-        load_parameters(found, Affine(precise(linear_parameters(found)).weight + update, None))
+        new = Affine(precise(linear_parameters(found)).weight + update, None)
+        for parameter, value in new_parameters(found, new):
+            parameter.data.copy_(value)
     return module
 
 

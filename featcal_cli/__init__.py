@@ -77,6 +77,7 @@ The method
     watch          everybody side by side where drift is measured
     moments        running sums → G, C, means
     solver         the closed forms
+    pool           the sums of all processes, added up; the solutions, given to all
     collect        one block's features → its systems of equations
     guard          updates checked on held-out rows, and pulled back
     algorithm      Algorithm 1
@@ -112,8 +113,12 @@ What comes of it
 
 The run
 
+    launch         how this process was started: alone, or by torchrun
+    ranks          the processes of one run, and what they tell each other
+    shares         which process works on which tasks and examples
     machine        devices, versions, memory
     estimate       memory, time and disk that a job will need
+    batch_size     how many examples make a batch, where nobody says so
     listener       whoever shows a run as it goes
     preflight      everything that can be known before weights are downloaded
     job            the models of a job, loaded and ready to walk

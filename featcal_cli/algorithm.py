@@ -14,8 +14,9 @@ from featcal_cli.collect import BlockMoments, collect_moments, parameters_of
 from featcal_cli.errors import NumericsError
 from featcal_cli.features import CALIBRATED, Job, forward_order
 from featcal_cli.guard import guard_block
-from featcal_cli.journal import Journal
-from featcal_cli.modules import load_parameters
+from featcal_cli.journal import Journal, restore_block
+from featcal_cli.modules import new_parameters
+from featcal_cli.pool import Solved, spread
 from featcal_cli.report import BlockReport, ModuleReport
 from featcal_cli.solver import Settings, Solution
 from featcal_cli.walker import Walker
@@ -45,8 +46,11 @@ class Progress:
         return lambda module: watch(replace(self, module=module))
 
 
-def calibrate_blocks(job: Job, settings: Settings, journal: Journal, *, bias: bool, watch: Watch) -> list[BlockReport]:
-    """Calibrate the student of `job` block by block; return what was done. Every finished block is in the journal.
+def calibrate_blocks(
+    job: Job, settings: Settings, journal: Journal | None, *, bias: bool, watch: Watch
+) -> list[BlockReport]:
+    """Calibrate the student of `job` block by block; return what was done. Every finished block is in the journal,
+    which the first rank alone has.
 
     Updates are checked on the examples `job.checked`, where there are some.
 
@@ -57,20 +61,36 @@ def calibrate_blocks(job: Job, settings: Settings, journal: Journal, *, bias: bo
     for number, visit in enumerate(forward_order(job)):
         block = visit.block
         here = Progress(block.name, number, len(job.architecture.blocks))
-        report = journal.restore(number, student)
+        report = restore_block(journal, number, student, job.ranks)
         if report is None:
             started = time.monotonic()
             moments = collect_moments(visit, CALIBRATED, settings, here.at_task(watch))
-            solutions = solve_block(block, moments, job.base, bias, here.at_module(watch))
-            steps: Mapping[str, float] = {}
-            if job.checked:
-                solutions, steps = guard_block(visit, CALIBRATED, moments, solutions, settings.alpha)
-            load_block(student, block, solutions)
-            report = _describe(block, moments, solutions, steps, time.monotonic() - started)
-            journal.write(number, report, student)
+            solved = solve_together(job, block, moments, bias, here.at_module(watch))
+            load_block(student, block, solved.solutions)
+            report = _describe(block, moments.skipped, solved, time.monotonic() - started)
+            if journal is not None:
+                journal.write(number, report, student)
         reports.append(report)
         watch(Progress(block.name, number + 1, len(job.architecture.blocks)))
     return reports
+
+
+def solve_together(
+    job: Job, block: Block, moments: BlockMoments, bias: bool, on_module: Callable[[str], None] = lambda _: None
+) -> Solved:
+    """What becomes of the block's modules, on all ranks, of which each solves its systems, and checks the updates on
+    the rows that are held out for that, if there are some."""
+
+    def solve() -> Solved:
+        solutions = solve_block(block, moments, job.base, bias, on_module)
+        steps: dict[str, float] = {}
+        if moments.held_out is not None:
+            own = {m.name: parameters_of(job.merged, block, m) for m in block.modules if m.name in solutions}
+            solutions, steps = guard_block(solutions, moments.held_out, own)
+        rows = {name: system.rows for names, system in moments.linear.items() for name in names}
+        return Solved(solutions, rows | {name: norm.rows for name, norm in moments.norms.items()}, steps)
+
+    return spread(job.ranks, solve, job.merged.device)
 
 
 def solve_block(
@@ -104,29 +124,22 @@ def solve_block(
 def load_block(student: Walker, block: Block, solutions: Mapping[str, Solution]) -> None:
     """Put all new parameters of a block into the student together."""
     for name, solution in solutions.items():
-        load_parameters(student.module(f"{block.name}.{name}"), solution.parameters)
+        for parameter, value in new_parameters(student.module(f"{block.name}.{name}"), solution.parameters):
+            student.replace(parameter, value)
 
 
-def _describe(
-    block: Block,
-    moments: BlockMoments,
-    solutions: Mapping[str, Solution],
-    steps: Mapping[str, float],
-    seconds: float,
-) -> BlockReport:
-    rows = {name: system.rows for names, system in moments.linear.items() for name in names}
-    rows |= {name: norm.rows for name, norm in moments.norms.items()}
+def _describe(block: Block, left: Mapping[str, str], solved: Solved, seconds: float) -> BlockReport:
     modules = [
         ModuleReport(
             name=module.name,
             kind=module.kind,
-            rows=rows[module.name],
-            condition_number=solutions[module.name].condition_number,
-            relative_change=solutions[module.name].relative_change,
-            step=steps.get(module.name),
+            rows=solved.rows[module.name],
+            condition_number=solved.solutions[module.name].condition_number,
+            relative_change=solved.solutions[module.name].relative_change,
+            step=solved.steps.get(module.name),
         )
         for module in block.modules
-        if module.name in solutions
+        if module.name in solved.solutions
     ]
-    skipped = [*block.skipped, *moments.skipped.items()]
+    skipped = [*block.skipped, *left.items()]
     return BlockReport(block.name, seconds, modules, [{"name": name, "reason": reason} for name, reason in skipped])

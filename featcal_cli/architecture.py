@@ -79,6 +79,8 @@ class Architecture:
     """By task, the last block that its examples reach."""
     reached: frozenset[str]
     """Paths of all modules that run up to the end of the last block."""
+    head: frozenset[str] = frozenset()
+    """Paths of those that run after it only."""
     notes: tuple[str, ...] = ()
     """What no example reaches, and other things that the user should know."""
 
@@ -122,7 +124,8 @@ def find_architecture(model: PreTrainedModel, batches: Mapping[str, Batch], norm
     holders = _count_holders(model)
     blocks = tuple(_describe(model, name, by_block[name], norms, holders) for name in order)
     reached = frozenset(name for run in runs.values() for name in _before_the_end(run))
-    return Architecture(blocks, entries, last_blocks, reached, tuple(_notes(model, blocks)))
+    head = frozenset(name for run in runs.values() for name in run.first.calls) - reached
+    return Architecture(blocks, entries, last_blocks, reached, head, tuple(_notes(model, blocks)))
 
 
 def _probe(model: PreTrainedModel, task: str, batch: Batch) -> _Run:

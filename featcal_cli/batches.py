@@ -31,6 +31,9 @@ class Reader(Protocol):
     def batch(self, items: Sequence[Any]) -> Batch:
         """The batch of these items, dimension 0 in their order."""
 
+    def longest(self, items: Sequence[Any]) -> Sequence[Any]:
+        """The one or two of these items (at least one) that a batch of all of them is as long as."""
+
 
 def forward_names(model: nn.Module) -> set[str]:
     """The arguments that the model's forward names."""
@@ -64,12 +67,19 @@ def take_examples(batch: Batch, positions: Sequence[int]) -> Batch:
 
 def take_first(batches: Sequence[Batch], count: int) -> list[Batch]:
     """The first `count` examples of the batches."""
+    return take_range(batches, 0, count)
+
+
+def take_range(batches: Sequence[Batch], start: int, stop: int) -> list[Batch]:
+    """The examples from `start` up to `stop` of the batches, counted through all of them."""
     taken: list[Batch] = []
+    before = 0
     for batch in batches:
-        here = min(count, count_examples(batch))
-        if here:
-            taken.append(take_examples(batch, range(here)))
-        count -= here
+        count = count_examples(batch)
+        inside = range(max(0, start - before), min(count, stop - before))
+        if inside:
+            taken.append(batch if len(inside) == count else take_examples(batch, inside))
+        before += count
     return taken
 
 

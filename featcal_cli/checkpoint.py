@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -55,6 +55,14 @@ class Model:
             inside = f"{self.body}."
             return {name.removeprefix(inside): value for name, value in found.items() if name.startswith(inside)}
         return {f"{self.part}.{name}": value for name, value in found.items()} if self.part else found
+
+    def parameters_of(self, paths: Iterable[str]) -> list[nn.Parameter]:
+        """Those that the modules at these paths in the merged model hold themselves, as far as this one has them;
+        each once, whatever else it is tied to."""
+        modules = dict(self.module.named_modules())
+        own = (modules.get(found) for path in paths if (found := self.own_path(path)) is not None)
+        held = [value for module in own if module is not None for value in module.parameters(recurse=False)]
+        return list({id(value): value for value in held}.values())
 
 
 def share_model(model: Model) -> Model:

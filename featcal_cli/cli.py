@@ -5,14 +5,16 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
 from dataclasses import asdict
 from json import dumps
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from featcal_cli import __version__, options
+from featcal_cli.launch import read_launch
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -251,13 +253,33 @@ def main() -> None:
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")  # it writes of every retry, with the address
     from featcal_cli.errors import FeatCalError
 
+    launch = read_launch()
     try:
-        app()
+        with _silent() if launch.rank else nullcontext():
+            app()
     except FeatCalError as error:
+        if launch.by_torchrun:
+            from featcal_cli.ranks import is_first_to_fail
+
+            if not is_first_to_fail():
+                sys.exit(error.exit_code)
         from featcal_cli.console import show_error
 
-        show_error(error)
+        show_error(error, f"rank {launch.rank}: " if launch.by_torchrun else "")
         sys.exit(error.exit_code)
+    except SystemExit as end:
+        if launch.by_torchrun and not end.code:
+            from featcal_cli.ranks import leave_ranks
+
+            leave_ranks()
+        raise
+
+
+@contextmanager
+def _silent() -> Iterator[None]:
+    """Of several processes the first one speaks; of what fails, each."""
+    with Path(os.devnull).open("w", encoding="utf-8") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
+        yield
 
 
 @contextmanager

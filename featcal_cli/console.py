@@ -95,9 +95,9 @@ class _Clock(ProgressColumn):
         return f"{elapsed}{left}"
 
 
-def show_error(error: FeatCalError) -> None:
-    """One message: what, where, how to mend it."""
-    ERR.print(f"[bold red]error:[/bold red] {escape(error.what)}", soft_wrap=True)
+def show_error(error: FeatCalError, who: str = "") -> None:
+    """One message: what, where, how to mend it; `who` says it, where there are several."""
+    ERR.print(f"{who}[bold red]error:[/bold red] {escape(error.what)}", soft_wrap=True)
     if error.where:
         ERR.print(f"  [dim]in:[/dim] {escape(error.where)}", soft_wrap=True)
     if error.fix:

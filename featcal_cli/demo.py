@@ -6,14 +6,16 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from featcal_cli.batch_size import PLAIN
 from featcal_cli.checkpoint import load_model
+from featcal_cli.errors import RecipeError
 from featcal_cli.evaluate import measure_accuracy
 from featcal_cli.examples import load_labelled
 from featcal_cli.hub import Snapshot
+from featcal_cli.launch import read_launch
 from featcal_cli.listener import Listener
 from featcal_cli.recipe import build_recipe, find_recipe
 from featcal_cli.report import Report
-from featcal_cli.run import DEFAULT_BATCH_SIZE
 from featcal_cli.workflow import calibrate
 
 OUTPUT = Path("featcal-demo")
@@ -48,7 +50,12 @@ class DemoResult:
 
 
 def run_demo(output: Path | None, device: str, listener: Listener) -> DemoResult:
-    """Calibrate by the demo's recipe, then measure accuracy on test images that calibration never saw."""
+    """Calibrate by the demo's recipe, then measure accuracy on test images that calibration never saw.
+
+    Raises RecipeError in one of several processes.
+    """
+    if read_launch().size > 1:
+        raise RecipeError("the demo is made for one process", where="torchrun", fix="type featcal demo")
     recipe = build_recipe(find_recipe("demo"), {})
     done = calibrate(recipe, output=output or OUTPUT, overwrite=True, device=device, listener=listener)
     listener.stage("measuring accuracy")
@@ -59,7 +66,7 @@ def run_demo(output: Path | None, device: str, listener: Listener) -> DemoResult
         expert = done.experts[task]
         assert spec.evaluate is not None
         batches, labels = load_labelled(
-            task, spec.data, spec.evaluate.split, expert.module, [expert.snapshot.folder], batch_size=DEFAULT_BATCH_SIZE
+            task, spec.data, spec.evaluate.split, expert.module, [expert.snapshot.folder], batch_size=PLAIN
         )
         scores = (measure_accuracy(expert, body, batches, labels) for body in (None, done.merged, calibrated))
         rows.append(Accuracy(task, *scores))

@@ -71,6 +71,8 @@ class DriftMeter:
     def __init__(self, *, modules: bool = False) -> None:
         """`modules`: measure at the outputs of the modules inside blocks too."""
         self.readings: dict[tuple[str, str, str], Drift] = {}
+        self.elsewhere: dict[tuple[str, str, str], Drift] = {}
+        """What other ranks have measured, as far as it is known here."""
         self.modules = modules
 
     def add(
@@ -96,7 +98,8 @@ class DriftMeter:
 
     def read(self, place: str, task: str, role: str) -> Drift:
         """The drift measured so far."""
-        return self.readings.get((place, task, role), Drift())
+        key = (place, task, role)
+        return self.readings.get(key) or self.elsewhere.get(key) or Drift()
 
 
 def _norms(rows: Tensor) -> Tensor:

@@ -54,3 +54,9 @@ class GateError(FeatCalError):
     """A measured figure is over the limit that the user set."""
 
     exit_code = 3
+
+
+class LostRankError(FeatCalError):
+    """Another process of a run that torchrun started is gone; what it was is for that one to say."""
+
+    exit_code = 1

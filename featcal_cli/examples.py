@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from featcal_cli.batches import BadRowError, Reader, forward_names
+from featcal_cli.batches import BadRowError, Reader, forward_names, take_examples
 from featcal_cli.batches import Batch as Batch
 from featcal_cli.columns import Samples, check_columns, has_image_column
 from featcal_cli.errors import DataError
@@ -32,6 +32,8 @@ class TaskExamples:
     """The examples of one task, in the roles they play."""
 
     task: str
+    batch_size: int
+    """Examples in a batch that is not cut short by the end of its list."""
     fitted: list[Batch]
     """The examples that are calibrated with: as many as asked for, fewer when the source has fewer."""
     selection: list[Batch]
@@ -49,17 +51,50 @@ class TaskExamples:
     """Rows that were drawn but cannot be used."""
 
 
-def load_examples(
+@dataclass(frozen=True)
+class DrawnExamples:
+    """The rows of one task, read and found good, that are yet to be cut into batches."""
+
+    task: str
+    reader: Reader
+    fitted: Sequence[Any]
+    """What the reader makes batches of, one item an example."""
+    selection: Sequence[Any]
+    held_out: Sequence[Any]
+    notes: list[str]
+    rows_skipped: int
+
+    def longest(self) -> Batch:
+        """One example, as long as the longest of all."""
+        items = self.reader.longest([*self.fitted, *self.selection, *self.held_out])
+        return take_examples(self.reader.batch(items), [0])
+
+    def cut(self, batch_size: int) -> TaskExamples:
+        """The examples in batches. Raises DataError when they do not go together."""
+        return TaskExamples(
+            task=self.task,
+            batch_size=batch_size,
+            fitted=_cut(self.reader, self.fitted, batch_size),
+            selection=_cut(self.reader, self.selection, batch_size),
+            held_out=_cut(self.reader, self.held_out, batch_size),
+            notes=self.notes,
+            fitted_count=len(self.fitted),
+            selection_count=len(self.selection),
+            held_out_count=len(self.held_out),
+            rows_skipped=self.rows_skipped,
+        )
+
+
+def draw_examples(
     task: str,
     data: Data,
     model: PreTrainedModel,
     preprocessor_folders: Sequence[Path],
     *,
     count: int,
-    batch_size: int,
     seed: int,
-) -> TaskExamples:
-    """Up to `count` examples to fit and min(64, max(8, count // 4)) further ones to hold out, ready for `model`.
+) -> DrawnExamples:
+    """Up to `count` examples to fit and min(64, max(8, count // 4)) further ones to hold out, to be fed to `model`.
 
     The first of `preprocessor_folders` with a usable image processor or tokenizer gives it. Rows are chosen at random,
     the same ones for the same seed (.safetensors: in file order). Raises DataError for data that cannot be read,
@@ -80,17 +115,8 @@ def load_examples(
     fitted, further = good[:count], good[count:]
     half = len(further) // 2
     selection, held_out = (further[:half], further[half:]) if half else ([], [])
-    return TaskExamples(
-        task=task,
-        fitted=_cut(reader, fitted, batch_size),
-        selection=_cut(reader, selection, batch_size),
-        held_out=_cut(reader, held_out, batch_size),
-        notes=[f"{task}: {note}" for note in _notes(reader, len(fitted), count, len(held_out), bad)],
-        fitted_count=len(fitted),
-        selection_count=len(selection),
-        held_out_count=len(held_out),
-        rows_skipped=len(bad),
-    )
+    notes = [f"{task}: {note}" for note in _notes(reader, len(fitted), count, len(held_out), bad)]
+    return DrawnExamples(task, reader, fitted, selection, held_out, notes, len(bad))
 
 
 def load_labelled(
@@ -104,7 +130,7 @@ def load_labelled(
 ) -> tuple[list[Batch], Tensor]:
     """All rows of the split in order, and their labels [rows], integers.
 
-    Labels that are names are numbered by the model's `config.label2id`. Raises DataError like `load_examples`, for any
+    Labels that are names are numbered by the model's `config.label2id`. Raises DataError like `draw_examples`, for any
     bad row (accuracy is over all rows or it means little) and for labels that are missing or hidden (−1).
     """
     where = f"{task}: {data}"

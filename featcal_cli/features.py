@@ -3,27 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from featcal_cli import pages
 from featcal_cli.architecture import Architecture, Block
 from featcal_cli.batches import Batch
+from featcal_cli.capture import Features, Seen, run_captured, run_to_last_input
+from featcal_cli.company import Company, Passes, Together, count_tokens, start_passes, tensors_of
 from featcal_cli.drift import DriftMeter
 from featcal_cli.outputs import OutputMeter
+from featcal_cli.ranks import Ranks
+from featcal_cli.shelf import Shelf
 from featcal_cli.tokens import Lengths, Weights, token_lengths
-from featcal_cli.trace import first_tensor
 from featcal_cli.vectors import VectorMeter
 from featcal_cli.walker import Pass, Walker
-from featcal_cli.watch import Group
 from featcal_cli.weights import token_weights
 
 CALIBRATED, MERGED = "calibrated", "merged"
 """The role of the model that is calibrated, and of the one that it starts as."""
-Features = dict[str, list[Tensor]]
-"""Inputs of each module that ran in a block, one a call, by the module's path inside the block [.., d_in]."""
 
 
 class Observation(NamedTuple):
@@ -39,7 +41,12 @@ class Observation(NamedTuple):
     """The same, with the first token counting most where the output is read from it."""
     lengths: Lengths
     first: bool
-    """The task's first batch."""
+    """The task's first batch, of those of all ranks."""
+    y_exp: Features
+    """Outputs of the expert's Linear modules [.., d_out], like its inputs; none that are rounded to less than float32.
+    """
+    outlook: tuple[float, float]
+    """How many times the tokens of this batch all batches of the task have, and those of all tasks."""
 
 
 @dataclass
@@ -70,8 +77,16 @@ class Job:
     """The models whose drift is measured, by role."""
     finals: dict[str, dict[str, list[Tensor]]] | None = None
     """Where it is given, it gets every watched example's last feature [examples, d], by task and role."""
+    shelf: Shelf | None = None
+    """Where the tensors of paused passes lie; None for on the device, all of them."""
+    keep_blocks: bool = False
+    """Students hold all that is loaded into them to the end; else each block only until it is left."""
     split: frozenset[str] = frozenset()
     """Roles whose drift is split into local mismatch and upstream propagation."""
+    ranks: Ranks = field(default_factory=Ranks)
+    """All processes of the run; experts and examples are this one's."""
+    sharers: Mapping[str, Ranks] = field(default_factory=dict)
+    """Those that share a task's examples, by task, where they are several."""
 
     @property
     def walkers(self) -> list[Walker]:
@@ -81,14 +96,22 @@ class Job:
 
 
 def forward_order(job: Job) -> Iterator[Visit]:
-    """Visit the blocks in execution order; what is loaded into a student's block during a visit runs after it."""
-    passes = _start(job)
+    """Visit the blocks in execution order; what is loaded into a student's block during a visit runs after it.
+
+    Everybody but the experts is on the device during a visit, one block each; of the experts one at a time.
+    """
+    pages.reuse_memory()
+    passes = start_passes(job)
     done: list[Block] = []
     try:
         for block in job.architecture.blocks:
-            visit = Visit(job, block, passes, done)
-            yield visit
-            visit.leave()
+            with ExitStack() as stack:
+                for walker in job.walkers:
+                    stack.enter_context(walker.on_device())
+                visit = Visit(job, block, passes, done)
+                yield visit
+                visit.leave()
+            visit.let_go()
             done.append(block)
     finally:
         for each in passes:
@@ -98,55 +121,85 @@ def forward_order(job: Job) -> Iterator[Visit]:
 class Visit:
     """One block of a job under way."""
 
-    def __init__(self, job: Job, block: Block, passes: _Passes, done: Sequence[Block]) -> None:
+    def __init__(self, job: Job, block: Block, passes: Passes, done: Sequence[Block]) -> None:
         self.block = block
         self.merged = job.merged
+        self.checks = bool(job.checked)
+        """Updates are checked on further examples."""
         self.cls_tokens = block.name in job.cls_blocks
         """The first token counts most in this block."""
-        self.tasks = [
+        self.ranks, self.sharers = job.ranks, job.sharers
+        tasks = [
             task for task, found in passes.fitted.items() if all(each.is_at(block) for one in found for each in one)
         ]
-        """Tasks whose examples reach this block, in every student and the expert."""
+        told = job.ranks.gather({task: task in tasks for task in passes.fitted})
+        self.tasks = [task for task in tasks if all(each.get(task, True) for each in told)]
+        """Tasks of this rank whose examples reach this block, in every student and the expert."""
+        self.is_reached = any(all(each.get(task, True) for each in told) for one in told for task in one)
+        """Some task's examples do, on whichever rank."""
         self._job, self._passes, self._done = job, passes, done
-        self._x_exp: dict[int, Features] = {}
+        self._shown: dict[int, Seen] = {}
         """What the expert showed on a batch, for the students that are still to come."""
         self._advanced: set[int] = set()
+        self._through: set[str] = set()
+        """Tasks whose expert has nothing more to do with the block."""
 
     def expert(self, task: str) -> Walker:
         """The expert of a task."""
         return self._job.experts[task]
 
+    @contextmanager
+    def expert_at(self, task: str) -> Iterator[None]:
+        """Inside, the expert of a task has the block on the device; the next expert's is fetched meanwhile.
+
+        Where there is one student, whatever else the expert has to do with the block is done at the end: it is read
+        once.
+        """
+        expert = self._job.experts[task]
+        with expert.on_device():
+            self._fetch_ahead(task)
+            expert.bring(self.block.name)
+            self.merged.bring(self.block.name)
+            yield
+            if len(self._job.students) == 1 and self.block.calls == 1:
+                for group in self._one_by_one(self._passes.watched[task]):
+                    group.run_expert(self.block)
+                expert.give_back(self.block.name)
+                self._through.add(task)
+
     def features(self, task: str, role: str, *, checked: bool = False) -> Iterator[Observation]:
-        """What every batch of the task shows of the block in one student, once for each of its calls.
+        """What every batch of the task shows of the block in one student, once for each of its calls; call inside
+        `expert_at`.
 
         `checked`: the batches that updates are checked on, not those to fit. The expert runs once for all students, but
         in a block that runs several times.
         """
-        expert, student = self._job.experts[task], self._job.students[role]
-        found = (self._passes.checked if checked else self._passes.fitted)[task]
-        with expert.on_device(), student.on_device():
-            for number, together in enumerate(found):
-                if not together.ours[role].is_at(self.block):
-                    continue
-                observe = self._features_of_all_calls if self.block.calls > 1 else self._features_of_one_call
-                yield from observe(task, role, together, first=number == 0)
+        passes = self._passes.checked if checked else self._passes.fitted
+        tokens = {other: sum(count_tokens(each.ours[role]) for each in passes[other]) for other in self.tasks}
+        for number, together in enumerate(self._one_by_one(passes[task])):
+            if not together.ours[role].is_at(self.block):
+                continue
+            here = count_tokens(together.ours[role]) / self.block.calls
+            outlook = (tokens[task] / here, sum(tokens.values()) / here)
+            observe = self._features_of_all_calls if self.block.calls > 1 else self._features_of_one_call
+            is_first = number == 0 and (task not in self.sharers or self.sharers[task].is_first)
+            for seen in observe(task, role, together, first=is_first):
+                yield seen._replace(outlook=outlook)
 
-    def _features_of_one_call(self, task: str, role: str, together: _Together, *, first: bool) -> Iterator[Observation]:
+    def _features_of_one_call(self, task: str, role: str, together: Together, *, first: bool) -> Iterator[Observation]:
         expert, student = self._job.experts[task], self._job.students[role]
         ours = together.ours[role]
-        x_exp = self._x_exp.get(id(together))
-        if x_exp is None:
-            x_exp, output = _run_captured(expert, together.theirs, self.block)
+        shown = self._shown.get(id(together))
+        if shown is None:
+            shown, output = run_captured(expert, together.theirs, self.block)
             if len(together.ours) > 1:
-                self._x_exp[id(together)] = x_exp
+                self._shown[id(together)] = shown
             self._go_on(task, together.theirs, output)
             self._advanced.add(id(together))
-        x_cal, _ = _run_captured(student, ours, self.block)
-        yield self._observe(x_cal, x_exp, ours, first=first)
+        x_cal = run_to_last_input(student, ours, self.block, shown.last_call)
+        yield self._observe(x_cal, shown, ours, first=first)
 
-    def _features_of_all_calls(
-        self, task: str, role: str, together: _Together, *, first: bool
-    ) -> Iterator[Observation]:
+    def _features_of_all_calls(self, task: str, role: str, together: Together, *, first: bool) -> Iterator[Observation]:
         """The same for a block that runs several times: by passes of their own, in which no call is updated yet."""
         expert, student = self._job.experts[task], self._job.students[role]
         entry, batch = self._job.architecture.entries[task], together.theirs.batch
@@ -155,17 +208,18 @@ class Visit:
         for _ in range(self.block.calls):
             theirs.run_through(others)
             ours.run_through(others)
-            x_exp, expected = _run_captured(expert, theirs, self.block)
-            x_cal, output = _run_captured(student, ours, self.block)
-            yield self._observe(x_cal, x_exp, ours, first=first)
+            shown, expected = run_captured(expert, theirs, self.block)
+            found, output = run_captured(student, ours, self.block)
+            yield self._observe(found.x, shown, ours, first=first)
             theirs.advance(expected)
             ours.advance(output)
         theirs.close()
         ours.close()
 
-    def _observe(self, x_cal: Features, x_exp: Features, ours: Pass, *, first: bool) -> Observation:
+    def _observe(self, x_cal: Features, shown: Seen, ours: Pass, *, first: bool) -> Observation:
         padding, weights = (token_weights(ours, self.block, cls_tokens=cls) for cls in (False, self.cls_tokens))
-        return Observation(x_cal, x_exp, padding, weights, token_lengths(ours.batch, ours.hidden), first)
+        lengths = token_lengths(ours.batch, ours.hidden)
+        return Observation(x_cal, shown.x, padding, weights, lengths, first, shown.y, (1.0, 1.0))
 
     def drop(self, role: str) -> None:
         """A student goes no further: its passes end, and its drift is measured no more."""
@@ -180,20 +234,52 @@ class Visit:
     def leave(self) -> None:
         """Take everybody through the block, the students with the weights they have now, and measure their drift."""
         job = self._job
-        self._x_exp.clear()
-        with ExitStack() as stack:
-            for walker in job.walkers:
-                stack.enter_context(walker.on_device())
-            for task, expert in job.experts.items():
-                self._add_vectors(task, expert)
-                with expert.on_device():
-                    for together in (*self._passes.fitted[task], *self._passes.checked[task]):
-                        ahead = id(together) in self._advanced
-                        for each in together.ours.values() if ahead else together:
-                            while each.is_at(self.block) and not self._is_last(task):
-                                self._go_on(task, each, each.run_block(self.block))
-                    for group in self._passes.watched[task]:
-                        group.go_through(self.block, self._done)
+        self._shown.clear()
+        for task, expert in job.experts.items():
+            self._add_vectors(task, expert)
+            with expert.on_device():
+                for together in self._one_by_one([*self._passes.fitted[task], *self._passes.checked[task]]):
+                    ahead = id(together) in self._advanced
+                    for each in together.ours.values() if ahead else together:
+                        while each.is_at(self.block) and not self._is_last(task):
+                            self._go_on(task, each, each.run_block(self.block))
+                for group in self._one_by_one(self._passes.watched[task]):
+                    group.go_through(self.block, self._done)
+            if task not in self._through:
+                expert.give_back(self.block.name)
+
+    def let_go(self) -> None:
+        """Give back the memory of everybody's block: what students hold of it too, unless it runs again."""
+        job, name = self._job, self.block.name
+        if not job.keep_blocks and all(block.calls == 1 for block in job.architecture.blocks):
+            # (where one is called again, later passes start anew and come through all)
+            for student in job.students.values():
+                student.forget(name, job.merged)
+        if sum(walker.give_back(name) for walker in {*job.walkers, job.merged, job.base}):
+            pages.trim_heap()
+
+    def _one_by_one(self, companies: Sequence[Company]) -> Iterator[Company]:
+        """Each of them with the tensors of its passes at hand, while those of the next are fetched."""
+        shelf = self._job.shelf
+        for number, company in enumerate(companies):
+            if shelf is None:
+                yield company
+                continue
+            shelf.fetch_ahead(x for following in companies[number + 1 : number + 2] for x in tensors_of(following))
+            with shelf.lend(partial(tensors_of, company)):
+                yield company
+
+    def _fetch_ahead(self, task: str) -> None:
+        """Have the block that is needed after this task's read from the disk already."""
+        later = self.tasks[self.tasks.index(task) + 1 :]
+        if later:
+            self._job.experts[later[0]].fetch_ahead(self.block.name)
+            return
+        blocks = self._job.architecture.blocks
+        after = blocks[blocks.index(self.block) + 1 :][:1]
+        for block in after:
+            for walker in (self._job.experts[self.tasks[0]], self._job.merged, self._job.base):
+                walker.fetch_ahead(block.name)
 
     def _add_vectors(self, task: str, expert: Walker) -> None:
         """Add the block's parameters of every watched model but the base to the task vectors."""
@@ -201,96 +287,14 @@ class Visit:
         if job.vectors is None or expert.own_name(self.block) is None or job.base.own_name(self.block) is None:
             return
         models = {role: walker for role, walker in job.watchers.items() if walker is not job.base}
-        job.vectors.add(task, name, models, expert, job.base)
+        with ExitStack() as stack:
+            for walker in (expert, job.base, *models.values()):
+                stack.enter_context(walker.on_device())
+                walker.bring(name)
+            job.vectors.add(task, name, models, expert, job.base)
 
     def _go_on(self, task: str, each: Pass, output: Any) -> None:
         each.go_on(output, self._done, last=self._is_last(task) and self.block.calls == 1)
 
     def _is_last(self, task: str) -> bool:
         return self.block.name == self._job.architecture.last_blocks[task]
-
-
-class _Together(NamedTuple):
-    """The expert and every student on one batch."""
-
-    theirs: Pass
-    ours: dict[str, Pass]
-    """By role."""
-
-    def __iter__(self) -> Iterator[Pass]:
-        yield self.theirs
-        yield from self.ours.values()
-
-
-@dataclass
-class _Passes:
-    """Where everybody is, by task, one pass a batch."""
-
-    fitted: dict[str, list[_Together]]
-    """On the examples to fit."""
-    checked: dict[str, list[_Together]]
-    """On the examples that updates are checked on."""
-    watched: dict[str, list[Group]]
-    """On the examples that drift is measured on."""
-
-    @property
-    def companies(self) -> Iterator[_Together]:
-        """All of `fitted` and `checked`."""
-        for found in (*self.fitted.values(), *self.checked.values()):
-            yield from found
-
-    def __iter__(self) -> Iterator[Pass]:
-        for together in self.companies:
-            yield from together
-        for groups in self.watched.values():
-            for group in groups:
-                yield from group
-
-
-def _start(job: Job) -> _Passes:
-    passes = _Passes({}, {}, {})
-    with ExitStack() as stack:
-        for walker in job.walkers:
-            stack.enter_context(walker.on_device())
-        for task, expert in job.experts.items():
-            with expert.on_device():
-                passes.fitted[task] = _start_together(job, task, job.examples)
-                passes.checked[task] = _start_together(job, task, job.checked)
-                passes.watched[task] = [Group(job, task, batch) for batch in job.watched.get(task, ())]
-    return passes
-
-
-def _start_together(job: Job, task: str, examples: Mapping[str, Sequence[Batch]]) -> list[_Together]:
-    entry, batches = job.architecture.entries[task], examples.get(task, ())
-    theirs = job.experts[task].start(batches, entry)
-    ours = {role: walker.start(batches, entry) for role, walker in job.students.items()}
-    return [_Together(each, {role: found[i] for role, found in ours.items()}) for i, each in enumerate(theirs)]
-
-
-def _run_captured(walker: Walker, each: Pass, block: Block) -> tuple[Features, Any]:
-    """Run the block that the pass is at: the inputs of its modules, and its output."""
-    features: Features = {}
-    handles = []
-    for module in block.modules:
-        hook = walker.module(f"{block.name}.{module.name}").register_forward_pre_hook
-        keep = _Keep(features.setdefault(module.name, []), module.overwritten)
-        handles.append(hook(keep, with_kwargs=True))
-    try:
-        output = each.run_block(block)
-    finally:
-        for handle in handles:
-            handle.remove()
-    return features, output
-
-
-@dataclass(frozen=True)
-class _Keep:
-    """A hook that keeps the inputs of a module."""
-
-    inputs: list[Tensor]
-    copy: bool
-
-    def __call__(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        x = first_tensor((*args, *kwargs.values()))
-        if x is not None:
-            self.inputs.append(x.clone() if self.copy else x)

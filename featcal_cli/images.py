@@ -8,6 +8,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any
 
+import torch
 from PIL import Image, ImageOps
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -19,6 +20,9 @@ from featcal_cli.preprocessors import load_image_processor
 from featcal_cli.recipe import Data
 from featcal_cli.rows import local_path
 from featcal_cli.tables import Row
+
+DECODED = 16
+"""Images that are held decoded at once: a batch of photographs, decoded, would need gigabytes."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +46,17 @@ class ImageReader:
 
     def batch(self, items: Sequence[Any]) -> Batch:
         """pixel_values [examples, …] as float32, and what else of the processor's output the model takes."""
+        parts = [self._process(items[start : start + DECODED]) for start in range(0, len(items), DECODED)]
+        if any(x.shape[1:] != parts[0][name].shape[1:] for part in parts for name, x in part.items()):
+            parts = [self._process(items)]  # a processor that pads must see the largest image of the batch
+        whole = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+        return whole | decoder_prompt(self.model, len(items))
+
+    def longest(self, items: Sequence[Any]) -> Sequence[Any]:
+        """The first: processors make images of one size, but for few."""
+        return items[:1]
+
+    def _process(self, items: Sequence[Any]) -> Batch:
         try:
             found = self.processor(images=[self._decode(item) for item in items], return_tensors="pt")
         except ValueError as error:
@@ -59,7 +74,7 @@ class ImageReader:
             )
         names = forward_names(self.model)
         batch = {name: tensor for name, tensor in found.items() if name in names and isinstance(tensor, Tensor)}
-        return batch | {"pixel_values": pixels.float()} | decoder_prompt(self.model, len(items))
+        return batch | {"pixel_values": pixels.float()}
 
     def _decode(self, value: Any) -> Image.Image:
         try:

@@ -19,12 +19,13 @@ from featcal_cli.inspection import Inspection
 from featcal_cli.job import find_blocks, load_models, make_job
 from featcal_cli.listener import Listener, Silent
 from featcal_cli.machine import describe_environment, peak_resident_bytes
-from featcal_cli.measures import describe_tasks
+from featcal_cli.measures import describe_tasks, share_readings
 from featcal_cli.page import write_page
 from featcal_cli.preflight import Preflight
 from featcal_cli.projection import plot_projection
 from featcal_cli.recipe import Draft, Merge, as_draft
 from featcal_cli.run import Run
+from featcal_cli.shares import share_tasks
 
 MODEL, OTHER, BASE = "model", "other", "base"
 PICTURES, PAGES = (".png", ".svg"), (".html",)
@@ -62,7 +63,8 @@ def inspect_drift(
     if isinstance(run.draft.merged, Merge):
         raise RecipeError("there is no model to inspect yet", where="merged", fix="name one, or calibrate first")
     plan = run.prepare(None, sample=False, others={OTHER: compare} if compare else None)
-    snapshots = run.fetch(plan)
+    shares = share_tasks(list(plan.recipe.tasks), run.ranks, whole=True)
+    snapshots = run.fetch(plan, shares.parts)
     run.listener.stage("loading models")
     models = load_models(snapshots, None, Path(), "")
     other = load_fitting(OTHER, snapshots[OTHER], models.merged) if compare else None
@@ -80,17 +82,22 @@ def inspect_drift(
         students={},
         watchers=watchers,
         keep_finals=projection is not None,
+        shares=shares,
     )
     run.listener.stage("measuring")
     for number, visit in enumerate(forward_order(job)):
         run.listener.progress(Progress(visit.block.name, number, len(architecture.blocks)))
+    run.share_notes()
+    share_readings(job)
     found = _describe(plan, run, job)
-    _write_files(found, job, plot, projection, html)
+    if run.ranks.is_first:
+        _write_files(found, job, plot, projection, html)
     return found
 
 
 def _describe(plan: Preflight, run: Run, job: Job) -> Inspection:
     """What the walk has shown."""
+    told = run.ranks.gather((peak_resident_bytes(), sum(walker.bytes_read for walker in job.experts.values())))
     names = {MODEL: plan.recipe.merged, BASE: plan.recipe.base}
     names |= {role: origin.pinned for role, origin in plan.origins.items() if role == OTHER}
     names |= {f"expert {task}": spec.expert for task, spec in plan.recipe.tasks.items()}
@@ -103,8 +110,8 @@ def _describe(plan: Preflight, run: Run, job: Job) -> Inspection:
         environment=describe_environment(run.device),
         cost={
             "seconds": time.monotonic() - run.started,
-            "peak_rss_bytes": peak_resident_bytes(),
-            "expert_bytes_read": sum(walker.bytes_read for walker in job.experts.values()),
+            "peak_rss_bytes": max(peak for peak, _ in told),
+            "expert_bytes_read": sum(read for _, read in told),
         },
     )
 

@@ -2,30 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+import tempfile
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from torch import nn
 
+from featcal_cli import pages
 from featcal_cli.alignment import check_alignment, describe_differences, load_fitting
 from featcal_cli.architecture import Architecture, find_architecture
 from featcal_cli.batches import take_examples, take_first
 from featcal_cli.checkpoint import Model, find_class, load_model, share_model
 from featcal_cli.drift import DriftMeter
+from featcal_cli.estimate import read_bytes
 from featcal_cli.examples import TaskExamples
 from featcal_cli.features import MERGED, Job
 from featcal_cli.hub import Snapshot
+from featcal_cli.launch import read_launch
 from featcal_cli.layout import names_on_disk, read_slots
+from featcal_cli.machine import rooms_for_features
 from featcal_cli.merging import merge_weights
 from featcal_cli.output import build_checkpoint
 from featcal_cli.outputs import OutputMeter, limit_batches
+from featcal_cli.ranks import Ranks
 from featcal_cli.recipe import Calibration, Merge
+from featcal_cli.shares import Shares, share_tasks
+from featcal_cli.shelf import Shelf
 from featcal_cli.vectors import VectorMeter
 from featcal_cli.walker import Walker
 from featcal_cli.weights import find_cls_blocks
 
 Note = Callable[[str], None]
+HEAD_SHARE = 0.05
+"""Of an expert's stem and blocks."""
 
 
 @dataclass(frozen=True)
@@ -34,15 +46,21 @@ class Models:
 
     merged: Model
     student: Model
-    """The merged model again: it is the one that changes."""
+    """The merged model again, with the same tensors: it is the one that changes."""
     base: Model
     experts: Mapping[str, Model]
-    """By task."""
+    """By task; of several ranks each has those of its own tasks."""
+
+    def only(self, tasks: Collection[str]) -> Models:
+        """The same without the experts of other tasks."""
+        return replace(self, experts={task: expert for task, expert in self.experts.items() if task in tasks})
 
 
-def load_models(snapshots: Mapping[str, Snapshot], merge: Merge | None, built: Path, name: str) -> Models:
+def load_models(
+    snapshots: Mapping[str, Snapshot], merge: Merge | None, built: Path, name: str, ranks: Ranks | None = None
+) -> Models:
     """The models of `snapshots` (by role: merged, base, expert TASK). With `merge`, merged is built in the folder
-    `built` and called `name`. Raises CheckpointError for what cannot be loaded."""
+    `built` and called `name`, by one rank on each machine. Raises CheckpointError for what cannot be loaded."""
     tasks = {role.removeprefix("expert "): found for role, found in snapshots.items() if role.startswith("expert ")}
     if merge is None:
         found = snapshots["merged"]
@@ -53,23 +71,49 @@ def load_models(snapshots: Mapping[str, Snapshot], merge: Merge | None, built: P
         model_class = find_class(next(iter(tasks.values())))
         base = load_model("base", snapshots["base"], model_class)
         experts = {task: load_model(f"expert {task}", expert, model_class) for task, expert in tasks.items()}
-        found = Snapshot(name, _build_merged(merge, base, list(experts.values()), built), None)
-        merged = load_model("merged", found, model_class)
-    return Models(merged, load_model("student", found, type(merged.module)), base, experts)
+        if read_launch().local_rank == 0:
+            _build_merged(merge, base, list(experts.values()), built)
+        if ranks is not None:
+            ranks.gather(None)  # now it is there
+        merged = load_model("merged", Snapshot(name, built, None), model_class)
+    return Models(merged, share_model(merged), base, experts)
 
 
 def find_blocks(models: Models, examples: Mapping[str, TaskExamples], norms: str, note: Note) -> Architecture:
     """The blocks that the examples reach in merged; raises CheckpointError for a model that has not all of them."""
-    architecture = find_architecture(
-        models.merged.module, {task: found.fitted[0] for task, found in examples.items()}, norms
-    )
+    with _layers_given_back(models.merged.module):  # the probes go through all of it
+        architecture = find_architecture(
+            models.merged.module, {task: found.fitted[0] for task, found in examples.items()}, norms
+        )
     for text in architecture.notes:
         note(text)
     for model in (models.base, *models.experts.values()):
         check_alignment(architecture, models.merged, model)
         for text in describe_differences(models.merged, model, architecture):
             note(text)
+    pages.give_back(models.merged.module.parameters())
     return architecture
+
+
+def _give_back_layer(layer: nn.Module, *_: object) -> None:
+    pages.give_back(layer.parameters())
+
+
+@contextmanager
+def _layers_given_back(model: nn.Module) -> Iterator[None]:
+    """Inside, the weights of each layer leave memory when it has run."""
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    layers = {layer for each in lists for layer in each}
+    handles = [
+        layer.register_forward_hook(_give_back_layer)
+        for layer in layers
+        if not any(layer is not other and layer in set(other.modules()) for other in layers)
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def make_job(
@@ -84,40 +128,53 @@ def make_job(
     watchers: Mapping[str, Model],
     guarded: bool = False,
     keep_finals: bool = False,
+    shares: Shares | None = None,
+    scratch: Path | None = None,
 ) -> Job:
     """Everybody at the start, with the examples that they walk over.
 
     students, watchers: by role, the models that are calibrated, and the others whose drift is measured. With students
     it is measured on what is not fitted, if there is any; without, on all examples, and inside of blocks too.
     guarded: updates are checked on the examples that are held out for that.
+    shares: what this rank works on; everything without it. What drift is measured on is not split: it is for the first
+    of the ranks that share a task.
+    scratch: the folder for features that fit nowhere else, by default the system's; it should lie on a disk.
     """
+    shares = shares or share_tasks(list(examples), Ranks())
     dtype = _choose_dtype(calibration, models.merged)
 
     def walker(model: Model) -> Walker:
-        return Walker(model, architecture.blocks, device, dtype)
+        return Walker(model, architecture, device, dtype)
 
     roles = {**students, **watchers}
     everybody = {id(model): model for model in (models.merged, models.base, *roles.values())}
     walkers = {key: walker(model) for key, model in everybody.items()}  # never two of one model
     merged = walkers[id(models.merged)]
-    shown = {task: (found.held_out if students else []) or found.fitted for task, found in examples.items()}
-    experts = {task: walker(model) for task, model in models.experts.items()}
+    shown = {
+        task: ((found.held_out if students else []) or found.fitted) if shares.begins(task) else []
+        for task, found in examples.items()
+    }
+    experts = {task: walker(models.experts[task]) for task in shares.parts}
+    small_heads = all(shares.ranks.gather(_has_small_heads(models.experts.values(), architecture)))
     return Job(
         architecture=architecture,
         students={role: walkers[id(model)] for role, model in students.items()},
         merged=merged,
         base=walkers[id(models.base)],
         experts=experts,
-        examples={task: found.fitted for task, found in examples.items()} if students else {},
-        checked={task: found.selection for task, found in examples.items()} if guarded else {},
+        examples={task: shares.take(task, found.fitted) for task, found in examples.items()} if students else {},
+        checked={task: shares.take(task, found.selection) for task, found in examples.items()} if guarded else {},
         cls_blocks=_choose_cls_blocks(merged, architecture, examples, calibration, note),
         meter=DriftMeter(modules=not students),
-        vectors=VectorMeter(),
-        outputs=OutputMeter(),
+        vectors=None if students else VectorMeter(),  # a calibrated block is there when its experts' are gone
+        outputs=OutputMeter() if small_heads or not students else None,
         watched=limit_batches(shown, [merged, *experts.values()]),
         watchers={role: walkers[id(model)] for role, model in roles.items()},
         finals={} if keep_finals else None,
         split=frozenset(role for role, model in roles.items() if model is not models.base),
+        shelf=Shelf(device, *rooms_for_features(device), scratch or Path(tempfile.gettempdir())),
+        ranks=shares.ranks,
+        sharers=shares.mine,
     )
 
 
@@ -130,6 +187,8 @@ def make_search_job(
     students: Iterable[str],
     fitted: int,
     branches: Collection[str] = (),
+    shares: Shares | None = None,
+    scratch: Path | None = None,
 ) -> Job:
     """A job of its own for a search: every student is the merged model again, fitted to the first `fitted` examples.
 
@@ -155,15 +214,32 @@ def make_search_job(
         lambda _: None,
         students={role: share_model(models.merged) for role in students},
         watchers={MERGED: shared.merged},
+        shares=shares,
+        scratch=scratch,
     )
-    return replace(job, vectors=None, split=frozenset(), branches=frozenset(branches))
+    return replace(job, outputs=OutputMeter(), split=frozenset(), branches=frozenset(branches))
 
 
-def _build_merged(merge: Merge, base: Model, experts: list[Model], folder: Path) -> Path:
+def _has_small_heads(experts: Iterable[Model], architecture: Architecture) -> bool:
+    """Whether all that runs after an expert's blocks is small beside what must be read of it anyway: only then a
+    calibration reads it, to measure what drift does to the expert's answers."""
+    return all(_head_bytes(expert, architecture) <= HEAD_SHARE * read_bytes(expert, architecture) for expert in experts)
+
+
+def _head_bytes(model: Model, architecture: Architecture) -> int:
+    """Of the parameters that run after the blocks alone: the merged model's kind of head, or the model's own."""
+    inside = set(map(id, model.parameters.values()))
+    own = [value for value in model.module.parameters() if id(value) not in inside] if model.body else []
+    stem = set(map(id, model.parameters_of(architecture.reached)))  # a head that is tied to it is read anyway
+    head = {id(value): value for value in (*model.parameters_of(architecture.head), *own) if id(value) not in stem}
+    return sum(value.numel() * value.element_size() for value in head.values())
+
+
+def _build_merged(merge: Merge, base: Model, experts: list[Model], folder: Path) -> None:
     first = experts[0]
     slots = read_slots(first.snapshot)
     on_disk = (names_on_disk(first, group, slots) for group in merge_weights(merge, base, experts))
-    return build_checkpoint(folder, first.snapshot, base.snapshot, on_disk)
+    build_checkpoint(folder, first.snapshot, base.snapshot, on_disk)
 
 
 def _choose_cls_blocks(
@@ -179,8 +255,10 @@ def _choose_cls_blocks(
     found: set[str] = set()
     for task, given in examples.items() if calibration.token_weights == "auto" else ():
         batch = take_examples(given.fitted[0], [0])
-        if "pixel_values" in batch and not found & set(architecture.last_blocks[task]):
-            found |= find_cls_blocks(merged, architecture, task, batch)
+        if "pixel_values" in batch and architecture.last_blocks[task] not in found:
+            with _layers_given_back(merged.model.module):
+                found |= find_cls_blocks(merged, architecture, task, batch)
+    pages.give_back(merged.model.module.parameters())
     if found:
         note(f"token weights: cls in {', '.join(sorted(found))}, because the output is read from the first token")
     return frozenset(found)

@@ -16,6 +16,7 @@ from torch import Tensor
 from featcal_cli.errors import OutputError
 from featcal_cli.hub import Snapshot
 from featcal_cli.machine import describe_environment
+from featcal_cli.ranks import Ranks
 from featcal_cli.recipe import Recipe
 from featcal_cli.report import BlockReport
 from featcal_cli.walker import Walker
@@ -56,12 +57,11 @@ class Journal:
 
     def write(self, number: int, report: BlockReport, student: Walker) -> None:
         """Keep the parameters that a finished block has now."""
+        places = [f"{report.name}.{module.name}" for module in report.modules]
         parameters = {
-            name: parameter.detach().cpu().contiguous()
-            for module in report.modules
-            for name, parameter in student.module(f"{report.name}.{module.name}").named_parameters(
-                f"{report.name}.{module.name}"
-            )
+            f"{place}.{name}": value.cpu().contiguous()
+            for place in places
+            for name, value in student.parameters_at_home(place).items()
         }
         with self._writing(self._file(number)) as partial:
             save_file(parameters, partial, metadata={"report": report.to_json()})
@@ -79,7 +79,7 @@ class Journal:
             report = BlockReport.from_json(stored.metadata()["report"])
             for name in stored.keys():  # noqa: SIM118
                 path, _, key = name.rpartition(".")
-                getattr(student.module(path), key).data = stored.get_tensor(name)
+                student.replace(getattr(student.module(path), key), stored.get_tensor(name))
         self.restored += 1
         return report
 
@@ -104,10 +104,28 @@ class Journal:
         return self.folder / f"block-{number:04d}.safetensors"
 
 
+def restore_block(journal: Journal | None, number: int, student: Walker, ranks: Ranks) -> BlockReport | None:
+    """A block that was finished before, from the journal of the first rank, which alone has one, loaded into the
+    students of all ranks; None where there is no such block."""
+    report = ranks.broadcast(journal.restore(number, student) if journal else None)
+    if report is None or ranks.size == 1:
+        return report
+    for module in report.modules:
+        place = f"{report.name}.{module.name}"
+        for name, value in student.parameters_at_home(place).items():
+            restored = value.clone(memory_format=torch.contiguous_format)
+            ranks.copy(restored)
+            student.replace(student.module(place).get_parameter(name), restored)
+    return report
+
+
 def take_fingerprint(
-    recipe: Recipe, snapshots: Mapping[str, Snapshot], device: torch.device, batch_size: int
+    recipe: Recipe, snapshots: Mapping[str, Snapshot], device: torch.device, batch_sizes: Mapping[str, int]
 ) -> dict[str, Any]:
-    """Everything that decides the result of a job; where it goes does not."""
+    """Everything that decides the result of a job; where it goes does not.
+
+    `batch_sizes`: examples in a batch, by task.
+    """
     data = [Path(task.data.path) for task in recipe.tasks.values() if task.data.path]
     # of a model's folder only what lies in it at once: the output, and this journal, may lie below
     files = {file for found in snapshots.values() if found.commit is None for file in found.folder.iterdir()}
@@ -116,7 +134,7 @@ def take_fingerprint(
         "recipe": recipe.model_dump(mode="json", exclude={"output"}),
         "files": {str(file): _stamp(file) for file in sorted(files) if file.is_file()},
         "environment": describe_environment(device),
-        "batch_size": batch_size,
+        "batch_sizes": dict(batch_sizes),
     }
 
 

@@ -66,21 +66,17 @@ def norm_parameters(module: nn.Module) -> Affine:
     return Affine(own["weight"], own.get("bias"))
 
 
-def load_parameters(module: nn.Module, new: Affine) -> None:
-    """Put new parameters into a Linear, Conv1D or norm, in the module's own dtype; the old tensors stay untouched."""
+def new_parameters(module: nn.Module, new: Affine) -> list[tuple[nn.Parameter, Tensor]]:
+    """The parameters of a Linear, Conv1D or norm, each with its new value."""
     own = dict(module.named_parameters(recurse=False))
-    weight = new.weight.T if isinstance(module, Conv1D) else new.weight
-    own["weight"].data = weight.to(own["weight"]).contiguous()
-    if new.bias is not None:
-        own["bias"].data = new.bias.to(own["bias"])
+    values = [(own["weight"], new.weight.T if isinstance(module, Conv1D) else new.weight)]
+    return values if new.bias is None else [*values, (own["bias"], new.bias)]
 
 
 def normalise(module: nn.Module, x: Tensor) -> Tensor:
     """z: what the norm computes before scale and bias, by its own forward, in float32 [.., d]."""
     x = x.float()
     neutral = {name: x.new_zeros(value.shape) for name, value in module.named_parameters(recurse=False)}
-    at_zero = functional_call(module, neutral, (x,))
-    if _is_zero(at_zero):
+    if _is_zero(functional_call(module, neutral, (x[:1],))):  # else it is the 1 + w form
         neutral["weight"] = torch.ones_like(neutral["weight"])
-        return functional_call(module, neutral, (x,))  # type: ignore[no-any-return]
-    return at_zero  # type: ignore[no-any-return]  # the 1 + w form
+    return functional_call(module, neutral, (x,))  # type: ignore[no-any-return]

@@ -81,7 +81,10 @@ Device = Annotated[str, _option(MACHINE, metavar="NAME", help="auto, cpu or cuda
 Dtype = Annotated[
     str | None, _option(MACHINE, metavar="NAME", help="Of the forward passes: auto, float32 or bfloat16.")
 ]
-BatchSize = Annotated[int | None, _option(MACHINE, metavar="N", min=1, help="Examples per forward pass [16].")]
+BatchSize = Annotated[
+    int | None,
+    _option(MACHINE, metavar="N", min=1, help="Examples per forward pass [by their tokens and this machine's memory]."),
+]
 Compare = Annotated[str | None, _option(MODELS, metavar="MODEL2", help="Show a second model against the same experts.")]
 Plot = Annotated[Path | None, _option(OUTPUT, metavar="FILE", help="Draw the drift: .png or .svg.")]
 Projection = Annotated[

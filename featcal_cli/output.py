@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from hashlib import sha256
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from torch import Tensor
@@ -15,6 +16,7 @@ from torch import Tensor
 from featcal_cli.download import PREPROCESSOR_FILES
 from featcal_cli.errors import OutputError
 from featcal_cli.hub import Snapshot
+from featcal_cli.launch import read_launch
 from featcal_cli.layout import copy_checkpoint, read_slots, write_tensors
 from featcal_cli.report import REPORT
 
@@ -53,6 +55,18 @@ def work_folder(target: Path) -> Path:
     """The hidden folder beside `target` that holds everything until the output is complete."""
     resolved = target.resolve()
     return resolved.parent / f".{resolved.name}.featcal"
+
+
+@contextmanager
+def scratch_folder(target: Path) -> Iterator[Path]:
+    """Where a run puts what it needs for a while on the machine of this process: with the work on the output, which
+    deletes it in the end, and may yet have to make it; on further machines in a temporary folder."""
+    launch = read_launch()
+    if launch.rank == 0 or launch.local_rank:  # the first process of a machine is the one to ask
+        yield work_folder(target)
+        return
+    with TemporaryDirectory(prefix="featcal-", ignore_cleanup_errors=True) as folder:
+        yield Path(folder)
 
 
 class Unpushed:

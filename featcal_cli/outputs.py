@@ -76,6 +76,8 @@ class OutputMeter:
 
     def __init__(self) -> None:
         self.readings: dict[tuple[str, str, str], OutputShift] = {}
+        self.elsewhere: dict[tuple[str, str, str], OutputShift] = {}
+        """What other ranks have measured, as far as it is known here."""
 
     def add(self, task: str, role: str, output: Any, expert: Any, batch: Batch, place: str = "") -> None:
         """Add one batch: what the expert returned for the model's features after the block `place` ("": the last one),
@@ -89,7 +91,8 @@ class OutputMeter:
 
     def read(self, task: str, role: str, place: str = "") -> OutputShift | None:
         """What was measured so far; None for nothing."""
-        return self.readings.get((task, role, place))
+        key = (task, role, place)
+        return self.readings.get(key) or self.elsewhere.get(key)
 
 
 def _add_rows(reading: OutputShift, z: Tensor, z_exp: Tensor) -> None:

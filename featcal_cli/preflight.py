@@ -10,22 +10,24 @@ from typing import Any
 import torch
 
 from featcal_cli.alignment import check_alignment, load_fitting
+from featcal_cli.batch_size import choose_batch_sizes
 from featcal_cli.checkpoint import Model, find_class, read_config
 from featcal_cli.convert import OTHER_FORMATS
 from featcal_cli.download import DESCRIBING, chosen_files, download, missing_files
 from featcal_cli.errors import OutputError
-from featcal_cli.estimate import Estimate, Load, Work, estimate
-from featcal_cli.examples import TaskExamples, load_examples
+from featcal_cli.estimate import Estimate, Load, Place, estimate
+from featcal_cli.examples import DrawnExamples, TaskExamples, draw_examples
 from featcal_cli.header import Entry, read_headers
 from featcal_cli.hub import Snapshot
 from featcal_cli.inventory import run_empty, walk_registered
 from featcal_cli.lineage import Finding
-from featcal_cli.machine import disk_of, free_bytes, resident_bytes
+from featcal_cli.machine import disk_of, free_bytes, memory_of, resident_bytes, rooms_for_features
 from featcal_cli.origin import Origin, find_origin
 from featcal_cli.outline import load_outline
 from featcal_cli.recipe import Data, Merge, Recipe
 from featcal_cli.repo import Opener
 from featcal_cli.select import Plan, plan_for
+from featcal_cli.work import Work, measure_speed
 
 Note = Callable[[str], None]
 SAMPLED = 8
@@ -91,7 +93,7 @@ def prepare(
     findings: Sequence[Finding],
     *,
     device: torch.device,
-    batch_size: int,
+    batch_size: int | None,
     allow_pickle: bool,
     trust_remote_code: bool,
     open_repo: Opener,
@@ -100,9 +102,12 @@ def prepare(
     others: Mapping[str, str],
     stage: Callable[[str], None],
     note: Note,
+    agree: Callable[[Recipe], Recipe] = lambda recipe: recipe,
 ) -> Preflight:
     """Pin every repo, compare the models by their files' headers, read the examples (with `sample` only a few of them),
-    and work out what the job needs. Nothing is written but small files to the Hub's cache.
+    and work out what the job needs. Nothing is written but small files to the Hub's cache. `agree` is given the pinned
+    recipe as soon as it is known, and returns the one to go on with. `batch_size` is None for what suits models,
+    examples and machine.
 
     Raises FeatCalError for whatever would stop the job later.
     """
@@ -113,17 +118,23 @@ def prepare(
     }
     for text in dict.fromkeys(text for origin in origins.values() for text in origin.notes):
         note(text)
-    recipe = _pin(recipe, origins, open_repo)
+    recipe = agree(_pin(recipe, origins, open_repo))
     stage("comparing models")
     outlines = _outline_models(origins, trust_remote_code)
     merged = outlines["merged"]
     stage("reading examples")
     count = min(recipe.calibration.examples, SAMPLED) if sample else recipe.calibration.examples
-    examples = _read_examples(recipe, origins, merged, count, batch_size, note)
-    batches = {task: found.fitted[0] for task, found in examples.items()}
+    drawn = _draw_examples(recipe, origins, merged, count, note)
+    longest = {task: found.longest() for task, found in drawn.items()}
     # a model that looks at values cannot run without them: then what is registered must do, and the run will tell
     norms = recipe.calibration.norms
-    architecture = run_empty(merged.module, norms, batches) or walk_registered(merged.module, batches, norms)
+    architecture = run_empty(merged.module, norms, longest) or walk_registered(merged.module, longest, norms)
+    if batch_size:
+        sizes = dict.fromkeys(drawn, batch_size)
+    else:
+        sizes = choose_batch_sizes(merged.module, architecture, longest, device, memory_of(device))
+    # a task's encoded images are let go when its batches are made
+    examples = {task: drawn.pop(task).cut(size) for task, size in sizes.items()}
     for role, outline in outlines.items():
         if role != "merged":
             check_alignment(architecture, merged, outline)
@@ -140,8 +151,8 @@ def prepare(
         outlines,
         architecture,
         loads,
-        device,
-        batch_size=batch_size,
+        Place(device, rooms_for_features(device), measure_speed(device)),
+        ridge=recipe.calibration.ridge,
         resident=resident_bytes(),
         guarded=target is not None and recipe.calibration.select != "preset",
         searched=will_search if is_open and target is not None else lambda _: None,
@@ -235,22 +246,16 @@ def _folders(origin: Origin) -> list[Path]:
     return [_describe(origin), *(_folders(origin.base) if origin.base else ())]
 
 
-def _read_examples(
-    recipe: Recipe,
-    origins: Mapping[str, Origin],
-    merged: Model,
-    count: int,
-    batch_size: int,
-    note: Note,
-) -> dict[str, TaskExamples]:
+def _draw_examples(
+    recipe: Recipe, origins: Mapping[str, Origin], merged: Model, count: int, note: Note
+) -> dict[str, DrawnExamples]:
     examples = {}
     for task, spec in recipe.tasks.items():
         roles = [role for role in (f"expert {task}", "merged", "base") if role in origins]
         folders = [folder for role in roles for folder in _folders(origins[role])]
-        examples[task] = load_examples(
-            task, spec.data, merged.module, folders,
-            count=count, batch_size=batch_size, seed=recipe.calibration.seed,
-        )  # fmt: skip
+        examples[task] = draw_examples(
+            task, spec.data, merged.module, folders, count=count, seed=recipe.calibration.seed
+        )
         for text in examples[task].notes:
             note(text)
     return examples
@@ -272,7 +277,9 @@ def _load(found: TaskExamples, wanted: int, read: int) -> Load:
     held = sum(x.numel() * x.element_size() for batch in batches for x in batch.values())
     scale = wanted / read if found.fitted_count == read else 1.0
     watched = found.held_out_count or found.fitted_count
-    return Load(found.fitted[0], round(found.fitted_count * scale), round(watched * scale), round(held * scale))
+    fitted, watched = (round(number * scale) for number in (found.fitted_count, watched))
+    size = min(found.batch_size, max(fitted, watched))
+    return Load(found.fitted[0], fitted, watched, round(held * scale), size)
 
 
 def _check_disk(needs: Estimate, transfers: Mapping[str, Transfer], target: Path | None) -> None:

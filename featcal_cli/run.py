@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
 from featcal_cli.ancestors import SAID
 from featcal_cli.hub import Snapshot, fetch
-from featcal_cli.lineage import find_lineage
-from featcal_cli.listener import Listener
+from featcal_cli.lineage import Finding, find_lineage
+from featcal_cli.listener import Listener, Silent
 from featcal_cli.machine import choose_device
 from featcal_cli.preflight import Preflight, prepare
-from featcal_cli.recipe import Draft
-from featcal_cli.repo import open_repo
+from featcal_cli.ranks import join_ranks
+from featcal_cli.recipe import Draft, Recipe
+from featcal_cli.repo import Opener, open_repo
 
-DEFAULT_BATCH_SIZE = 16
+EXPERT = "expert "
+"""What the role of an expert begins with; its task follows."""
 
 
 class Run:
@@ -33,33 +35,34 @@ class Run:
         listener: Listener,
     ) -> None:
         self.started = time.monotonic()
-        self.draft, self.listener = draft, listener
+        self.ranks = join_ranks()
+        """All processes of this run; the first one speaks and writes."""
+        self.draft = draft
+        self.listener = listener if self.ranks.is_first else Silent()
         self.device = choose_device(device)
-        self.batch_size = batch_size or DEFAULT_BATCH_SIZE
         self.notes: list[str] = []
         """What was found and chosen without being told, for the report."""
-        self._allow_pickle, self._trusted = allow_pickle, trust_remote_code
+        self._batch_size, self._allow_pickle, self._trusted = batch_size, allow_pickle, trust_remote_code
 
     def prepare(self, target: Path | None, *, sample: bool, others: Mapping[str, str] | None = None) -> Preflight:
         """What can be known before weights are downloaded.
 
-        `target` is the folder that will be written, if any; `others` are further models, by role.
+        `target` is the folder that will be written, if any; `others` are further models, by role. The first rank finds
+        out what is meant, to the commit; the others take its word.
 
         Raises FeatCalError for whatever would stop the job.
         """
         self.listener.stage("finding models")
         once = cache(open_repo)
-        lineage = find_lineage(self.draft, once)
-        for finding in lineage.findings:
-            if finding.source != SAID:
-                self.note(f"{finding.role}: {finding.value} (from {finding.source})")
-        for text in lineage.notes:
-            self.note(text)
-        return prepare(
-            lineage.recipe,
-            lineage.findings,
+        if self.ranks.is_first:
+            recipe, findings = self._find_lineage(once)
+        else:
+            recipe, findings = self.ranks.broadcast((Recipe.model_construct(), []))
+        plan = prepare(
+            recipe,
+            findings,
             device=self.device,
-            batch_size=self.batch_size,
+            batch_size=self._batch_size,
             allow_pickle=self._allow_pickle,
             trust_remote_code=self._trusted,
             open_repo=once,
@@ -68,18 +71,43 @@ class Run:
             others=others or {},
             stage=self.listener.stage,
             note=self.note,
+            agree=lambda pinned: self.ranks.broadcast((pinned, findings))[0] if self.ranks.is_first else pinned,
         )
+        if not self.ranks.is_first:
+            self.notes.clear()  # the first one has them all
+        return replace(plan, estimate=self.ranks.broadcast(plan.estimate))
 
-    def fetch(self, plan: Preflight) -> dict[str, Snapshot]:
-        """Every model of a job on this machine, by its role. Raises HubError."""
+    def _find_lineage(self, once: Opener) -> tuple[Recipe, Sequence[Finding]]:
+        lineage = find_lineage(self.draft, once)
+        for finding in lineage.findings:
+            if finding.source != SAID:
+                self.note(f"{finding.role}: {finding.value} (from {finding.source})")
+        for text in lineage.notes:
+            self.note(text)
+        return lineage.recipe, lineage.findings
+
+    def fetch(self, plan: Preflight, tasks: Collection[str] | None = None) -> dict[str, Snapshot]:
+        """Every model of a job on this machine, by its role; with `tasks`, of the experts only theirs.
+
+        Raises HubError.
+        """
         snapshots = {}
         for role, origin in plan.origins.items():
+            if tasks is not None and role.startswith(EXPERT) and role.removeprefix(EXPERT) not in tasks:
+                continue
             self.listener.stage(f"downloading {origin.name}" if plan.transfers[role].missing else "loading models")
             snapshots[role] = replace(fetch(origin, self.listener.transfer), trusted=self._trusted)
             for text in snapshots[role].notes:
                 if text not in self.notes:
                     self.note(text)
         return snapshots
+
+    def share_notes(self) -> None:
+        """Let the first rank know what the others have noted."""
+        told = self.ranks.gather(self.notes)
+        for text in dict.fromkeys(text for notes in told[1:] for text in notes):
+            if self.ranks.is_first and text not in self.notes:
+                self.note(text)
 
     def note(self, text: str) -> None:
         """Remember a sentence for the report, and show it."""

@@ -6,11 +6,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from math import exp, inf, isfinite, log
 
-from featcal_cli.algorithm import Progress, Watch, load_block, solve_block
+from featcal_cli.algorithm import Progress, Watch, load_block, solve_together
 from featcal_cli.architecture import Block
 from featcal_cli.collect import collect_moments
 from featcal_cli.errors import NumericsError
 from featcal_cli.features import MERGED, Job, Visit, forward_order
+from featcal_cli.measures import share_readings
 from featcal_cli.outputs import OutputShift
 from featcal_cli.report import Trial
 from featcal_cli.solver import Settings
@@ -56,14 +57,13 @@ class Search:
         blocks = self.job.architecture.blocks
         behind: Block | None = None
         for number, visit in enumerate(forward_order(self.job)):
-            if behind is not None:
-                if number in self.cuts:
-                    self._cut(visit, behind, self.cuts[number])
-                self._forget(behind)
+            if behind is not None and number in self.cuts:
+                self._cut(visit, behind, self.cuts[number])
             for role in list(self.job.students):
                 watch(Progress(visit.block.name, number, len(blocks), task=role))
                 self._solve(visit, role, behind)
             behind = visit.block
+        share_readings(self.job)
         for role in self.job.students:
             self.trials[role] = self._describe(role, "", len(blocks), "")
         watch(Progress(blocks[-1].name, len(blocks), len(blocks)))
@@ -81,7 +81,7 @@ class Search:
         """Calibrate the block in one student; one that has no stable solution is out."""
         try:
             moments = collect_moments(visit, role, self.candidates[role].settings)
-            solutions = solve_block(visit.block, moments, self.job.base, self.bias)
+            solutions = solve_together(self.job, visit.block, moments, self.bias).solutions
         except NumericsError as error:
             if len(self.job.students) == 1:
                 raise
@@ -91,23 +91,16 @@ class Search:
 
     def _cut(self, visit: Visit, behind: Block, keep: int) -> None:
         """Let the best go on."""
+        share_readings(self.job)
         order = sorted(self.job.students, key=lambda role: self._score(role, behind.name))
         for place, role in enumerate(order[keep:], keep + 1):
             self._drop(visit, role, behind, f"place {place} of {len(order)} after {behind.name}")
 
     def _drop(self, visit: Visit, role: str, behind: Block | None, reason: str) -> None:
+        share_readings(self.job)
         finished = self.job.architecture.blocks.index(visit.block)
         self.trials[role] = self._describe(role, behind.name if behind else None, finished, reason)
         visit.drop(role)
-
-    def _forget(self, behind: Block) -> None:
-        """Let go of what students hold of a block that will not run again."""
-        if any(block.calls > 1 for block in self.job.architecture.blocks):
-            return  # their later calls start anew, and come through here
-        merged = dict(self.job.merged.module(behind.name).named_parameters())
-        for student in self.job.students.values():
-            for name, parameter in student.module(behind.name).named_parameters():
-                parameter.data = merged[name].data
 
     def _describe(self, role: str, place: str | None, finished: int, dropped: str) -> Trial:
         """What became of a candidate; it is judged after the block `place` ("": at the end), if at all."""

@@ -9,12 +9,12 @@ from math import ceil, log2
 from transformers import PreTrainedModel
 
 from featcal_cli.errors import NumericsError, RecipeError
-from featcal_cli.estimate import Work
 from featcal_cli.examples import TaskExamples
 from featcal_cli.recipe import Calibration
 from featcal_cli.report import Trial
 from featcal_cli.search import Candidate
 from featcal_cli.solver import Settings
+from featcal_cli.work import Work
 
 PAPER = {
     "CLIP": Settings(ridge=0.05, rho=2.0, alpha=0.3),

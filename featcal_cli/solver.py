@@ -6,20 +6,17 @@ nothing, exactly. Sums over tasks are folded one task at a time: no two experts'
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, cast
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from featcal_cli.errors import NumericsError
-from featcal_cli.moments import ACCUMULATE, LinearMoments, NormMoments
-
-EPSILON = 1e-8
-"""ε of the paper: keeps 1/‖G‖ and the inverse finite."""
-CONDITION_STEPS = 16
-"""Power iterations for the condition number that the report shows; it is an estimate."""
+from featcal_cli.factor import EPSILON, choose_precision, condition_number, factorise
+from featcal_cli.moments import LinearMoments, NormMoments
+from featcal_cli.sums import AddUp, Sum, Symmetric, in_sums, to_precise
 
 
 @dataclass(frozen=True)
@@ -50,40 +47,63 @@ class Solution(NamedTuple):
     """‖W* − W_merged‖ / ‖W_merged‖, Frobenius."""
 
 
+class Tally(NamedTuple):
+    """What is to be known of a system before its sums are added to those of others."""
+
+    weight: float
+    """Σ ω_i, for norms the number of tasks."""
+    rows: int
+    filled: frozenset[str]
+    """Sums that are not empty."""
+
+
 class LinearSystem:
     """The normal equations of Linear modules that share one input, summed over tasks (paper: W*, b*)."""
 
-    def __init__(self, merged: Mapping[str, Affine], settings: Settings) -> None:
-        self._merged = {name: precise(parameters) for name, parameters in merged.items()}
-        self._settings = settings
-        weights = {name: parameters.weight for name, parameters in self._merged.items()}
-        first = next(iter(weights.values()))
-        d_in = first.shape[1]
-        self._gram = first.new_zeros(d_in, d_in)
-        self._mean = first.new_zeros(d_in)
+    def __init__(self, merged: Mapping[str, Affine], settings: Settings, *, with_bias: bool = False) -> None:
+        """with_bias: what experts' biases ask of the outputs counts in the pull of the weights too. The paper's W*
+        leaves it to b*; the objective of both together does not."""
+        self._merged = dict(merged)
+        self._settings, self._with_bias = settings, with_bias
+        first = next(iter(merged.values())).weight
+        self._dtype = choose_precision(first.dtype, settings.ridge)
+        self._gram = Symmetric(first.shape[1], first.device, self._dtype)
+        self._mean = in_sums(first.new_zeros(first.shape[1]), self._dtype)
         self._omega = 0.0
-        self._pull = {name: torch.zeros_like(weight) for name, weight in weights.items()}
-        self._bias_pull = {name: weight.new_zeros(len(weight)) for name, weight in weights.items()}
+        self._drift = Sum(self._dtype)
+        self._pull = {name: Sum(self._dtype) for name in merged}
+        self._bias_pull = {name: self._mean.new_zeros(len(each.weight)) for name, each in merged.items()}
         self.rows = 0
         """Rows of all tasks."""
 
-    def fold(self, moments: LinearMoments, experts: Mapping[str, Affine]) -> float:
-        """Add one task: its moments, and its expert's parameters by module name; returns its ω_i."""
-        alpha, gram, mean = self._settings.alpha, moments.gram, moments.mean
-        omega = 1.0 / max(float(torch.linalg.matrix_norm(gram)), EPSILON)
-        self._omega += omega
-        self._gram += omega * gram
-        self._mean += omega * mean
+    def fold(self, moments: LinearMoments, experts: Mapping[str, Affine], omega: float | None = None) -> float:
+        """Add one task: its moments, and its expert's parameters by module name; returns ω_i, if not given."""
+        omega = 1.0 / max(moments.size, EPSILON) if omega is None else omega
+        self._omega += omega * moments.part
+        self._mean += omega * self._cast(moments.mean)
         self.rows += moments.rows
         for name, expert in experts.items():
-            weight, bias = precise(expert)
-            merged = self._merged[name]
-            self._pull[name] += omega * ((weight - merged.weight) @ gram + alpha * (weight @ moments.drift))
-            bias_pull = (weight - merged.weight) @ mean + alpha * (weight @ moments.mean_drift)
-            if bias is not None and merged.bias is not None:
-                bias_pull = bias_pull + bias - merged.bias
-            self._bias_pull[name] += omega * bias_pull
+            self._bias_pull[name] += omega * self._cast(self._lacking(name, moments, expert))
+        self._add(moments, experts, omega)
         return omega
+
+    def tally(self) -> Tally:
+        """What `pool` must know of this system."""
+        sums = {"": self._drift, **self._pull}
+        return Tally(self._omega, self.rows, frozenset(name for name, each in sums.items() if each.value is not None))
+
+    def pool(self, names: Sequence[str], tallies: Sequence[Tally], add_up: AddUp) -> None:
+        """Become the system of all ranks, for the modules `names`, given everybody's tallies; one tensor at a time."""
+        self._omega, self.rows = sum(each.weight for each in tallies), sum(each.rows for each in tallies)
+        filled = frozenset().union(*(each.filled for each in tallies))
+        add_up(self._mean)
+        self._gram.pool(add_up)
+        if "" in filled:
+            self._drift.pool(lambda: self._mean.new_zeros(len(self._mean), len(self._mean)), add_up)
+        for name in names:
+            add_up(self._bias_pull[name])
+            if name in filled:
+                self._pull[name].pool(partial(self._zeros_of, name), add_up)
 
     def solve(self, base: Mapping[str, Affine], *, bias: bool = True) -> dict[str, Solution]:
         """W* and b* of every module (b as merged with `bias` False), given the base's parameters for the anchor.
@@ -91,18 +111,94 @@ class LinearSystem:
         Raises NumericsError when the equations have no stable solution.
         """
         ridge = self._settings.ridge
-        factor = _factorise(self._gram, ridge)
-        condition = _condition_number(self._gram, ridge, factor)
+        update_of, condition = self._factorise()
         solutions = {}
-        for name, merged in self._merged.items():
-            towards = _anchor_offset(merged, precise(base[name]), self._settings.rho)
-            update = torch.cholesky_solve((self._pull[name] + ridge * towards.weight).T, factor).T
+        for name in self._merged:
+            merged = self._cast_all(self._merged[name])
+            towards = _anchor_offset(merged, self._cast_all(base[name]), self._settings.rho)
+            update = update_of(name, ridge * towards.weight)
             new_bias = merged.bias
             if bias and merged.bias is not None and towards.bias is not None:
                 pull = self._bias_pull[name] - update @ self._mean + ridge * towards.bias
                 new_bias = merged.bias + pull / (self._omega + ridge)
             solutions[name] = _solution(merged, Affine(merged.weight + update, new_bias), condition)
         return solutions
+
+    def objective(self, name: str, update: Tensor, shift: Tensor) -> tuple[float, float]:
+        """How Σ ω_i E‖W x_cal + b − W_i x_tgt − b_i‖² of a module changes with t · (update, shift) of its weight and
+        bias [d_out, d_in] and [d_out], as (a, c) of t² a − 2 t c; the pull must be `with_bias`."""
+        update, shift = self._cast(update), self._cast(shift)
+        curvature, descent = self._along(name, update)
+        curvature += 2 * _dot(update @ self._mean, shift) + self._omega * _dot(shift, shift)
+        return curvature, descent + _dot(shift, self._bias_pull[name])
+
+    def _lacking(self, name: str, moments: LinearMoments, expert: Affine) -> Tensor:
+        """E[W_i x_tgt + b_i − W_merged x_cal − b_merged] [d_out]."""
+        if moments.residuals:
+            lacking = moments.mean_residual(name)
+        else:
+            weight = to_precise(expert.weight)
+            lacking = (weight - to_precise(self._merged[name].weight)) @ moments.mean
+            lacking = lacking + self._settings.alpha * (weight @ moments.mean_drift)
+        return lacking + moments.part * self._bias_offset(name, expert)
+
+    def _bias_offset(self, name: str, expert: Affine) -> Tensor:
+        """b_i − b_merged, 0 where one has none."""
+        bias, own = expert.bias, self._merged[name].bias
+        known = bias is not None and own is not None
+        return to_precise(bias) - to_precise(own) if known else to_precise(torch.zeros_like(self._bias_pull[name]))  # type: ignore[arg-type]
+
+    def _add(self, moments: LinearMoments, experts: Mapping[str, Affine], omega: float) -> None:
+        """Add a task to what the weights are solved from."""
+        alpha = self._settings.alpha
+        self._gram.add(moments.sum, omega / moments.total)
+        target = None
+        if not moments.residuals:
+            drift = self._cast(moments.drift)
+            self._drift.add(drift, omega * alpha)
+            target = self._cast(moments.gram).add_(drift, alpha=alpha)  # C
+        for name, expert in experts.items():
+            if target is None:
+                moments.add_pull(name, self._pull[name], omega)
+            else:  # (W_i − W_merged) C; W_merged times the drift follows once, when all tasks are in
+                towards = self._cast(expert.weight) - self._cast(self._merged[name].weight)
+                self._pull[name].add(towards @ target, omega)
+            if self._with_bias:
+                offset = self._cast(self._bias_offset(name, expert))
+                self._pull[name].add(torch.outer(offset, self._cast(moments.mean)), omega)
+
+    def _pull_of(self, name: str) -> Tensor:
+        """Σ ω_i E[(W_i x_tgt − W_merged x_cal) x_calᵀ] [d_out, d_in]."""
+        merged, pull = self._cast(self._merged[name].weight), self._pull[name].value
+        if self._drift.value is None:
+            return self._zeros_of(name) if pull is None else self._cast(pull)
+        drift = merged @ self._cast(self._drift.value)
+        return drift if pull is None else drift.add_(self._cast(pull))
+
+    def _factorise(self) -> tuple[Callable[[str, Tensor], Tensor], float]:
+        """What gives a module's update for its anchor's pull (λ times anchor − merged), and the condition number."""
+        gram, ridge = self._gram.full(), self._settings.ridge
+        factor = factorise(gram, ridge)
+        condition = condition_number(gram, ridge, factor)
+
+        def update_of(name: str, anchor: Tensor) -> Tensor:
+            return torch.cholesky_solve((self._pull_of(name) + anchor).T, factor).T
+
+        return update_of, condition
+
+    def _zeros_of(self, name: str) -> Tensor:
+        return torch.zeros_like(self._cast(self._merged[name].weight))
+
+    def _cast(self, x: Tensor) -> Tensor:
+        return in_sums(x, self._dtype)
+
+    def _cast_all(self, parameters: Affine) -> Affine:
+        weight, bias = parameters
+        return Affine(self._cast(weight), None if bias is None else self._cast(bias))
+
+    def _along(self, name: str, update: Tensor) -> tuple[float, float]:
+        """⟨U, U G⟩ and ⟨U, pull⟩ of an update U."""
+        return _dot(update @ self._gram.full(), update), _dot(update, self._pull_of(name))
 
 
 class NormSystem:
@@ -113,7 +209,7 @@ class NormSystem:
         self._settings = settings
         zeros = torch.zeros_like(self._merged.weight)
         self._second, self._mean, self._scale_pull, self._bias_pull = (zeros.clone() for _ in range(4))
-        self._tasks = 0
+        self._tasks = 0.0
         self.rows = 0
         """Rows of all tasks."""
 
@@ -125,9 +221,26 @@ class NormSystem:
         self._second += moments.second
         self._mean += moments.mean
         self._scale_pull += moments.second * scale + moments.mean * shift
-        self._bias_pull += moments.mean * scale + shift
-        self._tasks += 1
+        self._bias_pull += moments.mean * scale + moments.part * shift
+        self._tasks += moments.part
         self.rows += moments.rows
+
+    def tally(self) -> Tally:
+        """What `pool` must know of this system."""
+        return Tally(self._tasks, self.rows, frozenset())
+
+    def pool(self, tallies: Sequence[Tally], add_up: AddUp) -> None:
+        """Become the system of all ranks, given everybody's tallies."""
+        self._tasks, self.rows = sum(each.weight for each in tallies), sum(each.rows for each in tallies)
+        for total in (self._second, self._mean, self._scale_pull, self._bias_pull):
+            add_up(total)
+
+    def objective(self, update: Tensor, shift: Tensor) -> tuple[float, float]:
+        """How Σ E‖γ z + β − γ_i z − β_i‖² changes with t · (update, shift) of scale and bias [d] each, as (a, c) of
+        t² a − 2 t c."""
+        curvature = _dot(update.square(), self._second) + 2 * _dot(update * shift, self._mean)
+        descent = _dot(update, self._scale_pull) + _dot(shift, self._bias_pull)
+        return curvature + self._tasks * _dot(shift, shift), descent
 
     def solve(self, base: Affine) -> Solution:
         """γ* and β*, given the base's for the anchor."""
@@ -147,7 +260,8 @@ class NormSystem:
 
 def precise(parameters: Affine) -> Affine:
     """The parameters in the precision of the sums."""
-    return Affine(parameters.weight.to(ACCUMULATE), None if parameters.bias is None else parameters.bias.to(ACCUMULATE))
+    weight, bias = parameters
+    return Affine(to_precise(weight), None if bias is None else to_precise(bias))
 
 
 def _anchor_offset(merged: Affine, base: Affine, rho: float) -> Affine:
@@ -156,30 +270,8 @@ def _anchor_offset(merged: Affine, base: Affine, rho: float) -> Affine:
     return Affine((1 - rho) * (base.weight - merged.weight), shift)
 
 
-def _factorise(gram: Tensor, ridge: float) -> Tensor:
-    """Cholesky factor of Σ ω_i G_i + (λ + ε) I."""
-    system = gram + (ridge + EPSILON) * torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
-    factor, failed = torch.linalg.cholesky_ex(system)
-    if failed or not torch.isfinite(factor).all():
-        if not torch.isfinite(gram).all():
-            raise NumericsError(
-                "the features are not finite", fix="look for NaN in the examples; if there is none, use --dtype float32"
-            )
-        raise NumericsError(f"the equations have no stable solution at ridge {ridge:g}", fix="use a larger --ridge")
-    return cast(Tensor, factor)
-
-
-def _condition_number(gram: Tensor, ridge: float, factor: Tensor) -> float:
-    """λ_max / λ_min of the factorised system, by power and inverse iteration."""
-    start = torch.linspace(1.0, 2.0, len(gram), dtype=gram.dtype, device=gram.device)
-    high, low = start / start.norm(), start / start.norm()
-    largest = inverse = torch.ones((), dtype=gram.dtype, device=gram.device)
-    for _ in range(CONDITION_STEPS):
-        high = gram @ high + (ridge + EPSILON) * high
-        low = torch.cholesky_solve(low[:, None], factor)[:, 0]
-        largest, inverse = high.norm(), low.norm()
-        high, low = high / largest, low / inverse
-    return float(largest * inverse)
+def _dot(one: Tensor, two: Tensor) -> float:
+    return float((one * two).sum())
 
 
 def _worst_condition(a11: Tensor, a12: Tensor, a22: float) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
+from typing import Any
 
 import torch
 
@@ -13,7 +14,7 @@ from featcal_cli.ancestors import SAID
 from featcal_cli.card import read_license
 from featcal_cli.features import Job
 from featcal_cli.machine import describe_environment, peak_resident_bytes
-from featcal_cli.measures import describe_tasks, read_curve, read_drift
+from featcal_cli.measures import describe_tasks, read_curve, read_drift, share_readings
 from featcal_cli.preflight import Preflight
 from featcal_cli.report import CARD, BlockReport, Report, Source
 from featcal_cli.run import Run
@@ -21,9 +22,10 @@ from featcal_cli.select import Choice
 
 
 def summarise(run: Run, plan: Preflight, blocks: list[BlockReport], job: Job, choice: Choice) -> Report:
-    """The report of a calibration that is through; `plan` holds the recipe with the settings that were chosen."""
+    """The report of a calibration that is through, on every rank; `plan` holds the recipe with the settings that were
+    chosen."""
     calibration = plan.recipe.calibration
-    on_device = run.device.type == "cuda"
+    share_readings(job)
     return Report(
         featcal_version=__version__,
         recipe=plan.recipe.model_dump(mode="json", exclude_none=True),
@@ -39,18 +41,26 @@ def summarise(run: Run, plan: Preflight, blocks: list[BlockReport], job: Job, ch
             "examples": {task: found.fitted_count for task, found in plan.examples.items()},
         },
         blocks=blocks,
-        drift={task: read_drift(job, task, bool(found.held_out)) for task, found in plan.examples.items()},
-        cost={
-            "seconds": time.monotonic() - run.started,
-            "peak_rss_bytes": peak_resident_bytes(),
-            "peak_device_bytes": torch.cuda.max_memory_allocated(run.device) if on_device else 0,
-            "expert_bytes_read": sum(walker.bytes_read for walker in job.experts.values()),
-        },
+        drift={task: read_drift(job, task, bool(found.held_out_count)) for task, found in plan.examples.items()},
+        cost=_add_up_cost(run, job),
         notes=list(run.notes),
         sources=list(_describe_sources(plan)),
         curves={task: read_curve(job, task) for task in plan.examples},
         measures=describe_tasks(job, {task: f.held_out_count or f.fitted_count for task, f in plan.examples.items()}),
     )
+
+
+def _add_up_cost(run: Run, job: Job) -> dict[str, Any]:
+    """What the run cost, over all ranks: of memory, the most that one of them took."""
+    device = torch.cuda.max_memory_allocated(run.device) if run.device.type == "cuda" else 0
+    told = run.ranks.gather((peak_resident_bytes(), device, sum(walker.bytes_read for walker in job.experts.values())))
+    cost = {
+        "seconds": time.monotonic() - run.started,
+        "peak_rss_bytes": max(rss for rss, _, _ in told),
+        "peak_device_bytes": max(device for _, device, _ in told),
+        "expert_bytes_read": sum(read for *_, read in told),
+    }
+    return cost | ({"expert_bytes_by_rank": [read for *_, read in told]} if len(told) > 1 else {})
 
 
 def _describe_sources(plan: Preflight) -> Iterator[Source]:

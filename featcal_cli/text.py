@@ -48,6 +48,12 @@ class TextReader:
         batch = dict(found.items()) | self._decoder_input([target for _, target in items])
         return {name: tensor for name, tensor in batch.items() if name in self.names}
 
+    def longest(
+        self, items: Sequence[tuple[dict[str, list[int]], list[int]]]
+    ) -> Sequence[tuple[dict[str, list[int]], list[int]]]:
+        """The longest text, and the one with the longest target."""
+        return [max(items, key=lambda item: len(item[0]["input_ids"])), max(items, key=lambda item: len(item[1]))]
+
     def _encode(self, *texts: str | None, **options: Any) -> dict[str, list[int]]:
         encoded = self.tokenizer(
             *texts, truncation=True, max_length=self.max_tokens, return_attention_mask=True, **options

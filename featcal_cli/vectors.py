@@ -31,6 +31,8 @@ class VectorMeter:
 
     def __init__(self) -> None:
         self.readings: dict[tuple[str, str], TaskVector] = {}
+        self.elsewhere: dict[tuple[str, str], TaskVector] = {}
+        """What other ranks have measured, as far as it is known here."""
 
     def add(self, task: str, block: str, models: Mapping[str, Walker], expert: Walker, base: Walker) -> None:
         """Add the parameters of one block of every model, by role, as far as all have them in one shape."""
@@ -46,7 +48,7 @@ class VectorMeter:
 
     def read(self, task: str, role: str) -> float | None:
         """The cosine so far; None for nothing."""
-        found = self.readings.get((task, role))
+        found = self.readings.get((task, role)) or self.elsewhere.get((task, role))
         return None if found is None else found.cosine
 
 

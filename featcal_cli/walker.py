@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from typing import Any
 
@@ -11,10 +11,13 @@ import torch
 from greenlet import GreenletExit, getcurrent, greenlet
 from torch import Tensor, nn
 
-from featcal_cli.architecture import Block
+from featcal_cli import pages
+from featcal_cli.ahead import Ahead
+from featcal_cli.architecture import Architecture, Block
 from featcal_cli.batches import Batch, forward_names
 from featcal_cli.checkpoint import Model
 from featcal_cli.errors import CheckpointError, NumericsError
+from featcal_cli.shelf import Shelf, tensors_in
 from featcal_cli.trace import first_tensor
 
 
@@ -26,15 +29,24 @@ class Walker:
     position biases, downsampling, cross-attention states) needs no knowledge here.
     """
 
-    def __init__(self, model: Model, blocks: Sequence[Block], device: torch.device, dtype: torch.dtype) -> None:
-        """Blocks and modules are named as in the merged model, of which `model` may be only a part, or more."""
+    def __init__(self, model: Model, architecture: Architecture, device: torch.device, dtype: torch.dtype) -> None:
+        """The architecture is the merged model's, of which `model` may be only a part, or more."""
         self.model = model
         self.device, self.dtype = device, dtype
         self.bytes_read = 0
         """Bytes of this model's parameters that were used so far, each counted once."""
-        self._blocks = [name for block in blocks if (name := self.model.own_path(block.name)) is not None]
-        self._checked: set[str] = set()
+        self._blocks = [own for block in architecture.blocks if (own := model.own_path(block.name)) is not None]
+        inside = [value for block in self._blocks for value in model.module.get_submodule(block).parameters()]
+        self._needed = set(map(id, (*model.parameters_of(architecture.reached), *inside)))
+        """What lies in blocks, or runs before the last one ends."""
+        self._head = set(map(id, model.parameters_of(architecture.head))) - self._needed
+        self._read: set[int] = set()
+        self.shelf: Shelf | None = None
+        """Where tensors of its paused passes may lie."""
         self._guests: dict[int, tuple[Tensor, Tensor]] = {}
+        self._ahead: Ahead | None = None
+        self._arrived: dict[int, Tensor] = {}
+        """What was fetched ahead to the device, by the id of what it is a copy of."""
         self._open = False
         self._install()
         if model.module.dtype != dtype:
@@ -69,6 +81,7 @@ class Walker:
             for holder, data in self._guests.values():
                 holder.data = data
             self._guests.clear()
+            self._arrived.clear()
 
     def module(self, path: str) -> nn.Module:
         """The module that is at `path` in the merged model."""
@@ -86,19 +99,67 @@ class Walker:
         """
         self._bring(self.model.own_path(path) or "", recurse=True)
 
+    def fetch_ahead(self, path: str) -> None:
+        """Let what the module at `path` needs be read from the disk, and copied to a CUDA device, while other things
+        are computed."""
+        pages.fetch_ahead(self._parameters_at(path))
+        if self.device.type == "cuda":
+            self._ahead = Ahead(self._parameters_at(path), self.device, self.dtype)
+
+    def give_back(self, path: str | None = None) -> int:
+        """Let the system have the memory of what was read from the disk for the module at `path`, or of everything;
+        returns how many bytes it got."""
+        return pages.give_back(self.model.module.parameters() if path is None else self._parameters_at(path))
+
+    def replace(self, parameter: nn.Parameter, value: Tensor) -> None:
+        """Give a parameter of this model a new value of the same shape, in the dtype that it has when it does not run.
+
+        The old tensor stays untouched: other models may share it."""
+        guest = id(parameter) in self._guests
+        value = value.to(self._home(parameter)).contiguous()
+        if guest:
+            self._guests[id(parameter)] = (parameter, value)
+        parameter.data = value.to(parameter)
+
+    def parameters_at_home(self, path: str) -> dict[str, Tensor]:
+        """The parameters of the module at `path` in this model, by their names in it, as they are when idle."""
+        return {name: self._home(parameter) for name, parameter in self.module(path).named_parameters()}
+
+    def _home(self, holder: Tensor) -> Tensor:
+        return self._guests[id(holder)][1] if id(holder) in self._guests else holder.data
+
+    def forget(self, path: str, other: Walker) -> None:
+        """Share the parameters of the module at `path` with another walker of the same model; call outside
+        `on_device`."""
+        values = dict(other.module(path).named_parameters())
+        for name, parameter in self.module(path).named_parameters():
+            parameter.data = values[name].data
+
+    def _parameters_at(self, path: str) -> list[Tensor]:
+        own = self.model.own_path(path)
+        return [] if own is None else list(self.model.module.get_submodule(own).parameters())
+
     def _bring(self, path: str, *, recurse: bool) -> None:
         module = self.model.module.get_submodule(path)
+        if self._ahead is not None:
+            self._arrived, self._ahead = self._ahead.take(), None
         for name, parameter in module.named_parameters(path, recurse=recurse):
-            if name not in self._checked:
-                self._check(name, parameter)
+            size = parameter.numel() * parameter.element_size()
             self._move(parameter, self.dtype if parameter.is_floating_point() else parameter.dtype)
+            if id(parameter) not in self._read:
+                self._read.add(id(parameter))
+                self.bytes_read += size
+                self._check(name, parameter)
         for _, buffer in module.named_buffers(path, recurse=recurse):
             self._move(buffer, buffer.dtype)
 
     def _check(self, name: str, parameter: Tensor) -> None:
-        self._checked.add(name)
-        self.bytes_read += parameter.numel() * parameter.element_size()
-        if parameter.is_floating_point() and not torch.isfinite(parameter).all():
+        if id(parameter) not in self._needed:
+            return  # a head is only read to measure what drift does to its answers
+        # a sum is quick to tell that all is well; where it is not, it may only be large
+        if parameter.is_floating_point() and not (
+            torch.isfinite(parameter.sum(dtype=torch.float32)) or torch.isfinite(parameter).all()
+        ):
             raise NumericsError(
                 f"{self.model.role} has NaN or infinity in {name}",
                 where=self.model.snapshot.name,
@@ -108,7 +169,8 @@ class Walker:
     def _move(self, holder: Tensor, dtype: torch.dtype) -> None:
         if holder.device != self.device or holder.dtype != dtype:
             self._guests[id(holder)] = (holder, holder.data)
-            holder.data = holder.data.to(self.device, dtype)
+            arrived = self._arrived.pop(id(holder), None)
+            holder.data = holder.data.to(self.device, dtype) if arrived is None else arrived
 
     def _prepare(self, batch: Batch, module: nn.Module) -> Batch:
         names = forward_names(module) if self.model.part or self.model.body else set(batch)
@@ -128,13 +190,14 @@ class Walker:
                 module.register_forward_pre_hook(self._bringing(name, recurse=name not in around))
 
     def _convert_stem(self) -> None:
-        """Hold everything outside of blocks in the computing dtype: models look at its dtype before it is called.
+        """Hold everything before the blocks in the computing dtype: models look at its dtype before it is called.
 
         Blocks keep their own dtype, which is what is solved for; they are converted while they run.
         """
         inside = tuple(f"{block}." for block in self._blocks)
         for name, parameter in self.model.module.named_parameters():
-            if parameter.is_floating_point() and not name.startswith(inside):
+            is_stem = id(parameter) not in self._head and not name.startswith(inside)
+            if parameter.is_floating_point() and is_stem:
                 parameter.data = parameter.data.to(self.dtype)
         with torch.device("meta"):
             plan = type(self.model.module)._from_config(deepcopy(self.model.module.config), dtype=self.dtype)
@@ -162,13 +225,21 @@ class Pass(greenlet):
         """What the model returned, when the pass is through."""
         self._walker = walker
         self._block: str | None = None
+        self._args: tuple[Any, ...] = ()
+        self._kwargs: dict[str, Any] = {}
+
+    @property
+    def tensors(self) -> Iterator[Tensor]:
+        """What the paused block was called with."""
+        return tensors_in((self._args, self._kwargs))
 
     def advance(self, *output: Any) -> None:
         """Go on to the next block, giving the paused block's output (nothing at the start)."""
-        with torch.no_grad():
+        shelf = self._walker.shelf
+        with torch.no_grad(), nullcontext() if shelf is None else shelf.within_reach():
             result = self.switch(*output)
         if self.dead:
-            self._block, self.output = None, result
+            self._block, self.output, self._args, self._kwargs = None, result, (), {}
         else:
             self._block, self._forward, self._args, self._kwargs = result
 
@@ -208,7 +279,7 @@ class Pass(greenlet):
 
     def close(self) -> None:
         """End the pass where it is; the rest of the model does not run."""
-        self._block = None
+        self._block, self._args, self._kwargs = None, (), {}
         if not self.dead:
             self.throw(GreenletExit)
 

@@ -52,6 +52,8 @@ class Group:
         keys = [(role, place) for place in ("", *sorted(job.branches)) for role in wanted]
         self._followers = dict(zip(keys, job.experts[task].start([batch] * len(keys), entry), strict=True))
         """By role, and the block that they leave the expert's own features at ("": the last)."""
+        self._ran: _Run | None = None
+        """What the expert's block has returned, while the others are still before it."""
         self._measure_stem()
 
     def __iter__(self) -> Iterator[Pass]:
@@ -65,6 +67,11 @@ class Group:
         for key in [key for key in self._followers if key[0] == role]:
             self._followers.pop(key).close()
 
+    def run_expert(self, block: Block) -> None:
+        """Run the block on the expert, if everybody is at it; the others follow in `go_through`."""
+        if all(each.is_at(block) for each in self._passes.values()):
+            self._ran = self._run(EXPERT, block)
+
     def go_through(self, block: Block, done: Sequence[Block]) -> None:
         """Take everybody through all calls of the block, if they are at it; drift is measured where the last one ends.
 
@@ -75,7 +82,8 @@ class Group:
             return
         is_end = block.name == self._job.architecture.last_blocks[self._task]
         for number in range(block.calls):
-            runs = {role: self._run(role, block) for role in passes}
+            ran, self._ran = self._ran, None
+            runs = {role: ran if ran and role == EXPERT else self._run(role, block) for role in passes}
             on_expert = {role: self._run(role, block, expert) for role in self._job.split & passes.keys()}
             weights = token_weights(expert, block, cls_tokens=False)
             lengths = token_lengths(expert.batch, expert.hidden)

@@ -14,14 +14,15 @@ from featcal_cli.algorithm import calibrate_blocks
 from featcal_cli.architecture import Architecture
 from featcal_cli.card import write_card
 from featcal_cli.checkpoint import Model
-from featcal_cli.errors import FeatCalError, NumericsError, OutputError
+from featcal_cli.errors import FeatCalError, LostRankError, NumericsError, OutputError
 from featcal_cli.features import CALIBRATED, MERGED
+from featcal_cli.hub import Snapshot
 from featcal_cli.job import Models, find_blocks, load_models, make_job, make_search_job
 from featcal_cli.journal import Journal, take_fingerprint
 from featcal_cli.layout import names_on_disk, read_slots
 from featcal_cli.listener import Listener, Silent
 from featcal_cli.loaders import find_pipeline_tag, find_processor_class
-from featcal_cli.output import Unpushed, check_output, default_output, work_folder, write_output
+from featcal_cli.output import Unpushed, check_output, default_output, scratch_folder, work_folder, write_output
 from featcal_cli.plots import plot_drift
 from featcal_cli.preflight import Preflight
 from featcal_cli.push import Pushed, Target, check_target, push
@@ -30,6 +31,7 @@ from featcal_cli.report import CARD, PICTURE, RECIPE, REPORT, Report, Trial, des
 from featcal_cli.run import Run
 from featcal_cli.search import Search
 from featcal_cli.select import Choice, Plan, check_search, choose_settings
+from featcal_cli.shares import Shares, share_tasks
 from featcal_cli.summary import summarise
 
 SEARCH = "search"
@@ -122,16 +124,19 @@ class _Calibration:
     """One job from what the user says to the output folder and the Hub."""
 
     def __init__(self, run: Run, output: str | Path | None, overwrite: bool) -> None:
-        self._run, self._draft, self._overwrite = run, run.draft, overwrite
+        self._run, self._draft, self._overwrite, self._ranks = run, run.draft, overwrite, run.ranks
         self.target = Path(output) if output else default_output(run.draft.name)
         self._work = work_folder(self.target)
         self._is_first = not path_exists(self._work)
         self._unpushed = Unpushed(self.target)
-        self._finished = None if overwrite else self._unpushed.read(self._key())
+        self._finished = None if overwrite or not run.ranks.is_first else self._unpushed.read(self._key())
         """What the card is made of, where this very job is finished but for its push."""
 
     def check_places(self, *, create_pr: bool, overwrite_repo: bool) -> Target | None:
-        """Where the result is to go on the Hub. Raises FeatCalError when it cannot go there, or not to the output."""
+        """Where the result is to go on the Hub, which the first rank alone knows. Raises FeatCalError when it cannot go
+        there, or not to the output."""
+        if not self._ranks.is_first:
+            return None
         if self._finished is not None:
             self._run.note(f"{self.target} is finished and was not pushed; nothing is computed again")
         else:
@@ -152,42 +157,69 @@ class _Calibration:
         """Do it all. What is wrong with the inputs leaves nothing behind; finished blocks outlive everything else."""
         target = self.check_places(create_pr=create_pr, overwrite_repo=overwrite_repo)
         models = None
-        if self._finished is not None:
-            report = Report.from_json((self.target / REPORT).read_text(encoding="utf-8"))
-            self._address_card(report, target, self._finished)
+        if self._ranks.broadcast(self._finished is not None):
+            text = (self.target / REPORT).read_text(encoding="utf-8") if self._ranks.is_first else ""
+            report = Report.from_json(self._ranks.broadcast(text))
+            if self._finished is not None:
+                self._address_card(report, target, self._finished)
         else:
             try:
                 report, models = self._calibrate(target)
             except OutputError:
                 raise  # the finished blocks are good: the same command goes on from there
-            except FeatCalError:
-                if self._is_first:
+            except FeatCalError as error:
+                is_kept = isinstance(error, LostRankError) and any(self._work.glob("journal/block-*"))
+                if self._is_first and self._ranks.is_first and not is_kept:
                     shutil.rmtree(self._work, ignore_errors=True)  # mending it makes another job of this
                 raise
         pushed = None
         if target is not None and not (strict and report.worse):
             self._run.listener.stage(f"pushing to {target.repo_id}")
             pushed = push(self.target, target, message=message or f"Calibrate {self._draft.name} with featcal")
-        if pushed is None and (target is not None or self._finished is not None):
+        if not self._ranks.is_first:
+            pass  # nothing here is this one's
+        elif pushed is None and (target is not None or self._finished is not None):
             self._unpushed.clear_rest()
         else:
             shutil.rmtree(self._work, ignore_errors=True)
+        report, pushed = self._ranks.broadcast((report, pushed))
         return Result(self.target, report, pushed, models)
 
     def _calibrate(self, target: Target | None) -> tuple[Report, Models]:
-        plan = self._run.prepare(self.target, sample=False)
+        plan = self._run.prepare(self.target if self._ranks.is_first else None, sample=False)
         recipe = plan.recipe
         check_search(recipe.calibration, plan.examples)
-        snapshots = self._run.fetch(plan)
-        self._run.listener.stage("loading models")
+        shares = share_tasks(list(recipe.tasks), self._ranks)
         merge = recipe.merged if isinstance(recipe.merged, Merge) else None
-        models = load_models(snapshots, merge, self._work / "merged", self._draft.name)
+        snapshots = self._run.fetch(plan, None if merge else shares.parts)
+        self._run.listener.stage("loading models")
+        with scratch_folder(self.target) as own:
+            scratch = self._ranks.of_machine(own)
+            models = load_models(snapshots, merge, scratch / "merged", self._draft.name, self._ranks)
+            models = models.only(shares.parts)
+            return self._walk(plan, snapshots, models, shares, scratch, target), models
+
+    def _walk(
+        self,
+        plan: Preflight,
+        snapshots: Mapping[str, Snapshot],
+        models: Models,
+        shares: Shares,
+        scratch: Path,
+        target: Target | None,
+    ) -> Report:
+        """Calibrate what is loaded, and write it."""
+        recipe = plan.recipe
         architecture = find_blocks(models, plan.examples, recipe.calibration.norms, self._run.note)
-        fingerprint = take_fingerprint(recipe, snapshots, self._run.device, self._run.batch_size)
-        journal = Journal(self._work / "journal", fingerprint)
+        self._run.share_notes()
+        sizes = {task: found.batch_size for task, found in plan.examples.items()}
+        fingerprint = take_fingerprint(recipe, snapshots, self._run.device, sizes)
+        fingerprint["files"] = self._ranks.unite(fingerprint["files"])
+        journal = Journal(self._work / "journal", fingerprint) if self._ranks.is_first else None
+        self._ranks.gather(None)  # now the work folder is there
         try:
-            choice = self._choose(plan, models, architecture, journal)
-            unchecked = [task for task, found in plan.examples.items() if not found.selection]
+            choice = self._choose(plan, models, architecture, shares, journal)
+            unchecked = [task for task, found in plan.examples.items() if not found.selection_count]
             guarded = recipe.calibration.select != "preset" and not unchecked
             if unchecked and recipe.calibration.select != "preset":
                 self._run.note(f"guard: off, because {unchecked[0]} has no further examples to check updates on")
@@ -201,7 +233,12 @@ class _Calibration:
                 students={CALIBRATED: models.student},
                 watchers={MERGED: models.merged, "base": models.base},
                 guarded=guarded,
+                shares=shares,
+                scratch=scratch,
             )
+            for found in plan.examples.values():  # the job has this rank's part of them
+                for batches in (found.fitted, found.selection, found.held_out):
+                    batches.clear()
             self._run.listener.stage("calibrating")
             blocks = calibrate_blocks(
                 job, choice.settings, journal, bias=recipe.calibration.bias, watch=self._run.listener.progress
@@ -214,7 +251,7 @@ class _Calibration:
             ) from error
         if told := describe_guard(blocks):
             self._run.note(told)
-        if journal.restored:
+        if journal and journal.restored:
             self._run.note(
                 f"{journal.restored} of {len(blocks)} blocks were taken over from an earlier run of this job"
             )
@@ -224,15 +261,18 @@ class _Calibration:
         fixed = recipe.calibration.model_copy(update=asdict(choice.settings))
         plan = replace(plan, recipe=recipe.model_copy(update={"calibration": fixed}))
         report = summarise(self._run, plan, blocks, job, choice)
-        self._write(journal, models, report, plan, target)
-        return report, models
+        if journal:
+            self._write(journal, models, report, plan, target)
+        return report
 
-    def _choose(self, plan: Preflight, models: Models, architecture: Architecture, journal: Journal) -> Choice:
+    def _choose(
+        self, plan: Preflight, models: Models, architecture: Architecture, shares: Shares, journal: Journal | None
+    ) -> Choice:
         """The settings of the run, by a search or without; those of an interrupted run are taken over."""
         calibration = plan.recipe.calibration
 
         def run_search(found: Plan) -> list[Trial]:
-            if (kept := journal.recall(SEARCH)) is not None:
+            if (kept := self._ranks.broadcast(journal.recall(SEARCH) if journal else None)) is not None:
                 return [Trial(**trial) for trial in kept]
             self._run.listener.stage(f"searching settings ({len(found.candidates)} candidates)")
             job = make_search_job(
@@ -244,10 +284,13 @@ class _Calibration:
                 found.candidates,
                 found.fitted,
                 [architecture.blocks[number - 1].name for number in found.cuts],
+                shares,
+                self._work,
             )
             search = Search(job, found.candidates, calibration.bias, found.cuts)
             trials = search.run(self._run.listener.progress)
-            journal.keep(SEARCH, [asdict(trial) for trial in trials])
+            if journal:
+                journal.keep(SEARCH, [asdict(trial) for trial in trials])
             return trials
 
         work, blocks = plan.estimate.work, len(architecture.blocks)
@@ -261,7 +304,7 @@ class _Calibration:
 
     def _write(self, journal: Journal, models: Models, report: Report, plan: Preflight, target: Target | None) -> None:
         slots = read_slots(models.merged.snapshot)
-        groups = (names_on_disk(models.student, journal.tensors(number), slots) for number in range(len(report.blocks)))
+        groups = (names_on_disk(models.merged, journal.tensors(number), slots) for number in range(len(report.blocks)))
         repo = plan.origins["merged"].repo if "merged" in plan.origins else None
         about: dict[str, Any] = {
             "merged_readme": repo.read_text(CARD) if repo else None,

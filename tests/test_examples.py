@@ -26,10 +26,12 @@ from tokenizers.pre_tokenizers import Whitespace
 from tokenizers.processors import TemplateProcessing
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
+from transformers.models.detr.image_processing_pil_detr import DetrImageProcessorPil
 from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 
 from featcal_cli.errors import DataError
-from featcal_cli.examples import Batch, TaskExamples, load_examples, load_labelled
+from featcal_cli.examples import Batch, TaskExamples, draw_examples, load_labelled
+from featcal_cli.images import DECODED
 from featcal_cli.recipe import Data
 
 arrow: Any = pyarrow  # has no types
@@ -134,7 +136,7 @@ def text_rows(count: int, column: str = "text") -> list[dict[str, Any]]:
 def load(
     data: Data, model: PreTrainedModel, *folders: Path, count: int = 8, batch_size: int = 4, seed: int = 0
 ) -> TaskExamples:
-    return load_examples("task", data, model, folders, count=count, batch_size=batch_size, seed=seed)
+    return draw_examples("task", data, model, folders, count=count, seed=seed).cut(batch_size)
 
 
 def rows_of(batches: Sequence[Batch], name: str) -> list[list[Any]]:
@@ -327,6 +329,34 @@ def test_a_hub_dataset_is_read_with_its_splits_and_encoded_images(
     assert len(set(seen)) == 24 and max(seen) < 40
     batches, labels = load_labelled("task", data, "test", vit, [image_folder], batch_size=16)
     assert colours(batches) == labels.tolist() == list(range(100, 140))
+
+
+def test_a_large_batch_of_images_is_decoded_in_parts(
+    tmp_path: Path, vit: Any, image_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = Data(path=write_parquet(tmp_path / "a.parquet", image_rows(50)))
+    sizes: list[int] = []
+    whole = ViTImageProcessorPil.preprocess
+
+    def watch(self: Any, images: Any, *args: Any, **options: Any) -> Any:
+        sizes.append(len(images))
+        return whole(self, images, *args, **options)
+
+    monkeypatch.setattr(ViTImageProcessorPil, "preprocess", watch)
+    [batch] = load(data, vit, image_folder, count=40, batch_size=40).fitted
+    assert max(sizes) == DECODED
+    few = load(data, vit, image_folder, count=40, batch_size=7).fitted
+    assert torch.equal(batch["pixel_values"], torch.cat([part["pixel_values"] for part in few]))
+
+
+def test_images_that_are_padded_are_so_to_the_largest_of_the_whole_batch(tmp_path: Path, vit: Any) -> None:
+    DetrImageProcessorPil(do_resize=False, do_normalize=False).save_pretrained(tmp_path / "expert")
+    for number in range(20):
+        (tmp_path / "images").mkdir(exist_ok=True)
+        Image.new("L", (8 + 4 * (number == 19), 6), 255).save(tmp_path / "images" / f"{number}.png")
+    [batch] = load(Data(path=str(tmp_path / "images")), vit, tmp_path / "expert", count=20, batch_size=20).fitted
+    assert batch["pixel_values"].shape == (20, 3, 6, 12)
+    assert sorted(batch["pixel_values"].sum((1, 2, 3)).tolist()) == [144.0] * 19 + [216.0]
 
 
 @pytest.mark.parametrize("zipped", [False, True])
@@ -583,6 +613,18 @@ def test_an_encoder_decoder_gets_the_target_shifted_right(tmp_path: Path, t5: An
     }
     assert sorted(batch["decoder_attention_mask"].sum(1).tolist()) == [3, 4]
     assert t5(**batch).logits.shape[:2] == (2, 4)
+
+
+def test_the_longest_example_is_as_long_as_any_batch(tmp_path: Path, t5: Any, text_folder: Path) -> None:
+    """In its text and in its target, which may be of two rows, fitted or held out."""
+    rows = [{"inputs": "w1", "targets": "w2"} for _ in range(20)]
+    rows[3]["inputs"], rows[7]["targets"] = "w1 w2 w3 w4", "w1 w2 w3"
+    data = Data(path=write_jsonl(tmp_path / "a.jsonl", rows))
+    drawn = draw_examples("task", data, t5, [text_folder], count=8, seed=0)
+    found, longest = drawn.cut(3), drawn.longest()
+    for name in ("input_ids", "attention_mask", "decoder_input_ids", "decoder_attention_mask"):
+        lengths = [batch[name].shape[1] for batch in (*found.fitted, *found.selection, *found.held_out)]
+        assert len(lengths) == 7 and longest[name].shape == (1, max(lengths))
 
 
 def test_an_encoder_decoder_reads_source_and_target_as_the_recipe_says(

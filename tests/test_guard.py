@@ -12,16 +12,17 @@ from families import FAMILIES, Saved, save_family
 from jobs import prepare
 from oracle import normalise
 from safetensors.torch import load_file, save_file
+from summing import SYSTEMS, WAYS, sum_up
 from torch import Tensor, nn
 
 from featcal_cli.algorithm import load_block, solve_block
-from featcal_cli.collect import collect_moments
+from featcal_cli.collect import BlockMoments, collect_moments, parameters_of
 from featcal_cli.errors import NumericsError
 from featcal_cli.features import CALIBRATED, forward_order
-from featcal_cli.guard import STEPS, Guard, guard_block
-from featcal_cli.modules import load_parameters
-from featcal_cli.moments import LinearMoments, NormMoments
-from featcal_cli.solver import Affine, Settings, Solution
+from featcal_cli.guard import STEPS, guard_block
+from featcal_cli.modules import new_parameters
+from featcal_cli.moments import NormMoments
+from featcal_cli.solver import Affine, LinearSystem, NormSystem, Settings, Solution, precise
 from featcal_cli.workflow import calibrate
 
 pytestmark = pytest.mark.usefixtures("undrawn")
@@ -53,34 +54,29 @@ def between(merged: Affine, new: Affine, t: float) -> Affine:
     return Affine(merged.weight + t * (new.weight - merged.weight), bias)
 
 
-def of_guard(guard: Guard, name: str, t: float) -> float:
-    """The objective at t less that of the merged weight, as the guard has it."""
-    found = guard.objectives[name]
-    return t * t * found.curvature - 2 * t * found.descent
-
-
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("bias", [True, False])
-def test_the_objective_of_a_linear_is_that_of_its_rows(bias: bool, weighted: bool) -> None:
-    """Of all tasks, at every step; also where tokens weigh differently."""
+def test_the_objective_of_a_linear_is_that_of_its_rows(bias: bool, weighted: bool, way: str) -> None:
+    """Of all tasks, at every step; also where tokens weigh differently, and however they are summed."""
     torch.manual_seed(0)
     merged, new = (affine(3, 5, bias=bias) for _ in range(2))
-    guard = Guard({"module": merged}, {"module": Solution(new, 1.0, 1.0)}, ALPHA)
+    system = SYSTEMS[way]({"m": merged}, Settings(0.05, 2.0, ALPHA), with_bias=True)
     expected = dict.fromkeys(STEPS, 0.0)
     for omega in (0.5, 2.0, 0.1):
         expert = affine(3, 5, bias=bias)
         x_cal, x_exp = torch.randn(2, ROWS, 5, dtype=torch.float64) + 0.5
         weights = torch.rand(ROWS, dtype=torch.float64) if weighted else torch.ones(ROWS, dtype=torch.float64)
-        moments = LinearMoments(5, torch.device("cpu"))
-        moments.add(x_cal[:3], x_exp[:3], weights[:3] if weighted else None)
-        moments.add(x_cal[3:], x_exp[3:], weights[3:] if weighted else None)
-        guard.add_linear("module", moments, expert, omega)
+        given = weights if weighted else None
+        system.fold(sum_up(way, x_cal, x_exp, expert, merged, ALPHA, given, batches=2), {"m": expert}, omega)
         target = apply(expert, ALPHA * x_exp + (1 - ALPHA) * x_cal)
         for t in STEPS:
             distance = (apply(between(merged, new, t), x_cal) - target).square().sum(1)
             expected[t] += omega * float((weights * distance).sum() / weights.sum())
+    shift = torch.zeros(3).double() if new.bias is None or merged.bias is None else new.bias - merged.bias
+    curvature, descent = system.objective("m", new.weight - merged.weight, shift)
     for t in STEPS:
-        assert of_guard(guard, "module", t) == pytest.approx(expected[t] - expected[0.0], rel=1e-10)
+        assert t * t * curvature - 2 * t * descent == pytest.approx(expected[t] - expected[0.0], rel=1e-10)
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -88,32 +84,33 @@ def test_the_objective_of_a_norm_is_that_of_its_rows(bias: bool) -> None:
     """A LayerNorm's, and that of a norm with a scale only."""
     torch.manual_seed(0)
     merged, new = (affine(5, 0, bias=bias) for _ in range(2))
-    guard = Guard({"module": merged}, {"module": Solution(new, 1.0, 1.0)}, ALPHA)
+    system = NormSystem(merged, Settings(0.05, 2.0, ALPHA))
     expected = dict.fromkeys(STEPS, 0.0)
     for _ in range(TASKS):
         expert, z = affine(5, 0, bias=bias), torch.randn(ROWS, 5, dtype=torch.float64) + 0.5
         moments = NormMoments(5, torch.device("cpu"))
         moments.add(z)
-        guard.add_norm("module", moments, expert)
+        system.fold(moments, expert)
         for t in STEPS:
             distance = (apply(between(merged, new, t), z) - apply(expert, z)).square().sum(1)
             expected[t] += float(distance.mean())
+    shift = torch.zeros(5).double() if new.bias is None or merged.bias is None else new.bias - merged.bias
+    curvature, descent = system.objective(new.weight - merged.weight, shift)
     for t in STEPS:
-        assert of_guard(guard, "module", t) == pytest.approx(expected[t] - expected[0.0], rel=1e-10)
+        assert t * t * curvature - 2 * t * descent == pytest.approx(expected[t] - expected[0.0], rel=1e-10)
 
 
 def test_every_step_is_taken_where_it_is_best() -> None:
     """Here the best weight lies at a known place between merged and the solution."""
     merged, new = Affine(torch.zeros(1, 1).double(), None), Affine(torch.ones(1, 1).double(), None)
     for best, step in {1.5: 1.0, 0.9: 1.0, 0.6: 0.5, 0.45: 0.5, 0.3: 0.25, 0.1: 0.0, -0.5: 0.0}.items():
-        guard = Guard({"module": merged}, {"module": Solution(new, 7.0, 1.0)}, 0.0)
-        moments = LinearMoments(1, torch.device("cpu"))
-        moments.add(torch.ones(1, 1), torch.ones(1, 1))
-        guard.add_linear("module", moments, Affine(torch.full((1, 1), best), None), 1.0)
-        held, steps = guard.hold()
-        assert steps == {"module": step}
-        assert float(held["module"].parameters.weight) == step
-        assert held["module"].condition_number == 7.0
+        expert = Affine(torch.full((1, 1), best), None)
+        system = LinearSystem({"m": merged}, Settings(0.05, 1.0, 0.0), with_bias=True)
+        system.fold(sum_up("drift", torch.ones(1, 1), torch.ones(1, 1), expert, merged, 0.0), {"m": expert}, 1.0)
+        held, steps = guard_block({"m": Solution(new, 7.0, 1.0)}, BlockMoments(linear={("m",): system}), {"m": merged})
+        assert steps == {"m": step}
+        assert float(held["m"].parameters.weight) == step
+        assert held["m"].condition_number == 7.0
 
 
 class Slow:
@@ -174,14 +171,16 @@ def test_no_module_ends_worse_than_merged_on_rows_that_were_not_fitted(tmp_path:
     for visit in forward_order(job):
         moments = collect_moments(visit, CALIBRATED, HELD_BACK)
         solutions = solve_block(visit.block, moments, job.base, bias=True)
-        held, steps = guard_block(visit, CALIBRATED, moments, solutions, HELD_BACK.alpha)
+        assert moments.held_out is not None
+        own = {m.name: parameters_of(job.merged, visit.block, m) for m in visit.block.modules}
+        held, steps = guard_block(solutions, moments.held_out, own)
         assert steps.keys() == solutions.keys() == held.keys()
         for module, solution in solutions.items():
             objective = slow_objective(module, student, experts, fitted, checked, visit.block.name)
             merged = parameters(student, f"{visit.block.name}.{module}")
-            found = {t: objective(between(merged, solution.parameters, t)) for t in STEPS}
+            found = {t: objective(between(merged, precise(solution.parameters), t)) for t in STEPS}
             assert found[steps[module]] <= min(found.values()) * (1 + 1e-4), (module, found)
-            ours = objective(held[module].parameters)
+            ours = objective(precise(held[module].parameters))
             assert ours == pytest.approx(found[steps[module]], rel=1e-5)
             assert ours <= found[0.0] * (1 + 1e-4)
             if steps[module] == 1.0:
@@ -189,7 +188,10 @@ def test_no_module_ends_worse_than_merged_on_rows_that_were_not_fitted(tmp_path:
         chosen += steps.values()
         load_block(job.students[CALIBRATED], visit.block, held)
         for module, solution in held.items():
-            load_parameters(student.model.get_submodule(f"{visit.block.name}.{module}"), solution.parameters)
+            for parameter, value in new_parameters(
+                student.model.get_submodule(f"{visit.block.name}.{module}"), solution.parameters
+            ):
+                parameter.data = value.double()
     assert set(chosen) == set(STEPS)
 
 

@@ -73,9 +73,10 @@ def test_experts_with_heads_of_other_sizes(tmp_path: Path) -> None:
 
 
 def test_experts_keep_their_heads_where_merged_is_the_bare_body(tmp_path: Path) -> None:
-    config = tf.BertConfig(**TEXT_SIZES)
+    sizes = TEXT_SIZES | {"num_hidden_layers": 6}  # deep enough for a head to be small beside it
+    config = tf.BertConfig(**sizes)
     headed = {
-        task: shaken(tf.BertForSequenceClassification(tf.BertConfig(**TEXT_SIZES, num_labels=2 + seed)), seed)
+        task: shaken(tf.BertForSequenceClassification(tf.BertConfig(**sizes, num_labels=2 + seed)), seed)
         for seed, task in enumerate(TASKS, 1)
     }
     inputs = {task: text(12) for task in TASKS}

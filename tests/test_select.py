@@ -23,12 +23,12 @@ from safetensors.torch import save_file
 
 from featcal_cli.algorithm import Progress
 from featcal_cli.errors import NumericsError, RecipeError
-from featcal_cli.estimate import Work
 from featcal_cli.listener import Silent
 from featcal_cli.recipe import Calibration
 from featcal_cli.report import Report, Trial
 from featcal_cli.select import CAUTIOUS, PAPER, Plan, choose_candidates, choose_settings, pick_trial
 from featcal_cli.solver import Settings
+from featcal_cli.work import Work
 from featcal_cli.workflow import calibrate
 
 pytestmark = pytest.mark.usefixtures("undrawn")

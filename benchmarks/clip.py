@@ -1,0 +1,196 @@
+"""CLIP-ViT-B/32's shapes: the calibration stage beside the official code's, and with more and more experts."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from statistics import median
+from typing import NamedTuple
+
+from meters import Measured, gemm_speed
+from results import Section, gib, gigabytes, mark
+from runs import Asked, run_command, run_official, run_stage
+from safetensors.torch import load_file
+from shapes import PREFIX, TOKENS, WIDTH, make_clip, tasks_of
+from stage import PAPER
+from torch import Tensor
+
+Tensors = dict[str, Tensor]
+SAME = 0.01
+"""Two results of one job differ by less than this, over the size of the update: both compute in float32."""
+CLIP_LAYERS, CLIP_TASKS = 12, 8
+FIXED = {8: 3.4e12, 32: 10.7e12}
+"""Operations that the CLIP job can be done with, by examples a task."""
+FASTER = {8: 2.3, 32: 1.7}
+"""Bars: times faster than the official code."""
+SHARE, CLIP_RSS, READ = 0.6, 1.5 * 2**30, 1.05
+"""Bars: of the GEMM peak; bytes of resident memory; bytes read over the bytes of the experts' blocks and stems."""
+GPU_EXAMPLES, GPU_SECONDS, GPU_FASTER = 256, 5.0, 10.0
+"""Bars on a GPU, and the number of examples that they are for."""
+EXPERTS, EXPERT_LAYERS, EXPERT_EXAMPLES, DISTINCT = (4, 8, 16, 32), 3, 16, 4
+GROWTH, LINEAR = 0.1, 1.1
+"""Bars: of anonymous memory beyond the cached features, over that at the fewest experts; of the time for one more of
+them, over the mean at the fewest."""
+
+
+class Round(NamedTuple):
+    """The jobs of one round, turn about."""
+
+    ours: Measured
+    official: Measured | None
+    peak: float
+    """Operations a second of a large product, the best of before and after ours."""
+
+
+def count_operations(examples: int) -> float:
+    """Those that the CLIP job can be done with.
+
+    The line through the two fixed figures: 0.30 TFLOP for each example of the 8 tasks, 0.97 TFLOP whatever their
+    number. The slope is, for each token and block of width d, 107 d²: three passes of 24 d² without the student's
+    last module, 24 d² for the experts' outputs against the student's inputs, and 19 d² for half of each symmetric G.
+    """
+    (few, low), (many, high) = FIXED.items()
+    return FIXED.get(examples, low + (high - low) / (many - few) * (examples - few))
+
+
+def measure_clip(asked: Asked, folder: Path) -> Section:
+    """Rows: a stage, the official one beside it, the command."""
+    make_clip(folder, layers=CLIP_LAYERS, tasks=CLIP_TASKS, examples=asked.examples, distinct=CLIP_TASKS)
+    rows = []
+    for examples in asked.examples:
+        rounds = [_run_round(asked, folder, examples) for _ in range(asked.rounds)]
+        rows += _describe_clip(asked, folder, examples, rounds)
+        preset = [part for key, value in PAPER.items() for part in (f"--{key}", str(value))]
+        preset += ["--select", "preset", "--norms", "layernorm", "--device", str(asked.device)]
+        whole = run_command(folder, examples, *preset, "--output", f"out-{examples}")
+        memory = [gib(whole.peak_rss), gib(whole.peak_anonymous)]
+        read = gigabytes(whole.printed["cost"]["expert_bytes_read"])
+        rows.append([str(examples), "featcal, whole command", f"{whole.seconds:.1f} s", "", "", *memory, read, "", ""])
+    return Section(
+        "clip",
+        f"CLIP-ViT-B/32's shapes, {CLIP_TASKS} tasks",
+        "The calibration stage: from loaded models and read examples to all blocks solved, finding the blocks and "
+        f"running the stems included; λ 0.05, ρ 2.0, α 0.3, LayerNorms and biases too. Median of {asked.rounds} "
+        "rounds, in which both sides take turns; every stage is a process of its own, and memory is the process's "
+        "from its start to its end. The rate is a fixed number of operations "
+        f"({', '.join(f'{count_operations(n) / 1e12:.1f} TFLOP for {n} examples' for n in asked.examples)}) over the "
+        "time, and its share that of a large float32 product's rate, measured before and after. The whole command "
+        "(--select preset) also starts, reads, measures drift before and after on the examples, and writes. The files "
+        "have just been written, and are in memory still.",
+        ["examples", "job", "time", "official's over it", "share of GEMM peak", "peak RSS", "anonymous",
+         "expert bytes", "device memory", "energy"],
+        rows,
+    )  # fmt: skip
+
+
+def _run_round(asked: Asked, folder: Path, examples: int) -> Round:
+    before = gemm_speed(asked.device)
+    ours = run_stage(asked, folder, examples)
+    peak = max(before, gemm_speed(asked.device))
+    return Round(ours, run_official(asked, folder, examples), peak)
+
+
+def _describe_clip(asked: Asked, folder: Path, examples: int, rounds: list[Round]) -> list[list[str]]:
+    ours = [each.ours for each in rounds]
+    theirs = [each.official for each in rounds if each.official is not None]
+    rss, read, needed = max(each.peak_rss for each in ours), ours[0].printed["expert_bytes_read"], _needed_bytes(folder)
+    row = [
+        str(examples), "featcal, stage", *_describe_speed(asked, examples, rounds),
+        gib(rss) if asked.device.type == "cuda" else mark(gib(rss), f"≤ {gib(CLIP_RSS)}", rss <= CLIP_RSS),
+        gib(max(each.peak_anonymous for each in ours)),
+        mark(f"{gigabytes(read)}, {read / needed:.2f} of blocks and stems", f"≤ {READ}", read <= READ * needed),
+        *_describe_gpu(ours),
+    ]  # fmt: skip
+    if not theirs:
+        return [row]
+    apart = _compare(*(_open(folder / name) for name in ("ours", "official", "merged")))
+    if not apart < SAME:
+        raise SystemExit(f"{examples} examples: the official code's updates differ by {apart:.1e}: not the same job")
+    return [row, [
+        str(examples), f"official, stage (its updates differ by {apart:.0e})",
+        f"{median(each.printed['seconds'] for each in theirs):.1f} s", "1", "",
+        gib(max(each.peak_rss for each in theirs)), gib(max(each.peak_anonymous for each in theirs)), "",
+        *_describe_gpu(theirs),
+    ]]  # fmt: skip
+
+
+def _describe_speed(asked: Asked, examples: int, rounds: list[Round]) -> list[str]:
+    """Time, times faster than the official code, and share of the GEMM peak, with their bars."""
+    seconds = [each.ours.printed["seconds"] for each in rounds]
+    shares = [count_operations(examples) / own / each.peak for own, each in zip(seconds, rounds, strict=True)]
+    found = [each.official.printed["seconds"] / own for own, each in zip(seconds, rounds, strict=True) if each.official]
+    time, times = (
+        f"{median(seconds):.1f} s",
+        f"{median(found):.2f} ({min(found):.2f} … {max(found):.2f})" if found else "",
+    )
+    share = f"{median(shares):.0%} of {median(each.peak for each in rounds) / 1e9:.0f} GFLOP/s"
+    wanted = FASTER.get(examples)
+    if asked.device.type == "cuda":
+        wanted = GPU_FASTER if examples == GPU_EXAMPLES else None
+        if examples == GPU_EXAMPLES:
+            time = mark(time, f"≤ {GPU_SECONDS:.0f} s", median(seconds) <= GPU_SECONDS)
+    else:
+        share = mark(share, f"≥ {SHARE:.0%}", median(shares) >= SHARE)
+    if found and wanted:
+        times = mark(times, f"≥ {wanted}", median(found) >= wanted)
+    return [time, times, share]
+
+
+def _describe_gpu(jobs: list[Measured]) -> list[str]:
+    """Peak memory and energy there; empty where there is none."""
+    peak = max(each.printed["device_bytes"] for each in jobs)
+    hours = [each.printed["watt_hours"] for each in jobs if each.printed["watt_hours"] is not None]
+    return [gib(peak) if peak else "", f"{median(hours):.2f} Wh" if hours else ""]
+
+
+def _needed_bytes(folder: Path) -> int:
+    """Of the experts' blocks and stems: all that these towers hold but the last norm."""
+    experts = (_open(folder / "experts" / task) for task in tasks_of(folder))
+    needed = (x for expert in experts for name, x in expert.items() if not name.startswith("post_layernorm"))
+    return sum(x.numel() * x.element_size() for x in needed)
+
+
+def _compare(ours: Tensors, official: Tensors, merged: Tensors) -> float:
+    """How far two results are apart, over how far the official one is from merged; Frobenius, all blocks together."""
+    apart = sum(float((ours[name] - x).double().pow(2).sum()) for name, x in official.items())
+    moved = sum(float((merged[name] - x).double().pow(2).sum()) for name, x in official.items())
+    return float((apart / moved) ** 0.5)
+
+
+def _open(folder: Path) -> Tensors:
+    """What the files in a folder hold, by the name that transformers 5 has for it."""
+    return {
+        name.removeprefix(PREFIX): x
+        for file in sorted(folder.glob("*.safetensors"))
+        for name, x in load_file(file).items()
+    }
+
+
+def measure_experts(asked: Asked, folder: Path) -> Section:
+    """Rows: a number of experts."""
+    rows: list[list[str]] = []
+    first = fewest = 0.0
+    for tasks in EXPERTS:
+        with tempfile.TemporaryDirectory(dir=folder) as home:
+            family, counts = Path(home), [EXPERT_EXAMPLES]
+            make_clip(family, layers=EXPERT_LAYERS, tasks=tasks, examples=counts, distinct=DISTINCT)
+            found = [run_stage(asked, family, EXPERT_EXAMPLES) for _ in range(asked.rounds)]
+        seconds = median(run.printed["seconds"] for run in found)
+        features = tasks * EXPERT_EXAMPLES * TOKENS * WIDTH * 4 * 2
+        memory = max(run.peak_anonymous for run in found)
+        beyond = memory - features
+        first = first or beyond
+        growth = mark(f"{beyond / first - 1:+.0%}", f"< {GROWTH:.0%}", beyond / first - 1 < GROWTH)
+        each, fewest = seconds / tasks, fewest or seconds / tasks
+        linear = mark(f"{each:.2f} s", f"≤ {LINEAR:.0%} of the first", each <= LINEAR * fewest)
+        rows.append([str(tasks), f"{seconds:.1f} s", linear, gib(memory), gib(features), gib(beyond), growth])
+    return Section(
+        "experts",
+        f"CLIP-ViT-B/32's shapes, {EXPERT_LAYERS} blocks, {EXPERT_EXAMPLES} examples a task",
+        f"The calibration stage, as above; median time and largest memory of {asked.rounds} processes. Features are "
+        "those of student and expert before one block (examples × tokens × width, float32). Experts after the first "
+        f"{DISTINCT} are hard links to those, opened as models of their own. The examples' pixels are memory too: "
+        f"{EXPERT_EXAMPLES * 3 * 224 * 224 * 4 / 2**20:.0f} MiB an expert.",
+        ["experts", "time", "an expert", "peak anonymous", "features", "beyond them", "growth"],
+        rows,
+    )

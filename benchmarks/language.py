@@ -1,0 +1,78 @@
+"""Language models' shapes: what a dry run foresees, and what a slice of one takes."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from meters import measure
+from plan import PLACES, describe_places
+from results import Section, gib, gigabytes, mark
+from runs import HERE, Asked, run_command
+from shapes import Llama, make_llama
+
+SLICE = Llama(4096, 14_336, layers=8, heads=32, vocabulary=8_192)
+ON_CPU, ON_GPU = (8, 64), (256, 512)
+"""Examples a task of the slice, and tokens of one."""
+PLANNED = {
+    "Llama-3.1-8B": Llama(4096, 14_336, layers=32, heads=32),
+    "Llama-3.3-70B": Llama(8192, 28_672, layers=80, heads=64),
+}
+TASKS, PLAN_EXAMPLES, PLAN_LENGTH = 3, 256, 512
+BARRED, BARS = "Llama-3.1-8B", {"host_bytes": 16 << 30, "device_bytes": 12 << 30}
+"""Bars, and the family that they are for."""
+
+
+def measure_slice(asked: Asked, folder: Path) -> Section:
+    """One row: estimated and measured."""
+    on_gpu = asked.device.type == "cuda"
+    examples, length = ON_GPU if on_gpu else ON_CPU
+    make_llama(folder, SLICE, tasks=TASKS, examples=examples, length=length, sparse=False)
+    options = ["--device", str(asked.device), "--select", "preset", "--output", "out"]
+    guess = run_command(folder, examples, *options, "--dry-run").printed["estimate"]
+    found = run_command(folder, examples, *options)
+    cost, bar = found.printed["cost"], "≤ the estimate"
+    row = [gib(guess["host_bytes"]), mark(gib(found.peak_rss), bar, found.peak_rss <= guess["host_bytes"])]
+    row += [gib(found.peak_anonymous), f"{guess['seconds']:.0f} s", f"{found.seconds:.0f} s"]
+    row += [gigabytes(cost["expert_bytes_read"])]
+    if on_gpu:
+        peak, limit = cost["peak_device_bytes"], guess["device_bytes"]
+        row += [gib(limit), mark(gib(peak), bar, peak <= limit)]
+    header = ["estimated memory", "peak RSS", "anonymous", "estimated time", "time", "expert bytes"]
+    return Section(
+        "slice",
+        f"a quarter of Llama-3.1-8B's blocks, {TASKS} experts, on {asked.device.type}",
+        f"{SLICE.layers} blocks of its shapes in bfloat16, with a vocabulary of {SLICE.vocabulary:,} to save disk; "
+        f"{examples} examples of {length} tokens a task. `featcal calibrate --select preset`, and its dry run.",
+        [*header, "estimated device memory", "device memory"][: len(row)],
+        [row],
+    )
+
+
+def measure_plan(_: Asked, folder: Path) -> Section:
+    """Rows: a family, how its settings are chosen, and where it runs."""
+    rows = []
+    for name, shape in PLANNED.items():
+        family = folder / name
+        make_llama(family, shape, tasks=TASKS, examples=PLAN_EXAMPLES, length=PLAN_LENGTH, sparse=True)
+        for select in ("preset", "auto"):
+            for place in PLACES:
+                arguments = [str(family), str(PLAN_EXAMPLES), select, place]
+                found = measure([sys.executable, str(HERE / "plan.py"), *arguments])
+                needs = found.printed
+                host, card = (_show_need(name, needs[key], bar) for key, bar in BARS.items())
+                cost = [gigabytes(needs["disk_bytes"]), f"{needs['seconds'] / 3600:.2f} h", f"{found.seconds:.0f} s"]
+                rows.append([name, select, place, host, card, *cost])
+    return Section(
+        "plan",
+        f"whole language models, {TASKS} experts, {PLAN_EXAMPLES} examples of {PLAN_LENGTH} tokens a task",
+        f"What `--dry-run` says, of files that have their whole size and hold nothing. {describe_places()}",
+        ["family", "--select", "on", "host memory", "device memory", "disk", "computing time", "planned in"],
+        rows,
+    )
+
+
+def _show_need(family: str, count: int, bar: int) -> str:
+    if family == BARRED and count:
+        return mark(gib(count), f"< {gib(bar)}", count < bar)
+    return gib(count) if count else ""

@@ -1,0 +1,99 @@
+"""The closed form of Linear modules once more, plain and dense, for variants of it to be built on."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from unittest.mock import patch
+
+import torch
+
+from featcal_cli import collect, ways
+from featcal_cli.factor import EPSILON, factorise
+from featcal_cli.moments import LinearMoments
+from featcal_cli.solver import Affine, Settings, Solution, precise, relative_change
+
+
+class PlainSystem:
+    """What `LinearSystem` solves, with every sum held whole. It takes moments by the drift of the input only."""
+
+    def __init__(self, merged: Mapping[str, Affine], settings: Settings, *, with_bias: bool = False) -> None:
+        """with_bias: what experts' biases ask of the outputs counts in the pull of the weights too."""
+        self._merged = {name: precise(parameters) for name, parameters in merged.items()}
+        self._settings, self._with_bias = settings, with_bias
+        weights = {name: parameters.weight for name, parameters in self._merged.items()}
+        first = next(iter(weights.values()))
+        self._gram = first.new_zeros(first.shape[1], first.shape[1])
+        self._mean = first.new_zeros(first.shape[1])
+        self._omega = 0.0
+        self._pull = {name: torch.zeros_like(weight) for name, weight in weights.items()}
+        self._bias_pull = {name: weight.new_zeros(len(weight)) for name, weight in weights.items()}
+        self.rows = 0
+        """Rows of all tasks."""
+
+    def weigh(self, moments: LinearMoments) -> float:
+        """ω_i, the task's weight: 1/‖G_i‖."""
+        return 1.0 / max(moments.size, EPSILON)
+
+    def fold(self, moments: LinearMoments, experts: Mapping[str, Affine], omega: float | None = None) -> float:
+        """Add one task: its moments, and its expert's parameters by module name; returns ω_i, if not given."""
+        omega = self.weigh(moments) if omega is None else omega
+        alpha, gram, mean = self._settings.alpha, moments.gram, moments.mean
+        self._omega += omega
+        self._gram += omega * gram
+        self._mean += omega * mean
+        self.rows += moments.rows
+        for name, expert in experts.items():
+            (weight, bias), merged = precise(expert), self._merged[name]
+            towards = weight - merged.weight
+            self._pull[name] += omega * (towards @ gram + alpha * (weight @ moments.drift))
+            self._bias_pull[name] += omega * (towards @ mean + alpha * (weight @ moments.mean_drift))
+            if bias is not None and merged.bias is not None:
+                self._bias_pull[name] += omega * (bias - merged.bias)
+                if self._with_bias:
+                    self._pull[name] += omega * torch.outer(bias - merged.bias, mean)
+        return omega
+
+    def solve(self, base: Mapping[str, Affine], *, bias: bool = True) -> dict[str, Solution]:
+        """W* and b* of every module (b as merged with `bias` False), given the base's parameters for the anchor.
+
+        Their condition number is not estimated. Raises NumericsError when there is no stable solution.
+        """
+        ridge, away = self._settings.ridge, self._settings.ridge * (1 - self._settings.rho)
+        factor = factorise(self._gram, ridge)
+        solutions = {}
+        for name, merged in self._merged.items():
+            anchor, new_bias = precise(base[name]), merged.bias
+            pull = self._pull[name] + away * (anchor.weight - merged.weight)
+            update = torch.cholesky_solve(pull.T, factor).T
+            if bias and merged.bias is not None and anchor.bias is not None:
+                bias_pull = self._bias_pull[name] - update @ self._mean + away * (anchor.bias - merged.bias)
+                new_bias = merged.bias + bias_pull / (self._omega + ridge)
+            new = Affine(merged.weight + update, new_bias)
+            solutions[name] = Solution(new, math.nan, relative_change(merged, new))
+        return solutions
+
+    def objective(self, name: str, update: torch.Tensor, shift: torch.Tensor) -> tuple[float, float]:
+        """What the guard asks of held-out rows, as `LinearSystem` answers it; the pull must be `with_bias`."""
+        curvature = ((update @ self._gram + 2 * torch.outer(shift, self._mean)) * update).sum()
+        curvature = curvature + self._omega * shift.square().sum()
+        return float(curvature), float((update * self._pull[name]).sum() + shift @ self._bias_pull[name])
+
+
+@contextmanager
+def in_place(system: type[PlainSystem] | None) -> Iterator[None]:
+    """Inside, blocks are collected for this closed form instead of featcal's own; for None nothing changes."""
+    if system is None:
+        yield
+        return
+
+    def no(*_: object, **__: object) -> bool:
+        return False
+
+    with (
+        patch.object(collect, "LinearSystem", system),
+        patch.object(ways, "sums_residuals", no),
+        patch.object(ways, "solves_in_token_space", no),
+    ):
+        yield

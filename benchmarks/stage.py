@@ -1,0 +1,70 @@
+"""featcal's calibration stage alone, in a process of its own: what it cost, printed as JSON.
+
+    python benchmarks/stage.py FAMILY EXAMPLES DEVICE RESULT
+
+The stage begins with loaded models and read examples, and ends when every block is solved. It finds the blocks, runs
+the stems, walks, and keeps finished blocks on disk; drift is not measured and updates are not checked, as in the
+official code. The finished blocks stay in the folder RESULT.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from meters import Clock
+from shapes import recipe_of
+
+from featcal_cli.algorithm import calibrate_blocks
+from featcal_cli.features import CALIBRATED, Job
+from featcal_cli.job import Models, find_blocks, load_models, make_job
+from featcal_cli.journal import Journal
+from featcal_cli.listener import Silent
+from featcal_cli.preflight import Preflight
+from featcal_cli.recipe import as_draft
+from featcal_cli.run import Run
+from featcal_cli.solver import Settings
+
+PAPER = {"ridge": 0.05, "rho": 2.0, "alpha": 0.3}
+"""λ, ρ and α for CLIP."""
+
+
+def load(folder: Path, examples: int, device: str) -> tuple[Run, Preflight, Models]:
+    """What the stage begins with."""
+    recipe = recipe_of(folder, examples, select="preset", norms="layernorm", **PAPER)
+    run = Run(as_draft(recipe), device, None, False, False, Silent())
+    plan = run.prepare(None, sample=False)
+    return run, plan, load_models(run.fetch(plan), None, Path(), "")
+
+
+def run_stage(run: Run, plan: Preflight, models: Models, result: Path) -> Job:
+    """The job that comes back is done."""
+    calibration = plan.recipe.calibration
+    architecture = find_blocks(models, plan.examples, calibration.norms, run.note)
+    job = make_job(
+        models, architecture, plan.examples, calibration, run.device, run.note,
+        students={CALIBRATED: models.student}, watchers={}, scratch=result,
+    )  # fmt: skip
+    job = replace(job, watchers={}, watched={}, split=frozenset(), meter=None, vectors=None, outputs=None)
+    for found in plan.examples.values():  # the job has them
+        found.fitted.clear()
+    calibrate_blocks(job, Settings(**PAPER), Journal(result, {}), bias=calibration.bias, watch=lambda _: None)
+    return job
+
+
+def main() -> None:
+    """Load, run, print."""
+    folder, examples, device, result = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3], Path(sys.argv[4])
+    shutil.rmtree(result, ignore_errors=True)  # or an earlier run's blocks would be taken over
+    run, plan, models = load(folder, examples, device)
+    with Clock(run.device) as clock:
+        job = run_stage(run, plan, models, result)
+    read = sum(walker.bytes_read for walker in job.experts.values())
+    print(json.dumps({**clock.to_dict(), "expert_bytes_read": read}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,106 @@
+"""Everybody on the same examples: expert and students side by side, a pass each, from before the first block on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar
+
+from torch import Tensor
+
+from featcal_cli.batches import Batch
+from featcal_cli.walker import Pass
+from featcal_cli.watch import Group
+
+if TYPE_CHECKING:
+    from featcal_cli.features import Job
+
+Company = TypeVar("Company", bound=Iterable[Pass])
+
+
+@dataclass(frozen=True)
+class Together:
+    """The expert and every student on one batch."""
+
+    theirs: Pass
+    ours: dict[str, Pass]
+    """By role."""
+
+    def __iter__(self) -> Iterator[Pass]:
+        yield self.theirs
+        yield from self.ours.values()
+
+
+@dataclass
+class Passes:
+    """Where everybody is, by task, one pass a batch."""
+
+    fitted: dict[str, list[Together]]
+    """On the examples to fit."""
+    checked: dict[str, list[Together]]
+    """On the examples that updates are checked on."""
+    watched: dict[str, list[Group]]
+    """On the examples that drift is measured on."""
+
+    @property
+    def companies(self) -> Iterator[Together]:
+        """All of `fitted` and `checked`."""
+        for found in (*self.fitted.values(), *self.checked.values()):
+            yield from found
+
+    def __iter__(self) -> Iterator[Pass]:
+        for together in self.companies:
+            yield from together
+        for groups in self.watched.values():
+            for group in groups:
+                yield from group
+
+
+def start_passes(job: Job) -> Passes:
+    """All passes of a job, paused before their first blocks."""
+    passes = Passes({}, {}, {})
+    with ExitStack() as stack:
+        for walker in job.walkers:
+            stack.enter_context(walker.on_device())
+            walker.shelf = job.shelf
+        for task, expert in job.experts.items():
+            expert.shelf = job.shelf
+            with expert.on_device():
+                passes.fitted[task] = [_start_together(job, task, batch) for batch in job.examples.get(task, ())]
+                passes.checked[task] = [_start_together(job, task, batch) for batch in job.checked.get(task, ())]
+                passes.watched[task] = [_start_group(job, task, batch) for batch in job.watched.get(task, ())]
+            expert.give_back()
+    for walker in job.walkers:
+        walker.give_back()
+    return passes
+
+
+def _start_together(job: Job, task: str, batch: Batch) -> Together:
+    entry = job.architecture.entries[task]
+    (theirs,) = job.experts[task].start([batch], entry)
+    together = Together(theirs, {role: walker.start([batch], entry)[0] for role, walker in job.students.items()})
+    _shelve(job, together)
+    return together
+
+
+def _start_group(job: Job, task: str, batch: Batch) -> Group:
+    group = Group(job, task, batch)
+    _shelve(job, group)
+    return group
+
+
+def _shelve(job: Job, passes: Iterable[Pass]) -> None:
+    """Put on the shelf what the passes are paused with, and their inputs, which few models ask for again."""
+    if job.shelf is not None:
+        job.shelf.put([*tensors_of(passes), *(x for each in passes for x in each.batch.values())])
+
+
+def tensors_of(passes: Iterable[Pass]) -> list[Tensor]:
+    """What these are paused with."""
+    return [x for each in passes for x in each.tensors]
+
+
+def count_tokens(each: Pass) -> int:
+    """Rows of the hidden states that it is paused with."""
+    return each.hidden.shape[:-1].numel()

@@ -1,0 +1,32 @@
+"""How this process was started: alone, or by torchrun as one of several, which its environment says."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""What torchrun sets."""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """This process among all of a run."""
+
+    rank: int = 0
+    """Its number; 0 is the one that speaks and writes."""
+    size: int = 1
+    """How many there are."""
+    local_rank: int = 0
+    """Its number on this machine."""
+    local_size: int = 1
+    """How many there are on this machine."""
+    by_torchrun: bool = False
+
+
+def read_launch() -> Launch:
+    """How this process was started; alone unless the environment holds all of NAMES."""
+    if not all(os.environ.get(name) for name in NAMES):
+        return Launch()
+    rank, size, local_rank, local_size = (int(os.environ[name]) for name in NAMES[:4])
+    return Launch(rank, size, local_rank, local_size, by_torchrun=True)
