@@ -71,12 +71,22 @@ Models
 
 The method
 
+    pages          memory-mapped weights: read ahead, and given back
+    ahead          weights on their way to a GPU while it computes
+    places         moving memory: to a device, to the host, to a file
+    shelf          where features of paused passes lie: device, memory, disk
     walker         one model's forward passes, paused before every block
     weights        how much each token counts
+    capture        what a block's modules were given in one run
+    company        expert and students side by side on the same examples
     features       student and experts walking the blocks together
     watch          everybody side by side where drift is measured
+    sums           running sums of matrices; symmetric ones by halves
+    ways           which of the equal ways to a result costs least
     moments        running sums → G, C, means
+    factor         one system's precision, Cholesky factor, condition number
     solver         the closed forms
+    token_space    the same equations over rows, where they are few
     pool           the sums of all processes, added up; the solutions, given to all
     collect        one block's features → its systems of equations
     guard          updates checked on held-out rows, and pulled back
@@ -117,6 +127,8 @@ The run
     ranks          the processes of one run, and what they tell each other
     shares         which process works on which tasks and examples
     machine        devices, versions, memory
+    walk           what a batch takes on its way through a model
+    work           operations of a calibration, and how long they take
     estimate       memory, time and disk that a job will need
     batch_size     how many examples make a batch, where nobody says so
     listener       whoever shows a run as it goes

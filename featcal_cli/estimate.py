@@ -26,6 +26,8 @@ BLOCKS_HELD = 4
 """Blocks in memory at once: of merged, base, an expert and the next one, and the student's new one."""
 STEMS_HELD = 3
 """Stems that run beside each other: of merged (the student's is the same), base and an expert."""
+SPARE = 0.9
+"""Part of a memory that a search may fill: the system and others have some of it."""
 HALF = 0.6
 """Part of a symmetric sum that is held."""
 
@@ -43,6 +45,36 @@ class Estimate:
     seconds: float
     """Computing time; without downloads."""
     work: Work
+    search: SearchNeeds
+
+
+@dataclass(frozen=True)
+class SearchNeeds:
+    """What a search for settings needs of the memory in which it computes."""
+
+    memory: int
+    """All that there is."""
+    fixed: int
+    """Whatever it tries."""
+    candidate: int
+    """More for each candidate."""
+    states: float
+    """Of a candidate's paused passes, for one fitted example of every task."""
+    watched: float
+    """The same for all that are watched."""
+    kept: float
+    """What experts show of one fitted example of every task, kept for the candidates that are still to come."""
+    room: int
+    """For paused passes; the rest of them goes elsewhere."""
+
+    def bytes_for(self, candidates: int, fitted: int) -> int:
+        """With so many candidates, fitted to so many examples a task."""
+        states = min(self.room, candidates * (fitted * self.states + self.watched))
+        return int(self.fixed + candidates * self.candidate + states + fitted * self.kept)
+
+    def fits(self, candidates: int, fitted: int) -> bool:
+        """Whether there is memory for it."""
+        return self.bytes_for(candidates, fitted) <= SPARE * self.memory
 
 
 @dataclass(frozen=True)
@@ -66,6 +98,8 @@ class Place:
     """Where a job computes."""
 
     device: torch.device
+    memory: int
+    """Bytes that it has."""
     rooms: tuple[int, int]
     """Bytes that features may take, on the device and in the machine's memory."""
     speed: Speed
@@ -80,14 +114,15 @@ def estimate(
     ridge: float | None,
     resident: int,
     guarded: bool,
-    searched: Callable[[Work], tuple[int, int] | None],
+    searched: Callable[[Work, SearchNeeds], tuple[int, int] | None],
 ) -> Estimate:
     """The needs of calibrating `models` (outlines: merged, base and the experts, by role), given the process's
     `resident` bytes now.
 
     ridge: λ, where it is known; it decides what precision the equations need.
     guarded: updates are checked on as many examples as drift is measured on.
-    searched: given the work, how many candidates for the settings walk first, and on how many examples; None for none.
+    searched: given the work, and what a search needs, how many candidates for the settings walk first, and on how many
+    examples; None for none.
     """
     merged = models["merged"].module
     walks: dict[str, Walk] = {}
@@ -120,29 +155,30 @@ def estimate(
     here, there = min(states, first), min(max(0, states - first), second)
     files = max(STEMS_HELD * stem, BLOCKS_HELD * largest)
     each = int(largest * computing.itemsize / max(1, _item_size(merged)))
-    work = here + features + equations
-    if found := searched(counted):
-        own_stem = on_device or merged.dtype not in (torch.float32, torch.bfloat16)  # a converted one is not shared
-        work = max(work, features + equations + _search_bytes(walks, loads, each + stem * own_stem, item, *found))
+    own_stem = on_device or merged.dtype not in (torch.float32, torch.bfloat16)  # a converted one is not shared
+    examples = [(walk, loads[task].watched / walk.examples) for task, walk in walks.items()]
+    needs = SearchNeeds(
+        place.memory,
+        features + equations + (BLOCKS_HELD * each if on_device else resident + data + files),
+        each + stem * own_stem,
+        sum(walk.state_bytes * item / walk.examples for walk, _ in examples),
+        sum(4 * count * walk.state_bytes * item for walk, count in examples),
+        sum(walk.feature_bytes / walk.examples for walk, _ in examples),
+        first,
+    )
+    base = BLOCKS_HELD * each if on_device else 0
+    work = here + features + equations + base
+    if found := searched(counted, needs):
+        work = max(work, needs.bytes_for(*found) - (0 if on_device else resident + data + files))
     on_host = resident + data + files
     return Estimate(
         host_bytes=on_host + (there if on_device else work),
-        device_bytes=max(work + BLOCKS_HELD * each, here + STEMS_HELD * stem) if on_device else 0,
+        device_bytes=max(work, here + STEMS_HELD * stem) if on_device else 0,
         disk_bytes=_bytes(merged) + sum(blocks) + states - here - there,
         seconds=seconds_of(counted, fitted, watched, place.speed, computing, guarded=guarded) * (2 if found else 1),
         work=counted,
+        search=needs,
     )
-
-
-def _search_bytes(
-    walks: Mapping[str, Walk], loads: Mapping[str, Load], each: int, item: float, candidates: int, fitted: int
-) -> int:
-    """Of all candidates' passes and weights (`each`), and of what experts show of a block, kept for them."""
-    total = candidates * each
-    for task, walk in walks.items():
-        states = candidates * (fitted + 4 * loads[task].watched) * walk.state_bytes
-        total += int((states * item + fitted * walk.feature_bytes) // walk.examples)
-    return total
 
 
 def _shapes_of(batch: Batch) -> dict[str, torch.Size]:

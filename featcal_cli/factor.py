@@ -30,10 +30,9 @@ def choose_precision(dtype: torch.dtype, ridge: float) -> torch.dtype:
 
 
 def factorise(gram: Tensor, ridge: float) -> Tensor:
-    """Cholesky factor of gram + (λ + ε) I. Raises NumericsError when there is no stable one."""
-    system = gram.clone()
-    system.diagonal().add_(ridge + EPSILON)
-    factor, failed = torch.linalg.cholesky_ex(system)
+    """Cholesky factor of gram + (λ + ε) I, which `gram` becomes. Raises NumericsError when there is no stable one."""
+    gram.diagonal().add_(ridge + EPSILON)
+    factor, failed = torch.linalg.cholesky_ex(gram)
     if failed or not torch.isfinite(factor.diagonal()).all():
         if not torch.isfinite(gram).all():
             raise NumericsError(
@@ -43,16 +42,12 @@ def factorise(gram: Tensor, ridge: float) -> Tensor:
     return cast(Tensor, factor)
 
 
-def condition_number(gram: Tensor, ridge: float, factor: Tensor, *, is_whole: bool = True) -> float:
-    """λ_max / λ_min of the factorised system, estimated.
-
-    is_whole: False for products of rows that are fewer than their width: where no row reaches, λ_min is λ + ε.
-    """
-    smallest = ridge + EPSILON
-    largest = _largest_eigenvalue(lambda x: gram @ x + smallest * x, gram)
-    if not is_whole:
+def condition_number(system: Tensor, factor: Tensor, smallest: float | None = None) -> float:
+    """λ_max / λ_min of a factorised system, estimated, where λ_min is not known."""
+    largest = _largest_eigenvalue(lambda x: system @ x, system)
+    if smallest is not None:
         return largest / smallest
-    return largest * _largest_eigenvalue(lambda x: torch.cholesky_solve(x[:, None], factor)[:, 0], gram)
+    return largest * _largest_eigenvalue(lambda x: torch.cholesky_solve(x[:, None], factor)[:, 0], system)
 
 
 def _largest_eigenvalue(apply: Callable[[Tensor], Tensor], like: Tensor) -> float:

@@ -101,7 +101,8 @@ def forward_order(job: Job) -> Iterator[Visit]:
     Everybody but the experts is on the device during a visit, one block each; of the experts one at a time.
     """
     pages.reuse_memory()
-    passes = start_passes(job)
+    with job.ranks.on_its_own():
+        passes = start_passes(job)
     done: list[Block] = []
     try:
         for block in job.architecture.blocks:
@@ -110,7 +111,8 @@ def forward_order(job: Job) -> Iterator[Visit]:
                     stack.enter_context(walker.on_device())
                 visit = Visit(job, block, passes, done)
                 yield visit
-                visit.leave()
+                with job.ranks.on_its_own():
+                    visit.leave()
             visit.let_go()
             done.append(block)
     finally:
@@ -255,8 +257,8 @@ class Visit:
             # (where one is called again, later passes start anew and come through all)
             for student in job.students.values():
                 student.forget(name, job.merged)
-        if sum(walker.give_back(name) for walker in {*job.walkers, job.merged, job.base}):
-            pages.trim_heap()
+        for walker in {*job.walkers, job.merged, job.base}:
+            walker.give_back(name)
 
     def _one_by_one(self, companies: Sequence[Company]) -> Iterator[Company]:
         """Each of them with the tensors of its passes at hand, while those of the next are fetched."""

@@ -20,8 +20,8 @@ GROUPS = Path("/sys/fs/cgroup")
 """Where Linux tells what a group of processes may use."""
 
 
-FEATURES_SHARE = 4
-"""Part of a memory that the features of paused passes may take."""
+FEATURES_SHARE, DEVICE_SHARE = 4, 8
+"""Part of the machine's and of a device's memory that the features of paused passes may take."""
 
 
 def choose_device(name: str) -> torch.device:
@@ -70,7 +70,7 @@ def rooms_for_features(device: torch.device) -> tuple[int, int]:
     """Bytes of the device's memory, 0 for a CPU, and of this machine's that features may take before they go
     elsewhere."""
     host = memory_of(torch.device("cpu")) // FEATURES_SHARE
-    return (0 if device.type == "cpu" else memory_of(device) // FEATURES_SHARE, host)
+    return (0 if device.type == "cpu" else memory_of(device) // DEVICE_SHARE, host)
 
 
 def memory_of(device: torch.device) -> int:

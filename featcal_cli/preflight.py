@@ -15,7 +15,7 @@ from featcal_cli.checkpoint import Model, find_class, read_config
 from featcal_cli.convert import OTHER_FORMATS
 from featcal_cli.download import DESCRIBING, chosen_files, download, missing_files
 from featcal_cli.errors import OutputError
-from featcal_cli.estimate import Estimate, Load, Place, estimate
+from featcal_cli.estimate import Estimate, Load, Place, SearchNeeds, estimate
 from featcal_cli.examples import DrawnExamples, TaskExamples, draw_examples
 from featcal_cli.header import Entry, read_headers
 from featcal_cli.hub import Snapshot
@@ -102,12 +102,13 @@ def prepare(
     others: Mapping[str, str],
     stage: Callable[[str], None],
     note: Note,
-    agree: Callable[[Recipe], Recipe] = lambda recipe: recipe,
+    pinned: Callable[[Recipe, Mapping[str, str]], None] = lambda *_: None,
 ) -> Preflight:
     """Pin every repo, compare the models by their files' headers, read the examples (with `sample` only a few of them),
-    and work out what the job needs. Nothing is written but small files to the Hub's cache. `agree` is given the pinned
-    recipe as soon as it is known, and returns the one to go on with. `batch_size` is None for what suits models,
-    examples and machine.
+    and work out what the job needs. Nothing is written but small files to the Hub's cache.
+
+    batch_size: None for what suits models, examples and machine. pinned: told the recipe and `others` with every repo
+    at its commit, as soon as they are known.
 
     Raises FeatCalError for whatever would stop the job later.
     """
@@ -118,7 +119,8 @@ def prepare(
     }
     for text in dict.fromkeys(text for origin in origins.values() for text in origin.notes):
         note(text)
-    recipe = agree(_pin(recipe, origins, open_repo))
+    recipe = _pin(recipe, origins, open_repo)
+    pinned(recipe, {role: origins[role].pinned for role in others})
     stage("comparing models")
     outlines = _outline_models(origins, trust_remote_code)
     merged = outlines["merged"]
@@ -142,20 +144,20 @@ def prepare(
     loads = {task: _load(found, recipe.calibration.examples, count) for task, found in examples.items()}
     is_open = recipe.calibration.is_open and all(found.selection_count for found in examples.values())
 
-    def will_search(work: Work) -> tuple[int, int] | None:
+    def will_search(work: Work, needs: SearchNeeds) -> tuple[int, int] | None:
         fitted, shown = (max(getattr(load, key) for load in loads.values()) for key in ("fitted", "watched"))
-        plan = plan_for(recipe.calibration, merged.module, fitted, shown, work, len(architecture.blocks))
+        plan = plan_for(recipe.calibration, merged.module, fitted, shown, work, len(architecture.blocks), needs.fits)
         return (len(plan.candidates), plan.fitted) if isinstance(plan, Plan) else None
 
     needs = estimate(
         outlines,
         architecture,
         loads,
-        Place(device, rooms_for_features(device), measure_speed(device)),
+        Place(device, memory_of(device), rooms_for_features(device), measure_speed(device)),
         ridge=recipe.calibration.ridge,
         resident=resident_bytes(),
         guarded=target is not None and recipe.calibration.select != "preset",
-        searched=will_search if is_open and target is not None else lambda _: None,
+        searched=will_search if is_open and target is not None else lambda *_: None,
     )
     _check_disk(needs, transfers, target)
     return Preflight(

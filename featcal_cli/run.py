@@ -54,10 +54,16 @@ class Run:
         """
         self.listener.stage("finding models")
         once = cache(open_repo)
+        others = others or {}
         if self.ranks.is_first:
             recipe, findings = self._find_lineage(once)
         else:
-            recipe, findings = self.ranks.broadcast((Recipe.model_construct(), []))
+            recipe, findings, others = self.ranks.broadcast((Recipe.model_construct(), [], others))
+
+        def tell(recipe: Recipe, others: Mapping[str, str]) -> None:
+            if self.ranks.is_first:
+                self.ranks.broadcast((recipe, findings, others))
+
         plan = prepare(
             recipe,
             findings,
@@ -68,10 +74,10 @@ class Run:
             open_repo=once,
             sample=sample,
             target=target,
-            others=others or {},
+            others=others,
             stage=self.listener.stage,
             note=self.note,
-            agree=lambda pinned: self.ranks.broadcast((pinned, findings))[0] if self.ranks.is_first else pinned,
+            pinned=tell,
         )
         if not self.ranks.is_first:
             self.notes.clear()  # the first one has them all

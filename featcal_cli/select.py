@@ -33,6 +33,7 @@ GRID = (
 )
 """Tried besides the paper's settings, the most promising first. Below a λ of 0.01 the anchor, and so ρ, hardly counts.
 """
+Fits = Callable[[int, int], bool]
 CAUTIOUS = Settings(ridge=100.0, rho=1.0, alpha=0.15)
 """Leaves weights nearly as merged: for where nothing that was tried is better than that."""
 BUDGET, BUDGET_IF_WANTED = 1.0, 2.0
@@ -78,8 +79,12 @@ def choose_settings(
     work: Work,
     blocks: int,
     search: Callable[[Plan], list[Trial]],
+    fits: Fits = lambda *_: True,
 ) -> Choice:
-    """The settings of a run: `search` is called for what the user leaves open, if it is wanted or affordable."""
+    """The settings of a run: `search` is called for what the user leaves open, if it is wanted or affordable.
+
+    fits: whether so many candidates have room in memory while they are fitted to so many examples a task.
+    """
     kind = _kind_of(model)
     preset = PAPER[PRESETS[kind]]
     given = _given(calibration)
@@ -93,7 +98,7 @@ def choose_settings(
     if not plan:
         fitted = max(found.fitted_count for found in examples.values())
         shown = min(found.selection_count for found in examples.values())
-        plan = plan_for(calibration, model, fitted, shown, work, blocks)
+        plan = plan_for(calibration, model, fitted, shown, work, blocks, fits)
     if isinstance(plan, str):
         return Choice(replace(preset, **given), f"{by_user}{by_preset}: {plan}", [])
     try:
@@ -113,11 +118,17 @@ def choose_settings(
 
 
 def plan_for(
-    calibration: Calibration, model: PreTrainedModel, fitted: int, shown: int, work: Work, blocks: int
+    calibration: Calibration,
+    model: PreTrainedModel,
+    fitted: int,
+    shown: int,
+    work: Work,
+    blocks: int,
+    fits: Fits = lambda *_: True,
 ) -> Plan | str:
     """The search that a run will make with that many fitted and held-out examples a task; or, in words, why none."""
     candidates = choose_candidates(_kind_of(model), _given(calibration))
-    return plan_search(candidates, fitted, shown, work, blocks, wanted=calibration.select == "search")
+    return plan_search(candidates, fitted, shown, work, blocks, wanted=calibration.select == "search", fits=fits)
 
 
 def check_search(calibration: Calibration, examples: Mapping[str, TaskExamples]) -> None:
@@ -160,6 +171,7 @@ def plan_search(
     blocks: int,
     *,
     wanted: bool,
+    fits: Fits = lambda *_: True,
 ) -> Plan | str:
     """The largest search within the budget, or the smallest if it is `wanted`; else, in words, why there is none."""
     budget = BUDGET_IF_WANTED if wanted else BUDGET
@@ -167,12 +179,18 @@ def plan_search(
     most = len(candidates)
     sizes = [(count, share) for share in SHARES for count in range(most, min(ENOUGH_CANDIDATES, most) - 1, -1)]
     sizes += [(count, SHARES[-1]) for count in range(ENOUGH_CANDIDATES - 1, min(FEWEST_CANDIDATES, most) - 1, -1)]
+    crowded = False
     for count, share in sizes:
         few = max(fitted // share, min(FEWEST_EXAMPLES, fitted))
         cuts = _plan_cuts(blocks, count)
-        if _cost_of_search(work, few, shown, _count_by_block(cuts, blocks, count), cuts) <= allowed:
+        if _cost_of_search(work, few, shown, _count_by_block(cuts, blocks, count), cuts) > allowed:
+            continue
+        if wanted or fits(count, few):
             break
+        crowded = True
     else:
+        if crowded:
+            return "a search needs more memory than there is"
         if not wanted:
             return f"with {fitted} examples a task a search would cost more than the calibration itself"
     return Plan(dict(list(candidates.items())[:count]), cuts, few)

@@ -121,7 +121,8 @@ class LinearSystem:
             if bias and merged.bias is not None and towards.bias is not None:
                 pull = self._bias_pull[name] - update @ self._mean + ridge * towards.bias
                 new_bias = merged.bias + pull / (self._omega + ridge)
-            solutions[name] = _solution(merged, Affine(merged.weight + update, new_bias), condition)
+            found = _solution(merged, Affine(merged.weight + update, new_bias), condition)
+            solutions[name] = found._replace(parameters=_at_most_float32(found.parameters, self._merged[name].weight))
         return solutions
 
     def objective(self, name: str, update: Tensor, shift: Tensor) -> tuple[float, float]:
@@ -177,9 +178,9 @@ class LinearSystem:
 
     def _factorise(self) -> tuple[Callable[[str, Tensor], Tensor], float]:
         """What gives a module's update for its anchor's pull (λ times anchor − merged), and the condition number."""
-        gram, ridge = self._gram.full(), self._settings.ridge
-        factor = factorise(gram, ridge)
-        condition = condition_number(gram, ridge, factor)
+        system = self._gram.full()
+        factor = factorise(system, self._settings.ridge)
+        condition = condition_number(system, factor)
 
         def update_of(name: str, anchor: Tensor) -> Tensor:
             return torch.cholesky_solve((self._pull_of(name) + anchor).T, factor).T
@@ -272,6 +273,12 @@ def _anchor_offset(merged: Affine, base: Affine, rho: float) -> Affine:
 
 def _dot(one: Tensor, two: Tensor) -> float:
     return float((one * two).sum())
+
+
+def _at_most_float32(parameters: Affine, like: Tensor) -> Affine:
+    """In float32, but for weights that are float64: nothing that is loaded needs more, and a block's are many."""
+    dtype = torch.promote_types(torch.float32, like.dtype)
+    return Affine(parameters.weight.to(dtype), None if parameters.bias is None else parameters.bias.to(dtype))
 
 
 def _worst_condition(a11: Tensor, a12: Tensor, a22: float) -> float:

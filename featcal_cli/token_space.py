@@ -38,7 +38,8 @@ class TokenSystem(LinearSystem):
         x, ridge = self._cast(torch.cat(self._x)), self._settings.ridge
         products = x @ x.T
         factor = factorise(products, ridge)
-        condition = condition_number(products, ridge, factor, is_whole=False)
+        # where no row reaches, the smallest eigenvalue is that of the ridge alone
+        condition = condition_number(products, factor, smallest=ridge + EPSILON)
 
         def update_of(name: str, anchor: Tensor) -> Tensor:
             towards = anchor / (ridge + EPSILON)

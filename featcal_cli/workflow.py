@@ -294,7 +294,8 @@ class _Calibration:
             return trials
 
         work, blocks = plan.estimate.work, len(architecture.blocks)
-        choice = choose_settings(calibration, models.merged.module, plan.examples, work, blocks, run_search)
+        fits = plan.estimate.search.fits
+        choice = choose_settings(calibration, models.merged.module, plan.examples, work, blocks, run_search, fits)
         settings = choice.settings
         self._run.note(
             f"settings: ridge {settings.ridge:g}, rho {settings.rho:g}, alpha {settings.alpha:g}, "
