@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import cast
 
 import torch
@@ -42,12 +43,18 @@ def factorise(gram: Tensor, ridge: float) -> Tensor:
     return cast(Tensor, factor)
 
 
+def solve_rows(rows: Tensor, factor: Tensor) -> Tensor:
+    """rows · (L Lᵀ)⁻¹ [n, d] of a factor L [d, d]: two triangular solves, which are quicker than LAPACK's for both."""
+    solve = partial(torch.linalg.solve_triangular, left=False)
+    return solve(factor, solve(factor.mT, rows, upper=True), upper=False)
+
+
 def condition_number(system: Tensor, factor: Tensor, smallest: float | None = None) -> float:
     """λ_max / λ_min of a factorised system, estimated, where λ_min is not known."""
     largest = _largest_eigenvalue(lambda x: system @ x, system)
     if smallest is not None:
         return largest / smallest
-    return largest * _largest_eigenvalue(lambda x: torch.cholesky_solve(x[:, None], factor)[:, 0], system)
+    return largest * _largest_eigenvalue(lambda x: solve_rows(x[None], factor)[0], system)
 
 
 def _largest_eigenvalue(apply: Callable[[Tensor], Tensor], like: Tensor) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import re
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
@@ -18,6 +19,8 @@ WORTHWHILE = 2**20
 LARGEST_REUSED = 2**29
 """Bytes of the largest piece of memory that is kept."""
 MAPS = Path("/proc/self/maps")
+FILE_MAPPING = re.compile(rb"^([0-9a-f]+)-([0-9a-f]+) ..-. \S+ \S+ (?!0 )\d+ +\S", re.MULTILINE)
+"""A line of it about a file (one with an inode) that holds no code."""
 
 
 def fetch_ahead(tensors: Iterable[Tensor]) -> None:
@@ -90,15 +93,9 @@ def _mapped(tensors: Iterable[Tensor], files: Sequence[tuple[int, int]]) -> Iter
 
 def _read_maps() -> list[tuple[int, int]]:
     """Where files are mapped: first address and end."""
-    found: list[tuple[int, int]] = []
     if not MAPS.is_file():
-        return found
-    for line in MAPS.read_text(encoding="utf-8", errors="replace").splitlines():
-        addresses, permissions, _, _, inode, *path = line.split(maxsplit=5)
-        if inode != "0" and path and "x" not in permissions:
-            first, last = addresses.split("-")
-            found.append((int(first, 16), int(last, 16)))
-    return found
+        return []
+    return [(int(first, 16), int(last, 16)) for first, last in FILE_MAPPING.findall(MAPS.read_bytes())]
 
 
 _known_maps = cache(_read_maps)

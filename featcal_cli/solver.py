@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from featcal_cli.factor import EPSILON, choose_precision, condition_number, factorise
+from featcal_cli.factor import EPSILON, choose_precision, condition_number, factorise, solve_rows
 from featcal_cli.moments import LinearMoments, NormMoments
 from featcal_cli.sums import AddUp, Sum, Symmetric, in_sums, to_precise
 
@@ -183,7 +183,7 @@ class LinearSystem:
         condition = condition_number(system, factor)
 
         def update_of(name: str, anchor: Tensor) -> Tensor:
-            return torch.cholesky_solve((self._pull_of(name) + anchor).T, factor).T
+            return solve_rows(self._pull_of(name) + anchor, factor)
 
         return update_of, condition
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from featcal_cli.factor import EPSILON, condition_number, factorise
+from featcal_cli.factor import EPSILON, condition_number, factorise, solve_rows
 from featcal_cli.moments import LinearMoments
 from featcal_cli.solver import Affine, LinearSystem, Settings
 
@@ -44,7 +44,7 @@ class TokenSystem(LinearSystem):
         def update_of(name: str, anchor: Tensor) -> Tensor:
             towards = anchor / (ridge + EPSILON)
             lacking = self._lacking_rows(name) - x @ towards.T
-            return torch.cholesky_solve(lacking, factor).T @ x + towards
+            return solve_rows(lacking.T, factor) @ x + towards
 
         return update_of, condition
 

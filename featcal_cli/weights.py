@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from featcal_cli.architecture import Architecture, Block
-from featcal_cli.batches import Batch
+from featcal_cli.batches import Batch, take_examples
 from featcal_cli.tokens import MASK, OWN, Weights, token_masks
 from featcal_cli.trace import first_tensor
 from featcal_cli.walker import Pass, Walker
@@ -62,13 +62,14 @@ def _own_mask(each: Pass, block: Block) -> Tensor | None:
 
 def find_cls_blocks(walker: Walker, architecture: Architecture, task: str, batch: Batch) -> frozenset[str]:
     """The last block of each stack over patches, where the model's pooled output reads its first token alone: it
-    changes with that token, and does not when all others that leave the block are perturbed."""
+    changes with that token, and does not when all others that leave the block are perturbed. `batch`: one example."""
     stacks = {block.name.rpartition(".")[0]: block for block in architecture.blocks if _is_over_patches(block)}
+    alike = take_examples(batch, [0] * len(PERTURBED))
     found = set()
     with walker.on_device():
         for block in stacks.values():
-            plain, others, first = (_pooled_after(walker, architecture, task, batch, block, part) for part in PERTURBED)
-            if plain and _same(plain, others) and not _same(plain, first):
+            pooled = _pooled_after(walker, architecture, task, alike, block)
+            if pooled and _same(pooled, 1) and not _same(pooled, 2):
                 found.add(block.name)
     return frozenset(found)
 
@@ -78,24 +79,24 @@ def _is_over_patches(block: Block) -> bool:
 
 
 PERTURBED = (slice(0, 0), slice(1, None), slice(0, 1))
-"""Nothing, all tokens but the first, the first."""
+"""In three copies of an example: nothing, all tokens but the first, the first."""
 
 
-def _pooled_after(
-    walker: Walker, architecture: Architecture, task: str, batch: Batch, block: Block, tokens: slice
-) -> list[Tensor]:
-    """What the model returns once an example [B, k], with noise on those tokens of what leaves `block`."""
+def _pooled_after(walker: Walker, architecture: Architecture, task: str, batch: Batch, block: Block) -> list[Tensor]:
+    """What the model returns once an example [B, k], with noise on the tokens PERTURBED of what leaves `block`."""
     (each,) = walker.start([batch], architecture.entries[task])
     while (at := next((other for other in architecture.blocks if each.is_at(other)), None)) is not None:
         output = each.run_block(at)
         hidden = first_tensor(output)
         if at is block and hidden is not None:
             noise = torch.linspace(-1, 1, hidden.shape[-1]).to(hidden) * hidden.float().std().to(hidden)
-            hidden[:, tokens] += noise
+            for copy, tokens in zip(hidden.chunk(len(PERTURBED)), PERTURBED, strict=True):
+                copy[:, tokens] += noise
         each.advance(output)
     values = each.output.values() if isinstance(each.output, Mapping) else each.output
     return [value for value in values if isinstance(value, Tensor) and value.ndim == 2]
 
 
-def _same(one: Sequence[Tensor], two: Sequence[Tensor]) -> bool:
-    return all(torch.allclose(a, b, rtol=1e-3, atol=1e-5) for a, b in zip(one, two, strict=True))
+def _same(pooled: Sequence[Tensor], copy: int) -> bool:
+    """Whether a copy's outputs are those of the copy that was left alone."""
+    return all(torch.allclose(value[0], value[copy], rtol=1e-3, atol=1e-5) for value in pooled)
