@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from meters import measure
-from plan import PLACES, describe_places
+from plan import PLACES, SETTINGS, describe_places
 from results import Section, gib, gigabytes, mark
 from runs import HERE, Asked, run_command
 from shapes import Llama, make_llama
@@ -19,8 +19,9 @@ PLANNED = {
     "Llama-3.3-70B": Llama(8192, 28_672, layers=80, heads=64),
 }
 TASKS, PLAN_EXAMPLES, PLAN_LENGTH = 3, 256, 512
-BARRED, BARS = "Llama-3.1-8B", {"host_bytes": 16 << 30, "device_bytes": 12 << 30}
-"""Bars, and the family that they are for."""
+BARRED, BARRED_PLACE = "Llama-3.1-8B", "laptop, 12 GiB GPU"
+BARS = {"host_bytes": 16 << 30, "device_bytes": 12 << 30}
+"""Bars, and the family and the place that they are for."""
 
 
 def measure_slice(asked: Asked, folder: Path) -> Section:
@@ -55,24 +56,25 @@ def measure_plan(_: Asked, folder: Path) -> Section:
     for name, shape in PLANNED.items():
         family = folder / name
         make_llama(family, shape, tasks=TASKS, examples=PLAN_EXAMPLES, length=PLAN_LENGTH, sparse=True)
-        for select in ("preset", "auto"):
+        for settings in SETTINGS:
             for place in PLACES:
-                arguments = [str(family), str(PLAN_EXAMPLES), select, place]
+                arguments = [str(family), str(PLAN_EXAMPLES), settings, place]
                 found = measure([sys.executable, str(HERE / "plan.py"), *arguments])
                 needs = found.printed
-                host, card = (_show_need(name, needs[key], bar) for key, bar in BARS.items())
+                is_barred = name == BARRED and place == BARRED_PLACE
+                host, card = (_show_need(needs[key], bar if is_barred else None) for key, bar in BARS.items())
                 cost = [gigabytes(needs["disk_bytes"]), f"{needs['seconds'] / 3600:.2f} h", f"{found.seconds:.0f} s"]
-                rows.append([name, select, place, host, card, *cost])
+                rows.append([name, settings, place, host, card, *cost])
     return Section(
         "plan",
         f"whole language models, {TASKS} experts, {PLAN_EXAMPLES} examples of {PLAN_LENGTH} tokens a task",
         f"What `--dry-run` says, of files that have their whole size and hold nothing. {describe_places()}",
-        ["family", "--select", "on", "host memory", "device memory", "disk", "computing time", "planned in"],
+        ["family", "λ, ρ, α", "on", "host memory", "device memory", "disk", "computing time", "planned in"],
         rows,
     )
 
 
-def _show_need(family: str, count: int, bar: int) -> str:
-    if family == BARRED and count:
+def _show_need(count: int, bar: int | None) -> str:
+    if bar and count:
         return mark(gib(count), f"< {gib(bar)}", count < bar)
     return gib(count) if count else ""

@@ -61,7 +61,7 @@ class PlainSystem:
         Their condition number is not estimated. Raises NumericsError when there is no stable solution.
         """
         ridge, away = self._settings.ridge, self._settings.ridge * (1 - self._settings.rho)
-        factor = factorise(self._gram.clone(), ridge)
+        factor, _ = factorise(self._gram.clone(), ridge)
         solutions = {}
         for name, merged in self._merged.items():
             anchor, new_bias = precise(base[name]), merged.bias

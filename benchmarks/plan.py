@@ -42,6 +42,14 @@ PLACES = {
 }
 
 
+SETTINGS: dict[str, dict[str, object]] = {
+    "the paper's for 8B": {"select": "preset", "ridge": 3.0, "rho": 0.5, "alpha": 0.15},
+    "preset": {"select": "preset"},
+    "auto": {"select": "auto"},
+}
+"""What a user may ask for: λ of 3 needs sums in float32 alone, the preset for other language models (1e-5) float64."""
+
+
 def describe_places() -> str:
     """What the machines have, in a few sentences."""
     told = []
@@ -70,8 +78,8 @@ def as_if_on(place: Place) -> Iterator[None]:
 
 def main() -> None:
     """Plan, print."""
-    family, examples, select, place = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3], PLACES[sys.argv[4]]
-    recipe = recipe_of(family, examples, select=select)
+    family, examples, place = Path(sys.argv[1]), int(sys.argv[2]), PLACES[sys.argv[4]]
+    recipe = recipe_of(family, examples, **SETTINGS[sys.argv[3]])
     with as_if_on(place):
         plan = dry_run(recipe, output=family / "out", device="cuda" if place.card else "cpu")
     print(json.dumps(asdict(plan.estimate)))

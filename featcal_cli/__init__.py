@@ -5,7 +5,12 @@ The files, in the order in which data flows through them:
 What the user says
 
     errors         what can go wrong: what, where, fix
+    documents      YAML and JSON that strangers wrote, within bounds
+    disk           why a disk cannot be written
     address        what users type: a path, a Hub id, a data source
+    keys           what all groups of recipe keys have in common
+    yardstick      how a task's figure is measured: the recipe's key evaluate
+    shipped        the recipes that come with the package
     recipe         YAML and command-line options → one validated object
 
 The Hub
@@ -17,6 +22,7 @@ The Hub
     conversion     the pull request that offers a repo's weights as safetensors
     origin         where a model's weights come from, before they are downloaded
     download       files arrive in the cache and are held against their checksums
+    links          links that lead out of a model's folder
     convert        pickled weights → a safetensors copy
     adapter        a PEFT adapter by its files
     fold           an adapter and its base → one full checkpoint
@@ -53,10 +59,13 @@ Examples
     images         image rows → pixel_values
     phrases        text rows → what the tokenizer is given
     text           phrases → token ids
-    examples       a task's fitted, held-out and labelled batches
+    examples       a task's fitted and held-out batches
+    labelled       labelled rows of a split, a batch at a time
+    classes        the names that a dataset gives its labels
 
 Models
 
+    config         what config.json says, and what none may say
     checkpoint     memory-mapped models, each in its class
     alignment      models loaded to fit the merged one, and checked that they do
     merging        the built-in mergers
@@ -97,7 +106,18 @@ The method
     vectors        task vectors: the cosine of expert − base and model − base
     search         candidates for λ, ρ, α in lock-step; weak ones drop out
     select         which λ, ρ, α a run uses: given, searched or the paper's
-    evaluate       accuracy on labelled data
+
+Evaluation
+
+    scores         accuracy or Spearman's ρ, with a bootstrap interval
+    contest        several models answer the same examples
+    evaluate       answers of the experts' own heads, on any body
+    zero_shot      the class whose name base's text tower puts nearest to the image
+    generation     answers in words, right to the letter
+    harness        language models on lm-eval's tasks
+    ledger         figures that are known already, on disk
+    lineup         the models of an evaluation, each loaded when it is needed
+    evaluation     the figures of an evaluation: the schema of its JSON
 
 What comes of it
 
@@ -117,6 +137,9 @@ What comes of it
     card           report → model card
     loaders        the names under which others load a checkpoint
     output         the output folder
+    built          what was built, looked over before it takes its place
+    workplace      the hidden folder beside an output: what a run leaves for the next one
+    lock           one run at a time on an output
     account        whose token it is, and where it may write
     remote         what a repo holds, against what a folder holds
     push           the output folder → one commit, read back
@@ -127,6 +150,8 @@ The run
     ranks          the processes of one run, and what they tell each other
     shares         which process works on which tasks and examples
     machine        devices, versions, memory
+    memory         how much memory this process takes
+    shortage       memory that runs out, and smaller batches
     walk           what a batch takes on its way through a model
     work           operations of a calibration, and how long they take
     estimate       memory, time and disk that a job will need
@@ -136,12 +161,19 @@ The run
     job            the models of a job, loaded and ready to walk
     run            what every verb begins with: lineage, preflight, downloads
     summary        what a run did, put together → report
+    calibration    one calibration, from what the user says to the output and the Hub
     workflow       the verbs: what the command line and Python users both call
     inspector      inspect-drift: walk, load nothing, measure
+    evaluator      evaluate: models side by side on labelled data
     demo           the main job on embedded checkpoints
+    interruption   Ctrl-C ends a run at once
+    redact         secrets taken out of a text
+    log            a run as lines of JSON
+    crash          what a user can send when featcal itself is wrong
     console        what the terminal shows of a run
     drift_bars     drift over depth in characters
     drift_view     what the terminal shows of an inspection
+    score_table    what the terminal shows of an evaluation
     options        every option of the command line, declared once
     cli            the commands
 """

@@ -1,6 +1,17 @@
-"""`python -m featcal_cli` (and torchrun's `-m`) is the `featcal` command."""
+"""The `featcal` command, which is also `python -m featcal_cli` (and torchrun's `-m`)."""
 
-from featcal_cli.cli import main
+
+def main() -> None:
+    """Run the command line. It takes a moment to be there, and may be interrupted even then."""
+    try:
+        from featcal_cli.cli import main
+
+        main()
+    except KeyboardInterrupt:
+        from featcal_cli.interruption import STARTING, stop
+
+        stop(STARTING)
+
 
 if __name__ == "__main__":
     main()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
@@ -11,7 +10,9 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from featcal_cli.address import existing_path
 from featcal_cli.convert import PICKLES, SAFETENSORS
+from featcal_cli.documents import bare, parse_json
 from featcal_cli.errors import HubError
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ class Adapter:
     def base(self) -> str:
         """The base that the adapter was trained on, as `resolve` reads it; empty where the adapter does not say."""
         base, revision = (self.config.get(key) or "" for key in ("base_model_name_or_path", "revision"))
-        return f"{base}@{revision}" if base and revision and not Path(base).exists() else str(base)
+        return f"{base}@{revision}" if base and revision and not existing_path(str(base)) else str(base)
 
     def __str__(self) -> str:
         kind = str(self.config["peft_type"])
@@ -105,7 +106,7 @@ def read_adapter(name: str, folder: Path) -> Adapter:
     """The adapter in `folder`. Raises HubError when it cannot be read, or is of a kind that no weights can hold."""
     where = f"{name}/{ADAPTER_CONFIG}"
     try:
-        config = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+        config = parse_json((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         what = f"{name} is an adapter, but its {ADAPTER_CONFIG} cannot be read"
         raise HubError(what, where=where, fix="download it again") from error
@@ -123,7 +124,7 @@ def _check_kind(adapter: Adapter, where: str) -> None:
 
     kind = str(adapter.config["peft_type"])
     if kind not in PeftType.__members__ or kind not in PEFT_TYPE_TO_CONFIG_MAPPING:
-        what = f"{adapter.name} is an adapter of a kind that peft {__version__} does not know: {kind}"
+        what = f"{adapter.name} is an adapter of a kind that peft {__version__} does not know: {bare(kind)}"
         raise HubError(what, where=where, fix="update peft, or give the full model")
     known = {field.name for field in fields(PEFT_TYPE_TO_CONFIG_MAPPING[kind])} | {"runtime_config"}
     # settings that are off change nothing, and newer versions of peft write many of them
@@ -133,6 +134,9 @@ def _check_kind(adapter: Adapter, where: str) -> None:
     if not hasattr(PEFT_TYPE_TO_TUNER_MAPPING.get(kind), "merge_and_unload"):
         what = f"{adapter.name} is an adapter of the kind {adapter}, which cannot be folded into a model's weights"
         raise HubError(what, where=where, fix="give a LoRA adapter or a full model")
+    if adapter.config.get("layer_replication"):
+        what = f"{adapter.name} is an adapter that repeats layers, and cannot be folded into a model's weights"
+        raise HubError(what, where=where, fix="give the full model")
 
 
 def fit_adapter(tensors: Mapping[str, Tensor], model_class: type[PreTrainedModel], folder: Path) -> Fit:
@@ -140,8 +144,11 @@ def fit_adapter(tensors: Mapping[str, Tensor], model_class: type[PreTrainedModel
 
     Raises MisfitError when the layers that the adapter holds whole have other shapes than the base's.
     """
-    config = model_class.config_class.from_pretrained(folder, local_files_only=True)
-    fit, odd = _fit(tensors, model_class, config)
+    try:
+        config = model_class.config_class.from_pretrained(folder, local_files_only=True)
+        fit, odd = _fit(tensors, model_class, config)
+    except Exception as error:  # configs and classes raise many kinds for values that make no sense
+        raise MisfitError(f"no {model_class.__name__} can be made from the base's config.json") from error
     for labels in sorted({len(tensor) for tensor in odd.values()}):
         config.num_labels = labels
         fit, still_odd = _fit(tensors, model_class, config)
@@ -211,9 +218,13 @@ def _vocabulary(model: PreTrainedModel) -> set[str]:
 
 
 def peft_settings(adapter: Adapter, fit: Fit) -> Any:
-    """The adapter's settings, for the names that the model has, and for the layers that the adapter really holds."""
+    """The adapter's settings, for the names that the model has, and for the layers that the adapter really holds.
+
+    Raises MisfitError, and what peft raises.
+    """
     from peft import PeftConfig
 
+    _check_rank(adapter, fit)
     config = PeftConfig.from_pretrained(str(adapter.folder))
     config.inference_mode = True
     config.task_type = None  # peft would ask for a head even where none was trained
@@ -229,6 +240,18 @@ def peft_settings(adapter: Adapter, fit: Fit) -> Any:
                 if not any(re.match(rf"(.*\.)?({pattern})$", target) for target in fit.targets):
                     raise MisfitError(f"its {key} names modules as older versions of transformers did: {pattern}")
     return config
+
+
+def _check_rank(adapter: Adapter, fit: Fit) -> None:
+    """Raise MisfitError for a rank that no tensor of the adapter has: peft would make room for it all the same."""
+    pattern = adapter.config.get("rank_pattern")
+    ranks = [adapter.config.get(key) for key in ("r", "init_r", "target_r")]
+    ranks += pattern.values() if isinstance(pattern, dict) else []
+    longest = max((max(tensor.shape, default=0) for tensor in fit.tensors.values()), default=0)
+    if adapter.config["peft_type"] == "LOKR":
+        return  # it takes a rank beyond its tensors for no rank at all
+    if any(isinstance(rank, int) and rank > longest for rank in ranks):
+        raise MisfitError("its rank is larger than its tensors")
 
 
 def _holds(names: Collection[str], module: str) -> bool:

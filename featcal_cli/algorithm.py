@@ -67,7 +67,7 @@ def calibrate_blocks(
             moments = collect_moments(visit, CALIBRATED, settings, here.at_task(watch))
             solved = solve_together(job, block, moments, bias, here.at_module(watch))
             load_block(student, block, solved.solutions)
-            report = _describe(block, moments.skipped, solved, time.monotonic() - started)
+            report = _describe(block, moments.skipped, solved, settings.ridge, time.monotonic() - started)
             if journal is not None:
                 journal.write(number, report, student)
         reports.append(report)
@@ -128,7 +128,7 @@ def load_block(student: Walker, block: Block, solutions: Mapping[str, Solution])
             student.replace(parameter, value)
 
 
-def _describe(block: Block, left: Mapping[str, str], solved: Solved, seconds: float) -> BlockReport:
+def _describe(block: Block, left: Mapping[str, str], solved: Solved, asked: float, seconds: float) -> BlockReport:
     modules = [
         ModuleReport(
             name=module.name,
@@ -137,6 +137,7 @@ def _describe(block: Block, left: Mapping[str, str], solved: Solved, seconds: fl
             condition_number=solved.solutions[module.name].condition_number,
             relative_change=solved.solutions[module.name].relative_change,
             step=solved.steps.get(module.name),
+            ridge=ridge if (ridge := solved.solutions[module.name].ridge) is not None and ridge > asked else None,
         )
         for module in block.modules
         if module.name in solved.solutions

@@ -11,7 +11,8 @@ import transformers
 from transformers import PreTrainedModel
 
 from featcal_cli.architecture import Architecture
-from featcal_cli.checkpoint import Model, find_class, load_model, read_config
+from featcal_cli.checkpoint import Model, find_class, load_model
+from featcal_cli.config import read_class_name, read_config
 from featcal_cli.errors import CheckpointError
 from featcal_cli.hub import Snapshot
 
@@ -48,7 +49,7 @@ def load_fitting(role: str, snapshot: Snapshot, merged: Model, load: Loader = lo
 
 def _find_headed(config: Mapping[str, Any]) -> type[PreTrainedModel] | None:
     """The class that a config names, where it is a body with a head."""
-    name = str((config.get("architectures") or [""])[0])
+    name = read_class_name(config)
     found = getattr(transformers, name, None) if name.endswith(HEADS) else None
     return found if isinstance(found, type) and issubclass(found, PreTrainedModel) else None
 
@@ -65,8 +66,8 @@ def _find_part(own: PreTrainedModel, merged: PreTrainedModel) -> str:
 
 
 def check_alignment(architecture: Architecture, merged: Model, other: Model) -> None:
-    """Raise CheckpointError unless `other` has every parameter of every block, in the merged model's shapes,
-    and every parameter that runs before and between the blocks."""
+    """Raise CheckpointError unless `other` (which may be merged itself) has every parameter of every block, in the
+    merged model's shapes, and every parameter that runs before and between the blocks."""
     prefix = f"{other.part}." if other.part else ""
     theirs = other.parameters
     ours = {name: found for name, found in merged.module.named_parameters() if name.startswith(prefix)}
@@ -98,7 +99,7 @@ def describe_differences(merged: Model, other: Model, architecture: Architecture
 
 def _describe_missing(missing: list[str], reached: int, merged: Model, other: Model) -> str:
     ours, theirs = (read_config(model.snapshot).get("model_type", "?") for model in (merged, other))
-    if 2 * len(missing) > reached:
+    if 2 * len(missing) > reached and other is not merged:
         return f"{other.role} is of another architecture than merged ({theirs}, not {ours}): {missing[0]} is missing"
     more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
     return f"{other.role} lacks the tensor {missing[0]}{more}"

@@ -9,11 +9,12 @@ from typing import NoReturn
 from featcal_cli.address import split_revision
 from featcal_cli.ancestry import Ancestry, Statement
 from featcal_cli.commands import enumerate_names, show_merged, write_command
+from featcal_cli.documents import show
 from featcal_cli.errors import HubError, LineageError
 from featcal_cli.known import recall
 from featcal_cli.library import Library, Parent
 from featcal_cli.recipe import Draft, Merge
-from featcal_cli.references import UnusableError, find, locate, same_repo, show
+from featcal_cli.references import UnusableError, find, locate, same_repo
 
 SAID = "the command line or recipe"
 

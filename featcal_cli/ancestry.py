@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from featcal_cli.adapter import ADAPTER_CONFIG, is_adapter
+from featcal_cli.documents import load_documents, show
 from featcal_cli.errors import LineageError, RecipeError
 from featcal_cli.mergekit import (
     CONFIG_FILES,
@@ -18,9 +19,9 @@ from featcal_cli.mergekit import (
     is_mergekit,
     read_mergekit,
 )
-from featcal_cli.readme import Card, load_documents, read_card
+from featcal_cli.readme import Card, read_card
 from featcal_cli.recipe import Data, Draft
-from featcal_cli.references import UnusableError, is_hub_id, locate, show
+from featcal_cli.references import UnusableError, is_hub_id, locate
 from featcal_cli.repo import Repo
 
 RECIPE_FILE = "featcal.yaml"

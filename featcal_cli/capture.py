@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -13,7 +13,7 @@ from transformers.pytorch_utils import Conv1D
 from featcal_cli.architecture import Block
 from featcal_cli.modules import LINEAR_KINDS
 from featcal_cli.trace import first_tensor
-from featcal_cli.walker import Pass, Walker
+from featcal_cli.walker import Pass, StopBlock, Walker
 
 Features = dict[str, list[Tensor]]
 """Inputs of each module that ran in a block, one a call, by the module's path inside the block [.., d_in]."""
@@ -42,7 +42,7 @@ def run_captured(walker: Walker, each: Pass, block: Block) -> tuple[Seen, Any]:
                 kept = outputs.setdefault(module.name, [])
                 hook = found.register_forward_hook(lambda _, __, y, kept=kept: kept.append((y, y._version)))
                 hooks.callback(hook.remove)
-        output = each.run_block(block)
+        output = each.run_block(block, kept=[calls, *inputs.values(), *outputs.values()])
     unchanged = {name: [y for y, version in found if y._version == version] for name, found in outputs.items()}
     y = {name: found for name, found in unchanged.items() if len(found) == len(inputs[name])}
     last = calls[-1] if calls else ""
@@ -52,23 +52,20 @@ def run_captured(walker: Walker, each: Pass, block: Block) -> tuple[Seen, Any]:
 def run_to_last_input(walker: Walker, each: Pass, block: Block, last_call: tuple[str, int]) -> Features:
     """Run the block that the pass is at as far as the inputs of its modules need it: to that module's call."""
     inputs: Features = {}
+    calls: list[list[str]] = []
     with ExitStack() as hooks:
         for module in block.modules:
             found = walker.module(f"{block.name}.{module.name}")
+            calls.append([])
             stop_at = last_call[1] if module.name == last_call[0] else None
-            keep = _Keep(inputs.setdefault(module.name, []), module.overwritten, module.name, [], stop_at)
+            keep = _Keep(inputs.setdefault(module.name, []), module.overwritten, module.name, calls[-1], stop_at)
             hooks.callback(found.register_forward_pre_hook(keep, with_kwargs=True).remove)
-        with suppress(_AllInputsSeen):
-            each.run_block(block)
+        each.run_block(block, kept=[*calls, *inputs.values()])
     return inputs
 
 
 PLAIN_FORWARDS = (nn.Linear.forward, Conv1D.forward)
 """Of modules whose output is W x + b and nothing else."""
-
-
-class _AllInputsSeen(Exception):  # noqa: N818 - not an error
-    """Ends the run of a block."""
 
 
 @dataclass(frozen=True)
@@ -89,4 +86,4 @@ class _Keep:
             self.inputs.append(x.clone() if self.copy else x)
         self.calls.append(self.name)
         if self.stop_at == len(self.calls):
-            raise _AllInputsSeen
+            raise StopBlock

@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from huggingface_hub import ModelCard, ModelCardData
+from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from huggingface_hub.repocard import REGEX_YAML_BLOCK
 
-from featcal_cli.drift_section import Accuracy
+from featcal_cli.documents import load_documents
+from featcal_cli.evaluation import CALIBRATED
 from featcal_cli.markdown import inert_document, one_line, without_secrets
-from featcal_cli.readme import load_documents
 from featcal_cli.report import Report
 from featcal_cli.sections import data_of, models_of, on_hub, write_sections
 
 MARK = "<!-- This card was written by featcal. -->"
 LICENSE = re.compile(r"[a-z0-9][a-z0-9.+-]{0,60}")
 """What the Hub's names of licences look like."""
+TASK_TYPES = {
+    "zero-shot": "zero-shot-image-classification",
+    "generation": "text2text-generation",
+    "lm-eval": "text-generation",
+}
+"""The Hub's names of what a protocol measures; heads do what the model is for."""
 OWN_CARD = "## The merged model's own card"
 
 
@@ -31,17 +37,18 @@ def write_card(
     processor_class: str | None = None,
     pipeline_tag: str | None = None,
     library_name: str = "transformers",
-    accuracy: Accuracy | None = None,
 ) -> str:
     """The text of README.md.
 
     name: of the output folder; target: the Hub id that it is pushed to, if any; merged_readme: the merged model's own
     card; model_class and processor_class: names in transformers whose from_pretrained loads the output; pipeline_tag:
-    used where the merged card has none; accuracy: by task, of expert, merged and calibrated model, 0 to 1.
+    used where the merged card has none.
     The card shows drift.png where the report has curves.
     """
     theirs, body = split_card(merged_readme or "")
     data = _metadata(report, theirs, target, pipeline_tag, library_name)
+    if results := list(_results(report, data.pipeline_tag)):
+        data.model_name, data.eval_results = one_line((target or name).rpartition("/")[2]), results
     if MARK in body:
         # calibrated before: what its card says of that run is in its own repo, and cards do not grow with every run
         body = body.partition(f"\n{OWN_CARD}\n")[2]
@@ -52,7 +59,6 @@ def write_card(
         target=target,
         loaders=[model_class, *([processor_class] if processor_class else [])],
         agreed=data.license_name or data.license,
-        accuracy=accuracy or {},
     )
     text = "\n\n".join([MARK, *sections, *([OWN_CARD, own] if own else [])])
     return without_secrets(str(ModelCard(f"---\n{data.to_yaml()}\n---\n\n{text}\n")))
@@ -107,6 +113,21 @@ def _metadata(
         pipeline_tag=pipelines[0] if pipelines else None,
         tags=_unique(["featcal", "merge", *_texts(theirs.get("tags"))]),
     )
+
+
+def _results(report: Report, pipeline_tag: str | None) -> Iterator[EvalResult]:
+    """What the calibrated model reaches, for the Hub's index of results."""
+    for task, found in report.accuracy.items():
+        source = next((source for source in data_of(report) if source.role == f"data {task}"), None)
+        dataset = source.name if source is not None and on_hub(source) else one_line(task, 80)
+        name = found.metric if found.protocol == "lm-eval" else found.split
+        yield EvalResult(
+            task_type=TASK_TYPES.get(found.protocol) or pipeline_tag or "other",
+            dataset_type=found.metric if found.protocol == "lm-eval" else dataset,
+            dataset_name=one_line(f"{task} ({name})", 80),
+            metric_type={"spearman": "spearmanr"}.get(found.metric, "accuracy"),
+            metric_value=round(found.scores[CALIBRATED].value, 5),
+        )
 
 
 def _license(report: Report, theirs: Mapping[str, Any]) -> tuple[str | None, str | None, str | None]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -15,6 +14,8 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
+from featcal_cli.config import read_class_name, read_config
+from featcal_cli.documents import bare
 from featcal_cli.errors import CheckpointError
 from featcal_cli.hub import Snapshot
 
@@ -78,15 +79,15 @@ def find_class(snapshot: Snapshot) -> type[PreTrainedModel]:
     Raises CheckpointError when there is none.
     """
     config = read_config(snapshot)
-    names = config.get("architectures") or []
-    found = getattr(transformers, names[0], None) if names else None
+    name = read_class_name(config)
+    found = getattr(transformers, name, None) if name else None
     if isinstance(found, type) and issubclass(found, PreTrainedModel):
         return found
-    if names and "auto_map" in config:
+    if name and "auto_map" in config:
         if snapshot.trusted:
-            return _load_class(snapshot, config["auto_map"], names[0])
+            return _load_class(snapshot, config["auto_map"], name)
         raise CheckpointError(
-            f"the class {names[0]} is not part of transformers; it needs code from the repo",
+            f"the class {bare(name)} is not part of transformers; it needs code from the repo",
             where=snapshot.name,
             fix="read that code, and give --trust-remote-code if it may run here",
         )
@@ -146,25 +147,12 @@ def load_model(role: str, snapshot: Snapshot, model_class: type[PreTrainedModel]
 
 def unloadable(role: str, snapshot: Snapshot, model_class: type, error: Exception) -> CheckpointError:
     """The error for a checkpoint that transformers refuses."""
-    reason = str(error).strip().split("\n")[0]
+    reason = (str(error).strip() or type(error).__name__).split("\n")[0]
     return CheckpointError(
         f"{role} cannot be loaded as {model_class.__name__}: {reason}",
         where=snapshot.name,
         fix="check that it is a checkpoint of the same architecture as the merged model",
     )
-
-
-def read_config(snapshot: Snapshot) -> dict[str, Any]:
-    """What config.json says. Raises CheckpointError when it cannot be read."""
-    try:
-        config = json.loads((snapshot.folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(
-            f"config.json cannot be read: {error}", where=snapshot.name, fix="use a transformers checkpoint"
-        ) from None
-    if not isinstance(config, dict):
-        raise CheckpointError("config.json is not a mapping", where=snapshot.name, fix="use a transformers checkpoint")
-    return config
 
 
 @contextmanager

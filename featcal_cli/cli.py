@@ -9,11 +9,12 @@ from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_st
 from dataclasses import asdict
 from json import dumps
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 
 from featcal_cli import __version__, options
+from featcal_cli.interruption import EXIT_CODE, MEASURING, STARTING, interruptible, stop
 from featcal_cli.launch import read_launch
 
 app = typer.Typer(
@@ -66,10 +67,14 @@ def calibrate(
     batch_size: options.BatchSize = None,
     output: options.Folder = None,
     overwrite: options.Overwrite = False,
+    restart: options.Restart = False,
     strict: options.Strict = False,
+    evaluate: options.EvaluateToo = False,
+    allow_code_execution: options.AllowCode = False,
     dry_run: options.DryRun = False,
     json: options.Json = False,
     quiet: options.Quiet = False,
+    log_file: options.LogFile = None,
     push_to: options.PushTo = None,
     private: options.Private = None,
     create_pr: options.CreatePr = False,
@@ -88,9 +93,12 @@ def calibrate(
           --expert mnist=user/mnist --data mnist=ylecun/mnist \\
           --expert svhn=user/svhn --data svhn=ufldl-stanford/svhn:cropped_digits
     """
-    from featcal_cli.console import Screen, show_drift, show_preflight, show_result, warn_of_growth
+    from featcal_cli.console import OUT, Screen, show_drift, show_preflight, show_result, warn_of_growth
     from featcal_cli.gate import check_grown
-    from featcal_cli.recipe import find_recipe, read_draft
+    from featcal_cli.log import recorded
+    from featcal_cli.recipe import read_draft
+    from featcal_cli.score_table import show_scores
+    from featcal_cli.shipped import find_recipe
 
     calibration = {
         "examples": examples, "dtype": dtype, "ridge": ridge, "rho": rho, "alpha": alpha, "select": select,
@@ -100,30 +108,34 @@ def calibrate(
     overrides = options.collect_overrides(merged, merge, base, expert, data, calibration, place)
     draft = read_draft(find_recipe(recipe) if recipe else None, overrides)
     screen = Screen(quiet=quiet or json)
-    with screen.live(), _interruptible():
-        from featcal_cli import workflow
+    with recorded(screen, log_file) as log:
+        with screen.live(), interruptible():
+            from featcal_cli import workflow
 
-        common: dict[str, Any] = {
-            "output": output, "overwrite": overwrite, "create_pr": create_pr, "overwrite_repo": overwrite_repo,
-            "device": device, "batch_size": batch_size, "allow_pickle": allow_pickle,
-            "trust_remote_code": trust_remote_code, "listener": screen,
-        }  # fmt: skip
+            common: dict[str, Any] = {
+                "output": output, "overwrite": overwrite, "create_pr": create_pr, "overwrite_repo": overwrite_repo,
+                "device": device, "batch_size": batch_size, "allow_pickle": allow_pickle,
+                "trust_remote_code": trust_remote_code, "listener": log,
+            }  # fmt: skip
+            if dry_run:
+                preflight = workflow.dry_run(draft, **common)
+            else:
+                result = workflow.calibrate(
+                    draft, **common, restart=restart, commit_message=commit_message, strict=strict,
+                    evaluate=evaluate, allow_code=allow_code_execution,
+                )  # fmt: skip
         if dry_run:
-            preflight = workflow.dry_run(draft, **common)
+            typer.echo(dumps(preflight.to_dict(), indent=2)) if json else show_preflight(preflight)
+            return
+        if json:
+            pushed = asdict(result.pushed) if result.pushed else None
+            written = {"output": str(result.output), "pushed": pushed, **asdict(result.report)}
+            typer.echo(dumps(written, indent=2))
         else:
-            result = workflow.calibrate(draft, **common, commit_message=commit_message, strict=strict)
-    if dry_run:
-        typer.echo(dumps(preflight.to_dict(), indent=2)) if json else show_preflight(preflight)
-    elif json:
-        written: dict[str, Any] = {
-            "output": str(result.output),
-            "pushed": asdict(result.pushed) if result.pushed else None,
-        }
-        typer.echo(dumps(written | asdict(result.report), indent=2, ensure_ascii=False))
-    else:
-        show_drift(result.report)
-        show_result(result.output, result.pushed, hints=not quiet)
-    if not dry_run:
+            show_drift(result.report)
+            if result.report.accuracy:
+                show_scores(result.report.accuracy, OUT, limited=False)
+            show_result(result.output, result.pushed, hints=not quiet)
         warn_of_growth(result.report)
         if strict:
             check_grown(result.report, result.output)
@@ -152,6 +164,7 @@ def inspect_drift(
     max_drift: options.MaxDrift = None,
     json: options.Json = False,
     quiet: options.Quiet = False,
+    log_file: options.LogFile = None,
 ) -> None:
     """Show how far a model's features are from each expert's, block by block, and where that comes from.
 
@@ -164,7 +177,9 @@ def inspect_drift(
         featcal inspect-drift user/merged --max-drift 0.8
     """
     from featcal_cli.console import OUT, Screen
-    from featcal_cli.recipe import find_recipe, read_draft
+    from featcal_cli.log import recorded
+    from featcal_cli.recipe import read_draft
+    from featcal_cli.shipped import find_recipe
 
     calibration = {
         "examples": examples, "dtype": dtype, "norms": norms, "token_weights": token_weights, "seed": seed,
@@ -172,21 +187,89 @@ def inspect_drift(
     overrides = options.collect_overrides(model, None, base, expert, data, calibration, {})
     draft = read_draft(find_recipe(recipe) if recipe else None, overrides)
     screen = Screen(quiet=quiet or json)
-    with screen.live():
-        from featcal_cli.drift_view import show_inspection
-        from featcal_cli.gate import check_gate
-        from featcal_cli.inspector import inspect_drift as run
+    with recorded(screen, log_file) as log:
+        with screen.live(), interruptible(MEASURING):
+            from featcal_cli.drift_view import show_inspection
+            from featcal_cli.gate import check_gate
+            from featcal_cli.inspector import inspect_drift as run
 
-        found = run(
-            draft, compare=compare, device=device, batch_size=batch_size, allow_pickle=allow_pickle,
-            trust_remote_code=trust_remote_code, plot=plot, projection=projection, html=html, listener=screen,
-        )  # fmt: skip
-    if json:
-        typer.echo(found.to_json(), nl=False)
+            found = run(
+                draft, compare=compare, device=device, batch_size=batch_size, allow_pickle=allow_pickle,
+                trust_remote_code=trust_remote_code, plot=plot, projection=projection, html=html, listener=log,
+            )  # fmt: skip
+        if json:
+            typer.echo(found.to_json(), nl=False)
+        else:
+            show_inspection(found, OUT)
+        if max_drift is not None:
+            check_gate(found, max_drift)
+
+
+@app.command()
+def evaluate(
+    models: options.Evaluated = None,
+    base: options.Base = None,
+    expert: options.Experts = None,
+    data: options.Sources = None,
+    merge: options.MergeMethod = None,
+    recipe: options.Recipe = None,
+    allow_pickle: options.AllowPickle = False,
+    trust_remote_code: options.TrustRemoteCode = False,
+    limit: options.Limit = None,
+    device: options.Device = "auto",
+    batch_size: options.BatchSize = None,
+    allow_code_execution: options.AllowCode = False,
+    json: options.Json = False,
+    quiet: options.Quiet = False,
+    log_file: options.LogFile = None,
+) -> None:
+    """Measure how well models do a recipe's tasks: each expert its own, the merged one and every MODEL all of them.
+
+    **Examples**
+
+        featcal evaluate -r clip-vit-b32-8 ./clip-vit-b32-8-featcal
+
+        featcal evaluate ./my-merge-featcal --limit 500
+
+        featcal evaluate -r mine.yaml user/merged-featcal user/other-merge --json
+    """
+    from featcal_cli.console import OUT, Screen
+    from featcal_cli.interruption import interruptible
+    from featcal_cli.log import recorded
+    from featcal_cli.recipe import names_merged, read_draft
+    from featcal_cli.shipped import find_recipe
+
+    screen = Screen(quiet=quiet or json)
+    with recorded(screen, log_file) as log:
+        with screen.live(), interruptible():
+            from featcal_cli.evaluator import evaluate as run
+            from featcal_cli.evaluator import find_own_recipe
+            from featcal_cli.score_table import show_scores
+
+            given = list(models or [])
+            file = find_recipe(recipe) if recipe else find_own_recipe(given)
+            merged = given.pop(0) if given and not merge and not (file and names_merged(file)) else None
+            draft = read_draft(file, options.collect_overrides(merged, merge, base, expert, data, {}, {}))
+            found = run(
+                draft, given, limit=limit, device=device, batch_size=batch_size, allow_pickle=allow_pickle,
+                trust_remote_code=trust_remote_code, allow_code=allow_code_execution, listener=log,
+            )  # fmt: skip
+        if json:
+            typer.echo(found.to_json(), nl=False)
+        else:
+            show_scores(found.tasks, OUT, limited=limit is not None)
+
+
+@app.command()
+def recipes(name: options.RecipeName = None) -> None:
+    """List the recipes that come with the package, or print one: featcal recipes NAME > mine.yaml."""
+    from featcal_cli.console import show_recipes
+    from featcal_cli.shipped import find_shipped, shipped_recipes
+
+    if name:
+        typer.echo(find_shipped(name).read_text(encoding="utf-8"), nl=False)
     else:
-        show_inspection(found, OUT)
-    if max_drift is not None:
-        check_gate(found, max_drift)
+        show_recipes(shipped_recipes())
 
 
 @app.command()
@@ -227,15 +310,16 @@ def demo(
         show_result,
         warn_of_growth,
     )
-    from featcal_cli.recipe import find_recipe
+    from featcal_cli.log import recorded
+    from featcal_cli.shipped import find_recipe
 
     screen = Screen(quiet=quiet or json)
     if not (quiet or json):
         show_demo(find_recipe("demo"))
-    with screen.live(), _interruptible():
+    with recorded(screen, None) as log, screen.live(), interruptible():
         from featcal_cli.demo import run_demo
 
-        result = run_demo(output, device, screen)
+        result = run_demo(output, device, log)
     if json:
         typer.echo(dumps(result.to_dict(), indent=2))
         return
@@ -256,23 +340,62 @@ def main() -> None:
     launch = read_launch()
     try:
         with _silent() if launch.rank else nullcontext():
-            app()
+            _call()
     except FeatCalError as error:
         if launch.by_torchrun:
             from featcal_cli.ranks import is_first_to_fail
 
             if not is_first_to_fail():
-                sys.exit(error.exit_code)
+                _leave(error.exit_code)
         from featcal_cli.console import show_error
 
         show_error(error, f"rank {launch.rank}: " if launch.by_torchrun else "")
-        sys.exit(error.exit_code)
+        _leave(error.exit_code)
     except SystemExit as end:
+        if end.code == EXIT_CODE:
+            stop(STARTING)
         if launch.by_torchrun and not end.code:
             from featcal_cli.ranks import leave_ranks
 
             leave_ranks()
         raise
+    except BrokenPipeError:  # whoever read our output has gone
+        _leave(1)
+    except Exception as error:  # noqa: BLE001 - a fault of ours, whatever it is: it is written down to be mended
+        _leave(_tell(error))
+
+
+def _tell(error: Exception) -> int:
+    """Say that a disk is full, or write down what nobody foresaw; the exit code."""
+    from featcal_cli.console import show_crash, show_error
+    from featcal_cli.crash import write_crash
+    from featcal_cli.disk import explain_full
+    from featcal_cli.log import CrashError
+
+    if full := explain_full(error):
+        show_error(full)
+        return full.exit_code
+    cause, recent = (error.cause, error.recent) if isinstance(error, CrashError) else (error, [])
+    show_crash(cause, write_crash(cause, recent))
+    return 1
+
+
+def _call() -> None:
+    """Run the command; what it printed is out when it ends well."""
+    try:
+        app()
+    except SystemExit:
+        sys.stdout.flush()
+        raise
+
+
+def _leave(code: int) -> NoReturn:
+    """End. What cannot be printed is dropped: the interpreter would try it again, and end with a code of its own."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    sys.exit(code)
 
 
 @contextmanager
@@ -280,13 +403,3 @@ def _silent() -> Iterator[None]:
     """Of several processes the first one speaks; of what fails, each."""
     with Path(os.devnull).open("w", encoding="utf-8") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
         yield
-
-
-@contextmanager
-def _interruptible() -> Iterator[None]:
-    """Ctrl-C says how to go on; typer makes exit code 130 of it."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        typer.echo("interrupted: the same command goes on from here", err=True)
-        raise

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from typing import NamedTuple, TypeAlias
 
+import torch
 from torch import Tensor
 
 from featcal_cli import ways
@@ -132,7 +134,31 @@ def sum_rows(
                 skipped[module.name] = UNMATCHED
             for z, weights in normed or ():
                 norms.setdefault(module.name, NormMoments(z.shape[-1], z.device)).add(z, weights)
+        checks = [found.checksum for found in linear.values() if found.rows]
+        if checks and not torch.isfinite(torch.stack(checks)).all():
+            raise _find_infinity(visit, task, role, seen, "held-out " if checked else "")
     return sums
+
+
+def _find_infinity(visit: Visit, task: str, role: str, seen: Observation, kind: str) -> NumericsError:
+    """The error for features that are not finite: whose, at which module, of which example of that kind."""
+    what, first = f"the features are too large in {visit.block.name}", seen.examples.start + 1
+    where = f"{task}: {kind}examples {first} to {seen.examples.stop}"
+    sides = ((f"the expert of {task}", seen.x_exp), (f"the {role} model", seen.x_cal))
+    for module, (who, features) in product(visit.block.modules, sides):
+        bad = [
+            int((~torch.isfinite(x)).flatten(1).any(1).int().argmax())
+            for x in features[module.name]
+            if not torch.isfinite(x).all()
+        ]
+        if bad:
+            rows = len(features[module.name][0])
+            what = f"the features of {who} are not finite at {visit.block.name}.{module.name}"
+            where = f"{task}: {kind}example {first + bad[0] * len(seen.examples) // rows}"
+            break
+    return NumericsError(
+        what, where=where, fix="look at this example, and take it out if need be; if it is fine, give --dtype float32"
+    )
 
 
 def _choose_moments(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import string
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
@@ -36,6 +37,9 @@ TEXT_NAMES = (
     "prompt", "instruction", "question", "query",
 )  # fmt: skip
 
+LOOKED_AT = 1000
+"""Characters of a text that tell whether it is one."""
+
 
 def check_columns(data: Data, columns: Iterable[str], where: str) -> None:
     """Raise DataError for a role, a column or a template field that there is not."""
@@ -60,8 +64,15 @@ def check_columns(data: Data, columns: Iterable[str], where: str) -> None:
 
 
 def template_fields(template: str) -> list[str]:
-    """The columns that a template names. Raises ValueError for a broken one."""
-    names = [name for _, name, _, _ in string.Formatter().parse(template) if name is not None]
+    """The columns that a template names. Raises ValueError for a broken one, and for one that asks for more than values
+    of columns: it may be that of a recipe that somebody else wrote."""
+    names = []
+    for _, name, form, _ in string.Formatter().parse(template):
+        if re.search(r"[.\[]_", name or ""):
+            raise ValueError(f"{{{name}}} names what is no value of a column")
+        if re.search(r"[0-9]{4}|[{}]", form or ""):
+            raise ValueError(f"{{{name}:{form}}} may be of any length")
+        names += [name] if name is not None else []
     return [name.replace("[", ".").split(".")[0] for name in names]
 
 
@@ -149,5 +160,5 @@ def is_conversation(value: Any) -> bool:
 
 def _looks_natural(values: Sequence[Any]) -> bool:
     """True when most of the values are several words, unlike ids, paths and class names."""
-    texts = [value for value in values if isinstance(value, str) and value.strip()]
+    texts = [value[:LOOKED_AT] for value in values if isinstance(value, str) and value.strip()]
     return sum(len(text.split()) > 1 for text in texts) * 2 > len(texts)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from torch import Tensor
 
+from featcal_cli import pages
 from featcal_cli.batches import Batch
 from featcal_cli.walker import Pass
 from featcal_cli.watch import Group
@@ -73,6 +74,7 @@ def start_passes(job: Job) -> Passes:
             expert.give_back()
     for walker in job.walkers:
         walker.give_back()
+    pages.trim_heap()  # all inputs have gone to files where a CPU is the device
     return passes
 
 
@@ -93,7 +95,10 @@ def _start_group(job: Job, task: str, batch: Batch) -> Group:
 def _shelve(job: Job, passes: Iterable[Pass]) -> None:
     """Put on the shelf what the passes are paused with, and their inputs, which few models ask for again."""
     if job.shelf is not None:
-        job.shelf.put([*tensors_of(passes), *(x for each in passes for x in each.batch.values())])
+        paused = tensors_of(passes)
+        asked = {id(x) for x in paused}
+        job.shelf.put(paused)
+        job.shelf.put_aside(x for each in passes for x in each.batch.values() if id(x) not in asked)
 
 
 def tensors_of(passes: Iterable[Pass]) -> list[Tensor]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import resource
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -11,13 +9,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.markup import escape
+from rich.markup import escape as escape_markup
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
 from rich.syntax import Syntax
 from rich.table import Table
 
+from featcal_cli.disk import tell_bytes
+from featcal_cli.documents import visible
 from featcal_cli.errors import FeatCalError
+from featcal_cli.memory import peak_resident_bytes
 from featcal_cli.report import CARD, RECIPE, Report
+from featcal_cli.shipped import describe_recipe
 
 if TYPE_CHECKING:  # these import torch
     from featcal_cli.algorithm import Progress as Step
@@ -29,6 +31,11 @@ if TYPE_CHECKING:  # these import torch
 
 OUT = Console(soft_wrap=False, highlight=False)
 ERR = Console(stderr=True, highlight=False)
+
+
+def escape(text: str) -> str:
+    """`text` for the terminal, which shows it and obeys nothing in it."""
+    return escape_markup(visible(text))
 
 
 class Screen:
@@ -56,7 +63,7 @@ class Screen:
             yield self
 
     def stage(self, text: str) -> None:
-        self._bar.update(self._task, description=text, total=None, completed=0, at="", memory="")
+        self._bar.update(self._task, description=escape(text), total=None, completed=0, at="", memory="")
 
     def note(self, text: str) -> None:
         if not self._quiet:
@@ -76,7 +83,7 @@ class Screen:
             total=step.blocks,
             completed=step.finished,
             at=escape(at if len(at) < 24 else at[:23] + "…"),
-            memory=f"{_resident_bytes() / 2**30:.1f} GiB",
+            memory=f"{peak_resident_bytes() / 2**30:.1f} GiB",
         )
 
 
@@ -102,6 +109,17 @@ def show_error(error: FeatCalError, who: str = "") -> None:
         ERR.print(f"  [dim]in:[/dim] {escape(error.where)}", soft_wrap=True)
     if error.fix:
         ERR.print(f"  [dim]fix:[/dim] {escape(error.fix)}", soft_wrap=True)
+
+
+def show_crash(error: BaseException, file: Path | None) -> None:
+    """What nobody foresaw, and where it is written down."""
+    lines = str(error).strip().splitlines()
+    what = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    ERR.print(f"[bold red]bug:[/bold red] featcal stopped where it should not have: {escape(what)}", soft_wrap=True)
+    if file is not None:
+        told = f"{file} says what happened, without secrets: look it over and attach it to an issue"
+        ERR.print(f"  [dim]report:[/dim] {escape(told)}", soft_wrap=True)
+    ERR.print("  [dim]fix:[/dim] what was finished is kept: the same command goes on from there", soft_wrap=True)
 
 
 def show_drift(report: Report) -> None:
@@ -153,14 +171,14 @@ def show_preflight(found: Preflight) -> None:
     calibrated = f"{found.modules} modules in {found.blocks} blocks; all models fit together"
     if not found.blocks:
         calibrated = "its blocks show only when it runs on values"
-    device = f", {_gigabytes(needs.device_bytes)} on {found.device}" if needs.device_bytes else ""
+    device = f", {tell_bytes(needs.device_bytes)} on {found.device}" if needs.device_bytes else ""
     lines = (
         ("model", f"{found.model_class}, {size} parameters, {found.dtype}"),
         ("calibrated", calibrated),
         ("settings", _describe_choice(found.recipe.calibration)),
-        ("download", f"{_gigabytes(missing)}; {_gigabytes(here)} are here already"),
-        ("memory", f"about {_gigabytes(needs.host_bytes)}{device}, the weights that are read included"),
-        ("disk", f"about {_gigabytes(needs.disk_bytes)} for the output while it is made"),
+        ("download", f"{tell_bytes(missing)}; {tell_bytes(here)} are here already"),
+        ("memory", f"about {tell_bytes(needs.host_bytes)}{device}, the weights that are read included"),
+        ("disk", f"about {tell_bytes(needs.disk_bytes)} for the output while it is made"),
         ("time", f"about {timedelta(seconds=max(1, round(needs.seconds)))} on {found.device}, downloads apart"),
         ("push", f"to {found.recipe.output.push_to or 'nowhere: the result stays in its folder'}"),
     )
@@ -180,14 +198,10 @@ def _describe_choice(calibration: Calibration) -> str:
     return f"{told}; the rest {rest}" if told else rest
 
 
-def _gigabytes(count: float) -> str:
-    return f"{count / 1e9:.1f} GB" if count >= 1e8 else f"{count / 1e6:.1f} MB"
-
-
 def show_inventory(inventory: Inventory) -> None:
     """Blocks and modules of a model; equal neighbours are one row."""
     size = _count(inventory.parameters)
-    OUT.print(f"[bold]{escape(inventory.model)}[/bold]: {inventory.model_class}, {size} parameters")
+    OUT.print(f"[bold]{escape(inventory.model)}[/bold]: {escape(inventory.model_class)}, {size} parameters")
     for run in _equal_neighbours(inventory.blocks):
         first, last = run[0], run[-1]
         name = first.name if len(run) == 1 else f"{first.name} … {last.name.rpartition('.')[2]}"
@@ -196,7 +210,7 @@ def show_inventory(inventory: Inventory) -> None:
         OUT.print(f"\n[bold]{escape(name)}[/bold] ({blocks}: {len(first.modules)} modules, {size} parameters)")
         table = Table(box=None, pad_edge=False, show_header=False, padding=(0, 2, 0, 2))
         for module in first.modules:
-            table.add_row(escape(module.name), module.kind, _count(module.parameters))
+            table.add_row(escape(module.name), escape(module.kind), _count(module.parameters))
         for skipped in first.skipped:
             table.add_row(*(f"[dim]{escape(text)}[/dim]" for text in (skipped["name"], "as merged", skipped["reason"])))
         OUT.print(table)
@@ -230,6 +244,17 @@ def show_next() -> None:
         "[dim]Your own: featcal calibrate USER/MERGED --dry-run shows what it finds; then leave out --dry-run.[/dim]",
         soft_wrap=True,
     )
+
+
+def show_recipes(files: Sequence[Path]) -> None:
+    """The shipped recipes, each with what it is for."""
+    table = Table(box=None, pad_edge=False, show_header=False)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for file in files:
+        table.add_row(f"[bold]{escape(file.stem)}[/bold]", escape(describe_recipe(file)))
+    OUT.print(table)
+    ERR.print("[dim]Print one: featcal recipes NAME. Run one: featcal calibrate -r NAME.[/dim]", soft_wrap=True)
 
 
 def show_demo(recipe: Path) -> None:
@@ -270,9 +295,3 @@ def _change(before: float, after: float) -> str:
     if before == 0:
         return "0 %" if after == 0 else "new"
     return f"[{'green' if after <= before else 'red'}]{100 * (after - before) / before:+.0f} %[/]"
-
-
-def _resident_bytes() -> int:
-    """Peak resident memory so far (Linux counts in KiB, macOS in bytes)."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024

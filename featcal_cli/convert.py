@@ -15,7 +15,12 @@ from fnmatch import fnmatch
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
+from safetensors import SafetensorError
+
+from featcal_cli.disk import name_reason
+from featcal_cli.documents import parse_json
 from featcal_cli.errors import HubError
+from featcal_cli.links import copy_file
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -73,14 +78,18 @@ def new_copy(target: Path, kind: str) -> Iterator[Path]:
         draft = Path(tempfile.mkdtemp(prefix=f".{target.name[:40]}-", dir=target.parent))
     except OSError as error:
         fix = "point FEATCAL_CACHE to a folder that can be written"
-        raise HubError(f"the cache folder cannot be written: {error}", where=str(target.parent), fix=fix) from error
+        raise HubError(
+            f"the cache folder cannot be written: {name_reason(error)}", where=str(target.parent), fix=fix
+        ) from error
     try:
         yield draft
         draft.chmod(0o755)
         _publish(draft, target)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         fix = "free some disk space, or point FEATCAL_CACHE elsewhere"
-        raise HubError(f"the {kind} copy cannot be written: {error}", where=str(target), fix=fix) from error
+        raise HubError(
+            f"the {kind} copy cannot be written: {name_reason(error)}", where=str(target), fix=fix
+        ) from error
     finally:
         shutil.rmtree(draft, ignore_errors=True)
 
@@ -109,7 +118,7 @@ def _copy_others(source: Path, draft: Path) -> None:
         if any(fnmatch(name, pattern) for pattern in OTHER_FORMATS):
             continue
         (draft / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(source / name, draft / name)
+        copy_file(source, source / name, draft / name)
 
 
 def _convert(source: Path, draft: Path) -> None:
@@ -164,10 +173,11 @@ def read_index(text: str, where: str) -> list[str]:
     """The files that a weight index names, in order. Raises HubError."""
     name = PurePosixPath(where).name
     try:
-        files = sorted(set(json.loads(text)["weight_map"].values()))
+        files = sorted(set(parse_json(text)["weight_map"].values()))
+        inside = all(PurePosixPath(file).name == file not in ("", "..") and file.isprintable() for file in files)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise HubError(f"{name} is not a weight index", where=where, fix="download it again") from error
-    if not files or any(PurePosixPath(file).name != file or file in ("", "..") for file in files):
+    if not files or not inside:
         raise HubError(
             f"{name} names no weight file in its own folder", where=where, fix="use another copy of the model"
         )

@@ -10,12 +10,13 @@ from featcal_cli.batch_size import PLAIN
 from featcal_cli.checkpoint import load_model
 from featcal_cli.errors import RecipeError
 from featcal_cli.evaluate import measure_accuracy
-from featcal_cli.examples import load_labelled
 from featcal_cli.hub import Snapshot
+from featcal_cli.labelled import load_labelled
 from featcal_cli.launch import read_launch
 from featcal_cli.listener import Listener
-from featcal_cli.recipe import build_recipe, find_recipe
+from featcal_cli.recipe import build_recipe
 from featcal_cli.report import Report
+from featcal_cli.shipped import find_recipe
 from featcal_cli.workflow import calibrate
 
 OUTPUT = Path("featcal-demo")

@@ -13,6 +13,7 @@ from typing import Any
 from tqdm import tqdm
 
 from featcal_cli.convert import cache_folder
+from featcal_cli.disk import name_reason
 from featcal_cli.errors import HubError
 from featcal_cli.hub_errors import explained
 from featcal_cli.patience import patiently
@@ -25,6 +26,8 @@ PREPROCESSOR_FILES = (
 """Files that turn raw data into model inputs."""
 DESCRIBING = ("config.json", "adapter_config.json", "README.md", *PREPROCESSOR_FILES)
 """Files that say how to build and feed a model."""
+LARGEST_DESCRIBING = 2**28
+"""Bytes of such a file: the largest tokenizers have a tenth of it."""
 Watch = Callable[[str, int, int], None]
 """Told the repo's name, the bytes that have arrived, and the bytes that are to arrive."""
 
@@ -51,6 +54,16 @@ def download(repo: Repo, *, only: Sequence[str] = (), skip: Sequence[str] = (), 
             (folder / path).unlink(missing_ok=True)
     what = f"{damaged[0]} of {repo.name} arrived damaged twice: its checksum is not the one in the Hub's listing"
     raise HubError(what, where=repo.pinned, fix="check the connection and the proxy, and run again")
+
+
+def download_describing(repo: Repo, patterns: Sequence[str]) -> Path:
+    """The folder in the Hub's cache with the files that say how to build and feed a model. Raises HubError, for one
+    that is too large to be such a file, too."""
+    for path in chosen_files(repo, patterns, ()):
+        if repo.files[path].size > LARGEST_DESCRIBING:
+            what = f"{path} of {repo.name} has {repo.files[path].size:,} bytes, which is no {path}"
+            raise HubError(what, where=repo.pinned, fix="use another repo or revision")
+    return download(repo, only=patterns)
 
 
 def missing_files(repo: Repo, *, only: Sequence[str] = (), skip: Sequence[str] = ()) -> list[str]:
@@ -141,4 +154,6 @@ def _write_record(record: Path, paths: set[str]) -> None:
         draft.replace(record)
     except OSError as error:
         fix = "point FEATCAL_CACHE to a folder that can be written"
-        raise HubError(f"the cache folder cannot be written: {error}", where=str(record.parent), fix=fix) from error
+        raise HubError(
+            f"the cache folder cannot be written: {name_reason(error)}", where=str(record.parent), fix=fix
+        ) from error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 
+from featcal_cli.evaluation import CALIBRATED, EXPERT, MERGED
 from featcal_cli.markdown import inert
 from featcal_cli.report import PICTURE, Report
 
@@ -11,8 +12,9 @@ Accuracy = Mapping[str, tuple[float, float, float]]
 """By task, the accuracy of expert, merged and calibrated model, 0 to 1."""
 
 
-def write_drift(report: Report, accuracy: Accuracy) -> Iterator[str]:
-    """The parts of the section on drift, in order; `accuracy` where it was measured."""
+def write_drift(report: Report) -> Iterator[str]:
+    """The parts of the section on drift, in order, with the accuracy where it was measured."""
+    accuracy = _read_accuracy(report)
     yield "## Drift from the experts"
     yield _how_measured(report, accuracy)
     yield "\n".join(_table(report, accuracy))
@@ -27,6 +29,12 @@ def write_drift(report: Report, accuracy: Accuracy) -> Iterator[str]:
         yield f"![Drift from each task's expert after every block, before and after calibration]({PICTURE})"
 
 
+def _read_accuracy(report: Report) -> Accuracy:
+    roles = (EXPERT, MERGED, CALIBRATED)
+    found = {task: [each.scores[role] for role in roles] for task, each in report.accuracy.items()}
+    return {task: (scores[0].value, scores[1].value, scores[2].value) for task, scores in found.items()}
+
+
 def _how_measured(report: Report, accuracy: Accuracy) -> str:
     held_out = {drift.held_out for drift in report.drift.values()}
     where = "examples that were not fitted."
@@ -34,7 +42,9 @@ def _how_measured(report: Report, accuracy: Accuracy) -> str:
         where = "**the examples that were fitted**, because there were no others; on new ones it will be larger."
     elif len(held_out) == 2:
         where += " Where a task is marked \\*, there were none, and **it is measured on the fitted ones**."
-    scores = " Accuracy is in percent, on labelled data." if accuracy else ""
+    ranked = [inert(task) for task, found in report.accuracy.items() if found.metric == "spearman"]
+    ranks = f" (of {', '.join(ranked)}: 100 · Spearman's ρ)" if ranked else ""
+    scores = f" Accuracy is in percent, on labelled data{ranks}." if accuracy else ""
     return f"Drift is mean ‖h − h_expert‖ / mean ‖h_expert‖ after the last block, on {where} 0 is the expert.{scores}"
 
 

@@ -50,6 +50,10 @@ class NumericsError(FeatCalError):
     """Weights or features are not finite, or a system of equations has no stable solution."""
 
 
+class ShortageError(FeatCalError):
+    """Memory does not suffice, even for the smallest batches."""
+
+
 class GateError(FeatCalError):
     """A measured figure is over the limit that the user set."""
 

@@ -41,7 +41,7 @@ class Estimate:
     device_bytes: int
     """Peak memory on the device; 0 where it is the CPU."""
     disk_bytes: int
-    """Output, journal, and features that do not fit in memory, together, while the job runs."""
+    """Output, journal, a merged model that is built, and features that do not fit in memory, together."""
     seconds: float
     """Computing time; without downloads."""
     work: Work
@@ -114,6 +114,7 @@ def estimate(
     ridge: float | None,
     resident: int,
     guarded: bool,
+    built: bool,
     searched: Callable[[Work, SearchNeeds], tuple[int, int] | None],
 ) -> Estimate:
     """The needs of calibrating `models` (outlines: merged, base and the experts, by role), given the process's
@@ -121,6 +122,7 @@ def estimate(
 
     ridge: λ, where it is known; it decides what precision the equations need.
     guarded: updates are checked on as many examples as drift is measured on.
+    built: the merged model is made first, and takes a place of its own.
     searched: given the work, and what a search needs, how many candidates for the settings walk first, and on how many
     examples; None for none.
     """
@@ -174,7 +176,7 @@ def estimate(
     return Estimate(
         host_bytes=on_host + (there if on_device else work),
         device_bytes=max(work, here + STEMS_HELD * stem) if on_device else 0,
-        disk_bytes=_bytes(merged) + sum(blocks) + states - here - there,
+        disk_bytes=_bytes(merged) * (2 if built else 1) + sum(blocks) + states - here - there,
         seconds=seconds_of(counted, fitted, watched, place.speed, computing, guarded=guarded) * (2 if found else 1),
         work=counted,
         search=needs,
@@ -202,7 +204,7 @@ def _equation_bytes(
         square = d_in * d_in * (HALF if by_rows else HALF + 1)
         systems += (square + pulls) * item * (2 if guarded else 1)
         task += (square + (pulls if by_rows else 0)) * 2 * COMPUTE
-        solving = max(solving, (2 * d_in * d_in + 4 * pulls) * item)
+        solving = max(solving, (2 * d_in * d_in + 5 * pulls) * item)
     return int(systems + max(task, solving + new))
 
 

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from featcal_cli.batches import Batch
 from featcal_cli.checkpoint import Model, load_model
+from featcal_cli.contest import Answerer, Contest
 from featcal_cli.errors import CheckpointError
-from featcal_cli.examples import Batch
+from featcal_cli.labelled import open_labelled
+from featcal_cli.labels import number_label
+from featcal_cli.recipe import Data
 
 
 def measure_accuracy(expert: Model, body: Model | None, batches: Sequence[Batch], labels: Tensor) -> float:
@@ -18,10 +23,49 @@ def measure_accuracy(expert: Model, body: Model | None, batches: Sequence[Batch]
     With `body`, the expert keeps its head and runs on the other model's body (everything inside `base_model`).
     Raises CheckpointError when the two do not fit.
     """
-    scored = expert if body is None else _with_body(expert, body)
+    choose = answer_with_head(expert, body, torch.device("cpu"))
     with torch.no_grad():
-        logits = torch.cat([scored.module(**batch).logits for batch in batches])
-    return float((logits.argmax(-1) == labels).double().mean())
+        chosen = [answer for batch in batches for answer in choose(batch)]
+    return float((torch.tensor(chosen) == labels).double().mean())
+
+
+def prepare_heads(
+    task: str,
+    data: Data,
+    split: str,
+    expert: Model,
+    bodies: Mapping[str, Model | None],
+    folders: Sequence[Path],
+    device: torch.device,
+    limit: int | None,
+) -> Contest:
+    """The expert's head on several bodies, by role; None is its own. Raises CheckpointError and DataError."""
+    rows = open_labelled(task, data, split, expert.module, folders, limit=limit)
+    names = getattr(expert.module.config, "label2id", None) or {}
+    return Contest(
+        rows,
+        lambda label: number_label(label, rows.column, names, rows.where),
+        {role: answer_with_head(expert, body, device) for role, body in bodies.items()},
+    )
+
+
+def answer_with_head(expert: Model, body: Model | None, device: torch.device) -> Answerer:
+    """What the expert's head ranks first, on the expert's own body or another. Raises CheckpointError for an expert
+    without a head, or when the two do not fit."""
+    if not hasattr(expert.module, "num_labels") or expert.module.base_model is expert.module:
+        raise CheckpointError(
+            f"{expert.role} has no head that tells classes apart ({type(expert.module).__name__})",
+            where=expert.snapshot.name,
+            fix="say under evaluate how it is measured instead: prompts, answers or lm_eval",
+        )
+    module = (expert if body is None else _with_body(expert, body)).module.to(device)
+
+    def answer(batch: Batch) -> list[int]:
+        given = {name: value.to(module.dtype) if value.is_floating_point() else value for name, value in batch.items()}
+        chosen: list[int] = module(**given).logits.argmax(-1).tolist()
+        return chosen
+
+    return answer
 
 
 def _with_body(expert: Model, body: Model) -> Model:
@@ -34,5 +78,5 @@ def _with_body(expert: Model, body: Model) -> Model:
                 where=body.snapshot.name,
                 fix="evaluate models of one architecture",
             )
-        parameter.data = source[name].data
+        parameter.data = source[name].data.to(parameter.dtype)
     return combined

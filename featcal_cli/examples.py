@@ -1,4 +1,4 @@
-"""A source becomes the examples of a task: batches to fit, held-out ones, labelled ones."""
+"""A source becomes the examples of a task: batches to fit, and held-out ones."""
 
 from __future__ import annotations
 
@@ -8,17 +8,16 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+import torch
 from transformers import PreTrainedModel
 
-from featcal_cli.batches import BadRowError, Reader, forward_names, take_examples
+from featcal_cli.batches import BadRowError, Reader, count_examples, forward_names, take_examples
 from featcal_cli.batches import Batch as Batch
 from featcal_cli.columns import Samples, check_columns, has_image_column
 from featcal_cli.errors import DataError
 from featcal_cli.images import open_images
-from featcal_cli.labels import LABEL_NAMES, read_labels
 from featcal_cli.recipe import Data
-from featcal_cli.rows import draw_rows, read_rows
+from featcal_cli.rows import draw_rows
 from featcal_cli.tables import Row
 from featcal_cli.tensors import is_tensor_file, open_tensors
 from featcal_cli.text import open_text
@@ -74,15 +73,30 @@ class DrawnExamples:
         return TaskExamples(
             task=self.task,
             batch_size=batch_size,
-            fitted=_cut(self.reader, self.fitted, batch_size),
-            selection=_cut(self.reader, self.selection, batch_size),
-            held_out=_cut(self.reader, self.held_out, batch_size),
+            fitted=self._cut(self.fitted, batch_size, 0),
+            selection=self._cut(self.selection, batch_size, len(self.fitted)),
+            held_out=self._cut(self.held_out, batch_size, len(self.fitted) + len(self.selection)),
             notes=self.notes,
             fitted_count=len(self.fitted),
             selection_count=len(self.selection),
             held_out_count=len(self.held_out),
             rows_skipped=self.rows_skipped,
         )
+
+    def _cut(self, items: Sequence[Any], batch_size: int, before: int) -> list[Batch]:
+        batches = _cut(self.reader, items, batch_size)
+        for batch in batches:
+            for name, tensor in batch.items():
+                if tensor.is_floating_point() and not torch.isfinite(tensor).all():
+                    number = int((~torch.isfinite(tensor)).flatten(1).any(1).int().argmax())
+                    number = before + number * count_examples(batch) // len(tensor)
+                    raise DataError(
+                        f"{name} holds NaN or infinity",
+                        where=f"{self.task}: example {number + 1}",
+                        fix="take this example out of the data, or mend it",
+                    )
+            before += count_examples(batch)
+        return batches
 
 
 def draw_examples(
@@ -110,7 +124,7 @@ def draw_examples(
     else:
         drawn = draw_rows(data, wanted, seed)
         first = list(islice(drawn, PEEKED_ROWS))
-        reader, rows = _open_rows(data, first, model, preprocessor_folders, where), chain(first, drawn)
+        reader, rows = open_rows(data, first, model, preprocessor_folders, where), chain(first, drawn)
     good, bad = _read_good(reader, rows, wanted, where)
     fitted, further = good[:count], good[count:]
     half = len(further) // 2
@@ -119,45 +133,7 @@ def draw_examples(
     return DrawnExamples(task, reader, fitted, selection, held_out, notes, len(bad))
 
 
-def load_labelled(
-    task: str,
-    data: Data,
-    split: str | None,
-    model: PreTrainedModel,
-    preprocessor_folders: Sequence[Path],
-    *,
-    batch_size: int,
-) -> tuple[list[Batch], Tensor]:
-    """All rows of the split in order, and their labels [rows], integers.
-
-    Labels that are names are numbered by the model's `config.label2id`. Raises DataError like `draw_examples`, for any
-    bad row (accuracy is over all rows or it means little) and for labels that are missing or hidden (−1).
-    """
-    where = f"{task}: {data}"
-    reader: Reader
-    rows: Sequence[Any]
-    if is_tensor_file(data):
-        reader = tensors = open_tensors(data, split, model, where)
-        rows, labels = tensors.positions, tensors.labels
-    else:
-        rows = list(read_rows(data, split))
-        reader = _open_rows(data, rows[:PEEKED_ROWS], model, preprocessor_folders, where)
-        labels = read_labels(data, rows, model, where)
-    if labels is None:
-        raise DataError("no tensor holds the labels", where=where, fix=f"add one named {LABEL_NAMES[0]}, [rows]")
-    if bool((labels < 0).any()):
-        raise DataError(f"split {split} hides its labels (some are below 0)", where=where, fix="evaluate another split")
-    items, bad = _read_good(reader, rows, len(labels), where)
-    if bad:
-        raise DataError(
-            f"{len(bad)} of {len(labels)} rows cannot be used; the first: {bad[0]}",
-            where=where,
-            fix="take the bad rows out, or evaluate another split",
-        )
-    return _cut(reader, items, batch_size), labels
-
-
-def _open_rows(data: Data, first: Sequence[Row], model: PreTrainedModel, folders: Sequence[Path], where: str) -> Reader:
+def open_rows(data: Data, first: Sequence[Row], model: PreTrainedModel, folders: Sequence[Path], where: str) -> Reader:
     """The reader for the model's main input, from the first rows. Raises DataError for columns that do not fit it."""
     if not first:
         raise DataError("the source has no rows", where=where, fix="give data with rows, or another split")
@@ -186,11 +162,11 @@ def _read_good(reader: Reader, rows: Iterable[Any], wanted: int, where: str) -> 
     """Up to `wanted` items, and the reasons why rows were skipped on the way. Raises DataError when most are bad."""
     good: list[Any] = []
     bad: list[str] = []
-    for row in rows:
+    for number, row in enumerate(rows, 1):
         try:
             good.append(reader.read(row))
         except BadRowError as reason:
-            bad.append(str(reason))
+            bad.append(f"{reason} (example {number})")
         if len(good) == wanted:
             break
     if len(bad) > len(good):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import cast
 
 import torch
 from torch import Tensor
@@ -17,6 +16,10 @@ EPSILON = 1e-8
 WELL_CONDITIONED = 1e3
 """Condition numbers at which float32 gives an update to four digits, and weights, of which it is a few per cent, to
 six."""
+ROWS_SOLVED = 1024
+"""Rows of a right-hand side that are solved for at a time."""
+MOST_RIDGES = 8
+"""How often λ may be made ten times larger."""
 MANY_TASKS = 32
 """More are not reckoned with where a condition number is foreseen."""
 LANCZOS_STEPS = 6
@@ -30,23 +33,33 @@ def choose_precision(dtype: torch.dtype, ridge: float) -> torch.dtype:
     return torch.float32 if low else ACCUMULATE
 
 
-def factorise(gram: Tensor, ridge: float) -> Tensor:
-    """Cholesky factor of gram + (λ + ε) I, which `gram` becomes. Raises NumericsError when there is no stable one."""
+def factorise(gram: Tensor, ridge: float) -> tuple[Tensor, float]:
+    """Cholesky factor of gram + (λ + ε) I, which `gram` becomes, and λ: ten times the one that is given, a hundred
+    times, …, where the system has no stable solution with it. Raises NumericsError when the features are not finite."""
+    more = ridge
     gram.diagonal().add_(ridge + EPSILON)
-    factor, failed = torch.linalg.cholesky_ex(gram)
-    if failed or not torch.isfinite(factor.diagonal()).all():
+    for _ in range(MOST_RIDGES):
+        factor: Tensor
+        factor, failed = torch.linalg.cholesky_ex(gram)
+        if not failed and torch.isfinite(factor.diagonal()).all():
+            return factor, more
         if not torch.isfinite(gram).all():
             raise NumericsError(
                 "the features are not finite", fix="look for NaN in the examples; if there is none, use --dtype float32"
             )
-        raise NumericsError(f"the equations have no stable solution at ridge {ridge:g}", fix="use a larger --ridge")
-    return cast(Tensor, factor)
+        step = 10 * max(more, EPSILON) - more
+        gram.diagonal().add_(step)
+        more += step
+    raise NumericsError(f"the equations have no stable solution at ridge {more:g}", fix="use a larger --ridge")
 
 
 def solve_rows(rows: Tensor, factor: Tensor) -> Tensor:
-    """rows · (L Lᵀ)⁻¹ [n, d] of a factor L [d, d]: two triangular solves, which are quicker than LAPACK's for both."""
+    """rows · (L Lᵀ)⁻¹ [n, d] of a factor L [d, d], in the place of `rows`: by two triangular solves, which are quicker
+    than LAPACK's for both, and for some rows after the others, as they need room."""
     solve = partial(torch.linalg.solve_triangular, left=False)
-    return solve(factor, solve(factor.mT, rows, upper=True), upper=False)
+    for part in rows.split(ROWS_SOLVED):
+        part.copy_(solve(factor, solve(factor.mT, part, upper=True), upper=False))
+    return rows
 
 
 def condition_number(system: Tensor, factor: Tensor, smallest: float | None = None) -> float:
@@ -54,7 +67,7 @@ def condition_number(system: Tensor, factor: Tensor, smallest: float | None = No
     largest = _largest_eigenvalue(lambda x: system @ x, system)
     if smallest is not None:
         return largest / smallest
-    return largest * _largest_eigenvalue(lambda x: solve_rows(x[None], factor)[0], system)
+    return largest * _largest_eigenvalue(lambda x: solve_rows(x[None].clone(), factor)[0], system)
 
 
 def _largest_eigenvalue(apply: Callable[[Tensor], Tensor], like: Tensor) -> float:

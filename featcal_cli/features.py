@@ -12,7 +12,7 @@ from torch import Tensor
 
 from featcal_cli import pages
 from featcal_cli.architecture import Architecture, Block
-from featcal_cli.batches import Batch
+from featcal_cli.batches import Batch, count_examples
 from featcal_cli.capture import Features, Seen, run_captured, run_to_last_input
 from featcal_cli.company import Company, Passes, Together, count_tokens, start_passes, tensors_of
 from featcal_cli.drift import DriftMeter
@@ -45,6 +45,8 @@ class Observation(NamedTuple):
     y_exp: Features
     """Outputs of the expert's Linear modules [.., d_out], like its inputs; none that are rounded to less than float32.
     """
+    examples: range
+    """Which of the task's these are."""
     outlook: tuple[float, float]
     """How many times the tokens of this batch all batches of the task have, and those of all tasks."""
 
@@ -93,6 +95,17 @@ class Job:
         """Everybody but the experts."""
         everybody = (*self.students.values(), *self.watchers.values())
         return list({id(walker): walker for walker in everybody}.values())
+
+    def retire(self) -> None:
+        """Leave all models as they were before; for those that are to be walked by another job."""
+        for walker in {*self.walkers, self.merged, self.base, *self.experts.values()}:
+            walker.retire()
+
+    def describe_precision(self) -> str:
+        """Which blocks ran in float32 because bfloat16 is too small for their features; empty where none did."""
+        everybody = (*self.walkers, *self.experts.values())
+        told = sorted({f"{block} of {walker.model.role}" for walker in everybody for block in walker.too_large})
+        return f"features explode in bfloat16, so these ran in float32: {', '.join(told)}" if told else ""
 
 
 def forward_order(job: Job) -> Iterator[Visit]:
@@ -185,8 +198,10 @@ class Visit:
             outlook = (tokens[task] / here, sum(tokens.values()) / here)
             observe = self._features_of_all_calls if self.block.calls > 1 else self._features_of_one_call
             is_first = number == 0 and (task not in self.sharers or self.sharers[task].is_first)
+            before = sum(count_examples(earlier.theirs.batch) for earlier in passes[task][:number])
+            examples = range(before, before + count_examples(together.theirs.batch))
             for seen in observe(task, role, together, first=is_first):
-                yield seen._replace(outlook=outlook)
+                yield seen._replace(outlook=outlook, examples=examples)
 
     def _features_of_one_call(self, task: str, role: str, together: Together, *, first: bool) -> Iterator[Observation]:
         expert, student = self._job.experts[task], self._job.students[role]
@@ -221,7 +236,7 @@ class Visit:
     def _observe(self, x_cal: Features, shown: Seen, ours: Pass, *, first: bool) -> Observation:
         padding, weights = (token_weights(ours, self.block, cls_tokens=cls) for cls in (False, self.cls_tokens))
         lengths = token_lengths(ours.batch, ours.hidden)
-        return Observation(x_cal, shown.x, padding, weights, lengths, first, shown.y, (1.0, 1.0))
+        return Observation(x_cal, shown.x, padding, weights, lengths, first, shown.y, range(0), (1.0, 1.0))
 
     def drop(self, role: str) -> None:
         """A student goes no further: its passes end, and its drift is measured no more."""

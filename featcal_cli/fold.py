@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import shutil
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -23,6 +22,7 @@ from featcal_cli.adapter import (
 )
 from featcal_cli.convert import cache_folder, new_copy, read_pickle
 from featcal_cli.errors import HubError
+from featcal_cli.links import copy_file
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -93,17 +93,18 @@ def _classes(adapter: Adapter, base: str, folder: Path) -> list[type[PreTrainedM
 
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except (ValueError, KeyError, OSError) as error:
+    except Exception as error:  # configs raise many kinds for values that make no sense
         what = f"the base {base} is of no architecture that transformers {transformers.__version__} ships"
         raise HubError(what, where=adapter.name, fix="give a base that loads without code from its repo") from error
     if getattr(config, "quantization_config", None):
         what = f"the base {base} is quantized, and nothing can be folded into it"
         raise HubError(what, where=adapter.name, fix=f"name the base in full precision: BASE+{adapter.name}")
     task = _TASK_CLASSES.get(str(adapter.config.get("task_type")))
-    trained_as = (adapter.config.get("auto_mapping") or {}).get("base_model_class")
+    mapping = adapter.config.get("auto_mapping")
+    trained_as = mapping.get("base_model_class") if isinstance(mapping, dict) else None
     found: dict[type[PreTrainedModel], None] = {}
     for name in (task, trained_as, *(config.architectures or ()), "AutoModel"):
-        named: Any = getattr(transformers, name or "", None)
+        named: Any = getattr(transformers, name, None) if isinstance(name, str) else None
         named = named._model_mapping.get(type(config), None) if hasattr(named, "_model_mapping") else named
         named = named[0] if isinstance(named, tuple) else named
         if isinstance(named, type) and issubclass(named, PreTrainedModel):
@@ -195,7 +196,7 @@ def _copy_others(adapter: Path, base: Path, draft: Path) -> None:
     def copy(folder: Path, patterns: tuple[str, ...]) -> None:
         for file in folder.iterdir():
             if file.is_file() and any(fnmatch(file.name, pattern) for pattern in patterns):
-                shutil.copyfile(file, draft / file.name)
+                copy_file(folder, file, draft / file.name)
 
     # two tokenizers must not be mixed
     own = any(fnmatch(file.name, pattern) for file in adapter.iterdir() for pattern in _VOCABULARY_FILES)

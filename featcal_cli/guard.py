@@ -46,7 +46,7 @@ def guard_block(
             new = Affine(
                 own.weight + steps[name] * update, None if own.bias is None else own.bias + steps[name] * shift
             )
-            held[name] = Solution(new, solution.condition_number, relative_change(own, new))
+            held[name] = solution._replace(parameters=new, relative_change=relative_change(own, new))
     return held, steps
 
 

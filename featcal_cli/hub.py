@@ -20,7 +20,7 @@ from featcal_cli.convert import (
 from featcal_cli.download import Watch, download
 from featcal_cli.errors import HubError
 from featcal_cli.fold import folded_copy
-from featcal_cli.header import read_header
+from featcal_cli.header import Entry, check_distinct, read_header
 from featcal_cli.origin import Origin, check_model, find_config, find_origin
 
 # transformers would ask a conversion space about repos without safetensors, and could send it the token
@@ -126,15 +126,18 @@ def _key(origin: Origin) -> str:
 
 
 def _complete(snapshot: Snapshot, fix: str) -> Snapshot:
-    """The snapshot itself. Raises HubError when one of its files is missing or cut short."""
+    """The snapshot itself. Raises HubError when one of its files is missing, cut short, or no safetensors file."""
     check_model(snapshot.name, [file.name for file in snapshot.folder.iterdir()])
+    tensors: dict[str, Entry] = {}
     for file in snapshot.weights() or [snapshot.folder / SAFETENSORS[0]]:
         if not file.exists():
             what = f"the copy of {snapshot.name} is incomplete: {file.name} is missing"
             raise HubError(what, where=str(snapshot.folder), fix=fix or "run once with the Hub in reach")
         try:
-            read_header(file)
+            found = read_header(file)
+            check_distinct(tensors, found)
+            tensors |= found
         except ValueError as error:
-            what = f"{file.name} of {snapshot.name} is cut short or not a safetensors file"
+            what = f"{file.name} of {snapshot.name} is not a whole safetensors file: {error}"
             raise HubError(what, where=str(file), fix=fix or f"delete {file.resolve()} and run again") from error
     return snapshot

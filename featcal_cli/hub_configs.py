@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import PurePosixPath
 from typing import Any
 
+from featcal_cli.documents import load_documents
 from featcal_cli.errors import DataError
 from featcal_cli.formats import readable_files
 from featcal_cli.recipe import Data
@@ -23,7 +24,8 @@ def read_configs(repo: Repo, data: Data) -> dict[str, dict[str, Any]]:
     """
     card = _read_card(repo)
     listed = card.get("configs")
-    named = [entry for entry in listed if "config_name" in entry] if isinstance(listed, list) else []
+    entries = [entry for entry in listed if isinstance(entry, dict)] if isinstance(listed, list) else []
+    named = [entry for entry in entries if "config_name" in entry]
     if named:
         return {str(entry["config_name"]): entry for entry in named}
     script = f"{repo.name.split('/')[-1]}.py"
@@ -35,6 +37,15 @@ def read_configs(repo: Repo, data: Data) -> dict[str, dict[str, Any]]:
     described = card.get("dataset_info")
     named = [described] if isinstance(described, dict) else described or []
     return {str(named[0].get("config_name", "default")) if len(named) == 1 else "default": {}}
+
+
+def read_features(repo: Repo, config: str) -> list[Mapping[str, Any]]:
+    """The columns of a config as the card describes them, an entry each; none where it does not."""
+    described = _read_card(repo).get("dataset_info")
+    infos = described if isinstance(described, list) else [described]
+    found = [info for info in infos if isinstance(info, Mapping) and str(info.get("config_name", config)) == config]
+    columns = found[0].get("features") if found else None
+    return [column for column in columns if isinstance(column, Mapping)] if isinstance(columns, list) else []
 
 
 def choose_config(configs: Mapping[str, Mapping[str, Any]], data: Data) -> str:
@@ -73,15 +84,17 @@ def find_splits(config: Mapping[str, Any], paths: Sequence[str], data: Data) -> 
 
 
 def _read_card(repo: Repo) -> dict[str, Any]:
-    """The metadata of the card, empty without one."""
-    from huggingface_hub import DatasetCard
+    """The metadata of the card, empty without one. Raises ValueError for what is no YAML."""
+    from huggingface_hub.repocard import REGEX_YAML_BLOCK
 
     text = repo.read_text("README.md")
-    if not text or not text.startswith("---"):
+    if not text or not text.startswith("---") or not (top := REGEX_YAML_BLOCK.search(text)):
         return {}
-    metadata: Any = DatasetCard(text, ignore_metadata_errors=True).data
-    found: dict[str, Any] = metadata.to_dict()
-    return found
+    try:
+        found = next(iter(load_documents(top[2])), None)
+    except ValueError as error:
+        raise ValueError(f"the metadata of README.md: {error}") from None
+    return found if isinstance(found, dict) else {}
 
 
 def _converted_configs(paths: Sequence[str]) -> dict[str, dict[str, Any]]:

@@ -12,9 +12,11 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from featcal_cli.address import looks_like_path
+from featcal_cli.disk import explain_full
+from featcal_cli.documents import bare
 from featcal_cli.errors import DataError, FeatCalError, HubError
 from featcal_cli.formats import FORMATS, OPTIONS, count_endings, format_of, infer_format, is_metadata, readable_files
-from featcal_cli.hub_configs import choose_config, find_splits, read_configs
+from featcal_cli.hub_configs import choose_config, find_splits, read_configs, read_features
 from featcal_cli.hub_errors import explained
 from featcal_cli.patience import limit_waiting, patiently
 from featcal_cli.recipe import Data
@@ -46,6 +48,8 @@ class HubSplit:
     files: list[HubFile]
     classes: list[str]
     """Folders of images, over all splits, so that one that a split lacks does not shift the others' numbers."""
+    features: list[Mapping[str, Any]]
+    """The columns as the dataset's card describes them, if it does."""
     system: Any
     """The HfFileSystem that opens the files."""
 
@@ -80,7 +84,8 @@ def find_split(data: Data, split: str | None) -> HubSplit:
     if not repo.files:
         raise DataError("the dataset has no files", where=str(data), fix="give another dataset, or another revision")
     configs = read_configs(repo, data)
-    config = configs[choose_config(configs, data)]
+    name = choose_config(configs, data)
+    config = configs[name]
     splits = find_splits(config, readable_files(repo.files), data)
     if not splits:
         raise _no_files(repo, config, data)
@@ -98,12 +103,14 @@ def find_split(data: Data, split: str | None) -> HubSplit:
     options = {key: config[key] for key in OPTIONS.get(kind, ()) if key in config}
     folders = {PurePosixPath(path).parent.name for listed in splits.values() for path in listed} - set(SPLIT_WORDS)
     # one folder alone tells nothing apart
-    return HubSplit(kind, options, kept, sorted(folders) if about and len(folders) > 1 else [], system)
+    classes = sorted(folders) if about and len(folders) > 1 else []
+    return HubSplit(kind, options, kept, classes, read_features(repo, name), system)
 
 
 @contextmanager
 def explaining_hub(data: Data) -> Iterator[None]:
-    """Turn whatever reading a Hub dataset raises into a HubError (refusals, the network) or a DataError (its files)."""
+    """Turn whatever reading a Hub dataset raises into a HubError (refusals, the network), an OutputError (a
+    cache without room) or a DataError (its files)."""
     try:
         yield
     except FeatCalError:
@@ -111,6 +118,8 @@ def explaining_hub(data: Data) -> Iterator[None]:
     except Exception as error:  # every library below has error kinds of its own, and wraps those of the others
         if (told := _explain_hub(error, data)) is not None:
             raise told from error
+        if (full := explain_full(error)) is not None:
+            raise full from error
         raise DataError(
             f"the dataset cannot be read: {first_line(error)}",
             where=str(data),
@@ -178,7 +187,7 @@ def _no_files(repo: Repo, config: Mapping[str, Any], data: Data) -> DataError:
     """The error for a config none of whose files can be read, with what there is instead."""
     if "data_files" in config and readable_files(repo.files):
         return DataError(
-            f"no file of the dataset is one that its card names: {config['data_files']}",
+            f"no file of the dataset is one that its card names: {bare(str(config['data_files']))}",
             where=str(data),
             fix="name another config, or another revision",
         )

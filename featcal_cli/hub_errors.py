@@ -159,9 +159,16 @@ def _explain_silence(error: BaseException | None, repo: str, where: str, kind: s
         missing = f", and rows of Hub datasets ({repo}) are never kept on this machine"
     if is_offline_mode():
         return HubError(f"offline mode is on{missing}", where=where, fix="unset HF_HUB_OFFLINE and run again")
-    reason = f" ({type(error).__name__})" if error else ""
-    what = f"{_host()} cannot be reached{reason}{missing}"
+    what = f"{_host()} cannot be reached{_name_reason(error)}{missing}"
     return HubError(what, where=where, fix="check the connection, the proxy and HF_ENDPOINT, and run again")
+
+
+def _name_reason(error: BaseException | None) -> str:
+    from huggingface_hub.errors import HfHubHTTPError
+
+    if isinstance(error, HfHubHTTPError):
+        return f" (HTTP status {error.response.status_code})"
+    return f" ({type(error).__name__})" if error else ""
 
 
 def _is_dataset(repo: str) -> bool:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from io import BytesIO
-from pathlib import Path
+from pathlib import Path, PurePath
+from stat import S_ISREG
 from typing import Any
 
 import torch
@@ -15,14 +17,31 @@ from transformers import PreTrainedModel
 
 from featcal_cli.batches import BadRowError, Batch, decoder_prompt, forward_names
 from featcal_cli.columns import Samples, find_image_column
+from featcal_cli.documents import bare, show
 from featcal_cli.errors import DataError
+from featcal_cli.hub_data import first_line
 from featcal_cli.preprocessors import load_image_processor
 from featcal_cli.recipe import Data
 from featcal_cli.rows import local_path
-from featcal_cli.tables import Row
+from featcal_cli.tables import LARGEST_IMAGE, Row
 
 DECODED = 16
 """Images that are held decoded at once: a batch of photographs, decoded, would need gigabytes."""
+PIXELS = 2**27
+"""Of these together, unless one of them alone has more."""
+FORMATS = (
+    "AVIF", "BMP", "DIB", "GIF", "ICO", "JPEG", "JPEG2000", "MPO", "PNG", "PPM", "TGA", "TIFF", "WEBP",
+)  # fmt: skip
+"""What is decoded. Pillow knows more; one of them, PostScript, is a program that Pillow would have run."""
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """An image that can be decoded, but is not: hundreds of decoded photographs need gigabytes."""
+
+    value: Any
+    """Its cell: bytes, a path, or both."""
+    pixels: int
 
 
 @dataclass(frozen=True)
@@ -38,30 +57,29 @@ class ImageReader:
     model: PreTrainedModel
     where: str
 
-    def read(self, row: Row) -> Any:
-        """The value, once it was decoded; raises BadRowError when it cannot be."""
-        # Decoded a second time in `batch`: hundreds of decoded photographs need gigabytes, encoded ones do not.
-        self._decode(row.get(self.column))
-        return row[self.column]
+    def read(self, row: Row) -> Encoded:
+        """The image, once it was decoded; raises BadRowError when it cannot be."""
+        decoded = self._decode(row.get(self.column))
+        return Encoded(row[self.column], decoded.width * decoded.height)
 
-    def batch(self, items: Sequence[Any]) -> Batch:
+    def batch(self, items: Sequence[Encoded]) -> Batch:
         """pixel_values [examples, …] as float32, and what else of the processor's output the model takes."""
-        parts = [self._process(items[start : start + DECODED]) for start in range(0, len(items), DECODED)]
+        parts = [self._process(part) for part in _portions(items)]
         if any(x.shape[1:] != parts[0][name].shape[1:] for part in parts for name, x in part.items()):
             parts = [self._process(items)]  # a processor that pads must see the largest image of the batch
         whole = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
         return whole | decoder_prompt(self.model, len(items))
 
-    def longest(self, items: Sequence[Any]) -> Sequence[Any]:
+    def longest(self, items: Sequence[Encoded]) -> Sequence[Encoded]:
         """The first: processors make images of one size, but for few."""
         return items[:1]
 
-    def _process(self, items: Sequence[Any]) -> Batch:
+    def _process(self, items: Sequence[Encoded]) -> Batch:
         try:
-            found = self.processor(images=[self._decode(item) for item in items], return_tensors="pt")
-        except ValueError as error:
+            found = self.processor(images=[self._decode(item.value) for item in items], return_tensors="pt")
+        except (ValueError, MemoryError) as error:
             raise DataError(
-                f"the image processor cannot make one batch of these images: {error}",
+                f"the image processor cannot make one batch of these images: {first_line(error)}",
                 where=self.where,
                 fix="--batch-size 1",
             ) from error
@@ -77,21 +95,56 @@ class ImageReader:
         return batch | {"pixel_values": pixels.float()}
 
     def _decode(self, value: Any) -> Image.Image:
+        source = self._source(value)
         try:
-            # Cameras store photographs turned; EXIF says how.
-            return ImageOps.exif_transpose(Image.open(self._source(value))).convert("RGB")
-        except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-            raise BadRowError(f"an image in column {self.column} cannot be decoded ({error})") from error
+            with warnings.catch_warnings():
+                warnings.simplefilter("error", Image.DecompressionBombWarning)
+                # Cameras store photographs turned; EXIF says how.
+                return ImageOps.exif_transpose(Image.open(source, formats=_formats())).convert("RGB")
+        except Exception as error:  # decoders raise many kinds for what is broken, and for what is too large
+            name = value.get("path") if isinstance(value, dict) else value
+            which = f"the image {show(PurePath(name).name)}" if isinstance(name, str) and name else "an image"
+            reason = bare(first_line(error))
+            raise BadRowError(f"{which} in column {self.column} cannot be decoded ({reason})") from error
 
     def _source(self, value: Any) -> BytesIO | Path:
+        """Where the encoded image is. Raises BadRowError for none, and for one that is too large to be one."""
         if isinstance(value, dict):
             value = value.get("bytes") or value.get("path")
-        if isinstance(value, bytes):
+        if isinstance(value, bytes) and len(value) <= LARGEST_IMAGE:
             return BytesIO(value)
         if isinstance(value, str) and value and self.folder is not None:
-            return self.folder / value
+            return _check_file(self.folder / value)
         found = "only the name of a file" if isinstance(value, str) else type(value).__name__
         raise BadRowError(f"column {self.column} has no image" + (f" but {found}" if value else ""))
+
+
+def _formats() -> list[str]:
+    """FORMATS, as far as this Pillow has them."""
+    Image.init()
+    return [name for name in FORMATS if name in Image.OPEN]
+
+
+def _check_file(file: Path) -> Path:
+    """The file itself. Raises BadRowError unless it is one, and no larger than an image."""
+    try:
+        found = file.stat()
+    except (OSError, ValueError) as error:
+        raise BadRowError(f"there is no image {show(file.name)}") from error
+    if not S_ISREG(found.st_mode) or found.st_size > LARGEST_IMAGE:
+        raise BadRowError(f"{show(file.name)} is no image: it has {found.st_size:,} bytes, or is no plain file")
+    return file
+
+
+def _portions(items: Sequence[Encoded]) -> Iterator[list[Encoded]]:
+    """The images in their order, in lists of what may be decoded at once."""
+    portion: list[Encoded] = []
+    for item in items:
+        if portion and (len(portion) == DECODED or sum(one.pixels for one in portion) + item.pixels > PIXELS):
+            yield portion
+            portion = []
+        portion.append(item)
+    yield portion
 
 
 def open_images(

@@ -126,7 +126,7 @@ class Inspection:
 
     def to_json(self) -> str:
         """The text that --json prints."""
-        return json.dumps(_finite(asdict(self)), indent=2, ensure_ascii=False) + "\n"
+        return json.dumps(_finite(asdict(self)), indent=2) + "\n"
 
 
 def _finite(value: Any) -> Any:

@@ -12,14 +12,16 @@ import torch
 from featcal_cli import __version__
 from featcal_cli.algorithm import Progress
 from featcal_cli.alignment import check_alignment, load_fitting
+from featcal_cli.disk import name_reason
 from featcal_cli.drift_plots import plot_inspection
 from featcal_cli.errors import OutputError, RecipeError
 from featcal_cli.features import Job, forward_order
 from featcal_cli.inspection import Inspection
 from featcal_cli.job import find_blocks, load_models, make_job
 from featcal_cli.listener import Listener, Silent
-from featcal_cli.machine import describe_environment, peak_resident_bytes
+from featcal_cli.machine import describe_environment
 from featcal_cli.measures import describe_tasks, share_readings
+from featcal_cli.memory import peak_resident_bytes
 from featcal_cli.page import write_page
 from featcal_cli.preflight import Preflight
 from featcal_cli.projection import plot_projection
@@ -121,12 +123,22 @@ def _write_files(
 ) -> None:
     """Draw what was asked for; the kinds of the files were checked before."""
     if plot:
-        Path(plot).write_bytes(plot_inspection(found, Path(plot).suffix[1:]))  # type: ignore[arg-type]
+        _write(Path(plot), plot_inspection(found, Path(plot).suffix[1:]))  # type: ignore[arg-type]
     if projection and job.finals is not None:
         points = {task: {role: torch.cat(parts) for role, parts in kept.items()} for task, kept in job.finals.items()}
-        Path(projection).write_bytes(plot_projection(points, Path(projection).suffix[1:]))  # type: ignore[arg-type]
+        _write(Path(projection), plot_projection(points, Path(projection).suffix[1:]))  # type: ignore[arg-type]
     if html:
-        Path(html).write_text(write_page(found), encoding="utf-8")
+        _write(Path(html), write_page(found).encode())
+
+
+def _write(file: Path, content: bytes) -> None:
+    try:
+        file.write_bytes(content)
+    except OSError as error:
+        if file.is_file():  # and no device
+            file.unlink()
+        fix = "free disk space, or give the path of a file that can be written"
+        raise OutputError(f"cannot write: {name_reason(error)}", where=str(file), fix=fix) from None
 
 
 def _with_defaults(draft: Draft) -> Draft:

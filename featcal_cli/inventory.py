@@ -60,10 +60,10 @@ def take_inventory(snapshot: Snapshot, norms: str) -> Inventory:
     """The blocks and modules of a checkpoint. Raises ArchitectureError when there are none."""
     model_class = find_class(snapshot)
     try:
-        config = AutoConfig.from_pretrained(snapshot.folder, local_files_only=True)
+        config = AutoConfig.from_pretrained(snapshot.folder, local_files_only=True, trust_remote_code=snapshot.trusted)
         with torch.device("meta"):
             model = model_class(_config_for(model_class, config)).eval()
-    except FAILURES as error:
+    except Exception as error:  # configs and classes raise many kinds for values that make no sense
         raise CheckpointError(
             f"no {model_class.__name__} can be built from the config: {error}",
             where=f"{snapshot.name}/config.json",

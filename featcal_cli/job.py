@@ -87,6 +87,7 @@ def find_blocks(models: Models, examples: Mapping[str, TaskExamples], norms: str
         )
     for text in architecture.notes:
         note(text)
+    check_alignment(architecture, models.merged, models.merged)
     for model in (models.base, *models.experts.values()):
         check_alignment(architecture, models.merged, model)
         for text in describe_differences(models.merged, model, architecture):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -13,35 +15,53 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from featcal_cli.disk import name_reason
 from featcal_cli.errors import OutputError
-from featcal_cli.hub import Snapshot
-from featcal_cli.machine import describe_environment
+from featcal_cli.examples import TaskExamples
+from featcal_cli.machine import describe_environment, read_versions
 from featcal_cli.ranks import Ranks
 from featcal_cli.recipe import Recipe
 from featcal_cli.report import BlockReport
 from featcal_cli.walker import Walker
 
+SHOWN, LONGEST = 3, 60
+"""Differences between two jobs that a message names, and letters of a value in it."""
+
 
 class Journal:
     """One file a finished block (its new parameters by module path, its report), under a fingerprint of the job."""
 
-    def __init__(self, folder: Path, fingerprint: Mapping[str, Any]) -> None:
-        """Open the journal in `folder`; blocks of a job with another fingerprint are dropped."""
+    def __init__(
+        self, folder: Path, fingerprint: Mapping[str, Any], *, restart: bool = False, overwrite: bool = False
+    ) -> None:
+        """Open the journal in `folder`; what is in it is dropped with `restart`, and what another job left
+        with `overwrite`.
+
+        Raises OutputError where it holds finished blocks of a job with another fingerprint, and says what differs.
+        """
         self.folder = folder
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            wanted = json.dumps(fingerprint, sort_keys=True, indent=1)
-            stamp = folder / "job.json"
-            if not (stamp.is_file() and stamp.read_text(encoding="utf-8") == wanted):
-                for old in (*folder.glob("block-*.safetensors"), *folder.glob("*.kept.json")):
-                    old.unlink()
-                stamp.write_text(wanted, encoding="utf-8")
-        except OSError as error:
-            raise OutputError(
-                f"cannot write here: {error.strerror}", where=str(folder.parent), fix="choose another --output"
-            ) from None
         self.restored = 0
         """Blocks that were taken over from an earlier run."""
+        stamp = folder / "job.json"
+        wanted = json.loads(json.dumps(fingerprint))
+        with self._writing(stamp) as partial:
+            folder.mkdir(parents=True, exist_ok=True)
+            known = _read_json(stamp)
+            old = [*folder.glob("block-*.safetensors"), *folder.glob("*.kept.json")]
+            if old and known is not None and known != wanted and not (restart or overwrite):
+                differences = list(_find_differences(known, wanted))
+                told = "; ".join(differences[:SHOWN]) + (
+                    f"; and {more} more" if (more := len(differences) - SHOWN) > 0 else ""
+                )
+                raise OutputError(
+                    f"an unfinished run of another job is here: {told}",
+                    where=str(folder.parent),
+                    fix="give the same arguments again to go on with it, or --overwrite to drop it and begin anew",
+                )
+            if restart or known != wanted:
+                for file in old:
+                    file.unlink()
+            partial.write_text(json.dumps(wanted, sort_keys=True, indent=1), encoding="utf-8")
 
     def keep(self, name: str, value: Any) -> None:
         """Keep what was found before the first block, as JSON."""
@@ -50,10 +70,7 @@ class Journal:
 
     def recall(self, name: str) -> Any:
         """What was kept under the name, by this run or an earlier one of the same job; None for nothing."""
-        try:
-            return json.loads((self.folder / f"{name}.kept.json").read_text(encoding="utf-8"))
-        except (OSError, ValueError):  # there is none, or something else than us cut it short: it is found again
-            return None
+        return _read_json(self.folder / f"{name}.kept.json")
 
     def write(self, number: int, report: BlockReport, student: Walker) -> None:
         """Keep the parameters that a finished block has now."""
@@ -96,8 +113,12 @@ class Journal:
             yield partial
             partial.replace(target)
         except (OSError, SafetensorError) as error:
+            with suppress(OSError):  # it stays, then, and is written over
+                partial.unlink()
             raise OutputError(
-                f"cannot write: {error}", where=str(target), fix="free disk space and run the same command again"
+                f"cannot write: {name_reason(error)}",
+                where=str(target),
+                fix="free disk space and run the same command again",
             ) from None
 
     def _file(self, number: int) -> Path:
@@ -120,22 +141,61 @@ def restore_block(journal: Journal | None, number: int, student: Walker, ranks: 
 
 
 def take_fingerprint(
-    recipe: Recipe, snapshots: Mapping[str, Snapshot], device: torch.device, batch_sizes: Mapping[str, int]
+    recipe: Recipe, folders: Iterable[Path], device: torch.device, examples: Mapping[str, TaskExamples]
 ) -> dict[str, Any]:
     """Everything that decides the result of a job; where it goes does not.
 
-    `batch_sizes`: examples in a batch, by task.
+    folders: of models on this machine, which no commit pins; of each only what lies in it at once, as the output, and
+    this journal, may lie below.
     """
-    data = [Path(task.data.path) for task in recipe.tasks.values() if task.data.path]
-    # of a model's folder only what lies in it at once: the output, and this journal, may lie below
-    files = {file for found in snapshots.values() if found.commit is None for file in found.folder.iterdir()}
-    files |= {file for path in data for file in (path.rglob("*") if path.is_dir() else [path])}
+    files = sorted({file for folder in folders for file in folder.iterdir() if file.is_file()})
+    with ThreadPoolExecutor() as pool:
+        hashes = pool.map(_hash_examples, examples.values())
+        data = {
+            task: {"examples": digest, "batch size": found.batch_size}
+            for (task, found), digest in zip(examples.items(), hashes, strict=True)
+        }
     return {
         "recipe": recipe.model_dump(mode="json", exclude={"output"}),
-        "files": {str(file): _stamp(file) for file in sorted(files) if file.is_file()},
-        "environment": describe_environment(device),
-        "batch_sizes": dict(batch_sizes),
+        "files": {str(file): _stamp(file) for file in files},
+        "environment": {**describe_environment(device), **read_versions()},
+        "data": data,
     }
+
+
+def _hash_examples(found: TaskExamples) -> str:
+    """Of every tensor that a model is given."""
+    digest = sha256()
+    for batches in (found.fitted, found.selection, found.held_out):
+        for batch in batches:
+            for name, tensor in sorted(batch.items()):
+                digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
+                digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def _find_differences(known: Any, wanted: Any, place: str = "") -> Iterator[str]:
+    """What is not the same in two nested dicts, one sentence each."""
+    if isinstance(known, dict) and isinstance(wanted, dict):
+        for key in dict.fromkeys((*known, *wanted)):
+            inside = f"{place}.{key}" if place else str(key)
+            yield from _find_differences(known.get(key), wanted.get(key), inside)
+    elif known != wanted:
+        was, now = ("not there" if each is None else _shorten(each) for each in (known, wanted))
+        yield f"{place} was {was}, and is {now}"
+
+
+def _shorten(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= LONGEST else f"{text[: LONGEST - 1]}…"
+
+
+def _read_json(file: Path) -> Any:
+    """None where there is no such file, or something else than us cut it short."""
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
 
 
 def _stamp(file: Path) -> str:

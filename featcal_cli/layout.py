@@ -16,6 +16,7 @@ from featcal_cli.convert import OTHER_FORMATS
 from featcal_cli.errors import CheckpointError
 from featcal_cli.header import read_header
 from featcal_cli.hub import Snapshot
+from featcal_cli.links import copy_file
 
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -38,7 +39,7 @@ class Slot:
 
 
 def read_slots(snapshot: Snapshot) -> dict[str, Slot]:
-    """Every tensor of the checkpoint by its name on disk, from the safetensors headers alone."""
+    """Every tensor of the checkpoint by its name on disk, from the headers alone. Raises CheckpointError."""
     return {name: slot for file in snapshot.weights() for name, slot in _read_slots(file).items()}
 
 
@@ -49,10 +50,13 @@ def names_on_disk(model: Model, parameters: Mapping[str, Tensor], slots: Mapping
     """
     reverted = revert_weight_conversion(model.module, dict(parameters))
     prefix = f"{model.module.base_model_prefix}."
+    twins = _find_twins(model)
     tensors = {}
     for name, tensor in reverted.items():
-        # A checkpoint saved with or without a head has its backbone's names without or with a prefix.
-        place = next((n for n in (name, name.removeprefix(prefix), prefix + name) if n in slots), None)
+        # A checkpoint saved with or without a head has its backbone's names without or with a prefix; of tied
+        # parameters it mostly has one.
+        names = (n for twin in twins.get(name, [name]) for n in (twin, twin.removeprefix(prefix), prefix + twin))
+        place = next((n for n in names if n in slots), None)
         if place is None or slots[place].shape != tuple(tensor.shape) or slots[place].dtype is None:
             raise CheckpointError(
                 f"the files have no place for the parameter {name} {list(tensor.shape)}",
@@ -63,11 +67,20 @@ def names_on_disk(model: Model, parameters: Mapping[str, Tensor], slots: Mapping
     return tensors
 
 
+def _find_twins(model: Model) -> dict[str, list[str]]:
+    """Of each parameter that is tied to others, all names, its own first."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.module.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    found = [each for each in names.values() if len(each) > 1]
+    return {name: [name, *(twin for twin in each if twin != name)] for each in found for name in each}
+
+
 def copy_checkpoint(snapshot: Snapshot, target: Path) -> list[str]:
     """Copy a checkpoint's files byte for byte into the new folder `target`; return the names left out.
 
     Left out: weights in other formats and safetensors files that the checkpoint's index does not list, which would
-    hold the old values, and hidden files.
+    hold the old values, and hidden files. Raises CheckpointError for a link out of the folder that is no weight file.
     """
     weights = {file.name for file in snapshot.weights()}
     left_out = []
@@ -81,7 +94,10 @@ def copy_checkpoint(snapshot: Snapshot, target: Path) -> list[str]:
             left_out.append(str(path))
             continue
         (target / path).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(source, target / path)
+        if str(path) in weights:
+            shutil.copyfile(source, target / path)  # what it holds was read, and is tensors
+        else:
+            copy_file(snapshot.folder, source, target / path)
     return left_out
 
 

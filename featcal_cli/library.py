@@ -8,9 +8,10 @@ from dataclasses import dataclass
 
 from featcal_cli.adapter import ADAPTER_CONFIG, is_adapter, split_adapter
 from featcal_cli.address import existing_path
+from featcal_cli.documents import show
 from featcal_cli.errors import HubError
 from featcal_cli.readme import Card, read_card
-from featcal_cli.references import UnusableError, locate, same_repo, show
+from featcal_cli.references import UnusableError, locate, same_repo
 from featcal_cli.repo import Kind, Repo
 
 

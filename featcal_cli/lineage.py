@@ -11,10 +11,11 @@ from featcal_cli.address import existing_path
 from featcal_cli.ancestors import SAID, Case, Found, find_base_of, find_stated_base, pick_base
 from featcal_cli.ancestry import Ancestry, Statement, read_ancestry
 from featcal_cli.commands import enumerate_names, show_merged, write_command
+from featcal_cli.documents import show
 from featcal_cli.errors import HubError, LineageError
 from featcal_cli.library import Library
 from featcal_cli.recipe import Draft, Merge, Recipe, TaskDraft
-from featcal_cli.references import UnusableError, locate, name_tasks, same_name, show
+from featcal_cli.references import UnusableError, locate, name_tasks, same_name
 from featcal_cli.repo import Opener, open_repo
 from featcal_cli.task_data import SHOWN, FoundData, OpenQuestion, find_data
 

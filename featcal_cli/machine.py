@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import os
 import platform
-import resource
 import shutil
-import sys
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 
 import torch
@@ -16,6 +15,18 @@ import transformers
 from featcal_cli.errors import RecipeError
 from featcal_cli.launch import read_launch
 
+PACKAGES = (
+    "featcal-cli",
+    "datasets",
+    "huggingface_hub",
+    "numpy",
+    "peft",
+    "pillow",
+    "pyarrow",
+    "safetensors",
+    "tokenizers",
+)
+"""Beside torch and transformers, what turns files into numbers."""
 GROUPS = Path("/sys/fs/cgroup")
 """Where Linux tells what a group of processes may use."""
 
@@ -66,6 +77,11 @@ def describe_environment(device: torch.device) -> dict[str, str]:
     return found | ({"ranks": str(size)} if size > 1 else {})
 
 
+def read_versions() -> dict[str, str]:
+    """The versions of this package and of the others that take part in a result."""
+    return {name: version(name) for name in PACKAGES}
+
+
 def rooms_for_features(device: torch.device) -> tuple[int, int]:
     """Bytes of the device's memory, 0 for a CPU, and of this machine's that features may take before they go
     elsewhere."""
@@ -103,20 +119,6 @@ def find_memory_limits(groups: str, folder: Path) -> Iterator[int]:
             file = group / name
             if group.is_relative_to(top) and file.is_file() and (limit := file.read_text("ascii").strip()).isdigit():
                 yield int(limit)
-
-
-def peak_resident_bytes() -> int:
-    """Peak resident memory of this process in bytes (Linux counts in KiB, macOS in bytes)."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
-
-
-def resident_bytes() -> int:
-    """Resident memory of this process now, in bytes; the peak where the system does not tell (macOS)."""
-    status = Path("/proc/self/statm")
-    if not status.is_file():
-        return peak_resident_bytes()
-    return int(status.read_text(encoding="ascii").split()[1]) * resource.getpagesize()
 
 
 def free_bytes(place: Path) -> int:

@@ -39,7 +39,7 @@ _PIECE = re.compile(
     r"|(?P<angle><)"
     r"|\[!\[(?P<badge>[^\[\]`<\\]*)\]\([^()\s<>]*(?:\s+\"[^\"\n]*\")?\)(?=\]\()"
     r"|!+(?P<near>\[[^\[\]`<\\!]*\]\((?:\./)?[A-Za-z0-9_][\w/%-]*(?:\.[\w/%-]+)*\))"
-    r"|(?P<blank>!+\[(?=\]))|(?P<image>!+\[)"
+    r"|(?P<blank>!+\[(?=\]))|(?P<image>!+\[)|(?P<bangs>!+)"  # the last, so that a long row of them is tried once
     rf"|(?P<link>\](?:\(|:)){_TARGET}"
 )
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):")
@@ -81,7 +81,7 @@ def inert_document(markdown: str, level: int) -> str:
     text = markdown.replace("\r\n", "\n").replace("\r", "\n").replace("\0", "")
     if len(text) > LONGEST_DOCUMENT:
         text = f"{text[:LONGEST_DOCUMENT].rpartition(chr(10))[0]}\n\n(cut here: the rest is left out)"
-    lines = _HOME_PATH.sub(r"\1", _COMMENT.sub("", text)).split("\n")
+    lines = _HOME_PATH.sub(r"\1", _without_comments(text)).split("\n")
     tokens = _PARSER.parse("\n".join(lines))
     code, cells = _lines_of(tokens, "fence", "code_block"), _lines_of(tokens, "tr_open")
     dropped = _move_headings(lines, tokens, level)
@@ -95,6 +95,13 @@ def inert_document(markdown: str, level: int) -> str:
         else:
             parts.append(_inert_span("\n".join(kept)))
     return "\n".join(parts).strip("\n")
+
+
+def _without_comments(text: str) -> str:
+    """The text without its comments; each is looked for only where there is an end for it, or looking takes minutes."""
+    last = text.rfind("-->")
+    end = text.find("\n", last) + 1 or len(text)
+    return text if last < 0 else _COMMENT.sub("", text[:end]) + text[end:]
 
 
 def _lines_of(tokens: list[Token], *kinds: str) -> set[int]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,12 +15,15 @@ def merge_weights(merge: Merge, base: Model, experts: Sequence[Model]) -> Iterat
     """The merged parameters by module name, a block's worth at a time, as the first expert's class has them.
 
     average: mean of the experts; task_arithmetic: base + scale · Σ (expert − base). Tensors that differ in shape
-    between the models, or that one of them lacks (heads), stay as in the first expert.
+    between the models, or that one of them lacks (heads), stay as in the first expert. Of parameters that are tied
+    there, one is yielded.
     """
     states = [dict(model.module.state_dict()) for model in experts]
+    once, every = (dict(experts[0].module.named_parameters(remove_duplicate=each)) for each in (True, False))
+    again = every.keys() - once.keys()
     base_state = base.module.state_dict()
     unusable = base.missing.union(*(model.missing for model in experts))
-    for names in _by_block(states[0]):
+    for names in _by_block([name for name in states[0] if name not in again]):
         group = {}
         for name in names:
             first = states[0][name]
@@ -45,7 +47,7 @@ def _merge_tensor(merge: Merge, base: Tensor, experts: Sequence[Tensor]) -> Tens
     return base.float() + merge.scale * total
 
 
-def _by_block(names: Sequence[str] | dict[str, Any]) -> Iterator[list[str]]:
+def _by_block(names: Sequence[str]) -> Iterator[list[str]]:
     """Names in their order, cut where the path up to the first number changes: a block at a time."""
     group: list[str] = []
     place: list[str] = []

@@ -103,6 +103,12 @@ class LinearMoments:
         self.rows += len(x)
 
     @property
+    def checksum(self) -> Tensor:
+        """A number that is finite when all rows were, of the student and of the expert []."""
+        sums = (self._x, self._d, *self._r.values())
+        return torch.stack([each.value.sum() for each in sums if each.value is not None]).sum()
+
+    @property
     def total(self) -> float:
         """Σ of the weights of all rows of the task."""
         return self.whole or self.weight

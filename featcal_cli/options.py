@@ -86,6 +86,21 @@ BatchSize = Annotated[
     _option(MACHINE, metavar="N", min=1, help="Examples per forward pass [by their tokens and this machine's memory]."),
 ]
 Compare = Annotated[str | None, _option(MODELS, metavar="MODEL2", help="Show a second model against the same experts.")]
+Evaluated = Annotated[
+    list[str] | None, typer.Argument(metavar="[MODEL]...", help="Hub ids[@revision] or folders to compare.")
+]
+Limit = Annotated[
+    int | None,
+    _option(METHOD, metavar="N", min=1, help="Examples per task, chosen at random [all; of lm-eval, its first N]."),
+]
+AllowCode = Annotated[
+    bool, _option(MACHINE, "--allow-code-execution", help="Let lm-eval's tasks run code that a model wrote.")
+]
+EvaluateToo = Annotated[
+    bool,
+    _option(OUTPUT, "--evaluate", help="Afterwards measure experts, merged and calibrated as the recipe says."),
+]
+RecipeName = Annotated[str | None, typer.Argument(metavar="[NAME]", help="Print this one.")]
 Plot = Annotated[Path | None, _option(OUTPUT, metavar="FILE", help="Draw the drift: .png or .svg.")]
 Projection = Annotated[
     Path | None, _option(OUTPUT, metavar="FILE", help="Draw the final features in two dimensions: .png or .svg.")
@@ -103,6 +118,11 @@ Folder = Annotated[
 ]
 Strict = Annotated[bool, _option(OUTPUT, "--strict", help="Exit with 3, and do not push, if drift grew on a task.")]
 Overwrite = Annotated[bool, _option(OUTPUT, "--overwrite", help="Replace the output folder.")]
+Restart = Annotated[bool, _option(OUTPUT, "--restart", help="Begin anew, whatever an interrupted run has finished.")]
+LogFile = Annotated[
+    Path | None,
+    _option(OUTPUT, "--log-file", metavar="FILE", help="Add what happens to this file, a line of JSON each."),
+]
 DryRun = Annotated[
     bool, _option(OUTPUT, "--dry-run", help="Find, compare and estimate everything; download no weights.")
 ]

@@ -11,7 +11,9 @@ from featcal_cli.adapter import ADAPTER_CONFIG, Adapter, check_adapter_files, is
 from featcal_cli.address import existing_path
 from featcal_cli.conversion import CONVERSION_BOT, Pull, find_conversion, remembered_conversion
 from featcal_cli.convert import PICKLES, SAFETENSORS
+from featcal_cli.documents import show
 from featcal_cli.errors import HubError
+from featcal_cli.references import UnusableError, locate
 from featcal_cli.repo import Opener, Repo, open_repo
 
 Form = Literal["safetensors", "pickle", "adapter"]
@@ -62,12 +64,17 @@ def find_config(name: str) -> tuple[str, Path]:
 
     An adapter has the config of the base that it names. Raises HubError like `find_origin`.
     """
+    return _find_config(name, ())
+
+
+def _find_config(name: str, above: tuple[str, ...]) -> tuple[str, Path]:
     base, adapter = _split(name)
     if base:
-        return find_config(base)
+        return _find_config(base, above)
     repo = open_repo(adapter)
-    if is_adapter(repo.files) and (named := _read_adapter(repo).base):
-        return find_config(named)
+    if is_adapter(repo.files) and (named := _name_base(_read_adapter(repo), repo)):
+        _check_circle(repo, above)
+        return _find_config(named, (*above, repo.pinned))
     check_model(repo.name, repo.files)
     return repo.name, repo.fetch_text("config.json").parent
 
@@ -117,19 +124,41 @@ def _converted(repo: Repo, pull: Pull) -> Origin:
 def _find_base(repo: Repo, base_name: str, allow_pickle: bool, open_repo: Opener, above: tuple[str, ...]) -> Origin:
     """The origin of an adapter on `base_name`, by default on the base that it names itself."""
     adapter = _read_adapter(repo)
-    base_name = base_name or adapter.base
-    fix = f"name the base: BASE+{repo.name}"
+    base_name = base_name or _name_base(adapter, repo)
+    fix = _name_it(repo)
     if not base_name:
         what = f"{repo.name} is an adapter that does not say which base it is for"
         raise HubError(what, where=f"{repo.name}/{ADAPTER_CONFIG}", fix=fix)
-    if repo.pinned in above:
-        raise HubError(f"{repo.name} is an adapter whose base is itself", where=repo.name, fix=fix)
+    _check_circle(repo, above)
     try:
         base = _find(base_name, allow_pickle, open_repo, (*above, repo.pinned))
     except HubError as error:
         what = f"{repo.name} is an adapter, and its base cannot be used: {error.what}"
         raise HubError(what, where=error.where, fix=f"{error.fix}; or {fix}") from error
     return Origin(repo, "adapter", base, base.notes)
+
+
+def _name_it(repo: Repo) -> str:
+    """What to do about an adapter's base."""
+    return f"name the base: BASE+{repo.name}"
+
+
+def _check_circle(repo: Repo, above: tuple[str, ...]) -> None:
+    """Raise HubError for an adapter that is its own base."""
+    if repo.pinned in above:
+        raise HubError(f"{repo.name} is an adapter whose base is itself", where=repo.name, fix=_name_it(repo))
+
+
+def _name_base(adapter: Adapter, repo: Repo) -> str:
+    """The base that an adapter names; empty where it names none. Raises HubError for an adapter on the Hub that names
+    a folder of this machine: what lies there is nothing that a stranger may put into a model."""
+    if not adapter.base or repo.folder:
+        return adapter.base
+    try:
+        return locate(adapter.base, repo)
+    except UnusableError as error:
+        what = f"{repo.name} is an adapter, and its base cannot be used: {show(adapter.base)} {error}"
+        raise HubError(what, where=f"{repo.name}/{ADAPTER_CONFIG}", fix=_name_it(repo)) from error
 
 
 def _read_adapter(repo: Repo) -> Adapter:

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from math import prod
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from featcal_cli.checkpoint import Model, quiet_loading, unloadable
+from featcal_cli.errors import CheckpointError
 from featcal_cli.header import Entry
 from featcal_cli.hub import Snapshot
 from featcal_cli.layout import DTYPES
+
+MOST_MADE_UP = 8
+"""Times the numbers in its files that a model may have parameters besides: those of parts that no job here uses."""
+FEW = 10**8
+"""Parameters that any machine has room for."""
 
 
 def load_outline(
@@ -42,7 +49,20 @@ def load_outline(
         except Exception as error:  # transformers raises many kinds; all mean the same here
             raise unloadable(role, snapshot, model_class, error) from error
     missing = set(info["missing_keys"]) | {key for key, *_ in info["mismatched_keys"]}
+    _check_missing(snapshot, module, missing, tensors)
     return Model(role, snapshot, module.eval(), frozenset(missing))
+
+
+def _check_missing(
+    snapshot: Snapshot, module: PreTrainedModel, missing: Collection[str], tensors: Mapping[str, Entry]
+) -> None:
+    """Raise CheckpointError where most of a model would have to be made up, in memory that nobody has."""
+    held = sum(prod(entry.shape) for entry in tensors.values())
+    made_up = sum(value.numel() for name, value in module.named_parameters() if name in missing)
+    if made_up > max(MOST_MADE_UP * held, FEW):
+        what = f"config.json describes {made_up:,} parameters that are not in the files, which hold {held:,} numbers"
+        fix = "use the config.json that belongs to the weights"
+        raise CheckpointError(what, where=f"{snapshot.name}/config.json", fix=fix)
 
 
 def _empty(entry: Entry) -> Tensor:

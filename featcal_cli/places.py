@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, UntypedStorage
 
+from featcal_cli.disk import name_reason
 from featcal_cli.errors import OutputError
 from featcal_cli.pages import advise
 
@@ -62,9 +63,8 @@ def write_mapped(data: Tensor, folder: Path) -> Tensor:
             file.flush()
             mapped = torch.from_file(f"/dev/fd/{file.fileno()}", shared=True, size=data.numel(), dtype=data.dtype)
     except (OSError, RuntimeError) as error:  # torch raises RuntimeError where a file cannot be mapped
-        reason = getattr(error, "strerror", None) or str(error).partition("\n")[0]
         raise OutputError(
-            f"features do not fit in memory and cannot be kept on disk: {reason}",
+            f"features do not fit in memory and cannot be kept on disk: {name_reason(error)}",
             where=str(folder),
             fix="free disk space, or give fewer examples with -n",
         ) from None

@@ -168,11 +168,12 @@ class _Shape(NamedTuple):
     dtype: torch.dtype
     condition_number: float
     relative_change: float
+    ridge: float | None
 
 
 def _shape(solution: Solution) -> _Shape:
-    (weight, bias), condition, change = solution
-    return _Shape(weight.shape, None if bias is None else bias.shape, weight.dtype, condition, change)
+    (weight, bias), condition, change, ridge = solution
+    return _Shape(weight.shape, None if bias is None else bias.shape, weight.dtype, condition, change, ridge)
 
 
 def _copy(ranks: Ranks, source: int, own: Solution | None, shape: _Shape, device: torch.device) -> Solution:
@@ -187,4 +188,4 @@ def _copy(ranks: Ranks, source: int, own: Solution | None, shape: _Shape, device
         ranks.copy(tensor, source)
         copies.append(tensor)
     assert copies[0] is not None
-    return Solution(Affine(copies[0], copies[1]), shape.condition_number, shape.relative_change)
+    return Solution(Affine(copies[0], copies[1]), shape.condition_number, shape.relative_change, shape.ridge)

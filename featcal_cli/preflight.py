@@ -11,9 +11,11 @@ import torch
 
 from featcal_cli.alignment import check_alignment, load_fitting
 from featcal_cli.batch_size import choose_batch_sizes
-from featcal_cli.checkpoint import Model, find_class, read_config
+from featcal_cli.checkpoint import Model, find_class
+from featcal_cli.config import read_config
 from featcal_cli.convert import OTHER_FORMATS
-from featcal_cli.download import DESCRIBING, chosen_files, download, missing_files
+from featcal_cli.disk import tell_bytes
+from featcal_cli.download import DESCRIBING, chosen_files, download_describing, missing_files
 from featcal_cli.errors import OutputError
 from featcal_cli.estimate import Estimate, Load, Place, SearchNeeds, estimate
 from featcal_cli.examples import DrawnExamples, TaskExamples, draw_examples
@@ -21,13 +23,16 @@ from featcal_cli.header import Entry, read_headers
 from featcal_cli.hub import Snapshot
 from featcal_cli.inventory import run_empty, walk_registered
 from featcal_cli.lineage import Finding
-from featcal_cli.machine import disk_of, free_bytes, memory_of, resident_bytes, rooms_for_features
+from featcal_cli.links import check_links
+from featcal_cli.machine import disk_of, free_bytes, memory_of, rooms_for_features
+from featcal_cli.memory import resident_bytes
 from featcal_cli.origin import Origin, find_origin
 from featcal_cli.outline import load_outline
 from featcal_cli.recipe import Data, Merge, Recipe
 from featcal_cli.repo import Opener
 from featcal_cli.select import Plan, plan_for
 from featcal_cli.work import Work, measure_speed
+from featcal_cli.workplace import Workplace
 
 Note = Callable[[str], None]
 SAMPLED = 8
@@ -119,7 +124,9 @@ def prepare(
     }
     for text in dict.fromkeys(text for origin in origins.values() for text in origin.notes):
         note(text)
-    recipe = _pin(recipe, origins, open_repo)
+    if target is not None:
+        _check_links(origins)
+    recipe = pin(recipe, origins, open_repo)
     pinned(recipe, {role: origins[role].pinned for role in others})
     stage("comparing models")
     outlines = _outline_models(origins, trust_remote_code)
@@ -137,9 +144,8 @@ def prepare(
         sizes = choose_batch_sizes(merged.module, architecture, longest, device, memory_of(device))
     # a task's encoded images are let go when its batches are made
     examples = {task: drawn.pop(task).cut(size) for task, size in sizes.items()}
-    for role, outline in outlines.items():
-        if role != "merged":
-            check_alignment(architecture, merged, outline)
+    for outline in outlines.values():
+        check_alignment(architecture, merged, outline)
     transfers = {role: _transfer(origin) for role, origin in origins.items()}
     loads = {task: _load(found, recipe.calibration.examples, count) for task, found in examples.items()}
     is_open = recipe.calibration.is_open and all(found.selection_count for found in examples.values())
@@ -157,6 +163,7 @@ def prepare(
         ridge=recipe.calibration.ridge,
         resident=resident_bytes(),
         guarded=target is not None and recipe.calibration.select != "preset",
+        built=isinstance(recipe.merged, Merge),
         searched=will_search if is_open and target is not None else lambda *_: None,
     )
     _check_disk(needs, transfers, target)
@@ -182,11 +189,11 @@ def name_models(recipe: Recipe) -> dict[str, str]:
     return merged | {"base": recipe.base} | {f"expert {task}": spec.expert for task, spec in recipe.tasks.items()}
 
 
-def _pin(recipe: Recipe, origins: Mapping[str, Origin], open_repo: Opener) -> Recipe:
+def pin(recipe: Recipe, origins: Mapping[str, Origin], open_repo: Opener) -> Recipe:
     """The recipe with every model and dataset at the commit that it has now."""
     tasks = {
         task: spec.model_copy(
-            update={"expert": origins[f"expert {task}"].pinned, "data": _pin_data(spec.data, open_repo)}
+            update={"expert": origins[f"expert {task}"].pinned, "data": pin_data(spec.data, open_repo)}
         )
         for task, spec in recipe.tasks.items()
     }
@@ -194,11 +201,20 @@ def _pin(recipe: Recipe, origins: Mapping[str, Origin], open_repo: Opener) -> Re
     return recipe.model_copy(update={"merged": merged, "base": origins["base"].pinned, "tasks": tasks})
 
 
-def _pin_data(data: Data, open_repo: Opener) -> Data:
+def pin_data(data: Data, open_repo: Opener) -> Data:
+    """The source with a dataset at the commit that it has now. Raises HubError."""
     if data.dataset is None:
         return data
     repo = open_repo(f"{data.dataset}@{data.revision}" if data.revision else data.dataset, "dataset")
     return data.model_copy(update={"revision": repo.commit})
+
+
+def _check_links(origins: Mapping[str, Origin]) -> None:
+    """Raise CheckpointError for a link that would lead files of this machine into the output."""
+    published = ["merged"] if "merged" in origins else ["base", next(role for role in origins if role != "base")]
+    for repo in (repo for role in published for repo in origins[role].repos()):
+        if repo.folder:
+            check_links(repo.folder, skip=(*OTHER_FORMATS, "*.safetensors"))
 
 
 def _outline_models(origins: Mapping[str, Origin], trusted: bool) -> dict[str, Model]:
@@ -240,7 +256,7 @@ def _read_type(snapshot: Snapshot) -> object:
 
 def _describe(origin: Origin, patterns: Sequence[str] = DESCRIBING) -> Path:
     """A folder with what says how to build and feed one model, without its weights."""
-    return origin.repo.folder or download(origin.repo, only=patterns)
+    return origin.repo.folder or download_describing(origin.repo, patterns)
 
 
 def _folders(origin: Origin) -> list[Path]:
@@ -289,12 +305,13 @@ def _check_disk(needs: Estimate, transfers: Mapping[str, Transfer], target: Path
     downloads = sum(transfer.missing for transfer in transfers.values())
     places = [(Path(hub_cache()), downloads, "free some, or point HF_HOME to another disk")]
     if target is not None:
-        places.append((target.resolve().parent, needs.disk_bytes, "free some, or choose another --output"))
+        there = sum(file.stat().st_size for file in Workplace(target).journal.glob("*"))  # of an interrupted run
+        places.append((target.resolve().parent, needs.disk_bytes - there, "free some, or choose another --output"))
     for place, _, fix in places:
         wanted = sum(needed for other, needed, _ in places if disk_of(other) == disk_of(place))
         free = free_bytes(place)
         if free < wanted:
-            what = f"{wanted / 1e9:.1f} GB of disk are needed, and {free / 1e9:.1f} GB are free"
+            what = f"{tell_bytes(wanted)} of disk are needed, and {tell_bytes(free)} are free"
             raise OutputError(what, where=str(place), fix=fix)
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import inf
 from pathlib import Path
 from typing import Any
 
 from transformers import AutoImageProcessor, AutoTokenizer
 
+from featcal_cli.documents import bare, parse_json
 from featcal_cli.errors import DataError
 
 IMAGE_PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
@@ -16,6 +18,9 @@ TOKENIZER_FILES = (
     "sentencepiece.bpe.model",
 )  # fmt: skip
 
+LONGEST_SIDES = dict.fromkeys(("height", "width", "size", "crop_size"), 2**14) | {"shortest_edge": 2**17}
+"""Pixels; by the keys of a processor's settings. For some processors the shortest edge is a number of all pixels."""
+
 image_processors: Any = AutoImageProcessor  # has no types
 
 
@@ -23,10 +28,25 @@ def load_image_processor(folders: Sequence[Path], where: str) -> tuple[Any, str]
     """An image processor and the name of the repo or folder it is from. Raises DataError when there is none."""
 
     def load(folder: Path) -> Any:
+        for file in IMAGE_PROCESSOR_FILES:
+            _check_sides(folder / file)
         # torchvision's results differ from Pillow's, and the choice would depend on what is installed.
         return image_processors.from_pretrained(folder, backend="pil", trust_remote_code=False, local_files_only=True)
 
     return _load_first("image processor", IMAGE_PROCESSOR_FILES, load, folders, where)
+
+
+def _check_sides(file: Path) -> None:
+    """Raise ValueError for a processor that makes images of a size that no model reads: each would take gigabytes."""
+    left = [("", parse_json(file.read_text(encoding="utf-8")))] if file.is_file() else []
+    while left:
+        key, value = left.pop()
+        if isinstance(value, dict):
+            left += value.items()
+        elif isinstance(value, list):
+            left += [(key, inner) for inner in value]
+        elif isinstance(value, int | float) and value > LONGEST_SIDES.get(key, inf):
+            raise ValueError(f"{file.name} says {key} {bare(str(value))}, and no model reads images of that size")
 
 
 def load_tokenizer(folders: Sequence[Path], where: str) -> tuple[Any, str]:

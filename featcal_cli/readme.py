@@ -7,17 +7,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import yaml
-
-MAX_CHARACTERS = 1_000_000
-"""A longer YAML text is not parsed: no card or config is that long."""
+from featcal_cli.documents import MAX_CHARACTERS, load_documents
 
 _YAML_BLOCK = re.compile(r"^```ya?ml[ \t]*\r?\n(.*?)^```", re.DOTALL | re.MULTILINE | re.IGNORECASE)
 _AS_A_BASE = re.compile(r"\busing (?P<name>(?:(?!\busing\b)[^\n]){1,300}?) as a base\b")
 _LINK = re.compile(r"\[([^\[\]]{1,200})\]\([^()\s]*\)")
-
-_YAML_FAULTS = (yaml.YAMLError, ValueError, LookupError, TypeError, AttributeError, RecursionError)
-"""What yaml.SafeLoader raises at text that is no YAML: besides its own errors, slips at odd tags (`!!int ""`)."""
 
 
 @dataclass(frozen=True)
@@ -47,31 +41,6 @@ class Card:
     """The code blocks that are marked as YAML."""
     problems: Sequence[str] = ()
     """What could not be read, a phrase each."""
-
-
-class _MergeKeyError(ValueError):
-    """A mapping takes over the entries of others."""
-
-
-class _Loader(yaml.SafeLoader):
-    """Plain values only, and no merge keys: a few lines of `<<: [*a, *a]` unfold to more than any memory holds."""
-
-    def flatten_mapping(self, node: Any) -> None:
-        if any(key.tag == "tag:yaml.org,2002:merge" for key, _value in node.value):
-            raise _MergeKeyError("it has merge keys (<<), which are not read")
-
-
-def load_documents(text: str) -> list[Any]:
-    """The documents of a YAML text, empty ones left out. Raises ValueError with a short reason for anything else."""
-    if len(text) > MAX_CHARACTERS:
-        raise ValueError(f"it is longer than {MAX_CHARACTERS:,} characters")
-    try:
-        return [document for document in yaml.load_all(text, Loader=_Loader) if document is not None]
-    except _MergeKeyError:
-        raise
-    except _YAML_FAULTS as error:
-        mark = getattr(error, "problem_mark", None)
-        raise ValueError(f"it is not YAML (line {mark.line + 1})" if mark else "it is not YAML") from None
 
 
 def read_card(text: str) -> Card:

@@ -12,22 +12,23 @@ import yaml
 from pydantic import (
     BaseModel,
     BeforeValidator,
-    ConfigDict,
     Discriminator,
     Field,
+    PrivateAttr,
     Tag,
     ValidationError,
     model_validator,
 )
 
 from featcal_cli.address import existing_path, parse_source, path_exists
+from featcal_cli.documents import bare, load_documents
 from featcal_cli.errors import RecipeError
+from featcal_cli.keys import Name, Section
+from featcal_cli.shipped import find_recipe
+from featcal_cli.yardstick import Evaluate
 
-
-class Section(BaseModel):
-    """A group of recipe keys; unknown keys are refused, and nothing changes after validation."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
+OWN = "featcal.yaml"
+"""What the recipe in an output folder is called: no output is named after it."""
 
 
 class Merge(Section):
@@ -40,13 +41,13 @@ class Merge(Section):
 class Data(Section):
     """Where a task's calibration examples come from: a Hub dataset or a local file or folder."""
 
-    dataset: str | None = None
+    dataset: Name | None = None
     """Hub dataset id."""
-    path: str | None = None
+    path: Name | None = None
     """Local folder, .jsonl, .csv, .parquet or .safetensors file; relative paths start at the recipe's folder."""
-    revision: str | None = None
-    config: str | None = None
-    split: str | None = None
+    revision: Name | None = None
+    config: Name | None = None
+    split: Name | None = None
     columns: dict[str, str] = Field(default_factory=dict)
     """Role (image, text, text_pair, messages, prompt, response, label) → column; found by itself when left out."""
     template: str | None = None
@@ -65,20 +66,13 @@ class Data(Section):
         return f"{self.dataset}{revision}" + "".join(f":{part}" for part in (self.config, self.split) if part)
 
 
-class Evaluate(Section):
-    """How a task's accuracy is measured."""
-
-    split: str = "test"
-    metric: Literal["accuracy"] = "accuracy"
-
-
 Source = Annotated[Data, BeforeValidator(lambda value: parse_source(value) if isinstance(value, str) else value)]
 
 
 class TaskDraft(Section):
     """What the user says of one task; the rest is looked for."""
 
-    expert: str | None = None
+    expert: Name | None = None
     data: Source | None = None
     evaluate: Evaluate | None = None
 
@@ -86,28 +80,28 @@ class TaskDraft(Section):
 class Task(TaskDraft):
     """One expert and the examples it is calibrated with."""
 
-    expert: str
+    expert: Name
     data: Source
 
 
 class Calibration(Section):
     """The settings of the method; a setting left out is chosen by `select`."""
 
-    examples: int = Field(default=256, ge=1)
+    examples: int = Field(default=256, ge=1, le=10**9)
     """Fitted examples per task."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     ridge: float | None = Field(default=None, ge=0, allow_inf_nan=False)
     """λ: weight of the anchor."""
     rho: float | None = Field(default=None, ge=0, allow_inf_nan=False)
     """ρ: anchor = ρ · merged + (1 − ρ) · base."""
-    alpha: float | None = Field(default=None, ge=0, le=1)
+    alpha: float | None = Field(default=None, ge=0, le=1, allow_inf_nan=False)
     """α: target features = α · expert + (1 − α) · calibrated."""
     select: Literal["auto", "preset", "search"] = "auto"
     """How settings that are left out are chosen; `preset` is the paper's method to the letter, without the guard."""
     norms: Literal["auto", "layernorm", "all", "none"] = "auto"
     bias: bool = True
     token_weights: Literal["auto", "uniform", "cls"] = "auto"
-    seed: int = 42
+    seed: int = Field(default=42, ge=-(2**63), lt=2**63)
 
     @property
     def is_open(self) -> bool:
@@ -118,7 +112,7 @@ class Calibration(Section):
 class Output(Section):
     """Where the result goes besides the local folder."""
 
-    push_to: str | None = None
+    push_to: Name | None = None
     private: bool = False
 
 
@@ -126,18 +120,24 @@ class Draft(Section):
     """What the user says of a job: the merged model at least."""
 
     merged: Annotated[
-        Annotated[str, Tag("repo")] | Annotated[Merge, Tag("merge")],
+        Annotated[Name, Tag("repo")] | Annotated[Merge, Tag("merge")],
         Discriminator(lambda value: "repo" if isinstance(value, str) else "merge"),
     ]
-    base: str | None = None
-    tasks: Mapping[str, TaskDraft] = {}
+    base: Name | None = None
+    tasks: Mapping[Name, TaskDraft] = {}
     calibration: Calibration = Calibration()
     output: Output = Output()
 
+    _file: str = PrivateAttr("")
+    """Name of the recipe's file, without its ending."""
+
     @property
     def name(self) -> str:
-        """What the output is named after: the merged model's id or path, or the method that builds it."""
+        """What the output is named after: the merged model's id or path; or the recipe that has it built, or where
+        there is none, the method."""
         if isinstance(self.merged, Merge):
+            if self._file:
+                return self._file
             method, scale = self.merged.method, self.merged.scale
             return method if method == "average" else f"{method}-{scale:g}"
         if existing_path(self.merged):
@@ -157,29 +157,8 @@ class Draft(Section):
 class Recipe(Draft):
     """One job: the merged model, its base, the tasks, the settings."""
 
-    base: str
-    tasks: Mapping[str, Task] = Field(min_length=1)
-
-
-def find_recipe(name: str) -> Path:
-    """The file of a recipe given as a path or as the name of a shipped one."""
-    if path_exists(path := Path(name)) and path.is_file():
-        return path
-    shipped = {file.stem: file for file in shipped_recipes()}
-    if name in shipped:
-        return shipped[name]
-    near = difflib.get_close_matches(name, shipped, n=1)
-    hint = f"did you mean {near[0]}? " if near else ""
-    raise RecipeError(
-        f"there is no recipe {name}", where="--recipe", fix=f"{hint}give a YAML file or one of: {', '.join(shipped)}"
-    )
-
-
-def shipped_recipes() -> list[Path]:
-    """The recipe files that come with the package, in a wheel and in an editable install."""
-    here = Path(__file__).resolve().parent
-    folder = here / "recipes" if (here / "recipes").is_dir() else here.parent / "recipes"
-    return sorted(folder.glob("*.yaml"))
+    base: Name
+    tasks: Mapping[Name, Task] = Field(min_length=1)
 
 
 def build_recipe(file: Path | None, overrides: Mapping[str, Any]) -> Recipe:
@@ -207,9 +186,17 @@ def read_draft(file: Path | None, overrides: Mapping[str, Any]) -> Draft:
         fix = "give MERGED or --merge, or the key merged: in a recipe"
         raise RecipeError("nothing says what merged is", where=where, fix=fix)
     try:
-        return Draft.model_validate({key: value for key, value in merged.items() if value is not None})
+        draft = Draft.model_validate({key: value for key, value in merged.items() if value is not None})
+        if file is not None and file.name != OWN:
+            draft._file = file.stem
+        return draft
     except ValidationError as error:
         raise _explain(error, where) from None
+
+
+def names_merged(file: Path) -> bool:
+    """Whether a recipe says itself what merged is. Raises RecipeError for a file that is no recipe."""
+    return bool(_read_yaml(file).get("merged"))
 
 
 def as_draft(recipe: Draft | Mapping[str, Any] | str | Path) -> Draft:
@@ -246,9 +233,12 @@ def dump_recipe(recipe: Recipe) -> str:
 
 def _read_yaml(file: Path) -> dict[str, Any]:
     try:
-        raw = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise RecipeError(f"the recipe is not readable YAML: {error}", where=str(file), fix="mend the file") from None
+        documents = load_documents(file.read_text(encoding="utf-8-sig"))
+    except UnicodeDecodeError:
+        raise RecipeError("the recipe is not YAML: it is no UTF-8 text", where=str(file), fix="mend the file") from None
+    except (OSError, ValueError) as error:
+        raise RecipeError(f"the recipe cannot be read: {error}", where=str(file), fix="mend the file") from None
+    raw = documents[0] if len(documents) == 1 else None
     if not isinstance(raw, dict):
         raise RecipeError("the recipe is not a mapping of keys to values", where=str(file), fix="see `featcal recipes`")
     return raw
@@ -283,8 +273,10 @@ def _anchor_paths(raw: dict[str, Any], folder: Path) -> None:
 def _overlay(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
     merged = dict(below)
     for key, value in above.items():
-        if isinstance(value, Mapping) and isinstance(merged.get(key), Mapping) and key not in ("merged", "data"):
-            merged[key] = _overlay(merged[key], value)
+        under = merged.get(key)
+        if isinstance(value, Mapping) and under is not None and key not in ("merged", "data"):
+            # what is no section is left for validation to find
+            merged[key] = _overlay(under, value) if isinstance(under, Mapping) else under
         elif value is not None:
             merged[key] = value
     return merged
@@ -293,12 +285,13 @@ def _overlay(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, An
 def _explain(error: ValidationError, where: str) -> RecipeError:
     """The first of pydantic's complaints as one message."""
     problem = error.errors()[0]
-    place = ".".join(str(part) for part in problem["loc"] if part not in ("repo", "merge"))
+    parts = [part for part in problem["loc"] if part not in ("repo", "merge") and "[" not in str(part)]
+    place = ".".join(bare(str(part)) for part in parts)
     if problem["type"] == "extra_forbidden":
         unknown = str(problem["loc"][-1])
-        near = difflib.get_close_matches(unknown, set(_known_keys(Recipe)), n=1, cutoff=0.4)
+        near = difflib.get_close_matches(unknown[:80], set(_known_keys(Recipe)), n=1, cutoff=0.4)
         fix = f"did you mean {near[0]}?" if near else "take the key out"
-        return RecipeError(f"unknown key {unknown}", where=f"{where}, {place}", fix=fix)
+        return RecipeError(f"unknown key {bare(unknown)}", where=f"{where}, {place}", fix=fix)
     message = problem["msg"].removeprefix("Value error, ")
     return RecipeError(f"{place}: {message[:1].lower()}{message[1:]}", where=where, fix=f"change {place}")
 

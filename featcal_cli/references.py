@@ -18,11 +18,6 @@ class UnusableError(ValueError):
     """A name that leads to nothing this machine may open; the message is the end of a sentence that begins with it."""
 
 
-def show(text: str) -> str:
-    """A foreign text for a message: short, and without control characters."""
-    return repr(text if len(text) <= 80 else text[:77] + "...")
-
-
 def locate(text: str, repo: Repo | None) -> str:
     """What a file in `repo` names, as a user would type it: `ID[@REVISION]`, BASE+ADAPTER, or an absolute path.
 

@@ -11,6 +11,7 @@ from typing import Any, Literal
 from featcal_cli.adapter import ADAPTER_WEIGHTS, is_adapter
 from featcal_cli.address import bare_id, existing_path, looks_like_path, split_revision
 from featcal_cli.convert import PICKLES, SAFETENSORS
+from featcal_cli.documents import show
 from featcal_cli.errors import HubError
 from featcal_cli.hub_errors import explained
 from featcal_cli.patience import patiently, unreachable
@@ -163,11 +164,20 @@ def _list_files(name: str, commit: str, kind: Kind) -> dict[str, RepoFile]:
             if found := _cached_files(name, commit, kind):
                 return found
             raise
-    return {
+    files = {
         file.path: RepoFile(file.size, file.blob_id, file.lfs.sha256 if file.lfs else None)
         for file in listed
         if isinstance(file, ListedFile)
     }
+    if outside := [path for path in files if not _is_inside(path)]:
+        what = f"{name} lists a file outside of itself: {show(outside[0])}"
+        raise HubError(what, where=f"{name}@{commit}", fix="use another repo; this one is not to be trusted")
+    return files
+
+
+def _is_inside(path: str) -> bool:
+    """Whether a path of a listing stays in the folder that the repo is put into."""
+    return "\0" not in path and all(part not in ("", ".", "..") for part in path.split("/"))
 
 
 def _cached_files(name: str, commit: str, kind: Kind) -> dict[str, RepoFile]:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from featcal_cli.evaluation import TaskScores, read_tasks
 from featcal_cli.inspection import VISIBLE, TaskInspection, task_from_dict
 
 REPORT = "featcal_report.json"
@@ -16,6 +17,8 @@ RECIPE = "featcal.yaml"
 """File name of the resolved recipe in an output folder."""
 CARD = "README.md"
 """File name of the model card in a repo or an output folder."""
+SHOWN = 4
+"""Modules that a sentence names."""
 PICTURE = "drift.png"
 """File name of the drift picture in an output folder."""
 
@@ -35,6 +38,8 @@ class ModuleReport:
     """‖W* − W_merged‖ / ‖W_merged‖."""
     step: float | None = None
     """t: the share of the update that held-out rows left standing; None where it was not checked."""
+    ridge: float | None = None
+    """λ that was needed for a stable solution, where it is larger than the one asked for."""
 
 
 @dataclass(frozen=True)
@@ -139,10 +144,13 @@ class Report:
     """By task, drift over depth."""
     measures: dict[str, TaskInspection] = field(default_factory=dict)
     """By task, what inspect-drift measures, of merged, calibrated and base, on the examples of `drift`."""
+    accuracy: dict[str, TaskScores] = field(default_factory=dict)
+    """By task, of expert, merged and calibrated model, where they were evaluated."""
 
     def to_json(self) -> str:
         """The text of featcal_report.json."""
-        return json.dumps(asdict(self), indent=2, ensure_ascii=False) + "\n"
+        text = json.dumps(asdict(self), indent=2, ensure_ascii=False) + "\n"
+        return text.encode("utf-8", "backslashreplace").decode()  # names in data may hold half characters
 
     @classmethod
     def from_json(cls, text: str) -> Report:
@@ -153,12 +161,24 @@ class Report:
         values["sources"] = [Source(**source) for source in values["sources"]]
         values["curves"] = {task: DriftCurve(**curve) for task, curve in values["curves"].items()}
         values["measures"] = {task: task_from_dict(found) for task, found in values["measures"].items()}
+        values["accuracy"] = read_tasks(values["accuracy"])
         return cls(**values)
 
     @property
     def worse(self) -> list[str]:
         """Tasks whose drift grew by what can be seen, or is no number."""
         return [task for task, drift in self.drift.items() if not drift.after < drift.before + VISIBLE]
+
+
+def describe_ridges(blocks: Sequence[BlockReport]) -> str:
+    """Which modules took more ridge than was asked for, in a sentence; empty where none did."""
+    found = [
+        f"{block.name}.{module.name} ({module.ridge:g})" for block in blocks for module in block.modules if module.ridge
+    ]
+    if not found:
+        return ""
+    more = f" and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
+    return f"more ridge than asked for, as the equations had no stable solution else: {', '.join(found[:SHOWN])}{more}"
 
 
 def describe_guard(blocks: Sequence[BlockReport]) -> str:

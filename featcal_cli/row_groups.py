@@ -11,14 +11,12 @@ from math import ceil
 from random import Random
 from typing import Any, TypeVar
 
-import pyarrow
 import pyarrow.parquet
 
 from featcal_cli.hub_data import HubFile, HubSplit
-from featcal_cli.tables import Row
+from featcal_cli.tables import Row, read_group, shorten_row
 
-arrow: Any = pyarrow  # has no types
-parquet: Any = pyarrow.parquet
+parquet: Any = pyarrow.parquet  # has no types
 Item = TypeVar("Item")
 
 MOST_FILES = 32
@@ -84,7 +82,7 @@ def read_all_groups(split: HubSplit) -> Iterator[Row]:
             for number in range(opened.num_row_groups):
                 # one group at a time: what is read ahead is lost when columns of several are read in turn
                 for batch in opened.iter_batches(batch_size=256, row_groups=[number]):
-                    yield from batch.to_pylist()
+                    yield from map(shorten_row, batch.to_pylist())
 
 
 def weighted_order(items: Sequence[Item], weigh: Callable[[Item], float], random: Random) -> list[Item]:
@@ -168,15 +166,4 @@ def _read_rows(split: HubSplit, group: RowGroup, rows: Sequence[int], *, share: 
         opened = parquet.ParquetFile(
             stream, metadata=group.metadata, pre_buffer=whole, buffer_size=0 if whole else PIECE
         )
-        if whole:
-            table = opened.read_row_group(group.number, columns=group.columns)
-        else:
-            batches, seen = [], 0
-            for batch in opened.iter_batches(rows[-1] + 1, row_groups=[group.number], columns=group.columns):
-                batches.append(batch)
-                seen += len(batch)
-                if seen > rows[-1]:
-                    break
-            table = arrow.Table.from_batches(batches)
-        found: list[Row] = [table.slice(row, 1).to_pylist()[0] for row in rows]
-    return found
+        return list(map(shorten_row, read_group(opened, group.number, rows, group.columns, whole=whole)))

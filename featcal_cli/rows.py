@@ -17,7 +17,7 @@ from featcal_cli.recipe import Data
 from featcal_cli.row_groups import draw_from_groups, read_all_groups
 from featcal_cli.splits import SPLIT_WORDS, choose_split, group_by_folder, group_by_name
 from featcal_cli.streams import draw_from_stream, read_stream
-from featcal_cli.tables import IMAGE_FILES, TABLE_FILES, Row, Table, open_file, open_images
+from featcal_cli.tables import IMAGE_FILES, TABLE_FILES, Row, Table, open_file, open_images, shorten_row
 
 
 def draw_rows(data: Data, count: int, seed: int) -> Iterator[Row]:
@@ -54,7 +54,7 @@ def read_rows(data: Data, split: str | None) -> Iterator[Row]:
         return
     with _explaining(str(data)):
         for table in _open_local(data, split):
-            yield from table.read(range(table.length))
+            yield from map(shorten_row, table.read(range(table.length)))
 
 
 def check_split_of_file(data: Data, split: str | None) -> None:
@@ -81,16 +81,18 @@ def _read_scattered(tables: Sequence[Table], ends: Sequence[int], positions: Seq
     for number, group in groupby(sorted(positions), key=lambda position: bisect_right(ends, position)):
         mine = list(group)
         start = ends[number] - tables[number].length
-        found.update(zip(mine, tables[number].read([position - start for position in mine]), strict=True))
+        rows = map(shorten_row, tables[number].read([position - start for position in mine]))
+        found.update(zip(mine, rows, strict=True))
     for position in positions:
         yield found[position]
 
 
-def _open_local(data: Data, split: str | None) -> list[Table]:
+def list_local(data: Data, split: str | None) -> tuple[list[Path], list[str]]:
+    """The files of one split of a local source, and the classes of images that folders tell apart. Raises DataError."""
     path = local_path(data)
     if path.is_file():
         check_split_of_file(data, split)
-        return open_file(path, str(data))
+        return [path], []
     seen = [file for file in sorted(path.rglob("*")) if not _is_hidden(file.relative_to(path)) and file.is_file()]
     images = [file for file in seen if file.suffix.lower() in IMAGE_FILES]
     tables = [file for file in seen if file.suffix.lower() in TABLE_FILES and file.stem != "metadata"]
@@ -104,9 +106,16 @@ def _open_local(data: Data, split: str | None) -> list[Table]:
         splits = group_by_folder(path, images) or {"train": images}
         # The classes of all splits, so that one that a split lacks does not shift the others; one alone labels nothing.
         classes = sorted({file.parent.name for file in images} - set(SPLIT_WORDS))
-        return [open_images(splits[choose_split(splits, split, str(data))], classes if len(classes) > 1 else [])]
+        return splits[choose_split(splits, split, str(data))], classes if len(classes) > 1 else []
     splits = group_by_folder(path, tables) or group_by_name(tables) or {"train": tables}
-    return [table for file in splits[choose_split(splits, split, str(data))] for table in open_file(file, str(data))]
+    return splits[choose_split(splits, split, str(data))], []
+
+
+def _open_local(data: Data, split: str | None) -> list[Table]:
+    files, classes = list_local(data, split)
+    if files[0].suffix.lower() in IMAGE_FILES and local_path(data).is_dir():
+        return [open_images(files, classes)]
+    return [table for file in files for table in open_file(file, str(data))]
 
 
 def _is_hidden(relative: Path) -> bool:

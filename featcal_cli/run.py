@@ -9,10 +9,12 @@ from functools import cache
 from pathlib import Path
 
 from featcal_cli.ancestors import SAID
+from featcal_cli.documents import visible
 from featcal_cli.hub import Snapshot, fetch
 from featcal_cli.lineage import Finding, find_lineage
 from featcal_cli.listener import Listener, Silent
 from featcal_cli.machine import choose_device
+from featcal_cli.origin import Origin, find_origin
 from featcal_cli.preflight import Preflight, prepare
 from featcal_cli.ranks import join_ranks
 from featcal_cli.recipe import Draft, Recipe
@@ -56,7 +58,7 @@ class Run:
         once = cache(open_repo)
         others = others or {}
         if self.ranks.is_first:
-            recipe, findings = self._find_lineage(once)
+            recipe, findings = self.find_lineage(once)
         else:
             recipe, findings, others = self.ranks.broadcast((Recipe.model_construct(), [], others))
 
@@ -83,7 +85,8 @@ class Run:
             self.notes.clear()  # the first one has them all
         return replace(plan, estimate=self.ranks.broadcast(plan.estimate))
 
-    def _find_lineage(self, once: Opener) -> tuple[Recipe, Sequence[Finding]]:
+    def find_lineage(self, once: Opener) -> tuple[Recipe, Sequence[Finding]]:
+        """The whole recipe, and where each part of it was read. Raises FeatCalError."""
         lineage = find_lineage(self.draft, once)
         for finding in lineage.findings:
             if finding.source != SAID:
@@ -102,11 +105,20 @@ class Run:
             if tasks is not None and role.startswith(EXPERT) and role.removeprefix(EXPERT) not in tasks:
                 continue
             self.listener.stage(f"downloading {origin.name}" if plan.transfers[role].missing else "loading models")
-            snapshots[role] = replace(fetch(origin, self.listener.transfer), trusted=self._trusted)
-            for text in snapshots[role].notes:
-                if text not in self.notes:
-                    self.note(text)
+            snapshots[role] = self.fetch_model(origin)
         return snapshots
+
+    def find_model(self, name: str, once: Opener) -> Origin:
+        """Where a model's weights come from. Raises HubError."""
+        return find_origin(name, allow_pickle=self._allow_pickle, open_repo=once)
+
+    def fetch_model(self, origin: Origin) -> Snapshot:
+        """One model on this machine. Raises HubError."""
+        snapshot = replace(fetch(origin, self.listener.transfer), trusted=self._trusted)
+        for text in snapshot.notes:
+            if visible(text) not in self.notes:
+                self.note(text)
+        return snapshot
 
     def share_notes(self) -> None:
         """Let the first rank know what the others have noted."""
@@ -117,5 +129,6 @@ class Run:
 
     def note(self, text: str) -> None:
         """Remember a sentence for the report, and show it."""
+        text = visible(text)
         self.notes.append(text)
         self.listener.note(text)

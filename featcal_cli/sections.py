@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from featcal_cli.drift_section import Accuracy, _change, _mean, write_drift
+from featcal_cli.drift_section import _change, _mean, write_drift
 from featcal_cli.markdown import inert, one_line, without_paths
 from featcal_cli.references import is_hub_id
 from featcal_cli.report import RECIPE, REPORT, Report, Source, describe_guard
@@ -36,7 +36,6 @@ def write_sections(
     target: str | None,
     loaders: Sequence[str],
     agreed: str | None,
-    accuracy: Accuracy,
 ) -> Iterator[str]:
     """The parts of a card's body, in order. loaders: the classes of transformers that load model and processor;
     agreed: the licence of all models, None where they do not agree; the rest is as in `write_card`."""
@@ -46,7 +45,7 @@ def write_sections(
         worse = ", ".join(inert(task) for task in report.worse)
         yield f"> **Warning:** drift grew on {worse}: there this model is further from its expert than the merged one."
     yield _summary(report)
-    yield from write_drift(report, accuracy)
+    yield from write_drift(report)
     yield "## Use"
     yield _fenced("python", _loading(place, loaders))
     yield "## How it was made"

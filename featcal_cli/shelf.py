@@ -23,7 +23,9 @@ DEVICE, HOST, DISK = range(3)
 """Where memory may lie, the nearest first."""
 LEAST = mmap.PAGESIZE
 """Bytes below which memory stays where it is."""
-TRIM_EVERY = 64 << 20
+LARGE = 1 << 20
+"""Bytes from which a file is worth its while for what nobody asks for any more."""
+TRIM_EVERY = 16 << 20
 """Bytes that go to files between one trimming of the heap and the next."""
 
 
@@ -67,6 +69,10 @@ class Shelf:
     def put(self, tensors: Iterable[Tensor]) -> None:
         """Let these leave the device until they are lent. Raises OutputError when the disk is full."""
         self._settle(self._find(tensors))
+
+    def put_aside(self, tensors: Iterable[Tensor]) -> None:
+        """The same for tensors that nobody is likely to ask for again."""
+        self._leave(self._find(tensors))
 
     @contextmanager
     def lend(self, find: Callable[[], Iterable[Tensor]]) -> Iterator[None]:
@@ -144,13 +150,16 @@ class Shelf:
         self._left[piece.level].pop(piece, None)
 
     def _leave(self, pieces: Iterable[_Piece]) -> None:
-        """Let these go down before others, unless they are asked for again."""
+        """Let these go down before others, unless they are asked for again: beside a CPU at once, where they are large,
+        as the machine's memory is all that there is."""
         for piece in pieces:
             storage = piece.storage()
             if storage is None or piece.users:
                 continue
             if piece.level == DISK:
                 drop_pages(storage)
+            elif self._device.type == "cpu" and piece.bytes >= LARGE:
+                self._sink(piece)
             else:
                 self._left[piece.level][piece] = None
 

@@ -45,6 +45,8 @@ class Solution(NamedTuple):
     condition_number: float
     relative_change: float
     """‖W* − W_merged‖ / ‖W_merged‖, Frobenius."""
+    ridge: float | None = None
+    """λ that it was solved with, where it was a Linear's."""
 
 
 class Tally(NamedTuple):
@@ -110,19 +112,19 @@ class LinearSystem:
 
         Raises NumericsError when the equations have no stable solution.
         """
-        ridge = self._settings.ridge
-        update_of, condition = self._factorise()
+        update_of, condition, ridge = self._factorise()
         solutions = {}
         for name in self._merged:
             merged = self._cast_all(self._merged[name])
             towards = _anchor_offset(merged, self._cast_all(base[name]), self._settings.rho)
-            update = update_of(name, ridge * towards.weight)
+            update = update_of(name, towards.weight)
             new_bias = merged.bias
             if bias and merged.bias is not None and towards.bias is not None:
                 pull = self._bias_pull[name] - update @ self._mean + ridge * towards.bias
                 new_bias = merged.bias + pull / (self._omega + ridge)
             found = _solution(merged, Affine(merged.weight + update, new_bias), condition)
-            solutions[name] = found._replace(parameters=_at_most_float32(found.parameters, self._merged[name].weight))
+            parameters = _at_most_float32(found.parameters, self._merged[name].weight)
+            solutions[name] = found._replace(parameters=parameters, ridge=ridge)
         return solutions
 
     def objective(self, name: str, update: Tensor, shift: Tensor) -> tuple[float, float]:
@@ -176,16 +178,17 @@ class LinearSystem:
         drift = merged @ self._cast(self._drift.value)
         return drift if pull is None else drift.add_(self._cast(pull))
 
-    def _factorise(self) -> tuple[Callable[[str, Tensor], Tensor], float]:
-        """What gives a module's update for its anchor's pull (λ times anchor − merged), and the condition number."""
+    def _factorise(self) -> tuple[Callable[[str, Tensor], Tensor], float, float]:
+        """What gives a module's update for where its anchor lies (anchor − merged), the condition number, and λ: larger
+        than asked for where the equations have no stable solution else."""
         system = self._gram.full()
-        factor = factorise(system, self._settings.ridge)
+        factor, ridge = factorise(system, self._settings.ridge)
         condition = condition_number(system, factor)
 
-        def update_of(name: str, anchor: Tensor) -> Tensor:
-            return solve_rows(self._pull_of(name) + anchor, factor)
+        def update_of(name: str, towards: Tensor) -> Tensor:
+            return solve_rows(self._pull_of(name).add(towards, alpha=ridge), factor)
 
-        return update_of, condition
+        return update_of, condition, ridge
 
     def _zeros_of(self, name: str) -> Tensor:
         return torch.zeros_like(self._cast(self._merged[name].weight))

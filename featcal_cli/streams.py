@@ -9,14 +9,19 @@ from pathlib import PurePosixPath
 from random import Random
 from typing import Any
 
+from featcal_cli.errors import DataError
 from featcal_cli.hub_data import HubFile, HubSplit
 from featcal_cli.row_groups import READERS, weighted_order
-from featcal_cli.tables import IMAGE_FILES, Row, parse_csv, parse_json_line
+from featcal_cli.tables import IMAGE_FILES, LARGEST_IMAGE, Row, parse_csv, parse_json_line, shorten_row
 
 BLOCK = 2**18
 """Bytes of a file of lines that are read at a time."""
 MARGIN = 2**14
 """Bytes read beyond a block, for the end of its last line."""
+MOST_READ = 2**24
+"""Bytes that are read at a time of what a line has beyond that."""
+LONGEST_LINE = 2**28
+"""Bytes of a line; one that is longer is an error."""
 CSV_BLOCK = 2**20
 """Bytes of a .csv file that are read at a time."""
 FEWEST_BLOCKS = 64
@@ -48,12 +53,12 @@ def read_stream(split: HubSplit) -> Iterator[Row]:
     """All rows of the split's files, in order. Raises like `draw_from_stream`."""
     if parse := _line_parser(split):
         for line, file in _read_blocks(split, _list_blocks(split)):
-            yield parse(line, file)
+            yield shorten_row(parse(line, file))
     elif _is_all_images(split):
         yield from _read_images(split, split.files)
     else:
         for row in _open_rows(split, split.files):
-            yield _fetch_files(split, row)
+            yield _fetch_files(split, shorten_row(row))
 
 
 def _line_parser(split: HubSplit) -> Callable[[bytes, HubFile], Row] | None:
@@ -81,7 +86,7 @@ def _draw_lines(split: HubSplit, wanted: int, random: Random, parse: Callable[[b
         if len(found) >= wanted:
             break
     for line, file in random.sample(found, min(wanted, len(found))):
-        yield parse(line, file)
+        yield shorten_row(parse(line, file))
 
 
 def _read_blocks(split: HubSplit, blocks: Sequence[tuple[HubFile, int]]) -> Iterator[tuple[bytes, HubFile]]:
@@ -99,16 +104,21 @@ def _read_lines(split: HubSplit, file: HubFile, start: int) -> list[bytes]:
     limit = min(BLOCK, file.size - start) + before
     with split.open(file, cache_type="none") as stream:
         stream.seek(start - before)
-        content = stream.read(limit + MARGIN)
+        content = bytearray(stream.read(limit + MARGIN))
         at = content.find(b"\n", 0, limit - 1) + 1 if start else 0
         if start and not at:
             return []
-        while b"\n" not in content[limit - 1 :] and (more := stream.read(BLOCK)):
+        ended, step = b"\n" in content[limit - 1 :], BLOCK
+        while not ended and (more := stream.read(step)):
             content += more
+            ended, step = b"\n" in more, min(2 * step, MOST_READ)  # few requests, however long the line is
+            if len(content) > LONGEST_LINE:
+                what = f"a line of {file.path} has more than {LONGEST_LINE:,} bytes"
+                raise DataError(what, where=file.url, fix="give a dataset with shorter rows")
     lines: list[bytes] = []
     while at < limit:
         end = content.find(b"\n", at) + 1 or len(content)
-        lines.append(content[at:end])
+        lines.append(bytes(content[at:end]))
         at = end
     return [line for line in lines if line.strip()]
 
@@ -122,10 +132,15 @@ def _read_images(split: HubSplit, files: Sequence[HubFile]) -> Iterator[Row]:
     with ThreadPoolExecutor(READERS) as pool:
         for start in range(0, len(files), READERS):
             some = files[start : start + READERS]
-            for file, content in zip(some, pool.map(split.fetch, some), strict=True):
+            for file, content in zip(some, pool.map(lambda file: _fetch_image(split, file), some), strict=True):
                 folder = PurePosixPath(file.path).parent.name
                 label = {"label": split.classes.index(folder)} if folder in split.classes else {}
                 yield {"image": {"bytes": content, "path": file.path}} | label
+
+
+def _fetch_image(split: HubSplit, file: HubFile) -> bytes:
+    """The whole file; nothing of one that is too large to be an image."""
+    return split.fetch(file) if file.size <= LARGEST_IMAGE else b""
 
 
 def _draw_first_rows(split: HubSplit, count: int, random: Random) -> list[Row]:
@@ -141,7 +156,7 @@ def _draw_first_rows(split: HubSplit, count: int, random: Random) -> list[Row]:
         if number >= spread and seen >= 2 * count:
             break
         read = size = 0
-        for row in _open_rows(split, part):
+        for row in map(shorten_row, _open_rows(split, part)):
             seen, read, size = seen + 1, read + 1, size + _weigh(row)
             if len(kept) < 2 * count:
                 kept.append(row)
@@ -213,4 +228,5 @@ def _fetch_file(split: HubSplit, value: Any) -> Any:
     from datasets.utils.file_utils import xopen  # opens files inside archives, too: zip://a.png::hf://…
 
     with xopen(value["path"], "rb") as file:
-        return {**value, "bytes": file.read()}
+        content = file.read(LARGEST_IMAGE + 1)  # inside an archive a few bytes may stand for gigabytes
+    return {**value, "bytes": content if len(content) <= LARGEST_IMAGE else b""}

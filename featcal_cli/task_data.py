@@ -6,10 +6,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from featcal_cli.address import existing_path
+from featcal_cli.documents import show
 from featcal_cli.known import recall
 from featcal_cli.readme import Card, read_card
 from featcal_cli.recipe import Data
-from featcal_cli.references import find, show, words
+from featcal_cli.references import find, words
 from featcal_cli.repo import Repo
 
 SHOWN = 8

@@ -11,13 +11,17 @@ from transformers import PreTrainedModel
 
 from featcal_cli.batches import BadRowError, Batch, decoder_prompt, forward_names
 from featcal_cli.columns import Samples, TextKind, choose_text_roles
+from featcal_cli.documents import bare
 from featcal_cli.errors import DataError
+from featcal_cli.hub_data import first_line
 from featcal_cli.phrases import Phrasing
 from featcal_cli.preprocessors import load_tokenizer
 from featcal_cli.recipe import Data
 from featcal_cli.tables import Row
 
 MAX_TOKENS = 512
+LONGEST_TOKEN = 100
+"""Characters; what is beyond MAX_TOKENS such tokens is cut off before a tokenizer takes minutes over it."""
 
 
 @dataclass(frozen=True)
@@ -36,8 +40,9 @@ class TextReader:
     def read(self, row: Row) -> tuple[dict[str, list[int]], list[int]]:
         """The forward arguments of one row, [tokens] each, and the ids of its target. Raises BadRowError when empty."""
         phrase = self.phrasing.compose(row)
-        encoded = self._encode(phrase.text, phrase.pair, add_special_tokens=not phrase.has_special_tokens)
-        target = self._encode(text_target=phrase.target)["input_ids"] if phrase.target is not None else []
+        text, pair, answer = map(self._shorten, (phrase.text, phrase.pair, phrase.target))
+        encoded = self._encode(text, pair, add_special_tokens=not phrase.has_special_tokens)
+        target = self._encode(text_target=answer)["input_ids"] if answer is not None else []
         if not encoded["input_ids"] or (phrase.target is not None and not target):
             raise BadRowError("a text has no tokens")
         return encoded, target
@@ -54,10 +59,20 @@ class TextReader:
         """The longest text, and the one with the longest target."""
         return [max(items, key=lambda item: len(item[0]["input_ids"])), max(items, key=lambda item: len(item[1]))]
 
+    def _shorten(self, text: str | None) -> str | None:
+        """The end of a text that the tokenizer keeps, with more characters than any of its tokens could have."""
+        most = LONGEST_TOKEN * self.max_tokens
+        if text is None or len(text) <= most:
+            return text
+        return text[-most:] if self.tokenizer.truncation_side == "left" else text[:most]
+
     def _encode(self, *texts: str | None, **options: Any) -> dict[str, list[int]]:
-        encoded = self.tokenizer(
-            *texts, truncation=True, max_length=self.max_tokens, return_attention_mask=True, **options
-        )
+        try:
+            encoded = self.tokenizer(
+                *texts, truncation=True, max_length=self.max_tokens, return_attention_mask=True, **options
+            )
+        except Exception as error:  # what its files say may make a tokenizer raise anything
+            raise BadRowError(f"the tokenizer cannot read it ({bare(first_line(error))})") from error
         known = _vocabulary_size(self.model)
         if known is not None and max(encoded["input_ids"], default=0) >= known:
             raise DataError(
@@ -89,7 +104,8 @@ def open_text(data: Data, samples: Samples, model: PreTrainedModel, folders: Seq
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.convert_ids_to_tokens(0)
     kind = _text_kind(model)
     roles = choose_text_roles(data, samples, kind, chat=bool(tokenizer.chat_template), where=where)
-    max_tokens = min(tokenizer.model_max_length, _count_positions(model), MAX_TOKENS)
+    limits = (tokenizer.model_max_length, _count_positions(model), MAX_TOKENS)
+    max_tokens = int(min(limit for limit in limits if isinstance(limit, int | float) and limit >= 1))
     read = [f"column {column} as {role}" for role, column in roles.items() if role not in ("image", "label")]
     used = f"template {data.template!r}" if data.template else " and ".join(read)
     if kind == "encoder-decoder" and "response" not in roles:
@@ -114,8 +130,8 @@ def _text_kind(model: PreTrainedModel) -> TextKind:
     return "causal" if causal else "encoder"
 
 
-def _count_positions(model: PreTrainedModel) -> int:
-    """The most tokens the model has positions for, MAX_TOKENS where its config does not say."""
+def _count_positions(model: PreTrainedModel) -> Any:
+    """The most tokens the model has positions for, as its config says; MAX_TOKENS where it does not."""
     try:
         config = model.config.get_text_config()
     except ValueError:  # several text parts

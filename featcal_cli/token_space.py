@@ -34,19 +34,19 @@ class TokenSystem(LinearSystem):
                 lacking = lacking + self._bias_offset(name, expert).to(lacking)
             self._residuals[name].append(lacking * scale)
 
-    def _factorise(self) -> tuple[Callable[[str, Tensor], Tensor], float]:
+    def _factorise(self) -> tuple[Callable[[str, Tensor], Tensor], float, float]:
         x, ridge = self._cast(torch.cat(self._x)), self._settings.ridge
         products = x @ x.T
-        factor = factorise(products, ridge)
+        factor, ridge = factorise(products, ridge)
         # where no row reaches, the smallest eigenvalue is that of the ridge alone
         condition = condition_number(products, factor, smallest=ridge + EPSILON)
 
-        def update_of(name: str, anchor: Tensor) -> Tensor:
-            towards = anchor / (ridge + EPSILON)
+        def update_of(name: str, towards: Tensor) -> Tensor:
+            towards = towards * (ridge / (ridge + EPSILON))
             lacking = self._lacking_rows(name) - x @ towards.T
             return solve_rows(lacking.T, factor) @ x + towards
 
-        return update_of, condition
+        return update_of, condition, ridge
 
     def _along(self, name: str, update: Tensor) -> tuple[float, float]:
         moved = self._cast(torch.cat(self._x)) @ update.T

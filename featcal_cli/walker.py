@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from copy import deepcopy
+from functools import partial
 from typing import Any
 
 import torch
 from greenlet import GreenletExit, getcurrent, greenlet
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from featcal_cli import pages
 from featcal_cli.ahead import Ahead
@@ -43,11 +45,14 @@ class Walker:
         self._read: set[int] = set()
         self.shelf: Shelf | None = None
         """Where tensors of its paused passes may lie."""
+        self.too_large: set[str] = set()
+        """Blocks, by their paths in merged, whose features were too large for bfloat16: they ran in float32."""
         self._guests: dict[int, tuple[Tensor, Tensor]] = {}
         self._ahead: Ahead | None = None
         self._arrived: dict[int, Tensor] = {}
         """What was fetched ahead to the device, by the id of what it is a copy of."""
         self._open = False
+        self._undo: list[Callable[[], None]] = []
         self._install()
         if model.module.dtype != dtype:
             self._convert_stem()
@@ -83,6 +88,11 @@ class Walker:
             self._guests.clear()
             self._arrived.clear()
 
+    def retire(self) -> None:
+        """Leave the model as it was before it was made ready; nothing is walked any more."""
+        while self._undo:
+            self._undo.pop()()
+
     def module(self, path: str) -> nn.Module:
         """The module that is at `path` in the merged model."""
         found: nn.Module = self.model.module.get_submodule(self.model.own_path(path) or "")
@@ -98,6 +108,18 @@ class Walker:
         Raises NumericsError for a parameter that is not finite.
         """
         self._bring(self.model.own_path(path) or "", recurse=True)
+
+    @contextmanager
+    def precise(self, path: str) -> Iterator[None]:
+        """Inside, the module at `path` is on the device in float32."""
+        own, dtype = self.model.own_path(path) or "", self.dtype
+        self.dtype = torch.float32
+        try:
+            self._bring(own, recurse=True)
+            yield
+        finally:
+            self.dtype = dtype
+            self._bring(own, recurse=True)
 
     def fetch_ahead(self, path: str) -> None:
         """Let what the module at `path` needs be read from the disk, and copied to a CUDA device, while other things
@@ -168,9 +190,9 @@ class Walker:
 
     def _move(self, holder: Tensor, dtype: torch.dtype) -> None:
         if holder.device != self.device or holder.dtype != dtype:
-            self._guests[id(holder)] = (holder, holder.data)
-            arrived = self._arrived.pop(id(holder), None)
-            holder.data = holder.data.to(self.device, dtype) if arrived is None else arrived
+            home, arrived = self._home(holder), self._arrived.pop(id(holder), None)
+            self._guests[id(holder)] = (holder, home)
+            holder.data = arrived if arrived is not None and arrived.dtype == dtype else home.to(self.device, dtype)
 
     def _prepare(self, batch: Batch, module: nn.Module) -> Batch:
         names = forward_names(module) if self.model.part or self.model.body else set(batch)
@@ -186,8 +208,10 @@ class Walker:
         for name, module in self.model.module.named_modules():
             if name in self._blocks:
                 module.forward = _pausing(name, module.forward)
+                self._undo.append(partial(module.__dict__.pop, "forward"))
             elif name in around or name.rpartition(".")[0] in around:
-                module.register_forward_pre_hook(self._bringing(name, recurse=name not in around))
+                hook = module.register_forward_pre_hook(self._bringing(name, recurse=name not in around))
+                self._undo.append(hook.remove)
 
     def _convert_stem(self) -> None:
         """Hold everything before the blocks in the computing dtype: models look at its dtype before it is called.
@@ -247,15 +271,37 @@ class Pass(greenlet):
         """True when the pass is paused before this block."""
         return self._block is not None and self._block == self._walker.own_name(block)
 
-    def run_block(self, block: Block, given: Pass | None = None) -> Any:
+    def run_block(self, block: Block, given: Pass | None = None, kept: Sequence[list[Any]] = ()) -> Any:
         """Run the block that the pass is paused at, on its arguments (or those of the pass `given`, of another model),
-        and return its output; the pass stays paused."""
-        self._walker.bring(block.name)
-        args, kwargs = (given or self)._args, (given or self)._kwargs
+        and return its output, None where a hook raised StopBlock; the pass stays paused.
+
+        kept: what hooks keep of this run. Where bfloat16 is too small for a feature, the lists are emptied and the
+        block runs in float32.
+        """
+        walker, given = self._walker, given or self
+        walker.bring(block.name)
+        output = self._run(block, given)
+        if walker.dtype == torch.bfloat16 and _are_finite(given.hidden) and not _are_finite((output, *kept)):
+            for each in kept:
+                each.clear()
+            with walker.precise(block.name):
+                output = self._run(block, given, torch.float32)
+            if _are_finite((output, *kept)):
+                walker.too_large.add(block.name)
+        return output
+
+    def _run(self, block: Block, given: Pass, dtype: torch.dtype | None = None) -> Any:
+        args, kwargs = given._args, given._kwargs
         if block.overwritten:
-            args, kwargs = tuple(map(_copy, args)), {key: _copy(value) for key, value in kwargs.items()}
-        with torch.no_grad():
-            return self._forward(*args, **kwargs)
+            args, kwargs = tree_map(_copy, (args, kwargs))
+        if dtype is not None:
+            args, kwargs = tree_map(partial(_cast, dtype=dtype), (args, kwargs))
+        try:
+            with torch.no_grad():
+                output = self._forward(*args, **kwargs)
+        except StopBlock:
+            return None
+        return output if dtype is None else tree_map(partial(_cast, dtype=self._walker.dtype), output)
 
     def run_through(self, blocks: Sequence[Block]) -> None:
         """Run these blocks, to the first that is none of them."""
@@ -296,8 +342,21 @@ def _pausing(name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
     return paused
 
 
+class StopBlock(Exception):  # noqa: N818 - not an error
+    """Raised by a hook that has seen enough of a block's run."""
+
+
 def _copy(value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) else value
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+
+
+def _are_finite(values: Any) -> bool:
+    flags = [torch.isfinite(x).all() for x in tensors_in(values) if x.is_floating_point()]
+    return not flags or bool(torch.stack(flags).all())
 
 
 def _dots(name: str) -> Iterator[int]:

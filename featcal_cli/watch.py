@@ -109,7 +109,7 @@ class Group:
             hook = self._walkers[role].module(f"{block.name}.{module.name}").register_forward_hook
             handles.append(hook(lambda _, __, output, kept=kept: kept.append(first_tensor(output))))
         try:
-            return _Run(self._passes[role].run_block(block, given), outputs)
+            return _Run(self._passes[role].run_block(block, given, list(outputs.values())), outputs)
         finally:
             for handle in handles:
                 handle.remove()

@@ -36,10 +36,11 @@ class Run:
 
 
 def featcal_inside(capsys: pytest.CaptureFixture[str], command: str, arguments: Mapping[str, object]) -> Run:
-    """Run a command inside this process, which spares the start: options by name; None is left out."""
+    """Run a command inside this process, which spares the start: options by name, one with a list repeatedly; None is
+    left out."""
     line = [command]
-    for name, value in arguments.items():
-        if value is not None:
+    for name, given in arguments.items():
+        for value in given if isinstance(given, list) else [] if given is None else [given]:
             line += [part for part in ([name] if name.startswith("-") else []) + [str(value)] if part]
     capsys.readouterr()
     with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as stopped:

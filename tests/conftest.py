@@ -8,12 +8,16 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
 from hub_server import HubServer
+
+if TYPE_CHECKING:
+    from bad_input import Stage
 
 # huggingface_hub reads its settings once, when it is imported
 assert "huggingface_hub" not in sys.modules, "something imported huggingface_hub before tests/conftest.py"
@@ -56,4 +60,25 @@ def hub(hub_on_loopback: HubServer) -> HubServer:
 @pytest.fixture
 def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Draw no picture, which takes as long as calibrating a tiny model; what is tested is elsewhere in the output."""
-    monkeypatch.setattr("featcal_cli.workflow.plot_drift", lambda _: b"")
+    monkeypatch.setattr("featcal_cli.calibration.plot_drift", lambda _: b"")
+
+
+@pytest.fixture(scope="session")
+def saved_stage(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The files of a good job, to be copied."""
+    from bad_input import save_stage
+
+    folder = tmp_path_factory.mktemp("stage")
+    save_stage(folder)
+    return folder
+
+
+@pytest.fixture
+def stage(saved_stage: Path, tmp_path: Path, hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> Stage:
+    """A good job that may be spoiled, and an empty folder in which to run it."""
+    from bad_input import Stage
+
+    shutil.copytree(saved_stage, tmp_path / "job")
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    return Stage(tmp_path / "job", hub, monkeypatch)

@@ -17,10 +17,11 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, quote, unquote, urlsplit
 
-import yaml
 from hub_faults import Fault, Faults
 from hub_store import DATE, Answer, Blob, Call, Pull, RefusedError, Repo, Request, is_lfs, refuse, to_json
 from hub_uploads import Uploads
+
+from featcal_cli.documents import load_documents
 
 
 class HubServer:
@@ -353,7 +354,10 @@ def _card_data(files: Mapping[str, Blob]) -> Any:
     """The metadata between the dashes of README.md."""
     text = files["README.md"].path.read_text(encoding="utf-8") if "README.md" in files else ""
     match = re.match(r"---\n(.*?)\n---\n", text, re.DOTALL)
-    return yaml.safe_load(match[1]) if match else None
+    try:
+        return load_documents(match[1])[0] if match else None
+    except (ValueError, IndexError):
+        return None  # what cannot be read, and what unfolds without end, a card may still hold
 
 
 class _Listener(ThreadingHTTPServer):

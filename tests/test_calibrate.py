@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 
 from featcal_cli.algorithm import Progress
+from featcal_cli.errors import OutputError
 from featcal_cli.listener import Silent
 from featcal_cli.workflow import calibrate
 
@@ -106,12 +107,25 @@ def test_an_interrupted_run_goes_on_from_the_last_finished_block(tmp_path: Path)
     assert not (tmp_path / ".resumed.featcal").exists()
 
 
-def test_a_journal_of_another_job_is_not_taken_over(tmp_path: Path) -> None:
+@pytest.mark.parametrize("anew", ["restart", "overwrite"])
+def test_finished_blocks_of_another_job_are_kept_until_the_user_says_otherwise(tmp_path: Path, anew: str) -> None:
     saved = save_family(tmp_path, BY_NAME["bert"])
     with pytest.raises(KeyboardInterrupt):
         calibrate(saved.recipe(ridge=0.5), output=tmp_path / "out", listener=_Stopper())
-    result = calibrate(saved.recipe(), output=tmp_path / "out")
+    with pytest.raises(OutputError, match=r"recipe\.calibration\.ridge was 0\.5, and is 0\.05") as raised:
+        calibrate(saved.recipe(), output=tmp_path / "out")
+    assert "--overwrite" in raised.value.fix
+    result = calibrate(saved.recipe(), output=tmp_path / "out", **{anew: True})  # type: ignore[arg-type]
     assert not any("taken over" in note for note in result.report.notes)
+
+
+def test_what_was_finished_of_the_same_job_is_dropped_only_by_a_restart(tmp_path: Path) -> None:
+    saved = save_family(tmp_path, BY_NAME["bert"])
+    for anew, taken in (("overwrite", True), ("restart", False)):
+        with pytest.raises(KeyboardInterrupt):
+            calibrate(saved.recipe(), output=tmp_path / anew, listener=_Stopper())
+        result = calibrate(saved.recipe(), output=tmp_path / anew, **{anew: True})  # type: ignore[arg-type]
+        assert any("taken over" in note for note in result.report.notes) == taken
 
 
 def test_where_the_result_is_to_go_may_change_after_an_interruption(
@@ -182,8 +196,8 @@ def test_changed_data_is_another_job(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         calibrate(recipe, output=tmp_path / "out", listener=_Stopper())
     Image.new("RGB", (8, 8), (0, 0, 255)).save(tmp_path / "photos" / "0.png")
-    result = calibrate(recipe, output=tmp_path / "out")
-    assert not any("taken over" in note for note in result.report.notes)
+    with pytest.raises(OutputError, match=r"data\.red\.examples was \w+…, and is \w+…"):
+        calibrate(recipe, output=tmp_path / "out")
 
 
 def test_a_broken_journal_entry_is_computed_again(tmp_path: Path) -> None:

@@ -16,10 +16,12 @@ from markdown_it import MarkdownIt
 from markdown_it.token import Token
 
 from featcal_cli.card import MARK, OWN_CARD, read_license, write_card
+from featcal_cli.evaluation import TaskScores
 from featcal_cli.markdown import inert_document, one_line
 from featcal_cli.report import BlockReport, DriftCurve, ModuleReport, Report, Source, TaskDrift
+from featcal_cli.scores import Score
 
-COMMIT = "0123456789abcdef0123456789abcdef01234567"
+COMMIT = "01234567" * 5
 HOSTILE = {
     "a bar": "a|b",
     "a script": "<script>alert(1)</script>",
@@ -238,10 +240,10 @@ def test_the_merged_card_is_kept_below_as_text() -> None:
 
 
 def test_no_path_and_no_token_gets_into_the_card() -> None:
-    secret = "hf_" + "a1" * 15
-    report = make_report(secret, notes=[f"read /srv/x/{secret}/y and /home/me/my data/letters"])
-    card = write_card(report, name=secret, target=f"me/{secret}", merged_readme=f"{README}{secret}")
-    assert secret not in card
+    token = "hf_" + "a1" * 15
+    report = make_report(token, notes=[f"read /srv/x/{token}/y and /home/me/my data/letters"])
+    card = write_card(report, name=token, target=f"me/{token}", merged_readme=f"{README}{token}")
+    assert token not in card
     assert not re.search(r"/home|/srv|/root|my data", card)
     assert "read y and letters" in card
 
@@ -265,8 +267,17 @@ def test_growing_drift_is_said_at_the_top() -> None:
 
 
 def test_accuracy_has_columns_where_it_was_measured() -> None:
-    card = write_card(make_report(), name="mended", accuracy={"digit": (0.9, 0.5, 0.75)})
+    scores = {
+        role: Score(value, value - 0.1, value + 0.1, 0.05, 100)
+        for role, value in (("expert", 0.9), ("merged", 0.5), ("calibrated", 0.75))
+    }
+    measured = make_report(accuracy={"digit": TaskScores("heads", "accuracy", "data", "test", scores)})
+    card = write_card(measured, name="mended", pipeline_tag="image-classification")
     assert "| digit | 0.800 | 0.600 | −25 % | 1.200 | 90.0 | 50.0 | 75.0 |" in card
+    data: Any = ModelCard(card).data
+    (result,) = data.eval_results
+    assert (result.task_type, result.metric_type, result.metric_value) == ("image-classification", "accuracy", 0.75)
+    assert Report.from_json(measured.to_json()) == measured
     assert "| **mean** | 0.800 | 0.600 | −25 % | 1.200 | – | – | – |" in card
 
 

@@ -108,7 +108,7 @@ def test_without_logits_there_are_no_columns_for_them() -> None:
 
 
 def test_names_are_inert_and_tokens_are_not_shown() -> None:
-    token = "hf_" + "aB3dE6gH9jK2mN5pQ8rS1tU4"
+    token = "hf_" + "aB3dE6gH" * 3
     inspection = make_inspection([f"task {token}"])
     assert token not in show(replace(inspection, names=inspection.names | {"model": f"/models/{token}"}), 200)
     text = show(make_inspection(["\x1b[31mx\n:smile: [bold]b[/bold]"]), 200)

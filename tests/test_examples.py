@@ -30,8 +30,9 @@ from transformers.models.detr.image_processing_pil_detr import DetrImageProcesso
 from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 
 from featcal_cli.errors import DataError
-from featcal_cli.examples import Batch, TaskExamples, draw_examples, load_labelled
+from featcal_cli.examples import Batch, TaskExamples, draw_examples
 from featcal_cli.images import DECODED
+from featcal_cli.labelled import load_labelled
 from featcal_cli.recipe import Data
 
 arrow: Any = pyarrow  # has no types
@@ -732,5 +733,5 @@ def test_labelled_rows_keep_their_order_and_the_named_label_column_counts(
 
 def test_accuracy_refuses_rows_that_cannot_be_read(tmp_path: Path, bert: Any, text_folder: Path) -> None:
     data = Data(path=write_jsonl(tmp_path / "a.jsonl", [*text_rows(9), {"text": "", "label": 1}]))
-    with pytest.raises(DataError, match="1 of 10 rows cannot be used"):
+    with pytest.raises(DataError, match="row 10 cannot be used"):
         load_labelled("task", data, "train", bert, [text_folder], batch_size=2)

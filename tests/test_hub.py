@@ -287,16 +287,16 @@ def test_a_private_repo_needs_a_token_with_access(
 def test_a_bad_token_is_named_but_never_shown(
     hub: HubServer, folder: Path, pickled: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    secret = "hf_thisTokenIsNotKnownToTheHub0123456789"
+    token = "hf_" + "notKnown" * 4
     hub.add_repo("user/public", folder)
-    monkeypatch.setenv("HF_TOKEN", secret)
+    monkeypatch.setenv("HF_TOKEN", token)
     assert "does not accept the token" in refusal("user/public")
-    hub.tokens[secret] = "user"
+    hub.tokens[token] = "user"
     hub.add_repo("other/private", folder, private=True)
     hub.add_repo("other/gated", folder, gated=True)
     hub.add_repo("user/pickle", pickled)
     for name in ("other/private", "other/gated", "user/pickle", "user/absent", "user/public@absent"):
-        assert secret not in refusal(name)
+        assert token not in refusal(name)
 
 
 def test_the_token_goes_to_the_hub_only(hub: HubServer, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

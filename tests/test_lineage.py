@@ -10,12 +10,14 @@ from typing import Any
 
 import pytest
 import yaml
+from bad_input import LAUGHS, MERGES
 from hub_server import HubServer
 
+from featcal_cli.documents import load_documents
 from featcal_cli.errors import FeatCalError, HubError, LineageError
 from featcal_cli.lineage import Lineage, find_lineage
 from featcal_cli.mergekit import MalformedError, read_mergekit
-from featcal_cli.readme import load_documents, read_card
+from featcal_cli.readme import read_card
 from featcal_cli.recipe import Draft, dump_recipe
 from featcal_cli.references import name_tasks
 from featcal_cli.repo import Kind, Repo, open_repo
@@ -761,7 +763,9 @@ UNREADABLE = {
     "no such day": "date: 2024-99-99",
     "a python object": "base_model: !!python/object/apply:os.system [exit]",
     "nested without end": f"base_model: {'[' * 1000}",
-    "merge keys that unfold": "a: &a {base_model: x/y}\n<<: [*a, *a]",
+    "merge keys that unfold": MERGES,
+    "aliases that unfold": LAUGHS,
+    "a list in itself": "base_model: &a [*a]",
     "too long": f"base_model: {'x' * 2_000_000}",
 }
 

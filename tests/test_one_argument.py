@@ -325,7 +325,7 @@ def test_a_run_that_does_not_push_leaves_the_push_to_a_later_one(
     (work / "journal" / "block-0000.safetensors").touch()
     run = calibrate(capsys, "later/merged")
     assert run.code == 0 and "nothing is computed again" in re.sub(r"\s+", " ", run.stderr)
-    assert [path.name for path in work.iterdir()] == ["unpushed.json"]
+    assert [path.name for path in work.iterdir()] == ["finished.json"]
     run = calibrate(capsys, "later/merged", push_to="later/out")
     assert run.code == 0 and "nothing is computed again" in re.sub(r"\s+", " ", run.stderr)
     assert len(hub.repos["model", "later/out"].log) == 1
@@ -343,7 +343,7 @@ def test_a_run_that_is_killed_once_its_output_stands_is_pushed_by_the_next(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("featcal_cli.workflow.write_output", write_and_die)
+        patch.setattr("featcal_cli.calibration.write_output", write_and_die)
         assert calibrate(capsys, "killed/merged", push_to="killed/out").code == 130
     run = calibrate(capsys, "killed/merged", push_to="killed/out")
     assert run.code == 0 and "nothing is computed again" in re.sub(r"\s+", " ", run.stderr)
@@ -363,7 +363,7 @@ def test_an_older_output_is_not_pushed_for_one_that_was_never_written(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("featcal_cli.workflow.write_output", die)
+        patch.setattr("featcal_cli.calibration.write_output", die)
         assert calibrate(capsys, "older/merged", push_to="older/out", overwrite=True).code == 130
     run = calibrate(capsys, "older/merged", push_to="older/out")
     assert run.code == 2 and "exists" in run.stderr and "--overwrite" in run.stderr
@@ -375,7 +375,7 @@ def test_a_note_of_a_push_that_was_cut_short_is_no_note(
     hub: HubServer, merge: Path, here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     leave_unpushed(hub, merge, capsys, monkeypatch, "cut")
-    note = here / ".merged-featcal.featcal" / "unpushed.json"
+    note = here / ".merged-featcal.featcal" / "finished.json"
     whole = note.read_bytes()
     for length in (0, len(whole) // 2, len(whole) - 1):
         note.write_bytes(whole[:length])

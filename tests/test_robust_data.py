@@ -13,8 +13,9 @@ import pyarrow.parquet
 import pytest
 from PIL import Image
 
-from featcal_cli.recipe import build_recipe, find_recipe
+from featcal_cli.recipe import build_recipe
 from featcal_cli.report import Report
+from featcal_cli.shipped import find_recipe
 from featcal_cli.workflow import calibrate
 
 pytestmark = pytest.mark.usefixtures("undrawn")

@@ -1,0 +1,368 @@
+"""One calibration, from what the user says to the output folder and the Hub."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from featcal_cli import pages
+from featcal_cli.algorithm import calibrate_blocks
+from featcal_cli.architecture import Architecture
+from featcal_cli.card import write_card
+from featcal_cli.checkpoint import Model
+from featcal_cli.errors import NumericsError
+from featcal_cli.evaluator import check_evaluable, evaluate_models
+from featcal_cli.examples import TaskExamples
+from featcal_cli.features import CALIBRATED, MERGED, Job
+from featcal_cli.job import Models, find_blocks, load_models, make_job, make_search_job
+from featcal_cli.journal import Journal, take_fingerprint
+from featcal_cli.layout import names_on_disk, read_slots
+from featcal_cli.loaders import find_pipeline_tag, find_processor_class
+from featcal_cli.output import check_name, check_output, default_output, write_output
+from featcal_cli.plots import plot_drift
+from featcal_cli.preflight import Preflight
+from featcal_cli.push import Pushed, Target, check_target, push
+from featcal_cli.recipe import Merge, Recipe, dump_recipe
+from featcal_cli.report import (
+    CARD,
+    PICTURE,
+    RECIPE,
+    REPORT,
+    BlockReport,
+    Report,
+    Trial,
+    describe_guard,
+    describe_ridges,
+)
+from featcal_cli.run import Run
+from featcal_cli.search import Search
+from featcal_cli.select import Choice, Plan, check_search, choose_settings
+from featcal_cli.shares import Shares, share_tasks
+from featcal_cli.shortage import halve_batches, is_out_of_memory
+from featcal_cli.summary import summarise
+from featcal_cli.workplace import Finished, Workplace
+
+SEARCH = "search"
+"""Under this name the journal keeps what a search found."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """A finished calibration."""
+
+    output: Path
+    report: Report
+    pushed: Pushed | None
+    """Where on the Hub it is, if it was to be pushed."""
+    models: Models | None
+    """The models that it used; None where an earlier run's output was only pushed."""
+
+    @property
+    def merged(self) -> Model:
+        """The merged model. Raises ValueError where nothing was computed."""
+        return self._models().merged
+
+    @property
+    def experts(self) -> Mapping[str, Model]:
+        """The experts by task. Raises ValueError where nothing was computed."""
+        return self._models().experts
+
+    def _models(self) -> Models:
+        if self.models is None:
+            raise ValueError("an earlier run's output was pushed; no models were loaded")
+        return self.models
+
+
+class CalibrationRun:
+    """One job under way."""
+
+    def __init__(
+        self,
+        run: Run,
+        output: str | Path | None,
+        *,
+        overwrite: bool,
+        restart: bool = False,
+        evaluate: bool = False,
+        allow_code: bool = False,
+    ) -> None:
+        self._run, self._draft, self._ranks = run, run.draft, run.ranks
+        self._overwrite, self._restart = overwrite, restart
+        self._evaluate, self._allow_code = evaluate, allow_code
+        self.target = Path(output) if output else default_output(run.draft.name)
+        self._place = Workplace(self.target)
+        self._finished: Finished | None = None
+        """The output, where an earlier run of this very job has written it."""
+
+    def check_places(self, *, create_pr: bool, overwrite_repo: bool) -> Target | None:
+        """Where the result is to go on the Hub, which the first rank alone knows. Raises FeatCalError when it cannot go
+        there, or not to the output."""
+        if not self._ranks.is_first:
+            return None
+        anew = self._overwrite or self._restart
+        self._finished = None if anew else self._place.read_finished(self._key())
+        if self._finished is not None:
+            self._run.note(f"{self.target} was finished by an earlier run; nothing is computed again")
+        else:
+            check_output(self.target, self._draft.local_paths, overwrite=self._overwrite)
+        wanted = self._draft.output
+        if wanted.push_to is None:
+            return None
+        self._run.listener.stage("checking the Hub")
+        return check_target(
+            wanted.push_to,
+            private=wanted.private,
+            create_pr=create_pr,
+            overwrite_repo=overwrite_repo,
+            finished=None if self._finished is None else self.target,
+        )
+
+    def calibrate(self, *, create_pr: bool, overwrite_repo: bool, message: str | None, strict: bool) -> Result:
+        """Do it all. What is wrong with the inputs leaves nothing behind; finished blocks outlive everything else."""
+        if self._ranks.is_first:
+            check_name(self.target)
+        with self._place.held() if self._ranks.is_first else nullcontext():
+            target = self.check_places(create_pr=create_pr, overwrite_repo=overwrite_repo)
+            models = None
+            if self._ranks.broadcast(self._finished is not None):
+                text = (self.target / REPORT).read_text(encoding="utf-8") if self._ranks.is_first else ""
+                report = Report.from_json(self._ranks.broadcast(text))
+                if self._finished is not None:
+                    shutil.rmtree(self._place.journal, ignore_errors=True)
+                    self._address_card(report, target, self._finished.card)
+            else:
+                report, models = self._calibrate(target)
+            if self._evaluate and not report.accuracy:
+                report = self._measure(report, target)
+            pushed = None
+            if target is not None and not (strict and report.worse):
+                self._run.listener.stage(f"pushing to {target.repo_id}")
+                pushed = push(self.target, target, message=message or f"Calibrate {self._draft.name} with featcal")
+            wanted = target is not None or (self._finished is not None and self._finished.push)
+            if self._ranks.is_first and not (wanted and pushed is None):
+                self._place.forget_finished()
+            report, pushed = self._ranks.broadcast((report, pushed))
+        return Result(self.target, report, pushed, models)
+
+    def _calibrate(self, target: Target | None) -> tuple[Report, Models]:
+        plan = self._run.prepare(self.target if self._ranks.is_first else None, sample=False)
+        recipe = plan.recipe
+        if self._evaluate:
+            check_evaluable(self._run, recipe, allow_code=self._allow_code)
+        check_search(recipe.calibration, plan.examples)
+        shares = share_tasks(list(recipe.tasks), self._ranks)
+        journal = self._open_journal(plan)
+        merge = recipe.merged if isinstance(recipe.merged, Merge) else None
+        snapshots = self._run.fetch(plan, None if merge else shares.parts)
+        self._run.listener.stage("loading models")
+        with self._place.scratch() as own:
+            scratch = self._ranks.of_machine(own)
+            models = load_models(snapshots, merge, scratch / "merged", self._draft.name, self._ranks)
+            models = models.only(shares.parts)
+            return self._solve(plan, models, shares, scratch, journal, target), models
+
+    def _open_journal(self, plan: Preflight) -> Journal | None:
+        """The finished blocks of this very job, on the first rank. Raises OutputError for those of another one."""
+        folders = {repo.folder for origin in plan.origins.values() for repo in origin.repos() if repo.folder}
+        fingerprint = take_fingerprint(plan.recipe, folders, self._run.device, plan.examples)
+        fingerprint["files"] = self._ranks.unite(fingerprint["files"])
+        if not self._ranks.is_first:
+            return None
+        return Journal(self._place.journal, fingerprint, restart=self._restart, overwrite=self._overwrite)
+
+    def _solve(
+        self,
+        plan: Preflight,
+        models: Models,
+        shares: Shares,
+        scratch: Path,
+        journal: Journal | None,
+        target: Target | None,
+    ) -> Report:
+        """Calibrate what is loaded, and write it."""
+        calibration = plan.recipe.calibration
+        architecture = find_blocks(models, plan.examples, calibration.norms, self._run.note)
+        self._run.share_notes()
+        examples = dict(plan.examples)
+        while True:
+            try:
+                choice, job, blocks = self._walk(plan, examples, models, architecture, shares, scratch, journal)
+                break
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
+            pages.trim_heap()
+            examples = halve_batches(examples, self._run.device, self._ranks)
+            size = max(found.batch_size for found in examples.values())
+            self._run.note(f"memory ran out: the block is computed again with at most {size} examples in a batch")
+        self._note_blocks(blocks, job, journal)
+        if target is not None and plan.recipe.local_paths:
+            self._run.note(f"{RECIPE} and {REPORT} name folders of this machine, and are pushed with these names")
+        self._run.listener.stage("writing")
+        fixed = calibration.model_copy(update=asdict(choice.settings))
+        plan = replace(plan, recipe=plan.recipe.model_copy(update={"calibration": fixed}))
+        report = summarise(self._run, plan, blocks, job, choice)
+        if journal:
+            self._write(journal, models, report, plan, target)
+        return report
+
+    def _walk(
+        self,
+        plan: Preflight,
+        examples: Mapping[str, TaskExamples],
+        models: Models,
+        architecture: Architecture,
+        shares: Shares,
+        scratch: Path,
+        journal: Journal | None,
+    ) -> tuple[Choice, Job, list[BlockReport]]:
+        """Choose settings and calibrate all blocks; what the journal holds of either is taken over."""
+        calibration = plan.recipe.calibration
+        choice = self._choose(plan, examples, models, architecture, shares, scratch, journal)
+        unchecked = [task for task, found in examples.items() if not found.selection_count]
+        guarded = calibration.select != "preset" and not unchecked
+        if unchecked and calibration.select != "preset":
+            self._run.note(f"guard: off, because {unchecked[0]} has no further examples to check updates on")
+        job = make_job(
+            models,
+            architecture,
+            examples,
+            calibration,
+            self._run.device,
+            self._run.note,
+            students={CALIBRATED: models.student},
+            watchers={MERGED: models.merged, "base": models.base},
+            guarded=guarded,
+            shares=shares,
+            scratch=scratch,
+        )
+        if self._ranks.size > 1:
+            for found in examples.values():  # the job has this rank's part of them
+                for batches in (found.fitted, found.selection, found.held_out):
+                    batches.clear()
+        self._run.listener.stage("calibrating")
+        try:
+            watch = self._run.listener.progress
+            return choice, job, calibrate_blocks(job, choice.settings, journal, bias=calibration.bias, watch=watch)
+        except RuntimeError as error:
+            if is_out_of_memory(error) or "bfloat16" not in str(error).lower():
+                raise
+            what = f"this model cannot run in bfloat16 here: {error}"
+            raise NumericsError(what, fix="give --dtype float32") from error
+        finally:
+            job.retire()
+
+    def _note_blocks(self, blocks: list[BlockReport], job: Job, journal: Journal | None) -> None:
+        """What is to be known of how the blocks were calibrated."""
+        texts = [describe_guard(blocks), describe_ridges(blocks), job.describe_precision()]
+        if journal and journal.restored:
+            texts.append(f"{journal.restored} of {len(blocks)} blocks were taken over from an earlier run of this job")
+        for text in filter(None, texts):
+            self._run.note(text)
+
+    def _choose(
+        self,
+        plan: Preflight,
+        examples: Mapping[str, TaskExamples],
+        models: Models,
+        architecture: Architecture,
+        shares: Shares,
+        scratch: Path,
+        journal: Journal | None,
+    ) -> Choice:
+        """The settings of the run, by a search or without; those of an interrupted run are taken over."""
+        calibration = plan.recipe.calibration
+
+        def run_search(found: Plan) -> list[Trial]:
+            if (kept := self._ranks.broadcast(journal.recall(SEARCH) if journal else None)) is not None:
+                return [Trial(**trial) for trial in kept]
+            self._run.listener.stage(f"searching settings ({len(found.candidates)} candidates)")
+            job = make_search_job(
+                models,
+                architecture,
+                examples,
+                calibration,
+                self._run.device,
+                found.candidates,
+                found.fitted,
+                [architecture.blocks[number - 1].name for number in found.cuts],
+                shares,
+                scratch,
+            )
+            search = Search(job, found.candidates, calibration.bias, found.cuts)
+            trials = search.run(self._run.listener.progress)
+            if journal:
+                journal.keep(SEARCH, [asdict(trial) for trial in trials])
+            return trials
+
+        work, blocks = plan.estimate.work, len(architecture.blocks)
+        fits = plan.estimate.search.fits
+        choice = choose_settings(calibration, models.merged.module, examples, work, blocks, run_search, fits)
+        settings = choice.settings
+        self._run.note(
+            f"settings: ridge {settings.ridge:g}, rho {settings.rho:g}, alpha {settings.alpha:g}, "
+            f"chosen by {choice.chosen_by}"
+        )
+        return choice
+
+    def _write(self, journal: Journal, models: Models, report: Report, plan: Preflight, target: Target | None) -> None:
+        slots = read_slots(models.merged.snapshot)
+
+        def read_groups() -> Iterator[dict[str, Tensor]]:
+            for number in range(len(report.blocks)):
+                yield names_on_disk(models.merged, journal.tensors(number), slots)
+
+        repo = plan.origins["merged"].repo if "merged" in plan.origins else None
+        about: dict[str, Any] = {
+            "merged_readme": repo.read_text(CARD) if repo else None,
+            "model_class": type(models.merged.module).__name__,
+            "processor_class": find_processor_class(models.merged.snapshot.folder),
+            "pipeline_tag": find_pipeline_tag(type(models.merged.module)),
+        }
+        text = report.to_json()
+        contents: dict[str, str | bytes] = {
+            REPORT: text,
+            RECIPE: dump_recipe(plan.recipe),
+            PICTURE: plot_drift(report),
+            CARD: write_card(report, name=self.target.name, target=target.repo_id if target else None, **about),
+        }
+        self._place.finish(self._key(), [text], about, push=target is not None)
+        for name in write_output(self._place, models.merged, read_groups, contents):
+            self._run.note(f"left out of the output: {name} (other weights than the calibrated ones)")
+        shutil.rmtree(journal.folder, ignore_errors=True)
+
+    def _measure(self, report: Report, target: Target | None) -> Report:
+        """The report with the figures of expert, merged and calibrated model, in the output as well."""
+        recipe = Recipe.model_validate(report.recipe)
+        found = evaluate_models(self._run, recipe, {CALIBRATED: str(self.target)}, allow_code=self._allow_code)
+        measured = replace(report, accuracy=dict(found.tasks))
+        if (finished := self._place.read_finished(self._key())) is not None:
+            texts = [report.to_json(), measured.to_json()]
+            self._place.finish(self._key(), texts, finished.card, push=finished.push)
+            self._rewrite(REPORT, texts[1])
+            self._address_card(measured, target, finished.card)
+        return measured
+
+    def _key(self) -> str:
+        """The job without its output: a finished model may be pushed to another place than was planned."""
+        return json.dumps(self._draft.model_dump(mode="json", exclude={"output"}), sort_keys=True)
+
+    def _address_card(self, report: Report, target: Target | None, about: Mapping[str, Any]) -> None:
+        """Let the card of a finished output say what the report does, and name the repo that it is pushed to now."""
+        text = write_card(report, name=self.target.name, target=target.repo_id if target else None, **about)
+        if (self.target / CARD).read_text(encoding="utf-8") != text:
+            self._rewrite(CARD, text)
+
+    def _rewrite(self, name: str, text: str) -> None:
+        """Let a file of the output say something else, whole at any time. Raises OutputError."""
+        draft = self._place.folder / name
+        with self._place.writing():
+            draft.write_text(text, encoding="utf-8")
+            draft.replace(self.target / name)

@@ -1,0 +1,93 @@
+"""Text that strangers wrote, as data: plain values, and never more of them than a machine can hold."""
+
+from __future__ import annotations
+
+import json
+from itertools import chain
+from typing import Any
+from unicodedata import category
+
+import yaml
+
+MAX_CHARACTERS = 1_000_000
+"""A longer YAML text is not parsed: no card or config is that long."""
+MAX_VALUES = 1_000_000
+"""Values that a YAML text may unfold to: a few lines of aliases (&a, *a, <<) unfold to more than any memory holds."""
+MAX_DEPTH = 60
+"""Values inside of values."""
+
+_OBEYED = ("Cc", "Cf", "Cs", "Zl", "Zp")
+"""Categories of characters that move the cursor, turn the writing, or begin a command to the terminal."""
+_YAML_FAULTS = (yaml.YAMLError, ValueError, ArithmeticError, LookupError, TypeError, AttributeError, RecursionError)
+"""What yaml.SafeLoader raises at text that is no YAML: besides its own errors, slips at odd tags (`!!int ""`)."""
+
+
+class _TooMuchError(ValueError):
+    """A text stands for more than can be read."""
+
+
+class _Loader(yaml.SafeLoader):
+    """Plain values only, and only as many as there is room for."""
+
+    def construct_document(self, node: yaml.Node) -> Any:
+        _measure(node, {})
+        return super().construct_document(node)
+
+
+def load_documents(text: str) -> list[Any]:
+    """The documents of a YAML text, empty ones left out. Raises ValueError with a short reason for anything else."""
+    if len(text) > MAX_CHARACTERS:
+        raise ValueError(f"it is longer than {MAX_CHARACTERS:,} characters")
+    try:
+        return [document for document in yaml.load_all(text, Loader=_Loader) if document is not None]
+    except _TooMuchError:
+        raise
+    except _YAML_FAULTS as error:
+        mark = getattr(error, "problem_mark", None)
+        problem = getattr(error, "problem", None)
+        reason = f": {bare(problem)}" if problem else ""
+        raise ValueError(f"it is not YAML (line {mark.line + 1}{reason})" if mark else "it is not YAML") from None
+
+
+def parse_json(text: str | bytes) -> Any:
+    """The value of a JSON text. Raises ValueError with a short reason."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deep") from None
+
+
+def show(text: str) -> str:
+    """A foreign text for a message: short, and without control characters."""
+    return repr(text if len(text) <= 80 else text[:77] + "...")
+
+
+def bare(text: str) -> str:
+    """The same without quotation marks around it."""
+    return show(text)[1:-1]
+
+
+def visible(text: str) -> str:
+    """A text without what a terminal would obey, in place of which a sign stands."""
+    return "".join("�" if category(char) in _OBEYED and char != "\n" else char for char in text)
+
+
+def _measure(node: yaml.Node, known: dict[int, tuple[int, int] | None]) -> tuple[int, int]:
+    """How many values a node unfolds to, and how deep they lie in each other. Raises _TooMuchError."""
+    if id(node) in known:
+        if (found := known[id(node)]) is None:
+            raise _TooMuchError("a value in it holds itself")
+        return found
+    known[id(node)] = None
+    parts: list[Any] = node.value if isinstance(node, yaml.CollectionNode) else []
+    parts = list(chain.from_iterable(parts)) if isinstance(node, yaml.MappingNode) else parts
+    count, depth = 1, 1
+    for part in parts:
+        values, levels = _measure(part, known)
+        count, depth = count + values, max(depth, 1 + levels)
+    if count > MAX_VALUES or depth > MAX_DEPTH:
+        raise _TooMuchError(
+            f"it unfolds to more than {MAX_VALUES:,} values, or more than {MAX_DEPTH} inside each other"
+        )
+    known[id(node)] = count, depth
+    return count, depth

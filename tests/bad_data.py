@@ -1,0 +1,188 @@
+"""Examples that cannot be read, do not fit, or would fill all memory."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import zlib
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import torch
+from bad_input import LAUGHS, Arguments, Arrange, Case, Stage, of_images
+from PIL import Image
+from safetensors.torch import save_file
+
+arrow: Any = pyarrow  # has no types
+ESCAPE = "\x1b[31m"
+
+
+def tensors(**found: torch.Tensor) -> Arrange:
+    """A file of model-ready inputs."""
+
+    def arrange(stage: Stage) -> Arguments:
+        save_file({name: value.clone() for name, value in found.items()}, stage.folder / "inputs.safetensors")
+        return {"--data": f"red={stage.folder / 'inputs.safetensors'}"}
+
+    return arrange
+
+
+def file(name: str, content: str | bytes) -> Arrange:
+    """A data file."""
+    return lambda stage: {"--data": f"red={stage.write(name, content)}"}
+
+
+def missing_file(stage: Stage) -> Arguments:
+    return {"--data": f"red={stage.folder / 'nowhere.jsonl'}"}
+
+
+def empty_folder(stage: Stage) -> Arguments:
+    (stage.folder / "empty").mkdir()
+    return {"--data": f"red={stage.folder / 'empty'}"}
+
+
+def hub_dataset(name: str, **files: str | bytes) -> Arrange:
+    """A dataset on the Hub; in the names of files, __ is a dot, and _in_ is a slash."""
+
+    def arrange(stage: Stage) -> Arguments:
+        for path, content in files.items():
+            stage.write(f"data/{path.replace('_in_', '/').replace('__', '.')}", content)
+        return {"--data": f"red={stage.publish(name, 'data', 'dataset')}"}
+
+    return arrange
+
+
+def model_in_place_of_data(stage: Stage) -> Arguments:
+    return {"--data": f"red={stage.publish('data/model', 'red')}"}
+
+
+def no_tokenizer(stage: Stage) -> Arguments:
+    for path in (stage.folder / "base").glob("tokenizer*"):
+        path.unlink()
+    return file("rows.jsonl", '{"text": "w2 w3"}\n' * 20)(stage)
+
+
+def broken_tokenizer(stage: Stage) -> Arguments:
+    stage.write("base/tokenizer.json", "[" * 100_000)
+    return file("rows.jsonl", '{"text": "w2 w3"}\n' * 20)(stage)
+
+
+def tokenizer_of_a_larger_model(stage: Stage) -> Arguments:
+    tokenizer = stage.folder / "base" / "tokenizer.json"
+    content = json.loads(tokenizer.read_text())
+    content["model"]["vocab"]["w2"] = 1_000_000
+    tokenizer.write_text(json.dumps(content))
+    return file("rows.jsonl", '{"text": "w2 w3"}\n' * 20)(stage)
+
+
+def images(content: bytes, name: str = "0.png") -> Arrange:
+    """A folder of one image."""
+
+    def arrange(stage: Stage) -> Arguments:
+        return of_images(stage, stage.write(f"images/{name}", content).parent)
+
+    return arrange
+
+
+def png(width: int, height: int) -> bytes:
+    """An image whose header promises so many pixels, and whose data hold a few of them."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    header = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0))
+    return b"\x89PNG\r\n\x1a\n" + header + chunk(b"IDAT", zlib.compress(bytes(1000))) + chunk(b"IEND", b"")
+
+
+POSTSCRIPT = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n%%EndComments\n(pwned) (w) file closefile\nshowpage\n"
+
+
+def bombs_in_a_table(stage: Stage) -> Arguments:
+    rows = [{"image": {"bytes": png(20_000, 20_000), "path": None}}] * 20
+    pyarrow.parquet.write_table(arrow.Table.from_pylist(rows), stage.folder / "rows.parquet")
+    return of_images(stage, stage.folder / "rows.parquet")
+
+
+def a_pipe_among_images(stage: Stage) -> Arguments:
+    rows = stage.write("images/rows.jsonl", '{"image": "pipe.png"}\n' * 20)
+    os.mkfifo(rows.parent / "pipe.png")
+    return of_images(stage, rows)
+
+
+def images_that_are_names(stage: Stage) -> Arguments:
+    return of_images(stage, stage.write("images/rows.jsonl", '{"image": "/etc/nothing.png"}\n' * 20))
+
+
+def absurd_processor(stage: Stage) -> Arguments:
+    stage.change("vit/base/preprocessor_config.json", size={"height": 10**6, "width": 10**6})
+    place = stage.folder / "images"
+    place.mkdir()
+    Image.new("RGB", (8, 8)).save(place / "0.png")
+    return of_images(stage, place)
+
+
+def text_for_an_image_model(stage: Stage) -> Arguments:
+    return of_images(stage, stage.write("rows.jsonl", '{"text": "w2 w3"}\n' * 20))
+
+
+IDS = torch.ones(8, 9, dtype=torch.long)
+CASES: list[Case] = [
+    (missing_file, ["nowhere.jsonl"]),
+    (empty_folder, ["no images and no data files"]),
+    (file("numbers.csv", "height,weight\n" + "1,2\n" * 20), ["height", "weight"]),
+    (file("empty.jsonl", ""), ["no rows"]),
+    (file("rows.jsonl", '{"text": \n'), ["row 1 is not JSON"]),
+    (file("rows.jsonl", "[1, 2]\n" * 20), ["not a JSON object"]),
+    (file("rows.jsonl", f'{{"text": {"[" * 100_000}\n' * 3), ["nested too deep"]),
+    (file("rows.jsonl", b"\xff\xfe\n" * 20), ["is not JSON"]),
+    (file("rows.jsonl", '{"text": ""}\n' * 20), ["rows cannot be used", "no text", "example 1"]),
+    (file("rows.csv", b"text\n\xff\xfe\n"), ["cannot be read", "rows.csv"]),
+    (file("rows.parquet", b"PAR1" + bytes(50)), ["cannot be read", "rows.parquet"]),
+    (file("rows.xlsx", b"PK"), ["rows.xlsx", ".jsonl"]),
+    (file("rows.csv", f"{ESCAPE}a,b\n" + "1,2\n" * 20), ["no column holds text"]),
+    (tensors(pixel_values=torch.zeros(4, 3, 8, 8)), ["pixel_values"]),
+    (tensors(attention_mask=torch.ones(4, 9, dtype=torch.long)), ["cannot run", "input_ids"]),
+    (tensors(input_ids=torch.full((4, 9), 1000)), ["cannot run", "range"]),
+    (tensors(input_ids=torch.full((4, 9), -1)), ["cannot run"]),
+    (tensors(input_ids=IDS, attention_mask=IDS[:4]), ["do not agree"]),
+    (tensors(input_ids=IDS, attention_mask=torch.zeros_like(IDS)), ["padding", "red"]),
+    (tensors(labels=IDS[:, 0].contiguous()), ["nothing but labels"]),
+    (tensors(input_ids=IDS[:0]), ["do not agree"]),
+    (no_tokenizer, ["no tokenizer can be loaded"]),
+    (broken_tokenizer, ["no tokenizer can be loaded"]),
+    (tokenizer_of_a_larger_model, ["token 1000000", "99 tokens"]),
+    (images(b"no image"), ["rows cannot be used", "0.png", "example 1"]),
+    (images(png(20_000, 20_000)), ["'0.png'", "red", "400000000 pixels", "example 1"]),
+    (images(png(9_500, 9_500)), ["'0.png'", "red", "90250000 pixels"]),
+    (images(png(2**31 - 1, 2**31 - 1)), ["'0.png'", "red", "pixels"]),
+    (images(png(8_000, 8_000)), ["'0.png'", "cannot be decoded"]),
+    (images(POSTSCRIPT), ["'0.png'", "cannot be decoded"]),
+    (images(png(9_500, 9_500), f"{ESCAPE}.png"), ["\\x1b[31m.png"]),
+    (bombs_in_a_table, ["rows.parquet", "400000000 pixels", "20 of 20 rows", "example 1"]),
+    (a_pipe_among_images, ["pipe.png", "no plain file"]),
+    (images_that_are_names, ["nothing.png"]),
+    (absurd_processor, ["1000000", "no image processor"]),
+    (text_for_an_image_model, ["no column holds images"]),
+    (model_in_place_of_data, ["data/model"]),
+    (hub_dataset("data/nothing", README__md="# nothing"), ["no files of a kind"]),
+    (hub_dataset("data/script", script__py="import os"), ["loading script", "never run"]),
+    (hub_dataset("data/laughs", README__md=f"---\n{LAUGHS}\n---\n", a__txt="w2"), ["README.md", "unfolds"]),
+    (
+        hub_dataset(
+            "data/elsewhere",
+            README__md="---\nconfigs: [{config_name: a, data_files: 'https://x/y.txt'}]\n---\n",
+            a__txt="w2",
+        ),
+        ["lie elsewhere", "https://x/y.txt"],
+    ),
+    (
+        hub_dataset(
+            "data/above", README__md="---\nconfigs: [{config_name: a, data_files: '../../**'}]\n---\n", a__txt="w2"
+        ),
+        ["no file of the dataset", "../../**"],
+    ),
+    (hub_dataset("data/nested", a__jsonl=f'{{"text": {"[" * 100_000}\n' * 3), ["nested too deep"]),
+    (hub_dataset("data/zip", a__zip=b"PK\x05\x06" + bytes(18)), ["data/zip", "cannot be read"]),
+]

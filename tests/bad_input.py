@@ -1,0 +1,99 @@
+"""What a bad input is: a job that would go well, spoiled in one place, and the words that its message must have."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from families import FAMILIES, save_family, save_tokenizer
+from hub_server import HubServer
+from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
+
+Arguments = dict[str, object]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A good job on disk, about to be spoiled."""
+
+    folder: Path
+    """merged, base, red, green, blue and red.safetensors of a tiny BERT; under vit/ the same of a ViT."""
+    hub: HubServer
+    patch: pytest.MonkeyPatch
+
+    def write(self, path: str, content: str | bytes) -> Path:
+        """Put a file there."""
+        file = self.folder / path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(content.encode() if isinstance(content, str) else content)
+        return file
+
+    def change(self, path: str, **values: object) -> None:
+        """Set keys of a JSON file."""
+        file = self.folder / path
+        file.write_text(json.dumps({**json.loads(file.read_text()), **values}))
+
+    def copy(self, source: str, target: str) -> Path:
+        """A copy of a model's folder."""
+        shutil.copytree(self.folder / source, self.folder / target)
+        return self.folder / target
+
+    def publish(self, name: str, source: str, kind: str = "model") -> str:
+        """Put a folder on the Hub; return its name there."""
+        self.hub.add_repo(name, self.folder / source, kind=kind)
+        return name
+
+
+LAUGHS = "a0: &a0 [v]\n" + "\n".join(f"a{n}: &a{n} [{f'*a{n - 1}, ' * 9}]" for n in range(1, 12))
+MERGES = "a0: &a0 {k: v}\n" + "\n".join(f"a{n}: &a{n} {{<<: [{f'*a{n - 1}, ' * 9}]}}" for n in range(1, 12))
+"""YAML that unfolds to more values than any memory holds, by aliases and by merge keys."""
+Arrange = Callable[[Stage], Arguments]
+"""Spoils the job, and returns what of the good arguments is to be another; None leaves an argument out."""
+Case = tuple[Arrange, list[str]]
+"""With the words that the message must have."""
+
+
+def options(**given: object) -> Arrange:
+    """Nothing but other arguments; `max_drift` is --max-drift."""
+    names = {name: name if name in ("merged", "command") else _spell(name) for name in given}
+    return lambda _: {names[name]: value for name, value in given.items()}
+
+
+def _spell(name: str) -> str:
+    return f"-{name}" if len(name) == 1 else f"--{name.replace('_', '-')}"
+
+
+def save_stage(folder: Path) -> None:
+    """The files of a good job."""
+    for name, place in (("bert", folder), ("vit", folder / "vit")):
+        save_family(place, next(family for family in FAMILIES if family.name == name), examples=6)
+    save_tokenizer(folder / "base")
+    ViTImageProcessorPil(size={"height": 32, "width": 32}).save_pretrained(folder / "vit" / "base")
+
+
+def good_arguments(folder: Path) -> Arguments:
+    """A job that goes well."""
+    return {
+        "merged": folder / "merged",
+        "--base": folder / "base",
+        "--expert": f"red={folder / 'red'}",
+        "--data": f"red={folder / 'red.safetensors'}",
+        "-n": 4,
+        "-o": folder / "out",
+    }
+
+
+def of_images(stage: Stage, data: object) -> Arguments:
+    """The arguments of a job on images, with this data."""
+    vit = stage.folder / "vit"
+    return {"merged": vit / "merged", "--base": vit / "base", "--expert": f"red={vit / 'red'}", "--data": f"red={data}"}
+
+
+def files_under(*folders: Path) -> Mapping[Path, tuple[int, int]]:
+    """Every path; with the time at which a file was written, and its size."""
+    found = {path: path.lstat() for folder in folders for path in folder.rglob("*")}
+    return {path: (0, 0) if path.is_dir() else (stat.st_mtime_ns, stat.st_size) for path, stat in found.items()}

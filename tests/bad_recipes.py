@@ -1,0 +1,74 @@
+"""Recipes that are none, that ask for what there is not, or that unfold to more than any memory holds."""
+
+from __future__ import annotations
+
+from bad_input import LAUGHS, MERGES, Arguments, Arrange, Case, Stage, options
+
+
+def recipe(content: str | bytes, **others: object) -> Arrange:
+    """A file given with -r, and other arguments."""
+
+    def arrange(stage: Stage) -> Arguments:
+        return {"-r": stage.write("r.yaml", content), **options(**others)(stage)}
+
+    return arrange
+
+
+def data(**keys: str) -> Arrange:
+    """Text for the task red, with these keys in the recipe."""
+
+    def arrange(stage: Stage) -> Arguments:
+        stage.write("rows.jsonl", '{"text": "w2 w3", "other": "w4 w5"}\n' * 20)
+        listed = ", ".join(f"{key}: {value}" for key, value in keys.items())
+        content = f"tasks: {{red: {{data: {{path: rows.jsonl, {listed}}}}}}}"
+        return {"-r": stage.write("r.yaml", content), "--data": None}
+
+    return arrange
+
+
+def a_folder(stage: Stage) -> Arguments:
+    return {"-r": stage.folder / "merged"}
+
+
+CASES: list[Case] = [
+    (options(r="demmo"), ["demmo", "did you mean demo"]),
+    (a_folder, ["no recipe", "merged"]),
+    (recipe("a: [1"), ["r.yaml", "YAML", "line 1"]),
+    (recipe("merged: \xe4".encode("latin-1")), ["r.yaml", "UTF-8"]),
+    (recipe("- merged"), ["r.yaml", "not a mapping"]),
+    (recipe(""), ["r.yaml", "not a mapping"]),
+    (recipe("merged: a\n---\nmerged: b"), ["r.yaml", "not a mapping"]),
+    (recipe(LAUGHS), ["r.yaml", "unfolds"]),
+    (recipe(MERGES), ["r.yaml", "unfolds"]),
+    (recipe("tasks: &a [*a]"), ["r.yaml", "holds itself"]),
+    (recipe(f"tasks: {'[' * 70}{']' * 70}"), ["r.yaml", "inside each other"]),
+    (recipe(f"tasks: {'[' * 5000}"), ["r.yaml", "YAML"]),
+    (recipe(f"merged: {'x' * 1_000_001}"), ["r.yaml", "longer"]),
+    (recipe("merged: !!python/object/apply:os.system [exit]"), ["r.yaml", "YAML", "python/"]),
+    (recipe("merged: 2024-99-99"), ["r.yaml", "YAML"]),
+    (recipe("calibration: {rigde: 0.1}"), ["rigde", "did you mean ridge"]),
+    (recipe("? [a, b]\n: c"), ["r.yaml"]),
+    (recipe("7: seven"), ["r.yaml", "7"]),
+    (recipe(f"{'k' * 900}: v"), ["unknown key kkk", "..."]),
+    (recipe("calibration: {examples: many}", n=None), ["examples", "integer"]),
+    (recipe("calibration: {examples: 10000000000000}", n=None), ["examples", "1000000000"]),
+    (recipe("calibration: {ridge: .nan}"), ["ridge", "finite"]),
+    (recipe("calibration: {alpha: .nan}"), ["alpha", "finite"]),
+    (recipe("calibration: [1, 2]"), ["calibration"]),
+    (recipe("tasks: {7: {expert: a/b}}"), ["tasks", "string"]),
+    (recipe("tasks: {red: {evaluate: {metric: luck}}}"), ["metric", "accuracy"]),
+    (recipe('base: "user/\\e[31mred"', base=None), ["base", "control character", "\\x1b"]),
+    (recipe('merged: "user/a\\0b"', merged=None), ["merged", "control character"]),
+    (recipe("merged: {method: slerp}", merged=None), ["merged", "average"]),
+    (recipe("merged: {method: task_arithmetic, scale: .inf}", merged=None), ["scale", "finite"]),
+    (recipe("tasks: {red: {data: {}}}", data=None), ["either dataset or path"]),
+    (recipe("tasks: {red: {data: {dataset: a/b, path: c}}}", data=None), ["either dataset or path"]),
+    (recipe("tasks: {red: {data: x/y:a:b:c}}", data=None), ["ID[@REVISION]"]),
+    (data(template='"{text"'), ["template is broken", "{premise}"]),
+    (data(template='"{nothing}"'), ["{nothing}", "text, other"]),
+    (data(template='"{text:>99999999999}"'), ["template is broken", "any length"]),
+    (data(template='"{text.__class__}"'), ["template is broken", "no value of a column"]),
+    (data(columns="{texts: text}"), ["no role texts", "text_pair"]),
+    (data(columns="{text: nothing}"), ["no column nothing", "text, other"]),
+    (data(split="test"), ["no split test"]),
+]

@@ -1,0 +1,109 @@
+"""Safetensors files that are cut short, or whose headers lie."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from bad_input import Arguments, Arrange, Case, Stage
+
+
+def written(header: object, data: bytes = bytes(16)) -> bytes:
+    """A file with this header (text or bytes as they are, else as JSON), and these bytes after it."""
+    text = header if isinstance(header, bytes) else header.encode() if isinstance(header, str) else dumped(header)
+    return len(text).to_bytes(8, "little") + text + data
+
+
+def dumped(header: object) -> bytes:
+    return json.dumps(header).encode()
+
+
+def entry(shape: object = (4,), start: object = 0, stop: object = 16, dtype: object = "F32") -> dict[str, Any]:
+    """Of one tensor."""
+    return {"dtype": dtype, "shape": shape, "data_offsets": [start, stop]}
+
+
+GOOD = written({"a": entry()})
+"""A good file, if not one of a model."""
+LIES: dict[str, tuple[bytes, str]] = {
+    "an empty file": (b"", "cut short"),
+    "a few bytes": (b"abc", "cut short"),
+    "a pointer of git-lfs": (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n", "cut short"),
+    "a header that is longer than the file": ((2**40).to_bytes(8, "little") + b"{}", "longer than the file"),
+    "a header without end": (b"\xff" * 100, "longer than the file"),
+    "no JSON": (written("{"), "no sense"),
+    "no UTF-8": (written(b'{"\xff": 1}'), "no sense"),
+    "a list": (written([entry()]), "no sense"),
+    "nested": (written("[" * 100_000), "no sense"),
+    "nested mappings": (written('{"a":' * 20_000), "no sense"),
+    "metadata that are no texts": (written({"__metadata__": {"a": 1}, "a": entry()}), "no sense"),
+    "half a character": (written('{"\\ud800": 1}'), "no sense"),
+    "a name twice": (written(b'{"a": %s, "a": %s}' % (dumped(entry()), dumped(entry()))), "twice"),
+    "a tensor that is a number": (written({"a": 7}), "not described"),
+    "a tensor without a place": (written({"a": {"dtype": "F32", "shape": [4]}}), "make no sense"),
+    "a negative offset": (written({"a": entry(start=-16, stop=0)}), "make no sense"),
+    "an end before the start": (written({"a": entry(start=16, stop=0)}), "make no sense"),
+    "offsets with a point": (written({"a": entry(start=0.0)}), "make no sense"),
+    "no number": (written('{"a": {"dtype": "F32", "shape": [NaN], "data_offsets": [0, 16]}}'), "no sense"),
+    "infinity": (written('{"a": {"dtype": "F32", "shape": [4], "data_offsets": [0, 1e999]}}'), "make no sense"),
+    "a negative shape": (written({"a": entry(shape=[-2, -2])}), "make no sense"),
+    "true as a length": (written({"a": entry(shape=[True, 4])}), "make no sense"),
+    "more lengths than anything has": (written({"a": entry(shape=[4] + [1] * 1000)}), "make no sense"),
+    "lengths beyond all numbers": (written({"a": entry(shape=[10**4000] * 9)}), "make no sense"),
+    "an absurd shape": (written({"a": entry(shape=[2**40, 2**40])}), "shape and dtype"),
+    "a shape of fewer bytes": (written({"a": entry(shape=[2])}), "shape and dtype"),
+    "an unknown dtype": (written({"a": entry(dtype="F33")}), "unknown dtype"),
+    "a dtype that is none": (written({"a": entry(dtype=["F32"])}), "unknown dtype"),
+    "tensors over each other": (written({"a": entry(), "b": entry(start=8, stop=24)}, bytes(24)), "lies over"),
+    "the same bytes twice": (written({"a": entry(), "b": entry()}), "lies over"),
+    "a gap": (written({"a": entry(), "b": entry(start=20, stop=36)}, bytes(36)), "does not follow"),
+    "bytes of no tensor": (written({"a": entry()}, bytes(17)), "more than its tensors"),
+    "bytes that are not there": (written({"a": entry()}, bytes(15)), "cut short"),
+}
+"""A file, and what is said of it."""
+
+
+def weights(content: bytes) -> Arrange:
+    """The expert's file."""
+
+    def arrange(stage: Stage) -> Arguments:
+        stage.write("red/model.safetensors", content)
+        return {}
+
+    return arrange
+
+
+def inputs(content: bytes) -> Arrange:
+    """The task's model-ready inputs."""
+
+    def arrange(stage: Stage) -> Arguments:
+        stage.write("red.safetensors", content)
+        return {}
+
+    return arrange
+
+
+def on_the_hub(content: bytes) -> Arrange:
+    """The expert's file, on the Hub."""
+
+    def arrange(stage: Stage) -> Arguments:
+        stage.write("red/model.safetensors", content)
+        return {"--expert": f"red={stage.publish('lies/red', 'red')}"}
+
+    return arrange
+
+
+def cut_short(stage: Stage) -> Arguments:
+    file = stage.folder / "red" / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    return {}
+
+
+CASES: list[Case] = [
+    (cut_short, ["red", "model.safetensors", "cut short"]),
+    *((weights(content), ["model.safetensors", reason]) for content, reason in LIES.values()),
+    (weights(GOOD), ["expert red", "another architecture"]),
+    (weights(written({"a\x1b[31m": entry(stop=8)})), ["model.safetensors", "a\\x1b[31m"]),
+    *((inputs(content), ["red.safetensors"]) for content, _ in list(LIES.values())[::4]),
+    *((on_the_hub(content), ["lies/red", reason]) for content, reason in list(LIES.values())[2::6]),
+]

@@ -1,0 +1,148 @@
+"""Runs `featcal` again and again as processes of their own, without the seconds that its imports take each time."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+
+@dataclass
+class Started:
+    """One run of the command."""
+
+    pid: int
+    stdout: Path
+    stderr: Path
+    _zygote: Zygote
+
+    def kill(self, number: int = signal.SIGKILL) -> None:
+        """Send it a signal; it may have ended by itself just before."""
+        try:
+            os.kill(self.pid, number)
+        except ProcessLookupError:
+            return
+
+    def wait(self) -> int:
+        """Its exit code; of a killed one minus the signal."""
+        return self._zygote.wait(self.pid)
+
+
+class Zygote:
+    """A process in which everything is imported and nothing has run yet; every command is a fork of it."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
+        )
+        assert self._read() == "ready"
+
+    def start(self, folder: Path, *arguments: object, **environment: str) -> Started:
+        """Run a command in a folder; its output goes to files there."""
+        stdout, stderr = folder / ".stdout", folder / ".stderr"
+        order = {
+            "folder": str(folder), "arguments": [str(each) for each in arguments], "environment": environment,
+            "stdout": str(stdout), "stderr": str(stderr),
+        }  # fmt: skip
+        self._tell(json.dumps(order))
+        return Started(int(self._read()), stdout, stderr, self)
+
+    def wait(self, pid: int) -> int:
+        """The exit code of a run."""
+        self._tell(json.dumps({"wait": pid}))
+        return int(self._read())
+
+    def stop(self) -> None:
+        """End it."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(10)
+
+    def _tell(self, line: str) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(line + "\n")
+        self._process.stdin.flush()
+
+    def _read(self) -> str:
+        assert self._process.stdout is not None
+        return self._process.stdout.readline().strip()
+
+
+@contextmanager
+def started() -> Iterator[Zygote]:
+    """A zygote that ends with the context."""
+    zygote = Zygote()
+    try:
+        yield zygote
+    finally:
+        zygote.stop()
+
+
+def wait_for(file: Path, text: str, seconds: float = 60.0) -> bool:
+    """Whether the text came to be in the file, looked for all the time."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if file.is_file() and text in file.read_text(encoding="utf-8", errors="replace"):
+            return True
+        time.sleep(0.002)
+    return False
+
+
+def _serve() -> None:
+    import datasets  # noqa: F401
+    import matplotlib.figure  # noqa: F401
+    import transformers.models.bert.modeling_bert  # noqa: F401
+
+    import featcal_cli.card
+    import featcal_cli.console
+    import featcal_cli.log
+    import featcal_cli.workflow  # noqa: F401
+
+    _answer("ready")
+    for line in sys.stdin:
+        order = json.loads(line)
+        if "wait" in order:
+            _, status = os.waitpid(order["wait"], 0)
+            _answer(os.waitstatus_to_exitcode(status))
+        elif (pid := os.fork()) == 0:
+            _run(order)
+        else:
+            _answer(pid)
+
+
+def _answer(value: object) -> None:
+    sys.stdout.write(f"{value}\n")
+    sys.stdout.flush()
+
+
+def _run(order: dict[str, object]) -> NoReturn:
+    from featcal_cli.cli import main
+
+    os.setsid()
+    os.chdir(str(order["folder"]))
+    os.environ.update(order["environment"])  # type: ignore[call-overload]
+    for number, mode in ((0, os.O_RDONLY), (1, os.O_WRONLY), (2, os.O_WRONLY)):
+        name = os.devnull if number == 0 else str(order[("stdout", "stderr")[number - 1]])
+        os.dup2(os.open(name, mode | (os.O_CREAT | os.O_TRUNC if number else 0), 0o644), number)
+    sys.argv = ["featcal", *order["arguments"]]  # type: ignore[misc]
+    code = 1
+    try:
+        main()
+    except SystemExit as end:
+        code = int(end.code or 0)
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+if __name__ == "__main__":
+    _serve()
