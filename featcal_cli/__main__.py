@@ -7,10 +7,12 @@ def main() -> None:
         from featcal_cli.cli import main
 
         main()
-    except KeyboardInterrupt:
-        from featcal_cli.interruption import STARTING, stop
+    except (KeyboardInterrupt, SystemExit) as end:
+        from featcal_cli.interruption import EXIT_CODE, STARTING, stop
 
-        stop(STARTING)
+        if isinstance(end, KeyboardInterrupt) or end.code == EXIT_CODE:
+            stop(STARTING)
+        raise
 
 
 if __name__ == "__main__":

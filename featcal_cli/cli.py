@@ -14,7 +14,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from featcal_cli import __version__, options
-from featcal_cli.interruption import EXIT_CODE, MEASURING, STARTING, interruptible, stop
+from featcal_cli.interruption import MEASURING, interruptible
 from featcal_cli.launch import read_launch
 
 app = typer.Typer(
@@ -352,8 +352,6 @@ def main() -> None:
         show_error(error, f"rank {launch.rank}: " if launch.by_torchrun else "")
         _leave(error.exit_code)
     except SystemExit as end:
-        if end.code == EXIT_CODE:
-            stop(STARTING)
         if launch.by_torchrun and not end.code:
             from featcal_cli.ranks import leave_ranks
 

@@ -82,6 +82,11 @@ class Search:
         try:
             moments = collect_moments(visit, role, self.candidates[role].settings)
             solutions = solve_together(self.job, visit.block, moments, self.bias).solutions
+            ridge = self.candidates[role].settings.ridge
+            if any(found.ridge is not None and found.ridge > ridge for found in solutions.values()):
+                raise NumericsError(
+                    f"the equations have no stable solution at ridge {ridge:g}", fix="use a larger --ridge"
+                )
         except NumericsError as error:
             if len(self.job.students) == 1:
                 raise

@@ -26,9 +26,9 @@ from featcal_cli.push import Pushed, Target, check_target, push
 
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
 CARD = "---\nlicense: mit\nbase_model: [user/base]\ntags: [merge]\n---\n# A model\n"
-SLOW = 0.5
+SLOW = 1.0
 """Seconds that a slow answer takes."""
-PATIENCE = 0.15
+PATIENCE = 0.4
 """Seconds that a client waits for one."""
 
 

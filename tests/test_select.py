@@ -227,7 +227,7 @@ def test_what_a_search_of_another_job_has_found_is_not_taken_over(bert: Saved, t
     ):
         stages = Stages(interrupt)
         with pytest.raises(KeyboardInterrupt):
-            calibrate(recipe, output=tmp_path / "out", listener=stages)
+            calibrate(recipe, output=tmp_path / "out", overwrite=True, listener=stages)
         assert stages.searched
 
 

@@ -124,7 +124,7 @@ def _answer(value: object) -> None:
 
 
 def _run(order: dict[str, object]) -> NoReturn:
-    from featcal_cli.cli import main
+    from featcal_cli.__main__ import main
 
     os.setsid()
     os.chdir(str(order["folder"]))
