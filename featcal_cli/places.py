@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
+from errno import ENOMEM
 from pathlib import Path
 
 import torch
@@ -54,7 +56,7 @@ class Lane:
 def write_mapped(data: Tensor, folder: Path) -> Tensor:
     """The same bytes in a mapped file that has no name: its space is freed with the tensor. `data` [n] is of uint8.
 
-    Raises OutputError when they cannot be written.
+    Raises OutputError when they cannot be written, MemoryError when they cannot be mapped.
     """
     try:
         # written, not filled through the mapping: so a full disk is an error, and not the end of the process
@@ -63,6 +65,8 @@ def write_mapped(data: Tensor, folder: Path) -> Tensor:
             file.flush()
             mapped = torch.from_file(f"/dev/fd/{file.fileno()}", shared=True, size=data.numel(), dtype=data.dtype)
     except (OSError, RuntimeError) as error:  # torch raises RuntimeError where a file cannot be mapped
+        if os.strerror(ENOMEM) in str(error):
+            raise MemoryError("no room to map a file") from error
         raise OutputError(
             f"features do not fit in memory and cannot be kept on disk: {name_reason(error)}",
             where=str(folder),
