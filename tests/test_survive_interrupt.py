@@ -213,7 +213,7 @@ def test_an_inspection_has_nothing_to_go_on_with(zygote: Zygote, job: Path, tmp_
     assert interrupt(run, MEASURING)
 
 
-@pytest.mark.parametrize(("loaded", "message"), [("typer.main", STARTING), ("yaml", STARTING), ("numpy", CALIBRATING)])
+@pytest.mark.parametrize(("loaded", "message"), [("typer.main", STARTING), ("yaml", STARTING), ("torch", CALIBRATING)])
 def test_a_start_is_over_as_soon(job: Path, tmp_path: Path, loaded: str, message: str) -> None:
     run = calibrate(partial(Real, PYTHONPROFILEIMPORTTIME="1"), tmp_path, job)
     assert wait_for(run.stderr, f" {loaded}\n")
