@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
+from copy import deepcopy
 from math import prod
 
 import torch
@@ -15,10 +16,10 @@ from featcal_cli.header import Entry
 from featcal_cli.hub import Snapshot
 from featcal_cli.layout import DTYPES
 
-MOST_MADE_UP = 8
-"""Times the numbers in its files that a model may have parameters besides: those of parts that no job here uses."""
-FEW = 10**8
-"""Parameters that any machine has room for."""
+MOST_TIMES = 9
+"""Of the numbers in its files, those that a model may consist of: it may have parts that this job has no use for."""
+FEW = 5 * 10**8
+"""Numbers that any machine has room for."""
 
 
 def load_outline(
@@ -33,9 +34,11 @@ def load_outline(
         try:
             # what is of another architecture shows by what it lacks
             config = model_class.config_class.from_pretrained(snapshot.folder, local_files_only=True)
+            with torch.device("meta"):
+                described = model_class(deepcopy(config)).eval()
             if tensors is None:
-                with torch.device("meta"):
-                    return Model(role, snapshot, model_class(config).eval(), frozenset())
+                return Model(role, snapshot, described, frozenset())
+            _check_size(role, snapshot, described, tensors)
             # transformers' own loading knows how names on disk become names of parameters
             module, info = model_class.from_pretrained(
                 None,
@@ -46,22 +49,22 @@ def load_outline(
                 ignore_mismatched_sizes=True,
                 output_loading_info=True,
             )
+        except CheckpointError:
+            raise
         except Exception as error:  # transformers raises many kinds; all mean the same here
             raise unloadable(role, snapshot, model_class, error) from error
     missing = set(info["missing_keys"]) | {key for key, *_ in info["mismatched_keys"]}
-    _check_missing(snapshot, module, missing, tensors)
     return Model(role, snapshot, module.eval(), frozenset(missing))
 
 
-def _check_missing(
-    snapshot: Snapshot, module: PreTrainedModel, missing: Collection[str], tensors: Mapping[str, Entry]
-) -> None:
-    """Raise CheckpointError where most of a model would have to be made up, in memory that nobody has."""
+def _check_size(role: str, snapshot: Snapshot, described: PreTrainedModel, tensors: Mapping[str, Entry]) -> None:
+    """Raise CheckpointError for a model that would mostly be made up, in memory that nobody has: loading it makes room
+    for whatever the files lack, and for buffers that are in no file."""
     held = sum(prod(entry.shape) for entry in tensors.values())
-    made_up = sum(value.numel() for name, value in module.named_parameters() if name in missing)
-    if made_up > max(MOST_MADE_UP * held, FEW):
-        what = f"config.json describes {made_up:,} parameters that are not in the files, which hold {held:,} numbers"
-        fix = "use the config.json that belongs to the weights"
+    needed = sum(value.numel() for value in (*described.parameters(), *described.buffers()))
+    if needed > max(MOST_TIMES * held, FEW):
+        what = f"{role}: config.json describes {needed:,} numbers, and the files hold {held:,}"
+        fix = "use the config.json that belongs to the weights, in a checkpoint of the merged model's architecture"
         raise CheckpointError(what, where=f"{snapshot.name}/config.json", fix=fix)
 
 
