@@ -75,8 +75,8 @@ def measure_clip(asked: Asked, folder: Path) -> Section:
         "from its start to its end. The rate is a fixed number of operations "
         f"({', '.join(f'{count_operations(n) / 1e12:.1f} TFLOP for {n} examples' for n in asked.examples)}) over the "
         "time, and its share that of a large float32 product's rate, measured before and after. The whole command "
-        "(--select preset) also starts, reads, measures drift before and after on the examples, and writes. The files "
-        "have just been written, and are in memory still.",
+        "(--select preset) also starts, reads, measures drift before and after on the examples, and writes. The "
+        "family's files are read once before each stage, so that they are in the system's memory.",
         ["examples", "job", "time", "official's over it", "share of GEMM peak", "peak RSS", "anonymous",
          "expert bytes", "device memory", "energy"],
         rows,

@@ -7,7 +7,12 @@ the stems, walks, and keeps finished blocks on disk; drift is not measured and u
 official code. The finished blocks stay in the folder RESULT.
 """
 
+# ruff: noqa: E402
 from __future__ import annotations
+
+from featcal_cli.__main__ import use_large_pages
+
+use_large_pages()  # as the command does, before anything makes a tensor
 
 import json
 import shutil

@@ -1,8 +1,11 @@
 """The `featcal` command, which is also `python -m featcal_cli` (and torchrun's `-m`)."""
 
+import os
+
 
 def main() -> None:
     """Run the command line. It takes a moment to be there, and may be interrupted even then."""
+    use_large_pages()
     try:
         from featcal_cli.cli import main
 
@@ -13,6 +16,12 @@ def main() -> None:
         if isinstance(end, KeyboardInterrupt) or end.code == EXIT_CODE:
             stop(STARTING)
         raise
+
+
+def use_large_pages() -> None:
+    """Let large tensors lie in huge pages, where Linux has some: matrix products go through them more quickly. torch
+    looks at this once, as early as its first tensor; a value that is there already stays."""
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 
 if __name__ == "__main__":
