@@ -10,7 +10,7 @@ What the user says
     address        what users type: a path, a Hub id, a data source
     keys           what all groups of recipe keys have in common
     yardstick      how a task's figure is measured: the recipe's key evaluate
-    shipped        the recipes that come with the package
+    shipped        the recipes that come with the package, and what comes beside them
     recipe         YAML and command-line options → one validated object
 
 The Hub
@@ -130,6 +130,7 @@ What comes of it
     drift_plots    maps and curves of an inspection
     projection     final features in two dimensions
     page           an inspection → one HTML page (page.html)
+    drift_summary  an inspection → Markdown for a pipeline's summary
     gate           drift over the user's limit → exit code 3
     markdown       text of others, made inert
     drift_section  what a model card says of drift
@@ -139,6 +140,7 @@ What comes of it
     output         the output folder
     built          what was built, looked over before it takes its place
     workplace      the hidden folder beside an output: what a run leaves for the next one
+    finished       an output in its place, and the note in it that says which job made it
     lock           one run at a time on an output
     account        whose token it is, and where it may write
     remote         what a repo holds, against what a folder holds

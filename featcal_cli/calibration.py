@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
@@ -15,12 +14,12 @@ from torch import Tensor
 from featcal_cli import pages
 from featcal_cli.algorithm import calibrate_blocks
 from featcal_cli.architecture import Architecture
-from featcal_cli.card import write_card
 from featcal_cli.checkpoint import Model
 from featcal_cli.errors import NumericsError
 from featcal_cli.evaluator import check_evaluable, evaluate_models
 from featcal_cli.examples import TaskExamples
 from featcal_cli.features import CALIBRATED, MERGED, Job
+from featcal_cli.finished import NOTE, Finished, Note
 from featcal_cli.job import Models, find_blocks, load_models, make_job, make_search_job
 from featcal_cli.journal import Journal, take_fingerprint
 from featcal_cli.layout import names_on_disk, read_slots
@@ -47,7 +46,7 @@ from featcal_cli.select import Choice, Plan, check_search, choose_settings
 from featcal_cli.shares import Shares, share_tasks
 from featcal_cli.shortage import halve_batches, is_out_of_memory
 from featcal_cli.summary import summarise
-from featcal_cli.workplace import Finished, Workplace
+from featcal_cli.workplace import Workplace
 
 SEARCH = "search"
 """Under this name the journal keeps what a search found."""
@@ -98,21 +97,25 @@ class CalibrationRun:
         self._evaluate, self._allow_code = evaluate, allow_code
         self.target = Path(output) if output else default_output(run.draft.name)
         self._place = Workplace(self.target)
-        self._finished: Finished | None = None
-        """The output, where an earlier run of this very job has written it."""
+        self._output = Finished(run.draft, self._place)
+        self._note: Note | None = None
+        """That of the output, where an earlier run of this very job has written it."""
 
     def check_places(self, *, create_pr: bool, overwrite_repo: bool) -> Target | None:
         """Where the result is to go on the Hub, which the first rank alone knows. Raises FeatCalError when it cannot go
         there, or not to the output."""
         if not self._ranks.is_first:
             return None
+        wanted = self._draft.output
         anew = self._overwrite or self._restart
-        self._finished = None if anew else self._place.read_finished(self._key())
-        if self._finished is not None:
+        note = None if anew else self._output.read()
+        if note is not None and (note.push or wanted.push_to or self._evaluate):
+            if not note.push:
+                self._output.check_current()
+            self._note = note
             self._run.note(f"{self.target} was finished by an earlier run; nothing is computed again")
         else:
             check_output(self.target, self._draft.local_paths, overwrite=self._overwrite)
-        wanted = self._draft.output
         if wanted.push_to is None:
             return None
         self._run.listener.stage("checking the Hub")
@@ -121,7 +124,7 @@ class CalibrationRun:
             private=wanted.private,
             create_pr=create_pr,
             overwrite_repo=overwrite_repo,
-            finished=None if self._finished is None else self.target,
+            finished=None if self._note is None else self.target,
         )
 
     def calibrate(self, *, create_pr: bool, overwrite_repo: bool, message: str | None, strict: bool) -> Result:
@@ -131,23 +134,24 @@ class CalibrationRun:
         with self._place.held() if self._ranks.is_first else nullcontext():
             target = self.check_places(create_pr=create_pr, overwrite_repo=overwrite_repo)
             models = None
-            if self._ranks.broadcast(self._finished is not None):
+            if self._ranks.broadcast(self._note is not None):
                 text = (self.target / REPORT).read_text(encoding="utf-8") if self._ranks.is_first else ""
                 report = Report.from_json(self._ranks.broadcast(text))
-                if self._finished is not None:
+                if self._ranks.is_first:
                     shutil.rmtree(self._place.journal, ignore_errors=True)
-                    self._address_card(report, target, self._finished.card)
             else:
                 report, models = self._calibrate(target)
-            if self._evaluate and not report.accuracy:
-                report = self._measure(report, target)
+            told = self._measure(report) if self._evaluate and not report.accuracy else report
+            if self._ranks.is_first:
+                self._output.tell(report, told, target.repo_id if target else None)
+            report = told
             pushed = None
             if target is not None and not (strict and report.worse):
                 self._run.listener.stage(f"pushing to {target.repo_id}")
                 pushed = push(self.target, target, message=message or f"Calibrate {self._draft.name} with featcal")
-            wanted = target is not None or (self._finished is not None and self._finished.push)
-            if self._ranks.is_first and not (wanted and pushed is None):
-                self._place.forget_finished()
+            if self._ranks.is_first:
+                was_due = self._note is not None and self._note.push
+                self._output.settle(report, push=pushed is None and (target is not None or was_due))
             report, pushed = self._ranks.broadcast((report, pushed))
         return Result(self.target, report, pushed, models)
 
@@ -331,38 +335,15 @@ class CalibrationRun:
             REPORT: text,
             RECIPE: dump_recipe(plan.recipe),
             PICTURE: plot_drift(report),
-            CARD: write_card(report, name=self.target.name, target=target.repo_id if target else None, **about),
+            CARD: self._output.write_card(report, target.repo_id if target else None, about),
+            NOTE: self._output.write_note([text], Note(about, push=target is not None)),
         }
-        self._place.finish(self._key(), [text], about, push=target is not None)
         for name in write_output(self._place, models.merged, read_groups, contents):
             self._run.note(f"left out of the output: {name} (other weights than the calibrated ones)")
         shutil.rmtree(journal.folder, ignore_errors=True)
 
-    def _measure(self, report: Report, target: Target | None) -> Report:
-        """The report with the figures of expert, merged and calibrated model, in the output as well."""
+    def _measure(self, report: Report) -> Report:
+        """The report with the figures of expert, merged and calibrated model."""
         recipe = Recipe.model_validate(report.recipe)
         found = evaluate_models(self._run, recipe, {CALIBRATED: str(self.target)}, allow_code=self._allow_code)
-        measured = replace(report, accuracy=dict(found.tasks))
-        if (finished := self._place.read_finished(self._key())) is not None:
-            texts = [report.to_json(), measured.to_json()]
-            self._place.finish(self._key(), texts, finished.card, push=finished.push)
-            self._rewrite(REPORT, texts[1])
-            self._address_card(measured, target, finished.card)
-        return measured
-
-    def _key(self) -> str:
-        """The job without its output: a finished model may be pushed to another place than was planned."""
-        return json.dumps(self._draft.model_dump(mode="json", exclude={"output"}), sort_keys=True)
-
-    def _address_card(self, report: Report, target: Target | None, about: Mapping[str, Any]) -> None:
-        """Let the card of a finished output say what the report does, and name the repo that it is pushed to now."""
-        text = write_card(report, name=self.target.name, target=target.repo_id if target else None, **about)
-        if (self.target / CARD).read_text(encoding="utf-8") != text:
-            self._rewrite(CARD, text)
-
-    def _rewrite(self, name: str, text: str) -> None:
-        """Let a file of the output say something else, whole at any time. Raises OutputError."""
-        draft = self._place.folder / name
-        with self._place.writing():
-            draft.write_text(text, encoding="utf-8")
-            draft.replace(self.target / name)
+        return replace(report, accuracy=dict(found.tasks))

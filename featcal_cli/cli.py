@@ -23,6 +23,19 @@ app = typer.Typer(
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
     help="Mend merged models: calibrate their features to the experts', in closed form, without gradients.",
+    epilog="""**Exit codes**: 0 done, 2 something that you can mend (one message says what, where and how), 3 a gate was
+    exceeded (--max-drift, --strict), 130 interrupted (the same command goes on), 1 a bug (a report of it is written).
+
+    **Environment**: HF_TOKEN, HF_HOME, HF_ENDPOINT and HF_HUB_OFFLINE as for every client of the Hub.
+
+    **Examples**
+
+        featcal demo
+
+        featcal calibrate user/merged --push-to user/merged-featcal
+
+        featcal inspect-drift user/merged --max-drift 0.8
+    """,
 )
 
 NORMS = ("auto", "layernorm", "all", "none")
@@ -89,9 +102,9 @@ def calibrate(
 
         featcal calibrate user/merged --push-to user/merged-featcal
 
-        featcal calibrate user/merged --base user/base \\
-          --expert mnist=user/mnist --data mnist=ylecun/mnist \\
-          --expert svhn=user/svhn --data svhn=ufldl-stanford/svhn:cropped_digits
+        featcal calibrate user/merged --base openai/clip-vit-base-patch32 \\
+          --expert mnist=user/clip-mnist --data mnist=ylecun/mnist \\
+          --expert svhn=user/clip-svhn --data svhn=ufldl-stanford/svhn:cropped_digits
     """
     from featcal_cli.console import OUT, Screen, show_drift, show_preflight, show_result, warn_of_growth
     from featcal_cli.gate import check_grown
@@ -161,6 +174,7 @@ def inspect_drift(
     plot: options.Plot = None,
     projection: options.Projection = None,
     html: options.Html = None,
+    markdown: options.Markdown = None,
     max_drift: options.MaxDrift = None,
     json: options.Json = False,
     quiet: options.Quiet = False,
@@ -195,7 +209,8 @@ def inspect_drift(
 
             found = run(
                 draft, compare=compare, device=device, batch_size=batch_size, allow_pickle=allow_pickle,
-                trust_remote_code=trust_remote_code, plot=plot, projection=projection, html=html, listener=log,
+                trust_remote_code=trust_remote_code, plot=plot, projection=projection, html=html, markdown=markdown,
+                max_drift=max_drift, listener=log,
             )  # fmt: skip
         if json:
             typer.echo(found.to_json(), nl=False)
@@ -262,7 +277,16 @@ def evaluate(
 
 @app.command()
 def recipes(name: options.RecipeName = None) -> None:
-    """List the recipes that come with the package, or print one: featcal recipes NAME > mine.yaml."""
+    """List the recipes that come with the package, or print one.
+
+    **Examples**
+
+        featcal recipes
+
+        featcal recipes clip-vit-b32-8 > mine.yaml
+
+        featcal recipes ci/featcal.yml > .github/workflows/featcal.yml
+    """
     from featcal_cli.console import show_recipes
     from featcal_cli.shipped import find_shipped, shipped_recipes
 
@@ -278,7 +302,14 @@ def modules(
     norms: options.Norms = "auto",
     json: options.Json = False,
 ) -> None:
-    """Show what would be calibrated in a model, block by block; only its config is read."""
+    """Show what would be calibrated in a model, block by block; only its config is read.
+
+    **Examples**
+
+        featcal modules openai/clip-vit-base-patch32
+
+        featcal modules ./my-merge --norms all --json
+    """
     from featcal_cli.console import show_inventory
     from featcal_cli.errors import RecipeError
     from featcal_cli.hub import resolve_config
@@ -300,7 +331,14 @@ def demo(
     json: options.Json = False,
     quiet: options.Quiet = False,
 ) -> None:
-    """Calibrate a small merged model that comes with the package, and show the accuracy before and after."""
+    """Calibrate a small merged model that comes with the package, and show the accuracy before and after.
+
+    **Examples**
+
+        featcal demo
+
+        featcal demo -o my-demo --json
+    """
     from featcal_cli.console import (
         Screen,
         show_accuracy,

@@ -19,7 +19,7 @@ from featcal_cli.documents import visible
 from featcal_cli.errors import FeatCalError
 from featcal_cli.memory import peak_resident_bytes
 from featcal_cli.report import CARD, RECIPE, Report
-from featcal_cli.shipped import describe_recipe
+from featcal_cli.shipped import COMPANIONS, describe_recipe
 
 if TYPE_CHECKING:  # these import torch
     from featcal_cli.algorithm import Progress as Step
@@ -247,12 +247,15 @@ def show_next() -> None:
 
 
 def show_recipes(files: Sequence[Path]) -> None:
-    """The shipped recipes, each with what it is for."""
+    """The shipped recipes and what comes beside them, each with what it is for."""
     table = Table(box=None, pad_edge=False, show_header=False)
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
     for file in files:
         table.add_row(f"[bold]{escape(file.stem)}[/bold]", escape(describe_recipe(file)))
+    table.add_row("", "")
+    for name, purpose in COMPANIONS.items():
+        table.add_row(f"[bold]{escape(name)}[/bold]", escape(purpose))
     OUT.print(table)
     ERR.print("[dim]Print one: featcal recipes NAME. Run one: featcal calibrate -r NAME.[/dim]", soft_wrap=True)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from math import inf, isnan
@@ -73,6 +73,32 @@ def find_farther(inspection: Inspection, role: str, than: str) -> dict[str, floa
         if more >= VISIBLE:
             farther[name] = more
     return dict(sorted(farther.items(), key=lambda item: -item[1]))
+
+
+def tell_verdict(
+    inspection: Inspection, names: Mapping[str, str], enumerate_tasks: Callable[[dict[str, float]], str]
+) -> Iterator[tuple[bool, str]]:
+    """Sentences, and whether each is a warning: every model against the base, and one model against the other.
+
+    names: what each role is called; enumerate_tasks: tasks in words, with how much farther each is.
+    """
+    roles = list_roles(inspection)
+    for role in roles:
+        if role == "base" or "base" not in roles:
+            continue
+        if farther := find_farther(inspection, role, "base"):
+            what = f"{names[role]} is farther from the expert than the base {names['base']} is"
+            why = "there merging did worse than no merging. A smaller merging scale usually helps."
+            yield True, f"{what}, on {enumerate_tasks(farther)}: {why}"
+        else:
+            yield False, f"{names[role]} is at least as near to every expert as the base {names['base']} is."
+    if "other" in roles:
+        for word, tasks in (
+            ("farther from the expert than", find_farther(inspection, "other", "model")),
+            ("nearer to the expert than", find_farther(inspection, "model", "other")),
+        ):
+            if tasks:
+                yield False, f"{names['other']} is {word} {names['model']} on {enumerate_tasks(tasks)}."
 
 
 def order_blocks(inspection: Inspection) -> list[str]:

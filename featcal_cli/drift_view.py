@@ -12,7 +12,7 @@ from rich.text import Text
 
 from featcal_cli.commands import enumerate_names
 from featcal_cli.drift_bars import show_bars
-from featcal_cli.drift_reading import abbreviate, find_farther, list_roles, order_blocks, read_drift
+from featcal_cli.drift_reading import abbreviate, list_roles, order_blocks, read_drift, tell_verdict
 from featcal_cli.inspection import Inspection, ModelDrift
 from featcal_cli.markdown import one_line, without_secrets
 
@@ -183,27 +183,9 @@ def _show_readings(inspection: Inspection, tasks: dict[str, str], out: Console) 
 
 def _show_verdict(inspection: Inspection, out: Console) -> None:
     """In words: against the base, and one model against the other."""
-    roles = list_roles(inspection)
-    names = {role: _clean(inspection.names.get(role, role)) for role in roles}
-    for role in roles:
-        if role == "base" or "base" not in roles:
-            continue
-        if farther := find_farther(inspection, role, "base"):
-            lead = Text.assemble(("warning:", "bold red"), " ")
-            text = (
-                f"{names[role]} is farther from the expert than the base {names['base']} is, on {_list(farther)}: "
-                "there merging did worse than no merging. A smaller merging scale usually helps."
-            )
-        else:
-            lead, text = Text(), f"{names[role]} is at least as near to every expert as the base {names['base']} is."
-        out.print(lead.append(text))
-    if "other" in roles:
-        for word, tasks in (
-            ("farther from the expert than", find_farther(inspection, "other", "model")),
-            ("nearer to the expert than", find_farther(inspection, "model", "other")),
-        ):
-            if tasks:
-                out.print(Text(f"{names['other']} is {word} {names['model']} on {_list(tasks)}."))
+    names = {role: _clean(inspection.names.get(role, role)) for role in list_roles(inspection)}
+    for is_warning, text in tell_verdict(inspection, names, _list):
+        out.print(Text.assemble(("warning:", "bold red"), f" {text}") if is_warning else Text(text))
 
 
 def _list(tasks: dict[str, float]) -> str:

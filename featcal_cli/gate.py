@@ -12,15 +12,21 @@ from featcal_cli.report import Report
 
 
 def check_gate(inspection: Inspection, limit: float) -> None:
-    """Raise GateError (exit code 3) for the task that is farthest over `limit`.
+    """Raise GateError (exit code 3) where `find_excess` finds one."""
+    if (excess := find_excess(inspection, limit)) is not None:
+        raise excess
+
+
+def find_excess(inspection: Inspection, limit: float) -> GateError | None:
+    """The error for the task that is farthest over `limit`; None where none is.
 
     What is limited is the model's relative drift after the last block; where two models are compared, how much farther
     from the expert the second is than the first. A drift that is no finite number is over every limit.
     """
-    excesses = {task: _find_excess(found) for task, found in inspection.tasks.items()}
+    excesses = {task: _follow_excess(found) for task, found in inspection.tasks.items()}
     over = {task: excess for task, excess in excesses.items() if excess[-1] > limit}
     if not over:
-        return
+        return None
     task, excess = max(over.items(), key=lambda item: item[1][-1])
     names, blocks = inspection.names, [block.name for block in inspection.tasks[task].models["model"].blocks]
     name = names.get("other", names["model"])
@@ -35,7 +41,7 @@ def check_gate(inspection: Inspection, limit: float) -> None:
         fix = "give --dtype float32, or use another checkpoint"
     others = len(over) - 1
     also = f" (and so it is on {others} other task{'s' if others > 1 else ''})" if others else ""
-    raise GateError(what + also, where=where, fix=fix)
+    return GateError(what + also, where=where, fix=fix)
 
 
 def check_grown(report: Report, output: Path) -> None:
@@ -52,7 +58,7 @@ def check_grown(report: Report, output: Path) -> None:
     )
 
 
-def _find_excess(task: TaskInspection) -> list[float]:
+def _follow_excess(task: TaskInspection) -> list[float]:
     """What is limited, before the first block and after each one; infinite where the model has no finite drift."""
     model, other = task.models["model"], task.models.get("other")
     judged = other or model

@@ -14,8 +14,10 @@ from featcal_cli.algorithm import Progress
 from featcal_cli.alignment import check_alignment, load_fitting
 from featcal_cli.disk import name_reason
 from featcal_cli.drift_plots import plot_inspection
+from featcal_cli.drift_summary import write_summary
 from featcal_cli.errors import OutputError, RecipeError
 from featcal_cli.features import Job, forward_order
+from featcal_cli.gate import find_excess
 from featcal_cli.inspection import Inspection
 from featcal_cli.job import find_blocks, load_models, make_job
 from featcal_cli.listener import Listener, Silent
@@ -30,7 +32,7 @@ from featcal_cli.run import Run
 from featcal_cli.shares import share_tasks
 
 MODEL, OTHER, BASE = "model", "other", "base"
-PICTURES, PAGES = (".png", ".svg"), (".html",)
+PICTURES, PAGES, TEXTS = (".png", ".svg"), (".html",), (".md",)
 EXAMPLES = 64
 """Per task, where nobody says how many."""
 SEED = 43
@@ -48,15 +50,19 @@ def inspect_drift(
     plot: str | Path | None = None,
     projection: str | Path | None = None,
     html: str | Path | None = None,
+    markdown: str | Path | None = None,
+    max_drift: float | None = None,
     listener: Listener | None = None,
 ) -> Inspection:
     """Measure how far a model's features are from its experts', and where that comes from.
 
     recipe: as for `calibrate`; its merged model is the one that is inspected, and so is `compare` if it is given.
-    plot, projection (.png or .svg) and html: files to write, and all that is written.
+    plot, projection (.png or .svg), html and markdown (.md): files to write, and all that is written.
+    max_drift: the limit of a gate, for what markdown says; `gate.check_gate` stops a program that is over it.
     Raises FeatCalError (what, where, fix) when something that the user can mend is wrong.
     """
-    files = {Path(file): kind for file, kind in ((plot, PICTURES), (projection, PICTURES), (html, PAGES)) if file}
+    wanted = ((plot, PICTURES), (projection, PICTURES), (html, PAGES), (markdown, TEXTS))
+    files = {Path(file): kind for file, kind in wanted if file}
     for file, kinds in files.items():
         _check_file(file, kinds)
     run = Run(
@@ -94,6 +100,9 @@ def inspect_drift(
     found = _describe(plan, run, job)
     if run.ranks.is_first:
         _write_files(found, job, plot, projection, html)
+        if markdown:
+            exceeded = None if max_drift is None else find_excess(found, max_drift)
+            _write(Path(markdown), write_summary(found, exceeded).encode())
     return found
 
 

@@ -148,7 +148,6 @@ def take_fingerprint(
     folders: of models on this machine, which no commit pins; of each only what lies in it at once, as the output, and
     this journal, may lie below.
     """
-    files = sorted({file for folder in folders for file in folder.iterdir() if file.is_file()})
     with ThreadPoolExecutor() as pool:
         hashes = pool.map(_hash_examples, examples.values())
         data = {
@@ -157,10 +156,16 @@ def take_fingerprint(
         }
     return {
         "recipe": recipe.model_dump(mode="json", exclude={"output"}),
-        "files": {str(file): _stamp(file) for file in files},
+        "files": stamp_files(folders),
         "environment": {**describe_environment(device), **read_versions()},
         "data": data,
     }
+
+
+def stamp_files(paths: Iterable[Path]) -> dict[str, str]:
+    """Size and time of every file, and of what lies in a folder at once."""
+    files = {file for path in paths for file in (path.iterdir() if path.is_dir() else [path]) if file.is_file()}
+    return {str(file): _stamp(file) for file in sorted(files)}
 
 
 def _hash_examples(found: TaskExamples) -> str:

@@ -23,4 +23,4 @@ Name = Annotated[str, AfterValidator(_check_name)]
 class Section(BaseModel):
     """A group of recipe keys; unknown keys are refused, and nothing changes after validation."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)

@@ -19,8 +19,17 @@ MODELS, METHOD, MACHINE, OUTPUT, HUB = (
 )
 
 
-def _option(group: str, *names: str, help: str, **settings: Any) -> Any:  # noqa: A002 - typer's own word
-    return typer.Option(*names, help=help, rich_help_panel=group, **settings)
+def _option(group: str, *names: str, help: str, values: str = "", **settings: Any) -> Any:  # noqa: A002 - typer's word
+    """An option; `values` are what a shell offers for it."""
+    offered = values.split()
+    complete = (lambda incomplete: [value for value in offered if value.startswith(incomplete)]) if offered else None
+    return typer.Option(*names, help=help, rich_help_panel=group, autocompletion=complete, **settings)
+
+
+def _complete_recipe(incomplete: str) -> list[str]:
+    from featcal_cli.shipped import COMPANIONS, shipped_recipes
+
+    return [name for name in (*(file.stem for file in shipped_recipes()), *COMPANIONS) if name.startswith(incomplete)]
 
 
 Merged = Annotated[str | None, typer.Argument(metavar="MERGED", help="The merged model: Hub id[@revision] or folder.")]
@@ -39,7 +48,13 @@ Sources = Annotated[
 ]  # fmt: skip
 MergeMethod = Annotated[
     str | None,
-    _option(MODELS, "--merge", metavar="METHOD", help="Build the merged model: average or task_arithmetic:0.3."),
+    _option(
+        MODELS,
+        "--merge",
+        metavar="METHOD",
+        values="average task_arithmetic:0.3",
+        help="Build the merged model: average or task_arithmetic:0.3.",
+    ),
 ]
 Recipe = Annotated[
     str | None, _option(MODELS, "--recipe", "-r", metavar="FILE", help="A recipe, or its name; options override it.")
@@ -65,21 +80,37 @@ Alpha = Annotated[float | None, _option(METHOD, metavar="F", help="α: target = 
 Select = Annotated[
     str | None,
     _option(
-        METHOD, metavar="KIND",
+        METHOD, metavar="KIND", values="auto search preset",
         help="How λ, ρ and α are chosen: auto (search on held-out examples where that is affordable), search, or "
         "preset (the paper's method to the letter).",
     ),
 ]  # fmt: skip
-Norms = Annotated[str | None, _option(METHOD, metavar="KIND", help="auto, layernorm, all (RMSNorm too) or none.")]
+Norms = Annotated[
+    str | None,
+    _option(
+        METHOD, metavar="KIND", values="auto layernorm all none", help="auto, layernorm, all (RMSNorm too) or none."
+    ),
+]
 Bias = Annotated[bool | None, _option(METHOD, "--bias/--no-bias", help="Calibrate Linear biases [yes].")]
 TokenWeights = Annotated[
     str | None,
-    _option(METHOD, metavar="KIND", help="auto, uniform, or cls: the first token counts most in the last block."),
+    _option(
+        METHOD,
+        metavar="KIND",
+        values="auto uniform cls",
+        help="auto, uniform, or cls: the first token counts most in the last block.",
+    ),
 ]
 Seed = Annotated[int | None, _option(METHOD, metavar="N", help="Seed of the choice of examples [42].")]
-Device = Annotated[str, _option(MACHINE, metavar="NAME", help="auto, cpu or cuda[:K].")]
+Device = Annotated[str, _option(MACHINE, metavar="NAME", values="auto cpu cuda", help="auto, cpu or cuda[:K].")]
 Dtype = Annotated[
-    str | None, _option(MACHINE, metavar="NAME", help="Of the forward passes: auto, float32 or bfloat16.")
+    str | None,
+    _option(
+        MACHINE,
+        metavar="NAME",
+        values="auto float32 bfloat16",
+        help="Of the forward passes: auto, float32 or bfloat16.",
+    ),
 ]
 BatchSize = Annotated[
     int | None,
@@ -87,7 +118,7 @@ BatchSize = Annotated[
 ]
 Compare = Annotated[str | None, _option(MODELS, metavar="MODEL2", help="Show a second model against the same experts.")]
 Evaluated = Annotated[
-    list[str] | None, typer.Argument(metavar="[MODEL]...", help="Hub ids[@revision] or folders to compare.")
+    list[str] | None, typer.Argument(metavar="MODEL...", help="Hub ids[@revision] or folders to compare.")
 ]
 Limit = Annotated[
     int | None,
@@ -100,12 +131,17 @@ EvaluateToo = Annotated[
     bool,
     _option(OUTPUT, "--evaluate", help="Afterwards measure experts, merged and calibrated as the recipe says."),
 ]
-RecipeName = Annotated[str | None, typer.Argument(metavar="[NAME]", help="Print this one.")]
+RecipeName = Annotated[
+    str | None, typer.Argument(metavar="NAME", help="Print this one.", autocompletion=_complete_recipe)
+]
 Plot = Annotated[Path | None, _option(OUTPUT, metavar="FILE", help="Draw the drift: .png or .svg.")]
 Projection = Annotated[
     Path | None, _option(OUTPUT, metavar="FILE", help="Draw the final features in two dimensions: .png or .svg.")
 ]
 Html = Annotated[Path | None, _option(OUTPUT, metavar="FILE", help="Write one page that needs no network.")]
+Markdown = Annotated[
+    Path | None, _option(OUTPUT, metavar="FILE", help="Write a verdict and a table, for a pipeline's summary.")
+]
 MaxDrift = Annotated[
     float | None,
     _option(

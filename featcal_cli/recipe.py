@@ -35,7 +35,9 @@ class Merge(Section):
     """A merged model that is built instead of named: θ_base + scale · Σ (θ_i − θ_base), or the experts' mean."""
 
     method: Literal["average", "task_arithmetic"]
+    """`average`: the experts' mean. `task_arithmetic`: base + scale · Σ (expert − base)."""
     scale: float = Field(default=0.3, gt=0, allow_inf_nan=False)
+    """Of task_arithmetic."""
 
 
 class Data(Section):
@@ -46,8 +48,11 @@ class Data(Section):
     path: Name | None = None
     """Local folder, .jsonl, .csv, .parquet or .safetensors file; relative paths start at the recipe's folder."""
     revision: Name | None = None
+    """Branch, tag or commit of the dataset; left out, main."""
     config: Name | None = None
+    """The dataset's config; left out, the one that it has, or its default."""
     split: Name | None = None
+    """Left out, train where there is one."""
     columns: dict[str, str] = Field(default_factory=dict)
     """Role (image, text, text_pair, messages, prompt, response, label) → column; found by itself when left out."""
     template: str | None = None
@@ -63,18 +68,27 @@ class Data(Section):
         if self.path is not None:
             return self.path
         revision = f"@{self.revision}" if self.revision else ""
-        return f"{self.dataset}{revision}" + "".join(f":{part}" for part in (self.config, self.split) if part)
+        parts = [self.config or "", self.split] if self.split else [self.config] if self.config else []
+        return ":".join([f"{self.dataset}{revision}", *parts])
 
 
-Source = Annotated[Data, BeforeValidator(lambda value: parse_source(value) if isinstance(value, str) else value)]
+Source = Annotated[
+    Data,
+    BeforeValidator(
+        lambda value: parse_source(value) if isinstance(value, str) else value, json_schema_input_type=str | Data
+    ),
+]
 
 
 class TaskDraft(Section):
     """What the user says of one task; the rest is looked for."""
 
     expert: Name | None = None
+    """The model that was fine-tuned on the task: Hub id[@revision] or folder; BASE+ADAPTER for a PEFT adapter."""
     data: Source | None = None
+    """Examples without labels: DATASET[:CONFIG[:SPLIT]], a path, or a group of keys."""
     evaluate: Evaluate | None = None
+    """How the task's figure is measured by `featcal evaluate`; left out, with the expert's own head."""
 
 
 class Task(TaskDraft):
@@ -90,6 +104,7 @@ class Calibration(Section):
     examples: int = Field(default=256, ge=1, le=10**9)
     """Fitted examples per task."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Of the forward passes; `auto` is the merged model's own, float16 as float32."""
     ridge: float | None = Field(default=None, ge=0, allow_inf_nan=False)
     """λ: weight of the anchor."""
     rho: float | None = Field(default=None, ge=0, allow_inf_nan=False)
@@ -99,9 +114,13 @@ class Calibration(Section):
     select: Literal["auto", "preset", "search"] = "auto"
     """How settings that are left out are chosen; `preset` is the paper's method to the letter, without the guard."""
     norms: Literal["auto", "layernorm", "all", "none"] = "auto"
+    """Which norms are calibrated: `auto` and `layernorm` those with a bias, `all` RMSNorm too."""
     bias: bool = True
+    """Calibrate the biases of Linear modules."""
     token_weights: Literal["auto", "uniform", "cls"] = "auto"
+    """How tokens count: `uniform` all alike; `cls` the first one most, in the last block; `auto` chooses."""
     seed: int = Field(default=42, ge=-(2**63), lt=2**63)
+    """Of the choice of examples."""
 
     @property
     def is_open(self) -> bool:
@@ -113,7 +132,9 @@ class Output(Section):
     """Where the result goes besides the local folder."""
 
     push_to: Name | None = None
+    """USER/NAME of a model repo."""
     private: bool = False
+    """Make that repo private, if it is new."""
 
 
 class Draft(Section):
@@ -123,10 +144,15 @@ class Draft(Section):
         Annotated[Name, Tag("repo")] | Annotated[Merge, Tag("merge")],
         Discriminator(lambda value: "repo" if isinstance(value, str) else "merge"),
     ]
+    """The merged model: Hub id[@revision] or folder; or how it is built of the experts."""
     base: Name | None = None
+    """The model that the experts were fine-tuned from; left out, it is found in the merged repo."""
     tasks: Mapping[Name, TaskDraft] = {}
+    """By name; left out, they are found in the merged repo."""
     calibration: Calibration = Calibration()
+    """The settings of the method."""
     output: Output = Output()
+    """Where the result goes."""
 
     _file: str = PrivateAttr("")
     """Name of the recipe's file, without its ending."""

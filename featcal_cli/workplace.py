@@ -2,33 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from hashlib import sha256
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, NamedTuple
 
 from featcal_cli.disk import name_reason
 from featcal_cli.errors import FeatCalError, LostRankError, OutputError
 from featcal_cli.launch import read_launch
 from featcal_cli.lock import hold
-from featcal_cli.report import REPORT
 
-KEPT = ("journal", "finished.json", "replaced")
+KEPT = ("journal", "replaced")
 """What outlives a run that did not come to its end."""
-
-
-class Finished(NamedTuple):
-    """An output that is in its place, of a run that had more to do."""
-
-    card: dict[str, Any]
-    """What its card is made of."""
-    push: bool
-    """It is to be pushed yet."""
 
 
 class Workplace:
@@ -44,7 +31,6 @@ class Workplace:
         """The output, before it takes its place."""
         self.replaced = self.folder / "replaced"
         """What the output takes the place of, for a moment."""
-        self._finished = self.folder / "finished.json"
 
     @contextmanager
     def held(self) -> Iterator[None]:
@@ -60,8 +46,7 @@ class Workplace:
             try:
                 yield
             except FeatCalError as error:
-                is_kept = isinstance(error, (OutputError, LostRankError)) or self._finished.exists()
-                if fresh and not is_kept:
+                if fresh and not isinstance(error, (OutputError, LostRankError)):
                     shutil.rmtree(self.journal, ignore_errors=True)
                 raise
             finally:
@@ -77,30 +62,6 @@ class Workplace:
             return
         with TemporaryDirectory(prefix="featcal-", ignore_cleanup_errors=True) as folder:
             yield Path(folder)
-
-    def finish(self, job: str, reports: Sequence[str], card: Mapping[str, Any], *, push: bool) -> None:
-        """Note, before the output is in its place, which job made it, what its card is made of, and whether a push is
-        to follow; by its report, one of `reports`, one sees later if it is the one. Raises OutputError."""
-        known = [sha256(report.encode()).hexdigest() for report in reports]
-        note = {"job": job, "reports": known, "card": card, "push": push}
-        draft = self._finished.with_suffix(".partial")
-        with self.writing():
-            draft.write_text(json.dumps(note), encoding="utf-8")
-            draft.replace(self._finished)
-
-    def read_finished(self, job: str) -> Finished | None:
-        """The output as this very job left it, if it came no further; None else, and for a broken note."""
-        try:
-            note = json.loads(self._finished.read_text(encoding="utf-8"))
-            written = sha256((self.target / REPORT).read_bytes()).hexdigest()
-            same = note["job"] == job and written in note["reports"]
-            return Finished(dict(note["card"]), bool(note["push"])) if same else None
-        except (OSError, ValueError, LookupError, TypeError):  # none, cut short, or of another version
-            return None
-
-    def forget_finished(self) -> None:
-        """Nothing is left to do with the output."""
-        self._finished.unlink(missing_ok=True)
 
     def publish(self) -> None:
         """Move what was built to its place, once it is on the disk; what stood there is removed only then. Raises
@@ -136,7 +97,7 @@ class Workplace:
 
     def _is_of_use(self) -> bool:
         blocks = any(self.journal.glob("block-*.safetensors")) or any(self.journal.glob("*.kept.json"))
-        return blocks or self._finished.exists() or self.replaced.exists()
+        return blocks or self.replaced.exists()
 
     def _tidy(self, missing: list[Path]) -> None:
         """Delete what no later run needs, and folders that were made for nothing."""

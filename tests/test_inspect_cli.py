@@ -156,13 +156,21 @@ def test_it_writes_the_files_that_were_asked_for_and_no_others(
     monkeypatch.chdir(tmp_path)
     models = {file: file.stat().st_mtime_ns for file in demo.merged.parent.rglob("*")}
     run = inspect(
-        capsys, demo.merged, demo.recipe, compare=demo.calibrated, plot="map.svg", projection="final.png", html="p.html"
+        capsys,
+        demo.merged,
+        demo.recipe,
+        compare=demo.calibrated,
+        plot="map.svg",
+        projection="final.png",
+        html="p.html",
+        markdown="p.md",
     )
     assert run.code == 0, run.stderr
     again = inspect(capsys, demo.merged, demo.recipe, plot="map.png", projection="final.svg")
     assert again.code == 0, again.stderr
     written = {file.name for file in tmp_path.iterdir()}
-    assert written == {"map.svg", "map.png", "final.png", "final.svg", "p.html"}
+    assert written == {"map.svg", "map.png", "final.png", "final.svg", "p.html", "p.md"}
+    assert "| turned |" in Path("p.md").read_text(encoding="utf-8")
     for name in ("map", "final"):
         with Image.open(f"{name}.png") as picture:
             assert min(picture.size) > 300
@@ -179,6 +187,7 @@ def test_it_writes_the_files_that_were_asked_for_and_no_others(
         ("plot", "drift.pdf", "drift.png"),
         ("projection", "drift", "drift.png"),
         ("html", "drift.svg", "drift.html"),
+        ("markdown", "drift.txt", "drift.md"),
         ("plot", "none/drift.png", "there is no folder none"),
         ("html", "none/drift.html", "there is no folder none"),
     ],

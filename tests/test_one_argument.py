@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,7 @@ from transformers import AutoModel, AutoTokenizer, BertConfig, BertModel
 from featcal_cli import calibrate as calibrate_here
 from featcal_cli.download import download
 from featcal_cli.errors import HubError
+from featcal_cli.finished import NOTE
 from featcal_cli.output import write_output
 from featcal_cli.repo import open_repo
 
@@ -60,6 +63,12 @@ def calibrate(capsys: pytest.CaptureFixture[str], merged: str, **options: object
 
 def run_line(capsys: pytest.CaptureFixture[str], line: list[str]) -> Run:
     return featcal_inside(capsys, "calibrate", {str(number): part for number, part in enumerate(line)})
+
+
+def files_of(hub: HubServer, repo_id: str) -> dict[str, bytes]:
+    """What main holds."""
+    repo = hub.repos["model", repo_id]
+    return {path: blob.path.read_bytes() for path, blob in repo.commits[repo.refs["main"]].items()}
 
 
 def weights_of(folder: Path) -> dict[str, torch.Tensor]:
@@ -297,10 +306,59 @@ def test_a_push_that_failed_is_done_by_the_same_command_without_computing_again(
     assert run.code == 0, run.stderr
     assert "nothing is computed again" in re.sub(r"\s+", " ", run.stderr)
     assert hub.file_bytes() == 0
-    assert {path.name: path.stat().st_mtime_ns for path in (here / "merged-featcal").iterdir()} == written
+    now = {path.name: path.stat().st_mtime_ns for path in (here / "merged-featcal").iterdir()}
+    assert now.pop(NOTE) > written.pop(NOTE) and now == written
     assert sorted(path.name for path in here.iterdir()) == ["merged-featcal"]
     assert len(hub.repos["model", "again/out"].log) == 1
     run = calibrate(capsys, "again/merged", push_to="again/out")
+    assert run.code == 0, run.stderr
+    assert len(hub.repos["model", "again/out"].log) == 1
+    assert NOTE not in files_of(hub, "again/out")
+    run = calibrate(capsys, "again/merged")
+    assert run.code == 2 and "exists" in run.stderr
+
+
+def test_an_output_that_is_good_enough_is_pushed_later(
+    hub: HubServer, merge: Path, here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a pipeline does it: calibrate, look, and give the same command with --push-to."""
+    publish(hub, merge, "gate")
+    log_in(hub, monkeypatch, "gate")
+    assert calibrate(capsys, "gate/merged").code == 0
+    assert sorted(path.name for path in here.iterdir()) == ["merged-featcal"]
+    assert calibrate(capsys, "gate/merged", ridge=0.3, push_to="gate/out").code == 2  # another job
+    hub.requests.clear()
+    run = calibrate(capsys, "gate/merged", push_to="gate/out")
+    assert run.code == 0 and "nothing is computed again" in re.sub(r"\s+", " ", run.stderr), run.stderr
+    assert hub.file_bytes() == 0
+    card = (here / "merged-featcal" / "README.md").read_text()
+    assert "gate/out" in card
+    assert files_of(hub, "gate/out")["README.md"] == card.encode()
+
+
+def test_an_output_is_not_pushed_when_the_merged_repo_has_moved_on(
+    hub: HubServer, merge: Path, here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish(hub, merge, "moved")
+    log_in(hub, monkeypatch, "moved")
+    assert calibrate(capsys, "moved/merged").code == 0
+    (merge / "moved" / "merged" / "notes.txt").write_text("a new version")
+    hub.add_repo("moved/merged", merge / "moved" / "merged")
+    run = calibrate(capsys, "moved/merged", push_to="moved/out")
+    assert run.code == 2 and "which is at" in run.stderr and "--overwrite" in run.stderr
+    assert ("model", "moved/out") not in hub.repos
+    assert (here / "merged-featcal" / "model.safetensors").is_file()
+
+
+def test_an_output_is_not_pushed_when_a_local_model_has_changed(
+    hub: HubServer, merge: Path, here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish(hub, merge, "local")
+    log_in(hub, monkeypatch, "local")
+    shutil.copytree(merge / "local" / "merged", here / "mine")
+    assert calibrate(capsys, "mine").code == 0
+    os.utime(here / "mine" / "model.safetensors")
+    run = calibrate(capsys, "mine", push_to="local/out")
     assert run.code == 2 and "exists" in run.stderr
 
 
@@ -321,11 +379,11 @@ def test_a_run_that_does_not_push_leaves_the_push_to_a_later_one(
 ) -> None:
     leave_unpushed(hub, merge, capsys, monkeypatch, "later")
     work = here / ".merged-featcal.featcal"
-    (work / "journal").mkdir()
+    (work / "journal").mkdir(parents=True)
     (work / "journal" / "block-0000.safetensors").touch()
     run = calibrate(capsys, "later/merged")
     assert run.code == 0 and "nothing is computed again" in re.sub(r"\s+", " ", run.stderr)
-    assert [path.name for path in work.iterdir()] == ["finished.json"]
+    assert not work.exists()
     run = calibrate(capsys, "later/merged", push_to="later/out")
     assert run.code == 0 and "nothing is computed again" in re.sub(r"\s+", " ", run.stderr)
     assert len(hub.repos["model", "later/out"].log) == 1
@@ -375,7 +433,7 @@ def test_a_note_of_a_push_that_was_cut_short_is_no_note(
     hub: HubServer, merge: Path, here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     leave_unpushed(hub, merge, capsys, monkeypatch, "cut")
-    note = here / ".merged-featcal.featcal" / "finished.json"
+    note = here / "merged-featcal" / NOTE
     whole = note.read_bytes()
     for length in (0, len(whole) // 2, len(whole) - 1):
         note.write_bytes(whole[:length])

@@ -22,6 +22,7 @@ from published import publish, write_merge
 
 import featcal_cli.patience
 from featcal_cli import calibrate
+from featcal_cli.finished import NOTE
 
 pytestmark = [pytest.mark.survive, pytest.mark.usefixtures("hurried")]
 
@@ -204,7 +205,7 @@ def test_a_result_that_cannot_be_pushed_waits_for_the_same_command(
     check_refusal(done)
     assert "the same command again pushes it" in done.stderr
     assert result(here / "out") == expected
-    assert {path.name for path in here.rglob("*")} - expected.keys() == {"out", ".out.featcal", "finished.json"}
+    assert {path.name for path in here.rglob("*")} - expected.keys() == {"out", NOTE}
     hub.requests.clear()
     assert work().code == 0
     check_finished(here, hub, expected)
