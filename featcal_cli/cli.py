@@ -17,25 +17,27 @@ from featcal_cli import __version__, options
 from featcal_cli.interruption import MEASURING, interruptible
 from featcal_cli.launch import read_launch
 
+EPILOG = """
+**Exit codes**: 0 done, 2 something that you can mend (one message says what, where and how), 3 a gate was exceeded
+(--max-drift, --strict), 130 interrupted (the same command goes on), 1 a bug (a report of it is written).
+
+**Environment**: HF_TOKEN, HF_HOME, HF_ENDPOINT and HF_HUB_OFFLINE as for every client of the Hub.
+
+**Examples**
+
+    featcal demo
+
+    featcal calibrate user/merged --push-to user/merged-featcal
+
+    featcal inspect-drift user/merged --max-drift 0.8
+"""
 app = typer.Typer(
     no_args_is_help=True,
     add_completion=True,
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
     help="Mend merged models: calibrate their features to the experts', in closed form, without gradients.",
-    epilog="""**Exit codes**: 0 done, 2 something that you can mend (one message says what, where and how), 3 a gate was
-    exceeded (--max-drift, --strict), 130 interrupted (the same command goes on), 1 a bug (a report of it is written).
-
-    **Environment**: HF_TOKEN, HF_HOME, HF_ENDPOINT and HF_HUB_OFFLINE as for every client of the Hub.
-
-    **Examples**
-
-        featcal demo
-
-        featcal calibrate user/merged --push-to user/merged-featcal
-
-        featcal inspect-drift user/merged --max-drift 0.8
-    """,
+    epilog=EPILOG,
 )
 
 NORMS = ("auto", "layernorm", "all", "none")
@@ -285,7 +287,7 @@ def recipes(name: options.RecipeName = None) -> None:
 
         featcal recipes clip-vit-b32-8 > mine.yaml
 
-        featcal recipes ci/featcal.yml > .github/workflows/featcal.yml
+        featcal recipes ci/featcal.yml > featcal.yml
     """
     from featcal_cli.console import show_recipes
     from featcal_cli.shipped import find_shipped, shipped_recipes

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 from featcal_cli.commands import enumerate_names
 from featcal_cli.drift_reading import list_roles, tell_verdict
 from featcal_cli.errors import GateError
 from featcal_cli.inspection import Inspection, TaskInspection
-from featcal_cli.markdown import inert
+from featcal_cli.markdown import inert, without_paths
 
 LONGEST_LIST = 5
 """Tasks that a sentence names; the others are counted."""
+LONGEST_TEXT = 400
+COMMIT = re.compile(r"@([0-9a-f]{7})[0-9a-f]{33}\b")
 
 
 def write_summary(inspection: Inspection, exceeded: GateError | None = None) -> str:
@@ -21,10 +24,10 @@ def write_summary(inspection: Inspection, exceeded: GateError | None = None) -> 
 
 def _parts(inspection: Inspection, exceeded: GateError | None) -> Iterator[str]:
     roles = list_roles(inspection)
-    names = {role: inert(inspection.names.get(role, role)) for role in roles}
+    names = {role: _shown(inspection.names.get(role, role)) for role in roles}
     yield f"## Feature drift of {names.get('other', names['model'])}"
     if exceeded is not None:
-        yield f"❌ **{inert(exceeded.what, 400)}**  \n{inert(exceeded.where, 400)}"
+        yield f"❌ **{_shown(exceeded.what)}**  \n{_shown(exceeded.where)}"
     for is_warning, text in tell_verdict(inspection, names, _enumerate):
         yield f"⚠️ {text}" if is_warning else text
     yield "\n".join(_table(inspection, roles))
@@ -69,6 +72,11 @@ def _agreement(task: TaskInspection, role: str) -> float | None:
 def _mean(values: list[float | None]) -> float | None:
     known = [value for value in values if value is not None]
     return sum(known) / len(known) if known else None
+
+
+def _shown(text: str) -> str:
+    """As others may read it: of folders the last part, of commits the first digits."""
+    return inert(COMMIT.sub(r"@\1", without_paths(text)), LONGEST_TEXT)
 
 
 def _enumerate(tasks: dict[str, float]) -> str:

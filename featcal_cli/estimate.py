@@ -28,6 +28,8 @@ STEMS_HELD = 3
 """Stems that run beside each other: of merged (the student's is the same), base and an expert."""
 SPARE = 0.9
 """Part of a memory that a search may fill: the system and others have some of it."""
+SOLVING_PULLS = 3
+"""Matrices of a weight's size beside each other while it is solved for: merged, base and the anchor, or the update."""
 HALF = 0.6
 """Part of a symmetric sum that is held."""
 
@@ -194,17 +196,17 @@ def _equation_bytes(
     item, systems, task, solving, new = precision.itemsize, 0.0, 0.0, 0.0, 0.0
     for d_in, d_out, rows in find_inputs(model, block, walks):
         pulls = d_out * d_in
-        new += pulls * item
+        new += pulls * COMPUTE
         if ways.solves_in_token_space(round(sum(rows) * fitted), d_in, d_out):
             count = sum(rows) * fitted
             systems += count * (d_in + d_out) * COMPUTE * (2 if guarded else 1)
-            solving = max(solving, (2 * count * count + count * (d_in + d_out) + 3 * pulls) * item)
+            solving = max(solving, (2 * count * count + count * (d_in + d_out) + SOLVING_PULLS * pulls) * item)
             continue
         by_rows = ways.sums_residuals(round(max(rows) * fitted), d_in, d_out, outputs_known=True)
         square = d_in * d_in * (HALF if by_rows else HALF + 1)
         systems += (square + pulls) * item * (2 if guarded else 1)
         task += (square + (pulls if by_rows else 0)) * 2 * COMPUTE
-        solving = max(solving, (2 * d_in * d_in + 5 * pulls) * item)
+        solving = max(solving, (2 * d_in * d_in + SOLVING_PULLS * pulls) * item)
     return int(systems + max(task, solving + new))
 
 

@@ -7,7 +7,7 @@ from math import inf, isfinite
 from pathlib import Path
 
 from featcal_cli.errors import GateError
-from featcal_cli.inspection import Inspection, TaskInspection
+from featcal_cli.inspection import VISIBLE, Inspection, TaskInspection
 from featcal_cli.report import Report
 
 
@@ -21,10 +21,11 @@ def find_excess(inspection: Inspection, limit: float) -> GateError | None:
     """The error for the task that is farthest over `limit`; None where none is.
 
     What is limited is the model's relative drift after the last block; where two models are compared, how much farther
-    from the expert the second is than the first. A drift that is no finite number is over every limit.
+    from the expert the second is than the first. What does not show in three digits is not over it, and a drift that is
+    no finite number is over every limit.
     """
     excesses = {task: _follow_excess(found) for task, found in inspection.tasks.items()}
-    over = {task: excess for task, excess in excesses.items() if excess[-1] > limit}
+    over = {task: excess for task, excess in excesses.items() if excess[-1] - limit >= VISIBLE}
     if not over:
         return None
     task, excess = max(over.items(), key=lambda item: item[1][-1])

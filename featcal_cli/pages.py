@@ -16,8 +16,8 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 """glibc's numbers of these settings."""
 WORTHWHILE = 2**20
 """Looking up what is mapped takes milliseconds."""
-LARGEST_REUSED = 2**29
-"""Bytes of the largest piece of memory that is kept."""
+LARGEST_REUSED = 2**26
+"""Bytes of the largest piece of memory that is kept: between larger ones gaps stay that nothing fits into."""
 MAPS = Path("/proc/self/maps")
 FILE_MAPPING = re.compile(rb"^([0-9a-f]+)-([0-9a-f]+) ..-. \S+ \S+ (?!0 )\d+ +\S", re.MULTILINE)
 """A line of it about a file (one with an inode) that holds no code."""

@@ -114,17 +114,18 @@ class LinearSystem:
         """
         update_of, condition, ridge = self._factorise()
         solutions = {}
-        for name in self._merged:
-            merged = self._cast_all(self._merged[name])
-            towards = _anchor_offset(merged, self._cast_all(base[name]), self._settings.rho)
+        for name, merged in self._merged.items():
+            towards = _anchor_offset(self._cast_all(merged), self._cast_all(base[name]), self._settings.rho)
             update = update_of(name, towards.weight)
-            new_bias = merged.bias
-            if bias and merged.bias is not None and towards.bias is not None:
+            new_bias = None if merged.bias is None else self._cast(merged.bias)
+            if bias and new_bias is not None and towards.bias is not None:
                 pull = self._bias_pull[name] - update @ self._mean + ridge * towards.bias
-                new_bias = merged.bias + pull / (self._omega + ridge)
-            found = _solution(merged, Affine(merged.weight + update, new_bias), condition)
-            parameters = _at_most_float32(found.parameters, self._merged[name].weight)
-            solutions[name] = found._replace(parameters=parameters, ridge=ridge)
+                new_bias = new_bias + pull / (self._omega + ridge)
+            del towards  # matrices of language models are large: no more of them are held than must be
+            weight = self._cast(merged.weight)
+            change = _relative_size(update, weight)
+            parameters = _at_most_float32(Affine(update.add_(weight), new_bias), merged.weight)
+            solutions[name] = Solution(parameters, condition, change, ridge)
         return solutions
 
     def objective(self, name: str, update: Tensor, shift: Tensor) -> tuple[float, float]:
@@ -271,7 +272,7 @@ def precise(parameters: Affine) -> Affine:
 def _anchor_offset(merged: Affine, base: Affine, rho: float) -> Affine:
     """Anchor − merged = (1 − ρ)(base − merged)."""
     shift = None if merged.bias is None or base.bias is None else (1 - rho) * (base.bias - merged.bias)
-    return Affine((1 - rho) * (base.weight - merged.weight), shift)
+    return Affine((base.weight - merged.weight).mul_(1 - rho), shift)
 
 
 def _dot(one: Tensor, two: Tensor) -> float:
@@ -296,6 +297,8 @@ def _solution(merged: Affine, new: Affine, condition: float) -> Solution:
 
 def relative_change(merged: Affine, new: Affine) -> float:
     """‖W* − W_merged‖ / ‖W_merged‖, Frobenius."""
-    change = torch.linalg.vector_norm(new.weight - merged.weight)
-    size = torch.linalg.vector_norm(merged.weight).clamp_min(EPSILON)
-    return float(change / size)
+    return _relative_size(new.weight - merged.weight, merged.weight)
+
+
+def _relative_size(update: Tensor, merged: Tensor) -> float:
+    return float(torch.linalg.vector_norm(update) / torch.linalg.vector_norm(merged).clamp_min(EPSILON))

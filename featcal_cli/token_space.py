@@ -42,9 +42,9 @@ class TokenSystem(LinearSystem):
         condition = condition_number(products, factor, smallest=ridge + EPSILON)
 
         def update_of(name: str, towards: Tensor) -> Tensor:
-            towards = towards * (ridge / (ridge + EPSILON))
-            lacking = self._lacking_rows(name) - x @ towards.T
-            return solve_rows(lacking.T, factor) @ x + towards
+            share = ridge / (ridge + EPSILON)
+            lacking = self._lacking_rows(name) - (x @ towards.T).mul_(share)
+            return (solve_rows(lacking.T, factor) @ x).add_(towards, alpha=share)
 
         return update_of, condition, ridge
 

@@ -62,16 +62,16 @@ def pages() -> list[Path]:
 
 def find_blocks(page: Path) -> Iterator[Block]:
     """The indented blocks of a page whose commands are to be run, with what a backslash continues in one line."""
-    fenced, block = False, Block(0, [])
+    fenced, block = False, Block(1, [])
     for number, line in enumerate([*page.read_text(encoding="utf-8").splitlines(), "."], start=1):
         if line.startswith("```"):
             fenced = not fenced
-        if line.startswith("    ") and not fenced and not line.strip().startswith(("|", "-", "#")):
-            if block.commands and block.commands[-1].endswith("\\"):
-                block.commands[-1] = f"{block.commands[-1][:-1].strip()} {line.strip()}"
-            else:
-                block.commands.append(line.strip())
-        elif line.strip() and block.commands:
+        indented = line.startswith("    ") and line.strip() and not fenced
+        if indented and block.commands and block.commands[-1].endswith("\\"):
+            block.commands[-1] = f"{block.commands[-1][:-1].strip()} {line.strip()}"
+        elif indented and not line.strip().startswith(("|", "-", "#")):
+            block.commands.append(line.strip())
+        elif not indented and block.commands:
             yield block
             block = Block(number, [])
 
@@ -89,7 +89,11 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
         save_model(folder / f"clip-{task}", "clip", str(number))
         card = {"base_model": BASE, "datasets": [TASKS[task]], "license": "mit"}
         (folder / f"clip-{task}" / "README.md").write_text(f"---\n{yaml.safe_dump(card)}---\n")
-    experts = [load_file(folder / f"clip-{task}" / "model.safetensors") for task in TASKS]
+    files = [folder / f"clip-{task}" / "model.safetensors" for task in TASKS]
+    experts = [load_file(file) for file in files]
+    for name, tensor in experts[1].items():  # two of a kind, so that their mean is a merge worth having
+        tensor.mul_(0.2).add_(experts[0][name], alpha=0.8)
+    save_file(experts[1], files[1], metadata={"format": "pt"})
     shutil.copytree(folder / "clip-mnist", folder / "merged")
     mean = {name: (tensor + experts[1][name]) / 2 for name, tensor in experts[0].items()}
     save_file(mean, folder / "merged" / "model.safetensors", metadata={"format": "pt"})
@@ -133,6 +137,8 @@ def prepare(hub: HubServer, files: Path, text: str, capsys: pytest.CaptureFixtur
     if "./my-merge-featcal" in text:
         run = featcal_inside(capsys, "calibrate", {"-r": "mine.yaml", "-o": "my-merge-featcal", "-q": ""})
         assert run.code == 0, run.stderr
+    if "./clip-vit-b32-8-featcal" in text and "calibrate -r clip-vit-b32-8" not in text:
+        shutil.copytree(files / "merged", "clip-vit-b32-8-featcal")
     if "user/merged-featcal" in text and "--push-to user/merged-featcal" not in text:
         hub.add_repo("user/merged-featcal", files / "merged")
 
@@ -165,7 +171,8 @@ def run_line(words: list[str], capsys: pytest.CaptureFixture[str], told: str) ->
         subprocess.run(words, check=True)
         return
     command, _, after = " ".join(map(shlex.quote, words)).partition(" '|' ")[0].partition(" '>' ")
-    run = featcal_inside(capsys, "", {str(number): word for number, word in enumerate(shlex.split(command)[1:])})
+    _, verb, *rest = shlex.split(command)
+    run = featcal_inside(capsys, verb, {str(number): word for number, word in enumerate(rest)})
     assert run.code == 0, f"{told}\n{run.stderr}"
     if after:
         Path(after).write_text(run.stdout, encoding="utf-8")
@@ -229,7 +236,7 @@ def test_the_schema_knows_the_shipped_recipes(file: Path) -> None:
     [
         ({"tasks": {"a": {"experts": "user/a"}}}, ["tasks", "a"]),
         ({"calibration": {"alpha": 2}}, ["calibration", "alpha"]),
-        ({"merged": {"method": "ties"}}, ["merged"]),
+        ({"merged": {"method": "ties"}}, ["merged", "method"]),
     ],
 )
 def test_the_schema_refuses_what_featcal_refuses(recipe: dict[str, Any], place: list[str]) -> None:

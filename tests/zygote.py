@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 
 @dataclass
@@ -96,7 +96,8 @@ def wait_for(file: Path, text: str, seconds: float = 60.0) -> bool:
     return False
 
 
-def _serve() -> None:
+def import_everything() -> None:
+    """Import what commands import when they come to need it."""
     import datasets  # noqa: F401
     import matplotlib.figure  # noqa: F401
     import transformers.models.bert.modeling_bert  # noqa: F401
@@ -106,6 +107,27 @@ def _serve() -> None:
     import featcal_cli.log
     import featcal_cli.workflow  # noqa: F401
 
+
+def run_main(folder: str, arguments: list[str], environment: dict[str, str]) -> NoReturn:
+    """The command, to the end of this process."""
+    from featcal_cli.__main__ import main
+
+    os.chdir(folder)
+    os.environ.update(environment)
+    sys.argv = ["featcal", *arguments]
+    code = 1
+    try:
+        main()
+    except SystemExit as end:
+        code = int(end.code or 0)
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _serve() -> None:
+    import_everything()
     _answer("ready")
     for line in sys.stdin:
         order = json.loads(line)
@@ -123,25 +145,12 @@ def _answer(value: object) -> None:
     sys.stdout.flush()
 
 
-def _run(order: dict[str, object]) -> NoReturn:
-    from featcal_cli.__main__ import main
-
+def _run(order: dict[str, Any]) -> NoReturn:
     os.setsid()
-    os.chdir(str(order["folder"]))
-    os.environ.update(order["environment"])  # type: ignore[call-overload]
     for number, mode in ((0, os.O_RDONLY), (1, os.O_WRONLY), (2, os.O_WRONLY)):
-        name = os.devnull if number == 0 else str(order[("stdout", "stderr")[number - 1]])
+        name = os.devnull if number == 0 else order[("stdout", "stderr")[number - 1]]
         os.dup2(os.open(name, mode | (os.O_CREAT | os.O_TRUNC if number else 0), 0o644), number)
-    sys.argv = ["featcal", *order["arguments"]]  # type: ignore[misc]
-    code = 1
-    try:
-        main()
-    except SystemExit as end:
-        code = int(end.code or 0)
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+    run_main(order["folder"], order["arguments"], order["environment"])
 
 
 if __name__ == "__main__":
