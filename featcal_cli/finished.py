@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from hashlib import sha256
 from typing import Any, NamedTuple
 
@@ -37,19 +38,23 @@ class Finished:
         self._target = place.target
 
     def read(self) -> Note | None:
-        """The note of this very job; None where another one made the output or changed it, and for a broken note."""
+        """The note of this very job; None where another one made the output or changed it, where its local files have
+        changed since, and for a broken note."""
         try:
             note = json.loads((self._target / NOTE).read_text(encoding="utf-8"))
             written = sha256((self._target / REPORT).read_bytes()).hexdigest()
-            same = note["job"] == self._key() and written in note["reports"]
+            same = (
+                note["job"] == self._key and written in note["reports"] and note["files"].items() <= self._files.items()
+            )
             return Note(dict(note["card"]), bool(note["push"])) if same else None
-        except (OSError, ValueError, LookupError, TypeError):  # none, cut short, or of another version
+        except (OSError, ValueError, LookupError, TypeError, AttributeError):  # none, cut short, of another version
             return None
 
     def write_note(self, reports: Sequence[str], note: Note) -> str:
         """The text of the note of this job; by its report, one of `reports`, one sees later if it is still its own."""
         known = [sha256(report.encode()).hexdigest() for report in reports]
-        return json.dumps({"job": self._key(), "reports": known, "card": note.card, "push": note.push})
+        about = {"job": self._key, "files": self._files, "reports": known, "card": note.card, "push": note.push}
+        return json.dumps(about)
 
     def write_card(self, report: Report, repo_id: str | None, about: Mapping[str, Any]) -> str:
         """The text of the model card; repo_id: where the output is pushed to, if it is."""
@@ -96,8 +101,12 @@ class Finished:
             draft.write_text(text, encoding="utf-8")
             draft.replace(self._target / name)
 
+    @cached_property
     def _key(self) -> str:
-        """The job without its output, which may be pushed to another place than was planned; of what lies on this
-        machine, the files as they are."""
-        job = self._draft.model_dump(mode="json", exclude={"output"})
-        return json.dumps({**job, "files": stamp_files(self._draft.local_paths)}, sort_keys=True)
+        """The job without its output, which may be pushed to another place than was planned."""
+        return json.dumps(self._draft.model_dump(mode="json", exclude={"output"}), sort_keys=True)
+
+    @cached_property
+    def _files(self) -> dict[str, str]:
+        """What the job names of this machine, as it is when the run begins; later there may be more."""
+        return stamp_files(self._draft.local_paths)

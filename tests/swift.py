@@ -59,8 +59,8 @@ def _serve(address: str) -> None:
 
 def _answer(connection: socket.socket) -> None:
     size, streams, _, _ = socket.recv_fds(connection, 8, 3)
-    with connection.makefile("rb") as stream:
-        order = json.loads(stream.read(int.from_bytes(size, "big")))
+    with connection.makefile("rb") as sent:
+        order = json.loads(sent.read(int.from_bytes(size, "big")))
     if (pid := os.fork()) == 0:
         connection.close()
         for number, stream in enumerate(streams):

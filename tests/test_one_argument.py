@@ -93,6 +93,8 @@ def test_one_argument_is_enough(hub: HubServer, merge: Path, here: Path, monkeyp
     assert [commit.sha for commit in out.log] == [out.refs["main"]]
     files = {path: blob.path.read_bytes() for path, blob in out.commits[out.refs["main"]].items()}
     written = {path.name: path.read_bytes() for path in (here / "merged-featcal").iterdir()}
+    note = written.pop(NOTE)
+    assert token.encode() not in note and NOTE not in files
     assert {path: files[path] for path in written} == written
     assert {"README.md", "featcal.yaml", "featcal_report.json", "drift.png", "tokenizer.json"} <= files.keys()
     assert not any(token.encode() in content for content in files.values())
@@ -339,14 +341,14 @@ def test_an_output_that_is_good_enough_is_pushed_later(
 def test_an_output_is_not_pushed_when_the_merged_repo_has_moved_on(
     hub: HubServer, merge: Path, here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    publish(hub, merge, "moved")
-    log_in(hub, monkeypatch, "moved")
-    assert calibrate(capsys, "moved/merged").code == 0
-    (merge / "moved" / "merged" / "notes.txt").write_text("a new version")
-    hub.add_repo("moved/merged", merge / "moved" / "merged")
-    run = calibrate(capsys, "moved/merged", push_to="moved/out")
+    publish(hub, merge, "onward")
+    log_in(hub, monkeypatch, "onward")
+    assert calibrate(capsys, "onward/merged").code == 0
+    (merge / "onward" / "merged" / "notes.txt").write_text("a new version")
+    hub.add_repo("onward/merged", merge / "onward" / "merged")
+    run = calibrate(capsys, "onward/merged", push_to="onward/out")
     assert run.code == 2 and "which is at" in run.stderr and "--overwrite" in run.stderr
-    assert ("model", "moved/out") not in hub.repos
+    assert ("model", "onward/out") not in hub.repos
     assert (here / "merged-featcal" / "model.safetensors").is_file()
 
 

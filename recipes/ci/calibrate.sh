@@ -9,7 +9,7 @@
 #   PUSH_OPTIONS how it is pushed [--create-pr]; e.g. --private for a new repo
 #   MAX_DRIFT    how much farther from an expert the calibrated model may be than the merged one, on any task [0]
 #   ARGUMENTS    further arguments of featcal calibrate, e.g. --expert mnist=user/clip-mnist --data mnist=ylecun/mnist -n 128
-#   WORK         the folder for the results: calibrated/, drift.html, drift.md [.]
+#   WORK         a folder for this merge, with calibrated/, drift.html and drift.md in the end [.]
 #   HF_TOKEN     a token of the Hub that may write to PUSH_TO
 #
 # It ends with featcal's exit codes: 0 pushed, 2 something to mend (a message says what), 3 the gate: the calibrated
