@@ -134,7 +134,7 @@ def unfinished_run(stage: Stage) -> Arguments:
     job = {"merged": str(stage.folder / "merged"), "base": str(stage.folder / "base")}
     task = {"expert": str(stage.folder / "red"), "data": str(stage.folder / "red.safetensors")}
     with pytest.MonkeyPatch.context() as patch, pytest.raises(OutputError):
-        patch.setattr("featcal_cli.workplace.Workplace.finish", fail)
+        patch.setattr("featcal_cli.calibration.write_output", fail)
         calibrate(
             {**job, "tasks": {"red": task}, "calibration": {"examples": 4, "ridge": 0.05}}, output=stage.folder / "out"
         )
