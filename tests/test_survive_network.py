@@ -3,6 +3,7 @@ message, and the same command goes on from there."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import time
@@ -162,7 +163,9 @@ def check_finished(here: Path, hub: HubServer, expected: dict[str, object]) -> N
     repo = hub.repos["model", f"{ORG}/out"]
     assert len(repo.log) == 1
     pushed = {path: blob.path.read_bytes() for path, blob in repo.commits[repo.log[0].sha].items()}
-    assert pushed.items() >= {path.name: path.read_bytes() for path in (here / "out").iterdir()}.items()
+    written = {path.name: path.read_bytes() for path in (here / "out").iterdir()}
+    assert json.loads(written.pop(NOTE))["push"] is False
+    assert pushed.items() >= written.items() and NOTE not in pushed
 
 
 @pytest.mark.parametrize("fault", FAULTS)
