@@ -56,6 +56,7 @@ Examples
     batches        a model's forward arguments; what every reader of rows offers
     preprocessors  a model's own image processor or tokenizer
     tensors        model-ready .safetensors → batches
+    pixels         an image of any kind → eight bits of red, green, blue
     images         image rows → pixel_values
     phrases        text rows → what the tokenizer is given
     text           phrases → token ids

@@ -8,8 +8,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 from featcal_cli.errors import DataError
+from featcal_cli.pixels import is_array
 from featcal_cli.recipe import Data
-from featcal_cli.tables import IMAGE_FILES
+from featcal_cli.tables import IMAGE_FILES, is_base64
 
 Samples = Mapping[str, Sequence[Any]]
 """Column → its values in the first rows."""
@@ -18,6 +19,8 @@ TextKind = Literal["encoder", "causal", "encoder-decoder"]
 
 ROLES = ("image", "text", "text_pair", "messages", "prompt", "response", "label")
 IMAGE_NAMES = ("image", "img", "images", "picture", "photo", "jpg", "png", "file_name")
+ARRAY_NAMES = (*IMAGE_NAMES, "pixels", "array", "pixel_values")
+"""Columns whose nested lists of numbers may be pictures."""
 MESSAGES_NAMES = ("messages", "conversations", "conversation", "chat")
 PROMPT_RESPONSE_NAMES = (
     ("instruction", "output"), ("query", "response"), ("instruction", "response"), ("inputs", "targets"),
@@ -99,6 +102,7 @@ def no_column(what: str, roles: str, columns: Iterable[str], where: str) -> Data
 def find_image_column(samples: Samples, where: str) -> str:
     """A column called like images, else the first that looks like some. Raises DataError for none."""
     likely = [name for name, values in samples.items() if any(map(_looks_like_image, values))]
+    likely = likely or [name for name in ARRAY_NAMES if any(map(is_array, samples.get(name, ())))]
     by_name = [name for name in IMAGE_NAMES if name in likely]
     if not likely:
         raise no_column("images", "image: COLUMN", samples, where)
@@ -113,7 +117,11 @@ def has_image_column(samples: Samples) -> bool:
 def _looks_like_image(value: Any) -> bool:
     if isinstance(value, dict):
         return bool(value) and value.keys() <= {"bytes", "path"}
-    return isinstance(value, bytes) or (isinstance(value, str) and value.lower().endswith(IMAGE_FILES))
+    if isinstance(value, list) and value:
+        return _looks_like_image(value[0])
+    return isinstance(value, bytes) or (
+        isinstance(value, str) and (is_base64(value) or value.lower().endswith(IMAGE_FILES))
+    )
 
 
 def choose_text_roles(data: Data, samples: Samples, kind: TextKind, *, chat: bool, where: str) -> dict[str, str]:

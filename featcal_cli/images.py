@@ -11,7 +11,7 @@ from stat import S_ISREG
 from typing import Any
 
 import torch
-from PIL import Image, ImageOps
+from PIL import Image
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -20,10 +20,11 @@ from featcal_cli.columns import Samples, find_image_column
 from featcal_cli.documents import bare, show
 from featcal_cli.errors import DataError
 from featcal_cli.hub_data import first_line
+from featcal_cli.pixels import decode_base64, from_array, is_array, to_rgb
 from featcal_cli.preprocessors import load_image_processor
 from featcal_cli.recipe import Data
 from featcal_cli.rows import local_path
-from featcal_cli.tables import LARGEST_IMAGE, Row
+from featcal_cli.tables import LARGEST_IMAGE, Row, is_base64
 
 DECODED = 16
 """Images that are held decoded at once: a batch of photographs, decoded, would need gigabytes."""
@@ -40,7 +41,7 @@ class Encoded:
     """An image that can be decoded, but is not: hundreds of decoded photographs need gigabytes."""
 
     value: Any
-    """Its cell: bytes, a path, or both."""
+    """Its cell: bytes, a path, both, base64 or nested lists of numbers."""
     pixels: int
 
 
@@ -95,22 +96,37 @@ class ImageReader:
         return batch | {"pixel_values": pixels.float()}
 
     def _decode(self, value: Any) -> Image.Image:
-        source = self._source(value)
+        value = self._one_of(value)
         try:
+            if is_array(value):
+                return from_array(value)
             with warnings.catch_warnings():
                 warnings.simplefilter("error", Image.DecompressionBombWarning)
-                # Cameras store photographs turned; EXIF says how.
-                return ImageOps.exif_transpose(Image.open(source, formats=_formats())).convert("RGB")
+                return to_rgb(Image.open(self._source(value), formats=_formats()))
+        except BadRowError:
+            raise
         except Exception as error:  # decoders raise many kinds for what is broken, and for what is too large
             name = value.get("path") if isinstance(value, dict) else value
-            which = f"the image {show(PurePath(name).name)}" if isinstance(name, str) and name else "an image"
+            which = "an image"
+            if isinstance(name, str) and name and not is_base64(name):
+                which = f"the image {show(PurePath(name).name)}"
             reason = bare(first_line(error))
             raise BadRowError(f"{which} in column {self.column} cannot be decoded ({reason})") from error
+
+    def _one_of(self, value: Any) -> Any:
+        """The image of a cell that may list several. Raises BadRowError for more than one."""
+        if not isinstance(value, list) or is_array(value):
+            return value
+        if len(value) > 1:
+            raise BadRowError(f"column {self.column} has {len(value)} images, and one is read of a row")
+        return value[0] if value else None
 
     def _source(self, value: Any) -> BytesIO | Path:
         """Where the encoded image is. Raises BadRowError for none, and for one that is too large to be one."""
         if isinstance(value, dict):
             value = value.get("bytes") or value.get("path")
+        if isinstance(value, str) and is_base64(value):
+            value = decode_base64(value)
         if isinstance(value, bytes) and len(value) <= LARGEST_IMAGE:
             return BytesIO(value)
         if isinstance(value, str) and value and self.folder is not None:

@@ -20,6 +20,8 @@ Row = dict[str, Any]
 parquet: Any = pyarrow.parquet  # has no types
 
 IMAGE_FILES = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".gif", ".tif", ".tiff")
+BASE64_BEGINNINGS = ("iVBORw0KGgo", "/9j/", "R0lGOD", "UklGR", "SUkqA", "TU0AK")
+"""Of PNG, JPEG, GIF, WebP and TIFF files that are written as text."""
 TABLE_FILES = (".jsonl", ".csv", ".parquet")
 KEPT = 2**16
 """Characters of a text that are kept at each end: far more than any model reads of it, from whichever end."""
@@ -47,6 +49,8 @@ def shorten_row(row: Row) -> Row:
 
 
 def _shorten(value: Any, levels: int) -> Any:
+    if isinstance(value, str) and is_base64(value[:20]):
+        return value if len(value) <= 2 * LARGEST_IMAGE else ""
     if isinstance(value, str):
         return value if len(value) <= 2 * KEPT else value[:KEPT] + value[-KEPT:]
     if isinstance(value, bytes):
@@ -56,6 +60,11 @@ def _shorten(value: Any, levels: int) -> Any:
     if isinstance(value, list) and levels:
         return [_shorten(inner, levels - 1) for inner in value]
     return value
+
+
+def is_base64(text: str) -> bool:
+    """Whether a text is an image file written as text, as it begins."""
+    return text.startswith(("data:image/", *BASE64_BEGINNINGS))
 
 
 def open_file(file: Path, where: str) -> list[Table]:

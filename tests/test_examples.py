@@ -7,6 +7,7 @@ import csv
 import io
 import json
 import shutil
+from base64 import b64encode
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,9 @@ from featcal_cli.errors import DataError
 from featcal_cli.examples import Batch, TaskExamples, draw_examples
 from featcal_cli.images import DECODED
 from featcal_cli.labelled import load_labelled
+from featcal_cli.pixels import to_rgb
 from featcal_cli.recipe import Data
+from featcal_cli.tables import KEPT, shorten_row
 
 arrow: Any = pyarrow  # has no types
 parquet: Any = pyarrow.parquet
@@ -466,6 +469,117 @@ def test_a_photograph_is_turned_as_its_exif_says(tmp_path: Path, vit: Any, image
     Image.fromarray(pixels).save(tmp_path / "images" / "a.png", exif=exif)
     [batch] = load(Data(path=str(tmp_path / "images")), vit, image_folder).fitted
     assert batch["pixel_values"][0, 0, 0, 0] < 0 < batch["pixel_values"][0, 0, 7, 0]
+
+
+def ramp(dtype: str, most: float) -> Any:
+    """Pixels from 0 at the left to `most` at the right, [4, 256]."""
+    return numpy.tile(numpy.linspace(0, most, 256), (4, 1)).round(6).astype(dtype)
+
+
+DEEP: dict[str, Any] = {
+    "16 bits, PNG": (Image.fromarray(ramp("uint16", 65535)), "PNG"),
+    "16 bits, TIFF": (Image.fromarray(ramp("uint16", 65535)), "TIFF"),
+    "16 bits, big-endian": (Image.frombytes("I;16B", (256, 4), ramp(">u2", 65535).tobytes()), "TIFF"),
+    "16 bits, PGM": (Image.fromarray(ramp("int32", 65535)), "PPM"),
+    "32 bits": (Image.fromarray(ramp("int32", 65535)), "TIFF"),
+    "eight bits in 32": (Image.fromarray(ramp("int32", 255)), "TIFF"),
+    "floats up to 1": (Image.fromarray(ramp("float32", 1)), "TIFF"),
+    "floats up to 255": (Image.fromarray(ramp("float32", 255)), "TIFF"),
+}
+
+
+@pytest.mark.parametrize("kind", DEEP)
+def test_deep_greys_are_scaled_to_eight_bits(kind: str) -> None:
+    stream = io.BytesIO()
+    image, name = DEEP[kind]
+    image.save(stream, name)
+    found = numpy.asarray(to_rgb(Image.open(stream)))
+    assert found.shape == (4, 256, 3)
+    assert abs(found[..., 0].astype(int) - numpy.arange(256)).max() <= 1
+
+
+@pytest.mark.parametrize(
+    "values",
+    [ramp("int32", 10**6), ramp("int32", 100) - 50, ramp("float32", 4000), ramp("float32", numpy.nan)],
+    ids=["beyond 16 bits", "below zero", "floats beyond 255", "NaN"],
+)
+def test_pixels_without_a_known_scale_are_bad_rows(tmp_path: Path, vit: Any, image_folder: Path, values: Any) -> None:
+    (tmp_path / "images").mkdir()
+    Image.fromarray(values).save(tmp_path / "images" / "0.tiff")
+    with pytest.raises(DataError, match="pixels"):
+        load(Data(path=str(tmp_path / "images")), vit, image_folder)
+
+
+def see_through(mode: str) -> Image.Image:
+    """Left half black, right half black but transparent."""
+    image = Image.new("RGBA", (8, 8), (0, 0, 0, 255))
+    image.paste((0, 0, 0, 0), (4, 0, 8, 8))
+    return image if mode == "RGBA" else image.convert(mode)
+
+
+@pytest.mark.parametrize("mode", ["RGBA", "LA", "P"])
+def test_transparency_is_white_as_in_transformers(mode: str, recwarn: pytest.WarningsRecorder) -> None:
+    stream = io.BytesIO()
+    see_through(mode).save(stream, "PNG")
+    found = numpy.asarray(to_rgb(Image.open(stream)))
+    assert (found[:, :4] == 0).all() and (found[:, 4:] == 255).all()
+    assert not recwarn.list
+
+
+def test_other_kinds_of_images_look_as_they_do_elsewhere(tmp_path: Path) -> None:
+    red = Image.new("RGB", (8, 8), (250, 10, 10))
+    frames = [red, Image.new("RGB", (8, 8), (10, 10, 250))]
+    red.save(tmp_path / "a.gif", save_all=True, append_images=frames[1:])
+    red.convert("CMYK").save(tmp_path / "b.jpg", quality=100)
+    frames[0].save(tmp_path / "c.tiff", save_all=True, append_images=frames[1:])
+    for file in sorted(tmp_path.iterdir()):
+        mean = numpy.asarray(to_rgb(Image.open(file))).mean((0, 1))
+        assert abs(mean - [250, 10, 10]).max() < 8, file.name
+    Image.new("1", (8, 8), 1).save(tmp_path / "d.png")
+    assert to_rgb(Image.open(tmp_path / "d.png")).getpixel((0, 0)) == (255, 255, 255)
+
+
+GREY_7 = numpy.full((6, 6), 7, dtype=int)
+
+
+@pytest.mark.parametrize(
+    ("column", "cell"),
+    [
+        ("pixels", GREY_7.tolist()),
+        ("image", numpy.stack([GREY_7] * 3).tolist()),
+        ("image", numpy.stack([GREY_7] * 3, axis=-1).tolist()),
+        ("img", (GREY_7 / 255).tolist()),
+        ("image", b64encode(encode_image(7)).decode()),
+        ("x", "data:image/png;base64," + b64encode(encode_image(7)).decode()),
+        ("images", [{"bytes": encode_image(7), "path": None}]),
+    ],
+    ids=["grey", "channels first", "channels last", "floats", "base64", "data URL", "a list of one"],
+)
+def test_arrays_and_base64_are_images(tmp_path: Path, vit: Any, image_folder: Path, column: str, cell: Any) -> None:
+    data = Data(path=write_parquet(tmp_path / "a.parquet", [{column: cell, "label": 1}]))
+    assert colours(load(data, vit, image_folder).fitted) == [7]
+
+
+def test_base64_of_a_large_image_is_not_shortened() -> None:
+    text = "iVBORw0KGgo" + "A" * (3 * KEPT)
+    assert shorten_row({"image": text, "text": "A" * (3 * KEPT)}) == {"image": text, "text": "A" * (2 * KEPT)}
+
+
+@pytest.mark.parametrize(
+    ("cell", "message"),
+    [
+        (list(range(784)), "no column holds images"),
+        (numpy.ones((6, 5, 2)).tolist(), r"an array of \[6, 5, 2\] is no picture"),
+        ([[1, 2], [3]], "differ in length"),
+        ([{"bytes": encode_image(7)}] * 2, "has 2 images"),
+    ],
+)
+def test_lists_that_are_no_picture_are_refused(
+    tmp_path: Path, vit: Any, image_folder: Path, cell: Any, message: str
+) -> None:
+    data = Data(path=write_parquet(tmp_path / "a.parquet", [{"image": cell}]))
+    with pytest.raises(DataError, match=message):
+        load(data, vit, image_folder)
 
 
 def test_the_first_folder_with_a_processor_gives_it(tmp_path: Path, vit: Any, image_folder: Path) -> None:
