@@ -24,21 +24,41 @@ ARRAY_NAMES = (*IMAGE_NAMES, "pixels", "array", "pixel_values")
 MESSAGES_NAMES = ("messages", "conversations", "conversation", "chat")
 PROMPT_RESPONSE_NAMES = (
     ("instruction", "output"), ("query", "response"), ("instruction", "response"), ("inputs", "targets"),
-    ("prompt", "response"), ("prompt", "completion"), ("question", "answer"),
+    ("prompt", "response"), ("prompt", "completion"), ("question", "response"), ("problem", "response"),
+    ("problem", "generated_solution"), ("question", "generated_solution"), ("problem", "solution"),
+    ("question", "solution"), ("prompt", "solution"), ("instruction", "solution"),
+    ("question", "answer"), ("problem", "answer"), ("query", "answer"), ("prompt", "answer"), ("instruction", "answer"),
+    ("question", "answers"), ("query", "answers"), ("prompt", "output"), ("instruction", "completion"),
+    ("prompt", "chosen"), ("question", "chosen"), ("instruction", "chosen"), ("input", "chosen"),
+    ("prompt", "canonical_solution"), ("prompt", "code"), ("text", "code"), ("instruction", "code"),
+    ("question", "code"), ("question", "solutions"), ("sql_prompt", "sql"), ("question", "sql"), ("question", "query"),
+    ("intent", "snippet"), ("question", "rationale"), ("question", "correct_answer"), ("question_title", "best_answer"),
+    ("inputs_pretokenized", "targets_pretokenized"), ("message_1", "message_2"), ("user", "assistant"),
+    ("human", "assistant"), ("prompt", "target"),
 )  # fmt: skip
 SOURCE_TARGET_NAMES = (
     ("document", "summary"), ("article", "highlights"), ("dialogue", "summary"), ("article", "summary"),
-    ("text", "summary"), ("source", "target"), ("input", "output"), ("input", "target"),
+    ("article", "abstract"), ("description", "abstract"), ("text", "summary"), ("source", "target"), ("src", "tgt"),
+    ("input", "output"), ("input", "target"), ("input_text", "target_text"), ("text", "target"), ("input", "response"),
+    ("input", "answer"),
 )  # fmt: skip
-"""Further pairs that only encoder-decoder models read as source and target."""
+"""Further pairs of what is read and what is answered."""
+ABOUT_NAMES = {
+    "instruction": ("input", "context"), "question": ("context",), "query": ("context",), "prompt": ("context",),
+}  # fmt: skip
+"""Columns that hold what a prompt is about, where there is something."""
 TEXT_PAIR_NAMES = (
     ("premise", "hypothesis"), ("sentence1", "sentence2"), ("question1", "question2"), ("question", "sentence"),
     ("question", "passage"), ("question", "context"), ("query", "passage"), ("text1", "text2"), ("text_a", "text_b"),
+    ("sentence_a", "sentence_b"), ("sent1", "sent2"), ("query", "document"),
 )  # fmt: skip
 TEXT_NAMES = (
     "text", "sentence", "content", "review", "document", "article", "body", "tweet", "comment", "utterance",
-    "prompt", "instruction", "question", "query",
+    "prompt", "instruction", "question", "query", "chosen", "problem",
 )  # fmt: skip
+WORDS_NAMES = ("tokens", "words")
+"""Columns with the words of a text, one by one."""
+ANSWER_NAMES = tuple(dict.fromkeys(name for _, name in PROMPT_RESPONSE_NAMES + SOURCE_TARGET_NAMES))
 
 LOOKED_AT = 1000
 """Characters of a text that tell whether it is one."""
@@ -84,10 +104,26 @@ def needed_columns(data: Data) -> set[str] | None:
     if data.template is None and not {"image", "text", "prompt", "messages"} & data.columns.keys():
         return None
     try:
-        named = {*data.columns.values(), *template_fields(data.template or "")}
+        return {*data.columns.values(), *template_fields(data.template or "")} | set(_given_about(data))
     except ValueError:  # a broken template, which `check_columns` explains
         return None
-    return named | ({"input"} if "instruction" in named else set())
+
+
+def _given_about(data: Data) -> Sequence[str]:
+    """What may lie beside the prompt that the user named, in datasets of instructions."""
+    return ABOUT_NAMES["instruction"] if data.columns.get("prompt") == "instruction" else ()
+
+
+def find_about(data: Data, roles: Mapping[str, str], columns: Iterable[str]) -> list[str]:
+    """The columns that hold what the prompt is about."""
+    prompt = roles.get("prompt", "")
+    names = _given_about(data) if "prompt" in data.columns else ABOUT_NAMES.get(_bare_name(prompt), ())
+    return [column for column in columns if _bare_name(column) in names and column not in roles.values()]
+
+
+def name_columns(where: str, roles: str) -> str:
+    """What to type to name columns, for a task that `where` begins with."""
+    return f"--columns {where.partition(': ')[0]}={roles} (in a recipe, columns: {{{roles.replace(':', ': ')}}})"
 
 
 def no_column(what: str, roles: str, columns: Iterable[str], where: str) -> DataError:
@@ -95,7 +131,7 @@ def no_column(what: str, roles: str, columns: Iterable[str], where: str) -> Data
     return DataError(
         f"no column holds {what}; the columns are {', '.join(columns)}",
         where=where,
-        fix=f"name it with columns: {{{roles}}}",
+        fix=f"name it: {name_columns(where, roles)}",
     )
 
 
@@ -105,7 +141,7 @@ def find_image_column(samples: Samples, where: str) -> str:
     likely = likely or [name for name in ARRAY_NAMES if any(map(is_array, samples.get(name, ())))]
     by_name = [name for name in IMAGE_NAMES if name in likely]
     if not likely:
-        raise no_column("images", "image: COLUMN", samples, where)
+        raise no_column("images", "image:COLUMN", samples, where)
     return (by_name or likely)[0]
 
 
@@ -125,11 +161,8 @@ def _looks_like_image(value: Any) -> bool:
 
 
 def choose_text_roles(data: Data, samples: Samples, kind: TextKind, *, chat: bool, where: str) -> dict[str, str]:
-    """Role → column: the user's where they name a text, else found. Raises DataError when they do not fit the model."""
+    """Role → column: the user's where they name a text, else found. Raises DataError when no column holds text."""
     given = dict(data.columns)
-    if "messages" in given and (kind != "causal" or not chat):
-        why = "the tokenizer has no chat template" if kind == "causal" else "the model is no causal language model"
-        raise DataError(f"messages cannot be read: {why}", where=where, fix="name a text column, or write a template")
     if data.template is None and not {"text", "prompt", "messages"} & given.keys():
         return _find_text_columns(samples, kind, chat=chat, where=where) | given
     return given
@@ -137,32 +170,75 @@ def choose_text_roles(data: Data, samples: Samples, kind: TextKind, *, chat: boo
 
 def _find_text_columns(samples: Samples, kind: TextKind, *, chat: bool, where: str) -> dict[str, str]:
     """Role → column. Raises DataError when no column holds text."""
-    texts = [name for name, values in samples.items() if any(isinstance(value, str) for value in values)]
-    if kind == "causal" and chat:
-        for name in MESSAGES_NAMES:
-            if any(isinstance(value, list) for value in samples.get(name, ())):
-                return {"messages": name}
+    names = {_bare_name(name): name for name in reversed(list(samples))}  # of names that differ in case the first
+    texts = {name for name, column in names.items() if any(isinstance(value, str) for value in samples[column])}
+    talks = {name for name, column in names.items() if any(map(is_conversation, samples[column]))}
+    answers = {name for name, column in names.items() if any(map(answer_of, samples[column]))} | talks
+    messages = [{"messages": names[name]} for name in MESSAGES_NAMES if name in talks]
+    if messages and kind == "causal" and (chat or "text" not in texts):
+        return messages[0]
     if kind != "encoder":
-        lists = [name for name, values in samples.items() if any(map(is_conversation, values))] if chat else []
-        for prompt, response in PROMPT_RESPONSE_NAMES + (SOURCE_TARGET_NAMES if kind == "encoder-decoder" else ()):
-            if prompt in texts + lists and response in texts + lists:
-                return {"prompt": prompt, "response": response}
-        if "prompt" in lists and kind == "causal":
-            return {"messages": "prompt"}
+        for prompt, response in PROMPT_RESPONSE_NAMES + SOURCE_TARGET_NAMES:
+            if prompt in texts | talks and response in answers:
+                return {"prompt": names[prompt], "response": names[response]}
+        for name in ("prompt", "chosen"):
+            if name in talks and kind == "causal":
+                return {"messages": names[name]}
     for first, second in TEXT_PAIR_NAMES:
         if first in texts and second in texts:
-            return {"text": first, "text_pair": second}
-    natural = [name for name in texts if _looks_natural(samples[name])]
-    found = [name for name in TEXT_NAMES if name in texts] + natural
-    if not found:
-        messages = any(name in samples for name in MESSAGES_NAMES) and kind == "causal" and not chat
-        hint = " (the tokenizer has no chat template, so messages cannot be read)" if messages else ""
-        raise no_column(f"text{hint}", "text: COLUMN", samples, where)
-    return {"text": found[0]}
+            return {"text": names[first], "text_pair": names[second]}
+    natural = [column for column in samples if _looks_natural(samples[column])]
+    found = [names[name] for name in TEXT_NAMES if name in texts] + natural
+    if found:
+        return {"text": found[0]}
+    words = [names[name] for name in WORDS_NAMES if name in names and any(map(answer_of, samples[names[name]]))]
+    further = messages + [{"messages": names[name]} for name in names if name in talks]
+    if words or further:
+        return {"text": words[0]} if words else further[0]
+    if inner := _text_inside(samples):
+        what = f"no column holds text, but {inner} does; the columns are {', '.join(samples)}"
+        raise DataError(what, where=where, fix=f'write in a recipe, for example, template: "{inner}"')
+    raise no_column("text", "text:COLUMN", samples, where)
+
+
+def find_unused_answer(samples: Samples, roles: Mapping[str, str], template: str | None) -> str | None:
+    """A column that is called like answers and holds text, where no answer is read."""
+    if {"response", "messages"} & roles.keys():
+        return None
+    used = {*roles.values(), *template_fields(template or "")}
+    likely = (name for name in samples if _bare_name(name) in ANSWER_NAMES and name not in used)
+    return next((name for name in likely if any(map(answer_of, samples[name]))), None)
+
+
+def answer_of(value: Any) -> str | None:
+    """The text of an answer: a text, the first of several, or that of {text: …} and {value: …}; None for no text."""
+    if isinstance(value, Mapping):
+        value = value.get("text") or value.get("value")
+    if isinstance(value, list) and value:
+        value = value[0]
+    return value if isinstance(value, str) and value.strip() else None
+
+
+def _bare_name(column: str) -> str:
+    """A column's name without what people spell differently."""
+    return column.strip().lower().replace(" ", "_").replace("-", "_")
+
+
+def _text_inside(samples: Samples) -> str | None:
+    """How a template names a text inside of a column's values: {translation[de]}."""
+    for name, values in samples.items():
+        for value in values:
+            for key, text in value.items() if isinstance(value, dict) else ():
+                if isinstance(text, str) and text.strip():
+                    return f"{{{name}[{key}]}}"
+    return None
 
 
 def is_conversation(value: Any) -> bool:
-    """True for a list of messages."""
+    """True for a list of messages, or lists of what each has: {role: […], content: […]}."""
+    if isinstance(value, dict):
+        kinds = value.keys() & {"role", "from"}, value.keys() & {"content", "value"}
+        return all(kinds) and all(isinstance(listed, list) for listed in value.values())
     return isinstance(value, list) and bool(value) and all(isinstance(message, dict) for message in value)
 
 

@@ -173,7 +173,7 @@ def _read_good(reader: Reader, rows: Iterable[Any], wanted: int, where: str) -> 
         raise DataError(
             f"{len(bad)} of {len(bad) + len(good)} rows cannot be used; the first: {bad[0]}",
             where=where,
-            fix="name the right columns with columns: {role: column}, or give other data",
+            fix=f"name the right columns with --columns {where.partition(': ')[0]}=ROLE:COLUMN, or give other data",
         )
     return good, bad
 

@@ -18,7 +18,7 @@ def find_label_column(data: Data, columns: Iterable[str], where: str) -> str:
     known = list(columns)
     column = data.columns.get("label") or next((name for name in LABEL_NAMES if name in known), None)
     if column is None:
-        raise no_column("labels", "label: COLUMN", known, where)
+        raise no_column("labels", "label:COLUMN", known, where)
     return column
 
 

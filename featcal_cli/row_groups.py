@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import pyarrow.parquet
 
+from featcal_cli.columns import ABOUT_NAMES
 from featcal_cli.hub_data import HubFile, HubSplit
 from featcal_cli.tables import Row, read_group, shorten_row
 
@@ -112,7 +113,8 @@ def _read_footer(split: HubSplit, file: HubFile) -> Any:
 def _list_groups(file: HubFile, footer: Any, columns: Collection[str] | None) -> Iterator[RowGroup]:
     known = footer.schema.to_arrow_schema().names
     # a column that there is not is for the caller to find missing, among all that there are
-    wanted = sorted(columns) if columns is not None and set(columns) <= set(known) else None
+    missing = set(columns or ()) - set(known) - set(chain.from_iterable(ABOUT_NAMES.values()))
+    wanted = sorted(set(columns) & set(known)) if columns is not None and not missing else None
     for number in range(footer.num_row_groups):
         group = footer.row_group(number)
         chunks = [group.column(index) for index in range(group.num_columns)]

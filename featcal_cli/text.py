@@ -10,7 +10,15 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from featcal_cli.batches import BadRowError, Batch, decoder_prompt, forward_names
-from featcal_cli.columns import Samples, TextKind, choose_text_roles
+from featcal_cli.columns import (
+    Samples,
+    TextKind,
+    choose_text_roles,
+    find_about,
+    find_unused_answer,
+    is_conversation,
+    name_columns,
+)
 from featcal_cli.documents import bare
 from featcal_cli.errors import DataError
 from featcal_cli.hub_data import first_line
@@ -107,12 +115,22 @@ def open_text(data: Data, samples: Samples, model: PreTrainedModel, folders: Seq
     limits = (tokenizer.model_max_length, _count_positions(model), MAX_TOKENS)
     max_tokens = int(min(limit for limit in limits if isinstance(limit, int | float) and limit >= 1))
     read = [f"column {column} as {role}" for role, column in roles.items() if role not in ("image", "label")]
+    about = find_about(data, roles, samples) if data.template is None else []
+    phrasing = Phrasing(roles, about, data.template, kind, tokenizer)
     used = f"template {data.template!r}" if data.template else " and ".join(read)
-    if kind == "encoder-decoder" and "response" not in roles:
+    used += f", with {' and '.join(about)} behind the prompt" if about else ""
+    if phrasing.joins_turns and any(is_conversation(value) for name in roles.values() for value in samples[name]):
+        why = "the tokenizer has no chat template" if kind == "causal" else f"the model is an {kind}"
+        used += f", its turns joined by line breaks as {why}"
+    if kind == "encoder-decoder" and not {"response", "messages"} & roles.keys():
         used += ", no target for the decoder"
+    if kind != "encoder" and (unused := find_unused_answer(samples, roles, data.template)):
+        asked = roles.get("text", "COLUMN")
+        form = name_columns(where, f"prompt:{asked},response:{unused}")
+        used += f"; {unused}, which may be the answer, is not read: to have it read, type {form}"
     return TextReader(
         chosen=f"{used} (of {', '.join(samples)}), at most {max_tokens} tokens, tokenizer from {source}",
-        phrasing=Phrasing(roles, data.template, kind, tokenizer),
+        phrasing=phrasing,
         tokenizer=tokenizer,
         max_tokens=max_tokens,
         model=model,

@@ -653,7 +653,7 @@ def test_columns_and_template_of_the_recipe_come_first(tmp_path: Path, bert: Any
         ({"columns": {"txt": "text"}}, "no role txt"),
         ({"template": "{texts}"}, "names a column that there is not: {texts}"),
         ({"template": "{text"}, "template is broken"),
-        ({"columns": {"messages": "text"}}, "messages cannot be read"),
+        ({"columns": {"messages": "text"}}, "not a list of messages"),
     ],
 )
 def test_columns_that_are_not_there_are_refused(
@@ -667,7 +667,7 @@ def test_no_usable_column_is_an_error_that_lists_the_columns(
     tmp_path: Path, bert: Any, vit: Any, text_folder: Path, image_folder: Path
 ) -> None:
     for model, what in ((bert, "text"), (vit, "images")):
-        with pytest.raises(DataError, match=rf"no column holds {what}; the columns are n, kind[^$]*columns: {{"):
+        with pytest.raises(DataError, match=rf"no column holds {what}; the columns are n, kind[^$]*--columns task="):
             load(one(tmp_path, {"n": 1, "kind": "a"}), model, text_folder, image_folder)
 
 
@@ -710,11 +710,94 @@ def test_a_causal_body_without_head_is_known_as_causal(tmp_path: Path, text_fold
     assert words_of(load(one(tmp_path, row), body, text_folder).fitted[0]) == ["[CLS] w1 w2 [SEP]"]
 
 
-def test_messages_without_a_chat_template_are_an_error_that_says_so(
-    tmp_path: Path, llama: Any, text_folder: Path
+TURNS = [{"role": "user", "content": "w1"}, {"role": "assistant", "content": "w2"}]
+
+
+def test_turns_are_joined_where_there_is_no_chat_template_and_that_is_said(
+    tmp_path: Path, llama: Any, bert: Any, t5: Any, text_folder: Path
 ) -> None:
-    with pytest.raises(DataError, match="no chat template"):
-        load(one(tmp_path, {"messages": [{"role": "user", "content": "w1"}]}), llama, text_folder)
+    data = one(tmp_path, {"prompt_id": "a b", "prompt": "w1", "messages": TURNS})
+    found = load(data, llama, text_folder)
+    assert words_of(found.fitted[0]) == ["[CLS] w1 w2 [SEP]"]
+    assert "turns joined by line breaks as the tokenizer has no chat template" in " ".join(found.notes)
+    data = one(tmp_path, {"conversations": [{"from": "human", "value": "w1"}, {"from": "gpt", "value": "w2"}]})
+    assert words_of(load(data, bert, text_folder).fitted[0]) == ["[CLS] w1 w2 [SEP]"]
+    [batch] = load(data, t5, text_folder).fitted
+    assert (words_of(batch), words_of(batch, "decoder_input_ids")) == (["[CLS] w1 [SEP]"], ["[PAD] [CLS] w2"])
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"id": "a b", "system_prompt": "w9 w9", "question": "w1", "response": "w2"},
+        {"source": "w9 w9", "problem": "w1", "solution": "w2", "answer": "w9"},
+        {"problem": "w1", "answer": "w2", "level": "w9 w9"},
+        {"task_id": 2, "text": "w1", "code": "w2", "test_list": ["w9"]},
+        {"prompt": "w1", "chosen": "w2", "rejected": "w9"},
+        {"prompt": "w1", "prompt_id": "w9", "chosen": TURNS, "rejected": TURNS},
+        {"chosen": TURNS, "rejected": TURNS[:1]},
+        {"task_id": "w9 w9", "prompt": "w1", "canonical_solution": "w2", "test": "w9", "entry_point": "w9"},
+        {"Question": "w1", "Complex_CoT": "w9 w9", "Response": "w2"},
+        {"question": "w1", "generated_solution": "w2", "expected_answer": "w9"},
+        {"question": "w1", "answer": {"value": "w2", "aliases": ["w9"]}, "question_id": "w9 w9"},
+        {"title": "w9 w9", "question": "w1", "answers": {"text": ["w2", "w9"], "answer_start": [3, 4]}},
+        {"query": "w1", "answers": ["w2", "w9"], "passages": {"text": ["w9 w9"]}},
+        {"article": "w1", "highlights": "w2", "id": "w9 w9"},
+        {"input": "w1", "output": "w2"},
+        {"sql_prompt": "w1", "sql": "w2", "sql_context": "w9 w9"},
+        {"conversation": [{"human": "w1", "assistant": "w2"}]},
+        {"messages": {"role": ["user", "assistant"], "content": ["w1", "w2"]}},
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "w1"}]}, TURNS[1]]},
+        {"prompt": TURNS[:1], "chosen": TURNS[1:], "rejected": TURNS[1:]},
+    ],
+    ids=lambda row: "-".join(row),
+)
+@pytest.mark.parametrize("chat", [True, False])
+def test_question_and_answer_are_known_by_the_names_that_datasets_use(
+    tmp_path: Path, llama: Any, row: dict[str, Any], chat: bool
+) -> None:
+    words = [*WORDS, "user", "assistant"]
+    folder = save_tokenizer(tmp_path / "expert", chat=chat, words=words)
+    [batch] = load(one(tmp_path, row), llama, folder).fitted
+    expected = ["user", "w1", "assistant", "w2"] if chat else ["[CLS]", "w1", "w2", "[SEP]"]
+    assert [words[number] for number in batch["input_ids"][0]] == expected
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"instruction": "w1", "context": "w5", "response": "w2", "category": "w9"},
+        {"context": "w5", "question": "w1", "answers": {"text": ["w2"], "answer_start": [0]}},
+        {"instruction": "w1", "input": "w5", "output": "w2"},
+    ],
+)
+def test_what_a_question_is_about_comes_behind_it(
+    tmp_path: Path, llama: Any, t5: Any, text_folder: Path, row: dict[str, Any]
+) -> None:
+    assert words_of(load(one(tmp_path, row), llama, text_folder).fitted[0]) == ["[CLS] w1 w5 w2 [SEP]"]
+    [batch] = load(one(tmp_path, row), t5, text_folder).fitted
+    assert (words_of(batch), words_of(batch, "decoder_input_ids")) == (["[CLS] w1 w5 [SEP]"], ["[PAD] [CLS] w2"])
+
+
+def test_words_one_by_one_are_a_text(tmp_path: Path, bert: Any, text_folder: Path) -> None:
+    row = {"id": "7", "tokens": ["w1", "w2"], "ner_tags": [0, 1]}
+    assert words_of(load(one(tmp_path, row), bert, text_folder).fitted[0]) == ["[CLS] w1 w2 [SEP]"]
+
+
+def test_an_answer_that_is_not_read_is_named_with_what_to_type(
+    tmp_path: Path, llama: Any, bert: Any, text_folder: Path
+) -> None:
+    row = {"sentence": "w1 w3", "answer": "w2"}
+    notes = " ".join(load(one(tmp_path, row), llama, text_folder).notes)
+    assert "answer, which may be the answer, is not read" in notes
+    assert "--columns task=prompt:sentence,response:answer (" in notes
+    assert "is not read" not in " ".join(load(one(tmp_path, row), bert, text_folder).notes)
+    assert "is not read" not in " ".join(load(one(tmp_path, row, template="{answer} w3"), llama, text_folder).notes)
+
+
+def test_texts_inside_of_a_column_are_named_for_a_template(tmp_path: Path, t5: Any, text_folder: Path) -> None:
+    with pytest.raises(DataError, match=r'template: "\{translation\[de\]\}"'):
+        load(one(tmp_path, {"translation": {"de": "w1", "en": "w2"}}), t5, text_folder)
 
 
 def test_an_encoder_decoder_gets_the_target_shifted_right(tmp_path: Path, t5: Any, text_folder: Path) -> None:
