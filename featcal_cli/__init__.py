@@ -6,7 +6,7 @@ What the user says
 
     errors         what can go wrong: what, where, fix
     documents      YAML and JSON that strangers wrote, within bounds
-    disk           why a disk cannot be written
+    disk           why a disk cannot be written; what is on it whatever happens
     address        what users type: a path, a Hub id, a data source
     keys           what all groups of recipe keys have in common
     yardstick      how a task's figure is measured: the recipe's key evaluate
@@ -101,6 +101,8 @@ The method
     collect        one block's features → its systems of equations
     guard          updates checked on held-out rows, and pulled back
     algorithm      Algorithm 1
+    stamps         local files that a job reads: seen when they are no longer what they were
+    fingerprint    everything that decides a job's result; what differs between two
     journal        finished blocks on disk; resume
     drift          feature drift from the experts, and its split
     outputs        what drift does to the experts' own heads
@@ -140,6 +142,7 @@ What comes of it
     loaders        the names under which others load a checkpoint
     output         the output folder
     built          what was built, looked over before it takes its place
+    belongings     what is ours of a folder, and may be deleted or replaced
     workplace      the hidden folder beside an output: what a run leaves for the next one
     finished       an output in its place, and the note in it that says which job made it
     lock           one run at a time on an output

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
@@ -14,17 +13,19 @@ from torch import Tensor
 from featcal_cli import pages
 from featcal_cli.algorithm import calibrate_blocks
 from featcal_cli.architecture import Architecture
+from featcal_cli.belongings import NOTE
 from featcal_cli.checkpoint import Model
 from featcal_cli.errors import NumericsError
 from featcal_cli.evaluator import check_evaluable, evaluate_models
 from featcal_cli.examples import TaskExamples
 from featcal_cli.features import CALIBRATED, MERGED, Job
-from featcal_cli.finished import NOTE, Finished, Note
+from featcal_cli.fingerprint import take_fingerprint
+from featcal_cli.finished import Finished, Note
 from featcal_cli.job import Models, find_blocks, load_models, make_job, make_search_job
-from featcal_cli.journal import Journal, take_fingerprint
-from featcal_cli.layout import names_on_disk, read_slots
+from featcal_cli.journal import SEARCH, Journal, drop_journal
+from featcal_cli.layout import list_files, names_on_disk, read_slots
 from featcal_cli.loaders import find_pipeline_tag, find_processor_class
-from featcal_cli.output import check_name, check_output, default_output, write_output
+from featcal_cli.output import check_apart, check_name, check_output, default_output, write_output
 from featcal_cli.plots import plot_drift
 from featcal_cli.preflight import Preflight
 from featcal_cli.push import Pushed, Target, check_target, push
@@ -45,11 +46,9 @@ from featcal_cli.search import Search
 from featcal_cli.select import Choice, Plan, check_search, choose_settings
 from featcal_cli.shares import Shares, share_tasks
 from featcal_cli.shortage import halve_batches, is_out_of_memory
+from featcal_cli.stamps import Unchanged, name_local_files
 from featcal_cli.summary import summarise
 from featcal_cli.workplace import Workplace
-
-SEARCH = "search"
-"""Under this name the journal keeps what a search found."""
 
 
 @dataclass(frozen=True)
@@ -96,10 +95,12 @@ class CalibrationRun:
         self._overwrite, self._restart = overwrite, restart
         self._evaluate, self._allow_code = evaluate, allow_code
         self.target = Path(output) if output else default_output(run.draft.name)
-        self._place = Workplace(self.target)
+        self._place = Workplace(self.target, overwrite=overwrite)
         self._output = Finished(run.draft, self._place)
         self._note: Note | None = None
         """That of the output, where an earlier run of this very job has written it."""
+        self._inputs: list[Unchanged] = []
+        """The files of the models, as they were when they were first read."""
 
     def check_places(self, *, create_pr: bool, overwrite_repo: bool) -> Target | None:
         """Where the result is to go on the Hub, which the first rank alone knows. Raises FeatCalError when it cannot go
@@ -137,8 +138,8 @@ class CalibrationRun:
             if self._ranks.broadcast(self._note is not None):
                 text = (self.target / REPORT).read_text(encoding="utf-8") if self._ranks.is_first else ""
                 report = Report.from_json(self._ranks.broadcast(text))
-                if self._ranks.is_first:
-                    shutil.rmtree(self._place.journal, ignore_errors=True)
+                if self._note is not None:
+                    drop_journal(self._place.journal, self._note.run)
             else:
                 report, models = self._calibrate(target)
             told = self._measure(report) if self._evaluate and not report.accuracy else report
@@ -156,8 +157,12 @@ class CalibrationRun:
         return Result(self.target, report, pushed, models)
 
     def _calibrate(self, target: Target | None) -> tuple[Report, Models]:
+        data = Unchanged(name_local_files(self._draft))
         plan = self._run.prepare(self.target if self._ranks.is_first else None, sample=False)
+        data.check()
         recipe = plan.recipe
+        if self._ranks.is_first:
+            check_apart(self.target, recipe.local_paths)
         if self._evaluate:
             check_evaluable(self._run, recipe, allow_code=self._allow_code)
         check_search(recipe.calibration, plan.examples)
@@ -165,6 +170,8 @@ class CalibrationRun:
         journal = self._open_journal(plan)
         merge = recipe.merged if isinstance(recipe.merged, Merge) else None
         snapshots = self._run.fetch(plan, None if merge else shares.parts)
+        weights = {file: role for role, snapshot in snapshots.items() for file in snapshot.weights()}
+        self._inputs.append(Unchanged(weights))
         self._run.listener.stage("loading models")
         with self._place.scratch() as own:
             scratch = self._ranks.of_machine(own)
@@ -174,12 +181,26 @@ class CalibrationRun:
 
     def _open_journal(self, plan: Preflight) -> Journal | None:
         """The finished blocks of this very job, on the first rank. Raises OutputError for those of another one."""
-        folders = {repo.folder for origin in plan.origins.values() for repo in origin.repos() if repo.folder}
+        folders = {repo.folder: role for role, origin in plan.origins.items() for repo in origin.repos() if repo.folder}
+        files = {file: role for folder, role in folders.items() for file in folder.iterdir() if file.is_file()}
+        self._inputs.append(Unchanged(files))
         fingerprint = take_fingerprint(plan.recipe, folders, self._run.device, plan.examples)
         fingerprint["files"] = self._ranks.unite(fingerprint["files"])
         if not self._ranks.is_first:
             return None
-        return Journal(self._place.journal, fingerprint, restart=self._restart, overwrite=self._overwrite)
+        return Journal(
+            self._place.journal,
+            fingerprint,
+            restart=self._restart,
+            overwrite=self._overwrite,
+            note=self._run.note,
+            check_inputs=self._check_inputs,
+        )
+
+    def _check_inputs(self) -> None:
+        """Raise CheckpointError where a model is no longer what it was when it was first read."""
+        for files in self._inputs:
+            files.check()
 
     def _solve(
         self,
@@ -336,11 +357,14 @@ class CalibrationRun:
             RECIPE: dump_recipe(plan.recipe),
             PICTURE: plot_drift(report),
             CARD: self._output.write_card(report, target.repo_id if target else None, about),
-            NOTE: self._output.write_note([text], Note(about, push=target is not None)),
         }
-        for name in write_output(self._place, models.merged, read_groups, contents):
+        self._check_inputs()
+        files = tuple(sorted({*list_files(models.merged.snapshot)[0], *contents, NOTE}))
+        note = Note(about, push=target is not None, files=files, run=journal.job)
+        contents[NOTE] = self._output.write_note([text], note)
+        for name in write_output(self._place, models.merged, read_groups, contents, self._check_inputs):
             self._run.note(f"left out of the output: {name} (other weights than the calibrated ones)")
-        shutil.rmtree(journal.folder, ignore_errors=True)
+        drop_journal(journal.folder)
 
     def _measure(self, report: Report) -> Report:
         """The report with the figures of expert, merged and calibrated model."""

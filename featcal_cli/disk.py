@@ -5,11 +5,14 @@ from __future__ import annotations
 import errno
 import os
 import re
+from pathlib import Path
 
 from featcal_cli.errors import OutputError
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 """Of a disk with no room, of a user who has used up theirs, of a disk for reading only."""
+
+UNFLUSHABLE = (errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.EACCES)
 
 
 def name_reason(error: BaseException) -> str:
@@ -18,6 +21,27 @@ def name_reason(error: BaseException) -> str:
         return error.strerror
     number = _find_number(error)
     return os.strerror(number) if number else (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def flush(path: Path) -> None:
+    """Have the system write a file, or a folder's list of files, to the disk: what is renamed before that is done may
+    be a name without a content once the power is back. Raises OSError."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in UNFLUSHABLE or not path.is_dir():  # disks of a network know nothing of folders
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def replace_durably(draft: Path, target: Path) -> None:
+    """Give a finished file its name: whatever happens then, even to the power, the name means what was there before or
+    all of the new file. Raises OSError."""
+    flush(draft)
+    draft.replace(target)
+    flush(target.parent)
 
 
 def explain_full(error: BaseException) -> OutputError | None:

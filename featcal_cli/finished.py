@@ -9,16 +9,15 @@ from functools import cached_property
 from hashlib import sha256
 from typing import Any, NamedTuple
 
+from featcal_cli.belongings import NOTE, WROTE
 from featcal_cli.card import write_card
+from featcal_cli.disk import replace_durably
 from featcal_cli.errors import OutputError
-from featcal_cli.journal import stamp_files
 from featcal_cli.recipe import Draft, Merge
 from featcal_cli.repo import open_repo
 from featcal_cli.report import CARD, REPORT, Report
+from featcal_cli.stamps import stamp_files
 from featcal_cli.workplace import Workplace
-
-NOTE = ".featcal.json"
-"""Hidden, and never pushed."""
 
 
 class Note(NamedTuple):
@@ -28,6 +27,10 @@ class Note(NamedTuple):
     """What its card is made of."""
     push: bool
     """It is to be pushed yet."""
+    files: tuple[str, ...] = ()
+    """Its files, by their paths in it: what else lies there is not ours."""
+    run: str = ""
+    """The job by its fingerprint: its finished blocks are of no use any more."""
 
 
 class Finished:
@@ -46,7 +49,8 @@ class Finished:
             same = (
                 note["job"] == self._key and written in note["reports"] and note["files"].items() <= self._files.items()
             )
-            return Note(dict(note["card"]), bool(note["push"])) if same else None
+            about = (tuple(map(str, note[WROTE])), str(note["run"]))
+            return Note(dict(note["card"]), bool(note["push"]), *about) if same else None
         except (OSError, ValueError, LookupError, TypeError, AttributeError):  # none, cut short, of another version
             return None
 
@@ -54,7 +58,7 @@ class Finished:
         """The text of the note of this job; by its report, one of `reports`, one sees later if it is still its own."""
         known = [sha256(report.encode()).hexdigest() for report in reports]
         about = {"job": self._key, "files": self._files, "reports": known, "card": note.card, "push": note.push}
-        return json.dumps(about)
+        return json.dumps({**about, WROTE: note.files, "run": note.run})
 
     def write_card(self, report: Report, repo_id: str | None, about: Mapping[str, Any]) -> str:
         """The text of the model card; repo_id: where the output is pushed to, if it is."""
@@ -99,7 +103,7 @@ class Finished:
         draft = self._place.folder / name
         with self._place.writing():
             draft.write_text(text, encoding="utf-8")
-            draft.replace(self._target / name)
+            replace_durably(draft, self._target / name)
 
     @cached_property
     def _key(self) -> str:

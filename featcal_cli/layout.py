@@ -76,28 +76,36 @@ def _find_twins(model: Model) -> dict[str, list[str]]:
     return {name: [name, *(twin for twin in each if twin != name)] for each in found for name in each}
 
 
-def copy_checkpoint(snapshot: Snapshot, target: Path) -> list[str]:
-    """Copy a checkpoint's files byte for byte into the new folder `target`; return the names left out.
+def list_files(snapshot: Snapshot) -> tuple[list[str], list[str]]:
+    """The files of a checkpoint that are copied, and those that are left out, by their paths in its folder.
 
     Left out: weights in other formats and safetensors files that the checkpoint's index does not list, which would
-    hold the old values, and hidden files. Raises CheckpointError for a link out of the folder that is no weight file.
+    hold the old values; hidden files are in neither list.
     """
     weights = {file.name for file in snapshot.weights()}
-    left_out = []
-    target.mkdir(parents=True)
+    copied, left_out = [], []
     for source in sorted(snapshot.folder.rglob("*")):
         path = source.relative_to(snapshot.folder)
         if not source.is_file() or any(part.startswith(".") for part in path.parts):
             continue
         stale = path.suffix == ".safetensors" and str(path) not in weights
-        if stale or any(path.match(pattern) for pattern in OTHER_FORMATS):
-            left_out.append(str(path))
-            continue
+        other = stale or any(path.match(pattern) for pattern in OTHER_FORMATS)
+        (left_out if other else copied).append(path.as_posix())
+    return copied, left_out
+
+
+def copy_checkpoint(snapshot: Snapshot, target: Path) -> list[str]:
+    """Copy a checkpoint's files byte for byte into the new folder `target`; return the names left out, as `list_files`
+    does. Raises CheckpointError for a link out of the folder that is no weight file."""
+    weights = {file.name for file in snapshot.weights()}
+    copied, left_out = list_files(snapshot)
+    target.mkdir(parents=True)
+    for path in copied:
         (target / path).parent.mkdir(parents=True, exist_ok=True)
-        if str(path) in weights:
-            shutil.copyfile(source, target / path)  # what it holds was read, and is tensors
+        if path in weights:
+            shutil.copyfile(snapshot.folder / path, target / path)  # what it holds was read, and is tensors
         else:
-            copy_file(snapshot.folder, source, target / path)
+            copy_file(snapshot.folder, snapshot.folder / path, target / path)
     return left_out
 
 

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from torch import Tensor
 
+from featcal_cli.belongings import Draft
 from featcal_cli.built import check_built
 from featcal_cli.checkpoint import Model
 from featcal_cli.disk import name_reason
 from featcal_cli.download import PREPROCESSOR_FILES
 from featcal_cli.errors import OutputError
 from featcal_cli.hub import Snapshot
-from featcal_cli.layout import copy_checkpoint, read_slots, write_tensors
+from featcal_cli.layout import copy_checkpoint, list_files, read_slots, write_tensors
 from featcal_cli.links import copy_file
-from featcal_cli.report import REPORT
-from featcal_cli.workplace import Workplace
+from featcal_cli.workplace import Workplace, check_replaceable
 
 
 def default_output(name: str) -> Path:
@@ -38,22 +37,27 @@ def check_name(target: Path) -> None:
 def check_output(target: Path, sources: Iterable[Path], *, overwrite: bool) -> None:
     """Raise OutputError unless the output can be put at `target` without harm to anything else."""
     check_name(target)
-    resolved = target.resolve()
-    exists, ours = target.exists() or target.is_symlink(), (target / REPORT).is_file()
-    empty = target.is_dir() and not any(target.iterdir())
-    for source in (Path.cwd(), *sources):
-        if source.resolve().is_relative_to(resolved):
+    check_apart(target, sources)
+    check_replaceable(target, overwrite=overwrite)
+
+
+def check_apart(target: Path, sources: Iterable[Path]) -> None:
+    """Raise OutputError for an output that would replace one of `sources` or the current folder, or lie in one of
+    `sources`; by whatever links and names these are reached."""
+    for source, is_input in ((Path.cwd(), False), *((source, True) for source in sources)):
+        harm = "replace" if _is_in(source, target) else "lie in" if is_input and _is_in(target, source) else None
+        if harm:
             raise OutputError(
-                f"the output would replace {source}", where=str(target), fix="choose another folder with --output"
+                f"the output would {harm} {source}", where=str(target), fix="choose another folder with --output"
             )
-    if exists and not overwrite:
-        raise OutputError("the output folder exists", where=str(target), fix="give --overwrite, or another --output")
-    if exists and not (ours or empty):
-        raise OutputError(
-            f"the folder is not one that featcal made (it has no {REPORT}); it is not replaced",
-            where=str(target),
-            fix="choose another folder with --output",
-        )
+
+
+def _is_in(inner: Path, outer: Path) -> bool:
+    """Whether a path is another one, or below it."""
+    inner, outer = inner.resolve(), outer.resolve()
+    if inner.is_relative_to(outer):
+        return True
+    return outer.exists() and any(path.exists() and path.samefile(outer) for path in (inner, *inner.parents))
 
 
 def write_output(
@@ -61,19 +65,25 @@ def write_output(
     merged: Model,
     groups: Callable[[], Iterable[Mapping[str, Tensor]]],
     contents: Mapping[str, str | bytes],
+    check_inputs: Callable[[], None] = lambda: None,
 ) -> list[str]:
     """Copy the merged checkpoint, put the calibrated tensors of the `groups` (by name on disk) into the copy, add
     `contents` by file name, look it all over, and let it take its place. Returns the files of merged that were left
-    out. Raises OutputError."""
+    out.
+
+    check_inputs: raises where merged is no longer what it was. Raises OutputError."""
+    check_inputs()
+    built = place.built.folder
     with place.writing():
-        shutil.rmtree(place.built, ignore_errors=True)
-        left_out = copy_checkpoint(merged.snapshot, place.built)
+        place.built.begin({*list_files(merged.snapshot)[0], *contents})
+        left_out = copy_checkpoint(merged.snapshot, built)
         slots = read_slots(merged.snapshot)
         for group in groups():
-            write_tensors(place.built, slots, group.items())
+            write_tensors(built, slots, group.items())
         for name, content in contents.items():
-            (place.built / name).write_bytes(content if isinstance(content, bytes) else content.encode())
-        check_built(place.built, merged, groups(), contents)
+            (built / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+        check_built(built, merged, groups(), contents)
+    check_inputs()
     place.publish()
     return left_out
 
@@ -93,15 +103,16 @@ def build_checkpoint(target: Path, layout: Snapshot, spare: Snapshot, tensors: I
 
 
 def _build(target: Path, layout: Snapshot, spare: Snapshot, tensors: Iterable[Mapping[str, Tensor]]) -> None:
-    shutil.rmtree(target, ignore_errors=True)
+    spared = [
+        source
+        for source in spare.folder.iterdir()
+        if source.is_file() and any(source.match(pattern) for pattern in PREPROCESSOR_FILES)
+    ]
+    Draft(target).begin({*list_files(layout)[0], *(source.name for source in spared)})
     copy_checkpoint(layout, target)
     slots = read_slots(layout)
     for group in tensors:
         write_tensors(target, slots, ((name, tensor) for name, tensor in group.items() if name in slots))
-    for source in spare.folder.iterdir():
-        if (
-            source.is_file()
-            and any(source.match(p) for p in PREPROCESSOR_FILES)
-            and not (target / source.name).exists()
-        ):
+    for source in spared:
+        if not (target / source.name).exists():
             copy_file(spare.folder, source, target / source.name)

@@ -2,53 +2,49 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from featcal_cli.disk import name_reason
-from featcal_cli.errors import FeatCalError, LostRankError, OutputError
+from featcal_cli.belongings import NOTE, Draft, find_strangers, name_some, remove_output
+from featcal_cli.disk import flush, name_reason
+from featcal_cli.errors import OutputError
+from featcal_cli.journal import drop_journal, holds_blocks
 from featcal_cli.launch import read_launch
-from featcal_cli.lock import hold
-
-KEPT = ("journal", "replaced")
-"""What outlives a run that did not come to its end."""
+from featcal_cli.lock import LOCK, hold
+from featcal_cli.report import CARD, REPORT
 
 
 class Workplace:
     """Where one run at a time works on the output `target`."""
 
-    def __init__(self, target: Path) -> None:
+    def __init__(self, target: Path, *, overwrite: bool = False) -> None:
         self.target = target
+        self._overwrite = overwrite
         resolved = target.resolve()
         self.folder = resolved.parent / f".{resolved.name}.featcal"
         self.journal = self.folder / "journal"
         """Finished blocks."""
-        self.built = self.folder / "output"
+        self.built = Draft(self.folder / "output")
         """The output, before it takes its place."""
+        self.merged = Draft(self.folder / "merged")
+        """The merged model, where it is built."""
         self.replaced = self.folder / "replaced"
         """What the output takes the place of, for a moment."""
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Inside, this run alone works here. Afterwards only what is of use to a later run is left: of a run that
-        failed, finished blocks, unless what was wrong makes another job of it.
+        """Inside, this run alone works here. Afterwards only what is of use to a later run is left: finished blocks,
+        whatever the run failed of; and what is not ours.
 
         Raises OutputError where another run works here, or nothing can be written.
         """
         missing = [path for path in (self.folder, *self.folder.parents) if not path.exists()]
         with hold(self.folder, self.target):
             self._put_back()
-            fresh = not self._is_of_use()
             try:
                 yield
-            except FeatCalError as error:
-                if fresh and not isinstance(error, (OutputError, LostRankError)):
-                    shutil.rmtree(self.journal, ignore_errors=True)
-                raise
             finally:
                 self._tidy(missing)
 
@@ -65,15 +61,20 @@ class Workplace:
 
     def publish(self) -> None:
         """Move what was built to its place, once it is on the disk; what stood there is removed only then. Raises
-        OutputError."""
+        OutputError, also for what has come to stand there during the run and may not be replaced."""
         with self.writing():
-            for path in (*self.built.rglob("*"), self.built):
-                _flush(path)
+            built = self.built.folder
+            for path in (*built.rglob("*"), built):
+                flush(path)
+            check_replaceable(self.target, overwrite=self._overwrite)
             if self.target.exists():
                 self.target.resolve().replace(self.replaced)
-            self.built.replace(self.target.resolve())
-            _flush(self.folder.parent)
-        shutil.rmtree(self.replaced, ignore_errors=True)
+            built.replace(self.target.resolve())
+            flush(self.folder)
+            flush(self.folder.parent)
+        with suppress(OSError):
+            self.built.clear()
+            remove_output(self.replaced)
 
     @contextmanager
     def writing(self) -> Iterator[None]:
@@ -89,34 +90,43 @@ class Workplace:
 
     def _put_back(self) -> None:
         """Mend what a run that was killed in the middle of `publish` left."""
-        if self.target.exists():
-            shutil.rmtree(self.replaced, ignore_errors=True)
-        elif self.replaced.exists():
-            with self.writing():
+        with self.writing():
+            if self.target.exists():
+                remove_output(self.replaced)
+            elif self.replaced.exists():
                 self.replaced.replace(self.target.resolve())
 
-    def _is_of_use(self) -> bool:
-        blocks = any(self.journal.glob("block-*.safetensors")) or any(self.journal.glob("*.kept.json"))
-        return blocks or self.replaced.exists()
-
     def _tidy(self, missing: list[Path]) -> None:
-        """Delete what no later run needs, and folders that were made for nothing."""
-        if not self._is_of_use():
-            shutil.rmtree(self.folder, ignore_errors=True)
-            for folder in missing[1:]:
-                with suppress(OSError):  # something is in it: the output, say
-                    folder.rmdir()
-            return
-        for path in self.folder.iterdir():
-            if path.name not in KEPT:
-                with suppress(OSError):  # the disk may be for reading only by now
-                    shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink()
+        """Delete what no later run needs, and folders that were made for nothing; never what is not ours."""
+        with suppress(OSError):  # the disk may be for reading only by now
+            self.built.clear()
+            self.merged.clear()
+            for name in (NOTE, REPORT, CARD):  # of one that was being rewritten
+                (self.folder / name).unlink(missing_ok=True)
+            if not holds_blocks(self.journal):
+                drop_journal(self.journal)
+            (self.folder / LOCK).unlink(missing_ok=True)
+        for folder in (self.folder, *missing[1:]):
+            with suppress(OSError):  # something is in it: finished blocks, the output
+                folder.rmdir()
 
 
-def _flush(path: Path) -> None:
-    """Have the system write a file or a folder's list of files to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def check_replaceable(target: Path, *, overwrite: bool) -> None:
+    """Raise OutputError unless an output can be put at `target` without harm to what stands there."""
+    if not (target.exists() or target.is_symlink()):
+        return
+    empty = target.is_dir() and not any(target.iterdir())
+    if not overwrite:
+        raise OutputError("the output folder exists", where=str(target), fix="give --overwrite, or another --output")
+    if not (empty or (target / REPORT).is_file()):
+        raise OutputError(
+            f"the folder is not one that featcal made (it has no {REPORT}); it is not replaced",
+            where=str(target),
+            fix="choose another folder with --output",
+        )
+    if strangers := find_strangers(target):
+        raise OutputError(
+            f"the folder holds files that featcal did not write, and is not replaced{name_some(strangers)}",
+            where=str(target),
+            fix="move them elsewhere, or choose another folder with --output",
+        )

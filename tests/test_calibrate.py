@@ -112,9 +112,9 @@ def test_finished_blocks_of_another_job_are_kept_until_the_user_says_otherwise(t
     saved = save_family(tmp_path, BY_NAME["bert"])
     with pytest.raises(KeyboardInterrupt):
         calibrate(saved.recipe(ridge=0.5), output=tmp_path / "out", listener=_Stopper())
-    with pytest.raises(OutputError, match=r"recipe\.calibration\.ridge was 0\.5, and is 0\.05") as raised:
+    with pytest.raises(OutputError, match=r"--ridge was 0\.5, and is 0\.05") as raised:
         calibrate(saved.recipe(), output=tmp_path / "out")
-    assert "--overwrite" in raised.value.fix
+    assert "--restart" in raised.value.fix
     result = calibrate(saved.recipe(), output=tmp_path / "out", **{anew: True})  # type: ignore[arg-type]
     assert not any("taken over" in note for note in result.report.notes)
 
@@ -196,7 +196,7 @@ def test_changed_data_is_another_job(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         calibrate(recipe, output=tmp_path / "out", listener=_Stopper())
     Image.new("RGB", (8, 8), (0, 0, 255)).save(tmp_path / "photos" / "0.png")
-    with pytest.raises(OutputError, match=r"data\.red\.examples was \w+…, and is \w+…"):
+    with pytest.raises(OutputError, match="the examples of red differ"):
         calibrate(recipe, output=tmp_path / "out")
 
 

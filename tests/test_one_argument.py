@@ -25,9 +25,9 @@ from safetensors.torch import load_file
 from transformers import AutoModel, AutoTokenizer, BertConfig, BertModel
 
 from featcal_cli import calibrate as calibrate_here
+from featcal_cli.belongings import NOTE
 from featcal_cli.download import download
 from featcal_cli.errors import HubError
-from featcal_cli.finished import NOTE
 from featcal_cli.output import write_output
 from featcal_cli.repo import open_repo
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from transformers import AutoModel
 from featcal_cli.checkpoint import find_class
 from featcal_cli.errors import OutputError
 from featcal_cli.hub import resolve
+from featcal_cli.listener import Silent
 from featcal_cli.workflow import calibrate
 
 pytestmark = pytest.mark.usefixtures("undrawn")
@@ -89,18 +91,70 @@ def test_the_report_says_what_was_done(tmp_path: Path) -> None:
 def test_an_existing_output_is_replaced_only_when_asked(tmp_path: Path) -> None:
     saved = save_family(tmp_path, BY_NAME["vit"])
     calibrate(saved.recipe(), output=tmp_path / "out")
-    (tmp_path / "out" / "stale.txt").write_text("from before")
     with pytest.raises(OutputError, match="exists"):
         calibrate(saved.recipe(), output=tmp_path / "out")
+    (tmp_path / "out" / "config.json").write_text("{}")  # ours, whatever was made of it
     calibrate(saved.recipe(), output=tmp_path / "out", overwrite=True)
-    assert not (tmp_path / "out" / "stale.txt").exists()
+    assert len((tmp_path / "out" / "config.json").read_text()) > 2
+    (tmp_path / "out" / "runs").mkdir()
+    (tmp_path / "out" / "runs" / "mine.txt").write_text("mine")
+    with pytest.raises(OutputError, match=r"files that featcal did not write, and is not replaced: runs/mine\.txt"):
+        calibrate(saved.recipe(), output=tmp_path / "out", overwrite=True)
+    assert (tmp_path / "out" / "runs" / "mine.txt").read_text() == "mine"
+
+
+def test_what_comes_to_stand_in_the_outputs_place_during_a_run_is_not_replaced(tmp_path: Path) -> None:
+    saved = save_family(tmp_path, BY_NAME["bert"])
+
+    class Neighbour(Silent):
+        def stage(self, text: str) -> None:
+            if text == "writing":
+                (tmp_path / "out").mkdir()
+                (tmp_path / "out" / "thesis.txt").write_text("mine")
+
+    with pytest.raises(OutputError, match="the output folder exists"):
+        calibrate(saved.recipe(), output=tmp_path / "out", listener=Neighbour())
+    with pytest.raises(OutputError, match="not one that featcal made"):
+        calibrate(saved.recipe(), output=tmp_path / "out", overwrite=True)
+    assert (tmp_path / "out" / "thesis.txt").read_text() == "mine"
+    shutil.rmtree(tmp_path / "out")
+    notes = calibrate(saved.recipe(), output=tmp_path / "out").report.notes
+    assert any("2 of 2 blocks were taken over" in note for note in notes)
+
+
+def test_nothing_of_the_users_in_the_hidden_folder_is_touched(tmp_path: Path) -> None:
+    saved = save_family(tmp_path, BY_NAME["bert"])
+    hidden = tmp_path / ".out.featcal"
+    for folder in (hidden, hidden / "journal", hidden / "journal" / "block-mine", hidden / "output"):
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "mine.txt").write_text("mine")
+    kept = sorted(path for path in hidden.rglob("*"))
+    with pytest.raises(OutputError, match=r"files are here that featcal did not write: mine\.txt"):
+        calibrate(saved.recipe(), output=tmp_path / "out")
+    assert set(kept) <= set(hidden.rglob("*"))
+    (hidden / "output" / "mine.txt").unlink()
+    calibrate(saved.recipe(), output=tmp_path / "out")
+    assert sorted(hidden.rglob("*")) == [path for path in kept if "output" not in path.parts]
+    assert {path.read_text() for path in kept if path.is_file()} == {"mine"}
 
 
 @pytest.mark.parametrize("place", ["merged", ".", "red"])
 def test_the_output_never_replaces_an_input(tmp_path: Path, place: str) -> None:
     saved = save_family(tmp_path, BY_NAME["vit"])
-    with pytest.raises(OutputError, match="would replace"):
-        calibrate(saved.recipe(), output=tmp_path / place, overwrite=True)
+    (tmp_path / "link").symlink_to(tmp_path / place)
+    for target in (tmp_path / place, tmp_path / "link"):
+        with pytest.raises(OutputError, match="would replace"):
+            calibrate(saved.recipe(), output=target, overwrite=True)
+
+
+@pytest.mark.parametrize("place", ["merged/out", "red/a/b", "link/out"])
+def test_the_output_never_lies_in_an_input(tmp_path: Path, place: str) -> None:
+    saved = save_family(tmp_path, BY_NAME["vit"])
+    (tmp_path / "link").symlink_to(tmp_path / "merged")
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(OutputError, match="would lie in"):
+        calibrate(saved.recipe(), output=tmp_path / place)
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_a_folder_that_is_no_model_is_never_replaced(tmp_path: Path) -> None:

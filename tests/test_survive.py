@@ -14,7 +14,7 @@ from hub_server import HubServer
 from outcome import result
 from zygote import Started, Zygote, started, wait_for
 
-from featcal_cli.finished import NOTE
+from featcal_cli.belongings import NOTE
 
 pytestmark = pytest.mark.survive
 

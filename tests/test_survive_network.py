@@ -23,7 +23,7 @@ from published import publish, write_merge
 
 import featcal_cli.patience
 from featcal_cli import calibrate
-from featcal_cli.finished import NOTE
+from featcal_cli.belongings import NOTE
 
 pytestmark = [pytest.mark.survive, pytest.mark.usefixtures("hurried")]
 
