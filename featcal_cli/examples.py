@@ -17,7 +17,7 @@ from featcal_cli.columns import Samples, check_columns, has_image_column
 from featcal_cli.errors import DataError
 from featcal_cli.images import open_images
 from featcal_cli.recipe import Data
-from featcal_cli.rows import draw_rows
+from featcal_cli.rows import draw_rows, name_task
 from featcal_cli.tables import Row
 from featcal_cli.tensors import is_tensor_file, open_tensors
 from featcal_cli.text import open_text
@@ -116,20 +116,21 @@ def draw_examples(
     """
     where = f"{task}: {data}"
     wanted = count + min(64, max(8, count // 4))
+    choices: list[str] = []
     reader: Reader
     rows: Iterable[Any]
     if is_tensor_file(data):
         reader = tensors = open_tensors(data, data.split, model, where)
         rows = tensors.positions
     else:
-        drawn = draw_rows(data, wanted, seed)
+        drawn = name_task(task, draw_rows(data, wanted, seed, choices.append))
         first = list(islice(drawn, PEEKED_ROWS))
         reader, rows = open_rows(data, first, model, preprocessor_folders, where), chain(first, drawn)
     good, bad = _read_good(reader, rows, wanted, where)
     fitted, further = good[:count], good[count:]
     half = len(further) // 2
     selection, held_out = (further[:half], further[half:]) if half else ([], [])
-    notes = [f"{task}: {note}" for note in _notes(reader, len(fitted), count, len(held_out), bad)]
+    notes = [f"{task}: {note}" for note in (*choices, *_notes(reader, len(fitted), count, len(held_out), bad))]
     return DrawnExamples(task, reader, fitted, selection, held_out, notes, len(bad))
 
 

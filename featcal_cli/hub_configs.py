@@ -3,40 +3,76 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import PurePosixPath
 from typing import Any
 
 from featcal_cli.documents import load_documents
-from featcal_cli.errors import DataError
+from featcal_cli.errors import DataError, HubError
 from featcal_cli.formats import readable_files
 from featcal_cli.recipe import Data
-from featcal_cli.repo import Repo
+from featcal_cli.repo import Opener, Repo
 
+COPY = "refs/convert/parquet"
+"""The branch on which the Hub keeps a dataset's rows as parquet files: CONFIG/SPLIT/0000.parquet."""
 LISTED_CONFIGS = 20
 """Configs that an error names; some datasets have hundreds."""
 
 
-def read_configs(repo: Repo, data: Data) -> dict[str, dict[str, Any]]:
+def read_configs(repo: Repo) -> dict[str, dict[str, Any]]:
     """Config → its keys, from the card, else as the Hub's own parquet copies lie in folders, else one without keys.
 
-    Raises DataError for a loading script, HubError when the card cannot be read.
+    Raises HubError when the card cannot be read.
     """
     card = _read_card(repo)
-    listed = card.get("configs")
-    entries = [entry for entry in listed if isinstance(entry, dict)] if isinstance(listed, list) else []
-    named = [entry for entry in entries if "config_name" in entry]
-    if named:
+    if named := _named_configs(card):
         return {str(entry["config_name"]): entry for entry in named}
-    script = f"{repo.name.split('/')[-1]}.py"
-    if script in repo.files:
-        what = f"the dataset is a loading script ({script}), and code that comes with data is never run"
-        raise DataError(what, where=str(data), fix=f"use the Hub's own parquet copy: {repo.name}@refs/convert/parquet")
     if converted := _converted_configs(readable_files(repo.files)):
         return converted
     described = card.get("dataset_info")
     named = [described] if isinstance(described, dict) else described or []
     return {str(named[0].get("config_name", "default")) if len(named) == 1 else "default": {}}
+
+
+def use_copy(repo: Repo, data: Data, open_repo: Opener, note: Callable[[str], None]) -> Repo:
+    """The Hub's own parquet copy of a dataset that is a loading script, which `note` is told; any other as it is.
+
+    Raises DataError where there is no copy, HubError when the Hub refuses or does not answer.
+    """
+    script = f"{repo.name.split('/')[-1]}.py"
+    if script not in repo.files or _named_configs(_read_card(repo)):
+        return repo
+    why = f"is a loading script ({script}), and code that comes with data is never run"
+    copy = _open_copy(repo, open_repo)
+    paths = readable_files(copy.files) if copy else []
+    if copy is None or not _converted_configs(paths):
+        raise DataError(
+            f"the dataset {why}; the Hub has no parquet copy of it either",
+            where=str(data),
+            fix="give another dataset, or convert this one to .parquet or .jsonl where you trust its script, and give "
+            "the folder: --data TASK=FOLDER",
+        )
+    read = f"{data.config}/" if data.config else ""
+    partial = any(path.startswith(read) and "/partial-" in path for path in paths)
+    part = ", which holds only the first part of it" if partial else ""
+    if data.revision and data.revision != repo.commit:
+        part += f"; it is made from the main branch, not from {data.revision}"
+    note(f"{repo.name} {why}: read is the Hub's own parquet copy ({COPY} at {str(copy.commit)[:7]}){part}")
+    return copy
+
+
+def _open_copy(repo: Repo, open_repo: Opener) -> Repo | None:
+    from huggingface_hub.errors import RevisionNotFoundError
+
+    try:
+        return open_repo(f"{repo.name}@{COPY}", "dataset")
+    except HubError as error:
+        cause: BaseException | None = error
+        while cause is not None and not isinstance(cause, RevisionNotFoundError):
+            cause = cause.__cause__
+        if cause is None:
+            raise
+        return None
 
 
 def read_features(repo: Repo, config: str) -> list[Mapping[str, Any]]:
@@ -60,7 +96,9 @@ def choose_config(configs: Mapping[str, Mapping[str, Any]], data: Data) -> str:
     defaults = [name for name in names if len(names) == 1 or name == "default" or configs[name].get("default")]
     if not defaults:
         raise DataError(
-            f"the dataset has several configs: {some}", where=str(data), fix=f"name one, e.g. {data.dataset}:{names[0]}"
+            f"the dataset has several configs: {some}",
+            where=str(data),
+            fix=f"name one, e.g. --data TASK={data.dataset}:{names[0]}",
         )
     return defaults[0]
 
@@ -83,6 +121,12 @@ def find_splits(config: Mapping[str, Any], paths: Sequence[str], data: Data) -> 
     return {split: [before + path for path in dict.fromkeys(listed)] for split, listed in found.items() if listed}
 
 
+def _named_configs(card: Mapping[str, Any]) -> list[dict[str, Any]]:
+    listed = card.get("configs")
+    entries = [entry for entry in listed if isinstance(entry, dict)] if isinstance(listed, list) else []
+    return [entry for entry in entries if "config_name" in entry]
+
+
 def _read_card(repo: Repo) -> dict[str, Any]:
     """The metadata of the card, empty without one. Raises ValueError for what is no YAML."""
     from huggingface_hub.repocard import REGEX_YAML_BLOCK
@@ -101,7 +145,7 @@ def _converted_configs(paths: Sequence[str]) -> dict[str, dict[str, Any]]:
     """Config → data files, when all lie like refs/convert/parquet: CONFIG/SPLIT/0000.parquet."""
     found: dict[str, dict[str, Any]] = {}
     for path in paths:
-        match = re.fullmatch(r"([^/]+)/(?:partial-)?([^/]+)/\d{4}\.parquet", path)
+        match = re.fullmatch(r"([^/]+)/(?:partial-)?([^/]+)/\d{4,}\.parquet", path)
         if match is None:
             return {}
         splits = found.setdefault(match[1], {}).setdefault("data_files", {})

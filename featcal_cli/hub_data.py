@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,12 +16,15 @@ from featcal_cli.disk import explain_full
 from featcal_cli.documents import bare
 from featcal_cli.errors import DataError, FeatCalError, HubError
 from featcal_cli.formats import FORMATS, OPTIONS, count_endings, format_of, infer_format, is_metadata, readable_files
-from featcal_cli.hub_configs import choose_config, find_splits, read_configs, read_features
+from featcal_cli.hub_configs import choose_config, find_splits, read_configs, read_features, use_copy
 from featcal_cli.hub_errors import explained
 from featcal_cli.patience import limit_waiting, patiently
 from featcal_cli.recipe import Data
-from featcal_cli.repo import Repo
+from featcal_cli.repo import Repo, open_repo
 from featcal_cli.splits import SPLIT_WORDS, choose_split
+
+Note = Callable[[str], None]
+"""Told what was chosen without being asked for."""
 
 os.environ["HF_UPDATE_DOWNLOAD_COUNTS"] = "0"  # read when `datasets` is imported: it would report every use
 
@@ -72,18 +75,22 @@ class HubSplit:
         return content
 
 
-def find_split(data: Data, split: str | None) -> HubSplit:
-    """The files of a split (None: train, else the first there is) of the config that `data` or the dataset names.
+def ignore(_: str) -> None:
+    """A `Note` that nobody reads."""
+
+
+def find_split(data: Data, split: str | None, note: Note = ignore) -> HubSplit:
+    """The files of a split (None: see `choose_split`) of the config that `data` or the dataset names.
 
     Asks nothing but the Hub's endpoint: for the list of the commit's files, and the card. Raises DataError for a config
     or split that there is not or that must be named, and for files of no known kind; HubError when the Hub refuses.
     """
     from huggingface_hub import HfFileSystem
 
-    repo = _open_repo(data)
+    repo = use_copy(_open_repo(data), data, open_repo, note)
     if not repo.files:
         raise DataError("the dataset has no files", where=str(data), fix="give another dataset, or another revision")
-    configs = read_configs(repo, data)
+    configs = read_configs(repo)
     name = choose_config(configs, data)
     config = configs[name]
     splits = find_splits(config, readable_files(repo.files), data)
@@ -94,7 +101,7 @@ def find_split(data: Data, split: str | None) -> HubSplit:
     root = f"hf://datasets/{repo.name}@{repo.commit}"
     # fills its listing, which it would ask for folder by folder, and checks the commit, which it does not try again
     patiently(lambda: system.find(root, detail=False))
-    paths = splits[choose_split(splits, split, str(data))]
+    paths = splits[choose_split(splits, split, data, note)]
     files = [HubFile(path, repo.files[path].size, f"{root}/{path}") for path in paths]
     outer = infer_format(paths)
     kind = _look_into(files) if outer == "zip" else outer

@@ -16,7 +16,7 @@ from featcal_cli.errors import DataError
 from featcal_cli.examples import PEEKED_ROWS, open_rows
 from featcal_cli.labels import LABEL_NAMES, find_label_column, number_label
 from featcal_cli.recipe import Data
-from featcal_cli.rows import draw_rows, read_rows
+from featcal_cli.rows import draw_rows, name_task, read_rows
 from featcal_cli.tensors import is_tensor_file, open_tensors
 
 SEED = 42
@@ -80,9 +80,9 @@ def open_labelled(
         positions = opened.positions[:limit]
         return LabelledRows(opened, positions, lambda position: labels[position].item(), LABEL_NAMES[0], where)
     if limit is None:
-        rows = read_rows(data, split)
+        rows = name_task(task, read_rows(data, split))
     else:
-        rows = islice(draw_rows(data.model_copy(update={"split": split}), limit, SEED), limit)
+        rows = islice(name_task(task, draw_rows(data.model_copy(update={"split": split}), limit, SEED)), limit)
     first = list(islice(rows, PEEKED_ROWS))
     reader = open_rows(data, first, model, preprocessor_folders, where)
     column = find_label_column(data, first[0], where)

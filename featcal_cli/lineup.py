@@ -37,7 +37,7 @@ class Lineup:
         self._run = run
         named = {**name_models(recipe), **others}
         self._origins = {role: run.find_model(name, open_repo) for role, name in named.items()}
-        self.recipe = pin(recipe, self._origins, open_repo)
+        self.recipe = pin(recipe, self._origins, open_repo, run.note)
         """Every repo and dataset at the commit that it has now."""
         self.roles = [EXPERT, MERGED, *others]
         """Whose figures are wanted."""

@@ -21,6 +21,7 @@ from featcal_cli.estimate import Estimate, Load, Place, SearchNeeds, estimate
 from featcal_cli.examples import DrawnExamples, TaskExamples, draw_examples
 from featcal_cli.header import Entry, read_headers
 from featcal_cli.hub import Snapshot
+from featcal_cli.hub_configs import use_copy
 from featcal_cli.inventory import run_empty, walk_registered
 from featcal_cli.lineage import Finding
 from featcal_cli.links import check_links
@@ -30,6 +31,7 @@ from featcal_cli.origin import Origin, find_origin
 from featcal_cli.outline import load_outline
 from featcal_cli.recipe import Data, Merge, Recipe
 from featcal_cli.repo import Opener
+from featcal_cli.rows import naming_task
 from featcal_cli.select import Plan, plan_for
 from featcal_cli.work import Work, measure_speed
 from featcal_cli.workplace import Workplace
@@ -126,7 +128,7 @@ def prepare(
         note(text)
     if target is not None:
         _check_links(origins)
-    recipe = pin(recipe, origins, open_repo)
+    recipe = pin(recipe, origins, open_repo, note)
     pinned(recipe, {role: origins[role].pinned for role in others})
     stage("comparing models")
     outlines = _outline_models(origins, trust_remote_code)
@@ -189,11 +191,11 @@ def name_models(recipe: Recipe) -> dict[str, str]:
     return merged | {"base": recipe.base} | {f"expert {task}": spec.expert for task, spec in recipe.tasks.items()}
 
 
-def pin(recipe: Recipe, origins: Mapping[str, Origin], open_repo: Opener) -> Recipe:
+def pin(recipe: Recipe, origins: Mapping[str, Origin], open_repo: Opener, note: Note) -> Recipe:
     """The recipe with every model and dataset at the commit that it has now."""
     tasks = {
         task: spec.model_copy(
-            update={"expert": origins[f"expert {task}"].pinned, "data": pin_data(spec.data, open_repo)}
+            update={"expert": origins[f"expert {task}"].pinned, "data": pin_data(task, spec.data, open_repo, note)}
         )
         for task, spec in recipe.tasks.items()
     }
@@ -201,11 +203,14 @@ def pin(recipe: Recipe, origins: Mapping[str, Origin], open_repo: Opener) -> Rec
     return recipe.model_copy(update={"merged": merged, "base": origins["base"].pinned, "tasks": tasks})
 
 
-def pin_data(data: Data, open_repo: Opener) -> Data:
-    """The source with a dataset at the commit that it has now. Raises HubError."""
+def pin_data(task: str, data: Data, open_repo: Opener, note: Note) -> Data:
+    """The source with a dataset at the commit that it has now; of a loading script, the Hub's parquet copy, which
+    `note` is told. Raises HubError, and DataError where there is no copy."""
     if data.dataset is None:
         return data
     repo = open_repo(f"{data.dataset}@{data.revision}" if data.revision else data.dataset, "dataset")
+    with naming_task(task):
+        repo = use_copy(repo, data, open_repo, lambda text: note(f"{task}: {text}"))
     return data.model_copy(update={"revision": repo.commit})
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 from random import Random
 
 from featcal_cli.columns import needed_columns
-from featcal_cli.errors import DataError
-from featcal_cli.hub_data import explaining_hub, find_split, first_line
+from featcal_cli.errors import DataError, HubError
+from featcal_cli.hub_data import Note, explaining_hub, find_split, first_line, ignore
 from featcal_cli.recipe import Data
 from featcal_cli.row_groups import draw_from_groups, read_all_groups
 from featcal_cli.splits import SPLIT_WORDS, choose_split, group_by_folder, group_by_name
@@ -20,29 +20,45 @@ from featcal_cli.streams import draw_from_stream, read_stream
 from featcal_cli.tables import IMAGE_FILES, TABLE_FILES, Row, Table, open_file, open_images, shorten_row
 
 
-def draw_rows(data: Data, count: int, seed: int) -> Iterator[Row]:
+def draw_rows(data: Data, count: int, seed: int, note: Note = ignore) -> Iterator[Row]:
     """Rows chosen at random from the whole source, the same ones for the same seed, none twice.
 
     Yields up to 2 · count rows, so that a caller who needs `count` good ones may skip as many bad ones; most sources
     are read `count` rows at a time. Of a Hub dataset only as much is read as it takes to spread the rows over it (see
-    `draw_from_groups` and `draw_from_stream`). Raises DataError for a source that cannot be found or read, and
-    HubError when the Hub refuses or does not answer.
+    `draw_from_groups` and `draw_from_stream`). `note` is told what was chosen without being asked for. Raises DataError
+    for a source that cannot be found or read, and HubError when the Hub refuses or does not answer.
     """
     if data.dataset is not None:
         with explaining_hub(data):
-            found = find_split(data, data.split)
+            found = find_split(data, data.split, note)
             if found.format == "parquet":
                 yield from draw_from_groups(found, count, seed, needed_columns(data))
             else:
                 yield from draw_from_stream(found, count, seed)
         return
     with _explaining(str(data)):
-        tables = _open_local(data, data.split)
+        tables = _open_local(data, data.split, note)
         ends = list(accumulate(table.length for table in tables))
         total = ends[-1] if ends else 0
         chosen = Random(seed).sample(range(total), min(total, 2 * count))
         for start in range(0, len(chosen), count):
             yield from _read_scattered(tables, ends, chosen[start : start + count])
+
+
+@contextmanager
+def naming_task(task: str) -> Iterator[None]:
+    """What is wrong with data says whose they are, and what to type for this task."""
+    try:
+        yield
+    except (DataError, HubError) as error:
+        fix = error.fix.replace("TASK=", f"{task}=")
+        raise type(error)(error.what, where=f"{task}: {error.where}", fix=fix) from error
+
+
+def name_task(task: str, rows: Iterator[Row]) -> Iterator[Row]:
+    """The same rows; what is wrong with them says that they are this task's."""
+    with naming_task(task):
+        yield from rows
 
 
 def read_rows(data: Data, split: str | None) -> Iterator[Row]:
@@ -87,7 +103,7 @@ def _read_scattered(tables: Sequence[Table], ends: Sequence[int], positions: Seq
         yield found[position]
 
 
-def list_local(data: Data, split: str | None) -> tuple[list[Path], list[str]]:
+def list_local(data: Data, split: str | None, note: Note = ignore) -> tuple[list[Path], list[str]]:
     """The files of one split of a local source, and the classes of images that folders tell apart. Raises DataError."""
     path = local_path(data)
     if path.is_file():
@@ -106,13 +122,13 @@ def list_local(data: Data, split: str | None) -> tuple[list[Path], list[str]]:
         splits = group_by_folder(path, images) or {"train": images}
         # The classes of all splits, so that one that a split lacks does not shift the others; one alone labels nothing.
         classes = sorted({file.parent.name for file in images} - set(SPLIT_WORDS))
-        return splits[choose_split(splits, split, str(data))], classes if len(classes) > 1 else []
+        return splits[choose_split(splits, split, data, note)], classes if len(classes) > 1 else []
     splits = group_by_folder(path, tables) or group_by_name(tables) or {"train": tables}
-    return splits[choose_split(splits, split, str(data))], []
+    return splits[choose_split(splits, split, data, note)], []
 
 
-def _open_local(data: Data, split: str | None) -> list[Table]:
-    files, classes = list_local(data, split)
+def _open_local(data: Data, split: str | None, note: Note = ignore) -> list[Table]:
+    files, classes = list_local(data, split, note)
     if files[0].suffix.lower() in IMAGE_FILES and local_path(data).is_dir():
         return [open_images(files, classes)]
     return [table for file in files for table in open_file(file, str(data))]

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import PurePath
 from typing import TypeVar
 
 from featcal_cli.errors import DataError
+from featcal_cli.recipe import Data
 
 File = TypeVar("File", bound=PurePath)
 
+LISTED = 20
+"""Splits that a message names; languages, say, may be hundreds."""
 SPLIT_WORDS = {
     "train": "train", "training": "train",
     "validation": "validation", "valid": "validation", "val": "validation", "dev": "validation",
@@ -44,14 +47,50 @@ def group_by_name(files: Iterable[File]) -> dict[str, list[File]]:
     return splits
 
 
-def choose_split(splits: Collection[str], wanted: str | None, where: str) -> str:
-    """The split asked for, else train, validation, test, or the only one. Raises DataError when there is none such."""
+def choose_split(splits: Collection[str], wanted: str | None, data: Data, note: Callable[[str], None]) -> str:
+    """The split asked for; else train, the only one that begins so, validation, test, or the only one at all.
+
+    `note` is told of a split that nobody asked for and that is not train. Raises DataError when there is none such.
+    """
     if wanted is None:
-        defaults = [name for name in ("train", "validation", "test") if name in splits] or list(splits)
-        if defaults[0] in SPLIT_WORDS or len(defaults) == 1:
-            return defaults[0]
-    for name in (wanted, SPLIT_WORDS.get(wanted or "")):
+        return _choose_default(splits, data, note)
+    for name in (wanted, SPLIT_WORDS.get(wanted)):
         if name in splits:
-            return str(name)
-    what = f"there is no split {wanted}" if wanted else "the source has several splits, none of them train"
-    raise DataError(what, where=where, fix=f"set split to one of: {', '.join(splits)}")
+            return name
+    what = f"there is no split {wanted}"
+    if "[" in wanted:
+        raise DataError(what, where=str(data), fix="name the whole split; -n says how many rows of it are read")
+    raise DataError(what, where=str(data), fix=_name_split(list(splits), data))
+
+
+def _choose_default(splits: Collection[str], data: Data, note: Callable[[str], None]) -> str:
+    if "train" in splits:
+        return "train"
+    trains = [name for name in splits if name.lower().startswith("train")]
+    chosen, why = "", ""
+    if len(trains) == 1:
+        chosen, why = trains[0], "the only one that begins with train"
+    elif not trains and (others := [name for name in ("validation", "test") if name in splits]):
+        chosen, why = others[0], "as there is none called train"
+    elif len(splits) == 1:
+        chosen, why = next(iter(splits)), "the only one"
+    if chosen:
+        note(f"split {chosen} of {data}, {why}" + (f" (of {_list(splits)})" if len(splits) > 1 else ""))
+        return chosen
+    which = "several splits that begin with train" if trains else "several splits, none of them train"
+    raise DataError(f"the source has {which}", where=str(data), fix=_name_split(trains or list(splits), data, splits))
+
+
+def _name_split(choices: Sequence[str], data: Data, splits: Collection[str] = ()) -> str:
+    """What to type to name one of the choices."""
+    some = next((name for name in choices if name.lower().startswith("train")), choices[0])
+    listed = f"the splits are {_list(splits or choices)}"
+    if data.dataset is None:
+        return f"name one: --split TASK={some} (in a recipe, split: {some}); {listed}"
+    revision = None if re.fullmatch("[0-9a-f]{40}", data.revision or "") else data.revision  # nobody typed that
+    source = data.model_copy(update={"split": some, "revision": revision})
+    return f"name one: --data TASK={source}, or --split TASK={some}; {listed}"
+
+
+def _list(names: Collection[str]) -> str:
+    return ", ".join(list(names)[:LISTED]) + (" …" if len(names) > LISTED else "")

@@ -29,8 +29,10 @@ from hub_server import HubServer
 
 from featcal_cli import streams
 from featcal_cli.errors import DataError, HubError
+from featcal_cli.preflight import pin_data
 from featcal_cli.recipe import Data
-from featcal_cli.rows import draw_rows, read_rows
+from featcal_cli.repo import open_repo
+from featcal_cli.rows import draw_rows, name_task, read_rows
 
 arrow: Any = pyarrow  # has no types
 parquet: Any = pyarrow.parquet
@@ -338,18 +340,81 @@ def test_without_a_card_names_say_which_files_are_which_split(
     assert sorted(int(row["text"]) for row in draw_rows(data, 9, 0)) == expected
 
 
-def test_the_hubs_own_parquet_copy_has_its_configs_in_folders(hub: HubServer, tmp_path: Path) -> None:
+def test_of_a_loading_script_the_hubs_own_parquet_copy_is_read_and_that_is_said(hub: HubServer, tmp_path: Path) -> None:
     add(hub, "script", tmp_path / "main", {"script.py": "import datasets", "README.md": "---\nlicense: mit\n---\n"})
+    copy = Data(dataset="streaming/script")
+    with pytest.raises(DataError, match=r"loading script \(script.py\)[^$]*no parquet copy[^$]*--data TASK=FOLDER"):
+        take(copy, 1)
     for path in ("en/train/0000", "en/test/0000", "de/partial-train/0000"):
         write_rows(tmp_path / "copy" / f"{path}.parquet", len(path), size=1, group=9)
-    add(hub, "script", tmp_path / "copy", revision="refs/convert/parquet")
-    with pytest.raises(DataError, match=r"loading script \(script.py\)[^$]*streaming/script@refs/convert/parquet"):
-        take(Data(dataset="streaming/script"), 1)
-    copy = Data(dataset="streaming/script", revision="refs/convert/parquet")
+    commit = add(hub, "script", tmp_path / "copy", revision="refs/convert/parquet")
     with pytest.raises(DataError, match="several configs: de, en"):
         take(copy, 1)
-    assert len(take(copy.model_copy(update={"config": "de"}), 99)) == len("de/partial-train/0000")
+    notes: list[str] = []
+    german = copy.model_copy(update={"config": "de"})
+    assert len(list(draw_rows(german, 99, 0, notes.append))) == len("de/partial-train/0000")
+    assert f"the Hub's own parquet copy (refs/convert/parquet at {commit[:7]}), which holds only the first" in notes[0]
     assert len(take(copy.model_copy(update={"config": "en", "split": "test"}), 99)) == len("en/test/0000")
+    told: list[str] = []
+    pinned = pin_data("red", german, open_repo, told.append)
+    assert (pinned.revision, told) == (commit, [f"red: {notes[0]}"])
+    assert len(take(pinned, 99)) == len("de/partial-train/0000")
+
+
+@pytest.mark.usefixtures("hurried")
+def test_a_hub_that_does_not_answer_for_the_copy_is_no_missing_copy(hub: HubServer, tmp_path: Path) -> None:
+    add(hub, "scripted", tmp_path, {"scripted.py": "import datasets"})
+    repo = open_repo("streaming/scripted", "dataset")
+    hub.fail("dataset info", "503", times=None)
+    with pytest.raises(HubError):
+        pin_data("red", Data(dataset="streaming/scripted", revision=repo.commit), open_repo, print)
+
+
+SPLITS = [
+    (["train_sft", "test_sft"], "train_sft", "the only one that begins with train (of"),
+    (["train_sft", "validation"], "train_sft", "the only one that begins with train (of"),
+    (["test", "validation"], "validation", "as there is none called train (of"),
+    (["test"], "test", "as there is none called train"),
+    (["default"], "default", "the only one"),
+    (["train", "train_extra"], "train", None),
+]
+
+
+def shards(names: Sequence[str]) -> Files:
+    return {f"data/{name}-00000-of-00001.jsonl": texts(name) for name in names}
+
+
+@pytest.mark.parametrize(("names", "expected", "said"), SPLITS)
+def test_the_split_is_train_or_what_comes_nearest_and_then_it_is_said(
+    hub: HubServer, tmp_path: Path, names: list[str], expected: str, said: str | None
+) -> None:
+    repo = "split-" + "-".join(names).replace("_", ".")
+    add(hub, repo, tmp_path, shards(names))
+    notes: list[str] = []
+    data = Data(dataset=f"streaming/{repo}")
+    assert [row["text"] for row in draw_rows(data, 9, 0, notes.append)] == [expected]
+    assert len(notes) == bool(said)
+    assert not said or f"split {expected} of streaming/{repo}, {said}" in notes[0]
+
+
+@pytest.mark.parametrize(
+    ("names", "what", "first"),
+    [
+        (["train_gen", "train_sft", "test_sft"], "several splits that begin with train", "train_gen"),
+        (["de", "en"], "several splits, none of them train", "de"),
+    ],
+)
+def test_of_several_splits_the_message_shows_what_to_type(
+    hub: HubServer, tmp_path: Path, names: list[str], what: str, first: str
+) -> None:
+    repo = "splits-" + first.replace("_", ".")
+    commit = add(hub, repo, tmp_path, shards(names))
+    for data in (Data(dataset=f"streaming/{repo}"), Data(dataset=f"streaming/{repo}", revision=commit)):
+        with pytest.raises(DataError) as caught:
+            list(name_task("red", draw_rows(data, 1, 0)))
+        assert what in caught.value.what and caught.value.where == f"red: {data}"
+        assert caught.value.fix.startswith(f"name one: --data red=streaming/{repo}::{first}, or --split red={first}; ")
+        assert all(name in caught.value.fix for name in names)
 
 
 def test_a_commit_is_read_even_when_the_branch_has_moved_on(hub: HubServer, tmp_path: Path) -> None:
@@ -367,9 +432,9 @@ def test_a_commit_is_read_even_when_the_branch_has_moved_on(hub: HubServer, tmp_
     ("files", "settings", "message"),
     [
         ({"README.md": CARD.replace("  default: true\n", "")}, {},
-         r"several configs: one, two, three, four\n[^$]*name one, e.g. streaming/[^:]+:one"),
+         r"several configs: one, two, three, four\n[^$]*name one, e.g. --data TASK=streaming/[^:]+:one"),
         ({}, {"config": "five"}, r"no config five\n[^$]*one of its own \(one, two, three, four\)"),
-        ({}, {"split": "extra"}, r"no split extra\n[^$]*one of: train, test"),
+        ({}, {"split": "extra"}, r"no split extra\n[^$]*::train, or --split TASK=train; the splits are train, test"),
         ({"README.md": "---\nconfigs:\n- {config_name: a, data_files: a/*}\n---\n"}, {},
          r"no file[^$]*card names: a/\*"),
         ({"README.md": "---\nconfigs:\n- {config_name: a, data_files: 'https://a.org/a.csv'}\n---\n"}, {},
