@@ -69,6 +69,7 @@ Models
     config         what config.json says, and what none may say
     checkpoint     memory-mapped models, each in its class
     alignment      models loaded to fit the merged one, and checked that they do
+    likeness       whether two models are one function of their weights, as their configs say
     merging        the built-in mergers
     layout         which tensor lies where on disk; writing new values and nothing else
     outline        a model without values, from headers alone

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -13,6 +14,7 @@ from transformers import PreTrainedModel
 from featcal_cli.architecture import Architecture
 from featcal_cli.checkpoint import Model, find_class, load_model
 from featcal_cli.config import read_class_name, read_config
+from featcal_cli.documents import bare
 from featcal_cli.errors import CheckpointError
 from featcal_cli.hub import Snapshot
 
@@ -27,6 +29,12 @@ HEADS = (
 """Classes that are a body with a head, and are called like the body."""
 Loader = Callable[[str, Snapshot, type[PreTrainedModel]], "Model"]
 """What makes a Model of a role, a snapshot and a class."""
+
+
+_BUFFERS = re.compile(
+    r".*(inv_freq|masked_bias|position_ids|relative_position_index|attn_mask|num_batches_tracked|(attn|attention)\.bias)$"
+)
+"""Names of tensors that older versions of libraries wrote, and whose values follow from the config."""
 
 
 def load_fitting(role: str, snapshot: Snapshot, merged: Model, load: Loader = load_model) -> Model:
@@ -67,7 +75,7 @@ def _find_part(own: PreTrainedModel, merged: PreTrainedModel) -> str:
 
 def check_alignment(architecture: Architecture, merged: Model, other: Model) -> None:
     """Raise CheckpointError unless `other` (which may be merged itself) has every parameter of every block, in the
-    merged model's shapes, and every parameter that runs before and between the blocks."""
+    merged model's shapes and no others, and every parameter that runs before and between the blocks."""
     prefix = f"{other.part}." if other.part else ""
     theirs = other.parameters
     ours = {name: found for name, found in merged.module.named_parameters() if name.startswith(prefix)}
@@ -84,6 +92,38 @@ def check_alignment(architecture: Architecture, merged: Model, other: Model) -> 
                 where=other.snapshot.name,
                 fix="use models of the same size, fine-tuned from the same base",
             )
+    _check_surplus(inside, [path for path in theirs if path not in ours], architecture, other)
+
+
+def _check_surplus(inside: tuple[str, ...], more: list[str], architecture: Architecture, other: Model) -> None:
+    """Raise CheckpointError for weights in blocks that merged has no place for (`more`, parameters of `other`), or that
+    nothing reads: a model that needs them computes something else."""
+    lists = {block.name.rpartition(".")[0] for block in architecture.blocks}
+    own_lists = tuple(f"{own}." for path in lists if (own := other.own_path(path)) is not None and path)
+    prefix = f"{other.module.base_model_prefix}."
+    unread = [n for n in _unread(other) if n.startswith(own_lists) or n.removeprefix(prefix).startswith(own_lists)]
+    if found := [path for path in more if path.startswith(inside)]:
+        what = f"{other.role} has {_count(found)}, which merged lacks"
+    elif unread:
+        what = f"{other.role} holds {_count(unread)}, which nothing reads: its config.json describes a model without it"
+    else:
+        return
+    fix = "use the config.json that belongs to the weights, and models fine-tuned from the same base"
+    raise CheckpointError(what, where=other.snapshot.name, fix=fix)
+
+
+def describe_unread(merged: Model) -> Iterator[str]:
+    """What merged's files hold that nothing reads, in a sentence."""
+    if unread := _unread(merged):
+        yield f"nothing in {type(merged.module).__name__} reads {_count(unread)} of merged's files: left as it is"
+
+
+def _unread(model: Model) -> list[str]:
+    return sorted(name for name in model.unread if not _BUFFERS.match(name))
+
+
+def _count(names: list[str]) -> str:
+    return f"the tensor {bare(names[0])}" + (f" and {len(names) - 1} more" if len(names) > 1 else "")
 
 
 def describe_differences(merged: Model, other: Model, architecture: Architecture) -> list[str]:
@@ -99,7 +139,13 @@ def describe_differences(merged: Model, other: Model, architecture: Architecture
 
 def _describe_missing(missing: list[str], reached: int, merged: Model, other: Model) -> str:
     ours, theirs = (read_config(model.snapshot).get("model_type", "?") for model in (merged, other))
-    if 2 * len(missing) > reached and other is not merged:
+    turned = [path for path in missing if (own := other.own_path(path)) and own in other.mismatched]
+    if 2 * len(missing) > reached and other is not merged and len(turned) < len(missing):
         return f"{other.role} is of another architecture than merged ({theirs}, not {ours}): {missing[0]} is missing"
-    more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-    return f"{other.role} lacks the tensor {missing[0]}{more}"
+    path = other.own_path(missing[0])
+    shape = other.mismatched.get(path) if path else None
+    if shape is not None:
+        wanted = tuple(dict(merged.module.named_parameters())[missing[0]].shape)
+        turned = " (it is transposed)" if shape == wanted[::-1] != wanted else ""
+        return f"{other.role} has {missing[0]} of shape {[*shape]} where {[*wanted]} is needed{turned}"
+    return f"{other.role} lacks {_count(missing)}"

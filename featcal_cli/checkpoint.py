@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import transformers
@@ -14,7 +14,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
-from featcal_cli.config import read_class_name, read_config
+from featcal_cli.config import check_unquantised, read_class_name, read_config
 from featcal_cli.documents import bare
 from featcal_cli.errors import CheckpointError
 from featcal_cli.hub import Snapshot
@@ -34,6 +34,10 @@ class Model:
     """Where it lies in the merged model, when it is only a part of that (a vision tower, say)."""
     body: str = ""
     """Where the merged model's counterpart lies in it, when it is more than that (a body with a head, say)."""
+    mismatched: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """Those of `missing` that the files hold in another shape: that shape."""
+    unread: frozenset[str] = frozenset()
+    """Tensors of the files that no part of this model reads, by their names there."""
 
     def __str__(self) -> str:
         return f"{self.role} ({self.snapshot.name})"
@@ -123,8 +127,9 @@ def _load_class(snapshot: Snapshot, auto_map: Any, name: str) -> type[PreTrained
 def load_model(role: str, snapshot: Snapshot, model_class: type[PreTrainedModel]) -> Model:
     """The checkpoint as `model_class`, in its own dtype, in evaluation mode, memory-mapped.
 
-    Raises CheckpointError when the files are unreadable or of another architecture.
+    Raises CheckpointError when the files are unreadable, quantised, or of another architecture.
     """
+    check_unquantised(read_config(snapshot), role, snapshot.name)
     with quiet_loading():
         try:
             module, info = model_class.from_pretrained(
@@ -141,8 +146,14 @@ def load_model(role: str, snapshot: Snapshot, model_class: type[PreTrainedModel]
     module.eval().requires_grad_(False)
     for config in {id(found): found for part in module.modules() if (found := getattr(part, "config", None))}.values():
         config.use_cache = False  # a block that is run twice would write to a captured cache twice
-    missing = set(info["missing_keys"]) | {key for key, *_ in info["mismatched_keys"]}
-    return Model(role, snapshot, module, frozenset(missing))
+    return describe_loaded(role, snapshot, module, info)
+
+
+def describe_loaded(role: str, snapshot: Snapshot, module: PreTrainedModel, info: Mapping[str, Any]) -> Model:
+    """The model that transformers has loaded, with what its loading `info` says."""
+    mismatched = {key: tuple(shape) for key, shape, _ in info["mismatched_keys"]}
+    missing = frozenset({*info["missing_keys"], *mismatched})
+    return Model(role, snapshot, module, missing, mismatched=mismatched, unread=frozenset(info["unexpected_keys"]))
 
 
 def unloadable(role: str, snapshot: Snapshot, model_class: type, error: Exception) -> CheckpointError:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from featcal_cli.documents import bare, parse_json, show
@@ -19,8 +19,18 @@ _SIZES = re.compile(
     r"((hidden|intermediate|vocab|embedding|image|patch)_sizes?|(embed|hidden|head|projection|ffn)_dims?|channels|heads?"
     r"|d_model|d_ff|d_kv|n_embd|n_inner)$"
 )
+_NEVER_ZERO = ("hidden_size", "d_model", "n_embd", "num_hidden_layers", "n_layer", "num_attention_heads", "n_head")
 _KERNELS = ("_attn_implementation", "attn_implementation", "_experts_implementation", "experts_implementation")
 """Keys by which transformers would fetch compiled code from the Hub, and run it."""
+_QUANTISED = ("quantization_config", "quantization", "compression_config")
+"""Keys that say how weights are packed: of transformers, of MLX, of older compressed-tensors."""
+_PACKED = (
+    *(".qweight", ".qzeros", ".g_idx", ".absmax", ".quant_map", ".SCB", ".weight_format", ".weight_packed"),
+    *(".weight_scale", ".weight_scale_inv", ".weight_zero_point", ".input_scale"),
+)
+"""What names of tensors end with where weights are packed: GPTQ, AWQ, bitsandbytes, compressed-tensors, FP8, MLX."""
+UNPACKED = "give the unquantised model, in bfloat16, float16 or float32, that this one was made from"
+"""What to do about a model whose weights are packed."""
 MAX_DEPTH = 30
 """Values inside of values."""
 
@@ -47,6 +57,29 @@ def read_class_name(config: Mapping[str, Any]) -> str:
     return first if isinstance(first, str) else ""
 
 
+def check_unquantised(
+    config: Mapping[str, Any], what: str, where: str, tensors: Collection[str] = (), fix: str = ""
+) -> None:
+    """Raise CheckpointError for `what` if its config, or the names of its tensors, say that its weights are packed
+    into fewer bits: nothing can be solved for in them, or written to them."""
+    kind = find_quantisation(config, tensors)
+    if kind:
+        raise CheckpointError(f"{what} is quantised ({kind})", where=where, fix=fix or UNPACKED)
+
+
+def find_quantisation(config: Mapping[str, Any], tensors: Collection[str] = ()) -> str:
+    """How a model's weights are packed, as its config or the names of its tensors say; empty where they are not."""
+    for part in (config, *(value for value in config.values() if isinstance(value, dict))):
+        for key in _QUANTISED:
+            found = part.get(key)
+            if isinstance(found, dict) and found:
+                method = found.get("quant_method") or found.get("quant_algo") or found.get("format") or key
+                bits = found.get("bits") or next((n for n in (4, 8) if found.get(f"load_in_{n}bit")), None)
+                return bare(f"{method}, {bits} bits" if isinstance(bits, int) else str(method))
+    packed = sorted(name for name in tensors if name.endswith(_PACKED))
+    return f"its files hold {bare(packed[0])}" if packed else ""
+
+
 def _walk(config: dict[str, Any], snapshot: Snapshot) -> Iterator[tuple[str, Any]]:
     """Every plain value at any depth, with the key that it, or the list or mapping around it, has."""
     left: list[tuple[str, Any, int]] = [("", config, 0)]
@@ -69,8 +102,11 @@ def _check_value(key: str, value: Any, snapshot: Snapshot) -> None:
     where = f"{snapshot.name}/config.json"
     if isinstance(value, int | float):
         limit = MOST_LAYERS if _LAYERS.search(key) else LARGEST_SIZE if _SIZES.search(key) else None
-        if limit is not None and value > limit:
-            what = f"config.json says {bare(key)} {bare(str(value))}, and no model has so many"
+        too_few = key in _NEVER_ZERO and not isinstance(value, bool) and value < 1
+        if too_few or (limit is not None and value > limit):
+            what = (
+                f"config.json says {bare(key)} {bare(str(value))}, and no model has so {'few' if too_few else 'many'}"
+            )
             raise CheckpointError(what, where=where, fix="use the config.json that belongs to the weights")
     elif key in _KERNELS and isinstance(value, str) and "/" in value and not snapshot.trusted:
         what = f"config.json asks for code from another repo: {key} {show(value)}"

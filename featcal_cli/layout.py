@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,18 +11,17 @@ import torch
 from torch import Tensor
 from transformers.core_model_loading import revert_weight_conversion
 
+from featcal_cli.architecture import Architecture
 from featcal_cli.checkpoint import Model
+from featcal_cli.config import UNPACKED
 from featcal_cli.convert import OTHER_FORMATS
 from featcal_cli.errors import CheckpointError
-from featcal_cli.header import read_header
+from featcal_cli.header import Entry, read_header
 from featcal_cli.hub import Snapshot
 from featcal_cli.links import copy_file
 
-DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
-}  # fmt: skip
-"""safetensors' names of the dtypes that a calibrated tensor can have."""
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+"""safetensors' names of the dtypes that a calibrated tensor can have: in fewer bits an update would be lost."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +30,9 @@ class Slot:
 
     file: str
     dtype: torch.dtype | None
+    """None for one that a calibrated tensor cannot have."""
+    kind: str
+    """The dtype as safetensors calls it."""
     shape: tuple[int, ...]
     start: int
     """Offset of its first byte in the file."""
@@ -48,23 +50,68 @@ def names_on_disk(model: Model, parameters: Mapping[str, Tensor], slots: Mapping
 
     Raises CheckpointError when a parameter has no place of the same shape in the files.
     """
-    reverted = revert_weight_conversion(model.module, dict(parameters))
-    prefix = f"{model.module.base_model_prefix}."
-    twins = _find_twins(model)
     tensors = {}
-    for name, tensor in reverted.items():
-        # A checkpoint saved with or without a head has its backbone's names without or with a prefix; of tied
-        # parameters it mostly has one.
-        names = (n for twin in twins.get(name, [name]) for n in (twin, twin.removeprefix(prefix), prefix + twin))
-        place = next((n for n in names if n in slots), None)
-        if place is None or slots[place].shape != tuple(tensor.shape) or slots[place].dtype is None:
+    for name, tensor, place in _find_places(model, parameters, slots):
+        if place is None or slots[place].shape != tuple(tensor.shape):
             raise CheckpointError(
                 f"the files have no place for the parameter {name} {list(tensor.shape)}",
                 where=model.snapshot.name,
                 fix="please report this checkpoint; its tensor names are not understood",
             )
+        _check_dtype(model, place, slots[place].kind)
         tensors[place] = tensor.to(slots[place].dtype)
     return tensors
+
+
+def check_readable(model: Model, architecture: Architecture, entries: Mapping[str, Entry] | None) -> None:
+    """Raise CheckpointError where the files hold a parameter of a block in a dtype that only packed weights have.
+
+    `entries`: the files' tensors, by name; nothing is checked where they are not known. The model may be without
+    values.
+    """
+    blocks = [own for block in architecture.blocks if (own := model.own_path(block.name)) is not None]
+    inside = {
+        f"{block}.{name}": value
+        for block in blocks
+        for name, value in model.module.get_submodule(block).named_parameters()
+        if value.is_floating_point()
+    }
+    for _, _, place in _find_places(model, inside, entries) if entries else ():
+        if place is not None and entries:
+            _check_dtype(model, place, entries[place].dtype)
+
+
+def check_writable(merged: Model, architecture: Architecture, entries: Mapping[str, Entry] | None) -> None:
+    """Raise CheckpointError where a calibrated parameter could not be written to the files, whose tensors are
+    `entries`, by name; nothing is checked where they are not known."""
+    paths = [f"{block.name}.{module.name}" for block in architecture.blocks for module in block.modules]
+    solved = {
+        f"{path}.{name}": value
+        for path in paths
+        for name, value in merged.module.get_submodule(path).named_parameters(recurse=False)
+    }
+    if entries is not None:
+        names_on_disk(merged, solved, {name: _as_slot("", entry) for name, entry in entries.items()})
+
+
+def _check_dtype(model: Model, name: str, dtype: str) -> None:
+    """Raise CheckpointError for a tensor in whose dtype no weight can be read and written."""
+    if dtype not in DTYPES:
+        what = f"{model.role} holds {name} as {dtype}; only float64, float32, float16 and bfloat16 can be calibrated"
+        raise CheckpointError(what, where=model.snapshot.name, fix=UNPACKED)
+
+
+def _find_places(
+    model: Model, parameters: Mapping[str, Tensor], slots: Collection[str]
+) -> Iterator[tuple[str, Tensor, str | None]]:
+    """Every parameter as the files have it (fused ones in parts), with the name of its tensor there; None for none."""
+    prefix = f"{model.module.base_model_prefix}."
+    twins = _find_twins(model)
+    for name, tensor in revert_weight_conversion(model.module, dict(parameters)).items():
+        # A checkpoint saved with or without a head has its backbone's names without or with a prefix; of tied
+        # parameters it mostly has one.
+        names = (n for twin in twins.get(name, [name]) for n in (twin, twin.removeprefix(prefix), prefix + twin))
+        yield name, tensor, next((n for n in names if n in slots), None)
 
 
 def _find_twins(model: Model) -> dict[str, list[str]]:
@@ -128,7 +175,8 @@ def _read_slots(file: Path) -> dict[str, Slot]:
         raise CheckpointError(
             f"not a readable safetensors file: {error}", where=str(file), fix="download or save it again"
         ) from None
-    return {
-        name: Slot(file.name, DTYPES.get(entry.dtype), entry.shape, entry.start, entry.size)
-        for name, entry in entries.items()
-    }
+    return {name: _as_slot(file.name, entry) for name, entry in entries.items()}
+
+
+def _as_slot(file: str, entry: Entry) -> Slot:
+    return Slot(file, DTYPES.get(entry.dtype), entry.dtype, entry.shape, entry.start, entry.size)

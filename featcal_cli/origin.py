@@ -84,7 +84,48 @@ def check_model(name: str, files: Collection[str]) -> None:
     if "config.json" in files:
         return
     found = "a diffusers pipeline (model_index.json)" if "model_index.json" in files else "not a transformers model"
-    raise HubError(f"{name} is {found}: it has no config.json", where=name, fix="give a full model's repo or folder")
+    other, fix = _find_other_weights(files)
+    has = f", only {other}" if other else ""
+    raise HubError(f"{name} is {found}: it has no config.json{has}", where=name, fix=fix)
+
+
+_OTHERS = (
+    (".gguf", "GGUF files", "give the unquantised model that they were made from (often named as base_model)"),
+    (".onnx", "ONNX files", "give the model that they were exported from"),
+    (
+        ".h5",
+        "TensorFlow weights",
+        "convert them: from_pretrained(..., from_tf=True) of transformers 4, save_pretrained",
+    ),
+    (
+        ".msgpack",
+        "Flax weights",
+        "convert them: from_pretrained(..., from_flax=True) of transformers 4, save_pretrained",
+    ),
+    (".npz", "MLX weights", "give the model that they were made from"),
+    (".nemo", "NeMo weights", "give the model in transformers' format"),
+    (
+        "consolidated.safetensors",
+        "weights in Mistral's own format",
+        "give the repo that has transformers' model.safetensors",
+    ),
+)
+"""Weights that transformers does not read: what a file's name ends with, what it is, and what to do."""
+
+
+def _find_other_weights(files: Collection[str]) -> tuple[str, str]:
+    """What weights a repo has that are not read, "" for none; and what to do."""
+    for ending, kind, fix in _OTHERS:
+        if named := sorted(file for file in files if file.endswith(ending)):
+            return f"{kind} ({named[0]})", fix
+    if shards := sorted(file for file in files if file.endswith(".safetensors") and "-of-" in file):
+        return (
+            f"shards without an index ({shards[0]})",
+            f"add {SAFETENSORS[1]}, which says which shard holds which tensor",
+        )
+    if single := sorted(file for file in files if file.endswith(".safetensors")):
+        return f"safetensors of another name ({single[0]})", f"rename it to {SAFETENSORS[0]} if it is a full model"
+    return "", "give a full model's repo or folder, with safetensors"
 
 
 def _find(name: str, allow_pickle: bool, open_repo: Opener, above: tuple[str, ...]) -> Origin:
@@ -173,8 +214,11 @@ def _split(name: str) -> tuple[str, str]:
 def _check_pickle(repo: Repo, allow_pickle: bool) -> None:
     """Raises HubError unless there are pickled weights that may be read."""
     if not any(weights in repo.files for weights in PICKLES):
-        what = f"{repo.name} has no {SAFETENSORS[0]}, and no {PICKLES[0]} to convert"
-        raise HubError(what, where=repo.name, fix="give a model whose weights are safetensors")
+        other, fix = _find_other_weights(repo.files)
+        what = f"{repo.name} has no {SAFETENSORS[0]}, and no {PICKLES[0]} to convert" + (
+            f", only {other}" if other else ""
+        )
+        raise HubError(what, where=repo.name, fix=fix)
     if not allow_pickle:
         what = f"{repo.name} has no safetensors, only pickled weights ({PICKLES[0]})"
         fix = "add --allow-pickle to read them (tensors only, no code is run) and keep a converted copy"

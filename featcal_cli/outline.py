@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from featcal_cli.checkpoint import Model, quiet_loading, unloadable
+from featcal_cli.checkpoint import Model, describe_loaded, quiet_loading, unloadable
 from featcal_cli.errors import CheckpointError
 from featcal_cli.header import Entry
 from featcal_cli.hub import Snapshot
@@ -53,8 +53,7 @@ def load_outline(
             raise
         except Exception as error:  # transformers raises many kinds; all mean the same here
             raise unloadable(role, snapshot, model_class, error) from error
-    missing = set(info["missing_keys"]) | {key for key, *_ in info["mismatched_keys"]}
-    return Model(role, snapshot, module.eval(), frozenset(missing))
+    return describe_loaded(role, snapshot, module.eval(), info)
 
 
 def _check_size(role: str, snapshot: Snapshot, described: PreTrainedModel, tensors: Mapping[str, Entry]) -> None:

@@ -9,20 +9,22 @@ from typing import Any
 
 import torch
 
-from featcal_cli.alignment import check_alignment, load_fitting
+from featcal_cli.alignment import check_alignment, describe_unread, load_fitting
 from featcal_cli.batch_size import choose_batch_sizes
 from featcal_cli.checkpoint import Model, find_class
-from featcal_cli.config import read_config
+from featcal_cli.config import UNPACKED, check_unquantised, read_config
 from featcal_cli.convert import OTHER_FORMATS
 from featcal_cli.disk import tell_bytes
 from featcal_cli.download import DESCRIBING, chosen_files, download_describing, missing_files
-from featcal_cli.errors import OutputError
+from featcal_cli.errors import ArchitectureError, CheckpointError, OutputError
 from featcal_cli.estimate import Estimate, Load, Place, SearchNeeds, estimate
 from featcal_cli.examples import DrawnExamples, TaskExamples, draw_examples
 from featcal_cli.header import Entry, read_headers
 from featcal_cli.hub import Snapshot
 from featcal_cli.hub_configs import use_copy
 from featcal_cli.inventory import run_empty, walk_registered
+from featcal_cli.layout import DTYPES, check_readable, check_writable
+from featcal_cli.likeness import check_likeness
 from featcal_cli.lineage import Finding
 from featcal_cli.links import check_links
 from featcal_cli.machine import disk_of, free_bytes, memory_of, rooms_for_features
@@ -131,7 +133,7 @@ def prepare(
     recipe = pin(recipe, origins, open_repo, note)
     pinned(recipe, {role: origins[role].pinned for role in others})
     stage("comparing models")
-    outlines = _outline_models(origins, trust_remote_code)
+    outlines, headers = _outline_models(origins, trust_remote_code)
     merged = outlines["merged"]
     stage("reading examples")
     count = min(recipe.calibration.examples, SAMPLED) if sample else recipe.calibration.examples
@@ -140,14 +142,26 @@ def prepare(
     # a model that looks at values cannot run without them: then what is registered must do, and the run will tell
     norms = recipe.calibration.norms
     architecture = run_empty(merged.module, norms, longest) or walk_registered(merged.module, longest, norms)
+    if not any(len(layers) for layers in merged.module.modules() if isinstance(layers, torch.nn.ModuleList)):
+        what = f"no list of transformer blocks was found in {type(merged.module).__name__}"
+        fix = "give a transformer checkpoint whose layers hold Linear modules"
+        raise ArchitectureError(what, where=merged.snapshot.name, fix=fix)
     if batch_size:
         sizes = dict.fromkeys(drawn, batch_size)
     else:
         sizes = choose_batch_sizes(merged.module, architecture, longest, device, memory_of(device))
     # a task's encoded images are let go when its batches are made
     examples = {task: drawn.pop(task).cut(size) for task, size in sizes.items()}
-    for outline in outlines.values():
+    for role, outline in outlines.items():
         check_alignment(architecture, merged, outline)
+        check_readable(outline, architecture, headers[role])
+        if outline is not merged:
+            for text in check_likeness(merged, outline):
+                note(text)
+    for text in describe_unread(merged):
+        note(text)
+    if target is not None:
+        check_writable(merged, architecture, headers["merged"])
     transfers = {role: _transfer(origin) for role, origin in origins.items()}
     loads = {task: _load(found, recipe.calibration.examples, count) for task, found in examples.items()}
     is_open = recipe.calibration.is_open and all(found.selection_count for found in examples.values())
@@ -222,17 +236,22 @@ def _check_links(origins: Mapping[str, Origin]) -> None:
             check_links(repo.folder, skip=(*OTHER_FORMATS, "*.safetensors"))
 
 
-def _outline_models(origins: Mapping[str, Origin], trusted: bool) -> dict[str, Model]:
-    """Every model without values, by its role."""
+Headers = Mapping[str, Entry] | None
+"""The tensors of a model's files, by name; None where they are not known before its weights are here."""
+
+
+def _outline_models(origins: Mapping[str, Origin], trusted: bool) -> tuple[dict[str, Model], dict[str, Headers]]:
+    """Every model without values, and what its files hold, by its role."""
     patterns = (*DESCRIBING, "*.py") if trusted else DESCRIBING
     snapshots = {
         role: Snapshot(origin.name, _describe(origin.body, patterns), origin.repo.commit, trusted=trusted)
         for role, origin in origins.items()
     }
-    headers: dict[str, Mapping[str, Entry] | None] = {
-        role: read_headers(origin.body.repo) if origin.body.form == "safetensors" else None
-        for role, origin in origins.items()
-    }
+    headers: dict[str, Headers] = {}
+    for role, origin in origins.items():
+        _check_packing(role, origin, snapshots[role], {})
+        headers[role] = read_headers(origin.body.repo) if origin.body.form == "safetensors" else None
+        _check_packing(role, origin, snapshots[role], headers[role] or {})
 
     def outline(role: str, snapshot: Snapshot, model_class: Any) -> Model:
         return load_outline(role, snapshot, model_class, headers[role])
@@ -245,7 +264,18 @@ def _outline_models(origins: Mapping[str, Origin], trusted: bool) -> dict[str, M
             found[role] = replace(merged, role=role, snapshot=snapshots[role])  # the same outline: no need for another
         else:
             found[role] = load_fitting(role, snapshots[role], merged, outline)
-    return {"merged": merged, first: merged, **found}
+    return {"merged": merged, first: merged, **found}, {"merged": headers[first], **headers}
+
+
+def _check_packing(role: str, origin: Origin, snapshot: Snapshot, tensors: Mapping[str, Entry]) -> None:
+    """Raise CheckpointError for a quantised model, or an adapter on one."""
+    what = f"the base of {role}, {origin.body.name}," if origin.base else role
+    fix = f"name the base in full precision: BASE+{origin.name}" if origin.base else ""
+    check_unquantised(read_config(snapshot), what, origin.body.name, tensors, fix)
+    kinds = sorted({entry.dtype for entry in tensors.values()})
+    if kinds and DTYPES.keys().isdisjoint(kinds):
+        what = f"{what} holds its tensors as {', '.join(kinds)}, and none as numbers that could be calibrated"
+        raise CheckpointError(what, where=origin.body.name, fix=fix or UNPACKED)
 
 
 def _look_alike(one: Mapping[str, Entry] | None, other: Mapping[str, Entry] | None) -> bool:

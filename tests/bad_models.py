@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from bad_input import Arguments, Arrange, Case, Stage
+from hub_faults import Fault
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import BertConfig, BertModel, GPT2Config, GPT2Model
@@ -15,6 +17,8 @@ from transformers import BertConfig, BertModel, GPT2Config, GPT2Model
 TINY = {"num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48, "vocab_size": 99}
 INDEX = "model.safetensors.index.json"
 Tensors = dict[str, torch.Tensor]
+ODD = (torch.int8, torch.uint8, torch.complex64, torch.float8_e5m2, torch.int32, torch.bool)
+"""Dtypes that no weight has which could be calibrated."""
 
 
 def missing_folder(stage: Stage) -> Arguments:
@@ -54,14 +58,61 @@ def tensors(change: Callable[[Tensors], object], model: str = "red") -> Arrange:
     return arrange
 
 
-def merged_config(**values: object) -> Arrange:
-    """Other keys in the merged model's config."""
+def config(model: str, **values: object) -> Arrange:
+    """Other keys in a model's config."""
 
     def arrange(stage: Stage) -> Arguments:
-        stage.change("merged/config.json", **values)
+        stage.change(f"{model}/config.json", **values)
         return {}
 
     return arrange
+
+
+merged_config = partial(config, "merged")
+QUERY = "encoder.layer.1.attention.self.query.weight"
+
+
+def stored(dtype: torch.dtype, model: str = "merged", name: str = QUERY) -> Arrange:
+    """One tensor in another dtype."""
+    return tensors(lambda found: found.update({name: (50 * found[name]).to(dtype)}), model)
+
+
+def all_stored(dtype: torch.dtype, model: str = "merged") -> Arrange:
+    """All tensors in another dtype."""
+    return tensors(lambda found: found.update({name: value.to(dtype) for name, value in found.items()}), model)
+
+
+def turned(found: Tensors) -> None:
+    """A Linear's weight, transposed."""
+    name = "encoder.layer.1.output.dense.weight"
+    found[name] = found[name].T.contiguous()
+
+
+def without_weights(name: str, *, keep_config: bool = True) -> Arrange:
+    """An expert whose weights are in a file of another name."""
+
+    def arrange(stage: Stage) -> Arguments:
+        stage.write(f"red/{name}", (stage.folder / "red" / "model.safetensors").read_bytes())
+        (stage.folder / "red" / "model.safetensors").unlink()
+        if not keep_config:
+            (stage.folder / "red" / "config.json").unlink()
+        return {}
+
+    return arrange
+
+
+def quantised_on_the_hub(stage: Stage) -> Arguments:
+    """Its weights are larger than its config says, and are not downloaded."""
+    stage.change("red/config.json", quantization_config={"quant_method": "awq", "bits": 4})
+    stage.hub.add_repo("packed/red", stage.folder / "red")
+    stage.hub.fail("large file", Fault(status=500), times=99)
+    return {"--expert": "red=packed/red"}
+
+
+def adapter_on_a_quantised_base(stage: Stage) -> Arguments:
+    stage.copy("base", "packed")
+    stage.change("packed/config.json", quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True})
+    return adapter(base_model_name_or_path=str(stage.folder / "packed"))(stage)
 
 
 def config_text(text: str) -> Arrange:
@@ -208,7 +259,7 @@ CASES: list[Case] = [
     (merged_config(num_hidden_layers=10**9), ["num_hidden_layers", "1000000000"]),
     (merged_config(vocab_size=10**8), ["vocab_size", "100000000"]),
     (merged_config(max_position_embeddings=10**9), ["config.json describes", "the files hold"]),
-    (merged_config(hidden_size=64, intermediate_size=96), ["merged lacks"]),
+    (merged_config(hidden_size=64, intermediate_size=96), ["merged has", "of shape", "is needed"]),
     (merged_config(hidden_size=-32), ["merged"]),
     (merged_config(num_attention_heads=7), ["merged"]),
     (merged_config(hidden_act="nothing"), ["merged"]),
@@ -236,5 +287,40 @@ CASES: list[Case] = [
     (adapter(r=10**9), ["rank", "does not fit"]),
     (adapter(layer_replication=[[0, 10**9]]), ["repeats layers"]),
     (adapter(target_modules=["nothing"]), ["does not fit"]),
+    *((stored(dtype), ["merged holds", QUERY, "bfloat16"]) for dtype in ODD),
+    *((stored(dtype, "red"), ["expert red holds", QUERY, "bfloat16"]) for dtype in ODD[::2]),
+    (all_stored(torch.float8_e4m3fn), ["merged holds", "F8_E4M3", "unquantised"]),
+    (all_stored(torch.int8, "base"), ["base holds", "I8", "unquantised"]),
+    (tensors(turned, "merged"), ["[48, 32]", "[32, 48]", "transposed"]),
+    (tensors(turned), ["expert red has", "[48, 32]", "transposed"]),
+    (merged_config(num_hidden_layers=0), ["num_hidden_layers 0", "so few"]),
+    (merged_config(hidden_size=0), ["hidden_size 0", "so few"]),
+    (merged_config(num_attention_heads=0), ["num_attention_heads 0", "so few"]),
+    (merged_config(num_hidden_layers=1), ["merged holds the tensor encoder.layer.1.", "nothing reads"]),
+    (config("red", num_attention_heads=8), ["expert red", "num_attention_heads 8, merged's 4"]),
+    (config("base", num_attention_heads=8), ["base is another function", "num_attention_heads 8, merged's 4"]),
+    (config("red", hidden_act="relu"), ["expert red", "hidden_act relu, merged's gelu"]),
+    (config("red", layer_norm_eps=0.1), ["expert red", "layer_norm_eps 0.1"]),
+    (config("red", is_decoder=True), ["expert red", "is_decoder True"]),
+    (config("red", position_embedding_type="relative_key"), ["expert red", "position_embedding_type relative_key"]),
+    (config("red", model_type="roberta", architectures=["RobertaModel"]), ["another architecture", "roberta, not bert"]),
+    (
+        tensors(lambda found: found.update({"encoder.layer.0.output.gate.weight": torch.ones(2)})),
+        ["expert red holds the tensor encoder.layer.0.output.gate.weight", "nothing reads"],
+    ),
+    (merged_config(quantization_config={"quant_method": "gptq", "bits": 4}), ["merged is quantised (gptq, 4 bits)"]),
+    (config("red", quantization_config={"quant_method": "fp8"}), ["expert red is quantised (fp8)", "unquantised"]),
+    (config("red", quantization={"group_size": 64, "bits": 4}), ["expert red is quantised", "4 bits"]),
+    (
+        tensors(lambda found: found.update({QUERY.replace("weight", "qweight"): torch.ones(2, dtype=torch.int32)})),
+        ["expert red is quantised", "query.qweight"],
+    ),
+    (quantised_on_the_hub, ["expert red is quantised (awq, 4 bits)", "unquantised"]),
+    (adapter_on_a_quantised_base, ["base of expert red", "bitsandbytes, 4 bits", "BASE+"]),
+    (without_weights("model-q4.gguf"), ["GGUF", "unquantised"]),
+    (without_weights("model-q4.gguf", keep_config=False), ["no config.json", "GGUF"]),
+    (without_weights("onnx/model.onnx"), ["ONNX"]),
+    (without_weights("tf_model.h5"), ["TensorFlow", "from_tf"]),
+    (without_weights("model-00001-of-00002.safetensors"), ["without an index", INDEX]),
     (adapter_that_is_not_json, ["adapter_config.json", "cannot be read"]),
 ]
