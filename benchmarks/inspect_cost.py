@@ -26,9 +26,9 @@ from featcal_cli.checkpoint import find_class
 from featcal_cli.drift import DriftMeter
 from featcal_cli.features import Job, forward_order
 from featcal_cli.hub import resolve
-from featcal_cli.inspector import BASE, MODEL
 from featcal_cli.job import find_blocks, load_models, make_job
 from featcal_cli.listener import Silent
+from featcal_cli.measuring import BASE, MODEL
 from featcal_cli.outputs import OutputMeter
 from featcal_cli.recipe import as_draft
 from featcal_cli.run import Run

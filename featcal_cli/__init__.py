@@ -168,10 +168,12 @@ The run
     job            the models of a job, loaded and ready to walk
     run            what every verb begins with: lineage, preflight, downloads
     summary        what a run did, put together → report
-    calibration    one calibration, from what the user says to the output and the Hub
+    calibration    what of a calibration needs torch: from a job that may start to the output
     workflow       the verbs: what the command line and Python users both call
-    inspector      inspect-drift: walk, load nothing, measure
+    inspector      inspect-drift: its files, its models, its page
+    measuring      what of inspect-drift needs torch: walk, measure, draw
     evaluator      evaluate: models side by side on labelled data
+    background_imports  torch and its company, imported on a thread while models are looked for
     demo           the main job on embedded checkpoints
     interruption   Ctrl-C ends a run at once
     redact         secrets taken out of a text

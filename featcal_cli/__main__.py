@@ -15,6 +15,9 @@ def main() -> None:
 
         if isinstance(end, KeyboardInterrupt) or end.code == EXIT_CODE:
             stop(STARTING)
+        from featcal_cli.background_imports import end_while_importing
+
+        end_while_importing(end.code if isinstance(end.code, int) else 0 if end.code is None else 1)
         raise
 
 

@@ -1,10 +1,9 @@
-"""One calibration, from what the user says to the output folder and the Hub."""
+"""What of a calibration needs torch: from a job that may start to the output folder."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +13,8 @@ from featcal_cli import pages
 from featcal_cli.algorithm import calibrate_blocks
 from featcal_cli.architecture import Architecture
 from featcal_cli.belongings import NOTE
-from featcal_cli.checkpoint import Model
 from featcal_cli.errors import NumericsError
-from featcal_cli.evaluator import check_evaluable, evaluate_models
+from featcal_cli.evaluator import check_evaluable
 from featcal_cli.examples import TaskExamples
 from featcal_cli.features import CALIBRATED, MERGED, Job
 from featcal_cli.fingerprint import take_fingerprint
@@ -25,11 +23,11 @@ from featcal_cli.job import Models, find_blocks, load_models, make_job, make_sea
 from featcal_cli.journal import SEARCH, Journal, drop_journal
 from featcal_cli.layout import list_files, names_on_disk, read_slots
 from featcal_cli.loaders import find_pipeline_tag, find_processor_class
-from featcal_cli.output import check_apart, check_name, check_output, default_output, write_output
+from featcal_cli.output import check_apart, write_output
 from featcal_cli.plots import plot_drift
 from featcal_cli.preflight import Preflight
-from featcal_cli.push import Pushed, Target, check_target, push
-from featcal_cli.recipe import Merge, Recipe, dump_recipe
+from featcal_cli.push import Target
+from featcal_cli.recipe import Merge, dump_recipe
 from featcal_cli.report import (
     CARD,
     PICTURE,
@@ -51,118 +49,35 @@ from featcal_cli.summary import summarise
 from featcal_cli.workplace import Workplace
 
 
-@dataclass(frozen=True)
-class Result:
-    """A finished calibration."""
-
-    output: Path
-    report: Report
-    pushed: Pushed | None
-    """Where on the Hub it is, if it was to be pushed."""
-    models: Models | None
-    """The models that it used; None where an earlier run's output was only pushed."""
-
-    @property
-    def merged(self) -> Model:
-        """The merged model. Raises ValueError where nothing was computed."""
-        return self._models().merged
-
-    @property
-    def experts(self) -> Mapping[str, Model]:
-        """The experts by task. Raises ValueError where nothing was computed."""
-        return self._models().experts
-
-    def _models(self) -> Models:
-        if self.models is None:
-            raise ValueError("an earlier run's output was pushed; no models were loaded")
-        return self.models
-
-
-class CalibrationRun:
-    """One job under way."""
+class Computation:
+    """A job whose output is not there yet; of several processes each does its part."""
 
     def __init__(
         self,
         run: Run,
-        output: str | Path | None,
+        place: Workplace,
+        output: Finished,
         *,
         overwrite: bool,
-        restart: bool = False,
-        evaluate: bool = False,
-        allow_code: bool = False,
+        restart: bool,
+        evaluate: bool,
+        allow_code: bool,
     ) -> None:
         self._run, self._draft, self._ranks = run, run.draft, run.ranks
+        self._place, self._output = place, output
         self._overwrite, self._restart = overwrite, restart
         self._evaluate, self._allow_code = evaluate, allow_code
-        self.target = Path(output) if output else default_output(run.draft.name)
-        self._place = Workplace(self.target, overwrite=overwrite)
-        self._output = Finished(run.draft, self._place)
-        self._note: Note | None = None
-        """That of the output, where an earlier run of this very job has written it."""
         self._inputs: list[Unchanged] = []
         """The files of the models, as they were when they were first read."""
 
-    def check_places(self, *, create_pr: bool, overwrite_repo: bool) -> Target | None:
-        """Where the result is to go on the Hub, which the first rank alone knows. Raises FeatCalError when it cannot go
-        there, or not to the output."""
-        if not self._ranks.is_first:
-            return None
-        wanted = self._draft.output
-        anew = self._overwrite or self._restart
-        note = None if anew else self._output.read()
-        if note is not None and (note.push or wanted.push_to or self._evaluate):
-            if not note.push:
-                self._output.check_current()
-            self._note = note
-            self._run.note(f"{self.target} was finished by an earlier run; nothing is computed again")
-        else:
-            check_output(self.target, self._draft.local_paths, overwrite=self._overwrite)
-        if wanted.push_to is None:
-            return None
-        self._run.listener.stage("checking the Hub")
-        return check_target(
-            wanted.push_to,
-            private=wanted.private,
-            create_pr=create_pr,
-            overwrite_repo=overwrite_repo,
-            finished=None if self._note is None else self.target,
-        )
-
-    def calibrate(self, *, create_pr: bool, overwrite_repo: bool, message: str | None, strict: bool) -> Result:
-        """Do it all. What is wrong with the inputs leaves nothing behind; finished blocks outlive everything else."""
-        if self._ranks.is_first:
-            check_name(self.target)
-        with self._place.held() if self._ranks.is_first else nullcontext():
-            target = self.check_places(create_pr=create_pr, overwrite_repo=overwrite_repo)
-            models = None
-            if self._ranks.broadcast(self._note is not None):
-                text = (self.target / REPORT).read_text(encoding="utf-8") if self._ranks.is_first else ""
-                report = Report.from_json(self._ranks.broadcast(text))
-                if self._note is not None:
-                    drop_journal(self._place.journal, self._note.run)
-            else:
-                report, models = self._calibrate(target)
-            told = self._measure(report) if self._evaluate and not report.accuracy else report
-            if self._ranks.is_first:
-                self._output.tell(report, told, target.repo_id if target else None)
-            report = told
-            pushed = None
-            if target is not None and not (strict and report.worse):
-                self._run.listener.stage(f"pushing to {target.repo_id}")
-                pushed = push(self.target, target, message=message or f"Calibrate {self._draft.name} with featcal")
-            if self._ranks.is_first:
-                was_due = self._note is not None and self._note.push
-                self._output.settle(report, push=pushed is None and (target is not None or was_due))
-            report, pushed = self._ranks.broadcast((report, pushed))
-        return Result(self.target, report, pushed, models)
-
-    def _calibrate(self, target: Target | None) -> tuple[Report, Models]:
+    def compute(self, target: Target | None) -> tuple[Report, Models]:
+        """Calibrate, and write the output, which is pushed to `target` later. Raises FeatCalError."""
         data = Unchanged(name_local_files(self._draft))
-        plan = self._run.prepare(self.target if self._ranks.is_first else None, sample=False)
+        plan = self._run.prepare(self._place.target if self._ranks.is_first else None, sample=False)
         data.check()
         recipe = plan.recipe
         if self._ranks.is_first:
-            check_apart(self.target, recipe.local_paths)
+            check_apart(self._place.target, recipe.local_paths)
         if self._evaluate:
             check_evaluable(self._run, recipe, allow_code=self._allow_code)
         check_search(recipe.calibration, plan.examples)
@@ -365,9 +280,3 @@ class CalibrationRun:
         for name in write_output(self._place, models.merged, read_groups, contents, self._check_inputs):
             self._run.note(f"left out of the output: {name} (other weights than the calibrated ones)")
         drop_journal(journal.folder)
-
-    def _measure(self, report: Report) -> Report:
-        """The report with the figures of expert, merged and calibrated model."""
-        recipe = Recipe.model_validate(report.recipe)
-        found = evaluate_models(self._run, recipe, {CALIBRATED: str(self.target)}, allow_code=self._allow_code)
-        return replace(report, accuracy=dict(found.tasks))

@@ -14,6 +14,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from featcal_cli import __version__, options
+from featcal_cli.background_imports import start_importing
 from featcal_cli.interruption import MEASURING, interruptible
 from featcal_cli.launch import read_launch
 
@@ -127,6 +128,7 @@ def calibrate(
         with screen.live(), interruptible():
             from featcal_cli import workflow
 
+            start_importing("featcal_cli.calibration")
             common: dict[str, Any] = {
                 "output": output, "overwrite": overwrite, "create_pr": create_pr, "overwrite_repo": overwrite_repo,
                 "device": device, "batch_size": batch_size, "allow_pickle": allow_pickle,
@@ -209,6 +211,7 @@ def inspect_drift(
             from featcal_cli.gate import check_gate
             from featcal_cli.inspector import inspect_drift as run
 
+            start_importing("featcal_cli.measuring")
             found = run(
                 draft, compare=compare, device=device, batch_size=batch_size, allow_pickle=allow_pickle,
                 trust_remote_code=trust_remote_code, plot=plot, projection=projection, html=html, markdown=markdown,
@@ -263,6 +266,7 @@ def evaluate(
             from featcal_cli.evaluator import find_own_recipe
             from featcal_cli.score_table import show_scores
 
+            start_importing("featcal_cli.lineup")
             given = list(models or [])
             file = find_recipe(recipe) if recipe else find_own_recipe(given)
             merged = given.pop(0) if given and not merge and not (file and names_merged(file)) else None
@@ -315,11 +319,13 @@ def modules(
     from featcal_cli.console import show_inventory
     from featcal_cli.errors import RecipeError
     from featcal_cli.hub import resolve_config
-    from featcal_cli.inventory import take_inventory
 
     if norms is not None and norms not in NORMS:
         raise RecipeError(f"unknown kind of norms {norms}", where="--norms", fix=f"give one of: {', '.join(NORMS)}")
-    inventory = take_inventory(resolve_config(model), norms or "auto")
+    snapshot = resolve_config(model)
+    from featcal_cli.inventory import take_inventory
+
+    inventory = take_inventory(snapshot, norms or "auto")
     if json:
         typer.echo(dumps(inventory.to_dict(), indent=2))
     else:

@@ -4,29 +4,24 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from featcal_cli import __version__
-from featcal_cli.contest import Contest, hold_contest
 from featcal_cli.errors import RecipeError
-from featcal_cli.evaluate import prepare_heads
 from featcal_cli.evaluation import EXPERT, Evaluation, TaskScores
-from featcal_cli.generation import prepare_generation
-from featcal_cli.harness import check_harness, measure_tasks, read_version
 from featcal_cli.ledger import Ledger, stamp
-from featcal_cli.lineup import BASE, Lineup
 from featcal_cli.listener import Listener, Silent
-from featcal_cli.machine import describe_environment
 from featcal_cli.recipe import Draft, Recipe, Task, as_draft
 from featcal_cli.repo import open_repo
 from featcal_cli.report import RECIPE
-from featcal_cli.rows import local_path
 from featcal_cli.run import Run
 from featcal_cli.scores import Score
 from featcal_cli.yardstick import Evaluate
-from featcal_cli.zero_shot import prepare_zero_shot
+
+if TYPE_CHECKING:  # these import torch, which is not waited for before it is needed
+    from featcal_cli.contest import Contest
+    from featcal_cli.lineup import Lineup
 
 BATCH = {"cpu": 16, "cuda": 128}
 """Examples in a batch, where nobody says how many."""
@@ -52,9 +47,8 @@ def evaluate(
     Raises FeatCalError (what, where, fix) when something that the user can mend is wrong.
     """
     run = Run(as_draft(recipe), device, batch_size, allow_pickle, trust_remote_code, listener or Silent())
-    run.listener.stage("finding models")
-    whole, _ = run.find_lineage(cache(open_repo))
     others = dict(zip(name_roles(models), models, strict=True))
+    whole, _ = run.find_models()
     return evaluate_models(run, whole, others, limit=limit, batch_size=batch_size, allow_code=allow_code)
 
 
@@ -68,9 +62,12 @@ def evaluate_models(
     allow_code: bool = False,
 ) -> Evaluation:
     """Expert, merged and `others` (by role) on the tasks of a whole recipe. Raises FeatCalError."""
+    from featcal_cli.lineup import Lineup
+    from featcal_cli.machine import describe_environment
+
     check_evaluable(run, recipe, allow_code=allow_code)
     started = time.monotonic()
-    lineup = Lineup(run, recipe, others, cache(open_repo))
+    lineup = Lineup(run, recipe, others, run.open_repo)
     job = _Measuring(run, lineup, limit, batch_size or BATCH[run.device.type], allow_code)
     wanted = {task: spec for task, spec in lineup.recipe.tasks.items() if spec.evaluate is not None}
     if left_out := [task for task in recipe.tasks if task not in wanted]:
@@ -114,7 +111,10 @@ def check_evaluable(run: Run, recipe: Recipe, *, allow_code: bool) -> None:
             where="tasks",
             fix="add to a task of the recipe: evaluate: {split: test} (docs/evaluate.md shows the other keys)",
         )
-    check_harness(known, allow_code=allow_code)
+    if any(how.protocol == "lm-eval" for how in known.values()):
+        from featcal_cli.harness import check_harness
+
+        check_harness(known, allow_code=allow_code)
 
 
 def name_roles(models: Sequence[str]) -> list[str]:
@@ -158,6 +158,9 @@ class _Measuring:
     def _measure_missing(
         self, task: str, spec: Task, how: Evaluate, missing: Sequence[str]
     ) -> Iterator[tuple[str, Score]]:
+        from featcal_cli.contest import hold_contest
+        from featcal_cli.harness import measure_tasks
+
         stage, device = self._run.listener.stage, self._run.device
         if how.protocol == "lm-eval":
             for role in missing:
@@ -176,6 +179,10 @@ class _Measuring:
         self._lineup.release(device)
 
     def _prepare(self, task: str, spec: Task, how: Evaluate, roles: Sequence[str]) -> Contest:
+        from featcal_cli.evaluate import prepare_heads
+        from featcal_cli.generation import prepare_generation
+        from featcal_cli.zero_shot import prepare_zero_shot
+
         lineup, device, limit = self._lineup, self._run.device, self._limit
         folders = lineup.folders(EXPERT, task)
         if how.protocol == "zero-shot":
@@ -190,6 +197,10 @@ class _Measuring:
 
     def _describe(self, task: str, spec: Task, how: Evaluate) -> dict[str, Any]:
         """Everything that the figures of a task depend on besides the model."""
+        from featcal_cli.harness import read_version
+        from featcal_cli.lineup import BASE
+        from featcal_cli.rows import local_path
+
         about = {"how": how.model_dump(mode="json"), "limit": self._limit}
         if how.lm_eval:
             return {**about, "lm-eval": read_version()}

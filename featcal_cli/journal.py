@@ -9,19 +9,19 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
-from torch import Tensor
 
 from featcal_cli.disk import flush, name_reason, replace_durably
 from featcal_cli.errors import OutputError
-from featcal_cli.fingerprint import describe_differences, describe_way_back
 from featcal_cli.ranks import Ranks
 from featcal_cli.report import BlockReport
-from featcal_cli.walker import Walker
+
+if TYPE_CHECKING:  # these import torch, which is not waited for before it is needed
+    from torch import Tensor
+
+    from featcal_cli.walker import Walker
 
 FORMAT = 2
 """Of the files; those of another one are not taken over."""
@@ -99,6 +99,8 @@ class Journal:
 
     def write(self, number: int, report: BlockReport, student: Walker) -> None:
         """Keep the parameters that a finished block has now."""
+        from safetensors.torch import save_file
+
         self._check_inputs()
         places = [f"{report.name}.{module.name}" for module in report.modules]
         parameters = {
@@ -220,6 +222,8 @@ class Journal:
 def restore_block(journal: Journal | None, number: int, student: Walker, ranks: Ranks) -> BlockReport | None:
     """A block that was finished before, from the journal of the first rank, which alone has one, loaded into the
     students of all ranks; None where there is no such block."""
+    import torch
+
     report = ranks.broadcast(journal.restore(number, student) if journal else None)
     if report is None or ranks.size == 1:
         return report
@@ -257,6 +261,8 @@ def _list_blocks(folder: Path) -> list[Path]:
 
 def _refuse(folder: Path, jobs: tuple[Mapping[str, Any], Mapping[str, Any]]) -> OutputError:
     """The error for finished blocks of another job: what differs, and what to type."""
+    from featcal_cli.fingerprint import describe_differences, describe_way_back
+
     known, wanted = jobs
     drop = "add --restart to drop it and begin anew"
     if not known or known.get("format") != wanted["format"]:
@@ -284,6 +290,8 @@ def _hash_block(job: str, number: int, report: str, parameters: Mapping[str, Ten
 
 
 def _hash_tensor(tensor: Tensor) -> str:
+    import torch
+
     digest = sha256(f"{tensor.dtype} {list(tensor.shape)}".encode())
     digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
@@ -293,7 +301,7 @@ def _read_job(file: Path) -> str | None:
     """Whose a block says that it is; None where it says nothing."""
     try:
         with safe_open(file, framework="pt") as stored:
-            return (stored.metadata() or {}).get("job", "")
+            return str((stored.metadata() or {}).get("job", ""))
     except (SafetensorError, OSError, RuntimeError, ValueError):
         return None
 

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass
+
+from featcal_cli.documents import show
+from featcal_cli.errors import RecipeError
 
 NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """What torchrun sets."""
@@ -30,3 +34,9 @@ def read_launch() -> Launch:
         return Launch()
     rank, size, local_rank, local_size = (int(os.environ[name]) for name in NAMES[:4])
     return Launch(rank, size, local_rank, local_size, by_torchrun=True)
+
+
+def check_device(name: str) -> None:
+    """Raise RecipeError for what cannot be a device; whether it is there, `machine.choose_device` finds out."""
+    if not re.fullmatch(r"auto|cpu|cuda(:\d{1,3})?", name):
+        raise RecipeError(f"unknown device {show(name)}", where="--device", fix="give auto, cpu or cuda[:K]")

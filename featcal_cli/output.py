@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from featcal_cli.belongings import Draft
-from featcal_cli.built import check_built
-from featcal_cli.checkpoint import Model
 from featcal_cli.disk import name_reason
 from featcal_cli.download import PREPROCESSOR_FILES
 from featcal_cli.errors import OutputError
 from featcal_cli.hub import Snapshot
-from featcal_cli.layout import copy_checkpoint, list_files, read_slots, write_tensors
 from featcal_cli.links import copy_file
 from featcal_cli.workplace import Workplace, check_replaceable
+
+if TYPE_CHECKING:  # these import torch, which is not waited for before it is needed
+    from torch import Tensor
+
+    from featcal_cli.checkpoint import Model
 
 
 def default_output(name: str) -> Path:
@@ -72,6 +73,9 @@ def write_output(
     out.
 
     check_inputs: raises where merged is no longer what it was. Raises OutputError."""
+    from featcal_cli.built import check_built
+    from featcal_cli.layout import copy_checkpoint, list_files, read_slots, write_tensors
+
     check_inputs()
     built = place.built.folder
     with place.writing():
@@ -103,6 +107,8 @@ def build_checkpoint(target: Path, layout: Snapshot, spare: Snapshot, tensors: I
 
 
 def _build(target: Path, layout: Snapshot, spare: Snapshot, tensors: Iterable[Mapping[str, Tensor]]) -> None:
+    from featcal_cli.layout import copy_checkpoint, list_files, read_slots, write_tensors
+
     spared = [
         source
         for source in spare.folder.iterdir()

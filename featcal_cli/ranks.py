@@ -6,15 +6,14 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, TypeVar
-
-import torch
-import torch.distributed as dist
-from torch import Tensor
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from featcal_cli.errors import FeatCalError, LostRankError, NumericsError
 from featcal_cli.launch import read_launch
+
+if TYPE_CHECKING:  # one process alone does without, and need not wait for it
+    import torch.distributed as dist
+    from torch import Tensor
 
 PATIENCE = timedelta(hours=2)
 """How long one waits for another, which may be downloading or pushing: torchrun ends them all when one of them ends."""
@@ -43,7 +42,7 @@ class Ranks:
     def choose(self, members: Sequence[int]) -> Ranks:
         """Some of these ranks by their numbers, as a group of their own; for one that is not among them, of no use."""
         chosen = [self._members[number] for number in members]
-        with _in_touch():
+        with _in_touch() as dist:
             group = dist.new_group(chosen, timeout=PATIENCE)
         return Ranks(chosen, list(members).index(self.rank) if self.rank in members else -1, group)
 
@@ -52,7 +51,7 @@ class Ranks:
         if self._group is None:
             return [value]
         found: list[Any] = [None] * self.size
-        with _in_touch():
+        with _in_touch() as dist:
             dist.all_gather_object(found, value, group=self._group)
         return found
 
@@ -74,21 +73,21 @@ class Ranks:
         if self._group is None:
             return value
         carried: list[Any] = [value if self.is_first else None]
-        with _in_touch():
+        with _in_touch() as dist:
             dist.broadcast_object_list(carried, src=self._members[0], group=self._group)
         return carried[0]  # type: ignore[no-any-return]
 
     def copy(self, tensor: Tensor, source: int = 0) -> None:
         """Overwrite a tensor with that of the rank `source`."""
         if self._group is not None:
-            with _in_touch():
+            with _in_touch() as dist:
                 dist.broadcast(tensor, src=self._members[source], group=self._group)
 
     def add_up(self, tensor: Tensor, to: int | None = None) -> None:
         """Replace a tensor by its sum over all; with `to` only there, and elsewhere it is of no use any more."""
         if self._group is None:
             return
-        with _in_touch():
+        with _in_touch() as dist:
             if to is None:
                 dist.all_reduce(tensor, group=self._group)
             else:
@@ -111,8 +110,11 @@ def join_ranks() -> Ranks:
     launch = read_launch()
     if not launch.by_torchrun:
         return Ranks()
+    import torch.distributed as dist
+    from torch.cuda import is_available
+
     if not dist.is_initialized():
-        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        backend = "cpu:gloo,cuda:nccl" if is_available() else "gloo"
         with _in_touch():
             dist.init_process_group(backend, timeout=PATIENCE)
     return Ranks(range(launch.size), launch.rank, dist.group.WORLD)
@@ -120,12 +122,16 @@ def join_ranks() -> Ranks:
 
 def leave_ranks() -> None:
     """End what `join_ranks` began; when all is done, and only then: it may wait for the others."""
+    import torch.distributed as dist
+
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 def is_first_to_fail() -> bool:
     """Whether no other rank of this run has asked this before: what one has said need not be said by all."""
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     try:
         store = TCPStore(address, port, timeout=timedelta(seconds=10), wait_for_workers=False)
@@ -135,9 +141,12 @@ def is_first_to_fail() -> bool:
 
 
 @contextmanager
-def _in_touch() -> Iterator[None]:
+def _in_touch() -> Iterator[Any]:
+    """Inside, with torch.distributed, others are spoken to."""
+    import torch
+
     try:
-        yield
+        yield torch.distributed
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:

@@ -5,20 +5,26 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from featcal_cli.ancestors import SAID
+from featcal_cli.background_imports import finish_importing
 from featcal_cli.documents import visible
 from featcal_cli.hub import Snapshot, fetch
+from featcal_cli.launch import check_device
 from featcal_cli.lineage import Finding, find_lineage
 from featcal_cli.listener import Listener, Silent
-from featcal_cli.machine import choose_device
 from featcal_cli.origin import Origin, find_origin
-from featcal_cli.preflight import Preflight, prepare
 from featcal_cli.ranks import join_ranks
 from featcal_cli.recipe import Draft, Recipe
 from featcal_cli.repo import Opener, open_repo
+
+if TYPE_CHECKING:  # these import torch, which is not waited for before it is needed
+    import torch
+
+    from featcal_cli.preflight import Preflight
 
 EXPERT = "expert "
 """What the role of an expert begins with; its task follows."""
@@ -41,10 +47,33 @@ class Run:
         """All processes of this run; the first one speaks and writes."""
         self.draft = draft
         self.listener = listener if self.ranks.is_first else Silent()
-        self.device = choose_device(device)
+        check_device(device)
+        self._device = device
         self.notes: list[str] = []
         """What was found and chosen without being told, for the report."""
+        self.open_repo: Opener = cache(open_repo)
+        """Opens every repo once, so that all parts of the run see one commit."""
+        self._lineage: tuple[Recipe, Sequence[Finding]] | None = None
         self._batch_size, self._allow_pickle, self._trusted = batch_size, allow_pickle, trust_remote_code
+
+    @cached_property
+    def device(self) -> torch.device:
+        """What the models run on. Raises RecipeError where it is not there."""
+        from featcal_cli.machine import choose_device
+
+        return choose_device(self._device)
+
+    def find_models(self) -> tuple[Recipe, Sequence[Finding]]:
+        """The whole recipe, and where each part of it was read: found by the first rank, once, before torch is needed.
+
+        Raises FeatCalError.
+        """
+        if self._lineage is None:
+            self.listener.stage("finding models")
+            found = self._find_lineage() if self.ranks.is_first else (Recipe.model_construct(), [])
+            finish_importing()
+            self._lineage = found
+        return self._lineage
 
     def prepare(self, target: Path | None, *, sample: bool, others: Mapping[str, str] | None = None) -> Preflight:
         """What can be known before weights are downloaded.
@@ -54,13 +83,12 @@ class Run:
 
         Raises FeatCalError for whatever would stop the job.
         """
-        self.listener.stage("finding models")
-        once = cache(open_repo)
+        recipe, findings = self.find_models()
+        from featcal_cli.preflight import prepare
+
         others = others or {}
-        if self.ranks.is_first:
-            recipe, findings = self.find_lineage(once)
-        else:
-            recipe, findings, others = self.ranks.broadcast((Recipe.model_construct(), [], others))
+        if not self.ranks.is_first:
+            recipe, findings, others = self.ranks.broadcast((recipe, findings, others))
 
         def tell(recipe: Recipe, others: Mapping[str, str]) -> None:
             if self.ranks.is_first:
@@ -73,7 +101,7 @@ class Run:
             batch_size=self._batch_size,
             allow_pickle=self._allow_pickle,
             trust_remote_code=self._trusted,
-            open_repo=once,
+            open_repo=self.open_repo,
             sample=sample,
             target=target,
             others=others,
@@ -85,9 +113,8 @@ class Run:
             self.notes.clear()  # the first one has them all
         return replace(plan, estimate=self.ranks.broadcast(plan.estimate))
 
-    def find_lineage(self, once: Opener) -> tuple[Recipe, Sequence[Finding]]:
-        """The whole recipe, and where each part of it was read. Raises FeatCalError."""
-        lineage = find_lineage(self.draft, once)
+    def _find_lineage(self) -> tuple[Recipe, Sequence[Finding]]:
+        lineage = find_lineage(self.draft, self.open_repo)
         for finding in lineage.findings:
             if finding.source != SAID:
                 self.note(f"{finding.role}: {finding.value} (from {finding.source})")

@@ -9,7 +9,7 @@ import os
 from collections import Counter
 from pathlib import Path
 
-from featcal_cli.calibration import Result
+from featcal_cli.workflow import Result
 
 TABLE = Path(__file__).resolve().parent.parent / "docs" / "architectures.md"
 HEAD = """# Architectures

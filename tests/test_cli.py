@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -60,6 +61,50 @@ def test_help_and_version_do_not_load_torch() -> None:
     for argument in ("--help", "--version"):
         run = subprocess.run([sys.executable, "-c", code.format(argument)], capture_output=True)
         assert run.returncode == 0, run.stderr
+
+
+def test_what_looks_for_models_needs_no_torch() -> None:
+    """Lineage, its errors and all that stands before them are there while torch is yet on its way."""
+    heavy = ("torch", "transformers", "datasets", "pyarrow", "matplotlib", "pandas", "PIL")
+    light = (
+        "workflow",
+        "inspector",
+        "evaluator",
+        "console",
+        "log",
+        "drift_view",
+        "gate",
+        "shipped",
+        "background_imports",
+    )
+    code = "import sys\n" + "".join(f"import featcal_cli.{name}\n" for name in ("cli", *light))
+    code += f"assert not [name for name in {heavy} if name in sys.modules], list(sys.modules)"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+
+
+@pytest.mark.parametrize("command", ["calibrate", "inspect-drift", "evaluate", "modules"])
+def test_an_error_in_lineage_is_said_without_torch(command: str, tmp_path: Path, hub: HubServer) -> None:
+    """With a torch that cannot be imported, which would be said if anybody waited for it."""
+    (tmp_path / "broken" / "torch").mkdir(parents=True)
+    (tmp_path / "broken" / "torch" / "__init__.py").write_text("import time\ntime.sleep(100)")
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "README.md").write_text("A model")
+    hub.add_repo("silent/model", tmp_path / "model")
+    began = time.monotonic()
+    run = featcal(command, "silent/model", folder=tmp_path, PYTHONPATH=str(tmp_path / "broken"))
+    assert run.returncode == 2 and run.stderr.count("error:") == 1 and "silent/model" in run.stderr
+    assert time.monotonic() - began < 60  # and not the 100 seconds of that torch
+
+
+def test_a_torch_that_cannot_be_imported_is_told(tmp_path: Path) -> None:
+    (tmp_path / "broken" / "torch").mkdir(parents=True)
+    (tmp_path / "broken" / "torch" / "__init__.py").write_text("raise ImportError('libtorch_cpu.so: no such file')")
+    options = ["--base", "a/b", "--expert", "red=a/c", "--data", "red=a/d"]
+    run = featcal("calibrate", "a/a", *options, folder=tmp_path, PYTHONPATH=str(tmp_path / "broken"))
+    assert run.returncode == 2 and run.stderr.count("error:") == 1, run.stderr
+    assert "libtorch_cpu.so: no such file" in run.stderr and "install it again" in run.stderr.replace("\n", " ")
+    assert list(tmp_path.iterdir()) == [tmp_path / "broken"]
 
 
 def test_commands_are_listed(tmp_path: Path) -> None:

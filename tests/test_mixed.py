@@ -14,8 +14,7 @@ from family import GROUPED_SIZES, TEXT_SIZES, VISION_SIZES
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
-from featcal_cli.calibration import Result
-from featcal_cli.workflow import calibrate
+from featcal_cli.workflow import Result, calibrate
 
 pytestmark = pytest.mark.usefixtures("undrawn")
 

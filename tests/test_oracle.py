@@ -13,8 +13,7 @@ from oracle import calibrate_slowly, modules_to_calibrate
 from safetensors.torch import load_file
 from torch import Tensor
 
-from featcal_cli.calibration import Result
-from featcal_cli.workflow import calibrate
+from featcal_cli.workflow import Result, calibrate
 
 pytestmark = pytest.mark.usefixtures("undrawn")
 
