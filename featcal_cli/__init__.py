@@ -15,6 +15,7 @@ What the user says
 
 The Hub
 
+    waiting        what a run waits for is said while it waits
     patience       time limits, and which failures are worth another try
     hub_errors     the Hub's failures → messages
     repo           a repo or folder at one commit: its list of files, its small files

@@ -69,10 +69,12 @@ class Screen:
         if not self._quiet:
             self._bar.console.print(f"[dim]· {escape(text)}[/dim]")
 
-    def transfer(self, name: str, done: int, total: int) -> None:
-        self._bar.update(
-            self._task, description=f"downloading {escape(name)}", total=total, completed=done, at=_size(done, total)
-        )
+    def waiting(self, text: str) -> None:
+        self.note(text)
+
+    def transfer(self, name: str, done: int, total: int, *, sent: bool = False) -> None:
+        doing = f"{'uploading' if sent else 'downloading'} {escape(name)}"
+        self._bar.update(self._task, description=doing, total=total, completed=done, at=_size(done, total))
 
     def progress(self, step: Step) -> None:
         at = step.task or step.module

@@ -5,9 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Sequence
-from io import StringIO
+import re
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import CancelledError, ThreadPoolExecutor, as_completed
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 from tqdm import tqdm
@@ -28,6 +30,8 @@ DESCRIBING = ("config.json", "adapter_config.json", "README.md", *PREPROCESSOR_F
 """Files that say how to build and feed a model."""
 LARGEST_DESCRIBING = 2**28
 """Bytes of such a file: the largest tokenizers have a tenth of it."""
+AT_A_TIME = 8
+"""Files that are downloaded side by side."""
 Watch = Callable[[str, int, int], None]
 """Told the repo's name, the bytes that have arrived, and the bytes that are to arrive."""
 
@@ -35,25 +39,28 @@ Watch = Callable[[str, int, int], None]
 def download(repo: Repo, *, only: Sequence[str] = (), skip: Sequence[str] = (), watch: Watch | None = None) -> Path:
     """The folder in the Hub's cache with a repo's files: those that match `only`, or all that do not match `skip`.
 
-    What was there before is trusted by size and commit. Raises HubError for what does not arrive or arrives damaged.
+    What was there before is trusted by size and commit, and never deleted. Raises HubError for what does not arrive or
+    arrives damaged.
     """
     record = cache_folder() / "arriving" / f"{repo.kind}--{repo.name.replace('/', '--')}--{repo.commit}.json"
-    unchecked = _read_record(record) | set(missing_files(repo, only=only, skip=skip))
+    missing = missing_files(repo, only=only, skip=skip)
+    unchecked = _read_record(record) | set(missing)
     if unchecked:
         _write_record(record, unchecked)  # a run that dies between arrival and check leaves this for the next one
-    for _ in range(2):
-        with explained(repo.name, repo.commit or "", repo.kind):
-            folder = patiently(lambda: _download(repo, only, skip, watch))
-        damaged = [path for path in sorted(unchecked) if not _is_sound(folder / path, repo.files.get(path))]
-        if not damaged:
-            record.unlink(missing_ok=True)
-            _check_complete(repo, folder, only, skip)
-            return folder
+    _fetch_files(repo, missing, watch)
+    folder = _find_snapshot(repo, only, skip)
+    if damaged := _damaged(repo, folder, unchecked):
+        _fetch_files(repo, damaged, watch, again=True)
+        damaged = _damaged(repo, folder, unchecked)
+    if damaged:
         for path in damaged:
-            (folder / path).resolve().unlink(missing_ok=True)
-            (folder / path).unlink(missing_ok=True)
-    what = f"{damaged[0]} of {repo.name} arrived damaged twice: its checksum is not the one in the Hub's listing"
-    raise HubError(what, where=repo.pinned, fix="check the connection and the proxy, and run again")
+            _delete(folder / path)
+        what = f"{damaged[0]} of {repo.name} arrived damaged twice: its checksum is not the one in the Hub's listing"
+        raise HubError(what, where=repo.pinned, fix="check the connection and the proxy, and run again")
+    if unchecked:
+        _finish_record(record, unchecked)
+    _check_complete(repo, folder, only, skip)
+    return folder
 
 
 def download_describing(repo: Repo, patterns: Sequence[str]) -> Path:
@@ -83,34 +90,107 @@ def chosen_files(repo: Repo, only: Sequence[str], skip: Sequence[str]) -> list[s
     return list(filter_repo_objects(repo.files, allow_patterns=list(only) or None, ignore_patterns=list(skip) or None))
 
 
-def _download(repo: Repo, only: Sequence[str], skip: Sequence[str], watch: Watch | None) -> Path:
+def _fetch_files(repo: Repo, paths: Sequence[str], watch: Watch | None, *, again: bool = False) -> None:
+    """Let files arrive in the cache, some at a time; `again`: in place of what is there, once they are whole.
+
+    Raises HubError for the first that does not arrive. Offline it does nothing, unless `again`.
+    """
+    from huggingface_hub import is_offline_mode
+
+    if not paths or (is_offline_mode() and not again):
+        return
+    meter = _Meter(repo, paths, watch)
+    with ThreadPoolExecutor(AT_A_TIME) as threads:
+        running = [threads.submit(_fetch_file, repo, path, meter, again) for path in paths]
+        try:
+            for future in as_completed(running):
+                future.result()
+        except BaseException:
+            meter.stopped = True
+            threads.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+def _fetch_file(repo: Repo, path: str, meter: _Meter, again: bool) -> None:
+    from huggingface_hub import hf_hub_download
+
+    def fetch() -> str:
+        meter.start(path)
+        return hf_hub_download(
+            repo.name,
+            path,
+            repo_type=repo.kind,
+            revision=repo.commit,
+            force_download=again,
+            tqdm_class=meter.bar(path),
+        )
+
+    with explained(repo.name, repo.commit or "", repo.kind, file=path):
+        patiently(fetch)
+
+
+def _find_snapshot(repo: Repo, only: Sequence[str], skip: Sequence[str]) -> Path:
+    """The folder of a commit in the cache, which then knows the list of its files too."""
     from huggingface_hub import snapshot_download
 
-    found = snapshot_download(
-        repo.name,
-        repo_type=repo.kind,
-        revision=repo.commit,
-        allow_patterns=list(only) or None,
-        ignore_patterns=list(skip) or None,
-        tqdm_class=_meter(repo.name, watch) if watch else None,
-    )
-    return Path(found)
+    def find() -> str:
+        return snapshot_download(
+            repo.name,
+            repo_type=repo.kind,
+            revision=repo.commit,
+            allow_patterns=list(only) or None,
+            ignore_patterns=list(skip) or None,
+        )
+
+    with explained(repo.name, repo.commit or "", repo.kind):
+        return Path(patiently(find))
 
 
-def _meter(name: str, watch: Watch) -> type[tqdm]:
-    """A progress bar that shows nothing, and tells `watch` how far the bytes on disk have come."""
+class _Meter:
+    """Adds up how far the files of one download have come, and tells `watch`."""
 
-    class Meter(tqdm):
-        def __init__(self, *arguments: Any, **options: Any) -> None:
-            # of the client's three bars one counts files and one the bytes on the wire, which may be fewer
-            self._counts = options.get("unit") == "B" and not str(options.get("desc")).startswith("Downloading")
-            super().__init__(*arguments, **{**options, "file": StringIO(), "leave": False})
+    def __init__(self, repo: Repo, paths: Sequence[str], watch: Watch | None) -> None:
+        self._name, self._watch = repo.name, watch
+        self._total = sum(repo.files[path].size for path in paths if path in repo.files)
+        self._done = dict.fromkeys(paths, 0)
+        self._lock = Lock()
+        self.stopped = False
+        """Whether nobody waits for these files any more."""
 
-        def display(self, *_: Any, **__: Any) -> None:
-            if self._counts:
-                watch(name, int(self.n), int(self.total or 0))
+    def start(self, path: str) -> None:
+        """A file begins, perhaps once more. Raises CancelledError where nobody waits for it any more."""
+        if self.stopped:
+            raise CancelledError
+        self._done[path] = 0
 
-    return Meter
+    def bar(self, path: str) -> type[tqdm]:
+        """What the client takes for a progress bar of one file. It shows nothing and holds nothing: an ordinary one
+        would speak once more when it is forgotten."""
+        meter, bars = self, [0]
+
+        class Bar(tqdm):
+            def __init__(self, *arguments: Any, **options: Any) -> None:
+                initial = int(options.get("initial") or 0)
+                super().__init__(*arguments, **{**options, "disable": True})
+                bars[0] += 1
+                # with Xet, one bar counts the bytes on disk and the next one those on the wire, which may be fewer
+                self._counts = bars[0] == 1
+                self.update(initial)
+
+            def update(self, n: float | None = 1) -> None:
+                if meter.stopped:
+                    raise CancelledError
+                self.n += n or 0
+                if self._counts:
+                    meter._add(path, int(n or 0))
+
+        return Bar
+
+    def _add(self, path: str, count: int) -> None:
+        with self._lock:
+            self._done[path] += count
+            if self._watch and count:
+                self._watch(self._name, min(sum(self._done.values()), self._total), self._total)
 
 
 def _check_complete(repo: Repo, folder: Path, only: Sequence[str], skip: Sequence[str]) -> None:
@@ -121,21 +201,50 @@ def _check_complete(repo: Repo, folder: Path, only: Sequence[str], skip: Sequenc
             raise HubError(what, where=str(folder), fix="run once with the Hub in reach")
 
 
+def _damaged(repo: Repo, folder: Path, paths: Iterable[str]) -> list[str]:
+    """The files whose content is not what the listing says. One that is not there yet is not damaged."""
+    return [
+        path
+        for path in sorted(paths)
+        if (folder / path).is_file() and not _is_sound(folder / path, repo.files.get(path))
+    ]
+
+
 def _is_sound(file: Path, listed: RepoFile | None) -> bool:
-    """Whether a file's content is what the listing says. A file that is not there yet is not unsound."""
-    if listed is None or not (listed.sha256 or listed.oid) or not file.is_file():
+    """Whether a file's content is what the listing says, or, where that is a remembered one, its name in the cache."""
+    if listed is None:
         return True
-    if listed.sha256:
-        with file.open("rb") as stream:
-            return _hash(stream, hashlib.sha256()) == listed.sha256
+    # the client names contents by what the Hub calls them: large ones by their sha256
+    name = file.readlink().name if file.is_symlink() else ""
+    if sha256 := listed.sha256 or (name if re.fullmatch("[0-9a-f]{64}", name) else None):
+        return _hash(file, hashlib.sha256()) == sha256
+    oid = name if listed.remembered and re.fullmatch("[0-9a-f]{40}", name) else listed.oid
+    size = file.stat().st_size
+    if listed.remembered and oid != name:
+        return size == listed.size  # a cache without links does not tell more
+    return not oid or oid == _hash(file, hashlib.sha1(b"blob %d\0" % size)) or oid == _pointer_oid(file)
+
+
+def _pointer_oid(file: Path) -> str:
+    """Git's id of the pointer that it keeps of a large file with this content."""
+    sha256, size = _hash(file, hashlib.sha256()), file.stat().st_size
+    pointer = f"version https://git-lfs.github.com/spec/v1\noid sha256:{sha256}\nsize {size}\n".encode()
+    return hashlib.sha1(b"blob %d\0" % len(pointer) + pointer).hexdigest()
+
+
+def _hash(file: Path, digest: Any) -> str:
     with file.open("rb") as stream:
-        return _hash(stream, hashlib.sha1(b"blob %d\0" % file.stat().st_size)) == listed.oid
-
-
-def _hash(stream: Any, digest: Any) -> str:
-    while chunk := stream.read(2**20):
-        digest.update(chunk)
+        while chunk := stream.read(2**20):
+            digest.update(chunk)
     return str(digest.hexdigest())
+
+
+def _delete(file: Path) -> None:
+    """Delete a file of the cache, its content too."""
+    content = file.parent / file.readlink() if file.is_symlink() else None
+    file.unlink(missing_ok=True)
+    if content:
+        content.unlink(missing_ok=True)
 
 
 def _read_record(record: Path) -> set[str]:
@@ -144,6 +253,14 @@ def _read_record(record: Path) -> set[str]:
     except (OSError, ValueError):
         # there is none, or a run died writing it: then it downloaded nothing
         return set()
+
+
+def _finish_record(record: Path, checked: set[str]) -> None:
+    """Take what is checked out of the record, which another run may have added to."""
+    if left := _read_record(record) - checked:
+        _write_record(record, left)
+    else:
+        record.unlink(missing_ok=True)
 
 
 def _write_record(record: Path, paths: set[str]) -> None:

@@ -5,9 +5,17 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING
 
 from featcal_cli.errors import HubError
-from featcal_cli.patience import is_conflict, unreachable
+from featcal_cli.patience import asked_pause, is_conflict, unreachable
+from featcal_cli.waiting import blame, hub_host, root_of
+
+if TYPE_CHECKING:
+    from huggingface_hub.errors import HfHubHTTPError
+
+ODD = (ValueError, LookupError, TypeError, AttributeError, AssertionError)
+"""What huggingface_hub raises where an answer is not what it looks for."""
 
 
 def hub_page(repo: str) -> str:
@@ -16,7 +24,7 @@ def hub_page(repo: str) -> str:
 
     from huggingface_hub import constants
 
-    return f"{urlsplit(constants.ENDPOINT).scheme}://{_host()}/{repo}"
+    return f"{urlsplit(constants.ENDPOINT).scheme}://{hub_host()}/{repo}"
 
 
 @contextmanager
@@ -28,64 +36,86 @@ def explained_writing(repo: str) -> Iterator[None]:
         raise
     except Exception as error:
         # an upload from a thread is reported by a RuntimeError around what happened
-        cause = error.__cause__ if type(error) is RuntimeError and error.__cause__ else error
-        if (told := _explain_writing(cause, repo)) is None:
+        if (told := _explain_writing(root_of(error), repo)) is None:
             raise
         raise told from error
 
 
 @contextmanager
-def explained(repo: str, revision: str, kind: str = "model") -> Iterator[None]:
-    """Turn what huggingface_hub raises about a model or dataset into a HubError; what it did not raise passes."""
+def explained(repo: str, revision: str, kind: str = "model", file: str = "") -> Iterator[None]:
+    """Turn what huggingface_hub raises about a model or dataset, or one file of it, into a HubError; what it did not
+    raise passes."""
     try:
         yield
     except HubError:
         raise
     except Exception as error:
-        if (told := _explain(error, repo, revision, kind)) is None:
+        if (told := _explain(error, repo, revision, kind, file)) is None:
             raise
         raise told from error
 
 
-def _explain(error: BaseException, repo: str, revision: str, kind: str) -> HubError | None:
+def _explain(error: BaseException, repo: str, revision: str, kind: str, file: str) -> HubError | None:
     """The user's version of an error of huggingface_hub. Its own words are left out: they may quote the request."""
     from huggingface_hub import errors, get_token
 
     where = f"{repo}@{revision}" if revision else repo
     login = "set HF_TOKEN or run `hf auth login`" if get_token() is None else "use a token of a user who has access"
-    if isinstance(error, errors.HFValidationError):
+    cause = root_of(error)
+    if isinstance(cause, errors.HFValidationError):
         what = f"{repo!r} is neither an existing folder nor a Hub id"
         return HubError(what, where=where, fix="write USER/NAME, or the path of a folder")
-    if isinstance(error, errors.GatedRepoError):
-        page = f"{_host()}/{'datasets/' if kind == 'dataset' else ''}{repo}"
+    if isinstance(cause, errors.GatedRepoError):
+        page = f"{hub_host()}/{'datasets/' if kind == 'dataset' else ''}{repo}"
         return HubError(f"{repo} is gated", where=where, fix=f"ask for access on {page}, then {login}")
-    if isinstance(error, errors.RepositoryNotFoundError):
+    if isinstance(cause, errors.RepositoryNotFoundError):
         if kind == "model" and _is_dataset(repo):
             return HubError(f"{repo} is a dataset, not a model", where=where, fix="give it as data: --data TASK=REPO")
-        what = f"there is no {kind} {repo} on {_host()}, or it is private"
+        what = f"there is no {kind} {repo} on {hub_host()}, or it is private"
         return HubError(what, where=where, fix=f"check the name; for a private {kind} {login}")
-    if isinstance(error, errors.RevisionNotFoundError):
+    if isinstance(cause, errors.RevisionNotFoundError):
         what = f"{repo} has no revision {revision or 'main'}"
         return HubError(what, where=where, fix="give a branch, a tag, a commit or refs/pr/NUMBER of it")
-    if isinstance(error, errors.HfHubHTTPError) and not unreachable(error):
-        return _explain_refusal(error.response.status_code, where)
-    if isinstance(error, (errors.LocalEntryNotFoundError, errors.RevisionResolutionError)):
-        cause = error.__cause__
-        refused = cause is not None and not unreachable(cause)
-        told = _explain(cause, repo, revision, kind) if refused and cause else None
-        return told or _explain_silence(cause, repo, where, kind)
-    if unreachable(error):
-        return _explain_silence(error, repo, where, kind)
-    if isinstance(error, json.JSONDecodeError):
-        return HubError(f"{_host()} does not answer like a Hub", where=where, fix="check HF_ENDPOINT and the proxy")
-    if isinstance(error, OSError):
-        reason = error.strerror or "what arrived is not what the Hub announced"
-        return HubError(
-            f"{repo} could not be downloaded: {reason}",
-            where=where,
-            fix="check the disk and the connection, and run again",
-        )
+    if isinstance(cause, errors.HfHubHTTPError) and not unreachable(cause):
+        return _explain_refusal(cause, repo, where, file)
+    silent = isinstance(error, (errors.LocalEntryNotFoundError, errors.RevisionResolutionError))
+    if unreachable(cause) or (silent and cause is error):
+        return _explain_silence(cause if unreachable(cause) else None, repo, where, kind, file)
+    if isinstance(cause, errors.FileMetadataError) or (isinstance(cause, ODD) and _in_client(cause)):
+        what = f"{hub_host()} does not answer like a Hub{_about(repo, file)}"
+        return HubError(what, where=where, fix="check HF_ENDPOINT and the proxy")
+    if isinstance(cause, OSError):
+        return _explain_disk(cause, repo, where, file)
     return None
+
+
+def _about(repo: str, file: str) -> str:
+    """Which file a failure is about, if it is about one."""
+    return f" when asked for {file} of {repo}" if file else ""
+
+
+def _in_client(error: BaseException) -> bool:
+    """Whether an error comes from within the client, and not from what it was called with."""
+    step, names = error.__traceback__, []
+    while step:
+        names.append(str(step.tb_frame.f_globals.get("__name__", "")))
+        step = step.tb_next
+    ours = [number for number, name in enumerate(names) if name.startswith("featcal_cli")]
+    return any(name.startswith(("huggingface_hub", "httpx")) for name in names[max(ours, default=-1) + 1 :])
+
+
+def _explain_disk(error: OSError, repo: str, where: str, file: str) -> HubError:
+    """The error of a file that arrived and could not be kept, or did not arrive whole."""
+    from huggingface_hub import constants
+
+    name = f"{file} of {repo}" if file else repo
+    if error.errno is None:
+        what = f"{name} could not be downloaded: what arrived is not what the Hub announced"
+        return HubError(what, where=where, fix="check the connection and the proxy, and run again")
+    what = f"{name} could not be downloaded: {error.strerror or type(error).__name__}"
+    place = str(error.filename or constants.HF_HUB_CACHE)
+    fix = "check the disk and who may write there, or point HF_HOME to a folder that can be written, and run again"
+    return HubError(what, where=place, fix=fix)
 
 
 def _explain_writing(error: BaseException, repo: str) -> HubError | None:
@@ -100,21 +130,23 @@ def _explain_writing(error: BaseException, repo: str) -> HubError | None:
         what = f"{repo} was changed by somebody else during the push"
         return HubError(what, where=hub_page(repo), fix="look at what changed there")
     if isinstance(error, errors.HfHubHTTPError) and not unreachable(error):
-        return _explain_refused_write(error.response.status_code, repo)
+        return _explain_refused_write(error, repo)
     if isinstance(error, errors.OfflineModeIsEnabled) or (unreachable(error) and is_offline_mode()):
         return HubError("offline mode is on: nothing can be pushed", where=repo, fix="unset HF_HUB_OFFLINE")
     if isinstance(error, errors.HfHubHTTPError):
-        what = f"{_host()} failed with HTTP status {error.response.status_code}"
-        return HubError(what, where=repo, fix="try again in some minutes")
+        return HubError(blame(error, by_name=True), where=repo, fix="try again in some minutes")
     if unreachable(error):
-        what = f"{_host()} cannot be reached, or stopped answering ({type(error).__name__})"
-        return HubError(what, where=repo, fix="check the connection, the proxy and HF_ENDPOINT")
-    if isinstance(error, ValueError):
-        card = "metadata" in str(error) and not isinstance(error, json.JSONDecodeError)
-        what = f"{_host()} refuses the metadata of README.md" if card else f"{_host()} does not answer like a Hub"
-        return HubError(what, where=repo, fix="mend the lines between --- in it" if card else "check HF_ENDPOINT")
+        return HubError(blame(error, by_name=True), where=repo, fix="check the connection, the proxy and HF_ENDPOINT")
+    if isinstance(error, ValueError) and "metadata" in str(error) and not isinstance(error, json.JSONDecodeError):
+        fix = "fix the lines between --- in it"
+        return HubError(f"{hub_host()} refuses the metadata of README.md", where=repo, fix=fix)
+    if isinstance(error, ValueError) and "LFS batch API returned errors" in str(error):
+        fix = "see its limits on file size and storage, and look at the repo's settings"
+        return HubError(f"{hub_host()} refuses a large file", where=repo, fix=fix)
+    if isinstance(error, ValueError) or (isinstance(error, ODD) and _in_client(error)):
+        return HubError(f"{hub_host()} does not answer like a Hub", where=repo, fix="check HF_ENDPOINT and the proxy")
     if isinstance(error, (RuntimeError, ConnectionError, TimeoutError)) or type(error).__module__.startswith("hf_xet"):
-        what = f"an upload to {_host()} failed ({type(error).__name__})"
+        what = f"an upload to {hub_host()} failed ({type(error).__name__})"
         return HubError(what, where=repo, fix="check the connection, or set HF_HUB_DISABLE_XET=1")
     if isinstance(error, OSError):
         what = f"a file cannot be read: {error.strerror or type(error).__name__}"
@@ -124,34 +156,47 @@ def _explain_writing(error: BaseException, repo: str) -> HubError | None:
 
 def gone(repo: str) -> HubError:
     """The error of a repo that was there when the push began."""
-    what = f"{repo} is not on {_host()} any more, or the token may no longer see it"
+    what = f"{repo} is not on {hub_host()} any more, or the token may no longer see it"
     return HubError(what, where=repo, fix="look whether it was deleted, renamed or made private")
 
 
-def _explain_refused_write(status: int, repo: str) -> HubError:
+def _explain_refused_write(error: HfHubHTTPError, repo: str) -> HubError:
+    status = error.response.status_code
     told = {
-        400: (f"{_host()} refuses the files or the name", "check README.md and the repo's name"),
-        401: (f"{_host()} does not accept the token", "set another HF_TOKEN, or run `hf auth login --force`"),
-        402: (f"{_host()} wants a payment for this", "free some storage there, or push without --private"),
-        403: (f"{_host()} does not let this token write here", f"use a token with write access to {repo}"),
-        413: (f"{_host()} finds the upload too large", "see its limits on file size and storage"),
-        429: (f"{_host()} refuses more requests for now", "wait some minutes"),
+        400: (f"{hub_host()} refuses the files or the name", "check README.md and the repo's name"),
+        401: (f"{hub_host()} does not accept the token", "set another HF_TOKEN, or run `hf auth login --force`"),
+        402: (f"{hub_host()} wants a payment for this", "free some storage there, or push without --private"),
+        403: (f"{hub_host()} does not let this token write here", f"use a token with write access to {repo}"),
+        413: (f"{hub_host()} finds the upload too large", "see its limits on file size and storage"),
+        429: (f"{hub_host()} refuses more requests for now", f"wait {_tell_wait(error)}"),
     }
-    what, fix = told.get(status, (f"{_host()} answered with HTTP status {status}", "check HF_ENDPOINT"))
+    what, fix = told.get(status, (f"{hub_host()} answered with HTTP status {status}", "check HF_ENDPOINT"))
     return HubError(what, where=repo, fix=fix)
 
 
-def _explain_refusal(status: int, where: str) -> HubError:
+def _explain_refusal(error: HfHubHTTPError, repo: str, where: str, file: str) -> HubError:
+    host = blame(error, by_name=True).split(" ", 1)[0]  # a large file comes from another one
+    status = error.response.status_code
+    if file and status in (403, 404, 410) and host != hub_host():
+        what = f"{host} refuses {file} of {repo} (HTTP status {status})"
+        return HubError(what, where=where, fix="run again: addresses of large files hold for some time only")
     fixes = {
-        401: (f"{_host()} does not accept the token", "set another HF_TOKEN, or run `hf auth login --force`"),
-        403: (f"{_host()} refuses access with this token", "use a token that may read this repo"),
-        429: (f"{_host()} refuses more requests for now", "wait some minutes and run again"),
+        401: (f"{hub_host()} does not accept the token", "set another HF_TOKEN, or run `hf auth login --force`"),
+        403: (f"{hub_host()} refuses access with this token", "use a token that may read this repo"),
+        429: (f"{host} refuses more requests for now", f"wait {_tell_wait(error)} and run again"),
     }
-    what, fix = fixes.get(status, (f"{_host()} answered with HTTP status {status}", "check HF_ENDPOINT, and try later"))
+    odd = f"{host} answered with HTTP status {status}{_about(repo, file)}"
+    what, fix = fixes.get(status, (odd, "check HF_ENDPOINT, and try later"))
     return HubError(what, where=where, fix=fix)
 
 
-def _explain_silence(error: BaseException | None, repo: str, where: str, kind: str) -> HubError:
+def _tell_wait(error: HfHubHTTPError) -> str:
+    """How long to wait, as far as the Hub says."""
+    seconds = asked_pause(error.response)
+    return f"{seconds:.0f} s" if seconds else "some minutes"
+
+
+def _explain_silence(error: BaseException | None, repo: str, where: str, kind: str, file: str) -> HubError:
     from huggingface_hub import is_offline_mode
 
     missing = f", and the cache holds no complete copy of {repo}"
@@ -159,16 +204,13 @@ def _explain_silence(error: BaseException | None, repo: str, where: str, kind: s
         missing = f", and rows of Hub datasets ({repo}) are never kept on this machine"
     if is_offline_mode():
         return HubError(f"offline mode is on{missing}", where=where, fix="unset HF_HUB_OFFLINE and run again")
-    what = f"{_host()} cannot be reached{_name_reason(error)}{missing}"
-    return HubError(what, where=where, fix="check the connection, the proxy and HF_ENDPOINT, and run again")
-
-
-def _name_reason(error: BaseException | None) -> str:
-    from huggingface_hub.errors import HfHubHTTPError
-
-    if isinstance(error, HfHubHTTPError):
-        return f" (HTTP status {error.response.status_code})"
-    return f" ({type(error).__name__})" if error else ""
+    reason = blame(error, by_name=True) if error else f"{hub_host()} cannot be reached"
+    if file and "cannot be reached" not in reason:
+        what = f"{file} of {repo} did not arrive: {reason}"
+        return HubError(what, where=where, fix="check the connection and the proxy, and run again")
+    return HubError(
+        f"{reason}{missing}", where=where, fix="check the connection, the proxy and HF_ENDPOINT, and run again"
+    )
 
 
 def _is_dataset(repo: str) -> bool:
@@ -178,12 +220,3 @@ def _is_dataset(repo: str) -> bool:
     with suppress(Exception):
         return bool(HfApi().dataset_info(repo))
     return False
-
-
-def _host() -> str:
-    """The Hub's address without a user name or password."""
-    from urllib.parse import urlsplit
-
-    from huggingface_hub import constants
-
-    return urlsplit(constants.ENDPOINT).netloc.rpartition("@")[2]

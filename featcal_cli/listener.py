@@ -17,8 +17,11 @@ class Listener(Protocol):
     def note(self, text: str) -> None:
         """Something was found or chosen without being told."""
 
-    def transfer(self, name: str, done: int, total: int) -> None:
-        """Bytes of a repo that have arrived or were sent, and how many there are."""
+    def waiting(self, text: str) -> None:
+        """The Hub keeps the run waiting: why, and until when."""
+
+    def transfer(self, name: str, done: int, total: int, *, sent: bool = False) -> None:
+        """Bytes of a repo that have arrived, or were sent, and how many there are."""
 
     def progress(self, progress: Progress) -> None:
         """A calibration moved on."""
@@ -31,6 +34,8 @@ class Silent:
 
     def note(self, text: str) -> None: ...
 
-    def transfer(self, name: str, done: int, total: int) -> None: ...
+    def waiting(self, text: str) -> None: ...
+
+    def transfer(self, name: str, done: int, total: int, *, sent: bool = False) -> None: ...
 
     def progress(self, progress: Progress) -> None: ...

@@ -21,6 +21,7 @@ from featcal_cli.errors import FeatCalError, OutputError
 from featcal_cli.listener import Listener
 from featcal_cli.memory import peak_resident_bytes
 from featcal_cli.redact import redact
+from featcal_cli.waiting import heard
 
 if TYPE_CHECKING:
     from featcal_cli.algorithm import Progress
@@ -67,10 +68,14 @@ class Log:
         self.write("note", text=text)
         self._shown.note(text)
 
-    def transfer(self, name: str, done: int, total: int) -> None:
+    def waiting(self, text: str) -> None:
+        self.write("waiting", text=text)
+        self._shown.waiting(text)
+
+    def transfer(self, name: str, done: int, total: int, *, sent: bool = False) -> None:
         if total and done >= total:
-            self.write("downloaded", repo=name, bytes=total)
-        self._shown.transfer(name, done, total)
+            self.write("uploaded" if sent else "downloaded", repo=name, bytes=total)
+        self._shown.transfer(name, done, total, sent=sent)
 
     def progress(self, progress: Progress) -> None:
         if not (progress.task or progress.module):
@@ -100,7 +105,8 @@ def recorded(shown: Listener, file: Path | None) -> Iterator[Log]:
         handler = _Warnings(log)
         logging.getLogger().addHandler(handler)
         try:
-            yield log
+            with heard(log.waiting):
+                yield log
         except FeatCalError as error:
             log.end_with(error)
             raise

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from datetime import datetime, timezone
+from email.utils import parsedate_to_datetime
 from typing import Any, TypeVar
+
+from featcal_cli.waiting import announce, blame, root_of
 
 Result = TypeVar("Result")
 
@@ -15,8 +19,12 @@ TRIES = 4
 """Times that a request is made before its failure counts."""
 PAUSE = 0.5
 """Seconds before the second try; they double with every further one."""
-LONGEST_PAUSE = 60.0
-"""Seconds that a Hub may ask to wait for; one that wants more is not waited for."""
+LONGEST_PAUSE = 300.0
+"""Seconds that a Hub may ask to wait for, as long as its own windows are; one that wants more is not waited for."""
+SLOWEST = 1000.0
+"""Bytes a second; an answer that comes more slowly for LONGEST_CRAWL has stopped, whatever still trickles."""
+LONGEST_CRAWL = 60.0
+"""Seconds."""
 
 
 def unreachable(error: BaseException | None) -> bool:
@@ -25,19 +33,23 @@ def unreachable(error: BaseException | None) -> bool:
     from huggingface_hub.utils import httpx  # type: ignore[attr-defined]  # whichever of httpx and httpx2 it uses
 
     down = isinstance(error, HfHubHTTPError) and error.response.status_code >= 500
-    return down or isinstance(error, (httpx.RequestError, OfflineModeIsEnabled))
+    # another thread of the client has closed the connection that this one was about to use
+    closed = type(error) is RuntimeError and "client has been closed" in str(error)
+    return down or closed or isinstance(error, (httpx.RequestError, OfflineModeIsEnabled))
 
 
 def patiently(ask: Callable[[], Result]) -> Result:
-    """What `ask` returns, tried again while the Hub is busy or fails to answer. `ask` must be safe to repeat."""
+    """What `ask` returns, tried again while the Hub is busy or fails to answer, which is announced. `ask` must be safe
+    to repeat."""
     for number in range(TRIES):
-        limit_waiting()  # after a failed connection the client is a new one
+        limit_waiting()
         try:
             return ask()
         except Exception as error:
             pause = worth_waiting(error, PAUSE * 2**number)
             if pause is None or number == TRIES - 1:
                 raise
+            announce(blame(error), pause)
             time.sleep(pause)
     raise AssertionError("the last try returned or raised")
 
@@ -45,15 +57,37 @@ def patiently(ask: Callable[[], Result]) -> Result:
 def worth_waiting(error: BaseException, pause: float) -> float | None:
     """Seconds after which another try may succeed; None where it would not."""
     from huggingface_hub import is_offline_mode
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RevisionResolutionError
+    from huggingface_hub.errors import HfHubHTTPError
+    from huggingface_hub.utils import httpx  # type: ignore[attr-defined]  # whichever of httpx and httpx2 it uses
 
-    if isinstance(error, (LocalEntryNotFoundError, RevisionResolutionError)) and error.__cause__:
-        return worth_waiting(error.__cause__, pause)
-    if isinstance(error, HfHubHTTPError) and error.response.status_code == 429:
-        asked = error.response.headers.get("Retry-After", "")
-        pause = max(pause, float(asked)) if asked.isdigit() else pause
-        return pause if pause <= LONGEST_PAUSE else None
-    return pause if unreachable(error) and not is_offline_mode() else None
+    error = root_of(error)
+    if isinstance(error, HfHubHTTPError):
+        pause = max(pause, asked_pause(error.response) or 0)
+        # 416: an answer that broke off and cannot be continued can be asked for again
+        again = error.response.status_code in (408, 416, 429) or unreachable(error)
+        return pause if again and pause <= LONGEST_PAUSE and not is_offline_mode() else None
+    if isinstance(error, (httpx.TooManyRedirects, httpx.UnsupportedProtocol)) or is_offline_mode():
+        return None
+    cut_short = type(error) is OSError and error.errno is None  # fewer bytes arrived than were announced
+    return pause if cut_short or unreachable(error) else None
+
+
+def asked_pause(response: Any) -> float | None:
+    """Seconds that an answer asks to wait for; None where it asks for nothing."""
+    from huggingface_hub.utils._http import parse_ratelimit_headers
+
+    asked = str(response.headers.get("Retry-After", "")).strip()
+    if asked.isdigit():
+        return float(asked)
+    if asked:
+        try:
+            when = parsedate_to_datetime(asked)
+        except ValueError:
+            return None
+        when = when if when.tzinfo else when.replace(tzinfo=timezone.utc)
+        return max(0.0, (when - datetime.now(timezone.utc)).total_seconds())
+    limit = parse_ratelimit_headers(response.headers) if response.status_code == 429 else None
+    return float(limit.reset_in_seconds) if limit and limit.remaining == 0 else None
 
 
 def is_conflict(error: BaseException) -> bool:
@@ -71,15 +105,63 @@ def is_timeout(error: BaseException) -> bool:
 
 
 def limit_waiting() -> None:
-    """Give every request of huggingface_hub that has no timeout one: most of its calls take none."""
-    from huggingface_hub import get_session
+    """Give every request of huggingface_hub that has no timeout one (most of its calls take none), and every answer a
+    slowest pace; also those of the clients that it makes anew after a failed connection."""
+    from huggingface_hub import set_client_factory
+    from huggingface_hub.utils import _http
 
-    hooks = get_session().event_hooks
-    if _add_timeout not in hooks["request"]:
+    make_client = _http._GLOBAL_CLIENT_FACTORY
+    if getattr(make_client, "limits_waiting", False):
+        return
+
+    def make_limited() -> Any:
+        client = make_client()
+        hooks = client.event_hooks
         hooks["request"].append(_add_timeout)
+        hooks["response"].append(_limit_answer)
+        return client
+
+    make_limited.limits_waiting = True  # type: ignore[attr-defined]
+    set_client_factory(make_limited)
 
 
 def _add_timeout(request: Any) -> None:
     limits = request.extensions.get("timeout") or {}
     if all(limits.get(kind) is None for kind in ("connect", "read", "write", "pool")):
         request.extensions["timeout"] = dict.fromkeys(("connect", "read", "write", "pool"), TIMEOUT)
+
+
+def _limit_answer(response: Any) -> None:
+    """Raise HfHubHTTPError for an answer that asks for a longer wait than anybody wants: the client would sleep as long
+    as it is told. Let the content of any other come at a pace or not at all."""
+    from huggingface_hub.utils._http import hf_raise_for_status
+
+    if response.status_code in (429, 503) and (asked_pause(response) or 0) > LONGEST_PAUSE:
+        response.read()
+        hf_raise_for_status(response)
+    response.stream = _paced(response)
+
+
+def _paced(response: Any) -> Any:
+    """The stream of an answer, which raises ReadTimeout where it only trickles."""
+    from huggingface_hub.utils import httpx  # type: ignore[attr-defined]  # whichever of httpx and httpx2 it uses
+
+    class Paced(httpx.SyncByteStream):
+        def __init__(self, stream: Any, request: Any) -> None:
+            self._stream, self._request = stream, request
+
+        def __iter__(self) -> Iterator[bytes]:
+            since, received = time.monotonic(), 0
+            for chunk in self._stream:
+                received += len(chunk)
+                seconds = time.monotonic() - since
+                if seconds > LONGEST_CRAWL:
+                    if received < SLOWEST * seconds:
+                        raise httpx.ReadTimeout("the answer only trickles", request=self._request)
+                    since, received = time.monotonic(), 0
+                yield chunk
+
+        def close(self) -> None:
+            self._stream.close()
+
+    return Paced(response.stream, response.request)

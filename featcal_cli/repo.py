@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from featcal_cli.adapter import ADAPTER_WEIGHTS, is_adapter
 from featcal_cli.address import bare_id, existing_path, looks_like_path, split_revision
@@ -14,7 +14,8 @@ from featcal_cli.convert import PICKLES, SAFETENSORS
 from featcal_cli.documents import show
 from featcal_cli.errors import HubError
 from featcal_cli.hub_errors import explained
-from featcal_cli.patience import patiently, unreachable
+from featcal_cli.patience import limit_waiting, patiently, unreachable
+from featcal_cli.waiting import hub_host
 
 Kind = Literal["model", "dataset"]
 
@@ -29,9 +30,11 @@ class RepoFile:
     size: int
     """Bytes; 0 where the listing is what a cache holds."""
     oid: str | None = None
-    """Git's id of the content."""
+    """Git's id of what it keeps: the content, or of a large file a pointer that says where the content is."""
     sha256: str | None = None
     """Of the content, for large files."""
+    remembered: bool = False
+    """Whether it was read from a listing in the cache, which leaves out the sha256 of large files."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +119,11 @@ class Repo:
                 content += chunk
                 if len(content) >= skip + stop - start:
                     break
-        return bytes(content[skip : skip + stop - start])
+        part = bytes(content[skip : skip + stop - start])
+        size = self.files[path].size if path in self.files else 0
+        if len(part) < min(stop, size) - start:
+            raise OSError("fewer bytes arrived than the listing tells of")  # like one of the client's, for another try
+        return part
 
 
 Opener = Callable[[str, Kind], Repo]
@@ -145,34 +152,72 @@ def open_repo(name: str, kind: Kind = "model") -> Repo:
 
 
 def _list_files(name: str, commit: str, kind: Kind) -> dict[str, RepoFile]:
-    """Every file of a commit, from the cache or the Hub, or what is on disk if it is a whole model."""
-    from huggingface_hub import HfApi, get_cached_repo_tree
-    from huggingface_hub import RepoFile as ListedFile
-    from huggingface_hub.errors import CachedRepoTreeNotFoundError
-
-    def list_hub() -> list[Any]:
-        return list(HfApi().list_repo_tree(name, recursive=True, revision=commit, repo_type=kind))
-
-    try:
-        listed: list[Any] = get_cached_repo_tree(name, revision=commit, repo_type=kind)
-    except CachedRepoTreeNotFoundError:
+    """Every file of a commit, from the Hub; where it cannot tell, from the cache, or what is on disk if it is a whole
+    model."""
+    limit_waiting()
+    if remembered := _remembered_files(name, commit, kind):
+        files = _list_once(name, commit, kind, remembered)
+    else:
         try:
-            listed = patiently(list_hub)
+            files = _list_hub(name, commit, kind)
         except Exception as error:
-            if not unreachable(error):
+            files = _cached_files(name, commit, kind) if unreachable(error) else {}
+            if not files:
                 raise
-            if found := _cached_files(name, commit, kind):
-                return found
-            raise
-    files = {
-        file.path: RepoFile(file.size, file.blob_id, file.lfs.sha256 if file.lfs else None)
-        for file in listed
-        if isinstance(file, ListedFile)
-    }
     if outside := [path for path in files if not _is_inside(path)]:
         what = f"{name} lists a file outside of itself: {show(outside[0])}"
         raise HubError(what, where=f"{name}@{commit}", fix="use another repo; this one is not to be trusted")
     return files
+
+
+def _list_hub(name: str, commit: str, kind: Kind) -> dict[str, RepoFile]:
+    """Every file of a commit as the Hub lists them. This call, unlike others, tries again by itself."""
+    from huggingface_hub import HfApi
+    from huggingface_hub import RepoFile as ListedFile
+
+    files: dict[str, RepoFile] = {}
+    for file in HfApi().list_repo_tree(name, recursive=True, revision=commit, repo_type=kind):
+        if not isinstance(file, ListedFile):
+            continue
+        if file.path in files:  # pages that lead to each other would never end
+            what = f"{hub_host()} does not answer like a Hub: it lists {show(file.path)} twice"
+            raise HubError(what, where=f"{name}@{commit}", fix="check HF_ENDPOINT and the proxy")
+        files[file.path] = RepoFile(file.size, file.blob_id, file.lfs.sha256 if file.lfs else None)
+    return files
+
+
+def _list_once(name: str, commit: str, kind: Kind, remembered: dict[str, RepoFile]) -> dict[str, RepoFile]:
+    """Every file of a commit, as the Hub lists them, or else as they are remembered: a commit never changes, so that
+    nothing is worth waiting for. Only the Hub tells the sha256 of large files."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError
+
+    try:
+        info = HfApi().repo_info(name, revision=commit, repo_type=kind, files_metadata=True)
+    except Exception as error:
+        if unreachable(error) or isinstance(error, (HfHubHTTPError, ValueError, LookupError, TypeError)):
+            return remembered
+        raise
+    told = {file.rfilename: file for file in getattr(info, "siblings", None) or ()}
+    files = {}
+    for path, file in remembered.items():
+        if path in told and told[path].size is not None:
+            large = told[path].lfs
+            file = replace(file, sha256=large.sha256 if large else None, remembered=False)
+        files[path] = file
+    return files
+
+
+def _remembered_files(name: str, commit: str, kind: Kind) -> dict[str, RepoFile]:
+    """The listing of a commit that huggingface_hub keeps in its cache; empty where there is none."""
+    from huggingface_hub import get_cached_repo_tree
+    from huggingface_hub.errors import CachedRepoTreeNotFoundError
+
+    try:
+        listed = get_cached_repo_tree(name, revision=commit, repo_type=kind)
+    except CachedRepoTreeNotFoundError:
+        return {}
+    return {file.path: RepoFile(file.size, file.blob_id, remembered=True) for file in listed}
 
 
 def _is_inside(path: str) -> bool:

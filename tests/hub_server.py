@@ -18,7 +18,20 @@ from typing import Any
 from urllib.parse import parse_qs, quote, unquote, urlsplit
 
 from hub_faults import Fault, Faults
-from hub_store import DATE, Answer, Blob, Call, Pull, RefusedError, Repo, Request, is_lfs, refuse, to_json
+from hub_store import (
+    DATE,
+    Answer,
+    Blob,
+    Call,
+    Pull,
+    RefusedError,
+    Repo,
+    Request,
+    git_oid,
+    is_lfs,
+    refuse,
+    to_json,
+)
 from hub_uploads import Uploads
 
 from featcal_cli.documents import load_documents
@@ -144,8 +157,7 @@ class HubServer:
         """Store a file's content."""
         sha256 = hashlib.sha256(content).hexdigest()
         (self._store / sha256).write_bytes(content)
-        oid = hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
-        return Blob(self._store / sha256, len(content), oid, sha256)
+        return Blob(self._store / sha256, len(content), git_oid(content), sha256)
 
     # What follows answers requests.
 
@@ -233,9 +245,10 @@ class HubServer:
         siblings: list[dict[str, Any]] = [{"rfilename": path} for path in files]
         if "blobs" in call.query:
             for sibling, (path, blob) in zip(siblings, files.items(), strict=True):
-                sibling |= {"size": blob.size, "blobId": blob.oid}
-                if is_lfs(path, blob.size):
-                    sibling["lfs"] = {"sha256": blob.sha256, "size": blob.size, "pointerSize": 134}
+                entry = blob.entry(path)
+                sibling |= {"size": blob.size, "blobId": entry["oid"]}
+                if "lfs" in entry:
+                    sibling["lfs"] = {**entry["lfs"], "sha256": entry["lfs"]["oid"]}
         content = {
             "_id": "0" * 24,
             "id": repo.id,
@@ -261,7 +274,7 @@ class HubServer:
         if inside and not below:
             return refuse(404, f"{call.found['folder']} does not exist", "EntryNotFound")
         folders = {str(parent) for path in below for parent in Path(path).parents if str(parent) != "."}
-        entries = [_entry(path, blob) for path, blob in below.items()] + [
+        entries = [blob.entry(path) for path, blob in below.items()] + [
             {"type": "directory", "oid": hashlib.sha1(folder.encode()).hexdigest(), "size": 0, "path": folder}
             for folder in sorted(folders)
             if folder.startswith(inside)
@@ -277,7 +290,7 @@ class HubServer:
         else:
             paths = parse_qs(call.body.decode())["paths"]
         files = repo.commits[commit]
-        entries = [_entry(path, files[path]) for path in paths if path in files]
+        entries = [files[path].entry(path) for path in paths if path in files]
         for path in paths:
             if any(file.startswith(f"{path}/") for file in files):
                 entries.append({"type": "directory", "oid": "0" * 40, "size": 0, "path": path})
@@ -345,11 +358,6 @@ class HubServer:
         )
 
 
-def _entry(path: str, blob: Blob) -> dict[str, Any]:
-    entry = {"type": "file", "oid": blob.oid, "size": blob.size, "path": path}
-    return entry | ({"lfs": blob.lfs()} if is_lfs(path, blob.size) else {})
-
-
 def _card_data(files: Mapping[str, Blob]) -> Any:
     """The metadata between the dashes of README.md."""
     text = files["README.md"].path.read_text(encoding="utf-8") if "README.md" in files else ""
@@ -371,7 +379,6 @@ class _Handler(BaseHTTPRequestHandler):
 
     server: _Listener
     protocol_version = "HTTP/1.1"
-    disable_nagle_algorithm = True  # an answer's head and body are two packets, and the second must not wait
     disable_nagle_algorithm = True  # headers and body are sent apart, and the second would wait 40 ms for the first
 
     def log_message(self, *_: object) -> None:

@@ -31,6 +31,11 @@ class Request(NamedTuple):
     status: int = 200
 
 
+def git_oid(content: bytes) -> str:
+    """Git's id of a file's content."""
+    return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
+
+
 @dataclass(frozen=True)
 class Blob:
     """A file's content, kept by its hash."""
@@ -40,9 +45,17 @@ class Blob:
     oid: str
     sha256: str
 
-    def lfs(self) -> dict[str, Any]:
-        """Its git-lfs pointer, in the words of the tree listing."""
-        return {"oid": self.sha256, "size": self.size, "pointerSize": 134}
+    @property
+    def pointer(self) -> bytes:
+        """What git keeps of a large file in place of its content."""
+        return f"version https://git-lfs.github.com/spec/v1\noid sha256:{self.sha256}\nsize {self.size}\n".encode()
+
+    def entry(self, path: str) -> dict[str, Any]:
+        """This file in a listing. Like git, it names a large file by the hash of its pointer, not of its content."""
+        if not is_lfs(path, self.size):
+            return {"type": "file", "oid": self.oid, "size": self.size, "path": path}
+        lfs = {"oid": self.sha256, "size": self.size, "pointerSize": len(self.pointer)}
+        return {"type": "file", "oid": git_oid(self.pointer), "size": self.size, "path": path, "lfs": lfs}
 
 
 @dataclass

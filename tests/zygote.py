@@ -114,6 +114,10 @@ def run_main(folder: str, arguments: list[str], environment: dict[str, str]) -> 
 
     os.chdir(folder)
     os.environ.update(environment)
+    if "HF_HUB_OFFLINE" in environment:  # which was read when the client was imported, in the zygote
+        from huggingface_hub import constants
+
+        constants.HF_HUB_OFFLINE = environment["HF_HUB_OFFLINE"] == "1"
     sys.argv = ["featcal", *arguments]
     code = 1
     try:

@@ -1,0 +1,144 @@
+"""What a run waits for is said while it waits: whom, why, and when it tries again."""
+
+from __future__ import annotations
+
+import logging
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from urllib.parse import urlsplit
+
+from featcal_cli.launch import read_launch
+
+LOGGER = logging.getLogger(__name__)
+CLIENT = ("huggingface_hub.utils._http", "huggingface_hub.file_download", "huggingface_hub.hf_api")
+"""Loggers of the client's modules that wait by themselves, and say so with addresses that nobody should see."""
+_FAILED = re.compile(r"HTTP Error (?P<status>\d+) thrown while requesting \w+ (?P<url>\S+)")
+_BROKE = re.compile(r"thrown while requesting \w+ (?P<url>\S+)\s*\Z")
+_RESUMED = re.compile(r"Error while downloading from (?P<url>\S+): .*Trying to resume", re.DOTALL)
+_WAITS = re.compile(r"(?:Retrying in|Waiting) (?P<seconds>[\d.]+)s\b")
+_USES_CACHE = re.compile(r"Could not reach the Hub .*Using cached commit hash for '(?P<repo>[^']+)'", re.DOTALL)
+
+
+def announce(reason: str, pause: float) -> None:
+    """Say that there will be another try after `pause` seconds."""
+    LOGGER.warning("%s, next try in %g s", reason, round(pause, 1))
+
+
+def root_of(error: BaseException) -> BaseException:
+    """What happened, beneath what the client made of it."""
+    from huggingface_hub.errors import LocalEntryNotFoundError, RevisionResolutionError
+
+    while error.__cause__ is not None and (
+        isinstance(error, (LocalEntryNotFoundError, RevisionResolutionError))
+        or type(error) in (RuntimeError, ValueError)
+    ):
+        error = error.__cause__
+    return error
+
+
+def blame(error: BaseException, *, by_name: bool = False) -> str:
+    """Who failed and how, without an address; `by_name`: the Hub is called by its host, as others are."""
+    from huggingface_hub.errors import HfHubHTTPError
+    from huggingface_hub.utils import httpx  # type: ignore[attr-defined]  # whichever of httpx and httpx2 it uses
+
+    error = root_of(error)
+    who = _name_host(_address_of(error), by_name)
+    if isinstance(error, HfHubHTTPError):
+        return f"{who} {_describe_status(error.response.status_code)}"
+    kind = type(error).__name__
+    if isinstance(error, (httpx.ConnectError, httpx.ConnectTimeout, httpx.ProxyError, httpx.UnsupportedProtocol)):
+        return f"{who} cannot be reached ({kind})"
+    if isinstance(error, httpx.TimeoutException):
+        return f"{who} stopped answering ({kind})"
+    if isinstance(error, httpx.TooManyRedirects):
+        return f"{who} redirects in circles"
+    if isinstance(error, httpx.RequestError):
+        return f"{who} cut the connection ({kind})"
+    if isinstance(error, OSError) and error.errno is None:
+        return f"{who} sent another number of bytes than it announced"
+    return f"{who} cannot be reached ({kind})"
+
+
+def hub_host() -> str:
+    """The Hub's address without a user name or password."""
+    from huggingface_hub import constants
+
+    return urlsplit(constants.ENDPOINT).netloc.rpartition("@")[2]
+
+
+def _describe_status(status: int) -> str:
+    if status == 429:
+        return "refuses more requests for now (429)"
+    return f"is busy ({status})" if status in (502, 503, 504) else f"failed ({status})"
+
+
+def _address_of(error: BaseException) -> str:
+    """The address of the request that failed; empty where the error does not tell."""
+    try:
+        return str(getattr(error, "request").url)  # noqa: B009  # a property that may raise
+    except (AttributeError, RuntimeError):
+        return ""
+
+
+def _name_host(address: str, by_name: bool) -> str:
+    host = urlsplit(address).netloc.rpartition("@")[2] or hub_host()
+    return "the Hub" if host == hub_host() and not by_name else host
+
+
+@contextmanager
+def heard(listener: Callable[[str], None]) -> Iterator[None]:
+    """Inside, `listener` is told of every wait, ours and those of huggingface_hub, whose own words are kept back."""
+    ear = _Ear(listener if read_launch().rank == 0 else lambda _: None)  # of several processes the first one speaks
+    loggers = [logging.getLogger(name) for name in (__name__, *CLIENT)]
+    for logger in loggers:
+        logger.addFilter(ear)
+    try:
+        yield
+    finally:
+        for logger in loggers:
+            logger.removeFilter(ear)
+
+
+class _Ear(logging.Filter):
+    """Passes what is said of waits on, once each, and lets everything else through."""
+
+    def __init__(self, listener: Callable[[str], None]) -> None:
+        super().__init__()
+        self._listener = listener
+        self._lock = threading.Lock()
+        self._reasons: dict[int | None, str] = {}
+        """Why the request of a thread failed last."""
+        self._said: dict[str, float] = {}
+        """What was said, and until when it need not be said again: eight downloads may wait for one host."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        text = record.getMessage()
+        if record.name == __name__:
+            self._say(text, 0.0)
+            return False
+        if match := _FAILED.search(text):
+            self._reasons[record.thread] = f"{_name_host(match['url'], False)} {_describe_status(int(match['status']))}"
+        elif match := _BROKE.search(text):
+            self._reasons[record.thread] = f"{_name_host(match['url'], False)} does not answer"
+        elif match := _RESUMED.search(text):
+            self._say(f"{_name_host(match['url'], False)} stopped in the middle of a file, next try in 1 s", 1.0)
+        elif match := _WAITS.search(text):
+            seconds = float(match["seconds"])
+            reason = self._reasons.pop(record.thread, "the Hub is busy")
+            self._say(f"{reason}, next try in {seconds:g} s", seconds)
+        elif match := _USES_CACHE.search(text):
+            self._say(f"the Hub cannot be asked for {match['repo']}: using the commit that was seen last", 60.0)
+        else:
+            return True
+        return False
+
+    def _say(self, text: str, seconds: float) -> None:
+        now = time.monotonic()
+        with self._lock:
+            if now < self._said.get(text, 0.0):
+                return
+            self._said[text] = now + max(seconds, 0.5)
+        self._listener(text)
