@@ -33,13 +33,14 @@ Lineage
 
     readme         what a README.md says: metadata and text
     mergekit       what a mergekit configuration says
+    fusion_pool    what a FusionBench model pool says
     references     how cards and configs name models, and what may be believed
     known          well-known experts whose cards are silent
     library        every repo of a search opened once
     ancestry       what a merged repo's files say it was made from
     ancestors      which model is the base
     task_data      an expert's dataset
-    commands       the command line that an error asks for
+    commands       questions, and the one command that answers them
     lineage        merged model → base, experts, data, each with where it was read
 
 Examples
@@ -183,6 +184,7 @@ The run
     console        what the terminal shows of a run
     drift_bars     drift over depth in characters
     drift_view     what the terminal shows of an inspection
+    chooser        what a job leaves open, chosen by number on a terminal
     score_table    what the terminal shows of an evaluation
     options        every option of the command line, declared once
     cli            the commands

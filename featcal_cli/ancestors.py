@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NoReturn
 
 from featcal_cli.address import split_revision
 from featcal_cli.ancestry import Ancestry, Statement
-from featcal_cli.commands import enumerate_names, show_merged, write_command
+from featcal_cli.commands import Question, enumerate_names, show_merged
 from featcal_cli.documents import show
-from featcal_cli.errors import HubError, LineageError
+from featcal_cli.errors import HubError
 from featcal_cli.known import recall
 from featcal_cli.library import Library, Parent
 from featcal_cli.recipe import Draft, Merge
 from featcal_cli.references import UnusableError, find, locate, same_repo
 
 SAID = "the command line or recipe"
+
+MAX_GENERATIONS = 8
+"""How far up the models that an expert comes from are followed."""
+MAX_MODELS = 50
+"""How many of them are looked at."""
 
 
 @dataclass(frozen=True)
@@ -49,94 +53,99 @@ class Case:
         return same_repo(self.located(name) or name, reference)
 
 
-def find_stated_base(case: Case) -> Found | None:
-    """The base that the user or the merged repo states, None where neither does.
-
-    Raises LineageError when the repo's text names several, or one that cannot be opened.
-    """
+def find_stated_base(case: Case) -> Found | Question | None:
+    """The base that the user or the merged repo states; a question where the repo's text names several, or one that
+    cannot be opened; None where neither states one."""
     if case.draft.base:
         return Found(case.draft.base, SAID)
     listed: list[str] = []
     for statement in case.ancestry.statements:
         if len(statement.bases) > 1:
-            named = [found for name in statement.bases if (found := case.located(name))]
-            _ask(case, f"{case.merged} names several bases in its card", named, statement.source)
+            named = [reference for name in statement.bases if (reference := case.located(name))]
+            what = f"{case.merged} names several bases in its card: {enumerate_names(named)}"
+            return ask_base(what, named, statement.source)
         # slerp starts at one of its two models, and some cards call that one the base
         if statement.base and not any(same_repo(statement.base, name) for name in listed):
             try:
                 return Found(locate(statement.base, case.ancestry.repo), statement.source)
             except UnusableError as error:
                 what = f"the base of {case.merged}, {show(statement.base)}, {error}"
-                fix = f"type {write_command(case.draft, base='REPO')}"
-                raise LineageError(what, where=statement.source, fix=fix) from None
+                return ask_base(what, (), statement.source)
         listed += [] if statement.mixed else statement.experts
     return None
 
 
-def find_base_of(case: Case, experts: Sequence[Found]) -> Found:
-    """The base that is left over in the merged repo's card, or that the experts' own cards agree on.
+def find_base_of(case: Case, experts: Sequence[Found]) -> Found | Question:
+    """The base that is left over in the merged repo's card, or the nearest model that all experts come from.
 
-    Raises LineageError when they disagree or are silent, and HubError.
+    Raises HubError.
     """
     for statement in case.ancestry.statements:
         rest = [name for name in statement.experts if not any(case.means(name, one.reference) for one in experts)]
         complete = statement.mixed and not any(one.source == SAID for one in experts)
-        if complete and len(rest) == 1 < len(statement.experts) and (found := case.located(rest[0])):
+        if complete and len(rest) == 1 < len(statement.experts) and (reference := case.located(rest[0])):
             case.library.notes.append(
-                f"{found} is the only model in {statement.source} that is no expert: it is the base"
+                f"{reference} is the only model in {statement.source} that is no expert: it is the base"
             )
-            return Found(found, statement.source)
+            return Found(reference, statement.source)
     parents = {
-        one.reference: case.library.find_parent(one.reference, None if one.source == SAID else one.source)
+        one.reference: case.library.find_parents(one.reference, None if one.source == SAID else one.source)
         for one in experts
     }
-    if told := _agreed(case, parents) or _recalled(parents):
-        return told
+    if base := _agreed(parents) or _common(case, parents) or _recalled(parents):
+        return base
+    if any(parents.values()):
+        what = f"the experts do not agree on a base: {_tell(parents)}"
+        return ask_base(what, _distinct(parents), "the cards of the experts")
     looked_at = [*case.ancestry.looked_at, *(f"the card of {name} (no base_model)" for name in parents)]
-    raise LineageError(
-        f"nothing says what the base of {case.merged} is",
-        where=f"looked at {'; '.join(looked_at)}",
-        fix=f"type {write_command(case.draft, base='REPO')}",
-    )
+    where = f"looked at {'; '.join(looked_at)}" if looked_at else SAID
+    return ask_base(f"nothing says what the base of {case.merged} is", (), where)
 
 
-def pick_base(case: Case, names: Sequence[str], statement: Statement) -> Found:
-    """The base of an unordered list of models that may hold it: the one that the others come from.
+def pick_base(case: Case, names: Sequence[str], statement: Statement) -> Found | Question:
+    """The base of an unordered list of models that may hold it: the one that the others come from, nearest first.
 
-    Raises LineageError when the list can be read in several ways.
+    A question where the list can be read in several ways.
     """
-    parents = {name: _ask_parent(case, name, statement) for name in names}
-    inside = [name for name in names if any(one and same_repo(name, one.reference) for one in parents.values())]
-    outside = {name: parent for name, parent in parents.items() if name not in inside}
-    plain = len(inside) <= 1 and len(_distinct(outside)) <= 1
-    told = (_agreed(case, outside) or _recalled(names)) if plain else None
-    if told is None:
-        said = _tell(parents)
+    parents = {name: _ask_parents(case, name, statement) for name in names}
+    inside = [
+        name for name in names if any(_holds([one.reference for one in found], name) for found in parents.values())
+    ]
+    outside = {name: found for name, found in parents.items() if name not in inside}
+    base = _agreed(outside) if len(inside) <= 1 else None
+    base = base or _topmost(case, parents) or _common(case, parents)
+    if base is None and not any(parents.values()):
+        base = _recalled(names)
+    if base is None:
+        told = _tell(parents)
         what = f"{case.merged} does not say which of {enumerate_names(names)} is the base"
-        _ask(case, f"{what} ({said})" if said else what, names, statement.source)
-    listed = any(same_repo(told.reference, name) for name in names)
+        return ask_base(f"{what} ({told})" if told else what, names, statement.source)
+    listed = any(same_repo(base.reference, name) for name in names)
     rest = "the other models in" if listed else "all models in"
-    case.library.notes.append(f"{told.reference} is the base by {told.source}; {rest} {statement.source} are experts")
-    return told
+    case.library.notes.append(f"{base.reference} is the base by {base.source}; {rest} {statement.source} are experts")
+    return base
 
 
-def _ask_parent(case: Case, name: str, statement: Statement) -> Parent | None:
-    """What a listed model comes from; nothing where it cannot be opened, for it may be the base, which need not be."""
+def ask_base(what: str, choices: Sequence[str], where: str) -> Question:
+    """The question which model is the base."""
+    options = {choice: (("--base", choice),) for choice in dict.fromkeys(choices)}
+    return Question(what, (("--base", "REPO"),), where, options)
+
+
+def _ask_parents(case: Case, name: str, statement: Statement | None = None) -> list[Parent]:
+    """What a model comes from; nothing where it cannot be opened, for it may be the base, which need not be."""
     try:
-        return case.library.find_parent(name, statement.source)
+        return case.library.find_parents(name, statement.source if statement else None)
     except HubError as error:
         case.library.notes.append(f"{name} was not asked what it comes from: {error.what}")
-        return None
+        return []
 
 
-def _agreed(case: Case, parents: Mapping[str, Parent | None]) -> Found | None:
-    """The one model that all of these come from, as far as they tell. Raises LineageError where there are several."""
-    told = {name: parent.place for name, parent in parents.items() if parent}
+def _agreed(parents: Mapping[str, Sequence[Parent]]) -> Found | None:
+    """The one model that all of these name as their own base, as far as they tell."""
+    told = {name: one[0].place for name, one in parents.items() if one}
     distinct = _distinct(parents)
-    if len(distinct) > 1:
-        what = f"the experts do not agree on a base: {_tell(parents)}"
-        _ask(case, what, distinct, "the cards of the experts")
-    if not distinct:
+    if len(distinct) != 1 or any(len(one) > 1 for one in parents.values()):
         return None
     names, places = enumerate_names(list(told)), set(told.values())
     if places == {"card"}:
@@ -144,31 +153,87 @@ def _agreed(case: Case, parents: Mapping[str, Parent | None]) -> Found | None:
     return Found(distinct[0], f"{' and '.join(sorted(places))} of {names}")
 
 
-def _tell(parents: Mapping[str, Parent | None]) -> str:
-    return "; ".join(f"{name} comes from {parent.reference}" for name, parent in parents.items() if parent)
+def _topmost(case: Case, parents: Mapping[str, Sequence[Parent]]) -> Found | None:
+    """The one of these models that the others come from, as far as they tell."""
+    lines = _lines_of(case, parents)
+
+    def above(name: str, others: Iterable[str]) -> bool:
+        return all(_holds(lines[other], name) for other in others if other != name and lines[other])
+
+    heads = [name for name in lines if above(name, lines) and any(_holds(line, name) for line in lines.values())]
+    if len(top := [name for name in heads if all(_holds(lines[one], name) for one in heads if one != name)]) != 1:
+        return None
+    return Found(top[0], f"the cards of {enumerate_names([name for name, line in lines.items() if line])} (base_model)")
 
 
-def _distinct(parents: Mapping[str, Parent | None]) -> list[str]:
+def _common(case: Case, parents: Mapping[str, Sequence[Parent]]) -> Found | None:
+    """The nearest model that all of these come from, over several generations, as far as they tell."""
+    lines = {name: line for name, line in _lines_of(case, parents).items() if line}
+    if not (shared := _shared(list(lines.values()))):
+        return None
+    for name, line in lines.items():
+        stop = next(at for at, one in enumerate(line) if same_repo(one, shared[0]))
+        case.library.notes.append(f"{name} comes from {', which comes from '.join(line[: stop + 1])}")
+    return Found(shared[0], f"the cards of {enumerate_names(list(lines))} and of the models above them (base_model)")
+
+
+def _lines_of(case: Case, parents: Mapping[str, Sequence[Parent]]) -> dict[str, list[str]]:
+    """By model, those that lie on every way up from it, nearest first."""
+    known: dict[str, list[str]] = {}
+    return {name: _line_of(case, name, found, known, 0) for name, found in parents.items()}
+
+
+def _line_of(
+    case: Case, name: str, parents: Sequence[Parent], known: dict[str, list[str]], generation: int
+) -> list[str]:
+    """The models that lie on every way up from a model, nearest first; of a merge, those that all its models share."""
+    key = split_revision(name)[0].lower()
+    if key in known:
+        return known[key]
+    known[key] = []  # a card that leads back here leads nowhere
+    if generation >= MAX_GENERATIONS or len(known) > MAX_MODELS:
+        case.library.notes.append(f"what {name} comes from was not looked up: it is too many generations away")
+        return []
+    lines = []
+    for parent in parents:
+        further = _ask_parents(case, parent.reference)
+        above = _line_of(case, parent.reference, further, known, generation + 1)
+        lines.append([parent.reference, *(one for one in above if not same_repo(one, name))])
+    known[key] = _shared(lines)
+    return known[key]
+
+
+def _shared(lines: Sequence[Sequence[str]]) -> list[str]:
+    """Those that are in all lines, in the order of the first."""
+    first, *others = lines or [()]
+    return [one for one in first if all(_holds(line, one) for line in others)]
+
+
+def _holds(line: Sequence[str], name: str) -> bool:
+    return any(same_repo(one, name) for one in line)
+
+
+def _tell(parents: Mapping[str, Sequence[Parent]]) -> str:
+    return "; ".join(
+        f"{name} comes from {enumerate_names([parent.reference for parent in found])}"
+        for name, found in parents.items()
+        if found
+    )
+
+
+def _distinct(parents: Mapping[str, Sequence[Parent]]) -> list[str]:
     """Each parent once, at the revision that is named first."""
-    found: dict[str, str] = {}
-    for parent in parents.values():
-        if parent:
-            found.setdefault(split_revision(parent.reference)[0].lower(), parent.reference)
-    return list(found.values())
+    distinct: dict[str, str] = {}
+    for parent in (parent for found in parents.values() for parent in found):
+        distinct.setdefault(split_revision(parent.reference)[0].lower(), parent.reference)
+    return list(distinct.values())
 
 
 def _recalled(names: Sequence[str] | Mapping[str, object]) -> Found | None:
     """The base of well-known experts, where all that are known have the same."""
-    known = {found.base: found.family for name in names if (found := recall(name))}
+    known = {expert.base: expert.family for name in names if (expert := recall(name))}
     if len(known) != 1:
         return None
     ((base, family),) = known.items()
     reference = find(base, None)
     return Found(reference, f"known family {family}") if reference else None
-
-
-def _ask(case: Case, what: str, choices: Sequence[str], where: str) -> NoReturn:
-    """Raises LineageError that shows the choices."""
-    others = f" (or --base {', or --base '.join(choices[1:])})" if choices[1:] else ""
-    fix = f"type which: {write_command(case.draft, base=choices[0] if choices else 'REPO')}{others}"
-    raise LineageError(what, where=where, fix=fix)

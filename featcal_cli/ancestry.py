@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from featcal_cli.adapter import ADAPTER_CONFIG, is_adapter
 from featcal_cli.documents import load_documents, show
 from featcal_cli.errors import LineageError, RecipeError
+from featcal_cli.fusion_pool import read_pool
 from featcal_cli.mergekit import (
     CONFIG_FILES,
     MOE_CONFIG_FILE,
@@ -81,6 +82,7 @@ def read_ancestry(repo: Repo, command: str) -> Ancestry:
     if not config:
         looked_at.append(missing)
         config, missing = _from_blocks(repo, card)
+        config = config or _from_pool(repo, card)
     notes += [config.note] if config and config.note else []
     recipe, no_recipe = _from_recipe(repo, notes)
     statements += [statement for statement in (config, recipe) if statement]
@@ -124,9 +126,29 @@ def _from_blocks(repo: Repo, card: Card) -> tuple[Statement | None, str]:
         return None, f"the configuration in README.md ({error})"
 
 
+def _from_pool(repo: Repo, card: Card) -> Statement | None:
+    """The model pool that FusionBench writes into the card's text."""
+    for block in card.yaml_blocks:
+        try:
+            pools = [pool for document in load_documents(block) if (pool := read_pool(document))]
+        except ValueError:
+            continue
+        for pool in pools:
+            names = list(pool.experts)
+            plain = len(set(pool.experts.values())) == len(names) and _are_plain(names)
+            tasks = {model: task for task, model in pool.experts.items()} if plain else {}
+            where = f"the model pool in the card of {repo.name}"
+            return Statement(where, pool.base, tuple(dict.fromkeys(pool.experts.values())), tasks=tasks)
+    return None
+
+
 def _as_statement(config: MergekitConfig, where: str) -> Statement:
     between = "" if config.start is None else f"{config.method} goes from {show(config.start)} to the other model"
-    note = between and f"{where}: {between}, so both are experts and neither is the base"
+    if config.method == "linear":
+        between = between and f"linear averages {show(config.start or '')} with the other models"
+    note = between and f"{where}: {between}, so all are experts and none is the base"
+    if config.stages > 1:
+        note = f"{where} is a merge of merges ({config.stages} of them): the models of all are taken as experts"
     return Statement(where, config.base, config.experts, note=note)
 
 
@@ -141,7 +163,6 @@ def _from_recipe(repo: Repo, notes: list[str]) -> tuple[Statement | None, str]:
         return None, f"{RECIPE_FILE} (no recipe)"
     experts = {task.expert: task.data for task in draft.tasks.values() if task.expert}
     tasks = {task.expert: name for name, task in draft.tasks.items() if task.expert}
-    plain = all(re.fullmatch(r"[\w.-]{1,96}", name, re.ASCII) for name in tasks.values())
     data = {}
     for expert, source in experts.items():
         try:
@@ -149,7 +170,13 @@ def _from_recipe(repo: Repo, notes: list[str]) -> tuple[Statement | None, str]:
                 data[expert] = _anchored(source, repo)
         except UnusableError as error:
             notes.append(f"{where}: the data of {show(expert)} {error}; it is left out")
-    return Statement(where, draft.base, tuple(experts), data=data, tasks=tasks if plain else {}), ""
+    tasks = tasks if _are_plain(tasks.values()) else {}
+    return Statement(where, draft.base, tuple(experts), data=data, tasks=tasks), ""
+
+
+def _are_plain(names: Iterable[str]) -> bool:
+    """Whether a user could type these names of tasks."""
+    return all(re.fullmatch(r"[\w.-]{1,96}", name, re.ASCII) for name in names)
 
 
 def _anchored(data: Data, repo: Repo) -> Data:

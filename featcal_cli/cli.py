@@ -65,6 +65,7 @@ def calibrate(
     base: options.Base = None,
     expert: options.Experts = None,
     data: options.Sources = None,
+    skip_expert: options.SkipExperts = None,
     merge: options.MergeMethod = None,
     recipe: options.Recipe = None,
     allow_pickle: options.AllowPickle = False,
@@ -121,7 +122,7 @@ def calibrate(
         "norms": norms, "bias": bias, "token_weights": token_weights, "seed": seed,
     }  # fmt: skip
     place = {"push_to": push_to, "private": private}
-    overrides = options.collect_overrides(merged, merge, base, expert, data, calibration, place)
+    overrides = options.collect_overrides(merged, merge, base, expert, data, calibration, place, skip_expert)
     draft = read_draft(find_recipe(recipe) if recipe else None, overrides)
     screen = Screen(quiet=quiet or json)
     with recorded(screen, log_file) as log:
@@ -164,6 +165,7 @@ def inspect_drift(
     base: options.Base = None,
     expert: options.Experts = None,
     data: options.Sources = None,
+    skip_expert: options.SkipExperts = None,
     recipe: options.Recipe = None,
     compare: options.Compare = None,
     allow_pickle: options.AllowPickle = False,
@@ -202,7 +204,7 @@ def inspect_drift(
     calibration = {
         "examples": examples, "dtype": dtype, "norms": norms, "token_weights": token_weights, "seed": seed,
     }  # fmt: skip
-    overrides = options.collect_overrides(model, None, base, expert, data, calibration, {})
+    overrides = options.collect_overrides(model, None, base, expert, data, calibration, {}, skip_expert)
     draft = read_draft(find_recipe(recipe) if recipe else None, overrides)
     screen = Screen(quiet=quiet or json)
     with recorded(screen, log_file) as log:
@@ -231,6 +233,7 @@ def evaluate(
     base: options.Base = None,
     expert: options.Experts = None,
     data: options.Sources = None,
+    skip_expert: options.SkipExperts = None,
     merge: options.MergeMethod = None,
     recipe: options.Recipe = None,
     allow_pickle: options.AllowPickle = False,
@@ -270,7 +273,7 @@ def evaluate(
             given = list(models or [])
             file = find_recipe(recipe) if recipe else find_own_recipe(given)
             merged = given.pop(0) if given and not merge and not (file and names_merged(file)) else None
-            draft = read_draft(file, options.collect_overrides(merged, merge, base, expert, data, {}, {}))
+            draft = read_draft(file, options.collect_overrides(merged, merge, base, expert, data, {}, {}, skip_expert))
             found = run(
                 draft, given, limit=limit, device=device, batch_size=batch_size, allow_pickle=allow_pickle,
                 trust_remote_code=trust_remote_code, allow_code=allow_code_execution, listener=log,
@@ -425,12 +428,21 @@ def _tell(error: Exception) -> int:
 
 
 def _call() -> None:
-    """Run the command; what it printed is out when it ends well."""
-    try:
-        app()
-    except SystemExit:
-        sys.stdout.flush()
-        raise
+    """Run the command; what it printed is out when it ends well. On a terminal, what it leaves open may be chosen."""
+    from featcal_cli.errors import LineageError
+
+    while True:
+        try:
+            app()
+        except SystemExit:
+            sys.stdout.flush()
+            raise
+        except LineageError as error:
+            from featcal_cli.chooser import choose
+
+            if (line := choose(error, sys.argv[1:])) is None:
+                raise
+            sys.argv[1:] = line
 
 
 def _leave(code: int) -> NoReturn:

@@ -1,32 +1,125 @@
-"""The command line that an error asks for: what was said already, and what is still to be said."""
+"""What is still to be said of a job: questions, and the one command that answers them all."""
 
 from __future__ import annotations
 
+import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
-from featcal_cli.recipe import Draft, Merge
+from featcal_cli.errors import FeatCalError, LineageError
+
+if TYPE_CHECKING:
+    from featcal_cli.recipe import Draft, Merge
+
+_ORDER = ("--base", "--expert", "--data", "--skip-expert")
+_PLACEHOLDER = re.compile(r"(?:.*[=:])?(REPO|SOURCE|CONFIG)|TASK=.*")
+
+Option = tuple[str, str]
+"""An option of the command line and its value."""
 
 
-def write_command(
-    draft: Draft,
-    *,
-    base: str | None = None,
-    experts: Mapping[str, str] | None = None,
-    data: Mapping[str, str] | None = None,
-) -> str:
-    """`featcal calibrate …` with the models and data of `draft`, and those given (REPO, TASK, SOURCE where unknown)."""
-    said = {task: spec.expert for task, spec in draft.tasks.items() if spec.expert}
-    sources = {task: str(spec.data) for task, spec in draft.tasks.items() if spec.data}
+@dataclass(frozen=True)
+class Question:
+    """Something that nothing says, or that can be read in several ways."""
+
+    problem: str
+    options: tuple[Option, ...]
+    """What answers it, with REPO, SOURCE, CONFIG or TASK in place of what is missing."""
+    where: str = ""
+    choices: Mapping[str, tuple[Option, ...]] = field(default_factory=dict)
+    """What is likely, and the options that say so."""
+    fix: str = ""
+    """What else would help."""
+
+
+class OpenQuestionsError(LineageError):
+    """Everything that is missing for a job; `fix` ends with one command that has all the rest."""
+
+    def __init__(self, draft: Draft, questions: Iterable[Question], known: Iterable[Option] = ()) -> None:
+        self.questions = list(questions)
+        self._known = tuple(known)
+        self._line = _said(draft)
+        places = "; ".join(dict.fromkeys(one.where for one in self.questions if one.where))
+        problem = "; ".join(dict.fromkeys(one.problem for one in self.questions))
+        super().__init__(problem, where=places, fix=self._find_fix())
+
+    @property
+    def command(self) -> str:
+        """The command line, quoted for a shell."""
+        return " ".join(self.parts())
+
+    def parts(self) -> list[str]:
+        """The command line in pieces that belong together, an option and its value each."""
+        return [shlex.join(self._line), *(shlex.join(option) for option in self._asked({}))]
+
+    def retype(self, line: Sequence[str]) -> None:
+        """Take what the user has typed after `featcal` as the command that is to be completed."""
+        if line:
+            self._line = ["featcal", *line]
+            FeatCalError.__init__(self, self.what, where=self.where, fix=self._find_fix())
+
+    def answer(self, answers: Mapping[int, tuple[Option, ...]]) -> None:
+        """Take answers to some of the questions (by number, from 0 on) into the command."""
+        self.questions = [
+            replace(question, options=answers.get(number, question.options))
+            for number, question in enumerate(self.questions)
+        ]
+        FeatCalError.__init__(self, self.what, where=self.where, fix=self._find_fix())
+
+    def answered(self, answers: Mapping[int, tuple[Option, ...]]) -> tuple[list[str], bool]:
+        """What to type after `featcal` with these answers (by the question's number, from 0 on), and whether nothing is
+        missing then."""
+        options = self._asked(answers)
+        complete = not any(_PLACEHOLDER.fullmatch(value) for _, value in options)
+        return [*self._line[1:], *(word for option in options for word in option)], complete
+
+    def _asked(self, answers: Mapping[int, tuple[Option, ...]]) -> list[Option]:
+        options = [*self._known]
+        for number, question in enumerate(self.questions):
+            options += answers.get(number, question.options)
+        return sorted(dict.fromkeys(options), key=lambda option: _ORDER.index(option[0]))
+
+    def _find_fix(self) -> str:
+        """What to do; at its end the command, where there is one that would help."""
+        options = [option for question in self.questions for option in question.options]
+        words = dict.fromkeys(word for _, value in options for word in _placeholders(value))
+        fixes = dict.fromkeys(one.fix for one in self.questions if one.fix)
+        left_out = [value for name, value in options if name == "--skip-expert"]
+        told = [f"go on without {enumerate_names(left_out)}"] if left_out else []
+        told += [f"fill in {enumerate_names(list(words))}"] if words else []
+        command = [f"{' and '.join([*told, 'type'])}: {self.command}"] if options else []
+        return "; or ".join(filter(None, ("; ".join(fixes), *command)))
+
+
+def _placeholders(value: str) -> Iterator[str]:
+    """What a user has to fill in."""
+    if value.startswith("TASK="):
+        yield "TASK"
+    if match := re.search(r"(?:^|[=:])(REPO|SOURCE|CONFIG)$", value):
+        yield match[1]
+
+
+def write_command(draft: Draft, options: Iterable[Option] = ()) -> str:
+    """`featcal calibrate …` with what `draft` says and further options, quoted for a shell."""
+    return shlex.join([*_said(draft), *(word for option in options for word in option)])
+
+
+def _said(draft: Draft) -> list[str]:
+    """A command line that says what a draft says of models and data."""
     words = ["featcal", "calibrate"]
-    words += ["--merge"] if isinstance(draft.merged, Merge) else []
+    words += [] if isinstance(draft.merged, str) else ["--merge"]
     words += [show_merged(draft.merged)]
-    if known := draft.base or base:
-        words += ["--base", known]
-    for option, values in (("--expert", {**said, **(experts or {})}), ("--data", {**sources, **(data or {})})):
+    words += ["--base", draft.base] if draft.base else []
+    experts = {task: spec.expert for task, spec in draft.tasks.items() if spec.expert}
+    sources = {task: str(spec.data) for task, spec in draft.tasks.items() if spec.data}
+    for option, values in (("--expert", experts), ("--data", sources)):
         for task, value in values.items():
             words += [option, f"{task}={value}"]
-    return shlex.join(words)
+    for task in draft.skip_experts or ():
+        words += ["--skip-expert", task]
+    return words
 
 
 def show_merged(merged: str | Merge) -> str:

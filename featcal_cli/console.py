@@ -110,7 +110,17 @@ def show_error(error: FeatCalError, who: str = "") -> None:
     if error.where:
         ERR.print(f"  [dim]in:[/dim] {escape(error.where)}", soft_wrap=True)
     if error.fix:
-        ERR.print(f"  [dim]fix:[/dim] {escape(error.fix)}", soft_wrap=True)
+        ERR.print(f"  [dim]fix:[/dim] {escape(_in_lines(error))}", soft_wrap=True)
+
+
+def _in_lines(error: FeatCalError) -> str:
+    """How to fix it; on a terminal a long command takes a line for each option, so that no word is broken."""
+    from featcal_cli.commands import OpenQuestionsError
+
+    if not isinstance(error, OpenQuestionsError) or not ERR.is_terminal or len(error.fix) + 8 <= ERR.width:
+        return error.fix
+    lead = error.fix.removesuffix(error.command).rstrip()
+    return f"{lead}\n  " + " \\\n    ".join(error.parts())
 
 
 def show_crash(error: BaseException, file: Path | None) -> None:

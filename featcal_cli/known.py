@@ -4,28 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
 
+from featcal_cli.documents import load_documents
 from featcal_cli.recipe import Data
 from featcal_cli.references import repo_of
-
-_CLIP_DATA = {
-    **{task: f"tanganke/{task}" for task in ("sun397", "stanford_cars", "resisc45", "eurosat", "gtsrb", "dtd")},
-    **{task: f"tanganke/{task}" for task in ("stl10", "cifar10", "cifar100", "emnist_letters", "kmnist")},
-    "svhn": "ufldl-stanford/svhn:cropped_digits",
-    "mnist": "ylecun/mnist",
-    "oxford_flowers102": "dpdl-benchmark/oxford_flowers102",
-    "pcam": "1aurent/PatchCamelyon",
-    "oxford_iiit_pet": "timm/oxford-iiit-pet",
-    "food101": "ethz/food101",
-    "fashion_mnist": "zalando-datasets/fashion_mnist",
-    "rendered_sst2": "nateraw/rendered-sst2",
-    "fer2013": "clip-benchmark/wds_fer2013",
-}
-_GLUE_DATA = {task: f"nyu-mll/glue:{task}" for task in ("cola", "mnli", "mrpc", "qnli", "qqp", "rte", "sst2", "stsb")}
-_MERGEBENCH_DATA = {
-    task: f"MergeBench/{task}_val" for task in ("instruction", "math", "coding", "multilingual", "safety")
-}
+from featcal_cli.shipped import find_shipped
 
 
 @dataclass(frozen=True)
@@ -34,30 +20,44 @@ class Family:
 
     name: str
     pattern: str
-    """The whole repo id; its group `base` ends the base's id, its group `task` is a key of `data`."""
+    """The whole repo id; its group `base` ends the base's id, its group `task` is a task."""
     base: str
     """What precedes the group `base` in the base's id."""
-    data: Mapping[str, str]
-    """Task, with _ for -, → ID[:CONFIG]."""
+    recipe: str
+    """The shipped recipe that has the data of its tasks."""
+    others: Mapping[str, str] = field(default_factory=dict)
+    """Tasks that the recipe leaves out → their datasets."""
 
+
+_MERGEBENCH = {task: f"MergeBench/{task}_val" for task in ("multilingual", "safety")}
 
 FAMILIES = (
     Family(
         "tanganke/clip-vit-*",
         r"tanganke/(?P<base>clip-vit-(?:base-patch32|base-patch16|large-patch14))_(?P<task>[\w.-]+)",
         "openai/",
-        _CLIP_DATA,
+        "clip-vit-b32-20",
     ),
     Family(
         "tanganke/flan-t5-*",
         r"tanganke/(?P<base>flan-t5-(?:base|large))_glue-(?P<task>[a-z0-9]+)(?:_lora-16)?",
         "google/",
-        _GLUE_DATA,
+        "flan-t5-base-glue",
     ),
     Family(
-        "MergeBench/Llama-*", r"MergeBench/(?P<base>Llama-[\w.-]+)_(?P<task>[a-z]+)", "meta-llama/", _MERGEBENCH_DATA
+        "MergeBench/Llama-*",
+        r"MergeBench/(?P<base>Llama-[\w.-]+)_(?P<task>[a-z]+)",
+        "meta-llama/",
+        "llama-3.2-3b-mergebench",
+        _MERGEBENCH,
     ),
-    Family("MergeBench/gemma-*", r"MergeBench/(?P<base>gemma-[\w.-]+)_(?P<task>[a-z]+)", "google/", _MERGEBENCH_DATA),
+    Family(
+        "MergeBench/gemma-*",
+        r"MergeBench/(?P<base>gemma-[\w.-]+)_(?P<task>[a-z]+)",
+        "google/",
+        "llama-3.2-3b-mergebench",
+        _MERGEBENCH,
+    ),
 )
 
 
@@ -73,9 +73,21 @@ class Known:
 def recall(expert: str) -> Known | None:
     """What is known of the expert `ID[@REVISION]`, or of the adapter in BASE+ADAPTER; None for any other name."""
     for family in FAMILIES:
-        if found := re.fullmatch(family.pattern, repo_of(expert), re.IGNORECASE):
-            source = family.data.get(found["task"].replace("-", "_"))
-            name, _, config = (source or "").partition(":")
-            data = Data(dataset=name, config=config or None) if name else None
-            return Known(family.name, family.base + found["base"], data)
+        if match := re.fullmatch(family.pattern, repo_of(expert), re.IGNORECASE):
+            task = _plain(match["task"])
+            keys = _data_of(family.recipe).get(task)
+            if keys is None and task in family.others:
+                keys = {"dataset": family.others[task]}
+            return Known(family.name, family.base + match["base"], Data.model_validate(keys) if keys else None)
     return None
+
+
+@cache
+def _data_of(recipe: str) -> dict[str, Any]:
+    """Task → the keys of its data in a shipped recipe."""
+    (content,) = load_documents(find_shipped(f"{recipe}").read_text(encoding="utf-8"))
+    return {_plain(task): spec["data"] for task, spec in content["tasks"].items()}
+
+
+def _plain(task: str) -> str:
+    return task.lower().replace("-", "_")

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import NoReturn
 
-from featcal_cli.adapter import split_adapter
-from featcal_cli.address import existing_path
 from featcal_cli.ancestors import SAID, Case, Found, find_base_of, find_stated_base, pick_base
 from featcal_cli.ancestry import Ancestry, Statement, read_ancestry
-from featcal_cli.commands import enumerate_names, show_merged, write_command
+from featcal_cli.commands import OpenQuestionsError, Option, Question, enumerate_names, show_merged, write_command
 from featcal_cli.documents import show
-from featcal_cli.errors import HubError, LineageError
-from featcal_cli.library import Library
+from featcal_cli.errors import HubError, LineageError, RecipeError
+from featcal_cli.library import Library, do_at_once, is_gone, split_model
 from featcal_cli.recipe import Draft, Merge, Recipe, TaskDraft
-from featcal_cli.references import UnusableError, locate, name_tasks, same_name
-from featcal_cli.repo import Opener, open_repo
-from featcal_cli.task_data import SHOWN, FoundData, OpenQuestion, find_data
+from featcal_cli.references import UnusableError, locate, name_tasks, repo_of, same_name
+from featcal_cli.repo import Kind, Opener, open_repo
+from featcal_cli.task_data import FoundData, OpenQuestion, find_data
 
 
 @dataclass(frozen=True)
@@ -43,6 +42,10 @@ class Lineage:
     """What was weighed and decided, a sentence each."""
 
 
+Experts = dict[str, Found | Question]
+"""Task → expert, or the question which it is."""
+
+
 def find_lineage(draft: Draft, open_repo: Opener = open_repo) -> Lineage:
     """The draft completed: base and experts from the merged repo's files, data from the experts' cards.
 
@@ -51,151 +54,304 @@ def find_lineage(draft: Draft, open_repo: Opener = open_repo) -> Lineage:
     knows it is believed: mergekit's configuration (its own file, then the card's code block), featcal.yaml, the
     card's text and metadata, the experts' own cards and adapter configs, the names of well-known experts. Only small
     text files are read, each repo is opened at most once, and nothing at all when the draft is complete.
-    Raises LineageError where something stays open or can be read in several ways, and HubError.
+    Raises OpenQuestionsError, which asks for everything that stays open at once, LineageError for what cannot be
+    calibrated, and HubError.
     """
     library = Library(open_repo)
     case = Case(draft, library, _read_merged(draft, library))
     library.notes += case.ancestry.notes
     base = find_stated_base(case)
     experts, base = _find_experts(case, base)
-    base = base or find_base_of(case, list(experts.values()))
-    data = _find_data(case, experts)
-    findings = [Finding("merged", show_merged(draft.merged), SAID), Finding("base", base.reference, base.source)]
-    tasks = {}
+    left_out = _leave_out(case, experts)
+    gone = _read_experts(case, experts, base)
+    found = {task: one for task, one in experts.items() if isinstance(one, Found)}
+    if base is None and found:
+        base = find_base_of(case, list(found.values()))
+    data = _find_data(case, found)
+    questions = [base] if isinstance(base, Question) else []
+    questions += _ask_for_experts(case, experts, base)
+    questions += _ask_without(gone, len(experts) + len(gone))
+    questions += [_ask_for_data(task, one) for task, one in data.items() if isinstance(one, OpenQuestion)]
+    if isinstance(base, Question) and not experts:
+        questions += _ask_ahead(case, base)
+    known = {task: one for task, one in data.items() if isinstance(one, FoundData)}
+    if questions or not isinstance(base, Found):
+        raise OpenQuestionsError(draft, questions, _list_known(case, base, {**found, **left_out}, known, left_out))
+    return _describe(case, base, found, known)
+
+
+def check_experts(draft: Draft, lineage: Lineage, open_repo: Opener) -> None:
+    """Look at all models of a job at the same time, before anything is computed.
+
+    Raises OpenQuestionsError that names all experts that are gone, and how to go on without them. What else is wrong is
+    left for whoever needs it.
+    """
+    library, recipe = Library(open_repo), lineage.recipe
+    experts = {task: spec.expert for task, spec in recipe.tasks.items()}
+    models = [recipe.base, *experts.values(), *([recipe.merged] if isinstance(recipe.merged, str) else [])]
+    sources = ("@".join(filter(None, (spec.data.dataset, spec.data.revision))) for spec in recipe.tasks.values())
+    jobs: list[tuple[str, Kind]] = [(part, "model") for name in models for part in split_model(name) or (name,)]
+    jobs += [(name, "dataset") for name in sources if name]
+    do_at_once(lambda job: library.look_at(*job), dict.fromkeys(jobs))
+    told = {finding.role: finding.source for finding in lineage.findings}
+    gone: dict[str, tuple[Found, HubError]] = {}
     for task, expert in experts.items():
-        found = {"expert": expert.reference, "data": data[task].data}
-        tasks[task] = draft.tasks.get(task, TaskDraft()).model_copy(update=found).model_dump(exclude_none=True)
-        findings.append(Finding(f"expert {task}", expert.reference, expert.source))
-        findings.append(Finding(f"data {task}", str(data[task].data), data[task].source))
-    whole = draft.model_dump(exclude_none=True) | {"base": base.reference, "tasks": tasks}
-    return Lineage(Recipe.model_validate(whole), findings, library.notes)
+        part = (split_model(expert) or ("", expert))[1]
+        try:
+            library.look_at(part, "model")
+        except HubError as error:
+            if is_gone(error, part):
+                gone[task] = Found(expert, told.get(f"expert {task}", SAID)), error
+    if gone:
+        raise OpenQuestionsError(draft, _ask_without(gone, len(experts)))
 
 
 def _read_merged(draft: Draft, library: Library) -> Ancestry:
     """What the merged repo says; nothing where it need not be asked, or where there is no repo."""
     settled = draft.base and draft.tasks and all(task.expert for task in draft.tasks.values())
-    if (
-        settled
-        or isinstance(draft.merged, Merge)
-        or split_adapter(draft.merged, lambda name: bool(existing_path(name)))
-    ):
+    if settled or isinstance(draft.merged, Merge) or split_model(draft.merged):
         return Ancestry(None)
-    command = write_command(draft, base="REPO", experts={"TASK": "REPO"}, data={"TASK": "SOURCE"})
+    missing = [("--expert", "TASK=REPO"), ("--data", "TASK=SOURCE")]
+    command = write_command(draft, missing if draft.base else [("--base", "REPO"), *missing])
     return read_ancestry(library.open(draft.merged), command)
 
 
-def _find_experts(case: Case, base: Found | None) -> tuple[dict[str, Found], Found | None]:
-    """Task → expert; and the base, which an unordered list of models may hold besides them."""
+# Experts
+
+
+def _find_experts(case: Case, base: Found | Question | None) -> tuple[Experts, Found | Question | None]:
+    """Task → expert; and the base, which an unordered list of models may hold besides them.
+
+    No expert where nothing names one, or where it is asked which of the listed models is the base.
+    """
     tasks = case.draft.tasks
-    said = {task: Found(spec.expert, SAID) for task, spec in tasks.items() if spec.expert}
+    said: Experts = {task: Found(spec.expert, SAID) for task, spec in tasks.items() if spec.expert}
     if said and len(said) == len(tasks):
         return said, base
     statement = next((statement for statement in case.ancestry.statements if statement.experts), None)
-    if statement is None:
-        _refuse_without_experts(case, base)
-    found, base = _name_experts(case, statement, base)
-    if not found:
-        _refuse_without_experts(case, base)
+    listed, base = _name_experts(case, statement, base) if statement else ({}, base)
+    if statement is None or not listed:
+        return said, base
     renamed: dict[str, str] = {}
     for task in tasks:
-        if task not in said:
-            renamed[_match(case, task, [name for name in found if name not in renamed], statement)] = task
-    named = {renamed.get(name, name): Found(reference, statement.source) for name, reference in found.items()}
+        if task in said:
+            continue
+        name = _match(task, {name: one for name, one in listed.items() if name not in renamed})
+        if name is not None:
+            renamed[name] = task
+        elif not _names_base(task, base):
+            _refuse_task(case, task, [name for name in listed if name not in renamed], statement)
+    named = {renamed.get(name, name): one for name, one in listed.items()}
     if not said:
         return named, base
-    kept = {task: said.get(task) or named[task] for task in tasks}
-    left = [name for name in found.values() if not any(case.means(name, one.reference) for one in kept.values())]
-    if left:
+    kept = {task: said.get(task) or named[task] for task in tasks if task in said or task in named}
+    names = [one.reference for one in kept.values() if isinstance(one, Found)]
+    further = [one.reference for one in named.values() if isinstance(one, Found)]
+    if left := [name for name in further if not any(case.means(name, other) for other in names)]:
         case.library.notes.append(f"{statement.source} names further experts, which are left out: {', '.join(left)}")
     return kept, base
 
 
-def _name_experts(case: Case, statement: Statement, base: Found | None) -> tuple[dict[str, str], Found | None]:
-    """The experts that an statement names, by task; and the base, where the statement's list turns out to hold it."""
+def _name_experts(
+    case: Case, statement: Statement, base: Found | Question | None
+) -> tuple[Experts, Found | Question | None]:
+    """The experts that a statement names, by task; and the base, where the statement's list turns out to hold it."""
     names = list(statement.experts)
-    if base and (base.source == SAID or not statement.base):
+    if isinstance(base, Question) and base.choices and statement.mixed:
+        return {}, base
+    if isinstance(base, Found) and (base.source == SAID or not statement.base):
         names = [name for name in names if not case.means(name, base.reference)]
-    raw = {_locate(case, name, statement, names): name for name in names}
+    listed: dict[str, tuple[str, Found | Question]] = {}
+    for name in names:
+        one = _locate(case, name, statement)
+        listed.setdefault(one.reference if isinstance(one, Found) else name, (name, one))
+    case.library.read_ahead(one.reference for _, one in listed.values() if isinstance(one, Found))
     if statement.mixed and base is None:
-        base = pick_base(case, list(raw), statement)
-        raw = {reference: name for reference, name in raw.items() if not case.means(name, base.reference)}
-    labels = [statement.tasks[name] for name in raw.values()] if statement.tasks else name_tasks(list(raw))
-    return dict(zip(labels, raw, strict=True)), base
+        base = pick_base(case, [key for key, (_, one) in listed.items() if isinstance(one, Found)], statement)
+        if isinstance(base, Question):
+            return {}, base
+        listed = {key: entry for key, entry in listed.items() if not case.means(entry[0], base.reference)}
+    labels = [statement.tasks[name] for name, _ in listed.values()] if statement.tasks else name_tasks(list(listed))
+    return {label: one for label, (_, one) in zip(labels, listed.values(), strict=True)}, base
 
 
-def _match(case: Case, task: str, names: Sequence[str], statement: Statement) -> str:
-    """The found expert that the user means by a task. Raises LineageError where there is none."""
-    alike = [name for name in names if same_name(name, task)]
-    if alike:
+def _locate(case: Case, name: str, statement: Statement) -> Found | Question:
+    """The expert that a statement means by a name, or the question which it is."""
+    try:
+        return Found(locate(name, case.ancestry.repo), statement.source)
+    except UnusableError as error:
+        return Question(f"an expert of {case.merged}, {show(name)}, {error}", (), statement.source)
+
+
+def _match(task: str, experts: Experts) -> str | None:
+    """The name of the expert that the user means by a task: its own, or that of its repo."""
+    alike = [name for name in experts if same_name(name, task)]
+    if task in alike or alike:
         return task if task in alike else alike[0]
+    repos = {name: repo_of(one.reference) for name, one in experts.items() if isinstance(one, Found)}
+    same = [name for name, repo in repos.items() if same_name(repo.rpartition("/")[2], task) or repo == task]
+    return same[0] if len(same) == 1 else None
+
+
+def _names_base(task: str, base: Found | Question | None) -> bool:
+    """Whether data is given for what turned out to be the base, which needs none."""
+    return isinstance(base, Found) and same_name(repo_of(base.reference).rpartition("/")[2], task)
+
+
+def _refuse_task(case: Case, task: str, names: Sequence[str], statement: Statement) -> NoReturn:
     others = f"those left are {enumerate_names(names)}" if names else "none is left"
     what = f"no expert of {case.merged} is for the task {task}: {others}"
-    command = write_command(case.draft, experts={task: "REPO"})
+    command = write_command(case.draft, [("--expert", f"{task}=REPO")])
     raise LineageError(what, where=statement.source, fix=f"name the data by one of these tasks, or type {command}")
 
 
-def _locate(case: Case, name: str, statement: Statement, names: Sequence[str]) -> str:
-    """The expert that an statement means by a name. Raises LineageError that shows what to type instead."""
-    try:
-        return locate(name, case.ancestry.repo)
-    except UnusableError as error:
-        usable = [found for other in names if (found := case.located(other))]
-        tasks = dict(zip(name_tasks(usable), usable, strict=True)) | {"TASK": "REPO"}
-        what = f"an expert of {case.merged}, {show(name)}, {error}"
-        fix = f"type {write_command(case.draft, experts=tasks)}"
-        raise LineageError(what, where=statement.source, fix=fix) from None
+def _leave_out(case: Case, experts: Experts) -> dict[str, Found]:
+    """Take the experts away that the user goes on without; they are returned."""
+    left_out: dict[str, Found] = {}
+    for task in case.draft.skip_experts or ():
+        name = _match(task, experts)
+        if name is None:
+            names = enumerate_names(list(experts)) or "not known"
+            what = f"there is no expert {task} that could be left out: the experts are {names}"
+            raise RecipeError(what, where="--skip-expert", fix="name one of them")
+        expert = experts.pop(name)
+        reference = expert.reference if isinstance(expert, Found) else "unknown"
+        case.library.notes.append(f"the expert of {name} ({reference}) is left out: --skip-expert {task}")
+        if isinstance(expert, Found):
+            left_out[name] = expert
+    if left_out and not experts:
+        raise RecipeError("no expert is left", where="--skip-expert", fix="keep one of them")
+    return left_out
 
 
-def _refuse_without_experts(case: Case, base: Found | None) -> NoReturn:
-    where = f"looked at {'; '.join(case.ancestry.looked_at)}" if case.ancestry.looked_at else SAID
-    known = base.reference if base else "REPO"
-    command = write_command(case.draft, base=known, experts={"TASK": "REPO"}, data={"TASK": "SOURCE"})
-    what = f"nothing says which experts {case.merged} was merged from"
-    raise LineageError(what, where=where, fix=f"type {command}")
-
-
-def _find_data(case: Case, experts: Mapping[str, Found]) -> dict[str, FoundData]:
-    """Task → data. Raises LineageError that asks all open questions at once."""
-    found: dict[str, FoundData] = {}
-    questions: dict[str, OpenQuestion] = {}
-    for task, expert in experts.items():
-        said = case.draft.tasks.get(task, TaskDraft()).data
-        if known := FoundData(said, SAID) if said else _recorded_data(case, expert.reference):
-            found[task] = known
-            continue
-        source = None if expert.source == SAID else expert.source
-        repo, card = case.library.read_expert(expert.reference, source)
+def _read_experts(case: Case, experts: Experts, base: Found | Question | None) -> dict[str, tuple[Found, HubError]]:
+    """Open the experts that something is still to be read from. Those that are gone are taken away and returned, by
+    task. Raises HubError where the Hub cannot be reached."""
+    needed = {
+        task: one
+        for task, one in experts.items()
+        if isinstance(one, Found) and (base is None or _said_data(case, task, one.reference) is None)
+    }
+    case.library.read_ahead(one.reference for one in needed.values())
+    gone: dict[str, tuple[Found, HubError]] = {}
+    for task, one in needed.items():
         try:
-            answer = find_data(task, expert.reference, repo, card, case.library.open_dataset)
+            case.library.read_expert(one.reference, None if one.source == SAID else one.source)
         except HubError as error:
-            other = write_command(case.draft, data={task: "SOURCE"})
-            raise HubError(error.what, where=error.where, fix=f"{error.fix}; or type {other}") from error
-        if isinstance(answer, OpenQuestion):
-            questions[task] = answer
-        else:
-            found[task] = answer
-            case.library.notes += answer.notes
-    if questions:
-        _ask_for_data(case, questions)
-    return found
+            if not is_gone(error, (split_model(one.reference) or ("", one.reference))[1]):
+                raise
+            gone[task] = one, error
+            del experts[task]
+    return gone
 
 
-def _ask_for_data(case: Case, questions: Mapping[str, OpenQuestion]) -> NoReturn:
-    """Raises LineageError with every open question, and what could be typed."""
-    answers = {task: question.choices[0] if question.choices else "SOURCE" for task, question in questions.items()}
-    others = [f"--data {task}={name}" for task, question in questions.items() for name in question.choices[1:SHOWN]]
-    command = write_command(case.draft, data=answers)
-    raise LineageError(
-        "; ".join(question.problem for question in questions.values()),
-        where=f"data of {enumerate_names(list(questions))}",
-        fix=f"type which: {command} (or {', or '.join(others)})" if others else f"type {command}",
-    )
+# Data
 
 
-def _recorded_data(case: Case, expert: str) -> FoundData | None:
-    """The data that the merged repo's featcal.yaml has for an expert."""
+def _find_data(case: Case, experts: Mapping[str, Found]) -> dict[str, FoundData | OpenQuestion]:
+    """Task → data, or the question where it comes from. Raises HubError where the Hub cannot be reached."""
+    data: dict[str, FoundData | OpenQuestion] = {}
+
+    def ask(task: str) -> FoundData | OpenQuestion:
+        one = experts[task]
+        repo, card = case.library.read_expert(one.reference, None if one.source == SAID else one.source)
+        return find_data(task, one.reference, repo, card, case.library.open_dataset)
+
+    open_tasks = [task for task, one in experts.items() if _said_data(case, task, one.reference) is None]
+    do_at_once(ask, open_tasks)  # what they read is remembered
+    for task, one in experts.items():
+        data[task] = _said_data(case, task, one.reference) or ask(task)
+        case.library.notes += data[task].notes
+    return data
+
+
+def _said_data(case: Case, task: str, expert: str) -> FoundData | None:
+    """The data that the user or the merged repo's featcal.yaml names for an expert."""
+    if said := case.draft.tasks.get(task, TaskDraft()).data:
+        return FoundData(said, SAID)
     for statement in case.ancestry.statements:
         for name, data in statement.data.items():
             if case.means(name, expert):
                 return FoundData(data, statement.source)
     return None
+
+
+# Questions
+
+
+def _ask_for_experts(case: Case, experts: Experts, base: Found | Question | None) -> Iterator[Question]:
+    """Which experts are meant, where they are not known."""
+    for task, one in experts.items():
+        if isinstance(one, Question):
+            data = () if case.draft.tasks.get(task, TaskDraft()).data else (("--data", f"{task}=SOURCE"),)
+            yield replace(one, options=(("--expert", f"{task}=REPO"), *data))
+    if not experts and not (isinstance(base, Question) and base.choices):
+        where = f"looked at {'; '.join(case.ancestry.looked_at)}" if case.ancestry.looked_at else SAID
+        options = ([("--base", "REPO")] if base is None else []) + [
+            ("--expert", "TASK=REPO"),
+            ("--data", "TASK=SOURCE"),
+        ]
+        yield Question(f"nothing says which experts {case.merged} was merged from", tuple(options), where)
+
+
+def _ask_without(gone: Mapping[str, tuple[Found, HubError]], count: int) -> Iterator[Question]:
+    """Whether to go on without the experts that are gone, of `count` in all."""
+    for task, (expert, error) in gone.items():
+        options = (("--skip-expert", task),) if len(gone) < count else ()
+        where = expert.reference if expert.source == SAID else f"{expert.reference}, named by {expert.source}"
+        choices = {f"go on without {task}": options} if options else {}
+        yield Question(f"the expert of {task} cannot be read: {error.what}", options, where, choices, error.fix)
+
+
+def _ask_for_data(task: str, question: OpenQuestion) -> Question:
+    choices = {source: (("--data", f"{task}={source}"),) for source in question.choices}
+    where = question.where or f"data of {task}"
+    return Question(question.problem, (("--data", f"{task}={question.answer}"),), where, choices, question.fix)
+
+
+def _ask_ahead(case: Case, base: Question) -> Iterator[Question]:
+    """Where the examples come from of the models that may be experts, while it is not known which of them is the base:
+    so that everything is asked for at once."""
+    names = {repo_of(choice).rpartition("/")[2].lower(): choice for choice in base.choices}
+    for task, name in names.items() if len(names) == len(base.choices) else ():
+        if task in case.draft.tasks:
+            continue
+        with suppress(HubError):
+            answer = _find_data(case, {task: Found(name, base.where)})[task]
+            if isinstance(answer, OpenQuestion):
+                question = _ask_for_data(task, answer)
+                yield replace(question, problem=f"{question.problem} (if it is the base, it needs none)")
+
+
+def _list_known(
+    case: Case,
+    base: Found | Question | None,
+    experts: Mapping[str, Found],
+    data: Mapping[str, FoundData],
+    left_out: Collection[str],
+) -> Iterator[Option]:
+    """What was found and the draft does not say, as options."""
+    draft = case.draft
+    if isinstance(base, Found) and not draft.base:
+        yield "--base", base.reference
+    for task, one in experts.items():
+        if not draft.tasks.get(task, TaskDraft()).expert:
+            yield "--expert", f"{task}={one.reference}"
+    for task, source in data.items():
+        plain = not source.data.columns and source.data.template is None
+        if task not in left_out and plain and not draft.tasks.get(task, TaskDraft()).data:
+            yield "--data", f"{task}={source.data}"
+
+
+def _describe(case: Case, base: Found, experts: Mapping[str, Found], data: Mapping[str, FoundData]) -> Lineage:
+    """What was found, as a recipe and with its sources."""
+    draft = case.draft
+    findings = [Finding("merged", show_merged(draft.merged), SAID), Finding("base", base.reference, base.source)]
+    tasks = {}
+    for task, expert in experts.items():
+        parts = {"expert": expert.reference, "data": data[task].data}
+        tasks[task] = draft.tasks.get(task, TaskDraft()).model_copy(update=parts).model_dump(exclude_none=True)
+        findings.append(Finding(f"expert {task}", expert.reference, expert.source))
+        findings.append(Finding(f"data {task}", str(data[task].data), data[task].source))
+    whole = draft.model_dump(exclude_none=True, exclude={"skip_experts"}) | {"base": base.reference, "tasks": tasks}
+    return Lineage(Recipe.model_validate(whole), findings, case.library.notes)

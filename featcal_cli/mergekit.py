@@ -13,7 +13,8 @@ MOE_CONFIG_FILE = "mergekit_moe_config.yml"
 
 _ENDPOINT_METHODS = ("slerp", "nearswap", "arcee_fusion")
 """Methods that go from one model to another: their `base_model` is where they start, and no ancestor of both.
-(nuslerp and multislerp may have a base_model too, but theirs is the origin that the models are compared from.)"""
+(nuslerp and multislerp may have a base_model too, but theirs is the origin that the models are compared from; and
+linear averages what it lists, with the base_model if that is among it.)"""
 
 MAX_LAYERS = 10_000
 """A layer_range beyond it is none."""
@@ -32,6 +33,8 @@ class MergekitConfig:
     """The models that were merged, without the base, in the config's order."""
     start: str | None = None
     """The expert that the config calls base_model, where the method goes from one model to another."""
+    stages: int = 1
+    """Merges that build on each other; the experts are those of all of them."""
 
 
 class MalformedError(ValueError):
@@ -46,18 +49,50 @@ def is_mergekit(document: object) -> bool:
 def read_mergekit(documents: list[Any], where: str) -> MergekitConfig:
     """The merge that the documents of a config (`where` names it) describe.
 
-    Raises MalformedError for what mergekit itself would not read, and LineageError with the reason for merges that
-    cannot be calibrated: several in one, mixtures of experts, stacked or shifted layers.
+    Of merges that build on each other, the models of all are the experts. Raises MalformedError for what mergekit would
+    not read itself and for merges that are not connected, and LineageError with the reason for those that cannot be
+    calibrated: mixtures of experts, stacked or shifted layers.
     """
-    if len(documents) > 1:
-        raise LineageError(
-            f"this is a merge of merges: {len(documents)} configurations that build on each other",
-            where=where,
-            fix="calibrate one of the inner merges, or name what this one was made from with --base and --expert",
-        )
-    config = documents[0] if documents else None
-    if not isinstance(config, dict):
+    stages: dict[str, Any] = {}
+    for document in documents:
+        if not isinstance(document, dict):
+            raise MalformedError("it is not a mapping of keys to values")
+        stages[str(document.get("name", "")) or f"stage {len(stages) + 1}"] = document
+    merges = {name: _read_stage(config, where) for name, config in stages.items()}
+    used = {model for merge in merges.values() for model in (*merge.experts, merge.base) if model in merges}
+    last = [name for name in merges if name not in used]
+    if not documents:
         raise MalformedError("it is not a mapping of keys to values")
+    if len(last) != 1 or len(merges) < len(documents):
+        raise MalformedError(f"it is a merge of merges, {len(documents)} configurations that do not name each other")
+    return _unfold(last[0], merges) if len(merges) > 1 else merges[last[0]]
+
+
+def _unfold(last: str, merges: Mapping[str, MergekitConfig]) -> MergekitConfig:
+    """A merge of merges as one: the models that went into all of them, and the base if they have one and the same."""
+    experts: dict[str, None] = {}
+    bases: dict[str, None] = {}
+
+    def visit(name: str, above: tuple[str, ...]) -> None:
+        if name in above:
+            raise MalformedError("its configurations build on each other in a circle")
+        merge = merges[name]
+        if merge.base is not None and merge.base not in merges:
+            bases[merge.base] = None
+        for model in (*merge.experts, *([merge.base] if merge.base in merges else [])):
+            if model in merges:
+                visit(str(model), (*above, name))
+            else:
+                experts[str(model)] = None
+
+    visit(last, ())
+    base = next(iter(bases)) if len(bases) == 1 else None
+    left = tuple(model for model in experts if model != base)
+    return MergekitConfig(merges[last].method, base, left, stages=len(merges))
+
+
+def _read_stage(config: dict[Any, Any], where: str) -> MergekitConfig:
+    """One configuration."""
     if _is_mixture(config):
         what = "this is a mixture of experts: its experts lie side by side and were not averaged into one model"
         raise LineageError(what, where=where, fix=_OTHER_MERGE)
@@ -75,7 +110,7 @@ def read_mergekit(documents: list[Any], where: str) -> MergekitConfig:
     models = [model for part in parts for model in _models(part, where)]
     inner = [_read_optional(part.get("base_model")) for part in _slices(parts)]
     bases = list(dict.fromkeys(name for name in (base, *inner) if name))
-    if method in _ENDPOINT_METHODS:
+    if method in _ENDPOINT_METHODS or (method == "linear" and base in models):
         return MergekitConfig(method, None, tuple(dict.fromkeys(bases + models)), next(iter(bases), None))
     if len(bases) > 1:
         what = f"its slices have {len(bases)} different base models"

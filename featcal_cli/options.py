@@ -46,6 +46,10 @@ Sources = Annotated[
         ".jsonl, .csv, .parquet, or .safetensors of model-ready inputs.",
     ),
 ]  # fmt: skip
+SkipExperts = Annotated[
+    list[str] | None,
+    _option(MODELS, "--skip-expert", metavar="TASK", help="Go on without this expert, e.g. one that is gone; repeat."),
+]
 MergeMethod = Annotated[
     str | None,
     _option(
@@ -179,6 +183,7 @@ def collect_overrides(
     sources: list[str] | None,
     calibration: dict[str, Any],
     output: dict[str, Any],
+    skip: list[str] | None = None,
 ) -> dict[str, Any]:
     """The command line in the nesting of a recipe; None means not given. Raises RecipeError."""
     if merged and merge:
@@ -196,6 +201,7 @@ def collect_overrides(
         "merged": parse_merge(merge) if merge else merged,
         "base": base,
         "tasks": tasks or None,
+        "skip_experts": skip or None,
         "calibration": {key: value for key, value in calibration.items() if value is not None},
         "output": {key: value for key, value in output.items() if value is not None},
     }

@@ -5,11 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from textwrap import dedent
 from typing import Any
 
 from featcal_cli.documents import MAX_CHARACTERS, load_documents
 
-_YAML_BLOCK = re.compile(r"^```ya?ml[ \t]*\r?\n(.*?)^```", re.DOTALL | re.MULTILINE | re.IGNORECASE)
+_FENCE = re.compile(r"[ \t>]*(`{3,}|~{3,})[ \t]*([\w-]*)")
+_MERGE = re.compile(r"^[ \t>]*merge_method[ \t]*:", re.MULTILINE)
 _AS_A_BASE = re.compile(r"\busing (?P<name>(?:(?!\busing\b)[^\n]){1,300}?) as a base\b")
 _LINK = re.compile(r"\[([^\[\]]{1,200})\]\([^()\s]*\)")
 
@@ -38,7 +40,7 @@ class Card:
     bases_in_text: Sequence[str] = ()
     """Every X of "using X as a base" that is a model and not prose, links taken off."""
     yaml_blocks: Sequence[str] = ()
-    """The code blocks that are marked as YAML."""
+    """The code blocks that are marked as YAML, or not at all and name a merge_method."""
     problems: Sequence[str] = ()
     """What could not be read, a phrase each."""
 
@@ -69,7 +71,7 @@ def read_card(text: str) -> Card:
         configs=configs,
         default_config=default,
         bases_in_text=tuple(dict.fromkeys(_read_bases(body))),
-        yaml_blocks=tuple(_YAML_BLOCK.findall(body[:MAX_CHARACTERS])),
+        yaml_blocks=tuple(_read_blocks(body[:MAX_CHARACTERS])),
         problems=tuple(problems),
     )
 
@@ -112,6 +114,21 @@ def _is_config(name: Any) -> bool:
 def _dicts(value: Any) -> list[dict[Any, Any]]:
     """The mappings in a list, or the one that stands alone."""
     return [entry for entry in (value if isinstance(value, list) else [value]) if isinstance(entry, dict)]
+
+
+def _read_blocks(body: str) -> Iterator[str]:
+    """The text of every code block that may be YAML, as far left as it goes."""
+    fence, kind, lines = "", "", list[str]()
+    for line in body.splitlines():
+        if fence and line.lstrip(" \t>").startswith(fence):
+            text = dedent("\n".join(re.sub(r"^[ \t]*>[ \t]?", "", line) for line in lines)) + "\n"
+            if kind in ("yaml", "yml") or (not kind and _MERGE.search(text)):
+                yield text
+            fence = ""
+        elif fence:
+            lines.append(line)
+        elif begin := _FENCE.match(line):
+            fence, kind, lines = begin[1], begin[2].lower(), []
 
 
 def _read_bases(body: str) -> Iterator[str]:

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     Discriminator,
@@ -20,12 +21,15 @@ from pydantic import (
     model_validator,
 )
 
-from featcal_cli.address import existing_path, parse_source, path_exists
+from featcal_cli.address import bare_model, existing_path, parse_source, path_exists, read_page
 from featcal_cli.documents import bare, load_documents
 from featcal_cli.errors import RecipeError
 from featcal_cli.keys import Name, Section
 from featcal_cli.shipped import find_recipe
 from featcal_cli.yardstick import Evaluate
+
+ModelName = Annotated[Name, AfterValidator(bare_model)]
+"""A model's Hub id or path, or the address of its page, which becomes an id."""
 
 OWN = "featcal.yaml"
 """What the recipe in an output folder is called: no output is named after it."""
@@ -58,6 +62,17 @@ class Data(Section):
     template: str | None = None
     """Text built from several columns, e.g. "{premise} {hypothesis}"."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _read_page(cls, values: Any) -> Any:
+        """The address of a dataset's page in its parts; what stands beside it goes first."""
+        name = values.get("dataset") if isinstance(values, dict) else None
+        page = read_page(name) if isinstance(name, str) else None
+        if page is None:
+            return values
+        parts = {"dataset": page.name, "revision": page.revision, "config": page.config, "split": page.split}
+        return {**{key: part for key, part in parts.items() if part}, **values, "dataset": page.name}
+
     @model_validator(mode="after")
     def _one_source(self) -> Data:
         if (self.dataset is None) == (self.path is None):
@@ -83,7 +98,7 @@ Source = Annotated[
 class TaskDraft(Section):
     """What the user says of one task; the rest is looked for."""
 
-    expert: Name | None = None
+    expert: ModelName | None = None
     """The model that was fine-tuned on the task: Hub id[@revision] or folder; BASE+ADAPTER for a PEFT adapter."""
     data: Source | None = None
     """Examples without labels: DATASET[:CONFIG[:SPLIT]], a path, or a group of keys."""
@@ -94,7 +109,7 @@ class TaskDraft(Section):
 class Task(TaskDraft):
     """One expert and the examples it is calibrated with."""
 
-    expert: Name
+    expert: ModelName
     data: Source
 
 
@@ -131,7 +146,7 @@ class Calibration(Section):
 class Output(Section):
     """Where the result goes besides the local folder."""
 
-    push_to: Name | None = None
+    push_to: ModelName | None = None
     """USER/NAME of a model repo."""
     private: bool = False
     """Make that repo private, if it is new."""
@@ -141,14 +156,16 @@ class Draft(Section):
     """What the user says of a job: the merged model at least."""
 
     merged: Annotated[
-        Annotated[Name, Tag("repo")] | Annotated[Merge, Tag("merge")],
+        Annotated[ModelName, Tag("repo")] | Annotated[Merge, Tag("merge")],
         Discriminator(lambda value: "repo" if isinstance(value, str) else "merge"),
     ]
     """The merged model: Hub id[@revision] or folder; or how it is built of the experts."""
-    base: Name | None = None
+    base: ModelName | None = None
     """The model that the experts were fine-tuned from; left out, it is found in the merged repo."""
     tasks: Mapping[Name, TaskDraft] = {}
     """By name; left out, they are found in the merged repo."""
+    skip_experts: tuple[Name, ...] | None = None
+    """Tasks to go on without, where an expert is gone."""
     calibration: Calibration = Calibration()
     """The settings of the method."""
     output: Output = Output()
@@ -183,7 +200,7 @@ class Draft(Section):
 class Recipe(Draft):
     """One job: the merged model, its base, the tasks, the settings."""
 
-    base: Name
+    base: ModelName
     tasks: Mapping[Name, Task] = Field(min_length=1)
 
 

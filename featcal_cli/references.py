@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from itertools import count
 from pathlib import Path
 
-from featcal_cli.address import existing_path, looks_like_path, split_revision
+from featcal_cli.address import existing_path, looks_like_path, read_page, split_revision
+from featcal_cli.errors import RecipeError
 from featcal_cli.repo import Repo
 
 _REVISION = re.compile(r"(?!.*\.\.)\w[\w./-]{0,199}", re.ASCII)
@@ -47,6 +48,11 @@ def _locate_part(text: str, folder: Path | None) -> str:
         path = existing_path(str(folder / text)) or (existing_path(text) if looks_like_path(text) else None)
         if path:
             return str(path.resolve())
+    try:
+        page = read_page(text)
+    except RecipeError:
+        raise UnusableError("is an address outside of the Hub") from None
+    text = page.reference if page else text
     name, revision = split_revision(text)
     if not is_hub_id(name) or (revision is not None and not _REVISION.fullmatch(revision)):
         raise UnusableError("is not there" if folder else "is a path on its author's machine, or no name at all")
@@ -97,8 +103,9 @@ def name_tasks(references: Sequence[str]) -> list[str]:
         org/t5_glue-cola_lora, org/t5_glue-sst2_lora → cola, sst2
         a/math, b/math                          → a, b
     """
-    full = [re.sub(r"[^\w.-]+", "-", repo_of(reference).lower().rstrip("/")) for reference in references]
-    names = _strip_shared([Path(repo_of(reference)).name.lower() for reference in references])
+    paths = [repo_of(reference).lower().replace("\\", "/").rstrip("/") for reference in references]
+    full = [re.sub(r"[^\w.-]+", "-", path) for path in paths]
+    names = _strip_shared([Path(path).name for path in paths])
     if len(set(names)) < len(names):
         names = _strip_shared(full)
     names = [re.sub(r"[^\w.-]+", "-", name).strip("-_.") or "task" for name in names]

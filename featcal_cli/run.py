@@ -14,7 +14,7 @@ from featcal_cli.background_imports import finish_importing
 from featcal_cli.documents import visible
 from featcal_cli.hub import Snapshot, fetch
 from featcal_cli.launch import check_device
-from featcal_cli.lineage import Finding, find_lineage
+from featcal_cli.lineage import Finding, check_experts, find_lineage
 from featcal_cli.listener import Listener, Silent
 from featcal_cli.origin import Origin, find_origin
 from featcal_cli.ranks import join_ranks
@@ -120,6 +120,7 @@ class Run:
                 self.note(f"{finding.role}: {finding.value} (from {finding.source})")
         for text in lineage.notes:
             self.note(text)
+        check_experts(self.draft, lineage, self.open_repo)
         return lineage.recipe, lineage.findings
 
     def fetch(self, plan: Preflight, tasks: Collection[str] | None = None) -> dict[str, Snapshot]:

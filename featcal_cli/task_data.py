@@ -7,7 +7,9 @@ from dataclasses import dataclass
 
 from featcal_cli.address import existing_path
 from featcal_cli.documents import show
+from featcal_cli.errors import HubError
 from featcal_cli.known import recall
+from featcal_cli.library import is_gone
 from featcal_cli.readme import Card, read_card
 from featcal_cli.recipe import Data
 from featcal_cli.references import find, words
@@ -33,6 +35,11 @@ class OpenQuestion:
     problem: str
     choices: Sequence[str] = ()
     """Sources as a user would type them; empty where nothing is known."""
+    answer: str = "SOURCE"
+    """What to type, with SOURCE or CONFIG for what is missing."""
+    where: str = ""
+    fix: str = ""
+    notes: Sequence[str] = ()
 
 
 def find_data(
@@ -41,8 +48,13 @@ def find_data(
     """The data of a task, from its expert's reference, repo and card.
 
     `open_dataset` opens a dataset, given who names it. A card's `datasets` go before what its model-index was measured
-    on; of several datasets, the one with the task's name is taken. Raises HubError.
+    on; of several datasets, the one with the task's name is taken. Where the card names the dataset of a well-known
+    expert, its config, split and columns are known too. Raises HubError where the Hub cannot be reached.
     """
+    known = _recall_data(expert)
+    named = [*card.datasets, *(entry.dataset for entry in card.evaluations)]
+    if known and any(_same_dataset(name, str(known.data.dataset)) for name in named):
+        return known
     question = OpenQuestion(f"nothing says where the examples of {task} come from: {repo.name} names no dataset")
     notes: list[str] = []
     sources = {"datasets": card.datasets, "model-index": [entry.dataset for entry in card.evaluations]}
@@ -59,13 +71,26 @@ def find_data(
         if usable:
             question = OpenQuestion(f"{repo.name} names several datasets for {task}: {_join(usable)}", usable)
             break
-    known = recall(expert)
-    if known and known.data and (name := find(str(known.data.dataset), None)):
-        keys = _split(name) | {"config": known.data.config}
-        return FoundData(Data.model_validate(keys), f"known family {known.family}", notes)
+    if known and not question.choices:
+        return known
     if notes and not question.choices:
         return OpenQuestion(f"{question.problem} that could be opened ({notes[0]})")
     return question
+
+
+def _recall_data(expert: str) -> FoundData | None:
+    """The data of a well-known expert."""
+    known = recall(expert)
+    reference = find(str(known.data.dataset), None) if known and known.data else None
+    if not (known and known.data and reference):
+        return None
+    return FoundData(known.data.model_copy(update=_split(reference)), f"known family {known.family}")
+
+
+def _same_dataset(name: str, known: str) -> bool:
+    """Whether a card means this dataset: by its id, or by the name without an owner that it once had."""
+    meant = (find(name, None) or name).partition("@")[0].lower()
+    return meant in (known.lower(), known.lower().rpartition("/")[2])
 
 
 def _carries(dataset: str, task: str) -> bool:
@@ -97,7 +122,12 @@ def _with_config(
     keys = _split(dataset)
     if "path" in keys:
         return FoundData(Data.model_validate(keys), source, notes)
-    card = read_card(open_dataset(dataset, source).read_text("README.md") or "")
+    try:
+        card = read_card(open_dataset(dataset, source).read_text("README.md") or "")
+    except HubError as error:
+        if not is_gone(error, dataset):
+            raise
+        return OpenQuestion(f"the data of {task} cannot be read: {error.what}", where=error.where, fix=error.fix)
     notes += [f"the card of {dataset}: {problem}" for problem in card.problems]
     if len(card.configs) < 2:
         return FoundData(Data.model_validate(keys), source, notes)
@@ -112,7 +142,8 @@ def _with_config(
     if config:
         return FoundData(Data.model_validate(keys | {"config": config}), source, notes)
     choices = [f"{dataset}:{name}" for name in card.configs]
-    return OpenQuestion(f"{dataset}, the data of {task}, has several configs: {_join(card.configs)}", choices)
+    problem = f"{dataset}, the data of {task}, has several configs: {_join(card.configs)}"
+    return OpenQuestion(problem, choices, f"{dataset}:CONFIG")
 
 
 def _config_of(task: str, configs: Sequence[str]) -> str | None:

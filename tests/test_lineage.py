@@ -421,9 +421,9 @@ tasks: {sums: {expert: ORG/bert-math, data: "ORG/math-rows:hard"}}
         },
         {
             "base": "openai/clip-vit-base-patch16",
-            "data stanford-cars": "tanganke/stanford_cars",
-            "data svhn": "ufldl-stanford/svhn:cropped_digits",
-            "data oxford-iiit-pet": "timm/oxford-iiit-pet",
+            "data stanford-cars": "tanganke/stanford_cars::train",
+            "data svhn": "ufldl-stanford/svhn:cropped_digits:train",
+            "data oxford-iiit-pet": "timm/oxford-iiit-pet::train",
         },
         {"base": "known family", "data svhn": "known family"},
     ),
@@ -438,7 +438,11 @@ tasks: {sums: {expert: ORG/bert-math, data: "ORG/math-rows:hard"}}
             "tanganke/flan-t5-large_glue-cola_lora-16": {},
             "tanganke/flan-t5-large_glue-stsb_lora-16": {},
         },
-        {"base": "google/flan-t5-large", "data cola": "nyu-mll/glue:cola", "data stsb": "nyu-mll/glue:stsb"},
+        {
+            "base": "google/flan-t5-large",
+            "data cola": "nyu-mll/glue:cola:train",
+            "data stsb": "nyu-mll/glue:stsb:train",
+        },
     ),
     Told(
         "known-mergebench-experts",
@@ -449,7 +453,7 @@ tasks: {sums: {expert: ORG/bert-math, data: "ORG/math-rows:hard"}}
             "MergeBench/Llama-3.2-3B-Instruct_math": {},
             "MergeBench/Llama-3.2-3B-Instruct_coding": {},
         },
-        {"base": "meta-llama/Llama-3.2-3B-Instruct", "data math": "MergeBench/math_val"},
+        {"base": "meta-llama/Llama-3.2-3B-Instruct", "data math": "MergeBench/math_val::train"},
     ),
 ]
 
@@ -503,7 +507,8 @@ slices:
             "'./out/code'",
             "its author's machine",
             CONFIG,
-            "featcal calibrate ORG/merged --expert bert-math=ORG/bert-math --expert TASK=REPO",
+            "featcal calibrate ORG/merged --base ORG/base --expert bert-math=ORG/bert-math --expert code=REPO "
+            "--data bert-math=ORG/math-rows --data code=SOURCE",
         ),
     ),
     Refused(
@@ -523,12 +528,19 @@ slices:
                 "using ORG/x as a base, then using [ORG/y](https://hub) as a base", base_model=["a/b", "c/d"]
             ),
         },
-        ("several bases", "type which: featcal calibrate ORG/merged --base ORG/x (or --base ORG/y)"),
+        (
+            "several bases in its card: ORG/x and ORG/y",
+            "fill in REPO and type: featcal calibrate ORG/merged --base REPO",
+        ),
     ),
     Refused(
         "unordered-list-of-silent-models",
         {"ORG/merged": ONLY_CARD, **SILENT, "ORG/base": card()},
-        ("which of ORG/bert-math, ORG/base and ORG/bert-code is the base", "--base ORG/bert-math (or --base ORG/base"),
+        (
+            "which of ORG/bert-math, ORG/base and ORG/bert-code is the base",
+            "if it is the base, it needs none",
+            "featcal calibrate ORG/merged --base REPO --data base=SOURCE",
+        ),
     ),
     Refused(
         "experts-disagree",
@@ -536,7 +548,7 @@ slices:
         (
             "ORG/bert-math comes from ORG/base",
             "ORG/bert-code comes from ORG/other",
-            "--base ORG/base (or --base ORG/other",
+            "featcal calibrate ORG/merged --base REPO --expert math=ORG/bert-math",
         ),
     ),
     Refused(
@@ -552,7 +564,10 @@ slices:
     Refused(
         "an-expert-not-said-is-not-the-base",
         {"ORG/merged": card(base_model=["ORG/bert-math", "ORG/bert-code", "ORG/bert-law"]), **SILENT},
-        ("nothing says what the base", "--base REPO --expert m=ORG/bert-math --expert c=ORG/bert-code"),
+        (
+            "nothing says what the base",
+            "--expert m=ORG/bert-math --expert c=ORG/bert-code --base REPO --data m=ORG/math-rows",
+        ),
         {"tasks": {"m": {"expert": "ORG/bert-math"}, "c": {"expert": "ORG/bert-code"}}},
     ),
     Refused(
@@ -581,7 +596,7 @@ slices:
     Refused(
         "a-missing-dataset",
         {"ORG/merged": mergekit(TIES), "ORG/bert-math": expert("math"), "ORG/bert-code": expert("code")},
-        ("no dataset ORG/math-rows", "named by the card of ORG/bert-math (datasets)", "or type featcal", "math=SOURCE"),
+        ("no dataset ORG/math-rows", "named by the card of ORG/bert-math (datasets)", "fill in SOURCE", "math=SOURCE"),
     ),
     Refused(
         "experts-without-data",
@@ -589,7 +604,8 @@ slices:
         (
             "ORG/bert-math names no dataset",
             "'/etc' is no dataset",
-            "featcal calibrate ORG/merged --data math=SOURCE --data code=SOURCE",
+            "featcal calibrate ORG/merged --base ORG/base --expert math=ORG/bert-math --expert code=ORG/bert-code "
+            "--data math=SOURCE --data code=SOURCE",
         ),
     ),
     Refused(
@@ -597,7 +613,8 @@ slices:
         {"ORG/merged": mergekit(TIES), **TWO, "ORG/bert-math": card(datasets=["ORG/a", "ORG/b"])},
         (
             "several datasets for math: ORG/a, ORG/b",
-            "type which: featcal calibrate ORG/merged --base ORG/base --data math=ORG/a (or --data math=ORG/b)",
+            "featcal calibrate ORG/merged --base ORG/base --expert math=ORG/bert-math --expert code=ORG/bert-code "
+            "--data code=ORG/code-rows --data math=SOURCE",
         ),
         {"base": "ORG/base"},
     ),
@@ -608,12 +625,12 @@ slices:
             **TWO,
             "data ORG/math-rows": card(configs=[{"config_name": "easy"}, {"config_name": "hard"}]),
         },
-        ("has several configs: easy, hard", "--data math=ORG/math-rows:easy"),
+        ("has several configs: easy, hard", "fill in CONFIG", "--data math=ORG/math-rows:CONFIG"),
     ),
     Refused(
         "data-for-no-expert",
         {"ORG/merged": mergekit(TIES), **TWO},
-        ("the task sums", "math and code", "--expert sums=REPO --data sums=mine/rows"),
+        ("the task sums", "math and code", "--data sums=mine/rows --expert sums=REPO"),
         {"tasks": {"sums": {"data": "mine/rows"}}},
     ),
     Refused(
