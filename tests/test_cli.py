@@ -100,11 +100,12 @@ def test_an_error_in_lineage_is_said_without_torch(command: str, tmp_path: Path,
 def test_a_torch_that_cannot_be_imported_is_told(tmp_path: Path) -> None:
     (tmp_path / "broken" / "torch").mkdir(parents=True)
     (tmp_path / "broken" / "torch" / "__init__.py").write_text("raise ImportError('libtorch_cpu.so: no such file')")
-    options = ["--base", "a/b", "--expert", "red=a/c", "--data", "red=a/d"]
-    run = featcal("calibrate", "a/a", *options, folder=tmp_path, PYTHONPATH=str(tmp_path / "broken"))
+    (tmp_path / "red").mkdir()
+    options = ["--base", "red", "--expert", "red=red", "--data", "red=red"]
+    run = featcal("calibrate", "red", *options, folder=tmp_path, PYTHONPATH=str(tmp_path / "broken"))
     assert run.returncode == 2 and run.stderr.count("error:") == 1, run.stderr
     assert "libtorch_cpu.so: no such file" in run.stderr and "install it again" in run.stderr.replace("\n", " ")
-    assert list(tmp_path.iterdir()) == [tmp_path / "broken"]
+    assert sorted(tmp_path.iterdir()) == [tmp_path / "broken", tmp_path / "red"]
 
 
 def test_commands_are_listed(tmp_path: Path) -> None:
