@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -85,3 +86,38 @@ def take_range(batches: Sequence[Batch], start: int, stop: int) -> list[Batch]:
 
 def _rows_of(tensor: Tensor, rows: int, positions: Sequence[int]) -> Tensor:
     return tensor[[position * rows + row for position in positions for row in range(rows)]]
+
+
+def count_positions(model: PreTrainedModel) -> tuple[int | None, bool]:
+    """The most tokens that the model has positions for, None for any number; and whether more of them cannot be read at
+    all, because each position has weights of its own."""
+    most = getattr(text_config(model), "max_position_embeddings", None)
+    if not isinstance(most, int) or most < 1:
+        return None, False
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding) and re.search(r"(^|[._])(w?pe|(embed_)?pos(ition)?s?_?)", name):
+            if module.num_embeddings == most and module.padding_idx is not None:
+                return (
+                    most - module.padding_idx - 1,
+                    True,
+                )  # as in RoBERTa, whose first position is behind the padding's
+            if module.num_embeddings == most + int(getattr(module, "offset", 0)):
+                return most, True
+    return most, False
+
+
+def text_config(model: PreTrainedModel) -> Any:
+    """The config of the part that reads tokens; the whole one where there are several."""
+    try:
+        return model.config.get_text_config()
+    except ValueError:
+        return model.config
+
+
+def count_vocabulary(model: PreTrainedModel) -> int | None:
+    """Tokens that the model has embeddings for; None where it reads none."""
+    try:
+        size = getattr(model.get_input_embeddings(), "num_embeddings", None)
+    except NotImplementedError:
+        return None
+    return size if isinstance(size, int) else None

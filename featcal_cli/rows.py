@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from itertools import accumulate, groupby
 from pathlib import Path
 from random import Random
+from stat import S_ISDIR, S_ISREG
 
 from featcal_cli.columns import needed_columns
 from featcal_cli.errors import DataError, HubError
@@ -84,10 +85,22 @@ def check_split_of_file(data: Data, split: str | None) -> None:
 
 
 def local_path(data: Data) -> Path:
-    """The file or folder that `data.path` names. Raises DataError when there is none."""
+    """The file or folder that `data.path` names. Raises DataError when there is none, or it is a pipe or device."""
     path = Path(data.path or "").expanduser()
-    if not path.exists():
-        raise DataError(f"there is no file or folder {path}", where=str(data), fix="check the path")
+    try:
+        mode = path.stat().st_mode
+    except (OSError, ValueError) as error:
+        reason = "" if isinstance(error, FileNotFoundError) else f" ({first_line(error)})"
+        raise DataError(
+            f"there is no file or folder {path} that can be read{reason}"
+            if reason
+            else f"there is no file or folder {path}",
+            where=str(data),
+            fix="check the path",
+        ) from None
+    if not (S_ISREG(mode) or S_ISDIR(mode)):
+        what = f"{path} is a pipe, a socket or a device, and data are read in any order, more than once"
+        raise DataError(what, where=str(data), fix="write what it gives into a file first")
     return path
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from featcal_cli.batches import BadRowError, Batch, decoder_prompt, forward_names
+from featcal_cli.batches import BadRowError, Batch, count_positions, count_vocabulary, decoder_prompt, forward_names
 from featcal_cli.columns import (
     Samples,
     TextKind,
@@ -81,7 +81,7 @@ class TextReader:
             )
         except Exception as error:  # what its files say may make a tokenizer raise anything
             raise BadRowError(f"the tokenizer cannot read it ({bare(first_line(error))})") from error
-        known = _vocabulary_size(self.model)
+        known = count_vocabulary(self.model)
         if known is not None and max(encoded["input_ids"], default=0) >= known:
             raise DataError(
                 f"the tokenizer has token {max(encoded['input_ids'])}, but the model only {known} tokens",
@@ -107,12 +107,12 @@ class TextReader:
 def open_text(data: Data, samples: Samples, model: PreTrainedModel, folders: Sequence[Path], where: str) -> TextReader:
     """The reader of text rows. Raises DataError when no column holds text or no folder has a tokenizer."""
     tokenizer, source = load_tokenizer(folders, where)
-    known = _vocabulary_size(model)
+    known = count_vocabulary(model)
     if tokenizer.pad_token_id is None or (known is not None and tokenizer.pad_token_id >= known):
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.convert_ids_to_tokens(0)
     kind = _text_kind(model)
     roles = choose_text_roles(data, samples, kind, chat=bool(tokenizer.chat_template), where=where)
-    limits = (tokenizer.model_max_length, _count_positions(model), MAX_TOKENS)
+    limits = (tokenizer.model_max_length, count_positions(model)[0], MAX_TOKENS)
     max_tokens = int(min(limit for limit in limits if isinstance(limit, int | float) and limit >= 1))
     read = [f"column {column} as {role}" for role, column in roles.items() if role not in ("image", "label")]
     about = find_about(data, roles, samples) if data.template is None else []
@@ -146,17 +146,3 @@ def _text_kind(model: PreTrainedModel) -> TextKind:
     # A causal body without a head cannot generate, but its attention says what it is.
     causal = model.can_generate() or any(getattr(module, "is_causal", False) for module in model.modules())
     return "causal" if causal else "encoder"
-
-
-def _count_positions(model: PreTrainedModel) -> Any:
-    """The most tokens the model has positions for, as its config says; MAX_TOKENS where it does not."""
-    try:
-        config = model.config.get_text_config()
-    except ValueError:  # several text parts
-        config = model.config
-    return getattr(config, "max_position_embeddings", None) or MAX_TOKENS
-
-
-def _vocabulary_size(model: PreTrainedModel) -> int | None:
-    size = getattr(model.get_input_embeddings(), "num_embeddings", None)
-    return size if isinstance(size, int) else None

@@ -34,6 +34,11 @@ def file(name: str, content: str | bytes) -> Arrange:
     return lambda stage: {"--data": f"red={stage.write(name, content)}"}
 
 
+def pipe(stage: Stage) -> Arguments:
+    os.mkfifo(stage.folder / "pipe.jsonl")
+    return {"--data": f"red={stage.folder / 'pipe.jsonl'}"}
+
+
 def missing_file(stage: Stage) -> Arguments:
     return {"--data": f"red={stage.folder / 'nowhere.jsonl'}"}
 
@@ -144,8 +149,11 @@ CASES: list[Case] = [
     (file("rows.csv", f"{ESCAPE}a,b\n" + "1,2\n" * 20), ["no column holds text"]),
     (tensors(pixel_values=torch.zeros(4, 3, 8, 8)), ["pixel_values"]),
     (tensors(attention_mask=torch.ones(4, 9, dtype=torch.long)), ["cannot run", "input_ids"]),
-    (tensors(input_ids=torch.full((4, 9), 1000)), ["cannot run", "range"]),
-    (tensors(input_ids=torch.full((4, 9), -1)), ["cannot run"]),
+    (tensors(input_ids=torch.full((4, 9), 1000)), ["has 1000", "knows 0 to"]),
+    (tensors(input_ids=torch.ones(4, 3000, dtype=torch.long)), ["3,000 tokens", "cut the examples"]),
+    (tensors(input_ids=torch.ones(4, 0, dtype=torch.long)), ["holds nothing"]),
+    (pipe, ["is a pipe", "into a file"]),
+    (tensors(input_ids=torch.full((4, 9), -1)), ["has -1"]),
     (tensors(input_ids=IDS, attention_mask=IDS[:4]), ["do not agree"]),
     (tensors(input_ids=IDS, attention_mask=torch.zeros_like(IDS)), ["padding", "red"]),
     (tensors(labels=IDS[:, 0].contiguous()), ["nothing but labels"]),

@@ -6,6 +6,7 @@ import contextlib
 import csv
 import io
 import json
+import os
 import shutil
 from base64 import b64encode
 from collections.abc import Mapping, Sequence
@@ -30,6 +31,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from transformers.models.detr.image_processing_pil_detr import DetrImageProcessorPil
 from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 
+from featcal_cli.batches import count_positions
 from featcal_cli.errors import DataError
 from featcal_cli.examples import Batch, TaskExamples, draw_examples
 from featcal_cli.images import DECODED
@@ -441,6 +443,76 @@ def test_tensors_that_the_model_cannot_take_are_refused(
 ) -> None:
     with pytest.raises(DataError, match=message):
         load(save_tensors(tmp_path / "a.safetensors", **tensors), bert)
+
+
+IDS = torch.ones(4, 6).long()
+HALF_MASK = torch.ones(4, 6).long().index_fill(0, torch.tensor([2]), 0)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "message"),
+    [
+        ({"input_ids": torch.ones(4, 17).long()}, "17 tokens an example, and the model positions for 16"),
+        ({"input_ids": IDS[:, :0]}, r"input_ids \[4, 0\] holds nothing"),
+        ({"input_ids": IDS.index_fill(0, torch.tensor([1]), 64)}, "of example 2 has 64, and the model knows 0 to 63"),
+        ({"input_ids": -IDS}, "of example 1 has -1"),
+        ({"input_ids": IDS.float()}, "ids are whole numbers"),
+        ({"input_ids": IDS[:, 0].contiguous()}, "without a dimension of tokens"),
+        ({"input_ids": IDS, "token_type_ids": 2 * IDS}, "token_type_ids of example 1 has 2"),
+        ({"input_ids": IDS, "attention_mask": HALF_MASK}, "of example 3 is all 0"),
+        ({"input_ids": IDS, "attention_mask": IDS[:, :5].contiguous()}, "differ"),
+        ({"input_ids": IDS, "attention_mask": 5 * IDS}, "holds 5 to 5"),
+        ({"input_ids": IDS, "inputs_embeds": torch.ones(4, 6, 8, dtype=torch.complex64)}, "complex64"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_ids_and_masks_that_a_model_cannot_read_are_refused_with_numbers(
+    tmp_path: Path, bert: Any, tensors: dict[str, Tensor], message: str
+) -> None:
+    with pytest.raises(DataError, match=message):
+        load(save_tensors(tmp_path / "a.safetensors", **tensors), bert)
+
+
+@pytest.mark.parametrize("kind", [torch.uint8, torch.int16, torch.int32])
+def test_ids_of_fewer_bits_are_ids(tmp_path: Path, bert: Any, kind: torch.dtype) -> None:
+    mask = torch.ones(4, 6).bool()
+    [batch] = load(save_tensors(tmp_path / "a.safetensors", input_ids=IDS.to(kind), attention_mask=mask), bert).fitted
+    assert batch["input_ids"].dtype == torch.int64
+    assert bert(**batch).logits.shape == (4, 2)
+
+
+def test_positions_of_roberta_begin_behind_the_paddings(tmp_path: Path) -> None:
+    roberta = build("RobertaModel", "RobertaConfig", **TINY, max_position_embeddings=16, pad_token_id=1)
+    assert count_positions(roberta) == (14, True)
+    roberta(input_ids=torch.full((1, 14), 5))
+    with pytest.raises(DataError, match="15 tokens an example, and the model positions for 14"):
+        load(save_tensors(tmp_path / "a.safetensors", input_ids=torch.full((4, 15), 5)), roberta)
+    folder = save_tokenizer(tmp_path / "expert")
+    [batch] = load(one(tmp_path, {"text": "w1 " * 600}), roberta, folder).fitted
+    assert batch["input_ids"].shape == (1, 14)
+
+
+def test_more_tokens_than_a_model_with_turning_positions_was_made_for_are_its_users_affair(
+    tmp_path: Path, llama: Any
+) -> None:
+    assert count_positions(llama) == (2048, False)
+    assert load(save_tensors(tmp_path / "a.safetensors", input_ids=torch.ones(4, 2050).long()), llama).fitted
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.csv", "a.parquet", "a.safetensors", "pictures"])
+def test_a_pipe_is_refused_and_nobody_waits_for_it(tmp_path: Path, bert: Any, text_folder: Path, name: str) -> None:
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(DataError, match=r"is a pipe, a socket or a device[^$]*into a file"):
+        load(Data(path=str(tmp_path / name)), bert, text_folder)
+
+
+def test_pipes_in_a_folder_are_no_files_of_it(tmp_path: Path, bert: Any, text_folder: Path) -> None:
+    (tmp_path / "data").mkdir()
+    os.mkfifo(tmp_path / "data" / "a.jsonl")
+    with pytest.raises(DataError, match="no images and no data files"):
+        load(Data(path=str(tmp_path / "data")), bert, text_folder)
+    write_jsonl(tmp_path / "data" / "b.jsonl", text_rows(3))
+    assert load(Data(path=str(tmp_path / "data")), bert, text_folder).fitted_count == 3
 
 
 # --- images ---
