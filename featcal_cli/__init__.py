@@ -51,6 +51,8 @@ Examples
     hub_data       a Hub dataset at one commit → the files of one split
     row_groups     parquet on the Hub: a few rows from many row groups
     streams        other formats on the Hub → rows
+    contents       what a file is by its first bytes; its lines
+    delimited      .csv and .tsv → rows, and what is wrong with them
     tables         local files → rows in any order
     rows           a data source → rows
     columns        which column of a row plays which role

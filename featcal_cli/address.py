@@ -11,6 +11,8 @@ from urllib.parse import unquote
 
 from featcal_cli.errors import RecipeError
 
+DATA_ENDINGS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".txt", ".parquet", ".arrow", ".gz", ".safetensors")
+"""Of files that hold data: no Hub id ends so."""
 HUB_HOSTS = ("huggingface.co", "www.huggingface.co", "hf.co", "www.hf.co")
 """Where the Hub's pages are; HF_ENDPOINT's host is another."""
 
@@ -84,11 +86,7 @@ def path_exists(path: Path) -> bool:
 def looks_like_path(text: str) -> bool:
     """True for text that can only be meant as a path, never as a Hub id."""
     name = re.split("[@:]", text, maxsplit=1)[0]
-    return (
-        text.startswith((".", "/", "~"))
-        or text.endswith((".jsonl", ".csv", ".parquet", ".safetensors"))
-        or name.count("/") > 1
-    )
+    return text.startswith((".", "/", "~")) or text.endswith(DATA_ENDINGS) or name.count("/") > 1
 
 
 def split_revision(text: str) -> tuple[str, str | None]:

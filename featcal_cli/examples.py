@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from featcal_cli.batches import BadRowError, Reader, count_examples, forward_names, take_examples
 from featcal_cli.batches import Batch as Batch
 from featcal_cli.columns import Samples, check_columns, has_image_column
+from featcal_cli.delimited import BrokenRow
 from featcal_cli.errors import DataError
 from featcal_cli.images import open_images
 from featcal_cli.recipe import Data
@@ -22,6 +23,7 @@ from featcal_cli.tables import Row
 from featcal_cli.tensors import is_tensor_file, open_tensors
 from featcal_cli.text import open_text
 
+REPAIR = "repair the file: a value that holds the separator, a line break or a quote stands in quotes"
 PEEKED_ROWS = 16
 """Rows looked at to find out what the columns hold."""
 
@@ -138,6 +140,8 @@ def open_rows(data: Data, first: Sequence[Row], model: PreTrainedModel, folders:
     """The reader for the model's main input, from the first rows. Raises DataError for columns that do not fit it."""
     if not first:
         raise DataError("the source has no rows", where=where, fix="give data with rows, or another split")
+    if isinstance(first[0], BrokenRow) and all(isinstance(row, BrokenRow) for row in first):
+        raise DataError(f"none of the first {len(first)} rows can be used: {first[0].reason}", where=where, fix=REPAIR)
     samples = {name: [row.get(name) for row in first] for row in first for name in row}
     check_columns(data, samples, where)
     if _reads_images(data, samples, model):

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from featcal_cli.batches import BadRowError, Batch, decoder_prompt, forward_names
 from featcal_cli.columns import Samples, find_image_column
+from featcal_cli.delimited import BrokenRow
 from featcal_cli.documents import bare, show
 from featcal_cli.errors import DataError
 from featcal_cli.hub_data import first_line
@@ -60,6 +61,8 @@ class ImageReader:
 
     def read(self, row: Row) -> Encoded:
         """The image, once it was decoded; raises BadRowError when it cannot be."""
+        if isinstance(row, BrokenRow):
+            raise BadRowError(row.reason)
         decoded = self._decode(row.get(self.column))
         return Encoded(row[self.column], decoded.width * decoded.height)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import zlib
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -18,7 +19,7 @@ from featcal_cli.recipe import Data
 from featcal_cli.row_groups import draw_from_groups, read_all_groups
 from featcal_cli.splits import SPLIT_WORDS, choose_split, group_by_folder, group_by_name
 from featcal_cli.streams import draw_from_stream, read_stream
-from featcal_cli.tables import IMAGE_FILES, TABLE_FILES, Row, Table, open_file, open_images, shorten_row
+from featcal_cli.tables import IMAGE_FILES, TABLE_FILES, Row, Table, is_table, open_file, open_images, shorten_row
 
 
 def draw_rows(data: Data, count: int, seed: int, note: Note = ignore) -> Iterator[Row]:
@@ -124,7 +125,9 @@ def list_local(data: Data, split: str | None, note: Note = ignore) -> tuple[list
         return [path], []
     seen = [file for file in sorted(path.rglob("*")) if not _is_hidden(file.relative_to(path)) and file.is_file()]
     images = [file for file in seen if file.suffix.lower() in IMAGE_FILES]
-    tables = [file for file in seen if file.suffix.lower() in TABLE_FILES and file.stem != "metadata"]
+    # the .json files beside a config.json are a model's
+    loose = {file.parent for file in seen if file.name == "config.json"}
+    tables = [file for file in seen if is_table(file) and not (file.suffix == ".json" and file.parent in loose)]
     if not images and not tables:
         raise DataError(
             "the folder has no images and no data files",
@@ -156,7 +159,7 @@ def _explaining(where: str) -> Iterator[None]:
     """Turn what a broken file raises into a DataError."""
     try:
         yield
-    except (OSError, ValueError, NotImplementedError, csv.Error) as error:
+    except (OSError, EOFError, ValueError, NotImplementedError, csv.Error, zlib.error) as error:
         raise DataError(
             f"the data cannot be read: {first_line(error)}", where=where, fix="check that the file is whole"
         ) from error

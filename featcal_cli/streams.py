@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from io import TextIOWrapper
 from pathlib import PurePosixPath
 from random import Random
 from typing import Any
 
+from featcal_cli.contents import decode_lines
+from featcal_cli.delimited import parse_csv
 from featcal_cli.errors import DataError
 from featcal_cli.hub_data import HubFile, HubSplit
 from featcal_cli.row_groups import READERS, weighted_order
-from featcal_cli.tables import IMAGE_FILES, LARGEST_IMAGE, Row, parse_csv, parse_json_line, shorten_row
+from featcal_cli.tables import IMAGE_FILES, LARGEST_IMAGE, Row, parse_json_line, shorten_row
 
 BLOCK = 2**18
 """Bytes of a file of lines that are read at a time."""
@@ -177,14 +178,14 @@ def _open_rows(split: HubSplit, files: Sequence[HubFile]) -> Iterator[Row]:
 
 def _open_csv(split: HubSplit, files: Sequence[HubFile]) -> Iterator[Row]:
     for file in files:
-        options = {"sep": _separator(file), "encoding": "utf-8-sig", **split.options}
+        separator = split.options.get("delimiter") or split.options.get("sep") or _separator(file)
         with split.open(file, block_size=CSV_BLOCK) as stream:
-            lines = TextIOWrapper(stream, options["encoding"], newline="")
-            yield from parse_csv(lines, options.get("delimiter") or options["sep"])
+            lines = decode_lines(stream, PurePosixPath(file.path).name, file.url, split.options.get("encoding"))
+            yield from parse_csv(lines, file.path, separator)
 
 
-def _separator(file: HubFile) -> str:
-    return "\t" if ".tsv" in file.path.lower() else ","
+def _separator(file: HubFile) -> str | None:
+    return "\t" if ".tsv" in file.path.lower() else None
 
 
 def _open_stream(split: HubSplit, files: Sequence[HubFile]) -> Iterator[Row]:
@@ -199,7 +200,7 @@ def _open_stream(split: HubSplit, files: Sequence[HubFile]) -> Iterator[Row]:
     library.config.STREAMING_READ_MAX_RETRIES = library.config.STREAMING_OPEN_MAX_RETRIES = 1
     # a list of this kind is taken as it is, where a plain one would be looked up file by file
     listed = DataFilesList([file.url for file in files], [()] * len(files))
-    options = {**({"sep": _separator(files[0])} if split.format == "csv" else {}), **split.options}
+    options = {**({"sep": _separator(files[0]) or ","} if split.format == "csv" else {}), **split.options}
     stream = library.load_dataset(split.format, data_files={"train": listed}, split="train", streaming=True, **options)
     return iter(stream.decode(False) if stream.features else stream)  # without features nothing would be decoded
 

@@ -2,27 +2,44 @@
 
 from __future__ import annotations
 
-import csv
+import os
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import pyarrow.parquet
 
+from featcal_cli.contents import HEAD, check_content, is_plain, open_lines, refuse_encoding
+from featcal_cli.delimited import BrokenRow, check_first_line, parse_csv
 from featcal_cli.documents import parse_json
 from featcal_cli.errors import DataError
 
 Row = dict[str, Any]
 
-parquet: Any = pyarrow.parquet  # has no types
+arrow: Any = pyarrow  # has no types
+parquet: Any = pyarrow.parquet
 
 IMAGE_FILES = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".gif", ".tif", ".tiff")
 BASE64_BEGINNINGS = ("iVBORw0KGgo", "/9j/", "R0lGOD", "UklGR", "SUkqA", "TU0AK")
 """Of PNG, JPEG, GIF, WebP and TIFF files that are written as text."""
-TABLE_FILES = (".jsonl", ".csv", ".parquet")
+TABLE_FILES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".arrow")
+LINES_FILE = ".txt"
+"""A row a line; in a folder such files are mostly about the data."""
+NO_ROWS = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json", "config.json")
+"""What is known about data or a model, beside them."""
+OTHER_KINDS = {
+    **dict.fromkeys((".xlsx", ".xls", ".ods"), "save the sheet as .csv"),
+    **dict.fromkeys((".npy", ".npz", ".pt", ".pth", ".bin"), "write the tensors to a .safetensors file"),
+    **dict.fromkeys((".zip", ".tar", ".7z", ".zst", ".bz2", ".xz"), "unpack it, and give the folder"),
+}
+"""Endings that are not read → what to do."""
+LISTS = ("data", "rows", "examples", "instances", "items", "train")
+"""Where a .json file that is one object keeps its rows."""
+WHOLE_JSON = 2**30
+"""Bytes of a .json file that is read whole."""
 KEPT = 2**16
 """Characters of a text that are kept at each end: far more than any model reads of it, from whichever end."""
 LARGEST_IMAGE = 2**26
@@ -31,6 +48,9 @@ UNFOLDED = 2**28
 """Bytes of a row group that are in memory at once."""
 NESTED = 6
 """Lists and mappings inside of each other that a row's texts are looked for in."""
+
+
+WRITE_LINES = "write one JSON object per line"
 
 
 @dataclass(frozen=True)
@@ -45,6 +65,8 @@ class Table:
 def shorten_row(row: Row) -> Row:
     """The row without what no reader of it needs: the middle of very long texts, and bytes that are too many for an
     image. Hundreds of rows are held at once."""
+    if isinstance(row, BrokenRow):
+        return row
     return {name: _shorten(value, NESTED) for name, value in row.items()}
 
 
@@ -67,20 +89,45 @@ def is_base64(text: str) -> bool:
     return text.startswith(("data:image/", *BASE64_BEGINNINGS))
 
 
+def ending_of(file: PurePath) -> str:
+    """The ending that says what a file is: .jsonl of a.jsonl.gz."""
+    endings = [suffix.lower() for suffix in file.suffixes]
+    return endings[-2] if len(endings) > 1 and endings[-1] == ".gz" else "".join(endings[-1:])
+
+
+def is_table(file: PurePath) -> bool:
+    """Whether a file of a folder may hold rows."""
+    known = ending_of(file) in TABLE_FILES and file.name not in NO_ROWS
+    return known and file.stem != "metadata" and not file.name.startswith("cache-")
+
+
 def open_file(file: Path, where: str) -> list[Table]:
     """The tables of one data file. Raises DataError for a file of another kind, and what its parser raises."""
-    suffix = file.suffix.lower()
-    if suffix == ".parquet":
-        return _open_parquet(file)
-    if suffix == ".csv":
-        return [_open_csv(file)]
-    if suffix == ".jsonl":
-        return [_open_jsonl(file)]
+    ending = ending_of(file)
+    if ending in (".parquet", ".arrow"):
+        with file.open("rb") as stream:
+            head = stream.read(HEAD)
+        if not head.startswith((b"PAR1", b"ARROW1")):
+            check_content(head, file.name, where)
+        return _open_parquet(file) if ending == ".parquet" else [_open_arrow(file)]
+    if ending in (".csv", ".tsv"):
+        rows = list(map(shorten_row, parse_csv(open_lines(file, where), where, "\t" if ending == ".tsv" else None)))
+        check_first_line(rows, where)
+        return [hold_rows(rows)]
+    if ending in (".jsonl", ".ndjson", ".json"):
+        return [_open_json(file, where)]
+    if ending == LINES_FILE:
+        return [hold_rows([shorten_row({"text": line.strip()}) for line in open_lines(file, where) if line.strip()])]
     raise DataError(
         f"{file.name} is not a kind of file that can be read",
         where=where,
-        fix=f"give {', '.join(TABLE_FILES)}, .safetensors, a folder or a Hub dataset",
+        fix=OTHER_KINDS.get(ending) or f"give {', '.join(TABLE_FILES)}, .safetensors, a folder or a Hub dataset",
     )
+
+
+def hold_rows(rows: Sequence[Row]) -> Table:
+    """A table of rows that are in memory."""
+    return Table(len(rows), lambda positions: (rows[position] for position in positions))
 
 
 def _open_parquet(file: Path) -> list[Table]:
@@ -122,33 +169,73 @@ def read_group(
             break
 
 
-def _open_csv(file: Path) -> Table:
-    with file.open(encoding="utf-8-sig", newline="") as stream:
-        rows = list(map(shorten_row, parse_csv(stream)))
-    return Table(len(rows), lambda positions: (rows[position] for position in positions))
+def _open_arrow(file: Path) -> Table:
+    """What `datasets` saves to a disk, or a feather file."""
+    mapped = arrow.memory_map(str(file))
+    try:
+        table = arrow.ipc.open_stream(mapped).read_all()
+    except arrow.ArrowInvalid:
+        table = arrow.ipc.open_file(mapped).read_all()
+    return Table(table.num_rows, lambda positions: (table.slice(at, 1).to_pylist()[0] for at in positions))
 
 
-def parse_csv(lines: Iterable[str], separator: str = ",") -> Iterator[Row]:
-    """The rows of a .csv file. Every value is text: a type guessed from the first rows breaks on the later ones."""
-    csv.field_size_limit(2**31 - 1)  # the default refuses long documents
-    for row in csv.DictReader(lines, delimiter=separator):
-        yield {name: value for name, value in row.items() if name}
+def _open_json(file: Path, where: str) -> Table:
+    """An object a line; or all rows in a list, alone or under a name like data."""
+    if not is_plain(file):
+        return hold_rows(_parse_json_text("".join(open_lines(file, where)), file, where))
+    with file.open("rb") as stream:
+        head = stream.read(HEAD)
+    check_content(head, file.name, where)
+    begins = head.decode("utf-8-sig", "replace").lstrip()
+    first, _, second = begins.partition("\n")
+    is_lines = first.rstrip().endswith("}") and second.lstrip().startswith("{")
+    if begins.startswith("[") or (ending_of(file) == ".json" and not is_lines):
+        if file.stat().st_size > WHOLE_JSON:
+            raise DataError(f"{file.name} is too large to be read whole", where=where, fix="write one object per line")
+        return hold_rows(_parse_json_text("".join(open_lines(file, where)), file, where))
+    return _open_jsonl(file)
+
+
+def _parse_json_text(text: str, file: Path, where: str) -> list[Row]:
+    try:
+        value = parse_json(text)
+    except ValueError as error:
+        lines = [line for line in text.splitlines() if line.strip()]
+        if len(lines) < 2:
+            raise DataError(f"{file.name} is not JSON: {error}", where=where, fix=WRITE_LINES) from None
+        return [parse_json_line(line.encode(), f"row {at}", where) for at, line in enumerate(lines, 1)]
+    if isinstance(value, dict):
+        lists = [value[name] for name in LISTS if isinstance(value.get(name), list)]
+        value = lists[0] if ending_of(file) == ".json" and lists else [value]
+    if not isinstance(value, list) or not all(isinstance(row, dict) for row in value):
+        raise DataError(f"{file.name} is no list of JSON objects", where=where, fix=WRITE_LINES)
+    return list(map(shorten_row, value))
 
 
 def _open_jsonl(file: Path) -> Table:
     starts = array("Q")
     with file.open("rb") as stream:
+        before = os.fstat(stream.fileno())
         start = 0
         for line in stream:
             if line.strip():
                 starts.append(start)
             start += len(line)
+            if start >= before.st_size:  # what is written to it meanwhile is left out, else it might never end
+                break
 
     def read(positions: Sequence[int]) -> Iterator[Row]:
         with file.open("rb") as stream:
             for position in positions:
                 stream.seek(starts[position])
-                yield parse_json_line(stream.readline(), f"row {position + 1}", str(file))
+                try:
+                    yield parse_json_line(stream.readline(), f"row {position + 1}", str(file))
+                except DataError as error:
+                    now = os.fstat(stream.fileno())
+                    if (now.st_size, now.st_mtime_ns) == (before.st_size, before.st_mtime_ns):
+                        raise
+                    what = f"{file.name} was changed while it was read: {error.what}"
+                    raise DataError(what, where=str(file), fix="wait until it is written, and run again") from error
 
     return Table(len(starts), read)
 
@@ -157,13 +244,15 @@ def parse_json_line(line: bytes, which: str, where: str) -> Row:
     """The row that one line holds. Raises DataError for a line, called `which`, that is no JSON object."""
     try:
         row = parse_json(line.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        raise refuse_encoding(error, which, PurePath(where).name, where) from error
     except ValueError as error:
         reason = f"is not JSON: {error}"
     else:
         if isinstance(row, dict):
             return row
         reason = "is not a JSON object"
-    raise DataError(f"{which} {reason}", where=where, fix="write one JSON object per line")
+    raise DataError(f"{which} {reason}", where=where, fix=WRITE_LINES)
 
 
 def open_images(files: Sequence[Path], classes: Sequence[str]) -> Table:

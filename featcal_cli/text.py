@@ -19,6 +19,7 @@ from featcal_cli.columns import (
     is_conversation,
     name_columns,
 )
+from featcal_cli.delimited import BrokenRow
 from featcal_cli.documents import bare
 from featcal_cli.errors import DataError
 from featcal_cli.hub_data import first_line
@@ -47,6 +48,8 @@ class TextReader:
 
     def read(self, row: Row) -> tuple[dict[str, list[int]], list[int]]:
         """The forward arguments of one row, [tokens] each, and the ids of its target. Raises BadRowError when empty."""
+        if isinstance(row, BrokenRow):
+            raise BadRowError(row.reason)
         phrase = self.phrasing.compose(row)
         text, pair, answer = map(self._shorten, (phrase.text, phrase.pair, phrase.target))
         encoded = self._encode(text, pair, add_special_tokens=not phrase.has_special_tokens)

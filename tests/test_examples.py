@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import gzip
 import io
 import json
 import os
@@ -38,7 +39,7 @@ from featcal_cli.images import DECODED
 from featcal_cli.labelled import load_labelled
 from featcal_cli.pixels import to_rgb
 from featcal_cli.recipe import Data
-from featcal_cli.tables import KEPT, shorten_row
+from featcal_cli.tables import KEPT, open_file, shorten_row
 
 arrow: Any = pyarrow  # has no types
 parquet: Any = pyarrow.parquet
@@ -400,6 +401,127 @@ def test_a_line_that_is_no_json_is_an_error_with_its_number(tmp_path: Path, bert
     (tmp_path / "a.jsonl").write_text('{"text": "w1 w2"}\n\n{"text": \n')
     with pytest.raises(DataError, match="row 2 is not JSON"):
         load(Data(path=str(tmp_path / "a.jsonl")), bert, text_folder)
+
+
+# --- files as people have them ---
+
+ROWS = [{"text": f"w{number} w2, w3", "label": str(number % 2)} for number in range(12)]
+LINES = "".join(f'"{row["text"]}",{row["label"]}\n' for row in ROWS)
+TABLE = "text,label\n" + LINES
+OBJECTS = "".join(json.dumps(row) + "\n" for row in ROWS)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("a.csv", TABLE.encode("utf-8-sig")),
+        ("a.csv", TABLE.encode("utf-16")),
+        ("a.csv", TABLE.encode("utf-16-le")),
+        ("a.csv", TABLE.replace("\n", "\r\n").encode()),
+        ("a.csv", TABLE.replace(",", ";").replace("; w3", ", w3").encode()),
+        ("a.csv", b"sep=;\r\n" + TABLE.replace(",", ";").replace("; w3", ", w3").encode()),
+        ("a.csv", TABLE.replace(",", "\t").replace("\t w3", ", w3").encode()),
+        ("a.csv", TABLE.replace("\n", ",\n").encode()),
+        ("a.csv", gzip.compress(TABLE.encode(), mtime=0)),
+        ("a.csv.gz", gzip.compress(TABLE.encode(), mtime=0)),
+        ("a.tsv", TABLE.replace(",", "\t").replace("\t w3", ", w3").encode()),
+        ("a.jsonl", OBJECTS.encode("utf-16")),
+        ("a.jsonl", OBJECTS.encode("utf-8-sig")),
+        ("a.jsonl", OBJECTS.replace("\n", "\r\n").encode()),
+        ("a.jsonl", json.dumps(ROWS).encode()),
+        ("a.jsonl", json.dumps(ROWS, indent=1).encode()),
+        ("a.jsonl.gz", gzip.compress(OBJECTS.encode(), mtime=0)),
+        ("a.json", json.dumps(ROWS).encode("utf-8-sig")),
+        ("a.json", json.dumps({"version": 1, "data": ROWS}).encode()),
+        ("a.json", json.dumps({"data": ROWS}, indent=2).encode()),
+        ("a.json", OBJECTS.encode()),
+        ("a.ndjson", OBJECTS.encode()),
+        ("a.txt", "".join(f"{row['text']}\r\n" for row in ROWS).encode()),
+    ],
+)
+def test_files_are_read_as_people_have_them(
+    tmp_path: Path, bert: Any, text_folder: Path, name: str, content: bytes
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    found = load(Data(path=str(tmp_path / name), columns={"text": "text"}), bert, text_folder, count=12)
+    assert sorted(rows_of(found.fitted, "input_ids")) == sorted(
+        [2, WORDS.index(f"w{number}"), WORDS.index("w2"), 1, WORDS.index("w3"), 3] for number in range(12)
+    )
+
+
+def test_what_datasets_saves_to_a_disk_is_read(tmp_path: Path, bert: Any, text_folder: Path) -> None:
+    import datasets
+
+    library: Any = datasets
+    parts = {name: library.Dataset.from_list(ROWS[:count]) for name, count in (("train", 4), ("test", 7))}
+    library.DatasetDict(parts).save_to_disk(tmp_path / "saved")
+    parts["train"].save_to_disk(tmp_path / "alone")
+    for data, count in ((Data(path="saved"), 4), (Data(path="saved", split="test"), 7), (Data(path="alone"), 4)):
+        local = data.model_copy(update={"path": str(tmp_path / str(data.path))})
+        assert load(local, bert, text_folder).fitted_count == count
+
+
+UNCLOSED = TABLE.replace('"w3 w2, w3"', '"w3 w2, w3', 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.csv", UNCLOSED, r"quote in line 5 is not closed: lines 5 to 6 become one row\nin: .*, line 5"),
+        ("a.csv", "text,label\n" + '"w1,1\n' + "w2,0\n" * 61, "line 2 is not closed: lines 2 to 63 become one row"),
+        ("a.csv", "text,label\n" + '"w1,1\n' + "w2,0\n" * 61 + 'w3",1\nw4,0\n', "line 2 is not closed"),
+        ("a.csv", "text\nw1\n" + '"w1 w2', "line 3 is not closed: it is the last line"),
+        ("a.csv", LINES, "names no columns: '0' is a number"),
+        ("a.csv", "".join(f"w{number} w2,good\n" for number in range(20)), "names no columns: 'good' is a value that"),
+        ("a.csv", "text,text\nw1,w2\n", "several columns are called 'text'"),
+        ("a.csv", "text,label\n" + "w1, w2, w3,1\n" * 20, "has 4 values for 2 columns"),
+        ("a.csv", TABLE.replace("w2", "caf\xe9").encode("latin-1"), r"may be WINDOWS-1252[^$]*iconv -f WINDOWS-1252"),
+        ("a.jsonl", OBJECTS.encode().replace(b"w5", b"caf\xe9"), r"row 6 is not UTF-8[^$]*WINDOWS-1252"),
+        ("a.csv", b"PK\x03\x04" + bytes(99), "a zip archive or a spreadsheet[^$]*fix: unpack it, or save"),
+        ("a.xlsx", b"PK\x03\x04" + bytes(99), r"a.xlsx is not a kind[^$]*save the sheet as .csv"),
+        ("a.parquet", TABLE, "cannot be read"),
+        ("a.parquet", b"version https://git-lfs.github.com/spec/v1\n", "Git LFS[^$]*git lfs pull"),
+        ("a.jsonl", "version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "Git LFS[^$]*git lfs pull"),
+        ("a.csv", "<!DOCTYPE html><html>", "a web page"),
+        ("a.jsonl", b"PAR1" + bytes(99), "a parquet file"),
+        ("a.csv.gz", gzip.compress(TABLE.encode() * 99, mtime=0)[:-40], "cannot be read"),
+        ("a.csv.gz", gzip.compress(TABLE.encode(), mtime=0)[:-12] + bytes(12), "cannot be read"),
+        ("a.arrow", b"ARROW1" + bytes(99), "cannot be read"),
+        ("a.json", "{", "a.json is not JSON"),
+        ("a.json", "[1, 2]", "no list of JSON objects"),
+        ("a.json", "", "not JSON|no rows"),
+    ],
+)
+def test_files_that_would_be_misread_are_refused_with_the_place(
+    tmp_path: Path, bert: Any, text_folder: Path, name: str, content: str | bytes, message: str
+) -> None:
+    (tmp_path / name).write_bytes(content.encode() if isinstance(content, str) else content)
+    with pytest.raises(DataError, match=message):
+        load(Data(path=str(tmp_path / name)), bert, text_folder)
+
+
+def test_rows_of_csv_with_too_many_values_are_left_out_and_lines_in_quotes_are_read(
+    tmp_path: Path, bert: Any, text_folder: Path
+) -> None:
+    long = "w1 w2\n" * 30
+    content = f'text,label\nw1,1\nw2, w3,1\nw4\n"{long}",0\ntext,label\n5" w5,1\n"w6" w7,0\n'
+    (tmp_path / "a.csv").write_text(content)
+    found = load(Data(path=str(tmp_path / "a.csv")), bert, text_folder)
+    assert (found.fitted_count, found.rows_skipped) == (5, 2)
+    notes = " ".join(found.notes)
+    assert "line 3 has 3 values for 2 columns" in notes or "line 36 names the columns again" in notes
+
+
+def test_a_file_that_grows_is_read_as_it_was_and_one_that_is_replaced_is_said_to_be(tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_text(OBJECTS)
+    [table] = open_file(file, "a")
+    with file.open("a") as stream:
+        stream.write(OBJECTS)
+    assert [row["text"] for row in table.read(range(table.length))] == [row["text"] for row in ROWS]
+    file.write_text("[]\n")
+    with pytest.raises(DataError, match="changed while it was read"):
+        list(table.read([5]))
 
 
 # --- tensors ---
