@@ -153,6 +153,7 @@ What comes of it
     lock           one run at a time on an output
     account        whose token it is, and where it may write
     remote         what a repo holds, against what a folder holds
+    upload         large files on their way to the Hub
     push           the output folder → one commit, read back
 
 The run

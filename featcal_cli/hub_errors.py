@@ -198,6 +198,7 @@ def _tell_wait(error: HfHubHTTPError) -> str:
 
 def _explain_silence(error: BaseException | None, repo: str, where: str, kind: str, file: str) -> HubError:
     from huggingface_hub import is_offline_mode
+    from huggingface_hub.errors import HfHubHTTPError
 
     missing = f", and the cache holds no complete copy of {repo}"
     if kind == "dataset":
@@ -207,7 +208,9 @@ def _explain_silence(error: BaseException | None, repo: str, where: str, kind: s
     reason = blame(error, by_name=True) if error else f"{hub_host()} cannot be reached"
     if file and "cannot be reached" not in reason:
         what = f"{file} of {repo} did not arrive: {reason}"
-        return HubError(what, where=where, fix="check the connection and the proxy, and run again")
+        wait = asked_pause(error.response) if isinstance(error, HfHubHTTPError) else None
+        fix = f"wait {wait:.0f} s and run again" if wait else "check the connection and the proxy, and run again"
+        return HubError(what, where=where, fix=fix)
     return HubError(
         f"{reason}{missing}", where=where, fix="check the connection, the proxy and HF_ENDPOINT, and run again"
     )

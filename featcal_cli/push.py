@@ -5,19 +5,24 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from featcal_cli.account import check_namespace, check_role, read_account
+from featcal_cli.download import Watch
 from featcal_cli.errors import HubError
-from featcal_cli.hub_errors import explained_writing, gone, hub_page
+from featcal_cli.hub_errors import ODD, explained_writing, gone, hub_page
 from featcal_cli.patience import PAUSE, TRIES, is_conflict, is_timeout, limit_waiting, patiently, worth_waiting
 from featcal_cli.remote import Head, differences, read_commit, read_folder, read_head
+from featcal_cli.upload import counted_additions, is_xet_failure, without_xet, xet_told
+from featcal_cli.waiting import announce, blame, hub_host, root_of
 
 if TYPE_CHECKING:
     from huggingface_hub import CommitOperationAdd
 
 KEEP_ALL = "# nothing is ignored\n"
 """Sent in place of a repo's own .gitignore, which would quietly leave files out of the commit."""
+EMPTY = frozenset({".gitattributes"})
+"""The files of a repo that nobody has put anything into."""
 
 
 @dataclass(frozen=True)
@@ -71,30 +76,38 @@ def check_target(
     return target
 
 
-def push(folder: Path, target: Target, *, message: str) -> Pushed:
+def push(folder: Path, target: Target, *, message: str, watch: Watch | None = None) -> Pushed:
     """Commit every file of `folder` that is not hidden to the target, in one commit; create the repo if need be.
 
     Weight files of the repo that `folder` has not are deleted by the same commit: a loader could prefer them. Safe to
-    run again: what the Hub has already is neither uploaded nor committed twice.
+    run again: what the Hub has already is neither uploaded nor committed twice. A repo that was created for a push that
+    fails is deleted again while it is empty. `watch` is told how many bytes of large files have been sent.
     Raises HubError when that fails, or when the Hub then holds something else.
     """
     limit_waiting()
+    attempt = None
     try:
         with explained_writing(target.repo_id):
-            return _Push(folder, target, message).run()
-    except HubError as error:
+            attempt = _Push(folder, target, message, watch)
+            return attempt.run()
+    except BaseException as error:
+        left = attempt.take_back() if attempt else ""
+        if not isinstance(error, HubError):
+            raise
         on = f"the finished model is in {folder}, and the same command again pushes it"
-        raise HubError(error.what, where=error.where, fix=f"{error.fix}; {on}") from error
+        raise HubError(error.what, where=error.where, fix=f"{error.fix}; {left}{on}") from error
 
 
 class _Push:
     """One push, from the first look at the repo to the last."""
 
-    def __init__(self, folder: Path, target: Target, message: str) -> None:
+    def __init__(self, folder: Path, target: Target, message: str, watch: Watch | None) -> None:
         from huggingface_hub import HfApi
 
-        self._folder, self._target, self._message = folder, target, message
+        self._folder, self._target, self._message, self._watch = folder, target, message, watch
         self._files = read_folder(folder)
+        self._created: Literal["", "perhaps", "surely"] = ""
+        """Whether this push created the repo, and has not committed to it."""
         self._api = HfApi()
 
     def run(self) -> Pushed:
@@ -141,24 +154,66 @@ class _Push:
                 return Pushed(f"{hub_page(repo_id)}/discussions/{pull.num}", head.commit, pull.num)
         return None
 
+    def take_back(self) -> str:
+        """Delete the repo if this push created it and nobody put anything there; what is to be said of it."""
+        from huggingface_hub.errors import RepositoryNotFoundError
+
+        if not self._created:
+            return ""
+        repo_id = self._target.repo_id
+        try:
+            info = self._api.model_info(repo_id)
+            if not {file.rfilename for file in info.siblings or ()} <= EMPTY:
+                return ""
+            if self._created == "surely":
+                self._api.delete_repo(repo_id)
+                return "the empty repo that was created for it is deleted again; "
+        except RepositoryNotFoundError:
+            return ""
+        except Exception as error:  # noqa: BLE001  # what went wrong before is what is to be told
+            announce(f"{repo_id} cannot be deleted: {blame(error)}")
+        return f"an empty repo may be left at {hub_page(repo_id)}; "
+
     def _create(self) -> Head:
         """The head of the new repo."""
+        repo_id = self._target.repo_id
         # None leaves it to what the organisation has as its default
         private = self._target.private or None
-        patiently(lambda: self._api.create_repo(self._target.repo_id, private=private, exist_ok=True))
-        head = read_head(self._target.repo_id)
+        odd: Exception | None = None
+        try:
+            patiently(lambda: self._api.create_repo(repo_id, private=private))
+            self._created = "surely"
+        except ODD as error:  # it was created, though the answer does not say where
+            self._created, odd = "surely", error
+        except Exception as error:
+            # somebody was faster, or an earlier try of ours whose answer was lost
+            self._created = "perhaps"
+            if not is_conflict(error):
+                raise
+        head = read_head(repo_id)
         if head is None:
-            raise gone(self._target.repo_id)
+            self._created = ""
+            raise odd or gone(repo_id)
         _check_head(self._target, head, ours=False)
         return head
 
     def _upload(self) -> list[CommitOperationAdd]:
         """The files as parts of a commit, the large ones uploaded, as far as the Hub lacks them."""
-        from huggingface_hub import CommitOperationAdd
+        additions = counted_additions(self._folder, self._files, self._target.repo_id, self._watch)
+        with xet_told(self._target.repo_id, self._watch):
+            try:
+                self._preupload(additions)
+            except Exception as error:
+                if not is_xet_failure(error):
+                    raise
+                announce(
+                    f"{hub_host()} takes no upload over Xet ({type(root_of(error)).__name__}): it goes on over HTTP"
+                )
+                with without_xet():
+                    self._preupload(additions)
+        return additions
 
-        additions = [CommitOperationAdd(path, str(self._folder / path)) for path in self._files]
-        for addition in additions:
-            addition.upload_info.sha256 = bytes.fromhex(str(self._files[addition.path_in_repo].sha256))
+    def _preupload(self, additions: list[CommitOperationAdd]) -> None:
         self._api.preupload_lfs_files(
             self._target.repo_id,
             additions,
@@ -166,7 +221,6 @@ class _Push:
             free_memory=False,
             gitignore_content=KEEP_ALL,
         )
-        return additions
 
     def _commit(self, head: Head, additions: list[CommitOperationAdd]) -> Pushed:
         """Commit once on top of `head`, and only there."""
@@ -185,10 +239,12 @@ class _Push:
                 )
             except Exception as error:
                 if found := self._find_after(error, PAUSE * 2**number):
+                    self._created = ""
                     return found
                 if number == TRIES - 1:
                     raise
             else:
+                self._created = ""
                 page = hub_page(self._target.repo_id)
                 return Pushed(f"{page}/discussions/{done.pr_num}" if done.pr_num else page, done.oid, done.pr_num)
         raise AssertionError("the last try returned or raised")
@@ -204,6 +260,7 @@ class _Push:
         # what timed out may yet be carried out: a second commit is then a conflict, but a second pull request is not
         final = is_conflict(error) or (is_timeout(error) and self._target.create_pr)
         for number in range(TRIES if final else 1):
+            announce(blame(error), wait * 2**number)
             time.sleep(wait * 2**number)
             found, head = self._look()
             if found:

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 from urllib.parse import urlsplit
 
 from featcal_cli.launch import read_launch
@@ -22,9 +23,9 @@ _WAITS = re.compile(r"(?:Retrying in|Waiting) (?P<seconds>[\d.]+)s\b")
 _USES_CACHE = re.compile(r"Could not reach the Hub .*Using cached commit hash for '(?P<repo>[^']+)'", re.DOTALL)
 
 
-def announce(reason: str, pause: float) -> None:
-    """Say that there will be another try after `pause` seconds."""
-    LOGGER.warning("%s, next try in %g s", reason, round(pause, 1))
+def announce(reason: str, pause: float | None = None) -> None:
+    """Say what goes wrong, and that there will be another try after `pause` seconds."""
+    LOGGER.warning("%s%s", reason, "" if pause is None else f", next try in {round(pause, 1):g} s")
 
 
 def root_of(error: BaseException) -> BaseException:
@@ -33,7 +34,8 @@ def root_of(error: BaseException) -> BaseException:
 
     while error.__cause__ is not None and (
         isinstance(error, (LocalEntryNotFoundError, RevisionResolutionError))
-        or type(error) in (RuntimeError, ValueError)
+        or type(error) is RuntimeError
+        or (type(error) is ValueError and str(error).startswith("Force download failed"))
     ):
         error = error.__cause__
     return error
@@ -72,14 +74,17 @@ def hub_host() -> str:
 def _describe_status(status: int) -> str:
     if status == 429:
         return "refuses more requests for now (429)"
-    return f"is busy ({status})" if status in (502, 503, 504) else f"failed ({status})"
+    if status in (502, 503, 504):
+        return f"is busy ({status})"
+    return f"failed ({status})" if status >= 500 else f"refused ({status})"
 
 
-def _address_of(error: BaseException) -> str:
+def _address_of(error: Any) -> str:
     """The address of the request that failed; empty where the error does not tell."""
+    answer = getattr(error, "response", None)
     try:
-        return str(getattr(error, "request").url)  # noqa: B009  # a property that may raise
-    except (AttributeError, RuntimeError):
+        return str(answer.url if answer is not None else error.request.url)
+    except (AttributeError, RuntimeError):  # the request is a property that may raise
         return ""
 
 

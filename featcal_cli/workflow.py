@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -184,7 +185,9 @@ class CalibrationRun:
             pushed = None
             if target is not None and not (strict and report.worse):
                 self._run.listener.stage(f"pushing to {target.repo_id}")
-                pushed = push(self.target, target, message=message or f"Calibrate {self._draft.name} with featcal")
+                text = message or f"Calibrate {self._draft.name} with featcal"
+                sent = partial(self._run.listener.transfer, sent=True)
+                pushed = push(self.target, target, message=text, watch=sent)
             if self._ranks.is_first:
                 was_due = self._note is not None and self._note.push
                 self._output.settle(report, push=pushed is None and (target is not None or was_due))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 
@@ -42,7 +42,7 @@ WRITES = {
     "commit": Kind("POST", "^/api/.+/commit/"),
 }
 """Every kind of request that belongs to a push."""
-KINDS = READS | WRITES
+KINDS = READS | WRITES | {"delete": Kind("DELETE", "^/api/repos/delete$")}
 
 
 @dataclass(frozen=True)
@@ -61,6 +61,14 @@ class Fault:
     """Whether the connection then ends with an RST, rather than orderly but too early."""
     seconds: float = 0.0
     """Waited before anything is done."""
+    body: bytes | None = None
+    """Sent in place of the answer's own, as HTML."""
+    headers: Mapping[str, str] = field(default_factory=dict)
+    """Sent besides the answer's own."""
+    without: tuple[str, ...] = ()
+    """Headers of the answer that are left out."""
+    trickle: float = 0.0
+    """Seconds between two bytes of the answer."""
     action: Callable[[], object] | None = None
     """Called before anything is done."""
 

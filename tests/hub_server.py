@@ -403,6 +403,9 @@ class _Handler(BaseHTTPRequestHandler):
     def do_PUT(self) -> None:
         self._serve()
 
+    def do_DELETE(self) -> None:
+        self._serve()
+
     def _body(self) -> bytes:
         """The request's body, which a client that does not know its length sends in chunks."""
         if self.headers.get("Transfer-Encoding", "").lower() != "chunked":
@@ -426,6 +429,10 @@ class _Handler(BaseHTTPRequestHandler):
         if fault.status:
             answer = refuse(fault.status, "this is a fault")
             answer.headers |= {} if fault.retry_after is None else {"Retry-After": str(fault.retry_after)}
+        if fault.body is not None:
+            answer = Answer(fault.status or 200, fault.body, {"Content-Type": "text/html"})
+        answer.headers = {name: value for name, value in answer.headers.items() if name not in fault.without}
+        answer.headers |= fault.headers
         start, stop = 0, len(answer)
         wanted = re.fullmatch(r"bytes=(\d*)-(\d*)", headers.get("Range", "")) if answer.status == 200 else None
         if wanted and any(wanted.groups()):
@@ -438,6 +445,15 @@ class _Handler(BaseHTTPRequestHandler):
                 stop = min(stop, int(last) + 1) if first and last else stop
                 answer.headers["Content-Range"] = f"bytes {start}-{stop - 1}/{len(answer)}"
         self._send(answer, start, stop, fault, len(body))
+
+    def _write(self, content: bytes, pause: float) -> None:
+        """Send an answer's body, all at once or byte by byte."""
+        if not pause:
+            self.wfile.write(content)
+            return
+        for byte in content:
+            self.wfile.write(bytes([byte]))
+            threading.Event().wait(pause)
 
     def _send(self, answer: Answer, start: int, stop: int, fault: Fault, received: int) -> None:
         content = b"" if self.command == "HEAD" else answer.part(start, stop)
@@ -453,7 +469,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_header("Accept-Ranges", "bytes")
             self.send_header("Content-Length", str(stop - start))
             self.end_headers()
-            self.wfile.write(content)
+            self._write(content, fault.trickle)
         if not whole:
             self.close_connection = True
         if fault.reset:

@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import pickle
+import re
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
+from hub_faults import Fault
 from hub_server import HubServer
+from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 
+from featcal_cli.download import download
 from featcal_cli.errors import HubError
-from featcal_cli.hub import Snapshot, resolve
+from featcal_cli.hub import Snapshot, resolve, resolve_config
+from featcal_cli.repo import open_repo
+from featcal_cli.waiting import heard
 
 OTHER_FORMATS = ("pytorch_model.bin", "tf_model.h5", "model.gguf", "onnx/model.onnx", "optimizer.pt", "model.ot")
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
@@ -416,6 +425,135 @@ def test_every_request_has_a_time_limit(monkeypatch: pytest.MonkeyPatch) -> None
     hooks.pop()
     assert seen
     assert all(limit == 0.2 for limits in seen for limit in limits.values())
+
+
+# What is in the cache already, and what arrives
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_weights_after_a_listing_was_cached_are_held_against_their_own_checksum(
+    hub: HubServer, folder: Path, monkeypatch: pytest.MonkeyPatch, links: bool
+) -> None:
+    name = f"user/listed-{links}"
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_SYMLINKS", not links)
+    hub.add_repo(name, folder)
+    download(open_repo(name), only=["config.json"])
+    hits = hub.faults.hits
+    hub.fail("model info", "503", path=f"{name}/revision/[0-9a-f]{{40}}")  # no listing but the cached one
+    assert_equal(loaded(resolve(name)), tensors())
+    assert hub.faults.hits > hits
+    assert hub.sent("/cdn/") < 2 * (folder / "model.safetensors").stat().st_size
+    go_offline(monkeypatch)
+    assert_equal(loaded(resolve(name)), tensors())
+
+
+def test_a_file_that_the_run_did_not_download_is_not_deleted(
+    hub: HubServer, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.add_repo("user/mine", folder)
+    repo = open_repo("user/mine")
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("featcal_cli.download._damaged", Mock(side_effect=KeyboardInterrupt))
+        download(repo)
+    file = cached_file(resolve_config("user/mine"), "model.safetensors")
+    spoilt = file.read_bytes()[:-1] + b"?"
+    file.write_bytes(spoilt)
+    hub.fail("large file", "reset", times=None)
+    monkeypatch.setattr("time.sleep", lambda _: None)
+    with pytest.raises(HubError, match="did not arrive"):
+        download(open_repo("user/mine"))
+    assert file.read_bytes() == spoilt
+    hub.faults.clear()
+    download(open_repo("user/mine"))
+    assert file.read_bytes() == (folder / "model.safetensors").read_bytes()
+
+
+def test_nothing_is_told_of_a_download_that_is_over(hub: HubServer, folder: Path) -> None:
+    hub.add_repo("user/told", folder)
+    told: list[tuple[str, int, int]] = []
+    download(open_repo("user/told"), watch=lambda *what: told.append(what))
+    total = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    assert told[-1] == ("user/told", total, total)
+    count = len(told)
+    gc.collect()
+    assert len(told) == count
+
+
+HTML = Fault(body=b"<html><a href='https://elsewhere.test/?secret=1'>welcome</a></html>")
+ODD_ANSWERS: dict[str, tuple[str, str | Fault, str]] = {
+    "a file that breaks off": ("large file", "reset midway", "model.safetensors of user/{} did not arrive: localhost:"),
+    "one that is cut short": ("large file", "truncated", "model.safetensors of user/{} did not arrive: localhost:"),
+    "one that trickles": ("large file", Fault(trickle=0.01), "model.safetensors of user/{} did not arrive: localhost:"),
+    "one that has moved on": ("large file", Fault(status=403), "localhost:.* refuses model.safetensors of user/{}"),
+    "one that has no such part": ("large file", Fault(status=416), "localhost:.* HTTP status 416 .*model.safetensors"),
+    "one that fails": ("large file", "500", "model.safetensors of user/{} did not arrive: localhost:.* failed .500"),
+    "one of another size": ("large file", Fault(body=b"x" * 9), "model.safetensors of user/{} .* not what the Hub"),
+    "one that is not there": ("file head", Fault(status=404), "HTTP status 404 when asked for .* of user/{}"),
+    "no checksum": ("file head", Fault(without=("ETag", "X-Linked-Etag")), "does not answer like a Hub when asked for"),
+    "no commit": ("file head", Fault(without=("X-Repo-Commit",)), "does not answer like a Hub when asked for"),
+    "a page": ("model info", HTML, "does not answer like a Hub"),
+    "a page for a listing": ("model tree", HTML, "does not answer like a Hub"),
+    "an odd listing": ("model tree", Fault(body=b'[{"type": "file"}]'), "does not answer like a Hub"),
+    "a listing of nothing": ("model tree", Fault(body=b"null"), "does not answer like a Hub"),
+    "a circle": ("file head", Fault(status=302, headers={"Location": "?again"}), "redirects in circles"),
+    "pages without end": (
+        "model tree",
+        Fault(headers={"Link": '<{}/api/models/user/{}/tree/main>; rel="next"'}),
+        "twice",
+    ),
+    "a long wait": ("model tree", Fault(status=429, retry_after=4000), "refuses more requests for now.*wait 4000 s"),
+    "a long wait of a file": (
+        "large file",
+        Fault(status=503, retry_after=4000),
+        "did not arrive: localhost:.* busy.*wait 4000 s",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", ODD_ANSWERS)
+def test_odd_answers_are_one_message_that_names_file_and_host_and_no_address(
+    hub: HubServer, folder: Path, monkeypatch: pytest.MonkeyPatch, case: str
+) -> None:
+    kind, fault, told = ODD_ANSWERS[case]
+    name = case.replace(" ", "-")
+    monkeypatch.setattr("time.sleep", lambda _: None)
+    monkeypatch.setattr("featcal_cli.patience.LONGEST_CRAWL", 0.2)
+    hub.add_repo(f"user/{name}", folder)
+    if isinstance(fault, Fault):
+        headers = {key: value.format(hub.url, name) for key, value in fault.headers.items()}
+        fault = replace(fault, headers=headers, carried_out=fault.status < 400)
+    hub.fail(kind, fault, times=None)
+    waits: list[str] = []
+    with heard(waits.append):
+        message = refusal(f"user/{name}")
+    assert re.search(told.format(name), message.replace("\n", " ")), message
+    for text in (message, *waits):
+        assert not re.search("http:|/cdn/|/resolve/|secret", text), text
+
+
+@pytest.mark.parametrize(
+    ("kind", "fault", "waited"),
+    [
+        ("model info", "503", "the Hub is busy (503), next try in 0.5 s"),
+        ("model info", "429", "the Hub refuses more requests for now (429), next try in 1 s"),
+        ("model info", "reset", "the Hub cut the connection (ReadError), next try in 0.5 s"),
+        ("model tree", "503", "the Hub is busy (503), next try in 1 s"),
+        ("model tree", "reset", "the Hub does not answer, next try in 1 s"),
+        ("large file", "503", "CDN is busy (503), next try in 0.5 s"),
+        ("large file", "truncated", "CDN stopped in the middle of a file, next try in 1 s"),
+    ],
+)
+def test_waiting_is_announced(
+    hub: HubServer, folder: Path, monkeypatch: pytest.MonkeyPatch, kind: str, fault: str, waited: str
+) -> None:
+    monkeypatch.setattr("time.sleep", lambda _: None)
+    name = f"user/wait-{kind}-{fault}".replace(" ", "-")
+    hub.add_repo(name, folder)
+    hub.fail(kind, fault)
+    said: list[str] = []
+    with heard(said.append):
+        resolve(name)
+    assert [re.sub("localhost:[0-9]+", "CDN", text) for text in said] == [waited]
 
 
 # Pickled weights

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,12 +18,14 @@ import torch
 from egress import watch_egress
 from hub_faults import FAULTS, WRITES, Fault
 from hub_server import HubServer
+from huggingface_hub import constants
 from safetensors.torch import save_file
 
 import featcal_cli.patience
 from featcal_cli.errors import HubError
 from featcal_cli.hub import resolve
 from featcal_cli.push import Pushed, Target, check_target, push
+from featcal_cli.waiting import heard
 
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
 CARD = "---\nlicense: mit\nbase_model: [user/base]\ntags: [merge]\n---\n# A model\n"
@@ -302,6 +305,7 @@ def test_a_right_that_is_lost_meanwhile_is_told(hub: HubServer, folder: Path, al
 
 @pytest.mark.usefixtures("alice")
 def test_an_interrupted_upload_goes_on_with_what_is_missing(hub: HubServer, folder: Path) -> None:
+    hub.add_repo("alice/on", folder / "extra")
     hub.fail("upload", "500", after=1, times=None)
     assert str(folder) in refusal(lambda: push(folder, aim("alice/on"), message="m"))
     there = sum(hub.stored(sha256).stat().st_size for sha256 in hub.repos["model", "alice/on"].objects)
@@ -311,7 +315,77 @@ def test_an_interrupted_upload_goes_on_with_what_is_missing(hub: HubServer, fold
     hub.requests.clear()
     push(folder, aim("alice/on"), message="m")
     assert hub.received("^/upload/") == large - there
-    assert stored(hub, "alice/on") == visible(folder)
+    assert stored(hub, "alice/on").items() >= visible(folder).items()
+
+
+REFUSAL = Fault(status=403, carried_out=False)
+
+
+@pytest.mark.usefixtures("alice")
+@pytest.mark.parametrize(
+    ("kind", "fault"),
+    [
+        ("preupload", REFUSAL), ("batch", REFUSAL), ("upload", "500"), ("upload", "reset"), ("verify", REFUSAL),
+        ("validate", Fault(status=200, body=b"<html>")), ("commit", "500"), ("commit", "reset"), ("commit", REFUSAL),
+        ("batch", Fault(body=b"[]")), ("preupload", Fault(body=b"<html>")), ("commit", Fault(status=413)),
+    ],
+)  # fmt: skip
+def test_a_first_push_that_fails_leaves_no_empty_repo(hub: HubServer, folder: Path, kind: str, fault: Fault) -> None:
+    hub.fail(kind, fault if isinstance(fault, str) else replace(fault, carried_out=False), times=None)
+    message = refusal(lambda: push(folder, aim("alice/first"), message="m"))
+    assert "the empty repo that was created for it is deleted again" in message
+    assert str(folder) in message and not hub.repos
+
+
+@pytest.mark.usefixtures("alice")
+def test_a_repo_that_is_not_surely_ours_and_empty_is_not_deleted(hub: HubServer, folder: Path, tmp_path: Path) -> None:
+    hub.fail("batch", REFUSAL, times=None)
+    hub.fail("delete", REFUSAL)
+    left = f"an empty repo may be left at {hub.url}/alice/"
+    assert f"{left}kept" in refusal(lambda: push(folder, aim("alice/kept"), message="m"))
+    hub.fail("create", "lost reply")  # the next try is told that there is one
+    assert f"{left}perhaps" in refusal(lambda: push(folder, aim("alice/perhaps"), message="m"))
+    hub.add_repo("alice/old", folder / "extra")
+    assert "empty" not in refusal(lambda: push(folder, aim("alice/old"), message="m"))
+    hub.faults.clear()
+    other = model(tmp_path / "other")
+    hub.fail("commit", Fault(action=lambda: hub.add_repo("alice/raced", other), status=403, carried_out=False))
+    assert "empty" not in refusal(lambda: push(folder, aim("alice/raced"), message="m"))
+    assert {name for _, name in hub.repos} == {f"alice/{name}" for name in ("kept", "perhaps", "old", "raced")}
+
+
+@pytest.mark.usefixtures("alice")
+def test_a_repo_is_created_whatever_the_answer_lacks(hub: HubServer, folder: Path) -> None:
+    for number, fault in enumerate((Fault(status=409), Fault(body=b"{}"), Fault(body=b"<html>"))):
+        hub.fail("create", fault)
+        push(folder, aim(f"alice/odd-{number}"), message="m")
+        assert stored(hub, f"alice/odd-{number}") == visible(folder)
+    hub.fail("create", Fault(body=b"<html>", carried_out=False))
+    assert "does not answer like a Hub" in refusal(lambda: push(folder, aim("alice/none"), message="m"))
+
+
+@pytest.mark.usefixtures("alice")
+def test_bytes_that_are_sent_are_told(hub: HubServer, folder: Path) -> None:
+    told: list[tuple[str, int, int]] = []
+    hub.uploads.part_size = 30_000
+    hub.fail("upload", "500")
+    push(folder, aim("alice/told"), message="m", watch=lambda *what: told.append(what))
+    large = sum((folder / name).stat().st_size for name in (*SHARDS, "drift.png"))
+    assert told[-1] == ("alice/told", large, large)
+    assert len(told) > 4 and all(sent <= total <= large for _, sent, total in told)
+
+
+@pytest.mark.usefixtures("alice")
+def test_a_hub_without_xet_is_pushed_to_over_http(
+    hub: HubServer, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", False)
+    heard_texts: list[str] = []
+    with heard(heard_texts.append):
+        push(folder, aim("alice/plain"), message="m")
+    assert stored(hub, "alice/plain") == visible(folder)
+    assert ["over Xet" in text for text in heard_texts] == [True]
+    assert not constants.HF_HUB_DISABLE_XET
 
 
 @pytest.mark.usefixtures("alice")
