@@ -180,7 +180,8 @@ The run
     evaluator      evaluate: models side by side on labelled data
     background_imports  torch and its company, imported on a thread while models are looked for
     demo           the main job on embedded checkpoints
-    interruption   Ctrl-C ends a run at once
+    interruption   Ctrl-C, SIGTERM and SIGHUP end a run at once
+    standard_streams  what a process is started with: its streams, folder and encoding in any state
     redact         secrets taken out of a text
     log            a run as lines of JSON
     crash          what a user can send when featcal itself is wrong

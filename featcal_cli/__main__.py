@@ -7,6 +7,13 @@ def main() -> None:
     """Run the command line. It takes a moment to be there, and may be interrupted even then."""
     use_large_pages()
     try:
+        from featcal_cli.standard_streams import open_streams, use_utf8
+
+        use_utf8()
+        open_streams()
+        from featcal_cli.interruption import stop_when_signalled
+
+        stop_when_signalled()
         from featcal_cli.cli import main
 
         main()

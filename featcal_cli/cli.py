@@ -17,10 +17,12 @@ from featcal_cli import __version__, options
 from featcal_cli.background_imports import start_importing
 from featcal_cli.interruption import MEASURING, interruptible
 from featcal_cli.launch import read_launch
+from featcal_cli.standard_streams import GONE, check_surroundings
 
 EPILOG = """
 **Exit codes**: 0 done, 2 something that you can mend (one message says what, where and how), 3 a gate was exceeded
-(--max-drift, --strict), 130 interrupted (the same command goes on), 1 a bug (a report of it is written).
+(--max-drift, --strict), 130 interrupted (the same command goes on; 143 by SIGTERM, 129 by SIGHUP), 141 whoever read
+the results has gone (`| head`), 1 a bug (a report of it is written).
 
 **Environment**: HF_TOKEN, HF_HOME, HF_ENDPOINT and HF_HUB_OFFLINE as for every client of the Hub.
 
@@ -56,7 +58,7 @@ def _root(
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version.")
     ] = False,
 ) -> None:
-    pass
+    check_surroundings()
 
 
 @app.command()
@@ -279,7 +281,7 @@ def evaluate(
                 trust_remote_code=trust_remote_code, allow_code=allow_code_execution, listener=log,
             )  # fmt: skip
         if json:
-            typer.echo(found.to_json(), nl=False)
+            typer.echo(dumps(found.to_dict(), indent=2))
         else:
             show_scores(found.tasks, OUT, limited=limit is not None)
 
@@ -401,13 +403,15 @@ def main() -> None:
         show_error(error, f"rank {launch.rank}: " if launch.by_torchrun else "")
         _leave(error.exit_code)
     except SystemExit as end:
+        if end.code and isinstance(end.__context__, BrokenPipeError):  # rich and typer make a 1 of it
+            _leave(GONE)
         if launch.by_torchrun and not end.code:
             from featcal_cli.ranks import leave_ranks
 
             leave_ranks()
         raise
     except BrokenPipeError:  # whoever read our output has gone
-        _leave(1)
+        _leave(GONE)
     except Exception as error:  # noqa: BLE001 - a fault of ours, whatever it is: it is written down to be mended
         _leave(_tell(error))
 
@@ -450,7 +454,7 @@ def _leave(code: int) -> NoReturn:
     try:
         sys.stdout.flush()
     except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     sys.exit(code)
 
 

@@ -29,8 +29,12 @@ if TYPE_CHECKING:  # these import torch
     from featcal_cli.push import Pushed
     from featcal_cli.recipe import Calibration
 
+NARROWEST = 60
+"""Columns: figures that are cut off say nothing, and lines that are too long the terminal breaks itself."""
 OUT = Console(soft_wrap=False, highlight=False)
 ERR = Console(stderr=True, highlight=False)
+if OUT.width < NARROWEST:
+    OUT.width = NARROWEST
 
 
 def escape(text: str) -> str:

@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING
 
 from safetensors import SafetensorError
 
-from featcal_cli.disk import name_reason
+from featcal_cli.disk import flush, name_reason
 from featcal_cli.documents import parse_json
 from featcal_cli.errors import HubError
 from featcal_cli.links import copy_file
+from featcal_cli.stamps import take_stamp
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -84,6 +85,8 @@ def new_copy(target: Path, kind: str) -> Iterator[Path]:
     try:
         yield draft
         draft.chmod(0o755)
+        for path in (*draft.rglob("*"), draft):
+            flush(path)  # it is believed from then on: no power cut may leave a name without a content
         _publish(draft, target)
     except (OSError, SafetensorError) as error:
         fix = "free some disk space, or point FEATCAL_CACHE elsewhere"
@@ -97,7 +100,7 @@ def new_copy(target: Path, kind: str) -> Iterator[Path]:
 def folder_key(folder: Path) -> str:
     """A key for a local folder that changes when a file in it changes."""
     files = sorted(file for file in folder.rglob("*") if file.is_file())
-    stamps = [(str(file), file.stat().st_mtime_ns, file.stat().st_size) for file in files]
+    stamps = [(str(file), *take_stamp(file)[1:]) for file in files]
     return f"{folder.name}-{hashlib.sha256(repr((str(folder), stamps)).encode()).hexdigest()[:24]}"
 
 

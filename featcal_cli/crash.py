@@ -28,14 +28,20 @@ def write_crash(error: BaseException, recent: Sequence[str]) -> Path | None:
     """
     text = redact("\n".join(_describe(error, recent)))
     name = f"featcal-crash-{time.strftime('%Y%m%d-%H%M%S')}.txt"
-    for folder in (Path.cwd(), Path(tempfile.gettempdir())):
+    for find_folder in (Path.cwd, lambda: Path(tempfile.gettempdir())):
+        file = None
         try:
-            (folder / name).write_text(text, encoding="utf-8")
-        except OSError:
-            with suppress(OSError):
-                (folder / name).unlink()
+            file = find_folder() / name
+            with file.open("x", encoding="utf-8", errors="backslashreplace") as stream:
+                stream.write(text)
+        except FileExistsError:  # of another run that ended in this second
             continue
-        return folder / name
+        except OSError:  # no such folder, or no room in it
+            with suppress(OSError):
+                if file is not None:
+                    file.unlink()
+            continue
+        return file
     return None
 
 

@@ -45,10 +45,17 @@ def replace_durably(draft: Path, target: Path) -> None:
 
 
 def explain_full(error: BaseException) -> OutputError | None:
-    """The message for a disk that could not take more, wherever that came up; None for any other error."""
+    """The message for a disk that could not take more, or a place that is not for us, wherever that came up; None for
+    any other error."""
+    named = getattr(error, "filename", None)
+    if isinstance(error, FileNotFoundError) and "temporary directory" in str(error):  # Python looked in several places
+        fix = "let TMPDIR name a folder that can be written"
+        return OutputError("there is no folder for temporary files", where="TMPDIR", fix=fix)
+    if isinstance(error, PermissionError) and named:
+        fix = "let this user read and write it, or name another place (TMPDIR, HF_HOME and FEATCAL_CACHE name some)"
+        return OutputError(f"cannot open: {name_reason(error)}", where=str(named), fix=fix)
     if _find_number(error) not in FULL:
         return None
-    named = getattr(error, "filename", None)
     where = str(named) if named else "standard output or a temporary file"
     fix = "free disk space, or let TMPDIR and HF_HOME name folders of another disk, and run it again"
     return OutputError(f"cannot write: {name_reason(error)}", where=where, fix=fix)

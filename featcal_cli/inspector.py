@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from featcal_cli.disk import name_reason
+from featcal_cli.disk import name_reason, replace_durably
 from featcal_cli.drift_summary import write_summary
 from featcal_cli.errors import OutputError, RecipeError
 from featcal_cli.gate import find_excess
@@ -70,11 +71,17 @@ def inspect_drift(
 
 
 def _write(file: Path, content: bytes) -> None:
+    """Write a file, whole or not at all: what was there before stays until then."""
+    draft = file.resolve().with_name(f".{file.name}.partial")
     try:
-        file.write_bytes(content)
+        if file.exists() and not file.is_file():  # a device
+            file.write_bytes(content)
+        else:
+            draft.write_bytes(content)
+            replace_durably(draft, file.resolve())
     except OSError as error:
-        if file.is_file():  # and no device
-            file.unlink()
+        with suppress(OSError):
+            draft.unlink()
         fix = "free disk space, or give the path of a file that can be written"
         raise OutputError(f"cannot write: {name_reason(error)}", where=str(file), fix=fix) from None
 

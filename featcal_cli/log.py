@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 from featcal_cli import __version__
 from featcal_cli.disk import explain_full, name_reason
 from featcal_cli.errors import FeatCalError, OutputError
+from featcal_cli.interruption import exit_code
 from featcal_cli.listener import Listener
 from featcal_cli.memory import peak_resident_bytes
 from featcal_cli.redact import redact
@@ -112,7 +113,7 @@ def recorded(shown: Listener, file: Path | None) -> Iterator[Log]:
             raise
         except KeyboardInterrupt:
             log.write("interrupted")
-            log.end(130)
+            log.end(exit_code())
             raise
         except BrokenPipeError:
             raise  # whoever read our output has gone

@@ -113,16 +113,18 @@ def push(start: Start, folder: Path, token: str) -> Real | Started:
     return start(folder, "calibrate", f"{ORG}/merged", "-n", 16, "-o", "out", "--push-to", f"{ORG}/out", HF_TOKEN=token)
 
 
-def interrupt(run: Real | Started, message: str = CALIBRATING, times: int = 1) -> bool:
-    """Whether Ctrl-C came before the run was over; then it is over soon, and says one thing."""
+def interrupt(
+    run: Real | Started, message: str = CALIBRATING, times: int = 1, number: signal.Signals = signal.SIGINT
+) -> bool:
+    """Whether Ctrl-C, or another signal, came before the run was over; then it is over soon, and says one thing."""
     began = time.monotonic()
     for _ in range(times):
-        run.kill(signal.SIGINT)
+        run.kill(number)
         time.sleep(0.1 * (times - 1))
     code, seconds, said = run.wait(), time.monotonic() - began, run.stderr.read_text()
     if code == 0:
         return False
-    assert (code, seconds < SECONDS) == (EXIT_CODE, True), (code, seconds, said)
+    assert (code, seconds < SECONDS) == (128 + number, True), (code, seconds, said)
     assert said.count(message) == 1 and said.rstrip().endswith(message), said
     assert "Traceback" not in said and "error" not in said, said
     return True
@@ -180,30 +182,58 @@ def test_a_hub_that_stalls_holds_nobody_up(
     assert len(hub.repos["model", f"{ORG}/out"].log) == 1
 
 
-@pytest.mark.parametrize("moment", ['"reading examples"', '"calibrating"', '"finished": 1', '"writing"'])
+@pytest.mark.parametrize(
+    ("moment", "number"),
+    [
+        ('"reading examples"', signal.SIGINT),
+        ('"calibrating"', signal.SIGINT),
+        ('"finished": 1', signal.SIGINT),
+        ('"writing"', signal.SIGINT),
+        ('"reading examples"', signal.SIGTERM),
+        ('"finished": 1', signal.SIGTERM),
+        ('"writing"', signal.SIGHUP),
+    ],
+)
 def test_a_computation_stops_where_it_is(
-    zygote: Zygote, job: Path, expected: Path, tmp_path: Path, moment: str
+    zygote: Zygote, job: Path, expected: Path, tmp_path: Path, moment: str, number: signal.Signals
 ) -> None:
-    for number in count():
-        folder = tmp_path / str(number)
+    for attempt in count():
+        folder = tmp_path / str(attempt)
         folder.mkdir()
         run = calibrate(zygote.start, folder, job)
         assert wait_for(folder / "log.jsonl", moment)
-        if interrupt(run):
+        if interrupt(run, number=number):
             break
-        assert number < 9  # else it was faster
+        assert attempt < 9  # else it was faster
     again = calibrate(zygote.start, folder, job)
     assert again.wait() == 0, again.stderr.read_text()
     assert result(folder / "out") == result(expected)
     assert not (folder / ".out.featcal").exists()
 
 
-def test_impatience_changes_nothing(zygote: Zygote, hub: HubServer, merge: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_impatience_changes_nothing(
+    zygote: Zygote, hub: HubServer, merge: Path, tmp_path: Path, number: signal.Signals
+) -> None:
     token = stock(hub, merge)
     stalled = stall(hub, "model info")
     run = push(zygote.start, tmp_path, token)
     wait_until(stalled)
-    assert interrupt(run, times=3)
+    assert interrupt(run, times=3, number=number)
+
+
+def test_a_hang_up_that_is_ignored_stays_ignored(job: Path, expected: Path, tmp_path: Path) -> None:
+    """That is what nohup does."""
+    log = tmp_path / "log.jsonl"
+    command = [sys.executable, "-m", "featcal_cli", "calibrate", "-r", job / "job.yaml", "-o", "out", "--log-file", log]
+    run = subprocess.Popen(
+        ["nohup", *map(str, command)], cwd=tmp_path, stderr=subprocess.DEVNULL, stdout=subprocess.PIPE
+    )
+    assert wait_for(log, '"calibrating"')
+    run.send_signal(signal.SIGHUP)
+    run.communicate()
+    assert run.returncode == 0
+    assert result(tmp_path / "out") == result(expected)
 
 
 def test_an_inspection_has_nothing_to_go_on_with(zygote: Zygote, job: Path, tmp_path: Path) -> None:
@@ -213,13 +243,14 @@ def test_an_inspection_has_nothing_to_go_on_with(zygote: Zygote, job: Path, tmp_
     assert interrupt(run, MEASURING)
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 @pytest.mark.parametrize(("loaded", "message"), [("typer.main", STARTING), ("yaml", STARTING), ("torch", CALIBRATING)])
-def test_a_start_is_over_as_soon(job: Path, tmp_path: Path, loaded: str, message: str) -> None:
+def test_a_start_is_over_as_soon(job: Path, tmp_path: Path, loaded: str, message: str, number: signal.Signals) -> None:
     run = calibrate(partial(Real, PYTHONPROFILEIMPORTTIME="1"), tmp_path, job)
     assert wait_for(run.stderr, f" {loaded}\n")
     began = time.monotonic()
-    run.kill(signal.SIGINT)
-    assert (run.wait(), time.monotonic() - began < SECONDS) == (EXIT_CODE, True)
+    run.kill(number)
+    assert (run.wait(), time.monotonic() - began < SECONDS) == (128 + number, True)
     said = [line for line in run.stderr.read_text().splitlines() if line and not line.startswith("import time:")]
     assert said == [message]
 

@@ -1,0 +1,131 @@
+"""However a command is started, it ends with one message or quietly: streams that are closed, full or read by nobody, a
+folder that is gone, an encoding that knows no letters."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from families import FAMILIES, save_family
+
+BERT = next(family for family in FAMILIES if family.name == "bert")
+COMMANDS = {
+    "recipes": "recipes",
+    "one recipe": "recipes demo",
+    "version": "--version",
+    "help": "calibrate --help",
+    "modules": "modules JOB/merged",
+    "modules as JSON": "modules JOB/merged --json",
+    "dry run": "calibrate -r JOB/job.yaml --dry-run",
+    "calibrate": "calibrate -r JOB/job.yaml -o out --overwrite",
+    "calibrate as JSON": "calibrate -r JOB/job.yaml -o out --overwrite --json",
+    "inspect-drift": "inspect-drift JOB/merged -r JOB/job.yaml -n 4",
+    "an error": "modules JOB/nothing",
+}
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a recipe and all that it names; its own name is no ASCII."""
+    folder = tmp_path_factory.mktemp("job") / "mödel λ"
+    recipe = save_family(folder, BERT).recipe()
+    (folder / "job.yaml").write_text(json.dumps(recipe, ensure_ascii=False), encoding="utf-8")
+    return folder
+
+
+def run(line: str, job: Path, folder: Path, streams: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
+    """A command in a shell, which redirects its streams."""
+    words = [f"'{word.replace('JOB', str(job))}'" for word in line.split()]
+    shell = f"'{sys.executable}' -m featcal_cli {' '.join(words)} {streams}"
+    return subprocess.run(
+        ["bash", "-c", shell], cwd=folder, env=os.environ | environment, capture_output=True, text=True, timeout=120
+    )
+
+
+def every_command(*quick: str) -> list[object]:
+    return [name if name in quick else pytest.param(name, marks=pytest.mark.survive) for name in COMMANDS]
+
+
+@pytest.mark.parametrize("name", every_command("recipes"))
+def test_streams_that_are_closed_are_nowhere(job: Path, tmp_path: Path, name: str) -> None:
+    done = run(COMMANDS[name], job, tmp_path, ">&- 2>&- <&-")
+    assert done.returncode == (2 if name == "an error" else 0), done.stderr
+    assert "bug" not in done.stderr and not list(tmp_path.glob("featcal-crash*"))
+    if name.startswith("calibrate"):
+        whole = {path.relative_to(job / "merged") for path in (job / "merged").rglob("*")}
+        assert whole <= {path.relative_to(tmp_path / "out") for path in (tmp_path / "out").rglob("*")}
+        json.loads((tmp_path / "out" / "featcal_report.json").read_text())  # nobody else wrote to it
+
+
+@pytest.mark.parametrize("name", every_command("recipes"))
+def test_a_reader_that_goes_is_no_bug(job: Path, tmp_path: Path, name: str) -> None:
+    done = run(COMMANDS[name], job, tmp_path, "| true; exit ${PIPESTATUS[0]}")
+    assert done.returncode == (2 if name == "an error" else 141), done.stderr
+    assert "bug" not in done.stderr and "Traceback" not in done.stderr and "BrokenPipe" not in done.stderr
+    assert not list(tmp_path.glob("featcal-crash*"))
+
+
+@pytest.mark.survive
+@pytest.mark.parametrize("name", ["one recipe", "calibrate", "an error"])
+def test_messages_that_nobody_can_read_stop_nothing(job: Path, tmp_path: Path, name: str) -> None:
+    done = run(COMMANDS[name], job, tmp_path, "2>/dev/full")
+    assert done.returncode == (2 if name == "an error" else 0)
+    done = run(COMMANDS[name], job, tmp_path, ">/dev/full")
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr and done.stderr.count("error:") == 1, done.stderr
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["recipes", *(pytest.param(name, marks=pytest.mark.survive) for name in ("modules", "calibrate", "dry run"))],
+)
+def test_a_folder_that_is_gone_is_one_message(tmp_path: Path, name: str) -> None:
+    (tmp_path / "gone").mkdir()
+    shell = f"cd gone; rmdir ../gone; '{sys.executable}' -m featcal_cli {COMMANDS[name].replace('JOB', 'x')}"
+    done = subprocess.run(["bash", "-c", shell], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: the current folder is gone\n") and "fix: cd" in done.stderr
+
+
+@pytest.mark.survive
+@pytest.mark.parametrize("name", ["recipes", "modules as JSON", "calibrate"])
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONIOENCODING": "ascii", "PYTHONCOERCECLOCALE": "0"},
+        {"LC_ALL": "POSIX", "PYTHONUTF8": "0"},
+        {"PYTHONIOENCODING": "latin-1", "TERM": "dumb", "NO_COLOR": "1", "COLUMNS": "20"},
+    ],
+    ids=["ascii", "posix", "narrow and latin"],
+)
+def test_an_encoding_without_letters_and_a_path_with_them(
+    job: Path, tmp_path: Path, name: str, environment: dict[str, str]
+) -> None:
+    done = run(COMMANDS[name], job, tmp_path, **environment)
+    assert done.returncode == 0, done.stderr
+    assert "\x1b" not in done.stdout + done.stderr
+    if "JSON" in name:
+        json.loads(done.stdout)
+
+
+@pytest.mark.survive
+@pytest.mark.parametrize("name", ["modules", "calibrate", "inspect-drift"])
+def test_places_that_cannot_be_written_are_not_missed_where_nothing_is_put_there(
+    job: Path, tmp_path: Path, name: str
+) -> None:
+    nowhere = dict.fromkeys(("HOME", "TMPDIR", "XDG_CACHE_HOME", "HF_HOME", "FEATCAL_CACHE"), "/proc/nowhere")
+    done = run(COMMANDS[name], job, tmp_path, **nowhere)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_name_that_is_no_text_is_refused(tmp_path: Path) -> None:
+    os.mkdir(os.fsencode(tmp_path) + b"/m\xff")  # noqa: PTH102
+    done = subprocess.run(
+        [os.fsencode(sys.executable), b"-m", b"featcal_cli", b"modules", b"m\xff"], cwd=tmp_path, capture_output=True
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith(b"error: this is no UTF-8 text")
