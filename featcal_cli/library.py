@@ -17,7 +17,7 @@ from featcal_cli.address import existing_path, looks_like_path, split_revision
 from featcal_cli.documents import show
 from featcal_cli.errors import HubError
 from featcal_cli.readme import Card, read_card
-from featcal_cli.references import UnusableError, locate, same_repo
+from featcal_cli.references import UnusableError, find, locate, same_repo
 from featcal_cli.repo import Kind, Repo
 
 Item = TypeVar("Item")
@@ -124,6 +124,22 @@ class Library:
             if not same_repo(parent, reference):  # some cards name their own repo
                 parents.append(Parent(parent, ADAPTER_CONFIG if adapter else "card"))
         return parents
+
+    def find_whole(self, reference: str) -> str:
+        """A model as it is; an adapter that was trained on a quantized copy, as BASE+ADAPTER on the full model."""
+        repo = None if split_model(reference) else self._opened(reference)
+        if repo is None or not is_adapter(repo.files):
+            return reference
+        named = [find(name, repo) for name in _adapter_base(repo)]
+        parents = self.find_parents(reference, None)
+        if len(parents) != 1 or not named[0] or same_repo(parents[0].reference, named[0]):
+            return reference
+        return f"{parents[0].reference}+{reference}"
+
+    def _opened(self, name: str) -> Repo | None:
+        """A model that was opened before."""
+        repo = self._repos.get((name, "model"))
+        return repo.result() if repo and repo.done() and not repo.exception() else None
 
     def _find_full(self, name: str, child: str) -> str:
         """The full model that a quantized copy was made of; any other name as it is.

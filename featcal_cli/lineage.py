@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import NoReturn
@@ -67,6 +67,7 @@ def find_lineage(draft: Draft, open_repo: Opener = open_repo) -> Lineage:
     found = {task: one for task, one in experts.items() if isinstance(one, Found)}
     if base is None and found:
         base = find_base_of(case, list(found.values()))
+    found = _settle_experts(case, found, base)
     data = _find_data(case, found)
     questions = [base] if isinstance(base, Question) else []
     questions += _ask_for_experts(case, experts, base)
@@ -76,7 +77,10 @@ def find_lineage(draft: Draft, open_repo: Opener = open_repo) -> Lineage:
         questions += _ask_ahead(case, base)
     known = {task: one for task, one in data.items() if isinstance(one, FoundData)}
     if questions or not isinstance(base, Found):
-        raise OpenQuestionsError(draft, questions, _list_known(case, base, {**found, **left_out}, known, left_out))
+        without = left_out | {
+            task: one for task, (one, _) in gone.items()
+        }  # named, so that they can be left out by name
+        raise OpenQuestionsError(draft, questions, _list_known(case, base, {**found, **without}, known))
     return _describe(case, base, found, known)
 
 
@@ -245,6 +249,21 @@ def _read_experts(case: Case, experts: Experts, base: Found | Question | None) -
     return gone
 
 
+def _settle_experts(case: Case, experts: Mapping[str, Found], base: Found | Question | None) -> dict[str, Found]:
+    """The found experts without the base, where it was merged too, and adapters on the full model of what they were
+    trained on."""
+    settled: dict[str, Found] = {}
+    for task, one in experts.items():
+        if one.source == SAID or not isinstance(base, Found):
+            settled[task] = one
+        elif case.means(one.reference, base.reference):
+            case.library.notes.append(f"{one.reference} is the base; it went into the merge too, and is no expert")
+        else:
+            whole = case.library.find_whole(one.reference)
+            settled[task] = replace(one, reference=whole)
+    return settled or dict(experts)
+
+
 # Data
 
 
@@ -328,7 +347,6 @@ def _list_known(
     base: Found | Question | None,
     experts: Mapping[str, Found],
     data: Mapping[str, FoundData],
-    left_out: Collection[str],
 ) -> Iterator[Option]:
     """What was found and the draft does not say, as options."""
     draft = case.draft
@@ -339,7 +357,7 @@ def _list_known(
             yield "--expert", f"{task}={one.reference}"
     for task, source in data.items():
         plain = not source.data.columns and source.data.template is None
-        if task not in left_out and plain and not draft.tasks.get(task, TaskDraft()).data:
+        if plain and not draft.tasks.get(task, TaskDraft()).data:
             yield "--data", f"{task}={source.data}"
 
 
@@ -354,4 +372,4 @@ def _describe(case: Case, base: Found, experts: Mapping[str, Found], data: Mappi
         findings.append(Finding(f"expert {task}", expert.reference, expert.source))
         findings.append(Finding(f"data {task}", str(data[task].data), data[task].source))
     whole = draft.model_dump(exclude_none=True, exclude={"skip_experts"}) | {"base": base.reference, "tasks": tasks}
-    return Lineage(Recipe.model_validate(whole), findings, case.library.notes)
+    return Lineage(Recipe.model_validate(whole), findings, list(dict.fromkeys(case.library.notes)))

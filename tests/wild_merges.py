@@ -1,0 +1,167 @@
+# ruff: noqa: E501 - a row for each merge
+"""Merges as they look on the Hub: shapes of real configurations and cards, with names of our own.
+
+`ORG/` stands for the owner of every repo. What is asked for is written as on the command line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from textwrap import dedent
+from typing import Any
+
+import yaml
+
+Files = Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Merge:
+    """A merge, and what is to come of it."""
+
+    name: str
+    files: Files
+    """Of ORG/merged."""
+    repos: Mapping[str, Files]
+    base: str = ""
+    experts: Mapping[str, str] = field(default_factory=dict)
+    """Task → expert, that are found; where something is asked, those that the command fills in."""
+    asks: tuple[str, ...] = ()
+    """Options with a placeholder, and --skip-expert."""
+    refused: str = ""
+    """Words of the reason why it cannot be calibrated."""
+    note: str = ""
+
+
+def card(text: str = "", **metadata: Any) -> dict[str, str]:
+    return {"README.md": f"---\n{yaml.safe_dump(metadata, sort_keys=False)}---\n{dedent(text)}"}
+
+
+def config(text: str) -> dict[str, str]:
+    return {"mergekit_config.yml": dedent(text)}
+
+
+def model(*parents: str, data: Any = None, **metadata: Any) -> dict[str, str]:
+    """A model's card; without `data` it names no dataset."""
+    told: dict[str, Any] = {"base_model": parents[0] if len(parents) == 1 else list(parents)} if parents else {}
+    return card(**told, **({"datasets": data} if data else {}), **metadata)
+
+
+def lora(base: str, data: Any = None) -> dict[str, str]:
+    config = f'{{"peft_type": "LORA", "r": 16, "base_model_name_or_path": "{base}"}}'
+    return {**model(base, data=data), "adapter_config.json": config}
+
+
+def listed(method: str, *models: str, **keys: Any) -> dict[str, str]:
+    entries = [{"model": name, "parameters": {"weight": 0.5, "density": 0.5}} for name in models]
+    return {
+        "mergekit_config.yml": yaml.safe_dump({"models": entries, "merge_method": method, **keys, "dtype": "bfloat16"})
+    }
+
+
+CHAT, CODE = model("ORG/Base-7B", data=["ORG/rows"]), model("ORG/Base-7B", data=["ORG/rows"])
+TWO = {"ORG/Base-7B-chat": CHAT, "ORG/Base-7B-code": CODE}
+SILENT = {"ORG/Base-7B-chat": model(data="ORG/rows"), "ORG/Base-7B-code": model(data="ORG/rows")}
+BOTH = {"chat": "ORG/Base-7B-chat", "code": "ORG/Base-7B-code"}
+TIES = dedent("""
+    models:
+      - model: ORG/Base-7B
+        # the base needs no parameters
+      - model: ORG/Base-7B-chat
+        parameters: {density: [1, 0.7, 0.1], weight: 1.0}
+      - model: ORG/Base-7B-code
+        parameters:
+          density: 0.33
+          weight:
+            - filter: mlp
+              value: 0.5
+            - value: 0
+    merge_method: ties
+    base_model: ORG/Base-7B
+    parameters: {normalize: true, int8_mask: true}
+    dtype: float16
+    """)
+SLERP = """
+    slices:
+      - sources:
+          - {model: ORG/Base-7B-chat, layer_range: [0, 32]}
+          - {model: ORG/Base-7B-code, layer_range: [0, 32]}
+    merge_method: slerp
+    base_model: ORG/Base-7B-chat
+    parameters:
+      t:
+        - filter: self_attn
+          value: [0, 0.5, 0.3, 0.7, 1]
+        - filter: mlp
+          value: [1, 0.5, 0.7, 0.3, 0]
+        - value: 0.5
+    dtype: bfloat16
+    """
+POOL = """
+    # Fused
+
+    ### Model Pool Configuration
+
+    ```yaml
+    _target_: fusion_bench.modelpool.CausalLMPool
+    models:
+      _pretrained_: ORG/Base-7B
+      chat: ORG/Base-7B-chat
+      coder: {_target_: transformers.AutoModel, pretrained_model_name_or_path: ORG/Base-7B-code}
+    ```
+    """
+CLIP = ["sun397", "stanford-cars", "resisc45", "eurosat", "svhn", "gtsrb", "mnist", "dtd"]
+B32 = "tanganke/clip-vit-base-patch32"
+
+MERGES = [
+    Merge("ties-with-gradients", config(TIES), SILENT, "ORG/Base-7B", BOTH),
+    Merge("dare-ties-and-tokenizer-source", {**listed("dare_ties", *BOTH.values(), base_model="ORG/Base-7B", tokenizer_source="union", chat_template="auto"), **card(base_model=[*BOTH.values(), "ORG/Base-7B"], tags=["mergekit", "merge"])}, SILENT, "ORG/Base-7B", BOTH),
+    Merge("della-with-a-tokenizer-section", listed("della_linear", *BOTH.values(), base_model="ORG/Base-7B", tokenizer={"source": "union", "tokens": {"<|im_start|>": {"source": "ORG/Base-7B-chat"}}}), SILENT, "ORG/Base-7B", BOTH),
+    Merge("model-stock-on-an-instruct-model", listed("model_stock", *BOTH.values(), base_model="ORG/Base-7B-Instruct"), SILENT, "ORG/Base-7B-Instruct", BOTH),
+    Merge("breadcrumbs-with-comments", config("merge_method: breadcrumbs_ties\nbase_model: ORG/Base-7B\nmodels:\n  - model: ORG/Base-7B-chat\n#  - model: ORG/left-out\n  - model: ORG/Base-7B-code\ntokenizer:\n  source: union\n#mergekit-yaml this.yml /data/out --cuda\n"), SILENT, "ORG/Base-7B", BOTH),
+    Merge("task-arithmetic-by-slices-with-the-base-among-them", config("base_model: ORG/Base-7B\ndtype: bfloat16\nmerge_method: task_arithmetic\nparameters: {normalize: false}\nslices:\n- sources:\n  - {layer_range: [0, 32], model: ORG/Base-7B}\n  - {layer_range: [0, 32], model: ORG/Base-7B-chat, parameters: {weight: 0.5}}\n  - {layer_range: [0, 32], model: ORG/Base-7B-code, parameters: {weight: 0.5}}\n"), SILENT, "ORG/Base-7B", BOTH),
+    Merge("slerp-with-t-by-filter", config(SLERP), TWO, "ORG/Base-7B", BOTH, note="slerp goes from"),
+    Merge("slerp-of-the-base-and-its-child", listed("slerp", "ORG/Base-7B", "ORG/Base-7B-chat", base_model="ORG/Base-7B", parameters={"t": 0.5}), {**TWO, "ORG/Base-7B": card()}, "ORG/Base-7B", {"7b-chat": "ORG/Base-7B-chat"}, note="went into the merge too"),
+    Merge("nuslerp-without-a-base", listed("nuslerp", *BOTH.values()), TWO, "ORG/Base-7B", BOTH),
+    Merge("linear-without-a-base", listed("linear", *BOTH.values()), TWO, "ORG/Base-7B", BOTH),
+    Merge("linear-whose-base-model-is-averaged", listed("linear", *BOTH.values(), base_model="ORG/Base-7B-chat"), TWO, "ORG/Base-7B", BOTH, note="linear averages"),
+    Merge("karcher-of-children-of-children", listed("karcher", "ORG/Chat-v2", "ORG/Base-7B-code"), {**TWO, "ORG/Chat-v2": model("ORG/Base-7B-chat", data="ORG/rows")}, "ORG/Base-7B", {"chat-v2": "ORG/Chat-v2", "base-7b-code": "ORG/Base-7B-code"}, note="ORG/Chat-v2 comes from ORG/Base-7B-chat, which comes from ORG/Base-7B"),
+    Merge("models-with-loras", listed("task_arithmetic", "ORG/Base-7B+ORG/chat-lora", "ORG/Base-7B+ORG/code-lora", base_model="ORG/Base-7B"), {"ORG/chat-lora": lora("ORG/Base-7B", "ORG/rows"), "ORG/code-lora": lora("ORG/Base-7B", "ORG/rows")}, "ORG/Base-7B", {"chat": "ORG/Base-7B+ORG/chat-lora", "code": "ORG/Base-7B+ORG/code-lora"}),
+    Merge("references-as-sections", config("merge_method: ties\nbase_model: {model: {path: ORG/Base-7B, revision: null}, lora: null}\nmodels:\n- model: {model: {path: ORG/Base-7B-chat}, lora: null, override_architecture: null}\n- model: {model: {path: ORG/Base-7B-code}}\n"), SILENT, "ORG/Base-7B", BOTH),
+    Merge("pinned-revisions", listed("ties", "ORG/Base-7B-chat@v2", "ORG/Base-7B-code", base_model="ORG/Base-7B"), {"ORG/Base-7B-chat@v2": model(data="ORG/rows"), "ORG/Base-7B-code": model(data="ORG/rows")}, "ORG/Base-7B", {"chat": "ORG/Base-7B-chat@v2", "code": "ORG/Base-7B-code"}),
+    Merge("adapters-that-are-named-alone", {**card("merged by hand", base_model=["ORG/chat-lora", "ORG/code-lora"])}, {"ORG/chat-lora": lora("ORG/Base-7B", "ORG/rows"), "ORG/code-lora": lora("ORG/Base-7B", "ORG/rows")}, "ORG/Base-7B", {"chat": "ORG/chat-lora", "code": "ORG/code-lora"}),
+    Merge("adapters-on-a-quantized-copy", card(base_model=["ORG/chat-lora", "ORG/code-lora"], base_model_relation="merge"), {"ORG/chat-lora": lora("ORG/base-7b-unsloth-bnb-4bit", "ORG/rows"), "ORG/code-lora": lora("ORG/base-7b-bnb-4bit", "ORG/rows"), "ORG/base-7b-unsloth-bnb-4bit": model("ORG/base-7b", base_model_relation="quantized"), "ORG/base-7b-bnb-4bit": card(), "ORG/base-7b": card()}, "ORG/base-7b", {"chat": "ORG/base-7b+ORG/chat-lora", "code": "ORG/base-7b+ORG/code-lora"}, note="a quantized copy of ORG/base-7b"),
+    Merge("merge-of-two-slerps", config("name: first\nmerge_method: slerp\nbase_model: ORG/Base-7B-chat\nmodels: [{model: ORG/Base-7B-chat}, {model: ORG/Base-7B-code}]\nparameters: {t: 0.5}\n---\nname: second\nmerge_method: slerp\nbase_model: ORG/Base-7B-law\nmodels: [{model: ORG/Base-7B-law}, {model: ORG/Base-7B-math}]\nparameters: {t: 0.3}\n---\nmerge_method: slerp\nbase_model: first\nmodels: [{model: first}, {model: second}]\nparameters: {t: 0.5}\n"), {**TWO, "ORG/Base-7B-law": CHAT, "ORG/Base-7B-math": CODE}, "ORG/Base-7B", {**BOTH, "law": "ORG/Base-7B-law", "math": "ORG/Base-7B-math"}, note="merge of merges"),
+    Merge("stages-on-one-base", config("merge_method: ties\nbase_model: ORG/Base-7B\nmodels: [{model: ORG/Base-7B-chat}]\nname: one\n---\nmerge_method: model_stock\nbase_model: ORG/Base-7B\nmodels: [{model: one}, {model: ORG/Base-7B-code}]\n"), SILENT, "ORG/Base-7B", BOTH, note="merge of merges"),
+    Merge("formulas-of-two-generations", card(f"The last formula:\n```yaml\n{TIES}```\nThis one:\n```yaml\n{TIES.replace('ties', 'della')}```\n".replace("\n", "\n    "), base_model=[*BOTH.values(), "ORG/Base-7B"]), {**TWO, "ORG/Base-7B": card()}, "ORG/Base-7B", BOTH),
+    Merge("lazy-notebook-card", card(f"# Merged\n\nmade of [chat](https://huggingface.co/ORG/Base-7B-chat)\n\n## Configuration\n\n```yaml\n{TIES}```\n\n## Usage\n\n```python\n!pip install -qU transformers\n```\n", base_model=[*BOTH.values()], tags=["merge", "mergekit", "lazymergekit"]), SILENT, "ORG/Base-7B", BOTH),
+    Merge("details-and-a-fence-without-a-language", card("<details><summary>recipe</summary>\n\n  ~~~\n  merge_method: linear\n  models:\n    - model: ORG/Base-7B-chat\n    - model: ORG/Base-7B-code\n  ~~~\n\n</details>\n"), TWO, "ORG/Base-7B", BOTH),
+    Merge("list-with-the-base-and-a-relation", card(base_model=["ORG/Base-7B", *BOTH.values()], base_model_relation="merge"), {**TWO, "ORG/Base-7B": card()}, "ORG/Base-7B", BOTH),
+    Merge("list-without-the-base", card(base_model=[*BOTH.values()], base_model_relation="merge"), TWO, "ORG/Base-7B", BOTH),
+    Merge("list-of-addresses", card(base_model=["https://huggingface.co/ORG/Base-7B-chat", "https://huggingface.co/ORG/Base-7B-code"]), {"ORG/Base-7B-chat": model("https://huggingface.co/ORG/Base-7B", data=["https://huggingface.co/datasets/ORG/rows"]), "ORG/Base-7B-code": CODE}, "ORG/Base-7B", BOTH),
+    Merge("mirror-of-the-base", listed("linear", *BOTH.values()), {"ORG/Base-7B-chat": model("ORG/copies-of-Base-7B", data="ORG/rows"), "ORG/Base-7B-code": CODE, "ORG/copies-of-Base-7B": model("ORG/Base-7B"), "ORG/Base-7B": card()}, "ORG/Base-7B", BOTH),
+    Merge("an-expert-and-its-child", listed("linear", "ORG/Base-7B-Instruct", "ORG/Base-7B-Instruct-code"), {"ORG/Base-7B-Instruct": model("ORG/Base-7B", data="ORG/rows"), "ORG/Base-7B-Instruct-code": model("ORG/Base-7B-Instruct", data="ORG/rows")}, "ORG/Base-7B", {"instruct": "ORG/Base-7B-Instruct", "instruct-code": "ORG/Base-7B-Instruct-code"}),
+    Merge("an-expert-that-is-a-merge", listed("slerp", "ORG/mix", "ORG/Base-7B-code", base_model="ORG/mix"), {**TWO, "ORG/mix": model("ORG/Base-7B-chat", "ORG/Base-7B", data="ORG/rows", base_model_relation="merge")}, "ORG/Base-7B", {"mix": "ORG/mix", "base-7b-code": "ORG/Base-7B-code"}),
+    Merge("fusion-bench-pool", card(POOL), SILENT, "ORG/Base-7B", {"chat": "ORG/Base-7B-chat", "coder": "ORG/Base-7B-code"}),
+    Merge("fusion-bench-pool-as-a-list", card("```yaml\ntype: huggingface_clip_vision_pool\nbase_model: ORG/Base-7B\nmodels:\n- {name: _pretrained_, path: '${...base_model}'}\n- {name: chat, path: ORG/Base-7B-chat}\n- {name: code, path: ORG/Base-7B-code}\n```\n"), SILENT, "ORG/Base-7B", BOTH),
+    Merge("the-eight-clip-experts", card(base_model=[f"{B32}_{task}" for task in CLIP]), {f"{B32}_{task}": model("openai/clip-vit-base-patch32", data=[{"svhn": "ufldl-stanford/svhn", "mnist": "mnist"}.get(task, f"tanganke/{task.replace('-', '_')}")]) for task in CLIP}, "openai/clip-vit-base-patch32", {task: f"{B32}_{task}" for task in CLIP}),
+    Merge("one-path-of-the-authors-machine", {**listed("dare_ties", "D:/Uni/Code/finetuned/remerge_2", "ORG/Base-7B-chat", base_model="ORG/Base-7B")}, SILENT, "ORG/Base-7B", {"base-7b-chat": "ORG/Base-7B-chat"}, ("--expert remerge_2=REPO", "--data remerge_2=SOURCE")),
+    Merge("nothing-but-paths", {**listed("ties", "/root/top1", "/root/top2", base_model="/root/top"), **card(base_model=[])}, {}, "", {}, ("--base REPO", "--expert top1=REPO", "--data top1=SOURCE", "--expert top2=REPO", "--data top2=SOURCE")),
+    Merge("base-on-the-authors-machine", listed("ties", *BOTH.values(), base_model="/workspace/models/base"), TWO, "", BOTH, ("--base REPO",)),
+    Merge("silent-experts", listed("linear", *BOTH.values()), {name: card() for name in BOTH.values()}, "", BOTH, ("--base REPO", "--data chat=SOURCE", "--data code=SOURCE")),
+    Merge("silent-list", card(base_model=["ORG/Base-7B", *BOTH.values()]), {name: card() for name in ("ORG/Base-7B", *BOTH.values())}, "", {}, ("--base REPO", "--data base-7b=SOURCE", "--data base-7b-chat=SOURCE", "--data base-7b-code=SOURCE")),
+    Merge("two-bases-that-nothing-joins", listed("linear", *BOTH.values()), {**TWO, "ORG/Base-7B-code": model("ORG/Other-7B", data="ORG/rows")}, "", BOTH, ("--base REPO",)),
+    Merge("an-expert-that-is-gone", config(TIES), {"ORG/Base-7B-chat": CHAT}, "ORG/Base-7B", {"chat": "ORG/Base-7B-chat"}, ("--skip-expert code",)),
+    Merge("gone-gated-and-without-data", listed("linear", *BOTH.values(), "ORG/Base-7B-law", "ORG/Base-7B-math"), {"ORG/Base-7B-chat": model("ORG/Base-7B"), "gated ORG/Base-7B-law": CHAT, "ORG/Base-7B-math": CODE}, "ORG/Base-7B", {"chat": "ORG/Base-7B-chat", "math": "ORG/Base-7B-math"}, ("--data chat=SOURCE", "--skip-expert code", "--skip-expert law")),
+    Merge("a-dataset-that-is-gone", config(TIES), {**TWO, "ORG/Base-7B-code": model("ORG/Base-7B", data="ORG/was-deleted")}, "ORG/Base-7B", BOTH, ("--data code=SOURCE",)),
+    Merge("datasets-to-choose-from", config(TIES), {"ORG/Base-7B-chat": model(data="ORG/parts"), "ORG/Base-7B-code": model(data=["ORG/a", "ORG/b"])}, "ORG/Base-7B", BOTH, ("--data chat=ORG/parts:CONFIG", "--data code=SOURCE")),
+    Merge("one-base-model-only", card(base_model="ORG/Base-7B", base_model_relation="merge"), {}, "ORG/Base-7B", {}, ("--expert TASK=REPO", "--data TASK=SOURCE")),
+    Merge("nothing-at-all", {"config.json": '{"_name_or_path": "/content/model"}'}, {}, "", {}, ("--base REPO", "--expert TASK=REPO", "--data TASK=SOURCE")),
+    Merge("frankenmerge", config("slices:\n- sources: [{model: ORG/Base-7B-chat, layer_range: [0, 24]}]\n- sources: [{model: ORG/Base-7B-code, layer_range: [8, 32]}]\nmerge_method: passthrough\ndtype: bfloat16\n"), {}, refused="passthrough"),
+    Merge("mixture-of-experts", {"mergekit_moe_config.yml": "base_model: ORG/Base-7B\ngate_mode: hidden\nexperts:\n  - source_model: ORG/Base-7B-chat\n    positive_prompts: [chat]\n"}, {}, refused="mixture of experts"),
+    Merge("mixture-in-the-card", card("```yaml\nbase_model: ORG/Base-7B\nexperts:\n  - source_model: ORG/Base-7B-chat\n    positive_prompts: [chat]\n```\n"), {}, refused="mixture of experts"),
+    Merge("stage-that-stacks-layers", config("name: tall\nmerge_method: passthrough\nslices: [{sources: [{model: ORG/Base-7B-chat, layer_range: [0, 8]}]}]\n---\nmerge_method: linear\nmodels: [{model: tall}, {model: ORG/Base-7B-code}]\n"), {}, refused="passthrough"),
+    Merge("an-adapter", lora("ORG/Base-7B"), {}, refused="is an adapter"),
+    Merge("a-quantized-copy", card(base_model="ORG/whole", base_model_relation="quantized"), {}, refused="quantized copy"),
+]  # fmt: skip
