@@ -74,6 +74,7 @@ Models
     checkpoint     memory-mapped models, each in its class
     alignment      models loaded to fit the merged one, and checked that they do
     likeness       whether two models are one function of their weights, as their configs say
+    values         what weights hold with which nothing can be calibrated: NaN, nothing but zeros, one huge number
     merging        the built-in mergers
     layout         which tensor lies where on disk; writing new values and nothing else
     outline        a model without values, from headers alone

@@ -19,6 +19,7 @@ from featcal_cli.modules import new_parameters
 from featcal_cli.pool import Solved, spread
 from featcal_cli.report import BlockReport, ModuleReport
 from featcal_cli.solver import Settings, Solution
+from featcal_cli.values import blaming
 from featcal_cli.walker import Walker
 
 Watch: TypeAlias = "Callable[[Progress], None]"
@@ -64,8 +65,10 @@ def calibrate_blocks(
         report = restore_block(journal, number, student, job.ranks)
         if report is None:
             started = time.monotonic()
-            moments = collect_moments(visit, CALIBRATED, settings, here.at_task(watch))
-            solved = solve_together(job, block, moments, bias, here.at_module(watch))
+            nearby = job.architecture.blocks[max(0, number - 1) : number + 1]
+            with blaming(nearby, (job.merged, job.base, *job.experts.values())):
+                moments = collect_moments(visit, CALIBRATED, settings, here.at_task(watch))
+                solved = solve_together(job, block, moments, bias, here.at_module(watch))
             load_block(student, block, solved.solutions)
             report = _describe(block, moments.skipped, solved, settings.ridge, time.monotonic() - started)
             if journal is not None:
@@ -117,7 +120,8 @@ def solve_block(
     solutions = {name: found for name, found in solutions.items() if name not in moments.skipped}
     for name, solution in solutions.items():
         if not all(torch.isfinite(part).all() for part in solution.parameters if part is not None):
-            raise NumericsError(f"the solution of {block.name}.{name} is not finite", fix="use a larger --ridge")
+            what = f"the solution of {block.name}.{name} is not finite"
+            raise NumericsError(what, fix="use a larger --ridge, or another --rho")
     return solutions
 
 

@@ -46,6 +46,7 @@ from featcal_cli.shares import Shares, share_tasks
 from featcal_cli.shortage import halve_batches, is_out_of_memory
 from featcal_cli.stamps import Unchanged, name_local_files
 from featcal_cli.summary import summarise
+from featcal_cli.values import check_values
 from featcal_cli.workplace import Workplace
 
 
@@ -129,6 +130,8 @@ class Computation:
         """Calibrate what is loaded, and write it."""
         calibration = plan.recipe.calibration
         architecture = find_blocks(models, plan.examples, calibration.norms, self._run.note)
+        for text in check_values(models.merged, [models.base, *models.experts.values()], architecture):
+            self._run.note(text)
         self._run.share_notes()
         examples = dict(plan.examples)
         while True:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
 
 import torch
 from torch import Tensor
+
+from featcal_cli.errors import NumericsError
 
 TINY = 1e-30
 """Keeps the cosine of a zero vector finite."""
@@ -36,8 +39,8 @@ class Drift:
 
     @property
     def relative(self) -> float:
-        """mean ‖e‖₂ / mean ‖h_exp‖₂."""
-        return self.distance / self.size if self.size else 0.0
+        """mean ‖e‖₂ / mean ‖h_exp‖₂; infinite where the expert's features vanish and the model's do not."""
+        return relate(self.distance, self.size, self.tokens)
 
     @property
     def mean(self) -> float:
@@ -62,25 +65,35 @@ class Drift:
     def _share(self, total: float) -> float | None:
         if not self.is_split:
             return None
-        return total / self.size if self.size else 0.0
+        return relate(total, self.size, self.tokens)
+
+
+def relate(distance: float, size: float, tokens: int) -> float:
+    """distance / size, two sums over tokens; where the size vanishes infinity, unless the distance does too."""
+    if size > TINY * tokens:
+        return distance / size
+    return inf if distance > TINY * tokens else 0.0
 
 
 class DriftMeter:
     """Adds up drift by place (a block, a module in it, or STEM), task and role of the model."""
 
-    def __init__(self, *, modules: bool = False) -> None:
-        """`modules`: measure at the outputs of the modules inside blocks too."""
+    def __init__(self, *, modules: bool = False, refuse_vanishing: bool = False) -> None:
+        """`modules`: measure at the outputs of the modules inside blocks too. `refuse_vanishing`: an expert whose
+        features are all zero is an error."""
         self.readings: dict[tuple[str, str, str], Drift] = {}
         self.elsewhere: dict[tuple[str, str, str], Drift] = {}
         """What other ranks have measured, as far as it is known here."""
         self.modules = modules
+        self._refuse_vanishing = refuse_vanishing
 
     def add(
         self, place: str, task: str, role: str, hidden: Tensor, expert: Tensor, on_expert: Tensor | None = None
     ) -> None:
         """Add the same tokens of the model and of the task's expert [T, d] each.
 
-        `on_expert`: what the model's block makes of the expert's input, for the split.
+        `on_expert`: what the model's block makes of the expert's input, for the split. Raises NumericsError where the
+        expert's features vanish and that is refused.
         """
         reading = self.readings.setdefault((place, task, role), Drift())
         hidden, expert = hidden.float(), expert.float()
@@ -88,6 +101,9 @@ class DriftMeter:
         cosine = torch.einsum("td,td->t", hidden, expert) / (size * own).clamp_min(TINY)
         reading.distance += _sum(_norms(hidden - expert))
         reading.size += _sum(size)
+        if self._refuse_vanishing and len(hidden) and size.max() <= TINY:
+            what = f"the features of the expert of {task} are all zero after {place}: there is nothing to calibrate to"
+            raise NumericsError(what, where=f"expert {task}", fix="use another checkpoint; this one is broken")
         reading.cosine_sum += _sum(cosine)
         reading.tokens += len(hidden)
         if on_expert is not None:

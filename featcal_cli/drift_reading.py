@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from math import inf, isnan
+from math import inf, isfinite, isinf, isnan
 
 from featcal_cli.inspection import VISIBLE, BlockDrift, Inspection, ModelDrift
 
@@ -36,6 +36,7 @@ class Reading:
 def read_drift(drift: ModelDrift) -> Reading:
     """Where one model's drift on one task begins, where it grows most, and what it is made of in the end."""
     threshold = BEGINNING * max(block.drift.local or 0.0 for block in drift.blocks)
+    threshold = threshold if isfinite(threshold) else 0.0
     begins = [block.name for block in drift.blocks if threshold and (block.drift.local or 0.0) >= threshold]
     lists = split_lists([block.name for block in drift.blocks])
     first = {names[0] for names in lists}
@@ -47,8 +48,8 @@ def read_drift(drift: ModelDrift) -> Reading:
         begins[0] if begins else None,
         steepest.name if steepest else None,
         _growth(steepest) if steepest else None,
-        local / whole if whole else None,
-        upstream / whole if whole else None,
+        local / whole if whole and isfinite(whole) else None,
+        upstream / whole if whole and isfinite(whole) else None,
     )
 
 
@@ -83,8 +84,12 @@ def tell_verdict(
     names: what each role is called; enumerate_tasks: tasks in words, with how much farther each is.
     """
     roles = list_roles(inspection)
+    vanished = find_vanished(inspection)
+    for task in vanished:
+        why = "no drift from it means anything. Use another checkpoint."
+        yield True, f"the features of the expert of {task} are all zero, or nearly: {why}"
     for role in roles:
-        if role == "base" or "base" not in roles:
+        if len(vanished) == len(inspection.tasks) or role == "base" or "base" not in roles:
             continue
         if farther := find_farther(inspection, role, "base"):
             what = f"{names[role]} is farther from the expert than the base {names['base']} is"
@@ -99,6 +104,12 @@ def tell_verdict(
         ):
             if tasks:
                 yield False, f"{names['other']} is {word} {names['model']} on {enumerate_tasks(tasks)}."
+
+
+def find_vanished(inspection: Inspection) -> list[str]:
+    """Tasks whose expert's features are nothing after the last block: drift relative to them is infinite."""
+    lasts = {name: task.models["model"].last for name, task in inspection.tasks.items()}
+    return [name for name, last in lasts.items() if isinf(last.relative) and isfinite(last.distance)]
 
 
 def order_blocks(inspection: Inspection) -> list[str]:

@@ -44,9 +44,8 @@ def factorise(gram: Tensor, ridge: float) -> tuple[Tensor, float]:
         if not failed and torch.isfinite(factor.diagonal()).all():
             return factor, more
         if not torch.isfinite(gram).all():
-            raise NumericsError(
-                "the features are not finite", fix="look for NaN in the examples; if there is none, use --dtype float32"
-            )
+            what = f"the sums of features, with ridge {ridge:g} added, are not finite"
+            raise NumericsError(what, fix="look for features that are too large; or give --dtype float32")
         step = 10 * max(more, EPSILON) - more
         gram.diagonal().add_(step)
         more += step

@@ -6,6 +6,7 @@ from itertools import pairwise
 from math import inf, isfinite
 from pathlib import Path
 
+from featcal_cli.drift_reading import find_vanished
 from featcal_cli.errors import GateError
 from featcal_cli.inspection import VISIBLE, Inspection, TaskInspection
 from featcal_cli.report import Report
@@ -36,6 +37,9 @@ def find_excess(inspection: Inspection, limit: float) -> GateError | None:
         what = f"{name} drifts from the expert of {task} {by}, which is over --max-drift {limit:g}"
         where = f"task {task}: after {blocks[-1]}; the block that adds most is {blocks[_find_steepest(excess)]}"
         fix = "calibrate the model, merge with a smaller scale, or allow more drift"
+    elif task in find_vanished(inspection):
+        what = f"the features of the expert of {task} are all zero: {name} is infinitely far from it"
+        where, fix = f"task {task}: after {blocks[-1]}", "use another checkpoint of this expert"
     else:
         what = f"the features of {name} on {task} are no finite numbers, which is over every --max-drift"
         where = f"task {task}: after {blocks[-1]}; the first such block is {blocks[_find_steepest(excess)]}"

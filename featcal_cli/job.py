@@ -166,7 +166,7 @@ def make_job(
         examples={task: shares.take(task, found.fitted) for task, found in examples.items()} if students else {},
         checked={task: shares.take(task, found.selection) for task, found in examples.items()} if guarded else {},
         cls_blocks=_choose_cls_blocks(merged, architecture, examples, calibration, note),
-        meter=DriftMeter(modules=not students),
+        meter=DriftMeter(modules=not students, refuse_vanishing=bool(students)),
         vectors=None if students else VectorMeter(),  # a calibrated block is there when its experts' are gone
         outputs=OutputMeter() if small_heads or not students else None,
         watched=limit_batches(shown, [merged, *experts.values()]),

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from featcal_cli.batches import Batch, count_examples, take_examples
+from featcal_cli.drift import relate
 from featcal_cli.tokens import token_masks
 from featcal_cli.trace import first_tensor
 
@@ -44,7 +45,7 @@ class OutputShift:
     @property
     def relative(self) -> float:
         """mean ‖z − z_exp‖₂ / mean ‖z_exp‖₂."""
-        return self.distance / self.size if self.size else 0.0
+        return relate(self.distance, self.size, self.rows)
 
     @property
     def variation(self) -> float:
@@ -86,6 +87,8 @@ class OutputMeter:
         z, z_exp = (_read_output(found) for found in (output, expert))
         reading.has_logits = isinstance(getattr(expert, "logits", None), Tensor)
         rows, rows_exp = (_choose_rows(found, batch) for found in (z, z_exp))
+        if not torch.isfinite(rows_exp).all():
+            return  # a broken head of the expert says nothing of the features that it is given
         for start in range(0, len(rows), ROWS_AT_ONCE):
             _add_rows(reading, rows[start : start + ROWS_AT_ONCE], rows_exp[start : start + ROWS_AT_ONCE])
 

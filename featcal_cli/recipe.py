@@ -120,9 +120,9 @@ class Calibration(Section):
     """Fitted examples per task."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Of the forward passes; `auto` is the merged model's own, float16 as float32."""
-    ridge: float | None = Field(default=None, ge=0, allow_inf_nan=False)
+    ridge: float | None = Field(default=None, ge=0, le=1e9, allow_inf_nan=False)
     """λ: weight of the anchor."""
-    rho: float | None = Field(default=None, ge=0, allow_inf_nan=False)
+    rho: float | None = Field(default=None, ge=0, le=1e6, allow_inf_nan=False)
     """ρ: anchor = ρ · merged + (1 − ρ) · base."""
     alpha: float | None = Field(default=None, ge=0, le=1, allow_inf_nan=False)
     """α: target features = α · expert + (1 − α) · calibrated."""

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-from bad_input import Arguments, Arrange, Case, Stage
+from bad_input import Arguments, Arrange, Case, Stage, options
 from hub_faults import Fault
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
@@ -19,6 +19,9 @@ INDEX = "model.safetensors.index.json"
 Tensors = dict[str, torch.Tensor]
 ODD = (torch.int8, torch.uint8, torch.complex64, torch.float8_e5m2, torch.int32, torch.bool)
 """Dtypes that no weight has which could be calibrated."""
+OUTSIDE = ("pooler.dense.weight", "pooler.dense.bias", "embeddings.word_embeddings.weight", "embeddings.LayerNorm.bias")
+"""Tensors outside of blocks."""
+HUGE_WEIGHTS = (("merged", 1e30), ("red", 1e30), ("red", 1e38))
 
 
 def missing_folder(stage: Stage) -> Arguments:
@@ -86,6 +89,21 @@ def turned(found: Tensors) -> None:
     """A Linear's weight, transposed."""
     name = "encoder.layer.1.output.dense.weight"
     found[name] = found[name].T.contiguous()
+
+
+def all_times(factor: float) -> Callable[[Tensors], object]:
+    """Every tensor so many times as large."""
+    return lambda found: [value.mul_(factor) for value in found.values()]
+
+
+def broken(name: str) -> Callable[[Tensors], object]:
+    """One number of a tensor that is none."""
+    return lambda found: found[name].view(-1)[-1:].fill_(float("nan"))
+
+
+def huge(value: float) -> Callable[[Tensors], object]:
+    """One weight that is finite, and too large for anything."""
+    return lambda found: found[QUERY].view(-1)[:1].fill_(value)
 
 
 def without_weights(name: str, *, keep_config: bool = True) -> Arrange:
@@ -287,6 +305,18 @@ CASES: list[Case] = [
     (adapter(r=10**9), ["rank", "does not fit"]),
     (adapter(layer_replication=[[0, 10**9]]), ["repeats layers"]),
     (adapter(target_modules=["nothing"]), ["does not fit"]),
+    (tensors(all_times(0.0)), ["expert red holds nothing but zeros in its blocks"]),
+    (tensors(all_times(1e-40)), ["expert red holds nothing but zeros in its blocks"]),
+    (tensors(all_times(0.0), "base"), ["base holds nothing but zeros in its blocks"]),
+    (tensors(all_times(0.0), "merged"), ["merged holds nothing but zeros in its blocks"]),
+    (
+        tensors(lambda found: [value.zero_() for name, value in found.items() if "output.LayerNorm" in name]),
+        ["features of the expert of red are all zero after encoder.layer.0"],
+    ),
+    *((tensors(broken(name), "merged"), ["merged has NaN or infinity", name]) for name in OUTSIDE),
+    *((tensors(huge(value), model), [model, f"a weight of {value:g} in {QUERY}"]) for model, value in HUGE_WEIGHTS),
+    (options(ridge=1e300), ["ridge", "1000000000"]),
+    (options(rho=1e300), ["rho", "1000000"]),
     *((stored(dtype), ["merged holds", QUERY, "bfloat16"]) for dtype in ODD),
     *((stored(dtype, "red"), ["expert red holds", QUERY, "bfloat16"]) for dtype in ODD[::2]),
     (all_stored(torch.float8_e4m3fn), ["merged holds", "F8_E4M3", "unquantised"]),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from math import inf, nan
+from math import inf, isfinite, nan
 
 from inspections import make_inspection, make_model
 
@@ -32,7 +32,8 @@ def change(drift: ModelDrift, number: int, **values: float) -> ModelDrift:
 def set_last(inspection: Inspection, task: str, role: str, relative: float) -> Inspection:
     """With another drift after the last block."""
     found = inspection.tasks[task]
-    models = {**found.models, role: change(found.models[role], -1, relative=relative)}
+    broken = {} if isfinite(relative) else {"distance": relative}  # it is the model's features that are no numbers
+    models = {**found.models, role: change(found.models[role], -1, relative=relative, **broken)}
     return replace(inspection, tasks={**inspection.tasks, task: replace(found, models=models)})
 
 

@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import json
+from io import StringIO
+from math import inf, isfinite
 from pathlib import Path
 
 import pytest
 import torch
 from families import FAMILIES, Saved, save_family
+from rich.console import Console
 from safetensors.torch import load_file, save_file
 
 from featcal_cli.built import check_built
+from featcal_cli.drift import Drift
+from featcal_cli.drift_reading import tell_verdict
+from featcal_cli.drift_view import show_inspection
 from featcal_cli.errors import DataError, NumericsError, OutputError
 from featcal_cli.factor import EPSILON, factorise
+from featcal_cli.gate import find_excess
+from featcal_cli.inspector import inspect_drift
 from featcal_cli.moments import LinearMoments
 from featcal_cli.report import BlockReport, ModuleReport, describe_ridges
 from featcal_cli.solver import Affine, LinearSystem, Settings
@@ -116,3 +124,41 @@ def test_a_disk_that_changes_what_is_written_is_found_out(
     result = calibrate(vit.recipe(select="preset"), output=tmp_path / "out")
     assert any("taken over" in note for note in result.report.notes)
     assert json.loads((tmp_path / "out" / "featcal_report.json").read_text())["blocks"]
+
+
+def test_drift_from_an_expert_whose_features_vanish_is_infinite_and_said(vit: Saved, tmp_path: Path) -> None:
+    """Not 0, which would be the expert itself; and JSON has null for it."""
+    file = tmp_path / "red" / "model.safetensors"
+    zeros = {name: torch.zeros_like(value) for name, value in load_file(file).items()}
+    save_file(zeros, file, metadata={"format": "pt"})
+    found = inspect_drift(vit.recipe())
+    last = found.tasks["red"].models["model"].last
+    assert last.relative == inf and isfinite(last.distance) and last.distance > 0
+    assert isfinite(found.tasks["green"].models["model"].last.relative)
+    told = json.loads(found.to_json(), parse_constant=pytest.fail)["tasks"]["red"]["models"]["model"]["blocks"][-1]
+    assert told["drift"]["relative"] is None and told["drift"]["distance"] > 0
+    verdict = [text for is_warning, text in tell_verdict(found, found.names, str) if is_warning]
+    assert any("features of the expert of red are all zero" in text for text in verdict)
+    assert "expert of red are all zero" in str(find_excess(found, 5.0))
+    out = Console(width=100, file=StringIO())
+    show_inspection(found, out)
+    assert "inf" in out.file.getvalue() and "nan" not in out.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_nothing_is_as_far_from_nothing_as_it_can_be_near() -> None:
+    drift = Drift(distance=0.0, size=0.0, tokens=3)
+    assert drift.relative == 0.0
+    assert Drift(distance=1e-40, size=1e-40, tokens=3).relative == 0.0
+    assert Drift(distance=3.0, size=1e-40, tokens=3, is_split=True, local_sum=2.0).local == inf
+
+
+def test_a_broken_head_of_an_expert_is_said_and_measures_nothing(tmp_path: Path) -> None:
+    saved = save_family(tmp_path, BY_NAME["bert"])
+    file = tmp_path / "red" / "model.safetensors"
+    tensors = load_file(file)
+    tensors["pooler.dense.weight"][0, 0] = float("nan")
+    save_file(tensors, file, metadata={"format": "pt"})
+    report = calibrate(saved.recipe(select="preset"), output=tmp_path / "out").report
+    assert any("expert red has NaN or infinity in pooler.dense.weight" in note for note in report.notes)
+    assert report.measures["red"].models["merged"].output is None
+    json.loads((tmp_path / "out" / "featcal_report.json").read_text(), parse_constant=pytest.fail)

@@ -15,9 +15,10 @@ import bad_surroundings
 import bad_tensors
 import pytest
 import torch
-from bad_input import Arguments, Arrange, Stage, good_arguments, options
+from bad_input import Arguments, Arrange, Stage, good_arguments, of_images, options
 from command_line import featcal_inside
 from families import save_tokenizer
+from safetensors.torch import save_file
 from transformers import BertConfig, BertForSequenceClassification
 
 from featcal_cli import calibrate
@@ -125,6 +126,14 @@ def huge_weights(stage: Stage) -> Arguments:
     return bad_models.tensors(lambda found: found["encoder.layer.0.output.dense.weight"].fill_(3e38))(stage)
 
 
+def huge_pixels(stage: Stage) -> Arguments:
+    """An example that is finite, but what comes out of it is not."""
+    pixels = torch.randn(6, 3, 32, 32)
+    pixels[2] = 3e38
+    save_file({"pixel_values": pixels}, stage.folder / "pixels.safetensors")
+    return of_images(stage, stage.folder / "pixels.safetensors")
+
+
 def unfinished_run(stage: Stage) -> Arguments:
     """All blocks are done, and there was no room for the output."""
 
@@ -195,7 +204,9 @@ WAYS: dict[str, Arrange] = {
     "there is no device": bad_surroundings.a_gpu_that_is_not_there,
     "of disk are needed": full_disk,
     "does not suffice": full_memory,
-    "are not finite at": huge_weights,
+    "are not finite at": huge_pixels,
+    "has a weight of": huge_weights,
+    "nothing but zeros": bad_models.tensors(bad_models.all_times(0.0)),
     "the output folder exists": bad_options.existing_output,
     "unfinished run": unfinished_run,
     "needs a token": bad_surroundings.push_without_a_token,
