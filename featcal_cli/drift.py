@@ -102,7 +102,8 @@ class DriftMeter:
         reading.distance += _sum(_norms(hidden - expert))
         reading.size += _sum(size)
         if self._refuse_vanishing and len(hidden) and size.max() <= TINY:
-            what = f"the features of the expert of {task} are all zero after {place}: there is nothing to calibrate to"
+            where = "before the first block" if place == STEM else f"after {place}"
+            what = f"the features of the expert of {task} are all zero {where}: there is nothing to calibrate to"
             raise NumericsError(what, where=f"expert {task}", fix="use another checkpoint; this one is broken")
         reading.cosine_sum += _sum(cosine)
         reading.tokens += len(hidden)

@@ -116,7 +116,7 @@ def test_a_disk_that_changes_what_is_written_is_found_out(
         file.write_bytes(bytes(content))
         check_built(place, *rest)  # type: ignore[arg-type]
 
-    monkeypatch.setattr("featcal_cli.output.check_built", flip)
+    monkeypatch.setattr("featcal_cli.built.check_built", flip)
     with pytest.raises(OutputError, match="is not what was"):
         calibrate(vit.recipe(select="preset"), output=tmp_path / "out")
     assert not (tmp_path / "out").exists()
