@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -31,6 +31,9 @@ class Reader(Protocol):
 
     def batch(self, items: Sequence[Any]) -> Batch:
         """The batch of these items, dimension 0 in their order."""
+
+    def remarks(self, items: Sequence[Any]) -> Iterable[str]:
+        """What is to be known of all these items together. Raises DataError where they mean nothing to the model."""
 
     def longest(self, items: Sequence[Any]) -> Sequence[Any]:
         """The one or two of these items (at least one) that a batch of all of them is as long as."""

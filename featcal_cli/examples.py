@@ -129,6 +129,7 @@ def draw_examples(
         first = list(islice(drawn, PEEKED_ROWS))
         reader, rows = open_rows(data, first, model, preprocessor_folders, where), chain(first, drawn)
     good, bad = _read_good(reader, rows, wanted, where)
+    choices += reader.remarks(good)
     fitted, further = good[:count], good[count:]
     half = len(further) // 2
     selection, held_out = (further[:half], further[half:]) if half else ([], [])

@@ -74,6 +74,10 @@ class ImageReader:
         whole = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
         return whole | decoder_prompt(self.model, len(items))
 
+    def remarks(self, _: Sequence[Any]) -> list[str]:
+        """None."""
+        return []
+
     def longest(self, items: Sequence[Encoded]) -> Sequence[Encoded]:
         """The first: processors make images of one size, but for few."""
         return items[:1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -53,6 +54,10 @@ class TensorReader:
         """Those rows of every tensor; floating point as float32."""
         found = take_examples(self.tensors, items)
         return {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in found.items()}
+
+    def remarks(self, _: Sequence[Any]) -> list[str]:
+        """None."""
+        return []
 
     def longest(self, items: Sequence[int]) -> Sequence[int]:
         """The first: all rows of a tensor are alike."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +30,8 @@ from featcal_cli.recipe import Data
 from featcal_cli.tables import Row
 
 MAX_TOKENS = 512
+MOST_UNKNOWN, SOME_UNKNOWN = 0.5, 0.1
+"""Shares of unknown tokens: with more of them texts and tokenizer do not fit, or that is said."""
 LONGEST_TOKEN = 100
 """Characters; what is beyond MAX_TOKENS such tokens is cut off before a tokenizer takes minutes over it."""
 
@@ -63,6 +66,36 @@ class TextReader:
         found = self.tokenizer.pad([encoded for encoded, _ in items], padding="longest", return_tensors="pt")
         batch = dict(found.items()) | self._decoder_input([target for _, target in items])
         return {name: tensor for name, tensor in batch.items() if name in self.names}
+
+    def remarks(self, items: Sequence[tuple[dict[str, list[int]], list[int]]]) -> list[str]:
+        """Unknown tokens, texts that are cut, and texts that are all alike. Raises DataError where most are unknown."""
+        texts = [encoded["input_ids"] for encoded, _ in items]
+        said = []
+        if (share := self._unknown_part([*texts, *(target for _, target in items)])) > MOST_UNKNOWN:
+            raise DataError(
+                f"{share:.0%} of the tokens are {self.tokenizer.unk_token}: the tokenizer does not know these texts",
+                where=self.where,
+                fix="give texts of the kind and language that the expert was trained on, or check that its tokenizer is"
+                " the model's own",
+            )
+        if share > SOME_UNKNOWN:
+            said.append(f"{share:.0%} of the tokens are unknown to the tokenizer ({self.tokenizer.unk_token})")
+        if cut := sum(len(ids) >= self.max_tokens for ids in texts):
+            said.append(f"{cut} of {len(texts)} texts fill all {self.max_tokens} tokens: what is beyond is cut off")
+        if len(texts) > 1 and all(item == items[0] for item in items):
+            said.append(f"all {len(texts)} examples become the same tokens: look whether it is the right column")
+        return said
+
+    def _unknown_part(self, texts: Sequence[list[int]]) -> float:
+        """The share of tokens that the tokenizer does not know, of those that stand for text."""
+        unknown = self.tokenizer.unk_token_id
+        others = {self.tokenizer.eos_token_id, self.tokenizer.bos_token_id, self.tokenizer.pad_token_id}
+        if unknown is None or unknown in others:  # which some tokenizers without an unknown token say
+            return 0.0
+        around = self.tokenizer("")["input_ids"]  # what stands around any text, special or not
+        special = {*self.tokenizer.all_special_ids, *around} - {unknown}
+        counted = Counter(token for ids in texts for token in ids if token not in special)
+        return counted[unknown] / max(1, counted.total())
 
     def longest(
         self, items: Sequence[tuple[dict[str, list[int]], list[int]]]

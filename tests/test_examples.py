@@ -1078,6 +1078,27 @@ def test_texts_are_cut_at_the_shortest_limit(tmp_path: Path, bert: Any, limit: i
     assert batch["input_ids"].shape == (1, expected)
 
 
+def test_texts_that_the_tokenizer_does_not_know_are_refused(tmp_path: Path, bert: Any, text_folder: Path) -> None:
+    foreign = [{"text": f"d{number} e{number} w1"} for number in range(20)]
+    with pytest.raises(DataError, match=r"67% of the tokens are \[UNK\][^$]*in: task: [^$]*fix: give texts"):
+        load(Data(path=write_jsonl(tmp_path / "a.jsonl", foreign)), bert, text_folder)
+    half_known = [{"text": f"d{number} w2 w1"} for number in range(20)]
+    found = load(Data(path=write_jsonl(tmp_path / "b.jsonl", half_known)), bert, text_folder)
+    assert "task: 33% of the tokens are unknown to the tokenizer ([UNK])" in found.notes
+
+
+def test_an_unknown_token_that_is_also_another_says_nothing(tmp_path: Path, llama: Any) -> None:
+    folder = save_tokenizer(tmp_path / "expert", eos_token="[UNK]", unk_token="[UNK]")
+    assert load(one(tmp_path, {"text": "d1 d2"}), llama, folder).fitted
+
+
+def test_texts_that_are_cut_or_all_alike_are_said_to_be(tmp_path: Path, bert: Any, text_folder: Path) -> None:
+    same = [{"text": "w1 " * 40 + f"w{number}"} for number in range(20)]
+    notes = load(Data(path=write_jsonl(tmp_path / "a.jsonl", same)), bert, text_folder).notes
+    assert "task: 16 of 16 texts fill all 16 tokens: what is beyond is cut off" in notes
+    assert "task: all 16 examples become the same tokens: look whether it is the right column" in notes
+
+
 def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(tmp_path: Path, bert: Any) -> None:
     folder = save_tokenizer(tmp_path / "expert", words=[*WORDS, *(f"x{number}" for number in range(50))])
     with pytest.raises(DataError, match="has token 104, but the model only 64"):
