@@ -26,6 +26,8 @@ from featcal_cli.references import UnusableError, is_hub_id, locate
 from featcal_cli.repo import Repo
 
 RECIPE_FILE = "featcal.yaml"
+TOLD_BY = (*CONFIG_FILES, MOE_CONFIG_FILE, "README.md", RECIPE_FILE)
+"""The files that may tell what a model was merged from."""
 
 _RELATIONS = {"quantized": "a quantized copy of another", "adapter": "an adapter for another"}
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import NoReturn
 
 from featcal_cli.ancestors import SAID, Case, Found, find_base_of, find_stated_base, pick_base
-from featcal_cli.ancestry import Ancestry, Statement, read_ancestry
+from featcal_cli.ancestry import TOLD_BY, Ancestry, Statement, read_ancestry
 from featcal_cli.commands import OpenQuestionsError, Option, Question, enumerate_names, show_merged, write_command
 from featcal_cli.documents import show
 from featcal_cli.errors import HubError, LineageError, RecipeError
@@ -117,7 +117,10 @@ def _read_merged(draft: Draft, library: Library) -> Ancestry:
         return Ancestry(None)
     missing = [("--expert", "TASK=REPO"), ("--data", "TASK=SOURCE")]
     command = write_command(draft, missing if draft.base else [("--base", "REPO"), *missing])
-    return read_ancestry(library.open(draft.merged), command)
+    repo = library.open(draft.merged)
+    if repo.commit:
+        do_at_once(repo.read_text, TOLD_BY)  # they are cached then
+    return read_ancestry(repo, command)
 
 
 # Experts

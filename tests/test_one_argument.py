@@ -5,9 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import pty
 import re
+import shlex
 import shutil
+import subprocess
+import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +30,12 @@ from safetensors.torch import load_file
 from transformers import AutoModel, AutoTokenizer, BertConfig, BertModel
 
 from featcal_cli import calibrate as calibrate_here
+from featcal_cli.address import bare_id
 from featcal_cli.belongings import NOTE
 from featcal_cli.download import download
 from featcal_cli.errors import HubError
 from featcal_cli.output import write_output
+from featcal_cli.recipe import Draft
 from featcal_cli.repo import open_repo
 
 FIRST_BYTES = 100_000
@@ -483,6 +490,143 @@ def test_the_address_of_a_page_is_as_good_as_an_id(hub: HubServer, merge: Path) 
         repo = open_repo(text)
         assert (repo.name, repo.commit) == ("pasted/merged", commit)
     assert open_repo("datasets/pasted/red-rows", "dataset").name == "pasted/red-rows"
+
+
+PAGES = {
+    "https://huggingface.co/a/b": "a/b",
+    "HTTPS://huggingface.co/a/b/": "a/b",
+    "huggingface.co/a/b": "a/b",
+    "https://hf.co/gpt2/tree/main": "gpt2@main",
+    "hf://a/b@v1": "a/b@v1",
+    "hf://a/b@refs/pr/3": "a/b@refs/pr/3",
+    "https://huggingface.co/a/b/tree/refs%2Fpr%2F3": "a/b@refs/pr/3",
+    "https://huggingface.co/a/b/blob/v2/config.json": "a/b@v2",
+    "https://huggingface.co/a/b/resolve/main/model.safetensors?download=true": "a/b@main",
+    "https://huggingface.co/a/b/discussions/3#top": "a/b",
+    "https://user:secret@huggingface.co/a/b": "a/b",
+    "a/b/tree/v1": "a/b@v1",
+}
+SOURCES = {
+    "https://huggingface.co/datasets/a/b": "a/b",
+    "https://huggingface.co/datasets/a/b/": "a/b",
+    "hf://datasets/a/b@v1/data/x.parquet": "a/b@v1",
+    "huggingface.co/datasets/squad": "squad",
+    "https://huggingface.co/datasets/a/b/tree/v1/data": "a/b@v1",
+    "https://huggingface.co/datasets/a/b/viewer/easy/train?p=2": "a/b:easy:train",
+    "https://huggingface.co/datasets/a/b:easy:train": "a/b:easy:train",
+    "datasets/a/b::train": "a/b::train",
+}
+
+
+def test_addresses_of_pages_are_ids_of_models_and_datasets(hub: HubServer) -> None:
+    for address, reference in PAGES.items():
+        assert Draft(merged=address, base=address).base == reference, address
+        assert Draft(merged=f"{address}+{address}").merged == f"{reference}+{reference}", address
+    for address, source in SOURCES.items():
+        draft = Draft.model_validate({"merged": "a/m", "tasks": {"t": {"data": address}}})
+        assert str(draft.tasks["t"].data) == source, address
+    for address in (f"{hub.url}/a/b", f"127.0.0.1:{hub.port}/a/b/tree/main"):
+        assert bare_id(address).startswith("a/b")
+    assert Draft(merged="https://huggingface.co/a/b/tree/v1").name == "a/b"
+
+
+@pytest.mark.parametrize(
+    ("address", "words"),
+    [
+        ("https://github.com/a/b", "is not on the Hub"),
+        ("https://user:secret@modelscope.cn/models/a/b?token=secret", "is not on the Hub"),
+        ("s3://bucket/model", "is not on the Hub"),
+        ("https://huggingface.co/spaces/a/b", "no model and no dataset"),
+        ("https://huggingface.co/", "no model and no dataset"),
+        ("https://huggingface.co/datasets/a/b", "is a dataset, not a model"),
+    ],
+)
+def test_other_addresses_are_refused_with_what_would_work(
+    capsys: pytest.CaptureFixture[str], address: str, words: str
+) -> None:
+    run = run_line(capsys, [address])
+    assert run.code == 2 and words in run.stderr and "fix:" in run.stderr
+    assert "secret" not in run.stderr
+
+
+def test_all_experts_that_are_gone_are_named_and_the_run_goes_on_without_them(
+    hub: HubServer, merge: Path, here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish(hub, merge, "less")
+    hub.delete_repo("less/bert-green")
+    hub.repos["model", "less/bert-blue"].gated = True
+    hub.repos["model", "less/bert-blue"].readers.clear()
+    run = calibrate(capsys, "less/merged", output="out put")
+    assert run.code == 2 and list(here.iterdir()) == []
+    for words in ("there is no model less/bert-green", "less/bert-blue is gated", "ask for access"):
+        assert words in run.stderr
+    command = run.stderr.rstrip().rpartition("type: ")[2]
+    assert command.startswith("featcal calibrate less/merged -n 16 --output 'out put'")
+    assert "--skip-expert green" in command and "--skip-expert blue" in command
+    monkeypatch.chdir(here)
+    run = run_line(capsys, shlex.split(command)[2:])
+    assert run.code == 0, run.stderr
+    card = (here / "out put" / "README.md").read_text()
+    report = json.loads((here / "out put" / "featcal_report.json").read_text())
+    for task in ("green", "blue"):
+        assert f"less/bert-{task}) is left out" in card.replace("\\", "")
+        assert any(f"less/bert-{task}) is left out" in note for note in report["notes"])
+    assert set(report["recipe"]["tasks"]) == set(TASKS) - {"green", "blue"}
+    # and what is said of every model is looked at before anything else
+    said = [f"--expert={task}=less/bert-{task}" for task in TASKS] + [f"--data={t}=less/{t}-rows" for t in TASKS]
+    run = run_line(capsys, ["less/merged", "--base=less/base", *said])
+    assert run.code == 2 and "--skip-expert green" in run.stderr and "--skip-expert blue" in run.stderr
+
+
+def test_an_expert_that_is_not_there_cannot_be_left_out(
+    hub: HubServer, merge: Path, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    publish(hub, merge, "unknown")
+    run = calibrate(capsys, "unknown/merged", skip_expert="grene")
+    assert run.code == 2 and "there is no expert grene" in run.stderr and "green" in run.stderr
+    assert list(here.iterdir()) == []
+
+
+@pytest.mark.survive
+def test_candidates_are_offered_by_number_on_a_terminal_and_nowhere_else(
+    hub: HubServer, merge: Path, here: Path
+) -> None:
+    publish(hub, merge, "choice")
+    for task, base in zip(TASKS, ("base", "other", "base"), strict=False):
+        (merge / "card").mkdir(exist_ok=True)
+        write_card(merge / "card", base_model=f"choice/{base}", datasets=[f"choice/{task}-rows"])
+        hub.add_repo(f"choice/bert-{task}", merge / "card")
+    (merge / "config").mkdir(exist_ok=True)
+    (merge / "config" / "mergekit_config.yml").write_text(
+        yaml.safe_dump({"merge_method": "linear", "models": [{"model": f"choice/bert-{task}"} for task in TASKS]})
+    )
+    hub.add_repo("choice/merged", merge / "config")
+    line = [sys.executable, "-m", "featcal_cli", "calibrate", "choice/merged", "--dry-run"]
+    shown = at_a_terminal(line, b"9\n2\n", here)
+    assert "1) choice/base" in shown and "2) choice/other" in shown
+    assert "featcal calibrate choice/merged --dry-run --base choice/other" in shown
+    assert "which one" in at_a_terminal(line, b"\n", here)
+    for extra, environment in (["--json"], {}), (["-q"], {}), ([], {"CI": "true"}):
+        assert "which one" not in at_a_terminal([*line, *extra], b"", here, **environment)
+    assert "which one" not in featcal("calibrate", "choice/merged", "--dry-run", folder=here).stderr
+
+
+def at_a_terminal(line: list[str], typed: bytes, folder: Path, **environment: str) -> str:
+    """What a terminal of 80 columns shows of a command, with what is typed."""
+    lead, follow = pty.openpty()
+    plain = {name: value for name, value in os.environ.items() if name != "CI"}
+    process = subprocess.Popen(
+        line, cwd=folder, env={**plain, "COLUMNS": "80", **environment}, stdin=follow, stdout=follow, stderr=follow
+    )
+    os.close(follow)
+    os.write(lead, typed)
+    shown = b""
+    with suppress(OSError):  # the terminal is gone with the last process
+        while part := os.read(lead, 65536):
+            shown += part
+    process.wait(60)
+    os.close(lead)
+    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown.decode(errors="replace"))
 
 
 # Faults
