@@ -44,7 +44,7 @@ from featcal_cli.search import Search
 from featcal_cli.select import Choice, Plan, check_search, choose_settings
 from featcal_cli.shares import Shares, share_tasks
 from featcal_cli.shortage import halve_batches, is_out_of_memory
-from featcal_cli.stamps import Unchanged, name_local_files
+from featcal_cli.stamps import Unchanged, explain_losses, name_local_files
 from featcal_cli.summary import summarise
 from featcal_cli.values import check_values
 from featcal_cli.workplace import Workplace
@@ -70,12 +70,18 @@ class Computation:
         self._evaluate, self._allow_code = evaluate, allow_code
         self._inputs: list[Unchanged] = []
         """The files of the models, as they were when they were first read."""
+        self._data = Unchanged({})
+        """Likewise those of examples."""
 
     def compute(self, target: Target | None) -> tuple[Report, Models]:
         """Calibrate, and write the output, which is pushed to `target` later. Raises FeatCalError."""
-        data = Unchanged(name_local_files(self._draft))
+        with explain_losses(self._draft.local_paths):
+            return self._compute(target)
+
+    def _compute(self, target: Target | None) -> tuple[Report, Models]:
+        self._data = Unchanged(name_local_files(self._draft))
         plan = self._run.prepare(self._place.target if self._ranks.is_first else None, sample=False)
-        data.check()
+        self._data.check()
         recipe = plan.recipe
         if self._ranks.is_first:
             check_apart(self._place.target, recipe.local_paths)
@@ -146,6 +152,9 @@ class Computation:
             size = max(found.batch_size for found in examples.values())
             self._run.note(f"memory ran out: the block is computed again with at most {size} examples in a batch")
         self._note_blocks(blocks, job, journal)
+        self._check_inputs()
+        if (change := self._data.find_change()) is not None:
+            self._run.note(f"{change.what}, after its rows were read")
         if target is not None and plan.recipe.local_paths:
             self._run.note(f"{RECIPE} and {REPORT} name folders of this machine, and are pushed with these names")
         self._run.listener.stage("writing")
@@ -276,7 +285,6 @@ class Computation:
             PICTURE: plot_drift(report),
             CARD: self._output.write_card(report, target.repo_id if target else None, about),
         }
-        self._check_inputs()
         files = tuple(sorted({*list_files(models.merged.snapshot)[0], *contents, NOTE}))
         note = Note(about, push=target is not None, files=files, run=journal.job)
         contents[NOTE] = self._output.write_note([text], note)

@@ -110,7 +110,10 @@ class Finished:
         """The job without its output, which may be pushed to another place than was planned."""
         return json.dumps(self._draft.model_dump(mode="json", exclude={"output"}), sort_keys=True)
 
+    def remember_files(self) -> None:
+        """Look at what the job names of this machine, as it is when the run begins."""
+        _ = self._files
+
     @cached_property
     def _files(self) -> dict[str, str]:
-        """What the job names of this machine, as it is when the run begins; later there may be more."""
         return stamp_files(self._draft.local_paths)

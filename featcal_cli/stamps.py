@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from hashlib import sha256
 from pathlib import Path
 
@@ -48,22 +49,41 @@ class Unchanged:
     def check(self) -> None:
         """Raise CheckpointError where one was written to, replaced or deleted since, even if its size and time of
         change are the same."""
+        if (error := self.find_change()) is not None:
+            raise error
+
+    def find_change(self) -> CheckpointError | None:
+        """The error for the first one that is not what it was; None where all are."""
         for file, before in self._stamps.items():
             try:
                 now = take_stamp(file)
             except OSError as error:
-                raise CheckpointError(
+                return CheckpointError(
                     f"{file.name} of {self._owners[file]} cannot be read any more: {name_reason(error)}",
                     where=str(file),
                     fix="put it back and run the same command again: finished blocks are taken over",
-                ) from None
+                )
             if now != before:
-                raise CheckpointError(
+                return CheckpointError(
                     f"{file.name} of {self._owners[file]} was changed or replaced during the run",
                     where=str(file),
-                    fix="let nothing write to the models of a run; put the file back and run the same command again, "
-                    "or give --restart to begin anew with the changed one",
+                    fix="let nothing write to what a run reads; put the file back and run the same command again, or "
+                    "give --restart to begin anew with the changed one",
                 )
+        return None
+
+
+@contextmanager
+def explain_losses(inputs: Sequence[Path]) -> Iterator[None]:
+    """Raises CheckpointError where a file of `inputs`, or one of these folders, is not found any more."""
+    try:
+        yield
+    except (FileNotFoundError, NotADirectoryError) as error:
+        lost = Path(str(error.filename))
+        if not any(lost.is_relative_to(path) for path in inputs):
+            raise
+        what, fix = f"{lost.name} is not there any more", "put it back and run the same command again"
+        raise CheckpointError(what, where=str(lost), fix=fix) from error
 
 
 def name_local_files(draft: Draft) -> dict[Path, str]:

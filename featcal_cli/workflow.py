@@ -153,6 +153,7 @@ class CalibrationRun:
             self._run.note(f"{self.target} was finished by an earlier run; nothing is computed again")
         else:
             check_output(self.target, self._draft.local_paths, overwrite=self._overwrite)
+            self._output.remember_files()
         if wanted.push_to is None:
             return None
         self._run.listener.stage("checking the Hub")

@@ -14,7 +14,7 @@ from families import FAMILIES, Saved, save_family
 from safetensors.torch import load_file, save_file
 
 from featcal_cli.algorithm import Progress
-from featcal_cli.errors import CheckpointError, OutputError
+from featcal_cli.errors import CheckpointError, FeatCalError, OutputError
 from featcal_cli.listener import Silent
 from featcal_cli.workflow import calibrate
 
@@ -225,7 +225,7 @@ def swap_weights(file: Path, how: str) -> None:
     """Other values, of the same size and with the same time of change."""
     status = file.stat()
     content = bytearray(file.read_bytes())
-    content[-4000:] = bytes(4000)
+    content[-500:] = bytes(500)
     if how == "replaced":
         file.with_suffix(".new").write_bytes(content)
         file.with_suffix(".new").replace(file)
@@ -274,6 +274,42 @@ def test_a_model_that_changes_between_two_runs_is_noticed_whatever_its_time_says
     swap_weights(tmp_path / "green" / "model.safetensors", "replaced")
     with pytest.raises(OutputError, match=r"green/model\.safetensors has changed"):
         calibrate(saved.recipe(), output=tmp_path / "out")
+
+
+@pytest.mark.survive
+@pytest.mark.parametrize(("stage", "what"), [("reading examples", "refused"), ("calibrating", "said")])
+def test_data_that_changes_while_it_is_read_is_refused_and_later_said(tmp_path: Path, stage: str, what: str) -> None:
+    saved = save_family(tmp_path, BERT)
+
+    class Writer(Watcher):
+        def stage(self, text: str) -> None:
+            super().stage(text)
+            if text == stage:
+                swap_weights(tmp_path / "red.safetensors", "replaced")
+
+    writer = Writer()
+    if what == "refused":
+        with pytest.raises(CheckpointError, match="of the data of red was changed or replaced during the run"):
+            calibrate(saved.recipe(), output=tmp_path / "out", listener=writer)
+    else:
+        calibrate(saved.recipe(), output=tmp_path / "out", listener=writer)
+        assert "the data of red was changed or replaced during the run, after its rows were read" in writer.notes
+
+
+@pytest.mark.survive
+@pytest.mark.parametrize("stage", ["finding models", "reading examples", "loading models", "calibrating", "writing"])
+@pytest.mark.parametrize("name", ["merged", "red", "base"])
+def test_a_model_that_vanishes_at_any_moment_is_one_message(tmp_path: Path, stage: str, name: str) -> None:
+    saved = save_family(tmp_path, BERT)
+
+    class Thief(Watcher):
+        def stage(self, text: str) -> None:
+            if text == stage and (tmp_path / name).exists():
+                (tmp_path / name).rename(tmp_path / "elsewhere")
+
+    with pytest.raises(FeatCalError) as refused:
+        calibrate(saved.recipe(), output=tmp_path / "out", listener=Thief())
+    assert refused.value.fix and not (tmp_path / "out").exists()
 
 
 # A run that fails for other reasons
