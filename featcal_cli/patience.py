@@ -64,7 +64,9 @@ def worth_waiting(error: BaseException, pause: float) -> float | None:
     if isinstance(error, HfHubHTTPError):
         pause = max(pause, asked_pause(error.response) or 0)
         # 416: an answer that broke off and cannot be continued can be asked for again
-        again = error.response.status_code in (408, 416, 429) or unreachable(error)
+        again = (
+            error.response.status_code in (408, 416, 429) or unreachable(error) or is_passing_conflict(error.response)
+        )
         return pause if again and pause <= LONGEST_PAUSE and not is_offline_mode() else None
     if isinstance(error, (httpx.TooManyRedirects, httpx.UnsupportedProtocol)) or is_offline_mode():
         return None
@@ -88,6 +90,12 @@ def asked_pause(response: Any) -> float | None:
         return max(0.0, (when - datetime.now(timezone.utc)).total_seconds())
     limit = parse_ratelimit_headers(response.headers) if response.status_code == 429 else None
     return float(limit.reset_in_seconds) if limit and limit.remaining == 0 else None
+
+
+def is_passing_conflict(response: Any) -> bool:
+    """Whether the Hub is still busy with another repo of the same user; the client would ask again without a pause and
+    without end."""
+    return response.status_code == 409 and "conflicting operation is in progress" in response.text
 
 
 def is_conflict(error: BaseException) -> bool:
@@ -133,12 +141,17 @@ def _add_timeout(request: Any) -> None:
 
 def _limit_answer(response: Any) -> None:
     """Raise HfHubHTTPError for an answer that asks for a longer wait than anybody wants: the client would sleep as long
-    as it is told. Let the content of any other come at a pace or not at all."""
+    as it is told; and for one after which it would not wait at all. Let the content of any other come at a pace."""
     from huggingface_hub.utils._http import hf_raise_for_status
 
     if response.status_code in (429, 503) and (asked_pause(response) or 0) > LONGEST_PAUSE:
         response.read()
         hf_raise_for_status(response)
+    if response.status_code == 409:
+        response.read()
+        if is_passing_conflict(response):
+            hf_raise_for_status(response)
+        return
     response.stream = _paced(response)
 
 

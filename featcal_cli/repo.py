@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -19,6 +20,7 @@ from featcal_cli.waiting import hub_host
 
 Kind = Literal["model", "dataset"]
 
+COMMIT = re.compile("[0-9a-f]{40}")
 MAX_TEXT_BYTES = 10_000_000
 """A config, index or card is smaller than this; a larger one is not read."""
 
@@ -148,6 +150,11 @@ def open_repo(name: str, kind: Kind = "model") -> Repo:
 
     with explained(repo, revision or "", kind):
         commit = patiently(lambda: resolve_revision(repo, revision=revision, repo_type=kind).resolved)
+    if not COMMIT.fullmatch(commit):  # it becomes part of paths on this machine
+        what = f"{hub_host()} does not answer like a Hub: it calls {show(commit)} a commit of {repo}"
+        if not commit.strip():
+            what = f"the Hub's cache does not say which commit of {repo} was seen last"
+        raise HubError(what, where=repo, fix="check HF_ENDPOINT and the proxy, and run again with the Hub in reach")
     return Repo(repo, kind, commit, None)
 
 

@@ -479,6 +479,33 @@ def test_nothing_is_told_of_a_download_that_is_over(hub: HubServer, folder: Path
     assert len(told) == count
 
 
+@pytest.mark.parametrize("said", ["", "../../../etc", None])
+def test_what_the_cache_says_of_a_repo_that_is_not_there_is_no_snapshot(
+    hub: HubServer, folder: Path, monkeypatch: pytest.MonkeyPatch, said: str | None
+) -> None:
+    name = f"user/ref-{'none' if said is None else len(said)}"
+    commit = hub.add_repo(name, folder)
+    ref = Path(constants.HF_HUB_CACHE) / f"models--{name.replace('/', '--')}" / "refs" / "main"
+    ref.parent.mkdir(parents=True)
+    ref.write_text(commit if said is None else said)
+    with monkeypatch.context() as patch:
+        go_offline(patch)
+        message = refusal(name)
+    assert ("no complete copy" in message) == (said is None)
+    assert_equal(loaded(resolve(name)), tensors())
+
+
+def test_a_cache_that_cannot_be_written_is_named(
+    hub: HubServer, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.add_repo("user/full", folder)
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "file" / "cache"))
+    message = refusal("user/full")
+    assert "could not be downloaded: Not a directory" in message and str(tmp_path / "file") in message
+    assert "HF_HOME" in message
+
+
 HTML = Fault(body=b"<html><a href='https://elsewhere.test/?secret=1'>welcome</a></html>")
 ODD_ANSWERS: dict[str, tuple[str, str | Fault, str]] = {
     "a file that breaks off": ("large file", "reset midway", "model.safetensors of user/{} did not arrive: localhost:"),

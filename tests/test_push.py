@@ -365,6 +365,19 @@ def test_a_repo_is_created_whatever_the_answer_lacks(hub: HubServer, folder: Pat
 
 
 @pytest.mark.usefixtures("alice")
+def test_a_hub_that_is_busy_creating_something_else_is_asked_again_and_not_for_ever(
+    hub: HubServer, folder: Path
+) -> None:
+    text = b'{"error": "Cannot create repo: another conflicting operation is in progress"}'
+    busy = Fault(status=409, body=text, carried_out=False)
+    hub.fail("create", busy)
+    push(folder, aim("alice/soon"), message="m")
+    hub.fail("create", busy, times=None)
+    refusal(lambda: push(folder, aim("alice/never"), message="m"))
+    assert [name for _, name in hub.repos] == ["alice/soon"]
+
+
+@pytest.mark.usefixtures("alice")
 def test_bytes_that_are_sent_are_told(hub: HubServer, folder: Path) -> None:
     told: list[tuple[str, int, int]] = []
     hub.uploads.part_size = 30_000

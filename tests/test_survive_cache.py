@@ -99,7 +99,11 @@ def dry_run(_: HubServer, calibrate: Command) -> None:
 
 def cut(hub: HubServer, calibrate: Command) -> None:
     hub.fail("large file", "truncated", after=4, times=None)
-    assert "did not arrive" in check(calibrate("out"), 2)
+    run = calibrate("out")
+    said = check(run, 2)
+    assert "did not arrive" in said and "stopped in the middle of a file, next try in 1 s" in said, said
+    log = (run.stderr.parent / "log.jsonl").read_text()
+    assert '"event": "waiting"' in log and "/cdn/" not in log + said
 
 
 def kill_while_downloading(hub: HubServer, calibrate: Command) -> None:
@@ -138,6 +142,22 @@ def test_the_next_run_goes_on_with_what_is_in_the_cache_and_the_one_after_needs_
     assert not stocked.requests
     for name in ("model.safetensors", "config.json"):
         assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "offline" / name).read_bytes()
+
+
+def test_two_runs_that_fill_one_cache_at_the_same_time_do_not_disturb_each_other(
+    stocked: HubServer, calibrate: Command, tmp_path: Path
+) -> None:
+    stocked.fail("large file", Fault(seconds=0.2), times=None)
+    # what a dead client leaves is nobody's
+    left = Path(constants.HF_HUB_CACHE) / f"models--{ORG}--red" / "blobs" / f"{'a' * 64}.12345678.incomplete"
+    left.parent.mkdir(parents=True)
+    left.write_bytes(b"half of it")
+    runs = [calibrate(name) for name in ("one", "two")]
+    assert [run.wait() for run in runs] == [0, 0], runs[0].stderr.read_text()
+    weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("one", "two")]
+    assert weights[0] == weights[1]
+    assert not list(cache_folder().glob("arriving/*"))
+    assert left.exists()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
