@@ -110,6 +110,7 @@ The method
     stamps         local files that a job reads: seen when they are no longer what they were
     fingerprint    everything that decides a job's result; what differs between two
     journal        finished blocks on disk; resume
+    journal_files  a journal's files: whose they are, which may be deleted
     drift          feature drift from the experts, and its split
     outputs        what drift does to the experts' own heads
     vectors        task vectors: the cosine of expert − base and model − base

@@ -20,7 +20,8 @@ from featcal_cli.features import CALIBRATED, MERGED, Job
 from featcal_cli.fingerprint import take_fingerprint
 from featcal_cli.finished import Finished, Note
 from featcal_cli.job import Models, find_blocks, load_models, make_job, make_search_job
-from featcal_cli.journal import SEARCH, Journal, drop_journal
+from featcal_cli.journal import Journal
+from featcal_cli.journal_files import SEARCH, drop_journal
 from featcal_cli.layout import list_files, names_on_disk, read_slots
 from featcal_cli.loaders import find_pipeline_tag, find_processor_class
 from featcal_cli.output import check_apart, write_output

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -15,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 
 from featcal_cli.disk import flush, name_reason, replace_durably
 from featcal_cli.errors import OutputError
+from featcal_cli.journal_files import RECORD, DamagedError, list_blocks, list_entries, read_job, seal, unseal
 from featcal_cli.ranks import Ranks
 from featcal_cli.report import BlockReport
 
@@ -25,17 +25,8 @@ if TYPE_CHECKING:  # these import torch, which is not waited for before it is ne
 
 FORMAT = 2
 """Of the files; those of another one are not taken over."""
-RECORD = "job.json"
-BLOCK = re.compile(r"block-\d{4,}\.safetensors")
-SEARCH = "search"
-"""Under this name is kept what a search found."""
-KEPT = (f"{SEARCH}.kept.json",)
 SHOWN = 3
 """Differences between two jobs that a message names."""
-
-
-class DamagedError(Exception):
-    """A file is not what was written: torn, cut short, or changed by somebody else."""
 
 
 class Journal:
@@ -77,18 +68,18 @@ class Journal:
                 self._drop()
             elif differences := self._find_other(wanted):
                 raise _refuse(folder.parent, differences)
-            partial.write_text(_seal(self.job, wanted), encoding="utf-8")
+            partial.write_text(seal(self.job, wanted), encoding="utf-8")
 
     def keep(self, name: str, value: Any) -> None:
         """Keep what was found before the first block, as JSON."""
         with self._writing(self._kept(name)) as partial:
-            partial.write_text(_seal(self.job, value), encoding="utf-8")
+            partial.write_text(seal(self.job, value), encoding="utf-8")
 
     def recall(self, name: str) -> Any:
         """What was kept under the name, by this run or an earlier one of the same job; None for nothing. Without it,
         blocks that were computed by it count nothing any more."""
         try:
-            return _unseal(self._kept(name), self.job)
+            return unseal(self._kept(name), self.job)
         except FileNotFoundError:
             self._drop_from(0)
         except DamagedError:
@@ -162,26 +153,26 @@ class Journal:
     def _find_other(self, wanted: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]] | None:
         """The job whose blocks lie here, and `wanted`, where they are two; None where nothing lies here, or this one's.
         A record that is damaged says nothing; then blocks say whose they are."""
-        if not _list_entries(self.folder):
+        if not list_entries(self.folder):
             return None
         try:
-            known = _unseal(self.folder / RECORD)
+            known = unseal(self.folder / RECORD)
         except (FileNotFoundError, DamagedError):
             return (
                 ({}, wanted)
-                if any(_read_job(file) not in (None, self.job) for file in _list_blocks(self.folder))
+                if any(read_job(file) not in (None, self.job) for file in list_blocks(self.folder))
                 else None
             )
         return (known, wanted) if known != wanted else None
 
     def _drop(self) -> None:
-        for file in _list_entries(self.folder):
+        for file in list_entries(self.folder):
             file.unlink()
         flush(self.folder)
 
     def _drop_from(self, number: int) -> None:
         """Delete a block and all after it, the last one first."""
-        files = [file for file in _list_blocks(self.folder) if file.name >= self._file(number).name]
+        files = [file for file in list_blocks(self.folder) if file.name >= self._file(number).name]
         with self._explained(self.folder):
             for file in reversed(files):
                 file.unlink()
@@ -236,29 +227,6 @@ def restore_block(journal: Journal | None, number: int, student: Walker, ranks: 
     return report
 
 
-def holds_blocks(folder: Path) -> bool:
-    """Whether a journal's folder holds anything that a later run can take over."""
-    return bool(_list_entries(folder))
-
-
-def drop_journal(folder: Path, job: str | None = None) -> None:
-    """Delete a journal, and nothing else that lies in its folder; with `job`, unless it is of another one."""
-    if job is not None and any(_read_job(file) not in (None, job) for file in _list_blocks(folder)):
-        return
-    with suppress(OSError):  # what remains is of no use, and does no harm
-        for file in (*_list_entries(folder), folder / RECORD, *folder.glob("*.partial")):
-            file.unlink(missing_ok=True)
-        folder.rmdir()
-
-
-def _list_entries(folder: Path) -> list[Path]:
-    return [*_list_blocks(folder), *(file for file in folder.glob("*.kept.json") if file.name in KEPT)]
-
-
-def _list_blocks(folder: Path) -> list[Path]:
-    return sorted(file for file in folder.glob("block-*.safetensors") if BLOCK.fullmatch(file.name))
-
-
 def _refuse(folder: Path, jobs: tuple[Mapping[str, Any], Mapping[str, Any]]) -> OutputError:
     """The error for finished blocks of another job: what differs, and what to type."""
     from featcal_cli.fingerprint import describe_differences, describe_way_back
@@ -295,37 +263,3 @@ def _hash_tensor(tensor: Tensor) -> str:
     digest = sha256(f"{tensor.dtype} {list(tensor.shape)}".encode())
     digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
-
-
-def _read_job(file: Path) -> str | None:
-    """Whose a block says that it is; None where it says nothing."""
-    try:
-        with safe_open(file, framework="pt") as stored:
-            return str((stored.metadata() or {}).get("job", ""))
-    except (SafetensorError, OSError, RuntimeError, ValueError):
-        return None
-
-
-def _seal(job: str, value: Any) -> str:
-    text = json.dumps([job, value], sort_keys=True)
-    return json.dumps({"hash": sha256(text.encode()).hexdigest(), "job": job, "content": value}, sort_keys=True)
-
-
-def _unseal(file: Path, job: str | None = None) -> Any:
-    """What was sealed, by a `job` if one is given. Raises FileNotFoundError, and DamagedError for what is not as it was
-    written; what an older featcal wrote is returned as it is."""
-    try:
-        sealed = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise
-    except (OSError, ValueError) as error:
-        raise DamagedError from error
-    if job is None and isinstance(sealed, dict) and "hash" not in sealed:
-        return sealed
-    try:
-        text = json.dumps([sealed["job"], sealed["content"]], sort_keys=True)
-        if sealed["hash"] == sha256(text.encode()).hexdigest() and sealed["job"] == (job or sealed["job"]):
-            return sealed["content"]
-    except (LookupError, TypeError):
-        pass
-    raise DamagedError

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from featcal_cli.evaluation import CALIBRATED
 from featcal_cli.finished import Finished, Note
-from featcal_cli.journal import drop_journal
+from featcal_cli.journal_files import drop_journal
 from featcal_cli.listener import Listener, Silent
 from featcal_cli.output import check_name, check_output, default_output
 from featcal_cli.push import Pushed, Target, check_target, push

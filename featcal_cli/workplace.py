@@ -10,7 +10,7 @@ from tempfile import TemporaryDirectory
 from featcal_cli.belongings import NOTE, Draft, find_strangers, name_some, remove_output
 from featcal_cli.disk import flush, name_reason
 from featcal_cli.errors import OutputError
-from featcal_cli.journal import drop_journal, holds_blocks
+from featcal_cli.journal_files import drop_journal, holds_blocks
 from featcal_cli.launch import read_launch
 from featcal_cli.lock import LOCK, hold
 from featcal_cli.report import CARD, REPORT

@@ -75,14 +75,14 @@ class Moment(NamedTuple):
 
 MOMENTS = {
     "job": Moment("given", "featcal_cli.journal.Journal.__init__"),
-    "merged model": Moment("built", "featcal_cli.output.copy_checkpoint", leave=3 * PAGE),
+    "merged model": Moment("built", "featcal_cli.layout.copy_checkpoint", leave=3 * PAGE),
     "search": Moment("searched", "featcal_cli.journal.Journal.keep"),
     "features": Moment("given", "featcal_cli.shelf.write_mapped", 9, leave=PAGE),
     "first block": Moment("given", "featcal_cli.journal.Journal.write", leave=3 * PAGE),
     "last block": Moment("searched", "featcal_cli.journal.Journal.write", 2, blocks=1),
     "note": Moment("given", "featcal_cli.finished.Finished.write_note", blocks=2),
-    "copy": Moment("given", "featcal_cli.output.copy_checkpoint", leave=3 * PAGE, blocks=2),
-    "report": Moment("given", "featcal_cli.output.write_tensors", 2, blocks=2),
+    "copy": Moment("given", "featcal_cli.layout.copy_checkpoint", leave=3 * PAGE, blocks=2),
+    "report": Moment("given", "featcal_cli.layout.write_tensors", 2, blocks=2),
 }
 
 
