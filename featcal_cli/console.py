@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -170,7 +171,8 @@ def show_result(output: Path, pushed: Pushed | None, *, hints: bool) -> None:
     if hints:
         place = escape(str(output))
         ERR.print(f"[dim]Load it like the merged one; {place}/{CARD} shows how.[/dim]", soft_wrap=True)
-        ERR.print(f"[dim]Run the job again: featcal calibrate -r {place}/{RECIPE} -o NEW[/dim]", soft_wrap=True)
+        recipe = escape(shlex.quote(f"{output}/{RECIPE}"))
+        ERR.print(f"[dim]Run the job again: featcal calibrate -r {recipe} -o NEW[/dim]", soft_wrap=True)
 
 
 def show_preflight(found: Preflight) -> None:

@@ -605,7 +605,11 @@ def test_candidates_are_offered_by_number_on_a_terminal_and_nowhere_else(
     shown = at_a_terminal(line, b"9\n2\n", here)
     assert "1) choice/base" in shown and "2) choice/other" in shown
     assert "featcal calibrate choice/merged --dry-run --base choice/other" in shown
-    assert "which one" in at_a_terminal(line, b"\n", here)
+    unanswered = at_a_terminal(line, b"\n", here).replace("\r", "")
+    assert "which one" in unanswered
+    command = unanswered.rpartition("and type:\n")[2].replace("\\\n", " ")
+    assert shlex.split(command)[:6] == ["featcal", "calibrate", "choice/merged", "--dry-run", "--base", "REPO"]
+    assert max(map(len, unanswered.partition("and type:")[2].splitlines())) <= 80
     for extra, environment in (["--json"], {}), (["-q"], {}), ([], {"CI": "true"}):
         assert "which one" not in at_a_terminal([*line, *extra], b"", here, **environment)
     assert "which one" not in featcal("calibrate", "choice/merged", "--dry-run", folder=here).stderr

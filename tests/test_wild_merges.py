@@ -34,7 +34,7 @@ def read_command(command: str) -> Draft:
     given: dict[str, list[str]] = {"--base": [], "--expert": [], "--data": [], "--skip-expert": []}
     for name, value in zip(options[::2], options[1::2], strict=True):
         given[name].append(value)
-    (base,) = given["--base"] or [None]
+    base = next(iter(given["--base"]), None)
     experts, data, skip = (given[name] for name in ("--expert", "--data", "--skip-expert"))
     return read_draft(None, collect_overrides(merged, None, base, experts, data, {}, {}, skip))
 
