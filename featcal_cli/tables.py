@@ -243,6 +243,8 @@ def _open_jsonl(file: Path) -> Table:
 def parse_json_line(line: bytes, which: str, where: str) -> Row:
     """The row that one line holds. Raises DataError for a line, called `which`, that is no JSON object."""
     try:
+        if (at := line.find(0)) >= 0:  # which JSON never has, and UTF-16 at every other place
+            raise UnicodeDecodeError("utf-8", line, at, at + 1, "a zero")
         row = parse_json(line.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         raise refuse_encoding(error, which, PurePath(where).name, where) from error
