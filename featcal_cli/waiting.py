@@ -19,6 +19,8 @@ CLIENT = ("huggingface_hub.utils._http", "huggingface_hub.file_download", "huggi
 _FAILED = re.compile(r"HTTP Error (?P<status>\d+) thrown while requesting \w+ (?P<url>\S+)")
 _BROKE = re.compile(r"thrown while requesting \w+ (?P<url>\S+)\s*\Z")
 _RESUMED = re.compile(r"Error while downloading from (?P<url>\S+): .*Trying to resume", re.DOTALL)
+_GIVES_UP = re.compile("Error while downloading from .*Max retries exceeded", re.DOTALL)
+_ADDRESS = re.compile(r"https?://[^\s'\")]+")
 _WAITS = re.compile(r"(?:Retrying in|Waiting) (?P<seconds>[\d.]+)s\b")
 _USES_CACHE = re.compile(r"Could not reach the Hub .*Using cached commit hash for '(?P<repo>[^']+)'", re.DOTALL)
 
@@ -136,7 +138,8 @@ class _Ear(logging.Filter):
             self._say(f"{reason}, next try in {seconds:g} s", seconds)
         elif match := _USES_CACHE.search(text):
             self._say(f"the Hub cannot be asked for {match['repo']}: using the commit that was seen last", 60.0)
-        else:
+        elif not _GIVES_UP.search(text):  # the error that then comes says more
+            record.msg, record.args = _ADDRESS.sub(lambda found: _name_host(found[0], True), text), ()
             return True
         return False
 

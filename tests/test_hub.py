@@ -539,7 +539,7 @@ ODD_ANSWERS: dict[str, tuple[str, str | Fault, str]] = {
 
 @pytest.mark.parametrize("case", ODD_ANSWERS)
 def test_odd_answers_are_one_message_that_names_file_and_host_and_no_address(
-    hub: HubServer, folder: Path, monkeypatch: pytest.MonkeyPatch, case: str
+    hub: HubServer, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, case: str
 ) -> None:
     kind, fault, told = ODD_ANSWERS[case]
     name = case.replace(" ", "-")
@@ -553,6 +553,7 @@ def test_odd_answers_are_one_message_that_names_file_and_host_and_no_address(
     waits: list[str] = []
     with heard(waits.append):
         message = refusal(f"user/{name}")
+    waits += [record.getMessage() for record in caplog.records]
     assert re.search(told.format(name), message.replace("\n", " ")), message
     for text in (message, *waits):
         assert not re.search("http:|/cdn/|/resolve/|secret", text), text
