@@ -168,7 +168,7 @@ def _from_recipe(repo: Repo, notes: list[str]) -> tuple[Statement | None, str]:
     data = {}
     for expert, source in experts.items():
         try:
-            if source:
+            if source and source.has_source:
                 data[expert] = _anchored(source, repo)
         except UnusableError as error:
             notes.append(f"{where}: the data of {show(expert)} {error}; it is left out")

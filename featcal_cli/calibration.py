@@ -28,7 +28,8 @@ from featcal_cli.output import check_apart, write_output
 from featcal_cli.plots import plot_drift
 from featcal_cli.preflight import Preflight
 from featcal_cli.push import Target
-from featcal_cli.recipe import Merge, dump_recipe
+from featcal_cli.recipe import Merge
+from featcal_cli.recipe_file import dump_recipe
 from featcal_cli.report import (
     CARD,
     PICTURE,

@@ -68,6 +68,8 @@ def calibrate(
     expert: options.Experts = None,
     data: options.Sources = None,
     skip_expert: options.SkipExperts = None,
+    columns: options.Columns = None,
+    split: options.Splits = None,
     merge: options.MergeMethod = None,
     recipe: options.Recipe = None,
     allow_pickle: options.AllowPickle = False,
@@ -91,6 +93,7 @@ def calibrate(
     evaluate: options.EvaluateToo = False,
     allow_code_execution: options.AllowCode = False,
     dry_run: options.DryRun = False,
+    save: options.Save = None,
     json: options.Json = False,
     quiet: options.Quiet = False,
     log_file: options.LogFile = None,
@@ -113,9 +116,13 @@ def calibrate(
           --expert svhn=user/clip-svhn --data svhn=ufldl-stanford/svhn:cropped_digits
     """
     from featcal_cli.console import OUT, Screen, show_drift, show_preflight, show_result, warn_of_growth
+    from featcal_cli.errors import RecipeError
     from featcal_cli.gate import check_grown
     from featcal_cli.log import recorded
+    from featcal_cli.option_checks import check_files
+    from featcal_cli.overrides import collect_overrides
     from featcal_cli.recipe import read_draft
+    from featcal_cli.recipe_file import check_save, save_recipe
     from featcal_cli.score_table import show_scores
     from featcal_cli.shipped import find_recipe
 
@@ -124,8 +131,16 @@ def calibrate(
         "norms": norms, "bias": bias, "token_weights": token_weights, "seed": seed,
     }  # fmt: skip
     place = {"push_to": push_to, "private": private}
-    overrides = options.collect_overrides(merged, merge, base, expert, data, calibration, place, skip_expert)
+    overrides = collect_overrides(
+        merged, merge, base, expert, data, calibration, place, skip_expert, columns=columns, splits=split
+    )  # fmt: skip
     draft = read_draft(find_recipe(recipe) if recipe else None, overrides)
+    if save and not dry_run:
+        fix = "add --dry-run; a run itself leaves its recipe in the output folder, as featcal.yaml"
+        raise RecipeError("--save goes with --dry-run alone", where=f"--save {save}", fix=fix)
+    if save:
+        check_save(save, overwrite=overwrite)
+    check_files({"--log-file": log_file, "--save": save, "--output": output}, draft, recipe)
     screen = Screen(quiet=quiet or json)
     with recorded(screen, log_file) as log:
         with screen.live(), interruptible():
@@ -145,6 +160,8 @@ def calibrate(
                     evaluate=evaluate, allow_code=allow_code_execution,
                 )  # fmt: skip
         if dry_run:
+            if save:
+                save_recipe(save, preflight.recipe, preflight.findings, overwrite=overwrite)
             typer.echo(dumps(preflight.to_dict(), indent=2)) if json else show_preflight(preflight)
             return
         if json:
@@ -168,6 +185,8 @@ def inspect_drift(
     expert: options.Experts = None,
     data: options.Sources = None,
     skip_expert: options.SkipExperts = None,
+    columns: options.Columns = None,
+    split: options.Splits = None,
     recipe: options.Recipe = None,
     compare: options.Compare = None,
     allow_pickle: options.AllowPickle = False,
@@ -200,14 +219,21 @@ def inspect_drift(
     """
     from featcal_cli.console import OUT, Screen
     from featcal_cli.log import recorded
+    from featcal_cli.option_checks import check_files, check_finite
+    from featcal_cli.overrides import collect_overrides
     from featcal_cli.recipe import read_draft
     from featcal_cli.shipped import find_recipe
 
     calibration = {
         "examples": examples, "dtype": dtype, "norms": norms, "token_weights": token_weights, "seed": seed,
     }  # fmt: skip
-    overrides = options.collect_overrides(model, None, base, expert, data, calibration, {}, skip_expert)
+    overrides = collect_overrides(
+        model, None, base, expert, data, calibration, {}, skip_expert, columns=columns, splits=split
+    )  # fmt: skip
     draft = read_draft(find_recipe(recipe) if recipe else None, overrides)
+    written = {"--plot": plot, "--projection": projection, "--html": html, "--markdown": markdown}
+    check_files({"--log-file": log_file, **written}, draft, recipe)
+    check_finite("--max-drift", max_drift)
     screen = Screen(quiet=quiet or json)
     with recorded(screen, log_file) as log:
         with screen.live(), interruptible(MEASURING):
@@ -236,6 +262,8 @@ def evaluate(
     expert: options.Experts = None,
     data: options.Sources = None,
     skip_expert: options.SkipExperts = None,
+    columns: options.Columns = None,
+    split: options.Splits = None,
     merge: options.MergeMethod = None,
     recipe: options.Recipe = None,
     allow_pickle: options.AllowPickle = False,
@@ -261,9 +289,12 @@ def evaluate(
     from featcal_cli.console import OUT, Screen
     from featcal_cli.interruption import interruptible
     from featcal_cli.log import recorded
+    from featcal_cli.option_checks import check_files
+    from featcal_cli.overrides import collect_overrides, read_tasks
     from featcal_cli.recipe import names_merged, read_draft
     from featcal_cli.shipped import find_recipe
 
+    check_files({"--log-file": log_file}, None, recipe)
     screen = Screen(quiet=quiet or json)
     with recorded(screen, log_file) as log:
         with screen.live(), interruptible():
@@ -275,7 +306,11 @@ def evaluate(
             given = list(models or [])
             file = find_recipe(recipe) if recipe else find_own_recipe(given)
             merged = given.pop(0) if given and not merge and not (file and names_merged(file)) else None
-            draft = read_draft(file, options.collect_overrides(merged, merge, base, expert, data, {}, {}, skip_expert))
+            overrides = collect_overrides(merged, merge, base, expert, data, {}, {}, skip_expert, columns=columns)
+            for task, name in read_tasks("--split", "NAME", split).items():  # of the labelled data, here
+                overrides["tasks"] = overrides["tasks"] or {}
+                overrides["tasks"].setdefault(task, {})["evaluate"] = {"split": name}
+            draft = read_draft(file, overrides)
             found = run(
                 draft, given, limit=limit, device=device, batch_size=batch_size, allow_pickle=allow_pickle,
                 trust_remote_code=trust_remote_code, allow_code=allow_code_execution, listener=log,
@@ -434,10 +469,14 @@ def _tell(error: Exception) -> int:
 def _call() -> None:
     """Run the command; what it printed is out when it ends well. On a terminal, what it leaves open may be chosen."""
     from featcal_cli.errors import LineageError
+    from featcal_cli.option_checks import check_words
 
+    check_words(sys.argv[1:])
     while True:
         try:
-            app()
+            code = app(standalone_mode=len(sys.argv) < 2)  # alone, it shows the help and ends
+            sys.stdout.flush()
+            sys.exit(code if isinstance(code, int) else 0)
         except SystemExit:
             sys.stdout.flush()
             raise
@@ -447,6 +486,20 @@ def _call() -> None:
             if (line := choose(error, sys.argv[1:])) is None:
                 raise
             sys.argv[1:] = line
+        except Exception as error:
+            if not hasattr(error, "format_message"):
+                raise
+            raise _explain_usage(error) from None
+
+
+def _explain_usage(error: Any) -> Exception:
+    """What typer could not read, as a message like all others."""
+    from featcal_cli.errors import RecipeError
+
+    context = getattr(error, "ctx", None)
+    command = "featcal" + (f" {context.info_name}" if context and context.parent else "")
+    what = error.format_message().strip().rstrip(".")
+    return RecipeError(what[:1].lower() + what[1:], where=command, fix=f"{command} --help shows what there is")
 
 
 def _leave(code: int) -> NoReturn:

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 from featcal_cli.errors import DataError
+from featcal_cli.keys import ROLES
 from featcal_cli.pixels import is_array
 from featcal_cli.recipe import Data
 from featcal_cli.tables import IMAGE_FILES, is_base64
@@ -17,7 +18,6 @@ Samples = Mapping[str, Sequence[Any]]
 TextKind = Literal["encoder", "causal", "encoder-decoder"]
 """How a model uses text."""
 
-ROLES = ("image", "text", "text_pair", "messages", "prompt", "response", "label")
 IMAGE_NAMES = ("image", "img", "images", "picture", "photo", "jpg", "png", "file_name")
 ARRAY_NAMES = (*IMAGE_NAMES, "pixels", "array", "pixel_values")
 """Columns whose nested lists of numbers may be pictures."""

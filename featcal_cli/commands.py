@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from featcal_cli.errors import FeatCalError, LineageError
 
 if TYPE_CHECKING:
-    from featcal_cli.recipe import Draft, Merge
+    from featcal_cli.recipe import Data, Draft, Merge
 
 _ORDER = ("--base", "--expert", "--data", "--skip-expert")
 _PLACEHOLDER = re.compile(r"(?:.*[=:])?(REPO|SOURCE|CONFIG)|TASK=.*")
@@ -113,13 +113,21 @@ def _said(draft: Draft) -> list[str]:
     words += [show_merged(draft.merged)]
     words += ["--base", draft.base] if draft.base else []
     experts = {task: spec.expert for task, spec in draft.tasks.items() if spec.expert}
-    sources = {task: str(spec.data) for task, spec in draft.tasks.items() if spec.data}
+    sources = {task: str(spec.data) for task, spec in draft.tasks.items() if spec.data and spec.data.has_source}
     for option, values in (("--expert", experts), ("--data", sources)):
         for task, value in values.items():
             words += [option, f"{task}={value}"]
+    words += [word for task, spec in draft.tasks.items() if spec.data for word in _write_reading(task, spec.data)]
     for task in draft.skip_experts or ():
         words += ["--skip-expert", task]
     return words
+
+
+def _write_reading(task: str, data: Data) -> list[str]:
+    """The options that say how a task's data is read, where --data does not."""
+    words = ["--split", f"{task}={data.split}"] if data.split and data.dataset is None else []
+    columns = ",".join(f"{role}:{column}" for role, column in data.columns.items())
+    return [*words, "--columns", f"{task}={columns}"] if columns else words
 
 
 def show_merged(merged: str | Merge) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -83,7 +84,9 @@ def fetch(origin: Origin, watch: Watch | None = None) -> Snapshot:
     if origin.form == "pickle":
         copy = _convert(origin, watch)
         note = f"{repo.name} has no safetensors; its pickled weights were converted, and featcal's cache keeps the copy"
-        return _complete(Snapshot(repo.name, copy, repo.commit, (*origin.notes, note)), f"delete {copy}")
+        return _complete(
+            Snapshot(repo.name, copy, repo.commit, (*origin.notes, note)), f"delete {shlex.quote(str(copy))}"
+        )
     folder = repo.folder or download(repo, skip=OTHER_FORMATS, watch=watch)
     fix = "copy the file again" if repo.folder else ""
     return _complete(Snapshot(repo.name, folder, repo.commit, origin.notes), fix)
@@ -115,7 +118,9 @@ def _fold(origin: Origin, base_origin: Origin, watch: Watch | None) -> Snapshot:
     copy = folded_copy(adapter, base_origin.name, base.folder, f"{_key(origin)[:60]}-{key}")
     note = f"{repo.name} is an adapter ({adapter}) on {base.pinned}; featcal's cache keeps the folded copy"
     commit = repo.commit if base.commit else None
-    return _complete(Snapshot(repo.name, copy, commit, (*base.notes, note), origin.pinned), f"delete {copy}")
+    return _complete(
+        Snapshot(repo.name, copy, commit, (*base.notes, note), origin.pinned), f"delete {shlex.quote(str(copy))}"
+    )
 
 
 def _key(origin: Origin) -> str:
@@ -139,5 +144,7 @@ def _complete(snapshot: Snapshot, fix: str) -> Snapshot:
             tensors |= found
         except ValueError as error:
             what = f"{file.name} of {snapshot.name} is not a whole safetensors file: {error}"
-            raise HubError(what, where=str(file), fix=fix or f"delete {file.resolve()} and run again") from error
+            raise HubError(
+                what, where=str(file), fix=fix or f"delete {shlex.quote(str(file.resolve()))} and run again"
+            ) from error
     return snapshot

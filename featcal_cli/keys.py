@@ -19,6 +19,9 @@ def _check_name(text: str) -> str:
 Name = Annotated[str, AfterValidator(_check_name)]
 """What names something; it may be shown on a terminal, and be a part of a path."""
 
+ROLES = ("image", "text", "text_pair", "messages", "prompt", "response", "label")
+"""What a column of a dataset can be."""
+
 
 class Section(BaseModel):
     """A group of recipe keys; unknown keys are refused, and nothing changes after validation."""

@@ -81,7 +81,9 @@ def find_lineage(draft: Draft, open_repo: Opener = open_repo) -> Lineage:
             task: one for task, (one, _) in gone.items()
         }  # named, so that they can be left out by name
         raise OpenQuestionsError(draft, questions, _list_known(case, base, {**found, **without}, known))
-    return _describe(case, base, found, known)
+    spoken = {task: spec.data for task, spec in draft.tasks.items()}
+    read = {task: replace(one, data=one.data.read_as(spoken.get(task))) for task, one in known.items()}
+    return _describe(case, base, found, read)
 
 
 def check_experts(draft: Draft, lineage: Lineage, open_repo: Opener) -> None:
@@ -289,7 +291,7 @@ def _find_data(case: Case, experts: Mapping[str, Found]) -> dict[str, FoundData 
 
 def _said_data(case: Case, task: str, expert: str) -> FoundData | None:
     """The data that the user or the merged repo's featcal.yaml names for an expert."""
-    if said := case.draft.tasks.get(task, TaskDraft()).data:
+    if (said := case.draft.tasks.get(task, TaskDraft()).data) and said.has_source:
         return FoundData(said, SAID)
     for statement in case.ancestry.statements:
         for name, data in statement.data.items():

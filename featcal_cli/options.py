@@ -7,9 +7,6 @@ from typing import Annotated, Any
 
 import typer
 
-from featcal_cli.address import parse_merge, parse_source
-from featcal_cli.errors import RecipeError
-
 MODELS, METHOD, MACHINE, OUTPUT, HUB = (
     "Models and data (what is left out is found in the merged repo)",
     "Method (what is left out is chosen)",
@@ -49,6 +46,16 @@ Sources = Annotated[
 SkipExperts = Annotated[
     list[str] | None,
     _option(MODELS, "--skip-expert", metavar="TASK", help="Go on without this expert, e.g. one that is gone; repeat."),
+]
+Columns = Annotated[
+    list[str] | None,
+    _option(
+        MODELS, "--columns", metavar="TASK=ROLE:COLUMN,…",
+        help="Columns of a task's data by role: image, text, text_pair, messages, prompt, response, label.",
+    ),
+]  # fmt: skip
+Splits = Annotated[
+    list[str] | None, _option(MODELS, "--split", metavar="TASK=NAME", help="The split of a task's data.")
 ]
 MergeMethod = Annotated[
     str | None,
@@ -157,7 +164,7 @@ Folder = Annotated[
     Path | None, _option(OUTPUT, "--output", "-o", metavar="DIR", help="Output folder [./NAME-featcal].")
 ]
 Strict = Annotated[bool, _option(OUTPUT, "--strict", help="Exit with 3, and do not push, if drift grew on a task.")]
-Overwrite = Annotated[bool, _option(OUTPUT, "--overwrite", help="Replace the output folder.")]
+Overwrite = Annotated[bool, _option(OUTPUT, "--overwrite", help="Replace the output folder, or the file of --save.")]
 Restart = Annotated[bool, _option(OUTPUT, "--restart", help="Begin anew, whatever an interrupted run has finished.")]
 LogFile = Annotated[
     Path | None,
@@ -166,6 +173,10 @@ LogFile = Annotated[
 DryRun = Annotated[
     bool, _option(OUTPUT, "--dry-run", help="Find, compare and estimate everything; download no weights.")
 ]
+Save = Annotated[
+    Path | None,
+    _option(OUTPUT, "--save", metavar="FILE", help="With --dry-run, write the job that was found as a recipe."),
+]
 Json = Annotated[bool, _option(OUTPUT, "--json", help="Print the result as JSON on stdout.")]
 Quiet = Annotated[bool, _option(OUTPUT, "--quiet", "-q", help="Show only the result.")]
 PushTo = Annotated[str | None, _option(HUB, metavar="USER/NAME", help="Push the result to this repo.")]
@@ -173,35 +184,3 @@ Private = Annotated[bool | None, _option(HUB, "--private", help="Make the repo p
 CreatePr = Annotated[bool, _option(HUB, "--create-pr", help="Open a pull request instead of committing.")]
 OverwriteRepo = Annotated[bool, _option(HUB, "--overwrite-repo", help="Commit to a repo that already holds a model.")]
 CommitMessage = Annotated[str | None, _option(HUB, metavar="TEXT", help="Message of the commit.")]
-
-
-def collect_overrides(
-    merged: str | None,
-    merge: str | None,
-    base: str | None,
-    experts: list[str] | None,
-    sources: list[str] | None,
-    calibration: dict[str, Any],
-    output: dict[str, Any],
-    skip: list[str] | None = None,
-) -> dict[str, Any]:
-    """The command line in the nesting of a recipe; None means not given. Raises RecipeError."""
-    if merged and merge:
-        raise RecipeError("both MERGED and --merge are given", where="the command line", fix="give one of them")
-    tasks: dict[str, dict[str, Any]] = {}
-    for option, values in (("expert", experts or []), ("data", sources or [])):
-        for value in values:
-            task, equals, found = value.partition("=")
-            if not (task and equals and found):
-                raise RecipeError(f"cannot read {value!r}", where=f"--{option}", fix=f"write --{option} TASK=…")
-            if option in tasks.setdefault(task, {}):
-                raise RecipeError(f"task {task} has two of them", where=f"--{option}", fix="name every task once")
-            tasks[task][option] = found if option == "expert" else parse_source(found)
-    return {
-        "merged": parse_merge(merge) if merge else merged,
-        "base": base,
-        "tasks": tasks or None,
-        "skip_experts": skip or None,
-        "calibration": {key: value for key, value in calibration.items() if value is not None},
-        "output": {key: value for key, value in output.items() if value is not None},
-    }

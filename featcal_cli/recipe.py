@@ -8,7 +8,6 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import yaml
 from pydantic import (
     AfterValidator,
     BaseModel,
@@ -25,6 +24,7 @@ from featcal_cli.address import bare_model, existing_path, parse_source, path_ex
 from featcal_cli.documents import bare, load_documents
 from featcal_cli.errors import RecipeError
 from featcal_cli.keys import Name, Section
+from featcal_cli.overrides import check_tasks, name_option
 from featcal_cli.shipped import find_recipe
 from featcal_cli.yardstick import Evaluate
 
@@ -73,10 +73,31 @@ class Data(Section):
         parts = {"dataset": page.name, "revision": page.revision, "config": page.config, "split": page.split}
         return {**{key: part for key, part in parts.items() if part}, **values, "dataset": page.name}
 
+    @property
+    def has_source(self) -> bool:
+        """It says what is read, and not only how."""
+        return not (self.dataset is None and self.path is None)
+
+    def read_as(self, said: Data | None) -> Data:
+        """This source, read as the user has said. Raises RecipeError where that does not go."""
+        if said is None or said.has_source:
+            return self
+        columns = {**self.columns, **said.columns}
+        try:
+            return Data.model_validate({**self.model_dump(), **said.model_dump(exclude_none=True), "columns": columns})
+        except ValidationError as error:
+            raise RecipeError(_word(error), where=f"data {self}", fix="leave that out, or give other data") from None
+
     @model_validator(mode="after")
     def _one_source(self) -> Data:
+        how = [key for key in ("split", "columns", "template") if getattr(self, key)]
         if (self.dataset is None) == (self.path is None):
-            raise ValueError("give either dataset or path")
+            # how to read what is yet to be found
+            if self.has_source or not how or self.config or self.revision:
+                raise ValueError("give either dataset or path")
+        elif self.path and self.path.endswith(".safetensors") and how:
+            what = f"{' and '.join(how)} cannot be set for a .safetensors file"
+            raise ValueError(f"{what}, whose tensors are the model's arguments as they are")
         return self
 
     def __str__(self) -> str:
@@ -111,6 +132,12 @@ class Task(TaskDraft):
 
     expert: ModelName
     data: Source
+
+    @model_validator(mode="after")
+    def _source(self) -> Task:
+        if not self.data.has_source:
+            raise ValueError("give either dataset or path for the data")
+        return self
 
 
 class Calibration(Section):
@@ -222,9 +249,14 @@ def read_draft(file: Path | None, overrides: Mapping[str, Any]) -> Draft:
     if file is not None:
         raw = _read_yaml(file)
         _anchor_paths(raw, file.resolve().parent)
+    return _build_draft(raw, overrides, file)
+
+
+def _build_draft(raw: Mapping[str, Any], overrides: Mapping[str, Any], file: Path | None) -> Draft:
     merged = deepcopy(_overlay(raw, overrides))
     _anchor_paths(merged, Path.cwd())
-    where = str(file) if file else "the command line"
+    where = str(file) if file else "the recipe" if raw else "the command line"
+    check_tasks(overrides.get("tasks") or {}, merged.get("tasks") or {})
     if not merged.get("merged"):
         fix = "give MERGED or --merge, or the key merged: in a recipe"
         raise RecipeError("nothing says what merged is", where=where, fix=fix)
@@ -234,7 +266,7 @@ def read_draft(file: Path | None, overrides: Mapping[str, Any]) -> Draft:
             draft._file = file.stem
         return draft
     except ValidationError as error:
-        raise _explain(error, where) from None
+        raise _explain(error, where, overrides) from None
 
 
 def names_merged(file: Path) -> bool:
@@ -247,7 +279,7 @@ def as_draft(recipe: Draft | Mapping[str, Any] | str | Path) -> Draft:
     if isinstance(recipe, Draft):
         return recipe
     if isinstance(recipe, Mapping):
-        return read_draft(None, recipe)
+        return _build_draft(recipe, {}, None)
     return read_draft(find_recipe(str(recipe)), {})
 
 
@@ -259,19 +291,13 @@ def complete_draft(draft: Draft) -> Recipe:
         fix = "give --expert TASK=REPO, or the key tasks: in a recipe"
         raise RecipeError("nothing says what the experts are", fix=fix)
     for name, task in draft.tasks.items():
-        for key, option, found in (("expert", "--expert", task.expert), ("data", "--data", task.data)):
+        for key, option, found in (
+            ("expert", "--expert", task.expert),
+            ("data", "--data", task.data and task.data.has_source),
+        ):
             if not found:
                 raise RecipeError(f"task {name} has no {key}", where=f"tasks.{name}", fix=f"add {option} {name}=…")
     return Recipe.model_validate(draft.model_dump(exclude_none=True))
-
-
-def dump_recipe(recipe: Recipe) -> str:
-    """The recipe as YAML that `build_recipe` reads back; without `output`: running a job again need not publish it."""
-    content = recipe.model_dump(exclude_none=True, exclude={"output"})
-    for task in content["tasks"].values():
-        if not task["data"]["columns"]:
-            del task["data"]["columns"]
-    return yaml.safe_dump(content, sort_keys=False, allow_unicode=True, width=120)
 
 
 def _read_yaml(file: Path) -> dict[str, Any]:
@@ -317,7 +343,8 @@ def _overlay(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, An
     merged = dict(below)
     for key, value in above.items():
         under = merged.get(key)
-        if isinstance(value, Mapping) and under is not None and key not in ("merged", "data"):
+        whole = key == "merged" or (key == "data" and not value.keys().isdisjoint(("dataset", "path")))
+        if isinstance(value, Mapping) and under is not None and not whole:
             # what is no section is left for validation to find
             merged[key] = _overlay(under, value) if isinstance(under, Mapping) else under
         elif value is not None:
@@ -325,7 +352,7 @@ def _overlay(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, An
     return merged
 
 
-def _explain(error: ValidationError, where: str) -> RecipeError:
+def _explain(error: ValidationError, where: str, overrides: Mapping[str, Any]) -> RecipeError:
     """The first of pydantic's complaints as one message."""
     problem = error.errors()[0]
     parts = [part for part in problem["loc"] if part not in ("repo", "merge") and "[" not in str(part)]
@@ -335,8 +362,15 @@ def _explain(error: ValidationError, where: str) -> RecipeError:
         near = difflib.get_close_matches(unknown[:80], set(_known_keys(Recipe)), n=1, cutoff=0.4)
         fix = f"did you mean {near[0]}?" if near else "take the key out"
         return RecipeError(f"unknown key {bare(unknown)}", where=f"{where}, {place}", fix=fix)
-    message = problem["msg"].removeprefix("Value error, ")
-    return RecipeError(f"{place}: {message[:1].lower()}{message[1:]}", where=where, fix=f"change {place}")
+    if option := name_option([str(part) for part in parts], overrides):
+        place, where = bare(option), "the command line"
+    return RecipeError(f"{place}: {_word(error)}", where=where, fix=f"change {place}")
+
+
+def _word(error: ValidationError) -> str:
+    """The first of pydantic's complaints, for the middle of a sentence."""
+    message = error.errors()[0]["msg"].removeprefix("Value error, ")
+    return f"{message[:1].lower()}{message[1:]}"
 
 
 def _known_keys(section: type[BaseModel]) -> Iterator[str]:

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from transformers import Wav2Vec2Config, Wav2Vec2Model
 
-from featcal_cli.columns import ROLES
 from featcal_cli.examples import draw_examples
 from featcal_cli.formats import FORMATS
+from featcal_cli.keys import ROLES
 from featcal_cli.recipe import Data
 from featcal_cli.tables import IMAGE_FILES, LINES_FILE, TABLE_FILES
 
