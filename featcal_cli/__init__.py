@@ -11,7 +11,9 @@ What the user says
     keys           what all groups of recipe keys have in common
     yardstick      how a task's figure is measured: the recipe's key evaluate
     shipped        the recipes that come with the package, and what comes beside them
+    overrides      options of the command line → keys of a recipe, and back
     recipe         YAML and command-line options → one validated object
+    recipe_file    a resolved recipe → a file that says what made it
 
 The Hub
 
@@ -193,6 +195,7 @@ The run
     chooser        what a job leaves open, chosen by number on a terminal
     score_table    what the terminal shows of an evaluation
     options        every option of the command line, declared once
+    option_checks  what options cannot mean: empty values, one file for two things
     cli            the commands
 """
 

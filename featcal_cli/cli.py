@@ -120,6 +120,7 @@ def calibrate(
     from featcal_cli.gate import check_grown
     from featcal_cli.log import recorded
     from featcal_cli.option_checks import check_files
+    from featcal_cli.output import default_output
     from featcal_cli.overrides import collect_overrides
     from featcal_cli.recipe import read_draft
     from featcal_cli.recipe_file import check_save, save_recipe
@@ -130,9 +131,9 @@ def calibrate(
         "examples": examples, "dtype": dtype, "ridge": ridge, "rho": rho, "alpha": alpha, "select": select,
         "norms": norms, "bias": bias, "token_weights": token_weights, "seed": seed,
     }  # fmt: skip
-    place = {"push_to": push_to, "private": private}
+    publishing = {"push_to": push_to, "private": private}
     overrides = collect_overrides(
-        merged, merge, base, expert, data, calibration, place, skip_expert, columns=columns, splits=split
+        merged, merge, base, expert, data, calibration, publishing, skip_expert, columns=columns, splits=split
     )  # fmt: skip
     draft = read_draft(find_recipe(recipe) if recipe else None, overrides)
     if save and not dry_run:
@@ -140,7 +141,8 @@ def calibrate(
         raise RecipeError("--save goes with --dry-run alone", where=f"--save {save}", fix=fix)
     if save:
         check_save(save, overwrite=overwrite)
-    check_files({"--log-file": log_file, "--save": save, "--output": output}, draft, recipe)
+    place = {"--output": output or default_output(draft.name)}
+    check_files({**place, "--log-file": log_file, "--save": save}, draft, recipe)
     screen = Screen(quiet=quiet or json)
     with recorded(screen, log_file) as log:
         with screen.live(), interruptible():

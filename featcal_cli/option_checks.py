@@ -34,18 +34,29 @@ def check_files(written: Mapping[str, Path | None], draft: Draft | None, recipe:
     if recipe:
         taken[_resolve(Path(recipe))] = f"--recipe {recipe}"
     for option, file in written.items():
-        if file is None or (file.exists() and not file.is_file() and not file.is_dir()):
-            continue  # /dev/stderr, say
-        place, fix = _resolve(file), f"give {option} another path"
-        if option not in ("--output", "--save") and file.is_dir():
+        if file is None or _is_device(place := _resolve(file)):
+            continue
+        fix = f"give {option} another path"
+        if option not in ("--output", "--save") and place.is_dir():
             raise OutputError("this is a folder", where=f"{option} {file}", fix="give the path of a file")
+        if option == "--output":  # what it may replace is looked at elsewhere
+            taken.setdefault(place, f"{option} {file}")
+            continue
         if place in taken and not (option == "--save" and taken[place].startswith("--recipe")):
             what = f"{option} would write over what is given as {show(taken[place])}"
             raise OutputError(what, where=f"{option} {file}", fix=fix)
-        inside = [name for other, name in taken.items() if option != "--output" and other in place.parents]
+        inside = [name for other, name in taken.items() if other in place.parents]
         if inside:
             raise OutputError(f"{option} would write into {show(inside[0])}", where=f"{option} {file}", fix=fix)
         taken[place] = f"{option} {file}"
+
+
+def _is_device(path: Path) -> bool:
+    """/dev/stderr, say: what is written there takes the place of nothing."""
+    try:
+        return path.exists() and not path.is_file() and not path.is_dir()
+    except OSError:
+        return False
 
 
 def _resolve(path: Path) -> Path:

@@ -63,14 +63,17 @@ def name_option(place: Sequence[str], overrides: Mapping[str, Any]) -> str | Non
             break
         if (value := value.get(key)) is None:
             return None
-    section, *rest = [*place, "", "", ""]
-    if section == "tasks":
+    section = place[0] if place else ""
+    rest = [*place[1:], "", "", ""]
+    if section == "tasks" and rest[0]:
         task, key, part = rest[:3]
         if key == "data" and not part and isinstance(value, Mapping) and value.keys().isdisjoint(("dataset", "path")):
             part = next(iter(value), "")
         return f"--{part if part in ('columns', 'split') else 'data' if key == 'data' else 'expert'} {task}=…"
     if section == "merged":
-        return "--merge" if isinstance(overrides["merged"], Mapping) else "MERGED"
+        return f"--merge ({rest[0] or 'method'})" if isinstance(overrides["merged"], Mapping) else "MERGED"
+    if section in ("calibration", "output", "tasks") and not rest[0]:
+        return None  # the section itself is wrong, which no option can be
     key = rest[0] if section in ("calibration", "output") else section
     return {"examples": "--examples (-n)", "bias": "--bias/--no-bias"}.get(key, f"--{key.replace('_', '-')}")
 

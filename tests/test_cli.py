@@ -19,6 +19,11 @@ from PIL import Image
 from safetensors.torch import load_file
 from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 
+from featcal_cli.errors import RecipeError
+from featcal_cli.lineage import find_lineage
+from featcal_cli.overrides import collect_overrides
+from featcal_cli.recipe import Data, read_draft
+
 VIT = next(family for family in FAMILIES if family.name == "vit")
 
 
@@ -203,3 +208,67 @@ def test_a_merged_model_named_by_a_dot_gives_its_folders_name(tmp_path: Path) ->
     run = featcal("calibrate", ".", *options, "-o", "../out", folder=tmp_path / "merged")
     assert run.returncode == 0, run.stderr
     assert (tmp_path / "out" / "model.safetensors").is_file()
+
+
+def test_a_saved_dry_run_is_the_job(tmp_path: Path, hub: HubServer, capsys: pytest.CaptureFixture[str]) -> None:
+    given = arguments(tmp_path)
+    for name in ("merged", "base", "red"):
+        hub.add_repo(f"saved/{name}", tmp_path / name)
+    given |= {"merged": "saved/merged", "--base": "saved/base", "--expert": "red=saved/red"}
+    job = tmp_path / "job.yaml"
+    saving = {**given, "--dry-run": "", "--save": job, "--json": ""}
+    run = featcal_inside(capsys, "calibrate", saving)
+    assert run.code == 0, run.stderr
+    recipe, text = json.loads(run.stdout)["recipe"], job.read_text()
+    saved = yaml.safe_load(text)
+    assert all(saved[key] == recipe[key] for key in ("merged", "base", "calibration")) and "output" not in saved
+    assert re.search(r"merged: saved/merged@[0-9a-f]{40}\n", text) and "#   base: the command line" in text
+    comments = [line for line in text.splitlines() if line.startswith("#")]
+    assert not any(str(tmp_path) in line for line in comments) and "saved/merged" in comments[0]
+    assert list(tmp_path.glob(".job*")) == []
+    again = featcal_inside(capsys, "calibrate", saving)
+    assert again.code == 2 and "--overwrite" in again.stderr and again.stdout == "" and job.read_text() == text
+    for options, out in (({**given}, "direct"), ({"-r": job}, "saved")):
+        done = featcal_inside(capsys, "calibrate", {**options, "-o": tmp_path / out, "-q": ""})
+        assert done.code == 0, done.stderr
+    one, two = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("direct", "saved"))
+    assert one == two
+    made = (tmp_path / "saved" / "featcal.yaml").read_text()
+    assert made.startswith("# Written by featcal ") and str(tmp_path) not in made.partition("\nmerged:")[0]
+
+
+def test_columns_and_splits_are_set_on_the_command_line(tmp_path: Path, hub: HubServer) -> None:
+    """Beside --data, over a recipe's data, and of data that is found."""
+    beside = collect_overrides("a/m", None, None, None, ["red=x/y"], {}, {}, columns=["red=text:a, label:b,c"])
+    assert read_draft(None, beside).tasks["red"].data == Data(dataset="x/y", columns={"text": "a", "label": "b,c"})
+    file = tmp_path / "r.yaml"
+    file.write_text("merged: a/m\ntasks: {red: {data: {dataset: x/y, config: z, split: train, columns: {text: a}}}}")
+    over = collect_overrides(None, None, None, None, None, {}, {}, columns=["red=label:b"], splits=["red=test"])
+    columns = {"text": "a", "label": "b"}
+    wanted = Data(dataset="x/y", config="z", split="test", columns=columns)
+    assert read_draft(file, over).tasks["red"].data == wanted
+    cards = {"m": "base_model: [found/red, found/green]", "red": "base_model: found/base\ndatasets: [found/data]"}
+    cards["green"], cards["base"] = cards["red"], "license: mit"
+    for name, card in cards.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "README.md").write_text(f"---\n{card}\n---\n")
+        (tmp_path / name / "config.json").write_text("{}")
+        hub.add_repo(f"found/{name}", tmp_path / name)
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "train.jsonl").write_text("{}")
+    hub.add_repo("found/data", tmp_path / "data", kind="dataset")
+    over = collect_overrides("found/m", None, None, None, None, {}, {}, columns=["red=text:a"], splits=["green=test"])
+    found = find_lineage(read_draft(None, over)).recipe.tasks
+    assert found["red"].data == Data(dataset="found/data", columns={"text": "a"})
+    assert found["green"].data == Data(dataset="found/data", split="test")
+
+
+def test_options_are_named_as_they_were_typed_and_keys_as_they_were_written(tmp_path: Path) -> None:
+    file = tmp_path / "r.yaml"
+    file.write_text("merged: a/m\ncalibration: {alpha: 2}")
+    with pytest.raises(RecipeError, match=r"calibration\.alpha: input should be") as written:
+        read_draft(file, {})
+    assert written.value.where == str(file)
+    with pytest.raises(RecipeError, match=r"--alpha: input should be") as typed:
+        read_draft(file, collect_overrides(None, None, None, None, None, {"alpha": 3.0}, {}))
+    assert typed.value.where == "the command line" and typed.value.fix == "change --alpha"

@@ -22,7 +22,8 @@ from featcal_cli.errors import FeatCalError
 from featcal_cli.header import read_header
 from featcal_cli.hub import resolve
 from featcal_cli.readme import read_card
-from featcal_cli.recipe import Recipe, as_draft, complete_draft, dump_recipe, read_draft
+from featcal_cli.recipe import Recipe, as_draft, complete_draft, read_draft
+from featcal_cli.recipe_file import dump_recipe
 from featcal_cli.shipped import shipped_recipes
 
 pytestmark = pytest.mark.survive

@@ -18,7 +18,8 @@ from featcal_cli.errors import FeatCalError, HubError, LineageError
 from featcal_cli.lineage import Lineage, find_lineage
 from featcal_cli.mergekit import MalformedError, read_mergekit
 from featcal_cli.readme import read_card
-from featcal_cli.recipe import Draft, dump_recipe
+from featcal_cli.recipe import Draft
+from featcal_cli.recipe_file import dump_recipe
 from featcal_cli.references import name_tasks
 from featcal_cli.repo import Kind, Repo, open_repo
 
