@@ -77,6 +77,7 @@ Models
     alignment      models loaded to fit the merged one, and checked that they do
     likeness       whether two models are one function of their weights, as their configs say
     values         what weights hold with which nothing can be calibrated: NaN, nothing but zeros, one huge number
+    span           whether merged was made of these experts and this base, from a few of their weights
     merging        the built-in mergers
     layout         which tensor lies where on disk; writing new values and nothing else
     outline        a model without values, from headers alone

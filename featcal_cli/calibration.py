@@ -19,7 +19,7 @@ from featcal_cli.examples import TaskExamples
 from featcal_cli.features import CALIBRATED, MERGED, Job
 from featcal_cli.fingerprint import take_fingerprint
 from featcal_cli.finished import Finished, Note
-from featcal_cli.job import Models, find_blocks, load_models, make_job, make_search_job
+from featcal_cli.job import Models, describe_merge, find_blocks, load_models, make_job, make_search_job
 from featcal_cli.journal import Journal
 from featcal_cli.journal_files import SEARCH, drop_journal
 from featcal_cli.layout import list_files, names_on_disk, read_slots
@@ -138,7 +138,8 @@ class Computation:
         """Calibrate what is loaded, and write it."""
         calibration = plan.recipe.calibration
         architecture = find_blocks(models, plan.examples, calibration.norms, self._run.note)
-        for text in check_values(models.merged, [models.base, *models.experts.values()], architecture):
+        values = check_values(models.merged, [models.base, *models.experts.values()], architecture)
+        for text in (*values, *describe_merge(models, plan.recipe, architecture)):
             self._run.note(text)
         self._run.share_notes()
         examples = dict(plan.examples)

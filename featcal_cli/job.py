@@ -28,9 +28,10 @@ from featcal_cli.merging import merge_weights
 from featcal_cli.output import build_checkpoint
 from featcal_cli.outputs import OutputMeter, limit_batches
 from featcal_cli.ranks import Ranks
-from featcal_cli.recipe import Calibration, Merge
+from featcal_cli.recipe import Calibration, Merge, Recipe
 from featcal_cli.shares import Shares, share_tasks
 from featcal_cli.shelf import Shelf
+from featcal_cli.span import describe_span
 from featcal_cli.vectors import VectorMeter
 from featcal_cli.walker import Walker
 from featcal_cli.weights import find_cls_blocks
@@ -94,6 +95,14 @@ def find_blocks(models: Models, examples: Mapping[str, TaskExamples], norms: str
             note(text)
     pages.give_back(models.merged.module.parameters())
     return architecture
+
+
+def describe_merge(models: Models, recipe: Recipe, architecture: Architecture) -> list[str]:
+    """What is odd about the models as a merge, in sentences; nothing where not all experts are here."""
+    if models.experts.keys() != recipe.tasks.keys():
+        return []
+    built = isinstance(recipe.merged, Merge)
+    return describe_span(models.merged, models.base, models.experts, architecture, built=built)
 
 
 def _give_back_layer(layer: nn.Module, *_: object) -> None:

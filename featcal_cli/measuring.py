@@ -14,7 +14,7 @@ from featcal_cli.alignment import check_alignment, load_fitting
 from featcal_cli.drift_plots import plot_inspection
 from featcal_cli.features import Job, forward_order
 from featcal_cli.inspection import Inspection
-from featcal_cli.job import find_blocks, load_models, make_job
+from featcal_cli.job import describe_merge, find_blocks, load_models, make_job
 from featcal_cli.machine import describe_environment
 from featcal_cli.measures import describe_tasks, share_readings
 from featcal_cli.memory import peak_resident_bytes
@@ -36,6 +36,8 @@ def measure(run: Run, compare: str | None, *, keep_finals: bool) -> tuple[Inspec
     models = load_models(snapshots, None, Path(), "")
     other = load_fitting(OTHER, snapshots[OTHER], models.merged) if compare else None
     architecture = find_blocks(models, plan.examples, plan.recipe.calibration.norms, run.note)
+    for text in describe_merge(models, plan.recipe, architecture):
+        run.note(text)
     if other is not None:
         check_alignment(architecture, models.merged, other)
     watchers = {MODEL: models.merged, BASE: models.base} | ({OTHER: other} if other else {})
