@@ -140,6 +140,10 @@ def _find_experts(case: Case, base: Found | Question | None) -> tuple[Experts, F
     statement = next((statement for statement in case.ancestry.statements if statement.experts), None)
     listed, base = _name_experts(case, statement, base) if statement else ({}, base)
     if statement is None or not listed:
+        if said and (without := [task for task in tasks if task not in said and not _names_base(task, base)]):
+            what = f"nothing says which expert the task {without[0]} has"
+            command = write_command(case.draft, [("--expert", f"{task}=REPO") for task in without])
+            raise LineageError(what, where=SAID, fix=f"fill in REPO and type {command}")
         return said, base
     renamed: dict[str, str] = {}
     for task in tasks:
