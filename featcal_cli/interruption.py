@@ -12,12 +12,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import NoReturn
 
-from featcal_cli.launch import read_launch
-
 GRACE = 1.0
 """Seconds in which a run may end by itself and put its things in order; what is on the disk is whole at any time."""
 EXIT_CODE = 130
 """After Ctrl-C, and what typer makes of every KeyboardInterrupt."""
+TORCHRUN = ("RANK", "LOCAL_RANK", "MASTER_ADDR")
+"""What it sets, among others; what these say is looked at later."""
 STARTING = "interrupted"
 CALIBRATING = "interrupted: the same command goes on from here"
 MEASURING = "interrupted: nothing was written"
@@ -36,7 +36,8 @@ def exit_code() -> int:
 def list_signals() -> list[signal.Signals]:
     """The signals that interrupt this process: but for Ctrl-C, not what whoever started it lets it ignore (nohup does),
     and not those of torchrun, which ends processes itself where another one failed."""
-    others = [] if read_launch().by_torchrun else [signal.SIGTERM, signal.SIGHUP]
+    by_torchrun = all(os.environ.get(name) for name in TORCHRUN)
+    others = [] if by_torchrun else [signal.SIGTERM, signal.SIGHUP]
     return [signal.SIGINT, *(number for number in others if signal.getsignal(number) != signal.SIG_IGN)]
 
 
