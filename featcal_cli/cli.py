@@ -16,7 +16,7 @@ import typer
 from featcal_cli import __version__, options
 from featcal_cli.background_imports import start_importing
 from featcal_cli.interruption import MEASURING, interruptible
-from featcal_cli.launch import read_launch
+from featcal_cli.launch import Launch, read_launch
 from featcal_cli.standard_streams import GONE, check_surroundings
 
 EPILOG = """
@@ -425,8 +425,9 @@ def main() -> None:
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")  # it writes of every retry, with the address
     from featcal_cli.errors import FeatCalError
 
-    launch = read_launch()
+    launch = Launch()
     try:
+        launch = read_launch()
         with _silent() if launch.rank else nullcontext():
             _call()
     except FeatCalError as error:

@@ -29,10 +29,15 @@ class Launch:
 
 
 def read_launch() -> Launch:
-    """How this process was started; alone unless the environment holds all of NAMES."""
+    """How this process was started; alone unless the environment holds all of NAMES. Raises RecipeError where these
+    are no numbers."""
     if not all(os.environ.get(name) for name in NAMES):
         return Launch()
-    rank, size, local_rank, local_size = (int(os.environ[name]) for name in NAMES[:4])
+    try:
+        rank, size, local_rank, local_size = (int(os.environ[name]) for name in NAMES[:4])
+    except ValueError:
+        what = f"the environment says that torchrun started this, and not as what: {', '.join(NAMES[:4])}"
+        raise RecipeError(what, where="the environment", fix="unset them, or start it with torchrun") from None
     return Launch(rank, size, local_rank, local_size, by_torchrun=True)
 
 

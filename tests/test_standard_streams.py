@@ -122,6 +122,13 @@ def test_places_that_cannot_be_written_are_not_missed_where_nothing_is_put_there
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.survive
+def test_an_environment_that_only_looks_like_torchruns_is_one_message(job: Path, tmp_path: Path) -> None:
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    done = run("recipes", job, tmp_path, **dict.fromkeys(names, "x"))
+    assert done.returncode == 2 and done.stderr.startswith("error: the environment says that torchrun started this")
+
+
 def test_a_name_that_is_no_text_is_refused(tmp_path: Path) -> None:
     os.mkdir(os.fsencode(tmp_path) + b"/m\xff")  # noqa: PTH102
     done = subprocess.run(
