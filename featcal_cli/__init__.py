@@ -109,6 +109,7 @@ The method
     pool           the sums of all processes, added up; the solutions, given to all
     collect        one block's features → its systems of equations
     guard          updates checked on held-out rows, and pulled back
+    pullback       all updates pulled back together, where the mean drift would grow
     algorithm      Algorithm 1
     stamps         local files that a job reads: seen when they are no longer what they were
     fingerprint    everything that decides a job's result; what differs between two

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Iterable, Sequence
+from hashlib import sha256
 from typing import Any, Protocol
 
 import torch
@@ -29,6 +30,9 @@ class Reader(Protocol):
     def read(self, row: Any) -> Any:
         """What `batch` needs of one row. Raises BadRowError."""
 
+    def key(self, item: Any) -> bytes:
+        """What two items have in common where they become the same example, and no others."""
+
     def batch(self, items: Sequence[Any]) -> Batch:
         """The batch of these items, dimension 0 in their order."""
 
@@ -37,6 +41,15 @@ class Reader(Protocol):
 
     def longest(self, items: Sequence[Any]) -> Sequence[Any]:
         """The one or two of these items (at least one) that a batch of all of them is as long as."""
+
+
+def hash_tensors(tensors: Batch) -> bytes:
+    """A hash of names, dtypes, shapes and values."""
+    digest = sha256()
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
+        digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
+    return digest.digest()
 
 
 def forward_names(model: nn.Module) -> set[str]:

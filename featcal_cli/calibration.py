@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from featcal_cli.examples import TaskExamples
 from featcal_cli.features import CALIBRATED, MERGED, Job
 from featcal_cli.fingerprint import take_fingerprint
 from featcal_cli.finished import Finished, Note
+from featcal_cli.gate import check_judged
 from featcal_cli.job import Models, describe_merge, find_blocks, load_models, make_job, make_search_job
 from featcal_cli.journal import Journal
 from featcal_cli.journal_files import SEARCH, drop_journal
@@ -27,6 +28,7 @@ from featcal_cli.loaders import find_pipeline_tag, find_processor_class
 from featcal_cli.output import check_apart, write_output
 from featcal_cli.plots import plot_drift
 from featcal_cli.preflight import Preflight
+from featcal_cli.pullback import between, pull_back
 from featcal_cli.push import Target
 from featcal_cli.recipe import Merge
 from featcal_cli.recipe_file import dump_recipe
@@ -52,6 +54,19 @@ from featcal_cli.values import check_values
 from featcal_cli.workplace import Workplace
 
 
+@dataclass(frozen=True)
+class Done:
+    """What was computed."""
+
+    choice: Choice
+    job: Job
+    blocks: list[BlockReport]
+    step: float
+    """The share of all updates that is left."""
+    pulled: str
+    """Why it is less than 1, in a sentence."""
+
+
 class Computation:
     """A job whose output is not there yet; of several processes each does its part."""
 
@@ -65,11 +80,12 @@ class Computation:
         restart: bool,
         evaluate: bool,
         allow_code: bool,
+        strict: bool,
     ) -> None:
         self._run, self._draft, self._ranks = run, run.draft, run.ranks
         self._place, self._output = place, output
         self._overwrite, self._restart = overwrite, restart
-        self._evaluate, self._allow_code = evaluate, allow_code
+        self._evaluate, self._allow_code, self._strict = evaluate, allow_code, strict
         self._inputs: list[Unchanged] = []
         """The files of the models, as they were when they were first read."""
         self._data = Unchanged({})
@@ -82,7 +98,8 @@ class Computation:
 
     def _compute(self, target: Target | None) -> tuple[Report, Models]:
         self._data = Unchanged(name_local_files(self._draft))
-        plan = self._run.prepare(self._place.target if self._ranks.is_first else None, sample=False)
+        target_folder = self._place.target if self._ranks.is_first else None
+        plan = self._run.prepare(target_folder, sample=False, hold_out=True)
         self._data.check()
         recipe = plan.recipe
         if self._ranks.is_first:
@@ -90,6 +107,8 @@ class Computation:
         if self._evaluate:
             check_evaluable(self._run, recipe, allow_code=self._allow_code)
         check_search(recipe.calibration, plan.examples)
+        if self._strict:
+            check_judged(plan.examples)
         shares = share_tasks(list(recipe.tasks), self._ranks)
         journal = self._open_journal(plan)
         merge = recipe.merged if isinstance(recipe.merged, Merge) else None
@@ -145,7 +164,7 @@ class Computation:
         examples = dict(plan.examples)
         while True:
             try:
-                choice, job, blocks = self._walk(plan, examples, models, architecture, shares, scratch, journal)
+                done = self._walk(plan, examples, models, architecture, shares, scratch, journal)
                 break
             except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error):
@@ -154,18 +173,19 @@ class Computation:
             examples = halve_batches(examples, self._run.device, self._ranks)
             size = max(found.batch_size for found in examples.values())
             self._run.note(f"memory ran out: the block is computed again with at most {size} examples in a batch")
-        self._note_blocks(blocks, job, journal)
+        self._note_blocks(done, journal)
         self._check_inputs()
         if (change := self._data.find_change()) is not None:
             self._run.note(f"{change.what}, after its rows were read")
         if target is not None and plan.recipe.local_paths:
             self._run.note(f"{RECIPE} and {REPORT} name folders of this machine, and are pushed with these names")
         self._run.listener.stage("writing")
-        fixed = calibration.model_copy(update=asdict(choice.settings))
+        chosen = {**asdict(done.choice.settings), "chosen": calibration.is_answered_for}
+        fixed = calibration.model_copy(update=chosen)
         plan = replace(plan, recipe=plan.recipe.model_copy(update={"calibration": fixed}))
-        report = summarise(self._run, plan, blocks, job, choice)
+        report = summarise(self._run, plan, done.blocks, done.job, done.choice, done.step)
         if journal:
-            self._write(journal, models, report, plan, target)
+            self._write(journal, models, report, plan, target, done.step)
         return report
 
     def _walk(
@@ -177,14 +197,14 @@ class Computation:
         shares: Shares,
         scratch: Path,
         journal: Journal | None,
-    ) -> tuple[Choice, Job, list[BlockReport]]:
+    ) -> Done:
         """Choose settings and calibrate all blocks; what the journal holds of either is taken over."""
         calibration = plan.recipe.calibration
         choice = self._choose(plan, examples, models, architecture, shares, scratch, journal)
         unchecked = [task for task, found in examples.items() if not found.selection_count]
         guarded = calibration.select != "preset" and not unchecked
         if unchecked and calibration.select != "preset":
-            self._run.note(f"guard: off, because {unchecked[0]} has no further examples to check updates on")
+            self._run.note(f"guard: off, because {unchecked[0]} has no held-out rows to check updates on")
         job = make_job(
             models,
             architecture,
@@ -195,6 +215,7 @@ class Computation:
             students={CALIBRATED: models.student},
             watchers={MERGED: models.merged, "base": models.base},
             guarded=guarded,
+            judged=calibration.is_answered_for,
             shares=shares,
             scratch=scratch,
         )
@@ -205,7 +226,7 @@ class Computation:
         self._run.listener.stage("calibrating")
         try:
             watch = self._run.listener.progress
-            return choice, job, calibrate_blocks(job, choice.settings, journal, bias=calibration.bias, watch=watch)
+            blocks = calibrate_blocks(job, choice.settings, journal, bias=calibration.bias, watch=watch)
         except RuntimeError as error:
             if is_out_of_memory(error) or "bfloat16" not in str(error).lower():
                 raise
@@ -213,12 +234,18 @@ class Computation:
             raise NumericsError(what, fix="give --dtype float32") from error
         finally:
             job.retire()
+        if not calibration.is_answered_for:
+            return Done(choice, job, blocks, 1.0, "")
+        held_out = [task for task, found in examples.items() if found.held_out_count]
+        self._run.listener.stage("checking the result")
+        return Done(choice, job, blocks, *pull_back(job, blocks, journal, held_out, watch))
 
-    def _note_blocks(self, blocks: list[BlockReport], job: Job, journal: Journal | None) -> None:
+    def _note_blocks(self, done: Done, journal: Journal | None) -> None:
         """What is to be known of how the blocks were calibrated."""
-        texts = [describe_guard(blocks), describe_ridges(blocks), job.describe_precision()]
+        texts = [describe_guard(done.blocks), done.pulled, describe_ridges(done.blocks), done.job.describe_precision()]
         if journal and journal.restored:
-            texts.append(f"{journal.restored} of {len(blocks)} blocks were taken over from an earlier run of this job")
+            count = f"{journal.restored} of {len(done.blocks)} blocks"
+            texts.append(f"{count} were taken over from an earlier run of this job")
         for text in filter(None, texts):
             self._run.note(text)
 
@@ -267,12 +294,17 @@ class Computation:
         )
         return choice
 
-    def _write(self, journal: Journal, models: Models, report: Report, plan: Preflight, target: Target | None) -> None:
+    def _write(
+        self, journal: Journal, models: Models, report: Report, plan: Preflight, target: Target | None, step: float
+    ) -> None:
         slots = read_slots(models.merged.snapshot)
+        merged = models.merged.module
 
         def read_groups() -> Iterator[dict[str, Tensor]]:
-            for number in range(len(report.blocks)):
-                yield names_on_disk(models.merged, journal.tensors(number), slots)
+            for number in range(len(report.blocks) if step else 0):  # without updates every byte is merged's
+                full = journal.tensors(number).items()
+                tensors = {name: between(merged.get_parameter(name).data, new, step) for name, new in full}
+                yield names_on_disk(models.merged, tensors, slots)
 
         repo = plan.origins["merged"].repo if "merged" in plan.origins else None
         about: dict[str, Any] = {

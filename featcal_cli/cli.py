@@ -101,6 +101,7 @@ def calibrate(
     private: options.Private = None,
     create_pr: options.CreatePr = False,
     overwrite_repo: options.OverwriteRepo = False,
+    push_anyway: options.PushAnyway = False,
     commit_message: options.CommitMessage = None,
 ) -> None:
     """Calibrate a merged model to its experts' features, write the mended model to a folder, and push it to the Hub.
@@ -117,7 +118,7 @@ def calibrate(
     """
     from featcal_cli.console import OUT, Screen, show_drift, show_preflight, show_result, warn_of_growth
     from featcal_cli.errors import RecipeError
-    from featcal_cli.gate import check_grown
+    from featcal_cli.gate import check_grown, check_pushable
     from featcal_cli.log import recorded
     from featcal_cli.option_checks import check_files
     from featcal_cli.output import default_output
@@ -152,13 +153,13 @@ def calibrate(
             common: dict[str, Any] = {
                 "output": output, "overwrite": overwrite, "create_pr": create_pr, "overwrite_repo": overwrite_repo,
                 "device": device, "batch_size": batch_size, "allow_pickle": allow_pickle,
-                "trust_remote_code": trust_remote_code, "listener": log,
+                "trust_remote_code": trust_remote_code, "strict": strict, "listener": log,
             }  # fmt: skip
             if dry_run:
                 preflight = workflow.dry_run(draft, **common)
             else:
                 result = workflow.calibrate(
-                    draft, **common, restart=restart, commit_message=commit_message, strict=strict,
+                    draft, **common, restart=restart, commit_message=commit_message, push_anyway=push_anyway,
                     evaluate=evaluate, allow_code=allow_code_execution,
                 )  # fmt: skip
         if dry_run:
@@ -168,7 +169,7 @@ def calibrate(
             return
         if json:
             pushed = asdict(result.pushed) if result.pushed else None
-            written = {"output": str(result.output), "pushed": pushed, **asdict(result.report)}
+            written = {"output": str(result.output), "pushed": pushed, **result.report.to_dict()}
             typer.echo(dumps(written, indent=2))
         else:
             show_drift(result.report)
@@ -178,6 +179,8 @@ def calibrate(
         warn_of_growth(result.report)
         if strict:
             check_grown(result.report, result.output)
+        if not push_anyway:
+            check_pushable(result.report, result.output, draft.output.push_to)
 
 
 @app.command("inspect-drift")

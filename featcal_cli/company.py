@@ -71,6 +71,7 @@ def start_passes(job: Job) -> Passes:
                 passes.fitted[task] = [_start_together(job, task, batch) for batch in job.examples.get(task, ())]
                 passes.checked[task] = [_start_together(job, task, batch) for batch in job.checked.get(task, ())]
                 passes.watched[task] = [_start_group(job, task, batch) for batch in job.watched.get(task, ())]
+                passes.watched[task] += [_start_group(job, task, batch, True) for batch in job.second.get(task, ())]
             expert.give_back()
     for walker in job.walkers:
         walker.give_back()
@@ -86,8 +87,8 @@ def _start_together(job: Job, task: str, batch: Batch) -> Together:
     return together
 
 
-def _start_group(job: Job, task: str, batch: Batch) -> Group:
-    group = Group(job, task, batch)
+def _start_group(job: Job, task: str, batch: Batch, last_alone: bool = False) -> Group:
+    group = Group(job, task, batch, last_alone=last_alone)
     _shelve(job, group)
     return group
 

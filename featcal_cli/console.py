@@ -141,7 +141,6 @@ def show_crash(error: BaseException, file: Path | None) -> None:
 
 def show_drift(report: Report) -> None:
     """The table of drift per task, before and after."""
-    held_out = all(drift.held_out for drift in report.drift.values())
     table = Table(title=None, box=None, pad_edge=False, show_footer=len(report.drift) > 1)
     names = ("task", "merged", "calibrated", "change", "base")
     rows = [(task, drift.before, drift.after, drift.base) for task, drift in report.drift.items()]
@@ -150,14 +149,23 @@ def show_drift(report: Report) -> None:
     for name, foot in zip(names, feet, strict=True):
         table.add_column(name, foot, justify="left" if name == "task" else "right")
     for task, before, after, base in rows:
-        table.add_row(escape(task), f"{before:.3f}", f"{after:.3f}", _change(before, after), f"{base:.3f}")
-    where = "held-out examples" if held_out else "the fitted examples (some tasks have no further rows)"
+        mark = "*" if task in report.fitted_tasks and len(report.fitted_tasks) < len(report.drift) else ""
+        table.add_row(escape(task) + mark, f"{before:.3f}", f"{after:.3f}", _change(before, after), f"{base:.3f}")
+    if report.has_grown or report.fitted_tasks or report.settings.get("step") == 0:
+        colour = "bold red" if report.has_grown else "bold"
+        OUT.print(f"[{colour}]{escape(report.headline[0].upper() + report.headline[1:])}[/]")
+    where = "held-out examples" if not report.fitted_tasks else "the fitted rows, of which it says little for new ones"
+    if 0 < len(report.fitted_tasks) < len(report.drift):
+        where = "held-out examples (* on fitted rows, which says little of new ones)"
     OUT.print(f"Feature drift from each expert after the last block, on {where}; 0 is the expert itself:")
     OUT.print(table)
 
 
 def warn_of_growth(report: Report) -> None:
-    """Say loudly where drift grew."""
+    """Say loudly where drift grew, on the whole or on a task."""
+    if report.has_grown:
+        said = escape(report.headline.removeprefix("WARNING: "))
+        ERR.print(f"[bold red]warning:[/bold red] {said}: it is farther from the experts than the merged model")
     if report.worse:
         worse = escape(", ".join(report.worse))
         ERR.print(f"[bold red]warning:[/bold red] drift grew on {worse}: see if it should be published")

@@ -15,7 +15,8 @@ Accuracy = Mapping[str, tuple[float, float, float]]
 def write_drift(report: Report) -> Iterator[str]:
     """The parts of the section on drift, in order, with the accuracy where it was measured."""
     accuracy = _read_accuracy(report)
-    yield "## Drift from the experts"
+    every = len(report.fitted_tasks) == len(report.drift)
+    yield "## Drift from the experts" + (", on fitted rows" if every else "")
     yield _how_measured(report, accuracy)
     yield "\n".join(_table(report, accuracy))
     if answers := list(_answers(report)):

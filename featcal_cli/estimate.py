@@ -16,7 +16,7 @@ from featcal_cli.factor import choose_precision
 from featcal_cli.walk import COMPUTE, Walk, walk_outline
 from featcal_cli.work import Speed, Work, count_work, find_inputs, seconds_of
 
-FITTED_PASSES, WATCHED_PASSES = 2, 8
+FITTED_PASSES, WATCHED_PASSES, JUDGED_PASSES = 2, 8, 3
 """Passes of a batch that are under way at once: expert and student; where drift is measured with merged and base, and a
 further one of the expert for each of them."""
 FEATURES_HELD = 3
@@ -141,7 +141,7 @@ def estimate(
     item = computing.itemsize / COMPUTE
     batches = {task: walk.feature_bytes * loads[task].batch_size // walk.examples for task, walk in walks.items()}
     features = FEATURES_HELD * max(batches.values())
-    held_out = WATCHED_PASSES + (FITTED_PASSES if guarded else 0)
+    held_out = WATCHED_PASSES + (FITTED_PASSES + JUDGED_PASSES if guarded else 0)
     passes = {task: load.fitted * FITTED_PASSES + load.watched * held_out for task, load in loads.items()}
     states = sum(int(count * walks[task].state_bytes * item) // walks[task].examples for task, count in passes.items())
     equations = max(

@@ -26,6 +26,8 @@ from featcal_cli.text import open_text
 REPAIR = "repair the file: a value that holds the separator, a line break or a quote stands in quotes"
 PEEKED_ROWS = 16
 """Rows looked at to find out what the columns hold."""
+FEWEST_ROWS, FEWEST_IN_HALF, SHARE = 10, 2, 5
+"""Of at least so many different rows one in SHARE is held out where there are no further ones; so many in each half."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,8 @@ class TaskExamples:
     """Rows in `held_out`."""
     rows_skipped: int
     """Rows that were drawn but cannot be used."""
+    is_whole: bool = False
+    """All rows of the source were read: there are no others."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +68,7 @@ class DrawnExamples:
     held_out: Sequence[Any]
     notes: list[str]
     rows_skipped: int
+    is_whole: bool
 
     def longest(self) -> Batch:
         """One example, as long as the longest of all."""
@@ -83,6 +88,7 @@ class DrawnExamples:
             selection_count=len(self.selection),
             held_out_count=len(self.held_out),
             rows_skipped=self.rows_skipped,
+            is_whole=self.is_whole,
         )
 
     def _cut(self, items: Sequence[Any], batch_size: int, before: int) -> list[Batch]:
@@ -109,32 +115,42 @@ def draw_examples(
     *,
     count: int,
     seed: int,
+    hold_out: bool = False,
+    sampled: int | None = None,
 ) -> DrawnExamples:
     """Up to `count` examples to fit and min(64, max(8, count // 4)) further ones to hold out, to be fed to `model`.
 
     The first of `preprocessor_folders` with a usable image processor or tokenizer gives it. Rows are chosen at random,
-    the same ones for the same seed (.safetensors: in file order). Raises DataError for data that cannot be read,
-    understood or preprocessed, and when more than half of the rows are bad.
+    the same ones for the same seed (.safetensors: in file order). Equal rows are never both fitted and held out.
+    hold_out: where the source has too few rows for both, some of the `count` are held out. sampled: read only so many
+    to fit, unless the source has no more anyway.
+
+    Raises DataError for data that cannot be read, understood or preprocessed, and when more than half of the rows are
+    bad.
     """
     where = f"{task}: {data}"
-    wanted = count + min(64, max(8, count // 4))
     choices: list[str] = []
+    read = min(count, sampled or count)
+    further = most_held_out(read)
     reader: Reader
     rows: Iterable[Any]
     if is_tensor_file(data):
         reader = tensors = open_tensors(data, data.split, model, where)
-        rows = tensors.positions
+        rows = tensors.positions[: 2 * (read + further)]
     else:
-        drawn = name_task(task, draw_rows(data, wanted, seed, choices.append))
+        drawn = name_task(task, draw_rows(data, read + further, seed, choices.append))
         first = list(islice(drawn, PEEKED_ROWS))
         reader, rows = open_rows(data, first, model, preprocessor_folders, where), chain(first, drawn)
-    good, bad = _read_good(reader, rows, wanted, where)
-    choices += reader.remarks(good)
-    fitted, further = good[:count], good[count:]
-    half = len(further) // 2
-    selection, held_out = (further[:half], further[half:]) if half else ([], [])
-    notes = [f"{task}: {note}" for note in (*choices, *_notes(reader, len(fitted), count, len(held_out), bad))]
-    return DrawnExamples(task, reader, fitted, selection, held_out, notes, len(bad))
+    found = _read_good(reader, rows, read, further, where)
+    choices += reader.remarks([item for _, item in (*found.fitted, *found.further)])
+    count = count if found.is_whole else read
+    if found.is_whole:
+        found.divide(count, hold_out=hold_out)
+    fitted, others = ([item for _, item in pairs] for pairs in (found.fitted, found.further))
+    half = len(others) // 2
+    selection, held_out = (others[:half], others[half:]) if half else ([], [])
+    notes = [f"{task}: {note}" for note in (*choices, *_notes(reader, found, count, len(selection) + len(held_out)))]
+    return DrawnExamples(task, reader, fitted, selection, held_out, notes, len(found.bad), found.is_whole)
 
 
 def open_rows(data: Data, first: Sequence[Row], model: PreTrainedModel, folders: Sequence[Path], where: str) -> Reader:
@@ -164,35 +180,94 @@ def _reads_images(data: Data, samples: Samples, model: PreTrainedModel) -> bool:
     return two_towers and ("image" in data.columns or (not data.columns and has_image_column(samples)))
 
 
-def _read_good(reader: Reader, rows: Iterable[Any], wanted: int, where: str) -> tuple[list[Any], list[str]]:
-    """Up to `wanted` items, and the reasons why rows were skipped on the way. Raises DataError when most are bad."""
-    good: list[Any] = []
-    bad: list[str] = []
+@dataclass
+class _Drawn:
+    """The usable rows of a source, each what the reader makes batches of, with a key that equal ones share."""
+
+    fitted: list[tuple[bytes, Any]]
+    further: list[tuple[bytes, Any]]
+    """All different, and none of them fitted."""
+    bad: list[str]
+    """Why rows were skipped on the way."""
+    copies: int = 0
+    """Rows that equal an earlier one."""
+    left_out: int = 0
+    """Copies that are neither fitted nor held out, as what they equal is on the other side."""
+    is_whole: bool = False
+    """The source has no more."""
+
+    def divide(self, count: int, *, hold_out: bool) -> None:
+        """Fit `count` of all rows, if there are as many; with `hold_out`, fewer where the others are less than about a
+        fifth of all different ones."""
+        room = max(0, count - len(self.fitted))
+        self.fitted, self.further = self.fitted + self.further[:room], self.further[room:]
+        different = list(dict.fromkeys(key for key, _ in self.fitted))
+        total = len(different) + len(self.further)
+        wanted = min(most_held_out(count), max(2 * FEWEST_IN_HALF, round(total / SHARE)))
+        if not hold_out or total < FEWEST_ROWS or len(self.further) >= wanted:
+            return
+        taken = set(different[len(self.further) - wanted :])
+        items = {key: item for key, item in self.fitted if key in taken}
+        kept = [(key, item) for key, item in self.fitted if key not in taken]
+        self.left_out += len(self.fitted) - len(kept) - len(items)
+        self.fitted, self.further = kept, [*items.items(), *self.further]
+
+
+def most_held_out(count: int) -> int:
+    """How many further examples of a task are held out where `count` are to be fitted, if there are so many."""
+    return min(64, max(8, count // 4))
+
+
+def _read_good(reader: Reader, rows: Iterable[Any], count: int, further: int, where: str) -> _Drawn:
+    """Up to `count` items to fit, then `further` different ones. Raises DataError when most rows are bad."""
+    found = _Drawn([], [], [])
+    known: set[bytes] = set()
     for number, row in enumerate(rows, 1):
         try:
-            good.append(reader.read(row))
+            item = reader.read(row)
         except BadRowError as reason:
-            bad.append(f"{reason} (example {number})")
-        if len(good) == wanted:
+            found.bad.append(f"{reason} (example {number})")
+            continue
+        key = reader.key(item)
+        is_copy = key in known
+        known.add(key)
+        found.copies += is_copy
+        if len(found.fitted) < count:
+            found.fitted.append((key, item))
+        elif is_copy:
+            found.left_out += 1
+        else:
+            found.further.append((key, item))
+        if len(found.further) == further:
             break
-    if len(bad) > len(good):
+    else:
+        found.is_whole = True
+    good = len(found.fitted) + len(found.further) + found.left_out
+    if len(found.bad) > good:
         raise DataError(
-            f"{len(bad)} of {len(bad) + len(good)} rows cannot be used; the first: {bad[0]}",
+            f"{len(found.bad)} of {len(found.bad) + good} rows cannot be used; the first: {found.bad[0]}",
             where=where,
             fix=f"name the right columns with --columns {where.partition(': ')[0]}=ROLE:COLUMN, or give other data",
         )
-    return good, bad
+    return found
 
 
 def _cut(reader: Reader, items: Sequence[Any], batch_size: int) -> list[Batch]:
     return [reader.batch(items[start : start + batch_size]) for start in range(0, len(items), batch_size)]
 
 
-def _notes(reader: Reader, fitted: int, count: int, held_out: int, bad: Sequence[str]) -> Iterator[str]:
+def _notes(reader: Reader, found: _Drawn, count: int, held_out: int) -> Iterator[str]:
     yield reader.chosen
-    if bad:
-        yield f"{len(bad)} rows cannot be used and were left out; the first: {bad[0]}"
-    if fitted < count:
+    if found.bad:
+        yield f"{len(found.bad)} rows cannot be used and were left out; the first: {found.bad[0]}"
+    if found.copies:
+        more = f", so {found.left_out} of them are left out" if found.left_out else ""
+        yield f"{found.copies} rows are equal to others; equal rows are never both fitted and held out{more}"
+    fitted = len(found.fitted)
+    if fitted < count and held_out:
+        rows = fitted + held_out + found.left_out
+        yield f"the source has {rows} usable rows: {fitted} are fitted ({count} were asked for) and {held_out} held out"
+    elif fitted < count:
         yield f"the source has {fitted} usable rows, so all of them are fitted ({count} were asked for)"
     if not held_out:
         yield "no further rows to hold out, so drift is measured on the fitted rows"

@@ -77,6 +77,11 @@ class Job:
     """Batches that drift is measured on, by task."""
     watchers: dict[str, Walker] = field(default_factory=dict)
     """The models whose drift is measured, by role."""
+    second: Mapping[str, Sequence[Batch]] = field(default_factory=dict)
+    """This rank's part of a second half of held-out rows, by task: the drift after the last block is measured on it."""
+    second_meter: DriftMeter | None = None
+    judged: tuple[str, ...] = ()
+    """The models that it is measured of, by role."""
     finals: dict[str, dict[str, list[Tensor]]] | None = None
     """Where it is given, it gets every watched example's last feature [examples, d], by task and role."""
     shelf: Shelf | None = None

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import pairwise
 from math import inf, isfinite
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from featcal_cli.drift_reading import find_vanished
-from featcal_cli.errors import GateError
+from featcal_cli.errors import GateError, RecipeError
 from featcal_cli.inspection import VISIBLE, Inspection, TaskInspection
 from featcal_cli.report import Report
+
+if TYPE_CHECKING:  # it imports torch
+    from featcal_cli.examples import TaskExamples
 
 
 def check_gate(inspection: Inspection, limit: float) -> None:
@@ -49,6 +54,30 @@ def find_excess(inspection: Inspection, limit: float) -> GateError | None:
     return GateError(what + also, where=where, fix=fix)
 
 
+def check_judged(examples: Mapping[str, TaskExamples]) -> None:
+    """Raise RecipeError for --strict where a task has no rows that its drift can be judged on."""
+    for task, found in examples.items():
+        if not found.held_out_count:
+            raise unjudged(task, found.fitted_count)
+
+
+def check_measured(report: Report) -> None:
+    """The same for a calibration that is finished."""
+    for task, drift in report.drift.items():
+        if not drift.held_out:
+            raise unjudged(task, int(report.settings["examples"][task]))
+
+
+def unjudged(task: str, rows: int) -> RecipeError:
+    """The error for a task of which all `rows` rows are fitted."""
+    fewer = f"fit fewer of them (-n {rows - max(4, rows // 5)}), " if rows >= 10 else ""
+    return RecipeError(
+        f"--strict has nothing to judge by: all {rows} rows of {task} are fitted, and none are held out",
+        where=f"--strict, task {task}",
+        fix=f"{fewer}give more different rows, or leave --strict out",
+    )
+
+
 def check_grown(report: Report, output: Path) -> None:
     """Raise GateError (exit code 3) for a calibration after which drift is larger than before on a task."""
     if not report.worse:
@@ -61,6 +90,16 @@ def check_grown(report: Report, output: Path) -> None:
         where=str(output),
         fix="give more examples (-n) or another --alpha; or leave --strict out, with which it is not pushed",
     )
+
+
+def check_pushable(report: Report, output: Path, push_to: str | None) -> None:
+    """Raise GateError (exit code 3) for a calibration that was to be pushed and made the mean drift grow."""
+    if push_to and report.has_grown:
+        raise GateError(
+            f"{report.headline.removeprefix('WARNING: ')}, so it is not pushed to {push_to}",
+            where=str(output),
+            fix="look at it first; the same command with --push-anyway pushes it, and computes nothing again",
+        )
 
 
 def _follow_excess(task: TaskInspection) -> list[float]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 from io import BytesIO
 from pathlib import Path, PurePath
 from stat import S_ISREG
@@ -44,6 +45,8 @@ class Encoded:
     value: Any
     """Its cell: bytes, a path, both, base64 or nested lists of numbers."""
     pixels: int
+    digest: bytes
+    """Of its pixels."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +67,12 @@ class ImageReader:
         if isinstance(row, BrokenRow):
             raise BadRowError(row.reason)
         decoded = self._decode(row.get(self.column))
-        return Encoded(row[self.column], decoded.width * decoded.height)
+        digest = sha256(f"{decoded.size}".encode() + decoded.tobytes()).digest()
+        return Encoded(row[self.column], decoded.width * decoded.height, digest)
+
+    def key(self, item: Encoded) -> bytes:
+        """A hash of the decoded image."""
+        return item.digest
 
     def batch(self, items: Sequence[Encoded]) -> Batch:
         """pixel_values [examples, …] as float32, and what else of the processor's output the model takes."""

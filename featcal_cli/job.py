@@ -137,6 +137,7 @@ def make_job(
     students: Mapping[str, Model],
     watchers: Mapping[str, Model],
     guarded: bool = False,
+    judged: bool = False,
     keep_finals: bool = False,
     shares: Shares | None = None,
     scratch: Path | None = None,
@@ -146,6 +147,7 @@ def make_job(
     students, watchers: by role, the models that are calibrated, and the others whose drift is measured. With students
     it is measured on what is not fitted, if there is any; without, on all examples, and inside of blocks too.
     guarded: updates are checked on the examples that are held out for that.
+    judged: the last drift of the students, and of merged, is measured on these examples too.
     shares: what this rank works on; everything without it. What drift is measured on is not split: it is for the first
     of the ranks that share a task.
     scratch: the folder for features that fit nowhere else, by default the system's; it should lie on a disk.
@@ -174,6 +176,9 @@ def make_job(
         experts=experts,
         examples={task: shares.take(task, found.fitted) for task, found in examples.items()} if students else {},
         checked={task: shares.take(task, found.selection) for task, found in examples.items()} if guarded else {},
+        second={task: shares.take(task, found.selection) for task, found in examples.items()} if judged else {},
+        second_meter=DriftMeter() if judged else None,
+        judged=(*students, MERGED) if judged else (),
         cls_blocks=_choose_cls_blocks(merged, architecture, examples, calibration, note),
         meter=DriftMeter(modules=not students, refuse_vanishing=bool(students)),
         vectors=None if students else VectorMeter(),  # a calibrated block is there when its experts' are gone

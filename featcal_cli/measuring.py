@@ -30,6 +30,9 @@ def measure(run: Run, compare: str | None, *, keep_finals: bool) -> tuple[Inspec
     """How far the model's features, and those of `compare`, are from the experts'; and the job that was walked, which
     with `keep_finals` has the final features. Raises FeatCalError."""
     plan = run.prepare(None, sample=False, others={OTHER: compare} if compare else None)
+    for task, found in plan.examples.items():
+        if found.is_whole:
+            run.note(f"{task}: the source has few rows, to most of which a calibration with it was fitted")
     shares = share_tasks(list(plan.recipe.tasks), run.ranks, whole=True)
     snapshots = run.fetch(plan, shares.parts)
     run.listener.stage("loading models")

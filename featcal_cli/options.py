@@ -183,4 +183,5 @@ PushTo = Annotated[str | None, _option(HUB, metavar="USER/NAME", help="Push the 
 Private = Annotated[bool | None, _option(HUB, "--private", help="Make the repo private, if it is new.")]
 CreatePr = Annotated[bool, _option(HUB, "--create-pr", help="Open a pull request instead of committing.")]
 OverwriteRepo = Annotated[bool, _option(HUB, "--overwrite-repo", help="Commit to a repo that already holds a model.")]
+PushAnyway = Annotated[bool, _option(HUB, "--push-anyway", help="Push even if the mean drift grew.")]
 CommitMessage = Annotated[str | None, _option(HUB, metavar="TEXT", help="Message of the commit.")]

@@ -46,10 +46,22 @@ def plot_drift(report: Report) -> bytes:
             place.remove()
         axes[0].set_ylim(bottom=0)
         handles, labels = axes[0].get_legend_handles_labels()
-        figure.legend(handles[::-1], labels[::-1], loc="outside upper center", ncols=3, frameon=False, fontsize=9)
+        title = _warn_of_fitted(report)
+        figure.legend(
+            handles[::-1], labels[::-1], loc="outside upper center", ncols=3, frameon=False, fontsize=9, title=title
+        )
         figure.supxlabel(_depth_label(report.curves, charts), fontsize=9)
         figure.supylabel("relative drift from the expert", fontsize=9)
         return write_figure(figure)
+
+
+def _warn_of_fitted(report: Report) -> str | None:
+    """The headline of a picture whose figures, or some of them, are of fitted rows."""
+    if not report.fitted_tasks:
+        return None
+    if len(report.fitted_tasks) == len(report.drift):
+        return "on fitted rows: on new ones, drift is larger"
+    return f"on fitted rows: {shorten(', '.join(map(one_line, report.fitted_tasks)), 60)}"
 
 
 def _choose(curves: Mapping[str, DriftCurve]) -> dict[str, DriftCurve]:

@@ -112,12 +112,14 @@ def prepare(
     stage: Callable[[str], None],
     note: Note,
     pinned: Callable[[Recipe, Mapping[str, str]], None] = lambda *_: None,
+    hold_out: bool = False,
 ) -> Preflight:
     """Pin every repo, compare the models by their files' headers, read the examples (with `sample` only a few of them),
     and work out what the job needs. Nothing is written but small files to the Hub's cache.
 
     batch_size: None for what suits models, examples and machine. pinned: told the recipe and `others` with every repo
-    at its commit, as soon as they are known.
+    at its commit, as soon as they are known. hold_out: where there are no further rows, some of the fitted ones are
+    held out, if featcal is to choose settings.
 
     Raises FeatCalError for whatever would stop the job later.
     """
@@ -136,8 +138,8 @@ def prepare(
     outlines, headers = _outline_models(origins, trust_remote_code)
     merged = outlines["merged"]
     stage("reading examples")
-    count = min(recipe.calibration.examples, SAMPLED) if sample else recipe.calibration.examples
-    drawn = _draw_examples(recipe, origins, merged, count, note)
+    hold_out = hold_out and recipe.calibration.is_answered_for
+    drawn = _draw_examples(recipe, origins, merged, SAMPLED if sample else None, note, hold_out=hold_out)
     longest = {task: found.longest() for task, found in drawn.items()}
     # a model that looks at values cannot run without them: then what is registered must do, and the run will tell
     norms = recipe.calibration.norms
@@ -163,7 +165,7 @@ def prepare(
     if target is not None:
         check_writable(merged, architecture, headers["merged"])
     transfers = {role: _transfer(origin) for role, origin in origins.items()}
-    loads = {task: _load(found, recipe.calibration.examples, count) for task, found in examples.items()}
+    loads = {task: _load(found, recipe.calibration.examples) for task, found in examples.items()}
     is_open = recipe.calibration.is_open and all(found.selection_count for found in examples.values())
 
     def will_search(work: Work, needs: SearchNeeds) -> tuple[int, int] | None:
@@ -300,14 +302,21 @@ def _folders(origin: Origin) -> list[Path]:
 
 
 def _draw_examples(
-    recipe: Recipe, origins: Mapping[str, Origin], merged: Model, count: int, note: Note
+    recipe: Recipe, origins: Mapping[str, Origin], merged: Model, sampled: int | None, note: Note, *, hold_out: bool
 ) -> dict[str, DrawnExamples]:
     examples = {}
     for task, spec in recipe.tasks.items():
         roles = [role for role in (f"expert {task}", "merged", "base") if role in origins]
         folders = [folder for role in roles for folder in _folders(origins[role])]
         examples[task] = draw_examples(
-            task, spec.data, merged.module, folders, count=count, seed=recipe.calibration.seed
+            task,
+            spec.data,
+            merged.module,
+            folders,
+            count=recipe.calibration.examples,
+            seed=recipe.calibration.seed,
+            hold_out=hold_out,
+            sampled=sampled,
         )
         for text in examples[task].notes:
             note(text)
@@ -324,11 +333,11 @@ def _transfer(origin: Origin) -> Transfer:
     return Transfer(sizes[0] + below.missing, sizes[1] + below.here)
 
 
-def _load(found: TaskExamples, wanted: int, read: int) -> Load:
-    """A task's examples as work: all `wanted`, of which `read` were read if the source has that many."""
+def _load(found: TaskExamples, wanted: int) -> Load:
+    """A task's examples as work: all `wanted`, of which some were read; fewer where the source has no more."""
     batches = [*found.fitted, *found.selection, *found.held_out]
     held = sum(x.numel() * x.element_size() for batch in batches for x in batch.values())
-    scale = wanted / read if found.fitted_count == read else 1.0
+    scale = 1.0 if found.is_whole else wanted / found.fitted_count
     watched = found.held_out_count or found.fitted_count
     fitted, watched = (round(number * scale) for number in (found.fitted_count, watched))
     size = min(found.batch_size, max(fitted, watched))

@@ -155,6 +155,9 @@ class Calibration(Section):
     """α: target features = α · expert + (1 − α) · calibrated."""
     select: Literal["auto", "preset", "search"] = "auto"
     """How settings that are left out are chosen; `preset` is the paper's method to the letter, without the guard."""
+    chosen: bool = False
+    """The settings given here were chosen by featcal (its `featcal.yaml` says so), not by the user: as where they are
+    left out, rows are held out of few ones, and a result whose mean drift grew on them is pulled back."""
     norms: Literal["auto", "layernorm", "all", "none"] = "auto"
     """Which norms are calibrated: `auto` and `layernorm` those with a bias, `all` RMSNorm too."""
     bias: bool = True
@@ -168,6 +171,11 @@ class Calibration(Section):
     def is_open(self) -> bool:
         """Settings are left to a search."""
         return self.select != "preset" and None in (self.ridge, self.rho, self.alpha)
+
+    @property
+    def is_answered_for(self) -> bool:
+        """featcal chooses settings, not the user, and so sees to it that the result is no worse than merged."""
+        return self.is_open or (self.select != "preset" and self.chosen)
 
 
 class Output(Section):

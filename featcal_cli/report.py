@@ -147,15 +147,20 @@ class Report:
     accuracy: dict[str, TaskScores] = field(default_factory=dict)
     """By task, of expert, merged and calibrated model, where they were evaluated."""
 
+    def to_dict(self) -> dict[str, Any]:
+        """What featcal_report.json holds."""
+        return {"headline": self.headline, **asdict(self)}
+
     def to_json(self) -> str:
         """The text of featcal_report.json."""
-        text = json.dumps(asdict(self), indent=2, ensure_ascii=False) + "\n"
+        text = json.dumps(self.to_dict(), indent=2, ensure_ascii=False) + "\n"
         return text.encode("utf-8", "backslashreplace").decode()  # names in data may hold half characters
 
     @classmethod
     def from_json(cls, text: str) -> Report:
         """What `to_json` wrote."""
         values = json.loads(text)
+        values.pop("headline", None)
         values["blocks"] = [BlockReport.from_json(json.dumps(block)) for block in values["blocks"]]
         values["drift"] = {task: TaskDrift(**drift) for task, drift in values["drift"].items()}
         values["sources"] = [Source(**source) for source in values["sources"]]
@@ -163,6 +168,45 @@ class Report:
         values["measures"] = {task: task_from_dict(found) for task, found in values["measures"].items()}
         values["accuracy"] = read_tasks(values["accuracy"])
         return cls(**values)
+
+    @property
+    def means(self) -> tuple[float, float]:
+        """Drift before and after, mean over tasks."""
+        count = len(self.drift)
+        return (
+            sum(drift.before for drift in self.drift.values()) / count,
+            sum(drift.after for drift in self.drift.values()) / count,
+        )
+
+    @property
+    def has_grown(self) -> bool:
+        """The mean drift grew by what can be seen, or is no number."""
+        before, after = self.means
+        return not after < before + VISIBLE
+
+    @property
+    def fitted_tasks(self) -> list[str]:
+        """Tasks whose drift is measured on the rows that were fitted."""
+        return [task for task, drift in self.drift.items() if not drift.held_out]
+
+    @property
+    def rows(self) -> str:
+        """What drift is measured on, in words: "on held-out rows", "on fitted rows", or which task on which."""
+        if not self.fitted_tasks:
+            return "on held-out rows"
+        if len(self.fitted_tasks) == len(self.drift):
+            return "on fitted rows"
+        names = ", ".join(self.fitted_tasks[:SHOWN]) + (", …" if len(self.fitted_tasks) > SHOWN else "")
+        return f"on held-out rows, but on fitted rows for {names}"
+
+    @property
+    def headline(self) -> str:
+        """What came of it, in a line: the mean drift, and what it was measured on."""
+        before, after = self.means
+        if self.settings.get("step") == 0:
+            return f"no update helps: these are the merged model's weights, with mean drift {before:.3f} {self.rows}"
+        said = "WARNING: mean drift grew" if self.has_grown else "mean drift went"
+        return f"{said} from {before:.3f} to {after:.3f} {self.rows}"
 
     @property
     def worse(self) -> list[str]:

@@ -75,11 +75,13 @@ class Run:
             self._lineage = found
         return self._lineage
 
-    def prepare(self, target: Path | None, *, sample: bool, others: Mapping[str, str] | None = None) -> Preflight:
+    def prepare(
+        self, target: Path | None, *, sample: bool, others: Mapping[str, str] | None = None, hold_out: bool = False
+    ) -> Preflight:
         """What can be known before weights are downloaded.
 
-        `target` is the folder that will be written, if any; `others` are further models, by role. The first rank finds
-        out what is meant, to the commit; the others take its word.
+        `target` is the folder that will be written, if any; `others` are further models, by role; `hold_out` as in
+        `preflight.prepare`. The first rank finds out what is meant, to the commit; the others take its word.
 
         Raises FeatCalError for whatever would stop the job.
         """
@@ -108,6 +110,7 @@ class Run:
             stage=self.listener.stage,
             note=self.note,
             pinned=tell,
+            hold_out=hold_out,
         )
         if not self.ranks.is_first:
             self.notes.clear()  # the first one has them all

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from featcal_cli.drift_section import _change, _mean, write_drift
+from featcal_cli.drift_section import _change, write_drift
 from featcal_cli.markdown import inert, one_line, without_paths
 from featcal_cli.references import is_hub_id
 from featcal_cli.report import RECIPE, REPORT, Report, Source, describe_guard
@@ -41,6 +41,9 @@ def write_sections(
     agreed: the licence of all models, None where they do not agree; the rest is as in `write_card`."""
     place = target or name
     yield f"# {inert(place.rpartition('/')[2])}"
+    if report.has_grown:
+        said = inert(report.headline.removeprefix("WARNING: "))
+        yield f"> **Warning:** {said}: this model is further from its experts than the merged one."
     if report.worse:
         worse = ", ".join(inert(task) for task in report.worse)
         yield f"> **Warning:** drift grew on {worse}: there this model is further from its expert than the merged one."
@@ -90,13 +93,14 @@ def _summary(report: Report) -> str:
     counts = report.settings["examples"].values()
     examples = f"{min(counts)}" if min(counts) == max(counts) else f"{min(counts)} to {max(counts)}"
     experts = "the expert's" if len(report.drift) == 1 else f"those of its {len(report.drift)} experts"
-    before, after = (_mean(getattr(drift, when) for drift in report.drift.values()) for when in ("before", "after"))
+    before, after = report.means
     return (
         f"This is {_link(merged) if merged else _built_in(report)}, mended by featcal {inert(report.featcal_version)}: "
         f"its weights were calibrated, in closed form and without gradients, to bring its features closer to "
         f"{experts}, on {examples} unlabelled examples per task ([FeatCal](https://arxiv.org/abs/2605.13030)). Files, "
         "tensor names, shapes and dtypes are the merged model's, so whatever loads that one loads this one.\n\n"
-        f"Mean drift from the experts: **{before:.3f} → {after:.3f}** ({_change(before, after)})."
+        f"Mean drift from the experts, {inert(report.rows)}: **{before:.3f} → {after:.3f}** ({_change(before, after)})."
+        + (" No update helped: all weights are the merged model's." if report.settings.get("step") == 0 else "")
     )
 
 
@@ -135,6 +139,10 @@ def _settings(report: Report) -> str:
     )
     if guarded := describe_guard(report.blocks):
         text += f" {guarded[0].upper()}{guarded[1:]}."
+    if 0 < (step := report.settings.get("step", 1.0)) < 1:
+        text += (
+            f" All updates were pulled back together, to {step:g} of themselves, as mean drift grew on held-out rows."
+        )
     if changes:
         middle, most = changes[len(changes) // 2], changes[-1]
         text += f" Their weights moved by {100 * middle:.0f} % (median) and by {100 * most:.0f} % at most."

@@ -9,7 +9,7 @@ from math import ceil, log2
 from transformers import PreTrainedModel
 
 from featcal_cli.errors import NumericsError, RecipeError
-from featcal_cli.examples import TaskExamples
+from featcal_cli.examples import FEWEST_ROWS, TaskExamples
 from featcal_cli.recipe import Calibration
 from featcal_cli.report import Trial
 from featcal_cli.search import Candidate
@@ -134,12 +134,18 @@ def plan_for(
 def check_search(calibration: Calibration, examples: Mapping[str, TaskExamples]) -> None:
     """Raise RecipeError where a search is asked for and the examples do not allow one."""
     if calibration.select == "search" and calibration.is_open and (reason := _find_unsearchable(examples)):
-        raise RecipeError(f"a search is not possible: {reason}", where="--select search", fix="use --select preset")
+        raise RecipeError(
+            f"a search is not possible: {reason}",
+            where="--select search",
+            fix=f"give data with at least {FEWEST_ROWS} different rows a task, or use --select preset",
+        )
 
 
 def _find_unsearchable(examples: Mapping[str, TaskExamples]) -> str:
     task, found = min(examples.items(), key=lambda item: item[1].selection_count)
-    return "" if found.selection_count else f"{task} has no further examples to choose them on"
+    if found.selection_count:
+        return ""
+    return f"{task} has no further examples to choose them on (its rows are fewer than {FEWEST_ROWS}, or equal)"
 
 
 def pick_trial(trials: Sequence[Trial]) -> Trial:

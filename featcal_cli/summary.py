@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -22,9 +22,9 @@ from featcal_cli.run import Run
 from featcal_cli.select import Choice
 
 
-def summarise(run: Run, plan: Preflight, blocks: list[BlockReport], job: Job, choice: Choice) -> Report:
+def summarise(run: Run, plan: Preflight, blocks: list[BlockReport], job: Job, choice: Choice, step: float) -> Report:
     """The report of a calibration that is through, on every rank; `plan` holds the recipe with the settings that were
-    chosen."""
+    chosen, `step` is the share of all updates that is left."""
     calibration = plan.recipe.calibration
     share_readings(job)
     return Report(
@@ -36,12 +36,13 @@ def summarise(run: Run, plan: Preflight, blocks: list[BlockReport], job: Job, ch
             "chosen_by": choice.chosen_by,
             "candidates": [asdict(trial) for trial in choice.candidates],
             "guard": bool(job.checked),
+            "step": step,
             "norms": calibration.norms,
             "bias": calibration.bias,
             "token_weights": "cls" if job.cls_blocks else "uniform",
             "examples": {task: found.fitted_count for task, found in plan.examples.items()},
         },
-        blocks=blocks,
+        blocks=[_scale_changes(block, step) for block in blocks],
         drift={task: read_drift(job, task, bool(found.held_out_count)) for task, found in plan.examples.items()},
         cost=_add_up_cost(run, job),
         notes=list(run.notes),
@@ -49,6 +50,12 @@ def summarise(run: Run, plan: Preflight, blocks: list[BlockReport], job: Job, ch
         curves={task: read_curve(job, task) for task in plan.examples},
         measures=describe_tasks(job, {task: f.held_out_count or f.fitted_count for task, f in plan.examples.items()}),
     )
+
+
+def _scale_changes(block: BlockReport, step: float) -> BlockReport:
+    """The block with the changes of weights of which that share is left."""
+    modules = [replace(module, relative_change=step * module.relative_change) for module in block.modules]
+    return replace(block, modules=modules)
 
 
 def _add_up_cost(run: Run, job: Job) -> dict[str, Any]:

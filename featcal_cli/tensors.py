@@ -17,6 +17,7 @@ from featcal_cli.batches import (
     count_positions,
     count_vocabulary,
     forward_names,
+    hash_tensors,
     take_examples,
     text_config,
 )
@@ -49,6 +50,10 @@ class TensorReader:
     def read(self, row: int) -> int:
         """The position itself."""
         return row
+
+    def key(self, item: int) -> bytes:
+        """A hash of its rows of every tensor."""
+        return hash_tensors(take_examples(self.tensors, [item]))
 
     def batch(self, items: Sequence[int]) -> Batch:
         """Those rows of every tensor; floating point as float32."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,10 @@ class TextReader:
         if not encoded["input_ids"] or (phrase.target is not None and not target):
             raise BadRowError("a text has no tokens")
         return encoded, target
+
+    def key(self, item: tuple[dict[str, list[int]], list[int]]) -> bytes:
+        """The token ids, as text."""
+        return sha256(repr(item).encode()).digest()
 
     def batch(self, items: Sequence[tuple[dict[str, list[int]], list[int]]]) -> Batch:
         """input_ids, attention_mask, … [examples, tokens], padded to the longest on the tokenizer's own side."""

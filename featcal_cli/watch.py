@@ -40,12 +40,19 @@ class Group:
     Branches do so at an earlier block, after which the expert's own blocks run.
     """
 
-    def __init__(self, job: Job, task: str, batch: Batch) -> None:
-        """Start all passes and measure the drift of the stems; call inside everybody's `on_device`."""
-        self._job, self._task, self._meter = job, task, job.meter
+    def __init__(self, job: Job, task: str, batch: Batch, *, last_alone: bool = False) -> None:
+        """Start all passes and measure the drift of the stems; call inside everybody's `on_device`.
+
+        last_alone: nothing is measured but what is to be known of a second half of the rows: the drift after the last
+        block, of those models in `job.judged`, for the meter of that.
+        """
+        self._job, self._task, self._meter = job, task, job.second_meter if last_alone else job.meter
+        self._last_alone = last_alone
+        self._models = {role: job.watchers[role] for role in job.judged} if last_alone else job.watchers
+        self._split = frozenset() if last_alone else job.split
         # what an expert's files do not hold is random in it, a head for example: its answers say nothing
-        self._outputs = None if job.experts[task].model.missing else job.outputs
-        self._walkers: dict[str, Walker] = {EXPERT: job.experts[task], **job.watchers}
+        self._outputs = None if last_alone or job.experts[task].model.missing else job.outputs
+        self._walkers: dict[str, Walker] = {EXPERT: job.experts[task], **self._models}
         entry = job.architecture.entries[task]
         self._passes = {role: walker.start([batch], entry)[0] for role, walker in self._walkers.items()}
         wanted = self._passes if self._outputs is not None else ()
@@ -54,7 +61,8 @@ class Group:
         """By role, and the block that they leave the expert's own features at ("": the last)."""
         self._ran: _Run | None = None
         """What the expert's block has returned, while the others are still before it."""
-        self._measure_stem()
+        if not last_alone:
+            self._measure_stem()
 
     def __iter__(self) -> Iterator[Pass]:
         yield from self._passes.values()
@@ -84,7 +92,7 @@ class Group:
         for number in range(block.calls):
             ran, self._ran = self._ran, None
             runs = {role: ran if ran and role == EXPERT else self._run(role, block) for role in passes}
-            on_expert = {role: self._run(role, block, expert) for role in self._job.split & passes.keys()}
+            on_expert = {role: self._run(role, block, expert) for role in self._split & passes.keys()}
             weights = token_weights(expert, block, cls_tokens=False)
             lengths = token_lengths(expert.batch, expert.hidden)
             if is_end and number + 1 == block.calls:
@@ -97,7 +105,8 @@ class Group:
                     each.go_on(runs[role].output, done, last=is_end and block.calls == 1)
             if not all(each.is_at(block) for each in passes.values()):
                 break
-        self._measure(block, runs, on_expert, weights, lengths)
+        if is_end or not self._last_alone:
+            self._measure(block, runs, on_expert, weights, lengths)
 
     def _run(self, role: str, block: Block, given: Pass | None = None) -> _Run:
         """The block on the pass's arguments (or those of the pass `given`), with its modules' outputs if they count."""
@@ -138,7 +147,7 @@ class Group:
         meter = self._meter
         if meter is None:
             return
-        for role in self._job.watchers:
+        for role in self._models:
             trio = [runs[role], runs[EXPERT], *([on_expert[role]] if role in on_expert else [])]
             outputs = [found for run in trio if (found := first_tensor(run.output)) is not None]
             meter.add(block.name, self._task, role, *self._choose_rows(outputs, block.layout, weights, lengths))
@@ -172,7 +181,7 @@ class Group:
     def _finish(self, outputs: Mapping[str, Any]) -> None:
         """Keep everybody's last features, and run the rest of the expert's forward with them in place of its own."""
         job, batch = self._job, self._passes[EXPERT].batch
-        if job.finals is not None:
+        if job.finals is not None and not self._last_alone:
             kept = job.finals.setdefault(self._task, {})
             for role, output in outputs.items():
                 kept.setdefault(role, []).append(_one_per_example(output, batch))

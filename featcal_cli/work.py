@@ -82,7 +82,7 @@ def count_work(model: nn.Module, architecture: Architecture, walks: Mapping[str,
 def seconds_of(work: Work, fitted: int, watched: int, speed: Speed, dtype: torch.dtype, *, guarded: bool) -> float:
     """How long a calibration computes whose models run in `dtype`: on so many fitted and watched examples a task."""
     solved = fitted + (watched if guarded else 0)
-    forward = work.forward * (3 * solved + 4 * watched)
+    forward = work.forward * (3 * solved + (7 if guarded else 4) * watched)
     return forward / speed(dtype) + (work.products * solved + work.systems) / speed(torch.float32)
 
 

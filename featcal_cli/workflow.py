@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from featcal_cli.evaluation import CALIBRATED
 from featcal_cli.finished import Finished, Note
+from featcal_cli.gate import check_judged, check_measured
 from featcal_cli.journal_files import drop_journal
 from featcal_cli.listener import Listener, Silent
 from featcal_cli.output import check_name, check_output, default_output
@@ -63,6 +64,7 @@ def calibrate(
     overwrite_repo: bool = False,
     commit_message: str | None = None,
     strict: bool = False,
+    push_anyway: bool = False,
     evaluate: bool = False,
     allow_code: bool = False,
     device: str = "auto",
@@ -78,15 +80,26 @@ def calibrate(
     open is looked for in the merged model's repo. Where an earlier run with the same arguments was cut short, its
     finished blocks are taken over, unless `restart` is given; where it finished its output and could not push it, that
     output is pushed and nothing is computed.
-    strict: where drift grew on a task (`result.report.worse`), the output is written and not pushed.
+    strict: where drift grew on a task (`result.report.worse`), the output is written and not pushed; RecipeError where
+    no rows are held out to judge it by. push_anyway: push even where the mean drift grew (`result.report.has_grown`,
+    which only settings that you give can bring about); without it such an output is written and not pushed.
     evaluate: measure experts, merged and calibrated model as the recipe says, for report and card; allow_code as in
     `evaluator.evaluate`.
     Raises FeatCalError (what, where, fix) when something that the user can mend is wrong; then no output is written,
     unless it is the evaluation or the push that failed: they follow when the same job is run again.
     """
     run = Run(as_draft(recipe), device, batch_size, allow_pickle, trust_remote_code, listener or Silent())
-    job = CalibrationRun(run, output, overwrite=overwrite, restart=restart, evaluate=evaluate, allow_code=allow_code)
-    return job.calibrate(create_pr=create_pr, overwrite_repo=overwrite_repo, message=commit_message, strict=strict)
+    job = CalibrationRun(
+        run,
+        output,
+        overwrite=overwrite,
+        restart=restart,
+        evaluate=evaluate,
+        allow_code=allow_code,
+        strict=strict,
+        push_anyway=push_anyway,
+    )
+    return job.calibrate(create_pr=create_pr, overwrite_repo=overwrite_repo, message=commit_message)
 
 
 def dry_run(
@@ -96,6 +109,7 @@ def dry_run(
     overwrite: bool = False,
     create_pr: bool = False,
     overwrite_repo: bool = False,
+    strict: bool = False,
     device: str = "auto",
     batch_size: int | None = None,
     allow_pickle: bool = False,
@@ -110,7 +124,9 @@ def dry_run(
     job = CalibrationRun(run, output, overwrite=overwrite)
     job.check_places(create_pr=create_pr, overwrite_repo=overwrite_repo)
     run.find_models()
-    plan = run.prepare(job.target, sample=True)
+    plan = run.prepare(job.target, sample=True, hold_out=True)
+    if strict:
+        check_judged(plan.examples)
     if plan.recipe.calibration.select == "search" and plan.recipe.calibration.is_open:
         run.note("whether examples are left to search with is seen when all are read")
     return plan
@@ -128,10 +144,13 @@ class CalibrationRun:
         restart: bool = False,
         evaluate: bool = False,
         allow_code: bool = False,
+        strict: bool = False,
+        push_anyway: bool = False,
     ) -> None:
         self._run, self._draft, self._ranks = run, run.draft, run.ranks
         self._overwrite, self._restart = overwrite, restart
         self._evaluate, self._allow_code = evaluate, allow_code
+        self._strict, self._push_anyway = strict, push_anyway
         self.target = Path(output) if output else default_output(run.draft.name)
         self._place = Workplace(self.target, overwrite=overwrite)
         self._output = Finished(run.draft, self._place)
@@ -165,7 +184,7 @@ class CalibrationRun:
             finished=None if self._note is None else self.target,
         )
 
-    def calibrate(self, *, create_pr: bool, overwrite_repo: bool, message: str | None, strict: bool) -> Result:
+    def calibrate(self, *, create_pr: bool, overwrite_repo: bool, message: str | None) -> Result:
         """Do it all. What is wrong with the inputs leaves nothing behind; finished blocks outlive everything else."""
         if self._ranks.is_first:
             check_name(self.target)
@@ -175,6 +194,8 @@ class CalibrationRun:
             if self._ranks.broadcast(self._note is not None):
                 text = (self.target / REPORT).read_text(encoding="utf-8") if self._ranks.is_first else ""
                 report = Report.from_json(self._ranks.broadcast(text))
+                if self._strict:
+                    check_measured(report)
                 if self._note is not None:
                     drop_journal(self._place.journal, self._note.run)
             else:
@@ -184,7 +205,8 @@ class CalibrationRun:
                 self._output.tell(report, told, target.repo_id if target else None)
             report = told
             pushed = None
-            if target is not None and not (strict and report.worse):
+            stopped = (self._strict and report.worse) or (report.has_grown and not self._push_anyway)
+            if target is not None and not stopped:
                 self._run.listener.stage(f"pushing to {target.repo_id}")
                 text = message or f"Calibrate {self._draft.name} with featcal"
                 sent = partial(self._run.listener.transfer, sent=True)
@@ -208,6 +230,7 @@ class CalibrationRun:
             restart=self._restart,
             evaluate=self._evaluate,
             allow_code=self._allow_code,
+            strict=self._strict,
         )
         return computation.compute(target)
 

@@ -216,6 +216,80 @@ def test_held_out_rows_are_what_is_left_in_two_halves(
     assert found.fitted_count == 8
 
 
+@pytest.mark.parametrize(
+    ("rows", "count", "parts"),
+    [
+        (9, 256, (9, 0, 0)), (10, 256, (6, 2, 2)), (11, 256, (7, 2, 2)), (20, 20, (16, 2, 2)), (40, 256, (32, 4, 4)),
+        (300, 256, (240, 30, 30)), (319, 256, (255, 32, 32)), (400, 256, (256, 32, 32)), (20, 12, (12, 4, 4)),
+        (19, 12, (12, 3, 4)), (10, 4, (4, 3, 3)), (9, 4, (4, 2, 3)), (30, 1, (1, 4, 4)), (3, 256, (3, 0, 0)),
+        (1, 1, (1, 0, 0)),
+    ],
+)  # fmt: skip
+def test_about_a_fifth_is_held_out_where_there_are_too_few_rows(
+    tmp_path: Path, bert: Any, text_folder: Path, rows: int, count: int, parts: tuple[int, int, int]
+) -> None:
+    """If it is asked for, and of ten rows or more; what is held out is not fitted, and nothing is lost."""
+    data = Data(path=write_jsonl(tmp_path / "a.jsonl", different_rows(rows)))
+    drawn = draw_examples("task", data, bert, [text_folder], count=count, seed=3, hold_out=True)
+    found = drawn.cut(8)
+    assert (found.fitted_count, found.selection_count, found.held_out_count) == parts
+    texts = [tuple(row) for part in (found.fitted, found.selection, found.held_out) for row in words_in(part)]
+    assert len(set(texts)) == len(texts) == min(rows, sum(parts))
+    if parts[1] > 0 and parts[0] < count:
+        assert any(f"{parts[0]} are fitted ({count} were asked for)" in note for note in found.notes)
+    left = draw_examples("task", data, bert, [text_folder], count=count, seed=3)
+    assert len(left.fitted) == min(rows, count)
+
+
+def different_rows(count: int) -> list[dict[str, Any]]:
+    return [{"text": f"w{number % 20} w{number // 20}"} for number in range(count)]
+
+
+def words_in(batches: Sequence[Mapping[str, Tensor]]) -> list[list[int]]:
+    return rows_of(batches, "input_ids")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("hold_out", [True, False])
+@pytest.mark.parametrize(("different", "copies"), [(1, 40), (5, 8), (10, 4), (20, 2), (200, 2)])
+def test_equal_rows_are_never_on_both_sides(
+    tmp_path: Path, bert: Any, text_folder: Path, different: int, copies: int, hold_out: bool
+) -> None:
+    """Whether they are the same row or only become the same tokens."""
+    rows = [{"text": row["text"] + " " * copy} for copy in range(copies) for row in different_rows(different)]
+    data = Data(path=write_jsonl(tmp_path / "a.jsonl", rows))
+    found = draw_examples("task", data, bert, [text_folder], count=30, seed=0, hold_out=hold_out).cut(8)
+    sides = [{tuple(row) for row in words_in(part)} for part in (found.fitted, found.selection, found.held_out)]
+    assert not (sides[0] & sides[1] or sides[0] & sides[2] or sides[1] & sides[2])
+    assert found.held_out_count == len(sides[2]) and found.selection_count == len(sides[1])
+    if hold_out or different == 200:
+        assert bool(sides[2]) == (different >= 10)
+    if different < 200:
+        assert any("rows are equal to others" in note for note in found.notes)
+    if different < 10:
+        assert any("drift is measured on the fitted rows" in note for note in found.notes)
+
+
+def test_equal_tensors_and_images_are_never_on_both_sides(tmp_path: Path, vit: Any, image_folder: Path) -> None:
+    """Also where the same picture is stored in another format."""
+    pixels = torch.randn(12, 3, 8, 8)
+    save_file({"pixel_values": torch.cat([pixels, pixels, pixels])}, tmp_path / "a.safetensors")
+    (tmp_path / "images").mkdir()
+    for number in range(12):
+        for ending in ("png", "bmp"):
+            Image.new("RGB", (8, 8), (20 * number, 0, 0)).save(tmp_path / "images" / f"{number}.{ending}")
+    for source in ("a.safetensors", "images"):
+        drawn = draw_examples(
+            "task", Data(path=str(tmp_path / source)), vit, [image_folder], count=24, seed=0, hold_out=True
+        )
+        found = drawn.cut(4)
+        sides = [
+            {row.numpy().tobytes() for batch in part for row in batch["pixel_values"]}
+            for part in (found.fitted, found.selection, found.held_out)
+        ]
+        assert [len(side) for side in sides] == [8, 2, 2]
+        assert not (sides[0] & sides[1] or sides[0] & sides[2] or sides[1] & sides[2])
+
+
 def test_bad_rows_are_replaced_by_good_ones_and_counted(tmp_path: Path, vit: Any, image_folder: Path) -> None:
     rows = image_rows(60)
     for number in range(0, 60, 4):
@@ -1009,7 +1083,7 @@ def test_an_encoder_decoder_gets_the_target_shifted_right(tmp_path: Path, t5: An
 
 def test_the_longest_example_is_as_long_as_any_batch(tmp_path: Path, t5: Any, text_folder: Path) -> None:
     """In its text and in its target, which may be of two rows, fitted or held out."""
-    rows = [{"inputs": "w1", "targets": "w2"} for _ in range(20)]
+    rows = [{"inputs": f"w{number % 5 + 1}", "targets": f"w{number // 5 + 1}"} for number in range(20)]
     rows[3]["inputs"], rows[7]["targets"] = "w1 w2 w3 w4", "w1 w2 w3"
     data = Data(path=write_jsonl(tmp_path / "a.jsonl", rows))
     drawn = draw_examples("task", data, t5, [text_folder], count=8, seed=0)

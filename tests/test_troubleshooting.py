@@ -170,6 +170,12 @@ def hidden_labels(stage: Stage) -> Arguments:
     return evaluated(stage, f"data: {rows}, evaluate: {{split: train}}", stage.folder / "heads")
 
 
+def push_of_what_is_worse(stage: Stage) -> Arguments:
+    """An anchor that lies far away."""
+    stage.patch.setenv("HF_TOKEN", stage.hub.add_token("user"))
+    return {"--select": "preset", "--ridge": 1000, "--rho": 30, "--alpha": 0, "--push-to": "user/result"}
+
+
 WAYS: dict[str, Arrange] = {
     "there is no recipe": options(r="demmo"),
     "unknown key": bad_recipes.recipe("calibration: {rigde: 0.1}"),
@@ -214,7 +220,9 @@ WAYS: dict[str, Arrange] = {
     "says how it is evaluated": recipe_without_evaluate,
     "hides its labels": hidden_labels,
     "over --max-drift": options(command="inspect-drift", o=None, max_drift=0.001),
-    "drift grew": options(select="preset", ridge=1000, rho=30, alpha=0, strict=""),  # an anchor that lies far away
+    "nothing to judge by": options(n=6, strict=""),
+    "mean drift grew": push_of_what_is_worse,
+    "drift grew on": options(select="preset", ridge=1000, rho=30, alpha=0, strict=""),  # an anchor that lies far away
 }
 """Words of a message, and what makes featcal say it."""
 
