@@ -179,8 +179,8 @@ def _describe(step: float, rows: str, before: float, after: float, now: float) -
     if step == 1:
         return ""
     where = "one half of the held-out rows" if after <= before else rows
-    left = f"{step:g} of each is left, and it is {now:.4g}" if step else "the output has the merged model's weights"
+    left = f"{step:g} of each is left, and it is {now:.3f}" if step else "the output has the merged model's weights"
     return (
-        f"guard: mean drift grew on {where} (from {before:.4g} to {after:.4g} on those that are reported), so all "
+        f"guard: mean drift grew on {where} (from {before:.3f} to {after:.3f} on those that are reported), so all "
         f"updates were pulled back together: {left}"
     )

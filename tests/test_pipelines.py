@@ -20,6 +20,8 @@ from swift import installed
 CI = Path(__file__).parent.parent / "recipes" / "ci"
 WORKFLOW, CALLER, SCRIPT = CI / "featcal.yml", CI / "on-new-merge.yml", CI / "calibrate.sh"
 EXPRESSION = re.compile(r"\$\{\{ (.+?) \}\}")
+FAR = "-n 16 --select preset --ridge 1000 --rho 30 --alpha 0"
+"""Settings of the user's that make a model worse; those that featcal chooses do not."""
 
 
 class Outcome(NamedTuple):
@@ -153,7 +155,7 @@ def test_the_workflow_proposes_a_good_merge(hub: HubServer, merge: Path, place: 
 
 def test_the_workflow_refuses_a_bad_merge(hub: HubServer, merge: Path, place: Path, tmp_path: Path) -> None:
     token = publish_merge(hub, merge, "flaw", good=False)
-    outcome = run_workflow(place, tmp_path, {"merged": "flaw/merged", "arguments": "-n 16"}, token)
+    outcome = run_workflow(place, tmp_path, {"merged": "flaw/merged", "arguments": FAR}, token)
     check_refused(hub, outcome, "flaw")
     assert outcome.ran[-2:] == ["Check the drift", "Write the summary"]
 
@@ -173,7 +175,7 @@ def test_the_script_proposes_a_good_merge_and_does_so_once(
 
 def test_the_script_refuses_a_bad_merge(hub: HubServer, merge: Path, place: Path, tmp_path: Path) -> None:
     token = publish_merge(hub, merge, "shelf", good=False)
-    check_refused(hub, run_script(place, tmp_path, token, MERGED="shelf/merged", ARGUMENTS="-n 16"), "shelf")
+    check_refused(hub, run_script(place, tmp_path, token, MERGED="shelf/merged", ARGUMENTS=FAR), "shelf")
 
 
 def test_the_script_says_what_it_was_not_told(place: Path, tmp_path: Path) -> None:
