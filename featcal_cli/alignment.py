@@ -146,6 +146,6 @@ def _describe_missing(missing: list[str], reached: int, merged: Model, other: Mo
     shape = other.mismatched.get(path) if path else None
     if shape is not None:
         wanted = tuple(dict(merged.module.named_parameters())[missing[0]].shape)
-        turned = " (it is transposed)" if shape == wanted[::-1] != wanted else ""
-        return f"{other.role} has {missing[0]} of shape {[*shape]} where {[*wanted]} is needed{turned}"
+        transposed = " (it is transposed)" if shape == wanted[::-1] != wanted else ""
+        return f"{other.role} has {missing[0]} of shape {[*shape]} where {[*wanted]} is needed{transposed}"
     return f"{other.role} lacks {_count(missing)}"

@@ -130,7 +130,8 @@ def list_files(snapshot: Snapshot) -> tuple[list[str], list[str]]:
     hold the old values; hidden files are in neither list.
     """
     weights = {file.name for file in snapshot.weights()}
-    copied, left_out = [], []
+    copied: list[str] = []
+    left_out: list[str] = []
     for source in sorted(snapshot.folder.rglob("*")):
         path = source.relative_to(snapshot.folder)
         if not source.is_file() or any(part.startswith(".") for part in path.parts):

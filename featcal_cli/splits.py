@@ -54,7 +54,7 @@ def choose_split(splits: Collection[str], wanted: str | None, data: Data, note: 
     """
     if wanted is None:
         return _choose_default(splits, data, note)
-    for name in (wanted, SPLIT_WORDS.get(wanted)):
+    for name in (wanted, SPLIT_WORDS.get(wanted, wanted)):
         if name in splits:
             return name
     what = f"there is no split {wanted}"

@@ -15,7 +15,7 @@ from featcal_cli.commands import OpenQuestionsError
 from featcal_cli.errors import LineageError
 from featcal_cli.known import recall
 from featcal_cli.lineage import find_lineage
-from featcal_cli.options import collect_overrides
+from featcal_cli.overrides import collect_overrides
 from featcal_cli.recipe import Draft, read_draft
 from featcal_cli.shipped import shipped_recipes
 
