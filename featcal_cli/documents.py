@@ -22,8 +22,8 @@ _YAML_FAULTS = (yaml.YAMLError, ValueError, ArithmeticError, LookupError, TypeEr
 """What yaml.SafeLoader raises at text that is no YAML: besides its own errors, slips at odd tags (`!!int ""`)."""
 
 
-class _TooMuchError(ValueError):
-    """A text stands for more than can be read."""
+class _RefusedError(ValueError):
+    """A text stands for more than can be read, or for two things."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -34,13 +34,27 @@ class _Loader(yaml.SafeLoader):
         return super().construct_document(node)
 
 
-def load_documents(text: str) -> list[Any]:
-    """The documents of a YAML text, empty ones left out. Raises ValueError with a short reason for anything else."""
+class _UniqueLoader(_Loader):
+    """Refuses a key that comes twice, of which YAML would believe the last one."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        known: dict[str, int] = {}
+        for key, _ in node.value:
+            line = key.start_mark.line + 1
+            if isinstance(key, yaml.ScalarNode) and (first := known.setdefault(key.value, line)) != line:
+                raise _RefusedError(f"the key {bare(key.value)} is in line {first} and again in line {line}")
+        return super().construct_mapping(node, deep)
+
+
+def load_documents(text: str, *, unique: bool = False) -> list[Any]:
+    """The documents of a YAML text, empty ones left out; with `unique`, keys that come twice are refused. Raises
+    ValueError with a short reason for anything else."""
     if len(text) > MAX_CHARACTERS:
         raise ValueError(f"it is longer than {MAX_CHARACTERS:,} characters")
     try:
-        return [document for document in yaml.load_all(text, Loader=_Loader) if document is not None]
-    except _TooMuchError:
+        loader = _UniqueLoader if unique else _Loader
+        return [document for document in yaml.load_all(text, Loader=loader) if document is not None]
+    except _RefusedError:
         raise
     except _YAML_FAULTS as error:
         mark = getattr(error, "problem_mark", None)
@@ -73,10 +87,10 @@ def visible(text: str) -> str:
 
 
 def _measure(node: yaml.Node, known: dict[int, tuple[int, int] | None]) -> tuple[int, int]:
-    """How many values a node unfolds to, and how deep they lie in each other. Raises _TooMuchError."""
+    """How many values a node unfolds to, and how deep they lie in each other. Raises _RefusedError."""
     if id(node) in known:
         if (found := known[id(node)]) is None:
-            raise _TooMuchError("a value in it holds itself")
+            raise _RefusedError("a value in it holds itself")
         return found
     known[id(node)] = None
     parts: list[Any] = node.value if isinstance(node, yaml.CollectionNode) else []
@@ -86,7 +100,7 @@ def _measure(node: yaml.Node, known: dict[int, tuple[int, int] | None]) -> tuple
         values, levels = _measure(part, known)
         count, depth = count + values, max(depth, 1 + levels)
     if count > MAX_VALUES or depth > MAX_DEPTH:
-        raise _TooMuchError(
+        raise _RefusedError(
             f"it unfolds to more than {MAX_VALUES:,} values, or more than {MAX_DEPTH} inside each other"
         )
     known[id(node)] = count, depth

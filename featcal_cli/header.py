@@ -90,6 +90,8 @@ def _read_remote(repo: Repo, path: str) -> dict[str, Entry]:
 
 
 def _length(first: bytes, size: int) -> int:
+    if first == b"version ":  # of the Git LFS specification
+        raise ValueError("it is a pointer of Git LFS, not the weights: run git lfs pull in its folder")
     length = int.from_bytes(first, "little")
     if len(first) < 8 or length > size - 8:
         raise ValueError("it is cut short: its header is longer than the file")

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from featcal_cli.disk import name_reason
+from featcal_cli.disk import FULL, name_reason
 from featcal_cli.errors import OutputError
 
 LOCK = "lock"
@@ -31,7 +31,8 @@ def hold(folder: Path, target: Path) -> Iterator[None]:
         ) from None
     except OSError as error:
         what = f"cannot write here: {name_reason(error)}"
-        raise OutputError(what, where=str(folder.parent), fix="free disk space, or choose another --output") from None
+        fix = "free disk space, or choose another --output" if error.errno in FULL else "choose another --output"
+        raise OutputError(what, where=str(error.filename or folder), fix=fix) from None
     try:
         yield
     finally:

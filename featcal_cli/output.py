@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,10 +29,13 @@ def default_output(name: str) -> Path:
 def check_name(target: Path) -> None:
     """Raise OutputError for what cannot be the path of a folder."""
     try:
-        target.resolve().exists()
+        place = target.resolve()
+        for name in (place.name, f".{place.name}.featcal"):
+            with suppress(FileNotFoundError, NotADirectoryError):
+                place.with_name(name or "folder").lstat()
     except (OSError, ValueError) as error:
         raise OutputError(
-            f"this cannot be a folder: {error}", where=str(target)[:80], fix="choose another --output"
+            f"this cannot be a folder: {name_reason(error)}", where=str(target)[:80], fix="choose another --output"
         ) from None
 
 

@@ -310,15 +310,31 @@ def complete_draft(draft: Draft) -> Recipe:
 
 def _read_yaml(file: Path) -> dict[str, Any]:
     try:
-        documents = load_documents(file.read_text(encoding="utf-8-sig"))
+        documents = load_documents(file.read_text(encoding="utf-8-sig"), unique=True)
     except UnicodeDecodeError:
         raise RecipeError("the recipe is not YAML: it is no UTF-8 text", where=str(file), fix="mend the file") from None
     except (OSError, ValueError) as error:
         raise RecipeError(f"the recipe cannot be read: {error}", where=str(file), fix="mend the file") from None
-    raw = documents[0] if len(documents) == 1 else None
-    if not isinstance(raw, dict):
+    if len(documents) > 1:
+        fix = "give one of them, in a file of its own"
+        raise RecipeError(f"the file holds {len(documents)} documents", where=str(file), fix=fix)
+    raw = documents[0] if documents else None
+    if isinstance(raw, dict):
+        _check_keys(raw, str(file))
+    else:
         raise RecipeError("the recipe is not a mapping of keys to values", where=str(file), fix="see `featcal recipes`")
     return raw
+
+
+def _check_keys(section: Mapping[Any, Any], where: str) -> None:
+    """Raise RecipeError for a key that YAML takes for something else than text, as it does `no`, `on` and `1`."""
+    for key, value in section.items():
+        if not isinstance(key, str):
+            kind = "yes or no" if isinstance(key, bool) else "a number" if isinstance(key, (int, float)) else "a value"
+            what = f"a key is no text: YAML reads it as {kind} ({bare(str(key))})"
+            raise RecipeError(what, where=where, fix="put this key in quotation marks")
+        if isinstance(value, dict):
+            _check_keys(value, f"{where}, {bare(key)}")
 
 
 def _anchor_paths(raw: dict[str, Any], folder: Path) -> None:
@@ -367,7 +383,7 @@ def _explain(error: ValidationError, where: str, overrides: Mapping[str, Any]) -
     place = ".".join(bare(str(part)) for part in parts)
     if problem["type"] == "extra_forbidden":
         unknown = str(problem["loc"][-1])
-        near = difflib.get_close_matches(unknown[:80], set(_known_keys(Recipe)), n=1, cutoff=0.4)
+        near = difflib.get_close_matches(unknown[:80], set(_known_keys(Recipe)), n=1, cutoff=0.5)
         fix = f"did you mean {near[0]}?" if near else "take the key out"
         return RecipeError(f"unknown key {bare(unknown)}", where=f"{where}, {place}", fix=fix)
     if option := name_option([str(part) for part in parts], overrides):

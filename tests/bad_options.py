@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 from bad_input import Arguments, Case, Stage, options
 
 
@@ -54,6 +56,20 @@ def a_log_in_a_model(stage: Stage) -> Arguments:
 
 def a_log_that_is_the_output(stage: Stage) -> Arguments:
     return {"--log-file": stage.folder / "out"}
+
+
+def a_log_that_nobody_reads(stage: Stage) -> Arguments:
+    os.mkfifo(stage.folder / "pipe")
+    return {"--log-file": stage.folder / "pipe"}
+
+
+def an_output_of_too_long_a_name(stage: Stage) -> Arguments:
+    return {"-o": stage.folder / ("x" * 250)}  # with what the hidden folder's name adds, 251 and more
+
+
+def an_output_beside_a_file_in_the_way(stage: Stage) -> Arguments:
+    stage.write(".out.featcal", "mine")
+    return {"-o": stage.folder / "out"}
 
 
 def a_log_in_no_folder(stage: Stage) -> Arguments:
@@ -127,6 +143,9 @@ CASES: list[Case] = [
     (a_log_over_the_data, ["--log-file", "write over", "red.safetensors"]),
     (a_log_in_a_model, ["--log-file", "write into", "merged"]),
     (a_log_that_is_the_output, ["--log-file", "--output"]),
+    (a_log_that_nobody_reads, ["--log-file", "nobody reads"]),
+    (an_output_of_too_long_a_name, ["File name too long", "--output"]),
+    (an_output_beside_a_file_in_the_way, [".out.featcal", "choose another --output"]),
     (a_log_in_no_folder, ["--log-file", "nowhere"]),
     (a_log_that_is_a_folder, ["--log-file", "folder"]),
     (options(save="job.yaml"), ["--save", "--dry-run"]),

@@ -28,7 +28,7 @@ GOOD = written({"a": entry()})
 LIES: dict[str, tuple[bytes, str]] = {
     "an empty file": (b"", "cut short"),
     "a few bytes": (b"abc", "cut short"),
-    "a pointer of git-lfs": (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n", "cut short"),
+    "a pointer of git-lfs": (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n", "git lfs pull"),
     "a header that is longer than the file": ((2**40).to_bytes(8, "little") + b"{}", "longer than the file"),
     "a header without end": (b"\xff" * 100, "longer than the file"),
     "no JSON": (written("{"), "no sense"),

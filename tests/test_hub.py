@@ -145,11 +145,20 @@ def test_a_folder_without_a_shard_of_its_index_is_refused(folder: Path) -> None:
     assert f"{SHARDS[1]} is missing" in refusal(str(folder))
 
 
-@pytest.mark.parametrize("content", [b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n", b"", None])
-def test_a_weight_file_that_is_cut_short_or_a_pointer_is_refused(folder: Path, content: bytes | None) -> None:
+@pytest.mark.parametrize(
+    ("content", "what"),
+    [
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n", "git lfs pull"),
+        (b"", "cut short"),
+        (None, "cut short"),
+    ],
+)
+def test_a_weight_file_that_is_cut_short_or_a_pointer_is_refused(
+    folder: Path, content: bytes | None, what: str
+) -> None:
     file = folder / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-5] if content is None else content)
-    assert "cut short" in refusal(str(folder))
+    assert what in refusal(str(folder))
 
 
 def test_an_index_that_points_out_of_its_folder_is_refused(folder: Path) -> None:
