@@ -67,6 +67,8 @@ def name_option(place: Sequence[str], overrides: Mapping[str, Any]) -> str | Non
     rest = [*place[1:], "", "", ""]
     if section == "tasks" and rest[0]:
         task, key, part = rest[:3]
+        if key == "evaluate" and part != "split":
+            return None  # what no option says
         if key == "data" and not part and isinstance(value, Mapping) and value.keys().isdisjoint(("dataset", "path")):
             part = next(iter(value), "")
         return f"--{part if part in ('columns', 'split') else 'data' if key == 'data' else 'expert'} {task}=…"

@@ -56,7 +56,7 @@ def blame(error: BaseException, *, by_name: bool = False) -> str:
     if isinstance(error, (httpx.ConnectError, httpx.ConnectTimeout, httpx.ProxyError, httpx.UnsupportedProtocol)):
         return f"{who} cannot be reached ({kind})"
     if isinstance(error, httpx.TimeoutException):
-        return f"{who} stopped answering ({kind})"
+        return f"{who} stopped answering"
     if isinstance(error, httpx.TooManyRedirects):
         return f"{who} redirects in circles"
     if isinstance(error, httpx.RequestError):

@@ -1169,8 +1169,8 @@ def test_an_unknown_token_that_is_also_another_says_nothing(tmp_path: Path, llam
 def test_texts_that_are_cut_or_all_alike_are_said_to_be(tmp_path: Path, bert: Any, text_folder: Path) -> None:
     same = [{"text": "w1 " * 40 + f"w{number}"} for number in range(20)]
     notes = load(Data(path=write_jsonl(tmp_path / "a.jsonl", same)), bert, text_folder).notes
-    assert "task: 16 of 16 texts fill all 16 tokens: what is beyond is cut off" in notes
-    assert "task: all 16 examples become the same tokens: look whether it is the right column" in notes
+    assert "task: 8 of 8 texts fill all 16 tokens: what is beyond is cut off" in notes
+    assert "task: all 8 examples become the same tokens: look whether it is the right column" in notes
 
 
 def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(tmp_path: Path, bert: Any) -> None:

@@ -161,7 +161,7 @@ def test_a_tower_whose_inputs_are_not_given_is_left_alone_and_said(tmp_path: Pat
 
 def test_tasks_may_exercise_different_towers(tmp_path: Path) -> None:
     inputs = {"red": images(), "green": text()}
-    result = run(tmp_path, inputs, merged=clip(0), base=clip(1), red=clip(2), green=clip(3))
+    result = run(tmp_path, inputs, "preset", merged=clip(0), base=clip(1), red=clip(2), green=clip(3))
     towers = {name.split(".")[0] for name in changed(tmp_path)}
     assert towers == {"vision_model", "text_model"}
     assert all(drift.before > 0 and drift.after > 0 for drift in result.report.drift.values())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -54,8 +55,8 @@ KINDS = {
 }
 
 
-def torchrun(*program: object) -> subprocess.CompletedProcess[str]:
-    """Two processes that have ended, with all that they and torchrun wrote."""
+def torchrun(*program: object, largest: int | None = None) -> subprocess.CompletedProcess[str]:
+    """Two processes that have ended, with all that they and torchrun wrote; `largest`: bytes that a file may have."""
     line = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
     return subprocess.run(
         [*line, *map(str, program)],
@@ -63,6 +64,7 @@ def torchrun(*program: object) -> subprocess.CompletedProcess[str]:
         capture_output=True,
         text=True,
         timeout=300,
+        preexec_fn=None if largest is None else lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (largest, largest)),
     )
 
 
@@ -191,15 +193,15 @@ def test_an_inspection_is_shared_too(families: dict[str, Saved], folder: Path) -
 
 
 def test_one_rank_says_what_is_wrong_and_the_next_run_goes_on(done: dict[str, Done], tmp_path: Path) -> None:
-    """The second rank's expert is broken in its last block: both end, and the first block is not computed again. The
-    next run gives the very bytes of a whole one, and speaks once."""
+    """The second rank's expert is broken in its last block: both end, and the repaired one makes another job, which is
+    begun anew and cannot write its output. The next run computes no block again, gives the very bytes of a whole one,
+    and speaks once."""
     saved = save_family(tmp_path / "family", BY_NAME["bert"])
     file = tmp_path / "family" / "green" / "model.safetensors"
-    sound, stamp = file.read_bytes(), file.stat()
+    sound = file.read_bytes()
     tensors = load_file(file)
     tensors["encoder.layer.1.output.dense.weight"][0, 0] = torch.nan
     save_file(tensors, file, {"format": "pt"})
-    os.utime(file, ns=(stamp.st_atime_ns, stamp.st_mtime_ns))
     recipe, output = tmp_path / "recipe.yaml", tmp_path / "out"
     recipe.write_text(yaml.safe_dump(recipe_of(saved, KINDS["two tasks"]), sort_keys=False), encoding="utf-8")
     command = ("-m", "featcal_cli", "calibrate", "-r", recipe, "-o", output, "--device", "cpu")
@@ -208,10 +210,13 @@ def test_one_rank_says_what_is_wrong_and_the_next_run_goes_on(done: dict[str, Do
     assert "rank 1: error: expert green has NaN or infinity in" in broken.stderr
     assert broken.stderr.count("error:") == 1
     file.write_bytes(sound)
-    os.utime(file, ns=(stamp.st_atime_ns, stamp.st_mtime_ns))  # else it is another job
+    refused = torchrun(*command)
+    assert f"{file} has changed" in refused.stderr and refused.returncode != 0
+    full = torchrun(*command, "--restart", largest=len(sound) - 1)
+    assert "File too large" in full.stderr and full.returncode != 0 and not output.exists()
     again = torchrun(*command)
     assert again.returncode == 0, again.stderr[-4000:]
-    assert "1 of 2 blocks were taken over" in again.stderr and again.stdout.count("The calibrated model is in") == 1
+    assert "2 of 2 blocks were taken over" in again.stderr and again.stdout.count("The calibrated model is in") == 1
     whole = done["two tasks"].folder / "two tasks-0" / "model.safetensors"
     assert (output / "model.safetensors").read_bytes() == whole.read_bytes()
     assert {path.name for path in tmp_path.iterdir()} == {"family", "recipe.yaml", "out"}

@@ -84,7 +84,7 @@ def test_each_task_with_bad_examples_of_its_own(tmp_path: Path) -> None:
     """Few images many times, almost only empty images, noise, motion blur, and fog with one broken file."""
     images = {task: read_images(task) for task in ("digit", "turned", "parity", "loops", "high")}
     empty = change_images(images["turned"][:1], lambda pixels, _: 0 * pixels)
-    images["digit"] = images["digit"][:8] * (ROWS // 8)
+    images["digit"] = images["digit"][:16] * (ROWS // 16)
     images["turned"] = images["turned"][:20] + empty * (ROWS - 20)
     images["parity"] = change_images(images["parity"], add_noise)
     images["loops"] = change_images(images["loops"], blur)
