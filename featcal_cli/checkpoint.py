@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from featcal_cli.config import check_unquantised, read_class_name, read_config
-from featcal_cli.documents import bare
+from featcal_cli.documents import bare, show
 from featcal_cli.errors import CheckpointError
 from featcal_cli.hub import Snapshot
 
@@ -86,6 +86,8 @@ def find_class(snapshot: Snapshot) -> type[PreTrainedModel]:
     name = read_class_name(config)
     found = getattr(transformers, name, None) if name else None
     if isinstance(found, type) and issubclass(found, PreTrainedModel):
+        if "auto_map" not in config:
+            _check_type(config.get("model_type"), found, snapshot)
         return found
     if name and "auto_map" in config:
         if snapshot.trusted:
@@ -104,6 +106,19 @@ def find_class(snapshot: Snapshot) -> type[PreTrainedModel]:
         f"the config names no class that transformers {transformers.__version__} knows",
         where=f"{snapshot.name}/config.json",
         fix="set architectures in config.json, or update transformers",
+    )
+
+
+def _check_type(model_type: Any, found: type[PreTrainedModel], snapshot: Snapshot) -> None:
+    """Raise CheckpointError for a model type by which nobody could load the output again."""
+    if model_type is None or (isinstance(model_type, str) and model_type in transformers.CONFIG_MAPPING):
+        return
+    if model_type == getattr(found.config_class, "model_type", None):
+        return
+    raise CheckpointError(
+        f"the config's model_type, {show(str(model_type))}, is none that transformers {transformers.__version__} knows",
+        where=f"{snapshot.name}/config.json",
+        fix=f"write the one of {found.__name__}, or update transformers",
     )
 
 

@@ -19,6 +19,7 @@ _SIZES = re.compile(
     r"((hidden|intermediate|vocab|embedding|image|patch)_sizes?|(embed|hidden|head|projection|ffn)_dims?|channels|heads?"
     r"|d_model|d_ff|d_kv|n_embd|n_inner)$"
 )
+_DTYPES = re.compile(r"(torch\.)?(auto|b?float16|float32|float64|half|float|double|float8_\w+|u?int(8|16|32|64))")
 _NEVER_ZERO = ("hidden_size", "d_model", "n_embd", "num_hidden_layers", "n_layer", "num_attention_heads", "n_head")
 _KERNELS = ("_attn_implementation", "attn_implementation", "_experts_implementation", "experts_implementation")
 """Keys by which transformers would fetch compiled code from the Hub, and run it."""
@@ -108,6 +109,9 @@ def _check_value(key: str, value: Any, snapshot: Snapshot) -> None:
                 f"config.json says {bare(key)} {bare(str(value))}, and no model has so {'few' if too_few else 'many'}"
             )
             raise CheckpointError(what, where=where, fix="use the config.json that belongs to the weights")
+    elif key in ("dtype", "torch_dtype") and isinstance(value, str) and not _DTYPES.fullmatch(value):
+        what = f"config.json says {key} {show(value)}, which is no kind of number"
+        raise CheckpointError(what, where=where, fix="write float32, bfloat16 or float16, whichever the files hold")
     elif key in _KERNELS and isinstance(value, str) and "/" in value and not snapshot.trusted:
         what = f"config.json asks for code from another repo: {key} {show(value)}"
         fix = f"take {key} out of a copy of the model, or give --trust-remote-code if that code may run here"

@@ -216,13 +216,15 @@ def _open_jsonl(file: Path) -> Table:
     starts = array("Q")
     with file.open("rb") as stream:
         before = os.fstat(stream.fileno())
-        start = 0
+        start, line = 0, b""
         for line in stream:
             if line.strip():
                 starts.append(start)
             start += len(line)
             if start >= before.st_size:  # what is written to it meanwhile is left out, else it might never end
                 break
+    if line.strip() and not line.endswith(b"\n"):  # a file that was cut off ends like that, whether it is drawn or not
+        parse_json_line(line, f"row {len(starts)}, the last one,", str(file))
 
     def read(positions: Sequence[int]) -> Iterator[Row]:
         with file.open("rb") as stream:

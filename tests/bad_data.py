@@ -138,6 +138,7 @@ CASES: list[Case] = [
     (empty_folder, ["no images and no data files"]),
     (file("numbers.csv", "height,weight\n" + "1,2\n" * 20), ["height", "weight"]),
     (file("empty.jsonl", ""), ["no rows"]),
+    (file("rows.jsonl", '{"text": "w2 w3"}\n' * 40 + '{"text": "w2'), ["row 41, the last one, is not JSON"]),
     (file("rows.jsonl", '{"text": \n'), ["row 1 is not JSON"]),
     (file("rows.jsonl", "[1, 2]\n" * 20), ["not a JSON object"]),
     (file("rows.jsonl", f'{{"text": {"[" * 100_000}\n' * 3), ["nested too deep"]),

@@ -270,6 +270,9 @@ CASES: list[Case] = [
     (config_text('{"model_type": "zzz", "architectures": ["ZzzModel"]}'), ["transformers", "config.json"]),
     (merged_config(architectures=7, model_type="zzz"), ["transformers", "config.json"]),
     (merged_config(architectures={"BertModel": 1}, model_type=["bert"]), ["transformers", "config.json"]),
+    (merged_config(model_type="zzz"), ["model_type, 'zzz'", "the one of BertModel"]),
+    (merged_config(model_type=["bert"]), ["model_type", "the one of BertModel"]),
+    (merged_config(dtype="float3"), ["dtype 'float3'", "no kind of number"]),
     (
         merged_config(architectures=["Evil\x1b[31m"], auto_map={"AutoModel": "e.E"}),
         ["Evil\\x1b", "--trust-remote-code"],
