@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from featcal_cli.address import split_revision
-from featcal_cli.ancestry import Ancestry, Statement
+from featcal_cli.ancestry import Ancestry, Statement, names_itself
 from featcal_cli.commands import Question, enumerate_names, show_merged
 from featcal_cli.documents import show
 from featcal_cli.errors import HubError
@@ -52,6 +52,12 @@ class Case:
         """Whether the merged repo means this model by a name, at whatever revision."""
         return same_repo(self.located(name) or name, reference)
 
+    def find_parents(self, reference: str, source: str | None) -> list[Parent]:
+        """The models that one was made from; not the merged one, which some cards name. Raises HubError."""
+        merged = self.ancestry.repo
+        parents = self.library.find_parents(reference, source)
+        return [parent for parent in parents if not (merged and names_itself(parent.reference, merged))]
+
 
 def find_stated_base(case: Case) -> Found | Question | None:
     """The base that the user or the merged repo states; a question where the repo's text names several, or one that
@@ -75,6 +81,31 @@ def find_stated_base(case: Case) -> Found | Question | None:
     return None
 
 
+def weigh_said_base(case: Case, base: Found) -> tuple[str, list[str]]:
+    """Where the base is known from, in words, and what the merged repo says against it.
+
+    A user's word counts; but an expert that is lost by it, or another base that the repo names, is said.
+    """
+    if base.source != SAID:
+        return base.source, []
+    source, against, listed = base.source, [], list[str]()
+    for statement in case.ancestry.statements:
+        others = [name for name in statement.experts if not case.means(name, base.reference)]
+        if not statement.mixed and len(others) < len(statement.experts) and source == SAID:
+            source = f"{SAID}; {statement.source} lists it as an expert"
+            left = f"; the only expert left is {case.located(others[0]) or show(others[0])}" if len(others) == 1 else ""
+            told = f"{base.reference} is listed as an expert by {statement.source} and given as the base (--base)"
+            against.append(f"{told}: it is no expert then{left}")
+        named = [statement.base] if statement.base else list(statement.bases)
+        named = [name for name in named if not any(same_repo(name, one) for one in listed)]
+        if named and not any(case.means(name, base.reference) for name in named):
+            stated = enumerate_names([case.located(name) or show(name) for name in named])
+            against.append(f"{statement.source} names {stated} as the base; {base.reference} is taken, as {SAID} says")
+            break
+        listed += [] if statement.mixed else statement.experts
+    return source, against
+
+
 def find_base_of(case: Case, experts: Sequence[Found]) -> Found | Question:
     """The base that is left over in the merged repo's card, or the nearest model that all experts come from.
 
@@ -89,8 +120,7 @@ def find_base_of(case: Case, experts: Sequence[Found]) -> Found | Question:
             )
             return Found(reference, statement.source)
     parents = {
-        one.reference: case.library.find_parents(one.reference, None if one.source == SAID else one.source)
-        for one in experts
+        one.reference: case.find_parents(one.reference, None if one.source == SAID else one.source) for one in experts
     }
     if base := _agreed(parents) or _common(case, parents) or _recalled(parents):
         return base
@@ -135,7 +165,7 @@ def ask_base(what: str, choices: Sequence[str], where: str) -> Question:
 def _ask_parents(case: Case, name: str, statement: Statement | None = None) -> list[Parent]:
     """What a model comes from; nothing where it cannot be opened, for it may be the base, which need not be."""
     try:
-        return case.library.find_parents(name, statement.source if statement else None)
+        return case.find_parents(name, statement.source if statement else None)
     except HubError as error:
         case.library.notes.append(f"{name} was not asked what it comes from: {error.what}")
         return []

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from featcal_cli.adapter import ADAPTER_CONFIG, is_adapter
+from featcal_cli.address import split_revision
 from featcal_cli.documents import load_documents, show
 from featcal_cli.errors import LineageError, RecipeError
 from featcal_cli.fusion_pool import read_pool
@@ -22,7 +23,7 @@ from featcal_cli.mergekit import (
 )
 from featcal_cli.readme import Card, read_card
 from featcal_cli.recipe import Data, Draft
-from featcal_cli.references import UnusableError, is_hub_id, locate
+from featcal_cli.references import UnusableError, find, is_hub_id, locate, same_repo
 from featcal_cli.repo import Repo
 
 RECIPE_FILE = "featcal.yaml"
@@ -79,6 +80,7 @@ def read_ancestry(repo: Repo, command: str) -> Ancestry:
         raise LineageError(what, where=f"the card of {repo.name}", fix="give the merged model itself")
     statements: list[Statement] = []
     notes = [f"the card of {repo.name}: {problem}" for problem in card.problems]
+    card = _without_itself(card, repo, notes)
     looked_at: list[str] = []
     config, missing = _from_config(repo, command)
     if not config:
@@ -87,14 +89,43 @@ def read_ancestry(repo: Repo, command: str) -> Ancestry:
         config = config or _from_pool(repo, card)
     notes += [config.note] if config and config.note else []
     recipe, no_recipe = _from_recipe(repo, notes)
-    statements += [statement for statement in (config, recipe) if statement]
+    statements += [_made_of_others(statement, repo, notes) for statement in (config, recipe) if statement]
     looked_at += [phrase for phrase in (missing, no_recipe) if phrase]
     statements += _from_card(repo, card)
     if "README.md" not in repo.files:
         looked_at.append("README.md (not there)")
+    elif any("the repo itself as its base" in note for note in notes) and not card.base_models:
+        looked_at.append("README.md (its base_model is the repo itself, which is no base)")
     elif len(card.base_models) < 2:
         looked_at.append(f"README.md ({'one' if card.base_models else 'no'} base_model)")
     return Ancestry(repo, statements, [*looked_at, *_hint(repo)], notes)
+
+
+def names_itself(name: str, repo: Repo) -> bool:
+    """Whether a file of a repo means the repo itself by a name, and no other revision of it."""
+    reference = find(name, repo)
+    if reference is None or repo.folder is not None:
+        return reference is not None and reference == str(repo.folder and repo.folder.resolve())
+    revision = split_revision(reference)[1]
+    return same_repo(reference, repo.name) and revision in (None, "main", repo.commit)
+
+
+def _without_itself(card: Card, repo: Repo, notes: list[str]) -> Card:
+    """A merged repo's card without the repo itself, which is no base of its own."""
+    others = tuple(name for name in card.base_models if not names_itself(name, repo))
+    in_text = tuple(name for name in card.bases_in_text if not names_itself(name, repo))
+    if len(others) < len(card.base_models) or len(in_text) < len(card.bases_in_text):
+        notes.append(f"the card of {repo.name} names the repo itself as its base, which is left out")
+    return replace(card, base_models=others, bases_in_text=in_text)
+
+
+def _made_of_others(statement: Statement, repo: Repo, notes: list[str]) -> Statement:
+    """A statement without the merged repo itself: whatever lay there when it was merged is no longer there."""
+    base = None if statement.base and names_itself(statement.base, repo) else statement.base
+    experts = tuple(name for name in statement.experts if not names_itself(name, repo))
+    if base != statement.base or len(experts) < len(statement.experts):
+        notes.append(f"{statement.source} names the repo itself among what it was made of, which is left out")
+    return replace(statement, base=base, experts=experts)
 
 
 def _from_config(repo: Repo, command: str) -> tuple[Statement | None, str]:

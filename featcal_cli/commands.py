@@ -19,6 +19,12 @@ _PLACEHOLDER = re.compile(r"(?:.*[=:])?(REPO|SOURCE|CONFIG)|TASK=.*")
 Option = tuple[str, str]
 """An option of the command line and its value."""
 
+MOST_PROBLEMS = 12
+"""A message names so many, and how many more there are."""
+MOST_OPTIONS = 40
+"""Beyond them a recipe is easier to write than a command."""
+RECIPE_OPTIONS = ("-r", "--recipe")
+
 
 @dataclass(frozen=True)
 class Question:
@@ -41,8 +47,8 @@ class OpenQuestionsError(LineageError):
         self.questions = list(questions)
         self._known = tuple(known)
         self._line = _said(draft)
-        places = "; ".join(dict.fromkeys(one.where for one in self.questions if one.where))
-        problem = "; ".join(dict.fromkeys(one.problem for one in self.questions))
+        places = _join_some([one.where for one in self.questions if one.where])
+        problem = _join_some([one.problem for one in self.questions])
         super().__init__(problem, where=places, fix=self._find_fix())
 
     @property
@@ -52,7 +58,10 @@ class OpenQuestionsError(LineageError):
 
     def parts(self) -> list[str]:
         """The command line in pieces that belong together, an option and its value each."""
-        return [shlex.join(self._line), *(shlex.join(option) for option in self._asked({}))]
+        options = self._printed()
+        if options is None:
+            options = [] if self._names_recipe() else [("-r", "job.yaml")]
+        return [shlex.join(self._line), *(shlex.join(option) for option in options)]
 
     def retype(self, line: Sequence[str]) -> None:
         """Take what the user has typed after `featcal` as the command that is to be completed."""
@@ -81,16 +90,50 @@ class OpenQuestionsError(LineageError):
             options += answers.get(number, question.options)
         return sorted(dict.fromkeys(options), key=lambda option: _ORDER.index(option[0]))
 
+    def _names_recipe(self) -> bool:
+        return any(word.partition("=")[0] in RECIPE_OPTIONS for word in self._line)
+
+    def _printed(self) -> list[Option] | None:
+        """The options that the command gets: what is found again without being said is left out where they are many.
+        None where there are still too many for a command."""
+        options = self._asked({})
+        asked = {option for question in self.questions for option in question.options}
+        if len(options) > MOST_OPTIONS and not any(name == "--expert" for name, _ in asked):
+            options = [option for option in options if option in asked]
+        return options if len(options) <= MOST_OPTIONS else None
+
     def _find_fix(self) -> str:
         """What to do; at its end the command, where there is one that would help."""
         options = [option for question in self.questions for option in question.options]
+        fixes = _join_some([one.fix for one in self.questions if one.fix])
+        if self._printed() is None:
+            return "; or ".join(filter(None, (fixes, self._refer_to_recipe(len(options)))))
         words = dict.fromkeys(word for _, value in options for word in _placeholders(value))
-        fixes = dict.fromkeys(one.fix for one in self.questions if one.fix)
         left_out = [value for name, value in options if name == "--skip-expert"]
-        told = [f"go on without {enumerate_names(left_out)}"] if left_out else []
+        told = [f"go on without {enumerate_some(left_out)}"] if left_out else []
         told += [f"fill in {enumerate_names(list(words))}"] if words else []
         command = [f"{' and '.join([*told, 'type'])}: {self.command}"] if options else []
-        return "; or ".join(filter(None, ("; ".join(fixes), *command)))
+        return "; or ".join(filter(None, (fixes, *command)))
+
+    def _refer_to_recipe(self, answers: int) -> str:
+        """What to do where a command would be too long."""
+        recipe = "the recipe that you give" if self._names_recipe() else "a recipe, job.yaml,"
+        told = f"{answers} answers are too many for a command: name in {recipe} merged, base and, under tasks, the"
+        shown = "`featcal recipes clip-vit-b32-8` shows one"
+        return f"{told} expert and the data of each expert that you have ({shown}), and type: {self.command}"
+
+
+def _join_some(phrases: Sequence[str]) -> str:
+    """Each phrase once, as many as one can read, and how many more there are."""
+    distinct = list(dict.fromkeys(phrases))
+    left = len(distinct) - MOST_PROBLEMS
+    return "; ".join([*distinct[:MOST_PROBLEMS], *([f"and {left} more"] if left > 0 else [])])
+
+
+def enumerate_some(names: Sequence[str]) -> str:
+    """`a, b and c`; of many names the first, and how many more there are."""
+    left = len(names) - MOST_PROBLEMS
+    return enumerate_names([*names[:MOST_PROBLEMS], *([f"{left} more"] if left > 0 else [])])
 
 
 def _placeholders(value: str) -> Iterator[str]:

@@ -7,9 +7,18 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import NoReturn
 
-from featcal_cli.ancestors import SAID, Case, Found, find_base_of, find_stated_base, pick_base
+from featcal_cli.ancestors import SAID, Case, Found, find_base_of, find_stated_base, pick_base, weigh_said_base
 from featcal_cli.ancestry import TOLD_BY, Ancestry, Statement, read_ancestry
-from featcal_cli.commands import OpenQuestionsError, Option, Question, enumerate_names, show_merged, write_command
+from featcal_cli.commands import (
+    MOST_PROBLEMS,
+    OpenQuestionsError,
+    Option,
+    Question,
+    enumerate_names,
+    enumerate_some,
+    show_merged,
+    write_command,
+)
 from featcal_cli.documents import show
 from featcal_cli.errors import HubError, LineageError, RecipeError
 from featcal_cli.library import Library, do_at_once, is_gone, split_model
@@ -70,17 +79,17 @@ def find_lineage(draft: Draft, open_repo: Opener = open_repo) -> Lineage:
     found = _settle_experts(case, found, base)
     data = _find_data(case, found)
     questions = [base] if isinstance(base, Question) else []
-    questions += _ask_for_experts(case, experts, base)
+    questions += _ask_for_experts(case, experts, base) if experts or not gone else []
     questions += _ask_without(gone, len(experts) + len(gone))
     questions += [_ask_for_data(task, one) for task, one in data.items() if isinstance(one, OpenQuestion)]
     if isinstance(base, Question) and not experts:
         questions += _ask_ahead(case, base)
     known = {task: one for task, one in data.items() if isinstance(one, FoundData)}
     if questions or not isinstance(base, Found):
-        without = left_out | {
-            task: one for task, (one, _) in gone.items()
-        }  # named, so that they can be left out by name
-        raise OpenQuestionsError(draft, questions, _list_known(case, base, {**found, **without}, known))
+        against = weigh_said_base(case, base)[1] if isinstance(base, Found) else []
+        questions = [*(Question(told, ()) for told in against), *questions]
+        listed = _list_experts(case, questions, found, left_out, gone)
+        raise OpenQuestionsError(draft, questions, _list_known(case, base, listed, known))
     spoken = {task: spec.data for task, spec in draft.tasks.items()}
     read = {task: replace(one, data=one.data.read_as(spoken.get(task))) for task, one in known.items()}
     return _describe(case, base, found, read)
@@ -322,12 +331,28 @@ def _ask_for_experts(case: Case, experts: Experts, base: Found | Question | None
         yield Question(f"nothing says which experts {case.merged} was merged from", tuple(options), where)
 
 
-def _ask_without(gone: Mapping[str, tuple[Found, HubError]], count: int) -> Iterator[Question]:
-    """Whether to go on without the experts that are gone, of `count` in all."""
+def _ask_without(gone: Mapping[str, tuple[Found, HubError]], count: int) -> list[Question]:
+    """Whether to go on without the experts that are gone, of `count` in all; where all are, what stands for them.
+
+    Where they are many, one question about all.
+    """
+    questions = list(_ask_for_each(gone, count))
+    if len(questions) <= MOST_PROBLEMS:
+        return questions
+    named = enumerate_some([f"{task} ({expert.reference})" for task, (expert, _) in gone.items()])
+    what = f"{len(gone)} of {count} experts cannot be read: {named}; {next(iter(gone.values()))[1].what}"
+    options = tuple(option for one in questions for option in one.options)
+    choices = {f"go on without these {len(gone)}": options} if len(gone) < count else {}
+    where = "; ".join(dict.fromkeys(expert.source for expert, _ in gone.values()))
+    return [Question(what, options, where, choices, questions[0].fix)]
+
+
+def _ask_for_each(gone: Mapping[str, tuple[Found, HubError]], count: int) -> Iterator[Question]:
     for task, (expert, error) in gone.items():
-        options = (("--skip-expert", task),) if len(gone) < count else ()
+        others: tuple[Option, ...] = (("--expert", f"{task}=REPO"), ("--data", f"{task}=SOURCE"))
+        options = (("--skip-expert", task),) if len(gone) < count else () if expert.source == SAID else others
         where = expert.reference if expert.source == SAID else f"{expert.reference}, named by {expert.source}"
-        choices = {f"go on without {task}": options} if options else {}
+        choices = {f"go on without {task}": options} if len(gone) < count else {}
         yield Question(f"the expert of {task} cannot be read: {error.what}", options, where, choices, error.fix)
 
 
@@ -349,6 +374,25 @@ def _ask_ahead(case: Case, base: Question) -> Iterator[Question]:
             if isinstance(answer, OpenQuestion):
                 question = _ask_for_data(task, answer)
                 yield replace(question, problem=f"{question.problem} (if it is the base, it needs none)")
+
+
+def _list_experts(
+    case: Case,
+    questions: Sequence[Question],
+    found: Mapping[str, Found],
+    left_out: Mapping[str, Found],
+    gone: Mapping[str, tuple[Found, HubError]],
+) -> Mapping[str, Found]:
+    """The experts that a command names. Those that a command names are all there are, so that none is named where some
+    are left out by name; unless another has to be."""
+    asked = {value.partition("=")[0] for one in questions for name, value in one.options if name == "--expert"}
+    skipped = {value for one in questions for name, value in one.options if name == "--skip-expert"}
+    if not (skipped or left_out):
+        return found
+    if not asked and not any(task.expert for task in case.draft.tasks.values()):
+        return {}
+    without = {task: one for task, (one, _) in gone.items() if task in skipped}
+    return {**found, **left_out, **without}  # named, so that they can be left out by name
 
 
 def _list_known(
@@ -373,7 +417,8 @@ def _list_known(
 def _describe(case: Case, base: Found, experts: Mapping[str, Found], data: Mapping[str, FoundData]) -> Lineage:
     """What was found, as a recipe and with its sources."""
     draft = case.draft
-    findings = [Finding("merged", show_merged(draft.merged), SAID), Finding("base", base.reference, base.source)]
+    source, against = weigh_said_base(case, base)
+    findings = [Finding("merged", show_merged(draft.merged), SAID), Finding("base", base.reference, source)]
     tasks = {}
     for task, expert in experts.items():
         parts = {"expert": expert.reference, "data": data[task].data}
@@ -381,4 +426,4 @@ def _describe(case: Case, base: Found, experts: Mapping[str, Found], data: Mappi
         findings.append(Finding(f"expert {task}", expert.reference, expert.source))
         findings.append(Finding(f"data {task}", str(data[task].data), data[task].source))
     whole = draft.model_dump(exclude_none=True, exclude={"skip_experts"}) | {"base": base.reference, "tasks": tasks}
-    return Lineage(Recipe.model_validate(whole), findings, list(dict.fromkeys(case.library.notes)))
+    return Lineage(Recipe.model_validate(whole), findings, list(dict.fromkeys([*against, *case.library.notes])))

@@ -643,6 +643,89 @@ slices:
 ]
 
 
+ITSELF = card(base_model=["ORG/merged", "ORG/base", "ORG/bert-math", "ORG/bert-code"])
+REFUSED += [
+    Refused(
+        "a-card-that-names-its-own-repo-as-its-base",
+        {"ORG/merged": card(base_model="https://huggingface.co/ORG/merged")},
+        ("README.md (its base_model is the repo itself", "calibrate ORG/merged --base REPO --expert TASK=REPO"),
+    ),
+    Refused(
+        "a-config-that-names-its-own-repo-as-its-base",
+        {"ORG/merged": mergekit(listing("ties", "ORG/bert-math", "ORG/bert-code", base="ORG/merged@main")), **SILENT},
+        ("nothing says what the base", "--base REPO"),
+    ),
+    Refused(
+        "an-expert-given-as-the-base-while-others-lack-data",
+        {"ORG/merged": mergekit(TIES), "ORG/bert-math": {}, "ORG/bert-code": {}},
+        (
+            f"ORG/bert-code is listed as an expert by {CONFIG} and given as the base (--base): it is no expert then",
+            f"{CONFIG} names ORG/base as the base; ORG/bert-code is taken",
+            "--data bert-math=SOURCE",
+        ),
+        {"base": "ORG/bert-code"},
+    ),
+    Refused(
+        "the-only-expert-given-as-the-base",
+        {"ORG/merged": mergekit(listing("ties", "ORG/bert-math", base="ORG/base")), **TWO},
+        ("ORG/bert-math is listed as an expert", "which experts ORG/merged was merged from", "--expert TASK=REPO"),
+        {"base": "ORG/bert-math"},
+    ),
+    Refused(
+        "all-experts-gone",
+        {"ORG/merged": mergekit(TIES)},
+        (
+            "the expert of math cannot be read: there is no model ORG/bert-math",
+            "featcal calibrate ORG/merged --base ORG/base --expert math=REPO --expert code=REPO "
+            "--data math=SOURCE --data code=SOURCE",
+        ),
+    ),
+]
+TOLD += [
+    Told(
+        "a-card-that-lists-its-own-repo",
+        {"ORG/merged": ITSELF, **TWO},
+        {"base": "ORG/base", **EXPERTS},
+        note="the card of ORG/merged names the repo itself as its base, which is left out",
+    ),
+    Told(
+        "an-expert-that-names-the-merged-repo-as-its-base",
+        {"ORG/merged": mergekit(LINEAR), **TWO, "ORG/bert-math": expert("math", "ORG/merged")},
+        {"base": "ORG/base", **EXPERTS},
+        {"base": "the card of ORG/bert-code"},
+    ),
+    Told(
+        "an-older-revision-of-the-merged-repo-as-its-base",
+        {"ORG/merged": mergekit(listing("ties", "ORG/bert-math", "ORG/bert-code", base="ORG/merged@v1")), **SILENT},
+        {"base": "ORG/merged@v1", **EXPERTS},
+    ),
+    Told(
+        "an-expert-given-as-the-base",
+        {"ORG/merged": mergekit(TIES), **TWO},
+        {"base": "ORG/bert-code", "expert bert-math": "ORG/bert-math"},
+        {"base": f"{SAID}; {CONFIG} lists it as an expert"},
+        {"base": "ORG/bert-code"},
+        f"ORG/bert-code is listed as an expert by {CONFIG} and given as the base (--base): it is no expert then; "
+        "the only expert left is ORG/bert-math",
+    ),
+    Told(
+        "another-base-than-the-configs",
+        {"ORG/merged": mergekit(TIES), **TWO},
+        {"base": "mine/base", **EXPERTS},
+        {"base": SAID},
+        {"base": "mine/base"},
+        f"{CONFIG} names ORG/base as the base; mine/base is taken, as {SAID} says",
+    ),
+    Told(
+        "a-base-that-a-linear-merge-lists",
+        {"ORG/merged": mergekit(listing("linear", "ORG/bert-math", "ORG/bert-code", "ORG/base")), **TWO},
+        {"base": "ORG/base", **EXPERTS},
+        {"base": "lists it as an expert"},
+        {"base": "ORG/base"},
+    ),
+]
+
+
 def fill(text: Any, name: str) -> Any:
     """ORG replaced by the case's name in whatever holds text: the client's cache outlives a test."""
     if isinstance(text, str):
@@ -724,6 +807,27 @@ def test_lineage_is_asked_for_or_refused(case: Refused, hub: HubServer, tmp_path
     assert isinstance(caught.value, LineageError | HubError)
     assert caught.value.where
     assert caught.value.fix
+
+
+@pytest.mark.parametrize(("names", "left"), [(300, 0), (60, 2), (60, 45), (15, 2)])
+def test_many_experts_that_are_gone_are_told_shortly(names: int, left: int, hub: HubServer, tmp_path: Path) -> None:
+    experts = [f"many-{names}-{left}/bert-{number}" for number in range(names)]
+    repos = {name: expert("math") for name in experts[:left]}
+    config = listing("ties", *experts, base=f"many-{names}-{left}/base")
+    merged = f"many-{names}-{left}/merged"
+    publish(hub, tmp_path, fill({"ORG/merged": mergekit(config), **repos, **ROWS}, f"many-{names}-{left}"))
+    with pytest.raises(LineageError) as caught:
+        find_lineage(Draft(merged=merged))
+    error = caught.value
+    assert f"{names - left} of {names} experts cannot be read" in error.what
+    assert f"and {names - left - 12} more" in error.what and len(error.what) < 800
+    assert len(error.where) < 300
+    command = error.fix.rpartition("type: ")[2]
+    if names - left > 40:
+        assert command == f"featcal calibrate {merged} -r job.yaml" and "under tasks" in error.fix
+    else:
+        assert command.count("--skip-expert") == names - left and "--expert" not in command.replace("--skip-expert", "")
+    assert len(error.fix) < 1500
 
 
 def test_a_complete_draft_reads_nothing(hub: HubServer) -> None:
