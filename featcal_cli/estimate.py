@@ -32,6 +32,8 @@ SOLVING_PULLS = 3
 """Matrices of a weight's size beside each other while it is solved for: merged, base and the anchor, or the update."""
 HALF = 0.6
 """Part of a symmetric sum that is held."""
+SMALL_FILES = 2**18
+"""Bytes of report, card, picture and records, and of what a disk takes for a file beyond its bytes."""
 
 
 @dataclass(frozen=True)
@@ -178,7 +180,7 @@ def estimate(
     return Estimate(
         host_bytes=on_host + (there if on_device else work),
         device_bytes=max(work, here + STEMS_HELD * stem) if on_device else 0,
-        disk_bytes=_bytes(merged) * (2 if built else 1) + sum(blocks) + states - here - there,
+        disk_bytes=_bytes(merged) * (2 if built else 1) + sum(blocks) + states + SMALL_FILES - here - there,
         seconds=seconds_of(counted, fitted, watched, place.speed, computing, guarded=guarded) * (2 if found else 1),
         work=counted,
         search=needs,

@@ -42,7 +42,12 @@ def run(line: str, job: Path, folder: Path, streams: str = "", **environment: st
     words = [f"'{word.replace('JOB', str(job))}'" for word in line.split()]
     shell = f"'{sys.executable}' -m featcal_cli {' '.join(words)} {streams}"
     return subprocess.run(
-        ["bash", "-c", shell], cwd=folder, env=os.environ | environment, capture_output=True, text=True, timeout=120
+        ["bash", "-c", shell],
+        cwd=folder,
+        env=os.environ | environment,
+        capture_output=True,
+        encoding=environment.get("PYTHONIOENCODING", "utf-8"),
+        timeout=120,
     )
 
 

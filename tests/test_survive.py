@@ -56,7 +56,17 @@ def expected(job: Path, zygote: Zygote, hub_on_loopback: HubServer, tmp_path_fac
 
 def start(zygote: Zygote, job: Path, folder: Path, account: dict[str, str], *more: object) -> Started:
     return zygote.start(
-        folder, "calibrate", "-r", job / "job.yaml", "-o", "out", "--log-file", "log.jsonl", *more, **account
+        folder,
+        "calibrate",
+        "-r",
+        job / "job.yaml",
+        "-o",
+        "out",
+        "--log-file",
+        "log.jsonl",
+        "--push-anyway",
+        *more,
+        **account,
     )
 
 
