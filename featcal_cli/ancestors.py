@@ -81,8 +81,8 @@ def find_stated_base(case: Case) -> Found | Question | None:
     return None
 
 
-def weigh_said_base(case: Case, base: Found) -> tuple[str, list[str]]:
-    """Where the base is known from, in words, and what the merged repo says against it.
+def weigh_said_base(case: Case, base: Found, experts: Sequence[str]) -> tuple[str, list[str]]:
+    """Where the base is known from, in words, and what the merged repo says against it; `experts` are those left.
 
     A user's word counts; but an expert that is lost by it, or another base that the repo names, is said.
     """
@@ -93,7 +93,7 @@ def weigh_said_base(case: Case, base: Found) -> tuple[str, list[str]]:
         others = [name for name in statement.experts if not case.means(name, base.reference)]
         if not statement.mixed and len(others) < len(statement.experts) and source == SAID:
             source = f"{SAID}; {statement.source} lists it as an expert"
-            left = f"; the only expert left is {case.located(others[0]) or show(others[0])}" if len(others) == 1 else ""
+            left = f"; the only expert left is {experts[0]}" if len(experts) == 1 else ""
             told = f"{base.reference} is listed as an expert by {statement.source} and given as the base (--base)"
             against.append(f"{told}: it is no expert then{left}")
         named = [statement.base] if statement.base else list(statement.bases)

@@ -51,7 +51,8 @@ def _ask(question: Question) -> tuple[Option, ...] | None:
     choices = list(question.choices)
     _say(f"{question.problem}\n" + "\n".join(f"  {number}) {choice}" for number, choice in enumerate(choices, 1)))
     for _ in range(_ATTEMPTS):
-        _say(f"which one, 1 to {len(choices)}? (Enter: none) ", end="")
+        asked = f"which one, 1 to {len(choices)}?" if len(choices) > 1 else "1 for this:"
+        _say(f"{asked} (Enter: none) ", end="")
         answer = sys.stdin.readline().strip()
         if not answer:
             return None

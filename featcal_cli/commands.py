@@ -47,9 +47,14 @@ class OpenQuestionsError(LineageError):
         self.questions = list(questions)
         self._known = tuple(known)
         self._line = _said(draft)
-        places = _join_some([one.where for one in self.questions if one.where])
-        problem = _join_some([one.problem for one in self.questions])
-        super().__init__(problem, where=places, fix=self._find_fix())
+        super().__init__("", fix="")
+        self._say(self.questions)
+
+    def _say(self, questions: Sequence[Question]) -> None:
+        """Take these questions into the message."""
+        problem = _join_some([one.problem for one in questions])
+        places = _join_some([one.where for one in questions if one.where])
+        FeatCalError.__init__(self, problem, where=places, fix=self._find_fix())
 
     @property
     def command(self) -> str:
@@ -70,12 +75,13 @@ class OpenQuestionsError(LineageError):
             FeatCalError.__init__(self, self.what, where=self.where, fix=self._find_fix())
 
     def answer(self, answers: Mapping[int, tuple[Option, ...]]) -> None:
-        """Take answers to some of the questions (by number, from 0 on) into the command."""
+        """Take answers to some of the questions (by number, from 0 on) into the command; the message has the others."""
+        unanswered = [question for number, question in enumerate(self.questions) if number not in answers]
         self.questions = [
-            replace(question, options=answers.get(number, question.options))
+            replace(question, options=answers[number], fix="") if number in answers else question
             for number, question in enumerate(self.questions)
         ]
-        FeatCalError.__init__(self, self.what, where=self.where, fix=self._find_fix())
+        self._say(unanswered)
 
     def answered(self, answers: Mapping[int, tuple[Option, ...]]) -> tuple[list[str], bool]:
         """What to type after `featcal` with these answers (by the question's number, from 0 on), and whether nothing is

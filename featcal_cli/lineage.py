@@ -86,7 +86,9 @@ def find_lineage(draft: Draft, open_repo: Opener = open_repo) -> Lineage:
         questions += _ask_ahead(case, base)
     known = {task: one for task, one in data.items() if isinstance(one, FoundData)}
     if questions or not isinstance(base, Found):
-        against = weigh_said_base(case, base)[1] if isinstance(base, Found) else []
+        against = (
+            weigh_said_base(case, base, [one.reference for one in found.values()])[1] if isinstance(base, Found) else []
+        )
         questions = [*(Question(told, ()) for told in against), *questions]
         listed = _list_experts(case, questions, found, left_out, gone)
         raise OpenQuestionsError(draft, questions, _list_known(case, base, listed, known))
@@ -417,7 +419,7 @@ def _list_known(
 def _describe(case: Case, base: Found, experts: Mapping[str, Found], data: Mapping[str, FoundData]) -> Lineage:
     """What was found, as a recipe and with its sources."""
     draft = case.draft
-    source, against = weigh_said_base(case, base)
+    source, against = weigh_said_base(case, base, [one.reference for one in experts.values()])
     findings = [Finding("merged", show_merged(draft.merged), SAID), Finding("base", base.reference, source)]
     tasks = {}
     for task, expert in experts.items():

@@ -13,6 +13,7 @@ import yaml
 from bad_input import LAUGHS, MERGES
 from hub_server import HubServer
 
+from featcal_cli.commands import OpenQuestionsError
 from featcal_cli.documents import load_documents
 from featcal_cli.errors import FeatCalError, HubError, LineageError
 from featcal_cli.lineage import Lineage, find_lineage
@@ -807,6 +808,26 @@ def test_lineage_is_asked_for_or_refused(case: Refused, hub: HubServer, tmp_path
     assert isinstance(caught.value, LineageError | HubError)
     assert caught.value.where
     assert caught.value.fix
+
+
+def test_the_only_expert_left_is_said_whoever_took_the_others_away(hub: HubServer, tmp_path: Path) -> None:
+    config = listing("ties", "alone/math", "alone/code", "alone/law", base="alone/base")
+    publish(hub, tmp_path, fill({"ORG/merged": mergekit(config), "ORG/math": expert("math"), **ROWS}, "alone"))
+    lineage = find_lineage(Draft(merged="alone/merged", base="alone/code", skip_experts=("law",)))
+    assert any("the only expert left is alone/math" in note for note in lineage.notes)
+
+
+def test_a_message_has_what_is_not_answered_and_the_command_all(hub: HubServer, tmp_path: Path) -> None:
+    config = listing("ties", "part/math", "part/code", base="part/base")
+    publish(hub, tmp_path, {"part/merged": mergekit(config), "part/math": {}})
+    with pytest.raises(OpenQuestionsError) as caught:
+        find_lineage(Draft(merged="part/merged"))
+    error = caught.value
+    number = next(number for number, question in enumerate(error.questions) if question.choices)
+    error.answer({number: (("--skip-expert", "code"),)})
+    assert "part/code" not in str(error) and "private" not in error.fix
+    assert "part/math names no dataset" in error.what
+    assert error.fix.endswith("--data math=SOURCE --skip-expert code")
 
 
 @pytest.mark.parametrize(("names", "left"), [(300, 0), (60, 2), (60, 45), (15, 2)])
