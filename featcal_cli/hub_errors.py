@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
+from featcal_cli.documents import visible
 from featcal_cli.errors import HubError
-from featcal_cli.patience import asked_pause, is_conflict, unreachable
-from featcal_cli.waiting import blame, hub_host, root_of
+from featcal_cli.patience import asked_pause, is_conflict, is_lapsed, unreachable
+from featcal_cli.redact import redact
+from featcal_cli.waiting import blame, host_of, hub_host, is_hub, name_hosts, root_of
 
 if TYPE_CHECKING:
     from huggingface_hub.errors import HfHubHTTPError
 
 ODD = (ValueError, LookupError, TypeError, AttributeError, AssertionError)
 """What huggingface_hub raises where an answer is not what it looks for."""
+LONGEST_REASON = 160
+"""Characters of what a Hub says of a refusal that a message quotes."""
+_UPLOADED = re.compile(r"Error while uploading '(?P<file>.+)' to the Hub")
 
 
 def hub_page(repo: str) -> str:
@@ -36,7 +42,8 @@ def explained_writing(repo: str) -> Iterator[None]:
         raise
     except Exception as error:
         # an upload from a thread is reported by a RuntimeError around what happened
-        if (told := _explain_writing(root_of(error), repo)) is None:
+        uploaded = _UPLOADED.search(str(error)) if type(error) is RuntimeError else None
+        if (told := _explain_writing(root_of(error), repo, uploaded["file"] if uploaded else "")) is None:
             raise
         raise told from error
 
@@ -86,6 +93,9 @@ def _explain(error: BaseException, repo: str, revision: str, kind: str, file: st
         return HubError(what, where=where, fix="check HF_ENDPOINT and the proxy")
     if isinstance(cause, OSError):
         return _explain_disk(cause, repo, where, file)
+    if type(cause).__name__.startswith("Xet") or (isinstance(cause, RuntimeError) and _in_client(cause)):
+        what = f"{file or 'a file'} of {repo} could not be downloaded ({type(cause).__name__})"
+        return HubError(what, where=where, fix="check the connection and run again, or set HF_HUB_DISABLE_XET=1")
     return None
 
 
@@ -118,8 +128,8 @@ def _explain_disk(error: OSError, repo: str, where: str, file: str) -> HubError:
     return HubError(what, where=place, fix=fix)
 
 
-def _explain_writing(error: BaseException, repo: str) -> HubError | None:
-    """The user's version of what went wrong while writing."""
+def _explain_writing(error: BaseException, repo: str, file: str) -> HubError | None:
+    """The user's version of what went wrong while writing, perhaps with one large file."""
     from huggingface_hub import errors, is_offline_mode
 
     if isinstance(error, errors.HFValidationError):
@@ -130,7 +140,7 @@ def _explain_writing(error: BaseException, repo: str) -> HubError | None:
         what = f"{repo} was changed by somebody else during the push"
         return HubError(what, where=hub_page(repo), fix="look at what changed there")
     if isinstance(error, errors.HfHubHTTPError) and not unreachable(error):
-        return _explain_refused_write(error, repo)
+        return _explain_refused_write(error, repo, file)
     if isinstance(error, errors.OfflineModeIsEnabled) or (unreachable(error) and is_offline_mode()):
         return HubError("offline mode is on: nothing can be pushed", where=repo, fix="unset HF_HUB_OFFLINE")
     if isinstance(error, errors.HfHubHTTPError):
@@ -160,34 +170,80 @@ def gone(repo: str) -> HubError:
     return HubError(what, where=repo, fix="look whether it was deleted, renamed or made private")
 
 
-def _explain_refused_write(error: HfHubHTTPError, repo: str) -> HubError:
-    status = error.response.status_code
+def _explain_refused_write(error: HfHubHTTPError, repo: str, file: str) -> HubError:
+    status, host, said = error.response.status_code, host_of(str(error.response.url)), _quote_reason(error)
+    if not is_hub(host) and status not in (402, 413, 429, 507):
+        what = f"{host} does not take {file or 'a large file'} of {repo} (HTTP status {status})"
+        return HubError(what, where=repo, fix="check whether a proxy or firewall forbids uploads to it, and try again")
+    if _is_disabled(error):
+        return _disabled(repo, said)
+    room = "free some storage there, or ask for more" + (", or push without --private" if "private" in said else "")
     told = {
-        400: (f"{hub_host()} refuses the files or the name", "check README.md and the repo's name"),
-        401: (f"{hub_host()} does not accept the token", "set another HF_TOKEN, or run `hf auth login --force`"),
-        402: (f"{hub_host()} wants a payment for this", "free some storage there, or push without --private"),
-        403: (f"{hub_host()} does not let this token write here", f"use a token with write access to {repo}"),
-        413: (f"{hub_host()} finds the upload too large", "see its limits on file size and storage"),
-        429: (f"{hub_host()} refuses more requests for now", f"wait {_tell_wait(error)}"),
+        400: (f"{host} refuses the files or the name", "check README.md and the repo's name"),
+        401: (f"{host} does not accept the token", "set another HF_TOKEN, or run `hf auth login --force`"),
+        402: (f"{host} wants a payment for this", room),
+        403: (f"{host} does not let this token write here", f"use a token with write access to {repo}"),
+        413: (f"{host} finds the upload too large", "see its limits on file size and storage"),
+        429: (f"{host} refuses more requests for now", f"wait {_tell_wait(error)}"),
+        451: (f"{host} takes nothing for {repo} for legal reasons", "push to another repo"),
+        507: (f"{host} has no room left for this", room),
     }
-    what, fix = told.get(status, (f"{hub_host()} answered with HTTP status {status}", "check HF_ENDPOINT"))
-    return HubError(what, where=repo, fix=fix)
+    what, fix = told.get(status, (f"{host} answered with HTTP status {status}", "check HF_ENDPOINT"))
+    if status == 403 and re.search("storage|quota|limit|billing|plan", said.lower()):
+        what, fix = f"{host} refuses to write to {repo}", room
+    what += f" ({file})" if file else ""
+    return HubError(f"{what}: {said}" if said else what, where=repo, fix=fix)
 
 
 def _explain_refusal(error: HfHubHTTPError, repo: str, where: str, file: str) -> HubError:
-    host = blame(error, by_name=True).split(" ", 1)[0]  # a large file comes from another one
-    status = error.response.status_code
-    if file and status in (403, 404, 410) and host != hub_host():
-        what = f"{host} refuses {file} of {repo} (HTTP status {status})"
-        return HubError(what, where=where, fix="run again: addresses of large files hold for some time only")
+    from huggingface_hub import get_token
+
+    host = host_of(str(error.response.url))  # a large file comes from another one
+    status, said = error.response.status_code, _quote_reason(error)
+    if is_lapsed(error.response):
+        what = f"{host} refuses {file or 'a file'} of {repo} (HTTP status {status}), at fresh addresses too"
+        fix = "check whether a proxy or firewall forbids it, and run again later"
+        return HubError(what, where=where, fix=fix)
+    if _is_disabled(error):
+        return _disabled(where, said)
+    other = "set HF_TOKEN or run `hf auth login`" if get_token() is None else "use a token that may read this repo"
     fixes = {
-        401: (f"{hub_host()} does not accept the token", "set another HF_TOKEN, or run `hf auth login --force`"),
-        403: (f"{hub_host()} refuses access with this token", "use a token that may read this repo"),
+        401: (f"{host} does not accept the token", "set another HF_TOKEN, or run `hf auth login --force`"),
+        402: (f"{host} wants a payment for {file or repo}", "look at the repo's page and at your plan"),
+        403: (f"{host} refuses access to {file or repo}", f"look at the repo's page, or {other}" if said else other),
         429: (f"{host} refuses more requests for now", f"wait {_tell_wait(error)} and run again"),
+        451: (f"{host} may not hand {file or repo} out for legal reasons", "use another repo"),
     }
     odd = f"{host} answered with HTTP status {status}{_about(repo, file)}"
     what, fix = fixes.get(status, (odd, "check HF_ENDPOINT, and try later"))
-    return HubError(what, where=where, fix=fix)
+    return HubError(f"{what}: {said}" if said else what, where=where, fix=fix)
+
+
+def _quote_reason(error: HfHubHTTPError) -> str:
+    """What the Hub says of a refusal, short and inert; empty where it says nothing, or another host refuses."""
+    if not is_hub(host_of(str(error.response.url))):
+        return ""
+    text = error.response.headers.get("X-Error-Message", "")
+    text = " ".join(visible(name_hosts(redact(text))).split()).rstrip(".")
+    return text if len(text) <= LONGEST_REASON else text[: LONGEST_REASON - 3].rstrip() + "..."
+
+
+def _is_disabled(error: HfHubHTTPError) -> bool:
+    """Whether the Hub has closed the repo to everybody."""
+    from huggingface_hub.errors import DisabledRepoError
+
+    text = error.response.headers.get("X-Error-Message", "").lower()
+    return isinstance(error, DisabledRepoError) or (
+        error.response.status_code == 403 and "disabled" in text and ("access" in text or "repo" in text)
+    )
+
+
+def _disabled(where: str, said: str) -> HubError:
+    """The error of a repo that the Hub has closed to everybody."""
+    repo = where.partition("@")[0]
+    what = f"{repo} is disabled on {hub_host()}"
+    fix = "use another repo; what the reason is, its page or its owner may say"
+    return HubError(f"{what}: {said}" if said else what, where=where, fix=fix)
 
 
 def _tell_wait(error: HfHubHTTPError) -> str:

@@ -16,6 +16,7 @@ from featcal_cli.adapter import ADAPTER_CONFIG, is_adapter, split_adapter
 from featcal_cli.address import existing_path, looks_like_path, split_revision
 from featcal_cli.documents import show
 from featcal_cli.errors import HubError
+from featcal_cli.patience import is_lapsed
 from featcal_cli.readme import Card, read_card
 from featcal_cli.references import UnusableError, find, locate, same_repo
 from featcal_cli.repo import Kind, Repo
@@ -179,7 +180,7 @@ def is_gone(error: HubError, reference: str) -> bool:
         if isinstance(cause, (RepositoryNotFoundError, RevisionNotFoundError, DisabledRepoError)):
             return True
         if isinstance(cause, HfHubHTTPError) and cause.response.status_code in (403, 410, 451):
-            return True
+            return not is_lapsed(cause.response)
         cause = cause.__cause__
     return looks_like_path(reference) and existing_path(reference) is None
 

@@ -8,9 +8,11 @@ from datetime import datetime, timezone
 from email.utils import parsedate_to_datetime
 from typing import Any, TypeVar
 
-from featcal_cli.waiting import announce, blame, root_of
+from featcal_cli.waiting import announce, blame, blame_answer, host_of, is_hub, root_of
 
 Result = TypeVar("Result")
+Judge = Callable[[BaseException, float], "float | None"]
+"""Seconds after which another try may succeed, given an error and the usual pause; None where it would not."""
 
 TIMEOUT = 20.0
 """Seconds for a request that huggingface_hub would wait for without end."""
@@ -25,6 +27,8 @@ SLOWEST = 1000.0
 """Bytes a second; an answer that comes more slowly for LONGEST_CRAWL has stopped, whatever still trickles."""
 LONGEST_CRAWL = 60.0
 """Seconds."""
+LAPSED = (401, 403, 404, 410)
+"""What a host of large files answers to an address that held for some time only."""
 
 
 def unreachable(error: BaseException | None) -> bool:
@@ -32,26 +36,43 @@ def unreachable(error: BaseException | None) -> bool:
     from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
     from huggingface_hub.utils import httpx  # type: ignore[attr-defined]  # whichever of httpx and httpx2 it uses
 
-    down = isinstance(error, HfHubHTTPError) and error.response.status_code >= 500
+    # 507, no room left, does not pass
+    down = isinstance(error, HfHubHTTPError) and error.response.status_code >= 500 and error.response.status_code != 507
     # another thread of the client has closed the connection that this one was about to use
     closed = type(error) is RuntimeError and "client has been closed" in str(error)
     return down or closed or isinstance(error, (httpx.RequestError, OfflineModeIsEnabled))
 
 
-def patiently(ask: Callable[[], Result]) -> Result:
-    """What `ask` returns, tried again while the Hub is busy or fails to answer, which is announced. `ask` must be safe
-    to repeat."""
+def patiently(ask: Callable[[], Result], judge: Judge | None = None) -> Result:
+    """What `ask` returns, tried again while the Hub is busy or fails to answer (or `judge` finds it worth it), which is
+    announced. `ask` must be safe to repeat."""
     for number in range(TRIES):
         limit_waiting()
         try:
             return ask()
         except Exception as error:
-            pause = worth_waiting(error, PAUSE * 2**number)
+            pause = (judge or worth_waiting)(error, PAUSE * 2**number)
             if pause is None or number == TRIES - 1:
                 raise
             announce(blame(error), pause)
             time.sleep(pause)
     raise AssertionError("the last try returned or raised")
+
+
+def worth_renewing(error: BaseException, pause: float) -> float | None:
+    """`pause` where another host than the Hub refused an address that the Hub gave out: a fresh one may be let in. None
+    where that is not so, or the client has tried it already."""
+    from huggingface_hub.errors import HfHubHTTPError
+
+    error = root_of(error)
+    lapsed = isinstance(error, HfHubHTTPError) and is_lapsed(error.response) and not error.response.history
+    return pause if lapsed else None
+
+
+def is_lapsed(response: Any) -> bool:
+    """Whether another host than the Hub refuses, which knows nothing of the user's token."""
+    elsewhere = not is_hub(host_of(str(response.url)))
+    return elsewhere and response.status_code in LAPSED and "X-Error-Code" not in response.headers
 
 
 def worth_waiting(error: BaseException, pause: float) -> float | None:
@@ -65,7 +86,10 @@ def worth_waiting(error: BaseException, pause: float) -> float | None:
         pause = max(pause, asked_pause(error.response) or 0)
         # 416: an answer that broke off and cannot be continued can be asked for again
         again = (
-            error.response.status_code in (408, 416, 429) or unreachable(error) or is_passing_conflict(error.response)
+            error.response.status_code in (408, 416, 429)
+            or unreachable(error)
+            or is_passing_conflict(error.response)
+            or worth_renewing(error, pause) is not None
         )
         return pause if again and pause <= LONGEST_PAUSE and not is_offline_mode() else None
     if isinstance(error, (httpx.TooManyRedirects, httpx.UnsupportedProtocol)) or is_offline_mode():
@@ -105,6 +129,21 @@ def is_conflict(error: BaseException) -> bool:
     return isinstance(error, HfHubHTTPError) and error.response.status_code in (409, 412)
 
 
+def is_unclear(error: BaseException) -> bool:
+    """Whether what was asked for may have been done although the client saw an error."""
+    from huggingface_hub.errors import HfHubHTTPError
+
+    return not isinstance(error, HfHubHTTPError) or error.response.status_code >= 500
+
+
+def is_late(error: BaseException) -> bool:
+    """Whether what was asked for may yet be done by a Hub that did not answer in time."""
+    from huggingface_hub.errors import HfHubHTTPError
+
+    gateway = isinstance(error, HfHubHTTPError) and error.response.status_code in (502, 504)
+    return gateway or is_timeout(error)
+
+
 def is_timeout(error: BaseException) -> bool:
     """Whether nobody answered in time, so that what was asked for may yet be done."""
     from huggingface_hub.utils import httpx  # type: ignore[attr-defined]  # whichever of httpx and httpx2 it uses
@@ -127,10 +166,29 @@ def limit_waiting() -> None:
         hooks = client.event_hooks
         hooks["request"].append(_add_timeout)
         hooks["response"].append(_limit_answer)
+        _renew_addresses(client)
         return client
 
     make_limited.limits_waiting = True  # type: ignore[attr-defined]
     set_client_factory(make_limited)
+
+
+def _renew_addresses(client: Any) -> None:
+    """Let a client ask the Hub again where it led to another host that refuses. Readers of datasets follow the Hub's
+    addresses by themselves, and take a refusal for the last word."""
+
+    def send(request: Any, **options: Any) -> Any:
+        for number in range(TRIES):
+            response = type(client).send(client, request, **options)
+            led = response.history and request.method in ("GET", "HEAD") and is_lapsed(response)
+            if not led or number == TRIES - 1:
+                return response
+            response.close()
+            announce(blame_answer(response), PAUSE * 2**number)
+            time.sleep(PAUSE * 2**number)
+        raise AssertionError("the last try returned")
+
+    client.send = send
 
 
 def _add_timeout(request: Any) -> None:

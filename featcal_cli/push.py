@@ -11,10 +11,21 @@ from featcal_cli.account import check_namespace, check_role, read_account
 from featcal_cli.download import Watch
 from featcal_cli.errors import HubError
 from featcal_cli.hub_errors import ODD, explained_writing, gone, hub_page
-from featcal_cli.patience import PAUSE, TRIES, is_conflict, is_timeout, limit_waiting, patiently, worth_waiting
+from featcal_cli.patience import (
+    PAUSE,
+    TRIES,
+    is_conflict,
+    is_late,
+    is_timeout,
+    is_unclear,
+    limit_waiting,
+    patiently,
+    worth_renewing,
+    worth_waiting,
+)
 from featcal_cli.remote import Head, differences, read_commit, read_folder, read_head
 from featcal_cli.upload import counted_additions, is_xet_failure, without_xet, xet_told
-from featcal_cli.waiting import announce, blame, hub_host, root_of
+from featcal_cli.waiting import address_of, announce, blame, hub_host, root_of
 
 if TYPE_CHECKING:
     from huggingface_hub import CommitOperationAdd
@@ -94,7 +105,8 @@ def push(folder: Path, target: Target, *, message: str, watch: Watch | None = No
         left = attempt.take_back() if attempt else ""
         if not isinstance(error, HubError):
             raise
-        on = f"the finished model is in {folder}, and the same command again pushes it"
+        on = attempt.describe_commit() if attempt else ""
+        on = on or f"the finished model is in {folder}, and the same command again pushes it"
         raise HubError(error.what, where=error.where, fix=f"{error.fix}; {left}{on}") from error
 
 
@@ -108,6 +120,10 @@ class _Push:
         self._files = read_folder(folder)
         self._created: Literal["", "perhaps", "surely"] = ""
         """Whether this push created the repo, and has not committed to it."""
+        self._sent: Literal["", "perhaps", "surely"] = ""
+        """Whether our commit is on the Hub, as far as is known."""
+        self._late = False
+        """Whether it may yet arrive there."""
         self._api = HfApi()
 
     def run(self) -> Pushed:
@@ -122,6 +138,7 @@ class _Push:
         if wrong := differences(self._files, read_commit(repo_id, pushed.commit)):
             what = f"{repo_id} holds something else than what was pushed: {', '.join(wrong[:5])}"
             fix = f"do not use commit {pushed.commit}, and push with --overwrite-repo"
+            self._sent = ""
             raise HubError(what, where=pushed.url, fix=fix)
         return pushed
 
@@ -160,11 +177,16 @@ class _Push:
 
         if not self._created:
             return ""
-        repo_id = self._target.repo_id
+        repo_id, page = self._target.repo_id, hub_page(self._target.repo_id)
         try:
             info = self._api.model_info(repo_id)
             if not {file.rfilename for file in info.siblings or ()} <= EMPTY:
                 return ""
+            self._sent = "perhaps" if self._late else ""
+            if self._late:
+                return ""
+            if self._created == "surely" and (kept := self._find_others_work()):
+                return f"the repo that was created for it is left at {page}, as somebody has put {kept} into it; "
             if self._created == "surely":
                 self._api.delete_repo(repo_id)
                 return "the empty repo that was created for it is deleted again; "
@@ -172,7 +194,32 @@ class _Push:
             return ""
         except Exception as error:  # noqa: BLE001  # what went wrong before is what is to be told
             announce(f"{repo_id} cannot be deleted: {blame(error)}")
-        return f"an empty repo may be left at {hub_page(repo_id)}; "
+        if self._sent:
+            return ""
+        return f"an empty repo may be left at {page}; "
+
+    def _find_others_work(self) -> str:
+        """What the repo holds besides its first commit and the empty files of main; empty for nothing."""
+        repo_id = self._target.repo_id
+        refs = self._api.list_repo_refs(repo_id, include_pull_requests=True)
+        if [branch.name for branch in refs.branches] not in ([], ["main"]):
+            return "a branch"
+        if refs.tags or refs.converts:
+            return "a tag"
+        if refs.pull_requests or next(iter(self._api.get_repo_discussions(repo_id)), None):
+            return "a discussion or a pull request"
+        return "a commit" if len(self._api.list_repo_commits(repo_id)) > 1 else ""
+
+    def describe_commit(self) -> str:
+        """What is to be said of our commit after a failure, and what finds out more; empty where there is none."""
+        if not self._sent:
+            return ""
+        made = "pull request" if self._target.create_pr else "commit"
+        place, again = hub_page(self._target.repo_id), "the same command again"
+        known = f"may be at {place} all the same: {again} finds out and goes on from there"
+        if self._sent == "surely":
+            known = f"is at {place} already, and {again} reads it back"
+        return f"the {made} {known}; the finished model is in {self._folder} too"
 
     def _create(self) -> Head:
         """The head of the new repo."""
@@ -214,13 +261,17 @@ class _Push:
         return additions
 
     def _preupload(self, additions: list[CommitOperationAdd]) -> None:
-        self._api.preupload_lfs_files(
-            self._target.repo_id,
-            additions,
-            create_pr=self._target.create_pr,
-            free_memory=False,
-            gitignore_content=KEEP_ALL,
-        )
+        def preupload() -> None:
+            self._api.preupload_lfs_files(
+                self._target.repo_id,
+                additions,
+                create_pr=self._target.create_pr,
+                free_memory=False,
+                gitignore_content=KEEP_ALL,
+            )
+
+        # the client tries again what passes, but at the same address
+        patiently(preupload, worth_renewing)
 
     def _commit(self, head: Head, additions: list[CommitOperationAdd]) -> Pushed:
         """Commit once on top of `head`, and only there."""
@@ -229,6 +280,7 @@ class _Push:
         deletions = [CommitOperationDelete(path) for path in head.stale(self._files)]
         for number in range(TRIES):
             limit_waiting()  # after a failed connection the client is a new one
+            before, self._sent = self._sent, "perhaps"
             try:
                 done = self._api.create_commit(
                     self._target.repo_id,
@@ -238,13 +290,15 @@ class _Push:
                     parent_commit=head.commit,
                 )
             except Exception as error:
+                if not _may_be_done(error):
+                    self._sent = before
                 if found := self._find_after(error, PAUSE * 2**number):
-                    self._created = ""
+                    self._created, self._sent = "", "surely"
                     return found
                 if number == TRIES - 1:
                     raise
             else:
-                self._created = ""
+                self._created, self._sent = "", "surely"
                 page = hub_page(self._target.repo_id)
                 return Pushed(f"{page}/discussions/{done.pr_num}" if done.pr_num else page, done.oid, done.pr_num)
         raise AssertionError("the last try returned or raised")
@@ -255,21 +309,31 @@ class _Push:
         Raises the error where trying again would do harm, or would not help.
         """
         wait = pause if is_conflict(error) else worth_waiting(error, pause)
-        if wait is None:
+        if wait is None and not _may_be_done(error):
             raise error
+        self._late = _may_be_done(error) and is_late(error)
         # what timed out may yet be carried out: a second commit is then a conflict, but a second pull request is not
         final = is_conflict(error) or (is_timeout(error) and self._target.create_pr)
         for number in range(TRIES if final else 1):
-            announce(blame(error), wait * 2**number)
-            time.sleep(wait * 2**number)
-            found, head = self._look()
-            if found:
-                return found
+            if wait is not None:
+                announce(blame(error), wait * 2**number)
+                time.sleep(wait * 2**number)
+            pushed, head = self._look()
+            if pushed:
+                return pushed
+            if not self._late:
+                self._sent = ""
             if head is None:
                 raise gone(self._target.repo_id) from error
-        if final:
+        if final or wait is None:
             raise error
         return None
+
+
+def _may_be_done(error: BaseException) -> bool:
+    """Whether a commit may have been made although the client saw an error."""
+    address = address_of(error)
+    return is_unclear(error) and (not address or "/commit/" in address)  # what is asked before it, changes nothing
 
 
 def _check_name(repo_id: str) -> None:

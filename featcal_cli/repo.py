@@ -89,7 +89,7 @@ class Repo:
             with file.open("rb") as stream:
                 stream.seek(start)
                 return stream.read(stop - start)
-        with explained(self.name, self.commit or "", self.kind):
+        with explained(self.name, self.commit or "", self.kind, file=path):
             return patiently(lambda: self._fetch_range(path, start, stop))
 
     def fetch_text(self, path: str) -> Path:
@@ -101,7 +101,7 @@ class Repo:
             raise HubError(what, where=self.name, fix="use another repo or revision")
         from huggingface_hub import hf_hub_download
 
-        with explained(self.name, self.commit or "", self.kind):
+        with explained(self.name, self.commit or "", self.kind, file=path):
             found = patiently(lambda: hf_hub_download(self.name, path, revision=self.commit, repo_type=self.kind))
         return Path(found)
 

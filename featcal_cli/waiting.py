@@ -49,9 +49,9 @@ def blame(error: BaseException, *, by_name: bool = False) -> str:
     from huggingface_hub.utils import httpx  # type: ignore[attr-defined]  # whichever of httpx and httpx2 it uses
 
     error = root_of(error)
-    who = _name_host(_address_of(error), by_name)
     if isinstance(error, HfHubHTTPError):
-        return f"{who} {_describe_status(error.response.status_code)}"
+        return blame_answer(error.response, by_name=by_name)
+    who = _name_host(address_of(error), by_name)
     kind = type(error).__name__
     if isinstance(error, (httpx.ConnectError, httpx.ConnectTimeout, httpx.ProxyError, httpx.UnsupportedProtocol)):
         return f"{who} cannot be reached ({kind})"
@@ -66,6 +66,11 @@ def blame(error: BaseException, *, by_name: bool = False) -> str:
     return f"{who} cannot be reached ({kind})"
 
 
+def blame_answer(response: Any, *, by_name: bool = False) -> str:
+    """The same of an answer that refuses."""
+    return f"{_name_host(str(response.url), by_name)} {_describe_status(response.status_code)}"
+
+
 def hub_host() -> str:
     """The Hub's address without a user name or password."""
     from huggingface_hub import constants
@@ -73,15 +78,38 @@ def hub_host() -> str:
     return urlsplit(constants.ENDPOINT).netloc.rpartition("@")[2]
 
 
+def host_of(address: str) -> str:
+    """The host of an address, with its port; the Hub's, where the address has none."""
+    return urlsplit(address).netloc.rpartition("@")[2] or hub_host()
+
+
+def is_hub(host: str) -> bool:
+    """Whether a host, with its port, is the Hub's, however that was written."""
+
+    def plain(name: str) -> str:
+        return name.lower().removesuffix(":443").removesuffix(":80")
+
+    return plain(host) == plain(hub_host())
+
+
+def name_hosts(text: str) -> str:
+    """The text with hosts in place of addresses."""
+    return _ADDRESS.sub(lambda address: host_of(address[0]), text)
+
+
 def _describe_status(status: int) -> str:
     if status == 429:
         return "refuses more requests for now (429)"
     if status in (502, 503, 504):
         return f"is busy ({status})"
+    if status == 507:
+        return "has no room left (507)"
+    if status == 511:
+        return "cannot be asked before a login to this network (511)"
     return f"failed ({status})" if status >= 500 else f"refused ({status})"
 
 
-def _address_of(error: Any) -> str:
+def address_of(error: Any) -> str:
     """The address of the request that failed; empty where the error does not tell."""
     answer = getattr(error, "response", None)
     try:
@@ -91,8 +119,8 @@ def _address_of(error: Any) -> str:
 
 
 def _name_host(address: str, by_name: bool) -> str:
-    host = urlsplit(address).netloc.rpartition("@")[2] or hub_host()
-    return "the Hub" if host == hub_host() and not by_name else host
+    host = host_of(address)
+    return "the Hub" if is_hub(host) and not by_name else host
 
 
 @contextmanager
@@ -139,7 +167,7 @@ class _Ear(logging.Filter):
         elif match := _USES_CACHE.search(text):
             self._say(f"the Hub cannot be asked for {match['repo']}: using the commit that was seen last", 60.0)
         elif not _GIVES_UP.search(text):  # the error that then comes says more
-            record.msg, record.args = _ADDRESS.sub(lambda found: _name_host(found[0], True), text), ()
+            record.msg, record.args = name_hosts(text), ()
             return True
         return False
 

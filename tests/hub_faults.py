@@ -25,6 +25,7 @@ READS = {
     "paths": Kind("POST", "^/api/.+/paths-info/"),
     "refs": Kind("GET", "^/api/.+/refs$"),
     "discussions": Kind("GET", "^/api/.+/discussions$"),
+    "commits": Kind("GET", "^/api/.+/commits/"),
     "file head": Kind("HEAD", "/resolve/"),
     "file": Kind("GET", "/resolve/"),
     "large file": Kind("GET", "^/cdn/"),
@@ -51,6 +52,8 @@ class Fault:
 
     status: int = 0
     """Answered in place of what was asked for; 0: the answer is the usual one."""
+    message: str = "this is a fault"
+    """What such an answer says."""
     retry_after: int | None = None
     """Seconds, in the header of that name."""
     carried_out: bool = True

@@ -186,6 +186,7 @@ class HubServer:
             ("GET", rf"{api}/tree/{revision}(?:/(?P<folder>.*))?", self._tree),
             ("POST", f"{api}/paths-info/{revision}", self._paths),
             ("GET", f"{api}/refs", self._refs),
+            ("GET", f"{api}/commits/{revision}", self._commits),
             ("GET", f"{api}/discussions", self._discussions),
             ("GET HEAD", f"/(?:(?P<kind>dataset)s/)?{name}/resolve/{revision}/(?P<path>.+)", self._file),
             ("GET", api, self._info),
@@ -305,11 +306,23 @@ class HubServer:
                 {"name": name, "ref": f"refs/heads/{name}", "targetCommit": sha} for name, sha in heads.items()
             ],
             "converts": [],
-            "tags": [],
+            "tags": [
+                {"name": name.removeprefix("refs/tags/"), "ref": name, "targetCommit": sha}
+                for name, sha in repo.refs.items()
+                if name.startswith("refs/tags/")
+            ],
         }
         if call.query.get("include_prs"):
             content["pullRequests"] = [{"name": name, "ref": name, "targetCommit": sha} for name, sha in pulls.items()]
         return to_json(content)
+
+    def _commits(self, call: Call) -> Answer:
+        repo, commit = self.open(call)
+        parents = {made.sha: made for made in repo.log}
+        listed = [commit]
+        while listed[-1] in parents:
+            listed.append(parents[listed[-1]].parent)
+        return to_json([{"id": sha, "title": "a commit", "message": "", "authors": [], "date": DATE} for sha in listed])
 
     def _discussions(self, call: Call) -> Answer:
         repo, _commit = self.open(call)
@@ -427,7 +440,7 @@ class _Handler(BaseHTTPRequestHandler):
             fault.action()
         answer = self.server.hub.answer(self.command, self.path, headers, body) if fault.carried_out else Answer()
         if fault.status:
-            answer = refuse(fault.status, "this is a fault")
+            answer = refuse(fault.status, fault.message)
             answer.headers |= {} if fault.retry_after is None else {"Retry-After": str(fault.retry_after)}
         if fault.body is not None:
             answer = Answer(fault.status or 200, fault.body, {"Content-Type": "text/html"})

@@ -26,6 +26,7 @@ from safetensors.torch import load_file, save_file
 from featcal_cli.download import download
 from featcal_cli.errors import HubError
 from featcal_cli.hub import Snapshot, resolve, resolve_config
+from featcal_cli.library import is_gone
 from featcal_cli.repo import open_repo
 from featcal_cli.waiting import heard
 
@@ -591,6 +592,52 @@ def test_waiting_is_announced(
     with heard(said.append):
         resolve(name)
     assert [re.sub("localhost:[0-9]+", "CDN", text) for text in said] == [waited]
+
+
+@pytest.mark.parametrize("status", [401, 403, 404, 410])
+def test_an_address_of_a_large_file_that_holds_no_more_is_asked_for_again(
+    hub: HubServer, folder: Path, monkeypatch: pytest.MonkeyPatch, status: int
+) -> None:
+    monkeypatch.setattr("time.sleep", lambda _: None)
+    name = f"user/lapsed-{status}"
+    hub.add_repo(name, folder)
+    hub.fail("large file", Fault(status=status, carried_out=False), times=2)
+    assert_equal(loaded(resolve(name)), tensors())
+    repo = open_repo(name)
+    shutil.rmtree(constants.HF_HUB_CACHE)
+    asked = len([1 for request in hub.requests if "/resolve/" in request.path])
+    hub.fail("large file", Fault(status=status, carried_out=False), times=3)
+    assert repo.read_bytes("model.safetensors", 0, 8) == (folder / "model.safetensors").read_bytes()[:8]
+    assert len([1 for request in hub.requests if "/resolve/" in request.path]) == asked + 4
+    hub.fail("large file", Fault(status=status, carried_out=False), times=None)
+    with pytest.raises(HubError) as caught:
+        repo.read_bytes("model.safetensors", 0, 8)
+    assert re.search(rf"localhost:\d+ refuses model.safetensors of {name} .HTTP status {status}.", caught.value.what)
+    assert "token" not in str(caught.value) and not is_gone(caught.value, name)
+
+
+REFUSALS: dict[str, tuple[str, Fault, str, str]] = {
+    "disabled": (
+        "model info", Fault(status=403, message="Access to this resource is disabled."), "{} is disabled", "another"
+    ),
+    "rights": ("model info", Fault(status=403, message="Ask\x07 http://h.test/?key=1"), "to .*: Ask. h.test", "page"),
+    "nothing": ("model info", Fault(status=403, message=""), "refuses access to user/{}\n", "set HF_TOKEN"),
+    "payment": ("file head", Fault(status=402, message="Upgrade"), "wants a payment for .*: Upgrade", "plan"),
+    "law": ("file head", Fault(status=451, message="x" * 999), "not hand .* for legal reasons: x{{50,}}...", "use"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+def test_what_the_hub_says_of_a_refusal_is_passed_on_short_and_inert(
+    hub: HubServer, folder: Path, monkeypatch: pytest.MonkeyPatch, case: str
+) -> None:
+    monkeypatch.setattr("time.sleep", lambda _: None)
+    kind, fault, told, fix = REFUSALS[case]
+    hub.add_repo(f"user/{case}", folder)
+    hub.fail(kind, replace(fault, carried_out=False), times=None)
+    message = refusal(f"user/{case}")
+    assert re.search(told.format(case), message) and fix in message.partition("fix: ")[2], message
+    assert "\x07" not in message and "key=1" not in message and len(message) < 500
 
 
 # Pickled weights

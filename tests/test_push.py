@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -18,6 +19,7 @@ import torch
 from egress import watch_egress
 from hub_faults import FAULTS, WRITES, Fault
 from hub_server import HubServer
+from hub_store import Commit
 from huggingface_hub import constants
 from safetensors.torch import save_file
 
@@ -352,6 +354,119 @@ def test_a_repo_that_is_not_surely_ours_and_empty_is_not_deleted(hub: HubServer,
     hub.fail("commit", Fault(action=lambda: hub.add_repo("alice/raced", other), status=403, carried_out=False))
     assert "empty" not in refusal(lambda: push(folder, aim("alice/raced"), message="m"))
     assert {name for _, name in hub.repos} == {f"alice/{name}" for name in ("kept", "perhaps", "old", "raced")}
+
+
+@pytest.mark.usefixtures("alice")
+@pytest.mark.parametrize("theirs", ["branch", "tag", "pull request", "commit", "unknown"])
+def test_a_new_repo_into_which_somebody_has_put_something_is_not_deleted(
+    hub: HubServer, folder: Path, tmp_path: Path, theirs: str
+) -> None:
+    name = f"alice/{theirs.replace(' ', '-')}"
+
+    def put() -> None:
+        repo = hub.repos["model", name]
+        if theirs in ("branch", "tag"):
+            hub.add_repo(name, model(tmp_path / "theirs"), revision="dev" if theirs == "branch" else "refs/tags/v1")
+        elif theirs == "pull request":
+            hub.add_pull_request(name, model(tmp_path / "theirs"), author="bob")
+        elif theirs == "commit":  # put into main, and taken out again
+            repo.log.append(Commit(repo.refs["main"], "0" * 40, "main", "theirs", "bob"))
+
+    if theirs == "unknown":
+        hub.fail("commits", "500", times=None)
+    hub.fail("batch", Fault(status=403, carried_out=False, action=put))
+    message = refusal(lambda: push(folder, aim(name), message="m"))
+    assert ("model", name) in hub.repos and "deleted again" not in message
+    left = "an empty repo may be left" if theirs == "unknown" else "somebody has put a " + theirs.rpartition(" ")[2]
+    assert left in message.replace("a discussion or a pull request", "a request")
+    assert "DELETE" not in {request.method for request in hub.requests}
+
+
+@pytest.mark.usefixtures("alice")
+@pytest.mark.parametrize("place", ["new", "old", "pull request"])
+def test_a_commit_that_may_have_arrived_is_told_and_found_by_the_next_push(
+    hub: HubServer, folder: Path, place: str
+) -> None:
+    name = f"alice/lost-{place.replace(' ', '-')}"
+    if place != "new":
+        hub.add_repo(name, folder / "extra")
+
+    def break_down() -> None:
+        hub.fail("GET", "500", times=None)
+        hub.fail("POST", "500", times=None)
+
+    hub.fail("commit", Fault(share=0.0, reset=True, action=break_down))
+    message = refusal(lambda: push(folder, aim(name, create_pr=place == "pull request"), message="m"))
+    made = "pull request" if place == "pull request" else "commit"
+    assert f"the {made} may be at {hub.url}/{name} all the same" in message
+    assert "empty repo" not in message and str(folder) in message
+    hub.faults.clear()
+    again = check_target(name, private=False, create_pr=place == "pull request", overwrite_repo=False, finished=folder)
+    pushed = push(folder, again, message="m")
+    assert [commit.sha for commit in hub.repos["model", name].log] == [pushed.commit]
+
+
+@pytest.mark.usefixtures("alice")
+def test_a_commit_that_cannot_be_read_back_is_not_said_to_be_missing(hub: HubServer, folder: Path) -> None:
+    hub.fail("commit", Fault(action=lambda: hub.fail("model tree", "500", times=None)))
+    message = refusal(lambda: push(folder, aim("alice/unread"), message="m"))
+    assert f"the commit is at {hub.url}/alice/unread already, and the same command again reads it back" in message
+    hub.faults.clear()
+    again = check_target("alice/unread", private=False, create_pr=False, overwrite_repo=False, finished=folder)
+    push(folder, again, message="m")
+    assert commits(hub, "alice/unread") == 1
+
+
+@pytest.mark.usefixtures("alice")
+def test_a_commit_whose_answer_is_no_hubs_is_found_at_once(hub: HubServer, folder: Path) -> None:
+    hub.fail("commit", Fault(body=b"<html>"))
+    pushed = push(folder, aim("alice/page"), message="m")
+    assert [commit.sha for commit in hub.repos["model", "alice/page"].log] == [pushed.commit]
+
+
+@pytest.mark.usefixtures("alice")
+@pytest.mark.parametrize("status", [401, 403, 410])
+@pytest.mark.parametrize("kind", ["upload", "upload part"])
+def test_an_upload_that_comes_too_late_for_its_address_gets_another_one(
+    hub: HubServer, folder: Path, kind: str, status: int
+) -> None:
+    hub.uploads.part_size = 30_000 if kind == "upload part" else hub.uploads.part_size
+    hub.fail(kind, Fault(status=status, carried_out=False))
+    push(folder, aim(f"alice/late-{status}"), message="m")
+    assert stored(hub, f"alice/late-{status}") == visible(folder)
+    hub.fail(kind, Fault(status=status, carried_out=False), times=None)
+    message = refusal(lambda: push(folder, aim(f"alice/never-{status}"), message="m"))
+    assert re.search(rf"localhost:\d+ does not take \S+ of alice/never-{status} .HTTP status {status}.", message)
+    assert "token" not in message and ("model", f"alice/never-{status}") not in hub.repos
+
+
+SAID: dict[str, tuple[str, int, str, str, str]] = {
+    "storage": ("create", 403, "You reached your private storage limit.", "private storage limit", "free some storage"),
+    "payment": ("commit", 402, "Upgrade your plan", "wants a payment for this: Upgrade your plan", "free some storage"),
+    "disabled": ("preupload", 403, "Access to this resource is disabled.", "alice/{} is disabled on", "another repo"),
+    "law": ("commit", 451, "Not here", "for legal reasons: Not here", "push to another repo"),
+    "room": ("upload", 507, "", "localhost:.* has no room left for this", "free some storage"),
+    "size": ("upload", 413, "", "localhost:.* finds the upload too large", "see its limits"),
+    "rights": (
+        "create",
+        403,
+        "You may not \x1b[31mdo \u202e this",
+        "does not let this token write .*may not .*do",
+        "write access",
+    ),
+}
+
+
+@pytest.mark.usefixtures("alice")
+@pytest.mark.parametrize("case", SAID)
+def test_what_the_hub_says_of_a_refusal_is_passed_on(hub: HubServer, folder: Path, case: str) -> None:
+    kind, status, said, told, fix = SAID[case]
+    header = said.encode().decode("latin-1")
+    hub.fail(kind, Fault(status=status, message=header, carried_out=False), times=None)
+    message = refusal(lambda: push(folder, aim(f"alice/{case}"), message="m"))
+    assert re.search(told.format(case), message) and fix in message, message
+    assert "\x1b" not in message and "\u202e" not in message
+    assert not hub.repos
 
 
 @pytest.mark.usefixtures("alice")
