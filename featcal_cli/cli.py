@@ -176,11 +176,11 @@ def calibrate(
             if result.report.accuracy:
                 show_scores(result.report.accuracy, OUT, limited=False)
             show_result(result.output, result.pushed, hints=not quiet)
+        if strict:
+            check_grown(result.report, result.output)
         if not push_anyway:
             check_pushable(result.report, result.output, draft.output.push_to)
         warn_of_growth(result.report)
-        if strict:
-            check_grown(result.report, result.output)
 
 
 @app.command("inspect-drift")
