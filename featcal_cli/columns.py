@@ -59,6 +59,10 @@ TEXT_NAMES = (
 WORDS_NAMES = ("tokens", "words")
 """Columns with the words of a text, one by one."""
 ANSWER_NAMES = tuple(dict.fromkeys(name for _, name in PROMPT_RESPONSE_NAMES + SOURCE_TARGET_NAMES))
+QUESTION_NAMES = ("prompt", "instruction", "question", "query", "problem")
+"""Those of the names of texts that ask for something."""
+NO_ANSWERS = ("rejected", "system", "system_prompt", "title", "source", "context")
+"""Columns of text that no model is to give."""
 
 LOOKED_AT = 1000
 """Characters of a text that tell whether it is one."""
@@ -201,13 +205,18 @@ def _find_text_columns(samples: Samples, kind: TextKind, *, chat: bool, where: s
     raise no_column("text", "text:COLUMN", samples, where)
 
 
-def find_unused_answer(samples: Samples, roles: Mapping[str, str], template: str | None) -> str | None:
-    """A column that is called like answers and holds text, where no answer is read."""
+def find_unused_answer(samples: Samples, roles: Mapping[str, str], data: Data) -> str | None:
+    """A column that may hold the answers, by its name or as further text beside a question, where no answer is read."""
     if {"response", "messages"} & roles.keys():
         return None
-    used = {*roles.values(), *template_fields(template or "")}
-    likely = (name for name in samples if _bare_name(name) in ANSWER_NAMES and name not in used)
-    return next((name for name in likely if any(map(answer_of, samples[name]))), None)
+    used = {*roles.values(), *template_fields(data.template or "")}
+    further = [name for name in samples if name not in used and any(map(answer_of, samples[name]))]
+    likely = [name for name in further if _bare_name(name) in ANSWER_NAMES]
+    text = _bare_name(roles.get("text", ""))
+    asks = "text_pair" not in roles and (text in QUESTION_NAMES or text not in TEXT_NAMES)
+    if asks and not data.columns and not data.template:
+        likely += [name for name in further if _bare_name(name) not in NO_ANSWERS and _looks_natural(samples[name])]
+    return next(iter(likely), None)
 
 
 def answer_of(value: Any) -> str | None:

@@ -226,7 +226,9 @@ def _refuse_task(case: Case, task: str, names: Sequence[str], statement: Stateme
     others = f"those left are {enumerate_names(names)}" if names else "none is left"
     what = f"no expert of {case.merged} is for the task {task}: {others}"
     command = write_command(case.draft, [("--expert", f"{task}=REPO")])
-    raise LineageError(what, where=statement.source, fix=f"name the data by one of these tasks, or type {command}")
+    raise LineageError(
+        what, where=statement.source, fix=f"name the data by one of these tasks, or fill in REPO and type: {command}"
+    )
 
 
 def _leave_out(case: Case, experts: Experts) -> dict[str, Found]:

@@ -165,7 +165,7 @@ def open_text(data: Data, samples: Samples, model: PreTrainedModel, folders: Seq
         used += f", its turns joined by line breaks as {why}"
     if kind == "encoder-decoder" and not {"response", "messages"} & roles.keys():
         used += ", no target for the decoder"
-    if kind != "encoder" and (unused := find_unused_answer(samples, roles, data.template)):
+    if kind != "encoder" and (unused := find_unused_answer(samples, roles, data)):
         asked = roles.get("text", "COLUMN")
         form = name_columns(where, f"prompt:{asked},response:{unused}")
         used += f"; {unused}, which may be the answer, is not read: to have it read, type {form}"

@@ -1063,6 +1063,28 @@ def test_an_answer_that_is_not_read_is_named_with_what_to_type(
     assert "is not read" not in " ".join(load(one(tmp_path, row, template="{answer} w3"), llama, text_folder).notes)
 
 
+@pytest.mark.parametrize(
+    ("row", "named"),
+    [
+        ({"question": "w1 w3", "explanation": "w2 w4"}, "explanation"),
+        ({"foo": "w1 w3", "bar": "w2 w4"}, "bar"),
+        ({"question": "w1 w3", "label": "yes", "id": "7"}, None),
+        ({"text": "w1 w3", "author": "w2 w4"}, None),
+        ({"chosen": "w1 w3", "rejected": "w2 w4"}, None),
+        ({"premise": "w1 w3", "hypothesis": "w2 w4", "why": "w1 w5"}, None),
+    ],
+)
+def test_further_text_beside_a_question_may_be_its_answer(
+    row: dict[str, Any], named: str | None, tmp_path: Path, llama: Any, text_folder: Path
+) -> None:
+    notes = " ".join(load(one(tmp_path, row), llama, text_folder).notes)
+    assert ("is not read" in notes) is (named is not None)
+    assert named is None or f"{named}, which may be the answer, is not read" in notes
+    first = next(iter(row))
+    said = load(one(tmp_path, row, columns={"text": first}), llama, text_folder)
+    assert "is not read" not in " ".join(said.notes)
+
+
 def test_texts_inside_of_a_column_are_named_for_a_template(tmp_path: Path, t5: Any, text_folder: Path) -> None:
     with pytest.raises(DataError, match=r'template: "\{translation\[de\]\}"'):
         load(one(tmp_path, {"translation": {"de": "w1", "en": "w2"}}), t5, text_folder)
