@@ -24,6 +24,8 @@ MOST_PROBLEMS = 12
 MOST_OPTIONS = 40
 """Beyond them a recipe is easier to write than a command."""
 RECIPE_OPTIONS = ("-r", "--recipe")
+TASK_OPTIONS = ("--expert", "--data", "--split", "--columns")
+"""Options whose values begin with a task."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,9 @@ class OpenQuestionsError(LineageError):
         self.questions = list(questions)
         self._known = tuple(known)
         self._line = _said(draft)
+        tasks = draft.tasks.items()
+        self._named = frozenset(task for task, spec in tasks if all(spec.expert for spec in draft.tasks.values()))
+        """Tasks whose experts are all that the draft names, so that one is left out where it is not named."""
         super().__init__("", fix="")
         self._say(self.questions)
 
@@ -66,7 +71,7 @@ class OpenQuestionsError(LineageError):
         options = self._printed()
         if options is None:
             options = [] if self._names_recipe() else [("-r", "job.yaml")]
-        return [shlex.join(self._line), *(shlex.join(option) for option in options)]
+        return [shlex.join(self._remaining_line()), *(shlex.join(option) for option in options)]
 
     def retype(self, line: Sequence[str]) -> None:
         """Take what the user has typed after `featcal` as the command that is to be completed."""
@@ -88,13 +93,38 @@ class OpenQuestionsError(LineageError):
         missing then."""
         options = self._asked(answers)
         complete = not any(_PLACEHOLDER.fullmatch(value) for _, value in options)
-        return [*self._line[1:], *(word for option in options for word in option)], complete
+        return [*self._remaining_line(answers)[1:], *(word for option in options for word in option)], complete
 
     def _asked(self, answers: Mapping[int, tuple[Option, ...]]) -> list[Option]:
+        options, unnamed = self._all_options(answers), self._find_unnamed(answers)
+        options = [option for option in options if option[0] != "--skip-expert" or option[1] not in unnamed]
+        return sorted(dict.fromkeys(options), key=lambda option: _ORDER.index(option[0]))
+
+    def _all_options(self, answers: Mapping[int, tuple[Option, ...]]) -> list[Option]:
         options = [*self._known]
         for number, question in enumerate(self.questions):
             options += answers.get(number, question.options)
-        return sorted(dict.fromkeys(options), key=lambda option: _ORDER.index(option[0]))
+        return options
+
+    def _find_unnamed(self, answers: Mapping[int, tuple[Option, ...]]) -> set[str]:
+        """The tasks to go on without whose experts were typed, and need only be typed no more."""
+        if self._names_recipe():
+            return set()
+        skipped = {value for name, value in self._all_options(answers) if name == "--skip-expert"}
+        return skipped & self._named
+
+    def _remaining_line(self, answers: Mapping[int, tuple[Option, ...]] | None = None) -> list[str]:
+        """What was typed, without what it says of tasks that need only be typed no more."""
+        unnamed = self._find_unnamed(answers or {})
+        kept: list[str] = []
+        words = iter(self._line)
+        for word in words:
+            name, joined, value = word.partition("=")
+            option = [word] if joined or name not in TASK_OPTIONS else [word, next(words, "")]
+            said = value if joined else option[-1]
+            if name not in TASK_OPTIONS or said.partition("=")[0] not in unnamed:
+                kept += option
+        return kept
 
     def _names_recipe(self) -> bool:
         return any(word.partition("=")[0] in RECIPE_OPTIONS for word in self._line)

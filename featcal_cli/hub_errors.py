@@ -200,6 +200,7 @@ def _explain_refusal(error: HfHubHTTPError, repo: str, where: str, file: str) ->
 
     host = host_of(str(error.response.url))  # a large file comes from another one
     status, said = error.response.status_code, _quote_reason(error)
+    file = file or _name_file(error)
     if is_lapsed(error.response):
         what = f"{host} refuses {file or 'a file'} of {repo} (HTTP status {status}), at fresh addresses too"
         fix = "check whether a proxy or firewall forbids it, and run again later"
@@ -217,6 +218,13 @@ def _explain_refusal(error: HfHubHTTPError, repo: str, where: str, file: str) ->
     odd = f"{host} answered with HTTP status {status}{_about(repo, file)}"
     what, fix = fixes.get(status, (odd, "check HF_ENDPOINT, and try later"))
     return HubError(f"{what}: {said}" if said else what, where=where, fix=fix)
+
+
+def _name_file(error: HfHubHTTPError) -> str:
+    """The file that the Hub was asked for, where it led on to another host; else empty."""
+    path = error.response.history[0].request.url.path if error.response.history else ""
+    match = re.search("/resolve/[^/]+/(.+)$", path)
+    return visible(match[1]) if match else ""
 
 
 def _quote_reason(error: HfHubHTTPError) -> str:

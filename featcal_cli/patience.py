@@ -36,8 +36,8 @@ def unreachable(error: BaseException | None) -> bool:
     from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
     from huggingface_hub.utils import httpx  # type: ignore[attr-defined]  # whichever of httpx and httpx2 it uses
 
-    # 507, no room left, does not pass
-    down = isinstance(error, HfHubHTTPError) and error.response.status_code >= 500 and error.response.status_code != 507
+    status = error.response.status_code if isinstance(error, HfHubHTTPError) else 0
+    down = status >= 500 and status != 507  # no room left: that does not pass
     # another thread of the client has closed the connection that this one was about to use
     closed = type(error) is RuntimeError and "client has been closed" in str(error)
     return down or closed or isinstance(error, (httpx.RequestError, OfflineModeIsEnabled))
@@ -90,7 +90,7 @@ def worth_waiting(error: BaseException, pause: float) -> float | None:
             or unreachable(error)
             or is_passing_conflict(error.response)
             or worth_renewing(error, pause) is not None
-        )
+        ) and error.response.status_code != 511
         return pause if again and pause <= LONGEST_PAUSE and not is_offline_mode() else None
     if isinstance(error, (httpx.TooManyRedirects, httpx.UnsupportedProtocol)) or is_offline_mode():
         return None
@@ -174,13 +174,17 @@ def limit_waiting() -> None:
 
 
 def _renew_addresses(client: Any) -> None:
-    """Let a client ask the Hub again where it led to another host that refuses. Readers of datasets follow the Hub's
-    addresses by themselves, and take a refusal for the last word."""
+    """Let a client ask the Hub again where it led to another host that refuses, or that shows a page in place of a
+    file, as networks do that want a login (status 511 then says so). Readers of datasets follow the Hub's addresses by
+    themselves, and take such an answer for the last word."""
 
     def send(request: Any, **options: Any) -> Any:
         for number in range(TRIES):
             response = type(client).send(client, request, **options)
-            led = response.history and request.method in ("GET", "HEAD") and is_lapsed(response)
+            if _is_page(request, response):
+                response.status_code = 511
+            lapsed = is_lapsed(response) or response.status_code == 511
+            led = response.history and request.method in ("GET", "HEAD") and lapsed
             if not led or number == TRIES - 1:
                 return response
             response.close()
@@ -189,6 +193,14 @@ def _renew_addresses(client: Any) -> None:
         raise AssertionError("the last try returned")
 
     client.send = send
+
+
+def _is_page(request: Any, response: Any) -> bool:
+    """Whether a web page came where the Hub led to a file that is none."""
+    path = request.url.path
+    is_html = response.headers.get("Content-Type", "").lower().startswith("text/html")
+    elsewhere = response.history and response.is_success and not is_hub(host_of(str(response.url)))
+    return bool(elsewhere and is_html and "/resolve/" in path and not path.lower().endswith((".html", ".htm")))
 
 
 def _add_timeout(request: Any) -> None:

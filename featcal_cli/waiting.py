@@ -105,7 +105,7 @@ def _describe_status(status: int) -> str:
     if status == 507:
         return "has no room left (507)"
     if status == 511:
-        return "cannot be asked before a login to this network (511)"
+        return "sends a page in place of what was asked for (511)"
     return f"failed ({status})" if status >= 500 else f"refused ({status})"
 
 

@@ -573,9 +573,16 @@ def test_all_experts_that_are_gone_are_named_and_the_run_goes_on_without_them(
         assert any(f"less/bert-{task}) is left out" in note for note in report["notes"])
     assert set(report["recipe"]["tasks"]) == set(TASKS) - {"green", "blue"}
     # and what is said of every model is looked at before anything else
-    said = [f"--expert={task}=less/bert-{task}" for task in TASKS] + [f"--data={t}=less/{t}-rows" for t in TASKS]
+    experts = [word for task in TASKS for word in ("--expert", f"{task}=less/bert-{task}")]
+    said = [*experts, *(f"--data={task}=less/{task}-rows" for task in TASKS)]
     run = run_line(capsys, ["less/merged", "--base=less/base", *said])
-    assert run.code == 2 and "--skip-expert green" in run.stderr and "--skip-expert blue" in run.stderr
+    assert run.code == 2 and "go on without green and blue" in run.stderr
+    # typed like this, the experts are all there are: those that are gone need only be typed no more
+    command = run.stderr.rstrip().rpartition("type: ")[2]
+    assert "green" not in command and "blue" not in command and "--expert red=less/bert-red" in command
+    run = run_line(capsys, [*shlex.split(command)[2:], "--overwrite", "--output=out put"])
+    assert run.code == 0, run.stderr
+    assert set(json.loads((here / "out put" / "featcal_report.json").read_text())["recipe"]["tasks"]) == {"red"}
 
 
 def test_an_expert_that_is_not_there_cannot_be_left_out(

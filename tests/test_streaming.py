@@ -615,6 +615,31 @@ def test_a_connection_that_is_lost_midway_is_never_the_end_of_the_rows(
         hub.faults.clear()
 
 
+PAGE = Fault(body=b"<html>log in</html>", carried_out=False)
+
+
+@pytest.mark.usefixtures("hurried")
+@pytest.mark.parametrize("kind", ["parquet", "png"])
+@pytest.mark.parametrize("fault", [401, 403, 404, 410, PAGE], ids=lambda fault: str(fault)[:3])
+def test_addresses_of_files_that_hold_no_more_are_asked_for_again(
+    hub: HubServer, tmp_path: Path, kind: str, fault: int | Fault
+) -> None:
+    name = f"lapsed-{kind}"
+    if kind == "parquet":
+        write_rows(tmp_path / "train.parquet", 60, size=100, group=10)
+    add(hub, name, tmp_path, {} if kind == "parquet" else {f"train/{number}.png": f"{number}" for number in range(9)})
+    data = Data(dataset=f"streaming/{name}")
+    refusal = Fault(status=fault, carried_out=False) if isinstance(fault, int) else fault
+    rows = take(data, 4)
+    hub.fail("large file", refusal, times=3)
+    assert take(data, 4) == rows
+    hub.fail("large file", refusal, times=None)
+    with pytest.raises(HubError, match=r"^localhost:[0-9]+ (refuses train.* of|sends a page)") as caught:
+        take(data, 4)
+    assert "token" not in str(caught.value)
+    hub.faults.clear()
+
+
 def test_a_dataset_that_disappears_midway_is_said_to_be_gone(hub: HubServer, tmp_path: Path) -> None:
     for data in add_formats(hub, tmp_path, "vanishing"):
         hub.fail("file", Fault(action=hub.repos.clear), path="/train")
