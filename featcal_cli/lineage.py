@@ -164,7 +164,7 @@ def _find_experts(case: Case, base: Found | Question | None) -> tuple[Experts, F
         if name is not None:
             renamed[name] = task
         elif not _names_base(task, base):
-            _refuse_task(case, task, [name for name in listed if name not in renamed], statement)
+            _refuse_task(case, task, [name for name in listed if name not in renamed], statement, base)
     named = {renamed.get(name, name): one for name, one in listed.items()}
     if not said:
         return named, base
@@ -183,20 +183,24 @@ def _name_experts(
     names = list(statement.experts)
     if isinstance(base, Question) and base.choices and statement.mixed:
         return {}, base
+    kept = names
     if isinstance(base, Found) and (base.source == SAID or not statement.base):
-        names = [name for name in names if not case.means(name, base.reference)]
+        kept = [name for name in names if not case.means(name, base.reference)]
+    if statement.mixed or not (isinstance(base, Found) and base.source == SAID):
+        names = kept  # else an expert is called what it is called without --base
     listed: dict[str, tuple[str, Found | Question]] = {}
     for name in names:
         one = _locate(case, name, statement)
         listed.setdefault(one.reference if isinstance(one, Found) else name, (name, one))
-    case.library.read_ahead(one.reference for _, one in listed.values() if isinstance(one, Found))
+    case.library.read_ahead(one.reference for name, one in listed.values() if isinstance(one, Found) and name in kept)
     if statement.mixed and base is None:
         base = pick_base(case, [key for key, (_, one) in listed.items() if isinstance(one, Found)], statement)
         if isinstance(base, Question):
             return {}, base
         listed = {key: entry for key, entry in listed.items() if not case.means(entry[0], base.reference)}
     labels = [statement.tasks[name] for name, _ in listed.values()] if statement.tasks else name_tasks(list(listed))
-    return {label: one for label, (_, one) in zip(labels, listed.values(), strict=True)}, base
+    named = zip(labels, listed.values(), strict=True)
+    return {label: one for label, (name, one) in named if name in kept}, base
 
 
 def _locate(case: Case, name: str, statement: Statement) -> Found | Question:
@@ -222,8 +226,11 @@ def _names_base(task: str, base: Found | Question | None) -> bool:
     return isinstance(base, Found) and same_name(repo_of(base.reference).rpartition("/")[2], task)
 
 
-def _refuse_task(case: Case, task: str, names: Sequence[str], statement: Statement) -> NoReturn:
+def _refuse_task(
+    case: Case, task: str, names: Sequence[str], statement: Statement, base: Found | Question | None
+) -> NoReturn:
     others = f"those left are {enumerate_names(names)}" if names else "none is left"
+    others += f"; {base.reference} is the base" if isinstance(base, Found) else ""
     what = f"no expert of {case.merged} is for the task {task}: {others}"
     command = write_command(case.draft, [("--expert", f"{task}=REPO")])
     raise LineageError(

@@ -662,7 +662,7 @@ REFUSED += [
         (
             f"ORG/bert-code is listed as an expert by {CONFIG} and given as the base (--base): it is no expert then",
             f"{CONFIG} names ORG/base as the base; ORG/bert-code is taken",
-            "--data bert-math=SOURCE",
+            "--data math=SOURCE",
         ),
         {"base": "ORG/bert-code"},
     ),
@@ -671,6 +671,12 @@ REFUSED += [
         {"ORG/merged": mergekit(listing("ties", "ORG/bert-math", base="ORG/base")), **TWO},
         ("ORG/bert-math is listed as an expert", "which experts ORG/merged was merged from", "--expert TASK=REPO"),
         {"base": "ORG/bert-math"},
+    ),
+    Refused(
+        "data-for-an-expert-that-is-given-as-the-base",
+        {"ORG/merged": mergekit(TIES), **TWO},
+        ("for the task code", "those left are math; ORG/bert-code is the base", "fill in REPO and type: featcal"),
+        {"base": "ORG/bert-code", "tasks": {"code": {"data": "mine/rows"}}},
     ),
     Refused(
         "all-experts-gone",
@@ -703,7 +709,7 @@ TOLD += [
     Told(
         "an-expert-given-as-the-base",
         {"ORG/merged": mergekit(TIES), **TWO},
-        {"base": "ORG/bert-code", "expert bert-math": "ORG/bert-math"},
+        {"base": "ORG/bert-code", "expert math": "ORG/bert-math"},
         {"base": f"{SAID}; {CONFIG} lists it as an expert"},
         {"base": "ORG/bert-code"},
         f"ORG/bert-code is listed as an expert by {CONFIG} and given as the base (--base): it is no expert then; "
@@ -720,7 +726,7 @@ TOLD += [
     Told(
         "a-base-that-a-linear-merge-lists",
         {"ORG/merged": mergekit(listing("linear", "ORG/bert-math", "ORG/bert-code", "ORG/base")), **TWO},
-        {"base": "ORG/base", **EXPERTS},
+        {"base": "ORG/base", "expert bert-math": "ORG/bert-math", "data bert-code": "ORG/code-rows"},
         {"base": "lists it as an expert"},
         {"base": "ORG/base"},
     ),
