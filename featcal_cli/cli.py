@@ -146,7 +146,7 @@ def calibrate(
     check_files({**place, "--log-file": log_file, "--save": save}, draft, recipe)
     screen = Screen(quiet=quiet or json)
     with recorded(screen, log_file) as log:
-        with screen.live(), interruptible():
+        with interruptible(), screen.live():
             from featcal_cli import workflow
 
             start_importing("featcal_cli.calibration")
@@ -241,7 +241,7 @@ def inspect_drift(
     check_finite("--max-drift", max_drift)
     screen = Screen(quiet=quiet or json)
     with recorded(screen, log_file) as log:
-        with screen.live(), interruptible(MEASURING):
+        with interruptible(MEASURING), screen.live():
             from featcal_cli.drift_view import show_inspection
             from featcal_cli.gate import check_gate
             from featcal_cli.inspector import inspect_drift as run
@@ -302,7 +302,7 @@ def evaluate(
     check_files({"--log-file": log_file}, None, recipe)
     screen = Screen(quiet=quiet or json)
     with recorded(screen, log_file) as log:
-        with screen.live(), interruptible():
+        with interruptible(), screen.live():
             from featcal_cli.evaluator import evaluate as run
             from featcal_cli.evaluator import find_own_recipe
             from featcal_cli.score_table import show_scores
@@ -361,16 +361,21 @@ def modules(
 
         featcal modules ./my-merge --norms all --json
     """
-    from featcal_cli.console import show_inventory
+    from featcal_cli.console import Screen, show_inventory
     from featcal_cli.errors import RecipeError
-    from featcal_cli.hub import resolve_config
+    from featcal_cli.log import recorded
 
     if norms is not None and norms not in NORMS:
         raise RecipeError(f"unknown kind of norms {norms}", where="--norms", fix=f"give one of: {', '.join(NORMS)}")
-    snapshot = resolve_config(model)
-    from featcal_cli.inventory import take_inventory
+    screen = Screen(quiet=json)
+    with recorded(screen, None) as log, interruptible(MEASURING), screen.live():
+        from featcal_cli.hub import resolve_config
 
-    inventory = take_inventory(snapshot, norms or "auto")
+        log.stage("reading the config")
+        snapshot = resolve_config(model)
+        from featcal_cli.inventory import take_inventory
+
+        inventory = take_inventory(snapshot, norms or "auto")
     if json:
         typer.echo(dumps(inventory.to_dict(), indent=2))
     else:
@@ -407,7 +412,7 @@ def demo(
     screen = Screen(quiet=quiet or json)
     if not (quiet or json):
         show_demo(find_recipe("demo"))
-    with recorded(screen, None) as log, screen.live(), interruptible():
+    with recorded(screen, None) as log, interruptible(), screen.live():
         from featcal_cli.demo import run_demo
 
         result = run_demo(output, device, log)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import shlex
+import threading
+import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -32,6 +34,8 @@ if TYPE_CHECKING:  # these import torch
 
 NARROWEST = 60
 """Columns: figures that are cut off say nothing, and lines that are too long the terminal breaks itself."""
+LONGEST_SILENCE = 8.0
+"""Seconds after which a run that shows no bar, in a file or pipe, says what it is at."""
 OUT = Console(soft_wrap=False, highlight=False)
 ERR = Console(stderr=True, highlight=False)
 if OUT.width < NARROWEST:
@@ -57,22 +61,42 @@ class Screen:
             console=ERR,
             expand=True,
             transient=True,
-            disable=quiet,
+            disable=quiet or not ERR.is_interactive,
         )
+        self._spoke = time.monotonic()
         self._task = self._bar.add_task("starting", total=None, at="", memory="")
 
     @contextmanager
     def live(self) -> Iterator[Screen]:
-        """Show the bar while this context lasts."""
-        with self._bar:
-            yield self
+        """Show the bar while this context lasts; where nobody sees one, a line from time to time."""
+        over = threading.Event()
+        if not (self._quiet or ERR.is_interactive):
+            threading.Thread(target=self._speak_up, args=(over,), daemon=True).start()
+        try:
+            with self._bar:
+                yield self
+        finally:
+            over.set()
+
+    def _speak_up(self, over: threading.Event) -> None:
+        """Say what the run is at, whenever nothing else was said for a while."""
+        while not over.wait(0.5):
+            if time.monotonic() - self._spoke > LONGEST_SILENCE:
+                (task,) = self._bar.tasks
+                at = " ".join(text for text in (task.description, task.fields["at"]) if text)
+                with suppress(OSError):  # nobody reads it
+                    self._print(f"{at}, {timedelta(seconds=int(task.elapsed or 0))}")
+
+    def _print(self, text: str) -> None:
+        self._spoke = time.monotonic()
+        self._bar.console.print(f"[dim]· {text}[/dim]")
 
     def stage(self, text: str) -> None:
         self._bar.update(self._task, description=escape(text), total=None, completed=0, at="", memory="")
 
     def note(self, text: str) -> None:
         if not self._quiet:
-            self._bar.console.print(f"[dim]· {escape(text)}[/dim]")
+            self._print(escape(text))
 
     def waiting(self, text: str) -> None:
         self.note(text)

@@ -21,7 +21,8 @@ TORCHRUN = ("RANK", "LOCAL_RANK", "MASTER_ADDR")
 STARTING = "interrupted"
 CALIBRATING = "interrupted: the same command goes on from here"
 MEASURING = "interrupted: nothing was written"
-SHOW_CURSOR = "\x1b[?25h"
+CLEAR_LINE = "\r\x1b[2K\x1b[?25h"
+"""Takes away what is on a terminal's last line, a bar for one, and shows the cursor."""
 _told = threading.Lock()
 """Taken for good by whoever says that the process was interrupted."""
 _came: list[int] = []
@@ -125,6 +126,6 @@ def stop(message: str, code: int | None = None) -> NoReturn:
 def _tell(message: str) -> None:
     """Say that the process was interrupted, past whatever else writes to the terminal; only once."""
     if _told.acquire(blocking=False):
-        restore = SHOW_CURSOR if sys.stderr is not None and sys.stderr.isatty() else ""
+        clear = CLEAR_LINE if sys.stderr is not None and sys.stderr.isatty() else ""
         with suppress(OSError):  # the terminal has gone
-            os.write(2, f"{restore}{message}\n".encode())
+            os.write(2, f"{clear}{message}\n".encode())

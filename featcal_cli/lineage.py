@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import NoReturn
@@ -55,14 +55,17 @@ Experts = dict[str, Found | Question]
 """Task → expert, or the question which it is."""
 
 
-def find_lineage(draft: Draft, open_repo: Opener = open_repo) -> Lineage:
+def find_lineage(
+    draft: Draft, open_repo: Opener = open_repo, tell: Callable[[Finding], None] = lambda _: None
+) -> Lineage:
     """The draft completed: base and experts from the merged repo's files, data from the experts' cards.
 
     What the draft says stays as it is: experts that it names are all there are, and a task that only has data gets the
     found expert of its name. Found experts get the names that `name_tasks` makes. Of each thing the first source that
     knows it is believed: mergekit's configuration (its own file, then the card's code block), featcal.yaml, the
     card's text and metadata, the experts' own cards and adapter configs, the names of well-known experts. Only small
-    text files are read, each repo is opened at most once, and nothing at all when the draft is complete.
+    text files are read, each repo is opened at most once, and nothing at all when the draft is complete. `tell` is told
+    of base and experts before their data are looked for.
     Raises OpenQuestionsError, which asks for everything that stays open at once, LineageError for what cannot be
     calibrated, and HubError.
     """
@@ -77,6 +80,9 @@ def find_lineage(draft: Draft, open_repo: Opener = open_repo) -> Lineage:
     if base is None and found:
         base = find_base_of(case, list(found.values()))
     found = _settle_experts(case, found, base)
+    if isinstance(base, Found):
+        for finding in (_base_finding(base), *(_expert_finding(task, expert) for task, expert in found.items())):
+            tell(finding)
     data = _find_data(case, found)
     questions = [base] if isinstance(base, Question) else []
     questions += _ask_for_experts(case, experts, base) if experts or not gone else []
@@ -434,7 +440,15 @@ def _describe(case: Case, base: Found, experts: Mapping[str, Found], data: Mappi
     for task, expert in experts.items():
         parts = {"expert": expert.reference, "data": data[task].data}
         tasks[task] = draft.tasks.get(task, TaskDraft()).model_copy(update=parts).model_dump(exclude_none=True)
-        findings.append(Finding(f"expert {task}", expert.reference, expert.source))
+        findings.append(_expert_finding(task, expert))
         findings.append(Finding(f"data {task}", str(data[task].data), data[task].source))
     whole = draft.model_dump(exclude_none=True, exclude={"skip_experts"}) | {"base": base.reference, "tasks": tasks}
     return Lineage(Recipe.model_validate(whole), findings, list(dict.fromkeys([*against, *case.library.notes])))
+
+
+def _base_finding(base: Found) -> Finding:
+    return Finding("base", base.reference, base.source)
+
+
+def _expert_finding(task: str, expert: Found) -> Finding:
+    return Finding(f"expert {task}", expert.reference, expert.source)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from email.utils import parsedate_to_datetime
 from typing import Any, TypeVar
 
-from featcal_cli.waiting import announce, blame, blame_answer, host_of, is_hub, root_of
+from featcal_cli.waiting import announce, blame, blame_answer, host_of, is_hub, name_host, root_of
 
 Result = TypeVar("Result")
 Judge = Callable[[BaseException, float], "float | None"]
@@ -29,6 +31,62 @@ LONGEST_CRAWL = 60.0
 """Seconds."""
 LAPSED = (401, 403, 404, 410)
 """What a host of large files answers to an address that held for some time only."""
+LONGEST_FAILING = 22.0
+"""Seconds after its first failure for which a request is tried again, by whoever: the client's tries and ours and those
+of whoever asks for the same once more would add up to minutes."""
+SHORTER_FAILING = 3.0
+"""The same, where another request has failed for good a moment ago."""
+MOMENT = 60.0
+"""Seconds for which a failure is remembered."""
+LONGEST_SILENCE = 8.0
+"""Seconds without an answer, after which that is said."""
+_BUSY = (408, 429, 500, 502, 503, 504)
+"""What the client tries again, too."""
+
+
+@dataclass
+class _Failing:
+    """A request that keeps failing."""
+
+    first: float
+    last: float
+    count: int
+    allowed: float
+    """Seconds that the Hub itself asked to wait for."""
+
+
+class _Failures:
+    """Requests that fail again and again, whatever part of the run makes them; a success is forgotten at once."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._failing: dict[tuple[str, str], _Failing] = {}
+        self._gave_up = -MOMENT
+
+    def add(self, request: Any, asked: float = 0.0, silent: float = 0.0) -> bool:
+        """Note one more failure, where the Hub asked to wait or was silent for so many seconds; whether it is for
+        good."""
+        key, now = (request.method, str(request.url).partition("?")[0]), time.monotonic()
+        with self._lock:
+            known = self._failing.get(key)
+            if known is None or now - known.last > MOMENT + known.allowed:
+                known = self._failing[key] = _Failing(now - silent, now, 0, 0.0)
+            known.last, known.count = now, known.count + 1
+            longest = SHORTER_FAILING if now - self._gave_up < MOMENT else LONGEST_FAILING
+            # sending a large file takes long by itself
+            is_over = now - known.first > longest + known.allowed and (silent or known.count > 2)
+            known.allowed += asked
+            if is_over:
+                self._gave_up = now
+            return bool(is_over)
+
+    def remove(self, request: Any) -> None:
+        """The request went well."""
+        with self._lock:
+            self._failing.pop((request.method, str(request.url).partition("?")[0]), None)
+
+
+_failures = _Failures()
 
 
 def unreachable(error: BaseException | None) -> bool:
@@ -81,7 +139,11 @@ def worth_waiting(error: BaseException, pause: float) -> float | None:
     from huggingface_hub.errors import HfHubHTTPError
     from huggingface_hub.utils import httpx  # type: ignore[attr-defined]  # whichever of httpx and httpx2 it uses
 
+    if getattr(error, "is_final", False):
+        return None
     error = root_of(error)
+    if getattr(error, "is_final", False):
+        return None
     if isinstance(error, HfHubHTTPError):
         pause = max(pause, asked_pause(error.response) or 0)
         # 416: an answer that broke off and cannot be continued can be asked for again
@@ -162,11 +224,12 @@ def limit_waiting() -> None:
         return
 
     def make_limited() -> Any:
-        client = make_client()
+        client: Any = make_client()
         hooks = client.event_hooks
         hooks["request"].append(_add_timeout)
         hooks["response"].append(_limit_answer)
         _renew_addresses(client)
+        client.send = _end_trying(client.send)
         return client
 
     make_limited.limits_waiting = True  # type: ignore[attr-defined]
@@ -214,15 +277,60 @@ def _limit_answer(response: Any) -> None:
     as it is told; and for one after which it would not wait at all. Let the content of any other come at a pace."""
     from huggingface_hub.utils._http import hf_raise_for_status
 
-    if response.status_code in (429, 503) and (asked_pause(response) or 0) > LONGEST_PAUSE:
+    asked = asked_pause(response) or 0.0
+    if response.status_code in (429, 503) and asked > LONGEST_PAUSE:
         response.read()
         hf_raise_for_status(response)
+    if response.status_code not in _BUSY:
+        _failures.remove(response.request)
+    elif _failures.add(response.request, asked):
+        response.read()
+        try:
+            hf_raise_for_status(response)
+        except Exception as error:
+            error.is_final = True  # type: ignore[attr-defined]
+            raise
     if response.status_code == 409:
         response.read()
         if is_passing_conflict(response):
             hf_raise_for_status(response)
         return
     response.stream = _paced(response)
+
+
+def _end_trying(send: Callable[..., Any]) -> Callable[..., Any]:
+    """`send` of a client, whose errors are such as the client does not try again after, once a request fails for good;
+    and which says that there is no answer yet."""
+    from huggingface_hub.utils import httpx  # type: ignore[attr-defined]  # whichever of httpx and httpx2 it uses
+
+    def send_once(request: Any, **options: Any) -> Any:
+        began, answered = time.monotonic(), threading.Event()
+        if request.method in ("GET", "HEAD"):  # others may be sending for as long
+            threading.Thread(target=_tell_silence, args=(request, answered), daemon=True).start()
+        try:
+            return send(request, **options)
+        except httpx.TransportError as error:
+            silent = time.monotonic() - began if isinstance(error, httpx.TimeoutException) else 0.0
+            if not _failures.add(request, silent=silent):
+                raise
+            error.is_final = True  # type: ignore[attr-defined]
+            if request.method == "HEAD":  # it is not tried again, and a cached file may do
+                raise
+            final = httpx.TransportError(str(error), request=request)
+            final.is_final = True  # type: ignore[attr-defined]
+            raise final from error
+        finally:
+            answered.set()
+
+    return send_once
+
+
+def _tell_silence(request: Any, answered: threading.Event) -> None:
+    """Say from time to time that there is no answer yet."""
+    seconds = LONGEST_SILENCE
+    while not answered.wait(LONGEST_SILENCE):
+        announce(f"{name_host(str(request.url))} has not answered for {seconds:g} s")
+        seconds += LONGEST_SILENCE
 
 
 def _paced(response: Any) -> Any:

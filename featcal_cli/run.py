@@ -117,10 +117,16 @@ class Run:
         return replace(plan, estimate=self.ranks.broadcast(plan.estimate))
 
     def _find_lineage(self) -> tuple[Recipe, Sequence[Finding]]:
-        lineage = find_lineage(self.draft, self.open_repo)
-        for finding in lineage.findings:
-            if finding.source != SAID:
+        told: set[Finding] = set()
+
+        def tell(finding: Finding) -> None:
+            if finding.source != SAID and finding not in told:
+                told.add(finding)
                 self.note(f"{finding.role}: {finding.value} (from {finding.source})")
+
+        lineage = find_lineage(self.draft, self.open_repo, tell)
+        for finding in lineage.findings:
+            tell(finding)
         for text in lineage.notes:
             self.note(text)
         check_experts(self.draft, lineage, self.open_repo)

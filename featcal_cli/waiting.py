@@ -36,6 +36,7 @@ def root_of(error: BaseException) -> BaseException:
 
     while error.__cause__ is not None and (
         isinstance(error, (LocalEntryNotFoundError, RevisionResolutionError))
+        or type(error).__name__ == "TransportError"  # the last of many tries
         or type(error) is RuntimeError
         or (type(error) is ValueError and str(error).startswith("Force download failed"))
     ):
@@ -51,7 +52,7 @@ def blame(error: BaseException, *, by_name: bool = False) -> str:
     error = root_of(error)
     if isinstance(error, HfHubHTTPError):
         return blame_answer(error.response, by_name=by_name)
-    who = _name_host(address_of(error), by_name)
+    who = name_host(address_of(error), by_name=by_name)
     kind = type(error).__name__
     if isinstance(error, (httpx.ConnectError, httpx.ConnectTimeout, httpx.ProxyError, httpx.UnsupportedProtocol)):
         return f"{who} cannot be reached ({kind})"
@@ -68,7 +69,7 @@ def blame(error: BaseException, *, by_name: bool = False) -> str:
 
 def blame_answer(response: Any, *, by_name: bool = False) -> str:
     """The same of an answer that refuses."""
-    return f"{_name_host(str(response.url), by_name)} {_describe_status(response.status_code)}"
+    return f"{name_host(str(response.url), by_name=by_name)} {_describe_status(response.status_code)}"
 
 
 def hub_host() -> str:
@@ -118,7 +119,8 @@ def address_of(error: Any) -> str:
         return ""
 
 
-def _name_host(address: str, by_name: bool) -> str:
+def name_host(address: str, *, by_name: bool = False) -> str:
+    """Whose address it is; the Hub is called by its host `by_name` only."""
     host = host_of(address)
     return "the Hub" if is_hub(host) and not by_name else host
 
@@ -128,13 +130,18 @@ def heard(listener: Callable[[str], None]) -> Iterator[None]:
     """Inside, `listener` is told of every wait, ours and those of huggingface_hub, whose own words are kept back."""
     ear = _Ear(listener if read_launch().rank == 0 else lambda _: None)  # of several processes the first one speaks
     loggers = [logging.getLogger(name) for name in (__name__, *CLIENT)]
+    levels = [logger.level for logger in loggers]
     for logger in loggers:
+        if logger.getEffectiveLevel() > logging.WARNING:  # what is not to be shown would not be heard either
+            ear.silenced[logger.name] = logger.getEffectiveLevel()
+            logger.setLevel(logging.WARNING)
         logger.addFilter(ear)
     try:
         yield
     finally:
-        for logger in loggers:
+        for logger, level in zip(loggers, levels, strict=True):
             logger.removeFilter(ear)
+            logger.setLevel(level)
 
 
 class _Ear(logging.Filter):
@@ -143,6 +150,8 @@ class _Ear(logging.Filter):
     def __init__(self, listener: Callable[[str], None]) -> None:
         super().__init__()
         self._listener = listener
+        self.silenced: dict[str, int] = {}
+        """Loggers that say nothing below a level."""
         self._lock = threading.Lock()
         self._reasons: dict[int | None, str] = {}
         """Why the request of a thread failed last."""
@@ -155,18 +164,18 @@ class _Ear(logging.Filter):
             self._say(text, 0.0)
             return False
         if match := _FAILED.search(text):
-            self._reasons[record.thread] = f"{_name_host(match['url'], False)} {_describe_status(int(match['status']))}"
+            self._reasons[record.thread] = f"{name_host(match['url'])} {_describe_status(int(match['status']))}"
         elif match := _BROKE.search(text):
-            self._reasons[record.thread] = f"{_name_host(match['url'], False)} does not answer"
+            self._reasons[record.thread] = f"{name_host(match['url'])} does not answer"
         elif match := _RESUMED.search(text):
-            self._say(f"{_name_host(match['url'], False)} stopped in the middle of a file, next try in 1 s", 1.0)
+            self._say(f"{name_host(match['url'])} stopped in the middle of a file, next try in 1 s", 1.0)
         elif match := _WAITS.search(text):
             seconds = float(match["seconds"])
             reason = self._reasons.pop(record.thread, "the Hub is busy")
             self._say(f"{reason}, next try in {seconds:g} s", seconds)
         elif match := _USES_CACHE.search(text):
             self._say(f"the Hub cannot be asked for {match['repo']}: using the commit that was seen last", 60.0)
-        elif not _GIVES_UP.search(text):  # the error that then comes says more
+        elif record.levelno >= self.silenced.get(record.name, 0) and not _GIVES_UP.search(text):  # the error says more
             record.msg, record.args = name_hosts(text), ()
             return True
         return False
