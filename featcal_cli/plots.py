@@ -46,9 +46,9 @@ def plot_drift(report: Report) -> bytes:
             place.remove()
         axes[0].set_ylim(bottom=0)
         handles, labels = axes[0].get_legend_handles_labels()
-        title = _warn_of_fitted(report)
+        warning = _warn_of_fitted(report)
         figure.legend(
-            handles[::-1], labels[::-1], loc="outside upper center", ncols=3, frameon=False, fontsize=9, title=title
+            handles[::-1], labels[::-1], loc="outside upper center", ncols=3, frameon=False, fontsize=9, title=warning
         )
         figure.supxlabel(_depth_label(report.curves, charts), fontsize=9)
         figure.supylabel("relative drift from the expert", fontsize=9)
