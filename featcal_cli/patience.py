@@ -36,6 +36,8 @@ LONGEST_FAILING = 22.0
 of whoever asks for the same once more would add up to minutes."""
 SHORTER_FAILING = 3.0
 """The same, where another request has failed for good a moment ago."""
+SHORTER_TIMEOUT = 5.0
+"""Seconds that an answer is waited for where another one did not come at all a moment ago."""
 MOMENT = 60.0
 """Seconds for which a failure is remembered."""
 LONGEST_SILENCE = 8.0
@@ -61,7 +63,7 @@ class _Failures:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._failing: dict[tuple[str, str], _Failing] = {}
-        self._gave_up = -MOMENT
+        self._gave_up = self._was_silent = -MOMENT
 
     def add(self, request: Any, asked: float = 0.0, silent: float = 0.0) -> bool:
         """Note one more failure, where the Hub asked to wait or was silent for so many seconds; whether it is for
@@ -78,7 +80,13 @@ class _Failures:
             known.allowed += asked
             if is_over:
                 self._gave_up = now
+            if silent >= min(TIMEOUT, SHORTER_TIMEOUT):
+                self._was_silent = now
             return bool(is_over)
+
+    def were_silent(self) -> bool:
+        """Whether a request got no answer a moment ago."""
+        return time.monotonic() - self._was_silent < MOMENT
 
     def remove(self, request: Any) -> None:
         """The request went well."""
@@ -269,7 +277,9 @@ def _is_page(request: Any, response: Any) -> bool:
 def _add_timeout(request: Any) -> None:
     limits = request.extensions.get("timeout") or {}
     if all(limits.get(kind) is None for kind in ("connect", "read", "write", "pool")):
-        request.extensions["timeout"] = dict.fromkeys(("connect", "read", "write", "pool"), TIMEOUT)
+        is_short = request.method in ("GET", "HEAD") and _failures.were_silent()
+        seconds = min(TIMEOUT, SHORTER_TIMEOUT) if is_short else TIMEOUT
+        request.extensions["timeout"] = dict.fromkeys(("connect", "read", "write", "pool"), seconds)
 
 
 def _limit_answer(response: Any) -> None:

@@ -20,9 +20,12 @@ from pathlib import Path
 import pytest
 from hub_faults import FAULTS, Fault
 from hub_server import HubServer
+from huggingface_hub import get_session
+from huggingface_hub.utils import httpx  # type: ignore[attr-defined]
 from published import publish, write_merge
 
 from featcal_cli.interruption import CALIBRATING
+from featcal_cli.patience import limit_waiting
 
 pytestmark = pytest.mark.survive
 
@@ -99,10 +102,25 @@ def test_a_hub_that_fails_for_ever_is_told_of_at_once_and_given_up_within_a_minu
     if isinstance(fault, str):
         assert spoken.first(told) - failed[0] < SHORTLY, text
     assert spoken.longest_silence < SILENCE, text
-    assert spoken.ended - failed[0] < LONGEST, text
+    began = failed[0] if isinstance(fault, str) else spoken.first(told)
+    assert spoken.ended - began < LONGEST, text
     if kind == "dataset tree":
         assert spoken.first("expert red: ") < spoken.first(told), text
     assert "http:" not in text, text
+
+
+def test_a_hub_that_has_just_been_silent_is_not_waited_for_as_long_as_before(
+    hub: HubServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limit_waiting()
+    monkeypatch.setattr("featcal_cli.patience.SHORTER_TIMEOUT", 0.2)
+    hub.fail("model info", Fault(seconds=2.0), times=None)
+
+    address = f"{hub.url}/api/models/{ORG}/nobody"
+    assert get_session().get(address).is_error
+    monkeypatch.setattr("featcal_cli.patience._failures._was_silent", time.monotonic())
+    with pytest.raises(httpx.TimeoutException):
+        get_session().get(address)
 
 
 def show(written: bytes, width: int = 80) -> tuple[list[str], bool]:
