@@ -503,7 +503,7 @@ PAGES = {
     "https://huggingface.co/a/b/blob/v2/config.json": "a/b@v2",
     "https://huggingface.co/a/b/resolve/main/model.safetensors?download=true": "a/b@main",
     "https://huggingface.co/a/b/discussions/3#top": "a/b",
-    "https://user:secret@huggingface.co/a/b": "a/b",
+    "https://user:secret@huggingface.co/a/b": "a/b",  # pragma: allowlist secret
     "a/b/tree/v1": "a/b@v1",
 }
 SOURCES = {
@@ -534,7 +534,7 @@ def test_addresses_of_pages_are_ids_of_models_and_datasets(hub: HubServer) -> No
     ("address", "words"),
     [
         ("https://github.com/a/b", "is not on the Hub"),
-        ("https://user:secret@modelscope.cn/models/a/b?token=secret", "is not on the Hub"),
+        ("https://user:secret@modelscope.cn/models/a/b?token=secret", "is not on the Hub"),  # pragma: allowlist secret
         ("s3://bucket/model", "is not on the Hub"),
         ("https://huggingface.co/spaces/a/b", "no model and no dataset"),
         ("https://huggingface.co/", "no model and no dataset"),
