@@ -25,7 +25,7 @@ from huggingface_hub.utils import httpx  # type: ignore[attr-defined]
 from published import publish, write_merge
 
 from featcal_cli.interruption import CALIBRATING
-from featcal_cli.patience import limit_waiting
+from featcal_cli.patience import MOMENT, limit_waiting
 
 pytestmark = pytest.mark.survive
 
@@ -113,6 +113,7 @@ def test_a_hub_that_has_just_been_silent_is_not_waited_for_as_long_as_before(
     hub: HubServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     limit_waiting()
+    monkeypatch.setattr("featcal_cli.patience._failures._was_silent", -MOMENT)  # by an earlier test
     monkeypatch.setattr("featcal_cli.patience.SHORTER_TIMEOUT", 0.2)
     hub.fail("model info", Fault(seconds=2.0), times=None)
 
