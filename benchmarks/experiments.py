@@ -26,8 +26,9 @@ from torch import Tensor
 from yardsticks import merge_by_regression, operate
 
 from featcal_cli.factor import EPSILON
+from featcal_cli.modules import Affine
 from featcal_cli.moments import LinearMoments
-from featcal_cli.solver import Affine, Settings, Solution, precise, relative_change
+from featcal_cli.solver import Settings, Solution, precise, relative_change
 
 SEEDS = (1, 2, 3)
 TRIED = tuple(

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from featcal_cli.checkpoint import find_class
 from featcal_cli.drift import DriftMeter
-from featcal_cli.features import Job, forward_order
+from featcal_cli.features import forward_order
 from featcal_cli.hub import resolve
 from featcal_cli.job import find_blocks, load_models, make_job
 from featcal_cli.listener import Silent
@@ -33,6 +33,7 @@ from featcal_cli.outputs import OutputMeter
 from featcal_cli.recipe import as_draft
 from featcal_cli.run import Run
 from featcal_cli.vectors import VectorMeter
+from featcal_cli.walk_job import Job
 
 EXAMPLES, BATCH = 64, 16
 ROLES = ("merged", "expert", "base")

@@ -15,13 +15,14 @@ from plain import PlainSystem, in_place
 
 from featcal_cli.algorithm import load_block, solve_block
 from featcal_cli.collect import collect_moments, parameters_of
-from featcal_cli.features import Job, forward_order
+from featcal_cli.features import forward_order
 from featcal_cli.guard import guard_block
 from featcal_cli.job import find_blocks, load_models, make_search_job
 from featcal_cli.listener import Silent
 from featcal_cli.recipe import Draft, as_draft
 from featcal_cli.run import Run
 from featcal_cli.solver import Settings
+from featcal_cli.walk_job import Job
 
 Scores = dict[str, float]
 """By task: accuracy in percent, or minus the loss in nats a token; more is better."""

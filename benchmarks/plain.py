@@ -11,8 +11,9 @@ import torch
 
 from featcal_cli import collect, ways
 from featcal_cli.factor import EPSILON, factorise
+from featcal_cli.modules import Affine
 from featcal_cli.moments import LinearMoments
-from featcal_cli.solver import Affine, Settings, Solution, precise, relative_change
+from featcal_cli.solver import Settings, Solution, precise, relative_change
 
 
 class PlainSystem:

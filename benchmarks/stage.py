@@ -24,7 +24,6 @@ from meters import Clock
 from shapes import recipe_of
 
 from featcal_cli.algorithm import calibrate_blocks
-from featcal_cli.features import CALIBRATED, Job
 from featcal_cli.job import Models, find_blocks, load_models, make_job
 from featcal_cli.journal import Journal
 from featcal_cli.listener import Silent
@@ -32,6 +31,7 @@ from featcal_cli.preflight import Preflight
 from featcal_cli.recipe import as_draft
 from featcal_cli.run import Run
 from featcal_cli.solver import Settings
+from featcal_cli.walk_job import CALIBRATED, Job
 
 PAPER = {"ridge": 0.05, "rho": 2.0, "alpha": 0.3}
 """λ, ρ and α for CLIP."""

@@ -15,8 +15,8 @@ from featcal_cli.collect import parameters_of, sum_rows
 from featcal_cli.factor import EPSILON
 from featcal_cli.features import forward_order
 from featcal_cli.job import Models, make_search_job
-from featcal_cli.modules import linear_parameters, new_parameters
-from featcal_cli.solver import Affine, precise
+from featcal_cli.modules import Affine, linear_parameters, new_parameters
+from featcal_cli.solver import precise
 
 OFF_DIAGONAL = 0.9
 """What RegMean scales the off-diagonals of its Gram matrices by."""

@@ -4,47 +4,23 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from typing import TypeAlias
 
 import torch
 
 from featcal_cli.architecture import Block
-from featcal_cli.collect import BlockMoments, collect_moments, parameters_of
+from featcal_cli.collect import collect_moments, parameters_of
 from featcal_cli.errors import NumericsError
-from featcal_cli.features import CALIBRATED, Job, forward_order
+from featcal_cli.features import forward_order
 from featcal_cli.guard import guard_block
 from featcal_cli.journal import Journal, restore_block
+from featcal_cli.listener import Progress, Watch
 from featcal_cli.modules import new_parameters
 from featcal_cli.pool import Solved, spread
-from featcal_cli.report import BlockReport, ModuleReport
-from featcal_cli.solver import Settings, Solution
+from featcal_cli.results import BlockReport, ModuleReport
+from featcal_cli.solver import BlockMoments, Settings, Solution
 from featcal_cli.values import blaming
+from featcal_cli.walk_job import CALIBRATED, Job
 from featcal_cli.walker import Walker
-
-Watch: TypeAlias = "Callable[[Progress], None]"
-
-
-@dataclass(frozen=True)
-class Progress:
-    """Where a calibration is; handed to whoever shows it."""
-
-    block: str
-    finished: int
-    """Blocks finished."""
-    blocks: int
-    task: str = ""
-    """Whose features are being read."""
-    module: str = ""
-    """What is being solved."""
-
-    def at_task(self, watch: Watch) -> Callable[[str], None]:
-        """Tells `watch` that the features of a task are being read."""
-        return lambda task: watch(replace(self, task=task))
-
-    def at_module(self, watch: Watch) -> Callable[[str], None]:
-        """Tells `watch` that a module is being solved."""
-        return lambda module: watch(replace(self, module=module))
 
 
 def calibrate_blocks(

@@ -52,7 +52,7 @@ def remove_files(folder: Path, names: Iterable[str]) -> None:
             path.rmdir()
 
 
-class Draft:
+class UnfinishedFolder:
     """A folder that is written file by file and then moved, or deleted again by a later run: a list beside it says
     which files are ours."""
 

@@ -16,8 +16,7 @@ from featcal_cli.belongings import NOTE
 from featcal_cli.errors import NumericsError
 from featcal_cli.evaluator import check_evaluable
 from featcal_cli.examples import TaskExamples
-from featcal_cli.features import CALIBRATED, MERGED, Job
-from featcal_cli.fingerprint import take_fingerprint
+from featcal_cli.fingerprint import name_local_files, take_fingerprint
 from featcal_cli.finished import Finished, Note
 from featcal_cli.gate import check_judged
 from featcal_cli.job import Models, describe_merge, find_blocks, load_models, make_job, make_search_job
@@ -32,25 +31,17 @@ from featcal_cli.pullback import between, pull_back
 from featcal_cli.push import Target
 from featcal_cli.recipe import Merge
 from featcal_cli.recipe_file import dump_recipe
-from featcal_cli.report import (
-    CARD,
-    PICTURE,
-    RECIPE,
-    REPORT,
-    BlockReport,
-    Report,
-    Trial,
-    describe_guard,
-    describe_ridges,
-)
+from featcal_cli.report import CARD, PICTURE, RECIPE, REPORT, Report
+from featcal_cli.results import BlockReport, Trial, describe_guard, describe_ridges
 from featcal_cli.run import Run
 from featcal_cli.search import Search
 from featcal_cli.select import Choice, Plan, check_search, choose_settings
 from featcal_cli.shares import Shares, share_tasks
 from featcal_cli.shortage import halve_batches, is_out_of_memory
-from featcal_cli.stamps import Unchanged, explain_losses, name_local_files
+from featcal_cli.stamps import Unchanged, explain_losses
 from featcal_cli.summary import summarise
 from featcal_cli.values import check_values
+from featcal_cli.walk_job import CALIBRATED, MERGED, Job
 from featcal_cli.workplace import Workplace
 
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from itertools import product
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -14,31 +13,16 @@ from featcal_cli import ways
 from featcal_cli.architecture import Block, Module
 from featcal_cli.errors import NumericsError
 from featcal_cli.features import Observation, Visit
-from featcal_cli.modules import LINEAR_KINDS, linear_parameters, norm_parameters, normalise
-from featcal_cli.moments import LinearMoments, NormMoments, Residual
+from featcal_cli.modules import LINEAR_KINDS, Affine, linear_parameters, norm_parameters, normalise
+from featcal_cli.moments import LinearMoments, NormMoments, Residual, TaskMoments
 from featcal_cli.pool import complete_task, pool_systems
-from featcal_cli.solver import Affine, LinearSystem, NormSystem, Settings
+from featcal_cli.solver import BlockMoments, LinearSystem, NormSystem, Settings
 from featcal_cli.token_space import TokenSystem
 from featcal_cli.walker import Walker
 
 Choose: TypeAlias = "Callable[[tuple[str, ...], Observation, int], LinearMoments]"
 UNWEIGHTED = ("k_proj", "v_proj", "key", "value")
 """Key and value projections count every token alike even where the first counts most: attention reads them all."""
-
-
-@dataclass
-class BlockMoments:
-    """The systems of equations of one block, with every task folded in."""
-
-    linear: dict[tuple[str, ...], LinearSystem] = field(default_factory=dict)
-    """By the modules that share an input (and its token weights)."""
-    norms: dict[str, NormSystem] = field(default_factory=dict)
-    skipped: dict[str, str] = field(default_factory=dict)
-    """Modules that cannot be calibrated, and why."""
-    omegas: dict[tuple[str, str], float] = field(default_factory=dict)
-    """ω_i of every task and Linear."""
-    held_out: BlockMoments | None = None
-    """The same of the examples that updates are checked on, with the ω_i of those that are fitted."""
 
 
 def collect_moments(
@@ -76,16 +60,6 @@ def _parameters_by_name(visit: Visit) -> Callable[[str], Affine]:
     """Those of merged."""
     modules = {module.name: module for module in visit.block.modules}
     return lambda name: parameters_of(visit.merged, visit.block, modules[name])
-
-
-class TaskMoments(NamedTuple):
-    """One task's sums over the rows of every module of a block."""
-
-    linear: dict[tuple[str, ...], LinearMoments]
-    """By the modules that share an input (and its token weights)."""
-    norms: dict[str, NormMoments]
-    skipped: dict[str, str]
-    """Modules whose rows cannot be paired, and why."""
 
 
 def sum_rows(

@@ -15,7 +15,7 @@ from featcal_cli.walker import Pass
 from featcal_cli.watch import Group
 
 if TYPE_CHECKING:
-    from featcal_cli.features import Job
+    from featcal_cli.walk_job import Job
 
 Company = TypeVar("Company", bound=Iterable[Pass])
 

@@ -25,9 +25,9 @@ from featcal_cli.report import CARD, RECIPE, Report
 from featcal_cli.shipped import COMPANIONS, describe_recipe
 
 if TYPE_CHECKING:  # these import torch
-    from featcal_cli.algorithm import Progress as Step
     from featcal_cli.demo import Accuracy
     from featcal_cli.inventory import BlockEntry, Inventory
+    from featcal_cli.listener import Progress as Step
     from featcal_cli.preflight import Preflight
     from featcal_cli.push import Pushed
     from featcal_cli.recipe import Calibration

@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 
+from featcal_cli.address import existing_path
 from featcal_cli.examples import TaskExamples
 from featcal_cli.machine import describe_environment, read_versions
-from featcal_cli.recipe import Recipe
+from featcal_cli.recipe import Draft, Recipe
 from featcal_cli.stamps import stamp_files
 
 LONGEST = 60
@@ -176,3 +177,14 @@ def _hash_examples(found: TaskExamples) -> str:
                 digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
                 digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
+
+
+def name_local_files(draft: Draft) -> dict[Path, str]:
+    """The data files on this machine that a job names itself, each with whose it is."""
+    files: dict[Path, str] = {}
+    for task, spec in draft.tasks.items():
+        path = existing_path(spec.data.path) if spec.data and spec.data.path else None
+        if path is not None:
+            inside = path.iterdir() if path.is_dir() else [path]
+            files |= {file: f"the data of {task}" for file in inside if file.is_file()}
+    return files

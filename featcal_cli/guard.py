@@ -8,9 +8,9 @@ from math import isfinite
 import torch
 from torch import Tensor
 
-from featcal_cli.collect import BlockMoments
 from featcal_cli.errors import NumericsError
-from featcal_cli.solver import Affine, Solution, precise, relative_change
+from featcal_cli.modules import Affine
+from featcal_cli.solver import BlockMoments, Solution, precise, relative_change
 
 STEPS = (1.0, 0.5, 0.25, 0.0)
 """t of W_merged + t (W* − W_merged), the full update first: more ridge would pull to the anchor, not to merged."""

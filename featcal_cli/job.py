@@ -19,7 +19,6 @@ from featcal_cli.checkpoint import Model, find_class, load_model, share_model
 from featcal_cli.drift import DriftMeter
 from featcal_cli.estimate import read_bytes
 from featcal_cli.examples import TaskExamples
-from featcal_cli.features import MERGED, Job
 from featcal_cli.hub import Snapshot
 from featcal_cli.launch import read_launch
 from featcal_cli.layout import names_on_disk, read_slots
@@ -33,6 +32,7 @@ from featcal_cli.shares import Shares, share_tasks
 from featcal_cli.shelf import Shelf
 from featcal_cli.span import describe_span
 from featcal_cli.vectors import VectorMeter
+from featcal_cli.walk_job import MERGED, Job
 from featcal_cli.walker import Walker
 from featcal_cli.weights import find_cls_blocks
 

@@ -16,7 +16,7 @@ from featcal_cli.disk import flush, name_reason, replace_durably
 from featcal_cli.errors import OutputError
 from featcal_cli.journal_files import RECORD, DamagedError, list_blocks, list_entries, read_job, seal, unseal
 from featcal_cli.ranks import Ranks
-from featcal_cli.report import BlockReport
+from featcal_cli.results import BlockReport
 
 if TYPE_CHECKING:  # these import torch, which is not waited for before it is needed
     from torch import Tensor

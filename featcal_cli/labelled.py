@@ -8,7 +8,8 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, tensor
+import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from featcal_cli.batches import BadRowError, Batch, Reader
@@ -103,4 +104,4 @@ def load_labelled(
     for batch, values in found.batches(batch_size):
         batches.append(batch)
         labels += [number_label(value, found.column, names, found.where) for value in values]
-    return batches, tensor(labels)
+    return batches, torch.tensor(labels)

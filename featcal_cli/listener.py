@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
-
-if TYPE_CHECKING:
-    from featcal_cli.algorithm import Progress
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Protocol, TypeAlias
 
 
 class Listener(Protocol):
@@ -39,3 +38,28 @@ class Silent:
     def transfer(self, name: str, done: int, total: int, *, sent: bool = False) -> None: ...
 
     def progress(self, progress: Progress) -> None: ...
+
+
+Watch: TypeAlias = "Callable[[Progress], None]"
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where a calibration is; handed to whoever shows it."""
+
+    block: str
+    finished: int
+    """Blocks finished."""
+    blocks: int
+    task: str = ""
+    """Whose features are being read."""
+    module: str = ""
+    """What is being solved."""
+
+    def at_task(self, watch: Watch) -> Callable[[str], None]:
+        """Tells `watch` that the features of a task are being read."""
+        return lambda task: watch(replace(self, task=task))
+
+    def at_module(self, watch: Watch) -> Callable[[str], None]:
+        """Tells `watch` that a module is being solved."""
+        return lambda module: watch(replace(self, module=module))

@@ -27,7 +27,7 @@ from featcal_cli.redact import redact
 from featcal_cli.waiting import heard
 
 if TYPE_CHECKING:
-    from featcal_cli.algorithm import Progress
+    from featcal_cli.listener import Progress
 
 REMEMBERED = 200
 """Lines that a crash report ends with."""

@@ -5,26 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from featcal_cli.drift import STEM, Drift, DriftMeter
-from featcal_cli.features import CALIBRATED, Job
 from featcal_cli.inspection import BlockDrift, ModelDrift, OutputDrift, PlaceDrift, TaskInspection
 from featcal_cli.outputs import OutputShift
 from featcal_cli.report import DriftCurve, TaskDrift
-
-
-def share_readings(job: Job) -> None:
-    """Let every rank know what the others have measured by now."""
-    if job.meter is not None:
-        job.meter.elsewhere = job.ranks.unite(job.meter.readings)
-    if job.outputs is not None:
-        job.outputs.elsewhere = job.ranks.unite(job.outputs.readings)
-    if job.vectors is not None:
-        job.vectors.elsewhere = job.ranks.unite(job.vectors.readings)
-    if job.finals is not None:
-        own = {
-            task: {role: [x.cpu() for x in parts] for role, parts in kept.items()} for task, kept in job.finals.items()
-        }
-        united = job.ranks.unite(own)
-        job.finals = {task: united[task] for task in job.watched if task in united}
+from featcal_cli.walk_job import CALIBRATED, Job
 
 
 def describe_tasks(job: Job, examples: Mapping[str, int]) -> dict[str, TaskInspection]:

@@ -9,19 +9,20 @@ from pathlib import Path
 import torch
 
 from featcal_cli import __version__
-from featcal_cli.algorithm import Progress
 from featcal_cli.alignment import check_alignment, load_fitting
 from featcal_cli.drift_plots import plot_inspection
-from featcal_cli.features import Job, forward_order
+from featcal_cli.features import forward_order
 from featcal_cli.inspection import Inspection
 from featcal_cli.job import describe_merge, find_blocks, load_models, make_job
+from featcal_cli.listener import Progress
 from featcal_cli.machine import describe_environment
-from featcal_cli.measures import describe_tasks, share_readings
+from featcal_cli.measures import describe_tasks
 from featcal_cli.memory import peak_resident_bytes
 from featcal_cli.preflight import Preflight
 from featcal_cli.projection import plot_projection
 from featcal_cli.run import Run
 from featcal_cli.shares import share_tasks
+from featcal_cli.walk_job import Job, share_readings
 
 MODEL, OTHER, BASE = "model", "other", "base"
 

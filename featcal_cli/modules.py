@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 from transformers.pytorch_utils import Conv1D
-
-from featcal_cli.solver import Affine
 
 Kind = Literal["linear", "conv1d", "layernorm", "rmsnorm"]
 LINEAR_KINDS = ("linear", "conv1d")
@@ -80,3 +78,10 @@ def normalise(module: nn.Module, x: Tensor) -> Tensor:
     if _is_zero(functional_call(module, neutral, (x[:1],))):  # else it is the 1 + w form
         neutral["weight"] = torch.ones_like(neutral["weight"])
     return functional_call(module, neutral, (x,))  # type: ignore[no-any-return]
+
+
+class Affine(NamedTuple):
+    """Parameters of one module: a Linear's weight [d_out, d_in] or a norm's scale [d], and the bias if it has one."""
+
+    weight: Tensor
+    bias: Tensor | None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -230,3 +231,13 @@ def _sum_rows(x: Tensor) -> Tensor:
 
 def _at_least_float32(x: Tensor) -> Tensor:
     return x if x.dtype in (torch.float32, torch.float64) else x.float()
+
+
+class TaskMoments(NamedTuple):
+    """One task's sums over the rows of every module of a block."""
+
+    linear: dict[tuple[str, ...], LinearMoments]
+    """By the modules that share an input (and its token weights)."""
+    norms: dict[str, NormMoments]
+    skipped: dict[str, str]
+    """Modules whose rows cannot be paired, and why."""

@@ -7,7 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from featcal_cli.belongings import Draft
+from featcal_cli.belongings import UnfinishedFolder
 from featcal_cli.disk import name_reason
 from featcal_cli.download import PREPROCESSOR_FILES
 from featcal_cli.errors import OutputError
@@ -118,7 +118,7 @@ def _build(target: Path, layout: Snapshot, spare: Snapshot, tensors: Iterable[Ma
         for source in spare.folder.iterdir()
         if source.is_file() and any(source.match(pattern) for pattern in PREPROCESSOR_FILES)
     ]
-    Draft(target).begin({*list_files(layout)[0], *(source.name for source in spared)})
+    UnfinishedFolder(target).begin({*list_files(layout)[0], *(source.name for source in spared)})
     copy_checkpoint(layout, target)
     slots = read_slots(layout)
     for group in tensors:

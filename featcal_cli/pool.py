@@ -13,12 +13,14 @@ from torch import Tensor
 
 from featcal_cli.errors import FeatCalError, NumericsError
 from featcal_cli.factor import EPSILON
+from featcal_cli.modules import Affine
 from featcal_cli.moments import LinearMoments
 from featcal_cli.ranks import Ranks
-from featcal_cli.solver import Affine, LinearSystem, NormSystem, Settings, Solution, Tally
+from featcal_cli.solver import LinearSystem, NormSystem, Settings, Solution, Tally
 
 if TYPE_CHECKING:
-    from featcal_cli.collect import BlockMoments, TaskMoments
+    from featcal_cli.moments import TaskMoments
+    from featcal_cli.solver import BlockMoments
 
 Names: TypeAlias = "tuple[str, ...]"
 NOTHING = Tally(0.0, 0, frozenset())

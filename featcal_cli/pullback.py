@@ -10,15 +10,15 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from featcal_cli.algorithm import Progress, Watch
 from featcal_cli.checkpoint import share_model
 from featcal_cli.drift import Drift, DriftMeter
-from featcal_cli.features import CALIBRATED, MERGED, Job, forward_order
+from featcal_cli.features import forward_order
 from featcal_cli.guard import STEPS
 from featcal_cli.journal import Journal
-from featcal_cli.measures import share_readings
+from featcal_cli.listener import Progress, Watch
 from featcal_cli.outputs import OutputMeter
-from featcal_cli.report import BlockReport
+from featcal_cli.results import BlockReport
+from featcal_cli.walk_job import CALIBRATED, MERGED, Job, share_readings
 from featcal_cli.walker import Walker
 
 NOISE = 1e-6

@@ -6,15 +6,16 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from math import exp, inf, isfinite, log
 
-from featcal_cli.algorithm import Progress, Watch, load_block, solve_together
+from featcal_cli.algorithm import load_block, solve_together
 from featcal_cli.architecture import Block
 from featcal_cli.collect import collect_moments
 from featcal_cli.errors import NumericsError
-from featcal_cli.features import MERGED, Job, Visit, forward_order
-from featcal_cli.measures import share_readings
+from featcal_cli.features import Visit, forward_order
+from featcal_cli.listener import Progress, Watch
 from featcal_cli.outputs import OutputShift
-from featcal_cli.report import Trial
+from featcal_cli.results import Trial
 from featcal_cli.solver import Settings
+from featcal_cli.walk_job import MERGED, Job, share_readings
 
 SMALLEST = 1e-6
 """A distance below this is taken for this: an expert may be the merged model."""

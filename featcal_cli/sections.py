@@ -11,7 +11,8 @@ from pathlib import Path
 from featcal_cli.drift_section import _change, write_drift
 from featcal_cli.markdown import inert, one_line, without_paths
 from featcal_cli.references import is_hub_id
-from featcal_cli.report import RECIPE, REPORT, Report, Source, describe_guard
+from featcal_cli.report import RECIPE, REPORT, Report, Source
+from featcal_cli.results import describe_guard
 
 HUB = "https://huggingface.co"
 LISTED = 12

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from featcal_cli.errors import NumericsError, RecipeError
 from featcal_cli.examples import FEWEST_ROWS, TaskExamples
 from featcal_cli.recipe import Calibration
-from featcal_cli.report import Trial
+from featcal_cli.results import Trial
 from featcal_cli.search import Candidate
 from featcal_cli.solver import Settings
 from featcal_cli.work import Work

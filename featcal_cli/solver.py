@@ -7,7 +7,7 @@ nothing, exactly. Sums over tasks are folded one task at a time: no two experts'
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from featcal_cli.factor import EPSILON, choose_precision, condition_number, factorise, solve_rows
+from featcal_cli.modules import Affine
 from featcal_cli.moments import LinearMoments, NormMoments
 from featcal_cli.sums import AddUp, Sum, Symmetric, in_sums, to_precise
 
@@ -29,13 +30,6 @@ class Settings:
     """ρ: anchor = ρ · merged + (1 − ρ) · base."""
     alpha: float
     """α: target features = α · expert + (1 − α) · calibrated."""
-
-
-class Affine(NamedTuple):
-    """Parameters of one module: a Linear's weight [d_out, d_in] or a norm's scale [d], and the bias if it has one."""
-
-    weight: Tensor
-    bias: Tensor | None
 
 
 class Solution(NamedTuple):
@@ -302,3 +296,18 @@ def relative_change(merged: Affine, new: Affine) -> float:
 
 def _relative_size(update: Tensor, merged: Tensor) -> float:
     return float(torch.linalg.vector_norm(update) / torch.linalg.vector_norm(merged).clamp_min(EPSILON))
+
+
+@dataclass
+class BlockMoments:
+    """The systems of equations of one block, with every task folded in."""
+
+    linear: dict[tuple[str, ...], LinearSystem] = field(default_factory=dict)
+    """By the modules that share an input (and its token weights)."""
+    norms: dict[str, NormSystem] = field(default_factory=dict)
+    skipped: dict[str, str] = field(default_factory=dict)
+    """Modules that cannot be calibrated, and why."""
+    omegas: dict[tuple[str, str], float] = field(default_factory=dict)
+    """ω_i of every task and Linear."""
+    held_out: BlockMoments | None = None
+    """The same of the examples that updates are checked on, with the ω_i of those that are fitted."""

@@ -9,10 +9,8 @@ from contextlib import contextmanager
 from hashlib import sha256
 from pathlib import Path
 
-from featcal_cli.address import existing_path
 from featcal_cli.disk import name_reason
 from featcal_cli.errors import CheckpointError
-from featcal_cli.recipe import Draft
 
 MODEL_FILES = ("config.json", "adapter_config.json")
 """A folder that holds one of them is a model's: what its files hold is looked at too."""
@@ -84,17 +82,6 @@ def explain_losses(inputs: Sequence[Path]) -> Iterator[None]:
             raise
         what, fix = f"{lost.name} is not there any more", "put it back and run the same command again"
         raise CheckpointError(what, where=str(lost), fix=fix) from error
-
-
-def name_local_files(draft: Draft) -> dict[Path, str]:
-    """The data files on this machine that a job names itself, each with whose it is."""
-    files: dict[Path, str] = {}
-    for task, spec in draft.tasks.items():
-        path = existing_path(spec.data.path) if spec.data and spec.data.path else None
-        if path is not None:
-            inside = path.iterdir() if path.is_dir() else [path]
-            files |= {file: f"the data of {task}" for file in inside if file.is_file()}
-    return files
 
 
 def take_stamp(file: Path) -> Stamp:

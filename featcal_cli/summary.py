@@ -12,14 +12,15 @@ import torch
 from featcal_cli import __version__
 from featcal_cli.ancestors import SAID
 from featcal_cli.card import read_license
-from featcal_cli.features import Job
 from featcal_cli.machine import describe_environment
-from featcal_cli.measures import describe_tasks, read_curve, read_drift, share_readings
+from featcal_cli.measures import describe_tasks, read_curve, read_drift
 from featcal_cli.memory import peak_resident_bytes
 from featcal_cli.preflight import Preflight
-from featcal_cli.report import CARD, BlockReport, Report, Source
+from featcal_cli.report import CARD, Report, Source
+from featcal_cli.results import BlockReport
 from featcal_cli.run import Run
 from featcal_cli.select import Choice
+from featcal_cli.walk_job import Job, share_readings
 
 
 def summarise(run: Run, plan: Preflight, blocks: list[BlockReport], job: Job, choice: Choice, step: float) -> Report:

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from featcal_cli.factor import EPSILON, condition_number, factorise, solve_rows
+from featcal_cli.modules import Affine
 from featcal_cli.moments import LinearMoments
-from featcal_cli.solver import Affine, LinearSystem, Settings
+from featcal_cli.solver import LinearSystem, Settings
 
 
 class TokenSystem(LinearSystem):

@@ -16,7 +16,7 @@ from featcal_cli.walker import Pass, Walker
 from featcal_cli.weights import token_weights
 
 if TYPE_CHECKING:
-    from featcal_cli.features import Job
+    from featcal_cli.walk_job import Job
 
 MODULE_ROWS = 256
 """Tokens of a batch, evenly spread, that drift inside blocks is measured on: all would cost as much as a pass."""

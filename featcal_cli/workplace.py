@@ -7,7 +7,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from featcal_cli.belongings import NOTE, Draft, find_strangers, name_some, remove_output
+from featcal_cli.belongings import NOTE, UnfinishedFolder, find_strangers, name_some, remove_output
 from featcal_cli.disk import flush, name_reason
 from featcal_cli.errors import OutputError
 from featcal_cli.journal_files import drop_journal, holds_blocks
@@ -26,9 +26,9 @@ class Workplace:
         self.folder = resolved.parent / f".{resolved.name}.featcal"
         self.journal = self.folder / "journal"
         """Finished blocks."""
-        self.built = Draft(self.folder / "output")
+        self.built = UnfinishedFolder(self.folder / "output")
         """The output, before it takes its place."""
-        self.merged = Draft(self.folder / "merged")
+        self.merged = UnfinishedFolder(self.folder / "merged")
         """The merged model, where it is built."""
         self.replaced = self.folder / "replaced"
         """What the output takes the place of, for a moment."""

@@ -11,11 +11,11 @@ from families import Saved
 
 from featcal_cli.architecture import Architecture
 from featcal_cli.examples import TaskExamples
-from featcal_cli.features import CALIBRATED, MERGED, Job
 from featcal_cli.job import Models, find_blocks, load_models, make_job, make_search_job
 from featcal_cli.listener import Silent
 from featcal_cli.recipe import Calibration, as_draft
 from featcal_cli.run import Run
+from featcal_cli.walk_job import CALIBRATED, MERGED, Job
 
 CPU = torch.device("cpu")
 

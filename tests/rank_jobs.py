@@ -1,4 +1,4 @@
-"""What tests/test_ranks.py lets torchrun start: the jobs of a file, one after the other, by the Python verbs."""
+"""What tests/test_ranks.py lets torchrun start by the Python verbs: the jobs of a file, in turn."""
 
 from __future__ import annotations
 

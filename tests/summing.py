@@ -5,8 +5,9 @@ from __future__ import annotations
 from torch import Tensor
 from torch.nn.functional import linear
 
+from featcal_cli.modules import Affine
 from featcal_cli.moments import LinearMoments, Residual
-from featcal_cli.solver import Affine, LinearSystem
+from featcal_cli.solver import LinearSystem
 from featcal_cli.token_space import TokenSystem
 
 WAYS = ("drift", "residuals", "outputs", "rows")

@@ -15,9 +15,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 
-from featcal_cli.algorithm import Progress
 from featcal_cli.errors import OutputError
-from featcal_cli.listener import Silent
+from featcal_cli.listener import Progress, Silent
 from featcal_cli.workflow import calibrate
 
 pytestmark = pytest.mark.usefixtures("undrawn")

@@ -18,7 +18,8 @@ from markdown_it.token import Token
 from featcal_cli.card import MARK, OWN_CARD, read_license, write_card
 from featcal_cli.evaluation import TaskScores
 from featcal_cli.markdown import inert_document, one_line
-from featcal_cli.report import BlockReport, DriftCurve, ModuleReport, Report, Source, TaskDrift
+from featcal_cli.report import DriftCurve, Report, Source, TaskDrift
+from featcal_cli.results import BlockReport, ModuleReport
 from featcal_cli.scores import Score
 
 COMMIT = "01234567" * 5

@@ -16,13 +16,14 @@ from summing import SYSTEMS, WAYS, sum_up
 from torch import Tensor, nn
 
 from featcal_cli.algorithm import load_block, solve_block
-from featcal_cli.collect import BlockMoments, collect_moments, parameters_of
+from featcal_cli.collect import collect_moments, parameters_of
 from featcal_cli.errors import NumericsError
-from featcal_cli.features import CALIBRATED, forward_order
+from featcal_cli.features import forward_order
 from featcal_cli.guard import STEPS, guard_block
-from featcal_cli.modules import new_parameters
+from featcal_cli.modules import Affine, new_parameters
 from featcal_cli.moments import NormMoments
-from featcal_cli.solver import Affine, LinearSystem, NormSystem, Settings, Solution, precise
+from featcal_cli.solver import BlockMoments, LinearSystem, NormSystem, Settings, Solution, precise
+from featcal_cli.walk_job import CALIBRATED
 from featcal_cli.workflow import calibrate
 
 pytestmark = pytest.mark.usefixtures("undrawn")

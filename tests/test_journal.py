@@ -13,9 +13,8 @@ import torch
 from families import FAMILIES, Saved, save_family
 from safetensors.torch import load_file, save_file
 
-from featcal_cli.algorithm import Progress
 from featcal_cli.errors import CheckpointError, FeatCalError, OutputError
-from featcal_cli.listener import Silent
+from featcal_cli.listener import Progress, Silent
 from featcal_cli.workflow import calibrate
 
 pytestmark = pytest.mark.usefixtures("undrawn")

@@ -21,9 +21,10 @@ from featcal_cli.errors import DataError, NumericsError, OutputError
 from featcal_cli.factor import EPSILON, factorise
 from featcal_cli.gate import find_excess
 from featcal_cli.inspector import inspect_drift
+from featcal_cli.modules import Affine
 from featcal_cli.moments import LinearMoments
-from featcal_cli.report import BlockReport, ModuleReport, describe_ridges
-from featcal_cli.solver import Affine, LinearSystem, Settings
+from featcal_cli.results import BlockReport, ModuleReport, describe_ridges
+from featcal_cli.solver import LinearSystem, Settings
 from featcal_cli.workflow import calibrate
 
 BY_NAME = {family.name: family for family in FAMILIES}

@@ -15,9 +15,8 @@ from families import FAMILIES, TASKS, Saved, save_family
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from featcal_cli.algorithm import Progress
 from featcal_cli.batches import count_examples
-from featcal_cli.listener import Silent
+from featcal_cli.listener import Progress, Silent
 from featcal_cli.workflow import calibrate
 
 pytestmark = pytest.mark.usefixtures("undrawn")

@@ -16,13 +16,13 @@ from families import FAMILIES, Saved, save_family
 from jobs import Prepared, prepare
 from safetensors.torch import save_file
 
-from featcal_cli.algorithm import Progress
 from featcal_cli.batches import count_examples
 from featcal_cli.errors import NumericsError
-from featcal_cli.features import Job
-from featcal_cli.report import Trial
+from featcal_cli.listener import Progress
+from featcal_cli.results import Trial
 from featcal_cli.search import Candidate, Search, mean_ratio
 from featcal_cli.solver import Settings
+from featcal_cli.walk_job import Job
 from featcal_cli.workflow import calibrate
 
 pytestmark = pytest.mark.usefixtures("undrawn")

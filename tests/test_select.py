@@ -21,11 +21,11 @@ from families import FAMILIES, TASKS, Saved, save_family, save_tokenizer
 from hub_server import HubServer
 from safetensors.torch import save_file
 
-from featcal_cli.algorithm import Progress
 from featcal_cli.errors import NumericsError, RecipeError
-from featcal_cli.listener import Silent
+from featcal_cli.listener import Progress, Silent
 from featcal_cli.recipe import Calibration
-from featcal_cli.report import Report, Trial
+from featcal_cli.report import Report
+from featcal_cli.results import Trial
 from featcal_cli.select import CAUTIOUS, PAPER, Plan, choose_candidates, choose_settings, pick_trial
 from featcal_cli.solver import Settings
 from featcal_cli.work import Work

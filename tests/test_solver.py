@@ -8,8 +8,9 @@ from torch import Tensor
 
 from featcal_cli.errors import NumericsError
 from featcal_cli.factor import EPSILON
+from featcal_cli.modules import Affine
 from featcal_cli.moments import LinearMoments, NormMoments
-from featcal_cli.solver import Affine, LinearSystem, NormSystem, Settings
+from featcal_cli.solver import LinearSystem, NormSystem, Settings
 
 CPU = torch.device("cpu")
 D_OUT, D_IN, TASKS = 5, 7, 3

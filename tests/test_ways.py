@@ -12,7 +12,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from featcal_cli import ways
 from featcal_cli.factor import EPSILON
-from featcal_cli.solver import Affine, Settings
+from featcal_cli.modules import Affine
+from featcal_cli.solver import Settings
 from featcal_cli.sums import Symmetric
 
 TASKS = 3

@@ -1,0 +1,91 @@
+"""What a calibration did to each block and module, and what a search tried."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+SHOWN = 4
+"""Modules that a sentence names."""
+
+
+@dataclass(frozen=True)
+class ModuleReport:
+    """What calibration did to one module."""
+
+    name: str
+    """Path inside the block."""
+    kind: str
+    rows: int
+    """Rows (tokens) fitted, all tasks together."""
+    condition_number: float
+    """Of the regularised normal equations, estimated."""
+    relative_change: float
+    """‖W* − W_merged‖ / ‖W_merged‖."""
+    step: float | None = None
+    """t: the share of the update that held-out rows left standing; None where it was not checked."""
+    ridge: float | None = None
+    """λ that was needed for a stable solution, where it is larger than the one asked for."""
+
+
+@dataclass(frozen=True)
+class BlockReport:
+    """What calibration did to one block."""
+
+    name: str
+    seconds: float
+    modules: list[ModuleReport]
+    skipped: list[dict[str, str]]
+    """name and reason of what stayed as merged."""
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> BlockReport:
+        values = json.loads(text)
+        return cls(**{**values, "modules": [ModuleReport(**module) for module in values["modules"]]})
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One candidate of a search for settings."""
+
+    ridge: float
+    rho: float
+    alpha: float
+    origin: str
+    """Where it comes from: a grid, the paper, the user."""
+    blocks: int
+    """Blocks that it went through."""
+    score: float | None
+    """How far the experts' outputs move with its features after the last of them, on examples that were not fitted; the
+    merged model's is 1, less is better. None where it was not judged, or is not finite."""
+    drift: float | None
+    """Drift of those features over merged's, mean over tasks."""
+    dropped: str
+    """Why it did not go on; empty for those that came to the end."""
+
+
+def describe_ridges(blocks: Sequence[BlockReport]) -> str:
+    """Which modules took more ridge than was asked for, in a sentence; empty where none did."""
+    found = [
+        f"{block.name}.{module.name} ({module.ridge:g})" for block in blocks for module in block.modules if module.ridge
+    ]
+    if not found:
+        return ""
+    more = f" and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
+    return f"more ridge than asked for, as the equations had no stable solution else: {', '.join(found[:SHOWN])}{more}"
+
+
+def describe_guard(blocks: Sequence[BlockReport]) -> str:
+    """How many updates the guard pulled back, in a sentence; empty where it was off."""
+    steps = [module.step for block in blocks for module in block.modules if module.step is not None]
+    if not steps:
+        return ""
+    held = Counter("merged" if step == 0 else f"{step:g} of the update" for step in steps if step < 1)
+    how = ", ".join(f"{count} to {where}" for where, count in held.items())
+    told = f"guard: {held.total()} of {len(steps)} updates were pulled back on held-out rows"
+    return f"{told} ({how})" if how else told
