@@ -25,10 +25,10 @@ from plain import PlainSystem
 from torch import Tensor
 from yardsticks import merge_by_regression, operate
 
-from featcal_cli.factor import EPSILON
-from featcal_cli.modules import Affine
-from featcal_cli.moments import LinearMoments
-from featcal_cli.solver import Settings, Solution, precise, relative_change
+from featcal_cli.calibration.linear_algebra import EPSILON
+from featcal_cli.calibration.moments import LinearMoments
+from featcal_cli.calibration.solver import Settings, Solution, precise, relative_change
+from featcal_cli.models.module_kinds import Affine
 
 SEEDS = (1, 2, 3)
 TRIED = tuple(

@@ -22,18 +22,16 @@ import transformers as tf
 from safetensors.torch import save_file
 from torch import Tensor
 
-from featcal_cli.checkpoint import find_class
-from featcal_cli.drift import DriftMeter
-from featcal_cli.features import forward_order
-from featcal_cli.hub import resolve
-from featcal_cli.job import find_blocks, load_models, make_job
-from featcal_cli.listener import Silent
-from featcal_cli.measuring import BASE, MODEL
-from featcal_cli.outputs import OutputMeter
-from featcal_cli.recipe import as_draft
-from featcal_cli.run import Run
-from featcal_cli.vectors import VectorMeter
-from featcal_cli.walk_job import Job
+from featcal_cli.engine.drift_metrics import DriftMeter, OutputMeter, VectorMeter
+from featcal_cli.engine.job import Job
+from featcal_cli.engine.lockstep import forward_order
+from featcal_cli.hub.snapshot import resolve
+from featcal_cli.models.loading import find_class
+from featcal_cli.recipe.schema import as_draft
+from featcal_cli.runtime.progress import Silent
+from featcal_cli.workflows.measure_drift import BASE, MODEL
+from featcal_cli.workflows.session import Run
+from featcal_cli.workflows.setup import find_blocks, load_models, make_job
 
 EXAMPLES, BATCH = 64, 16
 ROLES = ("merged", "expert", "base")

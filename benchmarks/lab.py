@@ -13,16 +13,16 @@ import torch
 from judge import Judge, body_of, load_judge, read_family
 from plain import PlainSystem, in_place
 
-from featcal_cli.algorithm import load_block, solve_block
-from featcal_cli.collect import collect_moments, parameters_of
-from featcal_cli.features import forward_order
-from featcal_cli.guard import guard_block
-from featcal_cli.job import find_blocks, load_models, make_search_job
-from featcal_cli.listener import Silent
-from featcal_cli.recipe import Draft, as_draft
-from featcal_cli.run import Run
-from featcal_cli.solver import Settings
-from featcal_cli.walk_job import Job
+from featcal_cli.calibration.algorithm import load_block, solve_block
+from featcal_cli.calibration.backtracking import guard_block
+from featcal_cli.calibration.normal_equations import collect_moments, parameters_of
+from featcal_cli.calibration.solver import Settings
+from featcal_cli.engine.job import Job
+from featcal_cli.engine.lockstep import forward_order
+from featcal_cli.recipe.schema import Draft, as_draft
+from featcal_cli.runtime.progress import Silent
+from featcal_cli.workflows.session import Run
+from featcal_cli.workflows.setup import find_blocks, load_models, make_search_job
 
 Scores = dict[str, float]
 """By task: accuracy in percent, or minus the loss in nats a token; more is better."""

@@ -9,11 +9,12 @@ from unittest.mock import patch
 
 import torch
 
-from featcal_cli import collect, ways
-from featcal_cli.factor import EPSILON, factorise
-from featcal_cli.modules import Affine
-from featcal_cli.moments import LinearMoments
-from featcal_cli.solver import Settings, Solution, precise, relative_change
+from featcal_cli.calibration import cost_model as ways
+from featcal_cli.calibration import normal_equations as collect
+from featcal_cli.calibration.linear_algebra import EPSILON, factorise
+from featcal_cli.calibration.moments import LinearMoments
+from featcal_cli.calibration.solver import Settings, Solution, precise, relative_change
+from featcal_cli.models.module_kinds import Affine
 
 
 class PlainSystem:

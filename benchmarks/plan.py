@@ -16,7 +16,7 @@ from unittest.mock import patch
 import torch
 from shapes import recipe_of
 
-from featcal_cli.workflow import dry_run
+from featcal_cli.workflows.verbs import dry_run
 
 
 @dataclass(frozen=True)

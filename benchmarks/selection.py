@@ -19,8 +19,8 @@ from judge import load_model
 from lab import Lab, Scores, gain, recipe_of
 
 from featcal_cli import calibrate
-from featcal_cli.report import Report
-from featcal_cli.solver import Settings
+from featcal_cli.calibration.solver import Settings
+from featcal_cli.reporting.report import Report
 
 RIDGES, RHOS, ALPHAS = (1e-5, 1e-3, 0.05, 0.5), (0.5, 1.0, 2.0), (0.15, 0.3, 0.6, 1.0)
 

@@ -23,15 +23,15 @@ from pathlib import Path
 from meters import Clock
 from shapes import recipe_of
 
-from featcal_cli.algorithm import calibrate_blocks
-from featcal_cli.job import Models, find_blocks, load_models, make_job
-from featcal_cli.journal import Journal
-from featcal_cli.listener import Silent
-from featcal_cli.preflight import Preflight
-from featcal_cli.recipe import as_draft
-from featcal_cli.run import Run
-from featcal_cli.solver import Settings
-from featcal_cli.walk_job import CALIBRATED, Job
+from featcal_cli.calibration.algorithm import calibrate_blocks
+from featcal_cli.calibration.journal import Journal
+from featcal_cli.calibration.solver import Settings
+from featcal_cli.engine.job import CALIBRATED, Job
+from featcal_cli.recipe.schema import as_draft
+from featcal_cli.runtime.progress import Silent
+from featcal_cli.workflows.preflight import Preflight
+from featcal_cli.workflows.session import Run
+from featcal_cli.workflows.setup import Models, find_blocks, load_models, make_job
 
 PAPER = {"ridge": 0.05, "rho": 2.0, "alpha": 0.3}
 """λ, ρ and α for CLIP."""

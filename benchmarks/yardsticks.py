@@ -10,13 +10,13 @@ from judge import body_of, load_judge
 from lab import Lab, Scores
 from torch import Tensor, nn
 
-from featcal_cli.batches import Batch, take_first
-from featcal_cli.collect import parameters_of, sum_rows
-from featcal_cli.factor import EPSILON
-from featcal_cli.features import forward_order
-from featcal_cli.job import Models, make_search_job
-from featcal_cli.modules import Affine, linear_parameters, new_parameters
-from featcal_cli.solver import precise
+from featcal_cli.calibration.linear_algebra import EPSILON
+from featcal_cli.calibration.normal_equations import parameters_of, sum_rows
+from featcal_cli.calibration.solver import precise
+from featcal_cli.data.batches import Batch, take_first
+from featcal_cli.engine.lockstep import forward_order
+from featcal_cli.models.module_kinds import Affine, linear_parameters, new_parameters
+from featcal_cli.workflows.setup import Models, make_search_job
 
 OFF_DIAGONAL = 0.9
 """What RegMean scales the off-diagonals of its Gram matrices by."""

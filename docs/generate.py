@@ -20,7 +20,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from featcal_cli.recipe import Draft
+from featcal_cli.recipe.schema import Draft
 
 ROOT = Path(__file__).resolve().parent.parent
 GROUPS = (
@@ -73,7 +73,7 @@ Relative paths start at the recipe's folder. Unknown keys are refused, with the 
 
 def describe_commands() -> str:
     """docs/cli.md."""
-    line = [sys.executable, "-m", "typer", "featcal_cli.cli", "utils", "docs", "--name", "featcal"]
+    line = [sys.executable, "-m", "typer", "featcal_cli.cli.commands", "utils", "docs", "--name", "featcal"]
     plain = {**os.environ, "TERM": "dumb", "NO_COLOR": "1"}
     found = subprocess.run(line, check=True, capture_output=True, text=True, cwd=ROOT, env=plain)
     return CLI_HEAD + found.stdout.replace("# `featcal`", "# `featcal`", 1).rstrip() + "\n"

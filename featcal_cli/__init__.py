@@ -207,9 +207,9 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from featcal_cli.recipe import Recipe as Recipe
-    from featcal_cli.workflow import calibrate as calibrate
-    from featcal_cli.workflow import dry_run as dry_run
+    from featcal_cli.recipe.schema import Recipe as Recipe
+    from featcal_cli.workflows.verbs import calibrate as calibrate
+    from featcal_cli.workflows.verbs import dry_run as dry_run
 
 __version__ = version("featcal-cli")
 __all__ = ["Recipe", "__version__", "calibrate", "dry_run"]
@@ -218,11 +218,11 @@ __all__ = ["Recipe", "__version__", "calibrate", "dry_run"]
 def __getattr__(name: str) -> Any:
     """Load the verbs when they are first asked for: importing featcal_cli stays fast, without torch."""
     if name in ("calibrate", "dry_run"):
-        from featcal_cli import workflow
+        from featcal_cli.workflows import verbs as workflow
 
         return getattr(workflow, name)
     if name == "Recipe":
-        from featcal_cli.recipe import Recipe
+        from featcal_cli.recipe.schema import Recipe
 
         return Recipe
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

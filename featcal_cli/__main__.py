@@ -7,22 +7,22 @@ def main() -> None:
     """Run the command line. It takes a moment to be there, and may be interrupted even then."""
     use_large_pages()
     try:
-        from featcal_cli.standard_streams import open_streams, use_utf8
+        from featcal_cli.runtime.process import open_streams, use_utf8
 
         use_utf8()
         open_streams()
-        from featcal_cli.interruption import stop_when_signalled
+        from featcal_cli.runtime.interruption import stop_when_signalled
 
         stop_when_signalled()
-        from featcal_cli.cli import main
+        from featcal_cli.cli.commands import main
 
         main()
     except (KeyboardInterrupt, SystemExit) as end:
-        from featcal_cli.interruption import EXIT_CODE, STARTING, stop
+        from featcal_cli.runtime.interruption import EXIT_CODE, STARTING, stop
 
         if isinstance(end, KeyboardInterrupt) or end.code == EXIT_CODE:
             stop(STARTING)
-        from featcal_cli.background_imports import end_while_importing
+        from featcal_cli.runtime.process import end_while_importing
 
         end_while_importing(end.code if isinstance(end.code, int) else 0 if end.code is None else 1)
         raise

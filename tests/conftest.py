@@ -65,7 +65,7 @@ def hub(hub_on_loopback: HubServer) -> HubServer:
 @pytest.fixture
 def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Draw no picture, which takes as long as calibrating a tiny model; what is tested is elsewhere in the output."""
-    monkeypatch.setattr("featcal_cli.calibration.plot_drift", lambda _: b"")
+    monkeypatch.setattr("featcal_cli.workflows.calibrate.plot_drift", lambda _: b"")
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,340 @@
+"""Finished blocks on disk, and whose the files beside them are."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from hashlib import sha256
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from safetensors import SafetensorError, safe_open
+
+from featcal_cli.calibration.results import BlockReport
+from featcal_cli.runtime.distributed import Ranks
+from featcal_cli.runtime.errors import OutputError
+from featcal_cli.runtime.files import flush, name_reason, replace_durably
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from featcal_cli.engine.block_runner import Walker
+
+FORMAT = 2
+"""Of the files; those of another one are not taken over."""
+SHOWN = 3
+"""Differences between two jobs that a message names."""
+
+
+class Journal:
+    """One file a finished block (its new parameters by module path, its report), under a fingerprint of the job.
+
+    Every file holds a hash of the job and of its own content, and is on the disk before it has its name: after a loss
+    of power it is whole, not there, or known not to be whole.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        fingerprint: Mapping[str, Any],
+        *,
+        restart: bool = False,
+        overwrite: bool = False,
+        note: Callable[[str], None] = lambda _: None,
+        check_inputs: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Open the journal in `folder`; what is in it is dropped with `restart`, and what another job left
+        with `overwrite`.
+
+        note: is told what was damaged. check_inputs: raises where what blocks are computed from is no longer what the
+        fingerprint says; no block is kept then.
+
+        Raises OutputError where it holds finished blocks of a job with another fingerprint, and says what differs.
+        """
+        self.folder = folder
+        self.restored = 0
+        """Blocks that were taken over from an earlier run."""
+        self._note, self._check_inputs = note, check_inputs
+        wanted = json.loads(json.dumps({"format": FORMAT, **fingerprint}))
+        self.job = sha256(json.dumps(wanted, sort_keys=True).encode()).hexdigest()
+        with self._writing(folder / RECORD) as partial:
+            folder.mkdir(parents=True, exist_ok=True)
+            for parent in (folder.parent, folder.parent.parent):
+                flush(parent)
+            if restart or (overwrite and self._find_other(wanted)):
+                self._drop()
+            elif differences := self._find_other(wanted):
+                raise _refuse(folder.parent, differences)
+            partial.write_text(seal(self.job, wanted), encoding="utf-8")
+
+    def keep(self, name: str, value: Any) -> None:
+        """Keep what was found before the first block, as JSON."""
+        with self._writing(self._kept(name)) as partial:
+            partial.write_text(seal(self.job, value), encoding="utf-8")
+
+    def recall(self, name: str) -> Any:
+        """What was kept under the name, by this run or an earlier one of the same job; None for nothing. Without it,
+        blocks that were computed by it count nothing any more."""
+        try:
+            return unseal(self._kept(name), self.job)
+        except FileNotFoundError:
+            self._drop_from(0)
+        except DamagedError:
+            self._drop_from(0)
+            self._kept(name).unlink()
+            self._note(f"the record of the {name} of an earlier run was damaged on the disk: all is computed again")
+        return None
+
+    def write(self, number: int, report: BlockReport, student: Walker) -> None:
+        """Keep the parameters that a finished block has now."""
+        from safetensors.torch import save_file
+
+        self._check_inputs()
+        places = [f"{report.name}.{module.name}" for module in report.modules]
+        parameters = {
+            f"{place}.{name}": value.cpu().contiguous()
+            for place in places
+            for name, value in student.parameters_at_home(place).items()
+        }
+        text = report.to_json()
+        about = {"job": self.job, "report": text, "hash": _hash_block(self.job, number, text, parameters)}
+        with self._writing(self._file(number)) as partial:
+            save_file(parameters, partial, metadata=about)
+
+    def restore(self, number: int, student: Walker) -> BlockReport | None:
+        """Load a block that was finished before into the student and return its report; None when it was not, or is
+        damaged: then it and all after it, which were computed from it, are computed again."""
+        try:
+            report, parameters = self._read(number)
+        except FileNotFoundError:
+            self._drop_from(number)
+            return None
+        except DamagedError:
+            self._drop_from(number)
+            self._note(f"block {number + 1} of an earlier run was damaged on the disk: computed again from there on")
+            return None
+        for name, value in parameters.items():
+            path, _, key = name.rpartition(".")
+            student.replace(getattr(student.module(path), key), value)
+        self.restored += 1
+        return report
+
+    def tensors(self, number: int) -> dict[str, Tensor]:
+        """The parameters of a finished block by module path. Raises OutputError where the disk has lost them."""
+        try:
+            return self._read(number)[1]
+        except (DamagedError, FileNotFoundError):
+            self._drop_from(number)
+            raise OutputError(
+                f"block {number + 1} was damaged on the disk after it was finished",
+                where=str(self._file(number)),
+                fix="check the disk and run the same command again: it goes on before that block",
+            ) from None
+
+    def _read(self, number: int) -> tuple[BlockReport, dict[str, Tensor]]:
+        """Raises FileNotFoundError where there is none, and DamagedError."""
+        file = self._file(number)
+        if not file.is_file():
+            raise FileNotFoundError(file)
+        try:
+            with safe_open(file, framework="pt") as stored:
+                about = stored.metadata() or {}
+                parameters = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118
+        except (SafetensorError, OSError, RuntimeError, ValueError) as error:
+            raise DamagedError from error
+        text = about.get("report", "")
+        if about.get("hash") != _hash_block(self.job, number, text, parameters):
+            raise DamagedError
+        return BlockReport.from_json(text), parameters
+
+    def _find_other(self, wanted: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]] | None:
+        """The job whose blocks lie here, and `wanted`, where they are two; None where nothing lies here, or this one's.
+        A record that is damaged says nothing; then blocks say whose they are."""
+        if not list_entries(self.folder):
+            return None
+        try:
+            known = unseal(self.folder / RECORD)
+        except (FileNotFoundError, DamagedError):
+            return (
+                ({}, wanted)
+                if any(read_job(file) not in (None, self.job) for file in list_blocks(self.folder))
+                else None
+            )
+        return (known, wanted) if known != wanted else None
+
+    def _drop(self) -> None:
+        for file in list_entries(self.folder):
+            file.unlink()
+        flush(self.folder)
+
+    def _drop_from(self, number: int) -> None:
+        """Delete a block and all after it, the last one first."""
+        files = [file for file in list_blocks(self.folder) if file.name >= self._file(number).name]
+        with self._explained(self.folder):
+            for file in reversed(files):
+                file.unlink()
+            if files:
+                flush(self.folder)
+
+    @contextmanager
+    def _writing(self, target: Path) -> Iterator[Path]:
+        """Where to write what becomes `target` when it is whole, and on the disk. Raises OutputError."""
+        partial = target.with_suffix(".partial")
+        with self._explained(target):
+            try:
+                yield partial
+                replace_durably(partial, target)
+            except BaseException:
+                with suppress(OSError):  # it stays, then, and is written over
+                    partial.unlink(missing_ok=True)
+                raise
+
+    @contextmanager
+    def _explained(self, target: Path) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, SafetensorError) as error:
+            raise OutputError(
+                f"cannot write: {name_reason(error)}",
+                where=str(target),
+                fix="free disk space and run the same command again",
+            ) from None
+
+    def _kept(self, name: str) -> Path:
+        return self.folder / f"{name}.kept.json"
+
+    def _file(self, number: int) -> Path:
+        return self.folder / f"block-{number:04d}.safetensors"
+
+
+def restore_block(journal: Journal | None, number: int, student: Walker, ranks: Ranks) -> BlockReport | None:
+    """A block that was finished before, from the journal of the first rank, which alone has one, loaded into the
+    students of all ranks; None where there is no such block."""
+    import torch
+
+    report = ranks.broadcast(journal.restore(number, student) if journal else None)
+    if report is None or ranks.size == 1:
+        return report
+    for module in report.modules:
+        place = f"{report.name}.{module.name}"
+        for name, value in student.parameters_at_home(place).items():
+            restored = value.clone(memory_format=torch.contiguous_format)
+            ranks.copy(restored)
+            student.replace(student.module(place).get_parameter(name), restored)
+    return report
+
+
+def _refuse(folder: Path, jobs: tuple[Mapping[str, Any], Mapping[str, Any]]) -> OutputError:
+    """The error for finished blocks of another job: what differs, and what to type."""
+    from featcal_cli.calibration.fingerprint import describe_differences, describe_way_back
+
+    known, wanted = jobs
+    drop = "add --restart to drop it and begin anew"
+    if not known or known.get("format") != wanted["format"]:
+        what = "its record is damaged" if not known else "it is of another version of featcal"
+        return OutputError(
+            f"an unfinished run is here that cannot be gone on with: {what}", where=str(folder), fix=drop
+        )
+    clauses = describe_differences(known, wanted) or ["it says more of itself than this version knows"]
+    more = f"; and {len(clauses) - SHOWN} more" if len(clauses) > SHOWN else ""
+    options = describe_way_back(known, wanted)
+    again = f"give {options} to go on with it" if options else "put that back as it was to go on with it"
+    return OutputError(
+        f"an unfinished run of another job is here: {'; '.join(clauses[:SHOWN])}{more}",
+        where=str(folder),
+        fix=f"{again}, or {drop}",
+    )
+
+
+def _hash_block(job: str, number: int, report: str, parameters: Mapping[str, Tensor]) -> str:
+    """Of everything that a file of a finished block says, and of its place in the job."""
+    names = sorted(parameters)
+    with ThreadPoolExecutor() as pool:
+        hashes = pool.map(lambda name: _hash_tensor(parameters[name]), names)
+        return sha256(json.dumps([job, number, report, *zip(names, hashes, strict=True)]).encode()).hexdigest()
+
+
+def _hash_tensor(tensor: Tensor) -> str:
+    import torch
+
+    digest = sha256(f"{tensor.dtype} {list(tensor.shape)}".encode())
+    digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+RECORD = "job.json"
+BLOCK = re.compile(r"block-\d{4,}\.safetensors")
+SEARCH = "search"
+"""Under this name is kept what a search found."""
+KEPT = (f"{SEARCH}.kept.json",)
+LARGEST_HEADER = 1 << 27
+"""Bytes."""
+
+
+class DamagedError(Exception):
+    """A file is not what was written: torn, cut short, or changed by somebody else."""
+
+
+def holds_blocks(folder: Path) -> bool:
+    """Whether a journal's folder holds anything that a later run can take over."""
+    return bool(list_entries(folder))
+
+
+def drop_journal(folder: Path, job: str | None = None) -> None:
+    """Delete a journal, and nothing else that lies in its folder; with `job`, unless it is of another one."""
+    if job is not None and any(read_job(file) not in (None, job) for file in list_blocks(folder)):
+        return
+    with suppress(OSError):  # what remains is of no use, and does no harm
+        for file in (*list_entries(folder), folder / RECORD, *folder.glob("*.partial")):
+            file.unlink(missing_ok=True)
+        folder.rmdir()
+
+
+def list_entries(folder: Path) -> list[Path]:
+    """Everything that a later run can take over."""
+    return [*list_blocks(folder), *(file for file in folder.glob("*.kept.json") if file.name in KEPT)]
+
+
+def list_blocks(folder: Path) -> list[Path]:
+    """The finished blocks, the first one first."""
+    return sorted(file for file in folder.glob("block-*.safetensors") if BLOCK.fullmatch(file.name))
+
+
+def read_job(block: Path) -> str | None:
+    """Whose a block says that it is; None where it says nothing."""
+    try:
+        with block.open("rb") as stream:
+            size = int.from_bytes(stream.read(8), "little")
+            header = json.loads(stream.read(size)) if size < LARGEST_HEADER else {}
+        return str(header.get("__metadata__", {}).get("job", ""))
+    except (OSError, ValueError, AttributeError):
+        return None
+
+
+def seal(job: str, value: Any) -> str:
+    """A text that says what it holds, for which job, and a hash of both."""
+    text = json.dumps([job, value], sort_keys=True)
+    return json.dumps({"hash": sha256(text.encode()).hexdigest(), "job": job, "content": value}, sort_keys=True)
+
+
+def unseal(file: Path, job: str | None = None) -> Any:
+    """What was sealed, by a `job` if one is given. Raises FileNotFoundError, and DamagedError for what is not as it was
+    written; what an older featcal wrote is returned as it is."""
+    try:
+        sealed = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise
+    except (OSError, ValueError) as error:
+        raise DamagedError from error
+    if job is None and isinstance(sealed, dict) and "hash" not in sealed:
+        return sealed
+    try:
+        text = json.dumps([sealed["job"], sealed["content"]], sort_keys=True)
+        if sealed["hash"] == sha256(text.encode()).hexdigest() and sealed["job"] == (job or sealed["job"]):
+            return sealed["content"]
+    except (LookupError, TypeError):
+        pass
+    raise DamagedError

@@ -1,0 +1,188 @@
+"""Running sums of matrices; one system's precision, Cholesky factor and condition number."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from featcal_cli.runtime.errors import NumericsError
+
+ACCUMULATE = torch.float64
+"""Precision of the sums. Products are made in the features' precision (at least float32), sums in this one."""
+PANELS = 8
+"""A symmetric product is made in so many panels, of which only what lies on and below the diagonal is computed."""
+NARROWEST_PANEL = 64
+"""A matrix product loses speed when it is narrower."""
+AddUp = Callable[[Tensor], None]
+"""Replaces a tensor by its sum over several processes."""
+
+
+class Sum:
+    """A running sum; a single term stays as it is."""
+
+    def __init__(self, dtype: torch.dtype = ACCUMULATE) -> None:
+        self.value: Tensor | None = None
+        self._dtype = dtype
+
+    def add(self, term: Tensor, scale: float = 1.0) -> None:
+        """Add a term times a number; the sum may keep the term."""
+        if self.value is None:
+            self.value = term if scale == 1.0 else in_sums(term, self._dtype) * scale
+        else:
+            self.value = in_sums(self.value, self._dtype).add_(in_sums(term, self._dtype), alpha=scale)
+
+    def pool(self, zeros: Callable[[], Tensor], add_up: AddUp) -> None:
+        """Become the sum of all ranks; `zeros` is what one that has no term has."""
+        self.value = zeros() if self.value is None else in_sums(self.value, self._dtype).contiguous()
+        add_up(self.value)
+
+
+class Symmetric:
+    """A running sum Σ XᵀWX [d, d], of which the panels on and below the diagonal are computed and held."""
+
+    def __init__(self, d: int, device: torch.device, dtype: torch.dtype = ACCUMULATE) -> None:
+        width = max(NARROWEST_PANEL, -(-d // PANELS))
+        self.starts = range(0, d, width)
+        self.stops = [min(start + width, d) for start in self.starts]
+        self.panels: list[Tensor | None] = [None] * len(self.stops)
+        self._d, self._device, self._dtype = d, sums_device(device, dtype), dtype
+
+    def add_product(self, x: Tensor, weighted: Tensor) -> None:
+        """Add xᵀ · weighted, which is symmetric: [T, d] and the same rows, each times its weight."""
+        for number, (start, stop) in enumerate(zip(self.starts, self.stops, strict=True)):
+            term, panel = weighted[:, start:stop].T @ x[:, :stop], self.panels[number]
+            self.panels[number] = term if panel is None else self._cast(panel).add_(self._cast(term))
+
+    def add(self, other: Symmetric, scale: float) -> None:
+        """Add another such sum of the same width, times a number."""
+        for number, term in enumerate(other.panels):
+            if term is not None:
+                panel = self.panels[number]
+                if panel is None:
+                    self.panels[number] = self._cast(term) * scale
+                else:
+                    panel.add_(self._cast(term), alpha=scale)
+
+    def pool(self, add_up: AddUp) -> None:
+        """Become the sum of all ranks."""
+        for number, panel in enumerate(self.panels):
+            self.panels[number] = panel = self._zeros(number) if panel is None else self._cast(panel).contiguous()
+            add_up(panel)
+
+    def norm(self, add_up: AddUp | None = None) -> float:
+        """Frobenius norm of the whole; with `add_up`, of the sum of all ranks, which is not kept."""
+        total = 0.0
+        for number, (start, panel) in enumerate(zip(self.starts, self.panels, strict=True)):
+            if add_up is not None:
+                panel = self._zeros(number) if panel is None else self._cast(panel).clone()
+                add_up(panel)
+            if panel is not None:
+                flat, diagonal = panel.flatten(), panel[:, start:].flatten()
+                total += 2 * float(torch.dot(flat, flat)) - float(torch.dot(diagonal, diagonal))
+        return float(total**0.5)
+
+    def full(self) -> Tensor:
+        """The whole matrix [d, d]."""
+        whole = torch.zeros(self._d, self._d, dtype=self._dtype, device=self._device)
+        for start, stop, panel in zip(self.starts, self.stops, self.panels, strict=True):
+            if panel is not None:
+                whole[start:stop, :stop] = panel
+                whole[:start, start:stop] = panel[:, :start].T
+        return whole
+
+    def _zeros(self, number: int) -> Tensor:
+        start, stop = self.starts[number], self.stops[number]
+        return torch.zeros(stop - start, stop, dtype=self._dtype, device=self._device)
+
+    def _cast(self, panel: Tensor) -> Tensor:
+        return in_sums(panel, self._dtype)
+
+
+def sums_device(device: torch.device, dtype: torch.dtype = ACCUMULATE) -> torch.device:
+    """Where sums over features of `device` are held: MPS has no float64."""
+    return torch.device("cpu") if device.type == "mps" and dtype == torch.float64 else device
+
+
+def in_sums(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """In the precision of some sums, where they are held."""
+    return x.to(sums_device(x.device, dtype)).to(dtype)
+
+
+def to_precise(x: Tensor) -> Tensor:
+    """The same for sums of the highest precision."""
+    return in_sums(x, ACCUMULATE)
+
+
+EPSILON = 1e-8
+"""ε of the paper: keeps 1/‖G‖ and the inverse finite."""
+WELL_CONDITIONED = 1e3
+"""Condition numbers at which float32 gives an update to four digits, and weights, of which it is a few per cent, to
+six."""
+ROWS_SOLVED = 1024
+"""Rows of a right-hand side that are solved for at a time."""
+MOST_RIDGES = 8
+"""How often λ may be made ten times larger."""
+MANY_TASKS = 32
+"""More are not reckoned with where a condition number is foreseen."""
+LANCZOS_STEPS = 6
+"""For the condition number that the report shows; it is an estimate."""
+
+
+def choose_precision(dtype: torch.dtype, ridge: float) -> torch.dtype:
+    """What a system is summed and solved in: float32 where λ keeps its condition number low, as every ω_i G_i is of
+    size 1; float64 else, and for weights that are."""
+    low = WELL_CONDITIONED * ridge >= MANY_TASKS and dtype != torch.float64
+    return torch.float32 if low else ACCUMULATE
+
+
+def factorise(gram: Tensor, ridge: float) -> tuple[Tensor, float]:
+    """Cholesky factor of gram + (λ + ε) I, which `gram` becomes, and λ: ten times the one that is given, a hundred
+    times, …, where the system has no stable solution with it. Raises NumericsError when the features are not finite."""
+    more = ridge
+    gram.diagonal().add_(ridge + EPSILON)
+    for _ in range(MOST_RIDGES):
+        factor: Tensor
+        factor, failed = torch.linalg.cholesky_ex(gram)
+        if not failed and torch.isfinite(factor.diagonal()).all():
+            return factor, more
+        if not torch.isfinite(gram).all():
+            what = f"the sums of features, with ridge {ridge:g} added, are not finite"
+            raise NumericsError(what, fix="look for features that are too large; or give --dtype float32")
+        step = 10 * max(more, EPSILON) - more
+        gram.diagonal().add_(step)
+        more += step
+    raise NumericsError(f"the equations have no stable solution at ridge {more:g}", fix="use a larger --ridge")
+
+
+def solve_rows(rows: Tensor, factor: Tensor) -> Tensor:
+    """rows · (L Lᵀ)⁻¹ [n, d] of a factor L [d, d], in the place of `rows`: by two triangular solves, which are quicker
+    than LAPACK's for both, and for some rows after the others, as they need room."""
+    solve = partial(torch.linalg.solve_triangular, left=False)
+    for part in rows.split(ROWS_SOLVED):
+        part.copy_(solve(factor, solve(factor.mT, part, upper=True), upper=False))
+    return rows
+
+
+def condition_number(system: Tensor, factor: Tensor, smallest: float | None = None) -> float:
+    """λ_max / λ_min of a factorised system, estimated, where λ_min is not known."""
+    largest = _largest_eigenvalue(lambda x: system @ x, system)
+    if smallest is not None:
+        return largest / smallest
+    return largest * _largest_eigenvalue(lambda x: solve_rows(x[None].clone(), factor)[0], system)
+
+
+def _largest_eigenvalue(apply: Callable[[Tensor], Tensor], like: Tensor) -> float:
+    """Of a positive symmetric operator on vectors [d], from below, by the Lanczos method."""
+    x = torch.linspace(1.0, 2.0, len(like), dtype=like.dtype, device=like.device)
+    basis, images = x.new_empty(0, len(x)), x.new_empty(0, len(x))
+    for _ in range(LANCZOS_STEPS):
+        basis = torch.cat([basis, x[None] / x.norm()])
+        images = torch.cat([images, apply(basis[-1])[None]])
+        x = images[-1] - (basis @ images[-1]) @ basis
+        if x.norm() <= 1e-6 * images[-1].norm():
+            break
+    projected = (basis @ images.T).double().cpu()
+    return float(torch.linalg.eigvalsh((projected + projected.T) / 2)[-1])

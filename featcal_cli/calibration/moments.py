@@ -1,0 +1,243 @@
+"""Running sums over calibration rows, per task: the moments that the closed forms need. Pure torch.
+
+Shapes: T rows (tokens), d_in input width, d_out output width. Rows that count nothing (padding) are left out before
+they come here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from featcal_cli.calibration.linear_algebra import ACCUMULATE, Sum, Symmetric, sums_device, to_precise
+
+
+@dataclass(frozen=True)
+class Residual:
+    """r = W_i x_tgt − W_merged x_cal of one module: what the student's output lacks of its target, without biases."""
+
+    expert: Tensor
+    """W_i [d_out, d_in]."""
+    expert_bias: Tensor | None
+    """[d_out]."""
+    merged: Tensor
+    """W_merged [d_out, d_in]."""
+    alpha: float
+
+    def of(self, x_cal: Tensor, x_exp: Tensor, y_exp: Tensor | None) -> Tensor:
+        """r [T, d_out]; y_exp: what the expert's module made of x_exp, bias included, where that is known."""
+        if y_exp is not None:
+            own = self.expert.mul(1 - self.alpha).sub_(self.merged)
+            bias = None if self.expert_bias is None else -self.alpha * self.expert_bias
+            return linear(x_cal, own, bias).add_(y_exp, alpha=self.alpha)
+        drift = linear(x_exp - x_cal, self.expert)
+        return linear(x_cal, self.expert - self.merged).add_(drift, alpha=self.alpha)
+
+
+class LinearMoments:
+    """Moments of the input that some modules of one block share, for one task (paper, section 3).
+
+    Beside G_i and the mean they hold what the pull to the expert, E[r xᵀ], is made of, in the one of three ways that
+    costs least (see `ways`): the drift of the input; the sums of r xᵀ themselves, where `residuals` are given; or all
+    rows of x and r, with `keep_rows`. All give the same.
+    """
+
+    def __init__(
+        self,
+        d_in: int,
+        device: torch.device,
+        residuals: Mapping[str, Residual] | None = None,
+        *,
+        keep_rows: bool = False,
+    ) -> None:
+        self.residuals = dict(residuals or {})
+        """By module."""
+        self.sum = Symmetric(d_in, device)
+        """Σ x_cal x_calᵀ, of the rows as they are weighted; empty where rows are kept."""
+        self.kept = Rows() if keep_rows else None
+        self._dx = Sum()
+        self._rx = {name: Sum() for name in self.residuals}
+        self._x, self._d = Sum(), Sum()
+        self._r = {name: Sum() for name in self.residuals}
+        self.weight = 0.0
+        """Σ of the rows' weights."""
+        self.whole: float | None = None
+        """The same of all rows of the task, where these here are a part of them; what is a mean is a part of it then.
+        """
+        self.rows = 0
+        """Rows seen."""
+
+    def add(
+        self,
+        x_cal: Tensor,
+        x_exp: Tensor,
+        weights: Tensor | None = None,
+        outputs: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        """Add the student's and the expert's inputs for the same rows [T, d_in], each counted `weights` [T] times.
+
+        outputs: what the expert's modules made of x_exp [T, d_out], as far as it is known.
+        """
+        x, x_exp = _at_least_float32(x_cal), _at_least_float32(x_exp)
+        column = None if weights is None else weights.to(x)[:, None]
+        weighted = x if column is None else x * column
+        found = {name: each.of(x, x_exp, (outputs or {}).get(name)) for name, each in self.residuals.items()}
+        if self.kept is not None:
+            self.kept.add(x, x.new_ones(len(x), 1) if column is None else column.sqrt(), found)
+        else:
+            self.sum.add_product(x, weighted)
+            for name, r in found.items():
+                self._rx[name].add(r.T @ weighted)
+        for name, r in found.items():
+            self._r[name].add(_sum_rows(r if column is None else r * column))
+        if not self.residuals:
+            drift = x_exp - x
+            self._dx.add(drift.T @ weighted)
+            self._d.add(_sum_rows(drift if column is None else drift * column))
+        self._x.add(_sum_rows(weighted))
+        self.weight += float(len(x)) if weights is None else float(weights.sum())
+        self.rows += len(x)
+
+    @property
+    def checksum(self) -> Tensor:
+        """A number that is finite when all rows were, of the student and of the expert []."""
+        sums = (self._x, self._d, *self._r.values())
+        return torch.stack([each.value.sum() for each in sums if each.value is not None]).sum()
+
+    @property
+    def total(self) -> float:
+        """Σ of the weights of all rows of the task."""
+        return self.whole or self.weight
+
+    @property
+    def part(self) -> float:
+        """How much of the task is here, 0 … 1."""
+        return self.weight / self.whole if self.whole else 1.0
+
+    @property
+    def gram(self) -> Tensor:
+        """G = E[x_cal x_calᵀ] [d_in, d_in]."""
+        return self.sum.full() / self.total
+
+    @property
+    def size(self) -> float:
+        """‖G‖_F."""
+        return self.sum.norm() / self.weight if self.kept is None else self.kept.norm() / self.weight
+
+    @property
+    def drift(self) -> Tensor:
+        """E[(x_exp − x_cal) x_calᵀ] [d_in, d_in]; with it C = G + α · drift. Not where there are residuals."""
+        return self._mean_of(self._dx)
+
+    @property
+    def mean(self) -> Tensor:
+        """μ_cal = E[x_cal] [d_in]."""
+        return self._mean_of(self._x)
+
+    @property
+    def mean_drift(self) -> Tensor:
+        """E[x_exp − x_cal] [d_in]; with it μ_tgt = μ_cal + α · mean_drift. Not where there are residuals."""
+        return self._mean_of(self._d)
+
+    def add_pull(self, name: str, total: Sum, omega: float) -> None:
+        """Add ω E[r xᵀ] of a module [d_out, d_in] to a total; where residuals are summed."""
+        term = self._rx[name].value
+        assert term is not None
+        total.add(term, omega / self.total)
+
+    def mean_residual(self, name: str) -> Tensor:
+        """E[r] of a module [d_out], where there are residuals."""
+        return self._mean_of(self._r[name])
+
+    def _mean_of(self, total: Sum) -> Tensor:
+        assert total.value is not None
+        return to_precise(total.value) / self.total
+
+
+@dataclass
+class Rows:
+    """All rows of an input and what they lack of their targets, for where they are fewer than the input is wide."""
+
+    x: list[Tensor] = field(default_factory=list)
+    """[T, d_in]."""
+    roots: list[Tensor] = field(default_factory=list)
+    """Square roots of the rows' weights [T, 1]."""
+    residuals: dict[str, list[Tensor]] = field(default_factory=dict)
+    """By module [T, d_out]."""
+
+    def add(self, x: Tensor, root: Tensor, residuals: Mapping[str, Tensor]) -> None:
+        """Add rows."""
+        self.x.append(x)
+        self.roots.append(root)
+        for name, r in residuals.items():
+            self.residuals.setdefault(name, []).append(r)
+
+    def norm(self) -> float:
+        """Frobenius norm of Σ w x xᵀ, which is that of all rows' products with each other."""
+        x = torch.cat(self.x) * torch.cat(self.roots)
+        return float(torch.linalg.matrix_norm(x @ x.T))
+
+
+class NormMoments:
+    """Mean z̄ and second moment q [d], per coordinate, of the student's normalised input of one norm, for one task."""
+
+    def __init__(self, d: int, device: torch.device) -> None:
+        self._z = torch.zeros(d, dtype=ACCUMULATE, device=sums_device(device))
+        self._zz = torch.zeros_like(self._z)
+        self.weight = 0.0
+        self.whole: float | None = None
+        """Σ of the weights of all rows of the task, where these here are a part of them."""
+        self.rows = 0
+        """Rows seen."""
+
+    def add(self, z: Tensor, weights: Tensor | None = None) -> None:
+        """Add normalised inputs z [T, d] (before scale and bias), each row counted `weights` [T] times."""
+        weighted = z if weights is None else z * weights.to(z)[:, None]
+        self._z += _sum_rows(weighted)
+        self._zz += _sum_rows(weighted * z)
+        self.weight += float(len(z)) if weights is None else float(weights.sum())
+        self.rows += len(z)
+
+    @property
+    def total(self) -> float:
+        """Σ of the weights of all rows of the task."""
+        return self.whole or self.weight
+
+    @property
+    def part(self) -> float:
+        """How much of the task is here, 0 … 1."""
+        return self.weight / self.whole if self.whole else 1.0
+
+    @property
+    def mean(self) -> Tensor:
+        """z̄ [d]."""
+        return self._z / self.total
+
+    @property
+    def second(self) -> Tensor:
+        """q = E[z²] [d]."""
+        return self._zz / self.total
+
+
+def _sum_rows(x: Tensor) -> Tensor:
+    """[T, d] to [d]."""
+    return to_precise(x.sum(0))
+
+
+def _at_least_float32(x: Tensor) -> Tensor:
+    return x if x.dtype in (torch.float32, torch.float64) else x.float()
+
+
+class TaskMoments(NamedTuple):
+    """One task's sums over the rows of every module of a block."""
+
+    linear: dict[tuple[str, ...], LinearMoments]
+    """By the modules that share an input (and its token weights)."""
+    norms: dict[str, NormMoments]
+    skipped: dict[str, str]
+    """Modules whose rows cannot be paired, and why."""

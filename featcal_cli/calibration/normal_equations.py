@@ -1,0 +1,256 @@
+"""One block's features, task by task, become the systems of equations of its modules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import product
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from featcal_cli.calibration import cost_model
+from featcal_cli.calibration.distributed_sums import complete_task, pool_systems
+from featcal_cli.calibration.moments import LinearMoments, NormMoments, Residual, TaskMoments
+from featcal_cli.calibration.solver import BlockMoments, LinearSystem, NormSystem, Settings, TokenSystem
+from featcal_cli.engine.block_runner import Walker
+from featcal_cli.engine.lockstep import Observation, Visit
+from featcal_cli.models.architecture import Block, Module
+from featcal_cli.models.module_kinds import LINEAR_KINDS, Affine, linear_parameters, norm_parameters, normalise
+from featcal_cli.runtime.errors import NumericsError
+
+Choose: TypeAlias = "Callable[[tuple[str, ...], Observation, int], LinearMoments]"
+UNWEIGHTED = ("k_proj", "v_proj", "key", "value")
+"""Key and value projections count every token alike even where the first counts most: attention reads them all."""
+
+
+def collect_moments(
+    visit: Visit, role: str, settings: Settings, on_task: Callable[[str], None] = lambda _: None
+) -> BlockMoments:
+    """Read every task's features of the block in one student and fold them into the block's systems of equations.
+
+    `on_task` is told each task as it begins. Nothing needs an expert's block any more once its task is folded. Of
+    several ranks each gets the systems that it is to solve.
+    """
+    moments = BlockMoments(held_out=BlockMoments() if visit.checks else None)
+    with visit.ranks.on_its_own():
+        for task in visit.tasks:
+            on_task(task)
+            with visit.expert_at(task):
+                _fold_task(visit, role, task, settings, moments)
+                if moments.held_out is not None:
+                    moments.held_out.skipped = dict(moments.skipped)
+                    _fold_task(visit, role, task, settings, moments.held_out, moments.omegas)
+    if not visit.is_reached:
+        moments.skipped = {module.name: "no expert's examples reach it" for module in visit.block.modules}
+    if visit.ranks.size > 1:
+        visit.merged.bring(visit.block.name)
+        pool_systems(moments, visit.ranks, settings, _parameters_by_name(visit))
+    return moments
+
+
+def parameters_of(walker: Walker, block: Block, module: Module) -> Affine:
+    """The parameters of one of the block's modules in one of the models, [d_out, d_in] and [d_out] or [d] and [d]."""
+    found = walker.module(f"{block.name}.{module.name}")
+    return linear_parameters(found) if module.kind in LINEAR_KINDS else norm_parameters(found)
+
+
+def _parameters_by_name(visit: Visit) -> Callable[[str], Affine]:
+    """Those of merged."""
+    modules = {module.name: module for module in visit.block.modules}
+    return lambda name: parameters_of(visit.merged, visit.block, modules[name])
+
+
+def sum_rows(
+    visit: Visit,
+    role: str,
+    task: str,
+    skipped: Mapping[str, str],
+    choose: Choose | None = None,
+    *,
+    checked: bool = False,
+) -> TaskMoments:
+    """Add up the rows of one task's features of the block in one student and its expert, but for modules in `skipped`.
+
+    choose: makes the empty moments of the modules that share an input, from what the first batch shows and its rows;
+    without it they are summed by the drift of the input, which needs no weights.
+    checked: over the examples that updates are checked on, not those to fit.
+    """
+    modules = {module.name: module for module in visit.block.modules}
+    linear, norms, skipped = sums = TaskMoments({}, {}, dict(skipped))
+    for seen in visit.features(task, role, checked=checked):
+        skipped |= _unpaired(modules, seen)
+        for names in _shared_inputs(visit, seen, skipped):
+            first = modules[names[0]]
+            pair = [_rows(visit, first, x[names[0]], seen) for x in (seen.x_cal, seen.x_exp)]
+            if pair[0] is None or pair[1] is None:
+                skipped |= dict.fromkeys(names, UNMATCHED)
+                continue
+            if not pair[0]:
+                continue  # a table, which was counted before
+            if names not in linear:
+                rows = sum(len(x) for x, _ in pair[0])
+                width, device = pair[0][0][0].shape[-1], pair[0][0][0].device
+                linear[names] = choose(names, seen, rows) if choose else LinearMoments(width, device)
+            outputs = {
+                name: _rows(visit, modules[name], seen.y_exp[name], seen)
+                for name in linear[names].residuals
+                if name in seen.y_exp
+            }
+            for call, ((x, weights), (target, _)) in enumerate(zip(pair[0], pair[1], strict=True)):
+                known = {name: found[call][0] for name, found in outputs.items() if found}
+                linear[names].add(x, target, weights, known)
+        for module in (m for m in visit.block.modules if m.kind not in LINEAR_KINDS and m.name not in skipped):
+            norm = visit.merged.module(f"{visit.block.name}.{module.name}")
+            normed = _rows(visit, module, [normalise(norm, x) for x in seen.x_cal[module.name]], seen)
+            if normed is None:
+                skipped[module.name] = UNMATCHED
+            for z, weights in normed or ():
+                norms.setdefault(module.name, NormMoments(z.shape[-1], z.device)).add(z, weights)
+        checks = [found.checksum for found in linear.values() if found.rows]
+        if checks and not torch.isfinite(torch.stack(checks)).all():
+            raise _find_infinity(visit, task, role, seen, "held-out " if checked else "")
+    return sums
+
+
+def _find_infinity(visit: Visit, task: str, role: str, seen: Observation, kind: str) -> NumericsError:
+    """The error for features that are not finite: whose, at which module, of which example of that kind."""
+    what, first = f"the features are too large in {visit.block.name}", seen.examples.start + 1
+    where = f"{task}: {kind}examples {first} to {seen.examples.stop}"
+    sides = ((f"the expert of {task}", seen.x_exp), (f"the {role} model", seen.x_cal))
+    for module, (who, features) in product(visit.block.modules, sides):
+        bad = [
+            int((~torch.isfinite(x)).flatten(1).any(1).int().argmax())
+            for x in features[module.name]
+            if not torch.isfinite(x).all()
+        ]
+        if bad:
+            rows = len(features[module.name][0])
+            what = f"the features of {who} are not finite at {visit.block.name}.{module.name}"
+            where = f"{task}: {kind}example {first + bad[0] * len(seen.examples) // rows}"
+            break
+    return NumericsError(
+        what, where=where, fix="look at this example, and take it out if need be; if it is fine, give --dtype float32"
+    )
+
+
+def _choose_moments(
+    visit: Visit,
+    task: str,
+    names: tuple[str, ...],
+    seen: Observation,
+    rows: int,
+    settings: Settings,
+    solved: type | None,
+) -> LinearMoments:
+    """Empty moments for the modules `names`, for the way that costs least with all that is to come, to judge by the
+    `rows` of the first batch; `solved`: the kind of system that earlier tasks are in."""
+    modules = {module.name: module for module in visit.block.modules}
+    own, theirs = (
+        {name: parameters_of(walker, visit.block, modules[name]) for name in names}
+        for walker in (visit.merged, visit.expert(task))
+    )
+    first = own[names[0]].weight
+    d_in, d_out = first.shape[1], sum(len(each.weight) for each in own.values())
+    of_task, in_all = (round(rows * part) for part in seen.outlook)
+    keep_rows = solved is TokenSystem or (solved is None and cost_model.solves_in_token_space(in_all, d_in, d_out))
+    keep_rows = keep_rows and visit.ranks.size == 1  # rows of several ranks do not add up
+    known = all(name in seen.y_exp for name in names)
+    if not keep_rows and not cost_model.sums_residuals(of_task, d_in, d_out, outputs_known=known):
+        return LinearMoments(d_in, first.device)
+    residuals = {
+        name: Residual(theirs[name].weight.float(), theirs[name].bias, own[name].weight.float(), settings.alpha)
+        for name in names
+    }
+    return LinearMoments(d_in, first.device, residuals, keep_rows=keep_rows)
+
+
+def _fold_task(
+    visit: Visit,
+    role: str,
+    task: str,
+    settings: Settings,
+    moments: BlockMoments,
+    omegas: Mapping[tuple[str, str], float] | None = None,
+) -> None:
+    """Put one task's sums into the systems, with its expert's parameters; with `omegas`, those of held-out rows."""
+
+    def choose(names: tuple[str, ...], seen: Observation, rows: int) -> LinearMoments:
+        group = next((group for group in moments.linear if set(names) <= set(group)), None)
+        solved = type(moments.linear[group]) if group else None
+        return _choose_moments(visit, task, names, seen, rows, settings, solved)
+
+    block, merged, expert = visit.block, visit.merged, visit.expert(task)
+    modules = {module.name: module for module in block.modules}
+    sums = sum_rows(visit, role, task, moments.skipped, choose, checked=omegas is not None)
+    known: Mapping[tuple[str, str], float] = omegas or {}
+    if task in visit.sharers:
+        whole = complete_task(sums, visit.sharers[task], _parameters_by_name(visit), weigh=omegas is None)
+        known = omegas or {(task, name): omega for names, omega in whole.items() for name in names}
+        moments.omegas |= known
+    moments.skipped |= sums.skipped
+    for names, of_input in sums.linear.items():
+        if not of_input.rows:
+            if omegas is not None:
+                continue
+            raise NumericsError(
+                "no token of the examples counts: all is padding",
+                where=task,
+                fix="give examples with an attention_mask",
+            )
+        # a module that is skipped from this task on leaves its group smaller
+        group = next((group for group in moments.linear if set(names) <= set(group)), names)
+        if group not in moments.linear:
+            of_merged = {name: parameters_of(merged, block, modules[name]) for name in group}
+            system = LinearSystem if of_input.kept is None else TokenSystem
+            moments.linear[group] = system(of_merged, settings, with_bias=omegas is not None)
+        of_expert = {name: parameters_of(expert, block, modules[name]) for name in names}
+        omega = moments.linear[group].fold(of_input, of_expert, known.get((task, names[0])))
+        moments.omegas |= {(task, name): omega for name in names}
+    for name, of_norm in sums.norms.items():
+        if name not in moments.norms:
+            moments.norms[name] = NormSystem(parameters_of(merged, block, modules[name]), settings)
+        moments.norms[name].fold(of_norm, parameters_of(expert, block, modules[name]))
+
+
+def _unpaired(modules: Mapping[str, Module], seen: Observation) -> dict[str, str]:
+    """Modules whose inputs on student and expert do not belong together."""
+    skipped = {}
+    for name, module in modules.items():
+        ours, theirs = ([x.shape for x in features[name]] for features in (seen.x_cal, seen.x_exp))
+        if not (ours or theirs or module.layouts):
+            skipped[name] = "never called"
+        elif ours != theirs or len(ours) != len(module.layouts):
+            skipped[name] = "it is called differently in different models or batches"
+    return skipped
+
+
+def _shared_inputs(visit: Visit, seen: Observation, skipped: Mapping[str, str]) -> list[tuple[str, ...]]:
+    """Linear modules by the inputs that they share, those with other token weights apart."""
+    groups: dict[tuple[object, ...], list[str]] = {}
+    for module in visit.block.modules:
+        if module.kind in LINEAR_KINDS and module.name not in skipped:
+            inputs = [id(x) for x in seen.x_cal[module.name]]
+            groups.setdefault((*inputs, _is_weighted(visit, module)), []).append(module.name)
+    return [tuple(names) for names in groups.values()]
+
+
+def _is_weighted(visit: Visit, module: Module) -> bool:
+    return visit.cls_tokens and module.name.rpartition(".")[2] not in UNWEIGHTED
+
+
+def _rows(
+    visit: Visit, module: Module, features: Sequence[Tensor], seen: Observation
+) -> list[tuple[Tensor, Tensor | None]] | None:
+    """Rows and their weights of every call of a module; None when they cannot be matched to tokens."""
+    weights = seen.weights if _is_weighted(visit, module) else seen.padding
+    axis = visit.block.layout.axis
+    found = [
+        layout.flatten(x, weights, seen.lengths, axis)
+        for layout, x in zip(module.layouts, features, strict=True)
+        if seen.first or not layout.is_table  # the same rows in every batch: they count once
+    ]
+    return None if any(rows is None for rows in found) else [rows for rows in found if rows is not None]
+
+
+UNMATCHED = "its rows cannot be matched to tokens"

@@ -1,0 +1,161 @@
+"""The search for λ, ρ and α: candidates walk the blocks in lock-step on a few examples, and weak ones drop out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from math import exp, inf, isfinite, log
+
+from featcal_cli.calibration.algorithm import load_block, solve_together
+from featcal_cli.calibration.normal_equations import collect_moments
+from featcal_cli.calibration.results import Trial
+from featcal_cli.calibration.solver import Settings
+from featcal_cli.engine.drift_metrics import OutputShift
+from featcal_cli.engine.job import MERGED, Job, share_readings
+from featcal_cli.engine.lockstep import Visit, forward_order
+from featcal_cli.models.architecture import Block
+from featcal_cli.runtime.errors import NumericsError
+from featcal_cli.runtime.progress import Progress, Watch
+
+SMALLEST = 1e-6
+"""A distance below this is taken for this: an expert may be the merged model."""
+DISTANCE_SHARE = 0.75
+"""Of the distance of logits in a score, as a power; the rest is the total variation distance of the probabilities:
+nearer to what users count, but coarse on few examples. (Their divergence is decided by the surest mistakes.)"""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """Settings to try."""
+
+    settings: Settings
+    origin: str
+    """Where they come from."""
+
+
+@dataclass
+class Search:
+    """Candidates on their way: each is a student of the job, under the role that names it.
+
+    They are ranked by what becomes of an expert's outputs when it goes on from a candidate's features in place of its
+    own (the job's `outputs` and `branches`), compared with the merged model's features. Drift of the features alone
+    counts directions that no later block and no head looks at.
+    """
+
+    job: Job
+    candidates: Mapping[str, Candidate]
+    bias: bool
+    cuts: Mapping[int, int]
+    """How many go on, by the number of blocks finished; the job branches there."""
+    trials: dict[str, Trial] = field(default_factory=dict)
+    """What became of those that go no further."""
+
+    def run(self, watch: Watch) -> list[Trial]:
+        """Walk all blocks; return every candidate's end, the best first.
+
+        Raises NumericsError when none of them has a stable solution.
+        """
+        blocks = self.job.architecture.blocks
+        behind: Block | None = None
+        for number, visit in enumerate(forward_order(self.job)):
+            if behind is not None and number in self.cuts:
+                self._cut(visit, behind, self.cuts[number])
+            for role in list(self.job.students):
+                watch(Progress(visit.block.name, number, len(blocks), task=role))
+                self._solve(visit, role, behind)
+            behind = visit.block
+        share_readings(self.job)
+        for role in self.job.students:
+            self.trials[role] = self._describe(role, "", len(blocks), "")
+        watch(Progress(blocks[-1].name, len(blocks), len(blocks)))
+        found = sorted(
+            self.trials.values(), key=lambda trial: (-trial.blocks, inf if trial.score is None else trial.score)
+        )
+        if found[0].score is None:
+            raise NumericsError(
+                "no candidate's features are finite on the held-out examples",
+                fix="look for NaN in the examples; if there is none, use --dtype float32, or --select preset",
+            )
+        return found
+
+    def _solve(self, visit: Visit, role: str, behind: Block | None) -> None:
+        """Calibrate the block in one student; one that has no stable solution is out."""
+        try:
+            moments = collect_moments(visit, role, self.candidates[role].settings)
+            solutions = solve_together(self.job, visit.block, moments, self.bias).solutions
+            ridge = self.candidates[role].settings.ridge
+            if any(found.ridge is not None and found.ridge > ridge for found in solutions.values()):
+                raise NumericsError(
+                    f"the equations have no stable solution at ridge {ridge:g}", fix="use a larger --ridge"
+                )
+        except NumericsError as error:
+            if len(self.job.students) == 1:
+                raise
+            self._drop(visit, role, behind, str(error))
+            return
+        load_block(self.job.students[role], visit.block, solutions)
+
+    def _cut(self, visit: Visit, behind: Block, keep: int) -> None:
+        """Let the best go on."""
+        share_readings(self.job)
+        order = sorted(self.job.students, key=lambda role: self._score(role, behind.name))
+        for place, role in enumerate(order[keep:], keep + 1):
+            self._drop(visit, role, behind, f"place {place} of {len(order)} after {behind.name}")
+
+    def _drop(self, visit: Visit, role: str, behind: Block | None, reason: str) -> None:
+        share_readings(self.job)
+        finished = self.job.architecture.blocks.index(visit.block)
+        self.trials[role] = self._describe(role, behind.name if behind else None, finished, reason)
+        visit.drop(role)
+
+    def _describe(self, role: str, place: str | None, finished: int, dropped: str) -> Trial:
+        """What became of a candidate; it is judged after the block `place` ("": at the end), if at all."""
+        settings, origin = self.candidates[role].settings, self.candidates[role].origin
+        judged = (inf, inf) if place is None else (self._score(role, place), self._drift_ratio(role, place))
+        score, drift = (value if isfinite(value) else None for value in judged)
+        return Trial(settings.ridge, settings.rho, settings.alpha, origin, finished, score, drift, dropped)
+
+    def _score(self, role: str, place: str) -> float:
+        """How far outputs move from the block `place` on ("": the end), over the same for merged; mean over tasks.
+
+        It is the distance of the outputs; at the end, where they are logits, also that of the probabilities.
+        """
+        outputs = self.job.outputs
+        assert outputs is not None
+        found = []
+        for task in self.job.watched:
+            at = place if outputs.read(task, MERGED, place) else ""  # a task that was through before counts as it ended
+            ours, merged = outputs.read(task, role, at), outputs.read(task, MERGED, at)
+            if ours and merged:
+                found.append((_shift(ours, at), _shift(merged, at)))
+            else:  # an expert without a head of its own, or a block of which no task shows the end
+                found += self._drifts(role, task, place)
+        return mean_ratio(found)
+
+    def _drift_ratio(self, role: str, place: str) -> float:
+        """Drift over merged's after a block, or after every task's last one (""); mean over tasks."""
+        return mean_ratio(pair for task in self.job.watched for pair in self._drifts(role, task, place))
+
+    def _drifts(self, role: str, task: str, place: str) -> list[tuple[float, float]]:
+        """A task's drift and merged's after a block, or its last one (""); none where the task does not come there."""
+        meter = self.job.meter
+        assert meter is not None
+        at = place or self.job.architecture.last_blocks[task]
+        ours, merged = meter.read(at, task, role), meter.read(at, task, MERGED)
+        return [(ours.relative, merged.relative)] if merged.tokens else []
+
+
+def _shift(shift: OutputShift, place: str) -> float:
+    if place or not shift.has_logits:
+        return shift.relative
+    return float(shift.relative**DISTANCE_SHARE * shift.variation ** (1 - DISTANCE_SHARE))
+
+
+def mean_ratio(pairs: Iterable[tuple[float, float]]) -> float:
+    """The geometric mean of one over the other; 1 for nothing, infinite where one is not finite.
+
+    Pairs of which the other is not finite say nothing.
+    """
+    known = [(one, other) for one, other in pairs if isfinite(other)]
+    logs = [log(max(one, SMALLEST) / max(other, SMALLEST)) if isfinite(one) else inf for one, other in known]
+    return exp(sum(logs) / len(logs)) if logs else 1.0

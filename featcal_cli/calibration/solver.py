@@ -1,0 +1,363 @@
+"""The closed forms, over features and over rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from featcal_cli.calibration.linear_algebra import (
+    EPSILON,
+    AddUp,
+    Sum,
+    Symmetric,
+    choose_precision,
+    condition_number,
+    factorise,
+    in_sums,
+    solve_rows,
+    to_precise,
+)
+from featcal_cli.calibration.moments import LinearMoments, NormMoments
+from featcal_cli.models.module_kinds import Affine
+
+
+@dataclass(frozen=True)
+class Settings:
+    """λ, ρ and α of the paper."""
+
+    ridge: float
+    """λ: weight of the anchor in every closed form."""
+    rho: float
+    """ρ: anchor = ρ · merged + (1 − ρ) · base."""
+    alpha: float
+    """α: target features = α · expert + (1 − α) · calibrated."""
+
+
+class Solution(NamedTuple):
+    """New parameters of one module and what the report says about them."""
+
+    parameters: Affine
+    condition_number: float
+    relative_change: float
+    """‖W* − W_merged‖ / ‖W_merged‖, Frobenius."""
+    ridge: float | None = None
+    """λ that it was solved with, where it was a Linear's."""
+
+
+class Tally(NamedTuple):
+    """What is to be known of a system before its sums are added to those of others."""
+
+    weight: float
+    """Σ ω_i, for norms the number of tasks."""
+    rows: int
+    filled: frozenset[str]
+    """Sums that are not empty."""
+
+
+class LinearSystem:
+    """The normal equations of Linear modules that share one input, summed over tasks (paper: W*, b*)."""
+
+    def __init__(self, merged: Mapping[str, Affine], settings: Settings, *, with_bias: bool = False) -> None:
+        """with_bias: what experts' biases ask of the outputs counts in the pull of the weights too. The paper's W*
+        leaves it to b*; the objective of both together does not."""
+        self._merged = dict(merged)
+        self._settings, self._with_bias = settings, with_bias
+        first = next(iter(merged.values())).weight
+        self._dtype = choose_precision(first.dtype, settings.ridge)
+        self._gram = Symmetric(first.shape[1], first.device, self._dtype)
+        self._mean = in_sums(first.new_zeros(first.shape[1]), self._dtype)
+        self._omega = 0.0
+        self._drift = Sum(self._dtype)
+        self._pull = {name: Sum(self._dtype) for name in merged}
+        self._bias_pull = {name: self._mean.new_zeros(len(each.weight)) for name, each in merged.items()}
+        self.rows = 0
+        """Rows of all tasks."""
+
+    def fold(self, moments: LinearMoments, experts: Mapping[str, Affine], omega: float | None = None) -> float:
+        """Add one task: its moments, and its expert's parameters by module name; returns ω_i, if not given."""
+        omega = 1.0 / max(moments.size, EPSILON) if omega is None else omega
+        self._omega += omega * moments.part
+        self._mean += omega * self._cast(moments.mean)
+        self.rows += moments.rows
+        for name, expert in experts.items():
+            self._bias_pull[name] += omega * self._cast(self._lacking(name, moments, expert))
+        self._add(moments, experts, omega)
+        return omega
+
+    def tally(self) -> Tally:
+        """What `pool` must know of this system."""
+        sums = {"": self._drift, **self._pull}
+        return Tally(self._omega, self.rows, frozenset(name for name, each in sums.items() if each.value is not None))
+
+    def pool(self, names: Sequence[str], tallies: Sequence[Tally], add_up: AddUp) -> None:
+        """Become the system of all ranks, for the modules `names`, given everybody's tallies; one tensor at a time."""
+        self._omega, self.rows = sum(each.weight for each in tallies), sum(each.rows for each in tallies)
+        filled = frozenset().union(*(each.filled for each in tallies))
+        add_up(self._mean)
+        self._gram.pool(add_up)
+        if "" in filled:
+            self._drift.pool(lambda: self._mean.new_zeros(len(self._mean), len(self._mean)), add_up)
+        for name in names:
+            add_up(self._bias_pull[name])
+            if name in filled:
+                self._pull[name].pool(partial(self._zeros_of, name), add_up)
+
+    def solve(self, base: Mapping[str, Affine], *, bias: bool = True) -> dict[str, Solution]:
+        """W* and b* of every module (b as merged with `bias` False), given the base's parameters for the anchor.
+
+        Raises NumericsError when the equations have no stable solution.
+        """
+        update_of, condition, ridge = self._factorise()
+        solutions = {}
+        for name, merged in self._merged.items():
+            towards = _anchor_offset(self._cast_all(merged), self._cast_all(base[name]), self._settings.rho)
+            update = update_of(name, towards.weight)
+            new_bias = None if merged.bias is None else self._cast(merged.bias)
+            if bias and new_bias is not None and towards.bias is not None:
+                pull = self._bias_pull[name] - update @ self._mean + ridge * towards.bias
+                new_bias = new_bias + pull / (self._omega + ridge)
+            del towards  # matrices of language models are large: no more of them are held than must be
+            weight = self._cast(merged.weight)
+            change = _relative_size(update, weight)
+            parameters = _at_most_float32(Affine(update.add_(weight), new_bias), merged.weight)
+            solutions[name] = Solution(parameters, condition, change, ridge)
+        return solutions
+
+    def objective(self, name: str, update: Tensor, shift: Tensor) -> tuple[float, float]:
+        """How Σ ω_i E‖W x_cal + b − W_i x_tgt − b_i‖² of a module changes with t · (update, shift) of its weight and
+        bias [d_out, d_in] and [d_out], as (a, c) of t² a − 2 t c; the pull must be `with_bias`."""
+        update, shift = self._cast(update), self._cast(shift)
+        curvature, descent = self._along(name, update)
+        curvature += 2 * _dot(update @ self._mean, shift) + self._omega * _dot(shift, shift)
+        return curvature, descent + _dot(shift, self._bias_pull[name])
+
+    def _lacking(self, name: str, moments: LinearMoments, expert: Affine) -> Tensor:
+        """E[W_i x_tgt + b_i − W_merged x_cal − b_merged] [d_out]."""
+        if moments.residuals:
+            lacking = moments.mean_residual(name)
+        else:
+            weight = to_precise(expert.weight)
+            lacking = (weight - to_precise(self._merged[name].weight)) @ moments.mean
+            lacking = lacking + self._settings.alpha * (weight @ moments.mean_drift)
+        return lacking + moments.part * self._bias_offset(name, expert)
+
+    def _bias_offset(self, name: str, expert: Affine) -> Tensor:
+        """b_i − b_merged, 0 where one has none."""
+        bias, own = expert.bias, self._merged[name].bias
+        known = bias is not None and own is not None
+        return to_precise(bias) - to_precise(own) if known else to_precise(torch.zeros_like(self._bias_pull[name]))  # type: ignore[arg-type]
+
+    def _add(self, moments: LinearMoments, experts: Mapping[str, Affine], omega: float) -> None:
+        """Add a task to what the weights are solved from."""
+        alpha = self._settings.alpha
+        self._gram.add(moments.sum, omega / moments.total)
+        target = None
+        if not moments.residuals:
+            drift = self._cast(moments.drift)
+            self._drift.add(drift, omega * alpha)
+            target = self._cast(moments.gram).add_(drift, alpha=alpha)  # C
+        for name, expert in experts.items():
+            if target is None:
+                moments.add_pull(name, self._pull[name], omega)
+            else:  # (W_i − W_merged) C; W_merged times the drift follows once, when all tasks are in
+                towards = self._cast(expert.weight) - self._cast(self._merged[name].weight)
+                self._pull[name].add(towards @ target, omega)
+            if self._with_bias:
+                offset = self._cast(self._bias_offset(name, expert))
+                self._pull[name].add(torch.outer(offset, self._cast(moments.mean)), omega)
+
+    def _pull_of(self, name: str) -> Tensor:
+        """Σ ω_i E[(W_i x_tgt − W_merged x_cal) x_calᵀ] [d_out, d_in]."""
+        merged, pull = self._cast(self._merged[name].weight), self._pull[name].value
+        if self._drift.value is None:
+            return self._zeros_of(name) if pull is None else self._cast(pull)
+        drift = merged @ self._cast(self._drift.value)
+        return drift if pull is None else drift.add_(self._cast(pull))
+
+    def _factorise(self) -> tuple[Callable[[str, Tensor], Tensor], float, float]:
+        """What gives a module's update for where its anchor lies (anchor − merged), the condition number, and λ: larger
+        than asked for where the equations have no stable solution else."""
+        system = self._gram.full()
+        factor, ridge = factorise(system, self._settings.ridge)
+        condition = condition_number(system, factor)
+
+        def update_of(name: str, towards: Tensor) -> Tensor:
+            return solve_rows(self._pull_of(name).add(towards, alpha=ridge), factor)
+
+        return update_of, condition, ridge
+
+    def _zeros_of(self, name: str) -> Tensor:
+        return torch.zeros_like(self._cast(self._merged[name].weight))
+
+    def _cast(self, x: Tensor) -> Tensor:
+        return in_sums(x, self._dtype)
+
+    def _cast_all(self, parameters: Affine) -> Affine:
+        weight, bias = parameters
+        return Affine(self._cast(weight), None if bias is None else self._cast(bias))
+
+    def _along(self, name: str, update: Tensor) -> tuple[float, float]:
+        """⟨U, U G⟩ and ⟨U, pull⟩ of an update U."""
+        return _dot(update @ self._gram.full(), update), _dot(update, self._pull_of(name))
+
+
+class NormSystem:
+    """The 2×2 systems (1×1 for a scale without bias) of one norm, per coordinate, summed over tasks with weight 1."""
+
+    def __init__(self, merged: Affine, settings: Settings) -> None:
+        self._merged = precise(merged)
+        self._settings = settings
+        zeros = torch.zeros_like(self._merged.weight)
+        self._second, self._mean, self._scale_pull, self._bias_pull = (zeros.clone() for _ in range(4))
+        self._tasks = 0.0
+        self.rows = 0
+        """Rows of all tasks."""
+
+    def fold(self, moments: NormMoments, expert: Affine) -> None:
+        """Add one task: the moments of its normalised input, and its expert's scale and bias."""
+        merged, expert = self._merged, precise(expert)
+        scale = expert.weight - merged.weight
+        shift = torch.zeros_like(scale) if expert.bias is None or merged.bias is None else expert.bias - merged.bias
+        self._second += moments.second
+        self._mean += moments.mean
+        self._scale_pull += moments.second * scale + moments.mean * shift
+        self._bias_pull += moments.mean * scale + moments.part * shift
+        self._tasks += moments.part
+        self.rows += moments.rows
+
+    def tally(self) -> Tally:
+        """What `pool` must know of this system."""
+        return Tally(self._tasks, self.rows, frozenset())
+
+    def pool(self, tallies: Sequence[Tally], add_up: AddUp) -> None:
+        """Become the system of all ranks, given everybody's tallies."""
+        self._tasks, self.rows = sum(each.weight for each in tallies), sum(each.rows for each in tallies)
+        for total in (self._second, self._mean, self._scale_pull, self._bias_pull):
+            add_up(total)
+
+    def objective(self, update: Tensor, shift: Tensor) -> tuple[float, float]:
+        """How Σ E‖γ z + β − γ_i z − β_i‖² changes with t · (update, shift) of scale and bias [d] each, as (a, c) of
+        t² a − 2 t c."""
+        curvature = _dot(update.square(), self._second) + 2 * _dot(update * shift, self._mean)
+        descent = _dot(update, self._scale_pull) + _dot(shift, self._bias_pull)
+        return curvature + self._tasks * _dot(shift, shift), descent
+
+    def solve(self, base: Affine) -> Solution:
+        """γ* and β*, given the base's for the anchor."""
+        merged, ridge = self._merged, self._settings.ridge
+        towards = _anchor_offset(merged, precise(base), self._settings.rho)
+        a11, a12, a22 = self._second + ridge, self._mean, self._tasks + ridge
+        pull = self._scale_pull + ridge * towards.weight
+        if merged.bias is None or towards.bias is None:
+            a11 = a11.clamp_min(EPSILON)
+            return _solution(merged, Affine(merged.weight + pull / a11, merged.bias), float(a11.max() / a11.min()))
+        bias_pull = self._bias_pull + ridge * towards.bias
+        determinant = (a22 * a11 - a12.square()).clamp_min(EPSILON)
+        scale = merged.weight + (a22 * pull - a12 * bias_pull) / determinant
+        shift = merged.bias + (a11 * bias_pull - a12 * pull) / determinant
+        return _solution(merged, Affine(scale, shift), _worst_condition(a11, a12, a22))
+
+
+def precise(parameters: Affine) -> Affine:
+    """The parameters in the precision of the sums."""
+    weight, bias = parameters
+    return Affine(to_precise(weight), None if bias is None else to_precise(bias))
+
+
+def _anchor_offset(merged: Affine, base: Affine, rho: float) -> Affine:
+    """Anchor − merged = (1 − ρ)(base − merged)."""
+    shift = None if merged.bias is None or base.bias is None else (1 - rho) * (base.bias - merged.bias)
+    return Affine((base.weight - merged.weight).mul_(1 - rho), shift)
+
+
+def _dot(one: Tensor, two: Tensor) -> float:
+    return float((one * two).sum())
+
+
+def _at_most_float32(parameters: Affine, like: Tensor) -> Affine:
+    """In float32, but for weights that are float64: nothing that is loaded needs more, and a block's are many."""
+    dtype = torch.promote_types(torch.float32, like.dtype)
+    return Affine(parameters.weight.to(dtype), None if parameters.bias is None else parameters.bias.to(dtype))
+
+
+def _worst_condition(a11: Tensor, a12: Tensor, a22: float) -> float:
+    """The largest condition number of the symmetric matrices [[a11, a12], [a12, a22]]."""
+    middle, spread = (a11 + a22) / 2, (((a11 - a22) / 2).square() + a12.square()).sqrt()
+    return float(((middle + spread) / (middle - spread).clamp_min(EPSILON)).max())
+
+
+def _solution(merged: Affine, new: Affine, condition: float) -> Solution:
+    return Solution(new, condition, relative_change(merged, new))
+
+
+def relative_change(merged: Affine, new: Affine) -> float:
+    """‖W* − W_merged‖ / ‖W_merged‖, Frobenius."""
+    return _relative_size(new.weight - merged.weight, merged.weight)
+
+
+def _relative_size(update: Tensor, merged: Tensor) -> float:
+    return float(torch.linalg.vector_norm(update) / torch.linalg.vector_norm(merged).clamp_min(EPSILON))
+
+
+@dataclass
+class BlockMoments:
+    """The systems of equations of one block, with every task folded in."""
+
+    linear: dict[tuple[str, ...], LinearSystem] = field(default_factory=dict)
+    """By the modules that share an input (and its token weights)."""
+    norms: dict[str, NormSystem] = field(default_factory=dict)
+    skipped: dict[str, str] = field(default_factory=dict)
+    """Modules that cannot be calibrated, and why."""
+    omegas: dict[tuple[str, str], float] = field(default_factory=dict)
+    """ω_i of every task and Linear."""
+    held_out: BlockMoments | None = None
+    """The same of the examples that updates are checked on, with the ω_i of those that are fitted."""
+
+
+class TokenSystem(LinearSystem):
+    """Holds the rows themselves. With X [T, d_in] the rows times √(ω_i w), R [T, d_out] what they lack of their targets
+    and A the anchor's pull over λ,
+
+        (RᵀX + λ A) (XᵀX + λ I)⁻¹ = A + (R − X Aᵀ)ᵀ (X Xᵀ + λ I)⁻¹ X.
+    """
+
+    def __init__(self, merged: Mapping[str, Affine], settings: Settings, *, with_bias: bool = False) -> None:
+        super().__init__(merged, settings, with_bias=with_bias)
+        self._x: list[Tensor] = []
+        self._residuals: dict[str, list[Tensor]] = {name: [] for name in merged}
+
+    def _add(self, moments: LinearMoments, experts: Mapping[str, Affine], omega: float) -> None:
+        assert moments.kept is not None
+        scale = torch.cat(moments.kept.roots) * (omega / moments.weight) ** 0.5
+        self._x.append(torch.cat(moments.kept.x) * scale)
+        for name, expert in experts.items():
+            lacking = torch.cat(moments.kept.residuals[name])
+            if self._with_bias:
+                lacking = lacking + self._bias_offset(name, expert).to(lacking)
+            self._residuals[name].append(lacking * scale)
+
+    def _factorise(self) -> tuple[Callable[[str, Tensor], Tensor], float, float]:
+        x, ridge = self._cast(torch.cat(self._x)), self._settings.ridge
+        products = x @ x.T
+        factor, ridge = factorise(products, ridge)
+        # where no row reaches, the smallest eigenvalue is that of the ridge alone
+        condition = condition_number(products, factor, smallest=ridge + EPSILON)
+
+        def update_of(name: str, towards: Tensor) -> Tensor:
+            share = ridge / (ridge + EPSILON)
+            lacking = self._lacking_rows(name) - (x @ towards.T).mul_(share)
+            return (solve_rows(lacking.T, factor) @ x).add_(towards, alpha=share)
+
+        return update_of, condition, ridge
+
+    def _along(self, name: str, update: Tensor) -> tuple[float, float]:
+        moved = self._cast(torch.cat(self._x)) @ update.T
+        return float(moved.square().sum()), float((moved * self._lacking_rows(name)).sum())
+
+    def _lacking_rows(self, name: str) -> Tensor:
+        return self._cast(torch.cat(self._residuals[name]))

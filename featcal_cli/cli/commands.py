@@ -1,0 +1,527 @@
+"""The command line: everything that imports typer. Commands parse, call a verb, and show what came of it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
+from dataclasses import asdict
+from json import dumps
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+
+from featcal_cli import __version__
+from featcal_cli.cli import options
+from featcal_cli.runtime.interruption import MEASURING, interruptible
+from featcal_cli.runtime.process import GONE, Launch, check_surroundings, read_launch, start_importing
+
+EPILOG = """
+**Exit codes**: 0 done, 2 something that you can mend (one message says what, where and how), 3 a gate was exceeded
+(--max-drift, --strict), 130 interrupted (the same command goes on; 143 by SIGTERM, 129 by SIGHUP), 141 whoever read
+the results has gone (`| head`), 1 a bug (a report of it is written).
+
+**Environment**: HF_TOKEN, HF_HOME, HF_ENDPOINT and HF_HUB_OFFLINE as for every client of the Hub.
+
+**Examples**
+
+    featcal demo
+
+    featcal calibrate user/merged --push-to user/merged-featcal
+
+    featcal inspect-drift user/merged --max-drift 0.8
+"""
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=True,
+    rich_markup_mode="markdown",
+    pretty_exceptions_enable=False,
+    help="Mend merged models: calibrate their features to the experts', in closed form, without gradients.",
+    epilog=EPILOG,
+)
+
+NORMS = ("auto", "layernorm", "all", "none")
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"featcal {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    _: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    check_surroundings()
+
+
+@app.command()
+def calibrate(
+    merged: options.Merged = None,
+    base: options.Base = None,
+    expert: options.Experts = None,
+    data: options.Sources = None,
+    skip_expert: options.SkipExperts = None,
+    columns: options.Columns = None,
+    split: options.Splits = None,
+    merge: options.MergeMethod = None,
+    recipe: options.Recipe = None,
+    allow_pickle: options.AllowPickle = False,
+    trust_remote_code: options.TrustRemoteCode = False,
+    examples: options.Examples = None,
+    ridge: options.Ridge = None,
+    rho: options.Rho = None,
+    alpha: options.Alpha = None,
+    select: options.Select = None,
+    norms: options.Norms = None,
+    bias: options.Bias = None,
+    token_weights: options.TokenWeights = None,
+    seed: options.Seed = None,
+    device: options.Device = "auto",
+    dtype: options.Dtype = None,
+    batch_size: options.BatchSize = None,
+    output: options.Folder = None,
+    overwrite: options.Overwrite = False,
+    restart: options.Restart = False,
+    strict: options.Strict = False,
+    evaluate: options.EvaluateToo = False,
+    allow_code_execution: options.AllowCode = False,
+    dry_run: options.DryRun = False,
+    save: options.Save = None,
+    json: options.Json = False,
+    quiet: options.Quiet = False,
+    log_file: options.LogFile = None,
+    push_to: options.PushTo = None,
+    private: options.Private = None,
+    create_pr: options.CreatePr = False,
+    overwrite_repo: options.OverwriteRepo = False,
+    push_anyway: options.PushAnyway = False,
+    commit_message: options.CommitMessage = None,
+) -> None:
+    """Calibrate a merged model to its experts' features, write the mended model to a folder, and push it to the Hub.
+
+    **Examples**
+
+        featcal calibrate user/merged --dry-run
+
+        featcal calibrate user/merged --push-to user/merged-featcal
+
+        featcal calibrate user/merged --base openai/clip-vit-base-patch32 \\
+          --expert mnist=user/clip-mnist --data mnist=ylecun/mnist \\
+          --expert svhn=user/clip-svhn --data svhn=ufldl-stanford/svhn:cropped_digits
+    """
+    from featcal_cli.cli.console import OUT, Screen, show_drift, show_preflight, show_result, warn_of_growth
+    from featcal_cli.cli.options import check_files
+    from featcal_cli.cli.score_table import show_scores
+    from featcal_cli.recipe.overrides import collect_overrides
+    from featcal_cli.recipe.schema import read_draft
+    from featcal_cli.recipe.shipped import find_recipe
+    from featcal_cli.reporting.gates import check_grown, check_pushable
+    from featcal_cli.runtime.errors import RecipeError
+    from featcal_cli.runtime.logfile import recorded
+    from featcal_cli.workflows.output import default_output
+    from featcal_cli.workflows.saved_recipe import check_save, save_recipe
+
+    calibration = {
+        "examples": examples, "dtype": dtype, "ridge": ridge, "rho": rho, "alpha": alpha, "select": select,
+        "norms": norms, "bias": bias, "token_weights": token_weights, "seed": seed,
+    }  # fmt: skip
+    publishing = {"push_to": push_to, "private": private}
+    overrides = collect_overrides(
+        merged, merge, base, expert, data, calibration, publishing, skip_expert, columns=columns, splits=split
+    )  # fmt: skip
+    draft = read_draft(find_recipe(recipe) if recipe else None, overrides)
+    if save and not dry_run:
+        fix = "add --dry-run; a run itself leaves its recipe in the output folder, as featcal.yaml"
+        raise RecipeError("--save goes with --dry-run alone", where=f"--save {save}", fix=fix)
+    if save:
+        check_save(save, overwrite=overwrite)
+    place = {"--output": output or default_output(draft.name)}
+    check_files({**place, "--log-file": log_file, "--save": save}, draft, recipe)
+    screen = Screen(quiet=quiet or json)
+    with recorded(screen, log_file) as log:
+        with interruptible(), screen.live():
+            from featcal_cli.workflows import verbs
+
+            start_importing("featcal_cli.workflows.calibrate")
+            common: dict[str, Any] = {
+                "output": output, "overwrite": overwrite, "create_pr": create_pr, "overwrite_repo": overwrite_repo,
+                "device": device, "batch_size": batch_size, "allow_pickle": allow_pickle,
+                "trust_remote_code": trust_remote_code, "strict": strict, "listener": log,
+            }  # fmt: skip
+            if dry_run:
+                preflight = verbs.dry_run(draft, **common)
+            else:
+                result = verbs.calibrate(
+                    draft, **common, restart=restart, commit_message=commit_message, push_anyway=push_anyway,
+                    evaluate=evaluate, allow_code=allow_code_execution,
+                )  # fmt: skip
+        if dry_run:
+            if save:
+                save_recipe(save, preflight.recipe, preflight.findings, overwrite=overwrite)
+            typer.echo(dumps(preflight.to_dict(), indent=2)) if json else show_preflight(preflight)
+            return
+        if json:
+            pushed = asdict(result.pushed) if result.pushed else None
+            written = {"output": str(result.output), "pushed": pushed, **result.report.to_dict()}
+            typer.echo(dumps(written, indent=2))
+        else:
+            show_drift(result.report)
+            if result.report.accuracy:
+                show_scores(result.report.accuracy, OUT, limited=False)
+            show_result(result.output, result.pushed, hints=not quiet)
+        if strict:
+            check_grown(result.report, result.output)
+        if not push_anyway:
+            check_pushable(result.report, result.output, draft.output.push_to)
+        warn_of_growth(result.report)
+
+
+@app.command("inspect-drift")
+def inspect_drift(
+    model: options.Model,
+    base: options.Base = None,
+    expert: options.Experts = None,
+    data: options.Sources = None,
+    skip_expert: options.SkipExperts = None,
+    columns: options.Columns = None,
+    split: options.Splits = None,
+    recipe: options.Recipe = None,
+    compare: options.Compare = None,
+    allow_pickle: options.AllowPickle = False,
+    trust_remote_code: options.TrustRemoteCode = False,
+    examples: options.Measured = None,
+    norms: options.Norms = None,
+    token_weights: options.TokenWeights = None,
+    seed: options.MeasuredSeed = None,
+    device: options.Device = "auto",
+    dtype: options.Dtype = None,
+    batch_size: options.BatchSize = None,
+    plot: options.Plot = None,
+    projection: options.Projection = None,
+    html: options.Html = None,
+    markdown: options.Markdown = None,
+    max_drift: options.MaxDrift = None,
+    json: options.Json = False,
+    quiet: options.Quiet = False,
+    log_file: options.LogFile = None,
+) -> None:
+    """Show how far a model's features are from each expert's, block by block, and where that comes from.
+
+    **Examples**
+
+        featcal inspect-drift user/merged
+
+        featcal inspect-drift user/merged --compare user/merged-featcal --html drift.html
+
+        featcal inspect-drift user/merged --max-drift 0.8
+    """
+    from featcal_cli.cli.console import OUT, Screen
+    from featcal_cli.cli.options import check_files, check_finite
+    from featcal_cli.recipe.overrides import collect_overrides
+    from featcal_cli.recipe.schema import read_draft
+    from featcal_cli.recipe.shipped import find_recipe
+    from featcal_cli.runtime.logfile import recorded
+
+    calibration = {
+        "examples": examples, "dtype": dtype, "norms": norms, "token_weights": token_weights, "seed": seed,
+    }  # fmt: skip
+    overrides = collect_overrides(
+        model, None, base, expert, data, calibration, {}, skip_expert, columns=columns, splits=split
+    )  # fmt: skip
+    draft = read_draft(find_recipe(recipe) if recipe else None, overrides)
+    written = {"--plot": plot, "--projection": projection, "--html": html, "--markdown": markdown}
+    check_files({"--log-file": log_file, **written}, draft, recipe)
+    check_finite("--max-drift", max_drift)
+    screen = Screen(quiet=quiet or json)
+    with recorded(screen, log_file) as log:
+        with interruptible(MEASURING), screen.live():
+            from featcal_cli.cli.drift_view import show_inspection
+            from featcal_cli.reporting.gates import check_gate
+            from featcal_cli.workflows.inspect_drift import inspect_drift as run
+
+            start_importing("featcal_cli.workflows.measure_drift")
+            found = run(
+                draft, compare=compare, device=device, batch_size=batch_size, allow_pickle=allow_pickle,
+                trust_remote_code=trust_remote_code, plot=plot, projection=projection, html=html, markdown=markdown,
+                max_drift=max_drift, listener=log,
+            )  # fmt: skip
+        if json:
+            typer.echo(found.to_json(), nl=False)
+        else:
+            show_inspection(found, OUT)
+        if max_drift is not None:
+            check_gate(found, max_drift)
+
+
+@app.command()
+def evaluate(
+    models: options.Evaluated = None,
+    base: options.Base = None,
+    expert: options.Experts = None,
+    data: options.Sources = None,
+    skip_expert: options.SkipExperts = None,
+    columns: options.Columns = None,
+    split: options.Splits = None,
+    merge: options.MergeMethod = None,
+    recipe: options.Recipe = None,
+    allow_pickle: options.AllowPickle = False,
+    trust_remote_code: options.TrustRemoteCode = False,
+    limit: options.Limit = None,
+    device: options.Device = "auto",
+    batch_size: options.BatchSize = None,
+    allow_code_execution: options.AllowCode = False,
+    json: options.Json = False,
+    quiet: options.Quiet = False,
+    log_file: options.LogFile = None,
+) -> None:
+    """Measure how well models do a recipe's tasks: each expert its own, the merged one and every MODEL all of them.
+
+    **Examples**
+
+        featcal evaluate -r clip-vit-b32-8 ./clip-vit-b32-8-featcal
+
+        featcal evaluate ./my-merge-featcal --limit 500
+
+        featcal evaluate -r mine.yaml user/merged-featcal user/other-merge --json
+    """
+    from featcal_cli.cli.console import OUT, Screen
+    from featcal_cli.cli.options import check_files
+    from featcal_cli.recipe.overrides import collect_overrides, read_tasks
+    from featcal_cli.recipe.schema import names_merged, read_draft
+    from featcal_cli.recipe.shipped import find_recipe
+    from featcal_cli.runtime.interruption import interruptible
+    from featcal_cli.runtime.logfile import recorded
+
+    check_files({"--log-file": log_file}, None, recipe)
+    screen = Screen(quiet=quiet or json)
+    with recorded(screen, log_file) as log:
+        with interruptible(), screen.live():
+            from featcal_cli.cli.score_table import show_scores
+            from featcal_cli.workflows.evaluate import evaluate as run
+            from featcal_cli.workflows.evaluate import find_own_recipe
+
+            start_importing("featcal_cli.workflows.model_pool")
+            given = list(models or [])
+            file = find_recipe(recipe) if recipe else find_own_recipe(given)
+            merged = given.pop(0) if given and not merge and not (file and names_merged(file)) else None
+            overrides = collect_overrides(merged, merge, base, expert, data, {}, {}, skip_expert, columns=columns)
+            for task, name in read_tasks("--split", "NAME", split).items():  # of the labelled data, here
+                overrides["tasks"] = overrides["tasks"] or {}
+                overrides["tasks"].setdefault(task, {})["evaluate"] = {"split": name}
+            draft = read_draft(file, overrides)
+            found = run(
+                draft, given, limit=limit, device=device, batch_size=batch_size, allow_pickle=allow_pickle,
+                trust_remote_code=trust_remote_code, allow_code=allow_code_execution, listener=log,
+            )  # fmt: skip
+        if json:
+            typer.echo(dumps(found.to_dict(), indent=2))
+        else:
+            show_scores(found.tasks, OUT, limited=limit is not None)
+
+
+@app.command()
+def recipes(name: options.RecipeName = None) -> None:
+    """List the recipes that come with the package, or print one.
+
+    **Examples**
+
+        featcal recipes
+
+        featcal recipes clip-vit-b32-8 > mine.yaml
+
+        featcal recipes ci/featcal.yml > featcal.yml
+    """
+    from featcal_cli.cli.console import show_recipes
+    from featcal_cli.recipe.shipped import find_shipped, shipped_recipes
+
+    if name:
+        typer.echo(find_shipped(name).read_text(encoding="utf-8"), nl=False)
+    else:
+        show_recipes(shipped_recipes())
+
+
+@app.command()
+def modules(
+    model: options.Model,
+    norms: options.Norms = "auto",
+    json: options.Json = False,
+) -> None:
+    """Show what would be calibrated in a model, block by block; only its config is read.
+
+    **Examples**
+
+        featcal modules openai/clip-vit-base-patch32
+
+        featcal modules ./my-merge --norms all --json
+    """
+    from featcal_cli.cli.console import Screen, show_inventory
+    from featcal_cli.runtime.errors import RecipeError
+    from featcal_cli.runtime.logfile import recorded
+
+    if norms is not None and norms not in NORMS:
+        raise RecipeError(f"unknown kind of norms {norms}", where="--norms", fix=f"give one of: {', '.join(NORMS)}")
+    screen = Screen(quiet=json)
+    with recorded(screen, None) as log, interruptible(MEASURING), screen.live():
+        from featcal_cli.hub.snapshot import resolve_config
+
+        log.stage("reading the config")
+        snapshot = resolve_config(model)
+        from featcal_cli.models.inventory import take_inventory
+
+        inventory = take_inventory(snapshot, norms or "auto")
+    if json:
+        typer.echo(dumps(inventory.to_dict(), indent=2))
+    else:
+        show_inventory(inventory)
+
+
+@app.command()
+def demo(
+    device: options.Device = "auto",
+    output: options.Folder = None,
+    json: options.Json = False,
+    quiet: options.Quiet = False,
+) -> None:
+    """Calibrate a small merged model that comes with the package, and show the accuracy before and after.
+
+    **Examples**
+
+        featcal demo
+
+        featcal demo -o my-demo --json
+    """
+    from featcal_cli.cli.console import (
+        Screen,
+        show_accuracy,
+        show_demo,
+        show_drift,
+        show_next,
+        show_result,
+        warn_of_growth,
+    )
+    from featcal_cli.recipe.shipped import find_recipe
+    from featcal_cli.runtime.logfile import recorded
+
+    screen = Screen(quiet=quiet or json)
+    if not (quiet or json):
+        show_demo(find_recipe("demo"))
+    with recorded(screen, None) as log, interruptible(), screen.live():
+        from featcal_cli.workflows.demo import run_demo
+
+        result = run_demo(output, device, log)
+    if json:
+        typer.echo(dumps(result.to_dict(), indent=2))
+        return
+    show_drift(result.report)
+    show_accuracy(result.accuracy)
+    show_result(result.output, None, hints=not quiet)
+    warn_of_growth(result.report)
+    if not quiet:
+        show_next()
+
+
+def main() -> None:
+    """Run the command line; errors that the user can mend become one message and exit code 2."""
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("HF_HUB_VERBOSITY", "error")  # it writes of every retry, with the address
+    from featcal_cli.runtime.errors import FeatCalError
+
+    launch = Launch()
+    try:
+        launch = read_launch()
+        with _silent() if launch.rank else nullcontext():
+            _call()
+    except FeatCalError as error:
+        if launch.by_torchrun:
+            from featcal_cli.runtime.distributed import is_first_to_fail
+
+            if not is_first_to_fail():
+                _leave(error.exit_code)
+        from featcal_cli.cli.console import show_error
+
+        show_error(error, f"rank {launch.rank}: " if launch.by_torchrun else "")
+        _leave(error.exit_code)
+    except SystemExit as end:
+        if end.code and isinstance(end.__context__, BrokenPipeError):  # rich and typer make a 1 of it
+            _leave(GONE)
+        if launch.by_torchrun and not end.code:
+            from featcal_cli.runtime.distributed import leave_ranks
+
+            leave_ranks()
+        raise
+    except BrokenPipeError:  # whoever read our output has gone
+        _leave(GONE)
+    except Exception as error:  # noqa: BLE001 - a fault of ours, whatever it is: it is written down to be mended
+        _leave(_tell(error))
+
+
+def _tell(error: Exception) -> int:
+    """Say that a disk is full, or write down what nobody foresaw; the exit code."""
+    from featcal_cli.cli.console import show_crash, show_error
+    from featcal_cli.runtime.files import explain_full
+    from featcal_cli.runtime.logfile import CrashError, write_crash
+
+    if full := explain_full(error):
+        show_error(full)
+        return full.exit_code
+    cause, recent = (error.cause, error.recent) if isinstance(error, CrashError) else (error, [])
+    show_crash(cause, write_crash(cause, recent))
+    return 1
+
+
+def _call() -> None:
+    """Run the command; what it printed is out when it ends well. On a terminal, what it leaves open may be chosen."""
+    from featcal_cli.cli.options import check_words
+    from featcal_cli.runtime.errors import LineageError
+
+    check_words(sys.argv[1:])
+    while True:
+        try:
+            code = app(standalone_mode=len(sys.argv) < 2)  # alone, it shows the help and ends
+            sys.stdout.flush()
+            sys.exit(code if isinstance(code, int) else 0)
+        except SystemExit:
+            sys.stdout.flush()
+            raise
+        except LineageError as error:
+            from featcal_cli.cli.chooser import choose
+
+            if (line := choose(error, sys.argv[1:])) is None:
+                raise
+            sys.argv[1:] = line
+        except Exception as error:
+            if not hasattr(error, "format_message"):
+                raise
+            raise _explain_usage(error) from None
+
+
+def _explain_usage(error: Any) -> Exception:
+    """What typer could not read, as a message like all others."""
+    from featcal_cli.runtime.errors import RecipeError
+
+    context = getattr(error, "ctx", None)
+    command = "featcal" + (f" {context.info_name}" if context and context.parent else "")
+    what = error.format_message().strip().rstrip(".")
+    return RecipeError(what[:1].lower() + what[1:], where=command, fix=f"{command} --help shows what there is")
+
+
+def _leave(code: int) -> NoReturn:
+    """End. What cannot be printed is dropped: the interpreter would try it again, and end with a code of its own."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    sys.exit(code)
+
+
+@contextmanager
+def _silent() -> Iterator[None]:
+    """Of several processes the first one speaks; of what fails, each."""
+    with Path(os.devnull).open("w", encoding="utf-8") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
+        yield

@@ -1,0 +1,248 @@
+"""Every option of the command line, declared once, and what options cannot mean."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from featcal_cli.recipe.schema import Draft
+from featcal_cli.runtime.errors import OutputError, RecipeError
+from featcal_cli.runtime.untrusted_text import show
+
+MODELS, METHOD, MACHINE, OUTPUT, HUB = (
+    "Models and data (what is left out is found in the merged repo)",
+    "Method (what is left out is chosen)",
+    "Machine",
+    "Output",
+    "Hub",
+)
+
+
+def _option(group: str, *names: str, help: str, values: str = "", **settings: Any) -> Any:  # noqa: A002 - typer's word
+    """An option; `values` are what a shell offers for it."""
+    offered = values.split()
+    complete = (lambda incomplete: [value for value in offered if value.startswith(incomplete)]) if offered else None
+    return typer.Option(*names, help=help, rich_help_panel=group, autocompletion=complete, **settings)
+
+
+def _complete_recipe(incomplete: str) -> list[str]:
+    from featcal_cli.recipe.shipped import COMPANIONS, shipped_recipes
+
+    return [name for name in (*(file.stem for file in shipped_recipes()), *COMPANIONS) if name.startswith(incomplete)]
+
+
+Merged = Annotated[str | None, typer.Argument(metavar="MERGED", help="The merged model: Hub id[@revision] or folder.")]
+Model = Annotated[str, typer.Argument(metavar="MODEL", help="Hub id[@revision] or folder.")]
+Base = Annotated[str | None, _option(MODELS, metavar="REPO", help="The model that the experts were fine-tuned from.")]
+Experts = Annotated[
+    list[str] | None, _option(MODELS, "--expert", metavar="TASK=REPO", help="An expert; repeat for each task.")
+]
+Sources = Annotated[
+    list[str] | None,
+    _option(
+        MODELS, "--data", metavar="TASK=SOURCE",
+        help="Examples of a task, without labels: Hub dataset ID[:CONFIG[:SPLIT]], folder of images, "
+        ".jsonl, .csv, .parquet, or .safetensors of model-ready inputs.",
+    ),
+]  # fmt: skip
+SkipExperts = Annotated[
+    list[str] | None,
+    _option(MODELS, "--skip-expert", metavar="TASK", help="Go on without this expert, e.g. one that is gone; repeat."),
+]
+Columns = Annotated[
+    list[str] | None,
+    _option(
+        MODELS, "--columns", metavar="TASK=ROLE:COLUMN,…",
+        help="Columns of a task's data by role: image, text, text_pair, messages, prompt, response, label.",
+    ),
+]  # fmt: skip
+Splits = Annotated[
+    list[str] | None, _option(MODELS, "--split", metavar="TASK=NAME", help="The split of a task's data.")
+]
+MergeMethod = Annotated[
+    str | None,
+    _option(
+        MODELS,
+        "--merge",
+        metavar="METHOD",
+        values="average task_arithmetic:0.3",
+        help="Build the merged model: average or task_arithmetic:0.3.",
+    ),
+]
+Recipe = Annotated[
+    str | None, _option(MODELS, "--recipe", "-r", metavar="FILE", help="A recipe, or its name; options override it.")
+]
+AllowPickle = Annotated[
+    bool, _option(MODELS, "--allow-pickle", help="Read pickled .bin weights (tensors only, no code).")
+]
+TrustRemoteCode = Annotated[
+    bool, _option(MODELS, "--trust-remote-code", help="Run model code that lies in a repo. Read it first.")
+]
+Examples = Annotated[
+    int | None, _option(METHOD, "--examples", "-n", metavar="N", help="Examples fitted per task [256].")
+]
+Measured = Annotated[
+    int | None, _option(METHOD, "--examples", "-n", metavar="N", help="Examples measured per task [64].")
+]
+MeasuredSeed = Annotated[
+    int | None, _option(METHOD, "--seed", metavar="N", help="Seed of the choice of examples [43: not calibration's].")
+]
+Ridge = Annotated[float | None, _option(METHOD, metavar="F", help="λ: weight of the anchor.")]
+Rho = Annotated[float | None, _option(METHOD, metavar="F", help="ρ: anchor = ρ·merged + (1−ρ)·base.")]
+Alpha = Annotated[float | None, _option(METHOD, metavar="F", help="α: target = α·expert + (1−α)·calibrated features.")]
+Select = Annotated[
+    str | None,
+    _option(
+        METHOD, metavar="KIND", values="auto search preset",
+        help="How λ, ρ and α are chosen: auto (search on held-out examples where that is affordable), search, or "
+        "preset (the paper's method to the letter).",
+    ),
+]  # fmt: skip
+Norms = Annotated[
+    str | None,
+    _option(
+        METHOD, metavar="KIND", values="auto layernorm all none", help="auto, layernorm, all (RMSNorm too) or none."
+    ),
+]
+Bias = Annotated[bool | None, _option(METHOD, "--bias/--no-bias", help="Calibrate Linear biases [yes].")]
+TokenWeights = Annotated[
+    str | None,
+    _option(
+        METHOD,
+        metavar="KIND",
+        values="auto uniform cls",
+        help="auto, uniform, or cls: the first token counts most in the last block.",
+    ),
+]
+Seed = Annotated[int | None, _option(METHOD, metavar="N", help="Seed of the choice of examples [42].")]
+Device = Annotated[str, _option(MACHINE, metavar="NAME", values="auto cpu cuda", help="auto, cpu or cuda[:K].")]
+Dtype = Annotated[
+    str | None,
+    _option(
+        MACHINE,
+        metavar="NAME",
+        values="auto float32 bfloat16",
+        help="Of the forward passes: auto, float32 or bfloat16.",
+    ),
+]
+BatchSize = Annotated[
+    int | None,
+    _option(MACHINE, metavar="N", min=1, help="Examples per forward pass [by their tokens and this machine's memory]."),
+]
+Compare = Annotated[str | None, _option(MODELS, metavar="MODEL2", help="Show a second model against the same experts.")]
+Evaluated = Annotated[
+    list[str] | None, typer.Argument(metavar="MODEL...", help="Hub ids[@revision] or folders to compare.")
+]
+Limit = Annotated[
+    int | None,
+    _option(METHOD, metavar="N", min=1, help="Examples per task, chosen at random [all; of lm-eval, its first N]."),
+]
+AllowCode = Annotated[
+    bool, _option(MACHINE, "--allow-code-execution", help="Let lm-eval's tasks run code that a model wrote.")
+]
+EvaluateToo = Annotated[
+    bool,
+    _option(OUTPUT, "--evaluate", help="Afterwards measure experts, merged and calibrated as the recipe says."),
+]
+RecipeName = Annotated[
+    str | None, typer.Argument(metavar="NAME", help="Print this one.", autocompletion=_complete_recipe)
+]
+Plot = Annotated[Path | None, _option(OUTPUT, metavar="FILE", help="Draw the drift: .png or .svg.")]
+Projection = Annotated[
+    Path | None, _option(OUTPUT, metavar="FILE", help="Draw the final features in two dimensions: .png or .svg.")
+]
+Html = Annotated[Path | None, _option(OUTPUT, metavar="FILE", help="Write one page that needs no network.")]
+Markdown = Annotated[
+    Path | None, _option(OUTPUT, metavar="FILE", help="Write a verdict and a table, for a pipeline's summary.")
+]
+MaxDrift = Annotated[
+    float | None,
+    _option(
+        OUTPUT, metavar="F", min=0.0,
+        help="Exit with 3 if a task drifts more; with --compare, if MODEL2 is worse than MODEL by more.",
+    ),
+]  # fmt: skip
+Folder = Annotated[
+    Path | None, _option(OUTPUT, "--output", "-o", metavar="DIR", help="Output folder [./NAME-featcal].")
+]
+Strict = Annotated[bool, _option(OUTPUT, "--strict", help="Exit with 3, and do not push, if drift grew on a task.")]
+Overwrite = Annotated[bool, _option(OUTPUT, "--overwrite", help="Replace the output folder, or the file of --save.")]
+Restart = Annotated[bool, _option(OUTPUT, "--restart", help="Begin anew, whatever an interrupted run has finished.")]
+LogFile = Annotated[
+    Path | None,
+    _option(OUTPUT, "--log-file", metavar="FILE", help="Add what happens to this file, a line of JSON each."),
+]
+DryRun = Annotated[
+    bool, _option(OUTPUT, "--dry-run", help="Find, compare and estimate everything; download no weights.")
+]
+Save = Annotated[
+    Path | None,
+    _option(OUTPUT, "--save", metavar="FILE", help="With --dry-run, write the job that was found as a recipe."),
+]
+Json = Annotated[bool, _option(OUTPUT, "--json", help="Print the result as JSON on stdout.")]
+Quiet = Annotated[bool, _option(OUTPUT, "--quiet", "-q", help="Show only the result.")]
+PushTo = Annotated[str | None, _option(HUB, metavar="USER/NAME", help="Push the result to this repo.")]
+Private = Annotated[bool | None, _option(HUB, "--private", help="Make the repo private, if it is new.")]
+CreatePr = Annotated[bool, _option(HUB, "--create-pr", help="Open a pull request instead of committing.")]
+OverwriteRepo = Annotated[bool, _option(HUB, "--overwrite-repo", help="Commit to a repo that already holds a model.")]
+PushAnyway = Annotated[bool, _option(HUB, "--push-anyway", help="Push even if the mean drift grew.")]
+CommitMessage = Annotated[str | None, _option(HUB, metavar="TEXT", help="Message of the commit.")]
+
+
+def check_words(words: Sequence[str]) -> None:
+    """Raise RecipeError for an option or an argument that is empty: a variable of a shell that was not set, mostly."""
+    for number, word in enumerate(words):
+        name, equals, value = word.partition("=")
+        if word.strip() and not (name.startswith("--") and equals and not value.strip()):
+            continue
+        before = words[number - 1] if number and words[number - 1].startswith("-") else "an argument"
+        option = name.strip() or before
+        raise RecipeError(f"{option} is empty", where="the command line", fix=f"give {option} a value, or leave it out")
+
+
+def check_finite(option: str, value: float | None) -> None:
+    """Raise RecipeError for a number that nothing can be compared with."""
+    if value is not None and not math.isfinite(value):
+        raise RecipeError(f"{value} is no finite number", where=option, fix=f"give {option} a number such as 0.8")
+
+
+def check_files(written: Mapping[str, Path | None], draft: Draft | None, recipe: str | None) -> None:
+    """Raise OutputError where a file that would be written, by its option, is read too, or written for another one."""
+    taken = {} if draft is None else {_resolve(path): str(path) for path in draft.local_paths}
+    if recipe:
+        taken[_resolve(Path(recipe))] = f"--recipe {recipe}"
+    for option, file in written.items():
+        if file is None or _is_device(place := _resolve(file)):
+            continue
+        fix = f"give {option} another path"
+        if option not in ("--output", "--save") and place.is_dir():
+            raise OutputError("this is a folder", where=f"{option} {file}", fix="give the path of a file")
+        if option == "--output":  # what it may replace is looked at elsewhere
+            taken.setdefault(place, f"{option} {file}")
+            continue
+        if place in taken and not (option == "--save" and taken[place].startswith("--recipe")):
+            what = f"{option} would write over what is given as {show(taken[place])}"
+            raise OutputError(what, where=f"{option} {file}", fix=fix)
+        inside = [name for other, name in taken.items() if other in place.parents]
+        if inside:
+            raise OutputError(f"{option} would write into {show(inside[0])}", where=f"{option} {file}", fix=fix)
+        taken[place] = f"{option} {file}"
+
+
+def _is_device(path: Path) -> bool:
+    """/dev/stderr, say: what is written there takes the place of nothing."""
+    try:
+        return path.exists() and not path.is_file() and not path.is_dir()
+    except OSError:
+        return False
+
+
+def _resolve(path: Path) -> Path:
+    try:
+        return path.expanduser().resolve()
+    except (OSError, RuntimeError, ValueError):  # no path at all: whoever writes or reads it says so
+        return path

@@ -1,0 +1,1 @@
+"""A source of examples → model-ready batches."""

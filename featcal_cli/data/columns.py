@@ -1,0 +1,257 @@
+"""Which column of a row plays which role: the recipe says so, or names and values tell."""
+
+from __future__ import annotations
+
+import re
+import string
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal
+
+from featcal_cli.data.local_tables import IMAGE_FILES, is_base64
+from featcal_cli.data.pixels import is_array
+from featcal_cli.recipe.keys import ROLES
+from featcal_cli.recipe.schema import Data
+from featcal_cli.runtime.errors import DataError
+
+Samples = Mapping[str, Sequence[Any]]
+"""Column → its values in the first rows."""
+TextKind = Literal["encoder", "causal", "encoder-decoder"]
+"""How a model uses text."""
+
+IMAGE_NAMES = ("image", "img", "images", "picture", "photo", "jpg", "png", "file_name")
+ARRAY_NAMES = (*IMAGE_NAMES, "pixels", "array", "pixel_values")
+"""Columns whose nested lists of numbers may be pictures."""
+MESSAGES_NAMES = ("messages", "conversations", "conversation", "chat")
+PROMPT_RESPONSE_NAMES = (
+    ("instruction", "output"), ("query", "response"), ("instruction", "response"), ("inputs", "targets"),
+    ("prompt", "response"), ("prompt", "completion"), ("question", "response"), ("problem", "response"),
+    ("problem", "generated_solution"), ("question", "generated_solution"), ("problem", "solution"),
+    ("question", "solution"), ("prompt", "solution"), ("instruction", "solution"),
+    ("question", "answer"), ("problem", "answer"), ("query", "answer"), ("prompt", "answer"), ("instruction", "answer"),
+    ("question", "answers"), ("query", "answers"), ("prompt", "output"), ("instruction", "completion"),
+    ("prompt", "chosen"), ("question", "chosen"), ("instruction", "chosen"), ("input", "chosen"),
+    ("prompt", "canonical_solution"), ("prompt", "code"), ("text", "code"), ("instruction", "code"),
+    ("question", "code"), ("question", "solutions"), ("sql_prompt", "sql"), ("question", "sql"), ("question", "query"),
+    ("intent", "snippet"), ("question", "rationale"), ("question", "correct_answer"), ("question_title", "best_answer"),
+    ("inputs_pretokenized", "targets_pretokenized"), ("message_1", "message_2"), ("user", "assistant"),
+    ("human", "assistant"), ("prompt", "target"),
+)  # fmt: skip
+SOURCE_TARGET_NAMES = (
+    ("document", "summary"), ("article", "highlights"), ("dialogue", "summary"), ("article", "summary"),
+    ("article", "abstract"), ("description", "abstract"), ("text", "summary"), ("source", "target"), ("src", "tgt"),
+    ("input", "output"), ("input", "target"), ("input_text", "target_text"), ("text", "target"), ("input", "response"),
+    ("input", "answer"),
+)  # fmt: skip
+"""Further pairs of what is read and what is answered."""
+ABOUT_NAMES = {
+    "instruction": ("input", "context"), "question": ("context",), "query": ("context",), "prompt": ("context",),
+}  # fmt: skip
+"""Columns that hold what a prompt is about, where there is something."""
+TEXT_PAIR_NAMES = (
+    ("premise", "hypothesis"), ("sentence1", "sentence2"), ("question1", "question2"), ("question", "sentence"),
+    ("question", "passage"), ("question", "context"), ("query", "passage"), ("text1", "text2"), ("text_a", "text_b"),
+    ("sentence_a", "sentence_b"), ("sent1", "sent2"), ("query", "document"),
+)  # fmt: skip
+TEXT_NAMES = (
+    "text", "sentence", "content", "review", "document", "article", "body", "tweet", "comment", "utterance",
+    "prompt", "instruction", "question", "query", "chosen", "problem",
+)  # fmt: skip
+WORDS_NAMES = ("tokens", "words")
+"""Columns with the words of a text, one by one."""
+ANSWER_NAMES = tuple(dict.fromkeys(name for _, name in PROMPT_RESPONSE_NAMES + SOURCE_TARGET_NAMES))
+QUESTION_NAMES = ("prompt", "instruction", "question", "query", "problem")
+"""Those of the names of texts that ask for something."""
+NO_ANSWERS = ("rejected", "system", "system_prompt", "title", "source", "context")
+"""Columns of text that no model is to give."""
+
+LOOKED_AT = 1000
+"""Characters of a text that tell whether it is one."""
+
+
+def check_columns(data: Data, columns: Iterable[str], where: str) -> None:
+    """Raise DataError for a role, a column or a template field that there is not."""
+    for role, column in data.columns.items():
+        if role not in ROLES:
+            raise DataError(f"there is no role {role}", where=where, fix=f"use one of: {', '.join(ROLES)}")
+        if column not in columns:
+            raise DataError(f"there is no column {column}", where=where, fix=f"use one of: {', '.join(columns)}")
+    try:
+        fields = template_fields(data.template or "")
+    except ValueError as error:
+        raise DataError(
+            f"the template is broken: {error}", where=where, fix="write e.g. {premise} {hypothesis}"
+        ) from None
+    for name in fields:
+        if name not in columns:
+            raise DataError(
+                f"the template names a column that there is not: {{{name}}}",
+                where=where,
+                fix=f"use: {', '.join(columns)}",
+            )
+
+
+def template_fields(template: str) -> list[str]:
+    """The columns that a template names. Raises ValueError for a broken one, and for one that asks for more than values
+    of columns: it may be that of a recipe that somebody else wrote."""
+    names = []
+    for _, name, form, _ in string.Formatter().parse(template):
+        if re.search(r"[.\[]_", name or ""):
+            raise ValueError(f"{{{name}}} names what is no value of a column")
+        if re.search(r"[0-9]{4}|[{}]", form or ""):
+            raise ValueError(f"{{{name}:{form}}} may be of any length")
+        names += [name] if name is not None else []
+    return [name.replace("[", ".").split(".")[0] for name in names]
+
+
+def needed_columns(data: Data) -> set[str] | None:
+    """The columns that a task's examples are made of; None where they have yet to be found among all there are."""
+    if data.template is None and not {"image", "text", "prompt", "messages"} & data.columns.keys():
+        return None
+    try:
+        return {*data.columns.values(), *template_fields(data.template or "")} | set(_given_about(data))
+    except ValueError:  # a broken template, which `check_columns` explains
+        return None
+
+
+def _given_about(data: Data) -> Sequence[str]:
+    """What may lie beside the prompt that the user named, in datasets of instructions."""
+    return ABOUT_NAMES["instruction"] if data.columns.get("prompt") == "instruction" else ()
+
+
+def find_about(data: Data, roles: Mapping[str, str], columns: Iterable[str]) -> list[str]:
+    """The columns that hold what the prompt is about."""
+    prompt = roles.get("prompt", "")
+    names = _given_about(data) if "prompt" in data.columns else ABOUT_NAMES.get(_bare_name(prompt), ())
+    return [column for column in columns if _bare_name(column) in names and column not in roles.values()]
+
+
+def name_columns(where: str, roles: str) -> str:
+    """What to type to name columns, for a task that `where` begins with."""
+    return f"--columns {where.partition(': ')[0]}={roles} (in a recipe, columns: {{{roles.replace(':', ': ')}}})"
+
+
+def no_column(what: str, roles: str, columns: Iterable[str], where: str) -> DataError:
+    """The error that says which columns there are and how to name one."""
+    return DataError(
+        f"no column holds {what}; the columns are {', '.join(columns)}",
+        where=where,
+        fix=f"name it: {name_columns(where, roles)}",
+    )
+
+
+def find_image_column(samples: Samples, where: str) -> str:
+    """A column called like images, else the first that looks like some. Raises DataError for none."""
+    likely = [name for name, values in samples.items() if any(map(_looks_like_image, values))]
+    likely = likely or [name for name in ARRAY_NAMES if any(map(is_array, samples.get(name, ())))]
+    by_name = [name for name in IMAGE_NAMES if name in likely]
+    if not likely:
+        raise no_column("images", "image:COLUMN", samples, where)
+    return (by_name or likely)[0]
+
+
+def has_image_column(samples: Samples) -> bool:
+    """True when the values of some column look like images."""
+    return any(_looks_like_image(value) for values in samples.values() for value in values)
+
+
+def _looks_like_image(value: Any) -> bool:
+    if isinstance(value, dict):
+        return bool(value) and value.keys() <= {"bytes", "path"}
+    if isinstance(value, list) and value:
+        return _looks_like_image(value[0])
+    return isinstance(value, bytes) or (
+        isinstance(value, str) and (is_base64(value) or value.lower().endswith(IMAGE_FILES))
+    )
+
+
+def choose_text_roles(data: Data, samples: Samples, kind: TextKind, *, chat: bool, where: str) -> dict[str, str]:
+    """Role → column: the user's where they name a text, else found. Raises DataError when no column holds text."""
+    given = dict(data.columns)
+    if data.template is None and not {"text", "prompt", "messages"} & given.keys():
+        return _find_text_columns(samples, kind, chat=chat, where=where) | given
+    return given
+
+
+def _find_text_columns(samples: Samples, kind: TextKind, *, chat: bool, where: str) -> dict[str, str]:
+    """Role → column. Raises DataError when no column holds text."""
+    names = {_bare_name(name): name for name in reversed(list(samples))}  # of names that differ in case the first
+    texts = {name for name, column in names.items() if any(isinstance(value, str) for value in samples[column])}
+    talks = {name for name, column in names.items() if any(map(is_conversation, samples[column]))}
+    answers = {name for name, column in names.items() if any(map(answer_of, samples[column]))} | talks
+    messages = [{"messages": names[name]} for name in MESSAGES_NAMES if name in talks]
+    if messages and kind == "causal" and (chat or "text" not in texts):
+        return messages[0]
+    if kind != "encoder":
+        for prompt, response in PROMPT_RESPONSE_NAMES + SOURCE_TARGET_NAMES:
+            if prompt in texts | talks and response in answers:
+                return {"prompt": names[prompt], "response": names[response]}
+        for name in ("prompt", "chosen"):
+            if name in talks and kind == "causal":
+                return {"messages": names[name]}
+    for first, second in TEXT_PAIR_NAMES:
+        if first in texts and second in texts:
+            return {"text": names[first], "text_pair": names[second]}
+    natural = [column for column in samples if _looks_natural(samples[column])]
+    found = [names[name] for name in TEXT_NAMES if name in texts] + natural
+    if found:
+        return {"text": found[0]}
+    words = [names[name] for name in WORDS_NAMES if name in names and any(map(answer_of, samples[names[name]]))]
+    further = messages + [{"messages": names[name]} for name in names if name in talks]
+    if words or further:
+        return {"text": words[0]} if words else further[0]
+    if inner := _text_inside(samples):
+        what = f"no column holds text, but {inner} does; the columns are {', '.join(samples)}"
+        raise DataError(what, where=where, fix=f'write in a recipe, for example, template: "{inner}"')
+    raise no_column("text", "text:COLUMN", samples, where)
+
+
+def find_unused_answer(samples: Samples, roles: Mapping[str, str], data: Data) -> str | None:
+    """A column that may hold the answers, by its name or as further text beside a question, where no answer is read."""
+    if {"response", "messages"} & roles.keys():
+        return None
+    used = {*roles.values(), *template_fields(data.template or "")}
+    further = [name for name in samples if name not in used and any(map(answer_of, samples[name]))]
+    likely = [name for name in further if _bare_name(name) in ANSWER_NAMES]
+    text = _bare_name(roles.get("text", ""))
+    asks = "text_pair" not in roles and (text in QUESTION_NAMES or text not in TEXT_NAMES)
+    if asks and not data.columns and not data.template:
+        likely += [name for name in further if _bare_name(name) not in NO_ANSWERS and _looks_natural(samples[name])]
+    return next(iter(likely), None)
+
+
+def answer_of(value: Any) -> str | None:
+    """The text of an answer: a text, the first of several, or that of {text: …} and {value: …}; None for no text."""
+    if isinstance(value, Mapping):
+        value = value.get("text") or value.get("value")
+    if isinstance(value, list) and value:
+        value = value[0]
+    return value if isinstance(value, str) and value.strip() else None
+
+
+def _bare_name(column: str) -> str:
+    """A column's name without what people spell differently."""
+    return column.strip().lower().replace(" ", "_").replace("-", "_")
+
+
+def _text_inside(samples: Samples) -> str | None:
+    """How a template names a text inside of a column's values: {translation[de]}."""
+    for name, values in samples.items():
+        for value in values:
+            for key, text in value.items() if isinstance(value, dict) else ():
+                if isinstance(text, str) and text.strip():
+                    return f"{{{name}[{key}]}}"
+    return None
+
+
+def is_conversation(value: Any) -> bool:
+    """True for a list of messages, or lists of what each has: {role: […], content: […]}."""
+    if isinstance(value, dict):
+        kinds = value.keys() & {"role", "from"}, value.keys() & {"content", "value"}
+        return all(kinds) and all(isinstance(listed, list) for listed in value.values())
+    return isinstance(value, list) and bool(value) and all(isinstance(message, dict) for message in value)
+
+
+def _looks_natural(values: Sequence[Any]) -> bool:
+    """True when most of the values are several words, unlike ids, paths and class names."""
+    texts = [value[:LOOKED_AT] for value in values if isinstance(value, str) and value.strip()]
+    return sum(len(text.split()) > 1 for text in texts) * 2 > len(texts)

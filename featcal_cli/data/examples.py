@@ -1,0 +1,361 @@
+"""A task's fitted and held-out batches, and labelled rows of a split, a batch at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from featcal_cli.data.batches import BadRowError, Batch, Reader, count_examples, forward_names, take_examples
+from featcal_cli.data.columns import Samples, check_columns, has_image_column
+from featcal_cli.data.delimited import BrokenRow
+from featcal_cli.data.images import open_images
+from featcal_cli.data.labels import LABEL_NAMES, find_label_column, number_label
+from featcal_cli.data.local_tables import Row
+from featcal_cli.data.rows import draw_rows, name_task, read_rows
+from featcal_cli.data.tensors import is_tensor_file, open_tensors
+from featcal_cli.data.text import open_text
+from featcal_cli.recipe.schema import Data
+from featcal_cli.runtime.errors import DataError
+
+REPAIR = "repair the file: a value that holds the separator, a line break or a quote stands in quotes"
+PEEKED_ROWS = 16
+"""Rows looked at to find out what the columns hold."""
+FEWEST_ROWS, FEWEST_IN_HALF, SHARE = 10, 2, 5
+"""Of at least so many different rows one in SHARE is held out where there are no further ones; so many in each half."""
+
+
+@dataclass(frozen=True)
+class TaskExamples:
+    """The examples of one task, in the roles they play."""
+
+    task: str
+    batch_size: int
+    """Examples in a batch that is not cut short by the end of its list."""
+    fitted: list[Batch]
+    """The examples that are calibrated with: as many as asked for, fewer when the source has fewer."""
+    selection: list[Batch]
+    """First half of the held-out rows, possibly empty."""
+    held_out: list[Batch]
+    """Second half: only for figures that are reported."""
+    notes: list[str]
+    """What was chosen, one sentence each."""
+    fitted_count: int
+    selection_count: int
+    """Rows in `selection`."""
+    held_out_count: int
+    """Rows in `held_out`."""
+    rows_skipped: int
+    """Rows that were drawn but cannot be used."""
+    is_whole: bool = False
+    """All rows of the source were read: there are no others."""
+
+
+@dataclass(frozen=True)
+class DrawnExamples:
+    """The rows of one task, read and found good, that are yet to be cut into batches."""
+
+    task: str
+    reader: Reader
+    fitted: Sequence[Any]
+    """What the reader makes batches of, one item an example."""
+    selection: Sequence[Any]
+    held_out: Sequence[Any]
+    notes: list[str]
+    rows_skipped: int
+    is_whole: bool
+
+    def longest(self) -> Batch:
+        """One example, as long as the longest of all."""
+        items = self.reader.longest([*self.fitted, *self.selection, *self.held_out])
+        return take_examples(self.reader.batch(items), [0])
+
+    def cut(self, batch_size: int) -> TaskExamples:
+        """The examples in batches. Raises DataError when they do not go together."""
+        return TaskExamples(
+            task=self.task,
+            batch_size=batch_size,
+            fitted=self._cut(self.fitted, batch_size, 0),
+            selection=self._cut(self.selection, batch_size, len(self.fitted)),
+            held_out=self._cut(self.held_out, batch_size, len(self.fitted) + len(self.selection)),
+            notes=self.notes,
+            fitted_count=len(self.fitted),
+            selection_count=len(self.selection),
+            held_out_count=len(self.held_out),
+            rows_skipped=self.rows_skipped,
+            is_whole=self.is_whole,
+        )
+
+    def _cut(self, items: Sequence[Any], batch_size: int, before: int) -> list[Batch]:
+        batches = _cut(self.reader, items, batch_size)
+        for batch in batches:
+            for name, tensor in batch.items():
+                if tensor.is_floating_point() and not torch.isfinite(tensor).all():
+                    number = int((~torch.isfinite(tensor)).flatten(1).any(1).int().argmax())
+                    number = before + number * count_examples(batch) // len(tensor)
+                    raise DataError(
+                        f"{name} holds NaN or infinity",
+                        where=f"{self.task}: example {number + 1}",
+                        fix="take this example out of the data, or mend it",
+                    )
+            before += count_examples(batch)
+        return batches
+
+
+def draw_examples(
+    task: str,
+    data: Data,
+    model: PreTrainedModel,
+    preprocessor_folders: Sequence[Path],
+    *,
+    count: int,
+    seed: int,
+    hold_out: bool = False,
+    sampled: int | None = None,
+) -> DrawnExamples:
+    """Up to `count` examples to fit and min(64, max(8, count // 4)) further ones to hold out, to be fed to `model`.
+
+    The first of `preprocessor_folders` with a usable image processor or tokenizer gives it. Rows are chosen at random,
+    the same ones for the same seed (.safetensors: in file order). Equal rows are never both fitted and held out.
+    hold_out: where the source has too few rows for both, some of the `count` are held out. sampled: read only so many
+    to fit, unless the source has no more anyway.
+
+    Raises DataError for data that cannot be read, understood or preprocessed, and when more than half of the rows are
+    bad.
+    """
+    where = f"{task}: {data}"
+    choices: list[str] = []
+    read = min(count, sampled or count)
+    further = most_held_out(read)
+    reader: Reader
+    rows: Iterable[Any]
+    if is_tensor_file(data):
+        reader = tensors = open_tensors(data, data.split, model, where)
+        rows = tensors.positions[: 2 * (read + further)]
+    else:
+        drawn = name_task(task, draw_rows(data, read + further, seed, choices.append))
+        first = list(islice(drawn, PEEKED_ROWS))
+        reader, rows = open_rows(data, first, model, preprocessor_folders, where), chain(first, drawn)
+    found = _read_good(reader, rows, read, further, where)
+    choices += reader.remarks([item for _, item in (*found.fitted, *found.further)])
+    count = count if found.is_whole else read
+    if found.is_whole:
+        found.divide(count, hold_out=hold_out)
+    fitted, others = ([item for _, item in pairs] for pairs in (found.fitted, found.further))
+    half = len(others) // 2
+    selection, held_out = (others[:half], others[half:]) if half else ([], [])
+    notes = [f"{task}: {note}" for note in (*choices, *_notes(reader, found, count, len(selection) + len(held_out)))]
+    return DrawnExamples(task, reader, fitted, selection, held_out, notes, len(found.bad), found.is_whole)
+
+
+def open_rows(data: Data, first: Sequence[Row], model: PreTrainedModel, folders: Sequence[Path], where: str) -> Reader:
+    """The reader for the model's main input, from the first rows. Raises DataError for columns that do not fit it."""
+    if not first:
+        raise DataError("the source has no rows", where=where, fix="give data with rows, or another split")
+    if isinstance(first[0], BrokenRow) and all(isinstance(row, BrokenRow) for row in first):
+        raise DataError(f"none of the first {len(first)} rows can be used: {first[0].reason}", where=where, fix=REPAIR)
+    samples = {name: [row.get(name) for row in first] for row in first for name in row}
+    check_columns(data, samples, where)
+    if _reads_images(data, samples, model):
+        return open_images(data, samples, model, folders, where)
+    if model.main_input_name == "input_ids":
+        return open_text(data, samples, model, folders, where)
+    raise DataError(
+        f"the model reads {model.main_input_name}, for which there is no preprocessing here",
+        where=where,
+        fix="give a .safetensors file with one tensor a forward argument",
+    )
+
+
+def _reads_images(data: Data, samples: Samples, model: PreTrainedModel) -> bool:
+    """True for vision models, and for two-tower models whose data has images."""
+    if model.main_input_name == "pixel_values":
+        return True
+    two_towers = "pixel_values" in forward_names(model) and not model.can_generate()
+    return two_towers and ("image" in data.columns or (not data.columns and has_image_column(samples)))
+
+
+@dataclass
+class _Drawn:
+    """The usable rows of a source, each what the reader makes batches of, with a key that equal ones share."""
+
+    fitted: list[tuple[bytes, Any]]
+    further: list[tuple[bytes, Any]]
+    """All different, and none of them fitted."""
+    bad: list[str]
+    """Why rows were skipped on the way."""
+    copies: int = 0
+    """Rows that equal an earlier one."""
+    left_out: int = 0
+    """Copies that are neither fitted nor held out, as what they equal is on the other side."""
+    is_whole: bool = False
+    """The source has no more."""
+
+    def divide(self, count: int, *, hold_out: bool) -> None:
+        """Fit `count` of all rows, if there are as many; with `hold_out`, fewer where the others are less than about a
+        fifth of all different ones."""
+        room = max(0, count - len(self.fitted))
+        self.fitted, self.further = self.fitted + self.further[:room], self.further[room:]
+        different = list(dict.fromkeys(key for key, _ in self.fitted))
+        total = len(different) + len(self.further)
+        wanted = min(most_held_out(count), max(2 * FEWEST_IN_HALF, round(total / SHARE)))
+        if not hold_out or total < FEWEST_ROWS or len(self.further) >= wanted:
+            return
+        taken = set(different[len(self.further) - wanted :])
+        items = {key: item for key, item in self.fitted if key in taken}
+        kept = [(key, item) for key, item in self.fitted if key not in taken]
+        self.left_out += len(self.fitted) - len(kept) - len(items)
+        self.fitted, self.further = kept, [*items.items(), *self.further]
+
+
+def most_held_out(count: int) -> int:
+    """How many further examples of a task are held out where `count` are to be fitted, if there are so many."""
+    return min(64, max(8, count // 4))
+
+
+def _read_good(reader: Reader, rows: Iterable[Any], count: int, further: int, where: str) -> _Drawn:
+    """Up to `count` items to fit, then `further` different ones. Raises DataError when most rows are bad."""
+    found = _Drawn([], [], [])
+    known: set[bytes] = set()
+    for number, row in enumerate(rows, 1):
+        try:
+            item = reader.read(row)
+        except BadRowError as reason:
+            found.bad.append(f"{reason} (example {number})")
+            continue
+        key = reader.key(item)
+        is_copy = key in known
+        known.add(key)
+        found.copies += is_copy
+        if len(found.fitted) < count:
+            found.fitted.append((key, item))
+        elif is_copy:
+            found.left_out += 1
+        else:
+            found.further.append((key, item))
+        if len(found.further) == further:
+            break
+    else:
+        found.is_whole = True
+    good = len(found.fitted) + len(found.further) + found.left_out
+    if len(found.bad) > good:
+        raise DataError(
+            f"{len(found.bad)} of {len(found.bad) + good} rows cannot be used; the first: {found.bad[0]}",
+            where=where,
+            fix=f"name the right columns with --columns {where.partition(': ')[0]}=ROLE:COLUMN, or give other data",
+        )
+    return found
+
+
+def _cut(reader: Reader, items: Sequence[Any], batch_size: int) -> list[Batch]:
+    return [reader.batch(items[start : start + batch_size]) for start in range(0, len(items), batch_size)]
+
+
+def _notes(reader: Reader, found: _Drawn, count: int, held_out: int) -> Iterator[str]:
+    yield reader.chosen
+    if found.bad:
+        yield f"{len(found.bad)} rows cannot be used and were left out; the first: {found.bad[0]}"
+    if found.copies:
+        more = f", so {found.left_out} of them are left out" if found.left_out else ""
+        yield f"{found.copies} rows are equal to others; equal rows are never both fitted and held out{more}"
+    fitted = len(found.fitted)
+    if fitted < count and held_out:
+        rows = fitted + held_out + found.left_out
+        yield f"the source has {rows} usable rows: {fitted} are fitted ({count} were asked for) and {held_out} held out"
+    elif fitted < count:
+        yield f"the source has {fitted} usable rows, so all of them are fitted ({count} were asked for)"
+    if not held_out:
+        yield "no further rows to hold out, so drift is measured on the fitted rows"
+
+
+SEED = 42
+"""Of the choice of rows where only some are wanted."""
+
+
+@dataclass(frozen=True)
+class LabelledRows:
+    """Rows of a split with their labels; they are read once, a batch at a time."""
+
+    reader: Reader
+    rows: Iterable[Any]
+    label_of: Callable[[Any], Any]
+    column: str
+    """Of the labels."""
+    where: str
+
+    def batches(self, size: int) -> Iterator[tuple[Batch, list[Any]]]:
+        """Batches, each with its labels as the rows have them.
+
+        Raises DataError for a row that cannot be used: accuracy is over all rows, or it means little.
+        """
+        rows, before = iter(self.rows), 0
+        while some := list(islice(rows, size)):
+            yield self.reader.batch([self._read(row, before + at) for at, row in enumerate(some)]), self._labels(some)
+            before += len(some)
+
+    def _read(self, row: Any, position: int) -> Any:
+        try:
+            return self.reader.read(row)
+        except BadRowError as reason:
+            raise DataError(
+                f"row {position + 1} cannot be used: {reason}",
+                where=self.where,
+                fix="take the bad rows out, or evaluate another split",
+            ) from None
+
+    def _labels(self, rows: Sequence[Any]) -> list[Any]:
+        return [self.label_of(row) for row in rows]
+
+
+def open_labelled(
+    task: str,
+    data: Data,
+    split: str,
+    model: PreTrainedModel,
+    preprocessor_folders: Sequence[Path],
+    *,
+    limit: int | None = None,
+) -> LabelledRows:
+    """All rows of the split in order; or `limit` of them, chosen at random, always the same ones.
+
+    Raises DataError for data that cannot be read or understood, or has no labels.
+    """
+    where = f"{task}: {data.model_copy(update={'split': split})}"
+    if is_tensor_file(data):
+        opened = open_tensors(data, split, model, where)
+        labels = opened.labels
+        if labels is None:
+            raise DataError("no tensor holds the labels", where=where, fix=f"add one named {LABEL_NAMES[0]}, [rows]")
+        positions = opened.positions[:limit]
+        return LabelledRows(opened, positions, lambda position: labels[position].item(), LABEL_NAMES[0], where)
+    if limit is None:
+        rows = name_task(task, read_rows(data, split))
+    else:
+        rows = islice(name_task(task, draw_rows(data.model_copy(update={"split": split}), limit, SEED)), limit)
+    first = list(islice(rows, PEEKED_ROWS))
+    reader = open_rows(data, first, model, preprocessor_folders, where)
+    column = find_label_column(data, first[0], where)
+    return LabelledRows(reader, chain(first, rows), lambda row: row.get(column), column, where)
+
+
+def load_labelled(
+    task: str, data: Data, split: str, model: PreTrainedModel, preprocessor_folders: Sequence[Path], *, batch_size: int
+) -> tuple[list[Batch], Tensor]:
+    """All rows of the split in order, and their labels [rows], integers.
+
+    Labels that are names are numbered by the model's `config.label2id`. Raises DataError like `open_labelled`, and for
+    labels that are no classes, or hidden (−1).
+    """
+    found = open_labelled(task, data, split, model, preprocessor_folders)
+    names = getattr(model.config, "label2id", None) or {}
+    batches, labels = [], []
+    for batch, values in found.batches(batch_size):
+        batches.append(batch)
+        labels += [number_label(value, found.column, names, found.where) for value in values]
+    return batches, torch.tensor(labels)

@@ -1,0 +1,194 @@
+"""Model-ready tensors of a .safetensors file become batches: the way in for any modality."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from featcal_cli.data.batches import (
+    Batch,
+    count_examples,
+    count_positions,
+    count_vocabulary,
+    forward_names,
+    hash_tensors,
+    take_examples,
+    text_config,
+)
+from featcal_cli.data.labels import LABEL_NAMES
+from featcal_cli.data.rows import check_split_of_file, local_path
+from featcal_cli.recipe.schema import Data
+from featcal_cli.runtime.errors import DataError
+
+IDS = ("input_ids", "decoder_input_ids", "token_type_ids", "position_ids")
+DECODERS_OWN = ("decoder_vocab_size", "tgt_vocab_size")
+"""Where configs say that a decoder has other tokens than its encoder."""
+BESIDE = ("attention_mask", "token_type_ids")
+"""Tensors with a value for every token of input_ids."""
+
+
+@dataclass(frozen=True)
+class TensorReader:
+    """Model-ready tensors; a row and its item are the row's position."""
+
+    chosen: str
+    tensors: Batch
+    labels: Tensor | None
+    """[rows], where the file has some."""
+
+    @property
+    def positions(self) -> range:
+        """All rows, in file order."""
+        return range(count_examples(self.tensors))
+
+    def read(self, row: int) -> int:
+        """The position itself."""
+        return row
+
+    def key(self, item: int) -> bytes:
+        """A hash of its rows of every tensor."""
+        return hash_tensors(take_examples(self.tensors, [item]))
+
+    def batch(self, items: Sequence[int]) -> Batch:
+        """Those rows of every tensor; floating point as float32."""
+        found = take_examples(self.tensors, items)
+        return {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in found.items()}
+
+    def remarks(self, _: Sequence[Any]) -> list[str]:
+        """None."""
+        return []
+
+    def longest(self, items: Sequence[int]) -> Sequence[int]:
+        """The first: all rows of a tensor are alike."""
+        return items[:1]
+
+
+def is_tensor_file(data: Data) -> bool:
+    """True for a .safetensors file, which needs no preprocessing."""
+    return data.path is not None and data.path.endswith(".safetensors")
+
+
+def open_tensors(data: Data, split: str | None, model: PreTrainedModel, where: str) -> TensorReader:
+    """The reader of a .safetensors file. Raises DataError for tensors that the model cannot take."""
+    check_split_of_file(data, split)
+    try:
+        with safe_open(local_path(data), framework="pt") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
+    except (OSError, SafetensorError) as error:
+        raise DataError(f"the file cannot be read: {error}", where=where, fix="check that the file is whole") from error
+    if empty := [name for name, tensor in tensors.items() if tensor.dim() and 0 in tensor.shape[1:]]:
+        what = f"{empty[0]} {list(tensors[empty[0]].shape)} holds nothing"
+        raise DataError(what, where=where, fix="write examples with at least one token or value each")
+    lengths = [len(tensor) if tensor.dim() else 0 for tensor in tensors.values()]
+    texts = {len(x) for name, x in tensors.items() if x.dim() == 2 and name.endswith(("ids", "mask"))}
+    if not lengths or min(lengths) == 0 or any(length % min(lengths) for length in lengths) or len(texts) > 1:
+        sizes = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in tensors.items()) or "none"
+        raise DataError(
+            f"the tensors do not agree on a number of examples: {sizes}",
+            where=where,
+            fix="make dimension 0 of every tensor the examples (or equally many rows of each), at least one",
+        )
+    label = data.columns.get("label") or next((name for name in LABEL_NAMES if _is_label(tensors.get(name))), None)
+    labels = tensors.pop(label, None) if label else None
+    names = forward_names(model)
+    if not tensors or not names.issuperset(tensors):
+        unknown = ", ".join(sorted(set(tensors) - names)) or "nothing but labels"
+        raise DataError(
+            f"the model's forward does not take {unknown}",
+            where=where,
+            fix=f"name the tensors after forward arguments: {', '.join(sorted(names))}",
+        )
+    tensors = {name: tensor.long() if _holds_ids(name, tensor) else tensor for name, tensor in tensors.items()}
+    for name, tensor in tensors.items():
+        _check_kind(name, tensor, where)
+    _check_ids(tensors, model, where)
+    _check_masks(tensors, where)
+    chosen = f"tensors {', '.join(tensors)}, as they are" + (f" (without {label})" if labels is not None else "")
+    return TensorReader(chosen, tensors, labels)
+
+
+def _is_label(tensor: Tensor | None) -> bool:
+    # One integer a row is a class, which the loss of a head of another size would choke on; [rows, tokens] is a target.
+    return tensor is not None and tensor.dim() == 1 and not tensor.is_floating_point()
+
+
+def _holds_ids(name: str, tensor: Tensor) -> bool:
+    """Whether these are numbers of tokens or positions, which embeddings want in 64 bits."""
+    whole = not tensor.is_floating_point() and not tensor.is_complex() and tensor.dtype != torch.bool
+    return name.endswith("_ids") and whole
+
+
+def _check_kind(name: str, tensor: Tensor, where: str) -> None:
+    """Raise DataError for numbers of a kind, or in a shape, that no model reads."""
+    shape = f"{name} {list(tensor.shape)} holds {str(tensor.dtype).removeprefix('torch.')}"
+    if tensor.is_complex():
+        raise DataError(f"{shape}, which no model reads", where=where, fix="write real numbers")
+    if name in IDS and tensor.dtype != torch.int64:
+        raise DataError(f"{shape}, and ids are whole numbers", where=where, fix=f"write {name} as int64")
+    if name in ("input_ids", "decoder_input_ids") and tensor.dim() < 2:
+        raise DataError(
+            f"{shape} without a dimension of tokens", where=where, fix=f"write {name} as [examples, tokens]"
+        )
+
+
+def _check_ids(tensors: Batch, model: PreTrainedModel, where: str) -> None:
+    """Raise DataError for ids that the model has no embedding for, and for more tokens than it has positions for."""
+    positions, is_hard = count_positions(model)
+    config = text_config(model)
+    vocabulary = count_vocabulary(model)
+    of_decoder = next((n for key in DECODERS_OWN if isinstance(n := getattr(model.config, key, None), int)), vocabulary)
+    limits = {
+        "input_ids": vocabulary,
+        "decoder_input_ids": None if hasattr(model.config, "decoder") else of_decoder,
+        "token_type_ids": getattr(config, "type_vocab_size", None) or None,
+        "position_ids": positions if is_hard else None,
+    }
+    for name, limit in limits.items():
+        ids = tensors.get(name)
+        if ids is None or (limit is None and int(ids.min()) >= 0) or ids.is_floating_point():
+            continue
+        wrong = (ids < 0) | (ids >= limit) if limit is not None else ids < 0
+        if wrong.any():
+            row = int(wrong.flatten(1).any(1).int().argmax())
+            number = int(ids[row][wrong[row]].flatten()[0])
+            known = f"0 to {limit - 1}" if limit is not None else "0 and above"
+            raise DataError(
+                f"{name} of example {row + 1} has {number}, and the model knows {known}",
+                where=where,
+                fix="write the ids that this model's own tokenizer gives, and mask padding with attention_mask",
+            )
+    for name in ("input_ids", "decoder_input_ids"):
+        if is_hard and positions is not None and name in tensors and tensors[name].shape[-1] > positions:
+            raise DataError(
+                f"{name} has {tensors[name].shape[-1]:,} tokens an example, and the model positions for {positions:,}",
+                where=where,
+                fix=f"cut the examples to {positions:,} tokens",
+            )
+
+
+def _check_masks(tensors: Batch, where: str) -> None:
+    """Raise DataError for a mask that is as long as no ids, that leaves nothing of an example, or is no mask."""
+    for ids, names in {"input_ids": BESIDE, "decoder_input_ids": ("decoder_attention_mask",)}.items():
+        for name in names:
+            if not {ids, name} <= tensors.keys() or not tensors[ids].dim() == tensors[name].dim() == 2:
+                continue
+            if tensors[name].shape != tensors[ids].shape:
+                shapes = f"{ids} {list(tensors[ids].shape)} and {name} {list(tensors[name].shape)}"
+                raise DataError(f"{shapes} differ", where=where, fix=f"write a value of {name} for every token")
+    for name in ("attention_mask", "decoder_attention_mask"):
+        mask = tensors.get(name)
+        if mask is None or mask.dim() != 2:
+            continue
+        if ((mask != 0) & (mask != 1)).any():
+            what = f"{name} holds {float(mask.min()):g} to {float(mask.max()):g}, and a mask is 0 or 1"
+            raise DataError(what, where=where, fix="write 1 for every token that counts, and 0 for padding")
+        if not (kept := (mask != 0).any(1)).all():
+            row = int((~kept).int().argmax())
+            what = f"{name} of example {row + 1} is all 0: nothing but padding"
+            raise DataError(what, where=where, fix="leave this example out, or write 1 for the tokens that count")

@@ -1,0 +1,348 @@
+"""Text rows → token ids, by way of what the tokenizer is given."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from featcal_cli.data.batches import (
+    BadRowError,
+    Batch,
+    count_positions,
+    count_vocabulary,
+    decoder_prompt,
+    forward_names,
+)
+from featcal_cli.data.columns import (
+    WORDS_NAMES,
+    Samples,
+    TextKind,
+    answer_of,
+    choose_text_roles,
+    find_about,
+    find_unused_answer,
+    is_conversation,
+    name_columns,
+    template_fields,
+)
+from featcal_cli.data.delimited import BrokenRow
+from featcal_cli.data.hub_dataset import first_line
+from featcal_cli.data.local_tables import Row
+from featcal_cli.data.preprocessors import load_tokenizer
+from featcal_cli.recipe.schema import Data
+from featcal_cli.runtime.errors import DataError
+from featcal_cli.runtime.untrusted_text import bare
+
+SPEAKERS = {
+    "human": "user", "user": "user", "prompter": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant",
+    "chatgpt": "assistant", "assistant": "assistant", "system": "system",
+}  # fmt: skip
+"""What datasets call the speakers → what chat templates do."""
+
+
+@dataclass(frozen=True)
+class Phrase:
+    """What the tokenizer is given of one row."""
+
+    text: str
+    pair: str | None = None
+    target: str | None = None
+    """What an encoder-decoder model should answer."""
+    has_special_tokens: bool = False
+    """The chat template wrote them."""
+
+
+@dataclass(frozen=True)
+class Phrasing:
+    """How a row becomes a phrase, by the roles of its columns."""
+
+    roles: Mapping[str, str]
+    about: Sequence[str]
+    """Columns with what the prompt is about."""
+    template: str | None
+    kind: TextKind
+    tokenizer: Any
+
+    @property
+    def joins_turns(self) -> bool:
+        """Whether the turns of a conversation become one text, for want of a chat template."""
+        return self.template is None and (self.kind != "causal" or not self.tokenizer.chat_template)
+
+    def compose(self, row: Row) -> Phrase:
+        """The row's phrase. Raises BadRowError for a value that is missing or not text."""
+        if self.template is None:
+            if "messages" in self.roles:
+                return self._talk(_read_messages(row.get(self.roles["messages"])))
+            if "prompt" in self.roles and "response" in self.roles and self.kind != "encoder":
+                return self._answered(row)
+        if self.kind == "encoder-decoder":
+            target = self._answer(row) if "response" in self.roles else None
+            return Phrase(*self._source(row), target=target)
+        text, pair = self._source(row)
+        if self.kind == "causal" and pair is not None:
+            return Phrase(f"{text}\n{pair}")
+        return Phrase(text, pair)
+
+    def _source(self, row: Row) -> tuple[str, str | None]:
+        if self.template is not None:
+            return self._filled(row, self.template), None
+        if "text" in self.roles:
+            return self._text(row, "text"), self._text(row, "text_pair") if "text_pair" in self.roles else None
+        pair = self._answer(row) if self.kind == "encoder" and "response" in self.roles else None
+        return self._prompt(row), pair
+
+    def _text(self, row: Row, role: str) -> str:
+        value = row.get(self.roles[role])
+        if isinstance(value, list) and value and all(isinstance(part, str) for part in value):
+            value = (" " if self.roles[role].lower() in WORDS_NAMES else "\n").join(value)
+        if not isinstance(value, str) or not value.strip():
+            empty = value is None or isinstance(value, str) or value in ([], {})
+            raise BadRowError(f"column {self.roles[role]} has {'no text' if empty else type(value).__name__}")
+        return value
+
+    def _answer(self, row: Row) -> str:
+        return answer_of(row.get(self.roles["response"])) or self._text(row, "response")
+
+    def _prompt(self, row: Row) -> str:
+        values = [self._text(row, "prompt"), *(row.get(name) for name in self.about)]
+        return "\n".join(value for value in values if isinstance(value, str) and value.strip())
+
+    def _answered(self, row: Row) -> Phrase:
+        asked, answered = (row.get(self.roles[role]) for role in ("prompt", "response"))
+        if is_conversation(asked) and (talk := _read_messages(asked))[-1]["role"] == "assistant":
+            return self._talk(talk)  # it holds its answer
+        answer = _read_messages(answered) if is_conversation(answered) else _say("assistant", self._answer(row))
+        if answer[0]["role"] in ("system", "user"):
+            return self._talk(answer)  # the whole conversation, the prompt with it
+        if not is_conversation(asked) and not is_conversation(answered) and self.joins_turns:
+            prompt, reply = self._prompt(row), self._answer(row)
+            return Phrase(prompt, target=reply) if self.kind == "encoder-decoder" else Phrase(f"{prompt}\n{reply}")
+        return self._talk(
+            [*(_read_messages(asked) if is_conversation(asked) else _say("user", self._prompt(row))), *answer]
+        )
+
+    def _talk(self, messages: list[dict[str, Any]]) -> Phrase:
+        """The conversation by the chat template; without one, its turns one below the other."""
+        if not self.joins_turns:
+            return self._chat(messages)
+        turns = [message["content"] for message in messages]
+        if not all(isinstance(turn, str) for turn in turns) or not any(turn.strip() for turn in turns):
+            raise BadRowError("the messages have no text")
+        if self.kind == "encoder-decoder" and len(turns) > 1:
+            return Phrase("\n".join(turns[:-1]), target=turns[-1])
+        return Phrase("\n".join(turns))
+
+    def _chat(self, messages: list[dict[str, Any]]) -> Phrase:
+        try:
+            text = self.tokenizer.apply_chat_template(messages, tokenize=False)
+        except Exception as error:  # a template is a program, and raises what it likes
+            raise BadRowError(f"the chat template refuses the messages ({error})") from error
+        return Phrase(str(text), has_special_tokens=True)
+
+    def _filled(self, row: Row, template: str) -> str:
+        try:
+            text = template.format(**row)
+        except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+            raise BadRowError(f"the template does not fit ({error})") from error
+        if not text.strip() or any(row.get(name) is None for name in template_fields(template)):
+            raise BadRowError("the template's columns are empty")
+        return text
+
+
+def _say(role: str, content: str) -> list[dict[str, Any]]:
+    return [{"role": role, "content": content}]
+
+
+def _read_messages(value: Any) -> list[dict[str, Any]]:
+    """OpenAI's {role, content}, ShareGPT's {from, value} or {human, assistant} messages, as the first. Raises
+    BadRowError."""
+    if not is_conversation(value):
+        raise BadRowError("the messages are not a list of messages")
+    if isinstance(value, dict):
+        value = [dict(zip(value, parts, strict=False)) for parts in zip(*value.values(), strict=False)]
+    messages = []
+    for message in value:
+        role, content = (
+            message.get(key) or message.get(other) for key, other in (("role", "from"), ("content", "value"))
+        )
+        if role is None and (turns := [name for name in message if name.lower() in SPEAKERS]):
+            messages += [{"role": SPEAKERS[name.lower()], "content": message[name]} for name in turns]
+            continue
+        if not isinstance(role, str) or content is None:
+            raise BadRowError("a message has no role or no content")
+        messages.append({**message, "role": SPEAKERS.get(role.lower(), role), "content": _join_parts(content)})
+    if not messages:
+        raise BadRowError("the messages are none")
+    return messages
+
+
+def _join_parts(content: Any) -> Any:
+    """The text of a content that lists parts, all of them text; others as they are."""
+    if isinstance(content, list) and content and all(isinstance(part, dict) and "text" in part for part in content):
+        return "\n".join(str(part["text"]) for part in content)
+    return content
+
+
+MAX_TOKENS = 512
+MOST_UNKNOWN, SOME_UNKNOWN = 0.5, 0.1
+"""Shares of unknown tokens: with more of them texts and tokenizer do not fit, or that is said."""
+LONGEST_TOKEN = 100
+"""Characters; what is beyond MAX_TOKENS such tokens is cut off before a tokenizer takes minutes over it."""
+
+
+@dataclass(frozen=True)
+class TextReader:
+    """Text through a model's own tokenizer; an item is a row's token ids, not yet padded."""
+
+    chosen: str
+    phrasing: Phrasing
+    tokenizer: Any
+    max_tokens: int
+    model: PreTrainedModel
+    where: str
+    names: set[str]
+    """The model's forward arguments."""
+
+    def read(self, row: Row) -> tuple[dict[str, list[int]], list[int]]:
+        """The forward arguments of one row, [tokens] each, and the ids of its target. Raises BadRowError when empty."""
+        if isinstance(row, BrokenRow):
+            raise BadRowError(row.reason)
+        phrase = self.phrasing.compose(row)
+        text, pair, answer = map(self._shorten, (phrase.text, phrase.pair, phrase.target))
+        encoded = self._encode(text, pair, add_special_tokens=not phrase.has_special_tokens)
+        target = self._encode(text_target=answer)["input_ids"] if answer is not None else []
+        if not encoded["input_ids"] or (phrase.target is not None and not target):
+            raise BadRowError("a text has no tokens")
+        return encoded, target
+
+    def key(self, item: tuple[dict[str, list[int]], list[int]]) -> bytes:
+        """The token ids, as text."""
+        return sha256(repr(item).encode()).digest()
+
+    def batch(self, items: Sequence[tuple[dict[str, list[int]], list[int]]]) -> Batch:
+        """input_ids, attention_mask, … [examples, tokens], padded to the longest on the tokenizer's own side."""
+        found = self.tokenizer.pad([encoded for encoded, _ in items], padding="longest", return_tensors="pt")
+        batch = dict(found.items()) | self._decoder_input([target for _, target in items])
+        return {name: tensor for name, tensor in batch.items() if name in self.names}
+
+    def remarks(self, items: Sequence[tuple[dict[str, list[int]], list[int]]]) -> list[str]:
+        """Unknown tokens, texts that are cut, and texts that are all alike. Raises DataError where most are unknown."""
+        texts = [encoded["input_ids"] for encoded, _ in items]
+        said = []
+        if (share := self._unknown_part([*texts, *(target for _, target in items)])) > MOST_UNKNOWN:
+            raise DataError(
+                f"{share:.0%} of the tokens are {self.tokenizer.unk_token}: the tokenizer does not know these texts",
+                where=self.where,
+                fix="give texts of the kind and language that the expert was trained on, or check that its tokenizer is"
+                " the model's own",
+            )
+        if share > SOME_UNKNOWN:
+            said.append(f"{share:.0%} of the tokens are unknown to the tokenizer ({self.tokenizer.unk_token})")
+        if cut := sum(len(ids) >= self.max_tokens for ids in texts):
+            said.append(f"{cut} of {len(texts)} texts fill all {self.max_tokens} tokens: what is beyond is cut off")
+        if len(texts) > 1 and all(item == items[0] for item in items):
+            said.append(f"all {len(texts)} examples become the same tokens: look whether it is the right column")
+        return said
+
+    def _unknown_part(self, texts: Sequence[list[int]]) -> float:
+        """The share of tokens that the tokenizer does not know, of those that stand for text."""
+        unknown = self.tokenizer.unk_token_id
+        others = {self.tokenizer.eos_token_id, self.tokenizer.bos_token_id, self.tokenizer.pad_token_id}
+        if unknown is None or unknown in others:  # which some tokenizers without an unknown token say
+            return 0.0
+        around = self.tokenizer("")["input_ids"]  # what stands around any text, special or not
+        special = {*self.tokenizer.all_special_ids, *around} - {unknown}
+        counted = Counter(token for ids in texts for token in ids if token not in special)
+        return counted[unknown] / max(1, counted.total())
+
+    def longest(
+        self, items: Sequence[tuple[dict[str, list[int]], list[int]]]
+    ) -> Sequence[tuple[dict[str, list[int]], list[int]]]:
+        """The longest text, and the one with the longest target."""
+        return [max(items, key=lambda item: len(item[0]["input_ids"])), max(items, key=lambda item: len(item[1]))]
+
+    def _shorten(self, text: str | None) -> str | None:
+        """The end of a text that the tokenizer keeps, with more characters than any of its tokens could have."""
+        most = LONGEST_TOKEN * self.max_tokens
+        if text is None or len(text) <= most:
+            return text
+        return text[-most:] if self.tokenizer.truncation_side == "left" else text[:most]
+
+    def _encode(self, *texts: str | None, **options: Any) -> dict[str, list[int]]:
+        try:
+            encoded = self.tokenizer(
+                *texts, truncation=True, max_length=self.max_tokens, return_attention_mask=True, **options
+            )
+        except Exception as error:  # what its files say may make a tokenizer raise anything
+            raise BadRowError(f"the tokenizer cannot read it ({bare(first_line(error))})") from error
+        known = count_vocabulary(self.model)
+        if known is not None and max(encoded["input_ids"], default=0) >= known:
+            raise DataError(
+                f"the tokenizer has token {max(encoded['input_ids'])}, but the model only {known} tokens",
+                where=self.where,
+                fix="put the merged model's own tokenizer files into the expert's folder, or check the pair",
+            )
+        return {name: encoded[name] for name in encoded if name in self.names}
+
+    def _decoder_input(self, targets: Sequence[list[int]]) -> Batch:
+        if not all(targets):
+            return decoder_prompt(self.model, len(targets))
+        # The shift to the right that follows must not push padding in front of the first token.
+        padded = self.tokenizer.pad(
+            {"input_ids": list(targets)}, padding="longest", padding_side="right", return_attention_mask=True,
+            return_tensors="pt",
+        )  # fmt: skip
+        shift: Any = self.model.prepare_decoder_input_ids_from_labels
+        shifted = shift(labels=padded["input_ids"])
+        # A decoder token counts when what it is to predict is a token of the target.
+        return {"decoder_input_ids": shifted, "decoder_attention_mask": padded["attention_mask"]}
+
+
+def open_text(data: Data, samples: Samples, model: PreTrainedModel, folders: Sequence[Path], where: str) -> TextReader:
+    """The reader of text rows. Raises DataError when no column holds text or no folder has a tokenizer."""
+    tokenizer, source = load_tokenizer(folders, where)
+    known = count_vocabulary(model)
+    if tokenizer.pad_token_id is None or (known is not None and tokenizer.pad_token_id >= known):
+        tokenizer.pad_token = tokenizer.eos_token or tokenizer.convert_ids_to_tokens(0)
+    kind = _text_kind(model)
+    roles = choose_text_roles(data, samples, kind, chat=bool(tokenizer.chat_template), where=where)
+    limits = (tokenizer.model_max_length, count_positions(model)[0], MAX_TOKENS)
+    max_tokens = int(min(limit for limit in limits if isinstance(limit, int | float) and limit >= 1))
+    read = [f"column {column} as {role}" for role, column in roles.items() if role not in ("image", "label")]
+    about = find_about(data, roles, samples) if data.template is None else []
+    phrasing = Phrasing(roles, about, data.template, kind, tokenizer)
+    used = f"template {data.template!r}" if data.template else " and ".join(read)
+    used += f", with {' and '.join(about)} behind the prompt" if about else ""
+    if phrasing.joins_turns and any(is_conversation(value) for name in roles.values() for value in samples[name]):
+        why = "the tokenizer has no chat template" if kind == "causal" else f"the model is an {kind}"
+        used += f", its turns joined by line breaks as {why}"
+    if kind == "encoder-decoder" and not {"response", "messages"} & roles.keys():
+        used += ", no target for the decoder"
+    if kind != "encoder" and (unused := find_unused_answer(samples, roles, data)):
+        asked = roles.get("text", "COLUMN")
+        form = name_columns(where, f"prompt:{asked},response:{unused}")
+        used += f"; {unused}, which may be the answer, is not read: to have it read, type {form}"
+    return TextReader(
+        chosen=f"{used} (of {', '.join(samples)}), at most {max_tokens} tokens, tokenizer from {source}",
+        phrasing=phrasing,
+        tokenizer=tokenizer,
+        max_tokens=max_tokens,
+        model=model,
+        where=where,
+        names=forward_names(model),
+    )
+
+
+def _text_kind(model: PreTrainedModel) -> TextKind:
+    if model.config.is_encoder_decoder:
+        # Only a model that answers can take an answer; a classifier reads its text like an encoder.
+        return "encoder-decoder" if hasattr(model, "prepare_decoder_input_ids_from_labels") else "encoder"
+    # A causal body without a head cannot generate, but its attention says what it is.
+    causal = model.can_generate() or any(getattr(module, "is_causal", False) for module in model.modules())
+    return "causal" if causal else "encoder"

@@ -1,0 +1,363 @@
+"""A model made ready to be walked block by block: its passes pause, its weights visit the device while they run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from copy import deepcopy
+from functools import partial
+from typing import Any
+
+import torch
+from greenlet import GreenletExit, getcurrent, greenlet
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from featcal_cli.data.batches import Batch, forward_names
+from featcal_cli.engine.offload import Shelf, tensors_in
+from featcal_cli.engine.transfers import Ahead
+from featcal_cli.models.architecture import Architecture, Block
+from featcal_cli.models.loading import Model
+from featcal_cli.models.tracing import first_tensor
+from featcal_cli.runtime import memory_map
+from featcal_cli.runtime.errors import CheckpointError, NumericsError
+
+
+class Walker:
+    """Runs one model's forward passes, each paused before every block until it is told to go on.
+
+    A pass is a coroutine around the model's own forward: it hands out the block's arguments and goes on with the output
+    it is given. So every architecture is run by its own code, exactly once, and whatever happens between blocks (masks,
+    position biases, downsampling, cross-attention states) needs no knowledge here.
+    """
+
+    def __init__(self, model: Model, architecture: Architecture, device: torch.device, dtype: torch.dtype) -> None:
+        """The architecture is the merged model's, of which `model` may be only a part, or more."""
+        self.model = model
+        self.device, self.dtype = device, dtype
+        self.bytes_read = 0
+        """Bytes of this model's parameters that were used so far, each counted once."""
+        self._blocks = [own for block in architecture.blocks if (own := model.own_path(block.name)) is not None]
+        inside = [value for block in self._blocks for value in model.module.get_submodule(block).parameters()]
+        self._needed = set(map(id, (*model.parameters_of(architecture.reached), *inside)))
+        """What lies in blocks, or runs before the last one ends."""
+        self._head = set(map(id, model.parameters_of(architecture.head))) - self._needed
+        self._read: set[int] = set()
+        self.shelf: Shelf | None = None
+        """Where tensors of its paused passes may lie."""
+        self.too_large: set[str] = set()
+        """Blocks, by their paths in merged, whose features were too large for bfloat16: they ran in float32."""
+        self._guests: dict[int, tuple[Tensor, Tensor]] = {}
+        self._ahead: Ahead | None = None
+        self._arrived: dict[int, Tensor] = {}
+        """What was fetched ahead to the device, by the id of what it is a copy of."""
+        self._open = False
+        self._undo: list[Callable[[], None]] = []
+        self._install()
+        if model.module.dtype != dtype:
+            self._convert_stem()
+
+    def start(self, batches: Sequence[Batch], entry: str) -> list[Pass]:
+        """One pass a batch through the module at `entry`, paused before its first block; call inside `on_device`."""
+        own = self.model.own_path(entry) if entry else ""
+        if own is None:
+            raise CheckpointError(
+                f"{self.model.role} has no {entry}, which these examples are for",
+                where=self.model.snapshot.name,
+                fix="give examples of the kind that this expert was trained on",
+            )
+        module = self.model.module.get_submodule(own)
+        passes = [Pass(self, module, self._prepare(batch, module)) for batch in batches]
+        for each in passes:
+            each.advance()
+        return passes
+
+    @contextmanager
+    def on_device(self) -> Iterator[None]:
+        """Inside, modules that run have their weights on the device in the computing dtype; afterwards they go back."""
+        if self._open:
+            yield
+            return
+        self._open = True
+        try:
+            yield
+        finally:
+            self._open = False
+            for holder, data in self._guests.values():
+                holder.data = data
+            self._guests.clear()
+            self._arrived.clear()
+
+    def retire(self) -> None:
+        """Leave the model as it was before it was made ready; nothing is walked any more."""
+        while self._undo:
+            self._undo.pop()()
+
+    def module(self, path: str) -> nn.Module:
+        """The module that is at `path` in the merged model."""
+        found: nn.Module = self.model.module.get_submodule(self.model.own_path(path) or "")
+        return found
+
+    def own_name(self, block: Block) -> str | None:
+        """What the block is called in this model; None where it has no such block."""
+        return self.model.own_path(block.name)
+
+    def bring(self, path: str) -> None:
+        """Move what the module at `path` needs to the device; its parameters are checked and counted the first time.
+
+        Raises NumericsError for a parameter that is not finite.
+        """
+        self._bring(self.model.own_path(path) or "", recurse=True)
+
+    @contextmanager
+    def precise(self, path: str) -> Iterator[None]:
+        """Inside, the module at `path` is on the device in float32."""
+        own, dtype = self.model.own_path(path) or "", self.dtype
+        self.dtype = torch.float32
+        try:
+            self._bring(own, recurse=True)
+            yield
+        finally:
+            self.dtype = dtype
+            self._bring(own, recurse=True)
+
+    def fetch_ahead(self, path: str) -> None:
+        """Let what the module at `path` needs be read from the disk, and copied to a CUDA device, while other things
+        are computed."""
+        memory_map.fetch_ahead(self._parameters_at(path))
+        if self.device.type == "cuda":
+            self._ahead = Ahead(self._parameters_at(path), self.device, self.dtype)
+
+    def give_back(self, path: str | None = None) -> int:
+        """Let the system have the memory of what was read from the disk for the module at `path`, or of everything;
+        returns how many bytes it got."""
+        return memory_map.give_back(self.model.module.parameters() if path is None else self._parameters_at(path))
+
+    def replace(self, parameter: nn.Parameter, value: Tensor) -> None:
+        """Give a parameter of this model a new value of the same shape, in the dtype that it has when it does not run.
+
+        The old tensor stays untouched: other models may share it."""
+        guest = id(parameter) in self._guests
+        value = value.to(self._home(parameter)).contiguous()
+        if guest:
+            self._guests[id(parameter)] = (parameter, value)
+        parameter.data = value.to(parameter)
+
+    def parameters_at_home(self, path: str) -> dict[str, Tensor]:
+        """The parameters of the module at `path` in this model, by their names in it, as they are when idle."""
+        return {name: self._home(parameter) for name, parameter in self.module(path).named_parameters()}
+
+    def _home(self, holder: Tensor) -> Tensor:
+        return self._guests[id(holder)][1] if id(holder) in self._guests else holder.data
+
+    def forget(self, path: str, other: Walker) -> None:
+        """Share the parameters of the module at `path` with another walker of the same model; call outside
+        `on_device`."""
+        values = dict(other.module(path).named_parameters())
+        for name, parameter in self.module(path).named_parameters():
+            parameter.data = values[name].data
+
+    def _parameters_at(self, path: str) -> list[Tensor]:
+        own = self.model.own_path(path)
+        return [] if own is None else list(self.model.module.get_submodule(own).parameters())
+
+    def _bring(self, path: str, *, recurse: bool) -> None:
+        module = self.model.module.get_submodule(path)
+        if self._ahead is not None:
+            self._arrived, self._ahead = self._ahead.take(), None
+        for name, parameter in module.named_parameters(path, recurse=recurse):
+            size = parameter.numel() * parameter.element_size()
+            self._move(parameter, self.dtype if parameter.is_floating_point() else parameter.dtype)
+            if id(parameter) not in self._read:
+                self._read.add(id(parameter))
+                self.bytes_read += size
+                self._check(name, parameter)
+        for _, buffer in module.named_buffers(path, recurse=recurse):
+            self._move(buffer, buffer.dtype)
+
+    def _check(self, name: str, parameter: Tensor) -> None:
+        if id(parameter) not in self._needed:
+            return  # a head is only read to measure what drift does to its answers
+        # a sum is quick to tell that all is well; where it is not, it may only be large
+        if parameter.is_floating_point() and not (
+            torch.isfinite(parameter.sum(dtype=torch.float32)) or torch.isfinite(parameter).all()
+        ):
+            raise NumericsError(
+                f"{self.model.role} has NaN or infinity in {name}",
+                where=self.model.snapshot.name,
+                fix="use another checkpoint; this one is broken",
+            )
+
+    def _move(self, holder: Tensor, dtype: torch.dtype) -> None:
+        if holder.device != self.device or holder.dtype != dtype:
+            home, arrived = self._home(holder), self._arrived.pop(id(holder), None)
+            self._guests[id(holder)] = (holder, home)
+            holder.data = arrived if arrived is not None and arrived.dtype == dtype else home.to(self.device, dtype)
+
+    def _prepare(self, batch: Batch, module: nn.Module) -> Batch:
+        names = forward_names(module) if self.model.part or self.model.body else set(batch)
+        return {
+            name: tensor.to(self.device, self.dtype) if tensor.is_floating_point() else tensor.to(self.device)
+            for name, tensor in batch.items()
+            if name in names
+        }
+
+    def _install(self) -> None:
+        """Pause at blocks; bring everything outside of blocks when it is called, as whole as possible."""
+        around = {name[:end] for name in self._blocks for end in _dots(name)} | {""}
+        for name, module in self.model.module.named_modules():
+            if name in self._blocks:
+                module.forward = _pausing(name, module.forward)
+                self._undo.append(partial(module.__dict__.pop, "forward"))
+            elif name in around or name.rpartition(".")[0] in around:
+                hook = module.register_forward_pre_hook(self._bringing(name, recurse=name not in around))
+                self._undo.append(hook.remove)
+
+    def _convert_stem(self) -> None:
+        """Hold everything before the blocks in the computing dtype: models look at its dtype before it is called.
+
+        Blocks keep their own dtype, which is what is solved for; they are converted while they run.
+        """
+        inside = tuple(f"{block}." for block in self._blocks)
+        for name, parameter in self.model.module.named_parameters():
+            is_stem = id(parameter) not in self._head and not name.startswith(inside)
+            if parameter.is_floating_point() and is_stem:
+                parameter.data = parameter.data.to(self.dtype)
+        with torch.device("meta"):
+            plan = type(self.model.module)._from_config(deepcopy(self.model.module.config), dtype=self.dtype)
+        dtypes = {name: buffer.dtype for name, buffer in plan.named_buffers()}
+        for name, buffer in self.model.module.named_buffers():
+            buffer.data = buffer.data.to(dtypes.get(name, buffer.dtype))
+
+    def _bringing(self, name: str, *, recurse: bool) -> Callable[..., None]:
+        def hook(*_: object) -> None:
+            if self._open:
+                self._bring(name, recurse=recurse)
+
+        return hook
+
+
+class Pass(greenlet):
+    """One forward pass over one batch, paused before a block until `advance` gives it that block's output."""
+
+    def __init__(self, walker: Walker, module: nn.Module, batch: Batch) -> None:
+        super().__init__(lambda: module(**batch))
+        self.module = module
+        """What is run: the whole model or a tower of it."""
+        self.batch = batch
+        self.output: Any = None
+        """What the model returned, when the pass is through."""
+        self._walker = walker
+        self._block: str | None = None
+        self._args: tuple[Any, ...] = ()
+        self._kwargs: dict[str, Any] = {}
+
+    @property
+    def tensors(self) -> Iterator[Tensor]:
+        """What the paused block was called with."""
+        return tensors_in((self._args, self._kwargs))
+
+    def advance(self, *output: Any) -> None:
+        """Go on to the next block, giving the paused block's output (nothing at the start)."""
+        shelf = self._walker.shelf
+        with torch.no_grad(), nullcontext() if shelf is None else shelf.within_reach():
+            result = self.switch(*output)
+        if self.dead:
+            self._block, self.output, self._args, self._kwargs = None, result, (), {}
+        else:
+            self._block, self._forward, self._args, self._kwargs = result
+
+    def is_at(self, block: Block) -> bool:
+        """True when the pass is paused before this block."""
+        return self._block is not None and self._block == self._walker.own_name(block)
+
+    def run_block(self, block: Block, given: Pass | None = None, kept: Sequence[list[Any]] = ()) -> Any:
+        """Run the block that the pass is paused at, on its arguments (or those of the pass `given`, of another model),
+        and return its output, None where a hook raised StopBlock; the pass stays paused.
+
+        kept: what hooks keep of this run. Where bfloat16 is too small for a feature, the lists are emptied and the
+        block runs in float32.
+        """
+        walker, given = self._walker, given or self
+        walker.bring(block.name)
+        output = self._run(block, given)
+        if walker.dtype == torch.bfloat16 and _are_finite(given.hidden) and not _are_finite((output, *kept)):
+            for each in kept:
+                each.clear()
+            with walker.precise(block.name):
+                output = self._run(block, given, torch.float32)
+            if _are_finite((output, *kept)):
+                walker.too_large.add(block.name)
+        return output
+
+    def _run(self, block: Block, given: Pass, dtype: torch.dtype | None = None) -> Any:
+        args, kwargs = given._args, given._kwargs
+        if block.overwritten:
+            args, kwargs = tree_map(_copy, (args, kwargs))
+        if dtype is not None:
+            args, kwargs = tree_map(partial(_cast, dtype=dtype), (args, kwargs))
+        try:
+            with torch.no_grad():
+                output = self._forward(*args, **kwargs)
+        except StopBlock:
+            return None
+        return output if dtype is None else tree_map(partial(_cast, dtype=self._walker.dtype), output)
+
+    def run_through(self, blocks: Sequence[Block]) -> None:
+        """Run these blocks, to the first that is none of them."""
+        while block := next((block for block in blocks if self.is_at(block)), None):
+            self.advance(self.run_block(block))
+
+    def go_on(self, output: Any, done: Sequence[Block], *, last: bool) -> None:
+        """Give the block's output and run to the next block that has not been visited; nothing follows the `last`."""
+        if last:
+            self.close()
+        else:
+            self.advance(output)
+            self.run_through(done)  # blocks that were visited before and run again
+
+    @property
+    def hidden(self) -> Tensor:
+        """The hidden states that the paused block was called with."""
+        hidden = first_tensor((*self._args, *self._kwargs.values()))
+        assert hidden is not None
+        return hidden
+
+    def close(self) -> None:
+        """End the pass where it is; the rest of the model does not run."""
+        self._block, self._args, self._kwargs = None, (), {}
+        if not self.dead:
+            self.throw(GreenletExit)
+
+
+def _pausing(name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
+    """The block's forward, which inside a Pass hands the call out and waits for the output."""
+
+    def paused(*args: Any, **kwargs: Any) -> Any:
+        current = getcurrent()
+        if isinstance(current, Pass) and current.parent is not None:
+            return current.parent.switch((name, forward, args, kwargs))
+        return forward(*args, **kwargs)
+
+    return paused
+
+
+class StopBlock(Exception):  # noqa: N818 - not an error
+    """Raised by a hook that has seen enough of a block's run."""
+
+
+def _copy(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+
+
+def _are_finite(values: Any) -> bool:
+    flags = [torch.isfinite(x).all() for x in tensors_in(values) if x.is_floating_point()]
+    return not flags or bool(torch.stack(flags).all())
+
+
+def _dots(name: str) -> Iterator[int]:
+    return (index for index, letter in enumerate(name) if letter == ".")

@@ -1,0 +1,308 @@
+"""Drift of features from the experts', what it does to the experts' own heads, and task vectors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import inf
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from featcal_cli.data.batches import Batch, count_examples, take_examples
+from featcal_cli.engine.block_runner import Walker
+from featcal_cli.models.token_layout import token_masks
+from featcal_cli.models.tracing import first_tensor
+from featcal_cli.runtime.errors import NumericsError
+
+if TYPE_CHECKING:
+    from featcal_cli.engine.block_runner import Walker
+
+TINY = 1e-30
+"""Keeps the cosine of a zero vector finite."""
+STEM = "stem"
+"""The name under which drift before the first block is kept."""
+
+
+@dataclass
+class Drift:
+    """Drift e = h − h_exp of one model from one expert at one place, summed over all tokens added.
+
+    Its exact split e = m + p (paper, Proposition 1): the local mismatch m is what the model's block does differently on
+    the expert's own input, the upstream propagation p what it makes of the drift that reaches it.
+    """
+
+    distance: float = 0.0
+    """Σ ‖e‖₂."""
+    size: float = 0.0
+    """Σ ‖h_exp‖₂."""
+    cosine_sum: float = 0.0
+    tokens: int = 0
+    local_sum: float = 0.0
+    """Σ ‖m‖₂."""
+    upstream_sum: float = 0.0
+    """Σ ‖p‖₂."""
+    is_split: bool = False
+    """m and p were measured."""
+
+    @property
+    def relative(self) -> float:
+        """mean ‖e‖₂ / mean ‖h_exp‖₂; infinite where the expert's features vanish and the model's do not."""
+        return relate(self.distance, self.size, self.tokens)
+
+    @property
+    def mean(self) -> float:
+        """mean ‖e‖₂."""
+        return self.distance / self.tokens if self.tokens else 0.0
+
+    @property
+    def local(self) -> float | None:
+        """mean ‖m‖₂ / mean ‖h_exp‖₂; None where it was not measured."""
+        return self._share(self.local_sum)
+
+    @property
+    def upstream(self) -> float | None:
+        """mean ‖p‖₂ / mean ‖h_exp‖₂; None where it was not measured."""
+        return self._share(self.upstream_sum)
+
+    @property
+    def cosine(self) -> float:
+        """Mean cosine of h and h_exp."""
+        return self.cosine_sum / self.tokens if self.tokens else 1.0
+
+    def _share(self, total: float) -> float | None:
+        if not self.is_split:
+            return None
+        return relate(total, self.size, self.tokens)
+
+
+def relate(distance: float, size: float, tokens: int) -> float:
+    """distance / size, two sums over tokens; where the size vanishes infinity, unless the distance does too."""
+    if size > TINY * tokens:
+        return distance / size
+    return inf if distance > TINY * tokens else 0.0
+
+
+class DriftMeter:
+    """Adds up drift by place (a block, a module in it, or STEM), task and role of the model."""
+
+    def __init__(self, *, modules: bool = False, refuse_vanishing: bool = False) -> None:
+        """`modules`: measure at the outputs of the modules inside blocks too. `refuse_vanishing`: an expert whose
+        features are all zero is an error."""
+        self.readings: dict[tuple[str, str, str], Drift] = {}
+        self.elsewhere: dict[tuple[str, str, str], Drift] = {}
+        """What other ranks have measured, as far as it is known here."""
+        self.modules = modules
+        self._refuse_vanishing = refuse_vanishing
+
+    def add(
+        self, place: str, task: str, role: str, hidden: Tensor, expert: Tensor, on_expert: Tensor | None = None
+    ) -> None:
+        """Add the same tokens of the model and of the task's expert [T, d] each.
+
+        `on_expert`: what the model's block makes of the expert's input, for the split. Raises NumericsError where the
+        expert's features vanish and that is refused.
+        """
+        reading = self.readings.setdefault((place, task, role), Drift())
+        hidden, expert = hidden.float(), expert.float()
+        size, own = _norms(expert), _norms(hidden)
+        cosine = torch.einsum("td,td->t", hidden, expert) / (size * own).clamp_min(TINY)
+        reading.distance += _sum(_norms(hidden - expert))
+        reading.size += _sum(size)
+        if self._refuse_vanishing and len(hidden) and size.max() <= TINY:
+            where = "before the first block" if place == STEM else f"after {place}"
+            what = f"the features of the expert of {task} are all zero {where}: there is nothing to calibrate to"
+            raise NumericsError(what, where=f"expert {task}", fix="use another checkpoint; this one is broken")
+        reading.cosine_sum += _sum(cosine)
+        reading.tokens += len(hidden)
+        if on_expert is not None:
+            on_expert = on_expert.float()
+            reading.is_split = True
+            reading.local_sum += _sum(_norms(on_expert - expert))
+            reading.upstream_sum += _sum(_norms(hidden - on_expert))
+
+    def read(self, place: str, task: str, role: str) -> Drift:
+        """The drift measured so far."""
+        key = (place, task, role)
+        return self.readings.get(key) or self.elsewhere.get(key) or Drift()
+
+
+def _norms(rows: Tensor) -> Tensor:
+    norms: Tensor = torch.linalg.vector_norm(rows, dim=-1)
+    return norms
+
+
+def _sum(values: Tensor) -> float:
+    return float(values.sum(dtype=torch.float64))
+
+
+LOGIT_BYTES = 2**28
+"""Of one batch that outputs are compared on."""
+ROWS_AT_ONCE = 1024
+"""Predictions whose probabilities are computed together: a vocabulary is long."""
+
+
+@dataclass
+class OutputShift:
+    """How far one model's outputs are from the expert's, summed over all predictions added."""
+
+    has_logits: bool = False
+    distance: float = 0.0
+    """Σ ‖z − z_exp‖₂."""
+    size: float = 0.0
+    """Σ ‖z_exp‖₂."""
+    divergence_sum: float = 0.0
+    """Σ KL(expert ‖ model), nats."""
+    variation_sum: float = 0.0
+    """Σ total variation distance of the two distributions, 0 … 1."""
+    agreed: int = 0
+    """Predictions whose first choice is the expert's."""
+    certain: int = 0
+    """Predictions whose margin exceeds 2 ‖z − z_exp‖∞ (paper, equation 44): no such shift can change them."""
+    rows: int = 0
+
+    @property
+    def relative(self) -> float:
+        """mean ‖z − z_exp‖₂ / mean ‖z_exp‖₂."""
+        return relate(self.distance, self.size, self.rows)
+
+    @property
+    def variation(self) -> float:
+        """Mean total variation distance of the predicted distributions, 0 … 1."""
+        return self.variation_sum / self.rows if self.rows else 0.0
+
+
+def limit_batches(batches: Mapping[str, Sequence[Batch]], walkers: Iterable[Walker]) -> dict[str, list[Batch]]:
+    """The batches of each task, cut so that any of the models' logits on one of them take no more than LOGIT_BYTES."""
+    heads = [walker.model.module.get_output_embeddings() for walker in walkers]
+    choices = max((len(head.weight) for head in heads if hasattr(head, "weight")), default=0)
+    return {task: [part for batch in found for part in _cut(batch, choices)] for task, found in batches.items()}
+
+
+def _cut(batch: Batch, choices: int) -> Iterator[Batch]:
+    ids = batch.get("decoder_input_ids", batch.get("input_ids"))
+    each = 4 * choices * (ids.shape[1] if ids is not None and ids.ndim == 2 else 1)
+    count = count_examples(batch)
+    size = max(1, min(count, LOGIT_BYTES // each if each else count))
+    if size == count:
+        yield batch
+        return
+    for start in range(0, count, size):
+        yield take_examples(batch, range(start, min(count, start + size)))
+
+
+class OutputMeter:
+    """Adds up what models' last features make of the experts' outputs, by task and role."""
+
+    def __init__(self) -> None:
+        self.readings: dict[tuple[str, str, str], OutputShift] = {}
+        self.elsewhere: dict[tuple[str, str, str], OutputShift] = {}
+        """What other ranks have measured, as far as it is known here."""
+
+    def add(self, task: str, role: str, output: Any, expert: Any, batch: Batch, place: str = "") -> None:
+        """Add one batch: what the expert returned for the model's features after the block `place` ("": the last one),
+        and for its own."""
+        reading = self.readings.setdefault((task, role, place), OutputShift())
+        z, z_exp = (_read_output(found) for found in (output, expert))
+        reading.has_logits = isinstance(getattr(expert, "logits", None), Tensor)
+        rows, rows_exp = (_choose_rows(found, batch) for found in (z, z_exp))
+        if not torch.isfinite(rows_exp).all():
+            return  # a broken head of the expert says nothing of the features that it is given
+        for start in range(0, len(rows), ROWS_AT_ONCE):
+            _add_rows(reading, rows[start : start + ROWS_AT_ONCE], rows_exp[start : start + ROWS_AT_ONCE])
+
+    def read(self, task: str, role: str, place: str = "") -> OutputShift | None:
+        """What was measured so far; None for nothing."""
+        key = (task, role, place)
+        return self.readings.get(key) or self.elsewhere.get(key)
+
+
+def _add_rows(reading: OutputShift, z: Tensor, z_exp: Tensor) -> None:
+    z, z_exp = z.float(), z_exp.float()
+    reading.rows += len(z)
+    reading.distance += float((z - z_exp).norm(dim=-1).sum(dtype=torch.float64))
+    reading.size += float(z_exp.norm(dim=-1).sum(dtype=torch.float64))
+    if not reading.has_logits:
+        return
+    log_p, log_p_exp = z.log_softmax(-1), z_exp.log_softmax(-1)
+    each = torch.where(log_p_exp.exp() > 0, log_p_exp.exp() * (log_p_exp - log_p), 0.0)
+    reading.divergence_sum += float(each.sum(dtype=torch.float64))
+    reading.variation_sum += float((log_p_exp.exp() - log_p.exp()).abs().sum(dtype=torch.float64)) / 2
+    reading.agreed += int((z.argmax(-1) == z_exp.argmax(-1)).sum())
+    if z.shape[-1] > 1:
+        best = z_exp.topk(2, dim=-1).values
+        reading.certain += int((best[:, 0] - best[:, 1] > 2 * (z - z_exp).abs().amax(-1)).sum())
+
+
+def _read_output(output: Any) -> Tensor:
+    """Logits, else pooled features, else hidden states [.., d]."""
+    for name in ("logits", "pooler_output", "image_embeds", "text_embeds", "last_hidden_state"):
+        if isinstance(found := getattr(output, name, None), Tensor):
+            return found
+    found = first_tensor(output if not hasattr(output, "to_tuple") else output.to_tuple())
+    assert found is not None
+    return found
+
+
+def _choose_rows(z: Tensor, batch: Batch) -> Tensor:
+    """The predictions [rows, d] that count: one an example, or one a token that is no padding."""
+    if z.ndim == 3:
+        masks = [mask for mask in token_masks(batch).values() if mask is not None and mask.shape == z.shape[:2]]
+        if masks:
+            return z[masks[-1].bool().to(z.device)]
+    return z.reshape(-1, z.shape[-1])
+
+
+@dataclass
+class TaskVector:
+    """Sums over parameters for the cosine of (expert − base) and (model − base)."""
+
+    product: float = 0.0
+    expert_square: float = 0.0
+    model_square: float = 0.0
+
+    @property
+    def cosine(self) -> float:
+        """0 where one of the two has not moved from the base."""
+        size = (self.expert_square * self.model_square) ** 0.5
+        return self.product / size if size else 0.0
+
+
+class VectorMeter:
+    """Adds up task vectors by task and role, a block at a time: no two models' weights are ever needed whole."""
+
+    def __init__(self) -> None:
+        self.readings: dict[tuple[str, str], TaskVector] = {}
+        self.elsewhere: dict[tuple[str, str], TaskVector] = {}
+        """What other ranks have measured, as far as it is known here."""
+
+    def add(self, task: str, block: str, models: Mapping[str, Walker], expert: Walker, base: Walker) -> None:
+        """Add the parameters of one block of every model, by role, as far as all have them in one shape."""
+        for ours, theirs, start in _shared(block, models, expert, base):
+            wanted = (theirs.float() - start.float()).flatten()
+            square = float(torch.dot(wanted, wanted))
+            for role, parameter in ours.items():
+                moved = (parameter.float() - start.float()).flatten()
+                reading = self.readings.setdefault((task, role), TaskVector())
+                reading.product += float(torch.dot(moved, wanted))
+                reading.expert_square += square
+                reading.model_square += float(torch.dot(moved, moved))
+
+    def read(self, task: str, role: str) -> float | None:
+        """The cosine so far; None for nothing."""
+        found = self.readings.get((task, role)) or self.elsewhere.get((task, role))
+        return None if found is None else found.cosine
+
+
+def _shared(
+    block: str, models: Mapping[str, Walker], expert: Walker, base: Walker
+) -> Iterator[tuple[dict[str, Tensor], Tensor, Tensor]]:
+    """Every parameter of the block that all have: of the models by role, of the expert, of the base."""
+    ours = {role: dict(walker.module(block).named_parameters()) for role, walker in models.items()}
+    theirs, start = (dict(walker.module(block).named_parameters()) for walker in (expert, base))
+    for name, first in start.items():
+        found = {role: parameters[name].detach() for role, parameters in ours.items() if name in parameters}
+        shapes = {x.shape for x in (*found.values(), first, theirs.get(name, first))}
+        if len(found) == len(ours) and name in theirs and len(shapes) == 1 and first.is_floating_point():
+            yield found, theirs[name].detach(), first.detach()

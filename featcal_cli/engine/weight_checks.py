@@ -1,0 +1,215 @@
+"""Weights with which nothing can be calibrated, and merges that were not made of these experts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import combinations
+
+import torch
+from torch import Tensor
+
+from featcal_cli.engine.block_runner import Walker
+from featcal_cli.models.architecture import Architecture, Block
+from featcal_cli.models.loading import Model
+from featcal_cli.models.module_kinds import LINEAR_KINDS
+from featcal_cli.runtime import memory_map
+from featcal_cli.runtime.errors import CheckpointError, NumericsError
+
+VANISHING = 1e-12
+"""No weight of a model that does anything is so small."""
+HUGE = 1e12
+"""Sums of squares of features overflow long before a weight of a working model is so large."""
+SAMPLED_ROWS = 8
+"""Of a weight."""
+FIX = "use another checkpoint; this one is broken"
+
+
+def check_values(merged: Model, others: Sequence[Model], architecture: Architecture) -> list[str]:
+    """Look at what a walk over the blocks would not see, or see too late; return what is merely to be said.
+
+    Raises NumericsError for NaN or infinity in what merged has outside of blocks (it would be copied to the output),
+    CheckpointError for a model whose blocks hold nothing but zeros.
+    """
+    for model in (merged, *others):
+        check_not_empty(model, architecture)
+    if name := next(_broken_outside(merged, architecture), None):
+        raise NumericsError(f"merged has NaN or infinity in {name}", where=merged.snapshot.name, fix=FIX)
+    stem = architecture.reached
+    return [
+        f"{model.role} has NaN or infinity in {name}, which runs after its blocks: what drift does to its answers is "
+        "not measured"
+        for model in others
+        for name in _broken_outside(model, architecture)
+        if name.rpartition(".")[0] not in {model.own_path(path) for path in stem}  # what runs before is checked there
+    ][:4]
+
+
+def check_not_empty(model: Model, architecture: Architecture) -> None:
+    """Raise CheckpointError for a model whose Linear weights in blocks are all zero, or too small to be anything."""
+    empty = []
+    for name, weight in linear_weights(model, architecture):
+        if float(sample_rows(weight).abs().max()) > VANISHING:
+            return
+        empty.append(name)
+    if empty:
+        what = f"{model.role} holds nothing but zeros in its blocks ({empty[0]} and all others): it computes nothing"
+        raise CheckpointError(what, where=model.snapshot.name, fix=FIX)
+
+
+def linear_weights(model: Model, architecture: Architecture) -> Iterator[tuple[str, Tensor]]:
+    """The weights of calibrated Linear modules, by their names in merged, as far as the model has them."""
+    parameters = model.parameters
+    for block in architecture.blocks:
+        for module in (module for module in block.modules if module.kind in LINEAR_KINDS):
+            name = f"{block.name}.{module.name}.weight"
+            if name in parameters:
+                yield name, parameters[name].detach()
+
+
+def sample_rows(weight: Tensor, rows: int = SAMPLED_ROWS) -> Tensor:
+    """Some rows of a weight [rows, d], evenly spread, in float32: the rest stays on the disk."""
+    step = max(1, len(weight) // rows)
+    return weight[::step][:rows].float()
+
+
+def _broken_outside(model: Model, architecture: Architecture) -> Iterator[str]:
+    """Parameters and buffers outside of blocks that are not finite; for buffers infinity may be meant."""
+    inside = tuple(f"{own}." for block in architecture.blocks if (own := model.own_path(block.name)) is not None)
+    for name, value in model.module.named_parameters():
+        if value.is_floating_point() and not name.startswith(inside) and name not in model.missing:
+            broken = not (torch.isfinite(value.sum(dtype=torch.float32)) or torch.isfinite(value).all())
+            memory_map.give_back([value])
+            if broken:
+                yield name
+    for name, value in model.module.named_buffers():
+        if value.is_floating_point() and not name.startswith(inside) and torch.isnan(value).any():
+            yield name
+
+
+@contextmanager
+def blaming(blocks: Sequence[Block], walkers: Iterable[Walker]) -> Iterator[None]:
+    """Inside, a NumericsError names the huge weight that is to blame, if these blocks of these models have one; else
+    where it came up, if it does not say."""
+    try:
+        yield
+    except NumericsError as error:
+        for walker in walkers:
+            for block in blocks:
+                if found := _find_huge(walker, block):
+                    name, value = found
+                    what = (
+                        f"{walker.model.role} has a weight of {value:.3g} in {name}, which no sum of features survives"
+                    )
+                    raise NumericsError(what, where=walker.model.snapshot.name, fix=FIX) from error
+        if error.where:
+            raise
+        raise NumericsError(error.what, where=f"block {blocks[-1].name}", fix=error.fix) from error
+
+
+def _find_huge(walker: Walker, block: Block) -> tuple[str, float] | None:
+    """The largest weight of a block beyond all bounds, with its name."""
+    if walker.own_name(block) is None:
+        return None
+    sizes: Mapping[str, float] = {
+        name: float(value.abs().max())
+        for name, value in walker.parameters_at_home(block.name).items()
+        if value.is_floating_point() and value.numel()
+    }
+    name = max(sizes, key=sizes.__getitem__, default="")
+    return (f"{block.name}.{name}", sizes[name]) if name and sizes[name] > HUGE else None
+
+
+TENSORS, ROWS = 12, 16
+"""That are sampled: twelve weights, spread over the depth, and rows of each."""
+LEAST_SHARE = 0.03
+"""Of merged − base that the experts must explain."""
+LEAST_PART = 0.02
+"""Of the largest coefficient that an expert's own must have."""
+FAR = 0.7
+"""‖expert − base‖ / ‖base‖ that no fine-tuning reaches; unrelated weights are at 1.4."""
+
+
+def describe_span(
+    merged: Model, base: Model, experts: Mapping[str, Model], architecture: Architecture, *, built: bool = False
+) -> list[str]:
+    """What is odd about these models as a merge, in sentences. `built`: merged was made of them by this run."""
+    names = _choose_names((merged, base, *experts.values()), architecture)
+    if not names:
+        return []
+    start, end = _sample(base, names), _sample(merged, names)
+    moved = {task: _sample(expert, names) for task, expert in experts.items()}
+    said = [*_describe_equals(end, start, moved, built=built)]
+    steps = {task: found - start for task, found in moved.items() if not torch.equal(found, start)}
+    if said or built or not steps:
+        return said
+    far = min(float(step.norm() / start.norm().clamp_min(1e-30)) for step in steps.values())
+    if far > FAR:
+        return [
+            f"the experts are as far from base as other models are (‖expert − base‖ is {far:.2f} of ‖base‖, on sampled "
+            f"weights): is {base.snapshot.name} the base that they were fine-tuned from?"
+        ]
+    share, parts = explain(end - start, torch.stack(list(steps.values())), _rounding(end, merged))
+    return [*_describe_fit(share, dict(zip(steps, parts, strict=True)), base)]
+
+
+def explain(target: Tensor, steps: Tensor, noise: float = 0.0) -> tuple[float | None, list[float]]:
+    """The share (0 to 1) of the squares of `target` [n] that the span of `steps` [k, n] explains, and the coefficients;
+    the share is None where most of the target is `noise`, its sum of squares by rounding."""
+    whole = float(target @ target)
+    gram = steps @ steps.T
+    gram.diagonal().add_(1e-9 * gram.diagonal().mean())
+    parts = torch.linalg.solve(gram, steps @ target)
+    explained = float(parts @ (steps @ target))
+    left = whole - noise
+    return (min(1.0, explained / left) if left > noise else None), parts.tolist()
+
+
+def _describe_fit(share: float | None, parts: Mapping[str, float], base: Model) -> Iterator[str]:
+    if share is None:
+        return
+    if share < LEAST_SHARE:
+        yield (
+            f"these experts explain {100 * share:.1f} % of merged − base (on sampled weights): is {base.snapshot.name} "
+            "the right base, and are these the experts that were merged?"
+        )
+        return
+    largest = max(map(abs, parts.values()))
+    for task in (task for task, part in parts.items() if abs(part) < LEAST_PART * largest):
+        yield f"nothing of expert {task} is in merged (on sampled weights): is it one of those that were merged?"
+
+
+def _describe_equals(merged: Tensor, base: Tensor, experts: Mapping[str, Tensor], *, built: bool) -> Iterator[str]:
+    """Models that are the same, as far as can be seen."""
+    if torch.equal(merged, base) and not built:
+        yield "merged holds the same weights as base (where they were sampled): is it a merge?"
+    for task, expert in experts.items():
+        if torch.equal(expert, base):
+            yield f"expert {task} holds the same weights as base (where they were sampled): is it the fine-tuned model?"
+        elif torch.equal(expert, merged) and len(experts) > 1:
+            yield f"expert {task} holds the same weights as merged (where they were sampled): is merged a merge?"
+    for (one, first), (other, second) in combinations(experts.items(), 2):
+        if torch.equal(first, second) and not torch.equal(first, base):
+            yield f"experts {one} and {other} hold the same weights (where they were sampled): is one a mistake?"
+
+
+def _choose_names(models: tuple[Model, ...], architecture: Architecture) -> list[str]:
+    """Some weights that all models have, spread over the depth."""
+    shared = [name for name, _ in linear_weights(models[0], architecture)]
+    for model in models[1:]:
+        known = model.parameters
+        shared = [name for name in shared if name in known]
+    step = max(1, -(-len(shared) // TENSORS))
+    return shared[::step]
+
+
+def _sample(model: Model, names: list[str]) -> Tensor:
+    """The sampled entries of these weights, one after the other, in float64."""
+    parameters = model.parameters
+    return torch.cat([sample_rows(parameters[name].detach(), ROWS).flatten() for name in names]).double()
+
+
+def _rounding(values: Tensor, model: Model) -> float:
+    """The sum of squares that storing values in the model's dtype adds."""
+    spacing = torch.finfo(model.module.dtype).eps * torch.exp2(values.abs().clamp_min(1e-30).log2().floor())
+    return float((spacing.square() / 12).sum())

@@ -1,0 +1,1 @@
+"""Accuracy: protocols, and scores with their intervals."""

@@ -1,0 +1,128 @@
+"""The figures of an evaluation: the schema of its JSON, and those that are on disk already."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Collection, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from hashlib import sha256
+from pathlib import Path
+from tempfile import NamedTemporaryFile
+from typing import Any
+
+from featcal_cli.evaluation.scores import Score, combine
+from featcal_cli.hub.pickle_weights import cache_folder
+
+EXPERT, MERGED, CALIBRATED = "expert", "merged", "calibrated"
+"""Roles of models; others are called by their names."""
+
+
+@dataclass(frozen=True)
+class TaskScores:
+    """All models on one task."""
+
+    protocol: str
+    """zero-shot, generation, lm-eval or heads."""
+    metric: str
+    """accuracy or spearman; of lm-eval, its tasks with their metrics."""
+    data: str
+    """The dataset, file or folder; of lm-eval nothing."""
+    split: str
+    scores: Mapping[str, Score]
+    """By role: expert, merged, and further models."""
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "scores": {role: asdict(score) for role, score in self.scores.items()}}
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Models side by side on the tasks of a recipe."""
+
+    featcal_version: str
+    names: Mapping[str, str]
+    """By role, what the model is; of the expert, each task's."""
+    tasks: Mapping[str, TaskScores]
+    notes: list[str]
+    recipe: Mapping[str, Any]
+    environment: Mapping[str, str]
+    limit: int | None
+    """Examples per task, where not all were asked for."""
+    seconds: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """For --json and the report."""
+        return {
+            "featcal_version": self.featcal_version,
+            "names": dict(self.names),
+            "tasks": {task: found.to_dict() for task, found in self.tasks.items()},
+            "means": {role: asdict(score) for role, score in average_tasks(self.tasks).items()},
+            "limit": self.limit,
+            "notes": self.notes,
+            "recipe": dict(self.recipe),
+            "environment": dict(self.environment),
+            "seconds": self.seconds,
+        }
+
+    def to_json(self) -> str:
+        """The text that --json prints."""
+        return json.dumps(self.to_dict(), indent=2, ensure_ascii=False) + "\n"
+
+
+def average_tasks(tasks: Mapping[str, TaskScores]) -> dict[str, Score]:
+    """By role, the plain mean over the tasks, of which there is at least one."""
+    roles = next(iter(tasks.values())).scores
+    return {role: combine([found.scores[role] for found in tasks.values()]) for role in roles}
+
+
+def read_tasks(found: Mapping[str, Any]) -> dict[str, TaskScores]:
+    """The tasks of what `to_dict` made."""
+    return {
+        task: TaskScores(**{**values, "scores": {role: Score(**score) for role, score in values["scores"].items()}})
+        for task, values in found.items()
+    }
+
+
+VERSION = 1
+"""Of the ways to measure: figures of another one are not taken over."""
+
+
+class Ledger:
+    """A small file for each figure, in featcal's cache; what cannot be written is measured again."""
+
+    def __init__(self) -> None:
+        self._folder = cache_folder() / "evaluations"
+        self.recalled = 0
+        """Figures that were taken over."""
+
+    def recall(self, about: Mapping[str, Any]) -> Score | None:
+        """The figure of exactly this, if it was kept."""
+        try:
+            score = Score(**json.loads(self._file(about).read_text(encoding="utf-8"))["score"])
+        except (OSError, ValueError, LookupError, TypeError):  # none, or broken
+            return None
+        self.recalled += 1
+        return score
+
+    def keep(self, about: Mapping[str, Any], score: Score) -> None:
+        """Write a figure down, whole or not at all."""
+        file = self._file(about)
+        with suppress(OSError):
+            file.parent.mkdir(parents=True, exist_ok=True)
+            with NamedTemporaryFile("w", dir=file.parent, suffix=".part", delete=False, encoding="utf-8") as draft:
+                json.dump({"of": about, "score": asdict(score)}, draft)
+            Path(draft.name).replace(file)
+
+    def _file(self, about: Mapping[str, Any]) -> Path:
+        text = json.dumps([VERSION, about], sort_keys=True)
+        return self._folder / f"{sha256(text.encode()).hexdigest()[:32]}.json"
+
+
+def stamp(path: Path, skip: Collection[str] = ()) -> list[Any]:
+    """What changes when a local file, or a file in a folder, does: names, times of change, sizes; some files do not
+    count."""
+    found = sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
+    files = [file for file in found if file.name not in skip]
+    return [[os.fspath(file), file.stat().st_mtime_ns, file.stat().st_size] for file in files]

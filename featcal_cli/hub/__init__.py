@@ -1,0 +1,1 @@
+"""Repos at a commit: listed, downloaded, converted, written to."""

@@ -1,0 +1,259 @@
+"""A PEFT adapter by its files: how it is named, which base it goes on, and whether it can be folded into one."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
+from copy import deepcopy
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from featcal_cli.hub.pickle_weights import PICKLES, SAFETENSORS
+from featcal_cli.runtime.errors import HubError
+from featcal_cli.runtime.references import existing_path
+from featcal_cli.runtime.untrusted_text import bare, parse_json
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedModel
+
+ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+ADAPTER_PICKLE = "adapter_model.bin"
+
+PREFIX = "base_model.model."
+"""What peft writes before the name of a model's tensor."""
+
+_KINDS = {"LORA": "LoRA", "ADALORA": "AdaLoRA", "LOHA": "LoHa", "LOKR": "LoKr", "VERA": "VeRA"}
+
+
+class MisfitError(Exception):
+    """An adapter does not fit a base, loaded as one class."""
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """An adapter on this machine."""
+
+    name: str
+    """What the user typed, without the revision."""
+    folder: Path
+    config: Mapping[str, Any]
+    """What adapter_config.json says."""
+
+    @property
+    def base(self) -> str:
+        """The base that the adapter was trained on, as `resolve` reads it; empty where the adapter does not say."""
+        base, revision = (self.config.get(key) or "" for key in ("base_model_name_or_path", "revision"))
+        return f"{base}@{revision}" if base and revision and not existing_path(str(base)) else str(base)
+
+    def __str__(self) -> str:
+        kind = str(self.config["peft_type"])
+        shown = "DoRA" if self.config.get("use_dora") else _KINDS.get(kind, kind)
+        shown = "rsLoRA" if shown == "LoRA" and self.config.get("use_rslora") else shown
+        rank = self.config.get("r")
+        return f"{shown}, rank {rank}" if isinstance(rank, int) and rank > 0 else shown
+
+
+@dataclass(frozen=True)
+class Fit:
+    """An adapter's tensors, by their names in one class of model."""
+
+    config: Any
+    """The base's config, with as many labels as the adapter's own head has."""
+    tensors: Mapping[str, Tensor]
+    whole: Mapping[str, Tensor]
+    """Those that take the place of a parameter (a trained head, embeddings), by the name of the parameter."""
+    targets: Collection[str]
+    """The modules that the other tensors change, where their names had to be brought up to date; else none."""
+    rows: int
+    """Tokens in the vocabulary that the adapter brings, 0 for the base's own."""
+
+
+def is_adapter(files: Collection[str]) -> bool:
+    """Whether these are the files of an adapter and not of a full model."""
+    return ADAPTER_CONFIG in files and not any(name in files for name in (*SAFETENSORS, *PICKLES))
+
+
+def split_adapter(name: str, exists: Callable[[str], bool]) -> tuple[str, str] | None:
+    """BASE and ADAPTER of `BASE[@REV]+ADAPTER[@REV]`; None for one model. A path that exists is never cut.
+
+    Several adapters stack from left to right. `exists` tells whether a text names something on this machine.
+    """
+    if "+" not in name or exists(name):
+        return None
+    places = [place for place, letter in enumerate(name) if letter == "+" and 0 < place < len(name) - 1]
+    halves = [(name[:place], name[place + 1 :]) for place in places]
+    # a revision may hold a plus too: then what follows it is neither USER/NAME nor there, and what precedes it neither
+    likely = (half for half in reversed(halves) if "/" in half[1] or exists(half[0]))
+    return next((half for half in halves if exists(half[1])), None) or next(likely, None)
+
+
+def check_adapter_files(name: str, files: Collection[str], allow_pickle: bool) -> None:
+    """Raises HubError unless the adapter has weights that may be read."""
+    if ADAPTER_WEIGHTS in files or (allow_pickle and ADAPTER_PICKLE in files):
+        return
+    if ADAPTER_PICKLE in files:
+        what = f"{name} is an adapter that has no safetensors, only pickled weights ({ADAPTER_PICKLE})"
+        raise HubError(what, where=name, fix="add --allow-pickle to read them (tensors only, no code is run)")
+    what = f"{name} is an adapter ({ADAPTER_CONFIG}), but it has no {ADAPTER_WEIGHTS}"
+    raise HubError(what, where=name, fix="give an adapter that was saved with save_pretrained, or a full model")
+
+
+def read_adapter(name: str, folder: Path) -> Adapter:
+    """The adapter in `folder`. Raises HubError when it cannot be read, or is of a kind that no weights can hold."""
+    where = f"{name}/{ADAPTER_CONFIG}"
+    try:
+        config = parse_json((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        what = f"{name} is an adapter, but its {ADAPTER_CONFIG} cannot be read"
+        raise HubError(what, where=where, fix="download it again") from error
+    if not isinstance(config, dict) or not config.get("peft_type"):
+        what = f"{name} is an adapter, but its {ADAPTER_CONFIG} names no peft_type"
+        raise HubError(what, where=where, fix="give an adapter that was saved with peft, or a full model")
+    adapter = Adapter(name, folder, config)
+    _check_kind(adapter, where)
+    return adapter
+
+
+def _check_kind(adapter: Adapter, where: str) -> None:
+    """Raises HubError for an adapter that this peft does not know all of, or that it cannot merge into weights."""
+    from peft import PEFT_TYPE_TO_CONFIG_MAPPING, PEFT_TYPE_TO_TUNER_MAPPING, PeftType, __version__
+
+    kind = str(adapter.config["peft_type"])
+    if kind not in PeftType.__members__ or kind not in PEFT_TYPE_TO_CONFIG_MAPPING:
+        what = f"{adapter.name} is an adapter of a kind that peft {__version__} does not know: {bare(kind)}"
+        raise HubError(what, where=where, fix="update peft, or give the full model")
+    known = {field.name for field in fields(PEFT_TYPE_TO_CONFIG_MAPPING[kind])} | {"runtime_config"}
+    # settings that are off change nothing, and newer versions of peft write many of them
+    if unknown := sorted(key for key, value in adapter.config.items() if value and key not in known):
+        what = f"{adapter.name} is an adapter with settings that peft {__version__} does not know: {', '.join(unknown)}"
+        raise HubError(what, where=where, fix="update peft, or give the full model")
+    if not hasattr(PEFT_TYPE_TO_TUNER_MAPPING.get(kind), "merge_and_unload"):
+        what = f"{adapter.name} is an adapter of the kind {adapter}, which cannot be folded into a model's weights"
+        raise HubError(what, where=where, fix="give a LoRA adapter or a full model")
+    if adapter.config.get("layer_replication"):
+        what = f"{adapter.name} is an adapter that repeats layers, and cannot be folded into a model's weights"
+        raise HubError(what, where=where, fix="give the full model")
+
+
+def fit_adapter(tensors: Mapping[str, Tensor], model_class: type[PreTrainedModel], folder: Path) -> Fit:
+    """The adapter's tensors as the base in `folder` has them when it is loaded as `model_class`.
+
+    Raises MisfitError when the layers that the adapter holds whole have other shapes than the base's.
+    """
+    try:
+        config = model_class.config_class.from_pretrained(folder, local_files_only=True)
+        fit, odd = _fit(tensors, model_class, config)
+    except Exception as error:  # configs and classes raise many kinds for values that make no sense
+        raise MisfitError(f"no {model_class.__name__} can be made from the base's config.json") from error
+    for labels in sorted({len(tensor) for tensor in odd.values()}):
+        config.num_labels = labels
+        fit, still_odd = _fit(tensors, model_class, config)
+        if not still_odd:
+            return fit
+    if odd:
+        name, tensor = next(iter(odd.items()))
+        raise MisfitError(f"the base has no {name} of the shape {[*tensor.shape]}")
+    return fit
+
+
+def _fit(
+    tensors: Mapping[str, Tensor], model_class: type[PreTrainedModel], config: Any
+) -> tuple[Fit, dict[str, Tensor]]:
+    """The fit, and the tensors that replace a parameter of another shape."""
+    import torch
+
+    with torch.device("meta"):
+        empty = model_class(deepcopy(config))
+    parameters = dict(empty.named_parameters(remove_duplicate=False))
+    # a grown vocabulary is written three times: under its own name, as what peft trained, and as it was before
+    plain = {name.replace(".modules_to_save.", "."): tensor for name, tensor in tensors.items()}
+    plain = {name: tensor for name, tensor in plain.items() if ".original_module." not in name}
+    named = _updated(plain, empty, parameters)
+    paths = {name: name.removeprefix(PREFIX).replace(".base_layer.", ".") for name in named}
+    whole = {paths[name]: tensor for name, tensor in named.items() if paths[name] in parameters}
+    odd = {name: tensor for name, tensor in whole.items() if tensor.shape != parameters[name].shape}
+    grown = [odd.pop(name) for name in _vocabulary(empty) & odd.keys()]
+    targets = {
+        _owner(path, parameters) for path in paths.values() if path not in whole and named.keys() != plain.keys()
+    }
+    return Fit(config, named, whole, targets, max(map(len, grown), default=0)), odd
+
+
+def _updated(tensors: dict[str, Tensor], model: PreTrainedModel, parameters: Collection[str]) -> dict[str, Tensor]:
+    """The tensors, by today's names where those are of an older version of transformers and all can be brought up."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightRenaming, rename_source_key
+
+    renamings = [entry for entry in get_model_conversion_mapping(model) if isinstance(entry, WeightRenaming)]
+    names = {}
+    for name in tensors:
+        path = name.removeprefix(PREFIX)
+        if path not in parameters and not _owner(path, parameters):
+            path = rename_source_key(path, renamings, [])[0]
+            if path not in parameters and not _owner(path, parameters):
+                return tensors  # experts that are fused today, or what no module has: peft's to convert or refuse
+        names[name] = (PREFIX if name.startswith(PREFIX) else "") + path
+    return {names[name]: tensor for name, tensor in tensors.items()}
+
+
+def _owner(path: str, parameters: Collection[str]) -> str:
+    """The innermost module with a weight that the tensor lies in; empty where it lies in none."""
+    while path and f"{path}.weight" not in parameters:
+        path = path.rpartition(".")[0]
+    return path
+
+
+def _vocabulary(model: PreTrainedModel) -> set[str]:
+    """The names of the parameters with one row a token."""
+    tables = []
+    for find in (model.get_input_embeddings, model.get_output_embeddings):
+        with suppress(NotImplementedError, AttributeError):
+            tables.append(find().weight)
+    parameters = model.named_parameters(remove_duplicate=False)
+    return {name for name, parameter in parameters if any(parameter is table for table in tables)}
+
+
+def peft_settings(adapter: Adapter, fit: Fit) -> Any:
+    """The adapter's settings, for the names that the model has, and for the layers that the adapter really holds.
+
+    Raises MisfitError, and what peft raises.
+    """
+    from peft import PeftConfig
+
+    _check_rank(adapter, fit)
+    config = PeftConfig.from_pretrained(str(adapter.folder))
+    config.inference_mode = True
+    config.task_type = None  # peft would ask for a head even where none was trained
+    if getattr(config, "megatron_config", None):
+        config.megatron_config = None  # it names a module to import
+    trained = [name for name in getattr(config, "modules_to_save", None) or () if _holds(fit.whole, name)]
+    if hasattr(config, "modules_to_save"):
+        config.modules_to_save = trained or None
+    if fit.targets:
+        config.target_modules = set(fit.targets)
+        for key in ("rank_pattern", "alpha_pattern"):
+            for pattern in getattr(config, key, None) or ():
+                if not any(re.match(rf"(.*\.)?({pattern})$", target) for target in fit.targets):
+                    raise MisfitError(f"its {key} names modules as older versions of transformers did: {pattern}")
+    return config
+
+
+def _check_rank(adapter: Adapter, fit: Fit) -> None:
+    """Raise MisfitError for a rank that no tensor of the adapter has: peft would make room for it all the same."""
+    pattern = adapter.config.get("rank_pattern")
+    ranks = [adapter.config.get(key) for key in ("r", "init_r", "target_r")]
+    ranks += pattern.values() if isinstance(pattern, dict) else []
+    longest = max((max(tensor.shape, default=0) for tensor in fit.tensors.values()), default=0)
+    if adapter.config["peft_type"] == "LOKR":
+        return  # it takes a rank beyond its tensors for no rank at all
+    if any(isinstance(rank, int) and rank > longest for rank in ranks):
+        raise MisfitError("its rank is larger than its tensors")
+
+
+def _holds(names: Collection[str], module: str) -> bool:
+    """Whether a parameter of such a module is among the names; peft finds modules by the end of their path."""
+    return any(f"{module}." in name for name in names)

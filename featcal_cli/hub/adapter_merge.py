@@ -1,0 +1,229 @@
+"""An adapter is folded into its base by peft, once; the full checkpoint is kept in featcal's own cache folder."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from featcal_cli.hub.adapter import (
+    ADAPTER_PICKLE,
+    ADAPTER_WEIGHTS,
+    PREFIX,
+    Adapter,
+    Fit,
+    MisfitError,
+    fit_adapter,
+    peft_settings,
+)
+from featcal_cli.hub.pickle_weights import cache_folder, new_copy, read_pickle
+from featcal_cli.runtime.errors import HubError
+from featcal_cli.runtime.files import copy_file
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedModel
+
+_TASK_CLASSES = {
+    "SEQ_CLS": "AutoModelForSequenceClassification",
+    "TOKEN_CLS": "AutoModelForTokenClassification",
+    "QUESTION_ANS": "AutoModelForQuestionAnswering",
+    "CAUSAL_LM": "AutoModelForCausalLM",
+    "SEQ_2_SEQ_LM": "AutoModelForSeq2SeqLM",
+    "FEATURE_EXTRACTION": "AutoModel",
+}
+_VOCABULARY_FILES = ("tokenizer.json", "vocab.*", "*.model")
+_TOKENIZER_FILES = (*_VOCABULARY_FILES, "tokenizer*", "merges.txt", "special_tokens_map.json", "added_tokens.json")
+_OTHER_FILES = ("*processor_config.json", "chat_template*", "generation_config.json", "LICENSE*", "NOTICE*")
+
+
+def folded_copy(adapter: Adapter, base: str, folder: Path, key: str) -> Path:
+    """The folder of the full model that `adapter` makes of the model `base` in `folder`, made once per `key`.
+
+    Dtype and tensor names are the base's; tokenizer and processor files the adapter's, else the base's.
+    Raises HubError when the two do not fit together.
+    """
+    target = cache_folder() / "folded" / key
+    if not target.is_dir():
+        with new_copy(target, "folded") as draft:
+            _fold(adapter, base, folder, draft)
+            _copy_others(adapter.folder, folder, draft)
+    return target
+
+
+def _fold(adapter: Adapter, base: str, folder: Path, draft: Path) -> None:
+    """Write the folded weights and their config, as the first class that the adapter fits."""
+    import torch
+
+    tensors = _read_tensors(adapter.folder)
+    misfit: MisfitError | None = None
+    with _quiet(), torch.random.fork_rng(devices=[]), torch.no_grad():
+        for model_class in _classes(adapter, base, folder):
+            torch.manual_seed(0)  # rows that nobody trained must not differ from run to run
+            try:
+                return _fold_as(model_class, adapter, folder, tensors, draft)
+            except MisfitError as error:
+                misfit = misfit or error
+    reason = f": {misfit}" if misfit else ""
+    what = f"the adapter {adapter.name} does not fit its base {base}{reason}"
+    raise HubError(what, where=adapter.name, fix="name the base that it was trained on: BASE+ADAPTER") from misfit
+
+
+def _read_tensors(folder: Path) -> dict[str, Tensor]:
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    file = folder / ADAPTER_WEIGHTS
+    if not file.is_file():
+        return read_pickle(folder / ADAPTER_PICKLE)
+    try:
+        return load_file(file)
+    except (SafetensorError, OSError) as error:
+        raise HubError(f"{file.name} cannot be read", where=str(file), fix="download the file again") from error
+
+
+def _classes(adapter: Adapter, base: str, folder: Path) -> list[type[PreTrainedModel]]:
+    """The classes to load the base as, likeliest first. Raises HubError when transformers has none."""
+    import transformers
+    from transformers import AutoConfig, PreTrainedModel
+
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # configs raise many kinds for values that make no sense
+        what = f"the base {base} is of no architecture that transformers {transformers.__version__} ships"
+        raise HubError(what, where=adapter.name, fix="give a base that loads without code from its repo") from error
+    if getattr(config, "quantization_config", None):
+        what = f"the base {base} is quantized, and nothing can be folded into it"
+        raise HubError(what, where=adapter.name, fix=f"name the base in full precision: BASE+{adapter.name}")
+    task = _TASK_CLASSES.get(str(adapter.config.get("task_type")))
+    mapping = adapter.config.get("auto_mapping")
+    trained_as = mapping.get("base_model_class") if isinstance(mapping, dict) else None
+    found: dict[type[PreTrainedModel], None] = {}
+    for name in (task, trained_as, *(config.architectures or ()), "AutoModel"):
+        named: Any = getattr(transformers, name, None) if isinstance(name, str) else None
+        named = named._model_mapping.get(type(config), None) if hasattr(named, "_model_mapping") else named
+        named = named[0] if isinstance(named, tuple) else named
+        if isinstance(named, type) and issubclass(named, PreTrainedModel):
+            found[named] = None
+    return list(found)
+
+
+def _fold_as(
+    model_class: type[PreTrainedModel], adapter: Adapter, folder: Path, tensors: Mapping[str, Tensor], draft: Path
+) -> None:
+    """Write the base, loaded as `model_class`, with the adapter folded in. Raises MisfitError, HubError."""
+    fit = fit_adapter(tensors, model_class, folder)
+    model, absent = _load(model_class, folder, fit)
+    dtypes = {name: tensor.dtype for name, tensor in model.state_dict().items()}
+    folded = _merge(model, adapter, fit)
+    # what neither the base nor the adapter holds is random: left out, so that whoever loads it knows
+    kept = {name: tensor for name, tensor in folded.state_dict().items() if name in fit.whole or name not in absent}
+    if folded.can_generate():
+        from transformers import GenerationConfig
+
+        folded.generation_config = GenerationConfig()  # the base's may be one that transformers refuses to write
+    folded.save_pretrained(draft, state_dict={name: tensor.to(dtypes[name]) for name, tensor in kept.items()})
+    (draft / "generation_config.json").unlink(missing_ok=True)
+
+
+def _load(model_class: type[PreTrainedModel], folder: Path, fit: Fit) -> tuple[PreTrainedModel, set[str]]:
+    """The base, memory-mapped, and the names of what its files lack. Raises MisfitError."""
+    try:
+        model, info = model_class.from_pretrained(
+            folder,
+            config=fit.config,
+            dtype="auto",
+            use_safetensors=True,
+            local_files_only=True,
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+            # transformers looks for an adapter beside the weights, to put it on top of them
+            adapter_kwargs={"subfolder": "none"},
+        )
+    except Exception as error:  # transformers raises many kinds for unreadable files; all mean the same here
+        raise MisfitError(f"it cannot be loaded as {model_class.__name__} ({_reason(error)})") from error
+    absent = set(info["missing_keys"]) | {name for name, *_ in info["mismatched_keys"]}
+    lost = tuple(name.rpartition(".")[0] + "." for name in absent)
+    changed = {name.removeprefix(PREFIX) for name in fit.tensors} - fit.whole.keys()
+    if changed and all(name.startswith(lost) for name in changed):
+        raise MisfitError(f"as {model_class.__name__} it has none of the weights that the adapter changes")
+    if fit.rows:
+        model.resize_token_embeddings(fit.rows, mean_resizing=False)
+    return model.eval(), absent
+
+
+def _merge(model: PreTrainedModel, adapter: Adapter, fit: Fit) -> PreTrainedModel:
+    """The model with the adapter folded in. Raises MisfitError, and HubError where peft cannot fold it."""
+    from peft import PeftModel, set_peft_model_state_dict
+
+    names = set(model.state_dict())
+    try:
+        wrapped = PeftModel(model, peft_settings(adapter, fit))
+        loaded = set_peft_model_state_dict(wrapped, dict(fit.tensors))
+    except Exception as error:  # peft and torch raise many kinds; all mean the same here
+        raise MisfitError(_reason(error)) from error
+    _check_loaded(wrapped, loaded)
+    try:
+        folded = wrapped.merge_and_unload(safe_merge=True)
+        if set(folded.state_dict()) != names:
+            raise ValueError("parts of it stay beside the weights")
+    except Exception as error:
+        what = f"the adapter {adapter.name} ({adapter}) cannot be folded into weights: {_reason(error)}"
+        raise HubError(what, where=adapter.name, fix="give the full model") from error
+    return folded
+
+
+def _check_loaded(wrapped: Any, loaded: Any) -> None:
+    """Raises MisfitError unless every tensor of the adapter has a place, and every place a tensor."""
+    parameters = dict(wrapped.named_parameters(remove_duplicate=False))
+    missing = set(loaded.missing_keys)
+    filled = {id(parameter) for name, parameter in parameters.items() if name not in missing}
+    empty = [name for name in loaded.missing_keys if "default" in name.split(".") and name in parameters]
+    empty = [name for name in empty if id(parameters[name]) not in filled]  # some kinds share one tensor
+    for names, what in ((loaded.unexpected_keys, "the base has no place for"), (empty, "it has no tensor for")):
+        if names:
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            raise MisfitError(f"{what} {names[0].removeprefix(PREFIX)}{more}")
+
+
+def _copy_others(adapter: Path, base: Path, draft: Path) -> None:
+    """Copy what turns raw data into inputs, licences and generation settings: the adapter's, else the base's."""
+
+    def copy(folder: Path, patterns: tuple[str, ...]) -> None:
+        for file in folder.iterdir():
+            if file.is_file() and any(fnmatch(file.name, pattern) for pattern in patterns):
+                copy_file(folder, file, draft / file.name)
+
+    # two tokenizers must not be mixed
+    own = any(fnmatch(file.name, pattern) for file in adapter.iterdir() for pattern in _VOCABULARY_FILES)
+    copy(base, _OTHER_FILES if own else (*_TOKENIZER_FILES, *_OTHER_FILES))
+    copy(adapter, (*_TOKENIZER_FILES, *_OTHER_FILES))
+
+
+def _reason(error: BaseException) -> str:
+    """The line of a message that says most."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    return next((line for line in lines if "size mismatch" in line), lines[0]).rstrip(".")
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """What transformers and peft would warn of is looked for, and raised, by this module."""
+    from transformers.utils import logging as transformers_logging
+
+    logger = logging.getLogger("transformers")
+    level, bars = logger.level, transformers_logging.is_progress_bar_enabled()
+    logger.setLevel(logging.CRITICAL)
+    transformers_logging.disable_progress_bar()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)
+        if bars:
+            transformers_logging.enable_progress_bar()

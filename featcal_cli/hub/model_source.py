@@ -1,0 +1,308 @@
+"""Where a model's weights come from, before they are downloaded; pull requests that offer them as safetensors."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Collection, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from featcal_cli.hub.adapter import (
+    ADAPTER_CONFIG,
+    Adapter,
+    check_adapter_files,
+    is_adapter,
+    read_adapter,
+    split_adapter,
+)
+from featcal_cli.hub.client import patiently, unreachable
+from featcal_cli.hub.messages import explained
+from featcal_cli.hub.model_names import UnusableError, locate
+from featcal_cli.hub.pickle_weights import PICKLES, SAFETENSORS, cache_folder
+from featcal_cli.hub.repo import Opener, Repo, RepoFile, open_repo
+from featcal_cli.runtime.errors import HubError
+from featcal_cli.runtime.references import existing_path
+from featcal_cli.runtime.untrusted_text import show
+
+if TYPE_CHECKING:
+    from huggingface_hub import Discussion
+
+Form = Literal["safetensors", "pickle", "adapter"]
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The repos, at their commits, that make one model."""
+
+    repo: Repo
+    """Holds the weights: the repo itself, its conversion pull request, or the adapter."""
+    form: Form
+    base: Origin | None = None
+    """What the adapter is folded into."""
+    notes: tuple[str, ...] = ()
+    """What the user should know about where the weights come from."""
+
+    @property
+    def name(self) -> str:
+        """What the user typed, without the revision; of BASE+ADAPTER the adapter's."""
+        return self.repo.name
+
+    @property
+    def pinned(self) -> str:
+        """The text that finds this very origin again: with commits, or the absolute path of a folder."""
+        return f"{self.base.pinned}+{self.repo.pinned}" if self.base else self.repo.pinned
+
+    @property
+    def body(self) -> Origin:
+        """The full model that gives the shapes: an adapter's base, else itself."""
+        return self.base.body if self.base else self
+
+    def repos(self) -> list[Repo]:
+        """Every repo that the weights are from."""
+        return [self.repo, *(self.base.repos() if self.base else ())]
+
+
+def find_origin(name: str, *, allow_pickle: bool = False, open_repo: Opener = open_repo) -> Origin:
+    """The origin of `name`: an existing folder, else a Hub id `ID[@REVISION]`, or `BASE+ADAPTER`.
+
+    Raises HubError when it is not found, not readable, or not a model, and for pickled weights without `allow_pickle`.
+    """
+    return _find(name, allow_pickle, open_repo, ())
+
+
+def find_config(name: str) -> tuple[str, Path]:
+    """The name of the full model behind `name`, and a folder that holds its config.json; weights need not be there.
+
+    An adapter has the config of the base that it names. Raises HubError like `find_origin`.
+    """
+    return _find_config(name, ())
+
+
+def _find_config(name: str, above: tuple[str, ...]) -> tuple[str, Path]:
+    base, adapter = _split(name)
+    if base:
+        return _find_config(base, above)
+    repo = open_repo(adapter)
+    if is_adapter(repo.files) and (named := _name_base(_read_adapter(repo), repo)):
+        _check_circle(repo, above)
+        return _find_config(named, (*above, repo.pinned))
+    check_model(repo.name, repo.files)
+    return repo.name, repo.fetch_text("config.json").parent
+
+
+def check_model(name: str, files: Collection[str]) -> None:
+    """Raises HubError when the files are not those of a transformers model."""
+    if "config.json" in files:
+        return
+    found = "a diffusers pipeline (model_index.json)" if "model_index.json" in files else "not a transformers model"
+    other, fix = _find_other_weights(files)
+    has = f", only {other}" if other else ""
+    raise HubError(f"{name} is {found}: it has no config.json{has}", where=name, fix=fix)
+
+
+_OTHERS = (
+    (".gguf", "GGUF files", "give the unquantised model that they were made from (often named as base_model)"),
+    (".onnx", "ONNX files", "give the model that they were exported from"),
+    (
+        ".h5",
+        "TensorFlow weights",
+        "convert them: from_pretrained(..., from_tf=True) of transformers 4, save_pretrained",
+    ),
+    (
+        ".msgpack",
+        "Flax weights",
+        "convert them: from_pretrained(..., from_flax=True) of transformers 4, save_pretrained",
+    ),
+    (".npz", "MLX weights", "give the model that they were made from"),
+    (".nemo", "NeMo weights", "give the model in transformers' format"),
+    (
+        "consolidated.safetensors",
+        "weights in Mistral's own format",
+        "give the repo that has transformers' model.safetensors",
+    ),
+)
+"""Weights that transformers does not read: what a file's name ends with, what it is, and what to do."""
+
+
+def _find_other_weights(files: Collection[str]) -> tuple[str, str]:
+    """What weights a repo has that are not read, "" for none; and what to do."""
+    for ending, kind, fix in _OTHERS:
+        if named := sorted(file for file in files if file.endswith(ending)):
+            return f"{kind} ({named[0]})", fix
+    if shards := sorted(file for file in files if file.endswith(".safetensors") and "-of-" in file):
+        return (
+            f"shards without an index ({shards[0]})",
+            f"add {SAFETENSORS[1]}, which says which shard holds which tensor",
+        )
+    if single := sorted(file for file in files if file.endswith(".safetensors")):
+        return f"safetensors of another name ({single[0]})", f"rename it to {SAFETENSORS[0]} if it is a full model"
+    return "", "give a full model's repo or folder, with safetensors"
+
+
+def _find(name: str, allow_pickle: bool, open_repo: Opener, above: tuple[str, ...]) -> Origin:
+    """The origin of a model that is named by the user, or by the adapters `above`."""
+    base, adapter = _split(name)
+    repo = open_repo(adapter, "model")
+    try:
+        files = repo.files
+    except HubError:
+        # offline, where only the pull request's files were downloaded
+        if pull := remembered_conversion(repo):
+            return _converted(repo, pull)
+        raise
+    if is_adapter(files):
+        check_adapter_files(repo.name, repo.files, allow_pickle)
+        return _find_base(repo, base, allow_pickle, open_repo, above)
+    if base:
+        what = f"{adapter} is a full model, not an adapter ({ADAPTER_CONFIG}) for {base}"
+        raise HubError(what, where=name, fix=f"give {adapter} alone, or BASE+ADAPTER with the adapter's repo or folder")
+    check_model(repo.name, repo.files)
+    if any(weights in repo.files for weights in SAFETENSORS):
+        return Origin(repo, "safetensors")
+    if repo.commit and (pull := find_conversion(repo)):
+        return _converted(repo, pull)
+    _check_pickle(repo, allow_pickle)
+    return Origin(repo, "pickle")
+
+
+def _converted(repo: Repo, pull: Pull) -> Origin:
+    """The origin of a repo whose weights are those of its conversion pull request."""
+    bot = "" if pull.author == CONVERSION_BOT else f", opened by {pull.author} and not by the Hub's own bot"
+    note = f"{repo.name} has no safetensors at {str(repo.commit)[:7]}; using its conversion pull request "
+    note += f"refs/pr/{pull.number} (commit {pull.commit}{bot})"
+    return Origin(Repo(repo.name, "model", pull.commit, None), "safetensors", notes=(note,))
+
+
+def _find_base(repo: Repo, base_name: str, allow_pickle: bool, open_repo: Opener, above: tuple[str, ...]) -> Origin:
+    """The origin of an adapter on `base_name`, by default on the base that it names itself."""
+    adapter = _read_adapter(repo)
+    base_name = base_name or _name_base(adapter, repo)
+    fix = _name_it(repo)
+    if not base_name:
+        what = f"{repo.name} is an adapter that does not say which base it is for"
+        raise HubError(what, where=f"{repo.name}/{ADAPTER_CONFIG}", fix=fix)
+    _check_circle(repo, above)
+    try:
+        base = _find(base_name, allow_pickle, open_repo, (*above, repo.pinned))
+    except HubError as error:
+        what = f"{repo.name} is an adapter, and its base cannot be used: {error.what}"
+        raise HubError(what, where=error.where, fix=f"{error.fix}; or {fix}") from error
+    return Origin(repo, "adapter", base, base.notes)
+
+
+def _name_it(repo: Repo) -> str:
+    """What to do about an adapter's base."""
+    return f"name the base: BASE+{repo.name}"
+
+
+def _check_circle(repo: Repo, above: tuple[str, ...]) -> None:
+    """Raise HubError for an adapter that is its own base."""
+    if repo.pinned in above:
+        raise HubError(f"{repo.name} is an adapter whose base is itself", where=repo.name, fix=_name_it(repo))
+
+
+def _name_base(adapter: Adapter, repo: Repo) -> str:
+    """The base that an adapter names; empty where it names none. Raises HubError for an adapter on the Hub that names
+    a folder of this machine: what lies there is nothing that a stranger may put into a model."""
+    if not adapter.base or repo.folder:
+        return adapter.base
+    try:
+        return locate(adapter.base, repo)
+    except UnusableError as error:
+        what = f"{repo.name} is an adapter, and its base cannot be used: {show(adapter.base)} {error}"
+        raise HubError(what, where=f"{repo.name}/{ADAPTER_CONFIG}", fix=_name_it(repo)) from error
+
+
+def _read_adapter(repo: Repo) -> Adapter:
+    return read_adapter(repo.name, repo.fetch_text(ADAPTER_CONFIG).parent)
+
+
+def _split(name: str) -> tuple[str, str]:
+    """BASE and ADAPTER of `BASE+ADAPTER`; "" and the name itself of anything else."""
+    return split_adapter(name, lambda text: existing_path(text) is not None) or ("", name)
+
+
+def _check_pickle(repo: Repo, allow_pickle: bool) -> None:
+    """Raises HubError unless there are pickled weights that may be read."""
+    if not any(weights in repo.files for weights in PICKLES):
+        other, fix = _find_other_weights(repo.files)
+        what = f"{repo.name} has no {SAFETENSORS[0]}, and no {PICKLES[0]} to convert" + (
+            f", only {other}" if other else ""
+        )
+        raise HubError(what, where=repo.name, fix=fix)
+    if not allow_pickle:
+        what = f"{repo.name} has no safetensors, only pickled weights ({PICKLES[0]})"
+        fix = "add --allow-pickle to read them (tensors only, no code is run) and keep a converted copy"
+        raise HubError(what, where=repo.name, fix=fix)
+
+
+CONVERSION_BOT = "SFconvertbot"
+PULLS_LOOKED_AT = 20
+"""Open pull requests of a repo that are searched for safetensors."""
+
+
+@dataclass(frozen=True)
+class Pull:
+    """An open pull request that adds safetensors."""
+
+    number: int
+    author: str
+    commit: str
+
+
+def find_conversion(repo: Repo) -> Pull | None:
+    """The open pull request that adds safetensors to this commit, from the Hub; what it was last time when offline."""
+    from huggingface_hub.errors import HfHubHTTPError
+
+    with explained(repo.name, repo.commit or ""):
+        try:
+            found = patiently(lambda: _search(repo.name, repo.files))
+        except Exception as error:
+            if isinstance(error, HfHubHTTPError) and error.response.status_code in (403, 404):
+                # the repo's owner has turned discussions off
+                return None
+            if not unreachable(error):
+                raise
+            return remembered_conversion(repo)
+    if found:
+        # only offline runs need it
+        record = _record_of(repo)
+        with suppress(OSError):
+            record.parent.mkdir(parents=True, exist_ok=True)
+            draft = record.with_suffix(f".{os.getpid()}")
+            draft.write_text(json.dumps(asdict(found)), encoding="utf-8")
+            draft.replace(record)
+    return found
+
+
+def remembered_conversion(repo: Repo) -> Pull | None:
+    """The pull request that `find_conversion` found for this commit last time."""
+    record = _record_of(repo)
+    return Pull(**json.loads(record.read_text(encoding="utf-8"))) if record.is_file() else None
+
+
+def _record_of(repo: Repo) -> Path:
+    return cache_folder() / "conversions" / f"{repo.name.replace('/', '--')}--{repo.commit}.json"
+
+
+def _search(name: str, files: Mapping[str, RepoFile]) -> Pull | None:
+    """The first open pull request with safetensors beside the very pickles of `files`; the Hub's bot goes first."""
+    from huggingface_hub import HfApi
+
+    def likelihood(pull: Discussion) -> tuple[bool, bool]:
+        return pull.author != CONVERSION_BOT, "safetensors" not in pull.title.lower()
+
+    api = HfApi()
+    pulls = api.get_repo_discussions(name, discussion_type="pull_request", discussion_status="open")
+    for pull in sorted(pulls, key=likelihood)[:PULLS_LOOKED_AT]:
+        info = api.model_info(name, revision=f"refs/pr/{pull.num}", files_metadata=True)
+        offered = {file.rfilename: file.blob_id for file in info.siblings or ()}
+        pickles = (path for path in offered if re.match(r"pytorch_model.*\.bin$", path))
+        same = all(path in files and files[path].oid == offered[path] for path in pickles)
+        if info.sha and same and any(weights in offered for weights in SAFETENSORS):
+            return Pull(pull.num, pull.author, info.sha)
+    return None

@@ -1,0 +1,193 @@
+"""Pickled PyTorch weights become a safetensors copy in featcal's own cache folder."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import pickle
+import shutil
+import tempfile
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from fnmatch import fnmatch
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING
+
+from safetensors import SafetensorError
+
+from featcal_cli.runtime.errors import HubError
+from featcal_cli.runtime.files import copy_file, flush, name_reason, take_stamp
+from featcal_cli.runtime.untrusted_text import parse_json
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+SAFETENSORS = ("model.safetensors", "model.safetensors.index.json")
+"""One file or the index of a sharded one, in the order in which transformers looks for them."""
+PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+OTHER_FORMATS = (
+    *("*.bin", "*.h5", "*.msgpack", "*.onnx", "*.onnx_data", "*.gguf", "*.ggml", "*.pt", "*.pth", "*.ot", "*.ckpt"),
+    *("*.ckpt.*", "*.pb", "*.tflite", "*.mlmodel", "*.pkl", "*.pickle", "*.nemo", "*.npz", "*.bin.index.json"),
+    *("*.mlpackage/*", "coreml/*", "onnx/*", "openvino/*", "openvino_*", "consolidated*.safetensors"),
+    *("model.*.safetensors", "model-*.*.safetensors", "model.*.safetensors.index.json"),
+    "model.safetensors.index.*.json",
+)
+"""Files that hold the weights a second time (another format, another precision): never downloaded, never copied."""
+
+
+def cache_folder() -> Path:
+    """featcal's own cache: $FEATCAL_CACHE, else featcal/ in the user's cache folder."""
+    if chosen := os.environ.get("FEATCAL_CACHE"):
+        return Path(chosen).expanduser().absolute()
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser().absolute() / "featcal"
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of the model in `folder`, in shard order; empty where it has none.
+
+    Raises HubError for an index that cannot be read or that names a file outside the folder.
+    """
+    single, index = (folder / name for name in SAFETENSORS)
+    if single.exists():
+        return [single]
+    return [folder / name for name in _shards(index)] if index.exists() else []
+
+
+def converted_copy(source: Path, key: str) -> Path:
+    """The folder of the model in `source` with its pickled weights as safetensors, made once per `key`.
+
+    File layout and tensor names stay; tensors that share memory are each written out. Pickles are read with
+    `weights_only=True`: raises HubError for one that holds more than tensors or cannot be read.
+    """
+    target = cache_folder() / "converted" / key
+    if not target.is_dir():
+        with new_copy(target, "converted") as draft:
+            _copy_others(source, draft)
+            _convert(source, draft)
+    return target
+
+
+@contextmanager
+def new_copy(target: Path, kind: str) -> Iterator[Path]:
+    """An empty folder that becomes `target` if all goes well, and is deleted if not. Raises HubError."""
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        draft = Path(tempfile.mkdtemp(prefix=f".{target.name[:40]}-", dir=target.parent))
+    except OSError as error:
+        fix = "point FEATCAL_CACHE to a folder that can be written"
+        raise HubError(
+            f"the cache folder cannot be written: {name_reason(error)}", where=str(target.parent), fix=fix
+        ) from error
+    try:
+        yield draft
+        draft.chmod(0o755)
+        for path in (*draft.rglob("*"), draft):
+            flush(path)  # it is believed from then on: no power cut may leave a name without a content
+        _publish(draft, target)
+    except (OSError, SafetensorError) as error:
+        fix = "free some disk space, or point FEATCAL_CACHE elsewhere"
+        raise HubError(
+            f"the {kind} copy cannot be written: {name_reason(error)}", where=str(target), fix=fix
+        ) from error
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+
+
+def folder_key(folder: Path) -> str:
+    """A key for a local folder that changes when a file in it changes."""
+    files = sorted(file for file in folder.rglob("*") if file.is_file())
+    stamps = [(str(file), *take_stamp(file)[1:]) for file in files]
+    return f"{folder.name}-{hashlib.sha256(repr((str(folder), stamps)).encode()).hexdigest()[:24]}"
+
+
+def _publish(draft: Path, target: Path) -> None:
+    try:
+        draft.rename(target)
+    except OSError:
+        # another run may have made the same copy in the meantime
+        if not target.is_dir():
+            raise
+
+
+def _copy_others(source: Path, draft: Path) -> None:
+    """Copy what is not a weight file: a link would break, or let an edit through to the original."""
+    names = [file.relative_to(source).as_posix() for file in source.rglob("*") if file.is_file()]
+    names = [name for name in names if not any(part.startswith(".") for part in PurePosixPath(name).parts)]
+    for name in names:
+        if any(fnmatch(name, pattern) for pattern in OTHER_FORMATS):
+            continue
+        (draft / name).parent.mkdir(parents=True, exist_ok=True)
+        copy_file(source, source / name, draft / name)
+
+
+def _convert(source: Path, draft: Path) -> None:
+    """Write the safetensors files, and the index if the pickles have one."""
+    from safetensors.torch import save_file
+
+    single, index = (source / name for name in PICKLES)
+    files = [single] if single.exists() else [source / name for name in _shards(index)]
+    places: dict[str, str] = {}
+    total = 0
+    for file in files:
+        tensors = read_pickle(file)
+        name = file.name.replace("pytorch_model", "model", 1).removesuffix(".bin") + ".safetensors"
+        places |= dict.fromkeys(tensors, name)
+        total += sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+        save_file(tensors, draft / name, metadata={"format": "pt"})
+    if not single.exists():
+        content = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
+        (draft / SAFETENSORS[1]).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def read_pickle(file: Path) -> dict[str, Tensor]:
+    """The tensors of a pickled state dict, each with memory of its own. Raises HubError."""
+    import torch
+
+    try:
+        # files from before torch 1.6 are no zip files and cannot be mapped
+        loaded = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
+    except pickle.UnpicklingError as error:
+        what = f"{file.name} holds more than tensors and is not read: loading it could run code"
+        raise HubError(what, where=str(file), fix="ask the author for a safetensors version") from error
+    except (RuntimeError, EOFError, ValueError, KeyError, AttributeError) as error:
+        raise HubError(f"{file.name} cannot be read", where=str(file), fix="download the file again") from error
+    if (
+        not isinstance(loaded, dict)
+        or not loaded
+        or not all(isinstance(item, torch.Tensor) for item in loaded.values())
+    ):
+        what = f"{file.name} is not a plain mapping of names to tensors"
+        raise HubError(what, where=str(file), fix="give a model that was saved with save_pretrained")
+    tensors: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for name, tensor in loaded.items():
+        memory = tensor.untyped_storage().data_ptr()
+        # safetensors refuses shared memory; which name of a tie to keep only the model class knows, so keep all
+        tensors[str(name)] = tensor.detach().clone().contiguous() if memory in seen else tensor.detach().contiguous()
+        seen.add(memory)
+    return tensors
+
+
+def read_index(text: str, where: str) -> list[str]:
+    """The files that a weight index names, in order. Raises HubError."""
+    name = PurePosixPath(where).name
+    try:
+        files = sorted(set(parse_json(text)["weight_map"].values()))
+        inside = all(PurePosixPath(file).name == file not in ("", "..") and file.isprintable() for file in files)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise HubError(f"{name} is not a weight index", where=where, fix="download it again") from error
+    if not files or not inside:
+        raise HubError(
+            f"{name} names no weight file in its own folder", where=where, fix="use another copy of the model"
+        )
+    return files
+
+
+def _shards(index: Path) -> list[str]:
+    try:
+        text = index.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise HubError(f"{index.name} is not a weight index", where=str(index), fix="download it again") from error
+    return read_index(text, str(index))

@@ -1,0 +1,248 @@
+"""A repo on the Hub or a folder, opened at one commit: its files can be listed and small ones read."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Literal
+
+from featcal_cli.hub.adapter import ADAPTER_WEIGHTS, is_adapter
+from featcal_cli.hub.client import limit_waiting, patiently, unreachable
+from featcal_cli.hub.messages import explained
+from featcal_cli.hub.pickle_weights import PICKLES, SAFETENSORS
+from featcal_cli.runtime.errors import HubError
+from featcal_cli.runtime.references import bare_id, existing_path, looks_like_path, split_revision
+from featcal_cli.runtime.untrusted_text import show
+from featcal_cli.runtime.waiting import hub_host
+
+Kind = Literal["model", "dataset"]
+
+COMMIT = re.compile("[0-9a-f]{40}")
+MAX_TEXT_BYTES = 10_000_000
+"""A config, index or card is smaller than this; a larger one is not read."""
+
+
+@dataclass(frozen=True)
+class RepoFile:
+    """One file of a repo, as its listing tells."""
+
+    size: int
+    """Bytes; 0 where the listing is what a cache holds."""
+    oid: str | None = None
+    """Git's id of what it keeps: the content, or of a large file a pointer that says where the content is."""
+    sha256: str | None = None
+    """Of the content, for large files."""
+    remembered: bool = False
+    """Whether it was read from a listing in the cache, which leaves out the sha256 of large files."""
+
+
+@dataclass(frozen=True)
+class Repo:
+    """A repo at one commit, or a folder; nothing is downloaded until it is read."""
+
+    name: str
+    """What the user typed, without the revision: a Hub id or the path of a folder."""
+    kind: Kind
+    commit: str | None
+    """40 hexadecimal digits for a Hub repo, None for a folder."""
+    folder: Path | None
+    """The folder, None for a Hub repo."""
+
+    @property
+    def pinned(self) -> str:
+        """The text that opens this very repo again: with its commit, or the absolute path of a folder."""
+        return f"{self.name}@{self.commit}" if self.commit else str(self.folder)
+
+    @cached_property
+    def files(self) -> Mapping[str, RepoFile]:
+        """Every file by its path. Raises HubError when neither the Hub nor the cache can tell."""
+        if self.folder is not None:
+            inside = sorted(path for path in self.folder.rglob("*") if path.is_file())
+            return {path.relative_to(self.folder).as_posix(): RepoFile(path.stat().st_size) for path in inside}
+        with explained(self.name, self.commit or "", self.kind):
+            return _list_files(self.name, str(self.commit), self.kind)
+
+    def read_text(self, path: str) -> str | None:
+        """The text of a small file; None where there is no such file. Raises HubError when it cannot be read."""
+        if path not in self.files:
+            return None
+        file = self.fetch_text(path)
+        try:
+            return file.read_text(encoding="utf-8-sig")
+        except (OSError, UnicodeDecodeError) as error:
+            what = f"{path} of {self.name} cannot be read: it is not UTF-8 text"
+            raise HubError(what, where=self.name, fix="mend the file, or use another revision") from error
+
+    def read_bytes(self, path: str, start: int, stop: int) -> bytes:
+        """Bytes `start` to `stop` of a file, fewer at its end; of a Hub repo no others are transferred, and none that
+        the cache holds. Raises HubError."""
+        from huggingface_hub import try_to_load_from_cache
+
+        file = self.folder / path if self.folder else None
+        if not file:
+            cached = try_to_load_from_cache(self.name, path, revision=self.commit, repo_type=self.kind)
+            file = Path(cached) if isinstance(cached, str) else None
+        if file:
+            with file.open("rb") as stream:
+                stream.seek(start)
+                return stream.read(stop - start)
+        with explained(self.name, self.commit or "", self.kind, file=path):
+            return patiently(lambda: self._fetch_range(path, start, stop))
+
+    def fetch_text(self, path: str) -> Path:
+        """Where a small file lies on this machine, downloaded first if need be. Raises HubError."""
+        if self.folder:
+            return self.folder / path
+        if self.files[path].size > MAX_TEXT_BYTES:
+            what = f"{path} has {self.files[path].size:,} bytes, which is no {path}"
+            raise HubError(what, where=self.name, fix="use another repo or revision")
+        from huggingface_hub import hf_hub_download
+
+        with explained(self.name, self.commit or "", self.kind, file=path):
+            found = patiently(lambda: hf_hub_download(self.name, path, revision=self.commit, repo_type=self.kind))
+        return Path(found)
+
+    def _fetch_range(self, path: str, start: int, stop: int) -> bytes:
+        from huggingface_hub import get_session, hf_hub_url
+        from huggingface_hub.utils._headers import build_hf_headers
+        from huggingface_hub.utils._http import hf_raise_for_status
+
+        url = hf_hub_url(self.name, path, revision=self.commit, repo_type=self.kind)
+        headers = {**build_hf_headers(), "Range": f"bytes={start}-{stop - 1}", "Accept-Encoding": "identity"}
+        # a server that ignores the range would send gigabytes: what is more than asked for is not read
+        with get_session().stream("GET", url, headers=headers, follow_redirects=True) as response:
+            hf_raise_for_status(response)
+            content = bytearray()
+            skip = start if response.status_code == 200 else 0
+            for chunk in response.iter_bytes():
+                content += chunk
+                if len(content) >= skip + stop - start:
+                    break
+        part = bytes(content[skip : skip + stop - start])
+        size = self.files[path].size if path in self.files else 0
+        if len(part) < min(stop, size) - start:
+            raise OSError("fewer bytes arrived than the listing tells of")  # like one of the client's, for another try
+        return part
+
+
+Opener = Callable[[str, Kind], Repo]
+"""`open_repo`, or the same with a memory: a run opens every repo once, so that all its parts see one commit."""
+
+
+def open_repo(name: str, kind: Kind = "model") -> Repo:
+    """The repo that `name` says, at the commit that its revision is now: an existing folder, else `ID[@REVISION]`.
+
+    Offline, the commit is the one that was last seen. Raises HubError when it is not found or may not be read.
+    """
+    if (folder := existing_path(name)) is not None:
+        if not folder.is_dir():
+            raise HubError(f"{name} is a file, not a folder", where=name, fix="give the folder that it is in")
+        return Repo(name, kind, None, folder)
+    repo, revision = split_revision(bare_id(name, kind))
+    if looks_like_path(repo):
+        raise HubError(f"there is no folder {name}", where=name, fix="check the path, or give a Hub id USER/NAME")
+    if revision is not None and not (repo and revision):
+        raise HubError(f"cannot read the {kind} {name!r}", where=name, fix="write USER/NAME or USER/NAME@REVISION")
+    from huggingface_hub import resolve_revision
+
+    with explained(repo, revision or "", kind):
+        commit = patiently(lambda: resolve_revision(repo, revision=revision, repo_type=kind).resolved)
+    if not COMMIT.fullmatch(commit):  # it becomes part of paths on this machine
+        what = f"{hub_host()} does not answer like a Hub: it calls {show(commit)} a commit of {repo}"
+        if not commit.strip():
+            what = f"the Hub's cache does not say which commit of {repo} was seen last"
+        raise HubError(what, where=repo, fix="check HF_ENDPOINT and the proxy, and run again with the Hub in reach")
+    return Repo(repo, kind, commit, None)
+
+
+def _list_files(name: str, commit: str, kind: Kind) -> dict[str, RepoFile]:
+    """Every file of a commit, from the Hub; where it cannot tell, from the cache, or what is on disk if it is a whole
+    model."""
+    limit_waiting()
+    if remembered := _remembered_files(name, commit, kind):
+        files = _list_once(name, commit, kind, remembered)
+    else:
+        try:
+            files = _list_hub(name, commit, kind)
+        except Exception as error:
+            files = _cached_files(name, commit, kind) if unreachable(error) else {}
+            if not files:
+                raise
+    if outside := [path for path in files if not _is_inside(path)]:
+        what = f"{name} lists a file outside of itself: {show(outside[0])}"
+        raise HubError(what, where=f"{name}@{commit}", fix="use another repo; this one is not to be trusted")
+    return files
+
+
+def _list_hub(name: str, commit: str, kind: Kind) -> dict[str, RepoFile]:
+    """Every file of a commit as the Hub lists them. This call, unlike others, tries again by itself."""
+    from huggingface_hub import HfApi
+    from huggingface_hub import RepoFile as ListedFile
+
+    files: dict[str, RepoFile] = {}
+    for file in HfApi().list_repo_tree(name, recursive=True, revision=commit, repo_type=kind):
+        if not isinstance(file, ListedFile):
+            continue
+        if file.path in files:  # pages that lead to each other would never end
+            what = f"{hub_host()} does not answer like a Hub: it lists {show(file.path)} twice"
+            raise HubError(what, where=f"{name}@{commit}", fix="check HF_ENDPOINT and the proxy")
+        files[file.path] = RepoFile(file.size, file.blob_id, file.lfs.sha256 if file.lfs else None)
+    return files
+
+
+def _list_once(name: str, commit: str, kind: Kind, remembered: dict[str, RepoFile]) -> dict[str, RepoFile]:
+    """Every file of a commit, as the Hub lists them, or else as they are remembered: a commit never changes, so that
+    nothing is worth waiting for. Only the Hub tells the sha256 of large files."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError
+
+    try:
+        info = HfApi().repo_info(name, revision=commit, repo_type=kind, files_metadata=True)
+    except Exception as error:
+        if unreachable(error) or isinstance(error, (HfHubHTTPError, ValueError, LookupError, TypeError)):
+            return remembered
+        raise
+    told = {file.rfilename: file for file in getattr(info, "siblings", None) or ()}
+    files = {}
+    for path, file in remembered.items():
+        if path in told and told[path].size is not None:
+            large = told[path].lfs
+            file = replace(file, sha256=large.sha256 if large else None, remembered=False)
+        files[path] = file
+    return files
+
+
+def _remembered_files(name: str, commit: str, kind: Kind) -> dict[str, RepoFile]:
+    """The listing of a commit that huggingface_hub keeps in its cache; empty where there is none."""
+    from huggingface_hub import get_cached_repo_tree
+    from huggingface_hub.errors import CachedRepoTreeNotFoundError
+
+    try:
+        listed = get_cached_repo_tree(name, revision=commit, repo_type=kind)
+    except CachedRepoTreeNotFoundError:
+        return {}
+    return {file.path: RepoFile(file.size, file.blob_id, remembered=True) for file in listed}
+
+
+def _is_inside(path: str) -> bool:
+    """Whether a path of a listing stays in the folder that the repo is put into."""
+    return "\0" not in path and all(part not in ("", ".", "..") for part in path.split("/"))
+
+
+def _cached_files(name: str, commit: str, kind: Kind) -> dict[str, RepoFile]:
+    """What the Hub's cache holds of a commit, if it is a whole model, else nothing: without a list to hold it against,
+    what is on disk says nothing about what the repo lacks."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        folder = Path(snapshot_download(name, revision=commit, repo_type=kind, local_files_only=True))
+    except LocalEntryNotFoundError:
+        return {}
+    found = [path for path in folder.rglob("*") if path.is_file()]
+    files = {path.relative_to(folder).as_posix(): RepoFile(path.stat().st_size) for path in found}
+    whole = "config.json" in files and not files.keys().isdisjoint(SAFETENSORS + PICKLES)
+    return files if whole or (is_adapter(files) and ADAPTER_WEIGHTS in files) else {}

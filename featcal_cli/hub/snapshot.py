@@ -1,0 +1,150 @@
+"""A model's origin becomes a local snapshot: downloaded, checked, converted or folded where needed."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+
+from featcal_cli.hub.adapter import ADAPTER_PICKLE, ADAPTER_WEIGHTS, read_adapter
+from featcal_cli.hub.adapter_merge import folded_copy
+from featcal_cli.hub.download import Watch, download
+from featcal_cli.hub.model_source import Origin, check_model, find_config, find_origin
+from featcal_cli.hub.pickle_weights import (
+    OTHER_FORMATS,
+    PICKLES,
+    SAFETENSORS,
+    cache_folder,
+    converted_copy,
+    folder_key,
+    weight_files,
+)
+from featcal_cli.hub.safetensors_header import Entry, check_distinct, read_header
+from featcal_cli.runtime.errors import HubError
+
+# transformers would ask a conversion space about repos without safetensors, and could send it the token
+os.environ["DISABLE_SAFETENSORS_CONVERSION"] = "1"
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A model on this machine: nothing in `folder` changes while `commit` stays the same."""
+
+    name: str
+    """What the user typed, without the revision: a Hub id or the path of a folder. For BASE+ADAPTER the adapter's."""
+    folder: Path
+    """Local folder with all files of the model."""
+    commit: str | None
+    """40 hexadecimal digits for a Hub repo, None for a local folder; an adapter's own, if its base has one too."""
+    notes: tuple[str, ...] = ()
+    """What the user should know about where the weights come from."""
+    parts: str = ""
+    """BASE@COMMIT+ADAPTER@COMMIT where the weights are those of a base with an adapter folded in."""
+    trusted: bool = False
+    """The user has said that code from this repo may be run."""
+
+    @property
+    def pinned(self) -> str:
+        """The text that resolves to this very model again: with commits, or the absolute path of a folder."""
+        if self.parts:
+            return self.parts
+        return f"{self.name}@{self.commit}" if self.commit else str(Path(self.name).expanduser().resolve())
+
+    def weights(self) -> list[Path]:
+        """The model's safetensors files, in shard order."""
+        return weight_files(self.folder)
+
+
+def resolve(name: str, *, allow_pickle: bool = False) -> Snapshot:
+    """The local snapshot of `name`: an existing folder, else a Hub id `ID[@REVISION]`, downloaded where needed.
+
+    An adapter is folded into the base that it names, and `BASE+ADAPTER` into that base; the snapshot is a full model.
+    Pickled weights are read only with `allow_pickle`, and only where there are no safetensors to be had.
+    Raises HubError when the model is not found, not readable, not complete, or not a model.
+    """
+    return fetch(find_origin(name, allow_pickle=allow_pickle))
+
+
+def resolve_config(name: str) -> Snapshot:
+    """The snapshot of `name` with its config alone: no weights are downloaded, and none need be there.
+
+    An adapter has the config of the base that it names. Raises HubError like `resolve`.
+    """
+    found, folder = find_config(name)
+    return Snapshot(found, folder, None)
+
+
+def fetch(origin: Origin, watch: Watch | None = None) -> Snapshot:
+    """The local snapshot of an origin; what `watch` is told are the bytes that arrive. Raises HubError."""
+    repo = origin.repo
+    if origin.base:
+        return _fold(origin, origin.base, watch)
+    if origin.form == "pickle":
+        copy = _convert(origin, watch)
+        note = f"{repo.name} has no safetensors; its pickled weights were converted, and featcal's cache keeps the copy"
+        return _complete(
+            Snapshot(repo.name, copy, repo.commit, (*origin.notes, note)), f"delete {shlex.quote(str(copy))}"
+        )
+    folder = repo.folder or download(repo, skip=OTHER_FORMATS, watch=watch)
+    fix = "copy the file again" if repo.folder else ""
+    return _complete(Snapshot(repo.name, folder, repo.commit, origin.notes), fix)
+
+
+def _convert(origin: Origin, watch: Watch | None) -> Path:
+    repo = origin.repo
+    if repo.folder:
+        return converted_copy(repo.folder, folder_key(repo.folder))
+    key = f"{repo.name.replace('/', '--')}--{repo.commit}"
+    copy = cache_folder() / "converted" / key
+    if not copy.is_dir():
+        download(repo, skip=OTHER_FORMATS, watch=watch)
+        copy = converted_copy(download(repo, only=["pytorch_model*.bin", PICKLES[1]], watch=watch), key)
+    return copy
+
+
+def _fold(origin: Origin, base_origin: Origin, watch: Watch | None) -> Snapshot:
+    """The full model that an adapter makes of its base."""
+    repo = origin.repo
+    folder = repo.folder
+    if folder is None:
+        if ADAPTER_WEIGHTS not in repo.files:
+            download(repo, only=[ADAPTER_PICKLE], watch=watch)
+        folder = download(repo, skip=[*OTHER_FORMATS, "*/*"], watch=watch)  # folders hold what training left
+    adapter = read_adapter(repo.name, folder)
+    base = fetch(base_origin, watch)
+    key = hashlib.sha256(repr((_key(origin), _key(base_origin))).encode()).hexdigest()[:32]
+    copy = folded_copy(adapter, base_origin.name, base.folder, f"{_key(origin)[:60]}-{key}")
+    note = f"{repo.name} is an adapter ({adapter}) on {base.pinned}; featcal's cache keeps the folded copy"
+    commit = repo.commit if base.commit else None
+    return _complete(
+        Snapshot(repo.name, copy, commit, (*base.notes, note), origin.pinned), f"delete {shlex.quote(str(copy))}"
+    )
+
+
+def _key(origin: Origin) -> str:
+    """A file name that changes when the model does."""
+    repo = origin.repo
+    own = folder_key(repo.folder) if repo.folder else f"{repo.name.replace('/', '--')}--{repo.commit}"
+    return f"{own}+{hashlib.sha256(_key(origin.base).encode()).hexdigest()[:32]}" if origin.base else own
+
+
+def _complete(snapshot: Snapshot, fix: str) -> Snapshot:
+    """The snapshot itself. Raises HubError when one of its files is missing, cut short, or no safetensors file."""
+    check_model(snapshot.name, [file.name for file in snapshot.folder.iterdir()])
+    tensors: dict[str, Entry] = {}
+    for file in snapshot.weights() or [snapshot.folder / SAFETENSORS[0]]:
+        if not file.exists():
+            what = f"the copy of {snapshot.name} is incomplete: {file.name} is missing"
+            raise HubError(what, where=str(snapshot.folder), fix=fix or "run once with the Hub in reach")
+        try:
+            found = read_header(file)
+            check_distinct(tensors, found)
+            tensors |= found
+        except ValueError as error:
+            what = f"{file.name} of {snapshot.name} is not a whole safetensors file: {error}"
+            raise HubError(
+                what, where=str(file), fix=fix or f"delete {shlex.quote(str(file.resolve()))} and run again"
+            ) from error
+    return snapshot

@@ -1,0 +1,1 @@
+"""A merged repo → its base, its experts and their data."""

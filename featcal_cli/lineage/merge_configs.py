@@ -1,0 +1,240 @@
+"""What a mergekit configuration and a FusionBench model pool say."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from featcal_cli.runtime.errors import LineageError
+
+CONFIG_FILES = ("mergekit_config.yml", "mergekit_config.yaml")
+MOE_CONFIG_FILE = "mergekit_moe_config.yml"
+
+_ENDPOINT_METHODS = ("slerp", "nearswap", "arcee_fusion")
+"""Methods that go from one model to another: their `base_model` is where they start, and no ancestor of both.
+(nuslerp and multislerp may have a base_model too, but theirs is the origin that the models are compared from; and
+linear averages what it lists, with the base_model if that is among it.)"""
+
+MAX_LAYERS = 10_000
+"""A layer_range beyond it is none."""
+
+_OTHER_MERGE = "calibrate a merge whose layers match those of its experts one by one"
+
+
+@dataclass(frozen=True)
+class MergekitConfig:
+    """A merge, in mergekit's words: references are `PATH[@REVISION][+LORA[@REVISION]]`."""
+
+    method: str
+    base: str | None
+    """The common ancestor; None where the config names none."""
+    experts: tuple[str, ...]
+    """The models that were merged, without the base, in the config's order."""
+    start: str | None = None
+    """The expert that the config calls base_model, where the method goes from one model to another."""
+    stages: int = 1
+    """Merges that build on each other; the experts are those of all of them."""
+
+
+class MalformedError(ValueError):
+    """A config that is none; the message says what is wrong with it."""
+
+
+def is_mergekit(document: object) -> bool:
+    """Whether a YAML document is a mergekit configuration."""
+    return isinstance(document, dict) and ("merge_method" in document or _is_mixture(document))
+
+
+def read_mergekit(documents: list[Any], where: str) -> MergekitConfig:
+    """The merge that the documents of a config (`where` names it) describe.
+
+    Of merges that build on each other, the models of all are the experts. Raises MalformedError for what mergekit would
+    not read itself and for merges that are not connected, and LineageError with the reason for those that cannot be
+    calibrated: mixtures of experts, stacked or shifted layers.
+    """
+    stages: dict[str, Any] = {}
+    for document in documents:
+        if not isinstance(document, dict):
+            raise MalformedError("it is not a mapping of keys to values")
+        stages[str(document.get("name", "")) or f"stage {len(stages) + 1}"] = document
+    merges = {name: _read_stage(config, where) for name, config in stages.items()}
+    used = {model for merge in merges.values() for model in (*merge.experts, merge.base) if model in merges}
+    last = [name for name in merges if name not in used]
+    if not documents:
+        raise MalformedError("it is not a mapping of keys to values")
+    if len(last) != 1 or len(merges) < len(documents):
+        raise MalformedError(f"it is a merge of merges, {len(documents)} configurations that do not name each other")
+    return _unfold(last[0], merges) if len(merges) > 1 else merges[last[0]]
+
+
+def _unfold(last: str, merges: Mapping[str, MergekitConfig]) -> MergekitConfig:
+    """A merge of merges as one: the models that went into all of them, and the base if they have one and the same."""
+    experts: dict[str, None] = {}
+    bases: dict[str, None] = {}
+
+    def visit(name: str, above: tuple[str, ...]) -> None:
+        if name in above:
+            raise MalformedError("its configurations build on each other in a circle")
+        merge = merges[name]
+        if merge.base is not None and merge.base not in merges:
+            bases[merge.base] = None
+        for model in (*merge.experts, *([merge.base] if merge.base in merges else [])):
+            if model in merges:
+                visit(str(model), (*above, name))
+            else:
+                experts[str(model)] = None
+
+    visit(last, ())
+    base = next(iter(bases)) if len(bases) == 1 else None
+    left = tuple(model for model in experts if model != base)
+    return MergekitConfig(merges[last].method, base, left, stages=len(merges))
+
+
+def _read_stage(config: dict[Any, Any], where: str) -> MergekitConfig:
+    """One configuration."""
+    if _is_mixture(config):
+        what = "this is a mixture of experts: its experts lie side by side and were not averaged into one model"
+        raise LineageError(what, where=where, fix=_OTHER_MERGE)
+    method = config.get("merge_method")
+    if not isinstance(method, str):
+        raise MalformedError("merge_method is missing" if method is None else "merge_method is not a name")
+    if method == "passthrough":
+        what = "passthrough copies layers and averages nothing, so no expert matches the merged model layer by layer"
+        raise LineageError(what, where=where, fix=_OTHER_MERGE)
+    modules = config.get("modules")
+    parts: list[dict[Any, Any]] = (
+        [config] if modules is None else _listed(list(modules.values()) if isinstance(modules, dict) else modules)
+    )
+    base = _read_optional(config.get("base_model"))
+    models = [model for part in parts for model in _models(part, where)]
+    inner = [_read_optional(part.get("base_model")) for part in _slices(parts)]
+    bases = list(dict.fromkeys(name for name in (base, *inner) if name))
+    if method in _ENDPOINT_METHODS or (method == "linear" and base in models):
+        return MergekitConfig(method, None, tuple(dict.fromkeys(bases + models)), next(iter(bases), None))
+    if len(bases) > 1:
+        what = f"its slices have {len(bases)} different base models"
+        raise LineageError(what, where=where, fix="name the one to anchor on: --base REPO, and every expert: --expert")
+    found = bases[0] if bases else None
+    return MergekitConfig(method, found, tuple(model for model in dict.fromkeys(models) if model != found))
+
+
+def _is_mixture(config: Mapping[Any, Any]) -> bool:
+    experts = config.get("experts")
+    return isinstance(experts, list) and any(isinstance(entry, dict) and "source_model" in entry for entry in experts)
+
+
+def _models(part: dict[Any, Any], where: str) -> Iterator[str]:
+    """The models of a merge, or of one module of it, in order. Raises LineageError where layers do not line up."""
+    if part.get("models") is not None:
+        for entry in _listed(part["models"], "models"):
+            yield _read_entry(entry, where)
+    layer = 0
+    for piece in _slices([part]):
+        sources = _listed(piece.get("sources"), "sources")
+        ranges = {_read_range(source.get("layer_range")) for source in sources}
+        if len(ranges) > 1:
+            raise LineageError(
+                f"its layers are shifted: one slice averages layers {' with '.join(map(_show_range, sorted(ranges)))}",
+                where=where,
+                fix=_OTHER_MERGE,
+            )
+        for start, stop in ranges:
+            if start != layer:
+                what = f"its layers are restacked: layers {_show_range((start, stop))} of a model became {layer} and up"
+                raise LineageError(what, where=where, fix=_OTHER_MERGE)
+            layer = stop
+        for source in sources:
+            yield _read_entry(source, where)
+
+
+def _slices(parts: list[dict[Any, Any]]) -> list[dict[Any, Any]]:
+    return [piece for part in parts if part.get("slices") is not None for piece in _listed(part["slices"], "slices")]
+
+
+def _read_entry(entry: Mapping[Any, Any], where: str) -> str:
+    """The model of an entry of `models` or `sources`."""
+    model = entry.get("model")
+    if "merge_method" in entry or (isinstance(model, dict) and "merge_method" in model):
+        what = "this is a merge of merges: a model of it is a configuration itself"
+        raise LineageError(what, where=where, fix="merge in one step, or name what it was made from: --base, --expert")
+    return _read_reference(model)
+
+
+def _read_optional(model: object) -> str | None:
+    return None if model is None else _read_reference(model)
+
+
+def _read_reference(model: Any) -> str:
+    """A model in either of mergekit's forms, text or {model: {path, revision}, lora: {path, revision}}, as text."""
+    if isinstance(model, dict) and "model" in model:
+        lora = model.get("lora")
+        return _read_path(model["model"]) + ("" if lora is None else f"+{_read_path(lora)}")
+    return _read_path(model)
+
+
+def _read_path(path: Any) -> str:
+    revision: Any = None
+    if isinstance(path, dict):
+        path, revision = path.get("path"), path.get("revision")
+    if not isinstance(path, str) or not path.strip() or not isinstance(revision, str | None):
+        raise MalformedError("a model in it has no name")
+    return f"{path.strip()}@{revision}" if revision else path.strip()
+
+
+def _read_range(value: object) -> tuple[int, int]:
+    if isinstance(value, list) and len(value) == 2 and all(type(bound) is int for bound in value):
+        start, stop = value
+        if 0 <= start < stop < MAX_LAYERS:
+            return start, stop
+    raise MalformedError("a layer_range in it is no range of layers")
+
+
+def _show_range(bounds: tuple[int, int]) -> str:
+    return f"{bounds[0]}–{bounds[1] - 1}"
+
+
+def _listed(value: object, key: str = "modules") -> list[dict[Any, Any]]:
+    if not isinstance(value, list) or not all(isinstance(entry, dict) for entry in value):
+        raise MalformedError(f"{key} is not a list of entries")
+    return value
+
+
+_BASE = ("_pretrained_", "_base_")
+"""What the pool calls the model that all others come from."""
+
+
+@dataclass(frozen=True)
+class FusionPool:
+    """A merge, in FusionBench's words."""
+
+    base: str | None
+    experts: dict[str, str]
+    """Task → model, in the pool's order."""
+
+
+def read_pool(document: object) -> FusionPool | None:
+    """The pool in a YAML document; None for any other document, and for one that names fewer than two models."""
+    if not isinstance(document, dict):
+        return None
+    if isinstance(inner := document.get("modelpool"), dict):
+        document = inner
+    if not any(isinstance(document.get(key), str) and "pool" in document[key].lower() for key in ("_target_", "type")):
+        return None
+    named = dict(_list_models(document.get("models"), document.get("base_model")))
+    bases = [model for name, model in named.items() if name in _BASE]
+    experts = {name: model for name, model in named.items() if not re.fullmatch(r"_\w+_", name)}
+    return FusionPool(bases[0] if bases else None, experts) if experts and len(named) > 1 else None
+
+
+def _list_models(models: Any, base: Any) -> Iterator[tuple[str, str]]:
+    """Name and reference of every model, in either of the pool's forms: a mapping, or a list of name and path."""
+    if isinstance(models, list):
+        models = {entry.get("name"): entry for entry in models if isinstance(entry, dict)}
+    for name, entry in models.items() if isinstance(models, dict) else ():
+        path = entry.get("pretrained_model_name_or_path", entry.get("path")) if isinstance(entry, dict) else entry
+        if isinstance(path, str) and re.fullmatch(r"\$\{\.*base_model\}", path):
+            path = base
+        if isinstance(name, str) and isinstance(path, str) and path.strip():
+            yield name, path.strip()

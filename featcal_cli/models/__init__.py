@@ -1,0 +1,1 @@
+"""Checkpoints loaded, aligned, patched and merged; their blocks found."""

@@ -1,0 +1,276 @@
+"""What can be calibrated in a model: its blocks in execution order, and the modules inside a block.
+
+Nothing here knows a model by name: blocks are found by running the model on probes.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from featcal_cli.data.batches import Batch, forward_names
+from featcal_cli.models.module_kinds import LINEAR_KINDS, Kind, kind_of
+from featcal_cli.models.token_layout import (
+    DECODER,
+    ENCODER,
+    EXAMPLES,
+    OWN,
+    Axes,
+    Layout,
+    change_last_token,
+    learn_layout,
+    make_probes,
+)
+from featcal_cli.models.tracing import Trace, find_blocks, first_tensor, merge_orders, trace, unreached_lists
+from featcal_cli.runtime.errors import ArchitectureError, DataError
+
+FAILURES = (TypeError, ValueError, RuntimeError, IndexError, AttributeError, KeyError)
+"""What a model raises on inputs that it cannot take."""
+
+
+@dataclass(frozen=True)
+class Module:
+    """One calibratable module of a block."""
+
+    name: str
+    """Path inside the block, e.g. self_attn.q_proj."""
+    kind: Kind
+    layouts: tuple[Layout, ...]
+    """Of the input of each of its calls in one run of the block; empty for a module that is never called."""
+    overwritten: bool
+    """The block changes this module's input in place after the module has read it."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """One transformer layer."""
+
+    name: str
+    """Path inside the model, e.g. encoder.layers.0."""
+    modules: tuple[Module, ...]
+    skipped: tuple[tuple[str, str], ...]
+    """(path inside the block, reason) of what stays as merged."""
+    layout: Layout
+    """Of its hidden states."""
+    calls: int
+    """How often one forward pass runs it: more than once where layers share their weights."""
+    overwritten: bool
+    """The block changes its own input in place."""
+    holds_text: bool
+    """Its own token axis holds the text: beside other things in one sequence, or padded by the model."""
+    text_start: int | None
+    """Where the text begins in that sequence, where that could be found out."""
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """The blocks of a model in execution order, and how the examples of each task reach them."""
+
+    blocks: tuple[Block, ...]
+    entries: Mapping[str, str]
+    """By task, the path of what is run on its examples: "" for the whole model, else a tower."""
+    last_blocks: Mapping[str, str]
+    """By task, the last block that its examples reach."""
+    reached: frozenset[str]
+    """Paths of all modules that run up to the end of the last block."""
+    head: frozenset[str] = frozenset()
+    """Paths of those that run after it only."""
+    notes: tuple[str, ...] = ()
+    """What no example reaches, and other things that the user should know."""
+
+
+@dataclass
+class _Run:
+    """What the probes of one kind of inputs showed."""
+
+    entry: str
+    first: Trace
+    second: Trace
+    axes: Axes
+    blocks: list[str]
+    module: nn.Module
+    """What ran."""
+    probe: Batch
+    """What it ran on first."""
+
+
+def find_architecture(model: PreTrainedModel, batches: Mapping[str, Batch], norms: str) -> Architecture:
+    """Run `model` on probes cut from one batch of each task; return its blocks in the order in which they ran.
+
+    `norms`: auto or layernorm (norms with a bias), all, or none. Raises ArchitectureError when no blocks are found or
+    their order differs between tasks, DataError when the model cannot run on a task's examples.
+    """
+    runs: dict[frozenset[str], _Run] = {}
+    entries, last_blocks = {}, {}
+    for task, batch in batches.items():
+        kind = frozenset(batch)
+        if kind not in runs:
+            runs[kind] = _probe(model, task, batch)
+        entries[task] = runs[kind].entry
+        last_blocks[task] = runs[kind].blocks[-1] if runs[kind].blocks else ""
+    order = merge_orders([run.blocks for run in runs.values()])
+    if not order:
+        raise ArchitectureError(
+            f"no list of transformer blocks was found in {type(model).__name__}",
+            fix="give a transformer checkpoint whose layers hold Linear modules",
+        )
+    by_block = {name: run for run in reversed(runs.values()) for name in run.blocks}
+    holders = _count_holders(model)
+    blocks = tuple(_describe(model, name, by_block[name], norms, holders) for name in order)
+    reached = frozenset(name for run in runs.values() for name in _before_the_end(run))
+    head = frozenset(name for run in runs.values() for name in run.first.calls) - reached
+    return Architecture(blocks, entries, last_blocks, reached, head, tuple(_notes(model, blocks)))
+
+
+def _probe(model: PreTrainedModel, task: str, batch: Batch) -> _Run:
+    """Run the model, or the tower that the inputs are for, on two probes."""
+    problem: Exception | None = None
+    for entry, module in _entries(model, batch):
+        for resize in ({ENCODER, DECODER}, {DECODER}, {ENCODER}, set[str]()):
+            (first, second), axes = make_probes(batch, resize)
+            try:
+                one, two = (trace(module, probe, model.dtype).under(entry) for probe in (first, second))
+            except FAILURES as error:
+                problem = problem or error
+            else:
+                return _Run(entry, one, two, axes, find_blocks(model, one), module, first)
+    shapes = {name: list(tensor.shape[1:]) for name, tensor in batch.items()}
+    reason = (str(problem) or type(problem).__name__).splitlines()[0]
+    raise DataError(
+        f"merged cannot run on the examples: {reason}",
+        where=f"{task}: an example has {shapes}",
+        fix="give the inputs that this model's forward needs",
+    ) from problem
+
+
+def _entries(model: PreTrainedModel, batch: Batch) -> list[tuple[str, nn.Module]]:
+    """The whole model, then its towers that take these inputs, outermost first."""
+    towers = [
+        (name, module)
+        for name, module in model.named_modules()
+        if name and isinstance(module, PreTrainedModel) and forward_names(module).issuperset(batch)
+    ]
+    return [("", model), *towers]
+
+
+def _describe(model: nn.Module, name: str, run: _Run, norms: str, holders: Mapping[int, int]) -> Block:
+    block = model.get_submodule(name)
+    modules, skipped = [], []
+    calls = run.first.calls.count(name)
+    layout, axes = _own_axis(run, name)
+    for path, module in block.named_modules():
+        own = dict(module.named_parameters(recurse=False))
+        if not own:
+            continue
+        full = f"{name}.{path}".rstrip(".")
+        kind = kind_of(module)
+        if kind is None:
+            skipped += [(f"{path}.{key}".lstrip("."), _reason(module, value)) for key, value in own.items()]
+        elif any(holders[id(value)] > 1 for value in own.values()):
+            skipped.append((path, "it shares its weight with another module"))
+        elif kind in LINEAR_KINDS or _is_wanted(kind, "bias" in own, norms):
+            layouts = _layouts(run, full, calls, axes)
+            modules.append(Module(path, kind, layouts, full in run.first.overwritten))
+        else:
+            switched_off = "norms are switched off"
+            skipped.append(
+                (path, switched_off if norms == "none" else "a norm without bias; --norms all calibrates it")
+            )
+    only_text = not any(tensor.is_floating_point() for tensor in run.probe.values())
+    holds_text = layout.axis == OWN and (len(set(axes[OWN])) > 1 or only_text)
+    start = _find_text(model, run, name) if holds_text else None
+    return Block(name, tuple(modules), tuple(skipped), layout, calls, name in run.first.overwritten, holds_text, start)
+
+
+def _is_wanted(kind: Kind, has_bias: bool, norms: str) -> bool:
+    return norms == "all" or (norms != "none" and kind == "layernorm" and has_bias)
+
+
+def _reason(module: nn.Module, parameter: nn.Parameter) -> str:
+    if parameter.ndim == 3 and not any("conv" in base.__name__.lower() for base in type(module).__mro__):
+        return "the fused experts of a mixture are not calibrated"
+    return "neither a Linear nor a norm"
+
+
+def _own_axis(run: _Run, block: str) -> tuple[Layout, Axes]:
+    """The layout of the block's hidden states, and the token axes with the block's own one where it has one."""
+    axes = dict(run.axes)
+    if block not in run.first.shapes:
+        return Layout(None), axes
+    first, second = (found.shapes[block][0] for found in (run.first, run.second))
+    layout = learn_layout(first, second, axes)
+    if layout.axis is None and len(first) == len(second) == 3 and (first[0], second[0]) == EXAMPLES:  # [B, S, d]
+        axes[OWN] = (first[1], second[1])
+        layout = learn_layout(first, second, axes)
+    return layout, axes
+
+
+def _find_text(model: nn.Module, run: _Run, block: str) -> int | None:
+    """Where the text begins in the sequence that the block's stack is given: the one row that changes with the last
+    token tells."""
+    first = next(name for name in run.blocks if name.rpartition(".")[0] == block.rpartition(".")[0])
+    changed = change_last_token(run.probe)
+    if changed is None:
+        return None
+    hidden: list[Tensor] = []
+    handle = model.get_submodule(first).register_forward_pre_hook(
+        lambda _, args, kwargs: hidden.append(cast(Tensor, first_tensor((*args, *kwargs.values())))), with_kwargs=True
+    )
+    try:
+        for probe in (run.probe, changed):
+            trace(run.module, probe, next(model.parameters()).dtype)
+    finally:
+        handle.remove()
+    rows = (hidden[0] != hidden[len(hidden) // 2]).any(-1).any(0).nonzero().flatten().tolist()
+    return rows[0] - run.axes[ENCODER][0] + 1 if len(rows) == 1 and rows[0] + 1 >= run.axes[ENCODER][0] else None
+
+
+def _layouts(run: _Run, path: str, block_calls: int, axes: Axes) -> tuple[Layout, ...]:
+    """The layout of each call of a module in one run of its block."""
+    first, second = (found.shapes.get(path, []) for found in (run.first, run.second))
+    if len(first) != len(second) or len(first) % max(block_calls, 1):
+        return (Layout(None),)
+    calls = len(first) // max(block_calls, 1)
+    return tuple(learn_layout(a, b, axes) for a, b in zip(first[:calls], second[:calls], strict=True))
+
+
+def _before_the_end(run: _Run) -> set[str]:
+    """Modules that start before the last call of a block ends: with its inside, what comes after it has not begun."""
+    last = max((number for number, name in enumerate(run.first.calls) if name in set(run.blocks)), default=-1)
+    inside = [name for name in run.first.calls if any(name.startswith(f"{block}.") for block in run.blocks[-1:])]
+    return {*run.first.calls[: last + 1], *inside}
+
+
+def _count_holders(model: nn.Module) -> Counter[int]:
+    """How many modules hold each parameter."""
+    return Counter(
+        id(value) for module in model.modules() for value in module._parameters.values() if value is not None
+    )
+
+
+def _notes(model: nn.Module, blocks: Sequence[Block]) -> Iterator[str]:
+    """Blocks that share their weights, and lists of blocks that no example reaches."""
+    shared = [block for block in blocks if block.calls > 1]
+    if shared:
+        yield (
+            f"{', '.join(block.name for block in shared)} runs {max(block.calls for block in shared)} times with "
+            "the same weights: it is calibrated once for all its calls, and forward order cannot hold inside it"
+        )
+    for path in unreached_lists(model, [block.name for block in blocks]):
+        yield f"{path} is left as merged: no example reaches it"
+
+
+def find_unreached(model: nn.Module, blocks: Sequence[Block], norms: str) -> list[Block]:
+    """Blocks that no run reached, as registered, in lists apart from those of `blocks`; what they call is unknown."""
+    holders = _count_holders(model)
+    silent = _Run("", Trace(model), Trace(model), {}, [], model, {})
+    return [
+        _describe(model, f"{path}.{key}", silent, norms, holders)
+        for path in unreached_lists(model, [block.name for block in blocks])
+        for key, _ in model.get_submodule(path).named_children()
+    ]

@@ -1,0 +1,183 @@
+"""The files of a checkpoint: which tensor lies where, and writing new values without touching anything else."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers.core_model_loading import revert_weight_conversion
+
+from featcal_cli.hub.pickle_weights import OTHER_FORMATS
+from featcal_cli.hub.safetensors_header import Entry, read_header
+from featcal_cli.hub.snapshot import Snapshot
+from featcal_cli.models.architecture import Architecture
+from featcal_cli.models.config import UNPACKED
+from featcal_cli.models.loading import Model
+from featcal_cli.runtime.errors import CheckpointError
+from featcal_cli.runtime.files import copy_file
+
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+"""safetensors' names of the dtypes that a calibrated tensor can have: in fewer bits an update would be lost."""
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Where one tensor lies on disk."""
+
+    file: str
+    dtype: torch.dtype | None
+    """None for one that a calibrated tensor cannot have."""
+    kind: str
+    """The dtype as safetensors calls it."""
+    shape: tuple[int, ...]
+    start: int
+    """Offset of its first byte in the file."""
+    size: int
+    """Bytes."""
+
+
+def read_slots(snapshot: Snapshot) -> dict[str, Slot]:
+    """Every tensor of the checkpoint by its name on disk, from the headers alone. Raises CheckpointError."""
+    return {name: slot for file in snapshot.weights() for name, slot in _read_slots(file).items()}
+
+
+def names_on_disk(model: Model, parameters: Mapping[str, Tensor], slots: Mapping[str, Slot]) -> dict[str, Tensor]:
+    """`parameters`, named by module path, as the tensors that the model's files hold, in the files' dtypes.
+
+    Raises CheckpointError when a parameter has no place of the same shape in the files.
+    """
+    tensors = {}
+    for name, tensor, place in _find_places(model, parameters, slots):
+        if place is None or slots[place].shape != tuple(tensor.shape):
+            raise CheckpointError(
+                f"the files have no place for the parameter {name} {list(tensor.shape)}",
+                where=model.snapshot.name,
+                fix="please report this checkpoint; its tensor names are not understood",
+            )
+        _check_dtype(model, place, slots[place].kind)
+        tensors[place] = tensor.to(slots[place].dtype)
+    return tensors
+
+
+def check_readable(model: Model, architecture: Architecture, entries: Mapping[str, Entry] | None) -> None:
+    """Raise CheckpointError where the files hold a parameter of a block in a dtype that only packed weights have.
+
+    `entries`: the files' tensors, by name; nothing is checked where they are not known. The model may be without
+    values.
+    """
+    blocks = [own for block in architecture.blocks if (own := model.own_path(block.name)) is not None]
+    inside = {
+        f"{block}.{name}": value
+        for block in blocks
+        for name, value in model.module.get_submodule(block).named_parameters()
+        if value.is_floating_point()
+    }
+    for _, _, place in _find_places(model, inside, entries) if entries else ():
+        if place is not None and entries:
+            _check_dtype(model, place, entries[place].dtype)
+
+
+def check_writable(merged: Model, architecture: Architecture, entries: Mapping[str, Entry] | None) -> None:
+    """Raise CheckpointError where a calibrated parameter could not be written to the files, whose tensors are
+    `entries`, by name; nothing is checked where they are not known."""
+    paths = [f"{block.name}.{module.name}" for block in architecture.blocks for module in block.modules]
+    solved = {
+        f"{path}.{name}": value
+        for path in paths
+        for name, value in merged.module.get_submodule(path).named_parameters(recurse=False)
+    }
+    if entries is not None:
+        names_on_disk(merged, solved, {name: _as_slot("", entry) for name, entry in entries.items()})
+
+
+def _check_dtype(model: Model, name: str, dtype: str) -> None:
+    """Raise CheckpointError for a tensor in whose dtype no weight can be read and written."""
+    if dtype not in DTYPES:
+        what = f"{model.role} holds {name} as {dtype}; only float64, float32, float16 and bfloat16 can be calibrated"
+        raise CheckpointError(what, where=model.snapshot.name, fix=UNPACKED)
+
+
+def _find_places(
+    model: Model, parameters: Mapping[str, Tensor], slots: Collection[str]
+) -> Iterator[tuple[str, Tensor, str | None]]:
+    """Every parameter as the files have it (fused ones in parts), with the name of its tensor there; None for none."""
+    prefix = f"{model.module.base_model_prefix}."
+    twins = _find_twins(model)
+    for name, tensor in revert_weight_conversion(model.module, dict(parameters)).items():
+        # A checkpoint saved with or without a head has its backbone's names without or with a prefix; of tied
+        # parameters it mostly has one.
+        names = (n for twin in twins.get(name, [name]) for n in (twin, twin.removeprefix(prefix), prefix + twin))
+        yield name, tensor, next((n for n in names if n in slots), None)
+
+
+def _find_twins(model: Model) -> dict[str, list[str]]:
+    """Of each parameter that is tied to others, all names, its own first."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.module.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    found = [each for each in names.values() if len(each) > 1]
+    return {name: [name, *(twin for twin in each if twin != name)] for each in found for name in each}
+
+
+def list_files(snapshot: Snapshot) -> tuple[list[str], list[str]]:
+    """The files of a checkpoint that are copied, and those that are left out, by their paths in its folder.
+
+    Left out: weights in other formats and safetensors files that the checkpoint's index does not list, which would
+    hold the old values; hidden files are in neither list.
+    """
+    weights = {file.name for file in snapshot.weights()}
+    copied: list[str] = []
+    left_out: list[str] = []
+    for source in sorted(snapshot.folder.rglob("*")):
+        path = source.relative_to(snapshot.folder)
+        if not source.is_file() or any(part.startswith(".") for part in path.parts):
+            continue
+        stale = path.suffix == ".safetensors" and str(path) not in weights
+        other = stale or any(path.match(pattern) for pattern in OTHER_FORMATS)
+        (left_out if other else copied).append(path.as_posix())
+    return copied, left_out
+
+
+def copy_checkpoint(snapshot: Snapshot, target: Path) -> list[str]:
+    """Copy a checkpoint's files byte for byte into the new folder `target`; return the names left out, as `list_files`
+    does. Raises CheckpointError for a link out of the folder that is no weight file."""
+    weights = {file.name for file in snapshot.weights()}
+    copied, left_out = list_files(snapshot)
+    target.mkdir(parents=True)
+    for path in copied:
+        (target / path).parent.mkdir(parents=True, exist_ok=True)
+        if path in weights:
+            shutil.copyfile(snapshot.folder / path, target / path)  # what it holds was read, and is tensors
+        else:
+            copy_file(snapshot.folder, snapshot.folder / path, target / path)
+    return left_out
+
+
+def write_tensors(folder: Path, slots: Mapping[str, Slot], tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """Overwrite the bytes of the given tensors in a folder made by `copy_checkpoint`; nothing else changes."""
+    for name, tensor in tensors:
+        slot = slots[name]
+        data = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+        if data.nbytes != slot.size:
+            raise ValueError(f"{name}: {data.nbytes} bytes for a place of {slot.size}")
+        with (folder / slot.file).open("r+b") as stream:
+            stream.seek(slot.start)
+            stream.write(data.data)
+
+
+def _read_slots(file: Path) -> dict[str, Slot]:
+    try:
+        entries = read_header(file)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"not a readable safetensors file: {error}", where=str(file), fix="download or save it again"
+        ) from None
+    return {name: _as_slot(file.name, entry) for name, entry in entries.items()}
+
+
+def _as_slot(file: str, entry: Entry) -> Slot:
+    return Slot(file, DTYPES.get(entry.dtype), entry.dtype, entry.shape, entry.start, entry.size)

@@ -1,0 +1,168 @@
+"""What would be calibrated in a model, block by block, from its config alone: no weights are read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, PreTrainedModel
+
+from featcal_cli.data.batches import Batch, forward_names
+from featcal_cli.hub.snapshot import Snapshot
+from featcal_cli.models.architecture import FAILURES, Architecture, Block, find_architecture, find_unreached
+from featcal_cli.models.loading import find_class
+from featcal_cli.runtime.errors import ArchitectureError, CheckpointError, DataError
+
+EXAMPLES, TOKENS = 2, 16
+"""Size of the made-up inputs; they have shapes and no values."""
+
+
+@dataclass(frozen=True)
+class ModuleEntry:
+    """One module that would be calibrated."""
+
+    name: str
+    """Path inside the block."""
+    kind: str
+    parameters: int
+
+
+@dataclass(frozen=True)
+class BlockEntry:
+    """One block: what would be calibrated in it, and what would stay as merged, with the reason."""
+
+    name: str
+    modules: list[ModuleEntry]
+    skipped: list[dict[str, str]]
+    ran: bool
+    """Its place in the order comes from a run; where False, from the order of registration."""
+
+
+@dataclass(frozen=True)
+class Inventory:
+    """All blocks of a model."""
+
+    model: str
+    model_class: str
+    parameters: int
+    blocks: list[BlockEntry]
+    notes: list[str]
+
+    def to_dict(self) -> dict[str, Any]:
+        """For --json."""
+        return asdict(self)
+
+
+def take_inventory(snapshot: Snapshot, norms: str) -> Inventory:
+    """The blocks and modules of a checkpoint. Raises ArchitectureError when there are none."""
+    model_class = find_class(snapshot)
+    try:
+        config = AutoConfig.from_pretrained(snapshot.folder, local_files_only=True, trust_remote_code=snapshot.trusted)
+        with torch.device("meta"):
+            model = model_class(_config_for(model_class, config)).eval()
+    except Exception as error:  # configs and classes raise many kinds for values that make no sense
+        raise CheckpointError(
+            f"no {model_class.__name__} can be built from the config: {error}",
+            where=f"{snapshot.name}/config.json",
+            fix="check the config",
+        ) from error
+    architecture = run_empty(model, norms)
+    ran = architecture.blocks if architecture else ()
+    blocks = [*ran, *find_unreached(model, ran, norms)]
+    if not blocks:
+        raise ArchitectureError(
+            f"no list of transformer blocks was found in {model_class.__name__}",
+            where=snapshot.name,
+            fix="give a transformer checkpoint whose layers hold Linear modules",
+        )
+    total = sum(parameter.numel() for parameter in model.parameters())
+    entries = [_describe(model, block, ran=block in ran) for block in blocks]
+    return Inventory(snapshot.name, model_class.__name__, total, entries, list(_notes(architecture, entries)))
+
+
+def _config_for(model_class: type[PreTrainedModel], config: Any) -> Any:
+    """The part of a config that the class wants (a vision tower's, from a whole model's config)."""
+    wanted = model_class.config_class
+    if wanted is None or isinstance(config, wanted):
+        return config
+    parts = (getattr(config, name, None) for name in ("vision_config", "text_config", "audio_config"))
+    return next((part for part in parts if isinstance(part, wanted)), config)
+
+
+def run_empty(model: PreTrainedModel, norms: str, batches: Mapping[str, Batch] | None = None) -> Architecture | None:
+    """What running a model without values on inputs without values shows; None for models that look at values.
+
+    The inputs have the shapes of `batches`, by task, where these are given; else they are made up.
+    """
+    shapes = {
+        task: {name: x.to("meta") for name, x in batch.items() if "mask" not in name}  # masks are looked at
+        for task, batch in (batches or {}).items()
+    }
+    if not all(shapes.values()):
+        return None
+    for tasks in [shapes] if shapes else ({"": batch} for batch in _made_up_inputs(model)):
+        try:
+            return find_architecture(model, tasks, norms)
+        except (DataError, ArchitectureError, *FAILURES):
+            continue
+    return None
+
+
+def walk_registered(model: PreTrainedModel, batches: Mapping[str, Batch], norms: str) -> Architecture:
+    """All lists of blocks in the order in which they are registered, for a model that cannot run without values."""
+    blocks = tuple(find_unreached(model, (), norms))
+    inside = tuple(f"{block.name}." for block in blocks)
+    reached = frozenset(name for name, _ in model.named_modules() if name.startswith(inside))
+    return Architecture(blocks, dict.fromkeys(batches, ""), {}, reached)
+
+
+def _made_up_inputs(model: PreTrainedModel) -> Iterator[Batch]:
+    """Batches on the meta device: all kinds of inputs that the forward names, then each kind alone."""
+    names = forward_names(model)
+    kinds = {name: found for name in names if (found := _made_up(name, model.config)) is not None}
+    text = {name: x for name, x in kinds.items() if name.endswith("input_ids")}
+    for batch in (kinds, text, *({name: x} for name, x in kinds.items())):
+        if batch:
+            yield batch
+
+
+def _made_up(name: str, config: Any) -> Tensor | None:
+    def setting(*keys: str) -> Any:
+        parts = [config, *(getattr(config, part, None) for part in ("vision_config", "audio_config"))]
+        return next((value for key in keys for part in parts if (value := getattr(part, key, None)) is not None), None)
+
+    if name == "input_ids" or (name == "decoder_input_ids" and config.is_encoder_decoder):
+        return torch.zeros(EXAMPLES, TOKENS, dtype=torch.long, device="meta")
+    if name == "pixel_values" and (size := setting("image_size")) is not None:
+        height, width = size if isinstance(size, (list, tuple)) else (size, size)
+        return torch.zeros(EXAMPLES, setting("num_channels", "in_channels") or 3, height, width, device="meta")
+    if name == "input_features" and (bins := setting("num_mel_bins")) is not None:
+        return torch.zeros(EXAMPLES, bins, 2 * (setting("max_source_positions") or 100), device="meta")
+    if name == "input_values":
+        return torch.zeros(EXAMPLES, 16_000, device="meta")
+    return None
+
+
+def _describe(model: nn.Module, block: Block, *, ran: bool) -> BlockEntry:
+    modules, skipped = [], [{"name": name, "reason": reason} for name, reason in block.skipped]
+    for module in block.modules:
+        found = model.get_submodule(f"{block.name}.{module.name}")
+        if ran and not module.layouts:
+            skipped.append({"name": module.name, "reason": "never called"})
+        else:
+            count = sum(parameter.numel() for parameter in found.parameters(recurse=False))
+            modules.append(ModuleEntry(module.name, module.kind, count))
+    return BlockEntry(block.name, modules, skipped, ran)
+
+
+def _notes(architecture: Architecture | None, blocks: list[BlockEntry]) -> Iterator[str]:
+    yield from architecture.notes if architecture else ()
+    by_registration = [block.name for block in blocks if not block.ran]
+    if by_registration:
+        yield (
+            f"{by_registration[0]} … {by_registration[-1]}: listed as registered; a run on real inputs decides "
+            "the order and what is called"
+        )

@@ -1,0 +1,63 @@
+"""The mergers that are built in: average and task arithmetic."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from featcal_cli.models.loading import Model
+from featcal_cli.recipe.schema import Merge
+
+
+def merge_weights(merge: Merge, base: Model, experts: Sequence[Model]) -> Iterator[dict[str, Tensor]]:
+    """The merged parameters by module name, a block's worth at a time, as the first expert's class has them.
+
+    average: mean of the experts; task_arithmetic: base + scale · Σ (expert − base). Tensors that differ in shape
+    between the models, or that one of them lacks (heads), stay as in the first expert. Of parameters that are tied
+    there, one is yielded.
+    """
+    states = [dict(model.module.state_dict()) for model in experts]
+    once, every = (dict(experts[0].module.named_parameters(remove_duplicate=each)) for each in (True, False))
+    again = every.keys() - once.keys()
+    base_state = base.module.state_dict()
+    unusable = base.missing.union(*(model.missing for model in experts))
+    for names in _by_block([name for name in states[0] if name not in again]):
+        group = {}
+        for name in names:
+            first = states[0][name]
+            sources = [base_state, *states]
+            shared = name not in unusable and all(
+                s.get(name) is not None and s[name].shape == first.shape for s in sources
+            )
+            if shared and first.is_floating_point():
+                group[name] = _merge_tensor(merge, base_state[name], [state[name] for state in states]).to(first.dtype)
+        yield group
+
+
+def _merge_tensor(merge: Merge, base: Tensor, experts: Sequence[Tensor]) -> Tensor:
+    total = torch.zeros(base.shape, dtype=torch.float32)
+    if merge.method == "average":
+        for expert in experts:
+            total += expert.float() / len(experts)
+        return total
+    for expert in experts:
+        total += expert.float() - base.float()
+    return base.float() + merge.scale * total
+
+
+def _by_block(names: Sequence[str]) -> Iterator[list[str]]:
+    """Names in their order, cut where the path up to the first number changes: a block at a time."""
+    group: list[str] = []
+    place: list[str] = []
+    for name in names:
+        parts = name.split(".")
+        here = parts[: next((i + 1 for i, part in enumerate(parts) if part.isdigit()), 1)]
+        if group and here != place:
+            yield group
+            group = []
+        place = here
+        group.append(name)
+    if group:
+        yield group

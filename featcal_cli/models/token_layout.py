@@ -1,0 +1,219 @@
+"""Which rows of a feature are which tokens: learnt from shapes that change with the number of examples and tokens.
+
+Two probes differ in the number of examples and in the length of every token axis, so each dimension of a feature shows
+by how it changes what it is made of. Nothing is guessed from one shape that could mean two things.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from featcal_cli.data.batches import Batch, count_examples, take_examples
+
+EXAMPLES = (3, 5)
+"""Examples in the two probes; no pair of token lengths below changes in the same way."""
+PROBE_TOKENS = 8
+"""Tokens of text in a probe: shapes show it, and short probes are cheap on large models."""
+ENCODER, DECODER, OWN = "encoder", "decoder", "own"
+"""Token axes: of the encoder's (or only) text, of the decoder's text, and a block's own (patches, audio frames). Masks
+of other names (pixel_attention_mask) make axes of their own name."""
+STEPS = {ENCODER: 1, DECODER: 2}
+"""Axes whose length the probes can change, each by another step."""
+MASK = "attention_mask"
+
+Axes = Mapping[str, tuple[int, int]]
+"""Length of each token axis in the two probes."""
+Weights = Mapping[str, Tensor | None]
+"""Weight of each token [B, length] by axis, 0 for padding; None when all count the same."""
+Lengths = Mapping[str, int]
+"""Length of each token axis in a batch, and the number of its EXAMPLES under that name."""
+ROWS = "examples"
+
+
+@dataclass(frozen=True)
+class Dimension:
+    """One leading dimension of a feature: `factor` × (the examples, if `examples`) × (the length of `axis`, if any)."""
+
+    examples: bool
+    axis: str | None
+    factor: int
+
+    def size(self, lengths: Lengths) -> int | None:
+        """What it must be in a batch; None where the batch has no such axis."""
+        if self.axis is not None and self.axis not in lengths:
+            return None
+        return self.factor * (lengths[ROWS] if self.examples else 1) * (lengths[self.axis] if self.axis else 1)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What the leading dimensions of a feature [.., d] are made of; None where the probes showed no rule."""
+
+    dims: tuple[Dimension, ...] | None
+
+    @property
+    def axis(self) -> str | None:
+        """The token axis in it; None where there is none, or more than one."""
+        found = {dim.axis for dim in self.dims or () if dim.axis is not None and dim.factor == 1}
+        return found.pop() if len(found) == 1 else None
+
+    def flatten(
+        self, x: Tensor, weights: Weights, lengths: Lengths, own_axis: str | None
+    ) -> tuple[Tensor, Tensor | None] | None:
+        """Rows [T, d] of a feature [.., d] and their weights [T], without the rows of weight 0.
+
+        `own_axis`: the axis of the block's hidden states. Returns None when the rows cannot be matched to the tokens:
+        the shape breaks the rule, or tokens have weights and the rows are not theirs one by one.
+        """
+        if self.dims is None or tuple(dim.size(lengths) for dim in self.dims) != tuple(x.shape[:-1]):
+            return None
+        rows = x.reshape(-1, x.shape[-1])
+        touched = {dim.axis or "" for dim in self.dims if dim.axis} or (
+            {own_axis or ""} if self._has_hidden_tokens else set()
+        )
+        if all(weights.get(axis) is None for axis in touched):
+            return rows, None
+        per_row = self._spread(x, weights)
+        if per_row is None:
+            return None
+        kept = per_row > 0
+        return (rows, per_row) if bool(kept.all()) else (rows[kept], per_row[kept])
+
+    @property
+    def is_table(self) -> bool:
+        """Rows that belong to no example, the same in every batch: relative positions."""
+        return self.dims is not None and not any(dim.examples for dim in self.dims)
+
+    @property
+    def _has_hidden_tokens(self) -> bool:
+        """Rows of examples, several of each: windows of tokens, perhaps, whose padding cannot be seen."""
+        return any(dim.examples and dim.factor > 1 for dim in self.dims or ())
+
+    def _spread(self, x: Tensor, weights: Weights) -> Tensor | None:
+        """The weights [B, length] of the one axis over all rows of a feature [.., d]; a table's rows have none."""
+        assert self.dims is not None
+        chosen = weights.get(self.axis or "")
+        if self.is_table:
+            return x.new_ones(x.shape[:-1], dtype=torch.float32).reshape(-1)
+        if chosen is None:
+            return None
+        shape = [1] * (x.ndim - 1)
+        both = [place for place, dim in enumerate(self.dims) if dim == Dimension(True, self.axis, 1)]
+        first = [place for place, dim in enumerate(self.dims) if dim == Dimension(True, None, 1)]
+        second = [place for place, dim in enumerate(self.dims) if dim == Dimension(False, self.axis, 1)]
+        if chosen.numel() == 0:
+            return None
+        if len(both) == 1 and not (first or second):
+            shape[both[0]] = chosen.numel()
+        elif len(first) == len(second) == 1 and not both:
+            shape[first[0]], shape[second[0]] = chosen.shape
+            chosen = chosen if first[0] < second[0] else chosen.T
+        else:
+            return None
+        if any(size not in (1, given) for size, given in zip(shape, x.shape[:-1], strict=True)):
+            return None
+        return chosen.reshape(shape).expand(x.shape[:-1]).reshape(-1)
+
+
+def learn_layout(first: torch.Size, second: torch.Size, axes: Axes) -> Layout:
+    """The layout of a feature from its shapes [.., d] in the two probes."""
+    if len(first) != len(second):
+        return Layout(None)
+    dims = [_learn_dimension(pair, axes) for pair in zip(first[:-1], second[:-1], strict=True)]
+    return Layout(None) if None in dims else Layout(tuple(dim for dim in dims if dim is not None))
+
+
+def _learn_dimension(pair: tuple[int, int], axes: Axes) -> Dimension | None:
+    """The simplest product that gives this dimension in both probes."""
+    fixed = Dimension(False, None, 1)
+    single = [Dimension(True, None, 1), *(Dimension(False, axis, 1) for axis in axes)]
+    double = [Dimension(True, axis, 1) for axis in axes]
+    of_examples = [dim for dim in single + double if dim.examples]  # a table that grows with padding has no rule
+    for candidates, any_factor in ((single + double, False), ([fixed], True), (of_examples, True)):
+        for dim in candidates:
+            sizes = [
+                dim.size({ROWS: count, **{axis: lengths[probe] for axis, lengths in axes.items()}})
+                for probe, count in enumerate(EXAMPLES)
+            ]
+            factor = pair[0] // sizes[0] if sizes[0] else 0
+            if (factor == 1 or any_factor) and factor and pair == (factor * sizes[0], factor * sizes[1]):  # type: ignore[operator]
+                return replace(dim, factor=factor)
+    return None
+
+
+def make_probes(batch: Batch, resize: Collection[str]) -> tuple[tuple[Batch, Batch], dict[str, tuple[int, int]]]:
+    """Two small batches that differ in examples and along the token axes `resize`, and the lengths of all axes."""
+    count = count_examples(batch)
+    probes = [take_examples(batch, [number % count for number in range(examples)]) for examples in EXAMPLES]
+    has_floats = any(tensor.is_floating_point() for tensor in batch.values())
+    axes = {}
+    for axis, length in _axis_lengths(batch).items():
+        axes[axis] = (length, length)
+        names = [name for name in batch if _axis_of(name) == axis and _goes_along(batch[name], name, length)]
+        if axis not in resize or all(name.endswith(MASK) for name in names):  # a mask alone says nothing of its tokens
+            continue
+        samples = any(batch[name].is_floating_point() for name in names)
+        long = length if has_floats else min(length, PROBE_TOKENS)
+        short = long - (long // 4 if samples else STEPS[axis])
+        axes[axis] = (long, short if short > 0 else long + STEPS[axis])
+        for probe, size in zip(probes, axes[axis], strict=True):
+            for name in names:
+                probe[name] = _resize(probe[name], size, is_mask=name.endswith(MASK))
+    return (probes[0], probes[1]), axes
+
+
+def change_last_token(probe: Batch) -> Batch | None:
+    """The probe with another token, of the same batch, at the end of each text; None where there is none."""
+    ids = probe.get("input_ids")
+    others = [token for token in ids.unique().tolist() if token not in ids[:, -1].tolist()] if ids is not None else []
+    if ids is None or not others:
+        return None
+    changed = ids.clone()
+    changed[:, -1] = others[-1]
+    return {**probe, "input_ids": changed}
+
+
+def _axis_of(name: str) -> str:
+    """The token axis that an input is about, by its name: attention_mask, decoder_input_ids, pixel_attention_mask."""
+    if name.endswith(MASK) and name != MASK:
+        return name.removesuffix(MASK).strip("_")
+    return DECODER if name.startswith(f"{DECODER}_") else ENCODER
+
+
+def _axis_lengths(batch: Batch) -> dict[str, int]:
+    """The length of each token axis that masks and ids speak of."""
+    lengths: dict[str, int] = {}
+    for name in sorted(batch, key=lambda name: (not name.endswith(MASK), not name.endswith("input_ids"), name)):
+        if batch[name].ndim == 2 and not batch[name].is_floating_point():
+            lengths.setdefault(_axis_of(name), batch[name].shape[1])
+    return lengths
+
+
+def _goes_along(tensor: Tensor, name: str, length: int) -> bool:
+    """True for ids, masks, boxes, embeddings and audio samples of that length: dimension 1 goes along the tokens."""
+    along = not tensor.is_floating_point() or tensor.ndim == 2 or name.endswith("embeds")
+    return along and tensor.ndim > 1 and tensor.shape[1] == length
+
+
+def _resize(tensor: Tensor, size: int, *, is_mask: bool) -> Tensor:
+    columns = torch.arange(size).clamp_max(tensor.shape[1] - 1)
+    return torch.ones_like(tensor[:, columns]) if is_mask else tensor[:, columns]
+
+
+def token_masks(batch: Batch) -> dict[str, Tensor | None]:
+    """1 for the tokens that count and 0 for padding [B, length], by axis; None where all count."""
+    masks: dict[str, Tensor | None] = {}
+    for name, mask in batch.items():
+        if name.endswith(MASK) and mask.ndim == 2:
+            masks[_axis_of(name)] = None if bool(mask.all()) else mask.float()
+    return masks
+
+
+def token_lengths(batch: Batch, hidden: Tensor) -> dict[str, int]:
+    """Length of each token axis of a batch, the block's own (dimension 1 of its hidden states) included."""
+    own = {OWN: hidden.shape[1]} if hidden.ndim > 2 else {}
+    return {ROWS: count_examples(batch), **_axis_lengths(batch), **own}

@@ -1,0 +1,167 @@
+"""One watched run of a model, and where its lists of blocks are."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from graphlib import CycleError, TopologicalSorter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from featcal_cli.data.batches import Batch
+from featcal_cli.runtime.errors import ArchitectureError
+
+
+class Trace:
+    """What happened to each module, by its path, while the model ran once."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.calls: list[str] = []
+        """Every call of every module, in the order in which they began."""
+        self.shapes: dict[str, list[torch.Size]] = {}
+        """Shape of the first tensor that each call of a module was given."""
+        self.residual: set[str] = set()
+        """Members of lists whose output has the shape of their input."""
+        self.overwritten: set[str] = set()
+        """Modules whose input was changed in place after they had received it."""
+        self._lists = {name for name, module in model.named_modules() if isinstance(module, CONTAINERS)}
+        self._pending: dict[str, list[tuple[Tensor, int]]] = {}
+        self._flow: dict[str, tuple[Tensor | None, Tensor | None]] = {}
+
+    def before(self, name: str, arguments: tuple[Any, ...]) -> None:
+        self.calls.append(name)
+        hidden = first_tensor(arguments)
+        if hidden is not None:
+            self.shapes.setdefault(name, []).append(hidden.shape)
+            self._pending.setdefault(name, []).append((hidden, hidden._version))
+        if name.rpartition(".")[0] in self._lists:
+            self._flow[name] = (hidden, None)
+
+    def after(self, name: str, output: Any) -> None:
+        for inner in [path for path in self._pending if path.startswith(f"{name}.") or not name]:
+            if any(hidden._version != version for hidden, version in self._pending.pop(inner)):
+                self.overwritten.add(inner)
+        if name in self._flow:
+            given, result = self._flow[name][0], first_tensor(output)
+            self._flow[name] = (given, result)
+            if given is not None and result is not None and given.shape == result.shape:
+                self.residual.add(name)
+
+    def under(self, path: str) -> Trace:
+        """The same with all paths as seen from a model in which the one that ran lies at `path`."""
+        if path:
+            self.calls = [f"{path}.{name}".rstrip(".") for name in self.calls]
+            self.shapes = {f"{path}.{name}".rstrip("."): shapes for name, shapes in self.shapes.items()}
+            self.residual = {f"{path}.{name}" for name in self.residual}
+            self.overwritten = {f"{path}.{name}".rstrip(".") for name in self.overwritten}
+            self._flow = {f"{path}.{name}": flow for name, flow in self._flow.items()}
+        return self
+
+    def is_chain(self, members: list[str]) -> bool:
+        """True when each member was given the tensor that the one before returned."""
+        return all(self._flow[a][1] is self._flow[b][0] for a, b in itertools.pairwise(members))
+
+
+CONTAINERS = (nn.ModuleList, nn.Sequential)
+
+
+def trace(model: nn.Module, batch: Batch, dtype: torch.dtype) -> Trace:
+    """Run `model` once on `batch` (floating-point inputs in `dtype`) and return what happened."""
+    found = Trace(model)
+    handles = []
+    for name, module in model.named_modules():
+        before = module.register_forward_pre_hook(
+            lambda _, args, kwargs, n=name: found.before(n, (*args, *kwargs.values())), with_kwargs=True
+        )
+        handles += [before, module.register_forward_hook(lambda _, __, output, n=name: found.after(n, output))]
+    try:
+        with torch.no_grad():
+            model(**{key: x.to(dtype) if x.is_floating_point() else x for key, x in batch.items()})
+    finally:
+        for handle in handles:
+            handle.remove()
+    return found
+
+
+def first_tensor(value: Any) -> Tensor | None:
+    """The first tensor in a forward's arguments or output: by convention the hidden states."""
+    if isinstance(value, Tensor):
+        return value
+    parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, (tuple, list)) else ()
+    return next((found for part in parts if (found := first_tensor(part)) is not None), None)
+
+
+def find_blocks(model: nn.Module, run: Trace) -> list[str]:
+    """Members of the outermost lists that look like transformer blocks, in the order in which they ran.
+
+    They run, hold several Linear modules and keep the shape of the hidden states; stages give way to the blocks inside.
+    """
+    taken: list[str] = []
+    found: list[str] = []
+    for name, module in model.named_modules():
+        if not isinstance(module, CONTAINERS) or any(name.startswith(f"{outer}.") for outer in taken):
+            continue
+        members = _members(name, module, run)
+        residual = sum(member in run.residual for member in members)
+        if (
+            residual == 0
+            or 2 * residual < len(members)
+            or any(_is_stage(m, model.get_submodule(m), run) for m in members)
+        ):
+            continue
+        taken.append(name)
+        found += members
+    started = {name: number for number, name in reversed(list(enumerate(run.calls)))}
+    return sorted(found, key=started.__getitem__)
+
+
+def _members(name: str, container: nn.Module, run: Trace) -> list[str]:
+    paths = [f"{name}.{key}" for key, child in container.named_children() if len(_linears(child)) > 1]
+    ran = set(run.calls)
+    return [path for path in paths if path in ran]
+
+
+def _is_stage(name: str, module: nn.Module, run: Trace) -> bool:
+    """True for a member that is itself a chain of equal blocks (as in Swin), false for parts of a block (as in T5)."""
+    for path, inner in module.named_modules():
+        if not isinstance(inner, CONTAINERS) or not path:
+            continue
+        members = _members(f"{name}.{path}", inner, run)
+        same = len({type(child) for child in inner}) == 1
+        if members and same and 2 * len(_linears(inner)) > len(_linears(module)) and run.is_chain(members):
+            return True
+    return False
+
+
+def _linears(module: nn.Module) -> list[nn.Module]:
+    return [inner for inner in module.modules() if isinstance(inner, (nn.Linear, Conv1D)) and inner is not module]
+
+
+def merge_orders(sequences: Sequence[list[str]]) -> list[str]:
+    """One order that agrees with all of them. Raises ArchitectureError where there is none."""
+    graph: TopologicalSorter[str] = TopologicalSorter()
+    for sequence in sequences:
+        for number, name in enumerate(sequence):
+            graph.add(name, *sequence[number - 1 : number])
+    try:
+        return list(graph.static_order())
+    except CycleError as error:
+        raise ArchitectureError(
+            f"the blocks run in different orders for different inputs: {' → '.join(error.args[1])}",
+            fix="give all tasks the same kind of inputs",
+        ) from None
+
+
+def unreached_lists(model: nn.Module, blocks: Sequence[str]) -> Iterator[str]:
+    """The outermost lists of equal children with at least four Linear modules each, apart from `blocks`."""
+    taken = list(blocks)
+    for path, module in model.named_modules():
+        if not isinstance(module, nn.ModuleList) or len({type(child) for child in module}) != 1:
+            continue
+        apart = not any(path.startswith(f"{other}.") or other.startswith(f"{path}.") for other in taken)
+        if apart and all(len(_linears(child)) >= 4 for child in module):
+            taken.append(path)
+            yield path

@@ -1,0 +1,1 @@
+"""A YAML file and options → one validated object."""

@@ -1,0 +1,1 @@
+"""Schemas of results, the model card, pictures, the HTML page, limits of drift."""

@@ -1,0 +1,228 @@
+"""The page of `featcal inspect-drift --html`: one file with everything in it, that asks nobody for anything."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import math
+import re
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import yaml
+
+from featcal_cli.reporting.inspection import Inspection, ModelDrift, PlaceDrift
+from featcal_cli.reporting.markdown import one_line, without_paths, without_secrets
+from featcal_cli.reporting.verdict import find_farther, list_roles, order_blocks, read_drift
+
+TEMPLATE = Path(__file__).with_name("page.html")
+DIGITS = 4
+"""Significant digits of the figures in the page; --json has all of them."""
+MOST_NAMES = 3
+"""Of the tasks that a sentence names."""
+
+Sentence = list["str | list[str]"]
+"""Its parts in order: plain words, and in a list of one a name, which the page sets apart from the words."""
+
+
+def write_page(inspection: Inspection) -> str:
+    """The whole page as HTML text: heat maps, curves, tables and a summary in words, for light and dark screens.
+
+    It holds its own data, style and script, and a content security policy that allows those three alone, by their
+    hashes. Names are data in it: whatever a task is called, nothing of it is read as HTML. To be saved as UTF-8.
+    """
+    template = TEMPLATE.read_text(encoding="utf-8")
+    policy = "; ".join(
+        [
+            "default-src 'none'",
+            f"style-src '{_hash(template, 'style')}'",
+            f"script-src '{_hash(template, 'script')}'",
+            "img-src data:",
+            "base-uri 'none'",
+            "form-action 'none'",
+        ]
+    )
+    # "<" would let a name end the element, or open a comment inside it; JSON may write any character as its number.
+    data = json.dumps(_describe(inspection), ensure_ascii=True, allow_nan=False, separators=(",", ":"))
+    return template.replace("{{policy}}", policy).replace("{{data}}", data.replace("<", "\\u003c"))
+
+
+def _hash(template: str, element: str) -> str:
+    """What a content security policy calls the only bare <element> of the template."""
+    (text,) = re.findall(f"<{element}>(.*?)</{element}>", template, flags=re.DOTALL)
+    return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
+
+
+def _describe(inspection: Inspection) -> dict[str, Any]:
+    """All that the page's script is given; lists where the order or a name counts, for a task may be `__proto__`."""
+    blocks = order_blocks(inspection)
+    modules = list(dict.fromkeys(name for _, _, m in _walk(inspection) for block in m.blocks for name in block.modules))
+    return {
+        "version": inspection.featcal_version,
+        "schema": inspection.schema,
+        "roles": [[role, tag, _show(inspection.names[role])] for role, tag in _tags(inspection).items()],
+        "blocks": [one_line(name) for name in blocks],
+        "modules": [one_line(name) for name in modules],
+        "tasks": [
+            {
+                "name": _task(name),
+                "expert": _show(inspection.names.get(f"expert {name}", "")),
+                "examples": task.examples,
+                "models": {role: _pack(model, blocks, modules) for role, model in task.models.items()},
+            }
+            for name, task in inspection.tasks.items()
+        ],
+        "tiles": _tiles(inspection),
+        "summary": _summarise(inspection),
+        "notes": [_show(note, 1000) for note in inspection.notes],
+        "facts": [[key, _show(value)] for key, value in inspection.environment.items()]
+        + [[key, _round(value)] for key, value in inspection.cost.items()],
+        "recipe": _clean(yaml.safe_dump(inspection.recipe, sort_keys=False, allow_unicode=True, width=100)),
+    }
+
+
+def _walk(inspection: Inspection) -> list[tuple[str, str, ModelDrift]]:
+    return [(name, role, model) for name, task in inspection.tasks.items() for role, model in task.models.items()]
+
+
+def _pack(model: ModelDrift, blocks: list[str], modules: list[str]) -> dict[str, Any]:
+    measured = {block.name: block for block in model.blocks}
+    found = [measured.get(name) for name in blocks]
+    numbers = {name: number for number, name in enumerate(modules)}
+    output = model.output
+    return {
+        "stem": _round(model.stem.relative),
+        "blocks": [
+            [*_figures(b.drift), _round(b.drift.distance), _round(b.drift.amplification)] if b else None for b in found
+        ],
+        "modules": [[[numbers[n], *_figures(drift)] for n, drift in b.modules.items()] if b else [] for b in found],
+        "last": _figures(model.last),
+        "kind": output.kind if output else None,
+        "output": [_round(v) for v in (output.relative, output.divergence, output.agreement, output.certain)]
+        if output
+        else [None] * 4,
+        "vector": _round(model.task_vector_cosine),
+    }
+
+
+def _figures(drift: PlaceDrift) -> list[float | None]:
+    return [_round(value) for value in (drift.relative, drift.local, drift.upstream, drift.cosine)]
+
+
+def _round(value: float | None) -> float | None:
+    """None for what is no finite number: JSON has no word for it."""
+    return None if value is None or not math.isfinite(value) else float(f"{value:.{DIGITS}g}")
+
+
+def _show(text: object, longest: int = 120) -> str:
+    return one_line(_clean(str(text)), longest)
+
+
+def _task(name: str) -> str:
+    return one_line(without_secrets(name))
+
+
+def _clean(text: str) -> str:
+    """Without what a page that is passed on should not tell: tokens, and the folders of this machine."""
+    return without_paths(without_secrets(text))
+
+
+def _tags(inspection: Inspection) -> dict[str, str]:
+    """The roles that were measured on every task, with the short name that the page's tables have room for."""
+    short = {"model": "A", "other": "B"} if "other" in list_roles(inspection) else {}
+    return {role: short.get(role, role) for role in list_roles(inspection)}
+
+
+def _last(inspection: Inspection, role: str) -> dict[str, float]:
+    return {name: task.models[role].last.relative for name, task in inspection.tasks.items()}
+
+
+def _tiles(inspection: Inspection) -> list[dict[str, str]]:
+    """The mean drift after the last block of every model, and how it compares with the base's."""
+    means = {role: fmean(_last(inspection, role).values()) for role in _tags(inspection)}
+    base = means.get("base")
+    return [
+        {
+            "role": role,
+            "value": _number(mean),
+            "note": "" if base is None else "the yardstick" if role == "base" else _compare(mean, base, "the base"),
+        }
+        for role, mean in means.items()
+    ]
+
+
+def _compare(drift: float, with_drift: float, whom: str) -> str:
+    change = drift / with_drift - 1 if with_drift else math.nan
+    if not math.isfinite(change):
+        return ""
+    if abs(change) < 0.0005:
+        return f"as far as {whom}"
+    return (
+        f"{100 * abs(change):.{1 if abs(change) < 0.1 else 0}f} % {'farther' if change > 0 else 'nearer'} than {whom}"
+    )
+
+
+def _number(value: float) -> str:
+    return f"{value:.3g}" if abs(value) < 0.0995 else f"{value:.2f}"
+
+
+def _summarise(inspection: Inspection) -> list[dict[str, Any]]:
+    """What a reader needs first, in words; `warn` marks the paragraphs that say something went wrong."""
+    tags = _tags(inspection)
+    said = []
+    for role in (role for role in ("model", "other") if role in tags):
+        if "base" in tags:
+            said.append(_say_yardstick(inspection, role))
+        said.append({"warn": False, "parts": _say_worst(inspection, role)})
+    if "other" in tags:
+        said.append(_say_change(inspection))
+    return said
+
+
+def _say_worst(inspection: Inspection, role: str) -> Sentence:
+    drifts = _last(inspection, role)
+    worst = max(drifts, key=lambda task: drifts[task])
+    parts: Sentence = [[_show(inspection.names[role])], " is "]
+    if len(drifts) > 1:
+        parts += ["farthest from its expert on ", [_task(worst)], f": drift {_number(drifts[worst])} at the end."]
+    else:
+        parts += [f"{_number(drifts[worst])} away from the expert of ", [_task(worst)], " at the end."]
+    reading = read_drift(inspection.tasks[worst].models[role])
+    if reading.grows is not None and reading.growth is not None:
+        parts += [" There it grows most in ", [one_line(reading.grows)], f", {_number(reading.growth)} times."]
+    return parts
+
+
+def _say_yardstick(inspection: Inspection, role: str) -> dict[str, Any]:
+    name, yardstick = [_show(inspection.names[role])], [_show(inspection.names["base"])]
+    farther, tasks = list(find_farther(inspection, role, than="base")), len(inspection.tasks)
+    if not farther:
+        where = " on every task." if tasks > 1 else "."
+        return {"warn": False, "parts": [name, " is at least as near to the expert as the base ", yardstick, where]}
+    parts = _say_where(farther, tasks)
+    parts += [name, " is farther from the expert than the base ", yardstick, " is: by this measure merging did more "]
+    parts += ["harm than good there. What usually helps is a smaller merging scale."]
+    return {"warn": True, "parts": parts}
+
+
+def _say_where(tasks: list[str], of: int) -> Sentence:
+    if len(tasks) == of:
+        return ["On every task "] if of > 1 else []
+    parts: Sentence = [f"On {len(tasks)} of {of} tasks ("]
+    for number, task in enumerate(tasks[:MOST_NAMES]):
+        parts += [", " if number else "", [_task(task)]]
+    return [*parts, f" and {len(tasks) - MOST_NAMES} more) " if len(tasks) > MOST_NAMES else ") "]
+
+
+def _say_change(inspection: Inspection) -> dict[str, Any]:
+    first, second = _last(inspection, "model"), _last(inspection, "other")
+    name, other = ([_show(inspection.names[role])] for role in ("model", "other"))
+    nearer = find_farther(inspection, "model", than="other")
+    farther = list(find_farther(inspection, "other", than="model"))
+    parts: Sentence = [other, " is nearer to the expert than ", name, f" on {len(nearer)} of {len(first)} tasks"]
+    if farther:
+        change = _compare(second[farther[0]], first[farther[0]], "it")
+        parts += [f", and farther on {len(farther)}: most on ", [_task(farther[0])], f" ({change})" if change else ""]
+    return {"warn": bool(farther), "parts": [*parts, "."]}

@@ -1,0 +1,277 @@
+"""Text of others made inert; an inspection as Markdown for a pipeline's summary."""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections.abc import Iterator
+from html import unescape
+from urllib.parse import quote
+
+from markdown_it import MarkdownIt
+from markdown_it.token import Token
+
+from featcal_cli.lineage.questions import enumerate_names
+from featcal_cli.reporting.inspection import Inspection, TaskInspection
+from featcal_cli.reporting.verdict import list_roles, tell_verdict
+from featcal_cli.runtime.errors import GateError
+
+LONGEST_NAME = 200
+LONGEST_DOCUMENT = 100_000
+"""Characters that are kept; what is longer is cut, and says so."""
+
+
+class _Parser(MarkdownIt):
+    """Reads the structure that the document has when everything in it is inert."""
+
+    def validateLink(self, url: str) -> bool:  # noqa: ARG002, N802
+        return True  # the default would take bad links for text
+
+
+_PARSER = _Parser("commonmark", {"html": False}).enable("table")
+_TOKEN = re.compile(r"\bhf_[A-Za-z0-9]{20,}")
+_PATH = re.compile(r"(?<![\w:/.~&;])~?/(?:[^\s/,;:()'\"`<>|\\]+/)*([^\s/,;:()'\"`<>|\\]+)/?")
+_HOME_PATH = re.compile(
+    r"(?<![\w:/.-])/(?:home|Users|root|tmp|var|mnt|media|srv|scratch|workspace|private|Volumes)/"
+    r"(?:[^\s/,;:()'\"`<>|\\]+/)*([^\s/,;:()'\"`<>|\\]+)"
+)
+_COMMENT = re.compile(r"^ {0,3}<!--.*?-->[ \t]*\n?", re.DOTALL | re.MULTILINE)
+_TARGET = r"[ \t\n]*(?P<to><(?!/?code>)[^<>\n]*>(?=[\s)]|$)|[^\s()<>]*)"
+_PIECE = re.compile(
+    r"(?P<escaped>\\[\s\S])"
+    r"|(?P<ticks>`+)"
+    r"|(?P<kept><code>(?:[^\W_]| |&#\d+;)*</code>|(?<=\S)<br ?/?>|<https?://[^\s<>]*>)"
+    r"|(?P<angle><)"
+    r"|\[!\[(?P<badge>[^\[\]`<\\]*)\]\([^()\s<>]*(?:\s+\"[^\"\n]*\")?\)(?=\]\()"
+    r"|!+(?P<near>\[[^\[\]`<\\!]*\]\((?:\./)?[A-Za-z0-9_][\w/%-]*(?:\.[\w/%-]+)*\))"
+    r"|(?P<blank>!+\[(?=\]))|(?P<image>!+\[)|(?P<bangs>!+)"  # the last, so that a long row of them is tried once
+    rf"|(?P<link>\](?:\(|:)){_TARGET}"
+)
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):")
+_SAFE_SCHEMES = ("http", "https", "mailto")
+
+
+def one_line(text: str, longest: int = LONGEST_NAME) -> str:
+    """`text` in one line: without control, direction and other invisible characters, cut to `longest` characters."""
+    shown = "".join(" " if unicodedata.category(char) in ("Cc", "Zl", "Zp") else char for char in text)
+    shown = "".join(char for char in shown if unicodedata.category(char) not in ("Cf", "Cs"))
+    shown = " ".join(shown.split())
+    return shown if len(shown) <= longest else f"{shown[: longest - 1]}…"
+
+
+def inert(text: str, longest: int = LONGEST_NAME) -> str:
+    """`text` as one line of Markdown that shows exactly it, in a paragraph, a list item or a cell of a table."""
+    shown = re.sub(r"([\\`*_\[\]!#~$@{}])", r"\\\1", one_line(without_secrets(text), longest))
+    for char, entity in (("&", "&amp;"), ("<", "&lt;"), (">", "&gt;"), ("|", "&#124;"), ("://", "&#58;//")):
+        shown = shown.replace(char, entity)
+    return re.sub(r"^([-+=]+|\d+[.)])(?=\s|$)", lambda found: f"{found[0][:-1]}&#{ord(found[0][-1])};", shown)
+
+
+def without_secrets(text: str) -> str:
+    """`text` with everything that looks like a token of the Hub taken out."""
+    return _TOKEN.sub("hf_…", text)
+
+
+def without_paths(text: str) -> str:
+    """`text` with the last part alone of every absolute path."""
+    return _PATH.sub(r"\1", text)
+
+
+def inert_document(markdown: str, level: int) -> str:
+    """A whole Markdown document that can follow a heading of `level` - 1 in another one.
+
+    Its headings start at `level`. Code stays as it is. Elsewhere HTML is shown instead of obeyed, images from other
+    hosts are links, links lead to web pages only, comments are left out. Doing it twice changes nothing more.
+    """
+    text = markdown.replace("\r\n", "\n").replace("\r", "\n").replace("\0", "")
+    if len(text) > LONGEST_DOCUMENT:
+        text = f"{text[:LONGEST_DOCUMENT].rpartition(chr(10))[0]}\n\n(cut here: the rest is left out)"
+    lines = _HOME_PATH.sub(r"\1", _without_comments(text)).split("\n")
+    tokens = _PARSER.parse("\n".join(lines))
+    code, cells = _lines_of(tokens, "fence", "code_block"), _lines_of(tokens, "tr_open")
+    dropped = _move_headings(lines, tokens, level)
+    parts = []
+    for first, end in _pieces(tokens, len(lines)):
+        kept = [line for number, line in enumerate(lines[first:end], first) if number not in dropped]
+        if first in code:
+            parts += kept
+        elif first in cells:
+            parts += ["|".join(map(_inert_span, re.split(r"(?<!\\)\|", line))) for line in kept]
+        else:
+            parts.append(_inert_span("\n".join(kept)))
+    return "\n".join(parts).strip("\n")
+
+
+def _without_comments(text: str) -> str:
+    """The text without its comments; each is looked for only where there is an end for it, or looking takes minutes."""
+    last = text.rfind("-->")
+    end = text.find("\n", last) + 1 or len(text)
+    return text if last < 0 else _COMMENT.sub("", text[:end]) + text[end:]
+
+
+def _lines_of(tokens: list[Token], *kinds: str) -> set[int]:
+    return {line for token in tokens if token.type in kinds and token.map for line in range(*token.map)}
+
+
+def _move_headings(lines: list[str], tokens: list[Token], level: int) -> set[int]:
+    """Write every heading of `lines` with #, so that the highest is of `level`; return the lines that are now empty."""
+    found = [(token, tokens[at + 1]) for at, token in enumerate(tokens) if token.type == "heading_open"]
+    shift = max(0, level - min((int(token.tag[1]) for token, _ in found), default=level))
+    dropped: set[int] = set()
+    for token, title in found:
+        assert token.map is not None
+        first, end = token.map
+        marks = "#" * min(6, int(token.tag[1]) + shift)
+        if token.markup.startswith("#"):
+            lines[first] = lines[first].replace(token.markup, marks, 1)
+            continue
+        content = title.content.split("\n")
+        place = max(lines[first].find(content[0]), 0)  # after the marks of a list or a quotation
+        lines[first] = f"{lines[first][:place]}{marks} {' '.join(part.strip() for part in content)}"
+        dropped |= set(range(first + 1, end))
+    return dropped
+
+
+def _pieces(tokens: list[Token], count: int) -> Iterator[tuple[int, int]]:
+    """The lines of every paragraph, heading, row and block of code, and of what is between them."""
+    kinds = ("inline", "tr_open", "fence", "code_block")
+    at = 0
+    for first, end in sorted({(token.map[0], token.map[1]) for token in tokens if token.type in kinds and token.map}):
+        if at < first:
+            yield at, first
+        if at < end:
+            yield max(at, first), end
+        at = max(at, end)
+    if at < count:
+        yield at, count
+
+
+def _inert_span(text: str) -> str:
+    """Text of one paragraph or cell, in which code spans, links and images may be."""
+    shown, at = "", 0
+    while found := _PIECE.search(text, at):
+        shown += text[at : found.start()]
+        at = found.end()
+        kind = found.lastgroup if found.lastgroup != "to" else "link"
+        if kind == "ticks":
+            ticks = found["ticks"]
+            closing = re.compile(rf"(?<!`){ticks}(?!`)").search(text, at)
+            if closing:
+                shown += _code_span(ticks, text[at : closing.start()])
+                at = closing.end()
+            else:
+                shown += ticks
+        elif kind == "link":
+            target = _safe_target(found["to"])
+            shown += text[found.start() : found.start("to")]
+            if target == found["to"]:
+                at = found.start("to")  # it may hold code or an image: the link need not be one
+            else:
+                shown += target
+        else:
+            shown += _inert_piece(kind or "", found)
+    return shown + text[at:]
+
+
+def _inert_piece(kind: str, found: re.Match[str]) -> str:
+    if kind == "angle" or found[0] == "\\<":
+        return "&lt;"
+    if kind == "badge":
+        return f"[{found['badge'] or 'image'}"
+    if kind == "near":
+        return f"!{found['near']}"
+    if kind in ("blank", "image"):
+        return "[image" if kind == "blank" else "["
+    return found[0]
+
+
+def _code_span(ticks: str, content: str) -> str:
+    """A span of code; with a < in it, one that shows the same to a reader who does not take it for code."""
+    if "<" not in content:
+        return f"{ticks}{content}{ticks}"
+    content = content.replace("\\|", "|").replace("\n", " ")  # \| is a bar in a table
+    coded = "".join(char if char.isalnum() or char == " " else f"&#{ord(char)};" for char in content)
+    return f"<code>{coded}</code>"
+
+
+def _safe_target(to: str) -> str:
+    """The destination of a link, without the angles around it; that of this page for one that leads to none."""
+    plain = "".join(char for char in unescape(re.sub(r"\\(.)", r"\1", to.strip("<>"))) if char.isprintable())
+    scheme = _SCHEME.match(plain.replace(" ", ""))
+    if scheme and scheme[1].lower() not in _SAFE_SCHEMES:
+        return "./#"
+    return quote(to[1:-1], safe="/:?#&=+,;@%") if to.startswith("<") else to
+
+
+LONGEST_LIST = 5
+"""Tasks that a sentence names; the others are counted."""
+LONGEST_TEXT = 400
+COMMIT = re.compile(r"@([0-9a-f]{7})[0-9a-f]{33}\b")
+
+
+def write_summary(inspection: Inspection, exceeded: GateError | None = None) -> str:
+    """The whole text, with a heading of the second level; exceeded: what the gate of `--max-drift` says."""
+    return "\n\n".join(_parts(inspection, exceeded)) + "\n"
+
+
+def _parts(inspection: Inspection, exceeded: GateError | None) -> Iterator[str]:
+    roles = list_roles(inspection)
+    names = {role: _shown(inspection.names.get(role, role)) for role in roles}
+    yield f"## Feature drift of {names.get('other', names['model'])}"
+    if exceeded is not None:
+        yield f"❌ **{_shown(exceeded.what)}**  \n{_shown(exceeded.where)}"
+    for is_warning, text in tell_verdict(inspection, names, _enumerate):
+        yield f"⚠️ {text}" if is_warning else text
+    yield "\n".join(_table(inspection, roles))
+    of = ", ".join(f"{role}: {names[role]}" for role in roles)
+    drift = "Drift is mean ‖h − h\\_expert‖ / mean ‖h\\_expert‖ after the last block; 0 is the expert itself."
+    agree = "Agree: share of the expert's first choices that its own head makes of the model's features too."
+    yield f"{of}. {drift} {agree}" if _judged_by_answers(inspection, roles) else f"{of}. {drift}"
+
+
+def _table(inspection: Inspection, roles: list[str]) -> Iterator[str]:
+    judged = [role for role in roles if role != "base"]
+    answers = _judged_by_answers(inspection, judged)
+    heads = ["task", *(f"drift, {role}" for role in roles), *(f"agree, {role}" for role in judged if answers)]
+    yield f"| {' | '.join(heads)} |"
+    yield f"| --- |{' ---: |' * (len(heads) - 1)}"
+    columns: list[list[float | None]] = []
+    for role in roles:
+        columns.append([task.models[role].last.relative for task in inspection.tasks.values()])
+    for role in judged if answers else []:
+        columns.append([_agreement(task, role) for task in inspection.tasks.values()])
+    for name, *figures in zip(inspection.tasks, *columns, strict=True):
+        yield _row(inert(name), figures, len(roles))
+    if len(inspection.tasks) > 1:
+        yield _row("**mean**", [_mean(column) for column in columns], len(roles))
+
+
+def _judged_by_answers(inspection: Inspection, roles: list[str]) -> bool:
+    return any(_agreement(task, role) is not None for task in inspection.tasks.values() for role in roles)
+
+
+def _row(name: str, figures: list[float | None], drifts: int) -> str:
+    """A line of the table; after so many drifts follow shares."""
+    cells = ["–" if x is None else f"{x:.3f}" if at < drifts else f"{100 * x:.0f} %" for at, x in enumerate(figures)]
+    return f"| {' | '.join([name, *cells])} |"
+
+
+def _agreement(task: TaskInspection, role: str) -> float | None:
+    output = task.models[role].output
+    return None if output is None else output.agreement
+
+
+def _mean(values: list[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None
+
+
+def _shown(text: str) -> str:
+    """As others may read it: of folders the last part, of commits the first digits."""
+    return inert(COMMIT.sub(r"@\1", without_paths(text)), LONGEST_TEXT)
+
+
+def _enumerate(tasks: dict[str, float]) -> str:
+    texts = [f"{inert(task)} (by {more:.3f})" for task, more in tasks.items()]
+    rest = len(texts) - LONGEST_LIST
+    return enumerate_names([*texts[:LONGEST_LIST], f"{rest} more"] if rest > 0 else texts)

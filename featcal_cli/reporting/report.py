@@ -1,0 +1,153 @@
+"""What a calibration did: the contents of featcal_report.json."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from featcal_cli.calibration.results import SHOWN, BlockReport
+from featcal_cli.evaluation.results import TaskScores, read_tasks
+from featcal_cli.reporting.inspection import VISIBLE, TaskInspection, task_from_dict
+
+REPORT = "featcal_report.json"
+"""File name of the report in an output folder."""
+RECIPE = "featcal.yaml"
+"""File name of the resolved recipe in an output folder."""
+CARD = "README.md"
+"""File name of the model card in a repo or an output folder."""
+PICTURE = "drift.png"
+"""File name of the drift picture in an output folder."""
+
+
+@dataclass(frozen=True)
+class TaskDrift:
+    """Drift of one task at the last block: mean ‖h − h_exp‖ / mean ‖h_exp‖, and mean cosine to the expert's feature."""
+
+    before: float
+    """Of the merged model."""
+    after: float
+    """Of the calibrated model."""
+    base: float
+    cosine_before: float
+    cosine_after: float
+    held_out: bool
+    """Measured on examples that were not fitted."""
+
+
+@dataclass(frozen=True)
+class DriftCurve:
+    """Relative drift of one task after every block, in forward order."""
+
+    blocks: list[str]
+    before: list[float]
+    """Of the merged model."""
+    after: list[float]
+    """Of the calibrated model."""
+    base: list[float]
+
+
+@dataclass(frozen=True)
+class Source:
+    """A model or a dataset that a run read."""
+
+    role: str
+    """merged, base, expert TASK, or data TASK."""
+    name: str
+    """A Hub id, or the path of what lies on this machine."""
+    commit: str | None
+    """Of the Hub repo; None for a local path."""
+    found_in: str
+    """Where the name was read: "the command line", "mergekit_config.yml", …"""
+    license: str | None
+    """As the source's own card says it, if it does."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """A whole run."""
+
+    featcal_version: str
+    recipe: dict[str, Any]
+    environment: dict[str, str]
+    settings: dict[str, Any]
+    blocks: list[BlockReport]
+    drift: dict[str, TaskDrift]
+    cost: dict[str, Any]
+    """Seconds, and bytes; under torchrun, of memory the most that one process took, and `expert_bytes_by_rank`."""
+    notes: list[str] = field(default_factory=list)
+    """What was chosen without being told, and what was left alone."""
+    sources: list[Source] = field(default_factory=list)
+    """Every model and dataset that was read."""
+    curves: dict[str, DriftCurve] = field(default_factory=dict)
+    """By task, drift over depth."""
+    measures: dict[str, TaskInspection] = field(default_factory=dict)
+    """By task, what inspect-drift measures, of merged, calibrated and base, on the examples of `drift`."""
+    accuracy: dict[str, TaskScores] = field(default_factory=dict)
+    """By task, of expert, merged and calibrated model, where they were evaluated."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """What featcal_report.json holds."""
+        return {"headline": self.headline, **asdict(self)}
+
+    def to_json(self) -> str:
+        """The text of featcal_report.json."""
+        text = json.dumps(self.to_dict(), indent=2, ensure_ascii=False) + "\n"
+        return text.encode("utf-8", "backslashreplace").decode()  # names in data may hold half characters
+
+    @classmethod
+    def from_json(cls, text: str) -> Report:
+        """What `to_json` wrote."""
+        values = json.loads(text)
+        values.pop("headline", None)
+        values["blocks"] = [BlockReport.from_json(json.dumps(block)) for block in values["blocks"]]
+        values["drift"] = {task: TaskDrift(**drift) for task, drift in values["drift"].items()}
+        values["sources"] = [Source(**source) for source in values["sources"]]
+        values["curves"] = {task: DriftCurve(**curve) for task, curve in values["curves"].items()}
+        values["measures"] = {task: task_from_dict(found) for task, found in values["measures"].items()}
+        values["accuracy"] = read_tasks(values["accuracy"])
+        return cls(**values)
+
+    @property
+    def means(self) -> tuple[float, float]:
+        """Drift before and after, mean over tasks."""
+        count = len(self.drift)
+        return (
+            sum(drift.before for drift in self.drift.values()) / count,
+            sum(drift.after for drift in self.drift.values()) / count,
+        )
+
+    @property
+    def has_grown(self) -> bool:
+        """The mean drift grew by what can be seen, or is no number."""
+        before, after = self.means
+        return not after < before + VISIBLE
+
+    @property
+    def fitted_tasks(self) -> list[str]:
+        """Tasks whose drift is measured on the rows that were fitted."""
+        return [task for task, drift in self.drift.items() if not drift.held_out]
+
+    @property
+    def rows(self) -> str:
+        """What drift is measured on, in words: "on held-out rows", "on fitted rows", or which task on which."""
+        if not self.fitted_tasks:
+            return "on held-out rows"
+        if len(self.fitted_tasks) == len(self.drift):
+            return "on fitted rows"
+        names = ", ".join(self.fitted_tasks[:SHOWN]) + (", …" if len(self.fitted_tasks) > SHOWN else "")
+        return f"on held-out rows, but on fitted rows for {names}"
+
+    @property
+    def headline(self) -> str:
+        """What came of it, in a line: the mean drift, and what it was measured on."""
+        before, after = self.means
+        if self.settings.get("step") == 0:
+            return f"no update helps: these are the merged model's weights, with mean drift {before:.3f} {self.rows}"
+        said = "WARNING: mean drift grew" if self.has_grown else "mean drift went"
+        return f"{said} from {before:.3f} to {after:.3f} {self.rows}"
+
+    @property
+    def worse(self) -> list[str]:
+        """Tasks whose drift grew by what can be seen, or is no number."""
+        return [task for task, drift in self.drift.items() if not drift.after < drift.before + VISIBLE]

@@ -1,0 +1,1 @@
+"""The ground: errors, files, processes, devices, memory, text of strangers, logs."""

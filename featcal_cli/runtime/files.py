@@ -1,0 +1,282 @@
+"""Files: why they cannot be written, links that lead out, whether they changed, one run at a time on an output."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import re
+import shutil
+import socket
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from hashlib import sha256
+from pathlib import Path
+
+from featcal_cli.runtime.errors import CheckpointError, OutputError
+
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+"""Of a disk with no room, of a user who has used up theirs, of a disk for reading only."""
+
+UNFLUSHABLE = (errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.EACCES)
+
+
+def name_reason(error: BaseException) -> str:
+    """What was wrong, as the system calls it; libraries not written in Python tell its number in their message."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    number = _find_number(error)
+    return os.strerror(number) if number else (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def flush(path: Path) -> None:
+    """Have the system write a file, or a folder's list of files, to the disk: what is renamed before that is done may
+    be a name without a content once the power is back. Raises OSError."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in UNFLUSHABLE or not path.is_dir():  # disks of a network know nothing of folders
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def replace_durably(draft: Path, target: Path) -> None:
+    """Give a finished file its name: whatever happens then, even to the power, the name means what was there before or
+    all of the new file. Raises OSError."""
+    flush(draft)
+    draft.replace(target)
+    flush(target.parent)
+
+
+def explain_full(error: BaseException) -> OutputError | None:
+    """The message for a disk that could not take more, or a place that is not for us, wherever that came up; None for
+    any other error."""
+    named = getattr(error, "filename", None)
+    if isinstance(error, FileNotFoundError) and "temporary directory" in str(error):  # Python looked in several places
+        fix = "let TMPDIR name a folder that can be written"
+        return OutputError("there is no folder for temporary files", where="TMPDIR", fix=fix)
+    if isinstance(error, PermissionError) and named:
+        fix = "let this user read and write it, or name another place (TMPDIR, HF_HOME and FEATCAL_CACHE name some)"
+        return OutputError(f"cannot open: {name_reason(error)}", where=str(named), fix=fix)
+    if _find_number(error) not in FULL:
+        return None
+    where = str(named) if named else "standard output or a temporary file"
+    fix = "free disk space, or let TMPDIR and HF_HOME name folders of another disk, and run it again"
+    return OutputError(f"cannot write: {name_reason(error)}", where=where, fix=fix)
+
+
+def tell_bytes(count: float) -> str:
+    """A number of bytes for people: 1.3 GB, 0.2 MB."""
+    return f"{count / 1e9:.1f} GB" if count >= 1e8 else f"{count / 1e6:.1f} MB"
+
+
+def _find_number(error: BaseException) -> int | None:
+    """The system's number of an error."""
+    if isinstance(error, OSError):
+        return error.errno
+    told = re.search(r"\(os error (\d+)\)", str(error))
+    return int(told[1]) if told else None
+
+
+def check_links(folder: Path, skip: Collection[str]) -> None:
+    """Raise CheckpointError for a link out of a model's folder. What is hidden or matches a pattern of `skip` may be
+    one; so may all files of a snapshot in the Hub's cache, which are links to its blobs."""
+    for path in sorted(folder.rglob("*")):
+        inside = path.relative_to(folder)
+        hidden = any(part.startswith(".") for part in inside.parts)
+        if path.is_symlink() and not hidden and not any(inside.match(pattern) for pattern in skip):
+            _check_link(folder, path)
+
+
+def copy_file(folder: Path, source: Path, target: Path) -> None:
+    """Copy a file of a model's folder. Raises CheckpointError for a link out of it, and OSError."""
+    if source.is_symlink():
+        _check_link(folder, source)
+    shutil.copyfile(source, target)
+
+
+def _check_link(folder: Path, link: Path) -> None:
+    home = folder.resolve()
+    homes = [home, home.parent.parent / "blobs"] if home.parent.name == "snapshots" else [home]
+    try:
+        leads_to = link.resolve()
+    except (OSError, RuntimeError):  # a circle of links
+        leads_to = link.parent / link.readlink()
+    if not any(leads_to.is_relative_to(place) for place in homes):
+        what = f"{link.relative_to(folder).as_posix()} is a link out of the model's folder, to {leads_to}"
+        fix = "replace the link by the file itself if that is meant to be published; else delete the link"
+        raise CheckpointError(what, where=str(folder), fix=fix)
+
+
+MODEL_FILES = ("config.json", "adapter_config.json")
+"""A folder that holds one of them is a model's: what its files hold is looked at too."""
+PIECES, PIECE = 512, 1 << 15
+"""Of a file with more bytes than these pieces have together, so many evenly spread ones are hashed: few matrices of a
+model are small enough to lie between two of them."""
+
+Stamp = tuple[int, ...]
+
+
+def stamp_files(paths: Iterable[Path]) -> dict[str, str]:
+    """What tells, also days later and in a copy, whether a file is the same: its size and time of change, and of a
+    model's files a hash over what they hold. `paths` are files and folders; of these, what lies in them at once."""
+    files: dict[Path, bool] = {}
+    for path in paths:
+        if path.is_dir():
+            is_model = any((path / name).is_file() for name in MODEL_FILES)
+            files |= {file: is_model or files.get(file, False) for file in path.iterdir() if file.is_file()}
+        elif path.is_file():
+            files[path] = True
+    with ThreadPoolExecutor() as pool:
+        stamps = pool.map(lambda file: _describe(file, files[file]), sorted(files))
+        return {str(file): stamp for file, stamp in zip(sorted(files), stamps, strict=True)}
+
+
+class Unchanged:
+    """Files as they are now, to be held against what they are later, while they are in use."""
+
+    def __init__(self, files: Mapping[Path, str]) -> None:
+        """files: each with whose it is: `expert mnist`, say."""
+        self._owners = dict(files)
+        self._stamps = {file: take_stamp(file) for file in files}
+
+    def check(self) -> None:
+        """Raise CheckpointError where one was written to, replaced or deleted since, even if its size and time of
+        change are the same."""
+        if (error := self.find_change()) is not None:
+            raise error
+
+    def find_change(self) -> CheckpointError | None:
+        """The error for the first one that is not what it was; None where all are."""
+        for file, before in self._stamps.items():
+            try:
+                now = take_stamp(file)
+            except OSError as error:
+                return CheckpointError(
+                    f"{file.name} of {self._owners[file]} cannot be read any more: {name_reason(error)}",
+                    where=str(file),
+                    fix="put it back and run the same command again: finished blocks are taken over",
+                )
+            if now != before:
+                return CheckpointError(
+                    f"{file.name} of {self._owners[file]} was changed or replaced during the run",
+                    where=str(file),
+                    fix="let nothing write to what a run reads; put the file back and run the same command again, or "
+                    "give --restart to begin anew with the changed one",
+                )
+        return None
+
+
+@contextmanager
+def explain_losses(inputs: Sequence[Path]) -> Iterator[None]:
+    """Raises CheckpointError where a file of `inputs`, or one of these folders, is not found any more."""
+    try:
+        yield
+    except (FileNotFoundError, NotADirectoryError) as error:
+        lost = Path(str(error.filename))
+        if not any(lost.is_relative_to(path) for path in inputs):
+            raise
+        what, fix = f"{lost.name} is not there any more", "put it back and run the same command again"
+        raise CheckpointError(what, where=str(lost), fix=fix) from error
+
+
+def take_stamp(file: Path) -> Stamp:
+    """What any change to a file changes: a write, a time that was set back, another file under its name. Raises
+    OSError."""
+    status = file.stat()
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
+
+
+def _describe(file: Path, with_content: bool) -> str:
+    try:
+        status = file.stat()
+        text = f"{status.st_size} {status.st_mtime_ns}"
+        return f"{text} {_hash_pieces(file, status.st_size)}" if with_content else text
+    except OSError as error:  # it has just gone, or is not for us to read: whoever needs it will say so
+        return name_reason(error)
+
+
+def _hash_pieces(file: Path, size: int) -> str:
+    digest = sha256()
+    with file.open("rb", buffering=0) as stream:
+        if size <= PIECES * PIECE:
+            while piece := stream.read(1 << 20):
+                digest.update(piece)
+        else:
+            for number in range(PIECES):
+                stream.seek(number * (size - PIECE) // (PIECES - 1), os.SEEK_SET)
+                digest.update(stream.read(PIECE))
+    return digest.hexdigest()[:32]
+
+
+LOCK = "lock"
+"""File name of the lock in a hidden folder; it says who holds it."""
+
+
+@contextmanager
+def hold(folder: Path, target: Path) -> Iterator[None]:
+    """Inside, no other run works in `folder`, which is made if need be, on the output `target`. A lock that a dead
+    process left counts nothing. Raises OutputError where another run holds it, and where there can be none."""
+    try:
+        descriptor = _acquire(folder)
+    except BlockingIOError:
+        raise OutputError(
+            f"another run is working on this output{_name_holder(folder)}",
+            where=str(target),
+            fix="wait for it, stop it, or give another --output",
+        ) from None
+    except OSError as error:
+        what = f"cannot write here: {name_reason(error)}"
+        fix = "free disk space, or choose another --output" if error.errno in FULL else "choose another --output"
+        raise OutputError(what, where=str(error.filename or folder), fix=fix) from None
+    try:
+        yield
+    finally:
+        os.close(descriptor)  # with it goes the lock
+
+
+def _acquire(folder: Path) -> int:
+    """The descriptor of the locked file. Raises BlockingIOError when it is locked already."""
+    while True:
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except FileNotFoundError:  # a run that has just ended took the folder with it
+            continue
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if _is_still(descriptor, folder / LOCK):
+                _sign(descriptor)
+                return descriptor
+        except BaseException:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)
+
+
+def _sign(descriptor: int) -> None:
+    """Say in the lock who holds it, for others to name."""
+    with suppress(OSError):  # the disk is full: what has more to write will say so
+        os.truncate(descriptor, 0)
+        os.write(descriptor, json.dumps({"process": os.getpid(), "machine": socket.gethostname()}).encode())
+
+
+def _is_still(descriptor: int, file: Path) -> bool:
+    """Whether the file that was locked is the one of that name: the run before may have deleted it meanwhile."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), file.stat())
+    except FileNotFoundError:
+        return False
+
+
+def _name_holder(folder: Path) -> str:
+    """Who says in the lock that it is theirs."""
+    try:
+        holder = json.loads((folder / LOCK).read_text(encoding="utf-8"))
+        return f": process {int(holder['process'])} on {str(holder['machine'])[:80]}"
+    except (OSError, ValueError, LookupError, TypeError):  # it is just being written
+        return ""

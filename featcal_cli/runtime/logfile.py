@@ -1,0 +1,214 @@
+"""What a run leaves for others to read: its log as lines of JSON, and a report of a failure that nobody foresaw."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import platform
+import shlex
+import sys
+import tempfile
+import time
+import traceback
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from datetime import datetime, timezone
+from importlib.metadata import PackageNotFoundError, version
+from json import dumps
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+from featcal_cli import __version__
+from featcal_cli.runtime.errors import FeatCalError, OutputError
+from featcal_cli.runtime.files import explain_full, name_reason
+from featcal_cli.runtime.interruption import exit_code
+from featcal_cli.runtime.process import peak_resident_bytes
+from featcal_cli.runtime.progress import Listener
+from featcal_cli.runtime.untrusted_text import redact
+from featcal_cli.runtime.waiting import heard
+
+if TYPE_CHECKING:
+    from featcal_cli.runtime.progress import Progress
+
+REMEMBERED = 200
+"""Lines that a crash report ends with."""
+
+
+class Log:
+    """A listener that writes down what it is told, and passes it on."""
+
+    def __init__(self, shown: Listener, file: BinaryIO | None) -> None:
+        self._shown, self._file = shown, file
+        self._began = time.monotonic()
+        self.recent: deque[str] = deque(maxlen=REMEMBERED)
+        """The last lines."""
+
+    def write(self, event: str, **facts: Any) -> None:
+        """One line: when, what, and what is to be said of it; no secrets."""
+        at = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
+        line = redact(dumps({"time": at, "event": event, **facts}, ensure_ascii=False, default=str))
+        self.recent.append(line)
+        if self._file is not None:
+            try:
+                self._file.write(f"{line}\n".encode())
+            except OSError:  # a full disk: the run itself will say so where it matters
+                self._file = None
+
+    def end(self, code: int) -> None:
+        """The last line."""
+        seconds = round(time.monotonic() - self._began, 3)
+        self.write("end", exit_code=code, seconds=seconds, peak_rss_bytes=peak_resident_bytes())
+
+    def end_with(self, error: FeatCalError) -> None:
+        """The last lines of a run that failed."""
+        self.write("error", kind=type(error).__name__, what=error.what, where=error.where, fix=error.fix)
+        self.end(error.exit_code)
+
+    def stage(self, text: str) -> None:
+        self.write("stage", text=text)
+        self._shown.stage(text)
+
+    def note(self, text: str) -> None:
+        self.write("note", text=text)
+        self._shown.note(text)
+
+    def waiting(self, text: str) -> None:
+        self.write("waiting", text=text)
+        self._shown.waiting(text)
+
+    def transfer(self, name: str, done: int, total: int, *, sent: bool = False) -> None:
+        if total and done >= total:
+            self.write("uploaded" if sent else "downloaded", repo=name, bytes=total)
+        self._shown.transfer(name, done, total, sent=sent)
+
+    def progress(self, progress: Progress) -> None:
+        if not (progress.task or progress.module):
+            self.write("block", finished=progress.finished, blocks=progress.blocks, name=progress.block)
+        self._shown.progress(progress)
+
+
+class CrashError(Exception):
+    """What nobody foresaw, with the last lines of the log."""
+
+    def __init__(self, cause: Exception, recent: list[str]) -> None:
+        super().__init__(str(cause))
+        self.cause = cause
+        self.recent = recent
+
+
+@contextmanager
+def recorded(shown: Listener, file: Path | None) -> Iterator[Log]:
+    """Inside, what a command does is written to the file, if there is one, after what is in it already; what libraries
+    warn of too. How it ends is the last line.
+
+    Raises OutputError for a file that cannot be written, and CrashError for what nobody foresaw.
+    """
+    with _opened(file) as stream:
+        log = Log(shown, stream)
+        log.write("start", featcal=__version__, python=sys.version.split()[0], command=shlex.join(sys.argv))
+        handler = _Warnings(log)
+        logging.getLogger().addHandler(handler)
+        try:
+            with heard(log.waiting):
+                yield log
+        except FeatCalError as error:
+            log.end_with(error)
+            raise
+        except KeyboardInterrupt:
+            log.write("interrupted")
+            log.end(exit_code())
+            raise
+        except BrokenPipeError:
+            raise  # whoever read our output has gone
+        except Exception as error:
+            if full := explain_full(error):
+                log.end_with(full)
+                raise full from error
+            log.write("crash", traceback=traceback.format_exc())
+            log.end(1)
+            raise CrashError(error, list(log.recent)) from error
+        else:
+            log.end(0)
+        finally:
+            logging.getLogger().removeHandler(handler)
+
+
+@contextmanager
+def _opened(file: Path | None) -> Iterator[BinaryIO | None]:
+    if file is None:
+        yield None
+        return
+    try:
+        # a pipe that nobody reads would be waited for
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK
+        descriptor = os.open(file, flags, 0o666)
+        os.set_blocking(descriptor, True)
+        stream = os.fdopen(descriptor, "wb", buffering=0)
+    except OSError as error:
+        reason = "nobody reads from this pipe" if error.errno == errno.ENXIO else name_reason(error)
+        what = f"the log cannot be written: {reason}"
+        raise OutputError(
+            what, where=f"--log-file {file}", fix="give the path of a file in a folder that exists"
+        ) from None
+    try:
+        yield stream
+    finally:
+        with suppress(OSError):  # a full disk: lines that could not be written are tried once more
+            stream.close()
+
+
+class _Warnings(logging.Handler):
+    """Writes down what libraries log as a warning or worse."""
+
+    def __init__(self, log: Log) -> None:
+        super().__init__(logging.WARNING)
+        self._log = log
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._log.write("warning", logger=record.name, text=record.getMessage())
+
+
+PACKAGES = (
+    "featcal-cli", "torch", "transformers", "huggingface_hub", "safetensors", "datasets", "tokenizers", "peft", "numpy",
+    "pyarrow", "pillow", "greenlet", "pydantic", "typer", "rich",
+)  # fmt: skip
+
+
+def write_crash(error: BaseException, recent: Sequence[str]) -> Path | None:
+    """The file that was written, in the current folder or else the system's temporary one; None where neither can be.
+
+    recent: the last lines of the log.
+    """
+    text = redact("\n".join(_describe(error, recent)))
+    name = f"featcal-crash-{time.strftime('%Y%m%d-%H%M%S')}.txt"
+    for find_folder in (Path.cwd, lambda: Path(tempfile.gettempdir())):
+        file = None
+        try:
+            file = find_folder() / name
+            with file.open("x", encoding="utf-8", errors="backslashreplace") as stream:
+                stream.write(text)
+        except FileExistsError:  # of another run that ended in this second
+            continue
+        except OSError:  # no such folder, or no room in it
+            with suppress(OSError):
+                if file is not None:
+                    file.unlink()
+            continue
+        return file
+    return None
+
+
+def _describe(error: BaseException, recent: Sequence[str]) -> Iterator[str]:
+    yield "featcal crash report. It holds no tokens; look it over before you send it.\n"
+    yield f"command: {shlex.join(sys.argv)}"
+    yield f"python {platform.python_version()} on {platform.platform()}"
+    for name in PACKAGES:
+        try:
+            yield f"{name} {version(name)}"
+        except PackageNotFoundError:
+            yield f"{name} is not installed"
+    yield "\n" + "".join(traceback.format_exception(error))
+    yield "the last lines of the log:"
+    yield from recent

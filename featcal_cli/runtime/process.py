@@ -1,0 +1,196 @@
+"""This process: how it was started, its streams, its memory, and the imports that it makes on a thread."""
+
+from __future__ import annotations
+
+import codecs
+import io
+import os
+import re
+import resource
+import sys
+import threading
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from featcal_cli.runtime.errors import FeatCalError, OutputError, RecipeError
+from featcal_cli.runtime.untrusted_text import show
+
+NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""What torchrun sets."""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """This process among all of a run."""
+
+    rank: int = 0
+    """Its number; 0 is the one that speaks and writes."""
+    size: int = 1
+    """How many there are."""
+    local_rank: int = 0
+    """Its number on this machine."""
+    local_size: int = 1
+    """How many there are on this machine."""
+    by_torchrun: bool = False
+
+
+def read_launch() -> Launch:
+    """How this process was started; alone unless the environment holds all of NAMES. Raises RecipeError where these
+    are no numbers."""
+    if not all(os.environ.get(name) for name in NAMES):
+        return Launch()
+    try:
+        rank, size, local_rank, local_size = (int(os.environ[name]) for name in NAMES[:4])
+    except ValueError:
+        what = f"the environment says that torchrun started this, and not as what: {', '.join(NAMES[:4])}"
+        raise RecipeError(what, where="the environment", fix="unset them, or start it with torchrun") from None
+    return Launch(rank, size, local_rank, local_size, by_torchrun=True)
+
+
+def check_device(name: str) -> None:
+    """Raise RecipeError for what cannot be a device; whether it is there, `machine.choose_device` finds out."""
+    if not re.fullmatch(r"auto|cpu|cuda(:\d{1,3})?", name):
+        raise RecipeError(f"unknown device {show(name)}", where="--device", fix="give auto, cpu or cuda[:K]")
+
+
+def peak_resident_bytes() -> int:
+    """Peak resident memory of this process in bytes."""
+    status = Path("/proc/self/status")  # of Linux: what getrusage says there may be that of the process that forked
+    if status.is_file() and (found := re.search(r"^VmHWM:\s+(\d+) kB$", status.read_text("ascii", "replace"), re.M)):
+        return int(found[1]) * 1024
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # in KiB elsewhere
+
+
+def resident_bytes() -> int:
+    """Resident memory of this process now, in bytes; the peak where the system does not tell (macOS)."""
+    status = Path("/proc/self/statm")
+    if not status.is_file():
+        return peak_resident_bytes()
+    return int(status.read_text(encoding="ascii").split()[1]) * resource.getpagesize()
+
+
+GONE = 141
+"""Exit code where whoever read our output has gone, as of a program that SIGPIPE ends."""
+
+
+def use_utf8() -> None:
+    """Start this process again where it was told to take names of files for ASCII: their bytes would be no text, and
+    libraries that want text cannot open them."""
+    encoding = codecs.lookup(sys.getfilesystemencoding()).name
+    if encoding == "ascii" and sys.executable and os.environ.get("PYTHONUTF8") != "1":
+        os.environ["PYTHONUTF8"] = "1"
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+
+
+def open_streams() -> None:
+    """Let standard input, output and error be open, and take every letter.
+
+    A stream that was closed leads nowhere now: else the next file that is opened would have its number, and be written
+    to by whoever means the terminal. What is said on standard error never ends a run.
+    """
+    for number, mode in ((0, os.O_RDONLY), (1, os.O_WRONLY), (2, os.O_WRONLY)):
+        try:
+            os.fstat(number)
+        except OSError:
+            nowhere = os.open(os.devnull, mode)
+            if nowhere != number:
+                os.dup2(nowhere, number)
+                os.close(nowhere)
+    if sys.stdin is None:
+        sys.stdin = open(0, closefd=False)  # noqa: SIM115 - for as long as the process lasts
+    if sys.stdout is None:
+        sys.stdout = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
+    encoding = getattr(sys.stderr, "encoding", None) or "utf-8"
+    sys.stderr = io.TextIOWrapper(_Patient(2, "w", closefd=False), encoding, "backslashreplace", write_through=True)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
+
+
+def check_surroundings() -> None:
+    """Raise FeatCalError where the current folder is gone, or the command line holds what is no text."""
+    try:
+        folder = os.getcwd()  # noqa: PTH109 - that of pathlib is the same
+    except OSError:
+        raise OutputError("the current folder is gone", where=".", fix="cd to a folder that exists") from None
+    for text in (*sys.argv[1:], folder):
+        if not text.isascii() and any("\ud800" <= letter <= "\udfff" for letter in text):
+            shown = text.encode("utf-8", "backslashreplace").decode()
+            what = "this is no UTF-8 text, and libraries that featcal uses cannot open such names"
+            raise RecipeError(what, where=shown, fix="rename it, or give a link to it")
+
+
+class _Patient(io.FileIO):
+    """A file that takes whatever is written to it, also where its disk is full or its reader has gone."""
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data)
+        except OSError:
+            return len(memoryview(data).cast("B"))
+
+
+TURN = 0.001
+"""Seconds after which the importing thread lets the other one work, which waits for the Hub most of the time."""
+_importing: _Import | None = None
+
+
+class _Import(threading.Thread):
+    """Imports one module, and with it what that imports; keeps what goes wrong."""
+
+    def __init__(self, module: str) -> None:
+        super().__init__(name=f"import {module}", daemon=True)
+        self._module = module
+        self.error: BaseException | None = None
+
+    def run(self) -> None:
+        try:
+            import_module(self._module)
+        except BaseException as error:  # noqa: BLE001 - it is raised where the module is needed
+            self.error = error
+
+
+def start_importing(module: str) -> None:
+    """Begin to import a module, and return at once; only for a program that ends with `end_while_importing`.
+
+    Nothing is done where the module is there, or where torchrun started this process, which needs torch to begin with.
+    """
+    global _importing
+    if module in sys.modules or _importing is not None or read_launch().by_torchrun:
+        return
+    # what both threads need comes first: in a ring of imports two threads can meet each other's half-made modules
+    from huggingface_hub import HfApi, hf_hub_download, resolve_revision, snapshot_download  # noqa: F401
+    from huggingface_hub.utils import httpx  # type: ignore[attr-defined]  # noqa: F401
+
+    sys.setswitchinterval(TURN)
+    _importing = _Import(module)
+    _importing.start()
+
+
+def finish_importing() -> None:
+    """Wait until what was begun is there. Raises FeatCalError where a package that featcal needs does not work."""
+    global _importing
+    if _importing is None:
+        return
+    _importing.join()
+    error, _importing = _importing.error, None
+    sys.setswitchinterval(0.005)
+    if error is None:
+        return
+    if not isinstance(error, (ImportError, OSError)):
+        raise error
+    reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+    package = (getattr(error, "name", None) or "torch").partition(".")[0]
+    fix = f"install it again: pip install --force-reinstall {package}"
+    raise FeatCalError(f"a package that featcal needs cannot be imported: {reason}", where=package, fix=fix) from error
+
+
+def end_while_importing(code: int) -> None:
+    """End the process, where a thread still imports: the interpreter's own end would take away the ground under it."""
+    if _importing is None or not _importing.is_alive():
+        return
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(code)

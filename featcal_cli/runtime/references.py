@@ -1,0 +1,186 @@
+"""What users type to name things: a path, a Hub id with a revision, a web address, a data source, a merge method."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+from urllib.parse import unquote
+
+from featcal_cli.runtime.errors import RecipeError
+
+DATA_ENDINGS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".txt", ".parquet", ".arrow", ".gz", ".safetensors")
+"""Of files that hold data: no Hub id ends so."""
+HUB_HOSTS = ("huggingface.co", "www.huggingface.co", "hf.co", "www.hf.co")
+"""Where the Hub's pages are; HF_ENDPOINT's host is another."""
+
+_PAGES_OF_A_REPO = ("tree", "blob", "resolve", "raw", "blame", "commit", "commits", "viewer", "discussions", "settings")
+_REVISION_FOLLOWS = ("tree", "blob", "resolve", "raw", "blame", "commit", "commits")
+_NO_REPOS = (
+    "spaces", "docs", "blog", "papers", "collections", "organizations", "learn", "posts", "tasks", "pricing", "join",
+    "login", "settings", "new", "search", "buckets", "kernels",
+)  # fmt: skip
+"""What the Hub's addresses begin with that lead to no model and no dataset."""
+
+
+@dataclass(frozen=True)
+class Page:
+    """The repo that a web address leads to."""
+
+    name: str
+    """USER/NAME, or NAME for the old ones."""
+    kind: Literal["model", "dataset"] | None
+    """None where the address does not tell."""
+    revision: str | None = None
+    config: str | None = None
+    split: str | None = None
+
+    @property
+    def reference(self) -> str:
+        """`ID[@REVISION]`."""
+        return f"{self.name}@{self.revision}" if self.revision else self.name
+
+
+def parse_source(text: str, folder: Path = Path()) -> dict[str, str]:
+    """An existing path (from `folder`), else `ID[@REVISION][:CONFIG[:SPLIT]]` or a dataset's web address, as keys of
+    `Data`. Raises RecipeError."""
+    if path_exists(folder / text):
+        return {"path": str((folder / text).resolve())}
+    if page := read_page(text):
+        parts = {"dataset": page.name, "revision": page.revision, "config": page.config, "split": page.split}
+        return {key: value for key, value in parts.items() if value}
+    if looks_like_path(text):
+        raise RecipeError(f"there is no file or folder {text}", where=f"data {text}", fix="check the path")
+    name, *rest = text.split(":")
+    repo, _, revision = name.rpartition("@") if "@" in name else (name, "", "")
+    if len(rest) > 2 or not repo:
+        raise RecipeError(f"cannot read the source {text!r}", where="data", fix="write ID[@REVISION][:CONFIG[:SPLIT]]")
+    config, split = [*rest, "", ""][:2]
+    found = {"dataset": repo, "revision": revision, "config": config, "split": split}
+    return {key: value for key, value in found.items() if value}
+
+
+def parse_merge(text: str) -> dict[str, Any]:
+    """`average` or `task_arithmetic:SCALE`, as keys of `Merge`."""
+    method, _, scale = text.partition(":")
+    if not scale:
+        return {"method": method}
+    try:
+        return {"method": method, "scale": float(scale)}
+    except ValueError:
+        raise RecipeError(
+            f"the scale {scale!r} is not a number", where="--merge", fix="write e.g. task_arithmetic:0.3"
+        ) from None
+
+
+def path_exists(path: Path) -> bool:
+    """Whether there is such a file or folder; False for what cannot be a path at all (too long, a null byte)."""
+    try:
+        return path.exists()
+    except (OSError, ValueError):
+        return False
+
+
+def looks_like_path(text: str) -> bool:
+    """True for text that can only be meant as a path, never as a Hub id."""
+    name = re.split("[@:]", text, maxsplit=1)[0]
+    return text.startswith((".", "/", "~")) or text.endswith(DATA_ENDINGS) or name.count("/") > 1
+
+
+def split_revision(text: str) -> tuple[str, str | None]:
+    """`ID[@REVISION]` in its two parts, cut at the last @; None where no revision is named."""
+    repo, at, revision = text.rpartition("@")
+    return (repo, revision) if at else (text, None)
+
+
+def existing_path(text: str) -> Path | None:
+    """The absolute path of what `text` names on this machine, if anything."""
+    try:
+        path = Path(text).expanduser().absolute()
+        return path if path.exists() else None
+    except (OSError, RuntimeError, ValueError):
+        # no such home folder, a name too long for a file, a null byte
+        return None
+
+
+def bare_id(text: str, kind: Literal["model", "dataset"] = "model") -> str:
+    """`ID[@REVISION]` as it is, or out of the address of its web page. Raises RecipeError for the page of a dataset
+    where a model is meant, and for addresses of other hosts."""
+    page = read_page(text)
+    if page is None:
+        return text
+    if kind == "model" and page.kind == "dataset":
+        what = f"{page.name} is a dataset, not a model"
+        raise RecipeError(what, where=_shown(text), fix=f"give it as data: --data TASK={page.reference}")
+    return page.reference
+
+
+def bare_model(text: str) -> str:
+    """The same for the names of models, BASE+ADAPTER among them. A path that exists stays. Raises RecipeError."""
+    if existing_path(text):
+        return text
+    return "+".join(part if existing_path(part) else bare_id(part) for part in text.split("+"))
+
+
+def read_page(text: str) -> Page | None:
+    """The repo that a web address leads to: https://HOST/USER/NAME, hf://datasets/USER/NAME, HOST/USER/NAME, also with
+    /tree/REVISION, /blob/…, /resolve/…, /viewer/CONFIG/SPLIT behind it; None for what is no address.
+
+    Raises RecipeError for other hosts, and for pages of the Hub that are no repo.
+    """
+    rest = _below_the_hub(text)
+    if rest is None:
+        return None
+    path, *options = re.split("[?#]", rest, maxsplit=1)[0].strip("/").split(":")
+    parts = [unquote(part) for part in path.split("/") if part]
+    if parts[:1] == ["api"]:
+        parts = parts[1:]
+    kind: Literal["model", "dataset"] | None = None
+    if parts[:1] in (["datasets"], ["models"]):
+        kind = "dataset" if parts.pop(0) == "datasets" else "model"
+    if not parts or (kind is None and parts[0] in _NO_REPOS) or len(options) > 2:
+        raise RecipeError(f"{_shown(text)} is no model and no dataset", where=_shown(text), fix="write USER/NAME")
+    end = 1 if len(parts) == 1 or parts[1] in _PAGES_OF_A_REPO else 2
+    name, _, revision = "/".join(parts[:end]).partition("@")
+    if "@" in parts[end - 1] and revision == "refs":  # a pull request or a converted branch, typed with its slashes
+        revision, parts = "/".join((revision, *parts[end : end + 2])), [*parts[:end], *parts[end + 2 :]]
+    behind = parts[end:]
+    config, split = [*options, "", ""][:2]
+    if behind and behind[0] in _REVISION_FOLLOWS and len(behind) > 1:
+        revision = "/".join(behind[1:4]) if behind[1] == "refs" else behind[1]
+    elif behind and behind[0] == "viewer":
+        shown = [*behind[1:3], "", ""]
+        config, split = shown[0] or config, shown[1] or split
+    return Page(name, kind, revision or None, config or None, split or None)
+
+
+def _below_the_hub(text: str) -> str | None:
+    """What follows the Hub's host in an address; None where the text is no address. Raises RecipeError."""
+    hosts = dict.fromkeys(HUB_HOSTS, "")
+    if endpoint := os.environ.get("HF_ENDPOINT", "").partition("://")[2]:
+        own, _, folder = endpoint.partition("/")
+        hosts[own.rpartition("@")[2].lower()] = folder.strip("/")
+    scheme, mark, rest = text.strip().partition("://")
+    if mark and scheme.lower() == "hf":
+        return rest
+    if not mark:
+        rest = text.strip()
+        begins = re.fullmatch(r"datasets/[^/:]+(/[^/:]+)?(:.*)?/?|[^/.~][^/:]*/[^/:]+(/|/tree/[^/:]+/?)", rest)
+        if begins and not rest.startswith("~"):
+            return rest
+    host, _, below = rest.partition("/")
+    host = host.rpartition("@")[2].lower()
+    if (mark and scheme.lower() in ("http", "https") and host in hosts) or (not mark and host in hosts and below):
+        return below.removeprefix(hosts[host]).strip("/") if hosts[host] else below
+    if not mark:
+        return None
+    fix = "give USER/NAME, or its page on https://huggingface.co; a file elsewhere must be downloaded first"
+    raise RecipeError(f"{_shown(text)} is not on the Hub", where=_shown(text), fix=fix)
+
+
+def _shown(text: str) -> str:
+    """An address for a message: short, without a password and without what follows a question mark."""
+    shown = re.sub(r"//[^/@]*@", "//", re.split("[?#]", text, maxsplit=1)[0])
+    return shown if len(shown) <= 100 else shown[:99] + "…"

@@ -1,0 +1,140 @@
+"""Text of strangers: YAML and JSON within bounds, names made fit to be shown, secrets taken out."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from itertools import chain
+from typing import Any
+from unicodedata import category
+
+import yaml
+
+MAX_CHARACTERS = 1_000_000
+"""A longer YAML text is not parsed: no card or config is that long."""
+MAX_VALUES = 1_000_000
+"""Values that a YAML text may unfold to: a few lines of aliases (&a, *a, <<) unfold to more than any memory holds."""
+MAX_DEPTH = 60
+"""Values inside of values."""
+
+_OBEYED = ("Cc", "Cf", "Cs", "Zl", "Zp")
+"""Categories of characters that move the cursor, turn the writing, or begin a command to the terminal."""
+_YAML_FAULTS = (yaml.YAMLError, ValueError, ArithmeticError, LookupError, TypeError, AttributeError, RecursionError)
+"""What yaml.SafeLoader raises at text that is no YAML: besides its own errors, slips at odd tags (`!!int ""`)."""
+
+
+class _RefusedError(ValueError):
+    """A text stands for more than can be read, or for two things."""
+
+
+class _Loader(yaml.SafeLoader):
+    """Plain values only, and only as many as there is room for."""
+
+    def construct_document(self, node: yaml.Node) -> Any:
+        _measure(node, {})
+        return super().construct_document(node)
+
+
+class _UniqueLoader(_Loader):
+    """Refuses a key that comes twice, of which YAML would believe the last one."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        known: dict[str, int] = {}
+        for key, _ in node.value:
+            line = key.start_mark.line + 1
+            if isinstance(key, yaml.ScalarNode) and (first := known.setdefault(key.value, line)) != line:
+                raise _RefusedError(f"the key {bare(key.value)} is in line {first} and again in line {line}")
+        return super().construct_mapping(node, deep)
+
+
+def load_documents(text: str, *, unique: bool = False) -> list[Any]:
+    """The documents of a YAML text, empty ones left out; with `unique`, keys that come twice are refused. Raises
+    ValueError with a short reason for anything else."""
+    if len(text) > MAX_CHARACTERS:
+        raise ValueError(f"it is longer than {MAX_CHARACTERS:,} characters")
+    try:
+        loader = _UniqueLoader if unique else _Loader
+        return [document for document in yaml.load_all(text, Loader=loader) if document is not None]
+    except _RefusedError:
+        raise
+    except _YAML_FAULTS as error:
+        mark = getattr(error, "problem_mark", None)
+        problem = getattr(error, "problem", None)
+        reason = f": {bare(problem)}" if problem else ""
+        raise ValueError(f"it is not YAML (line {mark.line + 1}{reason})" if mark else "it is not YAML") from None
+
+
+def parse_json(text: str | bytes) -> Any:
+    """The value of a JSON text. Raises ValueError with a short reason."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deep") from None
+
+
+def show(text: str) -> str:
+    """A foreign text for a message: short, and without control characters."""
+    return repr(text if len(text) <= 80 else text[:77] + "...")
+
+
+def bare(text: str) -> str:
+    """The same without quotation marks around it."""
+    return show(text)[1:-1]
+
+
+def visible(text: str) -> str:
+    """A text without what a terminal would obey, in place of which a sign stands."""
+    return "".join("�" if category(char) in _OBEYED and char != "\n" else char for char in text)
+
+
+def _measure(node: yaml.Node, known: dict[int, tuple[int, int] | None]) -> tuple[int, int]:
+    """How many values a node unfolds to, and how deep they lie in each other. Raises _RefusedError."""
+    if id(node) in known:
+        if (found := known[id(node)]) is None:
+            raise _RefusedError("a value in it holds itself")
+        return found
+    known[id(node)] = None
+    parts: list[Any] = node.value if isinstance(node, yaml.CollectionNode) else []
+    parts = list(chain.from_iterable(parts)) if isinstance(node, yaml.MappingNode) else parts
+    count, depth = 1, 1
+    for part in parts:
+        values, levels = _measure(part, known)
+        count, depth = count + values, max(depth, 1 + levels)
+    if count > MAX_VALUES or depth > MAX_DEPTH:
+        raise _RefusedError(
+            f"it unfolds to more than {MAX_VALUES:,} values, or more than {MAX_DEPTH} inside each other"
+        )
+    known[id(node)] = count, depth
+    return count, depth
+
+
+SECRET_NAMES = re.compile(r"TOKEN|SECRET|PASSWORD|PASSWD|API_?KEY|CREDENTIAL", re.IGNORECASE)
+"""In the name of an environment variable, these say that nobody else is to see its value."""
+SHORTEST = 6
+"""Characters of a secret; shorter values would take ordinary words out."""
+HIDDEN = "***"
+PATTERNS = (
+    (re.compile(r"\bhf_[A-Za-z0-9]{6,}"), f"hf_{HIDDEN}"),
+    (re.compile(r"(?i)\b(bearer\s+|authorization\W+basic\s+)[\w.~+/=-]{6,}"), rf"\1{HIDDEN}"),
+    (re.compile(r"(?i)([a-z][a-z0-9+.-]*://)[^\s/@]+@"), rf"\1{HIDDEN}@"),
+    (re.compile(r"(?i)(https?://[^\s?#\"']+)\?[^\s\"'#]+"), rf"\1?{HIDDEN}"),  # signed addresses open what they name
+)
+
+
+def redact(text: str) -> str:
+    """The text without tokens, passwords in addresses, signatures of addresses, and values of secret variables."""
+    secrets = {value for name, value in os.environ.items() if SECRET_NAMES.search(name) and len(value) >= SHORTEST}
+    if token := _stored_token():
+        secrets.add(token)
+    for secret in sorted(secrets, key=len, reverse=True):
+        text = text.replace(secret, HIDDEN)
+    for pattern, hidden in PATTERNS:
+        text = pattern.sub(hidden, text)
+    return text
+
+
+def _stored_token() -> str | None:
+    from huggingface_hub import get_token
+
+    return get_token()

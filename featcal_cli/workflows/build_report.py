@@ -1,0 +1,148 @@
+"""What a run did and measured, put together."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, replace
+from typing import Any
+
+import torch
+
+from featcal_cli import __version__
+from featcal_cli.calibration.hyperparameters import Choice
+from featcal_cli.calibration.results import BlockReport
+from featcal_cli.engine.drift_metrics import STEM, Drift, DriftMeter, OutputShift
+from featcal_cli.engine.job import CALIBRATED, Job, share_readings
+from featcal_cli.lineage.base_model import SAID
+from featcal_cli.reporting.inspection import BlockDrift, ModelDrift, OutputDrift, PlaceDrift, TaskInspection
+from featcal_cli.reporting.model_card import read_license
+from featcal_cli.reporting.report import CARD, DriftCurve, Report, Source, TaskDrift
+from featcal_cli.runtime.hardware import describe_environment
+from featcal_cli.runtime.process import peak_resident_bytes
+from featcal_cli.workflows.preflight import Preflight
+from featcal_cli.workflows.session import Run
+
+
+def summarise(run: Run, plan: Preflight, blocks: list[BlockReport], job: Job, choice: Choice, step: float) -> Report:
+    """The report of a calibration that is through, on every rank; `plan` holds the recipe with the settings that were
+    chosen, `step` is the share of all updates that is left."""
+    calibration = plan.recipe.calibration
+    share_readings(job)
+    return Report(
+        featcal_version=__version__,
+        recipe=plan.recipe.model_dump(mode="json", exclude_none=True),
+        environment=describe_environment(run.device),
+        settings={
+            **asdict(choice.settings),
+            "chosen_by": choice.chosen_by,
+            "candidates": [asdict(trial) for trial in choice.candidates],
+            "guard": bool(job.checked),
+            "step": step,
+            "norms": calibration.norms,
+            "bias": calibration.bias,
+            "token_weights": "cls" if job.cls_blocks else "uniform",
+            "examples": {task: found.fitted_count for task, found in plan.examples.items()},
+        },
+        blocks=[_scale_changes(block, step) for block in blocks],
+        drift={task: read_drift(job, task, bool(found.held_out_count)) for task, found in plan.examples.items()},
+        cost=_add_up_cost(run, job),
+        notes=list(run.notes),
+        sources=list(_describe_sources(plan)),
+        curves={task: read_curve(job, task) for task in plan.examples},
+        measures=describe_tasks(job, {task: f.held_out_count or f.fitted_count for task, f in plan.examples.items()}),
+    )
+
+
+def _scale_changes(block: BlockReport, step: float) -> BlockReport:
+    """The block with the changes of weights of which that share is left."""
+    modules = [replace(module, relative_change=step * module.relative_change) for module in block.modules]
+    return replace(block, modules=modules)
+
+
+def _add_up_cost(run: Run, job: Job) -> dict[str, Any]:
+    """What the run cost, over all ranks: of memory, the most that one of them took."""
+    device = torch.cuda.max_memory_allocated(run.device) if run.device.type == "cuda" else 0
+    told = run.ranks.gather((peak_resident_bytes(), device, sum(walker.bytes_read for walker in job.experts.values())))
+    cost = {
+        "seconds": time.monotonic() - run.started,
+        "peak_rss_bytes": max(rss for rss, _, _ in told),
+        "peak_device_bytes": max(device for _, device, _ in told),
+        "expert_bytes_read": sum(read for *_, read in told),
+    }
+    return cost | ({"expert_bytes_by_rank": [read for *_, read in told]} if len(told) > 1 else {})
+
+
+def _describe_sources(plan: Preflight) -> Iterator[Source]:
+    """Every model and dataset that a run read, with the licence that its card names."""
+    found_in = {finding.role: finding.source for finding in plan.findings}
+    for role, origin in plan.origins.items():
+        licenses = {read_license(each.read_text(CARD)) for each in origin.repos()}
+        agreed = licenses.pop() if len(licenses) == 1 else None
+        yield Source(role, origin.name, origin.repo.commit, found_in.get(role, SAID), agreed)
+    for task, spec in plan.recipe.tasks.items():
+        name = spec.data.dataset or str(spec.data.path)
+        yield Source(f"data {task}", name, spec.data.revision, found_in.get(f"data {task}", SAID), None)
+
+
+def describe_tasks(job: Job, examples: Mapping[str, int]) -> dict[str, TaskInspection]:
+    """What a walk of the job has measured, by task and role."""
+    return {
+        task: TaskInspection(count, {role: _describe_model(job, task, role) for role in job.watchers})
+        for task, count in examples.items()
+    }
+
+
+def read_drift(job: Job, task: str, held_out: bool) -> TaskDrift:
+    """A task's drift at its last block in a calibration; `held_out` says whether its examples were not fitted."""
+    last = job.architecture.last_blocks[task]
+    before, after, base = (_meter(job).read(last, task, role) for role in ("merged", CALIBRATED, "base"))
+    return TaskDrift(before.relative, after.relative, base.relative, before.cosine, after.cosine, held_out)
+
+
+def read_curve(job: Job, task: str) -> DriftCurve:
+    """A task's relative drift after every block that its examples reach in a calibration."""
+    meter = _meter(job)
+    blocks = [block.name for block in job.architecture.blocks if meter.read(block.name, task, "merged").tokens]
+    before, after, base = (
+        [meter.read(block, task, role).relative for block in blocks] for role in ("merged", CALIBRATED, "base")
+    )
+    return DriftCurve(blocks, before, after, base)
+
+
+def _describe_model(job: Job, task: str, role: str) -> ModelDrift:
+    before = _meter(job).read(STEM, task, role)
+    stem = _describe(before, None)
+    blocks = []
+    for block in job.architecture.blocks:
+        found = _meter(job).read(block.name, task, role)
+        if not found.tokens:
+            continue
+        modules = {
+            module.name: _describe(inside, None)
+            for module in block.modules
+            if (inside := _meter(job).read(f"{block.name}.{module.name}", task, role)).tokens
+        }
+        blocks.append(BlockDrift(block.name, _describe(found, before), modules))
+        before = found
+    output = job.outputs.read(task, role) if job.outputs else None
+    return ModelDrift(stem, blocks, _describe_output(output), job.vectors.read(task, role) if job.vectors else None)
+
+
+def _describe(drift: Drift, before: Drift | None) -> PlaceDrift:
+    amplification = drift.mean / before.mean if before and before.mean else None
+    return PlaceDrift(drift.mean, drift.relative, drift.cosine, drift.local, drift.upstream, amplification)
+
+
+def _describe_output(shift: OutputShift | None) -> OutputDrift | None:
+    if shift is None or not shift.rows:
+        return None
+    if not shift.has_logits:
+        return OutputDrift("features", shift.relative)
+    shares = (shift.divergence_sum / shift.rows, shift.agreed / shift.rows, shift.certain / shift.rows)
+    return OutputDrift("logits", shift.relative, *shares)
+
+
+def _meter(job: Job) -> DriftMeter:
+    assert job.meter is not None
+    return job.meter

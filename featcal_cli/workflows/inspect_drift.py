@@ -1,0 +1,103 @@
+"""`inspect-drift`: walk experts, model and base together, load nothing, and measure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from featcal_cli.recipe.schema import Draft, Merge, as_draft
+from featcal_cli.reporting.gates import find_excess
+from featcal_cli.reporting.html_page import write_page
+from featcal_cli.reporting.inspection import Inspection
+from featcal_cli.reporting.markdown import write_summary
+from featcal_cli.runtime.errors import OutputError, RecipeError
+from featcal_cli.runtime.files import name_reason, replace_durably
+from featcal_cli.runtime.progress import Listener, Silent
+from featcal_cli.workflows.session import Run
+
+PICTURES, PAGES, TEXTS = (".png", ".svg"), (".html",), (".md",)
+EXAMPLES = 64
+"""Per task, where nobody says how many."""
+SEED = 43
+"""Another one than calibration's: its examples are not the ones to judge it by."""
+
+
+def inspect_drift(
+    recipe: Draft | Mapping[str, Any] | str | Path,
+    *,
+    compare: str | None = None,
+    device: str = "auto",
+    batch_size: int | None = None,
+    allow_pickle: bool = False,
+    trust_remote_code: bool = False,
+    plot: str | Path | None = None,
+    projection: str | Path | None = None,
+    html: str | Path | None = None,
+    markdown: str | Path | None = None,
+    max_drift: float | None = None,
+    listener: Listener | None = None,
+) -> Inspection:
+    """Measure how far a model's features are from its experts', and where that comes from.
+
+    recipe: as for `calibrate`; its merged model is the one that is inspected, and so is `compare` if it is given.
+    plot, projection (.png or .svg), html and markdown (.md): files to write, and all that is written.
+    max_drift: the limit of a gate, for what markdown says; `gate.check_gate` stops a program that is over it.
+    Raises FeatCalError (what, where, fix) when something that the user can mend is wrong.
+    """
+    wanted = ((plot, PICTURES), (projection, PICTURES), (html, PAGES), (markdown, TEXTS))
+    files = {Path(file): kind for file, kind in wanted if file}
+    for file, kinds in files.items():
+        _check_file(file, kinds)
+    run = Run(
+        _with_defaults(as_draft(recipe)), device, batch_size, allow_pickle, trust_remote_code, listener or Silent()
+    )
+    if isinstance(run.draft.merged, Merge):
+        raise RecipeError("there is no model to inspect yet", where="merged", fix="name one, or calibrate first")
+    run.find_models()
+    from featcal_cli.workflows.measure_drift import draw_pictures, measure
+
+    found, job = measure(run, compare, keep_finals=projection is not None)
+    if run.ranks.is_first:
+        for file, content in draw_pictures(found, job, plot, projection):
+            _write(file, content)
+        if html:
+            _write(Path(html), write_page(found).encode())
+        if markdown:
+            exceeded = None if max_drift is None else find_excess(found, max_drift)
+            _write(Path(markdown), write_summary(found, exceeded).encode())
+    return found
+
+
+def _write(file: Path, content: bytes) -> None:
+    """Write a file, whole or not at all: what was there before stays until then."""
+    draft = file.resolve().with_name(f".{file.name}.partial")
+    try:
+        if file.exists() and not file.is_file():  # a device
+            file.write_bytes(content)
+        else:
+            draft.write_bytes(content)
+            replace_durably(draft, file.resolve())
+    except OSError as error:
+        with suppress(OSError):
+            draft.unlink()
+        fix = "free disk space, or give the path of a file that can be written"
+        raise OutputError(f"cannot write: {name_reason(error)}", where=str(file), fix=fix) from None
+
+
+def _with_defaults(draft: Draft) -> Draft:
+    """The draft with fewer examples than calibration fits, and others, where it does not say how many and which."""
+    said = draft.calibration.model_fields_set
+    values = {name: value for name, value in (("examples", EXAMPLES), ("seed", SEED)) if name not in said}
+    return draft.model_copy(update={"calibration": draft.calibration.model_copy(update=values)})
+
+
+def _check_file(file: Path, kinds: Sequence[str]) -> None:
+    """Raise OutputError unless such a file can be written."""
+    if file.suffix not in kinds:
+        raise OutputError(
+            f"{file.name} is no {' or '.join(kinds)}", where=str(file), fix=f"name it {file.stem}{kinds[0]}"
+        )
+    if not file.resolve().parent.is_dir():
+        raise OutputError(f"there is no folder {file.parent}", where=str(file), fix="make it, or choose another")

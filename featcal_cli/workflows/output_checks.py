@@ -1,0 +1,94 @@
+"""What was built, looked over before it takes its place: it loads, and differs from merged where it should alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from filecmp import cmp
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from featcal_cli.hub.snapshot import Snapshot
+from featcal_cli.models.checkpoint_files import read_slots
+from featcal_cli.models.loading import Model, load_model
+from featcal_cli.runtime.errors import FeatCalError, NumericsError, OutputError
+
+CHUNK = 1 << 26
+"""Bytes of two files that are compared at a time."""
+
+
+def check_built(
+    folder: Path, merged: Model, groups: Iterable[Mapping[str, Tensor]], contents: Mapping[str, str | bytes]
+) -> None:
+    """Read back a finished output folder: the calibrated tensors of `groups` (by name on disk) hold what they should
+    and are finite, every other byte is merged's, `contents` are there by file name, and the model loads.
+
+    Raises OutputError for what is not so: a disk that lies, or a fault of ours. Raises NumericsError where the weights'
+    dtype is too small for a solution.
+    """
+    written: dict[str, list[tuple[int, int]]] = {}
+    slots = read_slots(merged.snapshot)
+    for group in groups:
+        for name, tensor in group.items():
+            slot = slots[name]
+            written.setdefault(slot.file, []).append((slot.start, slot.start + slot.size))
+            if not torch.isfinite(tensor).all():
+                dtype = str(tensor.dtype).removeprefix("torch.")
+                raise NumericsError(f"the solution of {name} does not fit into {dtype}", fix="use a larger --ridge")
+            if not np.array_equal(np.memmap(folder / slot.file, np.uint8, "r", slot.start, slot.size), _bytes(tensor)):
+                raise _wrong(folder / slot.file, f"{name} is not what was calibrated")
+    weights = {file.name for file in merged.snapshot.weights()}
+    for copy in sorted(path for path in folder.rglob("*") if path.is_file()):
+        name = copy.relative_to(folder).as_posix()
+        original = merged.snapshot.folder / name
+        if name in contents:
+            content = contents[name]
+            same = copy.read_bytes() == (content if isinstance(content, bytes) else content.encode())
+        elif name in weights:
+            same = _same_but_for(original, copy, sorted(written.get(name, ())))
+        else:
+            same = cmp(original, copy, shallow=False)
+        if not same:
+            raise _wrong(copy, f"{name} is not what was written")
+    _check_loading(folder, merged)
+
+
+def _check_loading(folder: Path, merged: Model) -> None:
+    """Raises OutputError where transformers lacks more tensors than it does in merged."""
+    snapshot = Snapshot("the output", folder, None, trusted=merged.snapshot.trusted)
+    try:
+        lacking = load_model("the output", snapshot, type(merged.module)).missing - merged.missing
+    except FeatCalError as error:
+        raise _wrong(folder, error.what) from error
+    if lacking:
+        raise _wrong(folder, f"transformers does not find {', '.join(sorted(lacking)[:3])}")
+
+
+def _same_but_for(original: Path, copy: Path, spans: Sequence[tuple[int, int]]) -> bool:
+    """Whether two files are alike outside of these spans of bytes, which are in order."""
+    if original.stat().st_size != copy.stat().st_size:
+        return False
+    one, two = (np.memmap(file, np.uint8, "r") for file in (original, copy))
+    starts, stops = [0, *(stop for _, stop in spans)], [*(start for start, _ in spans), len(one)]
+    return all(
+        np.array_equal(one[at : min(at + CHUNK, stop)], two[at : min(at + CHUNK, stop)])
+        for start, stop in zip(starts, stops, strict=True)
+        for at in range(start, stop, CHUNK)
+    )
+
+
+def _bytes(tensor: Tensor) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
+    found: np.ndarray[tuple[int], np.dtype[np.uint8]] = (
+        tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+    )
+    return found
+
+
+def _wrong(place: Path, what: str) -> OutputError:
+    return OutputError(
+        f"the output was written and is not good: {what}",
+        where=str(place),
+        fix="check the disk and run the same command again; if it stays, please report it",
+    )

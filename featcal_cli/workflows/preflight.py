@@ -1,0 +1,364 @@
+"""Everything that can be found out about a job before its weights are downloaded, and every reason not to start it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from featcal_cli.calibration.cost_model import Work, measure_speed
+from featcal_cli.calibration.hyperparameters import Plan, plan_for
+from featcal_cli.data.examples import DrawnExamples, TaskExamples, draw_examples
+from featcal_cli.data.hub_dataset import use_copy
+from featcal_cli.data.rows import naming_task
+from featcal_cli.hub.download import DESCRIBING, chosen_files, download_describing, missing_files
+from featcal_cli.hub.model_source import Origin, find_origin
+from featcal_cli.hub.pickle_weights import OTHER_FORMATS
+from featcal_cli.hub.repo import Opener
+from featcal_cli.hub.safetensors_header import Entry, read_headers
+from featcal_cli.hub.snapshot import Snapshot
+from featcal_cli.lineage.resolve import Finding
+from featcal_cli.models.alignment import check_alignment, describe_unread, load_fitting
+from featcal_cli.models.checkpoint_files import DTYPES, check_readable, check_writable
+from featcal_cli.models.config import UNPACKED, check_unquantised, read_config
+from featcal_cli.models.inventory import run_empty, walk_registered
+from featcal_cli.models.likeness import check_likeness
+from featcal_cli.models.loading import Model, find_class
+from featcal_cli.models.outline import load_outline
+from featcal_cli.recipe.schema import Data, Merge, Recipe
+from featcal_cli.runtime.errors import ArchitectureError, CheckpointError, OutputError
+from featcal_cli.runtime.files import check_links, tell_bytes
+from featcal_cli.runtime.hardware import disk_of, free_bytes, memory_of, rooms_for_features
+from featcal_cli.runtime.process import resident_bytes
+from featcal_cli.workflows.output_folder import Workplace
+from featcal_cli.workflows.resource_estimate import Estimate, Load, Place, SearchNeeds, choose_batch_sizes, estimate
+
+Note = Callable[[str], None]
+SAMPLED = 8
+"""Examples of a task that a dry run reads."""
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """Bytes of one model's files."""
+
+    missing: int
+    """To be downloaded."""
+    here: int
+    """In the cache or in a local folder already."""
+
+
+@dataclass(frozen=True)
+class Preflight:
+    """A job that may start."""
+
+    recipe: Recipe
+    """Every Hub repo and dataset at the commit that it has now."""
+    findings: Sequence[Finding]
+    origins: Mapping[str, Origin]
+    """By role: merged (unless it is built), base, and expert TASK."""
+    transfers: Mapping[str, Transfer]
+    examples: Mapping[str, TaskExamples]
+    model_class: str
+    dtype: str
+    """Of the merged model's files."""
+    parameters: int
+    blocks: int
+    modules: int
+    """That are calibrated."""
+    estimate: Estimate
+    device: str
+
+    @property
+    def commits(self) -> list[str | None]:
+        """The commit of each finding, None for what is no Hub repo."""
+        data = {f"data {task}": spec.data.revision for task, spec in self.recipe.tasks.items()}
+        known = data | {role: origin.repo.commit for role, origin in self.origins.items()}
+        return [known.get(finding.role) for finding in self.findings]
+
+    def to_dict(self) -> dict[str, Any]:
+        """For --json."""
+        return {
+            "recipe": self.recipe.model_dump(mode="json", exclude_none=True),
+            "findings": [asdict(finding) for finding in self.findings],
+            "transfers": {role: asdict(transfer) for role, transfer in self.transfers.items()},
+            "model_class": self.model_class,
+            "dtype": self.dtype,
+            "parameters": self.parameters,
+            "blocks": self.blocks,
+            "modules": self.modules,
+            "device": self.device,
+            "estimate": asdict(self.estimate),
+        }
+
+
+def prepare(
+    recipe: Recipe,
+    findings: Sequence[Finding],
+    *,
+    device: torch.device,
+    batch_size: int | None,
+    allow_pickle: bool,
+    trust_remote_code: bool,
+    open_repo: Opener,
+    sample: bool,
+    target: Path | None,
+    others: Mapping[str, str],
+    stage: Callable[[str], None],
+    note: Note,
+    pinned: Callable[[Recipe, Mapping[str, str]], None] = lambda *_: None,
+    hold_out: bool = False,
+) -> Preflight:
+    """Pin every repo, compare the models by their files' headers, read the examples (with `sample` only a few of them),
+    and work out what the job needs. Nothing is written but small files to the Hub's cache.
+
+    batch_size: None for what suits models, examples and machine. pinned: told the recipe and `others` with every repo
+    at its commit, as soon as they are known. hold_out: where there are no further rows, some of the fitted ones are
+    held out, if featcal is to choose settings.
+
+    Raises FeatCalError for whatever would stop the job later.
+    """
+    stage("finding models")
+    origins = {
+        role: find_origin(name, allow_pickle=allow_pickle, open_repo=open_repo)
+        for role, name in {**name_models(recipe), **others}.items()
+    }
+    for text in dict.fromkeys(text for origin in origins.values() for text in origin.notes):
+        note(text)
+    if target is not None:
+        _check_links(origins)
+    recipe = pin(recipe, origins, open_repo, note)
+    pinned(recipe, {role: origins[role].pinned for role in others})
+    stage("comparing models")
+    outlines, headers = _outline_models(origins, trust_remote_code)
+    merged = outlines["merged"]
+    stage("reading examples")
+    hold_out = hold_out and recipe.calibration.is_answered_for
+    drawn = _draw_examples(recipe, origins, merged, SAMPLED if sample else None, note, hold_out=hold_out)
+    longest = {task: found.longest() for task, found in drawn.items()}
+    # a model that looks at values cannot run without them: then what is registered must do, and the run will tell
+    norms = recipe.calibration.norms
+    architecture = run_empty(merged.module, norms, longest) or walk_registered(merged.module, longest, norms)
+    if not any(len(layers) for layers in merged.module.modules() if isinstance(layers, torch.nn.ModuleList)):
+        what = f"no list of transformer blocks was found in {type(merged.module).__name__}"
+        fix = "give a transformer checkpoint whose layers hold Linear modules"
+        raise ArchitectureError(what, where=merged.snapshot.name, fix=fix)
+    if batch_size:
+        sizes = dict.fromkeys(drawn, batch_size)
+    else:
+        sizes = choose_batch_sizes(merged.module, architecture, longest, device, memory_of(device))
+    # a task's encoded images are let go when its batches are made
+    examples = {task: drawn.pop(task).cut(size) for task, size in sizes.items()}
+    for role, outline in outlines.items():
+        check_alignment(architecture, merged, outline)
+        check_readable(outline, architecture, headers[role])
+        if outline is not merged:
+            for text in check_likeness(merged, outline):
+                note(text)
+    for text in describe_unread(merged):
+        note(text)
+    if target is not None:
+        check_writable(merged, architecture, headers["merged"])
+    transfers = {role: _transfer(origin) for role, origin in origins.items()}
+    loads = {task: _load(found, recipe.calibration.examples) for task, found in examples.items()}
+    is_open = recipe.calibration.is_open and all(found.selection_count for found in examples.values())
+
+    def will_search(work: Work, needs: SearchNeeds) -> tuple[int, int] | None:
+        fitted, shown = (max(getattr(load, key) for load in loads.values()) for key in ("fitted", "watched"))
+        plan = plan_for(recipe.calibration, merged.module, fitted, shown, work, len(architecture.blocks), needs.fits)
+        return (len(plan.candidates), plan.fitted) if isinstance(plan, Plan) else None
+
+    needs = estimate(
+        outlines,
+        architecture,
+        loads,
+        Place(device, memory_of(device), rooms_for_features(device), measure_speed(device)),
+        ridge=recipe.calibration.ridge,
+        resident=resident_bytes(),
+        guarded=target is not None and recipe.calibration.select != "preset",
+        built=isinstance(recipe.merged, Merge),
+        searched=will_search if is_open and target is not None else lambda *_: None,
+    )
+    _check_disk(needs, transfers, target)
+    return Preflight(
+        recipe=recipe,
+        findings=findings,
+        origins=origins,
+        transfers=transfers,
+        examples=examples,
+        model_class=type(merged.module).__name__,
+        dtype=str(merged.module.dtype).removeprefix("torch."),
+        parameters=sum(parameter.numel() for parameter in merged.module.parameters()),
+        blocks=len(architecture.blocks),
+        modules=sum(len(block.modules) for block in architecture.blocks),
+        estimate=needs,
+        device=str(device),
+    )
+
+
+def name_models(recipe: Recipe) -> dict[str, str]:
+    """Every model that a job reads, as the user would type it, by its role."""
+    merged = {} if isinstance(recipe.merged, Merge) else {"merged": recipe.merged}
+    return merged | {"base": recipe.base} | {f"expert {task}": spec.expert for task, spec in recipe.tasks.items()}
+
+
+def pin(recipe: Recipe, origins: Mapping[str, Origin], open_repo: Opener, note: Note) -> Recipe:
+    """The recipe with every model and dataset at the commit that it has now."""
+    tasks = {
+        task: spec.model_copy(
+            update={"expert": origins[f"expert {task}"].pinned, "data": pin_data(task, spec.data, open_repo, note)}
+        )
+        for task, spec in recipe.tasks.items()
+    }
+    merged = recipe.merged if isinstance(recipe.merged, Merge) else origins["merged"].pinned
+    return recipe.model_copy(update={"merged": merged, "base": origins["base"].pinned, "tasks": tasks})
+
+
+def pin_data(task: str, data: Data, open_repo: Opener, note: Note) -> Data:
+    """The source with a dataset at the commit that it has now; of a loading script, the Hub's parquet copy, which
+    `note` is told. Raises HubError, and DataError where there is no copy."""
+    if data.dataset is None:
+        return data
+    repo = open_repo(f"{data.dataset}@{data.revision}" if data.revision else data.dataset, "dataset")
+    with naming_task(task):
+        repo = use_copy(repo, data, open_repo, lambda text: note(f"{task}: {text}"))
+    return data.model_copy(update={"revision": repo.commit})
+
+
+def _check_links(origins: Mapping[str, Origin]) -> None:
+    """Raise CheckpointError for a link that would lead files of this machine into the output."""
+    published = ["merged"] if "merged" in origins else ["base", next(role for role in origins if role != "base")]
+    for repo in (repo for role in published for repo in origins[role].repos()):
+        if repo.folder:
+            check_links(repo.folder, skip=(*OTHER_FORMATS, "*.safetensors"))
+
+
+Headers = Mapping[str, Entry] | None
+"""The tensors of a model's files, by name; None where they are not known before its weights are here."""
+
+
+def _outline_models(origins: Mapping[str, Origin], trusted: bool) -> tuple[dict[str, Model], dict[str, Headers]]:
+    """Every model without values, and what its files hold, by its role."""
+    patterns = (*DESCRIBING, "*.py") if trusted else DESCRIBING
+    snapshots = {
+        role: Snapshot(origin.name, _describe(origin.body, patterns), origin.repo.commit, trusted=trusted)
+        for role, origin in origins.items()
+    }
+    headers: dict[str, Headers] = {}
+    for role, origin in origins.items():
+        _check_packing(role, origin, snapshots[role], {})
+        headers[role] = read_headers(origin.body.repo) if origin.body.form == "safetensors" else None
+        _check_packing(role, origin, snapshots[role], headers[role] or {})
+
+    def outline(role: str, snapshot: Snapshot, model_class: Any) -> Model:
+        return load_outline(role, snapshot, model_class, headers[role])
+
+    first = "merged" if "merged" in origins else next(role for role in origins if role != "base")
+    merged = outline(first, snapshots[first], find_class(snapshots[first]))
+    found = {}
+    for role in (role for role in origins if role != first):
+        if _look_alike(headers[role], headers[first]) and _read_type(snapshots[role]) == _read_type(snapshots[first]):
+            found[role] = replace(merged, role=role, snapshot=snapshots[role])  # the same outline: no need for another
+        else:
+            found[role] = load_fitting(role, snapshots[role], merged, outline)
+    return {"merged": merged, first: merged, **found}, {"merged": headers[first], **headers}
+
+
+def _check_packing(role: str, origin: Origin, snapshot: Snapshot, tensors: Mapping[str, Entry]) -> None:
+    """Raise CheckpointError for a quantised model, or an adapter on one."""
+    what = f"the base of {role}, {origin.body.name}," if origin.base else role
+    fix = f"name the base in full precision: BASE+{origin.name}" if origin.base else ""
+    check_unquantised(read_config(snapshot), what, origin.body.name, tensors, fix)
+    kinds = sorted({entry.dtype for entry in tensors.values()})
+    if kinds and DTYPES.keys().isdisjoint(kinds):
+        what = f"{what} holds its tensors as {', '.join(kinds)}, and none as numbers that could be calibrated"
+        raise CheckpointError(what, where=origin.body.name, fix=fix or UNPACKED)
+
+
+def _look_alike(one: Mapping[str, Entry] | None, other: Mapping[str, Entry] | None) -> bool:
+    """Whether two models' files hold tensors of the same names, shapes and dtypes."""
+    if one is None or other is None or one.keys() != other.keys():
+        return False
+    return all((one[name].shape, one[name].dtype) == (other[name].shape, other[name].dtype) for name in one)
+
+
+def _read_type(snapshot: Snapshot) -> object:
+    return read_config(snapshot).get("model_type")
+
+
+def _describe(origin: Origin, patterns: Sequence[str] = DESCRIBING) -> Path:
+    """A folder with what says how to build and feed one model, without its weights."""
+    return origin.repo.folder or download_describing(origin.repo, patterns)
+
+
+def _folders(origin: Origin) -> list[Path]:
+    """Where a model's processor and tokenizer may lie: an adapter brings its own, or uses its base's."""
+    return [_describe(origin), *(_folders(origin.base) if origin.base else ())]
+
+
+def _draw_examples(
+    recipe: Recipe, origins: Mapping[str, Origin], merged: Model, sampled: int | None, note: Note, *, hold_out: bool
+) -> dict[str, DrawnExamples]:
+    examples = {}
+    for task, spec in recipe.tasks.items():
+        roles = [role for role in (f"expert {task}", "merged", "base") if role in origins]
+        folders = [folder for role in roles for folder in _folders(origins[role])]
+        examples[task] = draw_examples(
+            task,
+            spec.data,
+            merged.module,
+            folders,
+            count=recipe.calibration.examples,
+            seed=recipe.calibration.seed,
+            hold_out=hold_out,
+            sampled=sampled,
+        )
+        for text in examples[task].notes:
+            note(text)
+    return examples
+
+
+def _transfer(origin: Origin) -> Transfer:
+    """Bytes of a model's own files and, for an adapter, of its base's."""
+    repo = origin.repo
+    chosen = chosen_files(repo, (), () if origin.form == "pickle" else OTHER_FORMATS)
+    missing = set() if repo.folder else set(missing_files(repo))
+    sizes = [sum(repo.files[path].size for path in chosen if (path in missing) is wanted) for wanted in (True, False)]
+    below = _transfer(origin.base) if origin.base else Transfer(0, 0)
+    return Transfer(sizes[0] + below.missing, sizes[1] + below.here)
+
+
+def _load(found: TaskExamples, wanted: int) -> Load:
+    """A task's examples as work: all `wanted`, of which some were read; fewer where the source has no more."""
+    batches = [*found.fitted, *found.selection, *found.held_out]
+    held = sum(x.numel() * x.element_size() for batch in batches for x in batch.values())
+    scale = 1.0 if found.is_whole else wanted / found.fitted_count
+    watched = found.held_out_count or found.fitted_count
+    fitted, watched = (round(number * scale) for number in (found.fitted_count, watched))
+    size = min(found.batch_size, max(fitted, watched))
+    return Load(found.fitted[0], fitted, watched, round(held * scale), size)
+
+
+def _check_disk(needs: Estimate, transfers: Mapping[str, Transfer], target: Path | None) -> None:
+    """Raise OutputError when the output or the downloads would not fit."""
+    downloads = sum(transfer.missing for transfer in transfers.values())
+    places = [(Path(hub_cache()), downloads, "free some, or point HF_HOME to another disk")]
+    if target is not None:
+        there = sum(file.stat().st_size for file in Workplace(target).journal.glob("*"))  # of an interrupted run
+        places.append((target.resolve().parent, needs.disk_bytes - there, "free some, or choose another --output"))
+    for place, _, fix in places:
+        wanted = sum(needed for other, needed, _ in places if disk_of(other) == disk_of(place))
+        free = free_bytes(place)
+        if free < wanted:
+            what = f"{tell_bytes(wanted)} of disk are needed, and {tell_bytes(free)} are free"
+            raise OutputError(what, where=str(place), fix=fix)
+
+
+def hub_cache() -> str:
+    """The folder that the Hub's client downloads to."""
+    from huggingface_hub import constants
+
+    return str(constants.HF_HUB_CACHE)

@@ -1,0 +1,305 @@
+"""Memory, time and disk that a job will need, and how many examples make a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from featcal_cli.calibration import cost_model
+from featcal_cli.calibration.cost_model import (
+    COMPUTE,
+    Speed,
+    Walk,
+    Work,
+    count_work,
+    find_inputs,
+    seconds_of,
+    walk_outline,
+)
+from featcal_cli.calibration.linear_algebra import choose_precision
+from featcal_cli.data.batches import Batch
+from featcal_cli.models.architecture import Architecture, Block
+from featcal_cli.models.loading import Model
+
+FITTED_PASSES, WATCHED_PASSES, JUDGED_PASSES = 2, 8, 3
+"""Passes of a batch that are under way at once: expert and student; where drift is measured with merged and base, and a
+further one of the expert for each of them."""
+FEATURES_HELD = 3
+"""Times that the inputs of a block's modules are held for one batch: student's and expert's, the expert's outputs, and
+what is made of them."""
+BLOCKS_HELD = 4
+"""Blocks in memory at once: of merged, base, an expert and the next one, and the student's new one."""
+STEMS_HELD = 3
+"""Stems that run beside each other: of merged (the student's is the same), base and an expert."""
+SPARE = 0.9
+"""Part of a memory that a search may fill: the system and others have some of it."""
+SOLVING_PULLS = 3
+"""Matrices of a weight's size beside each other while it is solved for: merged, base and the anchor, or the update."""
+HALF = 0.6
+"""Part of a symmetric sum that is held."""
+SMALL_FILES = 2**18
+"""Bytes of report, card, picture and records, and of what a disk takes for a file beyond its bytes."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What a job will need."""
+
+    host_bytes: int
+    """Peak resident memory, weights that are read from disk included."""
+    device_bytes: int
+    """Peak memory on the device; 0 where it is the CPU."""
+    disk_bytes: int
+    """Output, journal, a merged model that is built, and features that do not fit in memory, together."""
+    seconds: float
+    """Computing time; without downloads."""
+    work: Work
+    search: SearchNeeds
+
+
+@dataclass(frozen=True)
+class SearchNeeds:
+    """What a search for settings needs of the memory in which it computes."""
+
+    memory: int
+    """All that there is."""
+    fixed: int
+    """Whatever it tries."""
+    candidate: int
+    """More for each candidate."""
+    states: float
+    """Of a candidate's paused passes, for one fitted example of every task."""
+    watched: float
+    """The same for all that are watched."""
+    kept: float
+    """What experts show of one fitted example of every task, kept for the candidates that are still to come."""
+    room: int
+    """For paused passes; the rest of them goes elsewhere."""
+
+    def bytes_for(self, candidates: int, fitted: int) -> int:
+        """With so many candidates, fitted to so many examples a task."""
+        states = min(self.room, candidates * (fitted * self.states + self.watched))
+        return int(self.fixed + candidates * self.candidate + states + fitted * self.kept)
+
+    def fits(self, candidates: int, fitted: int) -> bool:
+        """Whether there is memory for it."""
+        return self.bytes_for(candidates, fitted) <= SPARE * self.memory
+
+
+@dataclass(frozen=True)
+class Load:
+    """The examples of one task, as work."""
+
+    batch: Batch
+    """One batch."""
+    fitted: int
+    """Examples to fit."""
+    watched: int
+    """Examples that drift is measured on."""
+    held_bytes: int
+    """Of all the task's examples in memory."""
+    batch_size: int
+    """Examples in a whole batch."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a job computes."""
+
+    device: torch.device
+    memory: int
+    """Bytes that it has."""
+    rooms: tuple[int, int]
+    """Bytes that features may take, on the device and in the machine's memory."""
+    speed: Speed
+
+
+def estimate(
+    models: Mapping[str, Model],
+    architecture: Architecture,
+    loads: Mapping[str, Load],
+    place: Place,
+    *,
+    ridge: float | None,
+    resident: int,
+    guarded: bool,
+    built: bool,
+    searched: Callable[[Work, SearchNeeds], tuple[int, int] | None],
+) -> Estimate:
+    """The needs of calibrating `models` (outlines: merged, base and the experts, by role), given the process's
+    `resident` bytes now.
+
+    ridge: λ, where it is known; it decides what precision the equations need.
+    guarded: updates are checked on as many examples as drift is measured on.
+    built: the merged model is made first, and takes a place of its own.
+    searched: given the work, and what a search needs, how many candidates for the settings walk first, and on how many
+    examples; None for none.
+    """
+    merged = models["merged"].module
+    walks: dict[str, Walk] = {}
+    for task, load in loads.items():
+        alike = (done for done in walks if _shapes_of(loads[done].batch) == _shapes_of(load.batch))
+        same = next(alike, None)
+        entry = architecture.entries[task]
+        walks[task] = walks[same] if same else walk_outline(merged, architecture, entry, load.batch)
+    fitted, watched = (max(getattr(load, key) for load in loads.values()) for key in ("fitted", "watched"))
+    counted = count_work(merged, architecture, walks, fitted)
+    computing = torch.bfloat16 if merged.dtype == torch.bfloat16 else torch.float32
+    item = computing.itemsize / COMPUTE
+    batches = {task: walk.feature_bytes * loads[task].batch_size // walk.examples for task, walk in walks.items()}
+    features = FEATURES_HELD * max(batches.values())
+    held_out = WATCHED_PASSES + (FITTED_PASSES + JUDGED_PASSES if guarded else 0)
+    passes = {task: load.fitted * FITTED_PASSES + load.watched * held_out for task, load in loads.items()}
+    states = sum(int(count * walks[task].state_bytes * item) // walks[task].examples for task, count in passes.items())
+    equations = max(
+        (
+            _equation_bytes(merged, block, walks, fitted, choose_precision(torch.float32, ridge or 0.0), guarded)
+            for block in architecture.blocks
+        ),
+        default=0,
+    )
+    blocks = [_bytes(merged.get_submodule(block.name)) for block in architecture.blocks]
+    largest, stem = max(blocks, default=0), _stem_bytes(models["merged"], architecture)
+    data = sum(load.held_bytes for load in loads.values())
+    on_device = place.device.type != "cpu"
+    first, second = place.rooms if on_device else (sum(place.rooms), 0)
+    here, there = min(states, first), min(max(0, states - first), second)
+    files = max(STEMS_HELD * stem, BLOCKS_HELD * largest)
+    each = int(largest * computing.itemsize / max(1, _item_size(merged)))
+    own_stem = on_device or merged.dtype not in (torch.float32, torch.bfloat16)  # a converted one is not shared
+    examples = [(walk, loads[task].watched / walk.examples) for task, walk in walks.items()]
+    needs = SearchNeeds(
+        place.memory,
+        features + equations + (BLOCKS_HELD * each if on_device else resident + data + files),
+        each + stem * own_stem,
+        sum(walk.state_bytes * item / walk.examples for walk, _ in examples),
+        sum(4 * count * walk.state_bytes * item for walk, count in examples),
+        sum(walk.feature_bytes / walk.examples for walk, _ in examples),
+        first,
+    )
+    base = BLOCKS_HELD * each if on_device else 0
+    work = here + features + equations + base
+    if found := searched(counted, needs):
+        work = max(work, needs.bytes_for(*found) - (0 if on_device else resident + data + files))
+    on_host = resident + data + files
+    return Estimate(
+        host_bytes=on_host + (there if on_device else work),
+        device_bytes=max(work, here + STEMS_HELD * stem) if on_device else 0,
+        disk_bytes=_bytes(merged) * (2 if built else 1) + sum(blocks) + states + SMALL_FILES - here - there,
+        seconds=seconds_of(counted, fitted, watched, place.speed, computing, guarded=guarded) * (2 if found else 1),
+        work=counted,
+        search=needs,
+    )
+
+
+def _shapes_of(batch: Batch) -> dict[str, torch.Size]:
+    return {name: x.shape for name, x in batch.items()}
+
+
+def _equation_bytes(
+    model: nn.Module, block: Block, walks: Mapping[str, Walk], fitted: int, precision: torch.dtype, guarded: bool
+) -> int:
+    """Of one block's systems of equations: while a task is summed, or while the largest one is solved."""
+    item, systems, task, solving, new = precision.itemsize, 0.0, 0.0, 0.0, 0.0
+    for d_in, d_out, rows in find_inputs(model, block, walks):
+        pulls = d_out * d_in
+        new += pulls * COMPUTE
+        if cost_model.solves_in_token_space(round(sum(rows) * fitted), d_in, d_out):
+            count = sum(rows) * fitted
+            systems += count * (d_in + d_out) * COMPUTE * (2 if guarded else 1)
+            solving = max(solving, (2 * count * count + count * (d_in + d_out) + SOLVING_PULLS * pulls) * item)
+            continue
+        by_rows = cost_model.sums_residuals(round(max(rows) * fitted), d_in, d_out, outputs_known=True)
+        square = d_in * d_in * (HALF if by_rows else HALF + 1)
+        systems += (square + pulls) * item * (2 if guarded else 1)
+        task += (square + (pulls if by_rows else 0)) * 2 * COMPUTE
+        solving = max(solving, (2 * d_in * d_in + SOLVING_PULLS * pulls) * item)
+    return int(systems + max(task, solving + new))
+
+
+def read_bytes(model: Model, architecture: Architecture) -> int:
+    """Of the parameters that a walk of this model reads."""
+    return sum(value.numel() * value.element_size() for value in model.parameters_of(architecture.reached))
+
+
+def _stem_bytes(model: Model, architecture: Architecture) -> int:
+    """Of the parameters that run before the last block ends, and lie in none."""
+    inside = {id(x) for block in architecture.blocks for x in model.module.get_submodule(block.name).parameters()}
+    stem = [value for value in model.parameters_of(architecture.reached) if id(value) not in inside]
+    return sum(value.numel() * value.element_size() for value in stem)
+
+
+def _item_size(model: nn.Module) -> int:
+    return next(model.parameters()).element_size()
+
+
+def _bytes(module: nn.Module) -> int:
+    return sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
+
+
+PLAIN = 16
+"""Examples of a batch where nothing is known of what they take; the most for a model that was not seen to its end."""
+CPU_ROWS, DEVICE_ROWS = 2_048, 32_768
+"""Rows (tokens) that a module is given at once: more are no faster on a CPU; other devices want large products."""
+CPU_SHARE, DEVICE_SHARE = 64, 16
+"""Part of the memory that a batch's inputs of one block's modules may fill; several times as much is held of them."""
+MOST_BYTES = 2**30
+"""Of a batch's inputs of one block's modules, whatever the memory: wide modules are busy with fewer rows."""
+
+
+def choose_batch_sizes(
+    model: nn.Module, architecture: Architecture, longest: Mapping[str, Batch], device: torch.device, memory: int
+) -> dict[str, int]:
+    """Examples in a batch, by task, given the outline of a model, and of each task a batch of its longest example.
+
+    memory: all that the device has, in bytes. Nothing else of the machine counts, so that the next run of a job cuts
+    the same batches: they decide how sums are rounded.
+    """
+    sizes: dict[str, int] = {}
+    known: dict[tuple[object, ...], int] = {}
+    for task, batch in longest.items():
+        shapes = tuple(sorted((name, x.shape) for name, x in batch.items()))
+        if shapes not in known:
+            walk = walk_outline(model, architecture, architecture.entries[task], batch)
+            size = limit_batch(_rows_of(model, architecture, walk), walk.feature_bytes / walk.examples, device, memory)
+            known[shapes] = size if _saw_all(walk, architecture, task) else min(size, PLAIN)
+        sizes[task] = known[shapes]
+    return sizes
+
+
+def limit_batch(rows: float, feature_bytes: float, device: torch.device, memory: int) -> int:
+    """Examples in a batch, at least 1, given what one of them is: `rows` of a typical module's input, and the bytes of
+    all inputs of one block's modules.
+
+    memory: of the device, in bytes. Only its power of two counts: what a system keeps for itself changes with updates.
+    """
+    most_rows, share = (CPU_ROWS, CPU_SHARE) if device.type == "cpu" else (DEVICE_ROWS, DEVICE_SHARE)
+    most_bytes = min(MOST_BYTES, 2 ** (memory.bit_length() - 1) // share)
+    limits = [most // each for most, each in ((most_rows, rows), (most_bytes, feature_bytes)) if each]
+    return max(1, int(min(limits, default=PLAIN)))
+
+
+def _rows_of(model: nn.Module, architecture: Architecture, walk: Walk) -> float:
+    """Rows that an example gives a typical module at once: half of all multiplications are done on no more.
+
+    Stages of a pyramid have many rows or few, and a decoder may have but one.
+    """
+    calls = {f"{block.name}.{module.name}": block.calls for block in architecture.blocks for module in block.modules}
+    each = {path: rows / walk.examples / max(calls[path], 1) for path, rows in walk.rows.items()}
+    sizes = {path: sum(x.numel() for x in model.get_submodule(path).parameters()) for path in each}
+    work = {path: rows * sizes[path] for path, rows in walk.rows.items()}
+    done = 0
+    for path in sorted(each, key=lambda path: each[path]):
+        done += work[path]
+        if 2 * done >= sum(work.values()):
+            return each[path]
+    return 0.0
+
+
+def _saw_all(walk: Walk, architecture: Architecture, task: str) -> bool:
+    """Whether the walk came to the last block; a model that looks at values stops where it does so."""
+    last = architecture.last_blocks.get(task, architecture.blocks[-1].name if architecture.blocks else "")
+    return any(path.startswith(f"{last}.") for path in walk.rows)

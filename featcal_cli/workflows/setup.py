@@ -1,0 +1,283 @@
+"""The models of a job, loaded; and the job itself, ready to walk."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from featcal_cli.calibration.task_sharding import Shares, share_tasks
+from featcal_cli.data.batches import take_examples, take_first
+from featcal_cli.data.examples import TaskExamples
+from featcal_cli.engine.block_runner import Walker
+from featcal_cli.engine.drift_metrics import DriftMeter, OutputMeter, VectorMeter, limit_batches
+from featcal_cli.engine.job import MERGED, Job
+from featcal_cli.engine.offload import Shelf
+from featcal_cli.engine.token_weights import find_cls_blocks
+from featcal_cli.engine.weight_checks import describe_span
+from featcal_cli.hub.snapshot import Snapshot
+from featcal_cli.models.alignment import check_alignment, describe_differences, load_fitting
+from featcal_cli.models.architecture import Architecture, find_architecture
+from featcal_cli.models.checkpoint_files import names_on_disk, read_slots
+from featcal_cli.models.loading import Model, find_class, load_model, share_model
+from featcal_cli.models.merging import merge_weights
+from featcal_cli.recipe.schema import Calibration, Merge, Recipe
+from featcal_cli.runtime import memory_map
+from featcal_cli.runtime.distributed import Ranks
+from featcal_cli.runtime.hardware import rooms_for_features
+from featcal_cli.runtime.process import read_launch
+from featcal_cli.workflows.output import build_checkpoint
+from featcal_cli.workflows.resource_estimate import read_bytes
+
+Note = Callable[[str], None]
+HEAD_SHARE = 0.05
+"""Of an expert's stem and blocks."""
+
+
+@dataclass(frozen=True)
+class Models:
+    """All models of a job, memory-mapped."""
+
+    merged: Model
+    student: Model
+    """The merged model again, with the same tensors: it is the one that changes."""
+    base: Model
+    experts: Mapping[str, Model]
+    """By task; of several ranks each has those of its own tasks."""
+
+    def only(self, tasks: Collection[str]) -> Models:
+        """The same without the experts of other tasks."""
+        return replace(self, experts={task: expert for task, expert in self.experts.items() if task in tasks})
+
+
+def load_models(
+    snapshots: Mapping[str, Snapshot], merge: Merge | None, built: Path, name: str, ranks: Ranks | None = None
+) -> Models:
+    """The models of `snapshots` (by role: merged, base, expert TASK). With `merge`, merged is built in the folder
+    `built` and called `name`, by one rank on each machine. Raises CheckpointError for what cannot be loaded."""
+    tasks = {role.removeprefix("expert "): found for role, found in snapshots.items() if role.startswith("expert ")}
+    if merge is None:
+        found = snapshots["merged"]
+        merged = load_model("merged", found, find_class(found))
+        base = load_fitting("base", snapshots["base"], merged)
+        experts = {task: load_fitting(f"expert {task}", expert, merged) for task, expert in tasks.items()}
+    else:
+        model_class = find_class(next(iter(tasks.values())))
+        base = load_model("base", snapshots["base"], model_class)
+        experts = {task: load_model(f"expert {task}", expert, model_class) for task, expert in tasks.items()}
+        if read_launch().local_rank == 0:
+            _build_merged(merge, base, list(experts.values()), built)
+        if ranks is not None:
+            ranks.gather(None)  # now it is there
+        merged = load_model("merged", Snapshot(name, built, None), model_class)
+    return Models(merged, share_model(merged), base, experts)
+
+
+def find_blocks(models: Models, examples: Mapping[str, TaskExamples], norms: str, note: Note) -> Architecture:
+    """The blocks that the examples reach in merged; raises CheckpointError for a model that has not all of them."""
+    with _layers_given_back(models.merged.module):  # the probes go through all of it
+        architecture = find_architecture(
+            models.merged.module, {task: found.fitted[0] for task, found in examples.items()}, norms
+        )
+    for text in architecture.notes:
+        note(text)
+    check_alignment(architecture, models.merged, models.merged)
+    for model in (models.base, *models.experts.values()):
+        check_alignment(architecture, models.merged, model)
+        for text in describe_differences(models.merged, model, architecture):
+            note(text)
+    memory_map.give_back(models.merged.module.parameters())
+    return architecture
+
+
+def describe_merge(models: Models, recipe: Recipe, architecture: Architecture) -> list[str]:
+    """What is odd about the models as a merge, in sentences; nothing where not all experts are here."""
+    if models.experts.keys() != recipe.tasks.keys():
+        return []
+    built = isinstance(recipe.merged, Merge)
+    return describe_span(models.merged, models.base, models.experts, architecture, built=built)
+
+
+def _give_back_layer(layer: nn.Module, *_: object) -> None:
+    memory_map.give_back(layer.parameters())
+
+
+@contextmanager
+def _layers_given_back(model: nn.Module) -> Iterator[None]:
+    """Inside, the weights of each layer leave memory when it has run."""
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    layers = {layer for each in lists for layer in each}
+    handles = [
+        layer.register_forward_hook(_give_back_layer)
+        for layer in layers
+        if not any(layer is not other and layer in set(other.modules()) for other in layers)
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def make_job(
+    models: Models,
+    architecture: Architecture,
+    examples: Mapping[str, TaskExamples],
+    calibration: Calibration,
+    device: torch.device,
+    note: Note,
+    *,
+    students: Mapping[str, Model],
+    watchers: Mapping[str, Model],
+    guarded: bool = False,
+    judged: bool = False,
+    keep_finals: bool = False,
+    shares: Shares | None = None,
+    scratch: Path | None = None,
+) -> Job:
+    """Everybody at the start, with the examples that they walk over.
+
+    students, watchers: by role, the models that are calibrated, and the others whose drift is measured. With students
+    it is measured on what is not fitted, if there is any; without, on all examples, and inside of blocks too.
+    guarded: updates are checked on the examples that are held out for that.
+    judged: the last drift of the students, and of merged, is measured on these examples too.
+    shares: what this rank works on; everything without it. What drift is measured on is not split: it is for the first
+    of the ranks that share a task.
+    scratch: the folder for features that fit nowhere else, by default the system's; it should lie on a disk.
+    """
+    shares = shares or share_tasks(list(examples), Ranks())
+    dtype = _choose_dtype(calibration, models.merged)
+
+    def walker(model: Model) -> Walker:
+        return Walker(model, architecture, device, dtype)
+
+    roles = {**students, **watchers}
+    everybody = {id(model): model for model in (models.merged, models.base, *roles.values())}
+    walkers = {key: walker(model) for key, model in everybody.items()}  # never two of one model
+    merged = walkers[id(models.merged)]
+    shown = {
+        task: ((found.held_out if students else []) or found.fitted) if shares.begins(task) else []
+        for task, found in examples.items()
+    }
+    experts = {task: walker(models.experts[task]) for task in shares.parts}
+    small_heads = all(shares.ranks.gather(_has_small_heads(models.experts.values(), architecture)))
+    return Job(
+        architecture=architecture,
+        students={role: walkers[id(model)] for role, model in students.items()},
+        merged=merged,
+        base=walkers[id(models.base)],
+        experts=experts,
+        examples={task: shares.take(task, found.fitted) for task, found in examples.items()} if students else {},
+        checked={task: shares.take(task, found.selection) for task, found in examples.items()} if guarded else {},
+        second={task: shares.take(task, found.selection) for task, found in examples.items()} if judged else {},
+        second_meter=DriftMeter() if judged else None,
+        judged=(*students, MERGED) if judged else (),
+        cls_blocks=_choose_cls_blocks(merged, architecture, examples, calibration, note),
+        meter=DriftMeter(modules=not students, refuse_vanishing=bool(students)),
+        vectors=None if students else VectorMeter(),  # a calibrated block is there when its experts' are gone
+        outputs=OutputMeter() if small_heads or not students else None,
+        watched=limit_batches(shown, [merged, *experts.values()]),
+        watchers={role: walkers[id(model)] for role, model in roles.items()},
+        finals={} if keep_finals else None,
+        split=frozenset(role for role, model in roles.items() if model is not models.base),
+        shelf=Shelf(device, *rooms_for_features(device), scratch or Path(tempfile.gettempdir())),
+        ranks=shares.ranks,
+        sharers=shares.mine,
+    )
+
+
+def make_search_job(
+    models: Models,
+    architecture: Architecture,
+    examples: Mapping[str, TaskExamples],
+    calibration: Calibration,
+    device: torch.device,
+    students: Iterable[str],
+    fitted: int,
+    branches: Collection[str] = (),
+    shares: Shares | None = None,
+    scratch: Path | None = None,
+) -> Job:
+    """A job of its own for a search: every student is the merged model again, fitted to the first `fitted` examples.
+
+    Drift and outputs (also of the features after the blocks `branches`) are measured on the examples held out for
+    selection.
+    """
+    shared = Models(
+        share_model(models.merged),
+        models.student,
+        share_model(models.base),
+        {task: share_model(expert) for task, expert in models.experts.items()},
+    )
+    few = {
+        task: replace(found, fitted=take_first(found.fitted, fitted), held_out=found.selection)
+        for task, found in examples.items()
+    }
+    job = make_job(
+        shared,
+        architecture,
+        few,
+        calibration,
+        device,
+        lambda _: None,
+        students={role: share_model(models.merged) for role in students},
+        watchers={MERGED: shared.merged},
+        shares=shares,
+        scratch=scratch,
+    )
+    return replace(job, outputs=OutputMeter(), split=frozenset(), branches=frozenset(branches))
+
+
+def _has_small_heads(experts: Iterable[Model], architecture: Architecture) -> bool:
+    """Whether all that runs after an expert's blocks is small beside what must be read of it anyway: only then a
+    calibration reads it, to measure what drift does to the expert's answers."""
+    return all(_head_bytes(expert, architecture) <= HEAD_SHARE * read_bytes(expert, architecture) for expert in experts)
+
+
+def _head_bytes(model: Model, architecture: Architecture) -> int:
+    """Of the parameters that run after the blocks alone: the merged model's kind of head, or the model's own."""
+    inside = set(map(id, model.parameters.values()))
+    own = [value for value in model.module.parameters() if id(value) not in inside] if model.body else []
+    stem = set(map(id, model.parameters_of(architecture.reached)))  # a head that is tied to it is read anyway
+    head = {id(value): value for value in (*model.parameters_of(architecture.head), *own) if id(value) not in stem}
+    return sum(value.numel() * value.element_size() for value in head.values())
+
+
+def _build_merged(merge: Merge, base: Model, experts: list[Model], folder: Path) -> None:
+    first = experts[0]
+    slots = read_slots(first.snapshot)
+    on_disk = (names_on_disk(first, group, slots) for group in merge_weights(merge, base, experts))
+    build_checkpoint(folder, first.snapshot, base.snapshot, on_disk)
+
+
+def _choose_cls_blocks(
+    merged: Walker,
+    architecture: Architecture,
+    examples: Mapping[str, TaskExamples],
+    calibration: Calibration,
+    note: Note,
+) -> frozenset[str]:
+    """The blocks in which the first token counts most: as the user says, else as probing a vision model shows."""
+    if calibration.token_weights == "cls":
+        return frozenset(architecture.last_blocks.values())
+    found: set[str] = set()
+    for task, given in examples.items() if calibration.token_weights == "auto" else ():
+        batch = take_examples(given.fitted[0], [0])
+        if "pixel_values" in batch and architecture.last_blocks[task] not in found:
+            with _layers_given_back(merged.model.module):
+                found |= find_cls_blocks(merged, architecture, task, batch)
+    memory_map.give_back(merged.model.module.parameters())
+    if found:
+        note(f"token weights: cls in {', '.join(sorted(found))}, because the output is read from the first token")
+    return frozenset(found)
+
+
+def _choose_dtype(calibration: Calibration, merged: Model) -> torch.dtype:
+    if calibration.dtype == "auto":
+        return torch.bfloat16 if merged.module.dtype == torch.bfloat16 else torch.float32
+    return torch.bfloat16 if calibration.dtype == "bfloat16" else torch.float32

@@ -1,0 +1,266 @@
+"""What the README and docs/ tell a reader to type works, and what is generated of them is up to date."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jsonschema
+import pytest
+import yaml
+from command_line import featcal_inside
+from hub_server import HubServer
+from recipe_world import World, save_model
+from safetensors.torch import load_file, save_file
+
+from featcal_cli.recipe.schema import read_draft
+from featcal_cli.recipe.shipped import find_recipe, shipped_recipes
+from featcal_cli.runtime.errors import RecipeError
+
+ROOT = Path(__file__).parents[2]
+BASE = "openai/clip-vit-base-patch32"
+TASKS = {"mnist": "ylecun/mnist", "svhn": "ufldl-stanford/svhn"}
+ELSEWHERE = {
+    "torchrun": "tests/integration/test_ranks.py",
+    "hf": "needs an account",
+    "gh": "needs an account",
+    "MERGED=user/merged": "tests/docs/test_pipelines.py",
+    "python": "benchmarks take hours",
+    "^C": "what the terminal shows",
+    "·": "what the terminal shows",
+    "error:": "tests/docs/test_troubleshooting.py and the tests of messages",
+    "in:": "the same",
+    "fix:": "the same",
+}
+"""First words of lines in blocks of commands that are not run here, and what is known of them."""
+pytestmark = pytest.mark.usefixtures("undrawn")
+
+
+class Block(NamedTuple):
+    """Commands that follow each other."""
+
+    line: int
+    commands: list[str]
+
+
+def pages() -> list[Path]:
+    """Everything that a reader reads, but where commands are there to fail."""
+    return [
+        ROOT / "README.md",
+        *(page for page in sorted((ROOT / "docs").glob("*.md")) if page.stem != "troubleshooting"),
+    ]
+
+
+def find_blocks(page: Path) -> Iterator[Block]:
+    """The indented blocks of a page whose commands are to be run, with what a backslash continues in one line."""
+    fenced, block = False, Block(1, [])
+    for number, line in enumerate([*page.read_text(encoding="utf-8").splitlines(), "."], start=1):
+        if line.startswith("```"):
+            fenced = not fenced
+        indented = line.startswith("    ") and line.strip() and not fenced
+        if indented and block.commands and block.commands[-1].endswith("\\"):
+            block.commands[-1] = f"{block.commands[-1][:-1].strip()} {line.strip()}"
+        elif indented and not line.strip().startswith(("|", "-", "#")):
+            block.commands.append(line.strip())
+        elif not indented and block.commands:
+            yield block
+            block = Block(number, [])
+
+
+def to_run(block: Block) -> list[list[str]]:
+    lines = [shlex.split(command, comments=True) for command in block.commands if command.split()[0] not in ELSEWHERE]
+    return [line for line in lines if line]
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The models that the pages talk of: two experts and their mean, with cards that say so."""
+    folder = tmp_path_factory.mktemp("models")
+    for number, task in enumerate(TASKS):
+        save_model(folder / f"clip-{task}", "clip", str(number))
+        card = {"base_model": BASE, "datasets": [TASKS[task]], "license": "mit"}
+        (folder / f"clip-{task}" / "README.md").write_text(f"---\n{yaml.safe_dump(card)}---\n")
+    files = [folder / f"clip-{task}" / "model.safetensors" for task in TASKS]
+    experts = [load_file(file) for file in files]
+    for name, tensor in experts[1].items():  # two of a kind, so that their mean is a merge worth having
+        tensor.mul_(0.2).add_(experts[0][name], alpha=0.8)
+    save_file(experts[1], files[1], metadata={"format": "pt"})
+    shutil.copytree(folder / "clip-mnist", folder / "merged")
+    mean = {name: (tensor + experts[1][name]) / 2 for name, tensor in experts[0].items()}
+    save_file(mean, folder / "merged" / "model.safetensors", metadata={"format": "pt"})
+    merge = {
+        "merge_method": "task_arithmetic",
+        "base_model": BASE,
+        "models": [{"model": f"user/clip-{task}", "parameters": {"weight": 0.5}} for task in TASKS],
+    }
+    (folder / "merged" / "mergekit_config.yml").write_text(yaml.safe_dump(merge))
+    (folder / "merged" / "README.md").write_text("# A merge\n")
+    return folder
+
+
+@pytest.fixture
+def world(hub: HubServer, files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder whose commands find these models, data, and the repos of the shipped recipes that pages use."""
+    found = World(hub, tmp_path / "world")
+    found.publish(read_draft(find_recipe("clip-vit-b32-8"), {}))
+    for name in ("clip-mnist", "clip-svhn", "merged"):
+        hub.add_repo(f"user/{name}", files / name)
+    for name in ("another-merge", "other-merge", "this-week", "last-week"):
+        hub.add_repo(f"user/{name}", files / "merged")
+    monkeypatch.setenv("HF_TOKEN", hub.add_token("user", "write"))
+    return tmp_path
+
+
+def prepare(hub: HubServer, files: Path, text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Put what a block takes for granted here: a recipe, a merge and its calibrated form, an earlier push."""
+    tasks: dict[str, Any] = {
+        task: {
+            "expert": f"user/clip-{task}",
+            "data": {"dataset": TASKS[task], **({"config": "cropped_digits"} if task == "svhn" else {})},
+            "evaluate": {"prompts": ["a photo of {}"]},
+        }
+        for task in TASKS
+    }
+    recipe = {"merged": "user/merged", "base": BASE, "tasks": tasks, "calibration": {"examples": 4}}
+    Path("mine.yaml").write_text(yaml.safe_dump(recipe))
+    if "./my-merge" in text:
+        shutil.copytree(files / "merged", "my-merge")
+    if "./my-merge-featcal" in text:
+        run = featcal_inside(capsys, "calibrate", {"-r": "mine.yaml", "-o": "my-merge-featcal", "-q": ""})
+        assert run.code == 0, run.stderr
+    if "./clip-vit-b32-8-featcal" in text and "calibrate -r clip-vit-b32-8" not in text:
+        shutil.copytree(files / "merged", "clip-vit-b32-8-featcal")
+    if "user/merged-featcal" in text and "--push-to user/merged-featcal" not in text:
+        hub.add_repo("user/merged-featcal", files / "merged")
+
+
+@pytest.mark.parametrize("page", pages(), ids=lambda page: page.stem)
+def test_what_a_page_says_to_type_works(
+    page: Path,
+    world: Path,
+    files: Path,
+    hub: HubServer,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for block in find_blocks(page):
+        if not (commands := to_run(block)):
+            continue
+        hub.repos.pop(("model", "user/merged-featcal"), None)
+        folder = world / f"line-{block.line}"
+        folder.mkdir()
+        monkeypatch.chdir(folder)
+        prepare(hub, files, "\n".join(block.commands), capsys)
+        for command in commands:
+            run_line(command, capsys, f"{page.name}, after line {block.line}: {shlex.join(command)}")
+
+
+def run_line(words: list[str], capsys: pytest.CaptureFixture[str], told: str) -> None:
+    """One command; what another program would read of its output, a file gets."""
+    if words[0] != "featcal":
+        assert words[0] == "mkdir", f"{told}: is this run, or is it in ELSEWHERE?"
+        subprocess.run(words, check=True)
+        return
+    command, _, after = " ".join(map(shlex.quote, words)).partition(" '|' ")[0].partition(" '>' ")
+    _, verb, *rest = shlex.split(command)
+    run = featcal_inside(capsys, verb, {str(number): word for number, word in enumerate(rest)})
+    assert run.code == 0, f"{told}\n{run.stderr}"
+    if after:
+        Path(after).write_text(run.stdout, encoding="utf-8")
+
+
+def test_the_readme_s_python_works(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(world)
+    for code in re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL):
+        exec(compile(code, "README.md", "exec"), {})
+    assert (world / "mended" / "model.safetensors").is_file()
+
+
+def load_generator() -> Any:
+    spec = importlib.util.spec_from_file_location("generate", ROOT / "docs" / "generate.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("file", "write"),
+    [
+        ("docs/cli.md", "describe_commands"),
+        ("docs/recipe.md", "describe_recipe"),
+        ("recipes/recipe.schema.json", "write_schema"),
+    ],
+)
+def test_what_is_generated_is_up_to_date(file: str, write: str) -> None:
+    made = getattr(load_generator(), write)()
+    assert (ROOT / file).read_text(encoding="utf-8") == made, "run: python docs/generate.py"
+
+
+def anchors(page: Path) -> set[str]:
+    """What links to a page may end with, as GitHub makes it of headings."""
+    heads = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
+
+
+@pytest.mark.parametrize(
+    "page", [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))], ids=lambda page: page.stem
+)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
+        if target.startswith("https://"):
+            continue
+        name, _, anchor = target.partition("#")
+        file = page.parent / name if name else page
+        assert file.exists(), target
+        assert not anchor or anchor in anchors(file), target
+
+
+@pytest.mark.parametrize("file", shipped_recipes(), ids=lambda file: file.stem)
+def test_the_schema_knows_the_shipped_recipes(file: Path) -> None:
+    schema = ROOT / "recipes" / "recipe.schema.json"
+    jsonschema.validate(yaml.safe_load(file.read_text()), json.loads(schema.read_text()))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "place"),
+    [
+        ({"tasks": {"a": {"experts": "user/a"}}}, ["tasks", "a"]),
+        ({"calibration": {"alpha": 2}}, ["calibration", "alpha"]),
+        ({"merged": {"method": "ties"}}, ["merged", "method"]),
+    ],
+)
+def test_the_schema_refuses_what_featcal_refuses(recipe: dict[str, Any], place: list[str]) -> None:
+    schema = json.loads((ROOT / "recipes" / "recipe.schema.json").read_text())
+    with pytest.raises(jsonschema.ValidationError) as error:
+        jsonschema.validate({"merged": "user/merged", **recipe}, schema)
+    assert list(error.value.absolute_path) == place
+    with pytest.raises(RecipeError):
+        read_draft(None, {"merged": "user/merged", **recipe})
+
+
+@pytest.mark.parametrize(
+    ("typed", "offered"),
+    [
+        ("calibrate --sel", {"--select"}),
+        ("calibrate --select ", {"auto", "search", "preset"}),
+        ("inspect-drift --dtype b", {"bfloat16"}),
+        ("recipes clip-vit-b", {"clip-vit-b32-8", "clip-vit-b32-14", "clip-vit-b32-20"}),
+        ("insp", {"inspect-drift"}),
+    ],
+)
+def test_a_shell_completes(typed: str, offered: set[str]) -> None:
+    words = f"featcal {typed}"
+    asked = {"_FEATCAL_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
+    line = [str(Path(sys.executable).parent / "featcal")]
+    done = subprocess.run(line, env={**os.environ, **asked}, capture_output=True, text=True)
+    assert set(done.stdout.split()) == offered, done.stderr

@@ -1,0 +1,253 @@
+"""Every message that docs/troubleshooting.md quotes is one that featcal prints, with its place and its remedy."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+import bad_data
+import bad_models
+import bad_options
+import bad_recipes
+import bad_surroundings
+import bad_tensors
+import pytest
+import torch
+from bad_input import Arguments, Arrange, Stage, good_arguments, of_images, options
+from command_line import featcal_inside
+from families import save_tokenizer
+from safetensors.torch import save_file
+from transformers import BertConfig, BertForSequenceClassification
+
+from featcal_cli import calibrate
+from featcal_cli.runtime.errors import OutputError
+
+pytestmark = pytest.mark.usefixtures("undrawn")
+
+PAGE = (Path(__file__).parents[2] / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+PART = re.compile(r"^## (?P<title>[^\n]*)|^```text\n(?P<text>error:.*?)^```", re.MULTILINE | re.DOTALL)
+BLANK = re.compile("‹(.*?)›")
+
+
+@dataclass(frozen=True)
+class Quote:
+    """A message in the page."""
+
+    lines: list[str]
+    """`error: …`, and of `in: …` and `fix: …` those that are quoted."""
+    code: int
+    """The exit code that the page's heading tells."""
+
+
+def read_quotes() -> list[Quote]:
+    """All of them, in the page's order; a line that is too long for the page goes on indented."""
+    found, code = [], 2
+    for part in PART.finditer(PAGE):
+        if part["title"]:
+            code = 3 if "exit code 3" in part["title"] else 2
+        else:
+            found.append(Quote(re.sub(r"\n {4,}", " ", part["text"]).splitlines(), code))
+    return found
+
+
+def fits(quoted: str, printed: str) -> bool:
+    """Whether a line is what is quoted: what stands in ‹…› may be another, the same one where it comes again."""
+    pattern, names = "", list[str]()
+    for number, text in enumerate(BLANK.split(quoted)):
+        if number % 2 == 0:
+            pattern += re.escape(text)
+        elif text in names:
+            pattern += rf"(?P=_{names.index(text)})"
+        else:
+            pattern += rf"(?P<_{len(names)}>.+?)"
+            names.append(text)
+    return re.fullmatch(pattern, printed) is not None
+
+
+# --- what makes featcal say it ---
+
+
+ALONE: Arguments = {"--base": None, "--expert": None, "--data": None}
+"""The merged model, and nothing said about what it was made from."""
+
+
+def experts_of_two_bases(stage: Stage) -> Arguments:
+    for name, base in (("red", "user/base"), ("green", "user/other")):
+        stage.write(f"{name}/README.md", f"---\nbase_model: {base}\n---\n")
+    both = [f"{name}={stage.folder / name}" for name in ("red", "green")]
+    data = [f"{name}={stage.folder / name}.safetensors" for name in ("red", "green")]
+    return {"--base": None, "--expert": both, "--data": data}
+
+
+def stacked_layers(stage: Stage) -> Arguments:
+    stage.write("merged/mergekit_config.yml", "merge_method: passthrough\nslices: []\n")
+    return ALONE
+
+
+def hub_that_is_down(stage: Stage) -> Arguments:
+    from huggingface_hub.utils import httpx  # type: ignore[attr-defined]
+
+    def refuse(*_: object, **__: object) -> NoReturn:
+        raise httpx.ConnectError("connection refused")
+
+    stage.patch.setattr(httpx.Client, "send", refuse)
+    stage.patch.setattr("time.sleep", lambda _: None)
+    return {"--expert": "red=user/expert"}
+
+
+def dataset_of_two_configs(stage: Stage) -> Arguments:
+    configs = "configs: [{config_name: red, data_files: a.txt}, {config_name: green, data_files: b.txt}]"
+    return bad_data.hub_dataset("user/rows", README__md=f"---\n{configs}\n---\n", a__txt="w2", b__txt="w3")(stage)
+
+
+def split_that_is_not_there(stage: Stage) -> Arguments:
+    rows = '{"text": "w2"}\n'
+    bad_data.hub_dataset("user/splits", train__jsonl=rows, validation__jsonl=rows)(stage)
+    return {"--data": "red=user/splits::test"}
+
+
+def full_disk(stage: Stage) -> Arguments:
+    stage.patch.setattr("featcal_cli.workflows.preflight.free_bytes", lambda _: 1000)
+    return {}
+
+
+def full_memory(stage: Stage) -> Arguments:
+    def fail(*_: object, **__: object) -> NoReturn:
+        raise torch.OutOfMemoryError
+
+    stage.patch.setattr("featcal_cli.workflows.calibrate.calibrate_blocks", fail)
+    return {"--device": "cpu"}
+
+
+def huge_weights(stage: Stage) -> Arguments:
+    """Finite, but what comes out of them is not."""
+    return bad_models.tensors(lambda found: found["encoder.layer.0.output.dense.weight"].fill_(3e38))(stage)
+
+
+def huge_pixels(stage: Stage) -> Arguments:
+    """An example that is finite, but what comes out of it is not."""
+    pixels = torch.randn(6, 3, 32, 32)
+    pixels[2] = 3e38
+    save_file({"pixel_values": pixels}, stage.folder / "pixels.safetensors")
+    return of_images(stage, stage.folder / "pixels.safetensors")
+
+
+def unfinished_run(stage: Stage) -> Arguments:
+    """All blocks are done, and there was no room for the output."""
+
+    def fail(*_: object, **__: object) -> NoReturn:
+        raise OutputError("cannot write: no space left on device")
+
+    job = {"merged": str(stage.folder / "merged"), "base": str(stage.folder / "base")}
+    task = {"expert": str(stage.folder / "red"), "data": str(stage.folder / "red.safetensors")}
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(OutputError):
+        patch.setattr("featcal_cli.workflows.calibrate.write_output", fail)
+        calibrate(
+            {**job, "tasks": {"red": task}, "calibration": {"examples": 4, "ridge": 0.05}}, output=stage.folder / "out"
+        )
+    return {"--ridge": 0.1}
+
+
+def evaluated(stage: Stage, task: str, folder: Path) -> Arguments:
+    """A recipe for `featcal evaluate`: merged, base and one expert in a folder."""
+    models = f"merged: {folder / 'merged'}\nbase: {folder / 'base'}\n"
+    recipe = stage.write("evaluate.yaml", f"{models}tasks: {{red: {{expert: {folder / 'red'}, {task}}}}}\n")
+    return {**ALONE, "command": "evaluate", "merged": None, "-r": recipe, "-n": None, "-o": None}
+
+
+def recipe_without_evaluate(stage: Stage) -> Arguments:
+    return evaluated(stage, f"data: {stage.folder / 'red.safetensors'}", stage.folder)
+
+
+def hidden_labels(stage: Stage) -> Arguments:
+    config = BertConfig(hidden_size=32, max_position_embeddings=64, **bad_models.TINY)
+    for name in ("merged", "base", "red"):
+        BertForSequenceClassification(config).save_pretrained(stage.folder / "heads" / name)
+    save_tokenizer(stage.folder / "heads" / "red")
+    rows = stage.write("rows.jsonl", '{"text": "w2 w3", "label": -1}\n' * 3)
+    return evaluated(stage, f"data: {rows}, evaluate: {{split: train}}", stage.folder / "heads")
+
+
+def push_of_what_is_worse(stage: Stage) -> Arguments:
+    """An anchor that lies far away."""
+    stage.patch.setenv("HF_TOKEN", stage.hub.add_token("user"))
+    return {"--select": "preset", "--ridge": 1000, "--rho": 30, "--alpha": 0, "--push-to": "user/result"}
+
+
+WAYS: dict[str, Arrange] = {
+    "there is no recipe": options(r="demmo"),
+    "unknown key": bad_recipes.recipe("calibration: {rigde: 0.1}"),
+    "what the base of": lambda _: {"--base": None},
+    "do not agree on a base": experts_of_two_bases,
+    "which experts": lambda _: ALONE,
+    "passthrough": stacked_layers,
+    "names no dataset": options(data=None),
+    "there is no model": bad_surroundings.expert("user/nothing"),
+    "is gated": bad_surroundings.gated,
+    "only pickled weights": bad_surroundings.pickles_on_the_hub,
+    "cannot be reached": hub_that_is_down,
+    "loading script": bad_data.hub_dataset("user/script", script__py="import os"),
+    "several configs": dataset_of_two_configs,
+    "there is no split": split_that_is_not_there,
+    "no column holds": bad_data.file("numbers.csv", "height,weight\n" + "1,2\n" * 20),
+    "there is no column": bad_recipes.data(columns="{text: nothing}"),
+    "rows cannot be used": bad_data.file("rows.jsonl", '{"text": ""}\n' * 20),
+    "no tokenizer can be loaded": bad_data.no_tokenizer,
+    "of shape": bad_models.expert_of_another_width,
+    "lacks the tensor": bad_models.expert_with_fewer_blocks,
+    "of another architecture": bad_models.base_of_another_architecture,
+    "is another function": bad_models.config("red", num_attention_heads=8),
+    "is quantised": bad_models.merged_config(quantization_config={"quant_method": "gptq", "bits": 4}),
+    "does not say which base": bad_models.adapter(base_model_name_or_path=None),
+    "needs code from the repo": bad_models.merged_config(architectures=["NewModel"], auto_map={"AutoModel": "e.E"}),
+    "names no class": bad_models.config_text('{"model_type": "zzz", "architectures": ["ZzzModel"]}'),
+    "has NaN or infinity": bad_models.tensors(
+        lambda found: found["encoder.layer.1.output.dense.weight"].fill_(float("nan"))
+    ),
+    "not a whole safetensors file": bad_tensors.cut_short,
+    "there is no device": bad_surroundings.a_gpu_that_is_not_there,
+    "of disk are needed": full_disk,
+    "does not suffice": full_memory,
+    "are not finite at": huge_pixels,
+    "has a weight of": huge_weights,
+    "nothing but zeros": bad_models.tensors(bad_models.all_times(0.0)),
+    "the output folder exists": bad_options.existing_output,
+    "unfinished run": unfinished_run,
+    "needs a token": bad_surroundings.push_without_a_token,
+    "already holds a model": bad_surroundings.push_over_a_model,
+    "says how it is evaluated": recipe_without_evaluate,
+    "hides its labels": hidden_labels,
+    "over --max-drift": options(command="inspect-drift", o=None, max_drift=0.001),
+    "nothing to judge by": options(n=6, strict=""),
+    "mean drift grew": push_of_what_is_worse,
+    "drift grew on": options(select="preset", ridge=1000, rho=30, alpha=0, strict=""),  # an anchor that lies far away
+}
+"""Words of a message, and what makes featcal say it."""
+
+
+@pytest.mark.parametrize("quote", read_quotes(), ids=lambda quote: quote.lines[0].removeprefix("error: ")[:40])
+def test_a_message_in_the_page_is_one_that_featcal_prints(
+    stage: Stage, capsys: pytest.CaptureFixture[str], quote: Quote
+) -> None:
+    (arrange,) = [way for words, way in WAYS.items() if words in quote.lines[0]]
+    chosen = {"command": "calibrate", **good_arguments(stage.folder), **arrange(stage)}
+    run = featcal_inside(capsys, str(chosen.pop("command")), chosen)
+    assert run.code == quote.code, run.stderr
+    printed = run.stderr[run.stderr.index("error: ") :].splitlines()
+    for line in quote.lines:
+        assert any(fits(line, found) for found in printed), run.stderr
+
+
+def test_no_case_is_left_over() -> None:
+    quotes = read_quotes()
+    assert {words for words in WAYS if any(words in quote.lines[0] for quote in quotes)} == set(WAYS)
+    assert len(quotes) == len(WAYS) == PAGE.count("error: ")
+
+
+def test_a_quote_fits_its_own_message_alone() -> None:
+    assert fits("error: unknown key ‹a›, in ‹a›", "error: unknown key x, in x")
+    assert not fits("error: unknown key ‹a›, in ‹a›", "error: unknown key x, in y")
+    assert not fits("error: ‹a› is gated", "error: user/x is not there")
+    assert not fits("error: the output folder exists", "error: the output folder exists already")

@@ -1,0 +1,258 @@
+"""`featcal inspect-drift` on the demo's checkpoints: what it prints and writes, and when it stops a pipeline."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from math import inf, nan
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import pytest
+import yaml
+from command_line import Run, featcal, featcal_inside
+from inspections import make_inspection
+from PIL import Image
+from test_drift_reading import set_last
+
+from featcal_cli.recipe.schema import read_draft
+from featcal_cli.reporting.gates import check_gate
+from featcal_cli.reporting.inspection import BlockDrift, Inspection, ModelDrift, OutputDrift, PlaceDrift, TaskInspection
+from featcal_cli.runtime.errors import GateError
+from featcal_cli.workflows.inspect_drift import inspect_drift
+from featcal_cli.workflows.verbs import calibrate
+
+ROOT = Path(__file__).resolve().parents[2]
+DEMO = ROOT / "recipes" / "demo"
+TASKS = ("digit", "turned", "parity", "loops", "high")
+EXAMPLES = 64
+
+
+def write_recipe(file: Path, tasks: Sequence[str] = TASKS) -> Path:
+    """The demo's base and experts, and images that nobody fitted."""
+    found = {
+        task: {
+            "expert": str(DEMO / "experts" / task),
+            "data": {"path": str(DEMO / "data" / task), "split": "validation"},
+        }
+        for task in tasks
+    }
+    recipe = {"base": str(DEMO / "base"), "tasks": found, "calibration": {"examples": EXAMPLES}}
+    file.write_text(yaml.safe_dump(recipe), encoding="utf-8")
+    return file
+
+
+@dataclass(frozen=True)
+class Demo:
+    """The demo's merged model, and what became of it."""
+
+    merged: Path
+    calibrated: Path
+    recipe: Path
+    """Of the inspection."""
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Demo:
+    folder = tmp_path_factory.mktemp("demo")
+    done = calibrate(ROOT / "recipes" / "demo.yaml", output=folder / "calibrated")
+    done.merged.module.save_pretrained(folder / "merged")
+    return Demo(folder / "merged", folder / "calibrated", write_recipe(folder / "recipe.yaml"))
+
+
+@pytest.fixture(scope="module")
+def compared(demo: Demo) -> Any:
+    """What --json prints of the two models."""
+    recipe = read_draft(demo.recipe, {"merged": str(demo.merged)})
+    text = inspect_drift(recipe, compare=str(demo.calibrated)).to_json()
+    return json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+
+
+def inspect(capsys: pytest.CaptureFixture[str], model: Path, recipe: Path, **options: object) -> Run:
+    """Run the command inside this process; options by their names without dashes."""
+    named = {f"--{name.replace('_', '-')}": value for name, value in options.items()}
+    return featcal_inside(capsys, "inspect-drift", {"model": model, "-r": recipe, **named})
+
+
+def read_drifts(task: Any, role: str) -> list[float]:
+    return [block["drift"]["relative"] for block in task["models"][role]["blocks"]]
+
+
+def test_calibration_mends_every_block_on_average_and_the_last_one_on_every_task(compared: Any) -> None:
+    assert set(compared["tasks"]) == set(TASKS)
+    pairs = [(read_drifts(task, "model"), read_drifts(task, "other")) for task in compared["tasks"].values()]
+    for before, after in zip(*(zip(*found, strict=True) for found in zip(*pairs, strict=True)), strict=True):
+        assert fmean(after) < fmean(before)
+    for merged, calibrated in pairs:
+        assert len(merged) == len(calibrated) == 3
+        assert calibrated[-1] < merged[-1]
+
+
+def test_every_key_of_the_json_is_there_and_documented(compared: Any) -> None:
+    task = compared["tasks"]["digit"]
+    model = task["models"]["model"]
+    places = [model["stem"], *(block["drift"] for block in model["blocks"])]
+    places += [module for block in model["blocks"] for module in block["modules"].values()]
+    documented = set(
+        re.findall(r"`(\w+)`", (ROOT / "docs" / "drift.md").read_text(encoding="utf-8").split("## JSON")[1])
+    )
+    shown = [
+        (Inspection, [compared]),
+        (TaskInspection, compared["tasks"].values()),
+        (ModelDrift, task["models"].values()),
+        (BlockDrift, model["blocks"]),
+        (PlaceDrift, places),
+        (OutputDrift, [model["output"]]),
+    ]
+    for kind, found in shown:
+        names = {field.name for field in fields(kind)}
+        assert all(set(values) == names for values in found)
+        assert names <= documented
+    assert set(task["models"]) == {"model", "base", "other"}
+    assert task["models"]["base"]["task_vector_cosine"] is None
+    assert all(block["modules"] for block in model["blocks"])
+    assert compared["tasks"]["digit"]["examples"] == EXAMPLES
+
+
+def test_an_expert_does_not_drift_from_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = inspect(
+        capsys, DEMO / "experts" / "digit", write_recipe(tmp_path / "r.yaml", ["digit"]), json="", max_drift=0
+    )
+    assert run.code == 0, run.stderr
+    models = json.loads(run.stdout)["tasks"]["digit"]["models"]
+    model, base = models["model"], models["base"]
+    places = [model["stem"]]
+    for block in model["blocks"]:
+        places += [block["drift"], *block["modules"].values()]
+    for place in places:
+        assert place["distance"] == place["relative"] == 0
+        assert place["cosine"] == pytest.approx(1, abs=1e-6)
+        assert not place["local"] and not place["upstream"] and place["amplification"] is None
+    assert model["output"]["relative"] == 0 and model["output"]["agreement"] == 1
+    assert model["output"]["divergence"] == pytest.approx(0, abs=1e-9)
+    assert model["task_vector_cosine"] == pytest.approx(1)
+    assert base["blocks"][-1]["drift"]["relative"] > 0.5
+
+
+def test_piped_tables_show_both_models_in_80_columns_without_colour(demo: Demo, compared: Any) -> None:
+    arguments = ("merged", "--compare", "calibrated", "-r", demo.recipe)
+    run = featcal("inspect-drift", *arguments, folder=demo.merged.parent)
+    assert run.returncode == 0, run.stderr
+    assert "\x1b" not in run.stdout + run.stderr
+    assert max(map(len, run.stdout.splitlines())) <= 80
+    for task in TASKS:
+        (row,) = re.findall(rf"^{task} +(\d.*\.\d+ .*)$", run.stdout.split("output")[0], re.MULTILINE)
+        merged, calibrated = (read_drifts(compared["tasks"][task], role)[-1] for role in ("model", "other"))
+        assert row.split()[:2] == [f"{merged:.3f}", f"{calibrated:.3f}"]
+        assert float(row.split()[2]) == pytest.approx(calibrated - merged, abs=1e-3)
+
+
+def test_it_writes_the_files_that_were_asked_for_and_no_others(
+    demo: Demo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    models = {file: file.stat().st_mtime_ns for file in demo.merged.parent.rglob("*")}
+    run = inspect(
+        capsys,
+        demo.merged,
+        demo.recipe,
+        compare=demo.calibrated,
+        plot="map.svg",
+        projection="final.png",
+        html="p.html",
+        markdown="p.md",
+    )
+    assert run.code == 0, run.stderr
+    again = inspect(capsys, demo.merged, demo.recipe, plot="map.png", projection="final.svg")
+    assert again.code == 0, again.stderr
+    written = {file.name for file in tmp_path.iterdir()}
+    assert written == {"map.svg", "map.png", "final.png", "final.svg", "p.html", "p.md"}
+    assert "| turned |" in Path("p.md").read_text(encoding="utf-8")
+    for name in ("map", "final"):
+        with Image.open(f"{name}.png") as picture:
+            assert min(picture.size) > 300
+        text = Path(f"{name}.svg").read_text(encoding="utf-8")
+        assert "</svg>" in text and "turned" in text
+    page = Path("p.html").read_text(encoding="utf-8")
+    assert page.lower().startswith("<!doctype html>") and "turned" in page
+    assert {file: file.stat().st_mtime_ns for file in demo.merged.parent.rglob("*")} == models
+
+
+@pytest.mark.parametrize(
+    ("option", "file", "word"),
+    [
+        ("plot", "drift.pdf", "drift.png"),
+        ("projection", "drift", "drift.png"),
+        ("html", "drift.svg", "drift.html"),
+        ("markdown", "drift.txt", "drift.md"),
+        ("plot", "none/drift.png", "there is no folder none"),
+        ("html", "none/drift.html", "there is no folder none"),
+    ],
+)
+def test_a_file_that_cannot_be_written_is_refused_before_any_work(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    option: str,
+    file: str,
+    word: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    recipe = write_recipe(tmp_path / "recipe.yaml")
+    run = inspect(capsys, tmp_path / "nowhere", recipe, **{option: file})  # work would begin with this folder
+    assert (run.code, run.stdout) == (2, "")
+    assert run.stderr.count("error:") == 1 and word in run.stderr and "nowhere" not in run.stderr
+    assert [found.name for found in tmp_path.iterdir()] == ["recipe.yaml"]
+
+
+def test_too_much_drift_ends_with_3_and_names_task_and_block(
+    demo: Demo, compared: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    last = {name: read_drifts(task, "model")[-1] for name, task in compared["tasks"].items()}
+    worst = max(last, key=lambda task: last[task])
+    run = inspect(capsys, demo.merged, demo.recipe, max_drift=last[worst] - 0.001)
+    assert run.code == 3
+    assert "Drift after every block" in run.stdout, "everything is shown all the same"
+    shown = " ".join(run.stderr.split())
+    assert f"expert of {worst} by {last[worst]:.3f}, which is over" in shown and "other task" not in shown
+    assert f"task {worst}: after vit.layers.2; the block that adds most is vit.layers." in shown
+    assert inspect(capsys, demo.merged, demo.recipe, max_drift=last[worst] + 0.001).code == 0
+
+
+def test_a_comparison_fails_only_when_the_second_model_is_the_worse(
+    demo: Demo, compared: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = inspect(capsys, demo.calibrated, demo.recipe, compare=demo.merged, max_drift=0.02, json="")
+    assert run.code == 3 and json.loads(run.stdout).keys() == compared.keys()
+    shown = " ".join(run.stderr.split())
+    assert re.search(
+        r"drifts from the expert of (\w+) by 0\.\d{3} more than .* task \1: after vit\.layers\.2; .* vit", shown
+    )
+    better = inspect(capsys, demo.merged, demo.recipe, compare=demo.calibrated, max_drift=0, quiet="")
+    assert (better.code, better.stderr) == (0, "")
+
+
+def test_the_gate_names_the_block_that_adds_most() -> None:
+    inspection = make_inspection(["fine", "bad"], 4, levels={"model": 0.2})
+    check_gate(inspection, 0.3)
+    with pytest.raises(GateError, match=r"expert of bad by 0\.900.*\n.*adds most is encoder\.layers\.3"):
+        check_gate(set_last(inspection, "bad", "model", 0.9), 0.3)
+    with pytest.raises(GateError, match=r"on 1 other task\)"):
+        check_gate(inspection, 0.1)
+
+
+@pytest.mark.parametrize("broken", [nan, inf])
+def test_drift_that_is_no_finite_number_is_over_every_limit(broken: float) -> None:
+    inspection = make_inspection(["fine", "bad"], 4, compare=True)
+    with pytest.raises(GateError, match=r"user/other on bad are no finite numbers.*\n.*first such block.*layers\.3"):
+        check_gate(set_last(inspection, "bad", "other", broken), 1e9)
+    check_gate(set_last(inspection, "bad", "model", broken), 0.0)
+    both = set_last(set_last(inspection, "bad", "model", broken), "bad", "other", broken)
+    with pytest.raises(GateError, match="no finite numbers"):
+        check_gate(both, 1e9)
+    alone = set_last(make_inspection(["fine", "bad"], 4), "bad", "model", broken)
+    with pytest.raises(GateError, match="no finite numbers"):
+        check_gate(alone, 1e9)

@@ -1,0 +1,207 @@
+"""inspect-drift measures what a slow computation with whole models measures, on many architectures."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from families import FAMILIES, TASKS, Family, Saved, save_family
+from family import TEXT_SIZES, layers
+from torch import Tensor
+from transformers import BertConfig, BertModel, PreTrainedModel
+
+from featcal_cli.engine.block_runner import Walker
+from featcal_cli.hub.snapshot import resolve
+from featcal_cli.models.loading import find_class
+from featcal_cli.models.tracing import first_tensor
+from featcal_cli.reporting.inspection import Inspection
+from featcal_cli.workflows.inspect_drift import inspect_drift
+
+BY_NAME = {family.name: family for family in FAMILIES}
+CHOSEN = [
+    "bert", "roberta", "deberta-v2", "modernbert", "albert", "gpt2", "llama", "qwen2", "gemma2", "mixtral",
+    "t5", "bart", "whisper", "clip-vision", "vit", "swin", "wav2vec2", "llava", "qwen2-vl", "paligemma",
+]  # fmt: skip
+
+
+@dataclass
+class Seen:
+    """What one whole forward shows of a block."""
+
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] | None = None
+    hidden: Tensor | None = None
+
+
+def watch(model: PreTrainedModel, names: list[str], batch: dict[str, Tensor]) -> tuple[dict[str, Seen], Any]:
+    """Arguments and output of every block (of its last call), and the model's output."""
+    seen = {name: Seen() for name in names}
+    handles = []
+    for name in names:
+        block = model.get_submodule(name)
+
+        def before(_: Any, args: Any, kwargs: Any, name: str = name) -> None:
+            seen[name].args, seen[name].kwargs = args, kwargs
+
+        def after(_: Any, __: Any, output: Any, name: str = name) -> None:
+            seen[name].hidden = first_tensor(output)
+
+        handles += [block.register_forward_pre_hook(before, with_kwargs=True), block.register_forward_hook(after)]
+    with torch.no_grad():
+        output = model(**batch)
+    for handle in handles:
+        handle.remove()
+    return seen, output
+
+
+def rows_of(hidden: Tensor, family: Family, block: str, batch: dict[str, Tensor]) -> Tensor:
+    """The tokens that count."""
+    if family.cls and hidden.ndim == 3:
+        return hidden[:, 0]
+    mask = family.mask(f"{block}.anything", 0, batch)
+    if mask is not None and mask.shape == hidden.shape[:2]:
+        return hidden[mask.bool()]
+    return hidden.reshape(-1, hidden.shape[-1])
+
+
+def norm(rows: Tensor) -> float:
+    return float(rows.norm(dim=-1).mean())
+
+
+def load(path: Path) -> PreTrainedModel:
+    model = find_class(resolve(str(path))).from_pretrained(path).eval()
+    for config in (module.config for module in model.modules() if hasattr(module, "config")):
+        config.use_cache = False
+    return model
+
+
+def inspect(saved: Saved, **options: Any) -> Inspection:
+    return inspect_drift(saved.recipe(examples=20), batch_size=20, **options)
+
+
+@pytest.mark.parametrize("name", CHOSEN)
+def test_every_figure_is_that_of_whole_models(tmp_path: Path, name: str) -> None:
+    family = BY_NAME[name]
+    saved = save_family(tmp_path, family)
+    found = inspect(saved)
+    task, batch = next(iter(saved.inputs.items()))
+    model, expert = load(tmp_path / "merged"), load(tmp_path / task)
+    ours, _ = watch(model, family.block_names, batch)
+    theirs, _ = watch(expert, family.block_names, batch)
+    drift = found.tasks[task].models["model"]
+    assert [block.name for block in drift.blocks] == [n for n in family.block_names if theirs[n].hidden is not None]
+    for block in drift.blocks:
+        with torch.no_grad():
+            run = model.get_submodule(block.name)
+            crossed = first_tensor(run(*theirs[block.name].args, **theirs[block.name].kwargs or {}))
+        hidden = (ours[block.name].hidden, theirs[block.name].hidden, crossed)
+        h, h_exp, h_cross = (rows_of(x, family, block.name, batch) for x in hidden if x is not None)
+        e, m, p = h - h_exp, h_cross - h_exp, h - h_cross
+        assert float((e - (m + p)).norm() / e.norm()) <= 1e-5
+        size = norm(h_exp)
+        assert block.drift.distance == pytest.approx(norm(e), rel=1e-4)
+        assert block.drift.relative == pytest.approx(norm(e) / size, rel=1e-4)
+        assert block.drift.local == pytest.approx(norm(m) / size, rel=1e-4, abs=1e-6)
+        assert block.drift.upstream == pytest.approx(norm(p) / size, rel=1e-4, abs=1e-6)
+        cosine = float(torch.cosine_similarity(h, h_exp, dim=-1).mean())
+        assert block.drift.cosine == pytest.approx(cosine, abs=1e-5)
+        assert block.modules
+
+
+@pytest.mark.parametrize("name", ["bert", "t5", "llama", "llava", "qwen2-classifier"])
+def test_outputs_are_those_of_the_expert_with_the_models_last_features(tmp_path: Path, name: str) -> None:
+    family = BY_NAME[name]
+    saved = save_family(tmp_path, family)
+    found = inspect(saved)
+    task, batch = next(iter(saved.inputs.items()))
+    model, expert = load(tmp_path / "merged"), load(tmp_path / task)
+    last = family.block_names[-1]
+    ours, _ = watch(model, family.block_names, batch)
+    _, wanted = watch(expert, family.block_names, batch)
+
+    def swap(_: Any, __: Any, output: Any) -> Any:
+        hidden = ours[last].hidden
+        return (hidden, *output[1:]) if isinstance(output, tuple) else hidden
+
+    handle = expert.get_submodule(last).register_forward_hook(swap)
+    _, swapped = watch(expert, [], batch)
+    handle.remove()
+    output = found.tasks[task].models["model"].output
+    assert output is not None
+    z, z_exp = (getattr(x, "logits", None) for x in (swapped, wanted))
+    assert output.kind == ("features" if z is None else "logits")
+    if z is None:
+        z, z_exp = swapped.pooler_output, wanted.pooler_output
+    assert z is not None and z_exp is not None
+    mask = family.mask(f"{last}.anything", 0, batch)
+    if z.ndim == 3 and mask is not None and mask.shape == z.shape[:2]:
+        z, z_exp = z[mask.bool()], z_exp[mask.bool()]
+    z, z_exp = z.reshape(-1, z.shape[-1]), z_exp.reshape(-1, z.shape[-1])
+    assert output.relative == pytest.approx(norm(z - z_exp) / norm(z_exp), rel=1e-4)
+    if output.kind == "logits":
+        p, q = z_exp.softmax(-1), z.softmax(-1)
+        assert output.divergence == pytest.approx(float((p * (p / q).log()).sum(-1).mean()), rel=1e-3, abs=1e-6)
+        assert output.agreement == pytest.approx(float((z.argmax(-1) == z_exp.argmax(-1)).float().mean()))
+        best = z_exp.topk(2).values
+        certain = (best[:, 0] - best[:, 1]) > 2 * (z - z_exp).abs().amax(-1)
+        assert output.certain == pytest.approx(float(certain.float().mean()))
+        assert output.certain is not None and output.agreement is not None and output.certain <= output.agreement
+
+
+def test_task_vectors_are_those_of_all_blocks_parameters(tmp_path: Path) -> None:
+    saved = save_family(tmp_path, BY_NAME["bert"])
+    found = inspect(saved)
+    base, merged = (dict(load(tmp_path / name).named_parameters()) for name in ("base", "merged"))
+    names = [name for name in base if name.startswith(tuple(f"{block}." for block in saved.family.block_names))]
+    for task in saved.inputs:
+        expert = dict(load(tmp_path / task).named_parameters())
+        one, other = (torch.cat([(x[n] - base[n]).detach().flatten() for n in names]) for x in (expert, merged))
+        expected = float(torch.cosine_similarity(one, other, dim=0))
+        assert found.tasks[task].models["model"].task_vector_cosine == pytest.approx(expected, abs=1e-4)
+        assert found.tasks[task].models["base"].task_vector_cosine is None
+
+
+def bert_of(blocks: int) -> Family:
+    """So deep."""
+    config = BertConfig(**{**TEXT_SIZES, "num_hidden_layers": blocks})
+    names = layers("encoder.layer.{}", blocks)
+    return replace(BY_NAME["bert"], build=lambda: BertModel(config), block_names=names)
+
+
+def most_at_once(saved: Saved, tasks: int, monkeypatch: pytest.MonkeyPatch) -> int:
+    """The most bytes of weights that are converted at one time while so many tasks' drift is measured."""
+    recipe: dict[str, Any] = saved.recipe(dtype="float32")
+    recipe["tasks"] = {task: recipe["tasks"][task] for task in TASKS[:tasks]}
+    walkers: set[Walker] = set()
+    counts = [0]
+    move = Walker._move
+
+    def watched(walker: Walker, *args: Any) -> None:
+        move(walker, *args)
+        walkers.add(walker)
+        counts.append(sum(holder.nbytes for each in walkers for holder, _ in each._guests.values()))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Walker, "_move", watched)
+        inspect_drift(recipe)
+    assert not any(walker._guests for walker in walkers)
+    return max(counts)
+
+
+def test_no_more_than_one_block_of_model_base_and_one_expert_is_converted_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However deep the models are, and however many experts there are."""
+    shallow, deep = (
+        save_family(tmp_path / str(blocks), bert_of(blocks), examples=4, dtype=torch.bfloat16) for blocks in (2, 5)
+    )
+    model = bert_of(1).build()
+    size, head = (
+        sum(parameter.numel() * 4 for parameter in model.get_submodule(path).parameters())
+        for path in ("encoder.layer.0", "pooler")
+    )
+    for saved, tasks in ((shallow, 1), (shallow, 3), (deep, 1)):
+        assert most_at_once(saved, tasks, monkeypatch) == 3 * size + head  # the expert's, to see its answers

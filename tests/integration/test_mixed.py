@@ -1,0 +1,207 @@
+"""Models of one job may differ outside of the blocks: heads, vocabularies, ties, and how much of a model they are."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as tf
+from families import FAMILIES, Saved, save_family
+from family import GROUPED_SIZES, TEXT_SIZES, VISION_SIZES
+from safetensors.torch import load_file, save_file
+from transformers import PreTrainedModel
+
+from featcal_cli.workflows.verbs import Result, calibrate
+
+pytestmark = pytest.mark.usefixtures("undrawn")
+
+BY_NAME = {family.name: family for family in FAMILIES}
+TASKS = ("red", "green")
+
+
+def shaken(model: PreTrainedModel, seed: int) -> PreTrainedModel:
+    """The model with every parameter moved."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
+    return model.eval()
+
+
+def run(
+    folder: Path, inputs: dict[str, dict[str, torch.Tensor]], select: str = "auto", **models: PreTrainedModel
+) -> Result:
+    """Save `merged`, `base` and an expert a task, and calibrate."""
+    for name, model in models.items():
+        model.save_pretrained(folder / name)
+    for task, tensors in inputs.items():
+        save_file(tensors, folder / f"{task}.safetensors")
+    tasks = {task: {"expert": str(folder / task), "data": str(folder / f"{task}.safetensors")} for task in inputs}
+    recipe = {"merged": str(folder / "merged"), "base": str(folder / "base"), "tasks": tasks}
+    return calibrate({**recipe, "calibration": {"examples": 6, "select": select}}, output=folder / "out")
+
+
+def text(count: int = 8) -> dict[str, torch.Tensor]:
+    return {"input_ids": torch.randint(3, 90, (count, 7))}
+
+
+def images(count: int = 8) -> dict[str, torch.Tensor]:
+    return {"pixel_values": torch.randn(count, 3, 32, 32)}
+
+
+def changed(folder: Path) -> set[str]:
+    """Names on disk of the tensors that calibration changed."""
+    before, after = (load_file(folder / name / "model.safetensors") for name in ("merged", "out"))
+    assert before.keys() == after.keys()
+    return {name for name in before if not torch.equal(before[name], after[name])}
+
+
+def test_experts_with_heads_of_other_sizes(tmp_path: Path) -> None:
+    config = {"hidden_size": 32, **{key: value for key, value in TEXT_SIZES.items() if key != "hidden_size"}}
+    result = run(
+        tmp_path,
+        {task: text() for task in TASKS},
+        merged=shaken(tf.BertModel(tf.BertConfig(**config)), 0),
+        base=shaken(tf.BertForMaskedLM(tf.BertConfig(**config)), 1),
+        red=shaken(tf.BertForSequenceClassification(tf.BertConfig(**config, num_labels=2)), 2),
+        green=shaken(tf.BertForSequenceClassification(tf.BertConfig(**config, num_labels=5)), 3),
+    )
+    assert len(changed(tmp_path)) == sum(2 * len(block.modules) for block in result.report.blocks) == 32
+
+
+def test_experts_keep_their_heads_where_merged_is_the_bare_body(tmp_path: Path) -> None:
+    sizes = TEXT_SIZES | {"num_hidden_layers": 6}  # deep enough for a head to be small beside it
+    config = tf.BertConfig(**sizes)
+    headed = {
+        task: shaken(tf.BertForSequenceClassification(tf.BertConfig(**sizes, num_labels=2 + seed)), seed)
+        for seed, task in enumerate(TASKS, 1)
+    }
+    inputs = {task: text(12) for task in TASKS}
+    rest = {"merged": shaken(tf.BertModel(config), 0), "base": shaken(tf.BertModel(config), 4)}
+    results = []
+    for name, experts in (("headed", headed), ("bare", {task: model.bert for task, model in headed.items()})):
+        (folder := tmp_path / name).mkdir()
+        results.append(run(folder, inputs, **rest, **experts, select="preset"))
+    outputs = [result.report.measures["red"].models["merged"].output for result in results]
+    assert [output.kind for output in outputs if output] == ["logits", "features"]
+    after = [load_file(tmp_path / name / "out" / "model.safetensors") for name in ("headed", "bare")]
+    assert all(torch.equal(after[0][name], after[1][name]) for name in after[0])
+
+
+def test_a_head_that_no_file_holds_decides_nothing(tmp_path: Path) -> None:
+    config = TEXT_SIZES
+    models = {
+        "merged": shaken(tf.BertForSequenceClassification(tf.BertConfig(**config, num_labels=3)), 0),
+        "base": shaken(tf.BertModel(tf.BertConfig(**config)), 1),
+        **{task: shaken(tf.BertModel(tf.BertConfig(**config)), seed) for seed, task in enumerate(TASKS, 2)},
+    }
+    inputs = {task: text(12) for task in TASKS}
+    results = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)  # loading draws what is missing
+        (folder := tmp_path / str(seed)).mkdir()
+        results.append(run(folder, inputs, select="search", **models))
+    assert len({str(result.report.settings["candidates"]) for result in results}) == 1
+    after = [load_file(tmp_path / seed / "out" / "model.safetensors") for seed in "12"]
+    assert all(torch.equal(after[0][name], after[1][name]) for name in after[0])
+    assert results[0].report.measures["red"].models["merged"].output is None
+
+
+def test_a_merged_model_with_a_head_keeps_it(tmp_path: Path) -> None:
+    config = TEXT_SIZES
+    run(
+        tmp_path,
+        {task: text() for task in TASKS},
+        merged=shaken(tf.BertForSequenceClassification(tf.BertConfig(**config, num_labels=3)), 0),
+        base=shaken(tf.BertModel(tf.BertConfig(**config)), 1),
+        red=shaken(tf.BertForSequenceClassification(tf.BertConfig(**config, num_labels=2)), 2),
+        green=shaken(tf.BertForSequenceClassification(tf.BertConfig(**config, num_labels=5)), 3),
+    )
+    assert not any("classifier" in name or "embeddings" in name for name in changed(tmp_path))
+
+
+def llama(seed: int, **config: Any) -> PreTrainedModel:
+    return shaken(tf.LlamaForCausalLM(tf.LlamaConfig(**{**GROUPED_SIZES, **config})), seed)
+
+
+def test_a_resized_vocabulary_is_said_and_left_alone(tmp_path: Path) -> None:
+    models = {"merged": llama(0), "base": llama(1), "red": llama(2), "green": llama(3, vocab_size=105)}
+    result = run(tmp_path, {task: text() for task in TASKS}, **models)
+    assert any("embed_tokens" in note and "105" in note for note in result.report.notes)
+    assert not any("embed" in name or "lm_head" in name for name in changed(tmp_path))
+
+
+def test_tied_and_untied_embeddings_in_one_job(tmp_path: Path) -> None:
+    tied = {"tie_word_embeddings": True}
+    models = {"merged": llama(0, **tied), "base": llama(1, **tied), "red": llama(2), "green": llama(3, **tied)}
+    run(tmp_path, {task: text() for task in TASKS}, **models)
+    assert "lm_head.weight" not in load_file(tmp_path / "out" / "model.safetensors")
+    assert changed(tmp_path) and all(".layers." in name for name in changed(tmp_path))
+
+
+def clip(seed: int) -> PreTrainedModel:
+    torch.manual_seed(seed)
+    config = tf.CLIPConfig(text_config=TEXT_SIZES, vision_config=VISION_SIZES, projection_dim=16)
+    return shaken(tf.CLIPModel(config), seed)
+
+
+def vision(seed: int) -> PreTrainedModel:
+    return shaken(tf.CLIPVisionModel(tf.CLIPVisionConfig(**VISION_SIZES)), seed)
+
+
+def test_a_tower_whose_inputs_are_not_given_is_left_alone_and_said(tmp_path: Path) -> None:
+    result = run(tmp_path, {task: images() for task in TASKS}, merged=clip(0), base=clip(1), red=clip(2), green=clip(3))
+    assert changed(tmp_path) and all(name.startswith("vision_model.encoder") for name in changed(tmp_path))
+    assert any("text_model.encoder.layers is left as merged" in note for note in result.report.notes)
+    assert result.report.settings["token_weights"] == "cls"
+
+
+def test_tasks_may_exercise_different_towers(tmp_path: Path) -> None:
+    inputs = {"red": images(), "green": text()}
+    result = run(tmp_path, inputs, "preset", merged=clip(0), base=clip(1), red=clip(2), green=clip(3))
+    towers = {name.split(".")[0] for name in changed(tmp_path)}
+    assert towers == {"vision_model", "text_model"}
+    assert all(drift.before > 0 and drift.after > 0 for drift in result.report.drift.values())
+
+
+@pytest.mark.parametrize("wide", [("merged", "base"), ("merged",), ("base",), ()])
+def test_full_models_and_vision_towers_go_together(tmp_path: Path, wide: tuple[str, ...]) -> None:
+    """The same vision towers give the same result, whoever comes with a text tower beside it."""
+    torch.manual_seed(0)
+    inputs = {task: images() for task in TASKS}
+    seeds = {"merged": 0, "base": 1, "red": 2, "green": 3}
+
+    def tower(name: str, full: bool) -> PreTrainedModel:
+        whole = clip(seeds[name])
+        alone = vision(seeds[name])
+        alone.load_state_dict(whole.vision_model.state_dict())
+        return whole if full else alone
+
+    run(tmp_path / "wide", inputs, **{name: tower(name, name in wide) for name in seeds})
+    run(tmp_path / "plain", inputs, **{name: tower(name, False) for name in seeds})
+    found = []
+    for name in ("wide", "plain"):
+        tensors = load_file(tmp_path / name / "out" / "model.safetensors")
+        found.append({key.removeprefix("vision_model."): tensors[key] for key in changed(tmp_path / name)})
+    assert found[0].keys() == found[1].keys() and len(found[0]) == 32
+    for key in found[0]:
+        torch.testing.assert_close(found[0][key], found[1][key], rtol=1e-4, atol=1e-5)
+
+
+def test_flan_t5_by_the_papers_settings(tmp_path: Path) -> None:
+    """Gated, with a head of its own: decoder blocks too, no norms, the head untouched."""
+    saved: Saved = save_family(tmp_path, BY_NAME["flan-t5"])
+    recipe: dict[str, Any] = saved.recipe()
+    recipe["calibration"] = {"examples": 12}
+    report = calibrate(recipe, output=tmp_path / "out").report
+    assert {key: report.settings[key] for key in ("ridge", "rho", "alpha")} == {"ridge": 1e-5, "rho": 2.0, "alpha": 0.6}
+    names = changed(tmp_path)
+    assert any(name.startswith("decoder.block.1.layer.1.EncDecAttention.k") for name in names)
+    assert any("wi_0" in name for name in names) and any("wi_1" in name for name in names)
+    assert not any("layer_norm" in name or "lm_head" in name or "shared" in name for name in names)
+    assert json.loads((tmp_path / "out" / "config.json").read_text()) == json.loads(
+        (tmp_path / "merged" / "config.json").read_text()
+    )

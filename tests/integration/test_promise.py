@@ -1,0 +1,227 @@
+"""Never worse than merged on held-out rows, mean over tasks: over random families, measured from the output folder."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from command_line import Run, featcal_inside
+from families import FAMILIES, TASKS, Saved, save_family
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from featcal_cli.data.batches import count_examples
+from featcal_cli.runtime.progress import Progress, Silent
+from featcal_cli.workflows.verbs import calibrate
+
+pytestmark = pytest.mark.usefixtures("undrawn")
+
+BY_NAME = {family.name: family for family in FAMILIES}
+NAMES = ("bert", "gpt2", "llama", "vit", "clip-vision", "albert", "opt", "t5")
+IN_DEFAULT_SUITE = 4
+CASES = 200
+SETTINGS: tuple[dict[str, Any], ...] = (
+    {}, {}, {"ridge": 1e-5}, {"rho": 50.0}, {"alpha": 1.0}, {"ridge": 1e-5, "alpha": 1.0}, {"rho": 30.0, "ridge": 10.0},
+    {"select": "search"}, {"norms": "all"},
+)  # fmt: skip
+"""What the user gives; something is always left to featcal."""
+
+
+def last_features(saved: Saved, folder: Path, batch: Mapping[str, Tensor]) -> Tensor:
+    """What the last block returns of the tokens that count [T, d], by a plain forward pass in float64."""
+    model_class: Any = type(saved.family.build())
+    model = model_class.from_pretrained(folder).double().eval()
+    kept: list[Tensor] = []
+    path = saved.family.block_names[-1]
+    model.get_submodule(path).register_forward_hook(lambda _, __, y: kept.append(y if isinstance(y, Tensor) else y[0]))
+    inputs = {name: x.double() if x.is_floating_point() else x for name, x in batch.items()}
+    with torch.no_grad():
+        model(**inputs)
+    hidden = kept[-1]
+    if saved.family.cls:
+        return hidden[:, 0]
+    mask = saved.family.mask(path, 0, dict(batch))
+    return hidden.flatten(0, -2) if mask is None else hidden[mask.bool()]
+
+
+def mean_drift(saved: Saved, folder: Path, rows: Mapping[str, slice]) -> float:
+    """Mean over tasks of mean ‖h − h_exp‖ / mean ‖h_exp‖ after the last block."""
+    drifts = []
+    for task, part in rows.items():
+        batch = {name: value[part] for name, value in saved.inputs[task].items()}
+        ours, theirs = (last_features(saved, place, batch) for place in (folder, saved.folder / task))
+        drifts.append(float((ours - theirs).norm(dim=1).mean() / theirs.norm(dim=1).mean()))
+    return sum(drifts) / len(drifts)
+
+
+def spoil(random: Random, saved: Saved) -> None:
+    """Let some experts, or merged, be something that no merge has brought about."""
+    for name in ("merged", *saved.inputs):
+        file = saved.folder / name / "model.safetensors"
+        kind = random.choice(["sound", "sound", "far", "opposite", "small", "shuffled"])
+        generator = torch.Generator().manual_seed(random.randrange(2**31))
+        tensors = load_file(file)
+        for key, value in tensors.items():
+            if not value.is_floating_point():
+                continue
+            spread = float(value.float().std()) if value.numel() > 1 else 0.0
+            if kind == "far":
+                tensors[key] = value + 2 * spread * torch.randn(value.shape, generator=generator)
+            elif kind == "opposite" and value.ndim > 1:
+                tensors[key] = -value
+            elif kind == "small":
+                tensors[key] = value * 0.02
+            elif kind == "shuffled" and value.ndim > 1:
+                tensors[key] = value[torch.randperm(len(value), generator=generator)].contiguous()
+        save_file(tensors, file, metadata={"format": "pt"})
+
+
+def random_job(folder: Path, seed: int) -> tuple[Saved, dict[str, Any]]:
+    """A random family, and a recipe that leaves something to featcal."""
+    random = Random(seed)
+    count = random.choice([10, 12, 15, 20, 30])
+    saved = save_family(
+        folder, BY_NAME[NAMES[seed % len(NAMES)]], examples=count, spread=random.choice([0.1, 0.3, 1.0, 3.0])
+    )
+    spoil(random, saved)
+    for task in random.sample(TASKS, random.randrange(len(TASKS))):
+        del saved.inputs[task]
+    given = random.choice(SETTINGS)
+    examples = random.choice([1, 2, 4, 8, 12, 256])
+    calibration = {"ridge": None, "rho": None, "alpha": None, "examples": examples, "seed": seed, **given}
+    return saved, saved.recipe(**calibration)
+
+
+def check_promise(folder: Path, seed: int) -> float:
+    """Calibrate a random family; the share of the updates that is left."""
+    saved, recipe = random_job(folder, seed)
+    report = calibrate(recipe, output=folder / "out").report
+    examples, count = recipe["calibration"]["examples"], count_examples(next(iter(saved.inputs.values())))
+    assert not report.fitted_tasks and not report.has_grown
+    fitted = report.settings["examples"]
+    most = {task: min(count, fitted[task] + min(64, max(8, examples // 4))) for task in saved.inputs}
+    middle = {task: fitted[task] + (most[task] - fitted[task]) // 2 for task in saved.inputs}
+    halves = (
+        {task: slice(middle[task], most[task]) for task in saved.inputs},
+        {task: slice(fitted[task], middle[task]) for task in saved.inputs},
+        {task: slice(fitted[task], most[task]) for task in saved.inputs},
+    )
+    for rows in halves:
+        before, after = (mean_drift(saved, saved.folder / name, rows) for name in ("merged", "out"))
+        assert after <= before * (1 + 1e-6), (seed, rows)
+    before, after = (mean_drift(saved, saved.folder / name, halves[0]) for name in ("merged", "out"))
+    assert report.means == pytest.approx((before, after), rel=1e-4)
+    return float(report.settings["step"])
+
+
+WORSE = 9
+"""The number of a family whose updates are pulled back to a half."""
+HOPELESS = 4
+"""Of one that no update helps."""
+
+
+class Stopper(Silent):
+    """Interrupts a run after its first block."""
+
+    def progress(self, progress: Progress) -> None:
+        if progress.finished == 1:
+            raise KeyboardInterrupt
+
+
+def test_what_is_pulled_back_is_said_and_is_the_same_after_an_interruption_and_from_its_own_recipe(
+    tmp_path: Path,
+) -> None:
+    saved, recipe = random_job(tmp_path / "family", WORSE)
+    report = calibrate(recipe, output=tmp_path / "whole").report
+    assert report.settings["step"] in (0.25, 0.5)
+    assert any("pulled back together" in note for note in report.notes)
+    assert "pulled back together" in (tmp_path / "whole" / "README.md").read_text()
+    with pytest.raises(KeyboardInterrupt):
+        calibrate(recipe, output=tmp_path / "resumed", listener=Stopper())
+    calibrate(recipe, output=tmp_path / "resumed")
+    calibrate(tmp_path / "whole" / "featcal.yaml", output=tmp_path / "again")
+    whole, *others = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("whole", "resumed", "again"))
+    assert all(other == whole for other in others)
+    merged, ours = (load_file(place / "model.safetensors") for place in (saved.folder / "merged", tmp_path / "whole"))
+    changes = {
+        f"{block.name}.{module.name}.weight": module.relative_change
+        for block in report.blocks
+        for module in block.modules
+    }
+    assert all(
+        float((ours[name] - merged[name]).norm() / merged[name].norm()) == pytest.approx(change, rel=1e-3, abs=1e-6)
+        for name, change in changes.items()
+        if name in ours and ours[name].ndim > 1
+    )
+
+
+def test_where_no_step_helps_the_weights_are_mergeds_to_the_byte(tmp_path: Path) -> None:
+    saved, recipe = random_job(tmp_path, HOPELESS)
+    report = calibrate(recipe, output=tmp_path / "out").report
+    assert report.settings["step"] == 0 and report.headline.startswith("no update helps")
+    one, two = ((place / "model.safetensors").read_bytes() for place in (saved.folder / "merged", tmp_path / "out"))
+    assert one == two
+    assert all(drift.after == drift.before for drift in report.drift.values()) and not report.worse
+    assert all(module.relative_change == 0 for block in report.blocks for module in block.modules)
+
+
+def test_settings_of_the_users_are_written_under_a_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Terminal, card, report and --json; the exit code is 0, as nothing was to be pushed."""
+    saved = save_family(tmp_path, BY_NAME["bert"])
+    far = {"ridge": 1000.0, "rho": 30.0, "alpha": 0.0, "select": "preset"}
+    run = run_inside(capsys, saved, tmp_path / "out", far, "--json")
+    printed = json.loads(run.stdout)
+    assert run.code == 0 and printed["settings"]["step"] == 1
+    assert printed["headline"].startswith("WARNING: mean drift grew from") and "held-out rows" in printed["headline"]
+    assert json.loads((tmp_path / "out" / "featcal_report.json").read_text())["headline"] == printed["headline"]
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "**Warning:** mean drift grew from" in card
+    shown = run_inside(capsys, saved, tmp_path / "shown", far)
+    assert "WARNING: mean drift grew" in shown.stdout and "warning: mean drift grew" in shown.stderr
+
+
+@pytest.mark.parametrize("given", [{}, {"select": "preset"}, {"ridge": 0.05, "rho": 2.0, "alpha": 0.3}])
+def test_figures_of_fitted_rows_say_so_everywhere_and_are_no_gate(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], given: dict[str, Any]
+) -> None:
+    """Nine rows where featcal chooses; where the user does, as many as are fitted."""
+    saved = save_family(tmp_path, BY_NAME["bert"], examples=12 if given else 9)
+    settings = {"ridge": None, "rho": None, "alpha": None, **given}
+    run = run_inside(capsys, saved, tmp_path / "out", settings)
+    assert run.code == 0 and "on fitted rows" in run.stdout.splitlines()[0]
+    report = json.loads((tmp_path / "out" / "featcal_report.json").read_text())
+    assert report["headline"].endswith("on fitted rows") and not report["settings"]["guard"]
+    assert not any(drift["held_out"] for drift in report["drift"].values())
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "Mean drift from the experts, on fitted rows" in card and "## Drift from the experts, on fitted rows" in card
+    for name, code in (("out", 2), ("strict", 2)):  # what is finished, and before anything is computed
+        refused = run_inside(capsys, saved, tmp_path / name, settings, "--strict", "--restart" if code == 0 else "-q")
+        assert refused.code == 2 and not (tmp_path / "strict").exists()
+    assert "--strict has nothing to judge by" in refused.stderr.replace("\n", " ")
+
+
+def run_inside(
+    capsys: pytest.CaptureFixture[str], saved: Saved, output: Path, given: Mapping[str, Any], *options: str
+) -> Run:
+    """`featcal calibrate`, with the settings that are given."""
+    arguments: dict[str, Any] = {"merged": saved.folder / "merged", "--base": saved.folder / "base", "-n": 12}
+    arguments["--expert"] = [f"{task}={saved.folder / task}" for task in saved.inputs]
+    arguments["--data"] = [f"{task}={saved.folder / task}.safetensors" for task in saved.inputs]
+    arguments |= {f"--{name}": value for name, value in given.items()} | dict.fromkeys(options, "")
+    return featcal_inside(capsys, "calibrate", {**arguments, "-o": output})
+
+
+@pytest.mark.parametrize("seed", range(IN_DEFAULT_SUITE))
+def test_the_mean_drift_on_held_out_rows_never_grows(tmp_path: Path, seed: int) -> None:
+    check_promise(tmp_path, seed)
+
+
+@pytest.mark.survive
+@pytest.mark.parametrize("seed", range(IN_DEFAULT_SUITE, CASES))
+def test_the_mean_drift_of_200_families_never_grows(tmp_path: Path, seed: int) -> None:
+    check_promise(tmp_path, seed)

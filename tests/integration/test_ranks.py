@@ -1,0 +1,263 @@
+"""Several processes, started by torchrun: the same weights as one, each reads its part, one writes and speaks."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from families import FAMILIES, TASKS, Saved, save_family
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from featcal_cli.calibration.task_sharding import Shares, share_tasks
+from featcal_cli.reporting.report import Report
+from featcal_cli.runtime.distributed import Ranks
+from featcal_cli.workflows.inspect_drift import inspect_drift
+from featcal_cli.workflows.verbs import calibrate
+
+pytestmark = pytest.mark.usefixtures("undrawn")
+
+BY_NAME = {family.name: family for family in FAMILIES}
+OPEN: dict[str, Any] = {"ridge": None, "rho": None, "alpha": None}
+PROGRAM = str(Path(__file__).parents[1] / "rank_jobs.py")
+LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A job, and how it is given."""
+
+    family: str
+    tasks: int
+    settings: Mapping[str, Any]
+    options: Mapping[str, Any]
+    merge: bool = False
+
+
+KINDS = {
+    "two tasks": Kind("bert", 2, {}, {}),
+    "three tasks": Kind("clip-vision", 3, {}, {"batch_size": 5}),
+    "one task": Kind("deberta", 1, {"norms": "all"}, {"batch_size": 5}),
+    "blocks that run again": Kind("albert", 3, {}, {"batch_size": 4}),
+    "encoder and decoder": Kind("t5", 3, {"norms": "all"}, {}),
+    "search": Kind("bert", 3, {**OPEN, "select": "search"}, {}),
+    "merged on the way": Kind("bert", 2, {}, {}, merge=True),
+}
+
+
+def torchrun(*program: object, largest: int | None = None) -> subprocess.CompletedProcess[str]:
+    """Two processes that have ended, with all that they and torchrun wrote; `largest`: bytes that a file may have."""
+    line = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
+    return subprocess.run(
+        [*line, *map(str, program)],
+        env={**os.environ, "GLOO_SOCKET_IFNAME": LOOPBACK, "OMP_NUM_THREADS": "1", "COLUMNS": "80"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        preexec_fn=None if largest is None else lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (largest, largest)),
+    )
+
+
+def run_jobs(folder: Path, jobs: Mapping[str, Any]) -> subprocess.CompletedProcess[str]:
+    """Have two processes do them."""
+    (folder / "jobs.json").write_text(json.dumps(jobs), encoding="utf-8")
+    return torchrun(PROGRAM, folder / "jobs.json")
+
+
+def recipe_of(saved: Saved, kind: Kind) -> dict[str, Any]:
+    """The family's job with its first tasks."""
+    recipe: dict[str, Any] = saved.recipe(**kind.settings)
+    recipe["tasks"] = {task: recipe["tasks"][task] for task in TASKS[: kind.tasks]}
+    return recipe | ({"merged": {"method": "average"}} if kind.merge else {})
+
+
+@dataclass(frozen=True)
+class Done:
+    """What one process and two have made of a job."""
+
+    folder: Path
+    name: str
+    alone: Report
+
+    def weights(self, of: str) -> dict[str, Tensor]:
+        """Of the rank, or of the one process that was alone."""
+        return load_file(self.folder / f"{self.name}-{of}" / "model.safetensors")
+
+    def reports(self) -> list[Report]:
+        """What the verb returned, by rank."""
+        return [Report.from_json((self.folder / f"{self.name}-{rank}.json").read_text()) for rank in (0, 1)]
+
+
+@pytest.fixture(scope="module")
+def families(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Saved]:
+    folder = tmp_path_factory.mktemp("families")
+    return {name: save_family(folder / name, BY_NAME[name]) for name in {kind.family for kind in KINDS.values()}}
+
+
+@pytest.fixture(scope="module")
+def folder(families: dict[str, Saved], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where two processes have done all of KINDS, and an inspection."""
+    folder = tmp_path_factory.mktemp("ranks")
+    jobs: dict[str, Any] = {
+        name: {"recipe": recipe_of(families[kind.family], kind), "options": kind.options}
+        for name, kind in KINDS.items()
+    }
+    jobs["inspection"] = {"recipe": recipe_of(families["bert"], KINDS["search"]), "inspect": True}
+    run = run_jobs(folder, jobs)
+    assert run.returncode == 0, run.stderr[-4000:]
+    return folder
+
+
+@pytest.fixture(scope="module")
+def done(families: dict[str, Saved], folder: Path) -> dict[str, Done]:
+    """The same done by this process too."""
+    found = {}
+    for name, kind in KINDS.items():
+        recipe = recipe_of(families[kind.family], kind)
+        result = calibrate(recipe, output=folder / f"{name}-alone", device="cpu", **kind.options)
+        found[name] = Done(folder, name, result.report)
+    return found
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_two_processes_give_the_weights_of_one(done: dict[str, Done], name: str) -> None:
+    """Also where a task is split between them, a table of positions is counted once, or settings are searched."""
+    alone, together = (done[name].weights(of) for of in ("alone", "0"))
+    assert alone.keys() == together.keys()
+    for key, value in alone.items():
+        assert (together[key] - value).norm() <= 1e-5 * value.norm(), key
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_every_process_returns_what_one_would(done: dict[str, Done], name: str) -> None:
+    """Rows and steps of every module, settings, notes, and the drift, which is measured on one rank or the other: their
+    students are the same."""
+    alone = done[name].alone
+    for report in done[name].reports():
+        for key in ("ridge", "rho", "alpha", "guard", "token_weights", "examples", "chosen_by"):
+            assert report.settings[key] == alone.settings[key]
+        for ours, theirs in zip(report.blocks, alone.blocks, strict=True):
+            assert ours.skipped == theirs.skipped
+            steps = [[(module.name, module.rows, module.step) for module in each.modules] for each in (ours, theirs)]
+            assert steps[0] == steps[1]
+        assert list(report.drift) == list(alone.drift) and report.measures.keys() == alone.measures.keys()
+        for task, drift in alone.drift.items():
+            found = report.drift[task]
+            assert (found.before, found.after) == pytest.approx((drift.before, drift.after), rel=1e-4)
+    assert done[name].reports()[0].notes == alone.notes
+
+
+def test_a_search_tries_and_drops_the_same(done: dict[str, Done]) -> None:
+    alone = done["search"].alone.settings["candidates"]
+    for report in done["search"].reports():
+        for ours, theirs in zip(report.settings["candidates"], alone, strict=True):
+            assert ours["score"] == pytest.approx(theirs["score"], rel=1e-4)
+            assert {**ours, "score": 0, "drift": 0} == {**theirs, "score": 0, "drift": 0}
+
+
+def test_each_reads_half_of_the_experts(done: dict[str, Done]) -> None:
+    job = done["two tasks"]
+    assert [(job.folder / f"{job.name}-{rank}.experts").read_text() for rank in (0, 1)] == ["red", "green"]
+    read = job.alone.cost["expert_bytes_read"]
+    for report in job.reports():
+        assert report.cost["expert_bytes_read"] == read
+        assert report.cost["expert_bytes_by_rank"] == [read / 2, read / 2]
+        assert report.environment["ranks"] == "2"
+    assert "expert_bytes_by_rank" not in job.alone.cost and "ranks" not in job.alone.environment
+
+
+def test_only_the_first_writes(folder: Path, done: dict[str, Done]) -> None:
+    """Every rank was given a place of its own."""
+    assert {path.name for path in folder.iterdir() if path.is_dir()} == {
+        f"{name}-{of}" for name in done for of in ("0", "alone")
+    }
+    assert [path.name for path in folder.glob("*.png")] == ["inspection-0.png"]
+
+
+def test_an_inspection_is_shared_too(families: dict[str, Saved], folder: Path) -> None:
+    alone = inspect_drift(recipe_of(families["bert"], KINDS["search"]), device="cpu")
+    for rank in (0, 1):
+        found = json.loads((folder / f"inspection-{rank}.json").read_text())
+        assert found["tasks"] == json.loads(alone.to_json())["tasks"]
+        assert found["cost"]["expert_bytes_read"] == alone.cost["expert_bytes_read"]
+
+
+def test_one_rank_says_what_is_wrong_and_the_next_run_goes_on(done: dict[str, Done], tmp_path: Path) -> None:
+    """The second rank's expert is broken in its last block: both end, and the repaired one makes another job, which is
+    begun anew and cannot write its output. The next run computes no block again, gives the very bytes of a whole one,
+    and speaks once."""
+    saved = save_family(tmp_path / "family", BY_NAME["bert"])
+    file = tmp_path / "family" / "green" / "model.safetensors"
+    sound = file.read_bytes()
+    tensors = load_file(file)
+    tensors["encoder.layer.1.output.dense.weight"][0, 0] = torch.nan
+    save_file(tensors, file, {"format": "pt"})
+    recipe, output = tmp_path / "recipe.yaml", tmp_path / "out"
+    recipe.write_text(yaml.safe_dump(recipe_of(saved, KINDS["two tasks"]), sort_keys=False), encoding="utf-8")
+    command = ("-m", "featcal_cli", "calibrate", "-r", recipe, "-o", output, "--device", "cpu")
+    broken = torchrun(*command)
+    assert broken.returncode != 0 and not output.exists()
+    assert "rank 1: error: expert green has NaN or infinity in" in broken.stderr
+    assert broken.stderr.count("error:") == 1
+    file.write_bytes(sound)
+    refused = torchrun(*command)
+    assert f"{file} has changed" in refused.stderr and refused.returncode != 0
+    full = torchrun(*command, "--restart", largest=len(sound) - 1)
+    assert "File too large" in full.stderr and full.returncode != 0 and not output.exists()
+    again = torchrun(*command)
+    assert again.returncode == 0, again.stderr[-4000:]
+    assert "2 of 2 blocks were taken over" in again.stderr and again.stdout.count("The calibrated model is in") == 1
+    whole = done["two tasks"].folder / "two tasks-0" / "model.safetensors"
+    assert (output / "model.safetensors").read_bytes() == whole.read_bytes()
+    assert {path.name for path in tmp_path.iterdir()} == {"family", "recipe.yaml", "out"}
+
+
+class Planned(Ranks):
+    """Ranks that are not there."""
+
+    def choose(self, members: Sequence[int]) -> Ranks:
+        return Ranks(members)
+
+
+@pytest.mark.parametrize(("tasks", "size"), [(1, 1), (3, 1), (2, 2), (3, 2), (8, 3), (1, 4), (3, 8), (5, 5)])
+def test_every_example_has_one_rank_and_ranks_have_equal_parts(tasks: int, size: int) -> None:
+    names = [f"task {number}" for number in range(tasks)]
+    shares = [share_tasks(names, Planned(range(size), rank)) for rank in range(size)]
+    batches = [{"x": torch.arange(start, min(start + 5, 24))} for start in range(0, 24, 5)]
+    for task in names:
+        parts = [torch.cat([batch["x"] for batch in found]) for each in shares if (found := each.take(task, batches))]
+        assert torch.cat(parts).tolist() == list(range(24))
+        assert sum(each.begins(task) for each in shares) == 1
+        sharing = [each for each in shares if task in each.parts]
+        assert all((task in each.shared) == (len(sharing) > 1) for each in shares)
+    each_has = [sum(len(batch["x"]) for task in names for batch in each.take(task, batches)) for each in shares]
+    assert max(each_has) - min(each_has) <= 2
+    whole = [share_tasks(names, Planned(range(size), rank), whole=True) for rank in range(size)]
+    assert [task for each in whole for task in each.parts] == names
+
+
+def test_neighbours_do_the_tasks_that_they_share_at_the_same_time() -> None:
+    """First or last: else the second rank would wait for all of the first one's work, the third for the second's …"""
+    names = [f"task {number}" for number in range(6)]
+    shares: list[Shares] = [share_tasks(names, Planned(range(4), rank)) for rank in range(4)]
+    for task in shares[0].shared:
+        places = {(list(each.parts).index(task) == 0) for each in shares if task in each.parts}
+        assert len(places) == 1
+
+
+def test_without_torchrun_there_is_one_and_nothing_happens() -> None:
+    alone, tensor = Ranks(), torch.ones(2)
+    alone.add_up(tensor)
+    alone.copy(tensor)
+    assert tensor.tolist() == [1.0, 1.0]
+    assert (alone.is_first, alone.size, alone.gather(3), alone.broadcast(3)) == (True, 1, [3], 3)

@@ -1,0 +1,114 @@
+"""Every shipped recipe is valid, holds what its name says, and has the paper's settings; nothing is downloaded."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import yaml
+
+from featcal_cli.hub.model_names import repo_of
+from featcal_cli.lineage.known_experts import recall
+from featcal_cli.recipe.schema import Recipe, as_draft, build_recipe, complete_draft
+from featcal_cli.recipe.shipped import find_recipe, shipped_recipes
+
+
+class Setting(NamedTuple):
+    """What a recipe of the paper's must hold."""
+
+    base: str
+    tasks: int
+    ridge: float
+    rho: float
+    alpha: float
+
+
+CLIP, FLAN = (0.05, 2.0, 0.3), (1e-5, 2.0, 0.6)
+PAPER = {
+    **{f"clip-vit-b32-{count}": Setting("openai/clip-vit-base-patch32", count, *CLIP) for count in (8, 14, 20)},
+    **{f"clip-vit-l14-{count}": Setting("openai/clip-vit-large-patch14", count, *CLIP) for count in (8, 14, 20)},
+    "flan-t5-base-glue": Setting("google/flan-t5-base", 8, *FLAN),
+    "flan-t5-large-glue-lora": Setting("google/flan-t5-large", 8, *FLAN),
+    "llama-3.2-3b-mergebench": Setting("meta-llama/Llama-3.2-3B-Instruct", 3, 1e-5, 0.5, 0.15),
+    "llama-3.1-8b-mergebench": Setting("meta-llama/Llama-3.1-8B-Instruct", 3, 3.0, 0.5, 0.15),
+}
+OTHERS = ("demo", "two-language-models")
+
+
+def recipe_of(name: str) -> Recipe:
+    return complete_draft(as_draft(name))
+
+
+def test_the_shipped_recipes_are_these() -> None:
+    assert {file.stem for file in shipped_recipes()} == {*PAPER, *OTHERS}
+
+
+@pytest.mark.parametrize("name", [*PAPER, *OTHERS])
+def test_a_shipped_recipe_is_valid_and_says_what_its_examples_are(name: str) -> None:
+    for task in build_recipe(find_recipe(name), {}).tasks.values():
+        assert task.data.path or (task.data.dataset and task.data.split)
+
+
+@pytest.mark.parametrize("name", PAPER)
+def test_a_recipe_has_the_papers_settings(name: str) -> None:
+    recipe, paper = recipe_of(name), PAPER[name]
+    settings = recipe.calibration
+    assert (recipe.base, len(recipe.tasks)) == (paper.base, paper.tasks)
+    assert (settings.ridge, settings.rho, settings.alpha) == (paper.ridge, paper.rho, paper.alpha)
+    assert (settings.examples, settings.select, settings.norms) == (256, "preset", "auto")
+    assert not isinstance(recipe.merged, str)
+    assert recipe.merged.method == "task_arithmetic"
+
+
+@pytest.mark.parametrize("name", PAPER)
+def test_a_recipe_says_of_base_and_data_what_the_experts_names_tell(name: str) -> None:
+    recipe = recipe_of(name)
+    for title, task in recipe.tasks.items():
+        known = recall(task.expert)
+        assert known is not None
+        assert known.data is not None
+        assert known.base == recipe.base
+        assert (known.data.dataset, known.data.config) == (task.data.dataset, task.data.config)
+        assert re.search(rf"[_-]{title}(_lora-16)?$", repo_of(task.expert)), "the task has the name of its expert"
+
+
+@pytest.mark.parametrize("model", ["b32", "l14"])
+def test_the_larger_clip_recipes_go_on_where_the_smaller_ones_end(model: str) -> None:
+    few, more, most = (recipe_of(f"clip-vit-{model}-{count}").tasks for count in (8, 14, 20))
+    assert list(few.items()) == list(more.items())[:8]
+    assert list(more.items()) == list(most.items())[:14]
+
+
+def test_the_clip_recipes_differ_in_their_models_alone() -> None:
+    small, large = (recipe_of(f"clip-vit-{model}-20").tasks for model in ("b32", "l14"))
+    assert {title: task.data for title, task in small.items()} == {title: task.data for title, task in large.items()}
+
+
+def test_the_glue_recipes_prompt_their_experts_in_the_same_words() -> None:
+    full, adapters = (recipe_of(name).tasks for name in ("flan-t5-base-glue", "flan-t5-large-glue-lora"))
+    assert {title: task.data for title, task in full.items()} == {title: task.data for title, task in adapters.items()}
+    for task in full.values():
+        assert task.data.template
+        assert "\n" not in task.data.template
+
+
+@pytest.mark.parametrize("file", shipped_recipes(), ids=lambda file: file.stem)
+def test_every_key_is_explained_where_it_stands_first(file: Path) -> None:
+    lines = file.read_text().splitlines()
+    for key in set(keys_of(yaml.safe_load(file.read_text()))) - {"calibration", "tasks"}:
+        uses = re.compile(rf"(^|[\s{{]){re.escape(key)}:")
+        first = next(at for at, line in enumerate(lines) if uses.search(line.split("#")[0]))
+        assert "#" in lines[first] or lines[first - 1].lstrip().startswith("#"), key
+
+
+def keys_of(section: Mapping[str, Any]) -> Iterator[str]:
+    """Every key of a recipe but names: of tasks, of columns' roles, of lm-eval's tasks."""
+    for key, value in section.items():
+        yield key
+        inside = value.values() if key == "tasks" else [value] if key not in ("columns", "lm_eval") else []
+        for part in inside:
+            if isinstance(part, dict):
+                yield from keys_of(part)

@@ -1,0 +1,101 @@
+"""Every shipped recipe from its name to a model with figures, on tiny models and data under the real ids."""
+
+from __future__ import annotations
+
+import json
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import yaml
+from command_line import featcal_inside
+from hub_server import HubServer
+from recipe_world import ROWS, World, write_table
+
+from featcal_cli.recipe.schema import Draft, read_draft
+from featcal_cli.recipe.shipped import find_recipe, shipped_recipes
+from featcal_cli.workflows.evaluate import evaluate
+
+pytestmark = pytest.mark.usefixtures("undrawn")
+LANGUAGE = ("llama-3.1-8b-mergebench", "llama-3.2-3b-mergebench", "two-language-models")
+EXAMPLES = 4
+
+
+@pytest.fixture
+def world(hub: HubServer, tmp_path: Path) -> World:
+    return World(hub, tmp_path / "world")
+
+
+def read(name: str) -> Draft:
+    return read_draft(find_recipe(name), {})
+
+
+@pytest.mark.parametrize("name", [file.stem for file in shipped_recipes() if file.stem not in ("demo", *LANGUAGE)])
+def test_a_recipe_calibrates_and_evaluates(
+    name: str, world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    recipe = read(name)
+    world.publish(recipe)
+    monkeypatch.chdir(tmp_path)
+    run = featcal_inside(
+        capsys, "calibrate", {"-r": name, "-n": EXAMPLES, "--evaluate": "", "--json": "", "--device": "cpu"}
+    )
+    assert run.code == 0, run.stderr
+    report = json.loads(run.stdout)
+    assert report["output"] == f"{name}-featcal"
+    assert list(report["accuracy"]) == list(recipe.tasks)
+    for found in report["accuracy"].values():
+        assert list(found["scores"]) == ["expert", "merged", "calibrated"]
+        assert {score["examples"] for score in found["scores"].values()} == {ROWS}
+    assert "model-index" in (tmp_path / f"{name}-featcal" / "README.md").read_text()
+
+
+@pytest.mark.parametrize("name", LANGUAGE)
+def test_a_recipe_of_language_models_calibrates(
+    name: str, world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    recipe = read(name)
+    world.publish(recipe)
+    monkeypatch.chdir(tmp_path)
+    run = featcal_inside(capsys, "calibrate", {"-r": name, "-n": EXAMPLES, "-q": "", "--device": "cpu"})
+    assert run.code == 0, run.stderr
+
+
+def test_the_demo_is_evaluated(capsys: pytest.CaptureFixture[str]) -> None:
+    run = featcal_inside(capsys, "evaluate", {"-r": "demo", "--limit": 20, "--json": "", "--device": "cpu"})
+    assert run.code == 0, run.stderr
+    means = json.loads(run.stdout)["means"]
+    assert means["expert"]["value"] > means["merged"]["value"]
+    assert means["expert"]["examples"] == 5 * 20
+
+
+def test_a_recipe_of_language_models_evaluates_with_lm_eval(world: World, tmp_path: Path) -> None:
+    """Of the three tasks the one that neither asks other hosts nor runs code."""
+    pytest.importorskip("lm_eval")
+    recipe = read(LANGUAGE[1])
+    recipe = recipe.model_copy(update={"tasks": {"math": recipe.tasks["math"]}})
+    world.publish(recipe)
+    rows = [{"question": f"{number} + 1?", "answer": f"So it is.\n#### {number + 1}"} for number in range(4)]
+    (tmp_path / "gsm8k" / "main").mkdir(parents=True)
+    for split in ("train", "test"):
+        write_table(tmp_path / "gsm8k" / "main" / f"{split}-00000-of-00001.parquet", rows, {})
+    files = [{"split": split, "path": f"main/{split}-*"} for split in ("train", "test")]
+    configs = yaml.safe_dump({"configs": [{"config_name": "main", "data_files": files}]})
+    (tmp_path / "gsm8k" / "README.md").write_text(f"---\n{configs}---\n")
+    world.hub.add_repo("openai/gsm8k", tmp_path / "gsm8k", kind="dataset")
+    found = evaluate(recipe, limit=2, device="cpu")
+    assert found.tasks["math"].metric == "gsm8k_cot exact_match,flexible-extract"
+    assert {score.examples for score in found.tasks["math"].scores.values()} == {2}
+
+
+@pytest.mark.parametrize("name", LANGUAGE[:2])
+def test_what_lm_eval_measures_is_refused_before_anything_is_computed(
+    name: str, world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    world.publish(read(name))
+    run = featcal_inside(
+        capsys, "calibrate", {"-r": name, "-n": EXAMPLES, "--evaluate": "", "-o": tmp_path / "out", "--device": "cpu"}
+    )
+    assert run.code == 2
+    assert ("--allow-code-execution" if find_spec("lm_eval") else "pip install 'featcal-cli[lm-eval]'") in run.stderr
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,50 @@
+"""Runs `featcal` as a user does."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from featcal_cli.cli.commands import main
+
+
+def featcal(*arguments: object, folder: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
+    """The finished process, with what it wrote to stdout and stderr; `folder` is where it ran."""
+    return subprocess.run(
+        [sys.executable, "-m", "featcal_cli", *map(str, arguments)],
+        cwd=folder,
+        env={**os.environ, "COLUMNS": "80", "OMP_NUM_THREADS": "1", **environment},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a command left behind."""
+
+    code: int
+    stdout: str
+    stderr: str
+
+
+def featcal_inside(capsys: pytest.CaptureFixture[str], command: str, arguments: Mapping[str, object]) -> Run:
+    """Run a command inside this process, which spares the start: options by name, one with a list repeatedly; None is
+    left out."""
+    line = [command]
+    for name, given in arguments.items():
+        for value in given if isinstance(given, list) else [] if given is None else [given]:
+            line += [part for part in ([name] if name.startswith("-") else []) + [str(value)] if part]
+    capsys.readouterr()
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as stopped:
+        patch.setattr(sys, "argv", ["featcal", *line])
+        main()
+    written = capsys.readouterr()
+    return Run(int(stopped.value.code or 0), written.out, written.err)

@@ -1,0 +1,40 @@
+"""Made-up inspections: drift that grows with depth, of any number of tasks and blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from featcal_cli.reporting.inspection import BlockDrift, Inspection, ModelDrift, OutputDrift, PlaceDrift, TaskInspection
+
+LEVELS = {"model": 1.0, "other": 0.6, "base": 1.5}
+"""Relative drift of each role after the last block."""
+
+
+def make_model(level: float, blocks: Sequence[str]) -> ModelDrift:
+    """One whose drift grows evenly up to `level`, a third of it local."""
+    drifts: list[BlockDrift] = []
+    before: float | None = None
+    for number, name in enumerate(blocks, 1):
+        e = level * number / len(blocks)
+        growth = e / before if before else None
+        drifts.append(BlockDrift(name, PlaceDrift(10 * e, e, 1 - e / 4, e / 3, e * 2 / 3, growth)))
+        before = e
+    output = OutputDrift("logits", level / 2, level, 0.9, 0.5)
+    return ModelDrift(PlaceDrift(0.1, 0.01, 1.0), drifts, output, 0.5)
+
+
+def make_inspection(
+    tasks: Sequence[str],
+    blocks: int | Sequence[str] = 4,
+    *,
+    compare: bool = False,
+    levels: dict[str, float] | None = None,
+) -> Inspection:
+    """The first task's drifts are `levels`; every further task drifts a hundredth more."""
+    names = [f"encoder.layers.{number}" for number in range(blocks)] if isinstance(blocks, int) else blocks
+    chosen = {role: level for role, level in (LEVELS | (levels or {})).items() if compare or role != "other"}
+    inspected = {
+        task: TaskInspection(8, {role: make_model(level * (1 + number / 100), names) for role, level in chosen.items()})
+        for number, task in enumerate(tasks)
+    }
+    return Inspection("0.1.0", {role: f"user/{role}" for role in chosen}, inspected, [], {}, {}, {})

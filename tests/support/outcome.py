@@ -1,0 +1,33 @@
+"""What two runs of one job must have in common, whatever happened on the way."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+from featcal_cli.workflows.output_folder import NOTE
+
+TIMES = ("seconds", "peak_rss_bytes", "expert_bytes_read")
+"""What a report says of the run and not of the result."""
+TIME = re.compile(r"\d[\d.,]* (s|seconds|minutes|MB|GB|MiB|GiB)\b")
+"""What a card says of it."""
+OF_THE_RUN = re.compile("taken over|earlier run|computed again")
+"""Notes that tell of an interruption."""
+
+
+def result(folder: Path) -> dict[str, object]:
+    """Every file of an output but its note; of the report and the card, what the result is."""
+    files: dict[str, object] = {
+        path.relative_to(folder).as_posix(): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file() and path.name != NOTE  # it holds hashes of reports, which say how long it took
+    }
+    report = json.loads((folder / "featcal_report.json").read_text())
+    report["notes"] = [note for note in report["notes"] if not OF_THE_RUN.search(note)]
+    report["cost"] = {key: value for key, value in report["cost"].items() if key not in TIMES}
+    report["blocks"] = [{**block, "seconds": 0} for block in report["blocks"]]
+    files["featcal_report.json"] = report
+    card = (folder / "README.md").read_text().splitlines()
+    files["README.md"] = [TIME.sub("", line) for line in card if not OF_THE_RUN.search(line)]
+    return files

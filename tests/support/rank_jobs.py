@@ -1,0 +1,35 @@
+"""What tests/integration/test_ranks.py lets torchrun start by the Python verbs: the jobs of a file, in turn."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+from featcal_cli.runtime.distributed import leave_ranks
+from featcal_cli.workflows import verbs as workflow
+from featcal_cli.workflows.inspect_drift import inspect_drift
+
+
+def run_all(jobs: Path) -> None:
+    """Every rank names an output of its own for each job, and leaves what it got beside the file.
+
+    A job is to `inspect`, or else to calibrate.
+    """
+    rank = os.environ["RANK"]
+    vars(workflow)["plot_drift"] = lambda _: b""
+    for name, job in json.loads(jobs.read_text(encoding="utf-8")).items():
+        place = jobs.parent / f"{name}-{rank}"
+        if job.get("inspect"):
+            seen = inspect_drift(job["recipe"], device="cpu", plot=place.with_suffix(".png")).to_json()
+        else:
+            result = workflow.calibrate(job["recipe"], output=place, device="cpu", **job["options"])
+            seen = result.report.to_json()
+            place.with_suffix(".experts").write_text(" ".join(result.experts), encoding="utf-8")
+        place.with_suffix(".json").write_text(seen, encoding="utf-8")
+    leave_ranks()
+
+
+if __name__ == "__main__":
+    run_all(Path(sys.argv[1]))

@@ -1,0 +1,254 @@
+"""Tiny models and datasets on the Hub on loopback, under the ids and with the columns that the shipped recipes name."""
+
+from __future__ import annotations
+
+import io
+import json
+import tarfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import torch
+import transformers
+import yaml
+from hub_server import HubServer
+from PIL import Image
+from tokenizers import Regex, Tokenizer
+from tokenizers.decoders import Fuse
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Split
+from tokenizers.processors import TemplateProcessing
+from torch import nn
+
+from featcal_cli.recipe.schema import Draft, TaskDraft
+
+CHARACTERS = [chr(code) for code in range(32, 127)]
+SPECIAL = ["<pad>", "</s>", "<s>", "<unk>"]
+VOCABULARY = 100
+ROWS, CLASSES = 12, 3
+CHAT = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+TINY = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+arrow: Any = pyarrow
+parquet: Any = pyarrow.parquet
+GLUE = {
+    "cola": ["sentence"], "sst2": ["sentence"], "mnli": ["premise", "hypothesis"], "qnli": ["question", "sentence"],
+    "qqp": ["question1", "question2"], "mrpc": ["sentence1", "sentence2"], "rte": ["sentence1", "sentence2"],
+    "stsb": ["sentence1", "sentence2"],
+}  # fmt: skip
+MERGEBENCH = {
+    "MergeBench/instruction_val": ["instruction", "output"],
+    "MergeBench/math_val": ["query", "response"],
+    "MergeBench/coding_val": ["instruction", "response"],
+    "ise-uiuc/Magicoder-Evol-Instruct-110K": ["instruction", "response"],
+}
+
+
+@dataclass
+class World:
+    """What was put on the Hub so far, each file made once."""
+
+    hub: HubServer
+    folder: Path
+    made: dict[str, Path] = field(default_factory=dict)
+
+    def publish(self, recipe: Draft) -> None:
+        """Everything that a recipe names."""
+        tasks = recipe.tasks.values()
+        base = str(recipe.base)
+        kind = "clip" if "clip" in base else "t5" if "t5" in base else "llama"
+        self.hub.add_repo(base, self._model(kind, "base"))
+        for number, spec in enumerate(tasks):
+            base_too, _, own = str(spec.expert).rpartition("+")
+            expert = self._adapter(base_too, number) if base_too else self._model(f"{kind}-expert", str(number % 3))
+            self.hub.add_repo(own, expert)
+        if isinstance(recipe.merged, str):
+            self.hub.add_repo(recipe.merged, self._model(f"{kind}-expert", "0"))
+        for dataset in {str(spec.data.dataset) for spec in tasks if spec.data}:
+            self._add_dataset(dataset, [spec for spec in tasks if spec.data and spec.data.dataset == dataset])
+
+    def _model(self, kind: str, name: str) -> Path:
+        return self._once(f"{kind}-{name}", lambda folder: save_model(folder, kind.partition("-")[0], name))
+
+    def _adapter(self, base: str, number: int) -> Path:
+        return self._once(f"adapter-{number % 3}", lambda folder: save_adapter(folder, base, number % 3))
+
+    def _add_dataset(self, dataset: str, specs: Sequence[TaskDraft]) -> None:
+        place = self.folder / "data" / dataset.replace("/", "--")
+        place.mkdir(parents=True, exist_ok=True)
+        configs = []
+        for spec in specs:
+            assert spec.data is not None
+            own = spec.evaluate.split if spec.evaluate and not spec.evaluate.lm_eval else spec.data.split
+            splits = {str(spec.data.split), str(own)}
+            name = spec.data.config or "default"
+            entries = []
+            for split in sorted(splits):
+                path = write_rows(place / name, dataset, spec, split)
+                entries.append({"split": split, "path": f"{name}/{path.name}"})
+            configs.append({"config_name": name, "data_files": entries})
+        (place / "README.md").write_text(f"---\n{yaml.safe_dump({'configs': configs})}---\n")
+        self.hub.add_repo(dataset, place, kind="dataset")
+
+    def _once(self, name: str, make: Callable[[Path], None]) -> Path:
+        if name not in self.made:
+            self.made[name] = self.folder / name
+            make(self.made[name])
+        return self.made[name]
+
+
+def save_model(folder: Path, kind: str, name: str) -> None:
+    """A tiny base with all that it needs beside its weights; or an expert of it, weights and config alone."""
+    torch.manual_seed(0)
+    model = build(kind)
+    if name != "base":
+        shake(model, int(name) + 1)
+        (model.vision_model if kind == "clip" else model).save_pretrained(folder)
+        return
+    model.save_pretrained(folder)
+    save_tokenizer(folder, chat=kind == "llama")
+    if kind == "clip":
+        processor: Any = transformers.CLIPImageProcessorPil(size={"shortest_edge": 16}, crop_size=16)
+        processor.save_pretrained(folder)
+
+
+def save_adapter(folder: Path, base: str, seed: int) -> None:
+    """A LoRA adapter, as peft saves it, on a model that it calls `base`."""
+    import peft
+
+    torch.manual_seed(0)
+    config: Any = peft.LoraConfig(r=2, target_modules=["q", "v"], task_type="SEQ_2_SEQ_LM")
+    adapted = peft.get_peft_model(build("t5"), config)
+    torch.manual_seed(seed + 1)
+    for name, parameter in adapted.named_parameters():
+        if "lora_" in name:
+            nn.init.normal_(parameter, std=0.2)
+    adapted.peft_config["default"].base_model_name_or_path = base
+    adapted.save_pretrained(folder)
+
+
+def build(kind: str) -> Any:
+    """A model of random weights, always the same, of the class that the recipes' models have."""
+    torch.manual_seed(0)
+    ids = {"vocab_size": VOCABULARY, "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 2}
+    if kind == "clip":
+        config: Any = transformers.CLIPConfig(
+            text_config={**TINY, **ids, "max_position_embeddings": 77},
+            vision_config={**TINY, "image_size": 16, "patch_size": 8},
+            projection_dim=8,
+        )
+        model: Any = transformers.CLIPModel(config)
+    elif kind == "t5":
+        config = transformers.T5Config(
+            d_model=16, d_kv=8, d_ff=24, num_layers=2, num_heads=2, decoder_start_token_id=0, **ids
+        )
+        model = transformers.T5ForConditionalGeneration(config)
+    else:
+        config = transformers.LlamaConfig(**TINY, **ids, num_key_value_heads=1, tie_word_embeddings=True)
+        model = transformers.LlamaForCausalLM(config)
+    shake(model, 0)
+    return model.eval()
+
+
+def shake(model: nn.Module, seed: int) -> None:
+    """Move all weights, as training does."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.1)
+
+
+def save_tokenizer(folder: Path, *, chat: bool) -> None:
+    """A token a character, so that no two texts are the same to a model."""
+    words = {word: number for number, word in enumerate([*SPECIAL, *CHARACTERS])}
+    tokenizer = Tokenizer(WordLevel(words, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = Split(Regex(r"[\s\S]"), "isolated")
+    tokenizer.decoder = Fuse()
+    if not chat:  # language models put no end behind what they are to go on with
+        tokenizer.post_processor = TemplateProcessing(
+            single="$A </s>", pair="$A </s> $B </s>", special_tokens=[("</s>", 1)]
+        )
+    library: Any = transformers
+    fast = library.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>", bos_token="<s>", unk_token="<unk>",
+        model_max_length=77,
+    )  # fmt: skip
+    if chat:
+        fast.chat_template, fast.model_max_length = CHAT, 4096
+    fast.save_pretrained(folder)
+
+
+def write_rows(folder: Path, dataset: str, spec: TaskDraft, split: str) -> Path:
+    """A split's file with the columns that the real dataset has."""
+    folder.mkdir(parents=True, exist_ok=True)
+    random = Random(f"{dataset} {split}")
+    if dataset == "clip-benchmark/wds_fer2013":
+        return write_archive(folder / f"{split}.tar", random)
+    file = folder / f"{split}.parquet"
+    if dataset == "nyu-mll/glue":
+        assert spec.data is not None
+        write_table(file, list(glue_rows(str(spec.data.config), random)), {})
+    elif dataset in MERGEBENCH:
+        write_table(file, [{column: write_text(random) for column in MERGEBENCH[dataset]} for _ in range(ROWS)], {})
+    elif dataset == "HuggingFaceH4/ultrachat_200k":
+        write_table(file, [{"prompt": "a", "messages": write_chat(random)} for _ in range(ROWS)], {})
+    else:
+        further = {"image_id": "a", "label_cat_dog": 0} if dataset == "timm/oxford-iiit-pet" else {}
+        labels: Sequence[Any] = [False, True] if dataset == "1aurent/PatchCamelyon" else range(CLASSES)
+        if dataset == "nateraw/rendered-sst2":
+            labels = range(2)
+        rows = [
+            {"image": {"bytes": draw(random), "path": None}, "label": random.choice(labels), **further}
+            for _ in range(ROWS)
+        ]
+        names = [f"{spec.expert} {number}"[-12:] for number in range(len(labels))]
+        write_table(file, rows, {} if labels[0] is False else {"label": {"names": names, "_type": "ClassLabel"}})
+    return file
+
+
+def glue_rows(config: str, random: Random) -> Iterable[dict[str, Any]]:
+    """Rows of one of GLUE's tasks."""
+    for number in range(ROWS):
+        label = round(5 * random.random(), 2) if config == "stsb" else random.randrange(3 if config == "mnli" else 2)
+        yield {**{column: write_text(random) for column in GLUE[config]}, "label": label, "idx": number}
+
+
+def write_text(random: Random) -> str:
+    """A few words."""
+    return " ".join("".join(random.choices("abcdefgh", k=3)) for _ in range(4))
+
+
+def write_chat(random: Random) -> list[dict[str, str]]:
+    """A question and its answer."""
+    return [{"role": role, "content": write_text(random)} for role in ("user", "assistant")]
+
+
+def draw(random: Random) -> bytes:
+    """A PNG of four random colours."""
+    stream = io.BytesIO()
+    image = Image.frombytes("RGB", (2, 2), random.randbytes(12))
+    image.resize((16, 16)).save(stream, "PNG")
+    return stream.getvalue()
+
+
+def write_table(file: Path, rows: Sequence[Mapping[str, Any]], features: Mapping[str, Any]) -> None:
+    """A parquet file; in its footer are features, as `datasets` puts them there."""
+    table = arrow.Table.from_pylist(list(rows))
+    if features:
+        table = table.replace_schema_metadata({"huggingface": json.dumps({"info": {"features": features}})})
+    parquet.write_table(table, file, row_group_size=6)
+
+
+def write_archive(file: Path, random: Random) -> Path:
+    """A .tar in which files of one stem are an example, as webdataset has it."""
+    with tarfile.open(file, "w") as archive:
+        for number in range(ROWS):
+            for ending, content in (("jpg", draw(random)), ("cls", str(random.randrange(CLASSES)).encode())):
+                about = tarfile.TarInfo(f"{number:04}.{ending}")
+                about.size = len(content)
+                archive.addfile(about, io.BytesIO(content))
+    return file

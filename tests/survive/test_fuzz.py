@@ -1,0 +1,238 @@
+"""Any text may be a recipe, and any bytes a safetensors file: both are read, or refused with a reason."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from bad_input import LAUGHS, Stage
+from bad_tensors import LIES, dumped, entry, written
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as some
+from safetensors import SafetensorError, safe_open
+
+from featcal_cli.hub.safetensors_header import read_header
+from featcal_cli.hub.snapshot import resolve
+from featcal_cli.lineage.model_card import read_card
+from featcal_cli.models.loading import find_class, load_model
+from featcal_cli.recipe.schema import Recipe, as_draft, complete_draft, read_draft
+from featcal_cli.recipe.shipped import shipped_recipes
+from featcal_cli.runtime.errors import FeatCalError
+from featcal_cli.runtime.untrusted_text import load_documents
+from featcal_cli.workflows.saved_recipe import dump_recipe
+
+pytestmark = pytest.mark.survive
+FUZZ = settings(
+    derandomize=True, database=None, deadline=None, max_examples=600, suppress_health_check=list(HealthCheck)
+)
+"""The same inputs in every run."""
+
+texts = some.text(some.characters(codec=None), max_size=30)
+scalars = some.one_of(
+    some.none(), some.booleans(), some.integers(), some.integers(-(10**40), 10**40), some.floats(), texts,
+    some.sampled_from(["a/b", "a/b@v1", "./nowhere", "~nobody/x", "a+b", "x.jsonl", "a:b:c:d", "\0", "a" * 5000, ""]),
+)  # fmt: skip
+values = some.recursive(
+    scalars, lambda inner: some.lists(inner, max_size=3) | some.dictionaries(texts, inner, max_size=3), max_leaves=8
+)
+"""What YAML and JSON can hold."""
+snippets = some.sampled_from(
+    [
+        "merged: a/b\n", "base: a/b\n", "tasks:\n", "  red:\n", "    expert: a/b\n", "    data: ", "[", "]", "{", "}",
+        ": ", "- ", "? ", "!!int ", "!!timestamp ", "!!binary ", "!!set ", "&a ", "*a", "<<: *a", "|\n", "'", '"', "\t",
+        "%", "@", "---\n", "...\n", "~", "1e400", "0x", "1:60:60", "2024-99-99", "0001-01-01T00:00:00+23:00", "#",
+        "\ufeff", "\x85",
+    ]
+)  # fmt: skip
+"""What YAML is made of."""
+
+
+def places(value: Any, above: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The path to every value inside of another."""
+    for key in value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ():
+        yield (*above, key)
+        yield from places(value[key], (*above, key))
+
+
+@some.composite
+def spoiled(draw: some.DrawFn, good: dict[str, Any]) -> dict[str, Any]:
+    """A good value with up to three of its parts replaced, taken out, or named otherwise."""
+    found: dict[str, Any] = json.loads(json.dumps(good))
+    for _ in range(draw(some.integers(1, 3))):
+        if not (listed := list(places(found))):
+            break
+        *above, key = draw(some.sampled_from(listed))
+        inside: Any = found
+        for step in above:
+            inside = inside[step]
+        kind = draw(some.sampled_from(["replace", "replace", "remove", "rename"]))
+        old = inside.pop(key) if kind != "replace" else inside[key]
+        if kind == "replace":
+            inside[key] = draw(values)
+        elif kind == "rename" and isinstance(inside, dict):
+            inside[draw(texts)] = old
+    return found
+
+
+def good_recipe() -> dict[str, Any]:
+    """With every key there is."""
+    file = next(file for file in shipped_recipes() if file.stem == "demo")
+    found: dict[str, Any] = json.loads(complete_draft(read_draft(file, {})).model_dump_json(exclude_none=True))
+    for task in found["tasks"].values():
+        task["data"] = {"dataset": "a/b", "revision": "v", "config": "c", "split": "s", "columns": {"text": "t"}}
+        task["data"]["template"] = "{t}"
+        task["evaluate"] = {"split": "test", "metric": "accuracy"}
+    found["tasks"] = dict(list(found["tasks"].items())[:2])
+    found["calibration"] |= {"ridge": 0.05, "rho": 2.0, "alpha": 0.3}
+    return found | {"output": {"push_to": "a/b", "private": True}}
+
+
+GOOD_RECIPE = good_recipe()
+
+
+def read(file: Path | None, keys: dict[str, Any]) -> Recipe | None:
+    """The recipe, None where it is refused; nothing else may happen."""
+    try:
+        return complete_draft(read_draft(file, keys) if file else as_draft(keys))
+    except FeatCalError as error:
+        assert error.what and len(error.what) < 2000
+        return None
+
+
+@FUZZ
+@given(some.one_of(texts, some.lists(snippets | texts, max_size=25).map("".join)))
+def test_any_text_is_a_recipe_or_refused(text: str) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "r.yaml"
+        file.write_bytes(text.encode("utf-8", "surrogatepass"))
+        read(file, {})
+        read(file, {"merged": "a/b", "base": "a/b", "calibration": {"examples": 3}})
+    read_card(f"---\n{text}\n---\n{text}")
+    try:
+        json.dumps(load_documents(text), default=str, skipkeys=True)
+    except ValueError as error:
+        assert len(str(error)) < 300
+
+
+@FUZZ
+@given(some.binary(max_size=60))
+def test_any_bytes_are_a_recipe_or_refused(content: bytes) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "r.yaml"
+        file.write_bytes(content)
+        read(file, {})
+
+
+@FUZZ
+@given(spoiled(GOOD_RECIPE))
+def test_a_spoiled_recipe_is_read_or_refused(keys: dict[str, Any]) -> None:
+    found = read(None, keys)
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "r.yaml"
+        file.write_text(yaml.safe_dump(keys, allow_unicode=False))
+        again = read(file, {})
+        if found is not None and again is not None:
+            file.write_text(dump_recipe(again), encoding="utf-8")
+            assert read(file, {}) == again.model_copy(update={"output": type(again.output)()})
+
+
+def test_the_good_recipe_is_good() -> None:
+    assert read(None, GOOD_RECIPE) is not None
+    assert LAUGHS.count("*") > 90
+
+
+GOOD_HEADER = {
+    "__metadata__": {"format": "pt"},
+    "a": entry(shape=[2, 2], start=0, stop=16),
+    "b": entry(shape=[3], start=16, stop=22, dtype="BF16"),
+    "c": entry(shape=[0, 5], start=22, stop=22, dtype="I64"),
+}
+sizes = some.one_of(some.integers(-5, 30), some.integers(-(2**70), 2**70), some.floats(), some.booleans())
+parts = some.fixed_dictionaries(
+    {
+        "dtype": some.sampled_from(["F32", "BF16", "U8", "BOOL", "F4", "F8_E4M3", "C64", "X"]) | values,
+        "shape": some.lists(sizes, max_size=4) | values,
+        "data_offsets": some.lists(sizes, min_size=2, max_size=2) | values,
+    }
+)
+headers = some.one_of(
+    spoiled(GOOD_HEADER).map(lambda header: json.dumps(header).encode()),
+    some.dictionaries(texts, parts | values, max_size=3).map(lambda header: json.dumps(header).encode()),
+    some.binary(max_size=80),
+)
+"""The text between length and data."""
+
+
+def check(content: bytes) -> None:
+    """A file is refused with a ValueError, or read as safetensors itself reads it."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "model.safetensors"
+        file.write_bytes(content)
+        try:
+            found = {name: (entry.dtype, list(entry.shape)) for name, entry in read_header(file).items()}
+        except ValueError as error:
+            assert 0 < len(str(error)) < 300
+            found = None
+        try:
+            with safe_open(file, framework="np") as opened:
+                slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 - not a mapping
+                theirs = {name: (part.get_dtype(), part.get_shape()) for name, part in slices.items()}
+        except (SafetensorError, OSError):
+            theirs = None
+        assert found == theirs
+
+
+@FUZZ
+@given(headers, some.integers(0, 30) | some.just(22))
+def test_a_header_is_read_as_safetensors_reads_it_or_refused(header: bytes, size: int) -> None:
+    check(written(header, bytes(size)))
+
+
+@FUZZ
+@given(some.binary(max_size=100))
+def test_any_bytes_are_a_safetensors_file_or_refused(content: bytes) -> None:
+    check(content)
+
+
+@FUZZ
+@given(some.data())
+def test_a_good_file_with_other_bytes_in_it_is_read_or_refused(data: some.DataObject) -> None:
+    content = bytearray(written(GOOD_HEADER, bytes(22)))
+    for _ in range(data.draw(some.integers(1, 4))):
+        content[data.draw(some.integers(0, len(content) - 1))] = data.draw(some.integers(0, 255))
+    check(bytes(content[: data.draw(some.integers(len(content) - 3, len(content)))]))
+
+
+@pytest.mark.parametrize("name", sorted(LIES.keys() - {"a name twice", "more lengths than anything has"}))
+def test_what_is_refused_safetensors_refuses_too(name: str) -> None:
+    """But for two: it reads the last of two tensors of one name, and shapes that no library can have."""
+    check(LIES[name][0])
+
+
+def test_the_good_header_is_good() -> None:
+    check(written(GOOD_HEADER, bytes(22)))
+    check(written(dumped({}), b""))
+
+
+def test_a_model_with_a_lying_header_is_refused_on_the_whole_way(stage: Stage) -> None:
+    file = stage.folder / "red" / "model.safetensors"
+    good = file.read_bytes()
+    length = int.from_bytes(good[:8], "little")
+    header = json.loads(good[8 : 8 + length])
+
+    @settings(FUZZ, max_examples=100)
+    @given(spoiled(header))
+    def load(changed: dict[str, Any]) -> None:
+        file.write_bytes(written(changed, good[8 + length :]))
+        try:
+            snapshot = resolve(str(stage.folder / "red"))
+            load_model("expert red", snapshot, find_class(snapshot))
+        except FeatCalError as error:
+            assert error.what and error.fix
+
+    load()

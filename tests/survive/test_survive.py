@@ -1,0 +1,115 @@
+"""A run may be killed at any moment: the same command goes on from there, and ends with the same bytes."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from families import FAMILIES, save_family
+from hub_server import HubServer
+from outcome import result
+from zygote import Started, Zygote, started, wait_for
+
+from featcal_cli.workflows.output_folder import NOTE
+
+pytestmark = pytest.mark.survive
+
+BERT = next(family for family in FAMILIES if family.name == "bert")
+SCENARIOS, KILLS = 20, 3
+"""Jobs, and how often each is killed before it may end."""
+
+
+@pytest.fixture(scope="module")
+def zygote() -> Iterator[Zygote]:
+    with started() as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a recipe and all that it names."""
+    folder = tmp_path_factory.mktemp("job")
+    recipe = save_family(folder, BERT).recipe()
+    recipe["output"] = {"push_to": "alice/mended"}
+    (folder / "job.yaml").write_text(json.dumps(recipe))
+    return folder
+
+
+@pytest.fixture
+def account(hub: HubServer) -> dict[str, str]:
+    return {"HF_TOKEN": hub.add_token("alice")}
+
+
+@pytest.fixture(scope="module")
+def expected(job: Path, zygote: Zygote, hub_on_loopback: HubServer, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder in which the job ran in one go, with its output and its log."""
+    hub_on_loopback.reset()
+    folder = tmp_path_factory.mktemp("whole")
+    run = start(zygote, job, folder, {"HF_TOKEN": hub_on_loopback.add_token("alice")})
+    assert run.wait() == 0, run.stderr.read_text()
+    return folder
+
+
+def start(zygote: Zygote, job: Path, folder: Path, account: dict[str, str], *more: object) -> Started:
+    return zygote.start(
+        folder,
+        "calibrate",
+        "-r",
+        job / "job.yaml",
+        "-o",
+        "out",
+        "--log-file",
+        "log.jsonl",
+        "--push-anyway",
+        *more,
+        **account,
+    )
+
+
+def moments(folder: Path) -> list[str]:
+    """What the log of a whole run says of each moment at which another one may be killed."""
+    lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    return [json.dumps(line["text"]) for line in lines if line["event"] == "stage"] + [
+        f'"finished": {line["finished"]}' for line in lines if line["event"] == "block"
+    ]
+
+
+def check_nothing_wrong(folder: Path, hub: HubServer, expected: Path) -> None:
+    """After a kill: no output or a whole one, and on the Hub likewise; beside them only the hidden folder."""
+    weights = (expected / "out" / "model.safetensors").read_bytes()
+    if (folder / "out").exists():
+        assert (folder / "out" / "model.safetensors").read_bytes() == weights
+        assert result(folder / "out").keys() == result(expected / "out").keys()
+    assert {path.name for path in folder.iterdir()} <= {"out", ".out.featcal", "log.jsonl", ".stdout", ".stderr"}
+    repo = hub.repos.get(("model", "alice/mended"))
+    held = repo.commits[repo.log[-1].sha] if repo and repo.log else {}
+    assert not held or {"model.safetensors", "config.json"} <= held.keys() or held.keys() <= {".gitattributes"}
+
+
+@pytest.mark.parametrize("seed", range(SCENARIOS))
+def test_a_run_that_is_killed_again_and_again_ends_with_the_same_bytes(
+    zygote: Zygote, job: Path, expected: Path, hub: HubServer, account: dict[str, str], tmp_path: Path, seed: int
+) -> None:
+    chance = random.Random(seed)
+    places = moments(expected)
+    for number in range(KILLS):
+        run = start(zygote, job, tmp_path, account)
+        place = places[(seed * KILLS + number) % len(places)]
+        (tmp_path / "log.jsonl").unlink(missing_ok=True)
+        seen = wait_for(tmp_path / "log.jsonl", place, seconds=3.0)
+        time.sleep(chance.choice((0.0, 0.005, 0.02, 0.06, 0.15)) if seen else 0.0)
+        run.kill()
+        run.wait()
+        check_nothing_wrong(tmp_path, hub, expected)
+        if (tmp_path / "out").exists() and not json.loads((tmp_path / "out" / NOTE).read_text())["push"]:
+            break  # it was faster: nothing is left to do
+    else:
+        run = start(zygote, job, tmp_path, account)
+        assert run.wait() == 0, run.stderr.read_text()
+    assert result(tmp_path / "out") == result(expected / "out")
+    assert not (tmp_path / ".out.featcal").exists()
+    assert len(hub.repos["model", "alice/mended"].log) == 1

@@ -1,0 +1,311 @@
+"""The disk is full: one message says so, nothing computed is lost, and with some room the same command ends with the
+same bytes."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from itertools import count
+from pathlib import Path
+from pkgutil import resolve_name
+from typing import IO, Any, NamedTuple
+
+import pytest
+import torch
+from command_line import Run, featcal_inside
+from families import FAMILIES, save_family
+from hub_faults import Fault
+from hub_server import HubServer
+from huggingface_hub import constants
+from outcome import result
+from published import publish, write_merge
+from safetensors.torch import load_file
+from small_disk import PAGE, SmallDisk, mounted
+
+from featcal_cli import calibrate
+from featcal_cli.runtime.logfile import write_crash
+
+pytestmark = [pytest.mark.survive, pytest.mark.usefixtures("undrawn")]
+
+FULL = "No space left on device"
+ENOUGH = 400_000
+"""Bytes that the output takes, and not what it would take with its journal."""
+BERT = next(family for family in FAMILIES if family.name == "bert")
+
+
+@pytest.fixture
+def disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SmallDisk]:
+    """A small disk, on which the command runs."""
+    with mounted(tmp_path / "disk") as found:
+        monkeypatch.chdir(found.folder)
+        yield found
+        monkeypatch.undo()
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with recipes of some kinds of jobs, and all that they name."""
+    folder = tmp_path_factory.mktemp("job")
+    recipe: dict[str, Any] = save_family(folder, BERT).recipe()
+    built = {"merged": {"method": "average"}}
+    searched: dict[str, Any] = {"calibration": {"examples": 8, "select": "search"}}
+    for name, changes in {"given": {}, "built": built, "searched": searched}.items():
+        (folder / f"{name}.yaml").write_text(json.dumps(recipe | changes))
+    return folder
+
+
+class Moment(NamedTuple):
+    """When the disk is full: right before a call of something in the package, which then runs as ever."""
+
+    recipe: str
+    call: str
+    """Its import path."""
+    number: int = 1
+    """Which call of it."""
+    leave: int = 0
+    """Bytes that are free even then."""
+    blocks: int = 0
+    """Finished blocks that the journal has."""
+
+
+MOMENTS = {
+    "job": Moment("given", "featcal_cli.calibration.journal.Journal.__init__"),
+    "merged model": Moment("built", "featcal_cli.models.checkpoint_files.copy_checkpoint", leave=3 * PAGE),
+    "search": Moment("searched", "featcal_cli.calibration.journal.Journal.keep"),
+    "features": Moment("given", "featcal_cli.engine.offload.write_mapped", 9, leave=PAGE),
+    "first block": Moment("given", "featcal_cli.calibration.journal.Journal.write", leave=3 * PAGE),
+    "last block": Moment("searched", "featcal_cli.calibration.journal.Journal.write", 2, blocks=1),
+    "note": Moment("given", "featcal_cli.workflows.output_folder.Finished.write_note", blocks=2),
+    "copy": Moment("given", "featcal_cli.models.checkpoint_files.copy_checkpoint", leave=3 * PAGE, blocks=2),
+    "report": Moment("given", "featcal_cli.models.checkpoint_files.write_tensors", 2, blocks=2),
+}
+
+
+Work = Callable[..., Run]
+
+
+@pytest.fixture
+def work(inputs: Path, capsys: pytest.CaptureFixture[str]) -> Work:
+    """The command, given the name of a recipe, and other options if need be."""
+
+    def run(name: str, **options: object) -> Run:
+        return featcal_inside(capsys, "calibrate", {"-r": inputs / f"{name}.yaml", "-o": "out", **options})
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def expected(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, object]]:
+    """The output by the name of the recipe, made where there is room."""
+    found = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("featcal_cli.workflows.calibrate.plot_drift", lambda _: b"")
+        for name in ("given", "built", "searched"):
+            patch.chdir(tmp_path_factory.mktemp(name))
+            found[name] = result(calibrate(inputs / f"{name}.yaml", output="out").output)
+    return found
+
+
+@pytest.mark.parametrize("name", MOMENTS)
+def test_a_disk_that_is_full_loses_nothing(
+    disk: SmallDisk, expected: dict[str, dict[str, object]], work: Work, name: str
+) -> None:
+    moment = MOMENTS[name]
+    with pytest.MonkeyPatch.context() as patch:
+        if name == "features":  # they go to files where there is no room in memory
+            patch.setattr("featcal_cli.workflows.setup.rooms_for_features", lambda _: (0, 0))
+        act_before(patch, moment.call, moment.number, lambda: disk.fill(moment.leave))
+        check_refusal(work(moment.recipe), FULL)
+    blocks = sorted(disk.folder.glob(".out.featcal/journal/block-*.safetensors"))
+    assert [len(load_file(block)) > 0 for block in blocks] == [True] * moment.blocks
+    assert {Path(path).parts[0] for path in disk.files()} <= {".out.featcal"}
+    assert {path.name for path in disk.folder.glob(".out.featcal/*")} <= {"journal"}
+    disk.clear()
+    done = work(moment.recipe)
+    assert done.code == 0, done.stderr
+    assert (f"{moment.blocks} of 2 blocks were taken over" in done.stderr) == bool(moment.blocks)
+    assert result(disk.folder / "out") == expected[moment.recipe]
+    assert {Path(path).parts[0] for path in disk.files()} == {"out"}
+
+
+def test_too_small_a_disk_is_seen_before_the_start_and_finished_blocks_count(
+    disk: SmallDisk, expected: dict[str, dict[str, object]], work: Work
+) -> None:
+    disk.fill()
+    check_refusal(work("given"), "0.4 MB of disk are needed, and 0.0 MB are free")
+    assert not disk.files()
+    disk.clear()
+    with pytest.MonkeyPatch.context() as patch:
+        act_before(patch, "featcal_cli.workflows.output_folder.Finished.write_note", 1, disk.fill)
+        check_refusal(work("given"), FULL)
+    disk.clear()
+    disk.fill(leave=ENOUGH)
+    done = work("given")
+    assert done.code == 0, done.stderr
+    assert result(disk.folder / "out") == expected["given"]
+    (disk.folder / "out").rename(disk.folder / "other")
+    disk.fill(leave=ENOUGH)
+    check_refusal(work("given"), "are needed")
+
+
+def test_a_disk_for_reading_only_is_refused_and_what_is_on_it_stays(
+    disk: SmallDisk, expected: dict[str, dict[str, object]], work: Work
+) -> None:
+    disk.protect()
+    check_refusal(work("given"), "Read-only file system")
+    disk.protect(False)
+    assert not disk.files()
+    with pytest.MonkeyPatch.context() as patch:
+        act_before(patch, "featcal_cli.workflows.output_folder.Finished.write_note", 1, disk.fill)
+        check_refusal(work("given"), FULL)
+    kept = disk.files()
+    disk.clear()
+    disk.protect()
+    check_refusal(work("given"), "Read-only file system")
+    assert disk.files() == kept
+    disk.protect(False)
+    assert work("given").code == 0
+    assert result(disk.folder / "out") == expected["given"]
+
+
+# Other things on the disk than the output
+
+
+def test_a_log_that_cannot_be_written_stops_nothing(
+    disk: SmallDisk, tmp_path: Path, expected: dict[str, dict[str, object]], work: Work
+) -> None:
+    disk.fill()
+    done = work("given", **{"-o": tmp_path / "out", "--log-file": "log.jsonl"})
+    assert done.code == 0, done.stderr
+    assert result(tmp_path / "out") == expected["given"]
+    assert (disk.folder / "log.jsonl").stat().st_size == 0
+
+
+def test_results_that_cannot_be_printed_are_one_message(disk: SmallDisk, inputs: Path) -> None:
+    disk.fill()
+    for line in ("--version", f"modules {inputs / 'merged'}"):
+        with Path("printed").open("wb") as stdout:
+            done = start(line, stdout)
+        check_refusal(Run(done.returncode, "", done.stderr), FULL)
+
+
+def test_a_crash_report_goes_where_there_is_room(
+    disk: SmallDisk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk.fill()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    file = write_crash(ValueError("what nobody foresaw"), [])
+    assert file and file.parent == tmp_path
+    assert "what nobody foresaw" in file.read_text()
+    assert not disk.files()
+    monkeypatch.setattr(tempfile, "tempdir", str(disk.folder))
+    assert write_crash(ValueError("what nobody foresaw"), []) is None
+
+
+def test_a_page_that_cannot_be_written_is_not_half_there(
+    disk: SmallDisk, inputs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    disk.fill(leave=PAGE)
+    files = {"--html": "drift.html", "--plot": "drift.png"}
+    for option, name in files.items():
+        model = {"model": inputs / "merged", "-r": inputs / "given.yaml", "-n": 4, option: name}
+        check_refusal(featcal_inside(capsys, "inspect-drift", model), FULL)
+    assert not disk.files()
+
+
+# What comes from the Hub, and goes there
+
+
+@pytest.fixture
+def from_hub(
+    hub: HubServer, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> Work:
+    """The command for a job whose models and rows are on the Hub, given options."""
+    publish(hub, write_merge(tmp_path / "merge"), "disk")
+    monkeypatch.setenv("HF_TOKEN", hub.add_token("disk"))
+
+    def run(**options: object) -> Run:
+        return featcal_inside(capsys, "calibrate", {"merged": "disk/merged", "-n": 16, "-o": "out", **options})
+
+    return run
+
+
+def test_a_hub_cache_without_room_is_filled_the_next_time(
+    hub: HubServer, disk: SmallDisk, tmp_path: Path, from_hub: Work, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert from_hub().code == 0
+    whole = result(tmp_path / "out")
+    (tmp_path / "out").rename(tmp_path / "whole")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(disk.folder / "hub"))
+    hub.fail("file head", Fault(action=lambda: disk.fill(leave=3 * PAGE)), path="blue/.*safetensors")
+    with pytest.warns(UserWarning, match="Not enough free disk space"):  # huggingface_hub's own
+        check_refusal(from_hub(), FULL)
+    assert {path.name for path in tmp_path.iterdir()} == {"disk", "merge", "whole"}
+    disk.clear()
+    assert from_hub().code == 0
+    assert result(tmp_path / "out") == whole
+
+
+def test_a_cache_of_ours_without_room_is_filled_the_next_time(
+    disk: SmallDisk, inputs: Path, tmp_path: Path, expected: dict[str, dict[str, object]], work: Work,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    shutil.copytree(inputs / "blue", tmp_path / "pickled")
+    weights = tmp_path / "pickled" / "model.safetensors"
+    torch.save(load_file(weights), tmp_path / "pickled" / "pytorch_model.bin")
+    weights.unlink()
+    options = {"-o": tmp_path / "out", "--expert": f"blue={tmp_path / 'pickled'}", "--allow-pickle": ""}
+    monkeypatch.setenv("FEATCAL_CACHE", str(disk.folder / "cache"))
+    disk.fill(leave=3 * PAGE)
+    check_refusal(work("given", **options), FULL)
+    assert not [path for path in disk.files() if "safetensors" in path]
+    assert {path.name for path in tmp_path.iterdir()} == {"disk", "pickled"}
+    disk.clear()
+    assert work("given", **options).code == 0
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() == expected["given"]["model.safetensors"]
+
+
+def test_a_card_that_cannot_name_another_repo_stays_as_it_is(hub: HubServer, disk: SmallDisk, from_hub: Work) -> None:
+    hub.fail("create", Fault(status=403, carried_out=False))
+    assert from_hub(**{"--push-to": "disk/one"}).code == 2
+    files = disk.files()
+    whole = result(disk.folder / "out")
+    disk.fill()
+    check_refusal(from_hub(**{"--push-to": "disk/two"}), FULL)
+    assert (disk.files(), result(disk.folder / "out")) == (files, whole)
+    disk.clear()
+    assert from_hub(**{"--push-to": "disk/two"}).code == 0
+    assert "disk/two" in (disk.folder / "out" / "README.md").read_text()
+    assert len(hub.repos["model", "disk/two"].log) == 1
+
+
+def act_before(patch: pytest.MonkeyPatch, place: str, number: int, act: Callable[[], object]) -> None:
+    """`act` right before the call of that number of what is at an import path; the call itself is what it ever was."""
+    original, calls = resolve_name(place), count(1)
+
+    def call(*arguments: Any, **options: Any) -> Any:
+        if next(calls) == number:
+            act()
+        return original(*arguments, **options)
+
+    patch.setattr(place, call)
+
+
+def check_refusal(done: Run, reason: str) -> None:
+    """One message at the end, which says what, where, and what to do."""
+    assert done.code == 2, done.stderr
+    assert len(re.findall("^error:", done.stderr, re.MULTILINE)) == 1
+    shown = re.search(r"^error: (.+)\n  in: .+\n  fix: .+\n\Z", done.stderr, re.MULTILINE)
+    assert shown and reason in shown[1], done.stderr
+
+
+def start(line: str, stdout: IO[bytes]) -> subprocess.CompletedProcess[str]:
+    """The command as a process of its own, whose results go to a file."""
+    command = [sys.executable, "-m", "featcal_cli", *line.split()]
+    return subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, text=True, check=False)

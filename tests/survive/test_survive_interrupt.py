@@ -1,0 +1,317 @@
+"""Ctrl-C ends a run at once, whatever it is doing, and two runs never work on one output."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from hashlib import sha256
+from itertools import count
+from pathlib import Path
+
+import pytest
+from families import FAMILIES, save_family
+from hub_faults import Fault
+from hub_server import HubServer
+from huggingface_hub import constants
+from outcome import result
+from published import publish, write_merge
+from zygote import Started, Zygote, started, wait_for
+
+from featcal_cli.runtime.interruption import CALIBRATING, EXIT_CODE, MEASURING, STARTING
+
+pytestmark = pytest.mark.survive
+
+BERT = next(family for family in FAMILIES if family.name == "bert")
+ORG = "stalls"
+STALL = Fault(seconds=60.0, carried_out=False)
+"""A server that says nothing, for longer than anybody waits here."""
+SECONDS = 2.0
+"""In which an interrupted run is over."""
+
+
+class Real:
+    """One run of the command as a user starts it, in the words of a zygote's."""
+
+    def __init__(self, folder: Path, *arguments: object, **environment: str) -> None:
+        self.stdout, self.stderr = folder / ".stdout", folder / ".stderr"
+        with self.stdout.open("wb") as out, self.stderr.open("wb") as err:
+            command = [sys.executable, "-m", "featcal_cli", *map(str, arguments)]
+            self._process = subprocess.Popen(
+                command, cwd=folder, env=os.environ | environment, stdout=out, stderr=err, stdin=subprocess.DEVNULL
+            )
+        self.pid = self._process.pid
+
+    def kill(self, number: int) -> None:
+        self._process.send_signal(number)
+
+    def wait(self) -> int:
+        return self._process.wait()
+
+
+Start = Callable[..., Real | Started]
+
+
+@pytest.fixture(scope="module")
+def zygote() -> Iterator[Zygote]:
+    with started() as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a recipe and all that it names."""
+    folder = tmp_path_factory.mktemp("job")
+    (folder / "job.yaml").write_text(json.dumps(save_family(folder, BERT).recipe()))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def expected(job: Path, zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The output of that job, undisturbed."""
+    folder = tmp_path_factory.mktemp("whole")
+    run = calibrate(zygote.start, folder, job)
+    assert run.wait() == 0, run.stderr.read_text()
+    return folder / "out"
+
+
+@pytest.fixture(scope="module")
+def merge(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_merge(tmp_path_factory.mktemp("merge"))
+
+
+@pytest.fixture(scope="module")
+def pushed(merge: Path, zygote: Zygote, hub_on_loopback: HubServer, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The output of a job whose models and rows are on the Hub, undisturbed."""
+    folder = tmp_path_factory.mktemp("pushed")
+    run = push(zygote.start, folder, stock(hub_on_loopback, merge))
+    assert run.wait() == 0, run.stderr.read_text()
+    return folder / "out"
+
+
+def stock(hub: HubServer, merge: Path) -> str:
+    """Put on the Hub what a job needs, and nothing on this machine; the token to use."""
+    hub.reset()
+    publish(hub, merge, ORG)
+    shutil.rmtree(constants.HF_HUB_CACHE, ignore_errors=True)
+    return hub.add_token(ORG)
+
+
+def calibrate(start: Start, folder: Path, job: Path) -> Real | Started:
+    return start(folder, "calibrate", "-r", job / "job.yaml", "-o", "out", "--log-file", "log.jsonl")
+
+
+def push(start: Start, folder: Path, token: str) -> Real | Started:
+    return start(folder, "calibrate", f"{ORG}/merged", "-n", 16, "-o", "out", "--push-to", f"{ORG}/out", HF_TOKEN=token)
+
+
+def interrupt(
+    run: Real | Started, message: str = CALIBRATING, times: int = 1, number: signal.Signals = signal.SIGINT
+) -> bool:
+    """Whether Ctrl-C, or another signal, came before the run was over; then it is over soon, and says one thing."""
+    began = time.monotonic()
+    for _ in range(times):
+        run.kill(number)
+        time.sleep(0.1 * (times - 1))
+    code, seconds, said = run.wait(), time.monotonic() - began, run.stderr.read_text()
+    if code == 0:
+        return False
+    assert (code, seconds < SECONDS) == (128 + number, True), (code, seconds, said)
+    assert said.count(message) == 1 and said.rstrip().endswith(message), said
+    assert "Traceback" not in said and "error" not in said, said
+    return True
+
+
+def stall(hub: HubServer, kind: str, path: str = "", after: int = 0) -> Callable[[], bool]:
+    """Let requests of a kind go without an answer; what is returned tells whether there was one."""
+    before = hub.faults.hits
+    hub.fail(kind, STALL, path=path, after=after, times=None)
+    return lambda: hub.faults.hits > before
+
+
+def wait_until(happened: Callable[[], object], seconds: float = 60.0) -> None:
+    end = time.monotonic() + seconds
+    while not happened():
+        assert time.monotonic() < end
+        time.sleep(0.002)
+
+
+@pytest.mark.parametrize(
+    ("kind", "path", "after", "real"),
+    [
+        ("model info", "bert-green", 0, False),
+        ("large file", "{weights}", 1, True),
+        ("large file", "{rows}", 1, False),
+        ("upload", "", 0, False),
+        ("commit", "", 0, True),
+    ],
+    ids=["looking for models", "downloading", "streaming", "uploading", "committing"],
+)
+def test_a_hub_that_stalls_holds_nobody_up(
+    zygote: Zygote,
+    hub: HubServer,
+    merge: Path,
+    pushed: Path,
+    tmp_path: Path,
+    kind: str,
+    path: str,
+    after: int,
+    real: bool,
+) -> None:
+    token = stock(hub, merge)
+    names = {"weights": "blue/model.safetensors", "rows": "data/red/data/train-00000-of-00001.parquet"}
+    contents = {name: sha256((merge / file).read_bytes()).hexdigest() for name, file in names.items()}
+    stalled = stall(hub, kind, path.format(**contents), after)
+    run = push(Real if real else zygote.start, tmp_path, token)
+    wait_until(stalled)
+    assert interrupt(run)
+    assert (tmp_path / "out").exists() == (kind in ("upload", "commit"))
+    hub.faults.clear()
+    again = push(zygote.start, tmp_path, token)
+    assert again.wait() == 0, again.stderr.read_text()
+    assert result(tmp_path / "out") == result(pushed)
+    assert not (tmp_path / ".out.featcal").exists()
+    assert len(hub.repos["model", f"{ORG}/out"].log) == 1
+
+
+@pytest.mark.parametrize(
+    ("moment", "number"),
+    [
+        ('"reading examples"', signal.SIGINT),
+        ('"calibrating"', signal.SIGINT),
+        ('"finished": 1', signal.SIGINT),
+        ('"writing"', signal.SIGINT),
+        ('"reading examples"', signal.SIGTERM),
+        ('"finished": 1', signal.SIGTERM),
+        ('"writing"', signal.SIGHUP),
+    ],
+)
+def test_a_computation_stops_where_it_is(
+    zygote: Zygote, job: Path, expected: Path, tmp_path: Path, moment: str, number: signal.Signals
+) -> None:
+    for attempt in count():
+        folder = tmp_path / str(attempt)
+        folder.mkdir()
+        run = calibrate(zygote.start, folder, job)
+        assert wait_for(folder / "log.jsonl", moment)
+        if interrupt(run, number=number):
+            break
+        assert attempt < 9  # else it was faster
+    again = calibrate(zygote.start, folder, job)
+    assert again.wait() == 0, again.stderr.read_text()
+    assert result(folder / "out") == result(expected)
+    assert not (folder / ".out.featcal").exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_impatience_changes_nothing(
+    zygote: Zygote, hub: HubServer, merge: Path, tmp_path: Path, number: signal.Signals
+) -> None:
+    token = stock(hub, merge)
+    stalled = stall(hub, "model info")
+    run = push(zygote.start, tmp_path, token)
+    wait_until(stalled)
+    assert interrupt(run, times=3, number=number)
+
+
+def test_a_hang_up_that_is_ignored_stays_ignored(job: Path, expected: Path, tmp_path: Path) -> None:
+    """That is what nohup does."""
+    log = tmp_path / "log.jsonl"
+    command = [sys.executable, "-m", "featcal_cli", "calibrate", "-r", job / "job.yaml", "-o", "out", "--log-file", log]
+    run = subprocess.Popen(
+        ["nohup", *map(str, command)], cwd=tmp_path, stderr=subprocess.DEVNULL, stdout=subprocess.PIPE
+    )
+    assert wait_for(log, '"calibrating"')
+    run.send_signal(signal.SIGHUP)
+    run.communicate()
+    assert run.returncode == 0
+    assert result(tmp_path / "out") == result(expected)
+
+
+def test_an_inspection_has_nothing_to_go_on_with(zygote: Zygote, job: Path, tmp_path: Path) -> None:
+    line = ("inspect-drift", job / "merged", "-r", job / "job.yaml", "-n", 8, "--log-file", "log.jsonl")
+    run = zygote.start(tmp_path, *line)
+    assert wait_for(tmp_path / "log.jsonl", '"measuring"')
+    assert interrupt(run, MEASURING)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize(("loaded", "message"), [("typer.main", STARTING), ("yaml", STARTING), ("torch", CALIBRATING)])
+def test_a_start_is_over_as_soon(job: Path, tmp_path: Path, loaded: str, message: str, number: signal.Signals) -> None:
+    run = calibrate(partial(Real, PYTHONPROFILEIMPORTTIME="1"), tmp_path, job)
+    assert wait_for(run.stderr, f" {loaded}\n")
+    began = time.monotonic()
+    run.kill(number)
+    assert (run.wait(), time.monotonic() - began < SECONDS) == (128 + number, True)
+    said = [line for line in run.stderr.read_text().splitlines() if line and not line.startswith("import time:")]
+    assert said == [message]
+
+
+def test_what_does_not_hear_of_it_ends_all_the_same(tmp_path: Path) -> None:
+    code = (
+        "import hashlib; from featcal_cli.runtime.interruption import interruptible\n"
+        "with interruptible():\n"
+        "    print('computing', flush=True)\n"
+        "    hashlib.pbkdf2_hmac('sha256', b'', b'', 2**31 - 1)\n"
+    )
+    out, err = tmp_path / "out", tmp_path / "err"
+    with out.open("wb") as stdout, err.open("wb") as stderr:
+        run = subprocess.Popen([sys.executable, "-c", code], stdout=stdout, stderr=stderr)
+    assert wait_for(out, "computing")
+    time.sleep(0.3)
+    began = time.monotonic()
+    run.send_signal(signal.SIGINT)
+    assert (run.wait(), time.monotonic() - began < SECONDS) == (EXIT_CODE, True)
+    assert err.read_text() == f"{CALIBRATING}\n"
+
+
+# Two runs
+
+
+def test_a_second_run_on_an_output_stops_at_once_and_the_first_goes_on(
+    zygote: Zygote, hub: HubServer, merge: Path, pushed: Path, tmp_path: Path
+) -> None:
+    token = stock(hub, merge)
+    waiting, over = threading.Event(), threading.Event()
+
+    def hold_up() -> None:
+        waiting.set()
+        over.wait()
+
+    hub.fail("file head", Fault(action=hold_up), path="bert-blue/.*safetensors")
+    (here := tmp_path / "here").mkdir()
+    (there := tmp_path / "there").mkdir()
+    first = push(zygote.start, here, token)
+    try:
+        assert waiting.wait(60)
+        before = sorted(here.rglob("*"))
+        began = time.monotonic()
+        second = zygote.start(there, "calibrate", f"{ORG}/merged", "-o", here / "out")
+        assert (second.wait(), time.monotonic() - began < SECONDS) == (2, True)
+        said = second.stderr.read_text()
+        assert f"another run is working on this output: process {first.pid} on {socket.gethostname()}" in said
+        assert "fix: wait for it, stop it, or give another --output" in said
+        assert sorted(here.rglob("*")) == before
+    finally:
+        over.set()
+    assert first.wait() == 0, first.stderr.read_text()
+    assert result(here / "out") == result(pushed)
+
+
+def test_the_lock_of_a_dead_run_stops_nobody(zygote: Zygote, job: Path, expected: Path, tmp_path: Path) -> None:
+    run = calibrate(zygote.start, tmp_path, job)
+    assert wait_for(tmp_path / "log.jsonl", '"calibrating"')
+    run.kill(signal.SIGKILL)
+    assert run.wait() == -signal.SIGKILL
+    assert (tmp_path / ".out.featcal" / "lock").is_file()
+    again = calibrate(zygote.start, tmp_path, job)
+    assert again.wait() == 0, again.stderr.read_text()
+    assert result(tmp_path / "out") == result(expected)

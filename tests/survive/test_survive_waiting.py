@@ -1,0 +1,249 @@
+"""A Hub that fails for ever is told of at once and given up soon, and a terminal is left as it was found."""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from hub_faults import FAULTS, Fault
+from hub_server import HubServer
+from huggingface_hub import get_session
+from huggingface_hub.utils import httpx  # type: ignore[attr-defined]
+from published import publish, write_merge
+
+from featcal_cli.hub.client import MOMENT, limit_waiting
+from featcal_cli.runtime.interruption import CALIBRATING
+
+pytestmark = pytest.mark.survive
+
+ORG = "waits"
+STALL = Fault(seconds=60.0, carried_out=False)
+SHORTLY = 2.5
+"""Seconds after a first failure, on a machine that is busy."""
+SILENCE = 11.0
+LONGEST = 60.0
+"""Seconds that one request may keep a run waiting."""
+
+
+@pytest.fixture(scope="module")
+def merge(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_merge(tmp_path_factory.mktemp("merge"))
+
+
+@dataclass
+class Spoken:
+    """What a process wrote to stderr, and when."""
+
+    code: int
+    lines: list[tuple[float, str]]
+    began: float
+    ended: float
+
+    @property
+    def longest_silence(self) -> float:
+        times = [self.began, *(at for at, _ in self.lines), self.ended]
+        return max(later - earlier for earlier, later in pairwise(times))
+
+    def first(self, text: str) -> float:
+        """When a line with this text came."""
+        return next(at for at, line in self.lines if text in line)
+
+
+def listen(folder: Path, *arguments: str) -> Spoken:
+    """Run the command as a process of its own, and listen to it."""
+    began = time.monotonic()
+    command = [sys.executable, "-m", "featcal_cli", *arguments]
+    lines = []
+    with subprocess.Popen(
+        command, cwd=folder, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, stdin=subprocess.DEVNULL, text=True
+    ) as process:
+        assert process.stderr is not None
+        for line in process.stderr:
+            lines.append((time.monotonic(), line.rstrip()))
+        code = process.wait(10)
+    return Spoken(code, lines, began, time.monotonic())
+
+
+@pytest.mark.parametrize(
+    ("command", "kind", "fault", "told"),
+    [
+        (("calibrate", f"{ORG}/merged", "-o", "out"), "dataset tree", "500", "the Hub failed (500), next try in 1 s"),
+        (("inspect-drift", f"{ORG}/merged"), "model tree", "reset", "the Hub does not answer, next try in 1 s"),
+        (("modules", f"{ORG}/merged"), "model tree", "503", "the Hub is busy (503), next try in 1 s"),
+        (("calibrate", f"{ORG}/merged", "--dry-run"), "dataset tree", STALL, "the Hub has not answered for 8 s"),
+    ],
+    ids=["calibrate, 500", "inspect-drift, reset", "modules, 503", "dry run, no answer"],
+)
+def test_a_hub_that_fails_for_ever_is_told_of_at_once_and_given_up_within_a_minute(
+    hub: HubServer, merge: Path, tmp_path: Path, command: tuple[str, ...], kind: str, fault: str | Fault, told: str
+) -> None:
+    publish(hub, merge, ORG)
+    failed: list[float] = []
+    usual = FAULTS[fault] if isinstance(fault, str) else fault
+    noted = Fault(**{**usual.__dict__, "action": lambda: failed.append(time.monotonic())})
+    hub.fail(kind, noted, times=None)
+    spoken = listen(tmp_path, *command)
+    text = "\n".join(line for _, line in spoken.lines)
+    assert spoken.code == 2 and "error: " in text and "Traceback" not in text, text
+    assert told in text, text
+    if isinstance(fault, str):
+        assert spoken.first(told) - failed[0] < SHORTLY, text
+    assert spoken.longest_silence < SILENCE, text
+    began = failed[0] if isinstance(fault, str) else spoken.first(told)
+    assert spoken.ended - began < LONGEST, text
+    if kind == "dataset tree":
+        assert spoken.first("expert red: ") < spoken.first(told), text
+    assert "http:" not in text, text
+
+
+def test_a_hub_that_has_just_been_silent_is_not_waited_for_as_long_as_before(
+    hub: HubServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limit_waiting()
+    monkeypatch.setattr("featcal_cli.hub.client._failures._was_silent", -MOMENT)  # by an earlier test
+    monkeypatch.setattr("featcal_cli.hub.client.SHORTER_TIMEOUT", 0.2)
+    hub.fail("model info", Fault(seconds=2.0), times=None)
+
+    address = f"{hub.url}/api/models/{ORG}/nobody"
+    assert get_session().get(address).is_error
+    monkeypatch.setattr("featcal_cli.hub.client._failures._was_silent", time.monotonic())
+    with pytest.raises(httpx.TimeoutException):
+        get_session().get(address)
+
+
+def show(written: bytes, width: int = 80) -> tuple[list[str], bool]:
+    """The lines that a terminal shows after this was written to it, and whether its cursor can be seen."""
+    lines, row, column, visible = [""], 0, 0, True
+    for part in re.findall(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b.|.|\n", written.decode(errors="replace"), re.DOTALL):
+        if part == "\n":
+            row += 1
+            lines += [""] * (row + 1 - len(lines))
+        elif part == "\r":
+            column = 0
+        elif part in ("\x1b[?25l", "\x1b[?25h"):
+            visible = part.endswith("h")
+        elif part.startswith("\x1b["):
+            number = int(re.sub(r"\D", "", part) or 1)
+            if part.endswith("A"):
+                row = max(0, row - number)
+            elif part == "\x1b[2K":
+                lines[row] = ""
+        else:
+            if column == width:
+                row, column = row + 1, 0
+                lines += [""] * (row + 1 - len(lines))
+            lines[row] = lines[row][:column].ljust(column) + part + lines[row][column + 1 :]
+            column += 1
+    return [line.rstrip() for line in lines], visible
+
+
+class Terminal:
+    """A command at a terminal of 80 columns."""
+
+    def __init__(self, folder: Path, *arguments: str, **environment: str) -> None:
+        self.written = b""
+        self._lead, follow = pty.openpty()
+        plain = {name: value for name, value in os.environ.items() if name != "CI"}
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "featcal_cli", *arguments],
+            cwd=folder,
+            env={**plain, "COLUMNS": "80", "TERM": "xterm", **environment},
+            stdin=follow,
+            stdout=follow,
+            stderr=follow,
+            start_new_session=True,
+        )
+        os.close(follow)
+        self._reader = threading.Thread(target=self._read)
+        self._reader.start()
+
+    def _read(self) -> None:
+        with suppress(OSError):  # the terminal is gone with the last process
+            while select.select([self._lead], [], []) and (part := os.read(self._lead, 65536)):
+                self.written += part
+
+    def wait_until(self, happened: Callable[[], object]) -> None:
+        end = time.monotonic() + 90
+        while not happened():
+            assert time.monotonic() < end and self._process.poll() is None, self.written
+            time.sleep(0.005)
+
+    def kill(self, number: signal.Signals) -> None:
+        self._process.send_signal(number)
+
+    def wait(self) -> int:
+        code = self._process.wait(90)
+        self._reader.join(10)
+        os.close(self._lead)
+        return code
+
+
+def is_clean(lines: list[str]) -> bool:
+    """Whether nothing is left of a bar."""
+    return not any("━" in line or re.search(r"\d:\d\d:\d\d", line) for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("moment", "number"),
+    [
+        ("looking for models", signal.SIGINT),
+        ("downloading", signal.SIGTERM),
+        ("calibrating", signal.SIGINT),
+        ("writing", signal.SIGHUP),
+        ("uploading", signal.SIGINT),
+        ("uploading", signal.SIGTERM),
+    ],
+)
+def test_an_interrupt_leaves_one_line_on_a_terminal_and_no_bar(
+    hub: HubServer, merge: Path, tmp_path: Path, moment: str, number: signal.Signals
+) -> None:
+    publish(hub, merge, ORG)
+    token = hub.add_token(ORG)
+    kinds = {"looking for models": "model info", "downloading": "large file", "uploading": "upload"}
+    before = hub.faults.hits
+    if moment in kinds:
+        hub.fail(kinds[moment], STALL, times=None)
+    log = tmp_path / "log.jsonl"
+    terminal = Terminal(
+        tmp_path, "calibrate", f"{ORG}/merged", "-n", "16", "-o", "out", "--push-to", f"{ORG}/out",
+        "--log-file", str(log), HF_TOKEN=token, HF_HOME=str(tmp_path / "home"),
+    )  # fmt: skip
+    if moment in kinds:
+        terminal.wait_until(lambda: hub.faults.hits > before)
+        time.sleep(0.3)
+    else:
+        terminal.wait_until(lambda: log.exists() and f'"{moment}"' in log.read_text())
+    terminal.kill(number)
+    code = terminal.wait()
+    lines, visible = show(terminal.written)
+    shown = [line for line in lines if line]
+    assert code == 128 + number, shown
+    assert shown[-1] == CALIBRATING and shown.count(CALIBRATING) == 1, shown
+    assert is_clean(shown) and visible, shown
+
+
+def test_an_error_and_the_end_of_a_run_leave_no_bar_on_a_terminal(hub: HubServer, merge: Path, tmp_path: Path) -> None:
+    publish(hub, merge, ORG)
+    for arguments, code in (
+        (("calibrate", f"{ORG}/merged", "-n", "16", "-o", "out"), 0),
+        (("calibrate", f"{ORG}/nothing", "-o", "other"), 2),
+    ):
+        terminal = Terminal(tmp_path, *arguments, HF_HOME=str(tmp_path / "home"))
+        assert terminal.wait() == code, terminal.written
+        lines, visible = show(terminal.written)
+        assert is_clean(lines) and visible, lines
+        assert max(map(len, lines)) <= 80, lines
+        assert code == 0 or any(line.startswith("error:") for line in lines), lines

@@ -1,0 +1,259 @@
+"""The guard: no module's update is worse than the merged weight on rows that were not fitted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from families import FAMILIES, Saved, save_family
+from jobs import prepare
+from oracle import normalise
+from safetensors.torch import load_file, save_file
+from summing import SYSTEMS, WAYS, sum_up
+from torch import Tensor, nn
+
+from featcal_cli.calibration.algorithm import load_block, solve_block
+from featcal_cli.calibration.backtracking import STEPS, guard_block
+from featcal_cli.calibration.moments import NormMoments
+from featcal_cli.calibration.normal_equations import collect_moments, parameters_of
+from featcal_cli.calibration.solver import BlockMoments, LinearSystem, NormSystem, Settings, Solution, precise
+from featcal_cli.engine.job import CALIBRATED
+from featcal_cli.engine.lockstep import forward_order
+from featcal_cli.models.module_kinds import Affine, new_parameters
+from featcal_cli.runtime.errors import NumericsError
+from featcal_cli.workflows.verbs import calibrate
+
+pytestmark = pytest.mark.usefixtures("undrawn")
+
+BY_NAME = {family.name: family for family in FAMILIES}
+OVERFIT = Settings(ridge=1e-5, rho=1.0, alpha=1.0)
+"""A fit to few rows with next to nothing that holds it back."""
+HELD_BACK = Settings(ridge=1.0, rho=1.0, alpha=0.3)
+"""A fit to few rows of which some holds on others."""
+FITTED, HELD_OUT = 2, 8
+ALPHA, TASKS, ROWS = 0.4, 3, 7
+
+
+def affine(d_out: int, d_in: int, *, bias: bool) -> Affine:
+    shape = (d_out, d_in) if d_in else (d_out,)
+    return Affine(torch.randn(shape, dtype=torch.float64), torch.randn(d_out, dtype=torch.float64) if bias else None)
+
+
+def apply(parameters: Affine, x: Tensor) -> Tensor:
+    """A Linear, or a norm on what is normalised already."""
+    weight, bias = parameters
+    y = x @ weight.T if weight.ndim > 1 else x * weight
+    return y if bias is None else y + bias
+
+
+def between(merged: Affine, new: Affine, t: float) -> Affine:
+    """W_merged + t (W* − W_merged)."""
+    bias = None if merged.bias is None or new.bias is None else merged.bias + t * (new.bias - merged.bias)
+    return Affine(merged.weight + t * (new.weight - merged.weight), bias)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("bias", [True, False])
+def test_the_objective_of_a_linear_is_that_of_its_rows(bias: bool, weighted: bool, way: str) -> None:
+    """Of all tasks, at every step; also where tokens weigh differently, and however they are summed."""
+    torch.manual_seed(0)
+    merged, new = (affine(3, 5, bias=bias) for _ in range(2))
+    system = SYSTEMS[way]({"m": merged}, Settings(0.05, 2.0, ALPHA), with_bias=True)
+    expected = dict.fromkeys(STEPS, 0.0)
+    for omega in (0.5, 2.0, 0.1):
+        expert = affine(3, 5, bias=bias)
+        x_cal, x_exp = torch.randn(2, ROWS, 5, dtype=torch.float64) + 0.5
+        weights = torch.rand(ROWS, dtype=torch.float64) if weighted else torch.ones(ROWS, dtype=torch.float64)
+        given = weights if weighted else None
+        system.fold(sum_up(way, x_cal, x_exp, expert, merged, ALPHA, given, batches=2), {"m": expert}, omega)
+        target = apply(expert, ALPHA * x_exp + (1 - ALPHA) * x_cal)
+        for t in STEPS:
+            distance = (apply(between(merged, new, t), x_cal) - target).square().sum(1)
+            expected[t] += omega * float((weights * distance).sum() / weights.sum())
+    shift = torch.zeros(3).double() if new.bias is None or merged.bias is None else new.bias - merged.bias
+    curvature, descent = system.objective("m", new.weight - merged.weight, shift)
+    for t in STEPS:
+        assert t * t * curvature - 2 * t * descent == pytest.approx(expected[t] - expected[0.0], rel=1e-10)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_the_objective_of_a_norm_is_that_of_its_rows(bias: bool) -> None:
+    """A LayerNorm's, and that of a norm with a scale only."""
+    torch.manual_seed(0)
+    merged, new = (affine(5, 0, bias=bias) for _ in range(2))
+    system = NormSystem(merged, Settings(0.05, 2.0, ALPHA))
+    expected = dict.fromkeys(STEPS, 0.0)
+    for _ in range(TASKS):
+        expert, z = affine(5, 0, bias=bias), torch.randn(ROWS, 5, dtype=torch.float64) + 0.5
+        moments = NormMoments(5, torch.device("cpu"))
+        moments.add(z)
+        system.fold(moments, expert)
+        for t in STEPS:
+            distance = (apply(between(merged, new, t), z) - apply(expert, z)).square().sum(1)
+            expected[t] += float(distance.mean())
+    shift = torch.zeros(5).double() if new.bias is None or merged.bias is None else new.bias - merged.bias
+    curvature, descent = system.objective(new.weight - merged.weight, shift)
+    for t in STEPS:
+        assert t * t * curvature - 2 * t * descent == pytest.approx(expected[t] - expected[0.0], rel=1e-10)
+
+
+def test_every_step_is_taken_where_it_is_best() -> None:
+    """Here the best weight lies at a known place between merged and the solution."""
+    merged, new = Affine(torch.zeros(1, 1).double(), None), Affine(torch.ones(1, 1).double(), None)
+    for best, step in {1.5: 1.0, 0.9: 1.0, 0.6: 0.5, 0.45: 0.5, 0.3: 0.25, 0.1: 0.0, -0.5: 0.0}.items():
+        expert = Affine(torch.full((1, 1), best), None)
+        system = LinearSystem({"m": merged}, Settings(0.05, 1.0, 0.0), with_bias=True)
+        system.fold(sum_up("drift", torch.ones(1, 1), torch.ones(1, 1), expert, merged, 0.0), {"m": expert}, 1.0)
+        held, steps = guard_block({"m": Solution(new, 7.0, 1.0)}, BlockMoments(linear={("m",): system}), {"m": merged})
+        assert steps == {"m": step}
+        assert float(held["m"].parameters.weight) == step
+        assert held["m"].condition_number == 7.0
+
+
+class Slow:
+    """Whole models in float64, with every module's input kept."""
+
+    def __init__(self, folder: Path, model_class: Any) -> None:
+        self.model: nn.Module = model_class.from_pretrained(folder).double().eval()
+
+    def inputs(self, block: str, name: str, batch: Mapping[str, Tensor]) -> Tensor:
+        """Rows [T, d] of one of the block's modules that are no padding."""
+        kept: list[Tensor] = []
+        module = self.model.get_submodule(f"{block}.{name}")
+        handle = module.register_forward_pre_hook(lambda _, args: kept.append(args[0]))
+        with torch.no_grad():
+            self.model(**batch)
+        handle.remove()
+        (x,) = kept
+        return x[batch["attention_mask"].bool()]
+
+
+def parameters(model: Slow, path: str) -> Affine:
+    own = dict(model.model.get_submodule(path).named_parameters())
+    return Affine(own["weight"].detach(), own["bias"].detach() if "bias" in own else None)
+
+
+def slow_objective(
+    name: str, student: Slow, experts: list[Slow], fitted: list[Any], checked: list[Any], block: str
+) -> Callable[[Affine], float]:
+    """Σ ω_i mean ‖W x_cal + b − W_i x_tgt − b_i‖² of one module, as a function of (W, b)."""
+    path = f"{block}.{name}"
+    module = student.model.get_submodule(path)
+    shares = []
+    for expert, fit, check in zip(experts, fitted, checked, strict=True):
+        runs = ((student, fit), (student, check), (expert, check))
+        x_fit, x_cal, x_exp = (each.inputs(block, name, batch) for each, batch in runs)
+        omega = 1 / float((x_fit.T @ x_fit / len(x_fit)).norm())
+        target = HELD_BACK.alpha * x_exp + (1 - HELD_BACK.alpha) * x_cal
+        if not isinstance(module, nn.Linear):
+            omega, x_cal, target = 1.0, normalise(module, x_cal), normalise(module, x_cal)
+        shares.append((omega, x_cal, apply(parameters(expert, path), target)))
+    return lambda new: sum(omega * float((apply(new, x) - y).square().sum(1).mean()) for omega, x, y in shares)
+
+
+@pytest.mark.parametrize(("name", "norms"), [("bert", "auto"), ("llama", "all")])
+def test_no_module_ends_worse_than_merged_on_rows_that_were_not_fitted(tmp_path: Path, name: str, norms: str) -> None:
+    """Every module of a fit to few rows, by whole models in float64: LayerNorms and Linears with bias, and without."""
+    saved = save_family(tmp_path, BY_NAME[name])
+    prepared = prepare(saved, examples=FITTED, norms=norms)
+    model_class = type(prepared.models.merged.module)
+    student = Slow(tmp_path / "merged", model_class)
+    experts = [Slow(tmp_path / task, model_class) for task in saved.inputs]
+    fitted, checked = (
+        [{key: value[rows] for key, value in inputs.items()} for inputs in saved.inputs.values()]
+        for rows in (slice(FITTED), slice(FITTED, FITTED + HELD_OUT // 2))
+    )
+    job = prepared.to_calibrate()
+    chosen: list[float] = []
+    for visit in forward_order(job):
+        moments = collect_moments(visit, CALIBRATED, HELD_BACK)
+        solutions = solve_block(visit.block, moments, job.base, bias=True)
+        assert moments.held_out is not None
+        own = {m.name: parameters_of(job.merged, visit.block, m) for m in visit.block.modules}
+        held, steps = guard_block(solutions, moments.held_out, own)
+        assert steps.keys() == solutions.keys() == held.keys()
+        for module, solution in solutions.items():
+            objective = slow_objective(module, student, experts, fitted, checked, visit.block.name)
+            merged = parameters(student, f"{visit.block.name}.{module}")
+            found = {t: objective(between(merged, precise(solution.parameters), t)) for t in STEPS}
+            assert found[steps[module]] <= min(found.values()) * (1 + 1e-4), (module, found)
+            ours = objective(precise(held[module].parameters))
+            assert ours == pytest.approx(found[steps[module]], rel=1e-5)
+            assert ours <= found[0.0] * (1 + 1e-4)
+            if steps[module] == 1.0:
+                assert held[module] is solution
+        chosen += steps.values()
+        load_block(job.students[CALIBRATED], visit.block, held)
+        for module, solution in held.items():
+            for parameter, value in new_parameters(
+                student.model.get_submodule(f"{visit.block.name}.{module}"), solution.parameters
+            ):
+                parameter.data = value.double()
+    assert set(chosen) == set(STEPS)
+
+
+@pytest.fixture(scope="module")
+def overfit(tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    """A family with a wide input, and few examples to fit."""
+    return save_family(tmp_path_factory.mktemp("overfit"), BY_NAME["bert"])
+
+
+def recipe(saved: Saved, **calibration: object) -> dict[str, Any]:
+    return saved.recipe(**{**vars(OVERFIT), "examples": FITTED, **calibration})
+
+
+def test_modules_that_are_pulled_back_are_in_the_report(overfit: Saved, tmp_path: Path) -> None:
+    guarded = calibrate(recipe(overfit), output=tmp_path / "guarded").report
+    to_the_letter = calibrate(recipe(overfit, select="preset"), output=tmp_path / "paper").report
+    assert guarded.settings["guard"] and not to_the_letter.settings["guard"]
+    steps = {
+        f"{block.name}.{module.name}": module.step
+        for block in guarded.blocks
+        for module in block.modules
+        if module.step is not None
+    }
+    assert len(steps) == sum(len(block.modules) for block in guarded.blocks)
+    assert set(steps.values()) <= set(STEPS) and min(steps.values()) < 1.0
+    assert all(module.step is None for block in to_the_letter.blocks for module in block.modules)
+    folders = overfit.folder / "merged", tmp_path / "guarded", tmp_path / "paper"
+    merged, ours, theirs = (load_file(folder / "model.safetensors") for folder in folders)
+    of_paper = {module.name: module for module in to_the_letter.blocks[0].modules}
+    for module in guarded.blocks[0].modules:  # further on, features differ
+        step = steps[f"{guarded.blocks[0].name}.{module.name}"]
+        for key in ("weight", "bias"):
+            name = f"{guarded.blocks[0].name}.{module.name}.{key}"
+            expected = merged[name] + step * (theirs[name] - merged[name])
+            torch.testing.assert_close(ours[name], expected, rtol=1e-5, atol=1e-6)
+            if step in (0.0, 1.0):
+                assert ours[name].equal((merged, theirs)[int(step)][name])
+        before = of_paper[module.name]
+        assert module.relative_change == pytest.approx(step * before.relative_change, rel=1e-6)
+        assert module.condition_number == before.condition_number
+
+
+def test_without_further_rows_the_result_is_the_papers_to_the_byte(overfit: Saved, tmp_path: Path) -> None:
+    """By `auto` on the fitted rows alone, and by `preset` with rows to spare."""
+    auto = recipe(overfit)
+    for task, inputs in overfit.inputs.items():
+        save_file({name: value[:FITTED].clone() for name, value in inputs.items()}, tmp_path / f"{task}.safetensors")
+        auto["tasks"][task]["data"] = str(tmp_path / f"{task}.safetensors")
+    report = calibrate(auto, output=tmp_path / "auto").report
+    assert not report.settings["guard"]
+    assert all(module.step is None for block in report.blocks for module in block.modules)
+    calibrate(recipe(overfit, select="preset"), output=tmp_path / "preset")
+    one, two = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("auto", "preset"))
+    assert one == two
+
+
+def test_a_held_out_example_that_is_broken_is_said(tmp_path: Path) -> None:
+    """From numbers that are none, nothing can be told; without the guard nobody looks."""
+    saved = save_family(tmp_path, BY_NAME["vit"])
+    saved.inputs["green"]["pixel_values"][FITTED] = 3e38
+    save_file(saved.inputs["green"], tmp_path / "green.safetensors")
+    with pytest.raises(NumericsError, match="green: held-out example 1\n"):
+        calibrate(recipe(saved), output=tmp_path / "out")
+    calibrate(recipe(saved, select="preset"), output=tmp_path / "out")

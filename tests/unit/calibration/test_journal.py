@@ -1,0 +1,375 @@
+"""What an earlier run left on the disk is taken over only as far as it is what was written, and is this job's."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from families import FAMILIES, Saved, save_family
+from safetensors.torch import load_file, save_file
+
+from featcal_cli.runtime.errors import CheckpointError, FeatCalError, OutputError
+from featcal_cli.runtime.progress import Progress, Silent
+from featcal_cli.workflows.verbs import calibrate
+
+pytestmark = pytest.mark.usefixtures("undrawn")
+
+BERT = next(family for family in FAMILIES if family.name == "bert")
+TAKEN_OVER = "blocks were taken over from an earlier run"
+DAMAGED = "damaged on the disk"
+
+
+class Watcher(Silent):
+    """Remembers notes, and acts when so many blocks are finished."""
+
+    def __init__(self, finished: int = -1, act: Callable[[], object] = lambda: None) -> None:
+        self.notes = ""
+        self._finished, self._act, self._stage = finished, act, ""
+
+    def stage(self, text: str) -> None:
+        self._stage = text
+
+    def note(self, text: str) -> None:
+        self.notes += f"{text}\n"
+
+    def progress(self, progress: Progress) -> None:
+        if (
+            self._stage == "calibrating"
+            and progress.finished == self._finished
+            and not (progress.task or progress.module)
+        ):
+            self._act()
+
+
+def interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.fixture(scope="module")
+def bert(tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    return save_family(tmp_path_factory.mktemp("bert"), BERT)
+
+
+@pytest.fixture(scope="module")
+def whole(bert: Saved) -> bytes:
+    """The weights of a job that nothing happened to."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("featcal_cli.workflows.calibrate.plot_drift", lambda _: b"")
+        calibrate(bert.recipe(), output=bert.folder / "whole")
+    return (bert.folder / "whole" / "model.safetensors").read_bytes()
+
+
+@pytest.fixture(scope="module")
+def left(bert: Saved) -> Path:
+    """The hidden folder of a run that was stopped when all of its blocks were finished."""
+    with pytest.raises(KeyboardInterrupt):
+        calibrate(bert.recipe(), output=bert.folder / "left", listener=Watcher(2, interrupt))
+    return bert.folder / ".left.featcal"
+
+
+@pytest.fixture
+def journal(left: Path, tmp_path: Path) -> Path:
+    """A copy of its journal, beside the output `out`."""
+    shutil.copytree(left, tmp_path / ".out.featcal")
+    return tmp_path / ".out.featcal" / "journal"
+
+
+def go_on(bert: Saved, journal: Path) -> tuple[bytes, str]:
+    """The weights that the same command ends with now, and its notes."""
+    watcher = Watcher()
+    calibrate(bert.recipe(), output=journal.parent.parent / "out", listener=watcher)
+    assert not journal.parent.exists()
+    return (journal.parent.parent / "out" / "model.safetensors").read_bytes(), watcher.notes
+
+
+def zero_the_end(file: Path) -> None:
+    """What a disk holds of a file whose last page had not been written when the power went."""
+    file.write_bytes(file.read_bytes()[:-500] + bytes(500))
+
+
+def flip_a_bit(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[-100] ^= 1
+    file.write_bytes(content)
+
+
+SPOILT: dict[str, Callable[[Path], object]] = {
+    "zeros at the end": zero_the_end,
+    "one bit": flip_a_bit,
+    "cut short": lambda file: os.truncate(file, 100),
+    "empty": lambda file: os.truncate(file, 0),
+    "all zeros": lambda file: file.write_bytes(bytes(file.stat().st_size)),
+    "gone": lambda file: file.unlink(),
+    "a block of another place": lambda file: shutil.copy(file.with_name("block-0001.safetensors"), file),
+    "without a hash": lambda file: save_file(load_file(file), file, metadata={"report": "{}"}),
+    "a report of another run": lambda file: file.write_bytes(file.read_bytes().replace(b"seconds", b"decades")),
+}
+
+
+@pytest.mark.parametrize(
+    "name", [name if name == "zeros at the end" else pytest.param(name, marks=pytest.mark.survive) for name in SPOILT]
+)
+def test_a_block_that_is_not_what_was_written_is_computed_again_with_all_after_it(
+    bert: Saved, whole: bytes, journal: Path, name: str
+) -> None:
+    SPOILT[name](journal / "block-0000.safetensors")
+    weights, notes = go_on(bert, journal)
+    assert weights == whole
+    assert TAKEN_OVER not in notes
+    assert ("block 1 of an earlier run was damaged on the disk" in notes) == (name != "gone")
+
+
+def test_blocks_before_a_damaged_one_are_taken_over(bert: Saved, whole: bytes, journal: Path) -> None:
+    zero_the_end(journal / "block-0001.safetensors")
+    weights, notes = go_on(bert, journal)
+    assert weights == whole
+    assert f"1 of 2 {TAKEN_OVER}" in notes and f"block 2 of an earlier run was {DAMAGED}" in notes
+
+
+@pytest.mark.survive
+@pytest.mark.parametrize("content", [b"", b"{", b"\0" * 300, b"[1]", b"{}", b'{"hash": 1}', b"\xff\xfe", None])
+def test_a_record_that_is_torn_costs_nothing(bert: Saved, whole: bytes, journal: Path, content: bytes | None) -> None:
+    """Blocks say themselves whose they are."""
+    if content is None:
+        (journal / "job.json").unlink()
+    elif content != b"{}":
+        (journal / "job.json").write_bytes(content)
+    weights, notes = go_on(bert, journal)
+    assert weights == whole
+    assert f"2 of 2 {TAKEN_OVER}" in notes
+
+
+@pytest.mark.survive
+def test_blocks_of_another_job_with_a_torn_record_are_not_dropped(bert: Saved, journal: Path) -> None:
+    (journal / "job.json").write_bytes(b"")
+    before = {path.name: path.read_bytes() for path in journal.glob("block-*")}
+    with pytest.raises(OutputError, match="its record is damaged") as refused:
+        calibrate(bert.recipe(ridge=0.5), output=journal.parent.parent / "out")
+    assert "--restart" in refused.value.fix
+    assert {path.name: path.read_bytes() for path in journal.glob("block-*")} == before
+    calibrate(bert.recipe(ridge=0.5), output=journal.parent.parent / "out", restart=True)
+
+
+def test_a_journal_of_an_earlier_version_says_so(bert: Saved, whole: bytes, journal: Path) -> None:
+    """It had no hashes."""
+    for file in journal.glob("block-*.safetensors"):
+        save_file(load_file(file), file, metadata={"report": "{}"})
+    (journal / "job.json").write_text(json.dumps({"recipe": {}, "files": {}, "environment": {}, "data": {}}))
+    with pytest.raises(OutputError, match="it is of another version of featcal") as refused:
+        calibrate(bert.recipe(), output=journal.parent.parent / "out")
+    assert "--restart" in refused.value.fix
+    result = calibrate(bert.recipe(), output=journal.parent.parent / "out", restart=True)
+    assert (result.output / "model.safetensors").read_bytes() == whole
+
+
+@pytest.mark.survive
+def test_a_torn_record_of_a_search_takes_the_blocks_with_it(bert: Saved, tmp_path: Path) -> None:
+    recipe = bert.recipe(ridge=None, rho=None, alpha=None, select="search")
+    with pytest.raises(KeyboardInterrupt):
+        calibrate(recipe, output=tmp_path / "out", listener=Watcher(2, interrupt))
+    (kept,) = (tmp_path / ".out.featcal" / "journal").glob("*.kept.json")
+    kept.write_text(kept.read_text().replace("0.05", "0.06"))  # another winner
+    watcher = Watcher()
+    calibrate(recipe, output=tmp_path / "out", listener=watcher)
+    assert "the record of the search of an earlier run was damaged" in watcher.notes
+    assert TAKEN_OVER not in watcher.notes
+
+
+@pytest.mark.survive
+def test_a_block_that_is_lost_before_the_output_is_written_is_said_and_computed_again(
+    bert: Saved, whole: bytes, tmp_path: Path
+) -> None:
+    block = tmp_path / ".out.featcal" / "journal" / "block-0001.safetensors"
+    with pytest.raises(OutputError, match="block 2 was damaged on the disk after it was finished"):
+        calibrate(bert.recipe(), output=tmp_path / "out", listener=Watcher(2, lambda: flip_a_bit(block)))
+    assert not (tmp_path / "out").exists()
+    weights, notes = go_on(bert, block.parent)
+    assert weights == whole and f"1 of 2 {TAKEN_OVER}" in notes
+
+
+def test_nothing_has_its_name_before_it_is_on_the_disk(
+    bert: Saved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a loss of power leaves a name with zeros behind it."""
+    events: list[tuple[str, int]] = []
+    sync, replace = os.fsync, Path.replace
+
+    def note_sync(descriptor: int) -> None:
+        events.append(("sync", os.fstat(descriptor).st_ino))
+        sync(descriptor)
+
+    def note_replace(file: Path, target: Path) -> Path:
+        events.append(("name", file.stat().st_ino))
+        return replace(file, target)
+
+    monkeypatch.setattr(os, "fsync", note_sync)
+    monkeypatch.setattr(Path, "replace", note_replace)
+    calibrate(bert.recipe(), output=tmp_path / "out")
+    named = [number for number, (event, _) in enumerate(events) if event == "name"]
+    assert len(named) >= 4
+    for number in named:
+        assert ("sync", events[number][1]) in events[:number]
+        assert events[number + 1][0] == "sync"  # the folder
+
+
+# Models that change under a run
+
+
+def swap_weights(file: Path, how: str) -> None:
+    """Other values, of the same size and with the same time of change."""
+    status = file.stat()
+    content = bytearray(file.read_bytes())
+    content[-500:] = bytes(500)
+    if how == "replaced":
+        file.with_suffix(".new").write_bytes(content)
+        file.with_suffix(".new").replace(file)
+    else:
+        with file.open("r+b") as stream:
+            stream.write(content)
+    os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+
+@pytest.mark.parametrize(
+    ("role", "how"),
+    [
+        ("red", "written"),
+        pytest.param("red", "replaced", marks=pytest.mark.survive),
+        pytest.param("merged", "written", marks=pytest.mark.survive),
+        pytest.param("base", "replaced", marks=pytest.mark.survive),
+    ],
+)
+def test_a_model_that_changes_during_a_run_is_noticed_and_nothing_made_of_it_is_kept(
+    tmp_path: Path, role: str, how: str
+) -> None:
+    saved = save_family(tmp_path, BERT)
+    file = tmp_path / role / "model.safetensors"
+    original = file.read_bytes()
+    change = Watcher(1, lambda: swap_weights(file, how))
+    with pytest.raises(CheckpointError, match="was changed or replaced during the run") as refused:
+        calibrate(saved.recipe(), output=tmp_path / "out", listener=change)
+    assert str(file) == refused.value.where and refused.value.what.startswith("model.safetensors of ")
+    assert not (tmp_path / "out").exists()
+    assert [path.name for path in (tmp_path / ".out.featcal" / "journal").glob("block-*")] == ["block-0000.safetensors"]
+    with pytest.raises(OutputError, match=f"{file} has changed"):
+        calibrate(saved.recipe(), output=tmp_path / "out")
+    status = file.stat()
+    file.write_bytes(original)
+    os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
+    watcher = Watcher()
+    calibrate(saved.recipe(), output=tmp_path / "out", listener=watcher)
+    assert f"1 of 2 {TAKEN_OVER}" in watcher.notes
+
+
+@pytest.mark.survive
+def test_a_model_that_changes_between_two_runs_is_noticed_whatever_its_time_says(tmp_path: Path) -> None:
+    saved = save_family(tmp_path, BERT)
+    with pytest.raises(KeyboardInterrupt):
+        calibrate(saved.recipe(), output=tmp_path / "out", listener=Watcher(1, interrupt))
+    swap_weights(tmp_path / "green" / "model.safetensors", "replaced")
+    with pytest.raises(OutputError, match=r"green/model\.safetensors has changed"):
+        calibrate(saved.recipe(), output=tmp_path / "out")
+
+
+@pytest.mark.survive
+@pytest.mark.parametrize(("stage", "what"), [("reading examples", "refused"), ("calibrating", "said")])
+def test_data_that_changes_while_it_is_read_is_refused_and_later_said(tmp_path: Path, stage: str, what: str) -> None:
+    saved = save_family(tmp_path, BERT)
+
+    class Writer(Watcher):
+        def stage(self, text: str) -> None:
+            super().stage(text)
+            if text == stage:
+                swap_weights(tmp_path / "red.safetensors", "replaced")
+
+    writer = Writer()
+    if what == "refused":
+        with pytest.raises(CheckpointError, match="of the data of red was changed or replaced during the run"):
+            calibrate(saved.recipe(), output=tmp_path / "out", listener=writer)
+    else:
+        calibrate(saved.recipe(), output=tmp_path / "out", listener=writer)
+        assert "the data of red was changed or replaced during the run, after its rows were read" in writer.notes
+
+
+@pytest.mark.survive
+@pytest.mark.parametrize("stage", ["finding models", "reading examples", "loading models", "calibrating", "writing"])
+@pytest.mark.parametrize("name", ["merged", "red", "base"])
+def test_a_model_that_vanishes_at_any_moment_is_one_message(tmp_path: Path, stage: str, name: str) -> None:
+    saved = save_family(tmp_path, BERT)
+
+    class Thief(Watcher):
+        def stage(self, text: str) -> None:
+            if text == stage and (tmp_path / name).exists():
+                (tmp_path / name).rename(tmp_path / "elsewhere")
+
+    with pytest.raises(FeatCalError) as refused:
+        calibrate(saved.recipe(), output=tmp_path / "out", listener=Thief())
+    assert refused.value.fix and not (tmp_path / "out").exists()
+
+
+# A run that fails for other reasons
+
+
+def test_a_merged_folder_that_vanishes_and_comes_back_costs_nothing(tmp_path: Path) -> None:
+    """Also where it comes back as a copy."""
+    saved = save_family(tmp_path, BERT)
+    vanish = Watcher(2, lambda: (tmp_path / "merged").rename(tmp_path / "elsewhere"))
+    with pytest.raises(CheckpointError, match=r"of merged cannot be read any more: No such file"):
+        calibrate(saved.recipe(), output=tmp_path / "out", listener=vanish)
+    assert not (tmp_path / "out").exists()
+    shutil.copytree(tmp_path / "elsewhere", tmp_path / "merged")
+    watcher = Watcher()
+    calibrate(saved.recipe(), output=tmp_path / "out", listener=watcher)
+    assert f"2 of 2 {TAKEN_OVER}" in watcher.notes
+
+
+@pytest.mark.survive
+@pytest.mark.parametrize("kind", ["CheckpointError", "DataError", "NumericsError", "RecipeError", "HubError"])
+def test_finished_blocks_outlive_every_error(bert: Saved, whole: bytes, tmp_path: Path, kind: str) -> None:
+    import featcal_cli.runtime.errors
+
+    def fail(*_: object) -> None:
+        raise getattr(featcal_cli.runtime.errors, kind)("something that is put right later")
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(getattr(featcal_cli.runtime.errors, kind)):
+        patch.setattr("featcal_cli.workflows.calibrate.summarise", fail)
+        calibrate(bert.recipe(), output=tmp_path / "out")
+    weights, notes = go_on(bert, tmp_path / ".out.featcal" / "journal")
+    assert weights == whole and f"2 of 2 {TAKEN_OVER}" in notes
+
+
+# What differs
+
+
+@pytest.mark.parametrize(
+    ("changes", "what", "fix"),
+    [
+        ({"ridge": 0.1}, ["--ridge was 0.05, and is 0.1"], "--ridge 0.05"),
+        ({"bias": False, "alpha": 0.5}, ["--bias", "--alpha was 0.3, and is 0.5"], "--alpha 0.3 --bias"),
+        ({"seed": 7, "examples": 9}, ["--seed was 42, and is 7", "--examples was 12, and is 9"], "--seed 42"),
+        ({"token_weights": "cls"}, ["--token-weights was auto, and is cls"], "--token-weights auto"),
+    ],
+)
+def test_what_differs_is_named_as_it_is_typed(
+    bert: Saved, journal: Path, changes: dict[str, object], what: list[str], fix: str
+) -> None:
+    with pytest.raises(OutputError) as refused:
+        calibrate(bert.recipe(**changes), output=journal.parent.parent / "out")
+    assert all(part in refused.value.what for part in what), refused.value.what
+    assert fix in refused.value.fix and "--restart" in refused.value.fix
+    assert "examples of" not in refused.value.what
+
+
+def test_examples_that_differ_are_said_without_a_hash(tmp_path: Path) -> None:
+    saved = save_family(tmp_path, BERT)
+    with pytest.raises(KeyboardInterrupt):
+        calibrate(saved.recipe(), output=tmp_path / "out", listener=Watcher(2, interrupt))
+    ids = load_file(tmp_path / "red.safetensors")
+    save_file({name: torch.flip(value, [0]) for name, value in ids.items()}, tmp_path / "red.safetensors")
+    with pytest.raises(OutputError) as refused:
+        calibrate(saved.recipe(), output=tmp_path / "out")
+    assert refused.value.what.endswith("is here: the examples of red differ")

@@ -1,0 +1,165 @@
+"""Numbers that go wrong are mended and reported, or named: which model, which module or tensor, which example."""
+
+from __future__ import annotations
+
+import json
+from io import StringIO
+from math import inf, isfinite
+from pathlib import Path
+
+import pytest
+import torch
+from families import FAMILIES, Saved, save_family
+from rich.console import Console
+from safetensors.torch import load_file, save_file
+
+from featcal_cli.calibration.linear_algebra import EPSILON, factorise
+from featcal_cli.calibration.moments import LinearMoments
+from featcal_cli.calibration.results import BlockReport, ModuleReport, describe_ridges
+from featcal_cli.calibration.solver import LinearSystem, Settings
+from featcal_cli.cli.drift_view import show_inspection
+from featcal_cli.engine.drift_metrics import Drift
+from featcal_cli.models.module_kinds import Affine
+from featcal_cli.reporting.gates import find_excess
+from featcal_cli.reporting.verdict import tell_verdict
+from featcal_cli.runtime.errors import DataError, NumericsError, OutputError
+from featcal_cli.workflows.inspect_drift import inspect_drift
+from featcal_cli.workflows.output_checks import check_built
+from featcal_cli.workflows.verbs import calibrate
+
+BY_NAME = {family.name: family for family in FAMILIES}
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def vit(tmp_path: Path) -> Saved:
+    return save_family(tmp_path, BY_NAME["vit"])
+
+
+def test_an_example_with_nan_is_named_before_anything_runs(vit: Saved, tmp_path: Path) -> None:
+    pixels = vit.inputs["green"]["pixel_values"].clone()
+    pixels[14, 0, 3, 3] = float("nan")  # of 20: 12 are fitted, 4 and 4 held out
+    save_file({"pixel_values": pixels}, tmp_path / "green.safetensors")
+    with pytest.raises(DataError, match="pixel_values holds NaN or infinity") as raised:
+        calibrate(vit.recipe(), output=tmp_path / "out")
+    assert raised.value.where == "green: example 15"
+    assert not (tmp_path / "out").exists() and not (tmp_path / ".out.featcal").exists()
+
+
+@pytest.mark.parametrize("fitted", [True, False])
+def test_features_that_explode_are_named_by_model_module_and_example(vit: Saved, tmp_path: Path, fitted: bool) -> None:
+    """An example that is finite, and too large for what the model makes of it."""
+    pixels = vit.inputs["green"]["pixel_values"].clone()
+    number = 7 if fitted else 13
+    pixels[number] = 3e38
+    save_file({"pixel_values": pixels}, tmp_path / "green.safetensors")
+    with pytest.raises(NumericsError, match=r"features of .* are not finite at .*layer") as raised:
+        calibrate(vit.recipe(select="preset" if fitted else "auto"), output=tmp_path / "out", batch_size=5)
+    assert raised.value.where == ("green: example 8" if fitted else "green: held-out example 2")
+
+
+def test_a_system_without_a_stable_solution_gets_more_ridge_and_the_solution_says_how_much() -> None:
+    """Sums that are not positive: no examples give such, but rounding may."""
+    torch.manual_seed(0)
+    x = torch.randn(40, 6, dtype=torch.float64)
+    moments = LinearMoments(6, CPU)
+    moments.add(x, x, torch.cat([torch.full((39,), 1.0), torch.tensor([-30.0])]).double())
+    own = Affine(torch.randn(3, 6, dtype=torch.float64), None)
+    system = LinearSystem({"fc": own}, Settings(1e-6, 1.0, 0.5))
+    system.fold(moments, {"fc": own})
+    found = system.solve({"fc": own})["fc"]
+    assert found.ridge is not None and found.ridge > 1e-6 and torch.isfinite(found.parameters.weight).all()
+
+
+def test_more_ridge_is_ten_times_as_much_each_time_until_it_suffices() -> None:
+    gram = torch.diag(torch.tensor([1.0, -0.005], dtype=torch.float64))
+    factor, ridge = factorise(gram.clone(), 1e-4)
+    assert ridge == pytest.approx(1e-2)
+    expected = torch.diag(torch.tensor([1.0 + ridge + EPSILON, -0.005 + ridge + EPSILON], dtype=torch.float64)).sqrt()
+    torch.testing.assert_close(factor, expected)
+    stable, same = factorise(torch.eye(2, dtype=torch.float64), 1e-4)
+    assert same == 1e-4 and torch.isfinite(stable).all()
+
+
+def test_what_took_more_ridge_is_told() -> None:
+    modules = [ModuleReport("fc1", "linear", 3, 1.0, 0.1), ModuleReport("fc2", "linear", 3, 1.0, 0.1, ridge=0.01)]
+    assert "layers.0.fc2 (0.01)" in describe_ridges([BlockReport("layers.0", 0.0, modules, [])])
+    assert describe_ridges([BlockReport("layers.0", 0.0, modules[:1], [])]) == ""
+
+
+def test_a_block_whose_features_are_too_large_for_bfloat16_runs_in_float32(tmp_path: Path) -> None:
+    """Little lies between the largest numbers of the two: one unit of a feed-forward is put there, below zero, where
+    its activation makes 0 of any finite number."""
+    saved = save_family(tmp_path, BY_NAME["bert"], dtype=torch.bfloat16)
+    for name in ("merged", "base", *saved.inputs):
+        tensors = load_file(tmp_path / name / "model.safetensors")
+        layer = "encoder.layer.1."
+        tensors[f"{layer}attention.output.LayerNorm.weight"].zero_()
+        tensors[f"{layer}attention.output.LayerNorm.bias"].fill_(1.0)
+        weight = tensors[f"{layer}intermediate.dense.weight"]
+        weight[0] = -1e36 / weight.shape[1]
+        tensors[f"{layer}intermediate.dense.bias"][0] = torch.finfo(torch.bfloat16).min
+        save_file(tensors, tmp_path / name / "model.safetensors", metadata={"format": "pt"})
+    result = calibrate(saved.recipe(select="preset", dtype="bfloat16"), output=tmp_path / "out")
+    (told,) = [note for note in result.report.notes if "bfloat16" in note]
+    assert "encoder.layer.1 of merged" in told and "encoder.layer.0" not in told
+    assert all(torch.isfinite(x).all() for x in load_file(tmp_path / "out" / "model.safetensors").values())
+    assert all(drift.after < 10 for drift in result.report.drift.values())
+
+
+def test_a_disk_that_changes_what_is_written_is_found_out(
+    vit: Saved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def flip(place: object, *rest: object) -> None:
+        file = Path(str(getattr(place, "built", place))) / "model.safetensors"
+        content = bytearray(file.read_bytes())
+        content[-1] ^= 1
+        file.write_bytes(bytes(content))
+        check_built(place, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("featcal_cli.workflows.output_checks.check_built", flip)
+    with pytest.raises(OutputError, match="is not what was"):
+        calibrate(vit.recipe(select="preset"), output=tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    monkeypatch.undo()
+    result = calibrate(vit.recipe(select="preset"), output=tmp_path / "out")
+    assert any("taken over" in note for note in result.report.notes)
+    assert json.loads((tmp_path / "out" / "featcal_report.json").read_text())["blocks"]
+
+
+def test_drift_from_an_expert_whose_features_vanish_is_infinite_and_said(vit: Saved, tmp_path: Path) -> None:
+    """Not 0, which would be the expert itself; and JSON has null for it."""
+    file = tmp_path / "red" / "model.safetensors"
+    zeros = {name: torch.zeros_like(value) for name, value in load_file(file).items()}
+    save_file(zeros, file, metadata={"format": "pt"})
+    found = inspect_drift(vit.recipe())
+    last = found.tasks["red"].models["model"].last
+    assert last.relative == inf and isfinite(last.distance) and last.distance > 0
+    assert isfinite(found.tasks["green"].models["model"].last.relative)
+    told = json.loads(found.to_json(), parse_constant=pytest.fail)["tasks"]["red"]["models"]["model"]["blocks"][-1]
+    assert told["drift"]["relative"] is None and told["drift"]["distance"] > 0
+    verdict = [text for is_warning, text in tell_verdict(found, found.names, str) if is_warning]
+    assert any("features of the expert of red are all zero" in text for text in verdict)
+    assert "expert of red are all zero" in str(find_excess(found, 5.0))
+    out = Console(width=100, file=StringIO())
+    show_inspection(found, out)
+    assert "inf" in out.file.getvalue() and "nan" not in out.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_nothing_is_as_far_from_nothing_as_it_can_be_near() -> None:
+    drift = Drift(distance=0.0, size=0.0, tokens=3)
+    assert drift.relative == 0.0
+    assert Drift(distance=1e-40, size=1e-40, tokens=3).relative == 0.0
+    assert Drift(distance=3.0, size=1e-40, tokens=3, is_split=True, local_sum=2.0).local == inf
+
+
+def test_a_broken_head_of_an_expert_is_said_and_measures_nothing(tmp_path: Path) -> None:
+    saved = save_family(tmp_path, BY_NAME["bert"])
+    file = tmp_path / "red" / "model.safetensors"
+    tensors = load_file(file)
+    tensors["pooler.dense.weight"][0, 0] = float("nan")
+    save_file(tensors, file, metadata={"format": "pt"})
+    report = calibrate(saved.recipe(select="preset"), output=tmp_path / "out").report
+    assert any("expert red has NaN or infinity in pooler.dense.weight" in note for note in report.notes)
+    assert report.measures["red"].models["merged"].output is None
+    json.loads((tmp_path / "out" / "featcal_report.json").read_text(), parse_constant=pytest.fail)

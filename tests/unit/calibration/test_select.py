@@ -1,0 +1,382 @@
+"""Who chooses λ, ρ and α; and what is done where the result is worse than the merged model."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+import torch
+import transformers as tf
+import yaml
+from command_line import Run, featcal_inside
+from families import FAMILIES, TASKS, Saved, save_family, save_tokenizer
+from hub_server import HubServer
+from safetensors.torch import save_file
+
+from featcal_cli.calibration.cost_model import Work
+from featcal_cli.calibration.hyperparameters import (
+    CAUTIOUS,
+    PAPER,
+    Plan,
+    choose_candidates,
+    choose_settings,
+    pick_trial,
+)
+from featcal_cli.calibration.results import Trial
+from featcal_cli.calibration.solver import Settings
+from featcal_cli.recipe.schema import Calibration
+from featcal_cli.reporting.report import Report
+from featcal_cli.runtime.errors import NumericsError, RecipeError
+from featcal_cli.runtime.progress import Progress, Silent
+from featcal_cli.workflows.verbs import calibrate
+
+pytestmark = pytest.mark.usefixtures("undrawn")
+
+BY_NAME = {family.name: family for family in FAMILIES}
+OPEN: dict[str, Any] = {"ridge": None, "rho": None, "alpha": None}
+"""Nothing is given."""
+SETTINGS = tuple(OPEN)
+
+
+def chosen(settings: Mapping[str, Any]) -> dict[str, float]:
+    """λ, ρ and α of a report's settings, of one of its candidates, or of a recipe."""
+    return {name: settings[name] for name in SETTINGS}
+
+
+@pytest.fixture(scope="module")
+def bert(tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    """12 examples of each task to fit, and 8 to hold out."""
+    return save_family(tmp_path_factory.mktemp("bert"), BY_NAME["bert"])
+
+
+@pytest.fixture(scope="module")
+def searched(bert: Saved, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The output of a run that searched for all settings."""
+    output = tmp_path_factory.mktemp("searched") / "out"
+    calibrate(bert.recipe(**OPEN, select="search"), output=output)
+    return output
+
+
+def read_report(output: Path) -> Report:
+    return Report.from_json((output / "featcal_report.json").read_text())
+
+
+def weights(output: Path) -> bytes:
+    return (output / "model.safetensors").read_bytes()
+
+
+def without_further_rows(saved: Saved, folder: Path, count: int = 9) -> dict[str, dict[str, str]]:
+    """The tasks of the family, with no more examples than are to be fitted; 9 are too few to hold some of them out."""
+    tasks: dict[str, Any] = saved.recipe()["tasks"]  # type: ignore[assignment]
+    for task, inputs in saved.inputs.items():
+        save_file({name: value[:count].clone() for name, value in inputs.items()}, folder / f"{task}.safetensors")
+        tasks[task] = {**tasks[task], "data": str(folder / f"{task}.safetensors")}
+    return tasks
+
+
+class Stages(Silent):
+    """What a run was doing, part by part; it may be interrupted when the first block of a part is done."""
+
+    def __init__(self, interrupt: str = "nothing") -> None:
+        self.seen: list[str] = []
+        self.notes: list[str] = []
+        self._interrupt = interrupt
+
+    def stage(self, text: str) -> None:
+        self.seen.append(text)
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+    def progress(self, progress: Progress) -> None:
+        if progress.finished == 1 and self.seen[-1].startswith(self._interrupt):
+            raise KeyboardInterrupt
+
+    @property
+    def searched(self) -> bool:
+        return any(stage.startswith("searching settings") for stage in self.seen)
+
+
+@pytest.mark.parametrize("kind", ["encoder", "encoder-decoder", "causal"])
+def test_what_the_user_gives_is_kept_by_every_candidate(kind: str) -> None:
+    given = {"ridge": 0.123, "rho": 1.5, "alpha": 0.7}
+    for names in ((), ("ridge",), ("rho",), ("alpha",), ("ridge", "alpha"), ("rho", "alpha")):
+        fixed = {name: given[name] for name in names}
+        settings = [vars(candidate.settings) for candidate in choose_candidates(kind, fixed).values()]
+        assert all(each[name] == fixed[name] for each in settings for name in names)
+        assert all(len({each[name] for each in settings}) > 1 for name in given.keys() - fixed.keys())
+        assert len({tuple(each.values()) for each in settings}) == len(settings)
+
+
+def test_a_search_fills_in_what_the_user_leaves_open(bert: Saved, tmp_path: Path) -> None:
+    recipe = bert.recipe(**{**OPEN, "alpha": 0.45}, select="search")
+    settings = calibrate(recipe, output=tmp_path / "out").report.settings
+    assert settings["alpha"] == 0.45 and {each["alpha"] for each in settings["candidates"]} == {0.45}
+    assert len({(each["ridge"], each["rho"]) for each in settings["candidates"]}) > 1
+    assert settings["chosen_by"].startswith("the user (alpha), else a search over")
+
+
+@pytest.mark.parametrize("select", ["auto", "search"])
+def test_nothing_is_searched_where_the_user_gives_everything(bert: Saved, tmp_path: Path, select: str) -> None:
+    stages = Stages()
+    settings = calibrate(bert.recipe(select=select), output=tmp_path / "out", listener=stages).report.settings
+    assert chosen(settings) == {"ridge": 0.05, "rho": 2.0, "alpha": 0.3}
+    assert (settings["chosen_by"], settings["candidates"]) == ("the user", [])
+    assert not stages.searched
+
+
+def test_preset_is_the_papers_settings_and_searches_nothing(bert: Saved, tmp_path: Path) -> None:
+    stages = Stages()
+    report = calibrate(bert.recipe(**OPEN, select="preset"), output=tmp_path / "out", listener=stages).report
+    assert chosen(report.settings) == {"ridge": 0.05, "rho": 2.0, "alpha": 0.3}
+    assert "preset" in report.settings["chosen_by"] and not report.settings["candidates"]
+    assert not stages.searched and not report.settings["guard"]
+
+
+def test_auto_takes_the_preset_where_there_is_nothing_to_choose_on_and_says_so(bert: Saved, tmp_path: Path) -> None:
+    recipe = {**bert.recipe(**OPEN), "tasks": without_further_rows(bert, tmp_path)}
+    stages = Stages()
+    settings = calibrate(recipe, output=tmp_path / "out", listener=stages).report.settings
+    assert chosen(settings) == {"ridge": 0.05, "rho": 2.0, "alpha": 0.3} and not stages.searched
+    assert "the paper's preset for encoder models" in settings["chosen_by"]
+    assert "no further examples" in settings["chosen_by"]
+    assert any(settings["chosen_by"] in note for note in stages.notes)
+
+
+def test_auto_searches_where_that_is_affordable(tmp_path: Path) -> None:
+    """Many examples to fit."""
+    saved = save_family(tmp_path, BY_NAME["bert"], examples=320)
+    stages = Stages()
+    report = calibrate(saved.recipe(**OPEN, examples=256), output=tmp_path / "out", listener=stages).report
+    assert stages.searched and report.settings["candidates"] and report.settings["guard"]
+
+
+def line(saved: Saved, tasks: Mapping[str, Any], output: Path, **options: object) -> dict[str, object]:
+    """A job as the options of `featcal calibrate`."""
+    parts: list[str] = [str(saved.folder / "merged"), "--base", str(saved.folder / "base"), "-n", "12"]
+    for task, spec in tasks.items():
+        parts += ["--expert", f"{task}={spec['expert']}", "--data", f"{task}={spec['data']}"]
+    for name, value in options.items():
+        parts += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
+    return {str(number): part for number, part in enumerate([*parts, "-o", str(output)])}
+
+
+def test_a_search_without_further_rows_is_one_error(
+    bert: Saved, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = line(bert, without_further_rows(bert, tmp_path), tmp_path / "out", select="search")
+    run = featcal_inside(capsys, "calibrate", options)
+    said = re.sub(r"\s+", " ", run.stderr)
+    assert (run.code, run.stdout) == (2, "")
+    assert said.count("red has no further examples") == 1 and "--select search" in said
+    assert "--select preset" in said and "Traceback" not in said
+    assert not (tmp_path / "out").exists() and not (tmp_path / ".out.featcal").exists()
+
+
+def test_an_unknown_way_to_choose_is_refused(bert: Saved) -> None:
+    with pytest.raises(RecipeError, match=r"calibration\.select"):
+        calibrate(bert.recipe(select="best"))
+
+
+def test_the_report_lists_every_candidate_and_why_it_was_dropped(searched: Path) -> None:
+    settings = read_report(searched).settings
+    candidates = settings["candidates"]
+    assert len(candidates) > 1 and f"{len(candidates)} candidates" in settings["chosen_by"]
+    assert chosen(candidates[0]) == chosen(settings)
+    assert len({tuple(chosen(each).values()) for each in candidates}) == len(candidates)
+    assert all(each["score"] > 0 and each["drift"] > 0 and each["origin"] for each in candidates)
+    through = [each for each in candidates if not each["dropped"]]
+    assert through and through[0] == candidates[0]
+    assert min(each["score"] for each in through) == candidates[0]["score"]
+    assert all(each["blocks"] == 2 for each in through)
+    assert all(each["blocks"] < 2 for each in candidates if each["dropped"])
+
+
+def test_the_recipe_in_the_output_holds_what_was_chosen_and_runs_again_without_a_search(
+    searched: Path, tmp_path: Path
+) -> None:
+    settings = read_report(searched).settings
+    written = yaml.safe_load((searched / "featcal.yaml").read_text())["calibration"]
+    assert chosen(written) == chosen(settings)
+    stages = Stages()
+    again = calibrate(searched / "featcal.yaml", output=tmp_path / "again", listener=stages)
+    assert not stages.searched and again.report.settings["candidates"] == []
+    assert weights(tmp_path / "again") == weights(searched)
+    assert [block.modules for block in again.report.blocks] == [block.modules for block in read_report(searched).blocks]
+
+
+def test_an_interrupted_run_takes_over_what_its_search_has_found(bert: Saved, searched: Path, tmp_path: Path) -> None:
+    recipe, output = bert.recipe(**OPEN, select="search"), tmp_path / "out"
+    runs = [Stages("searching"), Stages("calibrating"), Stages()]
+    for stages in runs[:2]:
+        with pytest.raises(KeyboardInterrupt):
+            calibrate(recipe, output=output, listener=stages)
+    report = calibrate(recipe, output=output, listener=runs[2]).report
+    assert [stages.searched for stages in runs] == [True, True, False]
+    assert report.settings == read_report(searched).settings
+    assert [block.modules for block in report.blocks] == [block.modules for block in read_report(searched).blocks]
+    assert any("1 of 2 blocks were taken over" in note for note in report.notes)
+    assert weights(output) == weights(searched)
+
+
+def test_what_a_search_of_another_job_has_found_is_not_taken_over(bert: Saved, tmp_path: Path) -> None:
+    for recipe, interrupt in (
+        (bert.recipe(**OPEN, select="search", seed=7), "calibrating"),
+        (bert.recipe(**OPEN, select="search"), "searching"),
+    ):
+        stages = Stages(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            calibrate(recipe, output=tmp_path / "out", overwrite=True, listener=stages)
+        assert stages.searched
+
+
+def test_a_broken_note_of_a_search_is_no_note(bert: Saved, searched: Path, tmp_path: Path) -> None:
+    recipe, output = bert.recipe(**OPEN, select="search"), tmp_path / "out"
+    with pytest.raises(KeyboardInterrupt):
+        calibrate(recipe, output=output, listener=Stages("calibrating"))
+    (kept,) = (tmp_path / ".out.featcal" / "journal").glob("*.kept.json")
+    kept.write_text(kept.read_text()[:-20])
+    stages = Stages()
+    calibrate(recipe, output=output, listener=stages)
+    assert stages.searched and weights(output) == weights(searched)
+
+
+def write_rows(folder: Path, *, labels: Callable[[int], int], test: bytes) -> None:
+    """The words of each task as a dataset of two splits, of which one is of no use to a calibration."""
+    generator = torch.Generator().manual_seed(0)
+    for task in TASKS:
+        (folder / task).mkdir(parents=True)
+        ids = torch.randint(2, 98, (24, 8), generator=generator).tolist()
+        rows = {"text": [" ".join(f"w{word}" for word in row) for row in ids], "label": [labels(n) for n in range(24)]}
+        pyarrow.parquet.write_table(pyarrow.table(rows), folder / task / "train.parquet")
+        (folder / task / "test.parquet").write_bytes(test)
+
+
+def test_labels_and_test_data_are_never_read_and_a_seed_gives_the_same_bytes(bert: Saved, tmp_path: Path) -> None:
+    """Two runs whose data differ in nothing else."""
+    save_tokenizer(bert.folder / "base")
+    write_rows(tmp_path / "one", labels=lambda number: number % 2, test=b"not a parquet file")
+    write_rows(tmp_path / "two", labels=lambda number: 7 - number, test=b"")
+    reports = []
+    for name in ("one", "two"):
+        recipe: dict[str, Any] = bert.recipe(**OPEN, select="search")
+        for task in TASKS:
+            recipe["tasks"][task]["data"] = {"path": str(tmp_path / name / task), "split": "train"}
+        reports.append(calibrate(recipe, output=tmp_path / f"{name}-out").report)
+    assert reports[0].settings == reports[1].settings and reports[0].settings["candidates"]
+    assert weights(tmp_path / "one-out") == weights(tmp_path / "two-out")
+
+
+@pytest.mark.parametrize("name", ["albert", "t5", "llama"])
+def test_settings_are_searched_for_models_of_all_kinds(tmp_path: Path, name: str) -> None:
+    """Blocks that run several times, encoder and decoder, causal models."""
+    saved = save_family(tmp_path, BY_NAME[name])
+    report = calibrate(saved.recipe(**OPEN, select="search"), output=tmp_path / "out").report
+    candidates = report.settings["candidates"]
+    ended = [found for found in candidates if not found["dropped"]]
+    if min(found["score"] for found in ended) < 1:
+        assert chosen(report.settings) in [chosen(found) for found in ended]
+    else:  # random weights: an expert's features need not help
+        assert chosen(report.settings) == asdict(CAUTIOUS)
+    assert len(candidates) > 1
+
+
+GROWING = {"ridge": 1e-5, "rho": 1.0, "alpha": 1.0, "select": "preset"}
+"""Fits few rows to the letter, and with them nothing else."""
+
+
+def run_strictly(capsys: pytest.CaptureFixture[str], saved: Saved, output: Path, **options: object) -> tuple[Run, str]:
+    """The run, and what it said in one line."""
+    run = featcal_inside(capsys, "calibrate", line(saved, saved.recipe()["tasks"], output, **GROWING, **options))  # type: ignore[arg-type]
+    return run, re.sub(r"\s+", " ", run.stderr)
+
+
+def test_drift_that_grew_stops_a_strict_run_before_it_pushes(
+    bert: Saved, hub: HubServer, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The output is there. Without --strict the mean, which grew too, stops the push, but not with --push-anyway."""
+    monkeypatch.setenv("HF_TOKEN", hub.add_token("alice"))
+    output = tmp_path / "out"
+    for _ in range(2):
+        run, said = run_strictly(capsys, bert, output, strict=True, push_to="alice/strict")
+        report = read_report(output)
+        task = max(report.worse, key=lambda task: report.drift[task].after - report.drift[task].before)
+        drift = report.drift[task]
+        assert run.code == 3 and "Traceback" not in said
+        assert said.count(f"drift grew on {task}, from {drift.before:.3f} to {drift.after:.3f}") == 1
+        assert not hub.repos["model", "alice/strict"].log if ("model", "alice/strict") in hub.repos else True
+    assert "nothing is computed again" in said
+    written = weights(output)
+    run, said = run_strictly(capsys, bert, output, push_to="alice/strict")
+    assert run.code == 3 and "nothing is computed again" in said and "--push-anyway" in said
+    assert ("model", "alice/strict") not in hub.repos or not hub.repos["model", "alice/strict"].log
+    run, said = run_strictly(capsys, bert, output, push_to="alice/strict", push_anyway=True)
+    assert run.code == 0 and "nothing is computed again" in said
+    assert len(hub.repos["model", "alice/strict"].log) == 1 and weights(output) == written
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
+
+
+def test_a_strict_run_in_which_drift_did_not_grow_ends_well(bert: Saved, tmp_path: Path) -> None:
+    report = calibrate(bert.recipe(ridge=1e9, rho=1.0), output=tmp_path / "out", strict=True).report
+    assert not report.worse and all(drift.after <= drift.before for drift in report.drift.values())
+
+
+def test_without_strict_drift_that_grew_is_said(
+    bert: Saved, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, said = run_strictly(capsys, bert, tmp_path / "out")
+    assert run.code == 0 and "drift grew on" in said
+    assert json.loads((tmp_path / "out" / "featcal_report.json").read_text())["drift"]
+
+
+def trial(score: float | None, ridge: float, alpha: float, dropped: str = "") -> Trial:
+    return Trial(ridge, 1.0, alpha, "grid", 4, score, score, dropped)
+
+
+def test_of_candidates_that_hardly_differ_the_one_that_trusts_the_examples_most_is_taken() -> None:
+    clear = [trial(0.6, 0.5, 0.6), trial(0.8, 1e-5, 1.0)]
+    close = [trial(0.60, 0.5, 0.6), trial(0.61, 1e-3, 0.3), trial(0.62, 1e-3, 0.6), trial(0.70, 1e-5, 1.0)]
+    assert pick_trial(clear) is clear[0]
+    assert pick_trial(close) is close[2]
+
+
+def test_candidates_without_a_score_or_that_dropped_out_are_not_taken() -> None:
+    trials = [trial(0.9, 0.05, 0.3), trial(None, 1e-5, 1.0), trial(0.1, 1e-5, 1.0, dropped="place 5 of 8")]
+    assert pick_trial(trials) is trials[0]
+
+
+def test_where_nothing_beats_merged_the_least_bad_is_taken() -> None:
+    trials = [trial(1.02, 3.0, 0.15), trial(1.03, 1e-5, 0.3)]
+    assert pick_trial(trials) is trials[0]
+
+
+@pytest.mark.parametrize("ridge", [None, 1e-5])
+def test_where_no_candidate_beats_merged_it_hardly_changes_but_for_what_the_user_gives(ridge: float | None) -> None:
+    held = [trial(1.02, 1e-5, 0.15), trial(1.03, 1e-5, 0.3)]
+    examples = {"red": SimpleNamespace(fitted_count=64, selection_count=8)}
+    given = Calibration(select="search", ridge=ridge)
+    model = tf.BertModel(tf.BertConfig(num_hidden_layers=1, hidden_size=4, num_attention_heads=1, vocab_size=9))
+    choice = choose_settings(given, model, examples, Work(1, 1, 1), 4, lambda _: held)  # type: ignore[arg-type]
+    assert choice.settings == (CAUTIOUS if ridge is None else Settings(1e-5, 1.0, 0.15))
+    assert "none is better than merged" in choice.chosen_by
+
+
+def test_a_search_that_fails_leaves_auto_with_the_preset() -> None:
+    def fail(_: Plan) -> list[Trial]:
+        raise NumericsError("the features are not finite")
+
+    examples = {"red": SimpleNamespace(fitted_count=640, selection_count=8)}
+    model = tf.BertModel(tf.BertConfig(num_hidden_layers=1, hidden_size=4, num_attention_heads=1, vocab_size=9))
+    arguments: Any = (model, examples, Work(1, 1, 1), 4, fail)
+    choice = choose_settings(Calibration(), *arguments)
+    assert choice.settings == PAPER["CLIP"] and "the features are not finite" in choice.chosen_by
+    with pytest.raises(NumericsError):
+        choose_settings(Calibration(select="search"), *arguments)

@@ -1,0 +1,142 @@
+"""The ways to one result: whichever the cost model chooses, it is the plain form's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from summing import SYSTEMS, WAYS, sum_up
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from featcal_cli.calibration import cost_model
+from featcal_cli.calibration.linear_algebra import EPSILON, Symmetric
+from featcal_cli.calibration.solver import Settings
+from featcal_cli.models.module_kinds import Affine
+
+TASKS = 3
+SHAPES = [(20, 12, 5), (20, 5, 12), (6, 40, 9), (70, 33, 33)]
+"""Rows of a task, d_in and d_out."""
+
+
+def draw(rows: int, d_in: int, d_out: int, *, weighted: bool) -> tuple[Affine, Affine, list[dict[str, Any]]]:
+    """Merged, base, and each task's rows and expert: models near each other, and features too."""
+    generator = torch.Generator().manual_seed(rows + d_in)
+    merged = Affine(torch.randn(d_out, d_in, generator=generator), torch.randn(d_out, generator=generator))
+
+    def near(other: Tensor) -> Tensor:
+        return other + 0.1 * torch.randn(other.shape, generator=generator)
+
+    tasks = []
+    for _ in range(TASKS):
+        x_cal = torch.randn(rows, d_in, generator=generator)
+        weights = torch.rand(rows, generator=generator) + 0.1 if weighted else None
+        expert = Affine(near(merged.weight), near(merged.bias))  # type: ignore[arg-type]
+        tasks.append({"x_cal": x_cal, "x_exp": near(x_cal), "weights": weights, "expert": expert})
+    return merged, Affine(near(merged.weight), near(merged.bias)), tasks  # type: ignore[arg-type]
+
+
+def solve_plainly(merged: Affine, base: Affine, tasks: list[dict[str, Any]], settings: Settings) -> Affine:
+    """W* and b* by the paper's equations as they stand, in float64."""
+    d_in = merged.weight.shape[1]
+    left, right = torch.zeros_like(merged.weight).double(), torch.zeros(d_in, d_in).double()
+    means = []
+    for task in tasks:
+        x, weight = task["x_cal"].double(), task["expert"].weight.double()
+        target = settings.alpha * task["x_exp"].double() + (1 - settings.alpha) * x
+        share = torch.ones(len(x)).double() if task["weights"] is None else task["weights"].double()
+        share = share / share.sum()
+        gram, cross = x.T @ (share[:, None] * x), target.T @ (share[:, None] * x)
+        omega = 1 / gram.norm()
+        left, right = left + omega * weight @ cross, right + omega * gram
+        means.append((omega, weight @ (share @ target) + task["expert"].bias.double(), share @ x))
+    assert merged.bias is not None and base.bias is not None
+    pairs = ((merged.weight, base.weight), (merged.bias, base.bias))
+    anchor = [settings.rho * one.double() + (1 - settings.rho) * other.double() for one, other in pairs]
+    ridge = settings.ridge
+    solved = (left + ridge * anchor[0]) @ torch.linalg.inv(right + (ridge + EPSILON) * torch.eye(d_in).double())
+    total = sum(omega * (y - solved @ x) for omega, y, x in means)
+    return Affine(solved, (total + ridge * anchor[1]) / (sum(omega for omega, *_ in means) + ridge))
+
+
+@pytest.mark.parametrize("settings", [Settings(0.05, 2.0, 0.3), Settings(3.0, 0.5, 0.15), Settings(0.05, 1.0, 1.0)])
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("way", WAYS)
+def test_every_way_gives_the_plain_result(
+    way: str, shape: tuple[int, int, int], weighted: bool, settings: Settings
+) -> None:
+    merged, base, tasks = draw(*shape, weighted=weighted)
+    system = SYSTEMS[way]({"m": merged}, settings)
+    for task in tasks:
+        moments = sum_up(way, **task, merged=merged, alpha=settings.alpha, batches=2)
+        system.fold(moments, {"m": task["expert"]})
+    found, expected = system.solve({"m": base})["m"].parameters, solve_plainly(merged, base, tasks, settings)
+    for ours, plain in zip(found, expected, strict=True):
+        assert ours is not None and plain is not None
+        assert (ours - plain).norm() <= 1e-5 * plain.norm()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_condition_number_does_not_depend_on_the_way(way: str) -> None:
+    """Not even where fewer rows than d_in are seen, and the smallest eigenvalue is λ."""
+    merged, base, tasks = draw(6, 40, 9, weighted=False)
+    system = SYSTEMS[way]({"m": merged}, Settings(0.05, 2.0, 0.3))
+    whole = 0.05 * torch.eye(40).double()
+    for task in tasks:
+        omega = system.fold(sum_up(way, **task, merged=merged, alpha=0.3), {"m": task["expert"]})
+        whole += omega * (task["x_cal"].T @ task["x_cal"]).double() / 6
+    found = system.solve({"m": base})["m"].condition_number
+    assert found == pytest.approx(float(torch.linalg.cond(whole)), rel=0.1)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_equal_models_stay_as_they_are(way: str) -> None:
+    """To the last bit where no output is used that was computed in another order."""
+    merged, _, tasks = draw(20, 40, 9, weighted=False)
+    for alpha, ridge in ((1.0, 1e-5), (0.3, 0.05)):
+        system = SYSTEMS[way]({"m": merged}, Settings(ridge, 2.0, alpha))
+        for task in tasks:
+            system.fold(sum_up(way, task["x_cal"], task["x_cal"], merged, merged, alpha), {"m": merged})
+        found = system.solve({"m": merged})["m"].parameters.weight
+        assert (found - merged.weight).norm() <= (1e-6 if way == "outputs" else 0.0) * merged.weight.norm()
+
+
+@pytest.mark.parametrize(("rows", "d_in", "d_out"), [(100, 256, 256), (1000, 64, 512), (400, 256, 64), (300, 64, 64)])
+@pytest.mark.parametrize("outputs_known", [True, False])
+def test_the_way_that_is_chosen_multiplies_less(rows: int, d_in: int, d_out: int, outputs_known: bool) -> None:
+    """Counted where it runs; a float64 product counts as often as it costs."""
+    merged, _, (task, *_) = draw(rows, d_in, d_out, weighted=False)
+    counted = {}
+    for way in ("drift", "outputs" if outputs_known else "residuals"):
+        outputs_in_advance = FlopCounterMode(display=False)
+        with outputs_in_advance:
+            torch.nn.functional.linear(task["x_exp"], merged.weight)
+        with FlopCounterMode(display=False) as counter:
+            moments = sum_up(way, **task, merged=merged, alpha=0.3)
+        summed = counter.get_total_flops() - (outputs_in_advance.get_total_flops() if way == "outputs" else 0)
+        with FlopCounterMode(display=False) as counter:
+            SYSTEMS[way]({"m": merged}, Settings(0.05, 2.0, 0.3)).fold(moments, {"m": task["expert"]})
+        counted[way == "drift"] = summed + cost_model.PRECISE_COST * counter.get_total_flops()
+    chosen = not cost_model.sums_residuals(rows, d_in, d_out, outputs_known=outputs_known)
+    assert counted[chosen] <= counted[not chosen]
+
+
+def test_few_rows_are_solved_in_token_space_and_many_are_not() -> None:
+    assert cost_model.solves_in_token_space(100, 4096, 4096)
+    assert not cost_model.solves_in_token_space(4000, 4096, 4096)
+    assert not cost_model.solves_in_token_space(5000, 4096, 64)
+
+
+@pytest.mark.parametrize("d", [1, 63, 200, 1030])
+def test_half_a_symmetric_product_is_the_whole(d: int) -> None:
+    torch.manual_seed(0)
+    x, more, weights = torch.randn(9, d), torch.randn(5, d), torch.rand(9, 1)
+    total, other = Symmetric(d, torch.device("cpu")), Symmetric(d, torch.device("cpu"))
+    total.add_product(x, x * weights)
+    other.add_product(more, more)
+    total.add(other, 0.5)
+    expected = (x.T @ (x * weights) + 0.5 * more.T @ more).double()
+    torch.testing.assert_close(total.full(), expected, rtol=1e-5, atol=1e-5)
+    assert total.norm() == pytest.approx(float(expected.norm()), rel=1e-5)

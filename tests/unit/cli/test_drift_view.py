@@ -1,0 +1,126 @@
+"""Inspections on the terminal: nothing cut, nothing that needs colour, the same words for the same figures."""
+
+from __future__ import annotations
+
+import io
+import re
+from dataclasses import replace
+from math import nan
+
+import pytest
+from inspections import make_inspection
+from rich.cells import cell_len
+from rich.console import Console
+from test_drift_reading import set_last
+
+from featcal_cli.cli.drift_view import LEVELS, show_inspection
+from featcal_cli.reporting.inspection import Inspection
+
+
+def show(inspection: Inspection, width: int = 80, *, terminal: bool = False) -> str:
+    """What a console of that width prints."""
+    out = Console(file=io.StringIO(), width=width, force_terminal=terminal, highlight=False)
+    show_inspection(inspection, out)
+    assert isinstance(out.file, io.StringIO)
+    return out.file.getvalue()
+
+
+def read_bars(text: str, role: str) -> list[str]:
+    return re.findall(rf"{role} +([{LEVELS}·? ]+)$", text, re.MULTILINE)
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+@pytest.mark.parametrize("compare", [False, True])
+@pytest.mark.parametrize(("tasks", "blocks"), [(1, 1), (5, 12), (20, 80)])
+def test_no_figure_is_cut_and_no_line_too_long(tasks: int, blocks: int, compare: bool, width: int) -> None:
+    names = [f"{'a task with a long name ' * (number % 2)}{number}" for number in range(tasks)]
+    inspection = make_inspection(names, blocks, compare=compare)
+    text = show(inspection, width)
+    assert max(map(cell_len, text.splitlines())) <= width
+    assert "\x1b" not in text
+    assert not re.search(r"[\u2500-\u257f]", text)  # lines of boxes
+    for task in inspection.tasks.values():
+        for role in task.models:
+            assert re.search(rf" {task.models[role].last.relative:.3f}\b", text)
+    for role in inspection.names:
+        assert len(read_bars(text, role)) == tasks
+
+
+def test_a_bar_has_a_character_a_block_from_the_smallest_to_the_largest_drift() -> None:
+    text = show(make_inspection(["a"], 8, levels={"model": 0.8, "base": 0.8}))
+    assert read_bars(text, "model") == [LEVELS]
+    assert "0.1 ▁ to 0.8 █" in text
+    assert "encoder.layers.0 … 7" in text
+    assert "neighbouring" not in text
+
+
+def test_neighbours_share_a_character_where_the_terminal_is_too_narrow() -> None:
+    text = show(make_inspection(["a"], 240))
+    (bar,) = read_bars(text, "model")
+    assert len(bar) == 60
+    assert bar == "".join(sorted(bar))
+    assert "mean of 4" in text.replace("\n", " ")
+
+
+def test_lists_of_blocks_are_apart_and_unreached_blocks_and_broken_figures_are_shown() -> None:
+    encoder, decoder = ([f"{name}.block.{number}" for number in range(3)] for name in ("encoder", "decoder"))
+    inspection = make_inspection(["whole"], [*encoder, *decoder])
+    part = make_inspection(["part"], encoder)
+    inspection = replace(inspection, tasks=inspection.tasks | part.tasks)
+    whole, short = read_bars(show(set_last(inspection, "whole", "model", nan)), "model")
+    assert re.fullmatch(rf"[{LEVELS}]{{3}} [{LEVELS}]{{2}}\?", whole)
+    assert short[3:] == " ···"
+
+
+def test_where_merging_did_worse_than_no_merging_it_says_so_and_what_helps() -> None:
+    inspection = make_inspection(["fine", "bad", "worse"])
+    assert "user/model is at least as near to every expert as the base user/base" in show(inspection, 200)
+    inspection = set_last(set_last(inspection, "bad", "model", 2.0), "worse", "model", 3.0)
+    text = show(inspection, 200)
+    assert "warning: user/model is farther from the expert than the base user/base is, on worse (by 1.470)" in text
+    assert "smaller merging scale" in text
+    assert "at least as near" not in text
+    assert "fine (" not in text
+
+
+def test_a_drift_that_is_no_number_is_never_called_near() -> None:
+    text = show(set_last(make_inspection(["a"]), "a", "model", nan), 200)
+    assert "warning: user/model is farther" in text
+    assert "at least as near" not in text
+
+
+def test_two_models_are_compared_in_words_both_ways() -> None:
+    inspection = make_inspection([f"t{number}" for number in range(9)], compare=True)
+    inspection = set_last(inspection, "t3", "other", 1.53)
+    text = show(inspection, 200)
+    assert "user/other is farther from the expert than user/model on t3 (by 0.500)." in text
+    assert re.search(r"user/other is nearer to the expert than user/model on t8 .* and 3 more\.", text)
+
+
+def test_without_logits_there_are_no_columns_for_them() -> None:
+    inspection = make_inspection(["a"])
+    drift = inspection.tasks["a"].models["model"]
+    bare = replace(drift, output=None, task_vector_cosine=None)
+    models = {**inspection.tasks["a"].models, "model": bare}
+    text = show(replace(inspection, tasks={"a": replace(inspection.tasks["a"], models=models)}), 200)
+    assert not {"KL", "agree", "certain"} & set(text.splitlines()[3].split())
+
+
+def test_names_are_inert_and_tokens_are_not_shown() -> None:
+    token = "hf_" + "aB3dE6gH" * 3
+    inspection = make_inspection([f"task {token}"])
+    assert token not in show(replace(inspection, names=inspection.names | {"model": f"/models/{token}"}), 200)
+    text = show(make_inspection(["\x1b[31mx\n:smile: [bold]b[/bold]"]), 200)
+    assert "\x1b" not in text
+    assert ":smile: [bold]b[/bold]" in text
+
+
+def test_colour_is_only_for_terminals_that_want_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    inspection = make_inspection(["a"], compare=True)
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    assert re.search(r"\x1b\[[\d;]*3[18]", show(inspection, terminal=True))
+    monkeypatch.setenv("NO_COLOR", "1")
+    plain = show(inspection, terminal=True)
+    assert not re.search(r"\x1b\[[\d;]*3\d", plain)
+    assert re.sub(r"\x1b\[[\d;]*m", "", plain) == show(inspection)

@@ -1,0 +1,154 @@
+"""What is read of the experts: stems and blocks, each once, and given back when a block is done."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from families import FAMILIES, save_family
+from jobs import Prepared, prepare
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from featcal_cli.calibration.algorithm import calibrate_blocks
+from featcal_cli.calibration.journal import Journal
+from featcal_cli.calibration.solver import Settings
+from featcal_cli.engine.block_runner import Walker
+from featcal_cli.models.loading import Model
+from featcal_cli.runtime import memory_map
+from featcal_cli.workflows.resource_estimate import read_bytes
+from featcal_cli.workflows.verbs import calibrate
+
+pytestmark = pytest.mark.usefixtures("undrawn")
+
+BY_NAME = {family.name: family for family in FAMILIES}
+SETTINGS = Settings(0.05, 2.0, 0.3)
+LINUX = pytest.mark.skipif(not memory_map.MAPS.is_file(), reason="this system does not say what is mapped")
+
+
+@pytest.mark.parametrize("name", ["llama", "clip", "bert", "t5"])
+def test_nothing_outside_of_stems_and_blocks_decides_the_weights(tmp_path: Path, name: str) -> None:
+    """Heads, towers that no example reaches, leftovers of training: garbage there changes nothing."""
+    saved = save_family(tmp_path / "saved", BY_NAME[name])
+    prepared = prepare(saved)
+    plain = calibrate(saved.recipe(), output=tmp_path / "plain")
+    spared = 0
+    for task, expert in prepared.models.experts.items():
+        file = saved.folder / task / "model.safetensors"
+        tensors = load_file(file)
+        for key in tensors.keys() - keys_of(tensors, needed_of(prepared, expert)):
+            spared += 1
+            tensors[key] = torch.full_like(tensors[key], float("nan"))
+        tensors["optimizer.exp_avg"] = torch.full((1000,), float("nan"))
+        save_file(tensors, file, {"format": "pt"})
+    assert spared
+    spoilt = calibrate(saved.recipe(), output=tmp_path / "spoilt")
+    one, other = (load_file(found.output / "model.safetensors") for found in (plain, spoilt))
+    assert all(torch.equal(one[key], other[key]) for key in one)
+
+
+def needed_of(prepared: Prepared, model: Model) -> list[Tensor]:
+    """The tensors of stem and blocks."""
+    blocks = [model.module.get_submodule(model.own_path(block.name) or "") for block in prepared.architecture.blocks]
+    stem = model.parameters_of(prepared.architecture.reached)
+    return [*stem, *(value for block in blocks for value in block.parameters())]
+
+
+def keys_of(tensors: dict[str, Tensor], values: list[Tensor]) -> set[str]:
+    """The names on disk of tensors, by their values."""
+    return {
+        key
+        for key, stored in tensors.items()
+        if any(value.shape == stored.shape and torch.equal(value, stored) for value in values)
+    }
+
+
+@pytest.mark.parametrize("name", ["llama", "clip", "bert", "t5"])
+def test_hardly_more_is_read_than_stems_and_blocks(tmp_path: Path, name: str) -> None:
+    saved = save_family(tmp_path / "saved", BY_NAME[name])
+    prepared = prepare(saved)
+    found = calibrate(saved.recipe(), output=tmp_path / "out")
+    needed = sum(read_bytes(expert, prepared.architecture) for expert in prepared.models.experts.values())
+    assert 0 < found.report.cost["expert_bytes_read"] <= 1.05 * needed
+
+
+@pytest.mark.parametrize("name", ["llama", "clip", "t5"])
+def test_what_was_given_back_is_read_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """An expert's block is spoilt as soon as it is given back, and nothing comes out differently."""
+    prepared = prepare(save_family(tmp_path / "saved", BY_NAME[name]))
+    calibrate_blocks(
+        prepared.to_calibrate(), SETTINGS, Journal(tmp_path / "plain", {}), bias=True, watch=lambda _: None
+    )
+    spoilt: list[str] = []
+    plainly = Walker.give_back
+
+    def spoil(walker: Walker, path: str | None = None) -> int:
+        if path is not None and walker.model.role.startswith("expert"):
+            spoilt.append(path)
+            for tensor in walker.module(path).parameters():
+                tensor.data = torch.full_like(tensor, float("nan"))
+        return plainly(walker, path)
+
+    monkeypatch.setattr(Walker, "give_back", spoil)
+    calibrate_blocks(
+        prepared.to_calibrate(), SETTINGS, Journal(tmp_path / "spoilt", {}), bias=True, watch=lambda _: None
+    )
+    assert spoilt
+    for block in range(len(prepared.architecture.blocks)):
+        one, other = (load_file(tmp_path / place / f"block-{block:04}.safetensors") for place in ("plain", "spoilt"))
+        assert all(torch.equal(one[key], other[key]) for key in one)
+
+
+@LINUX
+def test_pages_that_are_given_back_leave_memory_and_keep_their_values(tmp_path: Path) -> None:
+    save_file({"x": torch.arange(4_000_000.0), "y": torch.ones(10)}, tmp_path / "file.safetensors")
+    from safetensors import safe_open
+
+    with safe_open(tmp_path / "file.safetensors", framework="pt") as file:
+        x, y = file.get_tensor("x"), file.get_tensor("y")
+    before = resident_of(tmp_path)
+    total = x.double().sum()
+    assert resident_of(tmp_path) >= before + 15_000_000
+    memory_map.fetch_ahead([x])
+    memory_map.give_back([x, y, torch.ones(100_000)])
+    assert resident_of(tmp_path) <= before + 100_000
+    assert x.double().sum() == total and bool((y == 1).all())
+
+
+@LINUX
+def test_memory_that_is_no_file_is_left_alone() -> None:
+    x = torch.randn(1_000_000)
+    copy = x.clone()
+    memory_map.give_back([x])
+    assert torch.equal(x, copy)
+
+
+def resident_of(folder: Path) -> int:
+    """Bytes of the folder's files that are in this process's memory."""
+    total, inside = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if "-" in line.split(" ", 1)[0]:
+            inside = str(folder) in line
+        elif inside and line.startswith("Rss:"):
+            total += int(line.split()[1]) * 1024
+    return total
+
+
+@LINUX
+def test_at_the_end_no_experts_block_is_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory_map, "WORTHWHILE", 0)
+    saved = save_family(tmp_path / "saved", BY_NAME["llama"])
+    prepared = prepare(saved)
+    calibrate_blocks(
+        prepared.to_calibrate(), SETTINGS, Journal(tmp_path / "journal", {}), bias=True, watch=lambda _: None
+    )
+    for model in prepared.models.experts.values():
+        inside = sum(
+            value.numel() * value.element_size()
+            for name, value in model.parameters.items()
+            if name.startswith(tuple(f"{block.name}." for block in prepared.architecture.blocks))
+        )
+        whole = (model.snapshot.folder / "model.safetensors").stat().st_size
+        # neighbours share pages of 4 KiB, and a mapping is read in larger steps
+        assert resident_of(model.snapshot.folder) <= whole - inside + 64 * 1024

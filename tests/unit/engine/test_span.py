@@ -1,0 +1,168 @@
+"""Merges of all usual kinds pass for what they are; wrong bases, wrong experts and mistakes are told apart."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from shutil import copytree, rmtree
+
+import pytest
+import torch
+from families import FAMILIES, save_family
+from family import TEXT_SIZES, text
+from torch import Tensor
+from transformers import BertConfig, BertModel
+
+from featcal_cli.engine.weight_checks import LEAST_PART, LEAST_SHARE, describe_span, explain
+from featcal_cli.hub.snapshot import Snapshot
+from featcal_cli.models.architecture import find_architecture
+from featcal_cli.models.loading import Model
+from featcal_cli.workflows.inspect_drift import inspect_drift
+from featcal_cli.workflows.verbs import calibrate
+
+pytestmark = pytest.mark.usefixtures("undrawn")
+
+TASKS, SIZE = 6, 100_000
+
+
+def keep_largest(step: Tensor, density: float) -> Tensor:
+    """The part of a step with the largest entries."""
+    return step * (step.abs() >= step.abs().quantile(1 - density))
+
+
+def ties(steps: Tensor, density: float = 0.2) -> Tensor:
+    """Trim, elect a sign, average those that agree."""
+    kept = torch.stack([keep_largest(step, density) for step in steps])
+    agreed = kept * (kept.sign() == kept.sum(0).sign())
+    return agreed.sum(0) / (agreed != 0).sum(0).clamp_min(1)
+
+
+def dare(steps: Tensor, rate: float = 0.9) -> Tensor:
+    """Drop at random, and scale up what is left."""
+    return (steps * (torch.rand_like(steps) > rate) / (1 - rate)).mean(0)
+
+
+def breadcrumbs(steps: Tensor) -> Tensor:
+    """Without the largest and the smallest entries."""
+    return torch.stack([keep_largest(step, 0.8) - keep_largest(step, 0.02) for step in steps]).mean(0)
+
+
+def slerp(steps: Tensor) -> Tensor:
+    """Between two, on the arc."""
+    start = torch.randn(steps.shape[1], generator=torch.Generator().manual_seed(9), dtype=torch.float64)
+    one, other = start + steps[0], start + steps[1]
+    angle = torch.acos(one @ other / (one.norm() * other.norm()))
+    return (torch.sin(0.5 * angle) / torch.sin(angle)) * (one + other) - start
+
+
+MERGES: dict[str, Callable[[Tensor], Tensor]] = {
+    "average": lambda steps: steps.mean(0),
+    "task arithmetic": lambda steps: 0.3 * steps.sum(0),
+    "ties": ties,
+    "dare": dare,
+    "breadcrumbs": breadcrumbs,
+    "pruned": lambda steps: keep_largest(steps.mean(0), 0.3),
+}
+
+
+def make_steps(count: int = TASKS) -> Tensor:
+    """Expert − base of several experts: heavy tails, and a little in common, as fine-tuning has."""
+    torch.manual_seed(0)
+    shared = torch.randn(SIZE, dtype=torch.float64)
+    own = torch.randn(count, SIZE, dtype=torch.float64) * torch.randn(count, SIZE, dtype=torch.float64).abs()
+    return 0.02 * (own + 0.2 * shared)
+
+
+@pytest.mark.parametrize("kind", MERGES)
+def test_a_merge_is_explained_by_its_experts_and_every_one_is_in_it(kind: str) -> None:
+    steps = make_steps()
+    share, parts = explain(MERGES[kind](steps), steps)
+    assert share is not None and share > 2 * LEAST_SHARE
+    assert min(map(abs, parts)) > 5 * LEAST_PART * max(map(abs, parts))
+
+
+def test_what_was_not_merged_explains_nothing() -> None:
+    steps = make_steps(2 * TASKS)
+    share, _ = explain(steps[:TASKS].mean(0), torch.randn(TASKS, SIZE, dtype=torch.float64))
+    assert share is not None and share < LEAST_SHARE / 10
+
+
+@pytest.mark.parametrize("kind", [kind for kind in MERGES if kind != "dare"])
+def test_one_expert_that_was_not_merged_shows_by_its_coefficient(kind: str) -> None:
+    steps = make_steps(TASKS + 1)
+    steps[-1] = 0.03 * torch.randn(SIZE, dtype=torch.float64)
+    _, parts = explain(MERGES[kind](steps[:-1]), steps)
+    assert abs(parts[-1]) < LEAST_PART * max(map(abs, parts))
+
+
+def test_a_missing_expert_is_a_part_that_is_not_explained() -> None:
+    steps = make_steps()
+    share, _ = explain(steps.mean(0), steps[:-1])
+    assert share is not None and 0.5 < share < 0.95
+
+
+def test_slerp_is_explained_by_its_two() -> None:
+    steps = make_steps(2)
+    share, parts = explain(slerp(steps), steps)
+    assert share is not None and share > 0.9 and parts[0] == pytest.approx(parts[1], rel=0.1)
+
+
+def test_what_rounding_drowns_is_not_judged() -> None:
+    steps = make_steps()
+    target = steps.mean(0) + torch.randn(SIZE, dtype=torch.float64)
+    assert explain(target, steps, noise=float(SIZE))[0] is None
+
+
+def bert(seed: int) -> BertModel:
+    torch.manual_seed(seed)
+    return BertModel(BertConfig(**TEXT_SIZES)).eval()
+
+
+def moved(start: BertModel, *steps: BertModel, scale: float = 0.1) -> BertModel:
+    """`start` and a part of the weights of each step."""
+    found = bert(0)
+    for parameter, first, *others in zip(*(model.parameters() for model in (found, start, *steps)), strict=True):
+        parameter.data = first.data + scale * sum(other.data for other in others)
+    return found
+
+
+BASE = bert(1)
+EXPERTS = {task: moved(BASE, bert(seed)) for seed, task in enumerate(("red", "green"), 2)}
+MERGED = moved(BASE, bert(2), bert(3), scale=0.05)
+STRANGER = moved(BASE, bert(4))
+DESCRIBED: list[tuple[BertModel, BertModel, dict[str, BertModel], list[str]]] = [
+    (MERGED, BASE, EXPERTS, []),
+    (MERGED, BASE, EXPERTS | {"blue": STRANGER}, ["nothing of expert blue is in merged"]),
+    (MERGED, BASE, {"blue": STRANGER}, ["explain 0.", "is base the right base"]),
+    (MERGED, bert(5), EXPERTS, ["as far from base as other models"]),
+    (MERGED, BASE, EXPERTS | {"blue": BASE}, ["expert blue holds the same weights as base"]),
+    (MERGED, BASE, EXPERTS | {"blue": MERGED}, ["expert blue holds the same weights as merged"]),
+    (MERGED, BASE, EXPERTS | {"blue": EXPERTS["red"]}, ["experts red and blue hold the same weights"]),
+    (BASE, BASE, EXPERTS, ["merged holds the same weights as base"]),
+]
+
+
+@pytest.mark.parametrize(("merged", "base", "experts", "words"), DESCRIBED)
+def test_what_is_odd_about_a_merge_is_said(
+    merged: BertModel, base: BertModel, experts: dict[str, BertModel], words: list[str]
+) -> None:
+    architecture = find_architecture(merged, {"red": text(3)}, "auto")
+
+    def model(role: str, module: BertModel) -> Model:
+        return Model(role, Snapshot(role, Path(role), None), module, frozenset())
+
+    roles = {task: model(f"expert {task}", module) for task, module in experts.items()}
+    said = describe_span(model("merged", merged), model("base", base), roles, architecture)
+    assert bool(said) == bool(words)
+    for word in words:
+        assert word in " | ".join(said)
+
+
+def test_a_run_says_it(tmp_path: Path) -> None:
+    saved = save_family(tmp_path, next(family for family in FAMILIES if family.name == "vit"), examples=6)
+    rmtree(tmp_path / "blue")
+    copytree(tmp_path / "red", tmp_path / "blue")
+    found = inspect_drift(saved.recipe())
+    assert any("experts red and blue hold the same weights" in note for note in found.notes)
+    report = calibrate(saved.recipe(select="preset", examples=3), output=tmp_path / "out").report
+    assert any("experts red and blue hold the same weights" in note for note in report.notes)

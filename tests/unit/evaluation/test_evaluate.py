@@ -1,0 +1,527 @@
+"""`evaluate` finds what a slow computation, one example at a time, finds; and goes on where it was cut short."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from io import BytesIO
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import numpy
+import pyarrow.parquet
+import pytest
+import torch
+import transformers
+import yaml
+from command_line import featcal_inside
+from hub_server import HubServer
+from PIL import Image
+from recipe_world import TINY, build, draw, save_tokenizer, shake, write_table, write_text
+from scipy.stats import spearmanr
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from featcal_cli.data.labels import read_classes
+from featcal_cli.evaluation.results import Evaluation
+from featcal_cli.evaluation.scores import combine, score_accuracy, score_spearman
+from featcal_cli.recipe.schema import Data, Draft, read_draft
+from featcal_cli.runtime.errors import CheckpointError, DataError, RecipeError
+from featcal_cli.workflows.evaluate import evaluate, name_roles
+
+parquet: Any = pyarrow.parquet  # has no types
+library: Any = transformers
+ROWS = 40
+PROMPTS = ["a photo of a {}.", 'the "{}"!', "{} {x}"]
+CLASSES = ["cat", "dog_house", "a"]
+
+
+def save(model: Any, folder: Path, seed: int = 0) -> Any:
+    """The model with its weights moved, saved."""
+    shake(model, seed)
+    model.save_pretrained(folder)
+    return model.eval()
+
+
+def values(found: Evaluation, task: str = "it") -> dict[str, float]:
+    return {role: score.value for role, score in found.tasks[task].scores.items()}
+
+
+def draft_of(folder: Path, data: Mapping[str, Any], how: Mapping[str, Any]) -> Draft:
+    """A job with one task, whose models are in the folder."""
+    task = {"expert": str(folder / "expert"), "data": dict(data), "evaluate": dict(how)}
+    return read_draft(None, {"merged": str(folder / "merged"), "base": str(folder / "base"), "tasks": {"it": task}})
+
+
+# --- zero-shot ---
+
+
+@pytest.fixture(scope="module")
+def clip(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A full CLIP as base, vision towers as expert and merged, a full CLIP of its own, and images."""
+    folder = tmp_path_factory.mktemp("clip")
+    base = build("clip")
+    base.save_pretrained(folder / "base")
+    save_tokenizer(folder / "base", chat=False)
+    library.CLIPImageProcessorPil(size={"shortest_edge": 16}, crop_size=16).save_pretrained(folder / "base")
+    for number, name in enumerate(("expert", "merged")):
+        save(build("clip").vision_model, folder / name, number + 1)
+    save(build("clip"), folder / "full", 5)
+    random = Random(0)
+    rows = [{"image": {"bytes": draw(random), "path": None}, "label": random.randrange(3)} for _ in range(ROWS)]
+    (folder / "data").mkdir()
+    write_table(folder / "data" / "test.parquet", rows, {"label": {"names": CLASSES, "_type": "ClassLabel"}})
+    return folder
+
+
+def classify_slowly(folder: Path, name: str) -> float:
+    """Accuracy of a model, an image and a prompt at a time, by the formulas."""
+    base = library.CLIPModel.from_pretrained(folder / "base")
+    tokenizer = library.AutoTokenizer.from_pretrained(folder / "base")
+    processor = library.CLIPImageProcessorPil.from_pretrained(folder / "base")
+    if name == "full":
+        full = library.CLIPModel.from_pretrained(folder / name)
+        tower, projection = full.vision_model, full.visual_projection
+    else:
+        tower, projection = library.CLIPVisionModel.from_pretrained(folder / name), base.visual_projection
+    directions = []
+    for known in CLASSES:
+        each = []
+        for prompt in PROMPTS:
+            before, after = prompt.split("{}", 1)
+            ids = tokenizer(before + known + after, return_tensors="pt").input_ids
+            each.append(normalize(base.text_projection(base.text_model(ids).pooler_output)[0], dim=0))
+        directions.append(normalize(torch.stack(each).mean(0), dim=0))
+    right = 0
+    for row in parquet.read_table(folder / "data" / "test.parquet").to_pylist():
+        image = Image.open(BytesIO(row["image"]["bytes"])).convert("RGB")
+        pixels = processor(images=image, return_tensors="pt").pixel_values
+        found = normalize(projection(tower(pixels).pooler_output)[0], dim=0)
+        right += int(max(range(3), key=lambda number: float(found @ directions[number])) == row["label"])
+    return right / ROWS
+
+
+@torch.no_grad()
+def test_zero_shot_is_what_the_formulas_say(clip: Path) -> None:
+    draft = draft_of(clip, {"path": str(clip / "data"), "split": "test"}, {"split": "test", "prompts": PROMPTS})
+    found = values(evaluate(draft, [str(clip / "full")], batch_size=7))
+    slow = {name: classify_slowly(clip, name) for name in ("expert", "merged", "full")}
+    assert found == pytest.approx(slow)
+    assert len(set(slow.values())) > 1
+
+
+def test_classes_of_the_recipe_replace_those_of_the_dataset(clip: Path) -> None:
+    data = {"path": str(clip / "data"), "split": "test"}
+    plain = values(evaluate(draft_of(clip, data, {"prompts": PROMPTS})))
+    same = values(evaluate(draft_of(clip, data, {"prompts": PROMPTS, "classes": CLASSES})))
+    turned = values(evaluate(draft_of(clip, data, {"prompts": PROMPTS, "classes": CLASSES[::-1]})))
+    assert plain == same != turned
+    with pytest.raises(DataError, match=r"label 2 .* has no name: there are 2 classes"):
+        evaluate(draft_of(clip, data, {"prompts": PROMPTS, "classes": CLASSES[:2]}))
+
+
+def test_base_needs_a_text_tower_for_prompts(clip: Path) -> None:
+    draft = draft_of(clip, {"path": str(clip / "data"), "split": "test"}, {"prompts": PROMPTS})
+    with pytest.raises(CheckpointError, match="base has no text tower"):
+        evaluate(draft.model_copy(update={"base": str(clip / "merged")}))
+
+
+# --- heads ---
+
+
+@pytest.fixture(scope="module")
+def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An expert with a head, and bodies for it."""
+    folder = tmp_path_factory.mktemp("bert")
+    config: Any = library.BertConfig(
+        **TINY, vocab_size=100, max_position_embeddings=80, num_labels=3, id2label=dict(enumerate(CLASSES)),
+        label2id={name: number for number, name in enumerate(CLASSES)},
+    )  # fmt: skip
+    for number, name in enumerate(("base", "expert", "merged")):
+        torch.manual_seed(0)
+        save(library.BertForSequenceClassification(config), folder / name, number + 1)
+        save_tokenizer(folder / name, chat=False)
+    torch.manual_seed(0)
+    save(library.BertModel(config), folder / "body", 4)
+    random = Random(1)
+    lines = [{"text": write_text(random), "label": random.choice(CLASSES)} for _ in range(ROWS)]
+    (folder / "data").mkdir()
+    (folder / "data" / "test.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder
+
+
+def test_a_head_on_another_body_is_that_body_with_the_head(bert: Path) -> None:
+    draft = draft_of(bert, {"path": str(bert / "data"), "split": "test"}, {"split": "test"})
+    found = values(evaluate(draft, [str(bert / "body")], batch_size=7))
+    expert = library.BertForSequenceClassification.from_pretrained(bert / "expert")
+    tokenizer = library.AutoTokenizer.from_pretrained(bert / "expert")
+    slow = {}
+    for name in ("expert", "merged", "body"):
+        own = library.BertModel.from_pretrained(bert / name)
+        expert.bert.load_state_dict(own.state_dict())
+        rows = list(map(json.loads, (bert / "data" / "test.jsonl").read_text().splitlines()))
+        with torch.no_grad():
+            chosen = [expert(**tokenizer(row["text"], return_tensors="pt")).logits.argmax().item() for row in rows]
+        slow[name] = sum(CLASSES[one] == row["label"] for one, row in zip(chosen, rows, strict=True)) / ROWS
+    assert found == pytest.approx(slow)
+    assert len(set(slow.values())) > 1
+
+
+def test_a_body_alone_answers_nothing(bert: Path) -> None:
+    draft = draft_of(bert, {"path": str(bert / "data"), "split": "test"}, {"split": "test"})
+    task = draft.tasks["it"].model_copy(update={"expert": str(bert / "body")})
+    with pytest.raises(CheckpointError, match="has no head"):
+        evaluate(draft.model_copy(update={"tasks": {"it": task}}))
+
+
+# --- generation ---
+
+
+@pytest.fixture(scope="module")
+def t5(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("t5")
+    for number, name in enumerate(("base", "expert", "merged")):
+        save(build("t5"), folder / name, 3 * number)
+    save_tokenizer(folder / "base", chat=False)
+    return folder
+
+
+@torch.no_grad()
+def write_slowly(folder: Path, name: str, text: str, count: int) -> str:
+    """What a model answers, a token at a time without a cache."""
+    model = library.T5ForConditionalGeneration.from_pretrained(folder / name).eval()
+    tokenizer = library.AutoTokenizer.from_pretrained(folder / "base")
+    ids = tokenizer(text, return_tensors="pt", truncation=True).input_ids
+    written = [0]
+    for _ in range(count):
+        logits: Tensor = model(input_ids=ids, decoder_input_ids=torch.tensor([written])).logits
+        written.append(int(logits[0, -1].argmax()))
+        if written[-1] == model.config.eos_token_id:
+            break
+    return str(tokenizer.decode(written, skip_special_tokens=True))
+
+
+def test_an_answer_counts_when_it_is_the_wanted_one_to_the_letter(t5: Path, tmp_path: Path) -> None:
+    random = Random(2)
+    texts = [write_text(random) for _ in range(12)]
+    slow = {name: [write_slowly(t5, name, f"say: {text}", 3) for text in texts] for name in ("expert", "merged")}
+    labels = [
+        slow[("expert", "merged")[number % 2]][number] if number % 3 else "no such answer"
+        for number in range(len(texts))
+    ]
+    rows = [{"words": text, "label": label} for text, label in zip(texts, labels, strict=True)]
+    write_table(tmp_path / "test.parquet", rows, {})
+    data = {"path": str(tmp_path), "split": "test", "template": "say: {words}"}
+    found = values(evaluate(draft_of(t5, data, {"answers": "{}", "max_new_tokens": 3}), batch_size=5))
+    expected = {
+        name: sum(one == other for one, other in zip(answers, labels, strict=True)) / len(texts)
+        for name, answers in slow.items()
+    }
+    assert found == pytest.approx(expected)
+    assert 0 < expected["expert"] < 1
+
+
+def test_numbered_answers_are_those_of_the_list(t5: Path, tmp_path: Path) -> None:
+    first, second = (write_slowly(t5, "expert", text, 2) for text in ("abc", "hgf hgf"))
+    rows = [{"text": "abc", "label": 1}, {"text": "hgf hgf", "label": 0}]
+    write_table(tmp_path / "test.parquet", rows, {})
+    data = {"path": str(tmp_path), "split": "test", "columns": {"text": "text"}}
+    right = values(evaluate(draft_of(t5, data, {"answers": [second, first], "max_new_tokens": 2})))
+    assert right["expert"] == 1
+    with pytest.raises(DataError, match=r"label 1 .* has no answer: there are 1"):
+        evaluate(draft_of(t5, data, {"answers": [second], "max_new_tokens": 2}))
+
+
+def test_ranks_of_numbers_in_answers_are_compared_with_those_of_labels(t5: Path, tmp_path: Path) -> None:
+    random, texts = Random(3), list("abcdefghijkl")
+    tokenizer = library.AutoTokenizer.from_pretrained(t5 / "base")
+    digits = tokenizer("0123456789", add_special_tokens=False).input_ids
+    for name in ("expert", "merged"):  # made to write digits that depend on the text
+        model = library.T5ForConditionalGeneration.from_pretrained(t5 / name)
+        model.config.tie_word_embeddings = False
+        model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.data.clone())
+        model.lm_head.weight.data[[token for token in range(100) if token not in digits]] = 0
+        model.shared.weight.data[0] = 0  # what decoding starts from
+        for block in model.decoder.block:
+            block.layer[1].EncDecAttention.o.weight.data *= 10
+        model.save_pretrained(tmp_path / name)
+    shutil.copytree(t5 / "base", tmp_path / "base")
+    labels = [round(5 * random.random(), 2) for _ in texts]
+    (tmp_path / "data").mkdir()
+    write_table(
+        tmp_path / "data" / "test.parquet",
+        [{"sentence": text, "label": label} for text, label in zip(texts, labels, strict=True)],
+        {},
+    )
+    data = {"path": str(tmp_path / "data"), "split": "test", "columns": {"text": "sentence"}}
+    how = {"metric": "spearman", "answers": "{:.1f}", "max_new_tokens": 2}
+    found = values(evaluate(draft_of(tmp_path, data, how)))
+    for name in ("expert", "merged"):
+        written = [read_slowly(write_slowly(tmp_path, name, text, 2)) for text in texts]
+        assert len(set(written)) > 2
+        assert found[name] == pytest.approx(spearmanr(written, [round(label, 1) for label in labels])[0])
+
+
+def read_slowly(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return 0.0
+
+
+def test_a_language_model_is_sent_to_lm_eval(tmp_path: Path, t5: Path) -> None:
+    save(build("llama"), tmp_path / "llama")
+    save_tokenizer(tmp_path / "llama", chat=True)
+    write_table(tmp_path / "data.parquet", [{"text": "a", "label": 0}], {})
+    data = {"path": str(tmp_path / "data.parquet")}
+    draft = draft_of(t5, data, {"split": "train", "answers": ["a"]})
+    with pytest.raises(CheckpointError, match="does not read a text and write another") as caught:
+        evaluate(draft.model_copy(update={"merged": str(tmp_path / "llama")}))
+    assert "lm_eval" in caught.value.fix
+
+
+# --- lm-eval ---
+
+
+def test_lm_evals_figure_is_that_of_likelihoods_by_hand(hub: HubServer, tmp_path: Path) -> None:
+    pytest.importorskip("lm_eval")
+    random = Random(4)
+    for number, name in enumerate(("base", "expert", "merged")):
+        save(build("llama"), tmp_path / name, 3 * number)
+        save_tokenizer(tmp_path / name, chat=True)
+    keys = ("question", "distractor1", "distractor2", "distractor3", "correct_answer", "support")
+    rows = [{key: write_text(random) for key in keys} for _ in range(10)]
+    for split in ("train", "validation", "test"):
+        (tmp_path / "sciq").mkdir(exist_ok=True)
+        write_table(tmp_path / "sciq" / f"{split}.parquet", rows, {})
+    hub.add_repo("allenai/sciq", tmp_path / "sciq", kind="dataset")
+    how = {"lm_eval": {"sciq": "acc"}, "chat": False}
+    found = evaluate(draft_of(tmp_path, {"path": str(tmp_path / "sciq" / "test.parquet")}, how), limit=8)
+    assert found.tasks["it"].scores["expert"].examples == 8
+    for name in ("expert", "merged"):
+        model = library.LlamaForCausalLM.from_pretrained(tmp_path / name)
+        tokenizer = library.AutoTokenizer.from_pretrained(tmp_path / name)
+        right = 0
+        for row in rows[:8]:
+            context = tokenizer(
+                f"{row['support']}\nQuestion: {row['question']}\nAnswer:", add_special_tokens=False
+            ).input_ids
+            sums = []
+            for key in keys[1:5]:
+                answer = tokenizer(f" {row[key]}", add_special_tokens=False).input_ids
+                with torch.no_grad():
+                    logs = model(torch.tensor([context + answer])).logits[0].log_softmax(-1)
+                sums.append(sum(float(logs[len(context) - 1 + at, token]) for at, token in enumerate(answer)))
+            right += sums[3] == max(sums)
+        assert found.tasks["it"].scores[name].value == pytest.approx(right / 8)
+
+
+def test_lm_eval_is_asked_for_what_it_knows_alone(tmp_path: Path, t5: Path) -> None:
+    pytest.importorskip("lm_eval")
+    with pytest.raises(RecipeError, match="runs code"):
+        evaluate(draft_of(t5, {"path": str(t5)}, {"lm_eval": {"humaneval_plus": "pass@1"}}))
+    with pytest.raises(RecipeError, match="does not know"):
+        save(build("llama"), tmp_path / "expert")
+        save_tokenizer(tmp_path / "expert", chat=True)
+        for name in ("base", "merged"):
+            (tmp_path / name).symlink_to(tmp_path / "expert")
+        evaluate(draft_of(tmp_path, {"path": str(t5)}, {"lm_eval": {"no_such_task_at_all": "acc"}}))
+
+
+# --- figures ---
+
+
+def test_spearman_is_scipys_with_ties() -> None:
+    random = Random(5)
+    one, other = ([float(random.randrange(6)) for _ in range(50)] for _ in range(2))
+    assert score_spearman(one, other).value == pytest.approx(spearmanr(one, other)[0])
+    assert score_spearman([1.0] * 5, [1.0, 2.0, 3.0, 4.0, 5.0]).value == 0
+
+
+@pytest.mark.parametrize("share", [0.5, 0.9])
+def test_an_interval_is_as_wide_as_theory_says(share: float) -> None:
+    count = 2000
+    score = score_accuracy([float(number < share * count) for number in range(count)])
+    width = 2 * 1.96 * (share * (1 - share) / count) ** 0.5
+    assert score.value == share
+    assert score.high - score.low == pytest.approx(width, rel=0.1)
+    assert score.low < share < score.high
+    assert score == score_accuracy([float(number < share * count) for number in range(count)])
+
+
+def test_the_mean_of_tasks_is_surer_than_each() -> None:
+    scores = [score_accuracy([1.0, 0.0] * 100), score_accuracy([1.0, 1.0, 0.0] * 100)]
+    mean = combine(scores)
+    assert mean.value == pytest.approx((1 / 2 + 2 / 3) / 2)
+    assert mean.error == pytest.approx(numpy.hypot(scores[0].error, scores[1].error) / 2)
+    assert mean.examples == 500
+
+
+# --- going on, and choosing rows ---
+
+
+def test_figures_that_are_known_are_not_measured_again(bert: Path, tmp_path: Path) -> None:
+    data = tmp_path / "test.jsonl"
+    data.write_text((bert / "data" / "test.jsonl").read_text())
+    how = {"split": "train"}
+    draft = draft_of(bert, {"path": str(data)}, how)
+    first = evaluate(draft)
+    again = evaluate(draft, [str(bert / "body")])
+    assert "2 of 3 figures were taken over from an earlier evaluation" in again.notes
+    assert {role: again.tasks["it"].scores[role] for role in ("expert", "merged")} == first.tasks["it"].scores
+    data.write_text("".join((bert / "data" / "test.jsonl").read_text().splitlines(keepends=True)[:9]))
+    changed = evaluate(draft)
+    assert changed.tasks["it"].scores["expert"].examples == 9
+    assert not [note for note in changed.notes if "taken over" in note]
+
+
+def test_a_limit_draws_the_same_rows_from_all_of_them(bert: Path, tmp_path: Path) -> None:
+    lines = [{"text": f"{'a' * (number + 1)}", "label": 0} for number in range(50)]
+    (tmp_path / "test.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    draft = draft_of(bert, {"path": str(tmp_path / "test.jsonl")}, {"split": "train"})
+    found = evaluate(draft, limit=20)
+    assert {score.examples for score in found.tasks["it"].scores.values()} == {20}
+    assert evaluate(draft, limit=200).tasks["it"].scores["expert"].examples == 50
+
+
+# --- names of classes ---
+
+
+def test_classes_are_read_from_the_card_where_files_do_not_say(hub: HubServer, tmp_path: Path) -> None:
+    card = {
+        "dataset_info": {
+            "features": [
+                {"name": "image", "dtype": "image"},
+                {"name": "label", "dtype": {"class_label": {"names": {"10": "k", "0": "a", "2": "c"}}}},
+            ]
+        }
+    }
+    write_table(tmp_path / "train.parquet", [{"label": 1}], {})
+    (tmp_path / "README.md").write_text(f"---\n{yaml.safe_dump(card)}---\n")
+    hub.add_repo("evaluated/carded", tmp_path, kind="dataset")
+    assert read_classes(Data(dataset="evaluated/carded"), None, "label") == ["a", "c", "k"]
+    assert read_classes(Data(dataset="evaluated/carded"), None, "other") is None
+
+
+def test_classes_of_image_folders_are_their_names(tmp_path: Path) -> None:
+    for name in ("cat", "bus"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "1.png").write_bytes(draw(Random(0)))
+    assert read_classes(Data(path=str(tmp_path)), None, "label") == ["bus", "cat"]
+
+
+# --- what the user says and sees ---
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ({"prompts": ["a photo"]}, r"one \{\} for the class's name"),
+        ({"prompts": ["{} {}"]}, "has 2"),
+        ({"prompts": ["{}"], "answers": ["a"]}, "different ways to measure"),
+        ({"classes": ["a"]}, "classes belong to prompts"),
+        ({"answers": [True, False]}, "put them in quotes"),
+        ({"metric": "spearman", "answers": ["a", "b"]}, "say how they are written"),
+        ({"metric": "spearman"}, "say how they are written"),
+        ({"answers": "{label}"}, "a format with one {}"),
+        ({"answers": "{"}, "no list and no format"),
+        ({"chat": True}, "chat belongs to lm_eval"),
+        ({"promts": ["{}"]}, "unknown key promts"),
+        ({"max_new_tokens": 0}, "greater than or equal to 1"),
+        ({"answers": 5}, r"tasks\.it\.evaluate\.answers: "),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(t5: Path, how: dict[str, Any], message: str) -> None:
+    with pytest.raises(RecipeError, match=message):
+        draft_of(t5, {"path": str(t5)}, how)
+
+
+def test_models_are_called_by_as_much_of_their_names_as_tells_them_apart() -> None:
+    assert name_roles(["user/one@abc", "/tmp/other/one/", "user/merged"]) == ["one", "other/one", "user/merged"]
+    with pytest.raises(RecipeError, match="given twice"):
+        name_roles(["one", "one"])
+
+
+@pytest.fixture
+def recipe(bert: Path, tmp_path: Path) -> Path:
+    file = tmp_path / "recipe.yaml"
+    draft = draft_of(bert, {"path": str(bert / "data"), "split": "test"}, {"split": "test"})
+    file.write_text(yaml.safe_dump(draft.model_dump(exclude_none=True)))
+    return file
+
+
+def test_the_table_fits_and_the_json_holds_every_figure(
+    recipe: Path, bert: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shown = featcal_inside(capsys, "evaluate", {"": bert / "body", "-r": recipe, "--device": "cpu"})
+    assert shown.code == 0, shown.stderr
+    heads = next(line.split() for line in shown.stdout.splitlines() if line.startswith("task"))
+    assert heads == ["task", "expert", "merged", "body"]
+    assert max(map(len, shown.stdout.splitlines())) <= 80
+    told = json.loads(
+        featcal_inside(capsys, "evaluate", {"": bert / "body", "-r": recipe, "--json": "", "--device": "cpu"}).stdout
+    )
+    score = told["tasks"]["it"]["scores"]["body"]
+    assert f"{100 * score['value']:.1f} ±{50 * (score['high'] - score['low']):.1f}" in shown.stdout
+    assert told["means"]["body"]["value"] == score["value"]
+
+
+def test_a_recipe_that_says_nothing_of_evaluation_is_refused(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    content = yaml.safe_load(recipe.read_text())
+    del content["tasks"]["it"]["evaluate"]
+    recipe.write_text(yaml.safe_dump(content))
+    run = featcal_inside(capsys, "evaluate", {"-r": recipe, "--device": "cpu"})
+    assert run.code == 2
+    assert "no task says how it is evaluated" in run.stderr
+
+
+def test_recipes_are_listed_and_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    listed = featcal_inside(capsys, "recipes", {})
+    assert "clip-vit-b32-8" in listed.stdout
+    printed = featcal_inside(capsys, "recipes", {"": "demo"})
+    assert yaml.safe_load(printed.stdout)["base"] == "demo/base"
+    wrong = featcal_inside(capsys, "recipes", {"": "demmo"})
+    assert wrong.code == 2
+    assert "did you mean demo?" in wrong.stderr
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_an_evaluation_that_fails_after_calibration_goes_on_with_the_same_command(
+    bert: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = tmp_path / "data"
+    data.mkdir()
+    lines = (bert / "data" / "test.jsonl").read_text()
+    (data / "train.jsonl").write_text(lines)
+    (data / "validation.jsonl").write_text(lines)
+    draft = draft_of(bert, {"path": str(data), "split": "train"}, {"split": "test"})
+    file = tmp_path / "recipe.yaml"
+    file.write_text(yaml.safe_dump(draft.model_dump(exclude_none=True)))
+    options = {"-r": file, "-n": 8, "--evaluate": "", "-o": tmp_path / "out", "--device": "cpu"}
+    failed = featcal_inside(capsys, "calibrate", options)
+    assert failed.code == 2
+    assert "there is no split test" in failed.stderr
+    weights = (tmp_path / "out" / "model.safetensors").stat().st_mtime_ns
+    (data / "test.jsonl").write_text(lines)
+    again = featcal_inside(capsys, "calibrate", options)
+    assert again.code == 0, again.stderr
+    assert "nothing is computed again" in again.stderr
+    assert (tmp_path / "out" / "model.safetensors").stat().st_mtime_ns == weights
+    scores = json.loads((tmp_path / "out" / "featcal_report.json").read_text())["accuracy"]["it"]["scores"]
+    assert f"value: {round(scores['calibrated']['value'], 5)}" in (tmp_path / "out" / "README.md").read_text()
+    assert not (tmp_path / ".out.featcal").exists()
+    own = evaluate(read_draft(tmp_path / "out" / "featcal.yaml", {}), [str(tmp_path / "out")])
+    assert own.tasks["it"].scores["out"].value == scores["calibrated"]["value"]
+
+
+def test_tasks_that_are_through_stay_known_when_a_later_one_fails(bert: Path, tmp_path: Path) -> None:
+    shutil.copy(bert / "data" / "test.jsonl", tmp_path / "test.jsonl")
+    draft = draft_of(bert, {"path": str(tmp_path / "test.jsonl")}, {"split": "train"})
+    other = draft.tasks["it"].model_copy(update={"data": Data(path=str(tmp_path / "later.jsonl"))})
+    both = draft.model_copy(update={"tasks": {**draft.tasks, "later": other}})
+    with pytest.raises(DataError):
+        evaluate(both)
+    shutil.copy(bert / "data" / "test.jsonl", tmp_path / "later.jsonl")
+    assert "2 of 4 figures were taken over from an earlier evaluation" in evaluate(both).notes

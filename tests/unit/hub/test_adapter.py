@@ -1,0 +1,586 @@
+"""Adapters are folded by the real peft, and the folded copy is a model like any other."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+import transformers as tf
+from families import TASKS, VOCABULARY, save_family, save_tokenizer
+from hub_server import HubServer
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from featcal_cli.hub.adapter import split_adapter
+from featcal_cli.hub.snapshot import Snapshot, resolve
+from featcal_cli.runtime.errors import HubError
+
+pytestmark = pytest.mark.usefixtures("undrawn")
+
+SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48, "vocab_size": 99}
+LLAMA = {**SIZES, "num_key_value_heads": 2, "bos_token_id": 1, "eos_token_id": 2}
+T5 = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "vocab_size": 99}
+VISION = {key: value for key, value in SIZES.items() if key != "vocab_size"} | {"image_size": 32, "patch_size": 8}
+
+BASES: dict[str, tuple[Callable[[], PreTrainedModel], list[str], str]] = {
+    "bert": (lambda: tf.BertModel(tf.BertConfig(**SIZES)), ["query", "value"], "FEATURE_EXTRACTION"),
+    "t5": (lambda: tf.T5ForConditionalGeneration(tf.T5Config(**T5)), ["q", "v", "wo"], "SEQ_2_SEQ_LM"),
+    "llama": (lambda: tf.LlamaForCausalLM(tf.LlamaConfig(**LLAMA)), ["q_proj", "down_proj"], "CAUSAL_LM"),
+}
+KINDS: dict[str, dict[str, Any]] = {"LoRA": {}, "rsLoRA": {"use_rslora": True}, "DoRA": {"use_dora": True}}
+
+
+def save_base(folder: Path, name: str = "bert", dtype: torch.dtype = torch.float32) -> Path:
+    """A base on disk."""
+    torch.manual_seed(0)
+    BASES[name][0]().to(dtype).save_pretrained(folder)
+    return folder
+
+
+def save_adapter(folder: Path, base: Path, model: PreTrainedModel, config: Any, named: str | None = None) -> Path:
+    """An adapter of random weights on disk, trained on `model` from `base`, which it calls `named`."""
+    torch.manual_seed(len(str(folder)))
+    wrapped = peft.get_peft_model(model, config)
+    with torch.no_grad():
+        for name, parameter in wrapped.named_parameters():
+            if parameter.requires_grad or "lora_" in name:
+                parameter += 0.1 * torch.randn_like(parameter)
+    wrapped.peft_config["default"].base_model_name_or_path = str(base) if named is None else named
+    wrapped.save_pretrained(folder)
+    return folder
+
+
+def lora(name: str, **options: Any) -> Any:
+    """The settings of an adapter for one of the bases."""
+    settings = {"r": 8, "target_modules": BASES[name][1], "task_type": BASES[name][2], **options}
+    return peft.LoraConfig(**settings)
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    """BERT, tiny."""
+    return save_base(tmp_path / "base")
+
+
+@pytest.fixture
+def adapter(tmp_path: Path, base: Path) -> Path:
+    """A LoRA adapter on it."""
+    return save_adapter(tmp_path / "adapter", base, tf.BertModel.from_pretrained(base), lora("bert"))
+
+
+def by_peft(model: PreTrainedModel, adapter: Path) -> dict[str, Tensor]:
+    """The weights that peft itself makes of both."""
+    merged = peft.PeftModel.from_pretrained(model, str(adapter)).merge_and_unload(safe_merge=True)
+    return dict(merged.state_dict())
+
+
+def loaded(snapshot: Snapshot, model_class: type[PreTrainedModel]) -> dict[str, Tensor]:
+    """All weights of a snapshot as a class has them."""
+    return dict(model_class.from_pretrained(snapshot.folder, dtype="auto").state_dict())
+
+
+def assert_equal(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+    assert found.keys() == wanted.keys()
+    for name, value in wanted.items():
+        assert found[name].dtype == value.dtype, name
+        torch.testing.assert_close(found[name], value, rtol=1e-6, atol=1e-7, msg=name)
+
+
+def refusal(name: str | Path, **options: bool) -> str:
+    """The message of the error that resolving ends in; nothing is left in the cache of folded copies."""
+    before = copies()
+    with pytest.raises(HubError) as caught:
+        resolve(str(name), **options)
+    assert caught.value.what
+    assert caught.value.where
+    assert caught.value.fix
+    assert copies() == before
+    return str(caught.value)
+
+
+def copies() -> set[Path]:
+    """Everything in the cache of folded copies, drafts too."""
+    return set((Path(os.environ["FEATCAL_CACHE"]) / "folded").glob("*"))
+
+
+def edit(folder: Path, **changes: Any) -> None:
+    """Change keys of an adapter's config."""
+    file = folder / "adapter_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+
+
+# Folding
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", BASES)
+def test_the_folded_copy_is_what_peft_makes(tmp_path: Path, name: str, kind: str) -> None:
+    base = save_base(tmp_path / "base", name)
+    build = type(BASES[name][0]())
+    before = (base / "model.safetensors").read_bytes()
+    adapter = save_adapter(tmp_path / "adapter", base, build.from_pretrained(base), lora(name, **KINDS[kind]))
+    snapshot = resolve(str(adapter))
+    assert_equal(loaded(snapshot, build), by_peft(build.from_pretrained(base), adapter))
+    assert f"is an adapter ({kind}, rank 8) on {base}" in snapshot.notes[0]
+    assert "featcal's cache keeps the folded copy" in snapshot.notes[0]
+    assert (base / "model.safetensors").read_bytes() == before
+    assert load_file(snapshot.weights()[0]).keys() == load_file(base / "model.safetensors").keys()
+    assert not list(snapshot.folder.glob("adapter_*"))
+
+
+def test_a_base_in_half_precision_stays_so(tmp_path: Path) -> None:
+    base = save_base(tmp_path / "base", "llama", torch.bfloat16)
+    model = tf.LlamaForCausalLM.from_pretrained(base, dtype="auto")
+    config = lora("llama", modules_to_save=["lm_head"])
+    adapter = save_adapter(tmp_path / "adapter", base, model, config)
+    found = loaded(resolve(str(adapter)), tf.LlamaForCausalLM)
+    assert {tensor.dtype for tensor in found.values()} == {torch.bfloat16}
+    assert_equal(found, by_peft(tf.LlamaForCausalLM.from_pretrained(base, dtype="auto"), adapter))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        peft.LoHaConfig(r=4, target_modules=["query"]),
+        peft.IA3Config(target_modules=["key", "value"], feedforward_modules=[]),
+        peft.OFTConfig(r=0, oft_block_size=8, target_modules=["query"]),
+        peft.VeraConfig(r=4, target_modules=["query"], vera_dropout=0.0),
+        peft.LoraConfig(r=4, target_modules=["query"], bias="all", rank_pattern={"0.attention.self.query": 2}),
+    ],
+    ids=lambda config: str(config.peft_type.value),
+)
+def test_other_kinds_are_folded_where_peft_can_merge_them(tmp_path: Path, base: Path, config: Any) -> None:
+    adapter = save_adapter(tmp_path / "other", base, tf.BertModel.from_pretrained(base), config)
+    found = loaded(resolve(str(adapter)), tf.BertModel)
+    assert_equal(found, by_peft(tf.BertModel.from_pretrained(base), adapter))
+
+
+@pytest.mark.parametrize("labels", [2, 5])
+def test_a_trained_head_comes_with_its_number_of_labels(tmp_path: Path, base: Path, labels: int) -> None:
+    model = tf.BertForSequenceClassification.from_pretrained(base, num_labels=labels)
+    adapter = save_adapter(tmp_path / "classifier", base, model, lora("bert", task_type="SEQ_CLS"))
+    snapshot = resolve(str(adapter))
+    found = loaded(snapshot, tf.BertForSequenceClassification)
+    head = load_file(adapter / "adapter_model.safetensors")["base_model.model.classifier.weight"]
+    assert head.shape == (labels, 32)
+    assert torch.equal(found["classifier.weight"], head)
+    again = tf.BertForSequenceClassification.from_pretrained(base, num_labels=labels)
+    assert_equal(found, by_peft(again, adapter))
+
+
+def test_a_head_that_the_adapter_did_not_train_stays_the_bases(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = tf.BertForSequenceClassification(tf.BertConfig(**SIZES, num_labels=3))
+    model.save_pretrained(tmp_path / "base")
+    head = model.classifier.weight.detach().clone()
+    config = lora("bert", task_type="SEQ_CLS")
+    adapter = save_adapter(tmp_path / "headless", tmp_path / "base", model, config)
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    save_file({k: v for k, v in tensors.items() if "classifier" not in k}, adapter / "adapter_model.safetensors")
+    assert torch.equal(loaded(resolve(str(adapter)), tf.BertForSequenceClassification)["classifier.weight"], head)
+
+
+def test_what_neither_holds_is_left_out_instead_of_made_up(tmp_path: Path, base: Path) -> None:
+    model = tf.BertForSequenceClassification.from_pretrained(base)
+    adapter = save_adapter(tmp_path / "headless", base, model, lora("bert", task_type="SEQ_CLS"))
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    save_file({k: v for k, v in tensors.items() if "classifier" not in k}, adapter / "adapter_model.safetensors")
+    names = {key for file in resolve(str(adapter)).weights() for key in load_file(file)}
+    assert "bert.encoder.layer.1.attention.self.query.weight" in names
+    assert not any("classifier" in name for name in names)
+
+
+def test_a_grown_vocabulary_comes_with_the_adapter(tmp_path: Path) -> None:
+    base = save_base(tmp_path / "base", "llama")
+    model = tf.LlamaForCausalLM.from_pretrained(base)
+    model.resize_token_embeddings(VOCABULARY + 4)
+    config = lora("llama", modules_to_save=["embed_tokens", "lm_head"])
+    adapter = save_adapter(tmp_path / "grown", base, model, config)
+    snapshot = resolve(str(adapter))
+    saved = load_file(adapter / "adapter_model.safetensors")
+    found = loaded(snapshot, tf.LlamaForCausalLM)
+    assert torch.equal(found["lm_head.weight"], saved["base_model.model.lm_head.weight"])
+    assert found["model.embed_tokens.weight"].shape[0] == VOCABULARY + 4
+    assert json.loads((snapshot.folder / "config.json").read_text())["vocab_size"] == VOCABULARY + 4
+
+
+OLD_NAMES: dict[str, tuple[Callable[[], PreTrainedModel], dict[str, str], Any]] = {
+    "clip": (
+        lambda: tf.CLIPVisionModel(tf.CLIPVisionConfig(**VISION)),
+        {"base_model.model.": "base_model.model.vision_model."},
+        [f"vision_model.encoder.layers.{number}.self_attn.q_proj" for number in range(2)],
+    ),
+    "vit": (
+        lambda: tf.ViTForImageClassification(tf.ViTConfig(**VISION)),
+        {"vit.layers.": "vit.encoder.layer.", "attention.q_proj": "attention.attention.query"},
+        ["query"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OLD_NAMES)
+def test_an_adapter_with_names_of_older_transformers_is_folded(tmp_path: Path, name: str) -> None:
+    build, renamings, targets = OLD_NAMES[name]
+    torch.manual_seed(0)
+    build().save_pretrained(tmp_path / "base")
+    model = type(build()).from_pretrained(tmp_path / "base")
+    config = peft.LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["classifier"] if name == "vit" else None)
+    adapter = save_adapter(tmp_path / "old", tmp_path / "base", model, config)
+    wanted = by_peft(type(model).from_pretrained(tmp_path / "base"), adapter)
+    file = adapter / "adapter_model.safetensors"
+    tensors = load_file(file)
+    for new, old in renamings.items():
+        tensors = {key.replace(new, old, 1): tensor for key, tensor in tensors.items()}
+    assert tensors.keys() != load_file(file).keys()
+    save_file(tensors, file)
+    edit(adapter, target_modules=targets)
+    assert_equal(loaded(resolve(str(adapter)), type(model)), wanted)
+    edit(adapter, alpha_pattern={"query": 3})
+    assert "as older versions of transformers did: query" in refusal(adapter)
+
+
+def test_an_adapter_of_the_vision_tower_is_folded_into_a_full_model(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    full = tf.CLIPModel(tf.CLIPConfig(text_config=SIZES, vision_config=VISION))
+    full.save_pretrained(tmp_path / "base")
+    model = tf.CLIPVisionModel.from_pretrained(tmp_path / "base")
+    config = peft.LoraConfig(r=4, target_modules=["q_proj"])
+    adapter = save_adapter(tmp_path / "tower", tmp_path / "base", model, config)
+    wanted = by_peft(tf.CLIPVisionModel.from_pretrained(tmp_path / "base"), adapter)
+    assert_equal(loaded(resolve(str(adapter)), tf.CLIPVisionModel), wanted)
+
+
+# Files beside the weights
+
+
+def test_the_adapters_tokenizer_wins_and_the_bases_is_taken_where_it_has_none(base: Path, adapter: Path) -> None:
+    save_tokenizer(base)
+    (base / "special_tokens_map.json").write_text('"base"')
+    (base / "preprocessor_config.json").write_text('"base"')
+    (base / "README.md").write_text("base")
+    folder = resolve(str(adapter)).folder
+    assert (folder / "tokenizer.json").read_bytes() == (base / "tokenizer.json").read_bytes()
+    assert not (folder / "README.md").exists()
+    (adapter / "tokenizer.json").write_text('"adapter"')
+    folder = resolve(str(adapter)).folder
+    assert (folder / "tokenizer.json").read_text() == '"adapter"'
+    assert not (folder / "special_tokens_map.json").exists()
+    assert (folder / "preprocessor_config.json").read_text() == '"base"'
+
+
+# The copy in the cache
+
+
+def test_the_copy_is_made_once(adapter: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = resolve(str(adapter))
+    stamp = first.weights()[0].stat().st_mtime_ns
+    monkeypatch.setattr("featcal_cli.hub.adapter_merge._fold", None)
+    assert resolve(str(adapter)) == first
+    assert first.weights()[0].stat().st_mtime_ns == stamp
+
+
+def test_a_changed_adapter_or_base_makes_another_copy(base: Path, adapter: Path) -> None:
+    first = resolve(str(adapter)).folder
+    for folder in (adapter, base):
+        os.utime(next(folder.glob("*.safetensors")), (1, 1))
+        second = resolve(str(adapter)).folder
+        assert second != first
+        first = second
+
+
+@pytest.mark.parametrize("end", [KeyboardInterrupt, RuntimeError, OSError])
+def test_an_interrupted_fold_leaves_nothing(adapter: Path, monkeypatch: pytest.MonkeyPatch, end: type) -> None:
+    def stop(*_: object) -> None:
+        raise end("stopped")
+
+    before = copies()
+    with monkeypatch.context() as patch:
+        patch.setattr("featcal_cli.hub.adapter_merge._copy_others", stop)
+        with pytest.raises(HubError if end is OSError else end):
+            resolve(str(adapter))
+    assert copies() == before
+    assert resolve(str(adapter)).weights()
+
+
+def test_a_fold_that_was_killed_is_made_again(adapter: Path) -> None:
+    folder = resolve(str(adapter)).folder
+    # what a killed run leaves: a draft with some of the files
+    folder.rename(folder.parent / f".{folder.name[:40]}-killed")
+    snapshot = resolve(str(adapter))
+    assert snapshot.folder == folder
+    assert snapshot.weights()
+    shutil.rmtree(folder.parent / f".{folder.name[:40]}-killed")
+
+
+# Names
+
+
+def put(hub: HubServer, name: str, base: Path, adapter: Path, **changes: Any) -> tuple[str, str]:
+    """Add a base and an adapter that names it to the Hub; return their commits."""
+    edit(adapter, base_model_name_or_path=f"{name}-base", **changes)
+    return hub.add_repo(f"{name}-base", base), hub.add_repo(name, adapter)
+
+
+def test_an_adapter_on_the_hub_is_pinned_with_its_base(hub: HubServer, base: Path, adapter: Path) -> None:
+    commits = put(hub, "user/pinned", base, adapter)
+    snapshot = resolve("user/pinned")
+    assert (snapshot.name, snapshot.commit) == ("user/pinned", commits[1])
+    assert snapshot.pinned == f"user/pinned-base@{commits[0]}+user/pinned@{commits[1]}"
+    assert f"on user/pinned-base@{commits[0]}" in snapshot.notes[0]
+    (base / "new.txt").write_text("new")
+    (adapter / "new.txt").write_text("new")
+    assert put(hub, "user/pinned", base, adapter) != commits
+    assert resolve(snapshot.pinned) == snapshot
+    assert resolve("user/pinned").folder != snapshot.folder
+    assert resolve(f"user/pinned@{commits[1]}").folder != snapshot.folder
+
+
+def test_the_revision_in_the_config_is_the_bases(hub: HubServer, base: Path, adapter: Path) -> None:
+    put(hub, "user/revised", base, adapter, revision="v1")
+    (base / "v1.txt").write_text("v1")
+    commit = hub.add_repo("user/revised-base", base, revision="v1")
+    assert f"user/revised-base@{commit}+" in resolve("user/revised").pinned
+
+
+def test_a_second_call_downloads_nothing_and_offline_is_enough(
+    hub: HubServer, base: Path, adapter: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(hub, "user/twice-folded", base, adapter)
+    first = resolve("user/twice-folded")
+    hub.requests.clear()
+    assert resolve("user/twice-folded") == first
+    assert hub.file_bytes() == 0
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert resolve("user/twice-folded") == first
+
+
+def test_folding_asks_the_hub_for_nothing(hub: HubServer, base: Path, adapter: Path) -> None:
+    hub.requests.clear()
+    edit(adapter, base_model_name_or_path=str(base))
+    resolve(str(adapter))
+    assert not hub.requests
+
+
+def test_what_training_left_is_not_downloaded(hub: HubServer, base: Path, adapter: Path) -> None:
+    shutil.copytree(adapter, adapter / "checkpoint-1")
+    (adapter / "optimizer.pt").write_bytes(b"x")
+    put(hub, "user/leftovers", base, adapter)
+    resolve("user/leftovers")
+    assert not any("checkpoint-1" in request.path or "optimizer" in request.path for request in hub.requests)
+
+
+def test_base_plus_adapter_folds_into_that_base(hub: HubServer, tmp_path: Path, base: Path, adapter: Path) -> None:
+    commits = put(hub, "user/plus", base, adapter)
+    torch.manual_seed(1)
+    other = tmp_path / "other+base"
+    tf.BertModel(tf.BertConfig(**SIZES)).save_pretrained(other)
+    wanted = by_peft(tf.BertModel.from_pretrained(other), adapter)
+    for name in (f"{other}+{adapter}", f"{other}+user/plus", f"{other}+user/plus@{commits[1]}"):
+        snapshot = resolve(name)
+        assert_equal(loaded(snapshot, tf.BertModel), wanted)
+        assert snapshot.commit is None
+        assert snapshot.pinned.startswith(f"{other}+")
+        assert resolve(snapshot.pinned).folder == snapshot.folder
+    mixed = resolve(f"user/plus-base@main+{adapter}")
+    assert mixed.pinned == f"user/plus-base@{commits[0]}+{adapter}"
+    assert resolve(f"user/plus-base@{commits[0]}+user/plus@main") == resolve("user/plus")
+
+
+def test_adapters_stack(tmp_path: Path, base: Path, adapter: Path) -> None:
+    first = resolve(str(adapter))
+    second = save_adapter(tmp_path / "second", adapter, tf.BertModel.from_pretrained(first.folder), lora("bert"))
+    snapshot = resolve(str(second))
+    assert_equal(loaded(snapshot, tf.BertModel), by_peft(tf.BertModel.from_pretrained(first.folder), second))
+    assert snapshot.pinned == f"{base}+{adapter}+{second}"
+    assert resolve(snapshot.pinned).folder == snapshot.folder
+    assert len(snapshot.notes) == 2
+
+
+def test_a_plus_is_cut_only_where_two_models_can_be_meant() -> None:
+    there = {"/a+b", "/a+b+c", "/x", "/a"}.__contains__
+    assert split_adapter("/a+b", there) is None
+    assert split_adapter("/x+/a+b", there) == ("/x", "/a+b")
+    assert split_adapter("/a+b+user/lora@v1", there) == ("/a+b", "user/lora@v1")
+    assert split_adapter("user/base@v1+user/lora", there) == ("user/base@v1", "user/lora")
+    assert split_adapter("user/one+user/two+user/three", there) == ("user/one+user/two", "user/three")
+    assert split_adapter("user/base@v1+cu118", there) is None
+    assert split_adapter("/missing+folder", there) is None
+    assert split_adapter("+user/lora", there) is None
+
+
+def test_a_full_model_with_an_adapter_beside_it_is_a_full_model(base: Path, adapter: Path) -> None:
+    wanted = by_peft(tf.BertModel.from_pretrained(base), adapter)
+    for file in adapter.iterdir():
+        shutil.copy(file, base)
+    assert resolve(str(base)).folder == base
+    assert_equal(loaded(resolve(str(adapter)), tf.BertModel), wanted)
+
+
+# Refusals
+
+
+def test_a_pickled_adapter_needs_the_flag(hub: HubServer, base: Path, adapter: Path) -> None:
+    wanted = resolve(str(adapter))
+    file = adapter / "adapter_model.safetensors"
+    torch.save(load_file(file), adapter / "adapter_model.bin")
+    file.unlink()
+    put(hub, "user/pickled-adapter", base, adapter)
+    for name in ("user/pickled-adapter", str(adapter)):
+        hub.requests.clear()
+        assert "--allow-pickle" in refusal(name)
+        assert hub.file_bytes() == 0
+    assert_equal(loaded(resolve("user/pickled-adapter", allow_pickle=True), tf.BertModel), loaded(wanted, tf.BertModel))
+
+
+def test_a_pickled_adapter_runs_no_code(adapter: Path, tmp_path: Path) -> None:
+    class Trap:
+        def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+            return Path.touch, (tmp_path / "sprung",)
+
+    (adapter / "adapter_model.safetensors").unlink()
+    torch.save({"a": Trap()}, adapter / "adapter_model.bin")
+    assert "could run code" in refusal(adapter, allow_pickle=True)
+    assert not (tmp_path / "sprung").exists()
+
+
+def test_a_kind_that_cannot_be_merged_is_refused_before_the_base_is_looked_for(hub: HubServer, tmp_path: Path) -> None:
+    base = save_base(tmp_path / "llama", "llama")
+    model = tf.LlamaForCausalLM.from_pretrained(base)
+    config = peft.PromptTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM")
+    adapter = save_adapter(tmp_path / "prompt", base, model, config, named="user/nowhere")
+    hub.requests.clear()
+    message = refusal(adapter)
+    assert "PROMPT_TUNING, which cannot be folded" in message
+    assert not hub.requests
+
+
+def test_a_lora_that_only_works_while_it_runs_is_refused(tmp_path: Path) -> None:
+    base = save_base(tmp_path / "llama", "llama")
+    config = lora("llama", target_modules=["q_proj"], alora_invocation_tokens=[1, 2])
+    adapter = save_adapter(tmp_path / "alora", base, tf.LlamaForCausalLM.from_pretrained(base), config)
+    assert "cannot be folded into weights" in refusal(adapter)
+
+
+def test_settings_of_a_newer_peft_are_refused_unless_they_are_off(adapter: Path) -> None:
+    edit(adapter, use_nothing_yet=False, also_null=None)
+    assert resolve(str(adapter))
+    edit(adapter, use_something_new=True)
+    assert "settings that peft" in refusal(adapter)
+    edit(adapter, use_something_new=None, peft_type="NEWLORA")
+    assert "does not know: NEWLORA" in refusal(adapter)
+
+
+@pytest.mark.parametrize("content", ["{}", "[]", "{", '{"peft_type": null}'])
+def test_a_config_that_says_nothing_is_refused(adapter: Path, content: str) -> None:
+    (adapter / "adapter_config.json").write_text(content)
+    assert "is an adapter, but its adapter_config.json" in refusal(adapter)
+
+
+@pytest.mark.usefixtures("hub")
+def test_an_adapter_without_a_base_is_refused(adapter: Path) -> None:
+    for nothing in (None, ""):
+        edit(adapter, base_model_name_or_path=nothing)
+        message = refusal(adapter)
+        assert "does not say which base" in message
+        assert "BASE+" in message
+    edit(adapter, base_model_name_or_path="user/not-there")
+    assert "there is no model user/not-there" in refusal(adapter)
+    edit(adapter, base_model_name_or_path="/nowhere/models/bert")
+    message = refusal(adapter)
+    assert "there is no folder /nowhere/models/bert" in message
+    assert f"name the base: BASE+{adapter}" in message
+
+
+def test_an_adapter_that_is_its_own_base_is_refused(tmp_path: Path, adapter: Path) -> None:
+    edit(adapter, base_model_name_or_path=str(adapter))
+    assert "whose base is itself" in refusal(adapter)
+    shutil.copytree(adapter, tmp_path / "circle")
+    edit(adapter, base_model_name_or_path=str(tmp_path / "circle"))
+    assert "whose base is itself" in refusal(adapter)
+
+
+def test_the_token_is_in_no_message(hub: HubServer, adapter: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    secret = hub.add_token("user")
+    monkeypatch.setenv("HF_TOKEN", secret)
+    edit(adapter, base_model_name_or_path="user/not-there")
+    hub.add_repo("user/orphan", adapter, private=True)
+    assert secret not in refusal("user/orphan")
+
+
+def test_a_full_model_is_no_adapter(base: Path) -> None:
+    assert "is a full model, not an adapter" in refusal(f"{base}+{save_base(base.parent / 'two')}")
+
+
+@pytest.mark.parametrize("other", ["t5", "wide", "deep", "shallow"])
+def test_an_adapter_of_another_base_is_refused(tmp_path: Path, adapter: Path, other: str) -> None:
+    sizes = {"wide": {"hidden_size": 64}, "deep": {"num_hidden_layers": 3}, "shallow": {"num_hidden_layers": 1}}
+    if other == "t5":
+        save_base(tmp_path / other, "t5")
+    else:
+        tf.BertModel(tf.BertConfig(**{**SIZES, **sizes[other]})).save_pretrained(tmp_path / other)
+    message = refusal(f"{tmp_path / other}+{adapter}")
+    assert f"the adapter {adapter} does not fit its base {tmp_path / other}: " in message
+    assert "BASE+ADAPTER" in message
+
+
+def test_an_adapter_file_that_is_cut_short_is_refused(adapter: Path) -> None:
+    file = adapter / "adapter_model.safetensors"
+    file.write_bytes(file.read_bytes()[:-5])
+    assert "cannot be read" in refusal(adapter)
+    file.unlink()
+    assert "has no adapter_model.safetensors" in refusal(adapter)
+
+
+def test_an_adapter_with_values_that_are_no_numbers_is_refused(adapter: Path) -> None:
+    file = adapter / "adapter_model.safetensors"
+    save_file({name: value / 0 for name, value in load_file(file).items()}, file)
+    assert "cannot be folded" in refusal(adapter)
+
+
+def test_a_base_that_is_quantized_or_needs_code_is_refused(base: Path, adapter: Path) -> None:
+    config = json.loads((base / "config.json").read_text())
+    quantized = {**config, "quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}
+    (base / "config.json").write_text(json.dumps(quantized))
+    message = refusal(adapter)
+    assert "is quantized" in message
+    assert "in full precision" in message
+    custom = {**config, "model_type": "mine", "auto_map": {"AutoConfig": "mine.Config"}}
+    (base / "config.json").write_text(json.dumps(custom))
+    assert "no architecture that transformers" in refusal(adapter)
+
+
+# The whole job
+
+
+def test_an_expert_given_as_adapter_calibrates_like_the_same_expert_saved_in_full(tmp_path: Path) -> None:
+    from families import FAMILIES
+
+    from featcal_cli.workflows.verbs import calibrate
+
+    family = next(family for family in FAMILIES if family.name == "llama")
+    saved = save_family(tmp_path, family)
+    jobs = {}
+    model = tf.LlamaForCausalLM.from_pretrained(tmp_path / "base")
+    adapter = save_adapter(tmp_path / "lora", tmp_path / "base", model, lora("llama"))
+    full = tf.LlamaForCausalLM.from_pretrained(tmp_path / "base")
+    peft.PeftModel.from_pretrained(full, str(adapter)).merge_and_unload().save_pretrained(tmp_path / "full")
+    for expert in (adapter, tmp_path / "full"):
+        recipe: Any = saved.recipe()
+        recipe["tasks"][TASKS[0]]["expert"] = str(expert)
+        calibrate(recipe, output=tmp_path / f"out-{expert.name}")
+        jobs[expert.name] = load_file(tmp_path / f"out-{expert.name}" / "model.safetensors")
+    merged = load_file(tmp_path / "merged" / "model.safetensors")
+    changed = 0
+    for name, wanted in jobs["full"].items():
+        moved = (wanted - merged[name]).norm()
+        changed += int(moved > 0)
+        assert (jobs["lora"][name] - wanted).norm() <= 1e-5 * max(moved, wanted.norm())
+    assert changed

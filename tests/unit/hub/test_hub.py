@@ -1,0 +1,841 @@
+"""Models are resolved against a Hub on loopback, by the real huggingface_hub."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import pickle
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+import torch
+from hub_faults import Fault
+from hub_server import HubServer
+from huggingface_hub import constants
+from safetensors.torch import load_file, save_file
+
+from featcal_cli.hub.download import download
+from featcal_cli.hub.repo import open_repo
+from featcal_cli.hub.snapshot import Snapshot, resolve, resolve_config
+from featcal_cli.lineage.candidates import is_gone
+from featcal_cli.runtime.errors import HubError
+from featcal_cli.runtime.waiting import heard
+
+OTHER_FORMATS = ("pytorch_model.bin", "tf_model.h5", "model.gguf", "onnx/model.onnx", "optimizer.pt", "model.ot")
+SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
+
+
+def tensors() -> dict[str, torch.Tensor]:
+    """Weights of no model in particular."""
+    generator = torch.Generator().manual_seed(0)
+    return {name: torch.randn(4, 3, generator=generator) for name in ("a.weight", "b.weight", "c.weight")}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A model folder with safetensors weights."""
+    made = bare(tmp_path / "model")
+    save_file(tensors(), made / "model.safetensors")
+    return made
+
+
+@pytest.fixture
+def pickled(tmp_path: Path) -> Path:
+    """A model folder with pickled weights only."""
+    made = bare(tmp_path / "pickled")
+    torch.save(tensors(), made / "pytorch_model.bin")
+    return made
+
+
+def bare(made: Path) -> Path:
+    """A model folder without weights."""
+    (made / "extra").mkdir(parents=True)
+    (made / "config.json").write_text(json.dumps({"model_type": "bert", "hidden_size": 8}))
+    (made / "tokenizer.json").write_text("{}")
+    (made / "extra" / "notes.txt").write_text("kept")
+    return made
+
+
+def sharded(made: Path, single: str, save: Callable[[Any, Path], object]) -> Path:
+    """The model folder with its weights in two shards instead of one file."""
+    stem, suffix = single.split(".")
+    names = [f"{stem}-0000{number}-of-00002.{suffix}" for number in (1, 2)]
+    places = {"a.weight": names[1], "b.weight": names[0], "c.weight": names[1]}
+    for shard in names:
+        save({name: value for name, value in tensors().items() if places[name] == shard}, made / shard)
+    (made / f"{single}.index.json").write_text(json.dumps({"metadata": {"total_size": 144}, "weight_map": places}))
+    (made / single).unlink()
+    return made
+
+
+def refusal(name: str, **options: bool) -> str:
+    """The message of the error that resolving ends in."""
+    with pytest.raises(HubError) as caught:
+        resolve(name, **options)
+    assert caught.value.what
+    assert caught.value.where
+    assert caught.value.fix
+    return str(caught.value)
+
+
+def loaded(snapshot: Snapshot) -> dict[str, torch.Tensor]:
+    """All tensors of a snapshot."""
+    return {name: value for file in snapshot.weights() for name, value in load_file(file).items()}
+
+
+def assert_equal(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == wanted.keys()
+    for name, value in wanted.items():
+        assert torch.equal(found[name], value), name
+
+
+def go_offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+
+
+def go_down(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let every connection to the Hub be refused, as when it is down."""
+    from huggingface_hub.utils import httpx  # type: ignore[attr-defined]
+
+    def refuse(*_: object, **__: object) -> None:
+        raise httpx.ConnectError("connection refused")
+
+    monkeypatch.setattr(httpx.Client, "send", refuse)
+    monkeypatch.setattr("time.sleep", lambda _: None)
+
+
+def cached_file(snapshot: Snapshot, name: str) -> Path:
+    """Where huggingface_hub keeps the content of a file of a snapshot."""
+    return (snapshot.folder / name).resolve()
+
+
+# Folders
+
+
+def test_a_folder_is_taken_as_it_is(folder: Path) -> None:
+    assert resolve(str(folder)) == Snapshot(str(folder), folder, None)
+    assert [file.name for file in resolve(str(folder)).weights()] == ["model.safetensors"]
+
+
+def test_a_relative_folder_is_found_even_when_it_looks_like_a_hub_id(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.move(folder, folder.parent / "user@x")
+    monkeypatch.chdir(folder.parent)
+    assert resolve("user@x").folder == folder.parent / "user@x"
+
+
+def test_shards_come_in_order(folder: Path) -> None:
+    snapshot = resolve(str(sharded(folder, "model.safetensors", save_file)))
+    assert [file.name for file in snapshot.weights()] == list(SHARDS)
+    assert_equal(loaded(snapshot), tensors())
+
+
+def test_a_folder_without_a_shard_of_its_index_is_refused(folder: Path) -> None:
+    sharded(folder, "model.safetensors", save_file)
+    (folder / SHARDS[1]).unlink()
+    assert f"{SHARDS[1]} is missing" in refusal(str(folder))
+
+
+@pytest.mark.parametrize(
+    ("content", "what"),
+    [
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n", "git lfs pull"),
+        (b"", "cut short"),
+        (None, "cut short"),
+    ],
+)
+def test_a_weight_file_that_is_cut_short_or_a_pointer_is_refused(
+    folder: Path, content: bytes | None, what: str
+) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-5] if content is None else content)
+    assert what in refusal(str(folder))
+
+
+def test_an_index_that_points_out_of_its_folder_is_refused(folder: Path) -> None:
+    sharded(folder, "model.safetensors", save_file)
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a.weight": "../model.safetensors"}}))
+    assert "names no weight file in its own folder" in refusal(str(folder))
+
+
+@pytest.mark.parametrize("name", ["./nothing", "/nothing/here", "~/nothing-here", "a/b/c"])
+def test_a_path_that_does_not_exist_is_not_looked_for_on_the_hub(hub: HubServer, name: str) -> None:
+    assert f"there is no folder {name}" in refusal(name)
+    assert not hub.requests
+
+
+@pytest.mark.parametrize("name", ["user/x@", "@main", "us er/x", "user/x--y", "x" * 300, "a\0b"])
+def test_text_that_is_no_id_is_refused_without_asking_the_hub(hub: HubServer, name: str) -> None:
+    refusal(name)
+    assert not hub.requests
+
+
+def test_a_folder_that_holds_no_model_is_refused(tmp_path: Path, folder: Path) -> None:
+    assert "has no config.json" in refusal(str(tmp_path))
+    assert "is a file" in refusal(str(folder / "config.json"))
+    (tmp_path / "adapter_config.json").write_text("{}")
+    assert "is an adapter" in refusal(str(tmp_path))
+
+
+# The Hub
+
+
+def test_a_repo_is_downloaded_at_its_commit(hub: HubServer, folder: Path) -> None:
+    commit = hub.add_repo("user/plain", folder)
+    snapshot = resolve("user/plain")
+    assert (snapshot.name, snapshot.commit, snapshot.notes) == ("user/plain", commit, ())
+    assert_equal(loaded(snapshot), tensors())
+    for name in ("config.json", "tokenizer.json", "extra/notes.txt"):
+        assert (snapshot.folder / name).read_bytes() == (folder / name).read_bytes()
+
+
+def test_a_second_call_downloads_no_byte_of_a_file(hub: HubServer, folder: Path) -> None:
+    hub.add_repo("user/twice", folder)
+    first = resolve("user/twice")
+    assert hub.file_bytes() > 0
+    hub.requests.clear()
+    assert resolve("user/twice") == first
+    assert hub.file_bytes() == 0
+
+
+def test_a_sharded_repo_is_downloaded_whole(hub: HubServer, folder: Path) -> None:
+    hub.add_repo("user/sharded", sharded(folder, "model.safetensors", save_file))
+    assert_equal(loaded(resolve("user/sharded")), tensors())
+
+
+def test_weights_in_other_formats_are_not_downloaded(hub: HubServer, folder: Path) -> None:
+    others = (*OTHER_FORMATS, "model.fp16.safetensors", "consolidated.safetensors", "consolidated.00.pth")
+    for name in others:
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_bytes(b"x" * 1000)
+    hub.add_repo("user/formats", folder)
+    files = {
+        path.relative_to(found).as_posix() for found in [resolve("user/formats").folder] for path in found.rglob("*")
+    }
+    assert not files & set(others)
+    assert {"model.safetensors", "extra/notes.txt"} <= files
+    asked = {request.path.partition("/resolve/")[2].partition("/")[2] for request in hub.requests}
+    assert not asked & set(others)
+
+
+def test_a_revision_is_a_branch_a_commit_or_a_pull_request(hub: HubServer, folder: Path) -> None:
+    commits = {"main": hub.add_repo("user/branches", folder)}
+    for revision in ("dev", "v1"):
+        (folder / "tokenizer.json").write_text(f'"{revision}"')
+        commits[revision] = hub.add_repo("user/branches", folder, revision=revision)
+    (folder / "tokenizer.json").write_text('"pull"')
+    hub.add_pull_request("user/branches", folder)
+    commits["refs/pr/1"] = hub.repos["model", "user/branches"].refs["refs/pr/1"]
+    assert len(set(commits.values())) == 4
+    for revision, commit in commits.items():
+        for spelling in (revision, commit, commit[:9]):
+            snapshot = resolve(f"user/branches@{spelling}")
+            assert (snapshot.name, snapshot.commit) == ("user/branches", commit)
+        assert (snapshot.folder / "tokenizer.json").read_text() == (
+            "{}" if revision == "main" else json.dumps("pull" if revision == "refs/pr/1" else revision)
+        )
+
+
+def test_a_new_commit_on_the_branch_is_seen(hub: HubServer, folder: Path) -> None:
+    old = hub.add_repo("user/moving", folder)
+    assert resolve("user/moving").commit == old
+    (folder / "config.json").write_text('{"model_type": "vit"}')
+    new = hub.add_repo("user/moving", folder)
+    snapshot = resolve("user/moving")
+    assert snapshot.commit == new != old
+    assert "vit" in (snapshot.folder / "config.json").read_text()
+    assert resolve(f"user/moving@{old}").commit == old
+
+
+def test_what_is_not_on_the_hub_is_said(hub: HubServer, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub.add_repo("user/there", folder)
+    hub.add_repo("user/data", folder, kind="dataset")
+    assert "there is no model user/absent" in refusal("user/absent")
+    assert "has no revision v9" in refusal("user/there@v9")
+    assert f"has no revision {'0' * 40}" in refusal(f"user/there@{'0' * 40}")
+    assert "user/data is a dataset, not a model" in refusal("user/data")
+    monkeypatch.setenv("HF_TOKEN", hub.add_token("somebody"))
+    assert "there is no model user/absent" in refusal("user/absent")
+
+
+def test_a_repo_without_a_config_is_refused_before_its_weights_are_downloaded(hub: HubServer, folder: Path) -> None:
+    (folder / "config.json").unlink()
+    hub.add_repo("user/no-config", folder)
+    assert "has no config.json" in refusal("user/no-config")
+    assert hub.file_bytes() == 0
+
+
+# Access
+
+
+def test_a_gated_repo_needs_a_token_with_access(hub: HubServer, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    commit = hub.add_repo("user/gated", folder, gated=True, granted=["friend"])
+    message = refusal("user/gated")
+    assert "user/gated is gated" in message
+    assert "hf auth login" in message
+    monkeypatch.setenv("HF_TOKEN", hub.add_token("stranger"))
+    assert "user/gated is gated" in refusal("user/gated")
+    monkeypatch.setenv("HF_TOKEN", hub.add_token("friend"))
+    assert resolve("user/gated").commit == commit
+
+
+def test_a_private_repo_needs_a_token_with_access(
+    hub: HubServer, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commit = hub.add_repo("user/private", folder, private=True)
+    message = refusal("user/private")
+    assert "or it is private" in message
+    assert "hf auth login" in message
+    monkeypatch.setenv("HF_TOKEN", hub.add_token("stranger"))
+    assert "or it is private" in refusal("user/private")
+    monkeypatch.setenv("HF_TOKEN", hub.add_token("user"))
+    assert resolve("user/private").commit == commit
+
+
+def test_a_bad_token_is_named_but_never_shown(
+    hub: HubServer, folder: Path, pickled: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    token = "hf_" + "notKnown" * 4
+    hub.add_repo("user/public", folder)
+    monkeypatch.setenv("HF_TOKEN", token)
+    assert "does not accept the token" in refusal("user/public")
+    hub.tokens[token] = "user"
+    hub.add_repo("other/private", folder, private=True)
+    hub.add_repo("other/gated", folder, gated=True)
+    hub.add_repo("user/pickle", pickled)
+    for name in ("other/private", "other/gated", "user/pickle", "user/absent", "user/public@absent"):
+        assert token not in refusal(name)
+
+
+def test_the_token_goes_to_the_hub_only(hub: HubServer, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub.add_repo("user/secret", folder, private=True)
+    monkeypatch.setenv("HF_TOKEN", hub.add_token("user"))
+    resolve("user/secret")
+    elsewhere = [request for request in hub.requests if request.path.startswith("/cdn/")]
+    assert elsewhere
+    assert not any(request.authorization for request in elsewhere)
+    assert all(request.authorization for request in hub.requests if request not in elsewhere)
+
+
+# Without the Hub
+
+
+@pytest.mark.parametrize("silence", ["offline", "down"])
+def test_a_cached_snapshot_is_enough(
+    hub: HubServer, folder: Path, monkeypatch: pytest.MonkeyPatch, silence: str
+) -> None:
+    commit = hub.add_repo(f"user/{silence}", folder)
+    online = resolve(f"user/{silence}")
+    go_offline(monkeypatch) if silence == "offline" else go_down(monkeypatch)
+    hub.requests.clear()
+    assert resolve(f"user/{silence}") == online
+    assert resolve(f"user/{silence}@{commit}") == online
+    assert not hub.requests
+
+
+@pytest.mark.parametrize("silence", ["offline", "down"])
+@pytest.mark.parametrize("lost", ["config.json", "tokenizer.json", SHARDS[0]])
+def test_a_partial_snapshot_is_refused(
+    hub: HubServer, folder: Path, monkeypatch: pytest.MonkeyPatch, silence: str, lost: str
+) -> None:
+    name = f"user/partial-{silence}-{lost[:5]}"
+    hub.add_repo(name, sharded(folder, "model.safetensors", save_file))
+    cached_file(resolve(name), lost).unlink()
+    with monkeypatch.context() as patch:
+        go_offline(patch) if silence == "offline" else go_down(patch)
+        message = refusal(name)
+    assert f"no complete copy of {name}" in message
+    assert ("offline mode is on" if silence == "offline" else "cannot be reached") in message
+    assert_equal(loaded(resolve(name)), tensors())
+
+
+@pytest.mark.parametrize("lost", ["config.json", SHARDS[0], "model.safetensors.index.json"])
+def test_a_partial_snapshot_is_refused_when_no_list_of_its_files_is_cached(
+    hub: HubServer, folder: Path, monkeypatch: pytest.MonkeyPatch, lost: str
+) -> None:
+    from huggingface_hub import hf_hub_download
+
+    name = f"user/unlisted-{lost[:9]}"
+    sharded(folder, "model.safetensors", save_file)
+    hub.add_repo(name, folder)
+    for file in ("config.json", "model.safetensors.index.json", *SHARDS):
+        if file != lost:
+            hf_hub_download(name, file)
+    go_offline(monkeypatch)
+    message = refusal(name)
+    assert "incomplete" in message if lost == SHARDS[0] else "no complete copy" in message
+
+
+def test_a_snapshot_that_transformers_made_is_enough(
+    hub: HubServer, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from huggingface_hub import hf_hub_download
+
+    commit = hub.add_repo("user/by-transformers", folder)
+    for file in ("config.json", "model.safetensors"):
+        hf_hub_download("user/by-transformers", file)
+    go_offline(monkeypatch)
+    assert resolve("user/by-transformers").commit == commit
+
+
+@pytest.mark.parametrize("silence", ["offline", "down"])
+def test_a_repo_that_is_not_cached_needs_the_hub(
+    hub: HubServer, folder: Path, monkeypatch: pytest.MonkeyPatch, silence: str
+) -> None:
+    commit = hub.add_repo("user/unseen", folder)
+    go_offline(monkeypatch) if silence == "offline" else go_down(monkeypatch)
+    for name in ("user/unseen", f"user/unseen@{commit}"):
+        assert "no complete copy of user/unseen" in refusal(name)
+
+
+def test_a_cached_weight_file_that_was_cut_short_is_refused(hub: HubServer, folder: Path) -> None:
+    hub.add_repo("user/cut", folder)
+    file = cached_file(resolve("user/cut"), "model.safetensors")
+    file.write_bytes(file.read_bytes()[:-5])
+    assert f"delete {file}" in refusal("user/cut")
+    file.unlink()
+    assert_equal(loaded(resolve("user/cut")), tensors())
+
+
+def test_the_offline_switch_of_the_environment_is_obeyed(hub: HubServer, folder: Path) -> None:
+    hub.add_repo("user/switch", folder)
+    resolve("user/switch")
+    hub.requests.clear()
+    code = "from featcal_cli.hub.snapshot import resolve; print(resolve('user/switch').commit)"
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": str(Path(__file__).parents[3])}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == hub.repos["model", "user/switch"].refs["main"]
+    assert not hub.requests
+
+
+def test_every_request_has_a_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub import get_session, list_repo_tree
+
+    from featcal_cli.hub import client
+
+    monkeypatch.setattr(client, "TIMEOUT", 0.2)
+    seen: list[Any] = []
+    refusal("user/whatever")
+    hooks = get_session().event_hooks["request"]
+    hooks.append(lambda request: seen.append(request.extensions["timeout"]))
+    with pytest.raises(Exception, match="Not Found"):
+        list(list_repo_tree("user/whatever"))
+    hooks.pop()
+    assert seen
+    assert all(limit == 0.2 for limits in seen for limit in limits.values())
+
+
+# What is in the cache already, and what arrives
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_weights_after_a_listing_was_cached_are_held_against_their_own_checksum(
+    hub: HubServer, folder: Path, monkeypatch: pytest.MonkeyPatch, links: bool
+) -> None:
+    name = f"user/listed-{links}"
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_SYMLINKS", not links)
+    hub.add_repo(name, folder)
+    download(open_repo(name), only=["config.json"])
+    hits = hub.faults.hits
+    hub.fail("model info", "503", path=f"{name}/revision/[0-9a-f]{{40}}")  # no listing but the cached one
+    assert_equal(loaded(resolve(name)), tensors())
+    assert hub.faults.hits > hits
+    assert hub.sent("/cdn/") < 2 * (folder / "model.safetensors").stat().st_size
+    go_offline(monkeypatch)
+    assert_equal(loaded(resolve(name)), tensors())
+
+
+def test_a_file_that_the_run_did_not_download_is_not_deleted(
+    hub: HubServer, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.add_repo("user/mine", folder)
+    repo = open_repo("user/mine")
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("featcal_cli.hub.download._damaged", Mock(side_effect=KeyboardInterrupt))
+        download(repo)
+    file = cached_file(resolve_config("user/mine"), "model.safetensors")
+    spoilt = file.read_bytes()[:-1] + b"?"
+    file.write_bytes(spoilt)
+    hub.fail("large file", "reset", times=None)
+    monkeypatch.setattr("time.sleep", lambda _: None)
+    with pytest.raises(HubError, match="did not arrive"):
+        download(open_repo("user/mine"))
+    assert file.read_bytes() == spoilt
+    hub.faults.clear()
+    download(open_repo("user/mine"))
+    assert file.read_bytes() == (folder / "model.safetensors").read_bytes()
+
+
+def test_nothing_is_told_of_a_download_that_is_over(hub: HubServer, folder: Path) -> None:
+    hub.add_repo("user/told", folder)
+    told: list[tuple[str, int, int]] = []
+    download(open_repo("user/told"), watch=lambda *what: told.append(what))
+    total = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    assert told[-1] == ("user/told", total, total)
+    count = len(told)
+    gc.collect()
+    assert len(told) == count
+
+
+@pytest.mark.parametrize("said", ["", "../../../etc", None])
+def test_what_the_cache_says_of_a_repo_that_is_not_there_is_no_snapshot(
+    hub: HubServer, folder: Path, monkeypatch: pytest.MonkeyPatch, said: str | None
+) -> None:
+    name = f"user/ref-{'none' if said is None else len(said)}"
+    commit = hub.add_repo(name, folder)
+    ref = Path(constants.HF_HUB_CACHE) / f"models--{name.replace('/', '--')}" / "refs" / "main"
+    ref.parent.mkdir(parents=True)
+    ref.write_text(commit if said is None else said)
+    with monkeypatch.context() as patch:
+        go_offline(patch)
+        message = refusal(name)
+    assert ("no complete copy" in message) == (said is None)
+    assert_equal(loaded(resolve(name)), tensors())
+
+
+def test_a_cache_that_cannot_be_written_is_named(
+    hub: HubServer, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.add_repo("user/full", folder)
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "file" / "cache"))
+    message = refusal("user/full")
+    assert "could not be downloaded: Not a directory" in message and str(tmp_path / "file") in message
+    assert "HF_HOME" in message
+
+
+HTML = Fault(body=b"<html><a href='https://elsewhere.test/?secret=1'>welcome</a></html>")
+ODD_ANSWERS: dict[str, tuple[str, str | Fault, str]] = {
+    "a file that breaks off": ("large file", "reset midway", "model.safetensors of user/{} did not arrive: localhost:"),
+    "one that is cut short": ("large file", "truncated", "model.safetensors of user/{} did not arrive: localhost:"),
+    "one that trickles": ("large file", Fault(trickle=0.01), "model.safetensors of user/{} did not arrive: localhost:"),
+    "one that has moved on": ("large file", Fault(status=403), "localhost:.* refuses model.safetensors of user/{}"),
+    "one that has no such part": ("large file", Fault(status=416), "localhost:.* HTTP status 416 .*model.safetensors"),
+    "one that fails": ("large file", "500", "model.safetensors of user/{} did not arrive: localhost:.* failed .500"),
+    "one of another size": ("large file", Fault(body=b"x" * 9), "model.safetensors of user/{} .* not what the Hub"),
+    "one that is not there": ("file head", Fault(status=404), "HTTP status 404 when asked for .* of user/{}"),
+    "no checksum": ("file head", Fault(without=("ETag", "X-Linked-Etag")), "does not answer like a Hub when asked for"),
+    "no commit": ("file head", Fault(without=("X-Repo-Commit",)), "does not answer like a Hub when asked for"),
+    "a page": ("model info", HTML, "does not answer like a Hub"),
+    "a page for a listing": ("model tree", HTML, "does not answer like a Hub"),
+    "an odd listing": ("model tree", Fault(body=b'[{"type": "file"}]'), "does not answer like a Hub"),
+    "a listing of nothing": ("model tree", Fault(body=b"null"), "does not answer like a Hub"),
+    "a circle": ("file head", Fault(status=302, headers={"Location": "?again"}), "redirects in circles"),
+    "pages without end": (
+        "model tree",
+        Fault(headers={"Link": '<{}/api/models/user/{}/tree/main>; rel="next"'}),
+        "twice",
+    ),
+    "a long wait": ("model tree", Fault(status=429, retry_after=4000), "refuses more requests for now.*wait 4000 s"),
+    "a long wait of a file": (
+        "large file",
+        Fault(status=503, retry_after=4000),
+        "did not arrive: localhost:.* busy.*wait 4000 s",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", ODD_ANSWERS)
+def test_odd_answers_are_one_message_that_names_file_and_host_and_no_address(
+    hub: HubServer, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, case: str
+) -> None:
+    kind, fault, told = ODD_ANSWERS[case]
+    name = case.replace(" ", "-")
+    monkeypatch.setattr("time.sleep", lambda _: None)
+    monkeypatch.setattr("featcal_cli.hub.client.LONGEST_CRAWL", 0.2)
+    hub.add_repo(f"user/{name}", folder)
+    if isinstance(fault, Fault):
+        headers = {key: value.format(hub.url, name) for key, value in fault.headers.items()}
+        fault = replace(fault, headers=headers, carried_out=fault.status < 400)
+    hub.fail(kind, fault, times=None)
+    waits: list[str] = []
+    with heard(waits.append):
+        message = refusal(f"user/{name}")
+    waits += [record.getMessage() for record in caplog.records]
+    assert re.search(told.format(name), message.replace("\n", " ")), message
+    for text in (message, *waits):
+        assert not re.search("http:|/cdn/|/resolve/|secret", text), text
+
+
+@pytest.mark.parametrize(
+    ("kind", "fault", "waited"),
+    [
+        ("model info", "503", "the Hub is busy (503), next try in 0.5 s"),
+        ("model info", "429", "the Hub refuses more requests for now (429), next try in 1 s"),
+        ("model info", "reset", "the Hub cut the connection (ReadError), next try in 0.5 s"),
+        ("model tree", "503", "the Hub is busy (503), next try in 1 s"),
+        ("model tree", "reset", "the Hub does not answer, next try in 1 s"),
+        ("large file", "503", "CDN is busy (503), next try in 0.5 s"),
+        ("large file", "truncated", "CDN stopped in the middle of a file, next try in 1 s"),
+    ],
+)
+def test_waiting_is_announced(
+    hub: HubServer, folder: Path, monkeypatch: pytest.MonkeyPatch, kind: str, fault: str, waited: str
+) -> None:
+    monkeypatch.setattr("time.sleep", lambda _: None)
+    name = f"user/wait-{kind}-{fault}".replace(" ", "-")
+    hub.add_repo(name, folder)
+    hub.fail(kind, fault)
+    said: list[str] = []
+    with heard(said.append):
+        resolve(name)
+    assert [re.sub("localhost:[0-9]+", "CDN", text) for text in said] == [waited]
+
+
+@pytest.mark.parametrize("status", [401, 403, 404, 410])
+def test_an_address_of_a_large_file_that_holds_no_more_is_asked_for_again(
+    hub: HubServer, folder: Path, monkeypatch: pytest.MonkeyPatch, status: int
+) -> None:
+    monkeypatch.setattr("time.sleep", lambda _: None)
+    name = f"user/lapsed-{status}"
+    hub.add_repo(name, folder)
+    hub.fail("large file", Fault(status=status, carried_out=False), times=2)
+    assert_equal(loaded(resolve(name)), tensors())
+    repo = open_repo(name)
+    shutil.rmtree(constants.HF_HUB_CACHE)
+    asked = len([1 for request in hub.requests if "/resolve/" in request.path])
+    hub.fail("large file", Fault(status=status, carried_out=False), times=3)
+    assert repo.read_bytes("model.safetensors", 0, 8) == (folder / "model.safetensors").read_bytes()[:8]
+    assert len([1 for request in hub.requests if "/resolve/" in request.path]) == asked + 4
+    hub.fail("large file", Fault(status=status, carried_out=False), times=None)
+    with pytest.raises(HubError) as caught:
+        repo.read_bytes("model.safetensors", 0, 8)
+    assert re.search(rf"localhost:\d+ refuses model.safetensors of {name} .HTTP status {status}.", caught.value.what)
+    assert "token" not in str(caught.value) and not is_gone(caught.value, name)
+
+
+REFUSALS: dict[str, tuple[str, Fault, str, str]] = {
+    "disabled": (
+        "model info", Fault(status=403, message="Access to this resource is disabled."), "{} is disabled", "another"
+    ),
+    "rights": ("model info", Fault(status=403, message="Ask\x07 http://h.test/?key=1"), "to .*: Ask. h.test", "page"),
+    "nothing": ("model info", Fault(status=403, message=""), "refuses access to user/{}\n", "set HF_TOKEN"),
+    "payment": ("file head", Fault(status=402, message="Upgrade"), "wants a payment for .*: Upgrade", "plan"),
+    "law": ("file head", Fault(status=451, message="x" * 999), "not hand .* for legal reasons: x{{50,}}...", "use"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+def test_what_the_hub_says_of_a_refusal_is_passed_on_short_and_inert(
+    hub: HubServer, folder: Path, monkeypatch: pytest.MonkeyPatch, case: str
+) -> None:
+    monkeypatch.setattr("time.sleep", lambda _: None)
+    kind, fault, told, fix = REFUSALS[case]
+    hub.add_repo(f"user/{case}", folder)
+    hub.fail(kind, replace(fault, carried_out=False), times=None)
+    message = refusal(f"user/{case}")
+    assert re.search(told.format(case), message) and fix in message.partition("fix: ")[2], message
+    assert "\x07" not in message and "key=1" not in message and len(message) < 500
+
+
+# Pickled weights
+
+
+def test_a_conversion_pull_request_is_found_and_pinned(
+    hub: HubServer, folder: Path, pickled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.add_repo("user/converted", pickled)
+    empty = tmp_path / "readme"
+    empty.mkdir()
+    (empty / "README.md").write_text("better words")
+    hub.add_pull_request("user/converted", empty, title="Better words", author="someone")
+    only_weights = tmp_path / "weights"
+    only_weights.mkdir()
+    shutil.copy(folder / "model.safetensors", only_weights)
+    number = hub.add_pull_request("user/converted", only_weights)
+    commit = hub.repos["model", "user/converted"].refs[f"refs/pr/{number}"]
+    snapshot = resolve("user/converted")
+    assert snapshot.commit == commit
+    assert len(snapshot.notes) == 1
+    assert "no safetensors at" in snapshot.notes[0]
+    assert f"refs/pr/{number} (commit {commit})" in snapshot.notes[0]
+    assert_equal(loaded(snapshot), tensors())
+    assert not (snapshot.folder / "pytorch_model.bin").exists()
+    go_offline(monkeypatch)
+    assert resolve("user/converted") == snapshot
+
+
+def test_a_pull_request_of_another_author_is_used_but_named(hub: HubServer, folder: Path, pickled: Path) -> None:
+    hub.add_repo("user/by-hand", pickled)
+    (folder / "config.json").unlink()
+    hub.add_pull_request("user/by-hand", folder, title="weights", author="someone")
+    (note,) = resolve("user/by-hand").notes
+    assert "opened by someone and not by the Hub's own bot" in note
+
+
+def test_a_pull_request_that_is_closed_or_made_from_other_weights_is_passed_over(
+    hub: HubServer, folder: Path, pickled: Path
+) -> None:
+    hub.add_repo("user/stale", pickled)
+    hub.add_pull_request("user/stale", folder, status="merged")
+    hub.add_pull_request("user/stale", folder, status="closed")
+    assert "--allow-pickle" in refusal("user/stale")
+    hub.add_pull_request("user/stale", folder)
+    assert resolve("user/stale").notes
+    torch.save({name: value + 1 for name, value in tensors().items()}, pickled / "pytorch_model.bin")
+    hub.add_repo("user/stale", pickled)
+    assert "--allow-pickle" in refusal("user/stale")
+
+
+def test_pickled_weights_are_refused_without_the_flag(hub: HubServer, pickled: Path) -> None:
+    hub.add_repo("user/pickled", pickled)
+    for name in ("user/pickled", str(pickled)):
+        assert "--allow-pickle" in refusal(name)
+    assert hub.file_bytes() == 0
+
+
+@pytest.mark.parametrize("layout", ["single", "sharded", "legacy"])
+@pytest.mark.parametrize("place", ["hub", "folder"])
+def test_pickled_weights_are_converted_with_the_flag(hub: HubServer, pickled: Path, layout: str, place: str) -> None:
+    if layout == "sharded":
+        sharded(pickled, "pytorch_model.bin", torch.save)
+    if layout == "legacy":
+        torch.save(tensors(), pickled / "pytorch_model.bin", _use_new_zipfile_serialization=False)
+    name = f"user/bin-{layout}" if place == "hub" else str(pickled)
+    commit = hub.add_repo(f"user/bin-{layout}", pickled)
+    snapshot = resolve(name, allow_pickle=True)
+    assert (snapshot.name, snapshot.commit) == (name, commit if place == "hub" else None)
+    assert "converted" in snapshot.notes[0]
+    wanted = list(SHARDS) if layout == "sharded" else ["model.safetensors"]
+    assert [file.name for file in snapshot.weights()] == wanted
+    assert_equal(loaded(snapshot), tensors())
+    assert (snapshot.folder / "extra" / "notes.txt").read_text() == "kept"
+    assert not list(snapshot.folder.glob("*.bin*"))
+    hub.requests.clear()
+    assert resolve(name, allow_pickle=True) == snapshot
+    assert hub.file_bytes() == 0
+
+
+def test_a_converted_copy_needs_no_hub(hub: HubServer, pickled: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub.add_repo("user/kept", pickled)
+    snapshot = resolve("user/kept", allow_pickle=True)
+    go_offline(monkeypatch)
+    assert resolve("user/kept", allow_pickle=True) == snapshot
+
+
+def test_a_folder_that_changed_is_converted_again(pickled: Path) -> None:
+    before = resolve(str(pickled), allow_pickle=True)
+    changed = {name: value + 1 for name, value in tensors().items()}
+    torch.save(changed, pickled / "pytorch_model.bin")
+    os.utime(pickled / "pytorch_model.bin", (1, 1))
+    assert_equal(loaded(resolve(str(pickled), allow_pickle=True)), changed)
+    assert_equal(loaded(before), tensors())
+
+
+def test_tied_and_overlapping_weights_survive_the_conversion(pickled: Path) -> None:
+    table = torch.randn(6, 4)
+    wanted = {"embed": table, "head": table, "turned": table.t(), "rows": table[1:3], "alone": torch.ones(2)}
+    torch.save(wanted, pickled / "pytorch_model.bin")
+    assert_equal(loaded(resolve(str(pickled), allow_pickle=True)), wanted)
+
+
+def test_a_converted_model_with_tied_weights_loads_in_transformers(hub: HubServer, tmp_path: Path) -> None:
+    from transformers import BertConfig, BertForMaskedLM
+
+    torch.manual_seed(0)
+    config = BertConfig(
+        vocab_size=20,
+        max_position_embeddings=8,
+        hidden_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=8,
+    )
+    model = BertForMaskedLM(config)
+    folder = tmp_path / "tied"
+    model.config.save_pretrained(folder)
+    torch.save(model.state_dict(), folder / "pytorch_model.bin")
+    hub.add_repo("user/tied", folder)
+    snapshot = resolve("user/tied", allow_pickle=True)
+    reloaded = BertForMaskedLM.from_pretrained(snapshot.folder)
+    assert_equal(reloaded.state_dict(), model.state_dict())
+
+
+class Trap:
+    """An object whose unpickling would write a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return Path.touch, (self.path,)
+
+
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
+@pytest.mark.parametrize("legacy", [False, True])
+def test_a_pickle_that_would_run_code_is_refused(pickled: Path, tmp_path: Path, legacy: bool) -> None:
+    trap = tensors() | {"trap": Trap(tmp_path / "sprung")}
+    torch.save(trap, pickled / "pytorch_model.bin", _use_new_zipfile_serialization=not legacy)
+    assert "could run code" in refusal(str(pickled), allow_pickle=True)
+    (pickled / "pytorch_model.bin").write_bytes(pickle.dumps(trap))
+    refusal(str(pickled), allow_pickle=True)
+    assert not (tmp_path / "sprung").exists()
+    assert not list((Path(os.environ["FEATCAL_CACHE"]) / "converted").glob(".*"))
+
+
+@pytest.mark.parametrize("content", [[1, 2], {"a": 1}, {}, {"model": {"a": torch.ones(1)}}])
+def test_a_pickle_that_is_no_state_dict_is_refused(pickled: Path, content: object) -> None:
+    torch.save(content, pickled / "pytorch_model.bin")
+    assert "not a plain mapping" in refusal(str(pickled), allow_pickle=True)
+
+
+def test_a_pickle_that_is_cut_short_is_refused(pickled: Path) -> None:
+    file = pickled / "pytorch_model.bin"
+    for content in (file.read_bytes()[:-200], b"", b"garbage"):
+        file.write_bytes(content)
+        assert "pytorch_model.bin" in refusal(str(pickled), allow_pickle=True)
+
+
+def test_a_repo_with_no_pytorch_weights_is_refused(hub: HubServer, folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "tf_model.h5")
+    hub.add_repo("user/tensorflow", folder)
+    for name in ("user/tensorflow", str(folder)):
+        assert "no pytorch_model.bin" in refusal(name, allow_pickle=True)
+
+
+def test_transformers_never_asks_for_a_conversion() -> None:
+    assert os.environ["DISABLE_SAFETENSORS_CONVERSION"] == "1"
+
+
+# The Hub of the tests itself
+
+
+def test_transformers_and_datasets_load_from_it_unpatched(hub: HubServer, tmp_path: Path) -> None:
+    from datasets.load import load_dataset
+    from transformers import AutoModel, BertConfig, BertModel
+
+    config = BertConfig(vocab_size=20, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8)
+    BertModel(config).save_pretrained(tmp_path / "bert")
+    hub.add_repo("user/bert", tmp_path / "bert")
+    assert AutoModel.from_pretrained("user/bert").config.hidden_size == 8
+    (tmp_path / "rows" / "data").mkdir(parents=True)
+    lines = "".join(json.dumps({"text": f"row {number}"}) + "\n" for number in range(5))
+    (tmp_path / "rows" / "data" / "train.jsonl").write_text(lines)
+    hub.add_repo("user/rows", tmp_path / "rows", kind="dataset")
+    stream = load_dataset("user/rows", split="train", streaming=True)
+    assert [row["text"] for row in stream][-1] == "row 4"
+    assert load_dataset("user/rows", split="train").num_rows == 5
+
+
+def test_it_serves_ranges(hub: HubServer, folder: Path) -> None:
+    from huggingface_hub import HfFileSystem
+
+    hub.add_repo("user/ranges", folder)
+    content = (folder / "model.safetensors").read_bytes()
+    hub.requests.clear()
+    with HfFileSystem().open("user/ranges/model.safetensors", "rb", cache_type="none") as stream:
+        stream.seek(8)
+        assert stream.read(16) == content[8:24]
+    assert hub.file_bytes() == 16

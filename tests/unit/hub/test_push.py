@@ -1,0 +1,624 @@
+"""Models are pushed to a Hub on loopback by the real huggingface_hub: in one commit, once, and whole."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from egress import watch_egress
+from hub_faults import FAULTS, WRITES, Fault
+from hub_server import HubServer
+from hub_store import Commit
+from huggingface_hub import constants
+from safetensors.torch import save_file
+
+import featcal_cli.hub.client
+from featcal_cli.hub.push import Pushed, Target, check_target, push
+from featcal_cli.hub.snapshot import resolve
+from featcal_cli.runtime.errors import HubError
+from featcal_cli.runtime.waiting import heard
+
+SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
+CARD = "---\nlicense: mit\nbase_model: [user/base]\ntags: [merge]\n---\n# A model\n"
+SLOW = 1.0
+"""Seconds that a slow answer takes."""
+PATIENCE = 0.4
+"""Seconds that a client waits for one."""
+
+
+@pytest.fixture(autouse=True)
+def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clients wait less between two tries."""
+    sleep = time.sleep
+    monkeypatch.setattr(time, "sleep", lambda seconds: sleep(min(seconds, 0.005)))
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clients wait less for an answer."""
+    monkeypatch.setattr(featcal_cli.hub.client, "TIMEOUT", PATIENCE)
+
+
+@pytest.fixture
+def alice(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The token in use, which may write to what is alice's."""
+    token = hub.add_token("alice")
+    monkeypatch.setenv("HF_TOKEN", token)
+    return token
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A finished model in two shards, and things beside it that are nobody's business."""
+    made = tmp_path / "finished"
+    (made / "extra").mkdir(parents=True)
+    (made / ".cache").mkdir()
+    for number, shard in enumerate(SHARDS):
+        save_file({f"w{number}": torch.full((100 + number, 100), float(number))}, made / shard)
+    places = {f"w{number}": shard for number, shard in enumerate(SHARDS)}
+    (made / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
+    (made / "config.json").write_text('{"model_type": "bert"}')
+    (made / "README.md").write_text(CARD)
+    (made / "drift.png").write_bytes(b"\x89PNG picture")
+    (made / "extra" / "notes.txt").write_text("notes")
+    (made / ".env").write_text("HF_TOKEN=secret")
+    (made / ".cache" / "trace.json").write_text("{}")
+    return made
+
+
+def aim(repo_id: str, **options: bool) -> Target:
+    """The checked target."""
+    wanted = {"private": False, "create_pr": False, "overwrite_repo": False} | options
+    return check_target(repo_id, **wanted)  # type: ignore[arg-type]
+
+
+def refusal(act: Callable[[], object]) -> str:
+    """The message of the HubError that `act` ends in; it holds no token."""
+    with pytest.raises(HubError) as caught:
+        act()
+    assert caught.value.what
+    assert caught.value.where
+    assert caught.value.fix
+    assert os.environ.get("HF_TOKEN", "hf_") not in str(caught.value)
+    return str(caught.value)
+
+
+def visible(folder: Path) -> dict[str, bytes]:
+    """Path and content of every file that is not hidden."""
+    paths = {path.relative_to(folder): path for path in folder.rglob("*") if path.is_file()}
+    shown = {name: path for name, path in paths.items() if not any(part.startswith(".") for part in name.parts)}
+    return {name.as_posix(): path.read_bytes() for name, path in shown.items()}
+
+
+def stored(hub: HubServer, repo_id: str, revision: str = "main") -> dict[str, bytes]:
+    """Path and content of every file of a repo, without what the Hub itself put there."""
+    repo = hub.repos["model", repo_id]
+    files = repo.commits[repo.refs[revision]]
+    return {path: blob.path.read_bytes() for path, blob in files.items() if path != ".gitattributes"}
+
+
+def commits(hub: HubServer, repo_id: str) -> int:
+    """How often anyone committed."""
+    return len(hub.repos["model", repo_id].log)
+
+
+def model(folder: Path, **files: str) -> Path:
+    """Another model's folder."""
+    folder.mkdir()
+    for name, text in {"config.json": "{}", "model.safetensors": "old", **files}.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    return folder
+
+
+# What a push does
+
+
+@pytest.mark.usefixtures("alice")
+def test_one_commit_holds_everything_that_is_not_hidden(hub: HubServer, folder: Path) -> None:
+    target = aim("alice/out")
+    assert all(request.method == "GET" for request in hub.requests)
+    assert not hub.repos
+    pushed = push(folder, target, message="Calibrate it")
+    assert pushed == Pushed(f"{hub.url}/alice/out", hub.repos["model", "alice/out"].refs["main"], None)
+    assert [commit.title for commit in hub.repos["model", "alice/out"].log] == ["Calibrate it"]
+    assert stored(hub, "alice/out") == visible(folder)
+    assert resolve(f"alice/out@{pushed.commit}").commit == pushed.commit
+
+
+@pytest.mark.usefixtures("alice")
+def test_a_private_repo_is_seen_by_its_owner_only(
+    hub: HubServer, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pushed = push(folder, aim("alice/hidden", private=True), message="m")
+    assert resolve("alice/hidden").commit == pushed.commit
+    monkeypatch.setenv("HF_TOKEN", hub.add_token("bob"))
+    assert "or it is private" in refusal(lambda: resolve("alice/hidden"))
+
+
+@pytest.mark.usefixtures("alice")
+def test_private_is_not_promised_of_a_repo_that_is_public(hub: HubServer, folder: Path, tmp_path: Path) -> None:
+    hub.add_repo("alice/public", model(tmp_path / "old"))
+    for options in ({"create_pr": True}, {"overwrite_repo": True}):
+        assert "is public" in refusal(lambda options=options: aim("alice/public", private=True, **options))  # type: ignore[misc]
+    push(folder, aim("alice/seen"), message="m")
+    options = {"private": True, "create_pr": False, "overwrite_repo": True}
+    assert "is public" in refusal(lambda: check_target("alice/seen", **options, finished=folder))
+    target = aim("alice/later", private=True)
+    hub.add_repo("alice/later", tmp_path)
+    assert "is public" in refusal(lambda: push(folder, target, message="m"))
+
+
+@pytest.mark.usefixtures("alice")
+def test_a_repo_that_holds_a_model_is_committed_to_on_request_only(
+    hub: HubServer, folder: Path, tmp_path: Path
+) -> None:
+    hub.add_repo("alice/taken", model(tmp_path / "old"))
+    message = refusal(lambda: aim("alice/taken"))
+    assert "--create-pr" in message
+    assert "--overwrite-repo" in message
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "notes.md").write_text("mine")
+    hub.add_repo("alice/text", tmp_path / "text")
+    push(folder, aim("alice/text"), message="m")
+    assert stored(hub, "alice/text") == visible(folder) | {"notes.md": b"mine"}
+    # somebody was faster
+    target = aim("alice/raced")
+    hub.add_repo("alice/raced", tmp_path / "old")
+    assert "already holds a model" in refusal(lambda: push(folder, target, message="m"))
+
+
+@pytest.mark.usefixtures("alice")
+@pytest.mark.parametrize("owner", ["alice", "bob"])
+def test_a_pull_request_leaves_main_alone(hub: HubServer, folder: Path, tmp_path: Path, owner: str) -> None:
+    head = hub.add_repo(f"{owner}/model", model(tmp_path / "old", **{"mine.txt": "kept"}))
+    pushed = push(folder, aim(f"{owner}/model", create_pr=True), message="Better")
+    repo = hub.repos["model", f"{owner}/model"]
+    assert (pushed.url, pushed.pull_request) == (f"{hub.url}/{owner}/model/discussions/1", 1)
+    assert repo.refs == {"main": head, "refs/pr/1": pushed.commit}
+    assert stored(hub, f"{owner}/model", "refs/pr/1") == visible(folder) | {"mine.txt": b"kept"}
+
+
+@pytest.mark.usefixtures("alice")
+def test_overwriting_deletes_stale_weights_and_nothing_else(hub: HubServer, folder: Path, tmp_path: Path) -> None:
+    stale = ("pytorch_model.bin", "model.gguf", "onnx/model.onnx", "model-00003-of-00003.safetensors")
+    kept = ("mine.txt", "extra/notes.md", "vocab.json", ".gitignore")
+    hub.add_repo("alice/mix", model(tmp_path / "old", **dict.fromkeys((*stale, *kept), "*.png")))
+    push(folder, aim("alice/mix", overwrite_repo=True), message="m")
+    assert stored(hub, "alice/mix") == visible(folder) | dict.fromkeys(kept, b"*.png")
+    assert commits(hub, "alice/mix") == 1
+
+
+@pytest.mark.usefixtures("alice")
+def test_stale_weights_go_even_where_everything_else_is_there(hub: HubServer, folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder, tmp_path / "same")
+    (tmp_path / "same" / "model.safetensors").write_text("old")
+    hub.add_repo("alice/same", tmp_path / "same")
+    push(folder, aim("alice/same", overwrite_repo=True), message="m")
+    assert "model.safetensors" not in stored(hub, "alice/same")
+    assert stored(hub, "alice/same").items() >= visible(folder).items()
+
+
+@pytest.mark.usefixtures("alice")
+@pytest.mark.parametrize("create_pr", [False, True])
+def test_pushing_again_does_nothing(hub: HubServer, folder: Path, tmp_path: Path, create_pr: bool) -> None:
+    hub.add_repo("alice/twice", model(tmp_path / "old"))
+    target = aim("alice/twice", create_pr=create_pr, overwrite_repo=not create_pr)
+    first = push(folder, target, message="m")
+    hub.requests.clear()
+    assert push(folder, target, message="m") == first
+    assert all(request.method == "GET" for request in hub.requests)
+    assert commits(hub, "alice/twice") == 1
+
+
+@pytest.mark.usefixtures("alice")
+def test_a_repo_that_holds_the_finished_model_is_no_obstacle(hub: HubServer, folder: Path) -> None:
+    push(folder, aim("alice/done"), message="m")
+    options = {"private": False, "create_pr": False, "overwrite_repo": False}
+    target = check_target("alice/done", **options, finished=folder)
+    push(folder, target, message="m")
+    assert commits(hub, "alice/done") == 1
+    (folder / "config.json").write_text('{"changed": 1}')
+    assert "already holds a model" in refusal(lambda: check_target("alice/done", **options, finished=folder))
+
+
+@pytest.mark.usefixtures("alice")
+def test_a_hub_that_stores_something_else_is_found_out(hub: HubServer, folder: Path) -> None:
+    hub.uploads.spoil = lambda path, content: content + b" " if path == "config.json" else content
+    message = refusal(lambda: push(folder, aim("alice/spoilt"), message="m"))
+    assert "holds something else than what was pushed: config.json" in message
+    assert str(folder) in message
+
+
+@pytest.mark.usefixtures("alice")
+def test_links_that_lead_out_are_not_followed(hub: HubServer, folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "secret.txt").write_text("secret")
+    (tmp_path / "elsewhere").mkdir()
+    for target in ("secret.txt", "elsewhere", "absent"):
+        (folder / "link").symlink_to(tmp_path / target)
+        assert "link is a link" in refusal(lambda: push(folder, aim("alice/links"), message="m"))
+        (folder / "link").unlink()
+    assert not hub.repos
+    (folder / "same.json").symlink_to("config.json")
+    push(folder, aim("alice/links"), message="m")
+    assert stored(hub, "alice/links")["same.json"] == (folder / "config.json").read_bytes()
+    assert "nothing to push" in refusal(lambda: push(tmp_path / "elsewhere", aim("alice/none"), message="m"))
+
+
+@pytest.mark.usefixtures("alice")
+def test_metadata_that_the_hub_refuses_is_named(hub: HubServer, folder: Path) -> None:
+    (folder / "README.md").write_text("---\nlicense: [nonsense\n---\n")
+    assert "metadata of README.md" in refusal(lambda: push(folder, aim("alice/card"), message="m"))
+    assert not hub.repos
+
+
+# Who may push where
+
+
+def test_a_token_is_needed_that_may_write_there(hub: HubServer, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    assert "hf auth login" in refusal(lambda: aim("alice/out"))
+    monkeypatch.setenv("HF_TOKEN", "hf_" + "notKnown" * 4)
+    assert "does not accept the token" in refusal(lambda: aim("alice/out"))
+    monkeypatch.setenv("HF_TOKEN", hub.add_token("alice", role="read"))
+    assert "may only read" in refusal(lambda: aim("alice/out"))
+    assert "may only read" in refusal(lambda: aim("alice/out", create_pr=True))
+    monkeypatch.setenv("HF_TOKEN", hub.add_token("alice", role="fineGrained"))
+    push(folder, aim("alice/fine"), message="m")
+    target = aim("alice/revoked")
+    hub.tokens.clear()
+    assert "does not accept the token" in refusal(lambda: push(folder, target, message="m"))
+
+
+@pytest.mark.usefixtures("alice")
+def test_namespaces_are_the_users_and_their_organisations(hub: HubServer, folder: Path) -> None:
+    assert "neither alice nor an organisation" in refusal(lambda: aim("team/out"))
+    hub.add_org("team", "alice")
+    push(folder, aim("team/out"), message="m")
+    assert stored(hub, "team/out") == visible(folder)
+    assert "write USER/out" in refusal(lambda: aim("out"))
+    for name in ("alice/out/more", "alice/a--b", "alice/ü", "alice/"):
+        assert "USER/NAME" in refusal(lambda name=name: aim(name))  # type: ignore[misc]
+    assert "leave out --create-pr" in refusal(lambda: aim("alice/absent", create_pr=True))
+
+
+def test_a_right_that_is_lost_meanwhile_is_told(hub: HubServer, folder: Path, alice: str) -> None:
+    target = aim("alice/out")
+    hub.roles[alice] = "read"
+    message = refusal(lambda: push(folder, target, message="m"))
+    assert "does not let this token write" in message
+    assert str(folder) in message
+    assert not hub.repos
+
+
+# What goes wrong on the way
+
+
+@pytest.mark.usefixtures("alice")
+def test_an_interrupted_upload_goes_on_with_what_is_missing(hub: HubServer, folder: Path) -> None:
+    hub.add_repo("alice/on", folder / "extra")
+    hub.fail("upload", "500", after=1, times=None)
+    assert str(folder) in refusal(lambda: push(folder, aim("alice/on"), message="m"))
+    there = sum(hub.stored(sha256).stat().st_size for sha256 in hub.repos["model", "alice/on"].objects)
+    large = sum((folder / name).stat().st_size for name in (*SHARDS, "drift.png"))
+    assert 0 < there < large
+    hub.faults.clear()
+    hub.requests.clear()
+    push(folder, aim("alice/on"), message="m")
+    assert hub.received("^/upload/") == large - there
+    assert stored(hub, "alice/on").items() >= visible(folder).items()
+
+
+REFUSAL = Fault(status=403, carried_out=False)
+
+
+@pytest.mark.usefixtures("alice")
+@pytest.mark.parametrize(
+    ("kind", "fault"),
+    [
+        ("preupload", REFUSAL), ("batch", REFUSAL), ("upload", "500"), ("upload", "reset"), ("verify", REFUSAL),
+        ("validate", Fault(status=200, body=b"<html>")), ("commit", "500"), ("commit", "reset"), ("commit", REFUSAL),
+        ("batch", Fault(body=b"[]")), ("preupload", Fault(body=b"<html>")), ("commit", Fault(status=413)),
+    ],
+)  # fmt: skip
+def test_a_first_push_that_fails_leaves_no_empty_repo(hub: HubServer, folder: Path, kind: str, fault: Fault) -> None:
+    hub.fail(kind, fault if isinstance(fault, str) else replace(fault, carried_out=False), times=None)
+    message = refusal(lambda: push(folder, aim("alice/first"), message="m"))
+    assert "the empty repo that was created for it is deleted again" in message
+    assert str(folder) in message and not hub.repos
+
+
+@pytest.mark.usefixtures("alice")
+def test_a_repo_that_is_not_surely_ours_and_empty_is_not_deleted(hub: HubServer, folder: Path, tmp_path: Path) -> None:
+    hub.fail("batch", REFUSAL, times=None)
+    hub.fail("delete", REFUSAL)
+    left = f"an empty repo may be left at {hub.url}/alice/"
+    assert f"{left}kept" in refusal(lambda: push(folder, aim("alice/kept"), message="m"))
+    hub.fail("create", "lost reply")  # the next try is told that there is one
+    assert f"{left}perhaps" in refusal(lambda: push(folder, aim("alice/perhaps"), message="m"))
+    hub.add_repo("alice/old", folder / "extra")
+    assert "empty" not in refusal(lambda: push(folder, aim("alice/old"), message="m"))
+    hub.faults.clear()
+    other = model(tmp_path / "other")
+    hub.fail("commit", Fault(action=lambda: hub.add_repo("alice/raced", other), status=403, carried_out=False))
+    assert "empty" not in refusal(lambda: push(folder, aim("alice/raced"), message="m"))
+    assert {name for _, name in hub.repos} == {f"alice/{name}" for name in ("kept", "perhaps", "old", "raced")}
+
+
+@pytest.mark.usefixtures("alice")
+@pytest.mark.parametrize("theirs", ["branch", "tag", "pull request", "commit", "unknown"])
+def test_a_new_repo_into_which_somebody_has_put_something_is_not_deleted(
+    hub: HubServer, folder: Path, tmp_path: Path, theirs: str
+) -> None:
+    name = f"alice/{theirs.replace(' ', '-')}"
+
+    def put() -> None:
+        repo = hub.repos["model", name]
+        if theirs in ("branch", "tag"):
+            hub.add_repo(name, model(tmp_path / "theirs"), revision="dev" if theirs == "branch" else "refs/tags/v1")
+        elif theirs == "pull request":
+            hub.add_pull_request(name, model(tmp_path / "theirs"), author="bob")
+        elif theirs == "commit":  # put into main, and taken out again
+            repo.log.append(Commit(repo.refs["main"], "0" * 40, "main", "theirs", "bob"))
+
+    if theirs == "unknown":
+        hub.fail("commits", "500", times=None)
+    hub.fail("batch", Fault(status=403, carried_out=False, action=put))
+    message = refusal(lambda: push(folder, aim(name), message="m"))
+    assert ("model", name) in hub.repos and "deleted again" not in message
+    left = "an empty repo may be left" if theirs == "unknown" else "somebody has put a " + theirs.rpartition(" ")[2]
+    assert left in message.replace("a discussion or a pull request", "a request")
+    assert "DELETE" not in {request.method for request in hub.requests}
+
+
+@pytest.mark.usefixtures("alice")
+@pytest.mark.parametrize("place", ["new", "old", "pull request"])
+def test_a_commit_that_may_have_arrived_is_told_and_found_by_the_next_push(
+    hub: HubServer, folder: Path, place: str
+) -> None:
+    name = f"alice/lost-{place.replace(' ', '-')}"
+    if place != "new":
+        hub.add_repo(name, folder / "extra")
+
+    def break_down() -> None:
+        hub.fail("GET", "500", times=None)
+        hub.fail("POST", "500", times=None)
+
+    hub.fail("commit", Fault(share=0.0, reset=True, action=break_down))
+    message = refusal(lambda: push(folder, aim(name, create_pr=place == "pull request"), message="m"))
+    made = "pull request" if place == "pull request" else "commit"
+    assert f"the {made} may be at {hub.url}/{name} all the same" in message
+    assert "empty repo" not in message and str(folder) in message
+    hub.faults.clear()
+    again = check_target(name, private=False, create_pr=place == "pull request", overwrite_repo=False, finished=folder)
+    pushed = push(folder, again, message="m")
+    assert [commit.sha for commit in hub.repos["model", name].log] == [pushed.commit]
+
+
+@pytest.mark.usefixtures("alice")
+def test_a_commit_that_cannot_be_read_back_is_not_said_to_be_missing(hub: HubServer, folder: Path) -> None:
+    hub.fail("commit", Fault(action=lambda: hub.fail("model tree", "500", times=None)))
+    message = refusal(lambda: push(folder, aim("alice/unread"), message="m"))
+    assert f"the commit is at {hub.url}/alice/unread already, and the same command again reads it back" in message
+    hub.faults.clear()
+    again = check_target("alice/unread", private=False, create_pr=False, overwrite_repo=False, finished=folder)
+    push(folder, again, message="m")
+    assert commits(hub, "alice/unread") == 1
+
+
+@pytest.mark.usefixtures("alice")
+def test_a_commit_whose_answer_is_no_hubs_is_found_at_once(hub: HubServer, folder: Path) -> None:
+    hub.fail("commit", Fault(body=b"<html>"))
+    pushed = push(folder, aim("alice/page"), message="m")
+    assert [commit.sha for commit in hub.repos["model", "alice/page"].log] == [pushed.commit]
+
+
+@pytest.mark.usefixtures("alice")
+@pytest.mark.parametrize("status", [401, 403, 410])
+@pytest.mark.parametrize("kind", ["upload", "upload part"])
+def test_an_upload_that_comes_too_late_for_its_address_gets_another_one(
+    hub: HubServer, folder: Path, kind: str, status: int
+) -> None:
+    hub.uploads.part_size = 30_000 if kind == "upload part" else hub.uploads.part_size
+    hub.fail(kind, Fault(status=status, carried_out=False))
+    push(folder, aim(f"alice/late-{status}"), message="m")
+    assert stored(hub, f"alice/late-{status}") == visible(folder)
+    hub.fail(kind, Fault(status=status, carried_out=False), times=None)
+    message = refusal(lambda: push(folder, aim(f"alice/never-{status}"), message="m"))
+    assert re.search(rf"localhost:\d+ does not take \S+ of alice/never-{status} .HTTP status {status}.", message)
+    assert "token" not in message and ("model", f"alice/never-{status}") not in hub.repos
+
+
+SAID: dict[str, tuple[str, int, str, str, str]] = {
+    "storage": ("create", 403, "You reached your private storage limit.", "private storage limit", "free some storage"),
+    "payment": ("commit", 402, "Upgrade your plan", "wants a payment for this: Upgrade your plan", "free some storage"),
+    "disabled": ("preupload", 403, "Access to this resource is disabled.", "alice/{} is disabled on", "another repo"),
+    "law": ("commit", 451, "Not here", "for legal reasons: Not here", "push to another repo"),
+    "room": ("upload", 507, "", "localhost:.* has no room left for this", "free some storage"),
+    "size": ("upload", 413, "", "localhost:.* finds the upload too large", "see its limits"),
+    "rights": (
+        "create",
+        403,
+        "You may not \x1b[31mdo \u202e this",
+        "does not let this token write .*may not .*do",
+        "write access",
+    ),
+}
+
+
+@pytest.mark.usefixtures("alice")
+@pytest.mark.parametrize("case", SAID)
+def test_what_the_hub_says_of_a_refusal_is_passed_on(hub: HubServer, folder: Path, case: str) -> None:
+    kind, status, said, told, fix = SAID[case]
+    header = said.encode().decode("latin-1")
+    hub.fail(kind, Fault(status=status, message=header, carried_out=False), times=None)
+    message = refusal(lambda: push(folder, aim(f"alice/{case}"), message="m"))
+    assert re.search(told.format(case), message) and fix in message, message
+    assert "\x1b" not in message and "\u202e" not in message
+    assert not hub.repos
+
+
+@pytest.mark.usefixtures("alice")
+def test_a_repo_is_created_whatever_the_answer_lacks(hub: HubServer, folder: Path) -> None:
+    for number, fault in enumerate((Fault(status=409), Fault(body=b"{}"), Fault(body=b"<html>"))):
+        hub.fail("create", fault)
+        push(folder, aim(f"alice/odd-{number}"), message="m")
+        assert stored(hub, f"alice/odd-{number}") == visible(folder)
+    hub.fail("create", Fault(body=b"<html>", carried_out=False))
+    assert "does not answer like a Hub" in refusal(lambda: push(folder, aim("alice/none"), message="m"))
+
+
+@pytest.mark.usefixtures("alice")
+def test_a_hub_that_is_busy_creating_something_else_is_asked_again_and_not_for_ever(
+    hub: HubServer, folder: Path
+) -> None:
+    text = b'{"error": "Cannot create repo: another conflicting operation is in progress"}'
+    busy = Fault(status=409, body=text, carried_out=False)
+    hub.fail("create", busy)
+    push(folder, aim("alice/soon"), message="m")
+    hub.fail("create", busy, times=None)
+    refusal(lambda: push(folder, aim("alice/never"), message="m"))
+    assert [name for _, name in hub.repos] == ["alice/soon"]
+
+
+@pytest.mark.usefixtures("alice")
+def test_bytes_that_are_sent_are_told(hub: HubServer, folder: Path) -> None:
+    told: list[tuple[str, int, int]] = []
+    hub.uploads.part_size = 30_000
+    hub.fail("upload", "500")
+    push(folder, aim("alice/told"), message="m", watch=lambda *what: told.append(what))
+    large = sum((folder / name).stat().st_size for name in (*SHARDS, "drift.png"))
+    assert told[-1] == ("alice/told", large, large)
+    assert len(told) > 4 and all(sent <= total <= large for _, sent, total in told)
+
+
+@pytest.mark.usefixtures("alice")
+def test_a_hub_without_xet_is_pushed_to_over_http(
+    hub: HubServer, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", False)
+    heard_texts: list[str] = []
+    with heard(heard_texts.append):
+        push(folder, aim("alice/plain"), message="m")
+    assert stored(hub, "alice/plain") == visible(folder)
+    assert ["over Xet" in text for text in heard_texts] == [True]
+    assert not constants.HF_HUB_DISABLE_XET
+
+
+@pytest.mark.usefixtures("alice")
+@pytest.mark.parametrize("create_pr", [False, True])
+@pytest.mark.parametrize("fault", ["lost reply", "reset midway", "truncated", "lost behind a gateway"])
+def test_a_commit_whose_answer_is_lost_is_not_made_twice(
+    hub: HubServer, folder: Path, tmp_path: Path, fault: str, create_pr: bool
+) -> None:
+    hub.add_repo("alice/lost", model(tmp_path / "old"))
+    hub.fail("commit", fault)
+    target = aim("alice/lost", create_pr=create_pr, overwrite_repo=not create_pr)
+    pushed = push(folder, target, message="m")
+    repo = hub.repos["model", "alice/lost"]
+    assert pushed.pull_request == (1 if create_pr else None)
+    assert [commit.sha for commit in repo.log] == [pushed.commit]
+    assert len(repo.pulls) == create_pr
+    assert push(folder, target, message="m") == pushed
+
+
+@pytest.mark.usefixtures("alice", "impatient")
+def test_a_late_pull_request_is_waited_for_and_not_opened_twice(hub: HubServer, folder: Path, tmp_path: Path) -> None:
+    hub.add_repo("alice/late", model(tmp_path / "old"))
+    hub.fail("commit", Fault(seconds=SLOW))
+    target = aim("alice/late", create_pr=True)
+    assert "stopped answering" in refusal(lambda: push(folder, target, message="m"))
+    threading.Event().wait(SLOW)
+    assert push(folder, target, message="m").pull_request == 1
+    assert len(hub.repos["model", "alice/late"].pulls) == 1
+
+
+KINDS = (*WRITES, "model info", "model tree", "discussions")
+CASES = [(kind, fault) for kind in KINDS for fault in FAULTS if fault != "503"]  # as 500
+
+
+@pytest.mark.usefixtures("alice")
+@pytest.mark.parametrize(("kind", "fault"), CASES)
+def test_whatever_fails_the_next_push_finishes_with_one_commit(
+    hub: HubServer, folder: Path, request: pytest.FixtureRequest, kind: str, fault: str
+) -> None:
+    if fault == "slow":
+        request.getfixturevalue("impatient")
+    if kind in ("upload part", "upload end"):
+        hub.uploads.part_size = 30_000
+    create_pr = kind == "discussions"
+    for times in (1, None):
+        name = f"alice/{times}-{kind}-{fault}".replace(" ", "-")  # late requests of one test reach the next
+        if create_pr:
+            hub.add_repo(name, folder / "extra")
+        target = aim(name, create_pr=create_pr)
+        planned = Fault(seconds=SLOW) if fault == "slow" else fault
+        hub.fail(kind, planned, times=times)
+        before = hub.faults.hits
+        try:
+            push(folder, target, message="m")
+        except HubError as error:
+            assert times is None  # what fails once is tried again
+            assert str(folder) in error.fix
+            assert os.environ["HF_TOKEN"] not in str(error)
+        assert hub.faults.hits > before
+        hub.faults.clear()
+        repo = hub.repos.get(("model", name))
+        assert repo is None or len(repo.log) <= 1
+        pushed = push(folder, target, message="m")
+        repo = hub.repos["model", name]
+        assert [commit.sha for commit in repo.log] == [pushed.commit]
+        assert visible(folder).items() <= stored(hub, name, repo.log[0].revision).items()
+
+
+@pytest.mark.usefixtures("alice")
+@pytest.mark.parametrize("kind", ["preupload", "batch", "verify", "validate", "commit"])
+def test_a_repo_that_disappears_midway_is_missed(hub: HubServer, folder: Path, kind: str) -> None:
+    target = aim("alice/gone")
+    hub.fail(kind, Fault(action=lambda: hub.delete_repo("alice/gone")))
+    message = refusal(lambda: push(folder, target, message="m"))
+    assert "alice/gone is not on" in message
+    assert str(folder) in message
+    push(folder, target, message="m")
+    assert stored(hub, "alice/gone") == visible(folder)
+
+
+@pytest.mark.usefixtures("alice")
+def test_what_somebody_else_commits_meanwhile_is_not_overwritten(hub: HubServer, folder: Path, tmp_path: Path) -> None:
+    other = model(tmp_path / "other", **{"theirs.txt": "new"})
+    hub.add_repo("alice/busy", model(tmp_path / "old"))
+    hub.fail("commit", Fault(action=lambda: hub.add_repo("alice/busy", other)))
+    message = refusal(lambda: push(folder, aim("alice/busy", overwrite_repo=True), message="m"))
+    assert "changed by somebody else" in message
+    assert stored(hub, "alice/busy") == visible(other)
+
+
+def test_nothing_leaves_for_another_host(hub: HubServer, folder: Path, alice: str) -> None:
+    code = (
+        "import sys; from pathlib import Path; from featcal_cli.hub.push import check_target, push\n"
+        "target = check_target('alice/inside', private=False, create_pr=False, overwrite_repo=False)\n"
+        "push(Path(sys.argv[1]), target, message='m')\n"
+        "import urllib.request, urllib.error\n"
+        "try: urllib.request.urlopen('http://elsewhere.test/')\n"
+        "except urllib.error.HTTPError: pass\n"
+    )
+    with watch_egress() as egress:
+        environment = {**os.environ, **egress.environment, "HF_TOKEN": alice}
+        done = subprocess.run(
+            [sys.executable, "-c", code, str(folder)], env=environment, capture_output=True, text=True, check=False
+        )
+    assert done.returncode == 0, done.stderr
+    assert stored(hub, "alice/inside") == visible(folder)
+    assert egress.hosts == ["elsewhere.test"]  # what the script's last lines ask for, and nothing before
+    assert alice not in done.stdout + done.stderr

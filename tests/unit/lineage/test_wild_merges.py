@@ -1,0 +1,98 @@
+"""Merges as they look on the Hub: each is found, or all that is missing is asked for at once."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+from hub_server import HubServer
+from test_lineage import Files, card, fill, publish
+from wild_merges import MERGES, Merge
+
+from featcal_cli.lineage.known_experts import recall
+from featcal_cli.lineage.questions import OpenQuestionsError
+from featcal_cli.lineage.resolve import find_lineage
+from featcal_cli.recipe.overrides import collect_overrides
+from featcal_cli.recipe.schema import Draft, read_draft
+from featcal_cli.recipe.shipped import shipped_recipes
+from featcal_cli.runtime.errors import LineageError
+
+ROWS: dict[str, Files] = {
+    "data ORG/rows": card(),
+    "data ORG/parts": card(configs=[{"config_name": "one"}, {"config_name": "two"}]),
+    "ORG/mine": card(),
+}
+ANSWERS = {"REPO": "ORG/mine", "SOURCE": "ORG/rows", "CONFIG": "one", "TASK": "mine"}
+
+
+def read_command(command: str) -> Draft:
+    """What a command line of `featcal calibrate` says, as the command itself reads it."""
+    featcal, calibrate, merged, *options = shlex.split(command)
+    assert (featcal, calibrate) == ("featcal", "calibrate")
+    given: dict[str, list[str]] = {"--base": [], "--expert": [], "--data": [], "--skip-expert": []}
+    for name, value in zip(options[::2], options[1::2], strict=True):
+        given[name].append(value)
+    base = next(iter(given["--base"]), None)
+    experts, data, skip = (given[name] for name in ("--expert", "--data", "--skip-expert"))
+    return read_draft(None, collect_overrides(merged, None, base, experts, data, {}, {}, skip))
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+
+
+@pytest.mark.parametrize("merge", MERGES, ids=lambda merge: merge.name)
+def test_a_merge_is_found_or_asked_for_in_one_round(merge: Merge, hub: HubServer, tmp_path: Path) -> None:
+    publish(hub, tmp_path, fill({"ORG/merged": merge.files, **merge.repos, **ROWS}, merge.name))
+    draft = Draft(merged=f"{merge.name}/merged")
+    if merge.refused:
+        with pytest.raises(LineageError, match=merge.refused):
+            find_lineage(draft)
+        return
+    if merge.asks:
+        with pytest.raises(OpenQuestionsError) as caught:
+            find_lineage(draft)
+        command = caught.value.command
+        assert caught.value.fix.endswith(command)
+        asked = [" ".join(pair) for question in caught.value.questions for pair in question.options]
+        assert sorted(asked) == sorted(fill(merge.asks, merge.name))
+        skips = any(one.startswith("--skip-expert") for one in asked)
+        for task, expert in fill(merge.experts, merge.name).items():
+            assert (f"--expert {task}={expert}" in command) is not skips
+        if merge.base:
+            assert f"--base {fill(merge.base, merge.name)}" in command
+        command = re.sub(r"\b(REPO|SOURCE|CONFIG|TASK)\b", lambda word: ANSWERS[word[1]], command)
+        draft = read_command(fill(command, merge.name))
+    lineage = find_lineage(draft)
+    values = {finding.role: finding.value for finding in lineage.findings}
+    if not merge.asks:
+        assert values["base"] == fill(merge.base, merge.name)
+        experts = {role: value for role, value in values.items() if role.startswith("expert ")}
+        assert experts == {f"expert {task}": one for task, one in fill(merge.experts, merge.name).items()}
+    assert fill(merge.note, merge.name) in "\n".join(lineage.notes)
+    assert not hub.sent("safetensors")
+
+
+def test_forty_merges_are_looked_at() -> None:
+    assert len({merge.name for merge in MERGES}) == len(MERGES) >= 40
+
+
+def test_what_is_known_of_families_is_what_the_shipped_recipes_say() -> None:
+    """Also where a card names the dataset only, as that of svhn does."""
+    told = 0
+    for file in shipped_recipes():
+        if file.stem in ("demo", "two-language-models"):
+            continue
+        draft = read_draft(file, {})
+        for task, spec in draft.tasks.items():
+            known = recall(str(spec.expert))
+            assert known is not None, (file, task)
+            assert (known.base, known.data) == (draft.base, spec.data), (file, task)
+            told += 1
+    assert told > 90
+    other = recall("tanganke/clip-vit-base-patch16_svhn")
+    assert other and str(other.data) == "ufldl-stanford/svhn:cropped_digits:train"

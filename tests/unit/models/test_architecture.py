@@ -1,0 +1,82 @@
+"""Blocks are found by running the model, norms by what they compute."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers as tf
+from families import FAMILIES, Family, images
+from torch import nn
+from transformers.models.cohere.modeling_cohere import CohereLayerNorm
+from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.t5.modeling_t5 import T5LayerNorm
+from transformers.pytorch_utils import Conv1D
+
+from featcal_cli.models.architecture import find_architecture
+from featcal_cli.models.module_kinds import kind_of, normalise
+from featcal_cli.runtime.errors import ArchitectureError
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+def test_blocks_are_the_layers_in_execution_order(family: Family) -> None:
+    architecture = find_architecture(family.build().eval(), {"task": family.inputs(4)}, "layernorm")
+    assert [block.name for block in architecture.blocks] == family.block_names
+    assert all(len(block.modules) >= 2 for block in architecture.blocks)
+
+
+@pytest.mark.parametrize(
+    ("module", "kind"),
+    [
+        (nn.Linear(8, 4), "linear"),
+        (Conv1D(4, 8), "conv1d"),
+        (nn.LayerNorm(8), "layernorm"),
+        (nn.LayerNorm(8, bias=False), "layernorm"),
+        (CohereLayerNorm(8), "layernorm"),
+        (LlamaRMSNorm(8), "rmsnorm"),
+        (T5LayerNorm(8), "rmsnorm"),
+        (GemmaRMSNorm(8), "rmsnorm"),
+        (nn.RMSNorm(8), "rmsnorm"),
+        (nn.Embedding(8, 4), None),
+        (nn.BatchNorm1d(8), None),
+        (nn.GroupNorm(2, 8), None),
+        (nn.PReLU(8), None),
+        (nn.Conv1d(8, 4, 1), None),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else None,
+)
+def test_kinds_of_modules_are_told_by_what_they_compute(module: nn.Module, kind: str | None) -> None:
+    assert kind_of(module.eval()) == kind
+
+
+@pytest.mark.parametrize("module", [nn.LayerNorm(8), LlamaRMSNorm(8), GemmaRMSNorm(8)], ids=lambda m: type(m).__name__)
+def test_the_normalised_input_has_neither_scale_nor_bias(module: nn.Module) -> None:
+    for parameter in module.parameters():
+        nn.init.normal_(parameter)
+    x = torch.randn(5, 8) + 2
+    centred = x - x.mean(-1, keepdim=True) if isinstance(module, nn.LayerNorm) else x
+    expected = centred / (centred.square().mean(-1, keepdim=True) + 1e-6).sqrt()
+    torch.testing.assert_close(normalise(module, x), expected, rtol=1e-3, atol=1e-3)
+
+
+def test_a_module_whose_input_is_overwritten_is_marked() -> None:
+    family = next(family for family in FAMILIES if family.name == "vit")
+    model = family.build().eval()
+    block = model.get_submodule("layers.1")
+    plain = block.forward
+
+    def forward(hidden_states: torch.Tensor, *args: object, **kwargs: object) -> object:
+        result = plain(hidden_states, *args, **kwargs)
+        hidden_states.add_(1.0)
+        return result
+
+    block.forward = forward
+    blocks = find_architecture(model, {"task": images(1)}, "layernorm").blocks
+    assert [block.overwritten for block in blocks] == [False, True]
+    assert [m.name for m in blocks[1].modules if m.overwritten] == ["layernorm_before"]
+
+
+def test_a_model_without_blocks_is_refused_in_words() -> None:
+    config = tf.ResNetConfig(embedding_size=8, hidden_sizes=[8], depths=[1], layer_type="basic")
+    with pytest.raises(ArchitectureError, match="no list of transformer blocks"):
+        find_architecture(tf.ResNetModel(config).eval(), {"task": images(1)}, "layernorm")

@@ -1,0 +1,78 @@
+"""featcal modules: what would be calibrated, from the config alone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from command_line import featcal_inside
+from families import FAMILIES, Family, save_family
+from hub_server import HubServer
+
+from featcal_cli.hub.snapshot import Snapshot, resolve_config
+from featcal_cli.models.inventory import take_inventory
+from featcal_cli.workflows.verbs import calibrate
+
+BY_NAME = {family.name: family for family in FAMILIES}
+LOOK_AT_VALUES = ("bart", "mixtral")
+"""Models that cannot run on inputs without values: an end-of-text token is looked for, tokens are routed."""
+SHOWN = ["clip-vision", "clip", "bert", "gpt2", "llama", "t5", "bart", "whisper", "swin", "mixtral", "albert", "gemma3"]
+
+
+def save_config(folder: Path, family: Family) -> Snapshot:
+    """A folder with nothing but the config."""
+    model = family.build()
+    model.config.architectures = [type(model).__name__]
+    model.config.save_pretrained(folder)
+    return Snapshot(family.name, folder, None)
+
+
+@pytest.mark.parametrize("name", SHOWN)
+def test_the_blocks_are_those_that_calibration_visits(tmp_path: Path, name: str) -> None:
+    inventory = take_inventory(save_config(tmp_path, BY_NAME[name]), "auto")
+    assert tuple(block.name for block in inventory.blocks) == tuple(BY_NAME[name].block_names)
+    assert all(block.ran for block in inventory.blocks) or name in LOOK_AT_VALUES
+
+
+@pytest.mark.parametrize("name", ["clip-vision", "bert", "llama", "t5", "wavlm"])
+def test_the_modules_are_those_that_calibration_reports(tmp_path: Path, name: str) -> None:
+    saved = save_family(tmp_path, BY_NAME[name])
+    report = calibrate(saved.recipe(), output=tmp_path / "out").report
+    inventory = take_inventory(resolve_config(str(tmp_path / "merged")), "auto")
+    calibrated = {(block.name, module.name) for block in report.blocks for module in block.modules}
+    assert calibrated == {(block.name, module.name) for block in inventory.blocks for module in block.modules}
+
+
+def test_no_weights_are_downloaded(tmp_path: Path, hub: HubServer, capsys: pytest.CaptureFixture[str]) -> None:
+    save_family(tmp_path, BY_NAME["bert"])
+    hub.add_repo("inventory/bert", tmp_path / "merged")
+    run = featcal_inside(capsys, "modules", {"model": "inventory/bert", "--json": ""})
+    assert run.code == 0, run.stderr
+    assert [block["name"] for block in json.loads(run.stdout)["blocks"]] == ["encoder.layer.0", "encoder.layer.1"]
+    assert not any(request.path.endswith(".safetensors") for request in hub.requests)
+
+
+def test_blocks_that_cannot_be_run_are_listed_as_registered(tmp_path: Path) -> None:
+    """A vision-language model looks at the values of its inputs, which there are none of."""
+    inventory = take_inventory(save_config(tmp_path, BY_NAME["llava"]), "auto")
+    assert {block.name for block in inventory.blocks} == set(BY_NAME["llava"].block_names)
+    assert any("listed as registered" in note for note in inventory.notes)
+
+
+def test_the_table_fits_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_config(tmp_path, BY_NAME["bert"])
+    run = featcal_inside(capsys, "modules", {"model": tmp_path, "--norms": "all"})
+    assert run.code == 0, run.stderr
+    assert "encoder.layer.0 … 1 (2 blocks, each: 8 modules" in run.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"), [({"--norms": "some"}, "layernorm"), ({"model": "nowhere/at-all"}, "nowhere")]
+)
+def test_bad_input_is_one_message(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: dict[str, object], word: str
+) -> None:
+    save_config(tmp_path, BY_NAME["bert"])
+    run = featcal_inside(capsys, "modules", {"model": tmp_path, **arguments})
+    assert run.code == 2 and word in run.stderr and run.stdout == ""

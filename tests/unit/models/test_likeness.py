@@ -1,0 +1,112 @@
+"""Experts as they lie on the Hub are one function with merged; what is another one of the same shapes is told."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as tf
+from family import GROUPED_SIZES, TEXT_SIZES, VISION_SIZES
+
+from featcal_cli.hub.snapshot import Snapshot
+from featcal_cli.models.likeness import check_likeness
+from featcal_cli.models.loading import Model
+from featcal_cli.runtime.errors import CheckpointError
+
+FINE_TUNED: dict[str, Any] = {
+    "architectures": ["BertForSequenceClassification"],
+    "num_labels": 7,
+    "problem_type": "single_label_classification",
+    "_name_or_path": "someone/else",
+    "transformers_version": "4.1.0",
+    "torch_dtype": "float16",
+    "use_cache": False,
+    "pad_token_id": 5,
+    "eos_token_id": [1, 2],
+    "hidden_dropout_prob": 0.3,
+    "attention_probs_dropout_prob": 0.0,
+    "classifier_dropout": 0.2,
+    "initializer_range": 1.0,
+    "vocab_size": 105,
+    "gradient_checkpointing": True,
+    "hidden_act": "gelu_new",
+    "unsloth_version": "2024.9",
+    "position_embedding_type": "absolute",
+    "task_specific_params": {"a": 1},
+}
+"""What fine-tuning, and years of libraries, leave in a config."""
+
+
+def outline(role: str, folder: Path, config: tf.PretrainedConfig, model_class: type[Any], **values: object) -> Model:
+    """A model of this config with these keys, and none of its weights."""
+    (folder / role).mkdir()
+    type(config).from_dict({**config.to_dict(), **values}).save_pretrained(folder / role)
+    found = model_class.config_class.from_pretrained(folder / role)
+    with torch.device("meta"):
+        module = model_class(found).eval()
+    return Model(role, Snapshot(role, folder / role, None), module, frozenset())
+
+
+def compare(folder: Path, config: tf.PretrainedConfig, model_class: type[Any], **values: object) -> list[str]:
+    """What is said of an expert with these keys beside a merged model without."""
+    merged = outline("merged", folder, config, model_class)
+    return check_likeness(merged, outline("expert red", folder, config, model_class, **values))
+
+
+def test_what_fine_tuning_leaves_in_a_config_is_nothing_to_speak_of(tmp_path: Path) -> None:
+    assert compare(tmp_path, tf.BertConfig(**TEXT_SIZES), tf.BertModel, **FINE_TUNED) == []
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("num_attention_heads", 8), ("hidden_act", "relu"), ("layer_norm_eps", 0.1), ("is_decoder", True)],
+)
+def test_another_function_of_the_same_shapes_is_refused(tmp_path: Path, key: str, value: object) -> None:
+    with pytest.raises(CheckpointError, match=rf"expert red is another function .*{key} {value}, merged's") as raised:
+        compare(tmp_path, tf.BertConfig(**TEXT_SIZES), tf.BertModel, **{key: value})
+    assert raised.value.where == "expert red/config.json" and raised.value.fix
+
+
+def test_models_that_share_an_outline_are_compared_by_their_own_configs(tmp_path: Path) -> None:
+    config = tf.BertConfig(**TEXT_SIZES)
+    merged = outline("merged", tmp_path, config, tf.BertModel)
+    other = outline("expert red", tmp_path, config, tf.BertModel, num_attention_heads=8)
+    with pytest.raises(CheckpointError, match="num_attention_heads"):
+        check_likeness(merged, replace(other, module=merged.module))
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}}, "rope_theta 1e+06, merged's 10000"),
+        ({"rms_norm_eps": 1e-5}, "rms_norm_eps 1e-05, merged's 1e-06"),
+    ],
+)
+def test_what_users_change_is_said(tmp_path: Path, values: dict[str, Any], words: str) -> None:
+    (said,) = compare(tmp_path, tf.LlamaConfig(**GROUPED_SIZES), tf.LlamaModel, **values)
+    assert "expert red" in said and words in said
+
+
+def test_a_tower_of_a_whole_model_is_no_other_architecture(tmp_path: Path) -> None:
+    """Its config.json says clip, and it is read as a clip_vision_model; and the other way round."""
+    whole = tf.CLIPConfig(text_config=TEXT_SIZES, vision_config=VISION_SIZES, projection_dim=16)
+    tower = tf.CLIPVisionConfig(**VISION_SIZES)
+    merged = outline("merged", tmp_path, tower, tf.CLIPVisionModel)
+    (tmp_path / "whole").mkdir()
+    whole.save_pretrained(tmp_path / "whole")
+    found = tf.CLIPVisionConfig.from_pretrained(tmp_path / "whole")
+    with torch.device("meta"):
+        module = tf.CLIPVisionModel(found).eval()
+    assert check_likeness(merged, Model("base", Snapshot("base", tmp_path / "whole", None), module, frozenset())) == []
+    wide = outline("wide", tmp_path, whole, tf.CLIPModel)
+    assert check_likeness(wide, replace(merged, role="expert red", part="vision_model")) == []
+
+
+def test_another_type_is_refused(tmp_path: Path) -> None:
+    merged = outline("merged", tmp_path, tf.BertConfig(**TEXT_SIZES), tf.BertModel)
+    other = outline("expert red", tmp_path, tf.RobertaConfig(**TEXT_SIZES), tf.BertModel)
+    with pytest.raises(CheckpointError, match=r"another architecture than merged \(roberta, not bert\)"):
+        check_likeness(merged, other)

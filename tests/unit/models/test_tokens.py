@@ -1,0 +1,108 @@
+"""Rows of a feature are matched to tokens by how its shape changes, never by one shape that could mean two things."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Size
+
+from featcal_cli.models.token_layout import (
+    DECODER,
+    ENCODER,
+    OWN,
+    ROWS,
+    learn_layout,
+    make_probes,
+    token_lengths,
+    token_masks,
+)
+
+AXES = {ENCODER: (8, 7), DECODER: (8, 6)}
+MASK = torch.tensor([[1.0, 1, 0], [1, 0, 0]])
+ROWS_KEPT = torch.tensor([0, 1, 3])
+"""Rows of [2, 3] tokens that are not padding."""
+
+
+def flat(x: torch.Tensor, first: tuple[int, ...], second: tuple[int, ...]) -> torch.Tensor | None:
+    """The rows kept of a feature whose shapes in the two probes were `first` and `second`."""
+    layout = learn_layout(Size((*first, 4)), Size((*second, 4)), AXES)
+    found = layout.flatten(x, {ENCODER: MASK, DECODER: None, OWN: None}, {ROWS: 2, ENCODER: 3, DECODER: 3}, ENCODER)
+    return None if found is None else found[0]
+
+
+TOKENS = torch.arange(24.0).reshape(2, 3, 4)
+
+
+def test_examples_by_tokens() -> None:
+    kept = flat(TOKENS, (3, 8), (5, 7))
+    assert kept is not None and torch.equal(kept, TOKENS.reshape(6, 4)[ROWS_KEPT])
+
+
+def test_tokens_by_examples() -> None:
+    kept = flat(TOKENS.transpose(0, 1), (8, 3), (7, 5))
+    assert kept is not None
+    assert {tuple(row) for row in kept.tolist()} == {tuple(row) for row in TOKENS.reshape(6, 4)[ROWS_KEPT].tolist()}
+
+
+def test_flattened_tokens() -> None:
+    kept = flat(TOKENS.reshape(6, 4), (24,), (35,))
+    assert kept is not None and torch.equal(kept, TOKENS.reshape(6, 4)[ROWS_KEPT])
+
+
+@pytest.mark.parametrize("place", [1, 2])
+def test_heads_on_either_side_of_the_tokens(place: int) -> None:
+    heads = torch.stack([TOKENS, TOKENS + 100, TOKENS + 200], dim=place)  # as many heads as tokens
+    shapes = ((3, 3, 8), (5, 3, 7)) if place == 1 else ((3, 8, 3), (5, 7, 3))
+    kept = flat(heads, *shapes)
+    assert kept is not None and len(kept) == 9
+    assert set((kept[:, 0] % 100).tolist()) == {0.0, 4.0, 12.0}
+
+
+def test_other_texts_tokens_are_not_masked_by_this_one() -> None:
+    kept = flat(TOKENS, (3, 8), (5, 6))  # the decoder's, which has no padding here
+    assert kept is not None and len(kept) == 6
+
+
+def test_a_table_counts_whole() -> None:
+    kept = flat(torch.zeros(1, 10, 4), (1, 10), (1, 10))
+    assert kept is not None and len(kept) == 10
+
+
+@pytest.mark.parametrize(("first", "second"), [(15, 13), (16, 14)])
+def test_a_table_that_grows_with_padding_is_not_matched(first: int, second: int) -> None:
+    assert flat(torch.zeros(1, 6, 4), (1, first), (1, second)) is None
+
+
+@pytest.mark.parametrize("second", [(11,), (29,)])
+def test_rows_that_follow_no_rule_are_not_matched(second: tuple[int, ...]) -> None:
+    assert flat(torch.zeros(5, 4), (10,), second) is None
+
+
+def test_a_shape_that_breaks_the_rule_is_not_matched() -> None:
+    assert flat(torch.zeros(7, 4), (24,), (35,)) is None
+
+
+def test_windows_of_padded_text_are_not_matched_and_windows_of_images_are() -> None:
+    layout = learn_layout(Size((12, 6, 4)), Size((20, 6, 4)), AXES)
+    windows, lengths = torch.zeros(8, 6, 4), {ROWS: 2, ENCODER: 3}
+    assert layout.flatten(windows, {ENCODER: MASK}, lengths, ENCODER) is None
+    assert layout.flatten(windows, {ENCODER: None, OWN: None}, lengths, OWN) is not None
+
+
+def test_probes_differ_in_examples_and_in_every_token_axis() -> None:
+    batch = {
+        "input_ids": torch.zeros(4, 20, dtype=torch.long),
+        "attention_mask": torch.zeros(4, 20, dtype=torch.long),
+        "decoder_input_ids": torch.zeros(4, 1, dtype=torch.long),
+    }
+    (first, second), axes = make_probes(batch, {ENCODER, DECODER})
+    for name, tensor in first.items():
+        assert tensor.shape[0] != second[name].shape[0] and tensor.shape[1] != second[name].shape[1]
+    assert axes == {ENCODER: (8, 7), DECODER: (1, 3)}
+    assert bool(first["attention_mask"].all())
+
+
+def test_a_full_mask_is_no_mask() -> None:
+    full = {"input_ids": torch.zeros(2, 3, dtype=torch.long), "attention_mask": torch.ones(2, 3)}
+    assert token_masks(full)[ENCODER] is None
+    assert token_lengths(full, torch.zeros(2, 5, 4)) == {ROWS: 2, ENCODER: 3, OWN: 5}

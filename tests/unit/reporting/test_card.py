@@ -1,0 +1,316 @@
+"""The model card: what it says is in the report, and nothing that others wrote can change what it is."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import yaml
+from hub_server import HubServer
+from huggingface_hub import ModelCard
+from markdown_it import MarkdownIt
+from markdown_it.token import Token
+
+from featcal_cli.calibration.results import BlockReport, ModuleReport
+from featcal_cli.evaluation.results import TaskScores
+from featcal_cli.evaluation.scores import Score
+from featcal_cli.reporting.markdown import inert_document, one_line
+from featcal_cli.reporting.model_card import MARK, OWN_CARD, read_license, write_card
+from featcal_cli.reporting.report import DriftCurve, Report, Source, TaskDrift
+
+COMMIT = "01234567" * 5
+HOSTILE = {
+    "a bar": "a|b",
+    "a script": "<script>alert(1)</script>",
+    "a heading": "x\n## y",
+    "backticks": "`x` ``y ```z",
+    "a rule": "x\n---\ny",
+    "yaml": "x\nlicense: mit\n---\n",
+    "an image": "![x](https://tracker.example/x.png)",
+    "a link": "[x](javascript:alert(1))",
+    "an address": "<https://evil.example> https://evil.example",
+    "a list": "- x",
+    "a number": "1. x",
+    "emphasis": "**x** _y_ ~~z~~ \\*",
+    "an entity": "&lt;b&gt; &#124;",
+    "right to left": "x\u202ey\u200b",
+    "a comment": "<!-- x",
+    "a section": "\n\n## The merged model's own card\n\n",
+}
+README = """\
+---
+license: apache-2.0
+language: [en, "x\\n---\\ninjected: true"]
+tags: [mergekit, merge, "x\\ninjected: true"]
+pipeline_tag: image-feature-extraction
+---
+<!-- made by
+a tool -->
+# Merged model
+
+<div align="center"><img src="https://tracker.example/a.png"></div>
+
+[![badge](https://tracker.example/b.svg)](https://example.com) ![far](https://tracker.example/c.png) ![near](img/a.png)
+
+Title underlined
+================
+
+Wrap it in `<s>`, as /home/somebody/merges/config does. [here](javascript:alert(1))
+
+```yaml
+# no heading
+models: ["<b>"]
+```
+
+## Drift from the experts
+
+It fell by 100 %, says hf_abcdefghijklmnopqrstuvwxyz.
+"""
+
+
+def metadata(card: str) -> dict[str, Any]:
+    """What huggingface_hub reads in the header."""
+    return dict(ModelCard(card).data.to_dict())  # type: ignore[no-untyped-call]
+
+
+class Reader(MarkdownIt):
+    """Obeys everything: raw HTML, and links to anywhere."""
+
+    def __init__(self) -> None:
+        super().__init__("commonmark", {"html": True})
+        self.enable(["table", "strikethrough"])
+
+    def validateLink(self, url: str) -> bool:  # noqa: ARG002, N802
+        return True
+
+
+def make_report(task: str = "digit", **changes: Any) -> Report:
+    """A run with two tasks, one of them named `task`."""
+    tasks = (task, "letter")
+    module = ModuleReport("q_proj", "linear", 100, 10.0, 0.25)
+    report = Report(
+        featcal_version="0.1.0",
+        recipe={"merged": {"method": "task_arithmetic", "scale": 0.3}},
+        environment={"device": "cpu", "torch": "2.13.0", "transformers": "5.23.0", "platform": "Linux x86_64"},
+        settings={
+            "ridge": 0.05, "rho": 2.0, "alpha": 0.3, "chosen_by": "the paper's preset for encoder models",
+            "candidates": [], "norms": "auto", "bias": True, "token_weights": "cls",
+            "examples": dict.fromkeys(tasks, 8),
+        },
+        blocks=[
+            BlockReport(f"layers.{n}", 1.0, [module], [{"name": "norm", "reason": "a norm without bias"}])
+            for n in range(3)
+        ],
+        drift={name: TaskDrift(0.8, 0.6, 1.2, 0.5, 0.7, True) for name in tasks},
+        cost={"seconds": 125, "peak_rss_bytes": 2**30, "peak_device_bytes": 0, "expert_bytes_read": 2**20},
+        notes=["org/a is an adapter; folded copy kept in /root/.cache/featcal/a-1"],
+        sources=[
+            Source("merged", "org/merged", COMMIT, "the command line", "apache-2.0"),
+            Source("base", "org/base", COMMIT, "mergekit_config.yml", "apache-2.0"),
+            Source(f"expert {task}", "org/expert-a", COMMIT, "mergekit_config.yml", "apache-2.0"),
+            Source("expert letter", "org/expert-b", COMMIT, "mergekit_config.yml", "apache-2.0"),
+            Source(f"data {task}", "org/data-a", COMMIT, "the card of org/expert-a", "mit"),
+            Source("data letter", "/home/me/my data/letters", None, "the command line", None),
+        ],
+        curves={name: DriftCurve(["layers.0", "layers.1"], [0.4, 0.8], [0.3, 0.6], [0.6, 1.2]) for name in tasks},
+    )  # fmt: skip
+    return replace(report, **changes)
+
+
+def walk(tokens: list[Token]) -> Iterator[Token]:
+    for token in tokens:
+        yield token
+        yield from walk(token.children or [])
+
+
+def parse(markdown: str) -> list[Token]:
+    """What a reader makes of a document; the header of a card is none of it."""
+    return list(walk(Reader().parse(MARK + markdown.partition(MARK)[2] if MARK in markdown else markdown)))
+
+
+def outline(tokens: list[Token]) -> list[tuple[str, str]]:
+    return [(t.tag, tokens[at + 1].content) for at, t in enumerate(tokens) if t.type == "heading_open"]
+
+
+def shape(tokens: list[Token]) -> list[tuple[str, str]]:
+    """The blocks of a document, without their text."""
+    return [(token.type, token.tag) for token in tokens if token.nesting or token.type in ("fence", "html_block")]
+
+
+def test_metadata_names_all_that_the_weights_were_computed_from() -> None:
+    assert metadata(write_card(make_report(), name="mended", merged_readme=README)) == {
+        "base_model": ["org/merged", "org/base", "org/expert-a", "org/expert-b"],
+        "base_model_relation": "merge",
+        "datasets": ["org/data-a"],
+        "language": ["en"],
+        "library_name": "transformers",
+        "license": "apache-2.0",
+        "pipeline_tag": "image-feature-extraction",
+        "tags": ["featcal", "merge", "mergekit"],
+    }
+
+
+def test_the_hub_accepts_the_card(hub: HubServer) -> None:
+    assert hub.url
+    for readme in (None, README):
+        ModelCard(write_card(make_report(), name="mended", target="me/mended", merged_readme=readme)).validate()
+
+
+def test_a_model_is_not_its_own_ancestor() -> None:
+    data = metadata(write_card(make_report(), name="merged", target="org/merged"))
+    assert data["base_model"] == ["org/base", "org/expert-a", "org/expert-b"]
+
+
+def test_the_pipeline_is_the_given_one_where_the_merged_card_has_none() -> None:
+    data = metadata(write_card(make_report(), name="mended", pipeline_tag="text-generation"))
+    assert data["pipeline_tag"] == "text-generation"
+
+
+OTHER = "---\nlicense: other\nlicense_name: {}\nlicense_link: https://example.com/{}\n---\n"
+
+
+@pytest.mark.parametrize(
+    ("merged", "base", "expert", "carried"),
+    [
+        ("---\nlicense: mit\n---\n", "---\nlicense: mit\n---\n", "---\nlicense: [mit]\n---\n", {"license": "mit"}),
+        ("---\nlicense: mit\n---\n", "---\nlicense: mit\n---\n", "---\nlicense: apache-2.0\n---\n", {}),
+        ("---\nlicense: mit\n---\n", "# no header", "---\nlicense: mit\n---\n", {}),
+        ("---\nlicense: mit\n---\n", None, "---\nlicense: mit\n---\n", {}),
+        ("---\nlicense: mit\n---\n", "---\nlicense: [mit, gpl]\n---\n", "---\nlicense: mit\n---\n", {}),
+        ("---\nlicense: 'm|<b>'\n---\n",) * 3 + ({},),
+        ("---\nlicense: unknown\n---\n",) * 3 + ({},),
+        ("---\n: [\n---\n",) * 3 + ({},),
+        ("---\nlicense: other\n---\n",) * 3 + ({},),
+        (OTHER.format("x-1", "x"), OTHER.format("x-1", "y"), OTHER.format("x-2", "x"), {}),
+        (
+            *(OTHER.format("x-1", "x"),) * 3,
+            {"license": "other", "license_name": "x-1", "license_link": "https://example.com/x"},
+        ),
+    ],
+)
+def test_a_licence_is_carried_over_only_where_all_models_agree(
+    merged: str, base: str | None, expert: str, carried: dict[str, str]
+) -> None:
+    cards = {"merged": merged, "base": base, "expert digit": expert, "expert letter": expert, "data digit": None}
+    sources = [Source(role, "org/x", COMMIT, "the command line", read_license(text)) for role, text in cards.items()]
+    card = write_card(make_report(sources=sources), name="mended", merged_readme=merged)
+    assert {key: value for key, value in metadata(card).items() if key.startswith("license")} == carried
+    assert ("No licence is carried over" in card) is (not carried)
+
+
+@pytest.mark.parametrize("text", HOSTILE.values(), ids=HOSTILE)
+def test_text_of_others_shows_as_what_it_is(text: str) -> None:
+    def card(text: str) -> str:
+        sources = make_report(text).sources
+        models = [replace(source, license=text, found_in=text) for source in sources]
+        report = make_report(
+            text, sources=[*models, Source(text, text, text, text, text)], notes=[text],
+            blocks=[BlockReport(text, 1.0, [], [{"name": text, "reason": text}])],
+            environment=dict.fromkeys(("device", "torch", "transformers", "platform"), text),
+        )  # fmt: skip
+        header = yaml.safe_dump(dict.fromkeys(("license", "license_name", "language", "pipeline_tag"), text))
+        return write_card(report, name=text, merged_readme=f"---\n{header}---\n")
+
+    hostile, plain = parse(card(text)), parse(card("plain text"))
+    assert shape(hostile) == shape(plain)
+    assert outline(hostile)[1:] == outline(plain)[1:]
+    assert [t.content for t in hostile if t.type == "html_inline"] == []
+    cells = [hostile[at + 1] for at, token in enumerate(hostile) if token.type == "td_open"]
+    assert "".join(child.content for child in cells[0].children or []) == one_line(text)
+    assert metadata(card(text)) == metadata(card("plain text"))
+
+
+def test_the_merged_card_is_kept_below_as_text() -> None:
+    card = write_card(make_report(), name="mended", target="me/mended", merged_readme=README)
+    tokens = parse(card)
+    headings = outline(tokens)
+    assert headings[headings.index(("h2", OWN_CARD.removeprefix("## "))) + 1 :] == [
+        ("h3", "Merged model"),
+        ("h3", "Title underlined"),
+        ("h4", "Drift from the experts"),
+    ]
+    assert [token.attrs["src"] for token in tokens if token.type == "image"] == ["drift.png", "img/a.png"]
+    assert [token.content for token in tokens if token.type.startswith("html")] == [MARK + "\n", "<code>", "</code>"]
+    links = {str(token.attrs["href"]) for token in tokens if token.type == "link_open"}
+    assert all(re.match(r"https://|\./#", link) for link in links)
+    assert '# no heading\nmodels: ["<b>"]\n' in {token.content for token in tokens if token.type == "fence"}
+
+
+def test_no_path_and_no_token_gets_into_the_card() -> None:
+    token = "hf_" + "a1" * 15
+    report = make_report(token, notes=[f"read /srv/x/{token}/y and /home/me/my data/letters"])
+    card = write_card(report, name=token, target=f"me/{token}", merged_readme=f"{README}{token}")
+    assert token not in card
+    assert not re.search(r"/home|/srv|/root|my data", card)
+    assert "read y and letters" in card
+
+
+def test_calibrating_twice_keeps_one_own_card() -> None:
+    first = write_card(make_report(), name="once", merged_readme=README)
+    second = write_card(make_report(), name="twice", merged_readme=first.replace("\n", "\r\n"))
+    assert second.count(OWN_CARD) == 1
+    assert second.partition(OWN_CARD)[2] == first.partition(OWN_CARD)[2]
+    bare = write_card(make_report(), name="twice", merged_readme=write_card(make_report(), name="once"))
+    assert OWN_CARD not in bare
+
+
+def test_growing_drift_is_said_at_the_top() -> None:
+    report = make_report()
+    grown = replace(report, drift=report.drift | {"letter": TaskDrift(0.5, 0.7, 1.2, 0.5, 0.4, False)})
+    card = write_card(grown, name="mended")
+    assert "drift grew on letter" in card[: card.index("## ")]
+    assert "| letter \\* | 0.500 | 0.700 | +40 % | 1.200 |" in card  # not held out
+    assert "grew" not in write_card(report, name="mended")
+
+
+def test_accuracy_has_columns_where_it_was_measured() -> None:
+    scores = {
+        role: Score(value, value - 0.1, value + 0.1, 0.05, 100)
+        for role, value in (("expert", 0.9), ("merged", 0.5), ("calibrated", 0.75))
+    }
+    measured = make_report(accuracy={"digit": TaskScores("heads", "accuracy", "data", "test", scores)})
+    card = write_card(measured, name="mended", pipeline_tag="image-classification")
+    assert "| digit | 0.800 | 0.600 | −25 % | 1.200 | 90.0 | 50.0 | 75.0 |" in card
+    data: Any = ModelCard(card).data
+    (result,) = data.eval_results
+    assert (result.task_type, result.metric_type, result.metric_value) == ("image-classification", "accuracy", 0.75)
+    assert Report.from_json(measured.to_json()) == measured
+    assert "| **mean** | 0.800 | 0.600 | −25 % | 1.200 | – | – | – |" in card
+
+
+def test_the_commands_are_those_of_the_place() -> None:
+    pushed = write_card(make_report(), name="mended", target="me/mended", model_class="AutoModelForCausalLM")
+    assert 'AutoModelForCausalLM.from_pretrained("me/mended", dtype="auto")' in pushed
+    assert "hf download me/mended featcal.yaml --local-dir ." in pushed
+    local = write_card(make_report(sources=[], curves={}), name="my model; rm x")
+    assert "hf download" not in local
+    assert "featcal calibrate -r featcal.yaml -o 'my model; rm x-again'" in local
+    assert "a merge of its experts (task\\_arithmetic, scale 0.3)" in local
+    assert "drift.png" not in local
+
+
+PIECES = [
+    "text", "<script>", "`", "``", "```", "\n", "\n\n", "> ", "- ", "    ", "|", "| a | b |\n| - | - |\n", "![a](http://x/y)",
+    "![", "[", "]", "(", ")", "](javascript:x)", "[a]: javascript:x\n", "]:", "\\", "!", "<", "<!--", "-->", "# h",
+    "\n===\n", "\n---\n", "&#106;avascript&colon;x", "[a](<data:x y>)", "<https://a.b>", "<?php", "<div>\n", "<br>",
+    "[![b](http://x)](http://y)", "![n](a/b.png)", "<code>", "</code>", "\r\n", "`|<b>`", " ",
+]  # fmt: skip
+
+
+def test_any_document_becomes_inert_and_stays_so() -> None:
+    for seed in range(1000):
+        chance = random.Random(seed)
+        text = "".join(chance.choice(PIECES) for _ in range(chance.randint(2, 14)))
+        made = inert_document(text, level=3)
+        tokens = parse(made)
+        assert inert_document(made, level=3) == made, text
+        assert all(token.tag >= "h3" for token in tokens if token.type == "heading_open"), text
+        assert all(token.attrs["src"] == "a/b.png" for token in tokens if token.type == "image"), text
+        links = [str(token.attrs["href"]) for token in tokens if token.type == "link_open"]
+        assert not any(re.match(r"(?!https?:)[a-z]+:", link, re.IGNORECASE) for link in links), text
+        html = "".join(token.content for token in tokens if token.type.startswith("html"))
+        assert "<" not in re.sub(r"</?code>|<br>|<https://a.b>", "", html), text

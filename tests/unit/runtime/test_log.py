@@ -1,0 +1,115 @@
+"""What a run leaves for others to read: a log without secrets, and a report of what nobody foresaw."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from pathlib import Path
+
+import pytest
+from command_line import featcal, featcal_inside
+from families import FAMILIES, save_family
+
+from featcal_cli.runtime.errors import OutputError
+from featcal_cli.runtime.logfile import CrashError, recorded, write_crash
+from featcal_cli.runtime.progress import Silent
+from featcal_cli.runtime.untrusted_text import redact
+
+TOKEN = "hf_" + "aB3dE6gH" * 3
+WORD = "opensesame"
+BERT = next(family for family in FAMILIES if family.name == "bert")
+
+
+def read(file: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("text", "kept"),
+    [
+        (f"Authorization: Bearer {TOKEN}", "Authorization:"),
+        (f"the token {TOKEN} was refused", "was refused"),
+        (f"https://alice:{WORD}@hub.example/api/models", "@hub.example/api/models"),
+        ("https://cdn.example/file?X-Amz-Signature=opensesame&x=1 failed", "https://cdn.example/file"),
+        ("key opensesame in a variable", "in a variable"),
+    ],
+)
+def test_secrets_are_taken_out_and_the_rest_stays(monkeypatch: pytest.MonkeyPatch, text: str, kept: str) -> None:
+    monkeypatch.setenv("MY_API_KEY", "opensesame")
+    found = redact(text)
+    assert TOKEN not in found and "opensesame" not in found and kept in found
+
+
+def test_a_stored_token_of_any_form_is_a_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "an-odd-token")
+    assert redact("with an-odd-token inside") == "with *** inside"
+
+
+def test_ordinary_text_stays_as_it_is() -> None:
+    for text in ("loss 0.05 at https://hub.example/a/b", "user/model@main", "basic settings", "C:\\models\\hf_x"):
+        assert redact(text) == text
+
+
+def test_every_line_of_a_log_is_json_with_a_time_and_the_last_one_says_how_it_ended(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saved = save_family(tmp_path, BERT)
+    (tmp_path / "job.yaml").write_text(json.dumps(saved.recipe(select="preset")))
+    options = {"-r": tmp_path / "job.yaml", "-o": tmp_path / "out", "--log-file": tmp_path / "log.jsonl"}
+    assert featcal_inside(capsys, "calibrate", options).code == 0
+    lines = read(tmp_path / "log.jsonl")
+    assert all(re.fullmatch(r"\d{4}-\d\d-\d\dT[\d:.]+\+00:00", str(line["time"])) for line in lines)
+    assert [lines[0]["event"], lines[-1]["event"], lines[-1]["exit_code"]] == ["start", "end", 0]
+    assert [line["finished"] for line in lines if line["event"] == "block"][-1] == len(BERT.block_names)
+    again = featcal_inside(capsys, "calibrate", options)
+    assert again.code == 2
+    more = read(tmp_path / "log.jsonl")[len(lines) :]
+    assert [line["event"] for line in more] == ["start", "error", "end"]
+    assert more[1]["what"] == "the output folder exists" and more[2]["exit_code"] == 2
+
+
+def test_a_log_that_cannot_be_written_is_said_before_anything_is_done(tmp_path: Path) -> None:
+    with pytest.raises(OutputError, match="--log-file"), recorded(Silent(), tmp_path / "no" / "such" / "log"):
+        pytest.fail("it went on")
+
+
+def test_a_log_on_a_full_disk_does_not_stop_the_run() -> None:
+    full = Path("/dev/full")
+    if not full.exists():
+        pytest.skip("this system has no /dev/full")
+    with recorded(Silent(), full) as log:
+        log.note("unheard")
+
+
+def test_what_libraries_warn_of_is_in_the_log(tmp_path: Path) -> None:
+    with recorded(Silent(), tmp_path / "log"):
+        logging.getLogger("some.library").warning("careful with %s", TOKEN)
+    assert "careful with hf_***" in (tmp_path / "log").read_text()
+
+
+def test_a_fault_of_ours_leaves_a_report_with_all_that_is_needed_and_no_secret(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(CrashError) as raised, recorded(Silent(), None) as log:
+        log.stage("loading models")
+        raise KeyError(f"with {TOKEN}")
+    file = write_crash(raised.value.cause, raised.value.recent)
+    assert file is not None and file.parent == tmp_path
+    text = file.read_text()
+    assert TOKEN not in text and "KeyError" in text and "loading models" in text
+    assert re.search(r"^transformers \d", text, re.MULTILINE) and "test_log.py" in text
+
+
+def test_a_crash_of_the_command_is_exit_code_1_one_message_and_a_report(tmp_path: Path) -> None:
+    """A package that breaks in the middle of a run is as good a fault as any."""
+    (tmp_path / "matplotlib").mkdir()
+    (tmp_path / "matplotlib" / "__init__.py").write_text("raise LookupError('no figures here')\n")
+    run = featcal("demo", "-q", folder=tmp_path)
+    assert run.returncode == 1 and "Traceback" not in run.stderr
+    assert re.search(r"bug:.*LookupError: no figures here", run.stderr)
+    (report,) = tmp_path.glob("featcal-crash-*.txt")
+    assert report.name in run.stderr and "no figures here" in report.read_text()
+    assert "demo -q" in report.read_text()

@@ -1,0 +1,201 @@
+"""How many examples make a batch."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+import torch
+import transformers as tf
+from families import FAMILIES, save_family
+from jobs import CPU
+from safetensors.torch import load_file, save_file
+
+from featcal_cli.data.batches import Batch, count_examples
+from featcal_cli.models.inventory import run_empty, walk_registered
+from featcal_cli.recipe.schema import as_draft
+from featcal_cli.runtime.hardware import find_memory_limits, memory_of
+from featcal_cli.runtime.progress import Silent
+from featcal_cli.workflows.preflight import Preflight
+from featcal_cli.workflows.resource_estimate import (
+    CPU_ROWS,
+    DEVICE_ROWS,
+    MOST_BYTES,
+    PLAIN,
+    choose_batch_sizes,
+    limit_batch,
+)
+from featcal_cli.workflows.session import Run
+from featcal_cli.workflows.verbs import calibrate
+
+pytestmark = pytest.mark.usefixtures("undrawn")
+
+BY_NAME = {family.name: family for family in FAMILIES}
+CUDA = torch.device("cuda")
+GIB = 2**30
+ROWS, BYTES, MEMORIES = (1, 50, 197, 512, 1500, 9000), (4_000, 1_400_000, 60_000_000), (4, 8, 24, 80, 512)
+CLIP = (tf.CLIPVisionModel, tf.CLIPVisionConfig(), {"pixel_values": torch.zeros(1, 3, 224, 224, device="meta")})
+LLAMA_8B = (
+    tf.LlamaForCausalLM,
+    tf.LlamaConfig(
+        hidden_size=4096, intermediate_size=14_336, num_hidden_layers=2, num_attention_heads=32, num_key_value_heads=8,
+        dtype=torch.bfloat16,
+    ),
+    {"input_ids": torch.zeros(1, 512, dtype=torch.long, device="meta")},
+)  # fmt: skip
+
+
+def outline(model_class: type, config: tf.PretrainedConfig) -> tf.PreTrainedModel:
+    """Without values."""
+    with torch.device("meta"):
+        return model_class(config).eval().to(config.dtype or torch.float32)
+
+
+def sizes_of(
+    model: tf.PreTrainedModel, longest: dict[str, Batch], device: torch.device, memory: int = 24 * GIB
+) -> dict[str, int]:
+    """As before a run."""
+    architecture = run_empty(model, "auto", longest) or walk_registered(model, longest, "auto")
+    return choose_batch_sizes(model, architecture, longest, device, memory)
+
+
+def plan(recipe: dict[str, object], batch_size: int | None = None) -> Preflight:
+    """A job up to where it could start."""
+    return Run(as_draft(recipe), "cpu", batch_size, False, False, Silent()).prepare(None, sample=False)
+
+
+def counts(batches: list[Batch]) -> list[int]:
+    return [count_examples(batch) for batch in batches]
+
+
+@pytest.mark.parametrize("device", [CPU, CUDA])
+def test_a_batch_stays_within_its_bounds_and_is_as_large_as_they_allow(device: torch.device) -> None:
+    most, share = (CPU_ROWS, 64) if device is CPU else (DEVICE_ROWS, 16)
+    for rows, feature_bytes, memory in itertools.product(ROWS, BYTES, MEMORIES):
+        size = limit_batch(rows, feature_bytes, device, memory * GIB)
+
+        def fits(count: int, rows: int = rows, each: int = feature_bytes, memory: int = memory) -> bool:
+            return count * rows <= most and count * each <= min(MOST_BYTES, memory * GIB / share)
+
+        assert size == 1 or fits(size)
+        assert not fits(4 * size)  # half the memory, at the worst, is lost to its rounding
+
+
+@pytest.mark.parametrize("device", [CPU, CUDA])
+def test_longer_examples_never_make_larger_batches_and_more_memory_never_smaller_ones(device: torch.device) -> None:
+    for rows, each in itertools.product(ROWS, BYTES):
+        by_memory = [limit_batch(rows, each, device, memory * GIB) for memory in MEMORIES]
+        assert by_memory == sorted(by_memory)
+    for each, memory in itertools.product(BYTES, MEMORIES):
+        by_rows = [limit_batch(rows, each, device, memory * GIB) for rows in ROWS]
+        assert by_rows == sorted(by_rows, reverse=True)
+    for rows, memory in itertools.product(ROWS, MEMORIES):
+        by_bytes = [limit_batch(rows, each, device, memory * GIB) for each in BYTES]
+        assert by_bytes == sorted(by_bytes, reverse=True)
+
+
+def test_a_little_more_or_less_memory_changes_nothing() -> None:
+    """As after an update of a driver or a kernel."""
+    for total in (15.4, 23.5, 79.1):
+        few = {limit_batch(512, 60_000_000, CUDA, int((total + change) * GIB)) for change in (-0.3, 0, 0.3)}
+        assert len(few) == 1
+
+
+def test_all_images_of_a_task_are_one_batch_on_a_large_card() -> None:
+    model_class, config, inputs = CLIP
+    model = outline(model_class, config)
+    assert sizes_of(model, {"task": inputs}, CUDA, 79 * GIB)["task"] >= 256
+    assert 20 * 50 <= 50 * sizes_of(model, {"task": inputs}, CPU)["task"] <= CPU_ROWS
+
+
+def test_long_texts_of_a_wide_model_leave_a_small_card_its_memory() -> None:
+    model_class, config, inputs = LLAMA_8B
+    model = outline(model_class, config)
+    each = 4 * 512 * (3 * 4096 + 14_336)  # what q_proj, o_proj, gate_proj and down_proj of a block read
+    on_card = sizes_of(model, {"task": inputs}, CUDA, 23 * GIB)["task"]
+    assert 4096 <= 512 * on_card <= DEVICE_ROWS and on_card * each <= GIB
+    assert sizes_of(model, {"task": inputs}, CPU)["task"] == CPU_ROWS // 512
+
+
+def test_tasks_of_one_shape_have_one_size_and_shorter_texts_larger_batches() -> None:
+    texts = {
+        task: {"input_ids": torch.zeros(1, length, dtype=torch.long)}
+        for task, length in (("a", 64), ("b", 16), ("c", 64))
+    }
+    found = sizes_of(outline(tf.BertModel, tf.BertConfig()), texts, CPU)
+    assert found == {"a": CPU_ROWS // 64, "b": CPU_ROWS // 16, "c": CPU_ROWS // 64}
+
+
+def test_a_decoder_of_one_token_does_not_hide_a_long_encoder() -> None:
+    config = tf.WhisperConfig(encoder_layers=1, decoder_layers=4, dtype=torch.bfloat16)
+    sound = {"input_features": torch.zeros(1, 80, 3000), "decoder_input_ids": torch.zeros(1, 1, dtype=torch.long)}
+    assert sizes_of(outline(tf.WhisperForConditionalGeneration, config), {"task": sound}, CPU) == {"task": 1}
+
+
+def test_a_block_that_runs_often_is_counted_once() -> None:
+    text = {"task": {"input_ids": torch.zeros(1, 64, dtype=torch.long)}}
+    few, many = (
+        sizes_of(outline(tf.AlbertModel, tf.AlbertConfig(num_hidden_layers=layers)), text, CPU, 512 * GIB)
+        for layers in (1, 12)
+    )
+    assert few == many == {"task": CPU_ROWS // 64}
+
+
+@pytest.mark.parametrize("name", ["mixtral", "bart"])
+def test_a_model_that_looks_at_values_has_a_plain_size(name: str) -> None:
+    family = BY_NAME[name]
+    with torch.device("meta"):
+        model = family.build()
+    longest = {key: value[:1] for key, value in family.inputs(1).items()}
+    assert sizes_of(model, {"task": longest}, CUDA) == {"task": PLAIN}
+
+
+@pytest.mark.parametrize("name", ["t5", "albert"])
+def test_what_nobody_asked_for_gives_the_result_of_one_example_at_a_time(tmp_path: Path, name: str) -> None:
+    saved = save_family(tmp_path, BY_NAME[name])
+    outputs = []
+    for size in (None, 1):
+        calibrate(saved.recipe(select="preset"), output=tmp_path / f"out{size}", batch_size=size)
+        outputs.append(load_file(tmp_path / f"out{size}" / "model.safetensors"))
+    ours, theirs = outputs
+    assert max(float((ours[key] - theirs[key]).norm() / theirs[key].norm().clamp_min(1e-12)) for key in ours) <= 1e-5
+
+
+def test_a_size_that_is_asked_for_is_the_size(tmp_path: Path) -> None:
+    examples = plan(save_family(tmp_path, BY_NAME["bert"]).recipe(), batch_size=5).examples
+    assert all(counts(found.fitted) == [5, 5, 2] for found in examples.values())
+    assert all(counts(found.selection) == counts(found.held_out) == [4] for found in examples.values())
+
+
+def test_every_task_has_batches_of_its_own_size(tmp_path: Path) -> None:
+    """Cut by the longest text, padding included, wherever among the rows it is."""
+    saved = save_family(tmp_path, BY_NAME["llama"], examples=300)
+    longer = {name: torch.nn.functional.pad(value, (0, 27)) for name, value in saved.inputs["red"].items()}
+    save_file(longer, tmp_path / "red.safetensors")
+    found = plan(saved.recipe(examples=236)).examples
+    assert counts(found["red"].fitted) == [CPU_ROWS // 36] * 4 + [12]
+    assert counts(found["green"].fitted) == counts(found["blue"].fitted) == [CPU_ROWS // 9, 9]
+    assert {task: examples.batch_size for task, examples in found.items()} == {"red": 56, "green": 227, "blue": 227}
+
+
+def test_the_estimate_counts_no_more_examples_than_there_are(tmp_path: Path) -> None:
+    recipe = save_family(tmp_path, BY_NAME["bert"]).recipe()
+    needs = [plan(recipe, size).estimate.host_bytes for size in (1, 12, 10_000)]
+    assert needs[0] < needs[1] and needs[1] == pytest.approx(needs[2], rel=0.05)
+
+
+def test_memory_is_what_the_control_groups_leave_of_it(tmp_path: Path) -> None:
+    groups = "9:name=systemd:/\n4:cpu,memory:/jobs/17\n0::/user/mine\n"
+    limits = {
+        "memory/jobs/17/memory.limit_in_bytes": "9223372036854771712",
+        "memory/jobs/memory.limit_in_bytes": "8000000000",
+        "user/mine/memory.max": "max",
+        "memory.max": "6000000000",
+    }
+    for name, limit in limits.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(f"{limit}\n", encoding="ascii")
+    assert sorted(find_memory_limits(groups, tmp_path)) == [6_000_000_000, 8_000_000_000, 9_223_372_036_854_771_712]
+    assert list(find_memory_limits(groups, tmp_path / "elsewhere")) == []
+    assert GIB // 2 < memory_of(CPU) < 2**50
