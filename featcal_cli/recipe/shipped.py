@@ -51,7 +51,7 @@ def _find(name: str, known: Mapping[str, Path], where: str, fix: str) -> Path:
 
 
 def _folder() -> Path:
-    here = Path(__file__).resolve().parent
+    here = Path(__file__).resolve().parents[1]
     return here / "recipes" if (here / "recipes").is_dir() else here.parent / "recipes"
 
 

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.usefixtures("undrawn")
 
 BY_NAME = {family.name: family for family in FAMILIES}
 OPEN: dict[str, Any] = {"ridge": None, "rho": None, "alpha": None}
-PROGRAM = str(Path(__file__).parents[1] / "rank_jobs.py")
+PROGRAM = str(Path(__file__).parents[1] / "support" / "rank_jobs.py")
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 
 

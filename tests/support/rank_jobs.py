@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from featcal_cli.runtime.distributed import leave_ranks
-from featcal_cli.workflows import verbs as workflow
+from featcal_cli.workflows import calibrate, verbs
 from featcal_cli.workflows.inspect_drift import inspect_drift
 
 
@@ -18,13 +18,13 @@ def run_all(jobs: Path) -> None:
     A job is to `inspect`, or else to calibrate.
     """
     rank = os.environ["RANK"]
-    vars(workflow)["plot_drift"] = lambda _: b""
+    vars(calibrate)["plot_drift"] = lambda _: b""
     for name, job in json.loads(jobs.read_text(encoding="utf-8")).items():
         place = jobs.parent / f"{name}-{rank}"
         if job.get("inspect"):
             seen = inspect_drift(job["recipe"], device="cpu", plot=place.with_suffix(".png")).to_json()
         else:
-            result = workflow.calibrate(job["recipe"], output=place, device="cpu", **job["options"])
+            result = verbs.calibrate(job["recipe"], output=place, device="cpu", **job["options"])
             seen = result.report.to_json()
             place.with_suffix(".experts").write_text(" ".join(result.experts), encoding="utf-8")
         place.with_suffix(".json").write_text(seen, encoding="utf-8")

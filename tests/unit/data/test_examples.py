@@ -32,8 +32,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from transformers.models.detr.image_processing_pil_detr import DetrImageProcessorPil
 from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 
-from featcal_cli.data.batches import count_positions
-from featcal_cli.data.examples import Batch, TaskExamples, draw_examples, load_labelled
+from featcal_cli.data.batches import Batch, count_positions
+from featcal_cli.data.examples import TaskExamples, draw_examples, load_labelled
 from featcal_cli.data.images import DECODED
 from featcal_cli.data.local_tables import KEPT, open_file, shorten_row
 from featcal_cli.data.pixels import to_rgb
