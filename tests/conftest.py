@@ -46,6 +46,15 @@ os.environ |= {
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests in tests/matrix, survive, distributed, docs and browser carry the marker of that name."""
+    folder = Path(__file__).parent
+    for item in items:
+        kind = item.path.relative_to(folder).parts[0]
+        if kind not in ("unit", "integration"):
+            item.add_marker(kind)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def hub_on_loopback() -> Iterator[HubServer]:
     """Serve for as long as the tests run."""

@@ -23,7 +23,6 @@ CASES = [
 ]
 
 
-@pytest.mark.survive
 @pytest.mark.parametrize(("arrange", "words"), CASES)
 def test_bad_input_is_one_clear_message(
     stage: Stage, tmp_path: Path, capsys: pytest.CaptureFixture[str], arrange: Arrange, words: list[str]

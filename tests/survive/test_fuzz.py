@@ -26,7 +26,6 @@ from featcal_cli.runtime.errors import FeatCalError
 from featcal_cli.runtime.untrusted_text import load_documents
 from featcal_cli.workflows.saved_recipe import dump_recipe
 
-pytestmark = pytest.mark.survive
 FUZZ = settings(
     derandomize=True, database=None, deadline=None, max_examples=600, suppress_health_check=list(HealthCheck)
 )

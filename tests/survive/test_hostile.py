@@ -36,7 +36,7 @@ from featcal_cli.recipe.schema import Data
 from featcal_cli.reporting.markdown import inert_document
 from featcal_cli.runtime.errors import CheckpointError
 
-pytestmark = [pytest.mark.survive, pytest.mark.usefixtures("undrawn")]
+pytestmark = pytest.mark.usefixtures("undrawn")
 
 arrow: Any = pyarrow  # has no types
 LONG = 100_000_000

@@ -16,8 +16,6 @@ from zygote import Started, Zygote, started, wait_for
 
 from featcal_cli.workflows.output_folder import NOTE
 
-pytestmark = pytest.mark.survive
-
 BERT = next(family for family in FAMILIES if family.name == "bert")
 SCENARIOS, KILLS = 20, 3
 """Jobs, and how often each is killed before it may end."""

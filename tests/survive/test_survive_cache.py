@@ -23,8 +23,6 @@ from zygote import Started, Zygote, started, wait_for
 from featcal_cli.hub.pickle_weights import cache_folder
 from featcal_cli.runtime.interruption import CALIBRATING, EXIT_CODE
 
-pytestmark = pytest.mark.survive
-
 BERT = next(family for family in FAMILIES if family.name == "bert")
 ORG = "shared"
 MODELS = ("merged", "base", "red")

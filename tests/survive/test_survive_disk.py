@@ -30,7 +30,7 @@ from small_disk import PAGE, SmallDisk, mounted
 from featcal_cli import calibrate
 from featcal_cli.runtime.logfile import write_crash
 
-pytestmark = [pytest.mark.survive, pytest.mark.usefixtures("undrawn")]
+pytestmark = pytest.mark.usefixtures("undrawn")
 
 FULL = "No space left on device"
 ENOUGH = 400_000

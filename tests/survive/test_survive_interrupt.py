@@ -28,8 +28,6 @@ from zygote import Started, Zygote, started, wait_for
 
 from featcal_cli.runtime.interruption import CALIBRATING, EXIT_CODE, MEASURING, STARTING
 
-pytestmark = pytest.mark.survive
-
 BERT = next(family for family in FAMILIES if family.name == "bert")
 ORG = "stalls"
 STALL = Fault(seconds=60.0, carried_out=False)

@@ -25,7 +25,7 @@ import featcal_cli.hub.client
 from featcal_cli import calibrate
 from featcal_cli.workflows.output_folder import NOTE
 
-pytestmark = [pytest.mark.survive, pytest.mark.usefixtures("hurried")]
+pytestmark = pytest.mark.usefixtures("hurried")
 
 ORG = "net"
 COMMAND = {"merged": f"{ORG}/merged", "-n": 16, "-o": "out", "--push-to": f"{ORG}/out"}

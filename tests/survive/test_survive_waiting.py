@@ -27,8 +27,6 @@ from published import publish, write_merge
 from featcal_cli.hub.client import MOMENT, limit_waiting
 from featcal_cli.runtime.interruption import CALIBRATING
 
-pytestmark = pytest.mark.survive
-
 ORG = "waits"
 STALL = Fault(seconds=60.0, carried_out=False)
 SHORTLY = 2.5
