@@ -14,9 +14,8 @@ from typing import Any
 import pytest
 import yaml
 from command_line import Run, featcal, featcal_inside
-from inspections import make_inspection
+from inspections import make_inspection, set_last
 from PIL import Image
-from test_drift_reading import set_last
 
 from featcal_cli.recipe.schema import read_draft
 from featcal_cli.reporting.gates import check_gate

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from math import isfinite
 
 from featcal_cli.reporting.inspection import BlockDrift, Inspection, ModelDrift, OutputDrift, PlaceDrift, TaskInspection
 
@@ -38,3 +40,18 @@ def make_inspection(
         for number, task in enumerate(tasks)
     }
     return Inspection("0.1.0", {role: f"user/{role}" for role in chosen}, inspected, [], {}, {}, {})
+
+
+def change(drift: ModelDrift, number: int, **values: float) -> ModelDrift:
+    """With other figures after one block."""
+    blocks = list(drift.blocks)
+    blocks[number] = replace(blocks[number], drift=replace(blocks[number].drift, **values))
+    return replace(drift, blocks=blocks)
+
+
+def set_last(inspection: Inspection, task: str, role: str, relative: float) -> Inspection:
+    """With another drift after the last block."""
+    found = inspection.tasks[task]
+    broken = {} if isfinite(relative) else {"distance": relative}  # it is the model's features that are no numbers
+    models = {**found.models, role: change(found.models[role], -1, relative=relative, **broken)}
+    return replace(inspection, tasks={**inspection.tasks, task: replace(found, models=models)})

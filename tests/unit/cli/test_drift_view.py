@@ -8,10 +8,9 @@ from dataclasses import replace
 from math import nan
 
 import pytest
-from inspections import make_inspection
+from inspections import make_inspection, set_last
 from rich.cells import cell_len
 from rich.console import Console
-from test_drift_reading import set_last
 
 from featcal_cli.cli.drift_view import LEVELS, show_inspection
 from featcal_cli.reporting.inspection import Inspection

@@ -7,9 +7,8 @@ import re
 from math import nan
 
 import pytest
-from inspections import make_inspection
+from inspections import make_inspection, set_last
 from PIL import Image
-from test_drift_reading import set_last
 
 from featcal_cli.reporting.drift_maps import plot_inspection
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from math import inf, isfinite, nan
+from math import inf, nan
 
-from inspections import make_inspection, make_model
+from inspections import change, make_inspection, make_model, set_last
 
-from featcal_cli.reporting.inspection import Inspection, ModelDrift
 from featcal_cli.reporting.verdict import (
     abbreviate,
     describe_lists,
@@ -20,21 +19,6 @@ from featcal_cli.reporting.verdict import (
 
 VISION = ["vision.layers.0", "vision.layers.1"]
 LANGUAGE = ["text.layers.0", "text.layers.1", "text.layers.2"]
-
-
-def change(drift: ModelDrift, number: int, **values: float) -> ModelDrift:
-    """With other figures after one block."""
-    blocks = list(drift.blocks)
-    blocks[number] = replace(blocks[number], drift=replace(blocks[number].drift, **values))
-    return replace(drift, blocks=blocks)
-
-
-def set_last(inspection: Inspection, task: str, role: str, relative: float) -> Inspection:
-    """With another drift after the last block."""
-    found = inspection.tasks[task]
-    broken = {} if isfinite(relative) else {"distance": relative}  # it is the model's features that are no numbers
-    models = {**found.models, role: change(found.models[role], -1, relative=relative, **broken)}
-    return replace(inspection, tasks={**inspection.tasks, task: replace(found, models=models)})
 
 
 def test_blocks_of_tasks_that_reach_different_ones_are_in_forward_order() -> None:
