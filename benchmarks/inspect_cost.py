@@ -28,7 +28,7 @@ from featcal_cli.engine.lockstep import forward_order
 from featcal_cli.hub.snapshot import resolve
 from featcal_cli.models.loading import find_class
 from featcal_cli.recipe.schema import as_draft
-from featcal_cli.runtime.progress import Silent
+from featcal_cli.runtime.progress import Listener
 from featcal_cli.workflows.measure_drift import BASE, MODEL
 from featcal_cli.workflows.session import Run
 from featcal_cli.workflows.setup import find_blocks, load_models, make_job
@@ -75,7 +75,7 @@ def prepare(folder: Path) -> Job:
         "merged": str(folder / "merged"), "base": str(folder / "base"), "tasks": {"task": task},
         "calibration": {"examples": EXAMPLES},
     }  # fmt: skip
-    run = Run(as_draft(recipe), "cpu", BATCH, False, False, Silent())
+    run = Run(as_draft(recipe), "cpu", BATCH, False, False, Listener())
     plan = run.prepare(None, sample=False)
     models = load_models(run.fetch(plan), None, Path(), "")
     calibration = plan.recipe.calibration

@@ -20,7 +20,7 @@ from featcal_cli.calibration.solver import Settings
 from featcal_cli.engine.job import Job
 from featcal_cli.engine.lockstep import forward_order
 from featcal_cli.recipe.schema import Draft, as_draft
-from featcal_cli.runtime.progress import Silent
+from featcal_cli.runtime.progress import Listener
 from featcal_cli.workflows.session import Run
 from featcal_cli.workflows.setup import find_blocks, load_models, make_search_job
 
@@ -45,7 +45,7 @@ class Lab:
         self.folder, self.family = folder, read_family(folder)
         draft = recipe_of(folder)
         chosen = draft.calibration.model_copy(update={"examples": examples, "seed": seed})
-        run = Run(draft.model_copy(update={"calibration": chosen}), "cpu", 64, False, False, Silent())
+        run = Run(draft.model_copy(update={"calibration": chosen}), "cpu", 64, False, False, Listener())
         self.plan = run.prepare(None, sample=False)
         self.models = load_models(run.fetch(self.plan), None, folder, self.family.name)
         self.architecture = find_blocks(self.models, self.plan.examples, chosen.norms, lambda _: None)

@@ -28,7 +28,7 @@ from featcal_cli.calibration.journal import Journal
 from featcal_cli.calibration.solver import Settings
 from featcal_cli.engine.job import CALIBRATED, Job
 from featcal_cli.recipe.schema import as_draft
-from featcal_cli.runtime.progress import Silent
+from featcal_cli.runtime.progress import Listener
 from featcal_cli.workflows.preflight import Preflight
 from featcal_cli.workflows.session import Run
 from featcal_cli.workflows.setup import Models, find_blocks, load_models, make_job
@@ -40,7 +40,7 @@ PAPER = {"ridge": 0.05, "rho": 2.0, "alpha": 0.3}
 def load(folder: Path, examples: int, device: str) -> tuple[Run, Preflight, Models]:
     """What the stage begins with."""
     recipe = recipe_of(folder, examples, select="preset", norms="layernorm", **PAPER)
-    run = Run(as_draft(recipe), device, None, False, False, Silent())
+    run = Run(as_draft(recipe), device, None, False, False, Listener())
     plan = run.prepare(None, sample=False)
     return run, plan, load_models(run.fetch(plan), None, Path(), "")
 

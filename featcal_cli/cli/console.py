@@ -22,13 +22,14 @@ from featcal_cli.reporting.report import CARD, RECIPE, Report
 from featcal_cli.runtime.errors import FeatCalError
 from featcal_cli.runtime.files import tell_bytes
 from featcal_cli.runtime.process import peak_resident_bytes
+from featcal_cli.runtime.progress import Listener
+from featcal_cli.runtime.progress import Progress as Step
 from featcal_cli.runtime.untrusted_text import visible
 
 if TYPE_CHECKING:  # these import torch
     from featcal_cli.hub.push import Pushed
     from featcal_cli.models.inventory import BlockEntry, Inventory
     from featcal_cli.recipe.schema import Calibration
-    from featcal_cli.runtime.progress import Progress as Step
     from featcal_cli.workflows.demo import Accuracy
     from featcal_cli.workflows.preflight import Preflight
 
@@ -47,7 +48,7 @@ def escape(text: str) -> str:
     return escape_markup(visible(text))
 
 
-class Screen:
+class Screen(Listener):
     """A listener that shows a run as it goes: stages and notes as lines, the calibration as a live bar."""
 
     def __init__(self, *, quiet: bool = False) -> None:

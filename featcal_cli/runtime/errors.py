@@ -1,4 +1,4 @@
-"""What can go wrong in a way that the user can mend: each error says what, where, and how to fix it."""
+"""Errors that the user can fix: each says what, where, and how."""
 
 from __future__ import annotations
 

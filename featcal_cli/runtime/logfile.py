@@ -18,25 +18,22 @@ from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from json import dumps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import Any, BinaryIO
 
 from featcal_cli import __version__
 from featcal_cli.runtime.errors import FeatCalError, OutputError
 from featcal_cli.runtime.files import explain_full, name_reason
 from featcal_cli.runtime.interruption import exit_code
 from featcal_cli.runtime.process import peak_resident_bytes
-from featcal_cli.runtime.progress import Listener
+from featcal_cli.runtime.progress import Listener, Progress
 from featcal_cli.runtime.untrusted_text import redact
 from featcal_cli.runtime.waiting import heard
-
-if TYPE_CHECKING:
-    from featcal_cli.runtime.progress import Progress
 
 REMEMBERED = 200
 """Lines that a crash report ends with."""
 
 
-class Log:
+class Log(Listener):
     """A listener that writes down what it is told, and passes it on."""
 
     def __init__(self, shown: Listener, file: BinaryIO | None) -> None:

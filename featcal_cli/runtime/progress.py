@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 
-class Listener(Protocol):
-    """Told what a run does, while it does it."""
+class Listener:
+    """Told what a run does, while it does it; this one shows nothing."""
 
     def stage(self, text: str) -> None:
         """A new part of the work begins."""
@@ -24,20 +24,6 @@ class Listener(Protocol):
 
     def progress(self, progress: Progress) -> None:
         """A calibration moved on."""
-
-
-class Silent:
-    """A listener that shows nothing."""
-
-    def stage(self, text: str) -> None: ...
-
-    def note(self, text: str) -> None: ...
-
-    def waiting(self, text: str) -> None: ...
-
-    def transfer(self, name: str, done: int, total: int, *, sent: bool = False) -> None: ...
-
-    def progress(self, progress: Progress) -> None: ...
 
 
 Watch: TypeAlias = "Callable[[Progress], None]"

@@ -15,7 +15,7 @@ from featcal_cli.recipe.keys import Evaluate
 from featcal_cli.recipe.schema import Draft, Recipe, Task, as_draft
 from featcal_cli.reporting.report import RECIPE
 from featcal_cli.runtime.errors import RecipeError
-from featcal_cli.runtime.progress import Listener, Silent
+from featcal_cli.runtime.progress import Listener
 from featcal_cli.workflows.session import Run
 
 if TYPE_CHECKING:  # these import torch, which is not waited for before it is needed
@@ -45,7 +45,7 @@ def evaluate(
     wrote. Figures that an earlier run with these models, data and limit has found are taken over.
     Raises FeatCalError (what, where, fix) when something that the user can mend is wrong.
     """
-    run = Run(as_draft(recipe), device, batch_size, allow_pickle, trust_remote_code, listener or Silent())
+    run = Run(as_draft(recipe), device, batch_size, allow_pickle, trust_remote_code, listener or Listener())
     others = dict(zip(name_roles(models), models, strict=True))
     whole, _ = run.find_models()
     return evaluate_models(run, whole, others, limit=limit, batch_size=batch_size, allow_code=allow_code)

@@ -14,7 +14,7 @@ from featcal_cli.reporting.inspection import Inspection
 from featcal_cli.reporting.markdown import write_summary
 from featcal_cli.runtime.errors import OutputError, RecipeError
 from featcal_cli.runtime.files import name_reason, replace_durably
-from featcal_cli.runtime.progress import Listener, Silent
+from featcal_cli.runtime.progress import Listener
 from featcal_cli.workflows.session import Run
 
 PICTURES, PAGES, TEXTS = (".png", ".svg"), (".html",), (".md",)
@@ -51,7 +51,7 @@ def inspect_drift(
     for file, kinds in files.items():
         _check_file(file, kinds)
     run = Run(
-        _with_defaults(as_draft(recipe)), device, batch_size, allow_pickle, trust_remote_code, listener or Silent()
+        _with_defaults(as_draft(recipe)), device, batch_size, allow_pickle, trust_remote_code, listener or Listener()
     )
     if isinstance(run.draft.merged, Merge):
         raise RecipeError("there is no model to inspect yet", where="merged", fix="name one, or calibrate first")

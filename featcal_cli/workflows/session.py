@@ -17,7 +17,7 @@ from featcal_cli.lineage.resolve import Finding, check_experts, find_lineage
 from featcal_cli.recipe.schema import Draft, Recipe
 from featcal_cli.runtime.distributed import join_ranks
 from featcal_cli.runtime.process import check_device, finish_importing
-from featcal_cli.runtime.progress import Listener, Silent
+from featcal_cli.runtime.progress import Listener
 from featcal_cli.runtime.untrusted_text import visible
 
 if TYPE_CHECKING:  # these import torch, which is not waited for before it is needed
@@ -45,7 +45,7 @@ class Run:
         self.ranks = join_ranks()
         """All processes of this run; the first one speaks and writes."""
         self.draft = draft
-        self.listener = listener if self.ranks.is_first else Silent()
+        self.listener = listener if self.ranks.is_first else Listener()
         check_device(device)
         self._device = device
         self.notes: list[str] = []

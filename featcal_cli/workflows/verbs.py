@@ -15,7 +15,7 @@ from featcal_cli.hub.push import Pushed, Target, check_target, push
 from featcal_cli.recipe.schema import Draft, Recipe, as_draft
 from featcal_cli.reporting.gates import check_judged, check_measured
 from featcal_cli.reporting.report import REPORT, Report
-from featcal_cli.runtime.progress import Listener, Silent
+from featcal_cli.runtime.progress import Listener
 from featcal_cli.workflows.output import check_name, check_output, default_output
 from featcal_cli.workflows.output_folder import Finished, Note, Workplace
 from featcal_cli.workflows.session import Run
@@ -87,7 +87,7 @@ def calibrate(
     Raises FeatCalError (what, where, fix) when something that the user can mend is wrong; then no output is written,
     unless it is the evaluation or the push that failed: they follow when the same job is run again.
     """
-    run = Run(as_draft(recipe), device, batch_size, allow_pickle, trust_remote_code, listener or Silent())
+    run = Run(as_draft(recipe), device, batch_size, allow_pickle, trust_remote_code, listener or Listener())
     job = CalibrationRun(
         run,
         output,
@@ -119,7 +119,7 @@ def dry_run(
 
     Raises FeatCalError for whatever would stop the job.
     """
-    run = Run(as_draft(recipe), device, batch_size, allow_pickle, trust_remote_code, listener or Silent())
+    run = Run(as_draft(recipe), device, batch_size, allow_pickle, trust_remote_code, listener or Listener())
     job = CalibrationRun(run, output, overwrite=overwrite)
     job.check_places(create_pr=create_pr, overwrite_repo=overwrite_repo)
     run.find_models()

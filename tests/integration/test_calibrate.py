@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 
 from featcal_cli.runtime.errors import OutputError
-from featcal_cli.runtime.progress import Progress, Silent
+from featcal_cli.runtime.progress import Listener, Progress
 from featcal_cli.workflows.verbs import calibrate
 
 pytestmark = pytest.mark.usefixtures("undrawn")
@@ -85,7 +85,7 @@ def test_the_same_seed_gives_the_same_bytes(tmp_path: Path) -> None:
     assert one == two
 
 
-class _Stopper(Silent):
+class _Stopper(Listener):
     """Interrupts a run after its first block."""
 
     def progress(self, progress: Progress) -> None:

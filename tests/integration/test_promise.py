@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from featcal_cli.data.batches import count_examples
-from featcal_cli.runtime.progress import Progress, Silent
+from featcal_cli.runtime.progress import Listener, Progress
 from featcal_cli.workflows.verbs import calibrate
 
 pytestmark = pytest.mark.usefixtures("undrawn")
@@ -125,7 +125,7 @@ HOPELESS = 4
 """Of one that no update helps."""
 
 
-class Stopper(Silent):
+class Stopper(Listener):
     """Interrupts a run after its first block."""
 
     def progress(self, progress: Progress) -> None:

@@ -13,7 +13,7 @@ from featcal_cli.data.examples import TaskExamples
 from featcal_cli.engine.job import CALIBRATED, MERGED, Job
 from featcal_cli.models.architecture import Architecture
 from featcal_cli.recipe.schema import Calibration, as_draft
-from featcal_cli.runtime.progress import Silent
+from featcal_cli.runtime.progress import Listener
 from featcal_cli.workflows.session import Run
 from featcal_cli.workflows.setup import Models, find_blocks, load_models, make_job, make_search_job
 
@@ -53,7 +53,7 @@ class Prepared:
 
 def prepare(saved: Saved, batch_size: int = 5, **calibration: object) -> Prepared:
     """The family's job."""
-    run = Run(as_draft(saved.recipe(**calibration)), "cpu", batch_size, False, False, Silent())
+    run = Run(as_draft(saved.recipe(**calibration)), "cpu", batch_size, False, False, Listener())
     plan = run.prepare(None, sample=False)
     models = load_models(run.fetch(plan), None, Path(), "")
     architecture = find_blocks(models, plan.examples, plan.recipe.calibration.norms, run.note)

@@ -14,7 +14,7 @@ from families import FAMILIES, Saved, save_family
 from safetensors.torch import load_file, save_file
 
 from featcal_cli.runtime.errors import CheckpointError, FeatCalError, OutputError
-from featcal_cli.runtime.progress import Progress, Silent
+from featcal_cli.runtime.progress import Listener, Progress
 from featcal_cli.workflows.verbs import calibrate
 
 pytestmark = pytest.mark.usefixtures("undrawn")
@@ -24,7 +24,7 @@ TAKEN_OVER = "blocks were taken over from an earlier run"
 DAMAGED = "damaged on the disk"
 
 
-class Watcher(Silent):
+class Watcher(Listener):
     """Remembers notes, and acts when so many blocks are finished."""
 
     def __init__(self, finished: int = -1, act: Callable[[], object] = lambda: None) -> None:

@@ -35,7 +35,7 @@ from featcal_cli.calibration.solver import Settings
 from featcal_cli.recipe.schema import Calibration
 from featcal_cli.reporting.report import Report
 from featcal_cli.runtime.errors import NumericsError, RecipeError
-from featcal_cli.runtime.progress import Progress, Silent
+from featcal_cli.runtime.progress import Listener, Progress
 from featcal_cli.workflows.verbs import calibrate
 
 pytestmark = pytest.mark.usefixtures("undrawn")
@@ -82,7 +82,7 @@ def without_further_rows(saved: Saved, folder: Path, count: int = 9) -> dict[str
     return tasks
 
 
-class Stages(Silent):
+class Stages(Listener):
     """What a run was doing, part by part; it may be interrupted when the first block of a part is done."""
 
     def __init__(self, interrupt: str = "nothing") -> None:

@@ -62,12 +62,12 @@ SCRIPT = """
 import resource, sys
 from pathlib import Path
 from featcal_cli.runtime.errors import FeatCalError
-from featcal_cli.runtime.progress import Silent
+from featcal_cli.runtime.progress import Listener
 from featcal_cli.workflows.verbs import calibrate
 
 folder, spare = Path(sys.argv[1]), int(sys.argv[2])
 
-class Tight(Silent):
+class Tight(Listener):
     def stage(self, text):
         if text == "calibrating" and spare:
             status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())

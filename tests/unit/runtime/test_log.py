@@ -13,7 +13,7 @@ from families import FAMILIES, save_family
 
 from featcal_cli.runtime.errors import OutputError
 from featcal_cli.runtime.logfile import CrashError, recorded, write_crash
-from featcal_cli.runtime.progress import Silent
+from featcal_cli.runtime.progress import Listener
 from featcal_cli.runtime.untrusted_text import redact
 
 TOKEN = "hf_" + "aB3dE6gH" * 3
@@ -70,7 +70,7 @@ def test_every_line_of_a_log_is_json_with_a_time_and_the_last_one_says_how_it_en
 
 
 def test_a_log_that_cannot_be_written_is_said_before_anything_is_done(tmp_path: Path) -> None:
-    with pytest.raises(OutputError, match="--log-file"), recorded(Silent(), tmp_path / "no" / "such" / "log"):
+    with pytest.raises(OutputError, match="--log-file"), recorded(Listener(), tmp_path / "no" / "such" / "log"):
         pytest.fail("it went on")
 
 
@@ -78,12 +78,12 @@ def test_a_log_on_a_full_disk_does_not_stop_the_run() -> None:
     full = Path("/dev/full")
     if not full.exists():
         pytest.skip("this system has no /dev/full")
-    with recorded(Silent(), full) as log:
+    with recorded(Listener(), full) as log:
         log.note("unheard")
 
 
 def test_what_libraries_warn_of_is_in_the_log(tmp_path: Path) -> None:
-    with recorded(Silent(), tmp_path / "log"):
+    with recorded(Listener(), tmp_path / "log"):
         logging.getLogger("some.library").warning("careful with %s", TOKEN)
     assert "careful with hf_***" in (tmp_path / "log").read_text()
 
@@ -93,7 +93,7 @@ def test_a_fault_of_ours_leaves_a_report_with_all_that_is_needed_and_no_secret(
 ) -> None:
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(CrashError) as raised, recorded(Silent(), None) as log:
+    with pytest.raises(CrashError) as raised, recorded(Listener(), None) as log:
         log.stage("loading models")
         raise KeyError(f"with {TOKEN}")
     file = write_crash(raised.value.cause, raised.value.recent)

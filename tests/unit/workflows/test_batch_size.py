@@ -16,7 +16,7 @@ from featcal_cli.data.batches import Batch, count_examples
 from featcal_cli.models.inventory import run_empty, walk_registered
 from featcal_cli.recipe.schema import as_draft
 from featcal_cli.runtime.hardware import find_memory_limits, memory_of
-from featcal_cli.runtime.progress import Silent
+from featcal_cli.runtime.progress import Listener
 from featcal_cli.workflows.preflight import Preflight
 from featcal_cli.workflows.resource_estimate import (
     CPU_ROWS,
@@ -62,7 +62,7 @@ def sizes_of(
 
 def plan(recipe: dict[str, object], batch_size: int | None = None) -> Preflight:
     """A job up to where it could start."""
-    return Run(as_draft(recipe), "cpu", batch_size, False, False, Silent()).prepare(None, sample=False)
+    return Run(as_draft(recipe), "cpu", batch_size, False, False, Listener()).prepare(None, sample=False)
 
 
 def counts(batches: list[Batch]) -> list[int]:

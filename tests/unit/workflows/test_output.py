@@ -15,7 +15,7 @@ from transformers import AutoModel
 from featcal_cli.hub.snapshot import resolve
 from featcal_cli.models.loading import find_class
 from featcal_cli.runtime.errors import OutputError
-from featcal_cli.runtime.progress import Silent
+from featcal_cli.runtime.progress import Listener
 from featcal_cli.workflows.verbs import calibrate
 
 pytestmark = pytest.mark.usefixtures("undrawn")
@@ -106,7 +106,7 @@ def test_an_existing_output_is_replaced_only_when_asked(tmp_path: Path) -> None:
 def test_what_comes_to_stand_in_the_outputs_place_during_a_run_is_not_replaced(tmp_path: Path) -> None:
     saved = save_family(tmp_path, BY_NAME["bert"])
 
-    class Neighbour(Silent):
+    class Neighbour(Listener):
         def stage(self, text: str) -> None:
             if text == "writing":
                 (tmp_path / "out").mkdir()
