@@ -67,7 +67,7 @@ def main() -> None:
     run, plan, models = load(folder, examples, device)
     with Clock(run.device) as clock:
         job = run_stage(run, plan, models, result)
-    read = sum(walker.bytes_read for walker in job.experts.values())
+    read = sum(runner.bytes_read for runner in job.experts.values())
     print(json.dumps({**clock.to_dict(), "expert_bytes_read": read}))
 
 

@@ -13,10 +13,10 @@ from featcal_cli.calibration.journal import Journal, restore_block
 from featcal_cli.calibration.normal_equations import collect_moments, parameters_of
 from featcal_cli.calibration.results import BlockReport, ModuleReport
 from featcal_cli.calibration.solver import BlockMoments, Settings, Solution
-from featcal_cli.engine.block_runner import Walker
+from featcal_cli.engine.block_runner import BlockRunner
 from featcal_cli.engine.job import CALIBRATED, Job
 from featcal_cli.engine.lockstep import forward_order
-from featcal_cli.engine.weight_checks import blaming
+from featcal_cli.engine.weight_checks import name_huge_weight
 from featcal_cli.models.architecture import Block
 from featcal_cli.models.module_kinds import new_parameters
 from featcal_cli.runtime.errors import NumericsError
@@ -42,7 +42,7 @@ def calibrate_blocks(
         if report is None:
             started = time.monotonic()
             nearby = job.architecture.blocks[max(0, number - 1) : number + 1]
-            with blaming(nearby, (job.merged, job.base, *job.experts.values())):
+            with name_huge_weight(nearby, (job.merged, job.base, *job.experts.values())):
                 moments = collect_moments(visit, CALIBRATED, settings, here.at_task(watch))
                 solved = solve_together(job, block, moments, bias, here.at_module(watch))
             load_block(student, block, solved.solutions)
@@ -75,7 +75,7 @@ def solve_together(
 def solve_block(
     block: Block,
     moments: BlockMoments,
-    base: Walker,
+    base: BlockRunner,
     bias: bool,
     on_module: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Solution]:
@@ -101,7 +101,7 @@ def solve_block(
     return solutions
 
 
-def load_block(student: Walker, block: Block, solutions: Mapping[str, Solution]) -> None:
+def load_block(student: BlockRunner, block: Block, solutions: Mapping[str, Solution]) -> None:
     """Put all new parameters of a block into the student together."""
     for name, solution in solutions.items():
         for parameter, value in new_parameters(student.module(f"{block.name}.{name}"), solution.parameters):

@@ -21,7 +21,7 @@ from featcal_cli.runtime.files import flush, name_reason, replace_durably
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from featcal_cli.engine.block_runner import Walker
+    from featcal_cli.engine.block_runner import BlockRunner
 
 FORMAT = 2
 """Of the files; those of another one are not taken over."""
@@ -88,7 +88,7 @@ class Journal:
             self._note(f"the record of the {name} of an earlier run was damaged on the disk: all is computed again")
         return None
 
-    def write(self, number: int, report: BlockReport, student: Walker) -> None:
+    def write(self, number: int, report: BlockReport, student: BlockRunner) -> None:
         """Keep the parameters that a finished block has now."""
         from safetensors.torch import save_file
 
@@ -104,7 +104,7 @@ class Journal:
         with self._writing(self._file(number)) as partial:
             save_file(parameters, partial, metadata=about)
 
-    def restore(self, number: int, student: Walker) -> BlockReport | None:
+    def restore(self, number: int, student: BlockRunner) -> BlockReport | None:
         """Load a block that was finished before into the student and return its report; None when it was not, or is
         damaged: then it and all after it, which were computed from it, are computed again."""
         try:
@@ -210,7 +210,7 @@ class Journal:
         return self.folder / f"block-{number:04d}.safetensors"
 
 
-def restore_block(journal: Journal | None, number: int, student: Walker, ranks: Ranks) -> BlockReport | None:
+def restore_block(journal: Journal | None, number: int, student: BlockRunner, ranks: Ranks) -> BlockReport | None:
     """A block that was finished before, from the journal of the first rank, which alone has one, loaded into the
     students of all ranks; None where there is no such block."""
     import torch

@@ -13,8 +13,8 @@ from featcal_cli.calibration import cost_model
 from featcal_cli.calibration.distributed_sums import complete_task, pool_systems
 from featcal_cli.calibration.moments import LinearMoments, NormMoments, Residual, TaskMoments
 from featcal_cli.calibration.solver import BlockMoments, LinearSystem, NormSystem, Settings, TokenSystem
-from featcal_cli.engine.block_runner import Walker
-from featcal_cli.engine.lockstep import Observation, Visit
+from featcal_cli.engine.block_runner import BlockRunner
+from featcal_cli.engine.lockstep import BlockVisit, Observation
 from featcal_cli.models.architecture import Block, Module
 from featcal_cli.models.module_kinds import LINEAR_KINDS, Affine, linear_parameters, norm_parameters, normalise
 from featcal_cli.runtime.errors import NumericsError
@@ -25,7 +25,7 @@ UNWEIGHTED = ("k_proj", "v_proj", "key", "value")
 
 
 def collect_moments(
-    visit: Visit, role: str, settings: Settings, on_task: Callable[[str], None] = lambda _: None
+    visit: BlockVisit, role: str, settings: Settings, on_task: Callable[[str], None] = lambda _: None
 ) -> BlockMoments:
     """Read every task's features of the block in one student and fold them into the block's systems of equations.
 
@@ -49,20 +49,20 @@ def collect_moments(
     return moments
 
 
-def parameters_of(walker: Walker, block: Block, module: Module) -> Affine:
+def parameters_of(runner: BlockRunner, block: Block, module: Module) -> Affine:
     """The parameters of one of the block's modules in one of the models, [d_out, d_in] and [d_out] or [d] and [d]."""
-    found = walker.module(f"{block.name}.{module.name}")
+    found = runner.module(f"{block.name}.{module.name}")
     return linear_parameters(found) if module.kind in LINEAR_KINDS else norm_parameters(found)
 
 
-def _parameters_by_name(visit: Visit) -> Callable[[str], Affine]:
+def _parameters_by_name(visit: BlockVisit) -> Callable[[str], Affine]:
     """Those of merged."""
     modules = {module.name: module for module in visit.block.modules}
     return lambda name: parameters_of(visit.merged, visit.block, modules[name])
 
 
 def sum_rows(
-    visit: Visit,
+    visit: BlockVisit,
     role: str,
     task: str,
     skipped: Mapping[str, str],
@@ -113,7 +113,7 @@ def sum_rows(
     return sums
 
 
-def _find_infinity(visit: Visit, task: str, role: str, seen: Observation, kind: str) -> NumericsError:
+def _find_infinity(visit: BlockVisit, task: str, role: str, seen: Observation, kind: str) -> NumericsError:
     """The error for features that are not finite: whose, at which module, of which example of that kind."""
     what, first = f"the features are too large in {visit.block.name}", seen.examples.start + 1
     where = f"{task}: {kind}examples {first} to {seen.examples.stop}"
@@ -135,7 +135,7 @@ def _find_infinity(visit: Visit, task: str, role: str, seen: Observation, kind: 
 
 
 def _choose_moments(
-    visit: Visit,
+    visit: BlockVisit,
     task: str,
     names: tuple[str, ...],
     seen: Observation,
@@ -147,12 +147,12 @@ def _choose_moments(
     `rows` of the first batch; `solved`: the kind of system that earlier tasks are in."""
     modules = {module.name: module for module in visit.block.modules}
     own, theirs = (
-        {name: parameters_of(walker, visit.block, modules[name]) for name in names}
-        for walker in (visit.merged, visit.expert(task))
+        {name: parameters_of(runner, visit.block, modules[name]) for name in names}
+        for runner in (visit.merged, visit.expert(task))
     )
     first = own[names[0]].weight
     d_in, d_out = first.shape[1], sum(len(each.weight) for each in own.values())
-    of_task, in_all = (round(rows * part) for part in seen.outlook)
+    of_task, in_all = (round(rows * part) for part in seen.row_multiples)
     keep_rows = solved is TokenSystem or (solved is None and cost_model.solves_in_token_space(in_all, d_in, d_out))
     keep_rows = keep_rows and visit.ranks.size == 1  # rows of several ranks do not add up
     known = all(name in seen.y_exp for name in names)
@@ -166,7 +166,7 @@ def _choose_moments(
 
 
 def _fold_task(
-    visit: Visit,
+    visit: BlockVisit,
     role: str,
     task: str,
     settings: Settings,
@@ -225,7 +225,7 @@ def _unpaired(modules: Mapping[str, Module], seen: Observation) -> dict[str, str
     return skipped
 
 
-def _shared_inputs(visit: Visit, seen: Observation, skipped: Mapping[str, str]) -> list[tuple[str, ...]]:
+def _shared_inputs(visit: BlockVisit, seen: Observation, skipped: Mapping[str, str]) -> list[tuple[str, ...]]:
     """Linear modules by the inputs that they share, those with other token weights apart."""
     groups: dict[tuple[object, ...], list[str]] = {}
     for module in visit.block.modules:
@@ -235,12 +235,12 @@ def _shared_inputs(visit: Visit, seen: Observation, skipped: Mapping[str, str]) 
     return [tuple(names) for names in groups.values()]
 
 
-def _is_weighted(visit: Visit, module: Module) -> bool:
+def _is_weighted(visit: BlockVisit, module: Module) -> bool:
     return visit.cls_tokens and module.name.rpartition(".")[2] not in UNWEIGHTED
 
 
 def _rows(
-    visit: Visit, module: Module, features: Sequence[Tensor], seen: Observation
+    visit: BlockVisit, module: Module, features: Sequence[Tensor], seen: Observation
 ) -> list[tuple[Tensor, Tensor | None]] | None:
     """Rows and their weights of every call of a module; None when they cannot be matched to tokens."""
     weights = seen.weights if _is_weighted(visit, module) else seen.padding

@@ -12,7 +12,7 @@ from featcal_cli.calibration.results import Trial
 from featcal_cli.calibration.solver import Settings
 from featcal_cli.engine.drift_metrics import OutputShift
 from featcal_cli.engine.job import MERGED, Job, share_readings
-from featcal_cli.engine.lockstep import Visit, forward_order
+from featcal_cli.engine.lockstep import BlockVisit, forward_order
 from featcal_cli.models.architecture import Block
 from featcal_cli.runtime.errors import NumericsError
 from featcal_cli.runtime.progress import Progress, Watch
@@ -78,7 +78,7 @@ class Search:
             )
         return found
 
-    def _solve(self, visit: Visit, role: str, behind: Block | None) -> None:
+    def _solve(self, visit: BlockVisit, role: str, behind: Block | None) -> None:
         """Calibrate the block in one student; one that has no stable solution is out."""
         try:
             moments = collect_moments(visit, role, self.candidates[role].settings)
@@ -95,14 +95,14 @@ class Search:
             return
         load_block(self.job.students[role], visit.block, solutions)
 
-    def _cut(self, visit: Visit, behind: Block, keep: int) -> None:
+    def _cut(self, visit: BlockVisit, behind: Block, keep: int) -> None:
         """Let the best go on."""
         share_readings(self.job)
         order = sorted(self.job.students, key=lambda role: self._score(role, behind.name))
         for place, role in enumerate(order[keep:], keep + 1):
             self._drop(visit, role, behind, f"place {place} of {len(order)} after {behind.name}")
 
-    def _drop(self, visit: Visit, role: str, behind: Block | None, reason: str) -> None:
+    def _drop(self, visit: BlockVisit, role: str, behind: Block | None, reason: str) -> None:
         share_readings(self.job)
         finished = self.job.architecture.blocks.index(visit.block)
         self.trials[role] = self._describe(role, behind.name if behind else None, finished, reason)

@@ -13,7 +13,7 @@ from torch import Tensor
 from featcal_cli.calibration.backtracking import STEPS
 from featcal_cli.calibration.journal import Journal
 from featcal_cli.calibration.results import BlockReport
-from featcal_cli.engine.block_runner import Walker
+from featcal_cli.engine.block_runner import BlockRunner
 from featcal_cli.engine.drift_metrics import Drift, DriftMeter, OutputMeter
 from featcal_cli.engine.job import CALIBRATED, MERGED, Job, share_readings
 from featcal_cli.engine.lockstep import forward_order
@@ -80,17 +80,17 @@ def _walk(
 ) -> Job:
     """Let merged with each of PARTS of all updates walk over the rows of the job; the job that has measured them."""
 
-    def walker(of: Walker) -> Walker:
-        return Walker(share_model(of.model), job.architecture, of.device, of.dtype)
+    def runner(of: BlockRunner) -> BlockRunner:
+        return BlockRunner(share_model(of.model), job.architecture, of.device, of.dtype)
 
-    students = {role: walker(job.merged) for role in PARTS.values()}
+    students = {role: runner(job.merged) for role in PARTS.values()}
     walk = replace(
         job,
         students=students,
         watchers=dict(students),
-        merged=walker(job.merged),
-        base=walker(job.base),
-        experts={task: walker(expert) for task, expert in job.experts.items()},
+        merged=runner(job.merged),
+        base=runner(job.base),
+        experts={task: runner(expert) for task, expert in job.experts.items()},
         examples={},
         checked={},
         meter=DriftMeter(),

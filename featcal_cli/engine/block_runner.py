@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from featcal_cli.data.batches import Batch, forward_names
-from featcal_cli.engine.offload import Shelf, tensors_in
-from featcal_cli.engine.transfers import Ahead
+from featcal_cli.engine.offload import Offloader, tensors_in
+from featcal_cli.engine.transfers import Prefetch
 from featcal_cli.models.architecture import Architecture, Block
 from featcal_cli.models.loading import Model
 from featcal_cli.models.tracing import first_tensor
@@ -23,7 +23,7 @@ from featcal_cli.runtime import memory_map
 from featcal_cli.runtime.errors import CheckpointError, NumericsError
 
 
-class Walker:
+class BlockRunner:
     """Runs one model's forward passes, each paused before every block until it is told to go on.
 
     A pass is a coroutine around the model's own forward: it hands out the block's arguments and goes on with the output
@@ -43,12 +43,12 @@ class Walker:
         """What lies in blocks, or runs before the last one ends."""
         self._head = set(map(id, model.parameters_of(architecture.head))) - self._needed
         self._read: set[int] = set()
-        self.shelf: Shelf | None = None
+        self.offloader: Offloader | None = None
         """Where tensors of its paused passes may lie."""
         self.too_large: set[str] = set()
         """Blocks, by their paths in merged, whose features were too large for bfloat16: they ran in float32."""
         self._guests: dict[int, tuple[Tensor, Tensor]] = {}
-        self._ahead: Ahead | None = None
+        self._prefetch: Prefetch | None = None
         self._arrived: dict[int, Tensor] = {}
         """What was fetched ahead to the device, by the id of what it is a copy of."""
         self._open = False
@@ -57,7 +57,7 @@ class Walker:
         if model.module.dtype != dtype:
             self._convert_stem()
 
-    def start(self, batches: Sequence[Batch], entry: str) -> list[Pass]:
+    def start(self, batches: Sequence[Batch], entry: str) -> list[PausedForward]:
         """One pass a batch through the module at `entry`, paused before its first block; call inside `on_device`."""
         own = self.model.own_path(entry) if entry else ""
         if own is None:
@@ -67,7 +67,7 @@ class Walker:
                 fix="give examples of the kind that this expert was trained on",
             )
         module = self.model.module.get_submodule(own)
-        passes = [Pass(self, module, self._prepare(batch, module)) for batch in batches]
+        passes = [PausedForward(self, module, self._prepare(batch, module)) for batch in batches]
         for each in passes:
             each.advance()
         return passes
@@ -121,12 +121,12 @@ class Walker:
             self.dtype = dtype
             self._bring(own, recurse=True)
 
-    def fetch_ahead(self, path: str) -> None:
+    def prefetch(self, path: str) -> None:
         """Let what the module at `path` needs be read from the disk, and copied to a CUDA device, while other things
         are computed."""
         memory_map.fetch_ahead(self._parameters_at(path))
         if self.device.type == "cuda":
-            self._ahead = Ahead(self._parameters_at(path), self.device, self.dtype)
+            self._prefetch = Prefetch(self._parameters_at(path), self.device, self.dtype)
 
     def give_back(self, path: str | None = None) -> int:
         """Let the system have the memory of what was read from the disk for the module at `path`, or of everything;
@@ -150,8 +150,8 @@ class Walker:
     def _home(self, holder: Tensor) -> Tensor:
         return self._guests[id(holder)][1] if id(holder) in self._guests else holder.data
 
-    def forget(self, path: str, other: Walker) -> None:
-        """Share the parameters of the module at `path` with another walker of the same model; call outside
+    def forget(self, path: str, other: BlockRunner) -> None:
+        """Share the parameters of the module at `path` with another runner of the same model; call outside
         `on_device`."""
         values = dict(other.module(path).named_parameters())
         for name, parameter in self.module(path).named_parameters():
@@ -163,8 +163,8 @@ class Walker:
 
     def _bring(self, path: str, *, recurse: bool) -> None:
         module = self.model.module.get_submodule(path)
-        if self._ahead is not None:
-            self._arrived, self._ahead = self._ahead.take(), None
+        if self._prefetch is not None:
+            self._arrived, self._prefetch = self._prefetch.take(), None
         for name, parameter in module.named_parameters(path, recurse=recurse):
             size = parameter.numel() * parameter.element_size()
             self._move(parameter, self.dtype if parameter.is_floating_point() else parameter.dtype)
@@ -237,17 +237,17 @@ class Walker:
         return hook
 
 
-class Pass(greenlet):
+class PausedForward(greenlet):
     """One forward pass over one batch, paused before a block until `advance` gives it that block's output."""
 
-    def __init__(self, walker: Walker, module: nn.Module, batch: Batch) -> None:
+    def __init__(self, runner: BlockRunner, module: nn.Module, batch: Batch) -> None:
         super().__init__(lambda: module(**batch))
         self.module = module
         """What is run: the whole model or a tower of it."""
         self.batch = batch
         self.output: Any = None
         """What the model returned, when the pass is through."""
-        self._walker = walker
+        self._walker = runner
         self._block: str | None = None
         self._args: tuple[Any, ...] = ()
         self._kwargs: dict[str, Any] = {}
@@ -259,8 +259,8 @@ class Pass(greenlet):
 
     def advance(self, *output: Any) -> None:
         """Go on to the next block, giving the paused block's output (nothing at the start)."""
-        shelf = self._walker.shelf
-        with torch.no_grad(), nullcontext() if shelf is None else shelf.within_reach():
+        offloader = self._walker.offloader
+        with torch.no_grad(), nullcontext() if offloader is None else offloader.within_reach():
             result = self.switch(*output)
         if self.dead:
             self._block, self.output, self._args, self._kwargs = None, result, (), {}
@@ -271,26 +271,26 @@ class Pass(greenlet):
         """True when the pass is paused before this block."""
         return self._block is not None and self._block == self._walker.own_name(block)
 
-    def run_block(self, block: Block, given: Pass | None = None, kept: Sequence[list[Any]] = ()) -> Any:
+    def run_block(self, block: Block, given: PausedForward | None = None, kept: Sequence[list[Any]] = ()) -> Any:
         """Run the block that the pass is paused at, on its arguments (or those of the pass `given`, of another model),
         and return its output, None where a hook raised StopBlock; the pass stays paused.
 
         kept: what hooks keep of this run. Where bfloat16 is too small for a feature, the lists are emptied and the
         block runs in float32.
         """
-        walker, given = self._walker, given or self
-        walker.bring(block.name)
+        runner, given = self._walker, given or self
+        runner.bring(block.name)
         output = self._run(block, given)
-        if walker.dtype == torch.bfloat16 and _are_finite(given.hidden) and not _are_finite((output, *kept)):
+        if runner.dtype == torch.bfloat16 and _are_finite(given.hidden) and not _are_finite((output, *kept)):
             for each in kept:
                 each.clear()
-            with walker.precise(block.name):
+            with runner.precise(block.name):
                 output = self._run(block, given, torch.float32)
             if _are_finite((output, *kept)):
-                walker.too_large.add(block.name)
+                runner.too_large.add(block.name)
         return output
 
-    def _run(self, block: Block, given: Pass, dtype: torch.dtype | None = None) -> Any:
+    def _run(self, block: Block, given: PausedForward, dtype: torch.dtype | None = None) -> Any:
         args, kwargs = given._args, given._kwargs
         if block.overwritten:
             args, kwargs = tree_map(_copy, (args, kwargs))
@@ -331,11 +331,11 @@ class Pass(greenlet):
 
 
 def _pausing(name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
-    """The block's forward, which inside a Pass hands the call out and waits for the output."""
+    """The block's forward, which inside a PausedForward hands the call out and waits for the output."""
 
     def paused(*args: Any, **kwargs: Any) -> Any:
         current = getcurrent()
-        if isinstance(current, Pass) and current.parent is not None:
+        if isinstance(current, PausedForward) and current.parent is not None:
             return current.parent.switch((name, forward, args, kwargs))
         return forward(*args, **kwargs)
 

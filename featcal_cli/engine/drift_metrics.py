@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from featcal_cli.data.batches import Batch, count_examples, take_examples
-from featcal_cli.engine.block_runner import Walker
+from featcal_cli.engine.block_runner import BlockRunner
 from featcal_cli.models.token_layout import token_masks
 from featcal_cli.models.tracing import first_tensor
 from featcal_cli.runtime.errors import NumericsError
 
 if TYPE_CHECKING:
-    from featcal_cli.engine.block_runner import Walker
+    from featcal_cli.engine.block_runner import BlockRunner
 
 TINY = 1e-30
 """Keeps the cosine of a zero vector finite."""
@@ -173,9 +173,9 @@ class OutputShift:
         return self.variation_sum / self.rows if self.rows else 0.0
 
 
-def limit_batches(batches: Mapping[str, Sequence[Batch]], walkers: Iterable[Walker]) -> dict[str, list[Batch]]:
+def limit_batches(batches: Mapping[str, Sequence[Batch]], runners: Iterable[BlockRunner]) -> dict[str, list[Batch]]:
     """The batches of each task, cut so that any of the models' logits on one of them take no more than LOGIT_BYTES."""
-    heads = [walker.model.module.get_output_embeddings() for walker in walkers]
+    heads = [runner.model.module.get_output_embeddings() for runner in runners]
     choices = max((len(head.weight) for head in heads if hasattr(head, "weight")), default=0)
     return {task: [part for batch in found for part in _cut(batch, choices)] for task, found in batches.items()}
 
@@ -277,7 +277,9 @@ class VectorMeter:
         self.elsewhere: dict[tuple[str, str], TaskVector] = {}
         """What other ranks have measured, as far as it is known here."""
 
-    def add(self, task: str, block: str, models: Mapping[str, Walker], expert: Walker, base: Walker) -> None:
+    def add(
+        self, task: str, block: str, models: Mapping[str, BlockRunner], expert: BlockRunner, base: BlockRunner
+    ) -> None:
         """Add the parameters of one block of every model, by role, as far as all have them in one shape."""
         for ours, theirs, start in _shared(block, models, expert, base):
             wanted = (theirs.float() - start.float()).flatten()
@@ -296,11 +298,11 @@ class VectorMeter:
 
 
 def _shared(
-    block: str, models: Mapping[str, Walker], expert: Walker, base: Walker
+    block: str, models: Mapping[str, BlockRunner], expert: BlockRunner, base: BlockRunner
 ) -> Iterator[tuple[dict[str, Tensor], Tensor, Tensor]]:
     """Every parameter of the block that all have: of the models by role, of the expert, of the base."""
-    ours = {role: dict(walker.module(block).named_parameters()) for role, walker in models.items()}
-    theirs, start = (dict(walker.module(block).named_parameters()) for walker in (expert, base))
+    ours = {role: dict(runner.module(block).named_parameters()) for role, runner in models.items()}
+    theirs, start = (dict(runner.module(block).named_parameters()) for runner in (expert, base))
     for name, first in start.items():
         found = {role: parameters[name].detach() for role, parameters in ours.items() if name in parameters}
         shapes = {x.shape for x in (*found.values(), first, theirs.get(name, first))}

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torch import Tensor
 
 from featcal_cli.data.batches import Batch, count_examples
-from featcal_cli.engine.block_runner import Pass, Walker
+from featcal_cli.engine.block_runner import BlockRunner, PausedForward
 from featcal_cli.engine.drift_metrics import STEM
 from featcal_cli.engine.token_weights import token_weights
 from featcal_cli.models.architecture import Block
@@ -32,7 +32,7 @@ class _Run(NamedTuple):
     """Outputs of modules, one a call, by the module's path inside the block [.., d_out]."""
 
 
-class Group:
+class DriftProbe:
     """Everybody on one batch of a task, by role: its expert, and every model that is watched.
 
     Followers are further passes of the expert, one a role, in which no block runs: they are given the expert's outputs
@@ -52,9 +52,9 @@ class Group:
         self._split = frozenset() if last_alone else job.split
         # what an expert's files do not hold is random in it, a head for example: its answers say nothing
         self._outputs = None if last_alone or job.experts[task].model.missing else job.outputs
-        self._walkers: dict[str, Walker] = {EXPERT: job.experts[task], **self._models}
+        self._walkers: dict[str, BlockRunner] = {EXPERT: job.experts[task], **self._models}
         entry = job.architecture.entries[task]
-        self._passes = {role: walker.start([batch], entry)[0] for role, walker in self._walkers.items()}
+        self._passes = {role: runner.start([batch], entry)[0] for role, runner in self._walkers.items()}
         wanted = self._passes if self._outputs is not None else ()
         keys = [(role, place) for place in ("", *sorted(job.branches)) for role in wanted]
         self._followers = dict(zip(keys, job.experts[task].start([batch] * len(keys), entry), strict=True))
@@ -64,7 +64,7 @@ class Group:
         if not last_alone:
             self._measure_stem()
 
-    def __iter__(self) -> Iterator[Pass]:
+    def __iter__(self) -> Iterator[PausedForward]:
         yield from self._passes.values()
         yield from self._followers.values()
 
@@ -108,7 +108,7 @@ class Group:
         if is_end or not self._last_alone:
             self._measure(block, runs, on_expert, weights, lengths)
 
-    def _run(self, role: str, block: Block, given: Pass | None = None) -> _Run:
+    def _run(self, role: str, block: Block, given: PausedForward | None = None) -> _Run:
         """The block on the pass's arguments (or those of the pass `given`), with its modules' outputs if they count."""
         meter = self._meter
         outputs: dict[str, list[Tensor]] = {}

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from featcal_cli.engine.block_runner import Pass, StopBlock, Walker
+from featcal_cli.engine.block_runner import BlockRunner, PausedForward, StopBlock
 from featcal_cli.models.architecture import Block
 from featcal_cli.models.module_kinds import LINEAR_KINDS
 from featcal_cli.models.tracing import first_tensor
@@ -19,7 +19,7 @@ Features = dict[str, list[Tensor]]
 """Inputs of each module that ran in a block, one a call, by the module's path inside the block [.., d_in]."""
 
 
-class Seen(NamedTuple):
+class CapturedRun(NamedTuple):
     """What one run of a block by an expert showed."""
 
     x: Features
@@ -28,17 +28,17 @@ class Seen(NamedTuple):
     """The module that was called last, and its how many-eth call that was."""
 
 
-def run_captured(walker: Walker, each: Pass, block: Block) -> tuple[Seen, Any]:
+def run_captured(runner: BlockRunner, each: PausedForward, block: Block) -> tuple[CapturedRun, Any]:
     """Run the block that the pass is at: what its modules were given and returned, and its output."""
     inputs: Features = {}
     outputs: dict[str, list[tuple[Tensor, int]]] = {}
     calls: list[str] = []
     with ExitStack() as hooks:
         for module in block.modules:
-            found = walker.module(f"{block.name}.{module.name}")
+            found = runner.module(f"{block.name}.{module.name}")
             keep = _Keep(inputs.setdefault(module.name, []), module.overwritten, module.name, calls)
             hooks.callback(found.register_forward_pre_hook(keep, with_kwargs=True).remove)
-            if module.kind in LINEAR_KINDS and walker.dtype == torch.float32 and type(found).forward in PLAIN_FORWARDS:
+            if module.kind in LINEAR_KINDS and runner.dtype == torch.float32 and type(found).forward in PLAIN_FORWARDS:
                 kept = outputs.setdefault(module.name, [])
                 hook = found.register_forward_hook(lambda _, __, y, kept=kept: kept.append((y, y._version)))
                 hooks.callback(hook.remove)
@@ -46,16 +46,16 @@ def run_captured(walker: Walker, each: Pass, block: Block) -> tuple[Seen, Any]:
     unchanged = {name: [y for y, version in found if y._version == version] for name, found in outputs.items()}
     y = {name: found for name, found in unchanged.items() if len(found) == len(inputs[name])}
     last = calls[-1] if calls else ""
-    return Seen(inputs, y, (last, calls.count(last))), output
+    return CapturedRun(inputs, y, (last, calls.count(last))), output
 
 
-def run_to_last_input(walker: Walker, each: Pass, block: Block, last_call: tuple[str, int]) -> Features:
+def run_to_last_input(runner: BlockRunner, each: PausedForward, block: Block, last_call: tuple[str, int]) -> Features:
     """Run the block that the pass is at as far as the inputs of its modules need it: to that module's call."""
     inputs: Features = {}
     calls: list[list[str]] = []
     with ExitStack() as hooks:
         for module in block.modules:
-            found = walker.module(f"{block.name}.{module.name}")
+            found = runner.module(f"{block.name}.{module.name}")
             calls.append([])
             stop_at = last_call[1] if module.name == last_call[0] else None
             keep = _Keep(inputs.setdefault(module.name, []), module.overwritten, module.name, calls[-1], stop_at)

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from featcal_cli.data.batches import Batch
-from featcal_cli.engine.block_runner import Walker
+from featcal_cli.engine.block_runner import BlockRunner
 from featcal_cli.engine.drift_metrics import DriftMeter, OutputMeter, VectorMeter
-from featcal_cli.engine.offload import Shelf
+from featcal_cli.engine.offload import Offloader
 from featcal_cli.models.architecture import Architecture
 from featcal_cli.runtime.distributed import Ranks
 
@@ -23,11 +23,11 @@ class Job:
     """Who walks, and over what."""
 
     architecture: Architecture
-    students: dict[str, Walker]
+    students: dict[str, BlockRunner]
     """By role: each starts as merged, and its blocks are updated on the way."""
-    merged: Walker
-    base: Walker
-    experts: Mapping[str, Walker]
+    merged: BlockRunner
+    base: BlockRunner
+    experts: Mapping[str, BlockRunner]
     examples: Mapping[str, Sequence[Batch]]
     """Batches to fit, by task."""
     checked: Mapping[str, Sequence[Batch]] = field(default_factory=dict)
@@ -42,7 +42,7 @@ class Job:
     """Blocks after which the rest of the expert is run on every model's features too, for `outputs`."""
     watched: Mapping[str, Sequence[Batch]] = field(default_factory=dict)
     """Batches that drift is measured on, by task."""
-    watchers: dict[str, Walker] = field(default_factory=dict)
+    watchers: dict[str, BlockRunner] = field(default_factory=dict)
     """The models whose drift is measured, by role."""
     second: Mapping[str, Sequence[Batch]] = field(default_factory=dict)
     """This rank's part of a second half of held-out rows, by task: the drift after the last block is measured on it."""
@@ -51,7 +51,7 @@ class Job:
     """The models that it is measured of, by role."""
     finals: dict[str, dict[str, list[Tensor]]] | None = None
     """Where it is given, it gets every watched example's last feature [examples, d], by task and role."""
-    shelf: Shelf | None = None
+    offloader: Offloader | None = None
     """Where the tensors of paused passes lie; None for on the device, all of them."""
     keep_blocks: bool = False
     """Students hold all that is loaded into them to the end; else each block only until it is left."""
@@ -63,20 +63,20 @@ class Job:
     """Those that share a task's examples, by task, where they are several."""
 
     @property
-    def walkers(self) -> list[Walker]:
+    def runners(self) -> list[BlockRunner]:
         """Everybody but the experts."""
         everybody = (*self.students.values(), *self.watchers.values())
-        return list({id(walker): walker for walker in everybody}.values())
+        return list({id(runner): runner for runner in everybody}.values())
 
     def retire(self) -> None:
         """Leave all models as they were before; for those that are to be walked by another job."""
-        for walker in {*self.walkers, self.merged, self.base, *self.experts.values()}:
-            walker.retire()
+        for runner in {*self.runners, self.merged, self.base, *self.experts.values()}:
+            runner.retire()
 
     def describe_precision(self) -> str:
         """Which blocks ran in float32 because bfloat16 is too small for their features; empty where none did."""
-        everybody = (*self.walkers, *self.experts.values())
-        told = sorted({f"{block} of {walker.model.role}" for walker in everybody for block in walker.too_large})
+        everybody = (*self.runners, *self.experts.values())
+        told = sorted({f"{block} of {runner.model.role}" for runner in everybody for block in runner.too_large})
         return f"features explode in bfloat16, so these ran in float32: {', '.join(told)}" if told else ""
 
 

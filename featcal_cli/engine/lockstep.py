@@ -8,10 +8,10 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from featcal_cli.data.batches import count_examples
-from featcal_cli.engine.block_runner import Pass, Walker
-from featcal_cli.engine.hooks import Features, Seen, run_captured, run_to_last_input
+from featcal_cli.engine.block_runner import BlockRunner, PausedForward
+from featcal_cli.engine.hooks import CapturedRun, Features, run_captured, run_to_last_input
 from featcal_cli.engine.job import Job
-from featcal_cli.engine.paired_passes import Company, Passes, Together, count_tokens, start_passes, tensors_of
+from featcal_cli.engine.paired_passes import PairedPass, Passes, PassGroup, count_tokens, start_passes, tensors_of
 from featcal_cli.engine.token_weights import token_weights
 from featcal_cli.models.architecture import Block
 from featcal_cli.models.token_layout import Lengths, Weights, token_lengths
@@ -37,11 +37,11 @@ class Observation(NamedTuple):
     """
     examples: range
     """Which of the task's these are."""
-    outlook: tuple[float, float]
+    row_multiples: tuple[float, float]
     """How many times the tokens of this batch all batches of the task have, and those of all tasks."""
 
 
-def forward_order(job: Job) -> Iterator[Visit]:
+def forward_order(job: Job) -> Iterator[BlockVisit]:
     """Visit the blocks in execution order; what is loaded into a student's block during a visit runs after it.
 
     Everybody but the experts is on the device during a visit, one block each; of the experts one at a time.
@@ -53,9 +53,9 @@ def forward_order(job: Job) -> Iterator[Visit]:
     try:
         for block in job.architecture.blocks:
             with ExitStack() as stack:
-                for walker in job.walkers:
-                    stack.enter_context(walker.on_device())
-                visit = Visit(job, block, passes, done)
+                for runner in job.runners:
+                    stack.enter_context(runner.on_device())
+                visit = BlockVisit(job, block, passes, done)
                 yield visit
                 with job.ranks.on_its_own():
                     visit.leave()
@@ -66,7 +66,7 @@ def forward_order(job: Job) -> Iterator[Visit]:
             each.close()
 
 
-class Visit:
+class BlockVisit:
     """One block of a job under way."""
 
     def __init__(self, job: Job, block: Block, passes: Passes, done: Sequence[Block]) -> None:
@@ -86,13 +86,13 @@ class Visit:
         self.is_reached = any(all(each.get(task, True) for each in told) for one in told for task in one)
         """Some task's examples do, on whichever rank."""
         self._job, self._passes, self._done = job, passes, done
-        self._shown: dict[int, Seen] = {}
+        self._shown: dict[int, CapturedRun] = {}
         """What the expert showed on a batch, for the students that are still to come."""
         self._advanced: set[int] = set()
         self._through: set[str] = set()
         """Tasks whose expert has nothing more to do with the block."""
 
-    def expert(self, task: str) -> Walker:
+    def expert(self, task: str) -> BlockRunner:
         """The expert of a task."""
         return self._job.experts[task]
 
@@ -128,15 +128,17 @@ class Visit:
             if not together.ours[role].is_at(self.block):
                 continue
             here = count_tokens(together.ours[role]) / self.block.calls
-            outlook = (tokens[task] / here, sum(tokens.values()) / here)
+            row_multiples = (tokens[task] / here, sum(tokens.values()) / here)
             observe = self._features_of_all_calls if self.block.calls > 1 else self._features_of_one_call
             is_first = number == 0 and (task not in self.sharers or self.sharers[task].is_first)
             before = sum(count_examples(earlier.theirs.batch) for earlier in passes[task][:number])
             examples = range(before, before + count_examples(together.theirs.batch))
             for seen in observe(task, role, together, first=is_first):
-                yield seen._replace(outlook=outlook, examples=examples)
+                yield seen._replace(row_multiples=row_multiples, examples=examples)
 
-    def _features_of_one_call(self, task: str, role: str, together: Together, *, first: bool) -> Iterator[Observation]:
+    def _features_of_one_call(
+        self, task: str, role: str, together: PairedPass, *, first: bool
+    ) -> Iterator[Observation]:
         expert, student = self._job.experts[task], self._job.students[role]
         ours = together.ours[role]
         shown = self._shown.get(id(together))
@@ -149,7 +151,9 @@ class Visit:
         x_cal = run_to_last_input(student, ours, self.block, shown.last_call)
         yield self._observe(x_cal, shown, ours, first=first)
 
-    def _features_of_all_calls(self, task: str, role: str, together: Together, *, first: bool) -> Iterator[Observation]:
+    def _features_of_all_calls(
+        self, task: str, role: str, together: PairedPass, *, first: bool
+    ) -> Iterator[Observation]:
         """The same for a block that runs several times: by passes of their own, in which no call is updated yet."""
         expert, student = self._job.experts[task], self._job.students[role]
         entry, batch = self._job.architecture.entries[task], together.theirs.batch
@@ -166,7 +170,7 @@ class Visit:
         theirs.close()
         ours.close()
 
-    def _observe(self, x_cal: Features, shown: Seen, ours: Pass, *, first: bool) -> Observation:
+    def _observe(self, x_cal: Features, shown: CapturedRun, ours: PausedForward, *, first: bool) -> Observation:
         padding, weights = (token_weights(ours, self.block, cls_tokens=cls) for cls in (False, self.cls_tokens))
         lengths = token_lengths(ours.batch, ours.hidden)
         return Observation(x_cal, shown.x, padding, weights, lengths, first, shown.y, range(0), (1.0, 1.0))
@@ -205,45 +209,45 @@ class Visit:
             # (where one is called again, later passes start anew and come through all)
             for student in job.students.values():
                 student.forget(name, job.merged)
-        for walker in {*job.walkers, job.merged, job.base}:
-            walker.give_back(name)
+        for runner in {*job.runners, job.merged, job.base}:
+            runner.give_back(name)
 
-    def _one_by_one(self, companies: Sequence[Company]) -> Iterator[Company]:
+    def _one_by_one(self, companies: Sequence[PassGroup]) -> Iterator[PassGroup]:
         """Each of them with the tensors of its passes at hand, while those of the next are fetched."""
-        shelf = self._job.shelf
+        offloader = self._job.offloader
         for number, company in enumerate(companies):
-            if shelf is None:
+            if offloader is None:
                 yield company
                 continue
-            shelf.fetch_ahead(x for following in companies[number + 1 : number + 2] for x in tensors_of(following))
-            with shelf.lend(partial(tensors_of, company)):
+            offloader.prefetch(x for following in companies[number + 1 : number + 2] for x in tensors_of(following))
+            with offloader.lend(partial(tensors_of, company)):
                 yield company
 
     def _fetch_ahead(self, task: str) -> None:
         """Have the block that is needed after this task's read from the disk already."""
         later = self.tasks[self.tasks.index(task) + 1 :]
         if later:
-            self._job.experts[later[0]].fetch_ahead(self.block.name)
+            self._job.experts[later[0]].prefetch(self.block.name)
             return
         blocks = self._job.architecture.blocks
         after = blocks[blocks.index(self.block) + 1 :][:1]
         for block in after:
-            for walker in (self._job.experts[self.tasks[0]], self._job.merged, self._job.base):
-                walker.fetch_ahead(block.name)
+            for runner in (self._job.experts[self.tasks[0]], self._job.merged, self._job.base):
+                runner.prefetch(block.name)
 
-    def _add_vectors(self, task: str, expert: Walker) -> None:
+    def _add_vectors(self, task: str, expert: BlockRunner) -> None:
         """Add the block's parameters of every watched model but the base to the task vectors."""
         job, name = self._job, self.block.name
         if job.vectors is None or expert.own_name(self.block) is None or job.base.own_name(self.block) is None:
             return
-        models = {role: walker for role, walker in job.watchers.items() if walker is not job.base}
+        models = {role: runner for role, runner in job.watchers.items() if runner is not job.base}
         with ExitStack() as stack:
-            for walker in (expert, job.base, *models.values()):
-                stack.enter_context(walker.on_device())
-                walker.bring(name)
+            for runner in (expert, job.base, *models.values()):
+                stack.enter_context(runner.on_device())
+                runner.bring(name)
             job.vectors.add(task, name, models, expert, job.base)
 
-    def _go_on(self, task: str, each: Pass, output: Any) -> None:
+    def _go_on(self, task: str, each: PausedForward, output: Any) -> None:
         each.go_on(output, self._done, last=self._is_last(task) and self.block.calls == 1)
 
     def _is_last(self, task: str) -> bool:

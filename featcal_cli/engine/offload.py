@@ -16,7 +16,7 @@ from torch import Tensor, UntypedStorage
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import TensorWeakRef
 
-from featcal_cli.engine.transfers import Lane, drop_pages, read_ahead, write_mapped
+from featcal_cli.engine.transfers import CopyStream, drop_pages, read_ahead, write_mapped
 from featcal_cli.runtime.memory_map import trim_heap
 
 DEVICE, HOST, DISK = range(3)
@@ -29,7 +29,7 @@ TRIM_EVERY = 16 << 20
 """Bytes that go to files between one trimming of the heap and the next."""
 
 
-class Shelf:
+class Offloader:
     """Keeps the tensors of paused passes where there is room, and has them on the device while they are lent.
 
     What moves is the memory below tensors, and every tensor on it is given the new memory as its data: whoever holds
@@ -54,7 +54,7 @@ class Shelf:
         self._left: tuple[dict[_Piece, None], ...] = ({}, {}, {})
         """By place (nothing in files), what passes hold but no longer ask for, the oldest first."""
         self._untrimmed = 0
-        self._lane = Lane(device)
+        self._lane = CopyStream(device)
 
     @property
     def bytes_in_memory(self) -> int:
@@ -92,7 +92,7 @@ class Shelf:
         self._leave([piece for piece in lent if piece not in kept])
         self._settle(kept)
 
-    def fetch_ahead(self, tensors: Iterable[Tensor]) -> None:
+    def prefetch(self, tensors: Iterable[Tensor]) -> None:
         """Begin to bring these, which will be lent next; returns at once."""
         pieces = [piece for tensor in tensors if (piece := self._known(tensor))]
         self._bring(pieces)
@@ -104,7 +104,7 @@ class Shelf:
         """Inside, a tensor that lies elsewhere comes to the device when it is touched: for the code of models between
         blocks, whose frames hold tensors that nobody lends."""
         away = self._device.type != "cpu" and any(self._used[HOST:])
-        return _Touch(self._reach) if away else nullcontext()
+        return _TouchMode(self._reach) if away else nullcontext()
 
     def _reach(self, tensors: Iterable[Tensor]) -> None:
         pieces = [piece for tensor in tensors if (piece := self._known(tensor)) and piece.level != DEVICE]
@@ -242,7 +242,7 @@ class _Piece:
         return list(found.values())
 
 
-class _Touch(TorchFunctionMode):
+class _TouchMode(TorchFunctionMode):
     """Tells of the tensors that each torch function is given, before it runs."""
 
     def __init__(self, tell: Callable[[Iterable[Tensor]], None]) -> None:

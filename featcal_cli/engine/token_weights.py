@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from featcal_cli.data.batches import Batch, take_examples
-from featcal_cli.engine.block_runner import Pass, Walker
+from featcal_cli.engine.block_runner import BlockRunner, PausedForward
 from featcal_cli.models.architecture import Architecture, Block
 from featcal_cli.models.token_layout import MASK, OWN, Weights, token_masks
 from featcal_cli.models.tracing import first_tensor
@@ -17,7 +17,7 @@ OTHER_TOKENS = 0.01
 """Weight of the tokens after the first in the last block of a model that is read from its first token."""
 
 
-def token_weights(each: Pass, block: Block, *, cls_tokens: bool) -> Weights:
+def token_weights(each: PausedForward, block: Block, *, cls_tokens: bool) -> Weights:
     """Weights of the tokens of a batch that is paused at `block`, by axis [B, length]; None where all are alike."""
     weights = {**token_masks(each.batch), OWN: None}
     axis = block.layout.axis
@@ -35,7 +35,7 @@ def _first_token_weights(hidden: Tensor) -> Tensor:
     return weights
 
 
-def _own_mask(each: Pass, block: Block) -> Tensor | None:
+def _own_mask(each: PausedForward, block: Block) -> Tensor | None:
     """1 for what the tokens that count became on a block's own axis [B, F]; None where all of it counts.
 
     Where the two cannot be brought together the mask is empty, which fits no feature.
@@ -60,15 +60,15 @@ def _own_mask(each: Pass, block: Block) -> Tensor | None:
     return None if own.numel() and bool(own.all()) else own
 
 
-def find_cls_blocks(walker: Walker, architecture: Architecture, task: str, batch: Batch) -> frozenset[str]:
+def find_cls_blocks(runner: BlockRunner, architecture: Architecture, task: str, batch: Batch) -> frozenset[str]:
     """The last block of each stack over patches, where the model's pooled output reads its first token alone: it
     changes with that token, and does not when all others that leave the block are perturbed. `batch`: one example."""
     stacks = {block.name.rpartition(".")[0]: block for block in architecture.blocks if _is_over_patches(block)}
     alike = take_examples(batch, [0] * len(PERTURBED))
     found = set()
-    with walker.on_device():
+    with runner.on_device():
         for block in stacks.values():
-            pooled = _pooled_after(walker, architecture, task, alike, block)
+            pooled = _pooled_after(runner, architecture, task, alike, block)
             if pooled and _same(pooled, 1) and not _same(pooled, 2):
                 found.add(block.name)
     return frozenset(found)
@@ -82,9 +82,11 @@ PERTURBED = (slice(0, 0), slice(1, None), slice(0, 1))
 """In three copies of an example: nothing, all tokens but the first, the first."""
 
 
-def _pooled_after(walker: Walker, architecture: Architecture, task: str, batch: Batch, block: Block) -> list[Tensor]:
+def _pooled_after(
+    runner: BlockRunner, architecture: Architecture, task: str, batch: Batch, block: Block
+) -> list[Tensor]:
     """What the model returns once an example [B, k], with noise on the tokens PERTURBED of what leaves `block`."""
-    (each,) = walker.start([batch], architecture.entries[task])
+    (each,) = runner.start([batch], architecture.entries[task])
     while (at := next((other for other in architecture.blocks if each.is_at(other)), None)) is not None:
         output = each.run_block(at)
         hidden = first_tensor(output)

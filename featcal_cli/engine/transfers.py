@@ -17,7 +17,7 @@ from featcal_cli.runtime.files import name_reason
 from featcal_cli.runtime.memory_map import advise
 
 
-class Lane:
+class CopyStream:
     """The way between device and host: on CUDA a stream beside the computing one, copies in the order of the calls."""
 
     def __init__(self, device: torch.device) -> None:
@@ -88,7 +88,7 @@ def drop_pages(storage: UntypedStorage) -> None:
     advise(storage.data_ptr(), storage.nbytes(), "MADV_DONTNEED")
 
 
-class Ahead:
+class Prefetch:
     """Copies of tensors that will be needed next; they are read from the disk on the way."""
 
     def __init__(self, tensors: Iterable[Tensor], device: torch.device, dtype: torch.dtype) -> None:

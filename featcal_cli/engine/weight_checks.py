@@ -9,7 +9,7 @@ from itertools import combinations
 import torch
 from torch import Tensor
 
-from featcal_cli.engine.block_runner import Walker
+from featcal_cli.engine.block_runner import BlockRunner
 from featcal_cli.models.architecture import Architecture, Block
 from featcal_cli.models.loading import Model
 from featcal_cli.models.module_kinds import LINEAR_KINDS
@@ -88,32 +88,32 @@ def _broken_outside(model: Model, architecture: Architecture) -> Iterator[str]:
 
 
 @contextmanager
-def blaming(blocks: Sequence[Block], walkers: Iterable[Walker]) -> Iterator[None]:
+def name_huge_weight(blocks: Sequence[Block], runners: Iterable[BlockRunner]) -> Iterator[None]:
     """Inside, a NumericsError names the huge weight that is to blame, if these blocks of these models have one; else
     where it came up, if it does not say."""
     try:
         yield
     except NumericsError as error:
-        for walker in walkers:
+        for runner in runners:
             for block in blocks:
-                if found := _find_huge(walker, block):
+                if found := _find_huge(runner, block):
                     name, value = found
                     what = (
-                        f"{walker.model.role} has a weight of {value:.3g} in {name}, which no sum of features survives"
+                        f"{runner.model.role} has a weight of {value:.3g} in {name}, which no sum of features survives"
                     )
-                    raise NumericsError(what, where=walker.model.snapshot.name, fix=FIX) from error
+                    raise NumericsError(what, where=runner.model.snapshot.name, fix=FIX) from error
         if error.where:
             raise
         raise NumericsError(error.what, where=f"block {blocks[-1].name}", fix=error.fix) from error
 
 
-def _find_huge(walker: Walker, block: Block) -> tuple[str, float] | None:
+def _find_huge(runner: BlockRunner, block: Block) -> tuple[str, float] | None:
     """The largest weight of a block beyond all bounds, with its name."""
-    if walker.own_name(block) is None:
+    if runner.own_name(block) is None:
         return None
     sizes: Mapping[str, float] = {
         name: float(value.abs().max())
-        for name, value in walker.parameters_at_home(block.name).items()
+        for name, value in runner.parameters_at_home(block.name).items()
         if value.is_floating_point() and value.numel()
     }
     name = max(sizes, key=sizes.__getitem__, default="")
@@ -130,7 +130,7 @@ FAR = 0.7
 """‖expert − base‖ / ‖base‖ that no fine-tuning reaches; unrelated weights are at 1.4."""
 
 
-def describe_span(
+def describe_merge_fit(
     merged: Model, base: Model, experts: Mapping[str, Model], architecture: Architecture, *, built: bool = False
 ) -> list[str]:
     """What is odd about these models as a merge, in sentences. `built`: merged was made of them by this run."""

@@ -69,7 +69,7 @@ def take_inventory(snapshot: Snapshot, norms: str) -> Inventory:
             where=f"{snapshot.name}/config.json",
             fix="check the config",
         ) from error
-    architecture = run_empty(model, norms)
+    architecture = run_without_values(model, norms)
     ran = architecture.blocks if architecture else ()
     blocks = [*ran, *find_unreached(model, ran, norms)]
     if not blocks:
@@ -92,7 +92,9 @@ def _config_for(model_class: type[PreTrainedModel], config: Any) -> Any:
     return next((part for part in parts if isinstance(part, wanted)), config)
 
 
-def run_empty(model: PreTrainedModel, norms: str, batches: Mapping[str, Batch] | None = None) -> Architecture | None:
+def run_without_values(
+    model: PreTrainedModel, norms: str, batches: Mapping[str, Batch] | None = None
+) -> Architecture | None:
     """What running a model without values on inputs without values shows; None for models that look at values.
 
     The inputs have the shapes of `batches`, by task, where these are given; else they are made up.
@@ -111,7 +113,7 @@ def run_empty(model: PreTrainedModel, norms: str, batches: Mapping[str, Batch] |
     return None
 
 
-def walk_registered(model: PreTrainedModel, batches: Mapping[str, Batch], norms: str) -> Architecture:
+def list_registered(model: PreTrainedModel, batches: Mapping[str, Batch], norms: str) -> Architecture:
     """All lists of blocks in the order in which they are registered, for a model that cannot run without values."""
     blocks = tuple(find_unreached(model, (), norms))
     inside = tuple(f"{block.name}." for block in blocks)

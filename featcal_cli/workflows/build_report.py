@@ -63,7 +63,7 @@ def _scale_changes(block: BlockReport, step: float) -> BlockReport:
 def _add_up_cost(run: Run, job: Job) -> dict[str, Any]:
     """What the run cost, over all ranks: of memory, the most that one of them took."""
     device = torch.cuda.max_memory_allocated(run.device) if run.device.type == "cuda" else 0
-    told = run.ranks.gather((peak_resident_bytes(), device, sum(walker.bytes_read for walker in job.experts.values())))
+    told = run.ranks.gather((peak_resident_bytes(), device, sum(runner.bytes_read for runner in job.experts.values())))
     cost = {
         "seconds": time.monotonic() - run.started,
         "peak_rss_bytes": max(rss for rss, _, _ in told),

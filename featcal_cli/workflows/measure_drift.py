@@ -67,7 +67,7 @@ def measure(run: Run, compare: str | None, *, keep_finals: bool) -> tuple[Inspec
 
 def _describe(plan: Preflight, run: Run, job: Job) -> Inspection:
     """What the walk has shown."""
-    told = run.ranks.gather((peak_resident_bytes(), sum(walker.bytes_read for walker in job.experts.values())))
+    told = run.ranks.gather((peak_resident_bytes(), sum(runner.bytes_read for runner in job.experts.values())))
     names = {MODEL: plan.recipe.merged, BASE: plan.recipe.base}
     names |= {role: origin.pinned for role, origin in plan.origins.items() if role == OTHER}
     names |= {f"expert {task}": spec.expert for task, spec in plan.recipe.tasks.items()}

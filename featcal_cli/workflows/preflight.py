@@ -24,7 +24,7 @@ from featcal_cli.lineage.resolve import Finding
 from featcal_cli.models.alignment import check_alignment, describe_unread, load_fitting
 from featcal_cli.models.checkpoint_files import DTYPES, check_readable, check_writable
 from featcal_cli.models.config import UNPACKED, check_unquantised, read_config
-from featcal_cli.models.inventory import run_empty, walk_registered
+from featcal_cli.models.inventory import list_registered, run_without_values
 from featcal_cli.models.likeness import check_likeness
 from featcal_cli.models.loading import Model, find_class
 from featcal_cli.models.outline import load_outline
@@ -141,7 +141,7 @@ def prepare(
     longest = {task: found.longest() for task, found in drawn.items()}
     # a model that looks at values cannot run without them: then what is registered must do, and the run will tell
     norms = recipe.calibration.norms
-    architecture = run_empty(merged.module, norms, longest) or walk_registered(merged.module, longest, norms)
+    architecture = run_without_values(merged.module, norms, longest) or list_registered(merged.module, longest, norms)
     if not any(len(layers) for layers in merged.module.modules() if isinstance(layers, torch.nn.ModuleList)):
         what = f"no list of transformer blocks was found in {type(merged.module).__name__}"
         fix = "give a transformer checkpoint whose layers hold Linear modules"

@@ -14,12 +14,12 @@ from torch import nn
 from featcal_cli.calibration.task_sharding import Shares, share_tasks
 from featcal_cli.data.batches import take_examples, take_first
 from featcal_cli.data.examples import TaskExamples
-from featcal_cli.engine.block_runner import Walker
+from featcal_cli.engine.block_runner import BlockRunner
 from featcal_cli.engine.drift_metrics import DriftMeter, OutputMeter, VectorMeter, limit_batches
 from featcal_cli.engine.job import MERGED, Job
-from featcal_cli.engine.offload import Shelf
+from featcal_cli.engine.offload import Offloader
 from featcal_cli.engine.token_weights import find_cls_blocks
-from featcal_cli.engine.weight_checks import describe_span
+from featcal_cli.engine.weight_checks import describe_merge_fit
 from featcal_cli.hub.snapshot import Snapshot
 from featcal_cli.models.alignment import check_alignment, describe_differences, load_fitting
 from featcal_cli.models.architecture import Architecture, find_architecture
@@ -100,7 +100,7 @@ def describe_merge(models: Models, recipe: Recipe, architecture: Architecture) -
     if models.experts.keys() != recipe.tasks.keys():
         return []
     built = isinstance(recipe.merged, Merge)
-    return describe_span(models.merged, models.base, models.experts, architecture, built=built)
+    return describe_merge_fit(models.merged, models.base, models.experts, architecture, built=built)
 
 
 def _give_back_layer(layer: nn.Module, *_: object) -> None:
@@ -153,24 +153,24 @@ def make_job(
     shares = shares or share_tasks(list(examples), Ranks())
     dtype = _choose_dtype(calibration, models.merged)
 
-    def walker(model: Model) -> Walker:
-        return Walker(model, architecture, device, dtype)
+    def runner(model: Model) -> BlockRunner:
+        return BlockRunner(model, architecture, device, dtype)
 
     roles = {**students, **watchers}
     everybody = {id(model): model for model in (models.merged, models.base, *roles.values())}
-    walkers = {key: walker(model) for key, model in everybody.items()}  # never two of one model
-    merged = walkers[id(models.merged)]
+    runners = {key: runner(model) for key, model in everybody.items()}  # never two of one model
+    merged = runners[id(models.merged)]
     shown = {
         task: ((found.held_out if students else []) or found.fitted) if shares.begins(task) else []
         for task, found in examples.items()
     }
-    experts = {task: walker(models.experts[task]) for task in shares.parts}
+    experts = {task: runner(models.experts[task]) for task in shares.parts}
     small_heads = all(shares.ranks.gather(_has_small_heads(models.experts.values(), architecture)))
     return Job(
         architecture=architecture,
-        students={role: walkers[id(model)] for role, model in students.items()},
+        students={role: runners[id(model)] for role, model in students.items()},
         merged=merged,
-        base=walkers[id(models.base)],
+        base=runners[id(models.base)],
         experts=experts,
         examples={task: shares.take(task, found.fitted) for task, found in examples.items()} if students else {},
         checked={task: shares.take(task, found.selection) for task, found in examples.items()} if guarded else {},
@@ -182,10 +182,10 @@ def make_job(
         vectors=None if students else VectorMeter(),  # a calibrated block is there when its experts' are gone
         outputs=OutputMeter() if small_heads or not students else None,
         watched=limit_batches(shown, [merged, *experts.values()]),
-        watchers={role: walkers[id(model)] for role, model in roles.items()},
+        watchers={role: runners[id(model)] for role, model in roles.items()},
         finals={} if keep_finals else None,
         split=frozenset(role for role, model in roles.items() if model is not models.base),
-        shelf=Shelf(device, *rooms_for_features(device), scratch or Path(tempfile.gettempdir())),
+        offloader=Offloader(device, *rooms_for_features(device), scratch or Path(tempfile.gettempdir())),
         ranks=shares.ranks,
         sharers=shares.mine,
     )
@@ -256,7 +256,7 @@ def _build_merged(merge: Merge, base: Model, experts: list[Model], folder: Path)
 
 
 def _choose_cls_blocks(
-    merged: Walker,
+    merged: BlockRunner,
     architecture: Architecture,
     examples: Mapping[str, TaskExamples],
     calibration: Calibration,

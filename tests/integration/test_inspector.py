@@ -13,7 +13,7 @@ from family import TEXT_SIZES, layers
 from torch import Tensor
 from transformers import BertConfig, BertModel, PreTrainedModel
 
-from featcal_cli.engine.block_runner import Walker
+from featcal_cli.engine.block_runner import BlockRunner
 from featcal_cli.hub.snapshot import resolve
 from featcal_cli.models.loading import find_class
 from featcal_cli.models.tracing import first_tensor
@@ -175,19 +175,19 @@ def most_at_once(saved: Saved, tasks: int, monkeypatch: pytest.MonkeyPatch) -> i
     """The most bytes of weights that are converted at one time while so many tasks' drift is measured."""
     recipe: dict[str, Any] = saved.recipe(dtype="float32")
     recipe["tasks"] = {task: recipe["tasks"][task] for task in TASKS[:tasks]}
-    walkers: set[Walker] = set()
+    runners: set[BlockRunner] = set()
     counts = [0]
-    move = Walker._move
+    move = BlockRunner._move
 
-    def watched(walker: Walker, *args: Any) -> None:
-        move(walker, *args)
-        walkers.add(walker)
-        counts.append(sum(holder.nbytes for each in walkers for holder, _ in each._guests.values()))
+    def watched(runner: BlockRunner, *args: Any) -> None:
+        move(runner, *args)
+        runners.add(runner)
+        counts.append(sum(holder.nbytes for each in runners for holder, _ in each._guests.values()))
 
     with monkeypatch.context() as patch:
-        patch.setattr(Walker, "_move", watched)
+        patch.setattr(BlockRunner, "_move", watched)
         inspect_drift(recipe)
-    assert not any(walker._guests for walker in walkers)
+    assert not any(runner._guests for runner in runners)
     return max(counts)
 
 

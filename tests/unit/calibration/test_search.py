@@ -125,12 +125,12 @@ def test_candidates_disturb_neither_each_other_nor_the_models(bert: Saved) -> No
         assert by_settings(start(prepared, [name]).run(quiet)) == {name: together[name]}
 
 
-def count_blocks(job: Job, walkers: dict[str, Any]) -> Counter[tuple[str, str]]:
-    """How often each of `walkers` runs each block from now on."""
+def count_blocks(job: Job, runners: dict[str, Any]) -> Counter[tuple[str, str]]:
+    """How often each of `runners` runs each block from now on."""
     counts: Counter[tuple[str, str]] = Counter()
-    for role, walker in walkers.items():
+    for role, runner in runners.items():
         for block in job.architecture.blocks:
-            module = walker.module(f"{block.name}.{block.modules[0].name}")
+            module = runner.module(f"{block.name}.{block.modules[0].name}")
             module.register_forward_hook(lambda *_, key=(role, block.name): counts.update([key]))
     return counts
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from featcal_cli.calibration.algorithm import calibrate_blocks
 from featcal_cli.calibration.journal import Journal
 from featcal_cli.calibration.solver import Settings
-from featcal_cli.engine.block_runner import Walker
+from featcal_cli.engine.block_runner import BlockRunner
 from featcal_cli.models.loading import Model
 from featcal_cli.runtime import memory_map
 from featcal_cli.workflows.resource_estimate import read_bytes
@@ -81,16 +81,16 @@ def test_what_was_given_back_is_read_no_more(tmp_path: Path, monkeypatch: pytest
         prepared.to_calibrate(), SETTINGS, Journal(tmp_path / "plain", {}), bias=True, watch=lambda _: None
     )
     spoilt: list[str] = []
-    plainly = Walker.give_back
+    plainly = BlockRunner.give_back
 
-    def spoil(walker: Walker, path: str | None = None) -> int:
-        if path is not None and walker.model.role.startswith("expert"):
+    def spoil(runner: BlockRunner, path: str | None = None) -> int:
+        if path is not None and runner.model.role.startswith("expert"):
             spoilt.append(path)
-            for tensor in walker.module(path).parameters():
+            for tensor in runner.module(path).parameters():
                 tensor.data = torch.full_like(tensor, float("nan"))
-        return plainly(walker, path)
+        return plainly(runner, path)
 
-    monkeypatch.setattr(Walker, "give_back", spoil)
+    monkeypatch.setattr(BlockRunner, "give_back", spoil)
     calibrate_blocks(
         prepared.to_calibrate(), SETTINGS, Journal(tmp_path / "spoilt", {}), bias=True, watch=lambda _: None
     )

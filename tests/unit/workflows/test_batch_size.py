@@ -13,7 +13,7 @@ from jobs import CPU
 from safetensors.torch import load_file, save_file
 
 from featcal_cli.data.batches import Batch, count_examples
-from featcal_cli.models.inventory import run_empty, walk_registered
+from featcal_cli.models.inventory import list_registered, run_without_values
 from featcal_cli.recipe.schema import as_draft
 from featcal_cli.runtime.hardware import find_memory_limits, memory_of
 from featcal_cli.runtime.progress import Listener
@@ -56,7 +56,7 @@ def sizes_of(
     model: tf.PreTrainedModel, longest: dict[str, Batch], device: torch.device, memory: int = 24 * GIB
 ) -> dict[str, int]:
     """As before a run."""
-    architecture = run_empty(model, "auto", longest) or walk_registered(model, longest, "auto")
+    architecture = run_without_values(model, "auto", longest) or list_registered(model, longest, "auto")
     return choose_batch_sizes(model, architecture, longest, device, memory)
 
 

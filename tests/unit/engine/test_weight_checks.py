@@ -13,7 +13,7 @@ from family import TEXT_SIZES, text
 from torch import Tensor
 from transformers import BertConfig, BertModel
 
-from featcal_cli.engine.weight_checks import LEAST_PART, LEAST_SHARE, describe_span, explain
+from featcal_cli.engine.weight_checks import LEAST_PART, LEAST_SHARE, describe_merge_fit, explain
 from featcal_cli.hub.snapshot import Snapshot
 from featcal_cli.models.architecture import find_architecture
 from featcal_cli.models.loading import Model
@@ -152,7 +152,7 @@ def test_what_is_odd_about_a_merge_is_said(
         return Model(role, Snapshot(role, Path(role), None), module, frozenset())
 
     roles = {task: model(f"expert {task}", module) for task, module in experts.items()}
-    said = describe_span(model("merged", merged), model("base", base), roles, architecture)
+    said = describe_merge_fit(model("merged", merged), model("base", base), roles, architecture)
     assert bool(said) == bool(words)
     for word in words:
         assert word in " | ".join(said)
