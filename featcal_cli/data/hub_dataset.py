@@ -29,7 +29,7 @@ from featcal_cli.recipe.schema import Data
 from featcal_cli.runtime.errors import DataError, FeatCalError, HubError
 from featcal_cli.runtime.files import explain_full
 from featcal_cli.runtime.references import looks_like_path
-from featcal_cli.runtime.untrusted_text import bare, load_documents
+from featcal_cli.runtime.untrusted_text import bare, split_front_matter
 
 COPY = "refs/convert/parquet"
 """The branch on which the Hub keeps a dataset's rows as parquet files: CONFIG/SPLIT/0000.parquet."""
@@ -147,16 +147,11 @@ def _named_configs(card: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 def _read_card(repo: Repo) -> dict[str, Any]:
     """The metadata of the card, empty without one. Raises ValueError for what is no YAML."""
-    from huggingface_hub.repocard import REGEX_YAML_BLOCK
-
-    text = repo.read_text("README.md")
-    if not text or not text.startswith("---") or not (top := REGEX_YAML_BLOCK.search(text)):
-        return {}
-    try:
-        found = next(iter(load_documents(top[2])), None)
-    except ValueError as error:
-        raise ValueError(f"the metadata of README.md: {error}") from None
-    return found if isinstance(found, dict) else {}
+    text = repo.read_text("README.md") or ""
+    metadata, _, reason = split_front_matter(text) if text.startswith("---") else ({}, text, "")
+    if reason:
+        raise ValueError(f"the metadata of README.md: {reason}")
+    return metadata or {}
 
 
 def _converted_configs(paths: Sequence[str]) -> dict[str, dict[str, Any]]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from textwrap import dedent
 from typing import Any
 
-from featcal_cli.runtime.untrusted_text import MAX_CHARACTERS, load_documents
+from featcal_cli.runtime.untrusted_text import MAX_CHARACTERS, split_front_matter
 
 _FENCE = re.compile(r"[ \t>]*(`{3,}|~{3,})[ \t]*([\w-]*)")
 _MERGE = re.compile(r"^[ \t>]*merge_method[ \t]*:", re.MULTILINE)
@@ -47,18 +47,11 @@ class Card:
 
 def read_card(text: str) -> Card:
     """The card in a README.md. Whatever the text holds, this raises nothing."""
-    from huggingface_hub.repocard import REGEX_YAML_BLOCK
-
+    metadata, body, reason = split_front_matter(text)
     problems: list[str] = []
-    top = REGEX_YAML_BLOCK.search(text)
-    body = text[top.end() :] if top else text
-    try:
-        documents = load_documents(top[2]) if top else []
-    except ValueError as error:
-        documents, problems = [], [f"the metadata cannot be read: {error}"]
-    metadata = documents[0] if documents else {}
-    if not isinstance(metadata, dict):
-        metadata, problems = {}, ["the metadata is not a mapping of keys to values"]
+    if metadata is None:
+        what = f"cannot be read: {reason}" if reason else "is not a mapping of keys to values"
+        metadata, problems = {}, [f"the metadata {what}"]
     base_models = _read_names(metadata, "base_model", problems)
     datasets = _read_names(metadata, "datasets", problems)
     relation = metadata.get("base_model_relation")

@@ -7,13 +7,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
-from huggingface_hub.repocard import REGEX_YAML_BLOCK
 
 from featcal_cli.evaluation.results import CALIBRATED
 from featcal_cli.reporting.card_sections import data_of, models_of, on_hub, write_sections
 from featcal_cli.reporting.markdown import inert_document, one_line, without_secrets
 from featcal_cli.reporting.report import Report
-from featcal_cli.runtime.untrusted_text import load_documents
+from featcal_cli.runtime.untrusted_text import split_front_matter
 
 MARK = "<!-- This card was written by featcal. -->"
 LICENSE = re.compile(r"[a-z0-9][a-z0-9.+-]{0,60}")
@@ -66,15 +65,8 @@ def write_card(
 
 def split_card(text: str) -> tuple[dict[str, Any], str]:
     """The metadata and the body of a card; a header that is not YAML, or not a mapping, counts as empty."""
-    text = text.removeprefix("\ufeff").replace("\r\n", "\n")
-    header = REGEX_YAML_BLOCK.search(text)
-    if header is None:
-        return {}, text
-    try:
-        data = next(iter(load_documents(header[2])), None)
-    except ValueError:
-        data = None
-    return (data if isinstance(data, dict) else {}), text[header.end() :]
+    metadata, body, _ = split_front_matter(text.removeprefix("\ufeff").replace("\r\n", "\n"))
+    return metadata or {}, body
 
 
 def read_license(readme: str | None) -> str | None:

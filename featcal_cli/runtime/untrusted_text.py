@@ -65,6 +65,21 @@ def load_documents(text: str, *, unique: bool = False) -> list[Any]:
         raise ValueError(f"it is not YAML (line {mark.line + 1}{reason})" if mark else "it is not YAML") from None
 
 
+def split_front_matter(text: str) -> tuple[dict[Any, Any] | None, str, str]:
+    """The metadata at the top of a card ({} without any, None where they are no mapping), the text below them, and
+    why they cannot be read, if so."""
+    from huggingface_hub.repocard import REGEX_YAML_BLOCK
+
+    if (top := REGEX_YAML_BLOCK.search(text)) is None:
+        return {}, text, ""
+    body = text[top.end() :]
+    try:
+        metadata: Any = next(iter(load_documents(top[2])), {})
+    except ValueError as error:
+        return None, body, str(error)
+    return metadata if isinstance(metadata, dict) else None, body, ""
+
+
 def parse_json(text: str | bytes) -> Any:
     """The value of a JSON text. Raises ValueError with a short reason."""
     try:
