@@ -50,10 +50,10 @@ class Ranks:
         """Everybody's value, by rank; for small things, tensors among them only on the CPU."""
         if self._group is None:
             return [value]
-        found: list[Any] = [None] * self.size
+        values: list[Any] = [None] * self.size
         with _in_touch() as dist:
-            dist.all_gather_object(found, value, group=self._group)
-        return found
+            dist.all_gather_object(values, value, group=self._group)
+        return values
 
     def of_machine(self, value: T) -> T:
         """The value of the first rank on this machine; among all ranks of the run."""

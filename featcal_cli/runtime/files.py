@@ -78,8 +78,8 @@ def _find_number(error: BaseException) -> int | None:
     """The system's number of an error."""
     if isinstance(error, OSError):
         return error.errno
-    told = re.search(r"\(os error (\d+)\)", str(error))
-    return int(told[1]) if told else None
+    number = re.search(r"\(os error (\d+)\)", str(error))
+    return int(number[1]) if number else None
 
 
 def check_links(folder: Path, skip: Collection[str]) -> None:

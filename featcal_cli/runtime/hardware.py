@@ -65,7 +65,7 @@ def choose_device(name: str) -> torch.device:
 
 def describe_environment(device: torch.device) -> dict[str, str]:
     """Versions and hardware that a result depends on."""
-    found = {
+    environment = {
         "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
@@ -74,7 +74,7 @@ def describe_environment(device: torch.device) -> dict[str, str]:
         "threads": str(torch.get_num_threads()),
     }
     size = read_launch().size
-    return found | ({"ranks": str(size)} if size > 1 else {})
+    return environment | ({"ranks": str(size)} if size > 1 else {})
 
 
 def read_versions() -> dict[str, str]:

@@ -66,13 +66,13 @@ def interruptible(message: str = CALIBRATING) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    ours, theirs = socket.socketpair()  # the system writes to it when a signal comes, whatever Python is busy with
-    theirs.setblocking(False)
+    reader, writer = socket.socketpair()  # the system writes to it when a signal comes, whatever Python is busy with
+    writer.setblocking(False)
     numbers = list_signals()
-    threading.Thread(target=_watch, args=(ours, message, numbers), daemon=True).start()
+    threading.Thread(target=_watch, args=(reader, message, numbers), daemon=True).start()
     interrupt = _Interrupt(message)
     handlers = {number: signal.signal(number, interrupt) for number in numbers}
-    known = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
+    known = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
     try:
         yield
     except (KeyboardInterrupt, Exception):
@@ -87,7 +87,7 @@ def interruptible(message: str = CALIBRATING) -> Iterator[None]:
         signal.set_wakeup_fd(known)
         for number, handler in handlers.items():
             signal.signal(number, handler)
-        theirs.close()
+        writer.close()
 
 
 class _Interrupt:

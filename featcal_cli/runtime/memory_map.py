@@ -34,10 +34,10 @@ def give_back(tensors: Iterable[Tensor]) -> int:
 
     Only for tensors that nobody has written to. Returns how many bytes left: none where they are not WORTHWHILE.
     """
-    found, given = list(tensors), 0
-    if sum(tensor.numel() * tensor.element_size() for tensor in found) < WORTHWHILE:
+    mapped, given = list(tensors), 0
+    if sum(tensor.numel() * tensor.element_size() for tensor in mapped) < WORTHWHILE:
         return 0
-    for start, size in _mapped(found, _read_maps()):
+    for start, size in _mapped(mapped, _read_maps()):
         first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE  # a page on the edge may be another tensor's too
         last = (start + size) // mmap.PAGESIZE * mmap.PAGESIZE
         if last > first:

@@ -58,8 +58,8 @@ def check_device(name: str) -> None:
 def peak_resident_bytes() -> int:
     """Peak resident memory of this process in bytes."""
     status = Path("/proc/self/status")  # of Linux: what getrusage says there may be that of the process that forked
-    if status.is_file() and (found := re.search(r"^VmHWM:\s+(\d+) kB$", status.read_text("ascii", "replace"), re.M)):
-        return int(found[1]) * 1024
+    if status.is_file() and (line := re.search(r"^VmHWM:\s+(\d+) kB$", status.read_text("ascii", "replace"), re.M)):
+        return int(line[1]) * 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024  # in KiB elsewhere
 

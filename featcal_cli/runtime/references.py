@@ -58,8 +58,8 @@ def parse_source(text: str, folder: Path = Path()) -> dict[str, str]:
     if len(rest) > 2 or not repo:
         raise RecipeError(f"cannot read the source {text!r}", where="data", fix="write ID[@REVISION][:CONFIG[:SPLIT]]")
     config, split = [*rest, "", ""][:2]
-    found = {"dataset": repo, "revision": revision, "config": config, "split": split}
-    return {key: value for key, value in found.items() if value}
+    keys = {"dataset": repo, "revision": revision, "config": config, "split": split}
+    return {key: value for key, value in keys.items() if value}
 
 
 def parse_merge(text: str) -> dict[str, Any]:
@@ -160,8 +160,8 @@ def _below_the_hub(text: str) -> str | None:
     """What follows the Hub's host in an address; None where the text is no address. Raises RecipeError."""
     hosts = dict.fromkeys(HUB_HOSTS, "")
     if endpoint := os.environ.get("HF_ENDPOINT", "").partition("://")[2]:
-        own, _, folder = endpoint.partition("/")
-        hosts[own.rpartition("@")[2].lower()] = folder.strip("/")
+        host, _, folder = endpoint.partition("/")
+        hosts[host.rpartition("@")[2].lower()] = folder.strip("/")
     scheme, mark, rest = text.strip().partition("://")
     if mark and scheme.lower() == "hf":
         return rest

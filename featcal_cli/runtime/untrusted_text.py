@@ -106,9 +106,9 @@ def visible(text: str) -> str:
 def _measure(node: yaml.Node, known: dict[int, tuple[int, int] | None]) -> tuple[int, int]:
     """How many values a node unfolds to, and how deep they lie in each other. Raises _RefusedError."""
     if id(node) in known:
-        if (found := known[id(node)]) is None:
+        if (size := known[id(node)]) is None:
             raise _RefusedError("a value in it holds itself")
-        return found
+        return size
     known[id(node)] = None
     parts: list[Any] = node.value if isinstance(node, yaml.CollectionNode) else []
     parts = list(chain.from_iterable(parts)) if isinstance(node, yaml.MappingNode) else parts
