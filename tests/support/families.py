@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 __all__ = [
     "FAMILIES",
     "LAYERS",
+    "SPREAD",
     "VOCABULARY",
     "WIDTH",
     "Family",
@@ -34,6 +35,10 @@ __all__ = [
 
 TASKS = ("red", "green", "blue")
 FAMILIES = [*VISION, *ENCODERS, *CAUSAL, *MIXTURES, *ENCODER_DECODERS, *SOUND, *PAIRS, *VISION_LANGUAGE]
+SPREAD = {
+    "bert", "albert", "fnet", "gpt2", "llama", "mixtral", "t5", "clip", "vit", "swin", "wav2vec2", "llava",
+}  # fmt: skip
+"""Those that the default run tests: as different as twelve can be."""
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,228 @@
+"""What must hold for every family: it is what its table says, and calibrated it equals the oracle, however batched and
+padded; where nothing is to be learnt nothing changes; and bfloat16 comes close."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as tf
+from compatibility import check_row
+from families import Family, Saved, build_lively, save_family
+from families_seq2seq import SOUND
+from oracle import calibrate_slowly, is_norm, modules_to_calibrate, normalise, record, to_float64, token_weights
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from featcal_cli.runtime.errors import NumericsError
+from featcal_cli.workflows.verbs import Result, calibrate
+
+SETTINGS = {"ridge": 0.05, "rho": 2.0, "alpha": 0.3}
+FITTED, PADDING = 12, 3
+MASKED = {
+    "attention_mask": ("input_ids", "input_values", "input_features", "flattened_patches"),
+    "decoder_attention_mask": ("decoder_input_ids",),
+    "pixel_attention_mask": ("pixel_values",),
+}
+"""Mask → the inputs that it may be about."""
+WIPE_PADDING = {"deberta", "deberta-v2", "esm", *(family.name for family in SOUND)}
+"""They set padding to zero before the first block."""
+NO_HALF = {"fnet"}
+"""torch has no Fourier transform of bfloat16 on the CPU."""
+PADDABLE = {"input_ids", "attention_mask", "token_type_ids", "decoder_input_ids", "decoder_attention_mask"}
+"""Text and nothing but text: other inputs would belong to pixels or samples."""
+
+
+def check_family(folder: Path, family: Family) -> None:
+    """Everything, in an empty folder."""
+    torch.manual_seed(0)
+    check_blocks(family)
+    check_padding(family)
+    check_norms(family)
+    saved = save_family(folder, family)
+    check_saved(saved)
+    plain = calibrate(saved.recipe(select="preset"), output=folder / "plain", batch_size=5)
+    check_oracle(saved, plain)
+    check_row(family.name, plain)
+    if _has_norms_without_bias(family):
+        all_norms = calibrate(saved.recipe(norms="all", select="preset"), output=folder / "all", batch_size=5)
+        check_oracle(saved, all_norms, all_norms=True)
+    check_half_precision(saved, folder / "plain")
+    check_nothing_to_learn(saved)
+    check_batches_and_padding(saved, folder / "plain")
+
+
+def check_saved(saved: Saved) -> None:
+    """A family is small, and the same when saved and loaded."""
+    model, inputs = build_lively(saved.family), saved.family.inputs(3)
+    assert sum(parameter.numel() for parameter in model.parameters()) <= 100_000
+    model.save_pretrained(saved.folder / "lively")
+    (name,) = json.loads((saved.folder / "lively" / "config.json").read_text())["architectures"]
+    loaded = getattr(tf, name).from_pretrained(saved.folder / "lively").eval()
+    assert [path for path, _ in loaded.named_parameters()] == [path for path, _ in model.named_parameters()]
+    with torch.no_grad():
+        before, after = model(**inputs)[0], loaded(**inputs)[0]
+    assert before.isfinite().all()
+    torch.testing.assert_close(before, after)
+
+
+def check_blocks(family: Family) -> None:
+    """The blocks are whole lists, and run in this order."""
+    model = family.build().eval()
+    for path in family.block_names:
+        blocks = model.get_submodule(path.rpartition(".")[0])
+        assert isinstance(blocks, (nn.ModuleList, nn.Sequential))
+        assert {f"{path.rpartition('.')[0]}.{number}" for number in range(len(blocks))} <= set(family.block_names)
+        assert modules_to_calibrate(model, path, family, all_norms=True)
+    order: list[str] = []
+    for path in family.block_names:
+        model.get_submodule(path).register_forward_pre_hook(lambda *_, path=path: order.append(path))
+    with torch.no_grad():
+        model(**family.inputs(2))
+    assert list(dict.fromkeys(order)) == family.block_names
+    assert not family.cls or family.cls in family.block_names
+
+
+def check_padding(family: Family) -> None:
+    """What padding holds reaches no row that counts."""
+    model, batch = to_float64(build_lively(family)), family.inputs(12)
+    other = {**batch, **_other_padding(batch)}
+    if not any(name in other for name in MASKED):
+        return
+    before, after = record(model, "", batch), record(model, "", other)
+    padding_moved = False
+    for block in family.block_names:
+        for path in modules_to_calibrate(model, block, family, all_norms=True):
+            for call, (x, y) in enumerate(zip(before.get(path, []), after.get(path, []), strict=True)):
+                counts = token_weights(path, call, x, family, batch, first=False) > 0
+                assert torch.allclose(x[counts], y[counts], rtol=1e-5, atol=1e-5), path
+                padding_moved |= not torch.allclose(x[~counts], y[~counts])
+    assert padding_moved or family.name in WIPE_PADDING
+
+
+def check_norms(family: Family) -> None:
+    """Norms are affine in what the oracle takes for their normalised input."""
+    model = build_lively(family).double()
+    for block in family.block_names:
+        for path in modules_to_calibrate(model, block, family, all_norms=True):
+            norm = model.get_submodule(path)
+            if not is_norm(norm):
+                continue
+            x = torch.randn(64, norm.get_parameter("weight").numel(), dtype=torch.float64) + 1
+            with torch.no_grad():
+                z, y = normalise(norm, x), norm(x)
+            z, y = z - z.mean(0), y - y.mean(0)
+            torch.testing.assert_close(y, z * ((z * y).sum(0) / (z * z).sum(0)), rtol=1e-4, atol=1e-4)
+
+
+def check_oracle(saved: Saved, result: Result, *, all_norms: bool = False) -> None:
+    """The updates are the oracle's; the report lists every module that it calibrated, and no other changed."""
+
+    def load(path: str | Path) -> Any:
+        return type(result.merged.module).from_pretrained(saved.folder / path)
+
+    family, report = saved.family, result.report
+    expected = calibrate_slowly(
+        load("merged"),
+        load("base"),
+        [load(task) for task in saved.inputs],
+        [{name: tensor[:FITTED] for name, tensor in inputs.items()} for inputs in saved.inputs.values()],
+        family,
+        all_norms=all_norms,
+        **SETTINGS,
+    )
+    merged = {name: parameter.detach().double() for name, parameter in load("merged").named_parameters()}
+    calibrated = load(result.output).named_parameters()
+    updates = {name: parameter.detach().double() - merged[name] for name, parameter in calibrated}
+    assert [block.name for block in report.blocks] == family.block_names
+    listed = {f"{block.name}.{module.name}" for block in report.blocks for module in block.modules}
+    assert listed == {name.rpartition(".")[0] for name in expected}
+    assert report.settings["token_weights"] == ("cls" if family.cls else "uniform")
+    for name, value in expected.items():
+        update = value - merged[name]
+        rounding = 1e-6 * merged[name].norm()  # counts where the update is next to nothing
+        assert (updates[name] - update).norm() <= 1e-3 * update.norm() + rounding, name
+    assert not any(update.any() for name, update in updates.items() if name not in expected)
+
+
+def check_nothing_to_learn(saved: Saved) -> None:
+    """Equal models stay unchanged."""
+    recipe: dict[str, Any] = saved.recipe(examples=4, ridge=1e-5, alpha=1.0, norms="all")
+    recipe["merged"] = recipe["base"]
+    for task in recipe["tasks"].values():
+        task["expert"] = recipe["base"]
+    calibrate(recipe, output=saved.folder / "equal")
+    difference, where = _largest_difference(_tensors(saved.folder / "equal"), _tensors(saved.folder / "base"))
+    assert difference <= 1e-6, where
+
+
+def check_batches_and_padding(saved: Saved, plain: Path) -> None:
+    """Other batches, and more padding on the right (so that what is padded on the left has it on both sides), do not
+    change the result; changes the saved inputs."""
+    for task, inputs in saved.inputs.items():
+        if "attention_mask" in inputs and set(inputs) <= PADDABLE:
+            padded = {name: nn.functional.pad(tensor, (0, PADDING)) for name, tensor in inputs.items()}
+            save_file(padded, saved.folder / f"{task}.safetensors")
+    calibrate(saved.recipe(select="preset"), output=saved.folder / "other", batch_size=FITTED)
+    difference, where = _largest_difference(_tensors(saved.folder / "other"), _tensors(plain))
+    assert difference <= 1e-5, where
+
+
+def check_half_precision(saved: Saved, plain: Path) -> None:
+    """It is nearer to what full precision gives than the merged model is, all tensors together."""
+    recipe, output = saved.recipe(select="preset", dtype="bfloat16"), saved.folder / "half"
+    if saved.family.name in NO_HALF:
+        with pytest.raises(NumericsError, match="cannot run in bfloat16"):
+            calibrate(recipe, output=output, device="cpu")
+        assert not output.exists()
+        return
+    calibrate(recipe, output=output, device="cpu")
+    full, half, merged = _tensors(plain), _tensors(output), _tensors(saved.folder / "merged")
+    assert all(torch.isfinite(tensor).all() for tensor in half.values() if tensor.is_floating_point())
+    assert _distance(half, full) < 0.5 * _distance(merged, full)
+
+
+def _tensors(folder: Path) -> dict[str, Tensor]:
+    return load_file(folder / "model.safetensors")
+
+
+def _largest_difference(values: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> tuple[float, str]:
+    """Relative, over all floating-point tensors, and where it is."""
+    assert values.keys() == others.keys()
+    floats = [name for name in values if values[name].is_floating_point()]
+    return max((float((values[n] - others[n]).norm() / others[n].norm().clamp_min(1e-6)), n) for n in floats)
+
+
+def _distance(values: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> float:
+    """Over all floating-point tensors together."""
+    floats = [name for name in values if values[name].is_floating_point()]
+    return math.sqrt(sum(float((values[name] - others[name]).square().sum()) for name in floats))
+
+
+def _has_norms_without_bias(family: Family) -> bool:
+    model = family.build()
+    return any(
+        set(modules_to_calibrate(model, block, family, all_norms=True))
+        != set(modules_to_calibrate(model, block, family, all_norms=False))
+        for block in family.block_names
+    )
+
+
+def _other_padding(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The inputs with other contents where their mask is 0."""
+    changed = {}
+    for mask_name, names in MASKED.items():
+        for name in names:
+            if name in batch and mask_name in batch and batch[name].shape[:2] == batch[mask_name].shape:
+                value = batch[name]
+                mask = batch[mask_name].reshape(*batch[mask_name].shape, *[1] * (value.ndim - 2)).bool()
+                random = torch.randn(value.shape) if value.is_floating_point() else torch.randint(3, 90, value.shape)
+                if name == "flattened_patches":  # two numbers of which are the place
+                    random[..., :2] = 1
+                changed[name] = torch.where(mask, value, random.to(value.dtype))
+    return changed
