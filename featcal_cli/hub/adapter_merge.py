@@ -22,7 +22,7 @@ from featcal_cli.hub.adapter import (
 )
 from featcal_cli.hub.pickle_weights import cache_folder, new_copy, read_pickle
 from featcal_cli.runtime.errors import HubError
-from featcal_cli.runtime.files import copy_file
+from featcal_cli.runtime.files import copy_files
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -194,9 +194,8 @@ def _copy_others(adapter: Path, base: Path, draft: Path) -> None:
     """Copy what turns raw data into inputs, licences and generation settings: the adapter's, else the base's."""
 
     def copy(folder: Path, patterns: tuple[str, ...]) -> None:
-        for file in folder.iterdir():
-            if file.is_file() and any(fnmatch(file.name, pattern) for pattern in patterns):
-                copy_file(folder, file, draft / file.name)
+        names = [file.name for file in folder.iterdir() if file.is_file()]
+        copy_files(folder, (name for name in names if any(fnmatch(name, kind) for kind in patterns)), draft)
 
     # two tokenizers must not be mixed
     own = any(fnmatch(file.name, pattern) for file in adapter.iterdir() for pattern in _VOCABULARY_FILES)

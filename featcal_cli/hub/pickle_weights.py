@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from safetensors import SafetensorError
 
 from featcal_cli.runtime.errors import HubError
-from featcal_cli.runtime.files import copy_file, flush, name_reason, take_stamp
+from featcal_cli.runtime.files import copy_files, flush, name_reason, take_stamp, visible_files
 from featcal_cli.runtime.untrusted_text import parse_json
 
 if TYPE_CHECKING:
@@ -64,7 +64,8 @@ def converted_copy(source: Path, key: str) -> Path:
     target = cache_folder() / "converted" / key
     if not target.is_dir():
         with new_copy(target, "converted") as draft:
-            _copy_others(source, draft)
+            others = (name for name in visible_files(source) if not any(fnmatch(name, kind) for kind in OTHER_FORMATS))
+            copy_files(source, others, draft)
             _convert(source, draft)
     return target
 
@@ -109,17 +110,6 @@ def _publish(draft: Path, target: Path) -> None:
         # another run may have made the same copy in the meantime
         if not target.is_dir():
             raise
-
-
-def _copy_others(source: Path, draft: Path) -> None:
-    """Copy what is not a weight file: a link would break, or let an edit through to the original."""
-    names = [file.relative_to(source).as_posix() for file in source.rglob("*") if file.is_file()]
-    names = [name for name in names if not any(part.startswith(".") for part in PurePosixPath(name).parts)]
-    for name in names:
-        if any(fnmatch(name, pattern) for pattern in OTHER_FORMATS):
-            continue
-        (draft / name).parent.mkdir(parents=True, exist_ok=True)
-        copy_file(source, source / name, draft / name)
 
 
 def _convert(source: Path, draft: Path) -> None:

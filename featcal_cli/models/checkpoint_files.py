@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import torch
 from torch import Tensor
@@ -18,48 +17,46 @@ from featcal_cli.models.architecture import Architecture
 from featcal_cli.models.config import UNPACKED
 from featcal_cli.models.loading import Model
 from featcal_cli.runtime.errors import CheckpointError
-from featcal_cli.runtime.files import copy_file
+from featcal_cli.runtime.files import copy_files, visible_files
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """safetensors' names of the dtypes that a calibrated tensor can have: in fewer bits an update would be lost."""
 
 
 @dataclass(frozen=True)
-class Slot:
+class Slot(Entry):
     """Where one tensor lies on disk."""
 
     file: str
-    dtype: torch.dtype | None
-    """None for one that a calibrated tensor cannot have."""
-    kind: str
-    """The dtype as safetensors calls it."""
-    shape: tuple[int, ...]
-    start: int
-    """Offset of its first byte in the file."""
-    size: int
-    """Bytes."""
 
 
 def read_slots(snapshot: Snapshot) -> dict[str, Slot]:
     """Every tensor of the checkpoint by its name on disk, from the headers alone. Raises CheckpointError."""
-    return {name: slot for file in snapshot.weights() for name, slot in _read_slots(file).items()}
+    slots: dict[str, Slot] = {}
+    for file in snapshot.weights():
+        try:
+            slots |= {name: Slot(**vars(entry), file=file.name) for name, entry in read_header(file).items()}
+        except (OSError, ValueError) as error:
+            what = f"not a readable safetensors file: {error}"
+            raise CheckpointError(what, where=str(file), fix="download or save it again") from None
+    return slots
 
 
-def names_on_disk(model: Model, parameters: Mapping[str, Tensor], slots: Mapping[str, Slot]) -> dict[str, Tensor]:
+def names_on_disk(model: Model, parameters: Mapping[str, Tensor], entries: Mapping[str, Entry]) -> dict[str, Tensor]:
     """`parameters`, named by module path, as the tensors that the model's files hold, in the files' dtypes.
 
     Raises CheckpointError when a parameter has no place of the same shape in the files.
     """
     tensors = {}
-    for name, tensor, place in _find_places(model, parameters, slots):
-        if place is None or slots[place].shape != tuple(tensor.shape):
+    for name, tensor, stored in _match_names(model, parameters, entries):
+        if stored is None or entries[stored].shape != tuple(tensor.shape):
             raise CheckpointError(
                 f"the files have no place for the parameter {name} {list(tensor.shape)}",
                 where=model.snapshot.name,
                 fix="please report this checkpoint; its tensor names are not understood",
             )
-        _check_dtype(model, place, slots[place].kind)
-        tensors[place] = tensor.to(slots[place].dtype)
+        _check_dtype(model, stored, entries[stored].dtype)
+        tensors[stored] = tensor.to(DTYPES[entries[stored].dtype])
     return tensors
 
 
@@ -69,21 +66,20 @@ def check_readable(model: Model, architecture: Architecture, entries: Mapping[st
     `entries`: the files' tensors, by name; nothing is checked where they are not known. The model may be without
     values.
     """
-    blocks = [own for block in architecture.blocks if (own := model.own_path(block.name)) is not None]
+    blocks = [path for block in architecture.blocks if (path := model.own_path(block.name)) is not None]
     inside = {
         f"{block}.{name}": value
         for block in blocks
         for name, value in model.module.get_submodule(block).named_parameters()
         if value.is_floating_point()
     }
-    for _, _, place in _find_places(model, inside, entries) if entries else ():
-        if place is not None and entries:
-            _check_dtype(model, place, entries[place].dtype)
+    for _, _, stored in _match_names(model, inside, entries or {}):
+        if entries and stored is not None:
+            _check_dtype(model, stored, entries[stored].dtype)
 
 
 def check_writable(merged: Model, architecture: Architecture, entries: Mapping[str, Entry] | None) -> None:
-    """Raise CheckpointError where a calibrated parameter could not be written to the files, whose tensors are
-    `entries`, by name; nothing is checked where they are not known."""
+    """Raise CheckpointError where a calibrated parameter could not be written to the files; likewise."""
     paths = [f"{block.name}.{module.name}" for block in architecture.blocks for module in block.modules]
     solved = {
         f"{path}.{name}": value
@@ -91,7 +87,7 @@ def check_writable(merged: Model, architecture: Architecture, entries: Mapping[s
         for name, value in merged.module.get_submodule(path).named_parameters(recurse=False)
     }
     if entries is not None:
-        names_on_disk(merged, solved, {name: _as_slot("", entry) for name, entry in entries.items()})
+        names_on_disk(merged, solved, entries)
 
 
 def _check_dtype(model: Model, name: str, dtype: str) -> None:
@@ -101,26 +97,20 @@ def _check_dtype(model: Model, name: str, dtype: str) -> None:
         raise CheckpointError(what, where=model.snapshot.name, fix=UNPACKED)
 
 
-def _find_places(
-    model: Model, parameters: Mapping[str, Tensor], slots: Collection[str]
+def _match_names(
+    model: Model, parameters: Mapping[str, Tensor], stored: Collection[str]
 ) -> Iterator[tuple[str, Tensor, str | None]]:
     """Every parameter as the files have it (fused ones in parts), with the name of its tensor there; None for none."""
     prefix = f"{model.module.base_model_prefix}."
-    twins = _find_twins(model)
+    tied: dict[int, list[str]] = {}
+    for name, parameter in model.module.named_parameters(remove_duplicate=False):
+        tied.setdefault(id(parameter), []).append(name)
+    names_of = {name: [name, *(n for n in names if n != name)] for names in tied.values() for name in names}
     for name, tensor in revert_weight_conversion(model.module, dict(parameters)).items():
         # A checkpoint saved with or without a head has its backbone's names without or with a prefix; of tied
         # parameters it mostly has one.
-        names = (n for twin in twins.get(name, [name]) for n in (twin, twin.removeprefix(prefix), prefix + twin))
-        yield name, tensor, next((n for n in names if n in slots), None)
-
-
-def _find_twins(model: Model) -> dict[str, list[str]]:
-    """Of each parameter that is tied to others, all names, its own first."""
-    names: dict[int, list[str]] = {}
-    for name, parameter in model.module.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    found = [each for each in names.values() if len(each) > 1]
-    return {name: [name, *(twin for twin in each if twin != name)] for each in found for name in each}
+        candidates = (n for own in names_of.get(name, [name]) for n in (own, own.removeprefix(prefix), prefix + own))
+        yield name, tensor, next((n for n in candidates if n in stored), None)
 
 
 def list_files(snapshot: Snapshot) -> tuple[list[str], list[str]]:
@@ -132,28 +122,19 @@ def list_files(snapshot: Snapshot) -> tuple[list[str], list[str]]:
     weights = {file.name for file in snapshot.weights()}
     copied: list[str] = []
     left_out: list[str] = []
-    for source in sorted(snapshot.folder.rglob("*")):
-        path = source.relative_to(snapshot.folder)
-        if not source.is_file() or any(part.startswith(".") for part in path.parts):
-            continue
-        stale = path.suffix == ".safetensors" and str(path) not in weights
-        other = stale or any(path.match(pattern) for pattern in OTHER_FORMATS)
-        (left_out if other else copied).append(path.as_posix())
+    for name in visible_files(snapshot.folder):
+        stale = name.endswith(".safetensors") and name not in weights
+        other = stale or any(PurePosixPath(name).match(pattern) for pattern in OTHER_FORMATS)
+        (left_out if other else copied).append(name)
     return copied, left_out
 
 
 def copy_checkpoint(snapshot: Snapshot, target: Path) -> list[str]:
     """Copy a checkpoint's files byte for byte into the new folder `target`; return the names left out, as `list_files`
     does. Raises CheckpointError for a link out of the folder that is no weight file."""
-    weights = {file.name for file in snapshot.weights()}
     copied, left_out = list_files(snapshot)
     target.mkdir(parents=True)
-    for path in copied:
-        (target / path).parent.mkdir(parents=True, exist_ok=True)
-        if path in weights:
-            shutil.copyfile(snapshot.folder / path, target / path)  # what it holds was read, and is tensors
-        else:
-            copy_file(snapshot.folder, snapshot.folder / path, target / path)
+    copy_files(snapshot.folder, copied, target, weights=[file.name for file in snapshot.weights()])
     return left_out
 
 
@@ -167,17 +148,3 @@ def write_tensors(folder: Path, slots: Mapping[str, Slot], tensors: Iterable[tup
         with (folder / slot.file).open("r+b") as stream:
             stream.seek(slot.start)
             stream.write(data.data)
-
-
-def _read_slots(file: Path) -> dict[str, Slot]:
-    try:
-        entries = read_header(file)
-    except (OSError, ValueError) as error:
-        raise CheckpointError(
-            f"not a readable safetensors file: {error}", where=str(file), fix="download or save it again"
-        ) from None
-    return {name: _as_slot(file.name, entry) for name, entry in entries.items()}
-
-
-def _as_slot(file: str, entry: Entry) -> Slot:
-    return Slot(file, DTYPES.get(entry.dtype), entry.dtype, entry.shape, entry.start, entry.size)

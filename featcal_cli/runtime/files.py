@@ -92,11 +92,22 @@ def check_links(folder: Path, skip: Collection[str]) -> None:
             _check_link(folder, path)
 
 
-def copy_file(folder: Path, source: Path, target: Path) -> None:
-    """Copy a file of a model's folder. Raises CheckpointError for a link out of it, and OSError."""
-    if source.is_symlink():
-        _check_link(folder, source)
-    shutil.copyfile(source, target)
+def visible_files(folder: Path) -> list[str]:
+    """The files in and below a folder, by their paths in it, in order; without hidden ones."""
+    paths = (path.relative_to(folder) for path in sorted(folder.rglob("*")) if path.is_file())
+    return [path.as_posix() for path in paths if not any(part.startswith(".") for part in path.parts)]
+
+
+def copy_files(folder: Path, names: Iterable[str], target: Path, weights: Collection[str] = ()) -> None:
+    """Copy files of a model's folder, by their paths in it: what a link leads to, as a link would break, or let an
+    edit through to the original. Raises CheckpointError for a link out of the folder, and OSError.
+
+    weights: files that were read, and are tensors: they may lie anywhere."""
+    for name in names:
+        if (folder / name).is_symlink() and name not in weights:
+            _check_link(folder, folder / name)
+        (target / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(folder / name, target / name)
 
 
 def _check_link(folder: Path, link: Path) -> None:

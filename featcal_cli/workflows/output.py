@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from featcal_cli.hub.download import PREPROCESSOR_FILES
 from featcal_cli.hub.snapshot import Snapshot
 from featcal_cli.runtime.errors import OutputError
-from featcal_cli.runtime.files import copy_file, name_reason
+from featcal_cli.runtime.files import copy_files, name_reason
 from featcal_cli.workflows.output_folder import UnfinishedFolder, Workplace, check_replaceable
 
 if TYPE_CHECKING:  # these import torch, which is not waited for before it is needed
@@ -111,16 +111,11 @@ def build_checkpoint(target: Path, layout: Snapshot, spare: Snapshot, tensors: I
 def _build(target: Path, layout: Snapshot, spare: Snapshot, tensors: Iterable[Mapping[str, Tensor]]) -> None:
     from featcal_cli.models.checkpoint_files import copy_checkpoint, list_files, read_slots, write_tensors
 
-    spared = [
-        source
-        for source in spare.folder.iterdir()
-        if source.is_file() and any(source.match(pattern) for pattern in PREPROCESSOR_FILES)
-    ]
-    UnfinishedFolder(target).begin({*list_files(layout)[0], *(source.name for source in spared)})
+    sources = [source for source in spare.folder.iterdir() if source.is_file()]
+    spared = [source.name for source in sources if any(source.match(kind) for kind in PREPROCESSOR_FILES)]
+    UnfinishedFolder(target).begin({*list_files(layout)[0], *spared})
     copy_checkpoint(layout, target)
     slots = read_slots(layout)
     for group in tensors:
         write_tensors(target, slots, ((name, tensor) for name, tensor in group.items() if name in slots))
-    for source in spared:
-        if not (target / source.name).exists():
-            copy_file(spare.folder, source, target / source.name)
+    copy_files(spare.folder, (name for name in spared if not (target / name).exists()), target)
