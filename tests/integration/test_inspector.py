@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 from families import FAMILIES, TASKS, Family, Saved, save_family
-from family import TEXT_SIZES, layers
+from family import TEXT_SIZES
 from torch import Tensor
-from transformers import BertConfig, BertModel, PreTrainedModel
+from transformers import PreTrainedModel
 
 from featcal_cli.engine.block_runner import BlockRunner
 from featcal_cli.hub.snapshot import resolve
@@ -166,9 +166,8 @@ def test_task_vectors_are_those_of_all_blocks_parameters(tmp_path: Path) -> None
 
 def bert_of(blocks: int) -> Family:
     """So deep."""
-    config = BertConfig(**{**TEXT_SIZES, "num_hidden_layers": blocks})
-    names = layers("encoder.layer.{}", blocks)
-    return replace(BY_NAME["bert"], build=lambda: BertModel(config), block_names=names)
+    names = " ".join(f"encoder.layer.{number}" for number in range(blocks))
+    return replace(BY_NAME["bert"], config={**TEXT_SIZES, "num_hidden_layers": blocks}, blocks=names)
 
 
 def most_at_once(saved: Saved, tasks: int, monkeypatch: pytest.MonkeyPatch) -> int:

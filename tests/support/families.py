@@ -13,25 +13,15 @@ from families_pairs import PAIRS
 from families_seq2seq import ENCODER_DECODERS, SOUND
 from families_text import CAUSAL, ENCODERS, MIXTURES
 from families_vision import VISION
-from family import LAYERS, VOCABULARY, WIDTH, Family, images, text
+from family import VOCABULARY, WIDTH, Family, images, text
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
 __all__ = [
-    "FAMILIES",
-    "LAYERS",
-    "SPREAD",
-    "VOCABULARY",
-    "WIDTH",
-    "Family",
-    "Saved",
-    "build_lively",
-    "images",
-    "save_family",
-    "save_tokenizer",
-    "text",
-]
+    "FAMILIES", "SPREAD", "VOCABULARY", "WIDTH", "Family", "Saved", "build_lively", "images", "save_family",
+    "save_tokenizer", "text",
+]  # fmt: skip
 
 TASKS = ("red", "green", "blue")
 FAMILIES = [*VISION, *ENCODERS, *CAUSAL, *MIXTURES, *ENCODER_DECODERS, *SOUND, *PAIRS, *VISION_LANGUAGE]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-import transformers as tf
 from families_seq2seq import SIZES, T5_SIZES
 from family import (
     GROUPED_SIZES,
@@ -19,14 +18,12 @@ from family import (
     encoder_decoder,
     images,
     images_in_text,
-    layers,
     padding_in,
     pairs,
     prompt,
     text,
 )
 from torch import Tensor
-from transformers import PreTrainedModel
 
 _ROPE = {"rope_type": "default", "rope_theta": 1e4}
 _CLIP_TOWER = {"model_type": "clip_vision_model", **VISION_SIZES}
@@ -55,12 +52,20 @@ _MLLAMA_VISION = {
 _MLLAMA_TEXT = {**GROUPED_SIZES, "cross_attention_layers": [1], "rope_parameters": _ROPE}
 _BART = {**SIZES, "max_position_embeddings": 64}
 _DONUT_VISION = {
-    "image_size": 32, "patch_size": 4, "embed_dim": 16, "depths": [2, 2], "num_heads": [2, 4], "window_size": 4,
-    "mlp_ratio": 2.0,
+    "model_type": "donut-swin", "image_size": 32, "patch_size": 4, "embed_dim": 16, "depths": [2, 2],
+    "num_heads": [2, 4], "window_size": 4, "mlp_ratio": 2.0,
 }  # fmt: skip
 _TROCR_TEXT = {
-    "vocab_size": VOCABULARY, "d_model": WIDTH, "decoder_layers": 2, "decoder_attention_heads": 4,
-    "decoder_ffn_dim": 48, "max_position_embeddings": 64, "cross_attention_hidden_size": WIDTH,
+    "model_type": "trocr", "vocab_size": VOCABULARY, "d_model": WIDTH, "decoder_layers": 2,
+    "decoder_attention_heads": 4, "decoder_ffn_dim": 48, "max_position_embeddings": 64,
+    "cross_attention_hidden_size": WIDTH,
+}  # fmt: skip
+_TROCR = {"encoder": {"model_type": "vit", **VISION_SIZES}, "decoder": _TROCR_TEXT}
+_DONUT = {
+    "encoder": _DONUT_VISION,
+    "decoder": {
+        "model_type": "mbart", **_BART, "is_decoder": True, "add_cross_attention": True, "is_encoder_decoder": False,
+    },
 }  # fmt: skip
 _PIX2STRUCT = {
     "vision_config": {
@@ -82,9 +87,6 @@ _SOUND_TOWER = {
     "num_mel_bins": 16, "encoder_layers": 2, "encoder_attention_heads": 4, "encoder_ffn_dim": 48, "d_model": WIDTH,
     "max_source_positions": 10,
 }  # fmt: skip
-_VISION, _TEXT = layers("vision_model.encoder.layers.{}"), layers("text_model.encoder.layers.{}")
-_TOWER, _LANGUAGE = layers("model.vision_tower.encoder.layers.{}"), layers("model.language_model.layers.{}")
-_QWEN_BLOCKS = layers("model.visual.blocks.{}") + _LANGUAGE
 _IN_TEXT, _IN_LANGUAGE = padding_in("text_"), padding_in("language_model.")
 
 
@@ -154,213 +156,94 @@ def _florence_padding(path: str, call: int, batch: Batch) -> Tensor | None:
     return None if "vision_tower" in path else encoder_decoder(path, call, batch)
 
 
-def _trocr() -> PreTrainedModel:
-    vision, language = tf.ViTConfig(**VISION_SIZES), tf.TrOCRConfig(**_TROCR_TEXT)
-    return tf.VisionEncoderDecoderModel(
-        tf.VisionEncoderDecoderConfig(encoder=vision.to_dict(), decoder=language.to_dict())
-    )
-
-
-def _donut() -> PreTrainedModel:
-    vision = tf.DonutSwinConfig(**_DONUT_VISION)
-    language = tf.MBartConfig(**_BART, is_decoder=True, add_cross_attention=True, is_encoder_decoder=False)
-    return tf.VisionEncoderDecoderModel(
-        tf.VisionEncoderDecoderConfig(encoder=vision.to_dict(), decoder=language.to_dict())
-    )
-
-
 VISION_LANGUAGE = [
     Family(
-        "llava",
-        lambda: tf.LlavaForConditionalGeneration(
-            tf.LlavaConfig(vision_config=_CLIP_TOWER, text_config=_LLAMA, image_token_index=IMAGE_TOKEN)
-        ),
-        images_in_text(16),
-        _TOWER + _LANGUAGE,
+        "llava", "LlavaForConditionalGeneration", {"vision_config": _CLIP_TOWER, "text_config": _LLAMA,
+        "image_token_index": IMAGE_TOKEN}, images_in_text(16),
+        "model.vision_tower.encoder.layers.{} model.language_model.layers.{}", mask=_IN_LANGUAGE,
+    ),
+    Family(
+        "paligemma", "PaliGemmaForConditionalGeneration", {"vision_config": {**_SIGLIP_TOWER, "projection_dim": WIDTH},
+        "text_config": _GEMMA, "projection_dim": WIDTH, "image_token_index": IMAGE_TOKEN}, images_in_text(16),
+        "model.vision_tower.encoder.layers.{} model.language_model.layers.{}", mask=_IN_LANGUAGE,
+    ),
+    Family(
+        "gemma3-vision", "Gemma3ForConditionalGeneration", {"vision_config": {**_SIGLIP_TOWER,
+        "vision_use_head": False}, "text_config": _GEMMA3, "mm_tokens_per_image": 4, "image_token_id": IMAGE_TOKEN},
+        _typed_images_in_text, "model.vision_tower.encoder.layers.{} model.language_model.layers.{}",
         mask=_IN_LANGUAGE,
     ),
     Family(
-        "paligemma",
-        lambda: tf.PaliGemmaForConditionalGeneration(
-            tf.PaliGemmaConfig(
-                vision_config={**_SIGLIP_TOWER, "projection_dim": WIDTH},
-                text_config=_GEMMA,
-                projection_dim=WIDTH,
-                image_token_index=IMAGE_TOKEN,
-            )
-        ),
-        images_in_text(16),
-        _TOWER + _LANGUAGE,
+        "smolvlm", "SmolVLMForConditionalGeneration", {"vision_config": VISION_SIZES, "text_config": _LLAMA,
+        "scale_factor": 2, "image_token_id": IMAGE_TOKEN}, _lists_of_images_in_text,
+        "model.vision_model.encoder.layers.{} model.text_model.layers.{}", mask=padding_in("text_model."),
+    ),
+    Family(
+        "internvl", "InternVLForConditionalGeneration", {"vision_config": {**VISION_SIZES, "image_size": [32, 32],
+        "patch_size": [8, 8]}, "text_config": _QWEN2, "image_token_id": IMAGE_TOKEN, "downsample_ratio": 0.5},
+        images_in_text(4), "model.vision_tower.encoder.layer.{} model.language_model.layers.{}", mask=_IN_LANGUAGE,
+    ),
+    Family(
+        "qwen2-vl", "Qwen2VLForConditionalGeneration", _QWEN_TOKENS | {"vision_config": _QWEN_VISION,
+        "text_config": {**GROUPED_SIZES, "rope_parameters": {**_ROPE, "mrope_section": [1, 1, 2]}}}, _patches_in_text,
+        "model.visual.blocks.{} model.language_model.layers.{}", mask=_IN_LANGUAGE,
+    ),
+    Family(
+        "qwen2.5-vl", "Qwen2_5_VLForConditionalGeneration", _QWEN_TOKENS | {"vision_config": {**_QWEN_LATER_VISION,
+        "window_size": 8, "fullatt_block_indexes": [1]}, "text_config": {**GROUPED_SIZES, "rope_parameters": {**_ROPE,
+        "mrope_section": [1, 1, 2]}}}, _patches_in_text, "model.visual.blocks.{} model.language_model.layers.{}",
         mask=_IN_LANGUAGE,
     ),
     Family(
-        "gemma3-vision",
-        lambda: tf.Gemma3ForConditionalGeneration(
-            tf.Gemma3Config(
-                vision_config={**_SIGLIP_TOWER, "vision_use_head": False},
-                text_config=_GEMMA3,
-                mm_tokens_per_image=4,
-                image_token_id=IMAGE_TOKEN,
-            )
-        ),
-        _typed_images_in_text,
-        _TOWER + _LANGUAGE,
+        "qwen3-vl", "Qwen3VLForConditionalGeneration", _QWEN_TOKENS | {"vision_config": {**_QWEN_LATER_VISION,
+        "num_position_embeddings": 16, "deepstack_visual_indexes": [0]}, "text_config": {**GROUPED_SIZES,
+        "head_dim": 8, "rope_parameters": {**_ROPE, "mrope_section": [2, 1, 1]}}}, _patches_in_text,
+        "model.visual.blocks.{} model.language_model.layers.{}", mask=_IN_LANGUAGE,
+    ),
+    Family(
+        "mllama", "MllamaForConditionalGeneration", {"vision_config": _MLLAMA_VISION, "text_config": _MLLAMA_TEXT,
+        "image_token_index": IMAGE_TOKEN}, _tiles_and_text,
+        "model.vision_model.{transformer,global_transformer}.layers.{} model.language_model.layers.{}",
         mask=_IN_LANGUAGE,
     ),
     Family(
-        "smolvlm",
-        lambda: tf.SmolVLMForConditionalGeneration(
-            tf.SmolVLMConfig(
-                vision_config=VISION_SIZES, text_config=_LLAMA, scale_factor=2, image_token_id=IMAGE_TOKEN
-            )
-        ),
-        _lists_of_images_in_text,
-        layers("model.vision_model.encoder.layers.{}") + layers("model.text_model.layers.{}"),
-        mask=padding_in("text_model."),
+        "blip", "BlipForConditionalGeneration", {"vision_config": VISION_SIZES, "text_config": _QUERIES}, pairs,
+        "vision_model.encoder.layers.{} text_decoder.bert.encoder.layer.{}", mask=_IN_TEXT,
     ),
     Family(
-        "internvl",
-        lambda: tf.InternVLForConditionalGeneration(
-            tf.InternVLConfig(
-                vision_config={**VISION_SIZES, "image_size": [32, 32], "patch_size": [8, 8]},
-                text_config=_QWEN2,
-                image_token_id=IMAGE_TOKEN,
-                downsample_ratio=0.5,
-            )
-        ),
-        images_in_text(4),
-        layers("model.vision_tower.encoder.layer.{}") + _LANGUAGE,
-        mask=_IN_LANGUAGE,
-    ),
-    Family(
-        "qwen2-vl",
-        lambda: tf.Qwen2VLForConditionalGeneration(
-            tf.Qwen2VLConfig(
-                vision_config=_QWEN_VISION,
-                text_config={**GROUPED_SIZES, "rope_parameters": {**_ROPE, "mrope_section": [1, 1, 2]}},
-                **_QWEN_TOKENS,
-            )
-        ),
-        _patches_in_text,
-        _QWEN_BLOCKS,
-        mask=_IN_LANGUAGE,
-    ),
-    Family(
-        "qwen2.5-vl",
-        lambda: tf.Qwen2_5_VLForConditionalGeneration(
-            tf.Qwen2_5_VLConfig(
-                vision_config={**_QWEN_LATER_VISION, "window_size": 8, "fullatt_block_indexes": [1]},
-                text_config={**GROUPED_SIZES, "rope_parameters": {**_ROPE, "mrope_section": [1, 1, 2]}},
-                **_QWEN_TOKENS,
-            )
-        ),
-        _patches_in_text,
-        _QWEN_BLOCKS,
-        mask=_IN_LANGUAGE,
-    ),
-    Family(
-        "qwen3-vl",
-        lambda: tf.Qwen3VLForConditionalGeneration(
-            tf.Qwen3VLConfig(
-                vision_config={**_QWEN_LATER_VISION, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]},
-                text_config={**GROUPED_SIZES, "head_dim": 8, "rope_parameters": {**_ROPE, "mrope_section": [2, 1, 1]}},
-                **_QWEN_TOKENS,
-            )
-        ),
-        _patches_in_text,
-        _QWEN_BLOCKS,
-        mask=_IN_LANGUAGE,
-    ),
-    Family(
-        "mllama",
-        lambda: tf.MllamaForConditionalGeneration(
-            tf.MllamaConfig(vision_config=_MLLAMA_VISION, text_config=_MLLAMA_TEXT, image_token_index=IMAGE_TOKEN)
-        ),
-        _tiles_and_text,
-        layers("model.vision_model.transformer.layers.{}")
-        + layers("model.vision_model.global_transformer.layers.{}")
-        + _LANGUAGE,
-        mask=_IN_LANGUAGE,
-    ),
-    Family(
-        "blip",
-        lambda: tf.BlipForConditionalGeneration(tf.BlipConfig(vision_config=VISION_SIZES, text_config=_QUERIES)),
-        pairs,
-        _VISION + layers("text_decoder.bert.encoder.layer.{}"),
-        mask=_IN_TEXT,
-    ),
-    Family(
-        "blip-2",
-        lambda: tf.Blip2ForConditionalGeneration(
-            tf.Blip2Config(
-                vision_config=VISION_SIZES,
-                qformer_config={**_QUERIES, "cross_attention_frequency": 2},
-                text_config=_OPT,
-                num_query_tokens=5,
-                image_token_index=IMAGE_TOKEN,
-            )
-        ),
+        "blip-2", "Blip2ForConditionalGeneration", {"vision_config": VISION_SIZES, "qformer_config": {**_QUERIES,
+        "cross_attention_frequency": 2}, "text_config": _OPT, "num_query_tokens": 5, "image_token_index": IMAGE_TOKEN},
         images_in_text(5),
-        _VISION + layers("qformer.encoder.layer.{}") + layers("language_model.model.decoder.layers.{}"),
+        "vision_model.encoder.layers.{} qformer.encoder.layer.{} language_model.model.decoder.layers.{}",
         mask=_IN_LANGUAGE,
     ),
     Family(
-        "git",
-        lambda: tf.GitForCausalLM(tf.GitConfig(vision_config=VISION_SIZES, **TEXT_SIZES)),
-        pairs,
-        layers("git.image_encoder.vision_model.encoder.layers.{}") + layers("git.encoder.layer.{}"),
-        mask=lambda path, call, batch: None if "image_encoder" in path else before(17)(path, call, batch),
+        "git", "GitForCausalLM", TEXT_SIZES | {"vision_config": VISION_SIZES}, pairs,
+        "git.image_encoder.vision_model.encoder.layers.{} git.encoder.layer.{}", mask=lambda path, call,
+        batch: None if "image_encoder" in path else before(17)(path, call, batch),
     ),
+    Family("layoutlmv3", "LayoutLMv3Model", _LAYOUT, _pages, "encoder.layer.{}", mask=after(17)),
     Family(
-        "layoutlmv3",
-        lambda: tf.LayoutLMv3Model(tf.LayoutLMv3Config(**_LAYOUT)),
-        _pages,
-        layers("encoder.layer.{}"),
-        mask=after(17),
-    ),
-    Family(
-        "trocr",
-        _trocr,
-        _read,
-        layers("encoder.layers.{}") + layers("decoder.model.decoder.layers.{}"),
+        "trocr", "VisionEncoderDecoderModel", _TROCR, _read, "encoder.layers.{} decoder.model.decoder.layers.{}",
         mask=encoder_decoder,
     ),
     Family(
-        "donut",
-        _donut,
-        _read,
-        layers("encoder.encoder.layers.0.blocks.{}")
-        + layers("encoder.encoder.layers.1.blocks.{}")
-        + layers("decoder.model.decoder.layers.{}"),
+        "donut", "VisionEncoderDecoderModel", _DONUT, _read,
+        "encoder.encoder.layers.{}.blocks.{} decoder.model.decoder.layers.{}",
         mask=encoder_decoder,
     ),
     Family(
-        "pix2struct",
-        lambda: tf.Pix2StructForConditionalGeneration(tf.Pix2StructConfig(**_PIX2STRUCT)),
-        _read_patches,
-        layers("encoder.encoder.layer.{}") + layers("decoder.layer.{}"),
-        mask=encoder_decoder,
+        "pix2struct", "Pix2StructForConditionalGeneration", _PIX2STRUCT, _read_patches,
+        "encoder.encoder.layer.{} decoder.layer.{}", mask=encoder_decoder,
     ),
     Family(
-        "florence2",
-        lambda: tf.Florence2ForConditionalGeneration(
-            tf.Florence2Config(
-                vision_config=_FLORENCE_VISION, text_config={"model_type": "bart", **_BART}, image_token_id=IMAGE_TOKEN
-            )
-        ),
-        _read_images_in_text,
-        layers("model.vision_tower.blocks.{}.0")
-        + layers("model.language_model.encoder.layers.{}")
-        + layers("model.language_model.decoder.layers.{}"),
-        mask=_florence_padding,
+        "florence2", "Florence2ForConditionalGeneration", {"vision_config": _FLORENCE_VISION,
+        "text_config": {"model_type": "bart", **_BART}, "image_token_id": IMAGE_TOKEN}, _read_images_in_text,
+        "model.vision_tower.blocks.{}.0 model.language_model.{encoder,decoder}.layers.{}", mask=_florence_padding,
     ),
     Family(
-        "qwen2-audio",
-        lambda: tf.Qwen2AudioForConditionalGeneration(
-            tf.Qwen2AudioConfig(audio_config=_SOUND_TOWER, text_config=_QWEN2, audio_token_index=IMAGE_TOKEN)
-        ),
-        _sounds_in_text,
-        layers("model.audio_tower.layers.{}") + _LANGUAGE,
-        mask=_IN_LANGUAGE,
+        "qwen2-audio", "Qwen2AudioForConditionalGeneration", {"audio_config": _SOUND_TOWER, "text_config": _QWEN2,
+        "audio_token_index": IMAGE_TOKEN}, _sounds_in_text,
+        "model.audio_tower.layers.{} model.language_model.layers.{}", mask=_IN_LANGUAGE,
     ),
 ]  # fmt: skip

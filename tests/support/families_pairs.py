@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import torch
-import transformers as tf
-from family import TEXT_SIZES, VISION_SIZES, WIDTH, Batch, Family, layers, padding_in, pairs, text
+from family import TEXT_SIZES, VISION_SIZES, WIDTH, Batch, Family, padding_in, pairs, text
 from torch import Tensor
-from transformers import PreTrainedModel
 
 _PAIR = {"vision_config": VISION_SIZES, "text_config": TEXT_SIZES, "projection_dim": 16}
 _SIGLIP_TEXT = {**TEXT_SIZES, "projection_size": WIDTH}
-_PATCHES = {key: value for key, value in VISION_SIZES.items() if key != "image_size"} | {
-    "patch_size": 4,
-    "num_patches": 16,
-}
+_PATCHES = {
+    **{key: value for key, value in VISION_SIZES.items() if key != "image_size"}, "patch_size": 4, "num_patches": 16,
+}  # fmt: skip
 _CLAP_SOUND = {
     "spec_size": 32, "num_mel_bins": 8, "patch_size": 4, "patch_stride": [4, 4], "window_size": 4,
     "patch_embeds_hidden_size": 16, "depths": [2, 2], "num_attention_heads": [2, 4], "hidden_size": WIDTH,
     "projection_dim": 16, "enable_fusion": False, "num_classes": 3,
 }  # fmt: skip
-_VISION, _TEXT = layers("vision_model.encoder.layers.{}"), layers("text_model.encoder.layers.{}")
+_VIT_AND_BERT = {
+    "vision_config": {"model_type": "vit", **VISION_SIZES}, "text_config": {"model_type": "bert", **TEXT_SIZES},
+    "projection_dim": 16,
+}  # fmt: skip
 _IN_TEXT = padding_in("text_")
 
 
@@ -39,78 +39,48 @@ def _sounds_and_text(count: int) -> Batch:
     return {**text(count), "input_features": torch.randn(count, 1, 64, 8)}
 
 
-def _vit_and_bert() -> PreTrainedModel:
-    vision, language = tf.ViTConfig(**VISION_SIZES), tf.BertConfig(**TEXT_SIZES)
-    return tf.VisionTextDualEncoderModel(
-        tf.VisionTextDualEncoderConfig(
-            vision_config=vision.to_dict(), text_config=language.to_dict(), projection_dim=16
-        )
-    )
-
-
 PAIRS = [
-    Family("clip", lambda: tf.CLIPModel(tf.CLIPConfig(**_PAIR)), pairs, _VISION + _TEXT, _VISION[-1], _IN_TEXT),
     Family(
-        "metaclip2",
-        lambda: tf.MetaClip2Model(tf.MetaClip2Config(**_PAIR)),
-        pairs,
-        _VISION + _TEXT,
-        _VISION[-1],
+        "clip", "CLIPModel", _PAIR, pairs, "{vision,text}_model.encoder.layers.{}", "vision_model.encoder.layers.1",
         _IN_TEXT,
     ),
     Family(
-        "clipseg", lambda: tf.CLIPSegModel(tf.CLIPSegConfig(**_PAIR)), pairs, _VISION + _TEXT, _VISION[-1], _IN_TEXT
+        "metaclip2", "MetaClip2Model", _PAIR, pairs, "{vision,text}_model.encoder.layers.{}",
+        "vision_model.encoder.layers.1", _IN_TEXT,
     ),
-    Family("owlvit", lambda: tf.OwlViTModel(tf.OwlViTConfig(**_PAIR)), pairs, _VISION + _TEXT, _VISION[-1], _IN_TEXT),
     Family(
-        "chinese-clip",
-        lambda: tf.ChineseCLIPModel(tf.ChineseCLIPConfig(**_PAIR)),
-        pairs,
-        _VISION + layers("text_model.encoder.layer.{}"),
-        _VISION[-1],
+        "clipseg", "CLIPSegModel", _PAIR, pairs, "{vision,text}_model.encoder.layers.{}",
+        "vision_model.encoder.layers.1", _IN_TEXT,
+    ),
+    Family(
+        "owlvit", "OwlViTModel", _PAIR, pairs, "{vision,text}_model.encoder.layers.{}",
+        "vision_model.encoder.layers.1", _IN_TEXT,
+    ),
+    Family(
+        "chinese-clip", "ChineseCLIPModel", _PAIR, pairs, "vision_model.encoder.layers.{} text_model.encoder.layer.{}",
+        "vision_model.encoder.layers.1", _IN_TEXT,
+    ),
+    Family(
+        "altclip", "AltCLIPModel", {**_PAIR, "text_config": {**TEXT_SIZES, "project_dim": 16}}, pairs,
+        "vision_model.encoder.layers.{} text_model.roberta.encoder.layers.{}", "vision_model.encoder.layers.1",
         _IN_TEXT,
     ),
     Family(
-        "altclip",
-        lambda: tf.AltCLIPModel(tf.AltCLIPConfig(**{**_PAIR, "text_config": {**TEXT_SIZES, "project_dim": 16}})),
-        pairs,
-        _VISION + layers("text_model.roberta.encoder.layers.{}"),
-        _VISION[-1],
-        _IN_TEXT,
+        "vision-text-dual-encoder", "VisionTextDualEncoderModel", _VIT_AND_BERT, pairs,
+        "vision_model.layers.{} text_model.encoder.layer.{}",
+        "vision_model.layers.1", _IN_TEXT,
     ),
     Family(
-        "vision-text-dual-encoder",
-        _vit_and_bert,
-        pairs,
-        layers("vision_model.layers.{}") + layers("text_model.encoder.layer.{}"),
-        "vision_model.layers.1",
-        _IN_TEXT,
+        "siglip", "SiglipModel", {"vision_config": VISION_SIZES, "text_config": _SIGLIP_TEXT}, pairs,
+        "{vision,text}_model.encoder.layers.{}", mask=_IN_TEXT,
     ),
     Family(
-        "siglip",
-        lambda: tf.SiglipModel(tf.SiglipConfig(vision_config=VISION_SIZES, text_config=_SIGLIP_TEXT)),
-        pairs,
-        _VISION + _TEXT,
-        mask=_IN_TEXT,
+        "siglip2", "Siglip2Model", {"vision_config": _PATCHES, "text_config": _SIGLIP_TEXT}, _flexible_images,
+        "{vision,text}_model.encoder.layers.{}", mask=_flexible_padding,
     ),
     Family(
-        "siglip2",
-        lambda: tf.Siglip2Model(tf.Siglip2Config(vision_config=_PATCHES, text_config=_SIGLIP_TEXT)),
-        _flexible_images,
-        _VISION + _TEXT,
-        mask=_flexible_padding,
-    ),
-    Family(
-        "clap",
-        lambda: tf.ClapModel(
-            tf.ClapConfig(
-                text_config={**TEXT_SIZES, "projection_dim": 16}, audio_config=_CLAP_SOUND, projection_dim=16
-            )
-        ),
-        _sounds_and_text,
-        layers("audio_model.audio_encoder.layers.0.blocks.{}")
-        + layers("audio_model.audio_encoder.layers.1.blocks.{}")
-        + layers("text_model.encoder.layer.{}"),
-        mask=_IN_TEXT,
+        "clap", "ClapModel", {"text_config": {**TEXT_SIZES, "projection_dim": 16}, "audio_config": _CLAP_SOUND,
+        "projection_dim": 16}, _sounds_and_text,
+        "audio_model.audio_encoder.layers.{}.blocks.{} text_model.encoder.layer.{}", mask=_IN_TEXT,
     ),
 ]  # fmt: skip

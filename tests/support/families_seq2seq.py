@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import replace
 
 import torch
-import transformers as tf
 from family import (
     TEXT_SIZES,
     VOCABULARY,
@@ -14,14 +13,12 @@ from family import (
     Family,
     audio,
     encoder_decoder,
-    layers,
     prompt,
     sound_frames,
     spectrograms,
     text,
     text_to_text,
 )
-from transformers import PreTrainedModel
 
 SIZES = {
     "vocab_size": VOCABULARY, "d_model": WIDTH, "encoder_layers": 2, "decoder_layers": 2, "encoder_ffn_dim": 48,
@@ -53,10 +50,8 @@ _WAV2VEC2_BERT = {
     "right_max_position_embeddings": 2, "conv_depthwise_kernel_size": 3,
 }  # fmt: skip
 
+_BERT = {"model_type": "bert", **TEXT_SIZES}
 _FRAMES = sound_frames([10, 4], [5, 2])
-_LAYERS = layers("encoder.layers.{}")
-_T5_BLOCKS = layers("encoder.block.{}") + layers("decoder.block.{}")
-_BART_BLOCKS = layers("model.encoder.layers.{}") + layers("model.decoder.layers.{}")
 
 
 def _whole_windows(count: int) -> Batch:
@@ -68,114 +63,65 @@ def _hear(count: int) -> Batch:
     return {"input_features": torch.randn(count, 16, 20), **prompt(count)}
 
 
-def _two_berts() -> PreTrainedModel:
-    decoder = tf.BertConfig(**TEXT_SIZES, is_decoder=True, add_cross_attention=True)
-    return tf.EncoderDecoderModel(
-        tf.EncoderDecoderConfig(encoder=tf.BertConfig(**TEXT_SIZES).to_dict(), decoder=decoder.to_dict())
-    )
-
-
-def _reads_and_writes(
-    name: str,
-    build: Callable[[], PreTrainedModel],
-    blocks: list[str],
-    inputs: Callable[[int], Batch] = text_to_text,
-    stays: str = Family.stays,
-) -> Family:
-    return Family(name, build, inputs, blocks, mask=encoder_decoder, stays=stays)
-
-
 ENCODER_DECODERS = [
-    _reads_and_writes("t5", lambda: tf.T5ForConditionalGeneration(tf.T5Config(**T5_SIZES)), _T5_BLOCKS),
-    _reads_and_writes("flan-t5", lambda: tf.T5ForConditionalGeneration(tf.T5Config(**T5_SIZES, **_FLAN)), _T5_BLOCKS),
-    _reads_and_writes("mt5", lambda: tf.MT5ForConditionalGeneration(tf.MT5Config(**T5_SIZES)), _T5_BLOCKS),
-    _reads_and_writes("umt5", lambda: tf.UMT5ForConditionalGeneration(tf.UMT5Config(**T5_SIZES)), _T5_BLOCKS),
-    _reads_and_writes(
-        "longt5", lambda: tf.LongT5ForConditionalGeneration(tf.LongT5Config(**T5_SIZES, local_radius=2)), _T5_BLOCKS
+    Family("t5", "T5ForConditionalGeneration", T5_SIZES, text_to_text, "{encoder,decoder}.block.{}"),
+    Family("flan-t5", "T5ForConditionalGeneration", T5_SIZES | _FLAN, text_to_text, "{encoder,decoder}.block.{}"),
+    Family("mt5", "MT5ForConditionalGeneration", T5_SIZES, text_to_text, "{encoder,decoder}.block.{}"),
+    Family("umt5", "UMT5ForConditionalGeneration", T5_SIZES, text_to_text, "{encoder,decoder}.block.{}"),
+    Family(
+        "longt5", "LongT5ForConditionalGeneration", T5_SIZES | {"local_radius": 2}, text_to_text,
+        "{encoder,decoder}.block.{}",
     ),
-    _reads_and_writes(
-        "switch-transformers",
-        lambda: tf.SwitchTransformersForConditionalGeneration(tf.SwitchTransformersConfig(**T5_SIZES, **_SWITCH)),
-        _T5_BLOCKS,
-        stays=r"\.experts\.",
+    Family(
+        "switch-transformers", "SwitchTransformersForConditionalGeneration", T5_SIZES | _SWITCH, text_to_text,
+        "{encoder,decoder}.block.{}", stays=r"\.experts\.",
     ),
-    _reads_and_writes("bart", lambda: tf.BartForConditionalGeneration(tf.BartConfig(**_BART)), _BART_BLOCKS),
-    _reads_and_writes("mbart", lambda: tf.MBartForConditionalGeneration(tf.MBartConfig(**_BART)), _BART_BLOCKS),
-    _reads_and_writes("marian", lambda: tf.MarianMTModel(tf.MarianConfig(**_BART)), _BART_BLOCKS),
-    _reads_and_writes("pegasus", lambda: tf.PegasusForConditionalGeneration(tf.PegasusConfig(**_BART)), _BART_BLOCKS),
-    _reads_and_writes(
-        "blenderbot", lambda: tf.BlenderbotForConditionalGeneration(tf.BlenderbotConfig(**_BART)), _BART_BLOCKS
+    Family("bart", "BartForConditionalGeneration", _BART, text_to_text, "model.{encoder,decoder}.layers.{}"),
+    Family("mbart", "MBartForConditionalGeneration", _BART, text_to_text, "model.{encoder,decoder}.layers.{}"),
+    Family("marian", "MarianMTModel", _BART, text_to_text, "model.{encoder,decoder}.layers.{}"),
+    Family("pegasus", "PegasusForConditionalGeneration", _BART, text_to_text, "model.{encoder,decoder}.layers.{}"),
+    Family(
+        "blenderbot", "BlenderbotForConditionalGeneration", _BART, text_to_text, "model.{encoder,decoder}.layers.{}",
     ),
-    _reads_and_writes("m2m100", lambda: tf.M2M100ForConditionalGeneration(tf.M2M100Config(**_BART)), _BART_BLOCKS),
-    _reads_and_writes(
-        "nllb-moe",
-        lambda: tf.NllbMoeForConditionalGeneration(tf.NllbMoeConfig(**_BART, **_NLLB_MOE)),
-        _BART_BLOCKS,
-        stays=r"\.experts\.",
+    Family("m2m100", "M2M100ForConditionalGeneration", _BART, text_to_text, "model.{encoder,decoder}.layers.{}"),
+    Family(
+        "nllb-moe", "NllbMoeForConditionalGeneration", _BART | _NLLB_MOE, text_to_text,
+        "model.{encoder,decoder}.layers.{}", stays=r"\.experts\.",
     ),
-    _reads_and_writes(
-        "led",
-        lambda: tf.LEDForConditionalGeneration(tf.LEDConfig(**SIZES, **_LED)),
-        layers("led.encoder.layers.{}") + layers("led.decoder.layers.{}"),
-        _whole_windows,
+    Family("led", "LEDForConditionalGeneration", SIZES | _LED, _whole_windows, "led.{encoder,decoder}.layers.{}"),
+    Family(
+        "t5gemma", "T5GemmaForConditionalGeneration", {"encoder": _GEMMA, "decoder": _GEMMA}, text_to_text,
+        "model.{encoder,decoder}.layers.{}",
     ),
-    _reads_and_writes(
-        "t5gemma",
-        lambda: tf.T5GemmaForConditionalGeneration(tf.T5GemmaConfig(encoder=_GEMMA, decoder=_GEMMA)),
-        _BART_BLOCKS,
+    Family(
+        "encoder-decoder", "EncoderDecoderModel",
+        {"encoder": _BERT, "decoder": {**_BERT, "is_decoder": True, "add_cross_attention": True}},
+        text_to_text, "encoder.encoder.layer.{} decoder.bert.encoder.layer.{}",
     ),
-    _reads_and_writes(
-        "encoder-decoder",
-        _two_berts,
-        layers("encoder.encoder.layer.{}") + layers("decoder.bert.encoder.layer.{}"),
-    ),
-    _reads_and_writes(
-        "whisper", lambda: tf.WhisperForConditionalGeneration(tf.WhisperConfig(**_WHISPER)), _BART_BLOCKS, _hear
-    ),
-]
+    Family("whisper", "WhisperForConditionalGeneration", _WHISPER, _hear, "model.{encoder,decoder}.layers.{}"),
+]  # fmt: skip
+ENCODER_DECODERS = [replace(family, mask=encoder_decoder) for family in ENCODER_DECODERS]
 
 SOUND = [
     Family(
-        "wav2vec2",
-        lambda: tf.Wav2Vec2ForCTC(tf.Wav2Vec2Config(**_SOUND, do_stable_layer_norm=True)),
-        audio,
-        layers("wav2vec2.encoder.layers.{}"),
+        "wav2vec2", "Wav2Vec2ForCTC", _SOUND | {"do_stable_layer_norm": True}, audio, "wav2vec2.encoder.layers.{}",
         mask=_FRAMES,
     ),
-    Family("hubert", lambda: tf.HubertModel(tf.HubertConfig(**_SOUND)), audio, _LAYERS, mask=_FRAMES),
-    Family(  # its attention reads the weights of its projections without calling them
-        "wavlm",
-        lambda: tf.WavLMModel(tf.WavLMConfig(**_SOUND, num_buckets=8, max_bucket_distance=16)),
-        audio,
-        _LAYERS,
+    Family("hubert", "HubertModel", _SOUND, audio, "encoder.layers.{}", mask=_FRAMES),
+    # its attention reads the weights of its projections without calling them
+    Family(
+        "wavlm", "WavLMModel", _SOUND | {"num_buckets": 8, "max_bucket_distance": 16}, audio, "encoder.layers.{}",
         mask=_FRAMES,
     ),
     Family(
-        "data2vec-audio",
-        lambda: tf.Data2VecAudioModel(tf.Data2VecAudioConfig(**_SOUND, conv_pos_kernel_size=3)),
-        audio,
-        _LAYERS,
+        "data2vec-audio", "Data2VecAudioModel", _SOUND | {"conv_pos_kernel_size": 3}, audio, "encoder.layers.{}",
         mask=_FRAMES,
     ),
+    Family("unispeech-sat", "UniSpeechSatModel", _SOUND, audio, "encoder.layers.{}", mask=_FRAMES),
+    # the embeddings of relative positions are as many as padding makes them
     Family(
-        "unispeech-sat",
-        lambda: tf.UniSpeechSatModel(tf.UniSpeechSatConfig(**_SOUND)),
-        audio,
-        _LAYERS,
-        mask=_FRAMES,
+        "wav2vec2-conformer", "Wav2Vec2ConformerModel", _SOUND | {"conv_depthwise_kernel_size": 3}, audio,
+        "encoder.layers.{}", mask=_FRAMES, stays=r"\.linear_pos",
     ),
-    Family(
-        "wav2vec2-conformer",
-        lambda: tf.Wav2Vec2ConformerModel(tf.Wav2Vec2ConformerConfig(**_SOUND, conv_depthwise_kernel_size=3)),
-        audio,
-        _LAYERS,
-        mask=_FRAMES,
-        stays=r"\.linear_pos",  # the embeddings of relative positions are as many as padding makes them
-    ),
-    Family(
-        "wav2vec2-bert",
-        lambda: tf.Wav2Vec2BertModel(tf.Wav2Vec2BertConfig(**_WAV2VEC2_BERT)),
-        spectrograms,
-        _LAYERS,
-    ),
-]
+    Family("wav2vec2-bert", "Wav2Vec2BertModel", _WAV2VEC2_BERT, spectrograms, "encoder.layers.{}"),
+]  # fmt: skip

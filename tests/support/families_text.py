@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import torch
-import transformers as tf
-from family import GROUPED_SIZES, TEXT_SIZES, VOCABULARY, WIDTH, Batch, Family, layers, left_text, padding, text
+from family import GROUPED_SIZES, TEXT_SIZES, VOCABULARY, WIDTH, Batch, Family, left_text, padding, text
 from torch import Tensor
 
 _HEADS = {**GROUPED_SIZES, "head_dim": 8}
@@ -28,29 +27,17 @@ _DEBERTA = {
 _DEBERTA_V2 = {"position_buckets": 4, "norm_rel_ebd": "layer_norm", "share_att_key": True, "conv_kernel_size": 3}
 _DISTILBERT = {"dim": WIDTH, "n_layers": 2, "n_heads": 4, "hidden_dim": 48, "vocab_size": VOCABULARY}
 _MOBILEBERT = {
-    **TEXT_SIZES,
-    "embedding_size": 16,
-    "intra_bottleneck_size": 16,
-    "num_feedforward_networks": 3,
+    **TEXT_SIZES, "embedding_size": 16, "intra_bottleneck_size": 16, "num_feedforward_networks": 3,
     "trigram_input": False,
-}
+}  # fmt: skip
 _XLNET = {"vocab_size": VOCABULARY, "d_model": WIDTH, "n_layer": 2, "n_head": 4, "d_inner": 48}
 _GPT_NEO = {
-    **TEXT_SIZES,
-    "num_layers": 2,
-    "num_heads": 4,
-    "attention_types": [[["global", "local"], 1]],
-    "window_size": 4,
-}
+    **TEXT_SIZES, "num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]], "window_size": 4,
+}  # fmt: skip
 _OPT = {**TEXT_SIZES, "ffn_dim": 48, "word_embed_proj_dim": 16, "do_layer_norm_before": False}
 _MPT = {
-    "vocab_size": VOCABULARY,
-    "d_model": WIDTH,
-    "n_heads": 4,
-    "n_layers": 2,
-    "max_seq_len": 64,
-    "expansion_ratio": 2,
-}
+    "vocab_size": VOCABULARY, "d_model": WIDTH, "n_heads": 4, "n_layers": 2, "max_seq_len": 64, "expansion_ratio": 2,
+}  # fmt: skip
 _DBRX = {
     "d_model": WIDTH, "n_heads": 4, "n_layers": 2, "vocab_size": VOCABULARY, "max_seq_len": 64,
     "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10000.0},
@@ -64,9 +51,6 @@ _QWEN3_NEXT = {
     **_HEADS, **_SHARED_EXPERT, "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8,
     "linear_value_head_dim": 8, "layer_types": ["linear_attention", "full_attention"],
 }  # fmt: skip
-
-_ENCODER, _LAYERS, _H = layers("encoder.layer.{}"), layers("model.layers.{}"), layers("transformer.h.{}")
-_DEEP, _PLAIN = layers("transformer.blocks.{}"), layers("layers.{}")
 
 
 def _text_of_whole_windows(count: int) -> Batch:
@@ -88,209 +72,122 @@ def _bboxes(count: int) -> Batch:
 
 
 ENCODERS = [
-    Family("bert", lambda: tf.BertModel(tf.BertConfig(**TEXT_SIZES)), text, _ENCODER),
-    Family("roberta", lambda: tf.RobertaModel(tf.RobertaConfig(**TEXT_SIZES)), text, _ENCODER),
+    Family("bert", "BertModel", TEXT_SIZES, text, "encoder.layer.{}"),
+    Family("roberta", "RobertaModel", TEXT_SIZES, text, "encoder.layer.{}"),
+    Family("roberta-prelayernorm", "RobertaPreLayerNormModel", TEXT_SIZES, text, "encoder.layer.{}"),
+    Family("xlm-roberta", "XLMRobertaForSequenceClassification", TEXT_SIZES, text, "roberta.encoder.layer.{}"),
+    Family("data2vec-text", "Data2VecTextModel", TEXT_SIZES, text, "encoder.layer.{}"),
+    # the embeddings of relative positions are as many as padding makes them
+    Family("deberta", "DebertaModel", _DEBERTA, text, "encoder.layer.{}", stays=r"\.pos_"),
     Family(
-        "roberta-prelayernorm",
-        lambda: tf.RobertaPreLayerNormModel(tf.RobertaPreLayerNormConfig(**TEXT_SIZES)),
-        text,
-        _ENCODER,
+        "deberta-v2", "DebertaV2Model", _DEBERTA | _DEBERTA_V2, text, "encoder.layer.{}", mask=_tokens_at_first_call,
     ),
+    Family("distilbert", "DistilBertModel", _DISTILBERT, text, "transformer.layer.{}"),
+    # one block, called three times
     Family(
-        "xlm-roberta",
-        lambda: tf.XLMRobertaForSequenceClassification(tf.XLMRobertaConfig(**TEXT_SIZES)),
-        text,
-        layers("roberta.encoder.layer.{}"),
+        "albert", "AlbertModel", TEXT_SIZES | {"num_hidden_layers": 3, "embedding_size": 16}, text,
+        "encoder.albert_layer_groups.0.albert_layers.0",
     ),
-    Family("data2vec-text", lambda: tf.Data2VecTextModel(tf.Data2VecTextConfig(**TEXT_SIZES)), text, _ENCODER),
-    Family(  # the embeddings of relative positions are as many as padding makes them
-        "deberta", lambda: tf.DebertaModel(tf.DebertaConfig(**_DEBERTA)), text, _ENCODER, stays=r"\.pos_"
-    ),
+    # two blocks that take turns, then two others
     Family(
-        "deberta-v2",
-        lambda: tf.DebertaV2Model(tf.DebertaV2Config(**_DEBERTA, **_DEBERTA_V2)),
-        text,
-        _ENCODER,
-        mask=_tokens_at_first_call,
+        "albert-groups", "AlbertModel", TEXT_SIZES | {"num_hidden_layers": 4, "embedding_size": 16,
+        "num_hidden_groups": 2, "inner_group_num": 2}, text, "encoder.albert_layer_groups.{}.albert_layers.{}",
     ),
+    Family("electra", "ElectraModel", TEXT_SIZES | {"embedding_size": 16}, text, "encoder.layer.{}"),
+    Family("mpnet", "MPNetModel", TEXT_SIZES, text, "encoder.layer.{}"),
     Family(
-        "distilbert",
-        lambda: tf.DistilBertModel(tf.DistilBertConfig(**_DISTILBERT)),
-        text,
-        layers("transformer.layer.{}"),
+        "modernbert", "ModernBertModel", _MODERNBERT | {"global_attn_every_n_layers": 2, "local_attention": 4}, text,
+        "layers.{0,1,2}",
     ),
-    Family(  # one block, called three times
-        "albert",
-        lambda: tf.AlbertModel(tf.AlbertConfig(**{**TEXT_SIZES, "num_hidden_layers": 3}, embedding_size=16)),
-        text,
-        ["encoder.albert_layer_groups.0.albert_layers.0"],
-    ),
-    Family(  # two blocks that take turns, then two others
-        "albert-groups",
-        lambda: tf.AlbertModel(
-            tf.AlbertConfig(
-                **{**TEXT_SIZES, "num_hidden_layers": 4}, embedding_size=16, num_hidden_groups=2, inner_group_num=2
-            )
-        ),
-        text,
-        layers("encoder.albert_layer_groups.0.albert_layers.{}")
-        + layers("encoder.albert_layer_groups.1.albert_layers.{}"),
-    ),
-    Family("electra", lambda: tf.ElectraModel(tf.ElectraConfig(**TEXT_SIZES, embedding_size=16)), text, _ENCODER),
-    Family("mpnet", lambda: tf.MPNetModel(tf.MPNetConfig(**TEXT_SIZES)), text, _ENCODER),
+    Family("nomic-bert", "NomicBertModel", TEXT_SIZES, text, "layers.{}"),
+    Family("eurobert", "EuroBertModel", GROUPED_SIZES | {"mask_token_id": 3}, text, "layers.{}"),
     Family(
-        "modernbert",
-        lambda: tf.ModernBertModel(tf.ModernBertConfig(**_MODERNBERT, global_attn_every_n_layers=2, local_attention=4)),
-        text,
-        layers("layers.{}", 3),
+        "longformer", "LongformerModel", TEXT_SIZES | {"attention_window": [4, 4]}, _text_of_whole_windows,
+        "encoder.layer.{}",
     ),
-    Family("nomic-bert", lambda: tf.NomicBertModel(tf.NomicBertConfig(**TEXT_SIZES)), text, _PLAIN),
-    Family("eurobert", lambda: tf.EuroBertModel(tf.EuroBertConfig(**GROUPED_SIZES, mask_token_id=3)), text, _PLAIN),
+    Family("big-bird", "BigBirdModel", TEXT_SIZES | {"attention_type": "original_full"}, text, "encoder.layer.{}"),
+    Family("mobilebert", "MobileBertModel", _MOBILEBERT, text, "encoder.layer.{}"),
+    Family("layoutlm", "LayoutLMModel", TEXT_SIZES | {"max_2d_position_embeddings": 32}, _bboxes, "encoder.layer.{}"),
+    Family("xlnet", "XLNetModel", _XLNET, left_text, "layer.{}"),
+    Family("roformer", "RoFormerModel", TEXT_SIZES, text, "encoder.layer.{}"),
+    Family("megatron-bert", "MegatronBertModel", TEXT_SIZES, text, "encoder.layer.{}"),
+    Family("rembert", "RemBertModel", TEXT_SIZES | {"input_embedding_size": 16}, text, "encoder.layer.{}"),
+    Family("ernie", "ErnieModel", TEXT_SIZES, text, "encoder.layer.{}"),
     Family(
-        "longformer",
-        lambda: tf.LongformerModel(tf.LongformerConfig(**TEXT_SIZES, attention_window=[4, 4])),
-        _text_of_whole_windows,
-        _ENCODER,
+        "esm", "EsmModel", TEXT_SIZES | {"mask_token_id": 4, "position_embedding_type": "rotary"}, text,
+        "encoder.layer.{}",
     ),
-    Family(
-        "big-bird",
-        lambda: tf.BigBirdModel(tf.BigBirdConfig(**TEXT_SIZES, attention_type="original_full")),
-        text,
-        _ENCODER,
-    ),
-    Family("mobilebert", lambda: tf.MobileBertModel(tf.MobileBertConfig(**_MOBILEBERT)), text, _ENCODER),
-    Family(
-        "layoutlm",
-        lambda: tf.LayoutLMModel(tf.LayoutLMConfig(**TEXT_SIZES, max_2d_position_embeddings=32)),
-        _bboxes,
-        _ENCODER,
-    ),
-    Family("xlnet", lambda: tf.XLNetModel(tf.XLNetConfig(**_XLNET)), left_text, layers("layer.{}")),
-    Family("roformer", lambda: tf.RoFormerModel(tf.RoFormerConfig(**TEXT_SIZES)), text, _ENCODER),
-    Family("megatron-bert", lambda: tf.MegatronBertModel(tf.MegatronBertConfig(**TEXT_SIZES)), text, _ENCODER),
-    Family("rembert", lambda: tf.RemBertModel(tf.RemBertConfig(**TEXT_SIZES, input_embedding_size=16)), text, _ENCODER),
-    Family("ernie", lambda: tf.ErnieModel(tf.ErnieConfig(**TEXT_SIZES)), text, _ENCODER),
-    Family(
-        "esm",
-        lambda: tf.EsmModel(tf.EsmConfig(**TEXT_SIZES, mask_token_id=4, position_embedding_type="rotary")),
-        text,
-        _ENCODER,
-    ),
-    Family("fnet", lambda: tf.FNetModel(tf.FNetConfig(**TEXT_SIZES)), _no_mask, _ENCODER),
+    Family("fnet", "FNetModel", TEXT_SIZES, _no_mask, "encoder.layer.{}"),
 ]  # fmt: skip
 
 CAUSAL = [
-    Family("gpt2", lambda: tf.GPT2LMHeadModel(tf.GPT2Config(**_GPT)), left_text, _H),
-    Family("gpt-neo", lambda: tf.GPTNeoForCausalLM(tf.GPTNeoConfig(**_GPT_NEO)), left_text, _H),
+    Family("gpt2", "GPT2LMHeadModel", _GPT, left_text, "transformer.h.{}"),
+    Family("gpt-neo", "GPTNeoForCausalLM", _GPT_NEO, left_text, "transformer.h.{}"),
+    Family("gpt-neox", "GPTNeoXForCausalLM", TEXT_SIZES | {"rotary_pct": 0.5}, left_text, "gpt_neox.layers.{}"),
+    Family("gptj", "GPTJForCausalLM", _GPT | {"rotary_dim": 4, "n_positions": 64}, left_text, "transformer.h.{}"),
+    Family("codegen", "CodeGenForCausalLM", _GPT | {"rotary_dim": 4}, left_text, "transformer.h.{}"),
+    Family("gpt-bigcode", "GPTBigCodeForCausalLM", _GPT, left_text, "transformer.h.{}"),
+    Family("openai-gpt", "OpenAIGPTLMHeadModel", _GPT, text, "transformer.h.{}"),
+    Family("opt", "OPTForCausalLM", _OPT, left_text, "model.decoder.layers.{}"),
+    Family("bloom", "BloomForCausalLM", TEXT_SIZES | {"n_layer": 2, "n_head": 4}, left_text, "transformer.h.{}"),
+    Family("falcon", "FalconForCausalLM", TEXT_SIZES | {"bias": True}, left_text, "transformer.h.{}"),
     Family(
-        "gpt-neox",
-        lambda: tf.GPTNeoXForCausalLM(tf.GPTNeoXConfig(**TEXT_SIZES, rotary_pct=0.5)),
-        left_text,
-        layers("gpt_neox.layers.{}"),
+        "falcon-new", "FalconForCausalLM", TEXT_SIZES | {"num_kv_heads": 2, "new_decoder_architecture": True},
+        left_text, "transformer.h.{}",
     ),
-    Family("gptj", lambda: tf.GPTJForCausalLM(tf.GPTJConfig(**_GPT, rotary_dim=4, n_positions=64)), left_text, _H),
-    Family("codegen", lambda: tf.CodeGenForCausalLM(tf.CodeGenConfig(**_GPT, rotary_dim=4)), left_text, _H),
-    Family("gpt-bigcode", lambda: tf.GPTBigCodeForCausalLM(tf.GPTBigCodeConfig(**_GPT)), left_text, _H),
-    Family("openai-gpt", lambda: tf.OpenAIGPTLMHeadModel(tf.OpenAIGPTConfig(**_GPT)), text, _H),
-    Family("opt", lambda: tf.OPTForCausalLM(tf.OPTConfig(**_OPT)), left_text, layers("model.decoder.layers.{}")),
-    Family("bloom", lambda: tf.BloomForCausalLM(tf.BloomConfig(**TEXT_SIZES, n_layer=2, n_head=4)), left_text, _H),
-    Family("falcon", lambda: tf.FalconForCausalLM(tf.FalconConfig(**TEXT_SIZES, bias=True)), left_text, _H),
+    Family("mpt", "MptForCausalLM", _MPT, left_text, "transformer.blocks.{}"),
+    Family("llama", "LlamaForCausalLM", _HEADS, left_text, "model.layers.{}"),
+    Family("mistral", "MistralForCausalLM", _HEADS | {"sliding_window": 4}, left_text, "model.layers.{}"),
+    Family("qwen2", "Qwen2ForCausalLM", GROUPED_SIZES, left_text, "model.layers.{}"),
     Family(
-        "falcon-new",
-        lambda: tf.FalconForCausalLM(tf.FalconConfig(**TEXT_SIZES, num_kv_heads=2, new_decoder_architecture=True)),
-        left_text,
-        _H,
+        "qwen2-classifier", "Qwen2ForSequenceClassification", GROUPED_SIZES | _SLIDING | {"use_sliding_window": True},
+        text, "model.layers.{}",
     ),
-    Family("mpt", lambda: tf.MptForCausalLM(tf.MptConfig(**_MPT)), left_text, _DEEP),
-    Family("llama", lambda: tf.LlamaForCausalLM(tf.LlamaConfig(**_HEADS)), left_text, _LAYERS),
-    Family("mistral", lambda: tf.MistralForCausalLM(tf.MistralConfig(**_HEADS, sliding_window=4)), left_text, _LAYERS),
-    Family("qwen2", lambda: tf.Qwen2ForCausalLM(tf.Qwen2Config(**GROUPED_SIZES)), left_text, _LAYERS),
+    Family("qwen3", "Qwen3ForCausalLM", _HEADS, left_text, "model.layers.{}"),
+    Family("gemma", "GemmaForCausalLM", _HEADS, left_text, "model.layers.{}"),
+    Family("gemma2", "Gemma2ForCausalLM", _HEADS | {"sliding_window": 4}, left_text, "model.layers.{}"),
+    Family("gemma3", "Gemma3ForCausalLM", _HEADS | _SLIDING, left_text, "model.layers.{}"),
+    Family("phi", "PhiForCausalLM", GROUPED_SIZES | {"qk_layernorm": True}, left_text, "model.layers.{}"),
+    Family("phi3", "Phi3ForCausalLM", GROUPED_SIZES, left_text, "model.layers.{}"),
+    Family("persimmon", "PersimmonForCausalLM", TEXT_SIZES, left_text, "model.layers.{}"),
+    Family("olmo", "OlmoForCausalLM", GROUPED_SIZES, left_text, "model.layers.{}"),
+    Family("olmo2", "Olmo2ForCausalLM", GROUPED_SIZES, left_text, "model.layers.{}"),
+    Family("olmo3", "Olmo3ForCausalLM", GROUPED_SIZES | _SLIDING, left_text, "model.layers.{}"),
+    # its norms of queries and keys have weights of two dimensions
+    Family("cohere", "CohereForCausalLM", GROUPED_SIZES | {"use_qk_norm": True}, left_text, "model.layers.{}"),
+    Family("cohere2", "Cohere2ForCausalLM", GROUPED_SIZES | _SLIDING, left_text, "model.layers.{}"),
+    Family("granite", "GraniteForCausalLM", GROUPED_SIZES, left_text, "model.layers.{}"),
+    Family("stablelm", "StableLmForCausalLM", GROUPED_SIZES | {"qk_layernorm": True}, left_text, "model.layers.{}"),
+    Family("smollm3", "SmolLM3ForCausalLM", GROUPED_SIZES, left_text, "model.layers.{}"),
+    Family("starcoder2", "Starcoder2ForCausalLM", GROUPED_SIZES, left_text, "model.layers.{}"),
+    Family("glm4", "Glm4ForCausalLM", _HEADS, left_text, "model.layers.{}"),
+    Family("nemotron", "NemotronForCausalLM", _HEADS, left_text, "model.layers.{}"),
+    Family("exaone4", "Exaone4ForCausalLM", GROUPED_SIZES | _SLIDING, left_text, "model.layers.{}"),
     Family(
-        "qwen2-classifier",
-        lambda: tf.Qwen2ForSequenceClassification(tf.Qwen2Config(**GROUPED_SIZES, use_sliding_window=True, **_SLIDING)),
-        text,
-        _LAYERS,
+        "lfm2", "Lfm2ForCausalLM", GROUPED_SIZES | {"layer_types": ["conv", "full_attention"]}, text,
+        "model.layers.{}",
     ),
-    Family("qwen3", lambda: tf.Qwen3ForCausalLM(tf.Qwen3Config(**_HEADS)), left_text, _LAYERS),
-    Family("gemma", lambda: tf.GemmaForCausalLM(tf.GemmaConfig(**_HEADS)), left_text, _LAYERS),
-    Family("gemma2", lambda: tf.Gemma2ForCausalLM(tf.Gemma2Config(**_HEADS, sliding_window=4)), left_text, _LAYERS),
-    Family("gemma3", lambda: tf.Gemma3ForCausalLM(tf.Gemma3TextConfig(**_HEADS, **_SLIDING)), left_text, _LAYERS),
-    Family("phi", lambda: tf.PhiForCausalLM(tf.PhiConfig(**GROUPED_SIZES, qk_layernorm=True)), left_text, _LAYERS),
-    Family("phi3", lambda: tf.Phi3ForCausalLM(tf.Phi3Config(**GROUPED_SIZES)), left_text, _LAYERS),
-    Family("persimmon", lambda: tf.PersimmonForCausalLM(tf.PersimmonConfig(**TEXT_SIZES)), left_text, _LAYERS),
-    Family("olmo", lambda: tf.OlmoForCausalLM(tf.OlmoConfig(**GROUPED_SIZES)), left_text, _LAYERS),
-    Family("olmo2", lambda: tf.Olmo2ForCausalLM(tf.Olmo2Config(**GROUPED_SIZES)), left_text, _LAYERS),
-    Family("olmo3", lambda: tf.Olmo3ForCausalLM(tf.Olmo3Config(**GROUPED_SIZES, **_SLIDING)), left_text, _LAYERS),
-    Family(  # its norms of queries and keys have weights of two dimensions
-        "cohere",
-        lambda: tf.CohereForCausalLM(tf.CohereConfig(**GROUPED_SIZES, use_qk_norm=True)),
-        left_text,
-        _LAYERS,
-    ),
-    Family("cohere2", lambda: tf.Cohere2ForCausalLM(tf.Cohere2Config(**GROUPED_SIZES, **_SLIDING)), left_text, _LAYERS),
-    Family("granite", lambda: tf.GraniteForCausalLM(tf.GraniteConfig(**GROUPED_SIZES)), left_text, _LAYERS),
-    Family(
-        "stablelm",
-        lambda: tf.StableLmForCausalLM(tf.StableLmConfig(**GROUPED_SIZES, qk_layernorm=True)),
-        left_text,
-        _LAYERS,
-    ),
-    Family("smollm3", lambda: tf.SmolLM3ForCausalLM(tf.SmolLM3Config(**GROUPED_SIZES)), left_text, _LAYERS),
-    Family("starcoder2", lambda: tf.Starcoder2ForCausalLM(tf.Starcoder2Config(**GROUPED_SIZES)), left_text, _LAYERS),
-    Family("glm4", lambda: tf.Glm4ForCausalLM(tf.Glm4Config(**_HEADS)), left_text, _LAYERS),
-    Family("nemotron", lambda: tf.NemotronForCausalLM(tf.NemotronConfig(**_HEADS)), left_text, _LAYERS),
-    Family("exaone4", lambda: tf.Exaone4ForCausalLM(tf.Exaone4Config(**GROUPED_SIZES, **_SLIDING)), left_text, _LAYERS),
-    Family(
-        "lfm2",
-        lambda: tf.Lfm2ForCausalLM(tf.Lfm2Config(**GROUPED_SIZES, layer_types=["conv", "full_attention"])),
-        text,
-        _LAYERS,
-    ),
-    Family(
-        "mamba",
-        lambda: tf.MambaForCausalLM(tf.MambaConfig(**TEXT_SIZES, state_size=4)),
-        text,
-        layers("backbone.layers.{}"),
-    ),
+    Family("mamba", "MambaForCausalLM", TEXT_SIZES | {"state_size": 4}, text, "backbone.layers.{}"),
 ]  # fmt: skip
 
 MIXTURES = [
-    Family("mixtral", lambda: tf.MixtralForCausalLM(tf.MixtralConfig(**_HEADS, **_LOCAL_EXPERTS)), left_text, _LAYERS),
+    Family("mixtral", "MixtralForCausalLM", _HEADS | _LOCAL_EXPERTS, left_text, "model.layers.{}"),
+    Family("qwen2-moe", "Qwen2MoeForCausalLM", GROUPED_SIZES | _SHARED_EXPERT, left_text, "model.layers.{}"),
     Family(
-        "qwen2-moe",
-        lambda: tf.Qwen2MoeForCausalLM(tf.Qwen2MoeConfig(**GROUPED_SIZES, **_SHARED_EXPERT)),
-        left_text,
-        _LAYERS,
+        "qwen3-moe", "Qwen3MoeForCausalLM", _HEADS | _EXPERTS | {"moe_intermediate_size": 24}, left_text,
+        "model.layers.{}",
     ),
+    Family("olmoe", "OlmoeForCausalLM", GROUPED_SIZES | _EXPERTS, left_text, "model.layers.{}"),
+    Family("granitemoe", "GraniteMoeForCausalLM", GROUPED_SIZES | _LOCAL_EXPERTS, left_text, "model.layers.{}"),
     Family(
-        "qwen3-moe",
-        lambda: tf.Qwen3MoeForCausalLM(tf.Qwen3MoeConfig(**_HEADS, **_EXPERTS, moe_intermediate_size=24)),
-        left_text,
-        _LAYERS,
+        "gpt-oss", "GptOssForCausalLM", _HEADS | _LOCAL_EXPERTS | _SLIDING | {"rope_parameters": _ROPE}, left_text,
+        "model.layers.{}",
     ),
-    Family("olmoe", lambda: tf.OlmoeForCausalLM(tf.OlmoeConfig(**GROUPED_SIZES, **_EXPERTS)), left_text, _LAYERS),
-    Family(
-        "granitemoe",
-        lambda: tf.GraniteMoeForCausalLM(tf.GraniteMoeConfig(**GROUPED_SIZES, **_LOCAL_EXPERTS)),
-        left_text,
-        _LAYERS,
-    ),
-    Family(
-        "gpt-oss",
-        lambda: tf.GptOssForCausalLM(tf.GptOssConfig(**_HEADS, **_LOCAL_EXPERTS, **_SLIDING, rope_parameters=_ROPE)),
-        left_text,
-        _LAYERS,
-    ),
-    Family("phimoe", lambda: tf.PhimoeForCausalLM(tf.PhimoeConfig(**_HEADS, **_LOCAL_EXPERTS)), left_text, _LAYERS),
-    Family("dbrx", lambda: tf.DbrxForCausalLM(tf.DbrxConfig(**_DBRX)), left_text, _DEEP),
-    Family("deepseek-v2", lambda: tf.DeepseekV2ForCausalLM(tf.DeepseekV2Config(**_DEEPSEEK)), left_text, _LAYERS),
-    Family("deepseek-v3", lambda: tf.DeepseekV3ForCausalLM(tf.DeepseekV3Config(**_DEEPSEEK)), left_text, _LAYERS),
-    Family("jamba", lambda: tf.JambaForCausalLM(tf.JambaConfig(**_JAMBA)), text, _LAYERS),
-    Family(  # its gated norm is not a norm alone
-        "qwen3-next",
-        lambda: tf.Qwen3NextForCausalLM(tf.Qwen3NextConfig(**_QWEN3_NEXT)),
-        text,
-        _LAYERS,
-        stays=r"linear_attn\.norm$",
-    ),
+    Family("phimoe", "PhimoeForCausalLM", _HEADS | _LOCAL_EXPERTS, left_text, "model.layers.{}"),
+    Family("dbrx", "DbrxForCausalLM", _DBRX, left_text, "transformer.blocks.{}"),
+    Family("deepseek-v2", "DeepseekV2ForCausalLM", _DEEPSEEK, left_text, "model.layers.{}"),
+    Family("deepseek-v3", "DeepseekV3ForCausalLM", _DEEPSEEK, left_text, "model.layers.{}"),
+    Family("jamba", "JambaForCausalLM", _JAMBA, text, "model.layers.{}"),
+    # its gated norm is not a norm alone
+    Family("qwen3-next", "Qwen3NextForCausalLM", _QWEN3_NEXT, text, "model.layers.{}", stays=r"linear_attn\.norm$"),
 ]  # fmt: skip

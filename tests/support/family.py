@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+import transformers
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -40,21 +42,37 @@ class Family:
     """One architecture at toy size."""
 
     name: str
-    build: Callable[[], PreTrainedModel]
+    model: str
+    """A class of transformers."""
+    config: Mapping[str, Any]
+    """What the class's config is made of."""
     inputs: Callable[[int], Batch]
     """Model-ready inputs of that many examples."""
-    block_names: list[str]
-    """Paths of the blocks in the loaded model, in execution order."""
+    blocks: str
+    """Paths of the blocks in the loaded model, in execution order; {a,b} is both, {} is {0,1}."""
     cls: str = ""
     """The last block of the vision tower, where its pooled output reads the first token alone."""
     mask: MaskRule = padding
     stays: str = r"(?!)"
     """Pattern of the paths of modules that run and yet stay as merged."""
 
+    def build(self) -> PreTrainedModel:
+        """A fresh model."""
+        model_class: Any = getattr(transformers, self.model)
+        model: PreTrainedModel = model_class(model_class.config_class(**self.config))
+        return model
 
-def layers(path: str, count: int = LAYERS) -> list[str]:
-    """The paths of that many blocks, {} standing for the number."""
-    return [path.format(number) for number in range(count)]
+    @property
+    def block_names(self) -> list[str]:
+        """Paths of the blocks, one by one."""
+        return [name for pattern in self.blocks.split() for name in _unfold(pattern)]
+
+
+def _unfold(pattern: str) -> list[str]:
+    if not (choice := re.search(r"\{(.*?)\}", pattern)):
+        return [pattern]
+    head, tail = pattern[: choice.start()], pattern[choice.end() :]
+    return [name for part in (choice[1] or "0,1").split(",") for name in _unfold(head + part + tail)]
 
 
 # Inputs. Lengths differ between the examples of a batch; the first example has the full length.
