@@ -14,10 +14,11 @@ from featcal_cli.data.examples import open_labelled
 from featcal_cli.data.labels import number_label
 from featcal_cli.data.preprocessors import load_tokenizer
 from featcal_cli.evaluation.protocol import Answerer, Contest
-from featcal_cli.models.loading import Model, quiet_loading
+from featcal_cli.models.loading import Model
 from featcal_cli.recipe.keys import Evaluate
 from featcal_cli.recipe.schema import Data
 from featcal_cli.runtime.errors import CheckpointError, DataError
+from featcal_cli.runtime.progress import quiet_transformers
 
 
 def prepare_generation(
@@ -55,7 +56,7 @@ def answer_in_words(model: Model, tokenizer: Any, max_new_tokens: int, device: t
 
     def answer(batch: Batch) -> list[str]:
         given = {name: value for name, value in batch.items() if not name.startswith("decoder_")}
-        with quiet_loading():
+        with quiet_transformers():
             written = module.generate(
                 **given, do_sample=False, num_beams=1, max_new_tokens=max_new_tokens, use_cache=True
             )

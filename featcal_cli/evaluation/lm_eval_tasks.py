@@ -13,9 +13,10 @@ import torch
 
 from featcal_cli.data.preprocessors import load_tokenizer
 from featcal_cli.evaluation.scores import NORMAL, RESAMPLES, Score, combine, score_accuracy
-from featcal_cli.models.loading import Model, quiet_loading
+from featcal_cli.models.loading import Model
 from featcal_cli.recipe.keys import Evaluate
 from featcal_cli.runtime.errors import DataError, RecipeError
+from featcal_cli.runtime.progress import quiet_transformers
 
 INSTALL = "pip install 'featcal-cli[lm-eval]'"
 ALLOW = "--allow-code-execution"
@@ -68,7 +69,7 @@ def measure_tasks(
     if allow_code:
         os.environ[CODE_SWITCH] = "1"
     chat = bool(tokenizer.chat_template) if spec.chat is None else spec.chat
-    with quiet_loading():
+    with quiet_transformers():
         harness: Any = HFLM(pretrained=model.module.to(device), tokenizer=tokenizer, batch_size=batch_size)
         try:
             found: Any = lm_eval.simple_evaluate(

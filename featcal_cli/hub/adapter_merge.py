@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +21,7 @@ from featcal_cli.hub.adapter import (
 from featcal_cli.hub.pickle_weights import cache_folder, new_copy, read_pickle
 from featcal_cli.runtime.errors import HubError
 from featcal_cli.runtime.files import copy_files
+from featcal_cli.runtime.progress import quiet_transformers
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -61,7 +60,8 @@ def _fold(adapter: Adapter, base: str, folder: Path, draft: Path) -> None:
 
     tensors = _read_tensors(adapter.folder)
     misfit: MisfitError | None = None
-    with _quiet(), torch.random.fork_rng(devices=[]), torch.no_grad():
+    with quiet_transformers(), warnings.catch_warnings(), torch.random.fork_rng(devices=[]), torch.no_grad():
+        warnings.simplefilter("ignore")
         for model_class in _classes(adapter, base, folder):
             torch.manual_seed(0)  # rows that nobody trained must not differ from run to run
             try:
@@ -207,22 +207,3 @@ def _reason(error: BaseException) -> str:
     """The line of a message that says most."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     return next((line for line in lines if "size mismatch" in line), lines[0]).rstrip(".")
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """What transformers and peft would warn of is looked for, and raised, by this module."""
-    from transformers.utils import logging as transformers_logging
-
-    logger = logging.getLogger("transformers")
-    level, bars = logger.level, transformers_logging.is_progress_bar_enabled()
-    logger.setLevel(logging.CRITICAL)
-    transformers_logging.disable_progress_bar()
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logger.setLevel(level)
-        if bars:
-            transformers_logging.enable_progress_bar()

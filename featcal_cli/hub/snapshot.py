@@ -6,11 +6,14 @@ import hashlib
 import os
 import shlex
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from featcal_cli.hub.adapter import ADAPTER_PICKLE, ADAPTER_WEIGHTS, read_adapter
 from featcal_cli.hub.adapter_merge import folded_copy
 from featcal_cli.hub.download import Watch, download
+from featcal_cli.hub.model_config import read_config
 from featcal_cli.hub.model_source import Origin, check_model, find_config, find_origin
 from featcal_cli.hub.pickle_weights import (
     OTHER_FORMATS,
@@ -51,6 +54,11 @@ class Snapshot:
         if self.parts:
             return self.parts
         return f"{self.name}@{self.commit}" if self.commit else str(Path(self.name).expanduser().resolve())
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        """What config.json says, read and checked once. Raises CheckpointError."""
+        return read_config(self.folder, self.name, trusted=self.trusted)
 
     def weights(self) -> list[Path]:
         """The model's safetensors files, in shard order."""

@@ -1,4 +1,4 @@
-"""Models that belong together: each loaded so that it fits the merged model, and checked that it does."""
+"""Models that belong together: each loaded so that it fits merged, its tensors and config compared with merged's."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
+from math import isclose
 from typing import Any
 
-import transformers
-from transformers import PreTrainedModel
+from transformers import CONFIG_MAPPING, PretrainedConfig, PreTrainedModel
 
+from featcal_cli.hub.model_config import read_class_name
 from featcal_cli.hub.snapshot import Snapshot
 from featcal_cli.models.architecture import Architecture
-from featcal_cli.models.config import read_class_name, read_config
-from featcal_cli.models.loading import Model, find_class, load_model
+from featcal_cli.models.loading import Model, find_class, find_transformers_class, load_model
 from featcal_cli.runtime.errors import CheckpointError
 from featcal_cli.runtime.untrusted_text import bare
 
@@ -27,44 +27,34 @@ HEADS = (
     "ForCausalLM",
 )
 """Classes that are a body with a head, and are called like the body."""
-Loader = Callable[[str, Snapshot, type[PreTrainedModel]], "Model"]
+Loader = Callable[[str, Snapshot, type[PreTrainedModel]], Model]
 """What makes a Model of a role, a snapshot and a class."""
-
-
-_BUFFERS = re.compile(
-    r".*(inv_freq|masked_bias|position_ids|relative_position_index|attn_mask|num_batches_tracked|(attn|attention)\.bias)$"
-)
-"""Names of tensors that older versions of libraries wrote, and whose values follow from the config."""
+FULL_CHECKPOINT = "give a full checkpoint of the same architecture as the merged model"
 
 
 def load_fitting(role: str, snapshot: Snapshot, merged: Model, load: Loader = load_model) -> Model:
     """The checkpoint as the merged model's class; or in its own class where it is only a part of that (its vision
     tower, say), which `part` then names, or where that is only its `body`, so that it keeps its head."""
-    config, merged_class = read_config(snapshot), type(merged.module)
-    if config.get("model_type") != read_config(merged.snapshot).get("model_type"):
+    merged_class = type(merged.module)
+    if snapshot.config.get("model_type") != merged.snapshot.config.get("model_type"):
         own_class = find_class(snapshot)
         if own_class is not merged_class:
-            own = load(role, snapshot, own_class)
-            if part := _find_part(own.module, merged.module):
-                return replace(own, part=part)
-    elif (headed := _find_headed(config)) not in (None, merged_class):
-        with suppress(CheckpointError):  # then it may still be one without its head
-            own = load(role, snapshot, headed)
-            if type(own.module.base_model) is merged_class and not own.missing:
-                return replace(own, body=own.module.base_model_prefix)
+            model = load(role, snapshot, own_class)
+            if part := _find_part(model.module, merged.module):
+                return replace(model, part=part)
+    elif (name := read_class_name(snapshot.config)).endswith(HEADS):
+        headed = find_transformers_class(name)
+        if headed not in (None, merged_class):
+            with suppress(CheckpointError):  # then it may still be one without its head
+                model = load(role, snapshot, headed)
+                if type(model.module.base_model) is merged_class and not model.missing:
+                    return replace(model, body=model.module.base_model_prefix)
     return load(role, snapshot, merged_class)
 
 
-def _find_headed(config: Mapping[str, Any]) -> type[PreTrainedModel] | None:
-    """The class that a config names, where it is a body with a head."""
-    name = read_class_name(config)
-    found = getattr(transformers, name, None) if name.endswith(HEADS) else None
-    return found if isinstance(found, type) and issubclass(found, PreTrainedModel) else None
-
-
-def _find_part(own: PreTrainedModel, merged: PreTrainedModel) -> str:
-    """Where in the merged model a model of `own`'s structure lies; "" where there is none."""
-    shapes = {name: parameter.shape for name, parameter in own.named_parameters()}
+def _find_part(tower: PreTrainedModel, merged: PreTrainedModel) -> str:
+    """Where in the merged model a model of `tower`'s structure lies; "" where there is none."""
+    shapes = {name: parameter.shape for name, parameter in tower.named_parameters()}
     for path, module in merged.named_modules():
         if path and isinstance(module, PreTrainedModel):
             inside = {name: parameter.shape for name, parameter in module.named_parameters()}
@@ -73,17 +63,23 @@ def _find_part(own: PreTrainedModel, merged: PreTrainedModel) -> str:
     return ""
 
 
+_BUFFERS = re.compile(
+    r".*(inv_freq|masked_bias|position_ids|relative_position_index|attn_mask|num_batches_tracked|(attn|attention)\.bias)$"
+)
+"""Names of tensors that older versions of libraries wrote, and whose values follow from the config."""
+
+
 def check_alignment(architecture: Architecture, merged: Model, other: Model) -> None:
     """Raise CheckpointError unless `other` (which may be merged itself) has every parameter of every block, in the
     merged model's shapes and no others, and every parameter that runs before and between the blocks."""
     prefix = f"{other.part}." if other.part else ""
     theirs = other.parameters
-    ours = {name: found for name, found in merged.module.named_parameters() if name.startswith(prefix)}
+    ours = {name: value for name, value in merged.module.named_parameters() if name.startswith(prefix)}
     reached = [path for path in ours if path.rpartition(".")[0] in architecture.reached]
     missing = [path for path in reached if path not in theirs or other.own_path(path) in other.missing]
     if missing:
-        raise CheckpointError(_describe_missing(missing, len(reached), merged, other), where=other.snapshot.name,
-                              fix="give a full checkpoint of the same architecture as the merged model")  # fmt: skip
+        what = _describe_missing(missing, len(reached), merged, other)
+        raise CheckpointError(what, where=other.snapshot.name, fix=FULL_CHECKPOINT)
     inside = tuple(f"{block.name}." for block in architecture.blocks)
     for path in (path for path in ours if path.startswith(inside) and path in theirs):
         if theirs[path].shape != ours[path].shape:
@@ -95,15 +91,15 @@ def check_alignment(architecture: Architecture, merged: Model, other: Model) -> 
     _check_surplus(inside, [path for path in theirs if path not in ours], architecture, other)
 
 
-def _check_surplus(inside: tuple[str, ...], more: list[str], architecture: Architecture, other: Model) -> None:
-    """Raise CheckpointError for weights in blocks that merged has no place for (`more`, parameters of `other`), or that
-    nothing reads: a model that needs them computes something else."""
+def _check_surplus(inside: tuple[str, ...], surplus: list[str], architecture: Architecture, other: Model) -> None:
+    """Raise CheckpointError for weights in blocks that merged has no place for (`surplus`, parameters of `other`), or
+    that nothing reads: a model that needs them computes something else."""
     lists = {block.name.rpartition(".")[0] for block in architecture.blocks}
     own_lists = tuple(f"{own}." for path in lists if (own := other.own_path(path)) is not None and path)
     prefix = f"{other.module.base_model_prefix}."
     unread = [n for n in _unread(other) if n.startswith(own_lists) or n.removeprefix(prefix).startswith(own_lists)]
-    if found := [path for path in more if path.startswith(inside)]:
-        what = f"{other.role} has {_count(found)}, which merged lacks"
+    if in_blocks := [path for path in surplus if path.startswith(inside)]:
+        what = f"{other.role} has {_count(in_blocks)}, which merged lacks"
     elif unread:
         what = f"{other.role} holds {_count(unread)}, which nothing reads: its config.json describes a model without it"
     else:
@@ -128,24 +124,149 @@ def _count(names: list[str]) -> str:
 
 def describe_differences(merged: Model, other: Model, architecture: Architecture) -> list[str]:
     """What differs between two models outside the blocks, where nothing is calibrated, in sentences."""
-    theirs = {name: parameter.shape for name, parameter in other.parameters.items()}
-    reached = [name for name in theirs if name.rpartition(".")[0] in architecture.reached]
+    shapes = {n: x.shape for n, x in other.parameters.items() if n.rpartition(".")[0] in architecture.reached}
     return [
-        f"{other.role} has {name} of shape {list(theirs[name])}, merged {list(parameter.shape)}; it stays as merged"
+        f"{other.role} has {name} of shape {list(shapes[name])}, merged {list(parameter.shape)}; it stays as merged"
         for name, parameter in merged.module.named_parameters()
-        if name in reached and theirs[name] != parameter.shape
+        if name in shapes and shapes[name] != parameter.shape
     ]
 
 
 def _describe_missing(missing: list[str], reached: int, merged: Model, other: Model) -> str:
-    ours, theirs = (read_config(model.snapshot).get("model_type", "?") for model in (merged, other))
     turned = [path for path in missing if (own := other.own_path(path)) and own in other.mismatched]
     if 2 * len(missing) > reached and other is not merged and len(turned) < len(missing):
+        ours, theirs = (model.snapshot.config.get("model_type", "?") for model in (merged, other))
         return f"{other.role} is of another architecture than merged ({theirs}, not {ours}): {missing[0]} is missing"
-    path = other.own_path(missing[0])
-    shape = other.mismatched.get(path) if path else None
+    shape = other.mismatched.get(other.own_path(missing[0]) or "")
     if shape is not None:
-        wanted = tuple(dict(merged.module.named_parameters())[missing[0]].shape)
+        wanted = tuple(merged.module.get_parameter(missing[0]).shape)
         transposed = " (it is transposed)" if shape == wanted[::-1] != wanted else ""
         return f"{other.role} has {missing[0]} of shape {[*shape]} where {[*wanted]} is needed{transposed}"
     return f"{other.role} lacks {_count(missing)}"
+
+
+_BOOKKEEPING = (
+    r"transformers_version|architectures|auto_map|_?name_or_path|_commit_hash|(torch_)?dtype|model_type|_?attn_.*|"
+    r"_?experts_implementation|use_cache|return_dict|use_return_dict|output_.*|torchscript|gradient_checkpointing|"
+    r"chunk_size_feed_forward|pretraining_tp|is_encoder_decoder|tokenizer_class|problem_type|finetuning_task|prefix|"
+    r"task_specific_params|reorder_and_upcast_attn|use_bfloat16|.*_kernels?|use_flash.*|time_step_.*"
+)
+_TRAINING = r".*(dropout|drop_path|drop_rate|droprate|layerdrop|pdrop|init|loss|_coef|spec_augment|negatives).*"
+_TRAINING += r"|mask_(time|feature)_.*|ctc_.*|rescale_prenorm_residual|router_jitter_noise"
+_HEADS = (
+    r".*(id2label|label2id|num_labels|classifier|summary|pooler|pooling|codevector|xvector|tdnn|auxiliary|semantic).*|"
+    r"tie_.*|projection_dim|encoder_stride|out_features|out_indices|stage_names|.*final_logit.*|logits?_scal.*|"
+    r"use_weighted_layer_sum|contrastive_.*|reshape_hidden_states|use_mask_token|return_.*"
+)
+_TOKENS = (
+    r".*(_token_ids?|_token_index|_tokens)|.*vocab_size|.*max_(source_|target_)?positions?(_embeddings)?|n_positions|n_ctx|"
+    r"model_max_length|forced_.*|num_beams|max_length|min_length|median_filter_width|video_.*|vision_feature_.*"
+)
+IRRELEVANT = re.compile(f"({_BOOKKEEPING}|{_TRAINING}|{_HEADS}|{_TOKENS})")
+"""Keys that decide nothing inside of blocks: how a model was trained and is stored, its heads, its vocabulary and how
+many positions it has, whose tensors have shapes of their own. A key that nobody has thought of is compared."""
+NOTED = re.compile(r"rope_(theta|scaling|parameters|type).*|(use_)?sliding_window|max_window_layers|image_size")
+"""Keys that change a little, or what only long inputs show: fine-tuning and users do change them."""
+_SIZES = re.compile(r".*(size|dim|heads|inner|d_ff|d_kv)")
+"""Where None stands for what shapes show."""
+_EPSILONS = re.compile(r"(.*_)?(eps|epsilon)")
+SMALL = 1e-4
+"""Of two such ε next to a variance neither is seen."""
+_ACTIVATIONS = {
+    "swish": "silu",
+    **dict.fromkeys(("gelu_new", "gelu_fast", "gelu_pytorch_tanh", "gelu_python", "gelu_accurate"), "gelu"),
+}
+"""Other names of an activation, and what differs from it in the third digit."""
+
+
+def compare_configs(merged: Model, other: Model) -> list[str]:
+    """What the config of `other` says otherwise than merged's that matters little, in sentences.
+
+    Raises CheckpointError where it says that other is another function of weights of the same shapes, which shapes
+    alone do not tell.
+    """
+    ours = merged.module.get_submodule(other.part).config if other.part else merged.module.config
+    theirs = other.module.config
+    if other.module is merged.module:  # they share an outline, as their files are alike
+        theirs = type(ours).from_pretrained(other.snapshot.folder, local_files_only=True)
+    _check_type(other, other.snapshot.config.get("model_type"), theirs)
+    notes = []
+    for key, own, wanted in _differences(theirs, ours, other.snapshot.config, merged.snapshot.config):
+        text = f"{bare(key)} {bare(_show(own))}, merged's {bare(_show(wanted))}"
+        last = key.rpartition(".")[2]
+        if not (NOTED.fullmatch(last) or NOTED.fullmatch(key) or _are_near(last, own, wanted)):
+            what = f"{other.role} is another function than merged, of weights of the same shapes: config.json says "
+            fix = "use models fine-tuned from the same base; if the config.json is wrong, correct it in a copy"
+            raise CheckpointError(what + text, where=f"{other.snapshot.name}/config.json", fix=fix)
+        notes.append(f"{other.role} says {text}; its features are computed as it says")
+    return notes
+
+
+def _check_type(other: Model, stated: Any, config: Any) -> None:
+    """Raise CheckpointError for a model that says to be of another type than it is read as; a tower of a whole model
+    is not."""
+    read_as = type(config).model_type
+    parts = CONFIG_MAPPING[stated].sub_configs.values() if stated in CONFIG_MAPPING else ()
+    if stated not in (None, read_as) and not any(isinstance(config, part) for part in parts):
+        what = f"{other.role} is of another architecture than merged ({bare(str(stated))}, not {read_as})"
+        raise CheckpointError(what, where=f"{other.snapshot.name}/config.json", fix=FULL_CHECKPOINT)
+
+
+def _differences(
+    one: Any, other: Any, raw: Mapping[str, Any], raw_other: Mapping[str, Any]
+) -> Iterator[tuple[str, Any, Any]]:
+    """Every key that counts and that two configs give other values, with both."""
+    known = _known_keys(type(other))
+    values, other_values = (dict(_flatten(config.to_dict())) for config in (one, other))
+    for key in sorted(values.keys() | other_values.keys()):
+        first, last = key.partition(".")[0], key.rpartition(".")[2]
+        if IRRELEVANT.fullmatch(last) or IRRELEVANT.fullmatch(first) or (known and first not in known):
+            continue
+        own, wanted = values.get(key), other_values.get(key)
+        if not _are_same(last, own, wanted):
+            yield key, own, wanted
+    key = "position_embedding_type"  # transformers has no code any more for others than absolute ones
+    own, wanted = (config.get(key) or "absolute" for config in (raw, raw_other))
+    if key not in known and own != wanted:
+        yield key, own, wanted
+
+
+def _known_keys(config_class: type[PretrainedConfig]) -> frozenset[str]:
+    """The keys that its code may read; empty where nobody knows."""
+    with suppress(Exception):  # configs of strangers raise whatever they like
+        return frozenset(config_class().to_dict())
+    return frozenset()
+
+
+def _flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in values.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flatten(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _are_same(key: str, one: Any, other: Any) -> bool:
+    match one, other:
+        case [list() | tuple(), list() | tuple()]:
+            return list(one) == list(other)
+        case [float(), int() | float()]:
+            return isclose(one, other, rel_tol=1e-6)
+        case [None, _] | [_, None] if _SIZES.fullmatch(key):
+            return True
+        case [str(), str()]:
+            return _ACTIVATIONS.get(one, one) == _ACTIVATIONS.get(other, other)
+    return bool(one == other)
+
+
+def _are_near(key: str, one: Any, other: Any) -> bool:
+    """Whether both are ε that nobody sees, or layers that differ for long inputs alone."""
+    if key == "layer_types":
+        return {*(one or ()), *(other or ())} <= {"full_attention", "sliding_attention"}
+    numbers = isinstance(one, int | float) and isinstance(other, int | float)
+    return bool(_EPSILONS.fullmatch(key)) and numbers and min(one, other) > 0 and max(one, other) <= SMALL
+
+
+def _show(value: Any) -> str:
+    text = f"{value:g}" if isinstance(value, float) else str(value)
+    return text if len(text) <= 60 else f"{text[:60]}…"

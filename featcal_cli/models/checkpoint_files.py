@@ -10,17 +10,14 @@ import torch
 from torch import Tensor
 from transformers.core_model_loading import revert_weight_conversion
 
+from featcal_cli.hub.model_config import UNPACKED
 from featcal_cli.hub.pickle_weights import OTHER_FORMATS
 from featcal_cli.hub.safetensors_header import Entry, read_header
 from featcal_cli.hub.snapshot import Snapshot
 from featcal_cli.models.architecture import Architecture
-from featcal_cli.models.config import UNPACKED
-from featcal_cli.models.loading import Model
+from featcal_cli.models.loading import DTYPES, Model
 from featcal_cli.runtime.errors import CheckpointError
 from featcal_cli.runtime.files import copy_files, visible_files
-
-DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-"""safetensors' names of the dtypes that a calibrated tensor can have: in fewer bits an update would be lost."""
 
 
 @dataclass(frozen=True)

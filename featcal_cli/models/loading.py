@@ -1,24 +1,33 @@
-"""Memory-mapped models, each in its class; the names under which others load a checkpoint."""
+"""Memory-mapped models, each in its class, and their outlines without values."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
+from math import prod
 from pathlib import Path
 from typing import Any, cast
 
+import torch
 import transformers
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
+from featcal_cli.hub.model_config import check_unquantised, read_class_name
+from featcal_cli.hub.safetensors_header import Entry
 from featcal_cli.hub.snapshot import Snapshot
-from featcal_cli.models.config import check_unquantised, read_class_name, read_config
 from featcal_cli.runtime.errors import CheckpointError
+from featcal_cli.runtime.progress import quiet_transformers
 from featcal_cli.runtime.untrusted_text import bare, show
+
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+"""safetensors' names of the dtypes that a calibrated tensor can have: in fewer bits an update would be lost."""
+MOST_TIMES = 9
+"""Of the numbers in its files, those that a model may consist of: it may have parts that this job has no use for."""
+FEW = 5 * 10**8
+"""Numbers that any machine has room for."""
 
 
 @dataclass(frozen=True)
@@ -40,35 +49,29 @@ class Model:
     unread: frozenset[str] = frozenset()
     """Tensors of the files that no part of this model reads, by their names there."""
 
-    def __str__(self) -> str:
-        return f"{self.role} ({self.snapshot.name})"
-
     def own_path(self, path: str) -> str | None:
         """Where what is at `path` in the merged model lies in this one; None where this model has no such part."""
         if self.body:
             return f"{self.body}.{path}" if path else ""
-        if not self.part:
-            return path
-        if path == self.part:
-            return ""
+        if not self.part or path == self.part:
+            return "" if self.part else path
         return path.removeprefix(f"{self.part}.") if path.startswith(f"{self.part}.") else None
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
         """Its parameters by their names in the merged model; without those that the merged model has no part for."""
-        found = dict(self.module.named_parameters())
+        parameters = dict(self.module.named_parameters())
         if self.body:
             inside = f"{self.body}."
-            return {name.removeprefix(inside): value for name, value in found.items() if name.startswith(inside)}
-        return {f"{self.part}.{name}": value for name, value in found.items()} if self.part else found
+            return {name.removeprefix(inside): x for name, x in parameters.items() if name.startswith(inside)}
+        return {f"{self.part}.{name}": x for name, x in parameters.items()} if self.part else parameters
 
     def parameters_of(self, paths: Iterable[str]) -> list[nn.Parameter]:
         """Those that the modules at these paths in the merged model hold themselves, as far as this one has them;
         each once, whatever else it is tied to."""
         modules = dict(self.module.named_modules())
-        own = (modules.get(found) for path in paths if (found := self.own_path(path)) is not None)
-        held = [value for module in own if module is not None for value in module.parameters(recurse=False)]
-        return list({id(value): value for value in held}.values())
+        held = [modules[own] for path in paths if (own := self.own_path(path)) is not None and own in modules]
+        return list({id(x): x for module in held for x in module.parameters(recurse=False)}.values())
 
 
 def share_model(model: Model) -> Model:
@@ -83,13 +86,13 @@ def find_class(snapshot: Snapshot) -> type[PreTrainedModel]:
 
     Raises CheckpointError when there is none.
     """
-    config = read_config(snapshot)
-    name = read_class_name(config)
-    found = getattr(transformers, name, None) if name else None
-    if isinstance(found, type) and issubclass(found, PreTrainedModel):
+    config = snapshot.config
+    name, model_type = read_class_name(config), config.get("model_type")
+    named = find_transformers_class(name)
+    if named is not None:
         if "auto_map" not in config:
-            _check_type(config.get("model_type"), found, snapshot)
-        return found
+            _check_type(model_type, named, snapshot)
+        return named
     if name and "auto_map" in config:
         if snapshot.trusted:
             return _load_class(snapshot, config["auto_map"], name)
@@ -98,11 +101,10 @@ def find_class(snapshot: Snapshot) -> type[PreTrainedModel]:
             where=snapshot.name,
             fix="read that code, and give --trust-remote-code if it may run here",
         )
-    model_type = config.get("model_type")
     mapping = transformers.AutoModel._model_mapping  # the only table from model type to class
     for config_class in mapping:
-        if config_class.model_type == model_type and not isinstance(found := mapping[config_class], tuple):
-            return cast(type[PreTrainedModel], found)
+        if config_class.model_type == model_type and not isinstance(mapping[config_class], tuple):
+            return cast(type[PreTrainedModel], mapping[config_class])
     raise CheckpointError(
         f"the config names no class that transformers {transformers.__version__} knows",
         where=f"{snapshot.name}/config.json",
@@ -110,34 +112,38 @@ def find_class(snapshot: Snapshot) -> type[PreTrainedModel]:
     )
 
 
-def _check_type(model_type: Any, found: type[PreTrainedModel], snapshot: Snapshot) -> None:
+def find_transformers_class(name: str) -> type[PreTrainedModel] | None:
+    """The model class of that name in transformers; None where there is none."""
+    named = getattr(transformers, name, None) if name else None
+    return named if isinstance(named, type) and issubclass(named, PreTrainedModel) else None
+
+
+def _check_type(model_type: Any, named: type[PreTrainedModel], snapshot: Snapshot) -> None:
     """Raise CheckpointError for a model type by which nobody could load the output again."""
-    if model_type is None or (isinstance(model_type, str) and model_type in transformers.CONFIG_MAPPING):
+    known = isinstance(model_type, str) and model_type in transformers.CONFIG_MAPPING
+    if model_type is None or known or model_type == getattr(named.config_class, "model_type", None):
         return
-    if model_type == getattr(found.config_class, "model_type", None):
-        return
+    version = transformers.__version__
     raise CheckpointError(
-        f"the config's model_type, {show(str(model_type))}, is none that transformers {transformers.__version__} knows",
+        f"the config's model_type, {show(str(model_type))}, is none that transformers {version} knows",
         where=f"{snapshot.name}/config.json",
-        fix=f"write the one of {found.__name__}, or update transformers",
+        fix=f"write the one of {named.__name__}, or update transformers",
     )
 
 
 def _load_class(snapshot: Snapshot, auto_map: Any, name: str) -> type[PreTrainedModel]:
     """The class `name` of the code that lies beside the config; this runs the code."""
     listed = auto_map.items() if isinstance(auto_map, dict) else ()
-    places = [str(place) for key, place in listed if str(key).startswith("AutoModel")]
-    place = next((place for place in places if place.rpartition(".")[2] == name), "")
-    if not place or "--" in place:
-        where = "in another repo" if place else "nowhere in it"
-        raise CheckpointError(
-            f"the code of the class {name} is {where}", where=snapshot.name, fix="use a repo that holds its own code"
-        )
+    references = [str(reference) for key, reference in listed if str(key).startswith("AutoModel")]
+    reference = next((reference for reference in references if reference.rpartition(".")[2] == name), "")
+    if not reference or "--" in reference:
+        what = f"the code of the class {name} is {'in another repo' if reference else 'nowhere in it'}"
+        raise CheckpointError(what, where=snapshot.name, fix="use a repo that holds its own code")
     try:
-        found = get_class_from_dynamic_module(place, str(snapshot.folder), local_files_only=True)
+        loaded = get_class_from_dynamic_module(reference, str(snapshot.folder), local_files_only=True)
     except Exception as error:  # whatever the code does
-        raise unloadable(snapshot.name, snapshot, PreTrainedModel, error) from error
-    return cast(type[PreTrainedModel], found)
+        raise _unloadable(snapshot.name, snapshot, PreTrainedModel, error) from error
+    return cast(type[PreTrainedModel], loaded)
 
 
 def load_model(role: str, snapshot: Snapshot, model_class: type[PreTrainedModel]) -> Model:
@@ -145,8 +151,8 @@ def load_model(role: str, snapshot: Snapshot, model_class: type[PreTrainedModel]
 
     Raises CheckpointError when the files are unreadable, quantised, or of another architecture.
     """
-    check_unquantised(read_config(snapshot), role, snapshot.name)
-    with quiet_loading():
+    check_unquantised(snapshot.config, role, snapshot.name)
+    with quiet_transformers():
         try:
             module, info = model_class.from_pretrained(
                 snapshot.folder,
@@ -158,46 +164,77 @@ def load_model(role: str, snapshot: Snapshot, model_class: type[PreTrainedModel]
                 adapter_kwargs={"subfolder": "none"},  # full weights; an adapter_config.json beside them is not applied
             )
         except Exception as error:  # transformers raises many kinds for unreadable files; all mean the same here
-            raise unloadable(role, snapshot, model_class, error) from error
-    module.eval().requires_grad_(False)
+            raise _unloadable(role, snapshot, model_class, error) from error
+    module.requires_grad_(False)
     for config in {id(found): found for part in module.modules() if (found := getattr(part, "config", None))}.values():
         config.use_cache = False  # a block that is run twice would write to a captured cache twice
-    return describe_loaded(role, snapshot, module, info)
+    return _describe_loaded(role, snapshot, module, info)
 
 
-def describe_loaded(role: str, snapshot: Snapshot, module: PreTrainedModel, info: Mapping[str, Any]) -> Model:
+def load_outline(
+    role: str, snapshot: Snapshot, model_class: type[PreTrainedModel], tensors: Mapping[str, Entry] | None
+) -> Model:
+    """The checkpoint as `model_class`, on the meta device. Its folder need hold no more than the config.
+
+    `tensors` are those of its files' headers; where they are not known (None) the config is believed.
+    Raises CheckpointError like `load_model`.
+    """
+    with quiet_transformers():
+        try:
+            # what is of another architecture shows by what it lacks
+            config = model_class.config_class.from_pretrained(snapshot.folder, local_files_only=True)
+            with torch.device("meta"):
+                described = model_class(deepcopy(config)).eval()
+            if tensors is None:
+                return Model(role, snapshot, described, frozenset())
+            _check_size(role, snapshot, described, tensors)
+            # transformers' own loading knows how names on disk become names of parameters
+            module, info = model_class.from_pretrained(
+                None,
+                config=config,
+                state_dict={name: _empty(entry) for name, entry in tensors.items()},
+                device_map="meta",
+                dtype="auto",
+                ignore_mismatched_sizes=True,
+                output_loading_info=True,
+            )
+        except CheckpointError:
+            raise
+        except Exception as error:  # transformers raises many kinds; all mean the same here
+            raise _unloadable(role, snapshot, model_class, error) from error
+    return _describe_loaded(role, snapshot, module, info)
+
+
+def _empty(entry: Entry) -> Tensor:
+    return torch.empty(entry.shape, dtype=DTYPES.get(entry.dtype, torch.uint8), device="meta")
+
+
+def _check_size(role: str, snapshot: Snapshot, described: PreTrainedModel, tensors: Mapping[str, Entry]) -> None:
+    """Raise CheckpointError for a model that would mostly be made up, in memory that nobody has: loading it makes room
+    for whatever the files lack, and for buffers that are in no file."""
+    held = sum(prod(entry.shape) for entry in tensors.values())
+    needed = sum(value.numel() for value in (*described.parameters(), *described.buffers()))
+    if needed > max(MOST_TIMES * held, FEW):
+        what = f"{role}: config.json describes {needed:,} numbers, and the files hold {held:,}"
+        fix = "use the config.json that belongs to the weights, in a checkpoint of the merged model's architecture"
+        raise CheckpointError(what, where=f"{snapshot.name}/config.json", fix=fix)
+
+
+def _describe_loaded(role: str, snapshot: Snapshot, module: PreTrainedModel, info: Mapping[str, Any]) -> Model:
     """The model that transformers has loaded, with what its loading `info` says."""
     mismatched = {key: tuple(shape) for key, shape, _ in info["mismatched_keys"]}
     missing = frozenset({*info["missing_keys"], *mismatched})
-    return Model(role, snapshot, module, missing, mismatched=mismatched, unread=frozenset(info["unexpected_keys"]))
+    unread = frozenset(info["unexpected_keys"])
+    return Model(role, snapshot, module.eval(), missing, mismatched=mismatched, unread=unread)
 
 
-def unloadable(role: str, snapshot: Snapshot, model_class: type, error: Exception) -> CheckpointError:
-    """The error for a checkpoint that transformers refuses."""
+def _unloadable(role: str, snapshot: Snapshot, model_class: type, error: Exception) -> CheckpointError:
     reason = (str(error).strip() or type(error).__name__).split("\n")[0]
     return CheckpointError(
         f"{role} cannot be loaded as {model_class.__name__}: {reason}",
         where=snapshot.name,
         fix="check that it is a checkpoint of the same architecture as the merged model",
     )
-
-
-@contextmanager
-def quiet_loading() -> Iterator[None]:
-    """Missing and unexpected tensors are our own check's to report; no bars or warnings from the loader."""
-    from transformers.utils import logging as transformers_logging
-
-    logger = logging.getLogger("transformers")
-    level = logger.level
-    bars = transformers_logging.is_progress_bar_enabled()
-    logger.setLevel(logging.CRITICAL)
-    transformers_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
-        if bars:
-            transformers_logging.enable_progress_bar()
 
 
 PROCESSORS = (
@@ -219,17 +256,15 @@ def find_pipeline_tag(model_class: type[PreTrainedModel]) -> str | None:
     for tag, task in tasks.items():
         for auto in task["pt"]:
             heads = getattr(auto, "_model_mapping", None)
-            if auto.__name__ != "AutoModel" and heads is not None and model_class.__name__ in _names_in(heads):
-                return tag
+            if auto.__name__ == "AutoModel" or heads is None:
+                continue
+            # by the names of the classes; the classes themselves would import all of transformers
+            for names in heads._model_mapping.values():
+                if model_class.__name__ in (names if isinstance(names, tuple) else (names,)):
+                    return tag
     return FEATURES.get(model_class.main_input_name)
 
 
 def find_processor_class(folder: Path) -> str | None:
     """The Auto class that loads what makes the inputs of the model in `folder`; None where nothing there does."""
     return next((name for file, name in PROCESSORS if (folder / file).is_file()), None)
-
-
-def _names_in(heads: Any) -> set[str]:
-    """The names of the classes that an Auto class loads; the classes themselves would import all of transformers."""
-    named = heads._model_mapping.values()
-    return {name for names in named for name in (names if isinstance(names, tuple) else (names,))}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
@@ -49,3 +51,20 @@ class Progress:
     def at_module(self, watch: Watch) -> Callable[[str], None]:
         """Tells `watch` that a module is being solved."""
         return lambda module: watch(replace(self, module=module))
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Inside, no bars or warnings of transformers: missing and unexpected tensors are our own checks' to report."""
+    from transformers.utils import logging as transformers_logging
+
+    logger = logging.getLogger("transformers")
+    level, bars = logger.level, transformers_logging.is_progress_bar_enabled()
+    logger.setLevel(logging.CRITICAL)
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+        if bars:
+            transformers_logging.enable_progress_bar()

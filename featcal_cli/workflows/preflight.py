@@ -15,19 +15,17 @@ from featcal_cli.data.examples import DrawnExamples, TaskExamples, draw_examples
 from featcal_cli.data.hub_dataset import use_copy
 from featcal_cli.data.rows import naming_task
 from featcal_cli.hub.download import DESCRIBING, chosen_files, download_describing, missing_files
+from featcal_cli.hub.model_config import UNPACKED, check_unquantised
 from featcal_cli.hub.model_source import Origin, find_origin
 from featcal_cli.hub.pickle_weights import OTHER_FORMATS
 from featcal_cli.hub.repo import Opener
 from featcal_cli.hub.safetensors_header import Entry, read_headers
 from featcal_cli.hub.snapshot import Snapshot
 from featcal_cli.lineage.resolve import Finding
-from featcal_cli.models.alignment import check_alignment, describe_unread, load_fitting
-from featcal_cli.models.checkpoint_files import DTYPES, check_readable, check_writable
-from featcal_cli.models.config import UNPACKED, check_unquantised, read_config
+from featcal_cli.models.alignment import check_alignment, compare_configs, describe_unread, load_fitting
+from featcal_cli.models.checkpoint_files import check_readable, check_writable
 from featcal_cli.models.inventory import list_registered, run_without_values
-from featcal_cli.models.likeness import check_likeness
-from featcal_cli.models.loading import Model, find_class
-from featcal_cli.models.outline import load_outline
+from featcal_cli.models.loading import DTYPES, Model, find_class, load_outline
 from featcal_cli.recipe.schema import Data, Merge, Recipe
 from featcal_cli.runtime.errors import ArchitectureError, CheckpointError, OutputError
 from featcal_cli.runtime.files import check_links, tell_bytes
@@ -156,7 +154,7 @@ def prepare(
         check_alignment(architecture, merged, outline)
         check_readable(outline, architecture, headers[role])
         if outline is not merged:
-            for text in check_likeness(merged, outline):
+            for text in compare_configs(merged, outline):
                 note(text)
     for text in describe_unread(merged):
         note(text)
@@ -260,7 +258,9 @@ def _outline_models(origins: Mapping[str, Origin], trusted: bool) -> tuple[dict[
     merged = outline(first, snapshots[first], find_class(snapshots[first]))
     found = {}
     for role in (role for role in origins if role != first):
-        if _look_alike(headers[role], headers[first]) and _read_type(snapshots[role]) == _read_type(snapshots[first]):
+        if _look_alike(headers[role], headers[first]) and (
+            snapshots[role].config.get("model_type") == snapshots[first].config.get("model_type")
+        ):
             found[role] = replace(merged, role=role, snapshot=snapshots[role])  # the same outline: no need for another
         else:
             found[role] = load_fitting(role, snapshots[role], merged, outline)
@@ -271,7 +271,7 @@ def _check_packing(role: str, origin: Origin, snapshot: Snapshot, tensors: Mappi
     """Raise CheckpointError for a quantised model, or an adapter on one."""
     what = f"the base of {role}, {origin.body.name}," if origin.base else role
     fix = f"name the base in full precision: BASE+{origin.name}" if origin.base else ""
-    check_unquantised(read_config(snapshot), what, origin.body.name, tensors, fix)
+    check_unquantised(snapshot.config, what, origin.body.name, tensors, fix)
     kinds = sorted({entry.dtype for entry in tensors.values()})
     if kinds and DTYPES.keys().isdisjoint(kinds):
         what = f"{what} holds its tensors as {', '.join(kinds)}, and none as numbers that could be calibrated"
@@ -283,10 +283,6 @@ def _look_alike(one: Mapping[str, Entry] | None, other: Mapping[str, Entry] | No
     if one is None or other is None or one.keys() != other.keys():
         return False
     return all((one[name].shape, one[name].dtype) == (other[name].shape, other[name].dtype) for name in one)
-
-
-def _read_type(snapshot: Snapshot) -> object:
-    return read_config(snapshot).get("model_type")
 
 
 def _describe(origin: Origin, patterns: Sequence[str] = DESCRIBING) -> Path:

@@ -12,7 +12,7 @@ import transformers as tf
 from family import GROUPED_SIZES, TEXT_SIZES, VISION_SIZES
 
 from featcal_cli.hub.snapshot import Snapshot
-from featcal_cli.models.likeness import check_likeness
+from featcal_cli.models.alignment import compare_configs
 from featcal_cli.models.loading import Model
 from featcal_cli.runtime.errors import CheckpointError
 
@@ -53,7 +53,7 @@ def outline(role: str, folder: Path, config: tf.PretrainedConfig, model_class: t
 def compare(folder: Path, config: tf.PretrainedConfig, model_class: type[Any], **values: object) -> list[str]:
     """What is said of an expert with these keys beside a merged model without."""
     merged = outline("merged", folder, config, model_class)
-    return check_likeness(merged, outline("expert red", folder, config, model_class, **values))
+    return compare_configs(merged, outline("expert red", folder, config, model_class, **values))
 
 
 def test_what_fine_tuning_leaves_in_a_config_is_nothing_to_speak_of(tmp_path: Path) -> None:
@@ -75,7 +75,7 @@ def test_models_that_share_an_outline_are_compared_by_their_own_configs(tmp_path
     merged = outline("merged", tmp_path, config, tf.BertModel)
     other = outline("expert red", tmp_path, config, tf.BertModel, num_attention_heads=8)
     with pytest.raises(CheckpointError, match="num_attention_heads"):
-        check_likeness(merged, replace(other, module=merged.module))
+        compare_configs(merged, replace(other, module=merged.module))
 
 
 @pytest.mark.parametrize(
@@ -100,13 +100,13 @@ def test_a_tower_of_a_whole_model_is_no_other_architecture(tmp_path: Path) -> No
     found = tf.CLIPVisionConfig.from_pretrained(tmp_path / "whole")
     with torch.device("meta"):
         module = tf.CLIPVisionModel(found).eval()
-    assert check_likeness(merged, Model("base", Snapshot("base", tmp_path / "whole", None), module, frozenset())) == []
+    assert compare_configs(merged, Model("base", Snapshot("base", tmp_path / "whole", None), module, frozenset())) == []
     wide = outline("wide", tmp_path, whole, tf.CLIPModel)
-    assert check_likeness(wide, replace(merged, role="expert red", part="vision_model")) == []
+    assert compare_configs(wide, replace(merged, role="expert red", part="vision_model")) == []
 
 
 def test_another_type_is_refused(tmp_path: Path) -> None:
     merged = outline("merged", tmp_path, tf.BertConfig(**TEXT_SIZES), tf.BertModel)
     other = outline("expert red", tmp_path, tf.RobertaConfig(**TEXT_SIZES), tf.BertModel)
     with pytest.raises(CheckpointError, match=r"another architecture than merged \(roberta, not bert\)"):
-        check_likeness(merged, other)
+        compare_configs(merged, other)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
-from featcal_cli.hub.snapshot import Snapshot
 from featcal_cli.runtime.errors import CheckpointError
 from featcal_cli.runtime.untrusted_text import bare, parse_json, show
 
 MOST_LAYERS = 4096
-"""Or experts in a layer."""
+"""Or experts in a layer: more would be built for hours."""
 LARGEST_SIZE = 10**7
 """Of a layer, an image or a vocabulary."""
 _LAYERS = re.compile(r"(layers?|blocks|experts|depths?|stages)$")
@@ -36,26 +36,27 @@ MAX_DEPTH = 30
 """Values inside of values."""
 
 
-def read_config(snapshot: Snapshot) -> dict[str, Any]:
-    """What config.json says. Raises CheckpointError when it cannot be read, or describes what no model can be."""
+def read_config(folder: Path, name: str, *, trusted: bool = False) -> dict[str, Any]:
+    """What config.json in the folder of the model `name` says. Raises CheckpointError when it cannot be read, or
+    describes what no model can be, or asks for code and is not `trusted`."""
+    fix = "use a transformers checkpoint"
     try:
-        config = parse_json((snapshot.folder / "config.json").read_text(encoding="utf-8"))
+        config = parse_json((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise CheckpointError(
-            f"config.json cannot be read: {error}", where=snapshot.name, fix="use a transformers checkpoint"
-        ) from None
+        raise CheckpointError(f"config.json cannot be read: {error}", where=name, fix=fix) from None
     if not isinstance(config, dict):
-        raise CheckpointError("config.json is not a mapping", where=snapshot.name, fix="use a transformers checkpoint")
-    for key, value in _walk(config, snapshot):
-        _check_value(key, value, snapshot)
+        raise CheckpointError("config.json is not a mapping", where=name, fix=fix)
+    for key, value in _plain_values(config, name):
+        _check_value(key, value, f"{name}/config.json", trusted)
     return config
 
 
 def read_class_name(config: Mapping[str, Any]) -> str:
     """The class that a config names first; empty where it names none."""
-    named = config.get("architectures")
-    first = named[0] if isinstance(named, list) and named else None
-    return first if isinstance(first, str) else ""
+    match config.get("architectures"):
+        case [str(name), *_]:
+            return name
+    return ""
 
 
 def check_unquantised(
@@ -63,56 +64,51 @@ def check_unquantised(
 ) -> None:
     """Raise CheckpointError for `what` if its config, or the names of its tensors, say that its weights are packed
     into fewer bits: nothing can be solved for in them, or written to them."""
-    kind = find_quantisation(config, tensors)
-    if kind:
+    if kind := _find_quantisation(config, tensors):
         raise CheckpointError(f"{what} is quantised ({kind})", where=where, fix=fix or UNPACKED)
 
 
-def find_quantisation(config: Mapping[str, Any], tensors: Collection[str] = ()) -> str:
-    """How a model's weights are packed, as its config or the names of its tensors say; empty where they are not."""
+def _find_quantisation(config: Mapping[str, Any], tensors: Collection[str]) -> str:
+    """How a model's weights are packed; empty where they are not."""
     for part in (config, *(value for value in config.values() if isinstance(value, dict))):
         for key in _QUANTISED:
-            found = part.get(key)
-            if isinstance(found, dict) and found:
-                method = found.get("quant_method") or found.get("quant_algo") or found.get("format") or key
-                bits = found.get("bits") or next((n for n in (4, 8) if found.get(f"load_in_{n}bit")), None)
+            packing = part.get(key)
+            if isinstance(packing, dict) and packing:
+                method = packing.get("quant_method") or packing.get("quant_algo") or packing.get("format") or key
+                bits = packing.get("bits") or next((n for n in (4, 8) if packing.get(f"load_in_{n}bit")), None)
                 return bare(f"{method}, {bits} bits" if isinstance(bits, int) else str(method))
-    packed = sorted(name for name in tensors if name.endswith(_PACKED))
-    return f"its files hold {bare(packed[0])}" if packed else ""
+    packed = [name for name in tensors if name.endswith(_PACKED)]
+    return f"its files hold {bare(min(packed))}" if packed else ""
 
 
-def _walk(config: dict[str, Any], snapshot: Snapshot) -> Iterator[tuple[str, Any]]:
+def _plain_values(config: dict[str, Any], name: str) -> Iterator[tuple[str, Any]]:
     """Every plain value at any depth, with the key that it, or the list or mapping around it, has."""
     left: list[tuple[str, Any, int]] = [("", config, 0)]
     while left:
         key, value, depth = left.pop()
         if depth > MAX_DEPTH:
-            raise CheckpointError(
-                "config.json is nested too deep", where=snapshot.name, fix="use a transformers checkpoint"
-            )
+            raise CheckpointError("config.json is nested too deep", where=name, fix="use a transformers checkpoint")
         if isinstance(value, dict):
-            left += [(key if key in _KERNELS else name, found, depth + 1) for name, found in value.items()]
+            left += [(key if key in _KERNELS else inner, part, depth + 1) for inner, part in value.items()]
         elif isinstance(value, list):
-            left += [(key, found, depth + 1) for found in value]
+            left += [(key, part, depth + 1) for part in value]
         else:
             yield key, value
 
 
-def _check_value(key: str, value: Any, snapshot: Snapshot) -> None:
+def _check_value(key: str, value: Any, where: str, trusted: bool) -> None:
     """Raise CheckpointError for a value that would take more than any machine has, or fetch code."""
-    where = f"{snapshot.name}/config.json"
     if isinstance(value, int | float):
         limit = MOST_LAYERS if _LAYERS.search(key) else LARGEST_SIZE if _SIZES.search(key) else None
         too_few = key in _NEVER_ZERO and not isinstance(value, bool) and value < 1
         if too_few or (limit is not None and value > limit):
-            what = (
-                f"config.json says {bare(key)} {bare(str(value))}, and no model has so {'few' if too_few else 'many'}"
-            )
+            how = "few" if too_few else "many"
+            what = f"config.json says {bare(key)} {bare(str(value))}, and no model has so {how}"
             raise CheckpointError(what, where=where, fix="use the config.json that belongs to the weights")
     elif key in ("dtype", "torch_dtype") and isinstance(value, str) and not _DTYPES.fullmatch(value):
         what = f"config.json says {key} {show(value)}, which is no kind of number"
         raise CheckpointError(what, where=where, fix="write float32, bfloat16 or float16, whichever the files hold")
-    elif key in _KERNELS and isinstance(value, str) and "/" in value and not snapshot.trusted:
+    elif key in _KERNELS and isinstance(value, str) and "/" in value and not trusted:
         what = f"config.json asks for code from another repo: {key} {show(value)}"
         fix = f"take {key} out of a copy of the model, or give --trust-remote-code if that code may run here"
         raise CheckpointError(what, where=where, fix=fix)
