@@ -25,14 +25,15 @@ from plain import PlainSystem
 from torch import Tensor
 from yardsticks import merge_by_regression, operate
 
+from featcal_cli.calibration.hyperparameters import Hyperparameters
 from featcal_cli.calibration.linear_algebra import EPSILON
 from featcal_cli.calibration.moments import LinearMoments
-from featcal_cli.calibration.solver import Settings, Solution, precise, relative_change
+from featcal_cli.calibration.solver import Solution, precise, relative_change
 from featcal_cli.models.module_kinds import Affine
 
 SEEDS = (1, 2, 3)
 TRIED = tuple(
-    Settings(*point)
+    Hyperparameters(*point)
     for point in (
         *((0.05, 2.0, 0.3), (1e-5, 2.0, 0.6), (1e-5, 0.5, 0.15)),  # the paper's, but for its largest λ
         *((1e-3, 1.0, 0.3), (1e-3, 1.0, 0.6), (0.5, 2.0, 0.6), (1e-5, 1.0, 1.0)),
@@ -50,7 +51,7 @@ Gain = tuple[float, float]
 class Together(PlainSystem):
     """Weight and bias solved as one: a 1 is appended to the input, and λ holds the bias as it holds the weight."""
 
-    def __init__(self, merged: Mapping[str, Affine], settings: Settings, *, with_bias: bool = False) -> None:
+    def __init__(self, merged: Mapping[str, Affine], settings: Hyperparameters, *, with_bias: bool = False) -> None:
         with_bias = with_bias or all(each.bias is not None for each in merged.values())
         super().__init__(merged, settings, with_bias=with_bias)
 
@@ -97,7 +98,7 @@ class BySpectrumAsLarge(BySpectrum):
 class Reweighted(PlainSystem):
     """Task weights other than 1/‖G‖_F, in units that leave the trace of Σ ω_i G_i as it was: λ means the same."""
 
-    def __init__(self, merged: Mapping[str, Affine], settings: Settings, *, with_bias: bool = False) -> None:
+    def __init__(self, merged: Mapping[str, Affine], settings: Hyperparameters, *, with_bias: bool = False) -> None:
         super().__init__(merged, settings, with_bias=with_bias)
         self._usual_trace = 0.0
 
@@ -145,7 +146,7 @@ DEPTHS = {f"α {LOW} → {HIGH}": LOW, f"α {HIGH} → {LOW}": HIGH, f"α {(LOW 
 """α of the first block; the last has LOW + HIGH less that."""
 
 
-def change_with_depth(settings: Settings, depth: float) -> Settings:
+def change_with_depth(settings: Hyperparameters, depth: float) -> Hyperparameters:
     """The settings of a block at `depth`, 0 … 1."""
     return replace(settings, alpha=settings.alpha + depth * (LOW + HIGH - 2 * settings.alpha))
 
@@ -160,7 +161,7 @@ class Bench:
     """Experts − merged, on average."""
     examples: int
 
-    def run(self, candidates: Mapping[str, Settings], **options: Any) -> dict[str, list[Gain]]:
+    def run(self, candidates: Mapping[str, Hyperparameters], **options: Any) -> dict[str, list[Gain]]:
         """Each candidate's gains, by choice of examples; options of Lab.calibrate."""
         found = defaultdict(list)
         for lab in self.labs:
@@ -192,7 +193,7 @@ def prepare(folder: Path, examples: int) -> Bench:
     return Bench(labs, merged, gain(experts, merged)[0], examples)
 
 
-def show(settings: Settings) -> str:
+def show(settings: Hyperparameters) -> str:
     return f"λ {settings.ridge:g}, ρ {settings.rho:g}, α {settings.alpha:g}"
 
 
@@ -201,7 +202,7 @@ def print_head(title: str, *columns: str) -> None:
     print(f"\n#### {title}\n\n| | {' | '.join(names)} |\n|---|{'---|' * len(names)}", flush=True)
 
 
-def try_settings(bench: Bench) -> dict[Settings, list[Gain]]:
+def try_settings(bench: Bench) -> dict[Hyperparameters, list[Gain]]:
     """The paper's way at all settings, without and with the guard."""
     named = {show(settings): settings for settings in TRIED}
     found, guarded = bench.run(named), bench.run(named, guarded=True)
@@ -212,7 +213,7 @@ def try_settings(bench: Bench) -> dict[Settings, list[Gain]]:
     return {settings: found[name] for name, settings in named.items()}
 
 
-def try_ideas(bench: Bench, usual: Mapping[Settings, list[Gain]], best: list[Settings]) -> None:
+def try_ideas(bench: Bench, usual: Mapping[Hyperparameters, list[Gain]], best: list[Hyperparameters]) -> None:
     """Every idea at the best settings."""
     print_head("Ideas", "more than the paper's way")
     for settings in best:
@@ -229,7 +230,7 @@ def try_ideas(bench: Bench, usual: Mapping[Settings, list[Gain]], best: list[Set
             bench.print_row(name, gains, usual[settings])
 
 
-def try_token_weights(bench: Bench, settings: Settings) -> dict[str, list[Gain]]:
+def try_token_weights(bench: Bench, settings: Hyperparameters) -> dict[str, list[Gain]]:
     """The weights of tokens in the last block that `auto` does not choose."""
     chosen = bench.labs[0].calibrate({"": settings}, 1).cls_blocks
     other = "uniform" if chosen else "cls"
@@ -243,7 +244,7 @@ def try_token_weights(bench: Bench, settings: Settings) -> dict[str, list[Gain]]
     return found
 
 
-def try_yardsticks(bench: Bench, usual: Mapping[Settings, list[Gain]], best: Settings) -> None:
+def try_yardsticks(bench: Bench, usual: Mapping[Hyperparameters, list[Gain]], best: Hyperparameters) -> None:
     """Other methods on the same examples."""
     print_head("Yardsticks")
     bench.print_row("merged", [(0.0, 0.0)])
@@ -261,7 +262,7 @@ def try_yardsticks(bench: Bench, usual: Mapping[Settings, list[Gain]], best: Set
     bench.print_row("Surgery on top of that", measure(operate_on_calibrated))
 
 
-def print_curve(folder: Path, bench: Bench, best: list[Settings]) -> None:
+def print_curve(folder: Path, bench: Bench, best: list[Hyperparameters]) -> None:
     """Mean gains over the number of examples, as far as the data goes: mean and standard deviation over SEEDS."""
     named = {show(settings): settings for settings in best}
     columns = [*named, "RegMean", "Surgery"]

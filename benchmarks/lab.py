@@ -15,8 +15,8 @@ from plain import PlainSystem, in_place
 
 from featcal_cli.calibration.algorithm import load_block, solve_block
 from featcal_cli.calibration.backtracking import guard_block
+from featcal_cli.calibration.hyperparameters import Hyperparameters
 from featcal_cli.calibration.normal_equations import collect_moments, parameters_of
-from featcal_cli.calibration.solver import Settings
 from featcal_cli.engine.job import Job
 from featcal_cli.engine.lockstep import forward_order
 from featcal_cli.recipe.schema import Draft, as_draft
@@ -53,12 +53,12 @@ class Lab:
 
     def calibrate(
         self,
-        candidates: Mapping[str, Settings],
+        candidates: Mapping[str, Hyperparameters],
         fitted: int,
         *,
         guarded: bool = False,
         systems: Mapping[str, type[PlainSystem]] | None = None,
-        at_depth: Callable[[Settings, float], Settings] = lambda settings, _: settings,
+        at_depth: Callable[[Hyperparameters, float], Hyperparameters] = lambda settings, _: settings,
     ) -> Job:
         """All candidates calibrated on the first `fitted` examples; the job's students are the results, by name.
 

@@ -34,12 +34,12 @@ def measure_slice(asked: Asked, folder: Path) -> Section:
     found = run_command(folder, examples, *options)
     cost, bar = found.printed["cost"], "≤ the estimate"
     row = [gib(guess["host_bytes"]), mark(gib(found.peak_rss), bar, found.peak_rss <= guess["host_bytes"])]
-    row += [gib(found.peak_anonymous), f"{guess['seconds']:.0f} s", f"{found.seconds:.0f} s"]
+    row += [gib(found.peak_anonymous), f"{found.seconds:.0f} s"]
     row += [gigabytes(cost["expert_bytes_read"])]
     if on_gpu:
         peak, limit = cost["peak_device_bytes"], guess["device_bytes"]
         row += [gib(limit), mark(gib(peak), bar, peak <= limit)]
-    header = ["estimated memory", "peak RSS", "anonymous", "estimated time", "time", "expert bytes"]
+    header = ["estimated memory", "peak RSS", "anonymous", "time", "expert bytes"]
     return Section(
         "slice",
         f"a quarter of Llama-3.1-8B's blocks, {TASKS} experts, on {asked.device.type}",
@@ -63,13 +63,13 @@ def measure_plan(_: Asked, folder: Path) -> Section:
                 needs = found.printed
                 is_barred = name == BARRED and place == BARRED_PLACE
                 host, card = (_show_need(needs[key], bar if is_barred else None) for key, bar in BARS.items())
-                cost = [gigabytes(needs["disk_bytes"]), f"{needs['seconds'] / 3600:.2f} h", f"{found.seconds:.0f} s"]
+                cost = [gigabytes(needs["disk_bytes"]), f"{found.seconds:.0f} s"]
                 rows.append([name, settings, place, host, card, *cost])
     return Section(
         "plan",
         f"whole language models, {TASKS} experts, {PLAN_EXAMPLES} examples of {PLAN_LENGTH} tokens a task",
         f"What `--dry-run` says, of files that have their whole size and hold nothing. {describe_places()}",
-        ["family", "λ, ρ, α", "on", "host memory", "device memory", "disk", "computing time", "planned in"],
+        ["family", "λ, ρ, α", "on", "host memory", "device memory", "disk", "planned in"],
         rows,
     )
 

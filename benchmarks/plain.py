@@ -11,16 +11,17 @@ import torch
 
 from featcal_cli.calibration import cost_model as ways
 from featcal_cli.calibration import normal_equations as collect
+from featcal_cli.calibration.hyperparameters import Hyperparameters
 from featcal_cli.calibration.linear_algebra import EPSILON, factorise
 from featcal_cli.calibration.moments import LinearMoments
-from featcal_cli.calibration.solver import Settings, Solution, precise, relative_change
+from featcal_cli.calibration.solver import Solution, precise, relative_change
 from featcal_cli.models.module_kinds import Affine
 
 
 class PlainSystem:
     """What `LinearSystem` solves, with every sum held whole. It takes moments by the drift of the input only."""
 
-    def __init__(self, merged: Mapping[str, Affine], settings: Settings, *, with_bias: bool = False) -> None:
+    def __init__(self, merged: Mapping[str, Affine], settings: Hyperparameters, *, with_bias: bool = False) -> None:
         """with_bias: what experts' biases ask of the outputs counts in the pull of the weights too."""
         self._merged = {name: precise(parameters) for name, parameters in merged.items()}
         self._settings, self._with_bias = settings, with_bias

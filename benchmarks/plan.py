@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -27,8 +27,6 @@ class Place:
     """GiB of memory."""
     card: int
     """GiB of its GPU's memory; 0 where there is none."""
-    speeds: Mapping[torch.dtype, float]
-    """Operations a second of a large product; empty for those of this machine's processor."""
 
     def memory_of(self, device: torch.device) -> int:
         """All memory of a device, in bytes."""
@@ -36,9 +34,9 @@ class Place:
 
 
 PLACES = {
-    "laptop, no GPU": Place(16, 0, {}),
-    "laptop, 12 GiB GPU": Place(16, 12, {torch.float64: 0.4e12, torch.float32: 20e12, torch.bfloat16: 40e12}),
-    "server, 80 GB GPU": Place(128, 80, {torch.float64: 50e12, torch.float32: 50e12, torch.bfloat16: 600e12}),
+    "laptop, no GPU": Place(16, 0),
+    "laptop, 12 GiB GPU": Place(16, 12),
+    "server, 80 GB GPU": Place(128, 80),
 }
 
 
@@ -52,24 +50,19 @@ SETTINGS: dict[str, dict[str, object]] = {
 
 def describe_places() -> str:
     """What the machines have, in a few sentences."""
-    told = []
-    for name, place in PLACES.items():
-        speeds = ", ".join(f"{speed / 1e12:g} in {str(dtype)[6:]}" for dtype, speed in place.speeds.items())
-        told.append(f"{name}: {place.host} GiB of memory, {f'TFLOP/s {speeds}' if speeds else 'this processor'}.")
-    return " ".join(told)
+    return " ".join(f"{name}: {place.host} GiB of memory." for name, place in PLACES.items())
 
 
 @contextmanager
 def as_if_on(place: Place) -> Iterator[None]:
     """Inside, a dry run sees that machine, and all the disk that it can ask for."""
     given: dict[str, object] = {
-        "preflight.free_bytes": lambda _: 2**60,
-        "preflight.memory_of": place.memory_of,
-        "machine.memory_of": place.memory_of,
+        "workflows.preflight.free_bytes": lambda _: 2**60,
+        "workflows.preflight.memory_of": place.memory_of,
+        "runtime.hardware.memory_of": place.memory_of,
     }
     if place.card:
-        given["run.choose_device"] = torch.device
-        given["preflight.measure_speed"] = lambda _: place.speeds.__getitem__
+        given["workflows.session.choose_device"] = torch.device
     with ExitStack() as stack:
         for name, value in given.items():
             stack.enter_context(patch(f"featcal_cli.{name}", value))

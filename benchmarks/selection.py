@@ -19,16 +19,16 @@ from judge import load_model
 from lab import Lab, Scores, gain, recipe_of
 
 from featcal_cli import calibrate
-from featcal_cli.calibration.solver import Settings
+from featcal_cli.calibration.hyperparameters import Hyperparameters
 from featcal_cli.reporting.report import Report
 
 RIDGES, RHOS, ALPHAS = (1e-5, 1e-3, 0.05, 0.5), (0.5, 1.0, 2.0), (0.15, 0.3, 0.6, 1.0)
 
 
-def run_grid(lab: Lab, fitted: int) -> dict[Settings, Scores]:
+def run_grid(lab: Lab, fitted: int) -> dict[Hyperparameters, Scores]:
     """The scores of every setting of the grid; a few at a time, because each holds weights of its own."""
-    grid = [Settings(*point) for point in itertools.product(RIDGES, RHOS, ALPHAS)]
-    found: dict[Settings, Scores] = {}
+    grid = [Hyperparameters(*point) for point in itertools.product(RIDGES, RHOS, ALPHAS)]
+    found: dict[Hyperparameters, Scores] = {}
     for start in range(0, len(grid), 12):
         named = {str(settings): settings for settings in grid[start : start + 12]}
         job = lab.calibrate(named, fitted)

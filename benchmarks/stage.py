@@ -24,8 +24,8 @@ from meters import Clock
 from shapes import recipe_of
 
 from featcal_cli.calibration.algorithm import calibrate_blocks
+from featcal_cli.calibration.hyperparameters import Hyperparameters
 from featcal_cli.calibration.journal import Journal
-from featcal_cli.calibration.solver import Settings
 from featcal_cli.engine.job import CALIBRATED, Job
 from featcal_cli.recipe.schema import as_draft
 from featcal_cli.runtime.progress import Listener
@@ -56,7 +56,7 @@ def run_stage(run: Run, plan: Preflight, models: Models, result: Path) -> Job:
     job = replace(job, watchers={}, watched={}, split=frozenset(), meter=None, vectors=None, outputs=None)
     for found in plan.examples.values():  # the job has them
         found.fitted.clear()
-    calibrate_blocks(job, Settings(**PAPER), Journal(result, {}), bias=calibration.bias, watch=lambda _: None)
+    calibrate_blocks(job, Hyperparameters(**PAPER), Journal(result, {}), bias=calibration.bias, watch=lambda _: None)
     return job
 
 

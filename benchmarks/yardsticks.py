@@ -11,10 +11,11 @@ from lab import Lab, Scores
 from torch import Tensor, nn
 
 from featcal_cli.calibration.linear_algebra import EPSILON
+from featcal_cli.calibration.moments import LinearMoments
 from featcal_cli.calibration.normal_equations import parameters_of, sum_rows
 from featcal_cli.calibration.solver import precise
 from featcal_cli.data.batches import Batch, take_first
-from featcal_cli.engine.lockstep import forward_order
+from featcal_cli.engine.lockstep import Observation, forward_order
 from featcal_cli.models.module_kinds import Affine, linear_parameters, new_parameters
 from featcal_cli.workflows.setup import Models, make_search_job
 
@@ -22,6 +23,12 @@ OFF_DIAGONAL = 0.9
 """What RegMean scales the off-diagonals of its Gram matrices by."""
 RANK, STEPS, RATE = 16, 500, 1e-3
 """Of Surgery's modules, and their training with Adam."""
+
+
+def sum_drift(names: tuple[str, ...], seen: Observation, _: int) -> LinearMoments:
+    """Empty moments by the drift of the input, which need no weights."""
+    x = seen.x_cal[names[0]][0]
+    return LinearMoments(x.shape[-1], x.device, 0.0)
 
 
 def merge_by_regression(lab: Lab, fitted: int) -> nn.Module:
@@ -43,7 +50,7 @@ def merge_by_regression(lab: Lab, fitted: int) -> nn.Module:
         for visit in forward_order(job):
             modules = {each.name: each for each in visit.block.modules}
             with visit.expert_at(task):
-                for names, moments in sum_rows(visit, task, task, {}).linear.items():
+                for names, moments in sum_rows(visit, task, task, {}, sum_drift).linear.items():
                     gram = OFF_DIAGONAL * moments.gram + (1 - OFF_DIAGONAL) * moments.gram.diag().diag()
                     for name in names:
                         path = f"{visit.block.name}.{name}"

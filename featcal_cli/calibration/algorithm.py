@@ -9,10 +9,11 @@ import torch
 
 from featcal_cli.calibration.backtracking import guard_block
 from featcal_cli.calibration.distributed_sums import Solved, spread
+from featcal_cli.calibration.hyperparameters import Hyperparameters
 from featcal_cli.calibration.journal import Journal, restore_block
 from featcal_cli.calibration.normal_equations import collect_moments, parameters_of
 from featcal_cli.calibration.results import BlockReport, ModuleReport
-from featcal_cli.calibration.solver import BlockMoments, Settings, Solution
+from featcal_cli.calibration.solver import BlockMoments, Solution
 from featcal_cli.engine.block_runner import BlockRunner
 from featcal_cli.engine.job import CALIBRATED, Job
 from featcal_cli.engine.lockstep import forward_order
@@ -24,7 +25,7 @@ from featcal_cli.runtime.progress import Progress, Watch
 
 
 def calibrate_blocks(
-    job: Job, settings: Settings, journal: Journal | None, *, bias: bool, watch: Watch
+    job: Job, hyperparameters: Hyperparameters, journal: Journal | None, *, bias: bool, watch: Watch
 ) -> list[BlockReport]:
     """Calibrate the student of `job` block by block; return what was done. Every finished block is in the journal,
     which the first rank alone has.
@@ -43,10 +44,10 @@ def calibrate_blocks(
             started = time.monotonic()
             nearby = job.architecture.blocks[max(0, number - 1) : number + 1]
             with name_huge_weight(nearby, (job.merged, job.base, *job.experts.values())):
-                moments = collect_moments(visit, CALIBRATED, settings, here.at_task(watch))
+                moments = collect_moments(visit, CALIBRATED, hyperparameters, here.at_task(watch))
                 solved = solve_together(job, block, moments, bias, here.at_module(watch))
             load_block(student, block, solved.solutions)
-            report = _describe(block, moments.skipped, solved, settings.ridge, time.monotonic() - started)
+            report = _describe(block, moments.skipped, solved, hyperparameters.ridge, time.monotonic() - started)
             if journal is not None:
                 journal.write(number, report, student)
         reports.append(report)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Any, NamedTuple
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from featcal_cli.calibration import cost_model
+from featcal_cli.calibration.hyperparameters import Work
 from featcal_cli.data.batches import Batch, count_examples
 from featcal_cli.engine.offload import tensors_in
 from featcal_cli.models.architecture import FAILURES, Architecture, Block
@@ -112,24 +112,6 @@ def walk_outline(model: nn.Module, architecture: Architecture, entry: str, batch
     return Walk(count_examples(batch), max(states.values(), default=0) + mask, largest * COMPUTE, rows)
 
 
-SPEED_TRIES = 6
-"""Products that are timed; the first one also starts threads and libraries."""
-Speed = Callable[[torch.dtype], float]
-"""Operations a second of a matrix product in a precision."""
-
-
-@dataclass(frozen=True)
-class Work:
-    """What a calibration computes, in operations; a float64 one counts as PRECISE_COST of them."""
-
-    forward: float
-    """One example of every task through all blocks once."""
-    products: float
-    """The sums of one example of every task."""
-    systems: float
-    """Folding every task's moments into the equations, and solving them; whatever the number of examples."""
-
-
 class Input(NamedTuple):
     """An input that Linear modules of a block share."""
 
@@ -172,28 +154,4 @@ def count_work(model: nn.Module, architecture: Architecture, walks: Mapping[str,
                 else:
                     products += 2 * d_in * d_in * each
                     systems += PRECISE_COST * 2 * d_out * d_in * d_in
-    return Work(forward, products, systems)
-
-
-def seconds_of(work: Work, fitted: int, watched: int, speed: Speed, dtype: torch.dtype, *, guarded: bool) -> float:
-    """How long a calibration computes whose models run in `dtype`: on so many fitted and watched examples a task."""
-    solved = fitted + (watched if guarded else 0)
-    forward = work.forward * (3 * solved + (7 if guarded else 4) * watched)
-    return forward / speed(dtype) + (work.products * solved + work.systems) / speed(torch.float32)
-
-
-def measure_speed(device: torch.device) -> Speed:
-    """The speed of this machine."""
-    return lambda dtype: _speed(dtype, device)
-
-
-def _speed(dtype: torch.dtype, device: torch.device) -> float:
-    """Operations a second of a matrix product; the best of a few, because the machine may be busy."""
-    size = 512 if device.type == "cpu" else 4096
-    x = torch.ones(size, size, dtype=dtype, device=device)
-    best = 0.0
-    for _ in range(SPEED_TRIES):
-        started = time.perf_counter()
-        float((x @ x)[0, 0])  # reading a value waits for the device
-        best = max(best, 2 * size**3 / (time.perf_counter() - started))
-    return best
+    return Work(len(architecture.blocks), forward, products, systems)

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+from featcal_cli.calibration.hyperparameters import Hyperparameters
 from featcal_cli.calibration.linear_algebra import EPSILON
 from featcal_cli.calibration.moments import LinearMoments
-from featcal_cli.calibration.solver import LinearSystem, NormSystem, Settings, Solution, Tally
+from featcal_cli.calibration.solver import LinearSystem, NormSystem, Solution, Tally
 from featcal_cli.models.module_kinds import Affine
 from featcal_cli.runtime.distributed import Ranks
 from featcal_cli.runtime.errors import FeatCalError, NumericsError
@@ -40,7 +41,7 @@ def complete_task(
     for names in sorted({names for linear, _, _ in told for names in linear}):
         weight, rows = (sum(linear.get(names, (0.0, 0))[which] for linear, _, _ in told) for which in (0, 1))
         like = merged(names[0]).weight
-        moments = sums.linear.get(names) or LinearMoments(like.shape[1], like.device)
+        moments = sums.linear.get(names) or LinearMoments(like.shape[1], like.device, 0.0)
         moments.whole = weight
         if weigh and rows:
             omegas[names] = 1.0 / max(moments.sum.norm(sharers.add_up) / weight, EPSILON)
@@ -64,7 +65,7 @@ class _Outline(NamedTuple):
 def pool_systems(
     moments: BlockMoments,
     ranks: Ranks,
-    settings: Settings,
+    hyperparameters: Hyperparameters,
     merged: Callable[[str], Affine],
     owners: Mapping[str, int] | None = None,
 ) -> None:
@@ -85,20 +86,20 @@ def pool_systems(
         owner = known.get(names[0], next(turn) % ranks.size)
         linear = kept.pop(names, None)
         if linear is None:
-            linear = LinearSystem({name: merged(name) for name in names}, settings, with_bias=with_bias)
+            linear = LinearSystem({name: merged(name) for name in names}, hyperparameters, with_bias=with_bias)
         linear.pool(names, tallies, partial(ranks.add_up, to=owner))
         found |= dict.fromkeys(names, owner)
         if owner == ranks.rank:
             moments.linear[names] = linear
     for name in dict.fromkeys(name for each in told for name in each.norms):
         owner = known.get(name, next(turn) % ranks.size)
-        norm = moments.norms.pop(name, None) or NormSystem(merged(name), settings)
+        norm = moments.norms.pop(name, None) or NormSystem(merged(name), hyperparameters)
         norm.pool([each.norms.get(name, NOTHING) for each in told], partial(ranks.add_up, to=owner))
         found[name] = owner
         if owner == ranks.rank:
             moments.norms[name] = norm
     if moments.held_out is not None:
-        pool_systems(moments.held_out, ranks, settings, merged, found)
+        pool_systems(moments.held_out, ranks, hyperparameters, merged, found)
 
 
 def _outline(moments: BlockMoments) -> _Outline:

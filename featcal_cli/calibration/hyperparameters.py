@@ -1,40 +1,51 @@
-"""Which λ, ρ and α a run uses: the user's, those that a search finds, or the paper's for the kind of model."""
+"""λ, ρ and α: the paper's, the user's, or those that a search is to find."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from math import ceil, log2
+from typing import Any
 
 from transformers import PreTrainedModel
 
-from featcal_cli.calibration.cost_model import Work
-from featcal_cli.calibration.results import Trial
-from featcal_cli.calibration.search import Candidate
-from featcal_cli.calibration.solver import Settings
 from featcal_cli.data.examples import FEWEST_ROWS, TaskExamples
 from featcal_cli.recipe.schema import Calibration
-from featcal_cli.runtime.errors import NumericsError, RecipeError
+from featcal_cli.runtime.errors import RecipeError
+
+
+@dataclass(frozen=True)
+class Hyperparameters:
+    """λ, ρ and α of the paper."""
+
+    ridge: float
+    """λ: weight of the anchor in every closed form."""
+    rho: float
+    """ρ: anchor = ρ · merged + (1 − ρ) · base."""
+    alpha: float
+    """α: target features = α · expert + (1 − α) · calibrated."""
+
+    def __str__(self) -> str:
+        return f"λ {self.ridge:g}, ρ {self.rho:g}, α {self.alpha:g}"
+
 
 PAPER = {
-    "CLIP": Settings(ridge=0.05, rho=2.0, alpha=0.3),
-    "FLAN-T5": Settings(ridge=1e-5, rho=2.0, alpha=0.6),
-    "Llama-3.2-3B": Settings(ridge=1e-5, rho=0.5, alpha=0.15),
-    "Llama-3.1-8B": Settings(ridge=3.0, rho=0.5, alpha=0.15),
+    "CLIP": Hyperparameters(ridge=0.05, rho=2.0, alpha=0.3),
+    "FLAN-T5": Hyperparameters(ridge=1e-5, rho=2.0, alpha=0.6),
+    "Llama-3.2-3B": Hyperparameters(ridge=1e-5, rho=0.5, alpha=0.15),
+    "Llama-3.1-8B": Hyperparameters(ridge=3.0, rho=0.5, alpha=0.15),
 }
-"""The paper's settings, by the models that it has them for."""
+"""The paper's, by the models that it has them for."""
 PRESETS = {"encoder": "CLIP", "encoder-decoder": "FLAN-T5", "causal": "Llama-3.2-3B"}
-"""Whose settings a kind of model has under `preset`."""
+"""Whose hyperparameters a kind of model has under `preset`."""
 GRID = (
-    Settings(1e-5, 1.0, 0.3),
-    Settings(0.5, 2.0, 0.6),
-    Settings(1e-3, 1.0, 0.6),
-    Settings(0.05, 2.0, 0.6),
+    Hyperparameters(1e-5, 1.0, 0.3),
+    Hyperparameters(0.5, 2.0, 0.6),
+    Hyperparameters(1e-3, 1.0, 0.6),
+    Hyperparameters(0.05, 2.0, 0.6),
 )
-"""Tried besides the paper's settings, the most promising first. Below a λ of 0.01 the anchor, and so ρ, hardly counts.
-"""
-Fits = Callable[[int, int], bool]
-CAUTIOUS = Settings(ridge=100.0, rho=1.0, alpha=0.15)
+"""Tried besides the paper's, the most promising first. Below a λ of 0.01 the anchor, and so ρ, hardly counts."""
+CAUTIOUS = Hyperparameters(ridge=100.0, rho=1.0, alpha=0.15)
 """Leaves weights nearly as merged: for where nothing that was tried is better than that."""
 BUDGET, BUDGET_IF_WANTED = 1.0, 2.0
 """What a search may cost, in calibrations; and where the user asks for one."""
@@ -50,7 +61,53 @@ FINALISTS = 4
 
 
 @dataclass(frozen=True)
-class Plan:
+class Candidate:
+    """Hyperparameters to try."""
+
+    hyperparameters: Hyperparameters
+    origin: str
+    """Where they come from: a grid, the paper, the user."""
+
+
+@dataclass(frozen=True)
+class Trial(Candidate):
+    """What became of a candidate in a search."""
+
+    blocks: int
+    """Blocks that it went through."""
+    score: float | None
+    """How far the experts' outputs move with its features after the last of them, on examples that were not fitted; the
+    merged model's is 1, less is better. None where it was not judged, or is not finite."""
+    drift: float | None
+    """Drift of those features over merged's, mean over tasks."""
+    dropped: str
+    """Why it did not go on; empty for those that came to the end."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """As report and journal hold it: λ, ρ and α beside the rest."""
+        values = asdict(self)
+        return {**values.pop("hyperparameters"), **values}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Trial:
+        """The reverse."""
+        rest = dict(values)
+        return cls(Hyperparameters(*(rest.pop(name) for name in ("ridge", "rho", "alpha"))), **rest)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The hyperparameters of a run."""
+
+    hyperparameters: Hyperparameters
+    chosen_by: str
+    """In words."""
+    candidates: Sequence[Trial] = ()
+    """What a search tried, the best first."""
+
+
+@dataclass(frozen=True)
+class SearchPlan:
     """A search that is affordable."""
 
     candidates: Mapping[str, Candidate]
@@ -62,73 +119,85 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Choice:
-    """The settings of a run."""
+class Work:
+    """What a calibration computes, in operations; a float64 one counts as PRECISE_COST of them."""
 
-    settings: Settings
-    chosen_by: str
-    """In words."""
-    candidates: list[Trial]
-    """What a search tried, the best first."""
+    blocks: int
+    forward: float
+    """One example of every task through all blocks once."""
+    products: float
+    """The sums of one example of every task."""
+    systems: float
+    """Adding every task's moments to the equations, and solving them; whatever the number of examples."""
+
+    def of_calibration(self, fitted: int, shown: int) -> float:
+        """Expert, student, student with the update; the same for the guard; the drift of three models, and its split.
+        On so many fitted and held-out examples a task."""
+        each = 3 * self.forward + self.products
+        return each * (fitted + shown) + 6 * shown * self.forward + self.systems
+
+    def of_search(self, fitted: int, shown: int, count: int, cuts: Mapping[int, int]) -> float:
+        """Experts and merged once; every one of `count` candidates fitted, measured, and at cuts the rest of the expert
+        on its features."""
+        counts = []
+        for number in range(self.blocks):
+            count = cuts.get(number, count)
+            counts.append(count)
+        each = fitted * (2 * self.forward + self.products) + shown * self.forward + self.systems
+        branched = sum((counts[number - 1] + 2) * (self.blocks - number) / self.blocks for number in cuts)
+        return (fitted + (3 + branched) * shown) * self.forward + sum(counts) / self.blocks * each
 
 
-def choose_settings(
+def choose_hyperparameters(
     calibration: Calibration,
-    model: PreTrainedModel,
+    kind: str,
     examples: Mapping[str, TaskExamples],
     work: Work,
-    blocks: int,
-    search: Callable[[Plan], list[Trial]],
-    fits: Fits = lambda *_: True,
-) -> Choice:
-    """The settings of a run: `search` is called for what the user leaves open, if it is wanted or affordable.
+    fits: Callable[[int, int], bool] = lambda *_: True,
+) -> Choice | SearchPlan:
+    """The user's, or the paper's for what is left open; or the search to be made, if it is wanted or affordable.
 
-    fits: whether so many candidates have room in memory while they are fitted to so many examples a task.
+    kind: of the model. fits: whether so many candidates have room in memory while they are fitted to so many examples a
+    task.
     """
-    kind = _kind_of(model)
-    preset = PAPER[PRESETS[kind]]
     given = _given(calibration)
-    by_preset = f"the paper's preset for {kind} models"
-    by_user = f"the user ({', '.join(given)}), else " if given else ""
-    if len(given) == len(asdict(preset)):
-        return Choice(replace(preset, **given), "the user", [])
+    if len(given) == len(asdict(CAUTIOUS)):
+        return Choice(Hyperparameters(**given), "the user")
     if calibration.select == "preset":
-        return Choice(replace(preset, **given), by_user + by_preset, [])
-    plan: Plan | str = _find_unsearchable(examples)
+        return take_preset(calibration, kind)
+    plan: SearchPlan | str = _find_unsearchable(examples)
     if not plan:
         fitted = max(found.fitted_count for found in examples.values())
         shown = min(found.selection_count for found in examples.values())
-        plan = plan_for(calibration, model, fitted, shown, work, blocks, fits)
-    if isinstance(plan, str):
-        return Choice(replace(preset, **given), f"{by_user}{by_preset}: {plan}", [])
-    try:
-        trials = search(plan)
-    except NumericsError as error:
-        if calibration.select == "search":
-            raise
-        return Choice(replace(preset, **given), f"{by_user}{by_preset}: a search failed, {error.what}", [])
+        plan = plan_search(calibration, kind, fitted, shown, work, fits)
+    return take_preset(calibration, kind, plan) if isinstance(plan, str) else plan
+
+
+def take_preset(calibration: Calibration, kind: str, reason: str = "") -> Choice:
+    """The paper's for what the user leaves open, because of the `reason`, if there is one."""
+    chosen_by = f"{_by_user(calibration)}the paper's preset for {kind} models" + (f": {reason}" if reason else "")
+    return Choice(replace(PAPER[PRESETS[kind]], **_given(calibration)), chosen_by)
+
+
+def take_best(calibration: Calibration, trials: Sequence[Trial]) -> Choice:
+    """What a search has found."""
     best = pick_trial(trials)
-    settings = Settings(best.ridge, best.rho, best.alpha)
-    chosen_by = f"{by_user}a search over {len(trials)} candidates on held-out examples"
-    if best.score is not None and best.score >= 1:
-        chosen_by += ", of which none is better than merged"
-        if "ridge" not in given:
-            settings, chosen_by = replace(CAUTIOUS, **given), f"{chosen_by}: it hardly changes"
-    return Choice(settings, chosen_by, trials)
+    chosen_by = f"{_by_user(calibration)}a search over {len(trials)} candidates on held-out examples"
+    if best.score is None or best.score < 1:
+        return Choice(best.hyperparameters, chosen_by, trials)
+    chosen_by += ", of which none is better than merged"
+    if calibration.ridge is not None:
+        return Choice(best.hyperparameters, chosen_by, trials)
+    return Choice(replace(CAUTIOUS, **_given(calibration)), f"{chosen_by}: it hardly changes", trials)
 
 
-def plan_for(
-    calibration: Calibration,
-    model: PreTrainedModel,
-    fitted: int,
-    shown: int,
-    work: Work,
-    blocks: int,
-    fits: Fits = lambda *_: True,
-) -> Plan | str:
-    """The search that a run will make with that many fitted and held-out examples a task; or, in words, why none."""
-    candidates = choose_candidates(_kind_of(model), _given(calibration))
-    return plan_search(candidates, fitted, shown, work, blocks, wanted=calibration.select == "search", fits=fits)
+def pick_trial(trials: Sequence[Trial]) -> Trial:
+    """Of the candidates that came to the end, the one to calibrate with: the best, or one that hardly differs from it
+    and has the smallest λ, then the largest α."""
+    ended = [(trial.score, trial) for trial in trials if trial.score is not None and not trial.dropped]
+    best = min(score for score, _ in ended)
+    near = [trial for score, trial in ended if score <= best + TOLERANCE * max(0.0, 1 - best)]
+    return min(near, key=lambda trial: (trial.hyperparameters.ridge, -trial.hyperparameters.alpha))
 
 
 def check_search(calibration: Calibration, examples: Mapping[str, TaskExamples]) -> None:
@@ -148,48 +217,31 @@ def _find_unsearchable(examples: Mapping[str, TaskExamples]) -> str:
     return f"{task} has no further examples to choose them on (its rows are fewer than {FEWEST_ROWS}, or equal)"
 
 
-def pick_trial(trials: Sequence[Trial]) -> Trial:
-    """Of the candidates that came to the end, the one to calibrate with: the best, or one that hardly differs from it
-    and has the smallest λ, then the largest α."""
-    ended = [(trial.score, trial) for trial in trials if trial.score is not None and not trial.dropped]
-    best = min(score for score, _ in ended)
-    near = [trial for score, trial in ended if score <= best + TOLERANCE * max(0.0, 1 - best)]
-    return min(near, key=lambda trial: (trial.ridge, -trial.alpha))
-
-
-def choose_candidates(kind: str, given: Mapping[str, float]) -> dict[str, Candidate]:
-    """What a search tries, the most promising first: the paper's settings and a grid, with what the user has fixed."""
+def list_candidates(kind: str, given: Mapping[str, float]) -> dict[str, Candidate]:
+    """What a search tries, the most promising first: the paper's and a grid, with what the user has fixed."""
     paper = {PRESETS[kind]: PAPER[PRESETS[kind]], **PAPER}
-    listed = [Candidate(settings, f"the paper: {name}") for name, settings in paper.items()]
-    listed += [Candidate(settings, "grid") for settings in GRID]
-    found: dict[Settings, Candidate] = {}
-    for candidate in listed:
-        settings = replace(candidate.settings, **given)
-        found.setdefault(settings, Candidate(settings, candidate.origin))
-    return {f"λ {each.ridge:g}, ρ {each.rho:g}, α {each.alpha:g}": candidate for each, candidate in found.items()}
+    listed = [(values, f"the paper: {name}") for name, values in paper.items()] + [(values, "grid") for values in GRID]
+    origins: dict[Hyperparameters, str] = {}
+    for values, origin in listed:
+        origins.setdefault(replace(values, **given), origin)
+    return {str(values): Candidate(values, origin) for values, origin in origins.items()}
 
 
 def plan_search(
-    candidates: Mapping[str, Candidate],
-    fitted: int,
-    shown: int,
-    work: Work,
-    blocks: int,
-    *,
-    wanted: bool,
-    fits: Fits = lambda *_: True,
-) -> Plan | str:
-    """The largest search within the budget, or the smallest if it is `wanted`; else, in words, why there is none."""
-    budget = BUDGET_IF_WANTED if wanted else BUDGET
-    allowed = budget * _cost_of_calibration(work, fitted, shown)
+    calibration: Calibration, kind: str, fitted: int, shown: int, work: Work, fits: Callable[[int, int], bool]
+) -> SearchPlan | str:
+    """The largest search within the budget for so many fitted and held-out examples a task, or the smallest if the user
+    wants one; else, in words, why there is none."""
+    candidates, wanted = list_candidates(kind, _given(calibration)), calibration.select == "search"
+    allowed = (BUDGET_IF_WANTED if wanted else BUDGET) * work.of_calibration(fitted, shown)
     most = len(candidates)
     sizes = [(count, share) for share in SHARES for count in range(most, min(ENOUGH_CANDIDATES, most) - 1, -1)]
     sizes += [(count, SHARES[-1]) for count in range(ENOUGH_CANDIDATES - 1, min(FEWEST_CANDIDATES, most) - 1, -1)]
     crowded = False
     for count, share in sizes:
         few = max(fitted // share, min(FEWEST_EXAMPLES, fitted))
-        cuts = _plan_cuts(blocks, count)
-        if _cost_of_search(work, few, shown, _count_by_block(cuts, blocks, count), cuts) > allowed:
+        cuts = _plan_cuts(work.blocks, count)
+        if work.of_search(few, shown, count, cuts) > allowed:
             continue
         if wanted or fits(count, few):
             break
@@ -199,7 +251,7 @@ def plan_search(
             return "a search needs more memory than there is"
         if not wanted:
             return f"with {fitted} examples a task a search would cost more than the calibration itself"
-    return Plan(dict(list(candidates.items())[:count]), cuts, few)
+    return SearchPlan(dict(list(candidates.items())[:count]), cuts, few)
 
 
 def _plan_cuts(blocks: int, count: int) -> dict[int, int]:
@@ -209,35 +261,19 @@ def _plan_cuts(blocks: int, count: int) -> dict[int, int]:
     return {place: max(FINALISTS, keep) for place, keep in places if 0 < place < blocks}
 
 
-def _count_by_block(cuts: Mapping[int, int], blocks: int, count: int) -> list[int]:
-    """Candidates in the race."""
-    counts = []
-    for number in range(blocks):
-        count = cuts.get(number, count)
-        counts.append(count)
-    return counts
-
-
-def _cost_of_calibration(work: Work, fitted: int, shown: int) -> float:
-    """Expert, student, student with the update; the same for the guard; the drift of three models, and its split."""
-    each = 3 * work.forward + work.products
-    return each * (fitted + shown) + 6 * shown * work.forward + work.systems
-
-
-def _cost_of_search(work: Work, fitted: int, shown: int, counts: Sequence[int], cuts: Collection[int]) -> float:
-    """Experts and merged once; every candidate fitted, measured, and at cuts the rest of the expert on its features."""
-    blocks = len(counts)
-    each = fitted * (2 * work.forward + work.products) + shown * work.forward + work.systems
-    branched = sum((counts[number - 1] + 2) * (blocks - number) / blocks for number in cuts)
-    return (fitted + (3 + branched) * shown) * work.forward + sum(counts) / blocks * each
-
-
 def _given(calibration: Calibration) -> dict[str, float]:
-    values = {name: getattr(calibration, name) for name in ("ridge", "rho", "alpha")}
+    """What the user has fixed."""
+    values = {name: getattr(calibration, name) for name in asdict(CAUTIOUS)}
     return {name: value for name, value in values.items() if value is not None}
 
 
-def _kind_of(model: PreTrainedModel) -> str:
+def _by_user(calibration: Calibration) -> str:
+    given = _given(calibration)
+    return f"the user ({', '.join(given)}), else " if given else ""
+
+
+def kind_of(model: PreTrainedModel) -> str:
+    """Which of PRESETS a model has."""
     if model.config.is_encoder_decoder:
         return "encoder-decoder"
     return "causal" if model.can_generate() else "encoder"

@@ -25,18 +25,18 @@ class Sum:
 
     def __init__(self, dtype: torch.dtype = ACCUMULATE) -> None:
         self.value: Tensor | None = None
-        self._dtype = dtype
+        self.dtype = dtype
 
     def add(self, term: Tensor, scale: float = 1.0) -> None:
         """Add a term times a number; the sum may keep the term."""
         if self.value is None:
-            self.value = term if scale == 1.0 else in_sums(term, self._dtype) * scale
+            self.value = term if scale == 1.0 else in_sums(term, self.dtype) * scale
         else:
-            self.value = in_sums(self.value, self._dtype).add_(in_sums(term, self._dtype), alpha=scale)
+            self.value = in_sums(self.value, self.dtype).add_(in_sums(term, self.dtype), alpha=scale)
 
     def pool(self, zeros: Callable[[], Tensor], add_up: AddUp) -> None:
         """Become the sum of all ranks; `zeros` is what one that has no term has."""
-        self.value = zeros() if self.value is None else in_sums(self.value, self._dtype).contiguous()
+        self.value = zeros() if self.value is None else in_sums(self.value, self.dtype).contiguous()
         add_up(self.value)
 
 

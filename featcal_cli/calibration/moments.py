@@ -14,56 +14,47 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from featcal_cli.calibration.linear_algebra import ACCUMULATE, Sum, Symmetric, sums_device, to_precise
+from featcal_cli.calibration.linear_algebra import ACCUMULATE, Sum, Symmetric, in_sums, sums_device, to_precise
+from featcal_cli.models.module_kinds import Affine
 
 
-@dataclass(frozen=True)
-class Residual:
-    """r = W_i x_tgt − W_merged x_cal of one module: what the student's output lacks of its target, without biases."""
+class Pair(NamedTuple):
+    """What one module is in the expert and in merged."""
 
-    expert: Tensor
-    """W_i [d_out, d_in]."""
-    expert_bias: Tensor | None
-    """[d_out]."""
+    expert: Affine
+    """W_i [d_out, d_in] and b_i [d_out]."""
     merged: Tensor
     """W_merged [d_out, d_in]."""
-    alpha: float
-
-    def of(self, x_cal: Tensor, x_exp: Tensor, y_exp: Tensor | None) -> Tensor:
-        """r [T, d_out]; y_exp: what the expert's module made of x_exp, bias included, where that is known."""
-        if y_exp is not None:
-            own = self.expert.mul(1 - self.alpha).sub_(self.merged)
-            bias = None if self.expert_bias is None else -self.alpha * self.expert_bias
-            return linear(x_cal, own, bias).add_(y_exp, alpha=self.alpha)
-        drift = linear(x_exp - x_cal, self.expert)
-        return linear(x_cal, self.expert - self.merged).add_(drift, alpha=self.alpha)
 
 
 class LinearMoments:
     """Moments of the input that some modules of one block share, for one task (paper, section 3).
 
-    Beside G_i and the mean they hold what the pull to the expert, E[r xᵀ], is made of, in the one of three ways that
-    costs least (see `ways`): the drift of the input; the sums of r xᵀ themselves, where `residuals` are given; or all
-    rows of x and r, with `keep_rows`. All give the same.
+    The target x_tgt = α x_exp + (1 − α) x_cal is made here and nowhere else. Beside G_i and the mean there is what the
+    pull to it, E[r xᵀ], is made of, where r = W_i x_tgt − W_merged x_cal is what the student's output lacks: the drift
+    of the input; the sums of r xᵀ themselves, where `pairs` are given; or all rows of x and r, with `keep_rows`. All
+    give the same, at different costs.
     """
 
     def __init__(
         self,
         d_in: int,
         device: torch.device,
-        residuals: Mapping[str, Residual] | None = None,
+        alpha: float,
+        pairs: Mapping[str, Pair] | None = None,
         *,
         keep_rows: bool = False,
     ) -> None:
-        self.residuals = dict(residuals or {})
-        """By module."""
+        self._alpha = alpha
+        self.pairs = dict(pairs or {})
+        """By module, where r is summed."""
         self.sum = Symmetric(d_in, device)
         """Σ x_cal x_calᵀ, of the rows as they are weighted; empty where rows are kept."""
         self.kept = Rows() if keep_rows else None
         self._dx = Sum()
-        self._rx = {name: Sum() for name in self.residuals}
+        self._rx = {name: Sum() for name in self.pairs}
         self._x, self._d = Sum(), Sum()
-        self._r = {name: Sum() for name in self.residuals}
+        self._r = {name: Sum() for name in self.pairs}
         self.weight = 0.0
         """Σ of the rows' weights."""
         self.whole: float | None = None
@@ -86,16 +77,18 @@ class LinearMoments:
         x, x_exp = _at_least_float32(x_cal), _at_least_float32(x_exp)
         column = None if weights is None else weights.to(x)[:, None]
         weighted = x if column is None else x * column
-        found = {name: each.of(x, x_exp, (outputs or {}).get(name)) for name, each in self.residuals.items()}
+        residuals = {
+            name: self._residual(pair, x, x_exp, (outputs or {}).get(name)) for name, pair in self.pairs.items()
+        }
         if self.kept is not None:
-            self.kept.add(x, x.new_ones(len(x), 1) if column is None else column.sqrt(), found)
+            self.kept.add(x, x.new_ones(len(x), 1) if column is None else column.sqrt(), residuals)
         else:
             self.sum.add_product(x, weighted)
-            for name, r in found.items():
+            for name, r in residuals.items():
                 self._rx[name].add(r.T @ weighted)
-        for name, r in found.items():
+        for name, r in residuals.items():
             self._r[name].add(_sum_rows(r if column is None else r * column))
-        if not self.residuals:
+        if not self.pairs:
             drift = x_exp - x
             self._dx.add(drift.T @ weighted)
             self._d.add(_sum_rows(drift if column is None else drift * column))
@@ -131,7 +124,7 @@ class LinearMoments:
 
     @property
     def drift(self) -> Tensor:
-        """E[(x_exp − x_cal) x_calᵀ] [d_in, d_in]; with it C = G + α · drift. Not where there are residuals."""
+        """E[(x_exp − x_cal) x_calᵀ] [d_in, d_in]. Not where r is summed."""
         return self._mean_of(self._dx)
 
     @property
@@ -141,18 +134,38 @@ class LinearMoments:
 
     @property
     def mean_drift(self) -> Tensor:
-        """E[x_exp − x_cal] [d_in]; with it μ_tgt = μ_cal + α · mean_drift. Not where there are residuals."""
+        """E[x_exp − x_cal] [d_in]. Not where r is summed."""
         return self._mean_of(self._d)
 
+    def add_drift(self, total: Sum, omega: float) -> Tensor:
+        """Add ω E[(x_tgt − x_cal) x_calᵀ] [d_in, d_in] to a total; returns C = E[x_tgt x_calᵀ] in its precision. Not
+        where r is summed."""
+        drift = in_sums(self.drift, total.dtype)
+        total.add(drift, omega * self._alpha)
+        return in_sums(self.gram, total.dtype).add_(drift, alpha=self._alpha)
+
     def add_pull(self, name: str, total: Sum, omega: float) -> None:
-        """Add ω E[r xᵀ] of a module [d_out, d_in] to a total; where residuals are summed."""
+        """Add ω E[r xᵀ] of a module [d_out, d_in] to a total; where r is summed."""
         term = self._rx[name].value
         assert term is not None
         total.add(term, omega / self.total)
 
-    def mean_residual(self, name: str) -> Tensor:
-        """E[r] of a module [d_out], where there are residuals."""
-        return self._mean_of(self._r[name])
+    def mean_residual(self, name: str, expert: Tensor, merged: Tensor) -> Tensor:
+        """E[r] of a module [d_out], given its weights W_i and W_merged."""
+        if self.pairs:
+            return self._mean_of(self._r[name])
+        weight = to_precise(expert)
+        lacking = (weight - to_precise(merged)) @ self.mean
+        return lacking + self._alpha * (weight @ self.mean_drift)
+
+    def _residual(self, pair: Pair, x_cal: Tensor, x_exp: Tensor, y_exp: Tensor | None) -> Tensor:
+        """r [T, d_out]; y_exp: what the expert's module made of x_exp, bias included, where that is known."""
+        (weight, bias), merged = pair
+        if y_exp is not None:
+            own = weight.mul(1 - self._alpha).sub_(merged)
+            return linear(x_cal, own, None if bias is None else -self._alpha * bias).add_(y_exp, alpha=self._alpha)
+        drift = linear(x_exp - x_cal, weight)
+        return linear(x_cal, weight - merged).add_(drift, alpha=self._alpha)
 
     def _mean_of(self, total: Sum) -> Tensor:
         assert total.value is not None

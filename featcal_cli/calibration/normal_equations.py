@@ -11,8 +11,9 @@ from torch import Tensor
 
 from featcal_cli.calibration import cost_model
 from featcal_cli.calibration.distributed_sums import complete_task, pool_systems
-from featcal_cli.calibration.moments import LinearMoments, NormMoments, Residual, TaskMoments
-from featcal_cli.calibration.solver import BlockMoments, LinearSystem, NormSystem, Settings, TokenSystem
+from featcal_cli.calibration.hyperparameters import Hyperparameters
+from featcal_cli.calibration.moments import LinearMoments, NormMoments, Pair, TaskMoments
+from featcal_cli.calibration.solver import BlockMoments, LinearSystem, NormSystem, TokenSystem
 from featcal_cli.engine.block_runner import BlockRunner
 from featcal_cli.engine.lockstep import BlockVisit, Observation
 from featcal_cli.models.architecture import Block, Module
@@ -25,7 +26,7 @@ UNWEIGHTED = ("k_proj", "v_proj", "key", "value")
 
 
 def collect_moments(
-    visit: BlockVisit, role: str, settings: Settings, on_task: Callable[[str], None] = lambda _: None
+    visit: BlockVisit, role: str, hyperparameters: Hyperparameters, on_task: Callable[[str], None] = lambda _: None
 ) -> BlockMoments:
     """Read every task's features of the block in one student and fold them into the block's systems of equations.
 
@@ -37,15 +38,15 @@ def collect_moments(
         for task in visit.tasks:
             on_task(task)
             with visit.expert_at(task):
-                _fold_task(visit, role, task, settings, moments)
+                _fold_task(visit, role, task, hyperparameters, moments)
                 if moments.held_out is not None:
                     moments.held_out.skipped = dict(moments.skipped)
-                    _fold_task(visit, role, task, settings, moments.held_out, moments.omegas)
+                    _fold_task(visit, role, task, hyperparameters, moments.held_out, moments.omegas)
     if not visit.is_reached:
         moments.skipped = {module.name: "no expert's examples reach it" for module in visit.block.modules}
     if visit.ranks.size > 1:
         visit.merged.bring(visit.block.name)
-        pool_systems(moments, visit.ranks, settings, _parameters_by_name(visit))
+        pool_systems(moments, visit.ranks, hyperparameters, _parameters_by_name(visit))
     return moments
 
 
@@ -66,14 +67,13 @@ def sum_rows(
     role: str,
     task: str,
     skipped: Mapping[str, str],
-    choose: Choose | None = None,
+    choose: Choose,
     *,
     checked: bool = False,
 ) -> TaskMoments:
     """Add up the rows of one task's features of the block in one student and its expert, but for modules in `skipped`.
 
-    choose: makes the empty moments of the modules that share an input, from what the first batch shows and its rows;
-    without it they are summed by the drift of the input, which needs no weights.
+    choose: makes the empty moments of the modules that share an input, from what the first batch shows and its rows.
     checked: over the examples that updates are checked on, not those to fit.
     """
     modules = {module.name: module for module in visit.block.modules}
@@ -89,12 +89,10 @@ def sum_rows(
             if not pair[0]:
                 continue  # a table, which was counted before
             if names not in linear:
-                rows = sum(len(x) for x, _ in pair[0])
-                width, device = pair[0][0][0].shape[-1], pair[0][0][0].device
-                linear[names] = choose(names, seen, rows) if choose else LinearMoments(width, device)
+                linear[names] = choose(names, seen, sum(len(x) for x, _ in pair[0]))
             outputs = {
                 name: _rows(visit, modules[name], seen.y_exp[name], seen)
-                for name in linear[names].residuals
+                for name in linear[names].pairs
                 if name in seen.y_exp
             }
             for call, ((x, weights), (target, _)) in enumerate(zip(pair[0], pair[1], strict=True)):
@@ -140,7 +138,7 @@ def _choose_moments(
     names: tuple[str, ...],
     seen: Observation,
     rows: int,
-    settings: Settings,
+    hyperparameters: Hyperparameters,
     solved: type | None,
 ) -> LinearMoments:
     """Empty moments for the modules `names`, for the way that costs least with all that is to come, to judge by the
@@ -157,19 +155,19 @@ def _choose_moments(
     keep_rows = keep_rows and visit.ranks.size == 1  # rows of several ranks do not add up
     known = all(name in seen.y_exp for name in names)
     if not keep_rows and not cost_model.sums_residuals(of_task, d_in, d_out, outputs_known=known):
-        return LinearMoments(d_in, first.device)
-    residuals = {
-        name: Residual(theirs[name].weight.float(), theirs[name].bias, own[name].weight.float(), settings.alpha)
-        for name in names
+        return LinearMoments(d_in, first.device, hyperparameters.alpha)
+    pairs = {
+        name: Pair(Affine(expert.weight.float(), expert.bias), own[name].weight.float())
+        for name, expert in theirs.items()
     }
-    return LinearMoments(d_in, first.device, residuals, keep_rows=keep_rows)
+    return LinearMoments(d_in, first.device, hyperparameters.alpha, pairs, keep_rows=keep_rows)
 
 
 def _fold_task(
     visit: BlockVisit,
     role: str,
     task: str,
-    settings: Settings,
+    hyperparameters: Hyperparameters,
     moments: BlockMoments,
     omegas: Mapping[tuple[str, str], float] | None = None,
 ) -> None:
@@ -178,7 +176,7 @@ def _fold_task(
     def choose(names: tuple[str, ...], seen: Observation, rows: int) -> LinearMoments:
         group = next((group for group in moments.linear if set(names) <= set(group)), None)
         solved = type(moments.linear[group]) if group else None
-        return _choose_moments(visit, task, names, seen, rows, settings, solved)
+        return _choose_moments(visit, task, names, seen, rows, hyperparameters, solved)
 
     block, merged, expert = visit.block, visit.merged, visit.expert(task)
     modules = {module.name: module for module in block.modules}
@@ -203,13 +201,13 @@ def _fold_task(
         if group not in moments.linear:
             of_merged = {name: parameters_of(merged, block, modules[name]) for name in group}
             system = LinearSystem if of_input.kept is None else TokenSystem
-            moments.linear[group] = system(of_merged, settings, with_bias=omegas is not None)
+            moments.linear[group] = system(of_merged, hyperparameters, with_bias=omegas is not None)
         of_expert = {name: parameters_of(expert, block, modules[name]) for name in names}
         omega = moments.linear[group].fold(of_input, of_expert, known.get((task, names[0])))
         moments.omegas |= {(task, name): omega for name in names}
     for name, of_norm in sums.norms.items():
         if name not in moments.norms:
-            moments.norms[name] = NormSystem(parameters_of(merged, block, modules[name]), settings)
+            moments.norms[name] = NormSystem(parameters_of(merged, block, modules[name]), hyperparameters)
         moments.norms[name].fold(of_norm, parameters_of(expert, block, modules[name]))
 
 

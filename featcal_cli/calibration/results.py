@@ -1,4 +1,4 @@
-"""What a calibration did to each block and module, and what a search tried."""
+"""What a calibration did to each block and module."""
 
 from __future__ import annotations
 
@@ -47,26 +47,6 @@ class BlockReport:
     def from_json(cls, text: str) -> BlockReport:
         values = json.loads(text)
         return cls(**{**values, "modules": [ModuleReport(**module) for module in values["modules"]]})
-
-
-@dataclass(frozen=True)
-class Trial:
-    """One candidate of a search for settings."""
-
-    ridge: float
-    rho: float
-    alpha: float
-    origin: str
-    """Where it comes from: a grid, the paper, the user."""
-    blocks: int
-    """Blocks that it went through."""
-    score: float | None
-    """How far the experts' outputs move with its features after the last of them, on examples that were not fitted; the
-    merged model's is 1, less is better. None where it was not judged, or is not finite."""
-    drift: float | None
-    """Drift of those features over merged's, mean over tasks."""
-    dropped: str
-    """Why it did not go on; empty for those that came to the end."""
 
 
 def describe_ridges(blocks: Sequence[BlockReport]) -> str:

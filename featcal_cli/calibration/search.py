@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 from math import exp, inf, isfinite, log
 
 from featcal_cli.calibration.algorithm import load_block, solve_together
+from featcal_cli.calibration.hyperparameters import Candidate, Trial
 from featcal_cli.calibration.normal_equations import collect_moments
-from featcal_cli.calibration.results import Trial
-from featcal_cli.calibration.solver import Settings
 from featcal_cli.engine.drift_metrics import OutputShift
 from featcal_cli.engine.job import MERGED, Job, share_readings
 from featcal_cli.engine.lockstep import BlockVisit, forward_order
@@ -22,15 +21,6 @@ SMALLEST = 1e-6
 DISTANCE_SHARE = 0.75
 """Of the distance of logits in a score, as a power; the rest is the total variation distance of the probabilities:
 nearer to what users count, but coarse on few examples. (Their divergence is decided by the surest mistakes.)"""
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """Settings to try."""
-
-    settings: Settings
-    origin: str
-    """Where they come from."""
 
 
 @dataclass
@@ -81,9 +71,9 @@ class Search:
     def _solve(self, visit: BlockVisit, role: str, behind: Block | None) -> None:
         """Calibrate the block in one student; one that has no stable solution is out."""
         try:
-            moments = collect_moments(visit, role, self.candidates[role].settings)
+            moments = collect_moments(visit, role, self.candidates[role].hyperparameters)
             solutions = solve_together(self.job, visit.block, moments, self.bias).solutions
-            ridge = self.candidates[role].settings.ridge
+            ridge = self.candidates[role].hyperparameters.ridge
             if any(found.ridge is not None and found.ridge > ridge for found in solutions.values()):
                 raise NumericsError(
                     f"the equations have no stable solution at ridge {ridge:g}", fix="use a larger --ridge"
@@ -110,10 +100,10 @@ class Search:
 
     def _describe(self, role: str, place: str | None, finished: int, dropped: str) -> Trial:
         """What became of a candidate; it is judged after the block `place` ("": at the end), if at all."""
-        settings, origin = self.candidates[role].settings, self.candidates[role].origin
+        candidate = self.candidates[role]
         judged = (inf, inf) if place is None else (self._score(role, place), self._drift_ratio(role, place))
         score, drift = (value if isfinite(value) else None for value in judged)
-        return Trial(settings.ridge, settings.rho, settings.alpha, origin, finished, score, drift, dropped)
+        return Trial(candidate.hyperparameters, candidate.origin, finished, score, drift, dropped)
 
     def _score(self, role: str, place: str) -> float:
         """How far outputs move from the block `place` on ("": the end), over the same for merged; mean over tasks.

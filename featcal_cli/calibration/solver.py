@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from featcal_cli.calibration.hyperparameters import Hyperparameters
 from featcal_cli.calibration.linear_algebra import (
     EPSILON,
     AddUp,
@@ -24,18 +25,6 @@ from featcal_cli.calibration.linear_algebra import (
 )
 from featcal_cli.calibration.moments import LinearMoments, NormMoments
 from featcal_cli.models.module_kinds import Affine
-
-
-@dataclass(frozen=True)
-class Settings:
-    """λ, ρ and α of the paper."""
-
-    ridge: float
-    """λ: weight of the anchor in every closed form."""
-    rho: float
-    """ρ: anchor = ρ · merged + (1 − ρ) · base."""
-    alpha: float
-    """α: target features = α · expert + (1 − α) · calibrated."""
 
 
 class Solution(NamedTuple):
@@ -62,13 +51,15 @@ class Tally(NamedTuple):
 class LinearSystem:
     """The normal equations of Linear modules that share one input, summed over tasks (paper: W*, b*)."""
 
-    def __init__(self, merged: Mapping[str, Affine], settings: Settings, *, with_bias: bool = False) -> None:
+    def __init__(
+        self, merged: Mapping[str, Affine], hyperparameters: Hyperparameters, *, with_bias: bool = False
+    ) -> None:
         """with_bias: what experts' biases ask of the outputs counts in the pull of the weights too. The paper's W*
         leaves it to b*; the objective of both together does not."""
         self._merged = dict(merged)
-        self._settings, self._with_bias = settings, with_bias
+        self._hyperparameters, self._with_bias = hyperparameters, with_bias
         first = next(iter(merged.values())).weight
-        self._dtype = choose_precision(first.dtype, settings.ridge)
+        self._dtype = choose_precision(first.dtype, hyperparameters.ridge)
         self._gram = Symmetric(first.shape[1], first.device, self._dtype)
         self._mean = in_sums(first.new_zeros(first.shape[1]), self._dtype)
         self._omega = 0.0
@@ -115,7 +106,7 @@ class LinearSystem:
         update_of, condition, ridge = self._factorise()
         solutions = {}
         for name, merged in self._merged.items():
-            towards = _anchor_offset(self._cast_all(merged), self._cast_all(base[name]), self._settings.rho)
+            towards = _anchor_offset(self._cast_all(merged), self._cast_all(base[name]), self._hyperparameters.rho)
             update = update_of(name, towards.weight)
             new_bias = None if merged.bias is None else self._cast(merged.bias)
             if bias and new_bias is not None and towards.bias is not None:
@@ -138,12 +129,7 @@ class LinearSystem:
 
     def _lacking(self, name: str, moments: LinearMoments, expert: Affine) -> Tensor:
         """E[W_i x_tgt + b_i − W_merged x_cal − b_merged] [d_out]."""
-        if moments.residuals:
-            lacking = moments.mean_residual(name)
-        else:
-            weight = to_precise(expert.weight)
-            lacking = (weight - to_precise(self._merged[name].weight)) @ moments.mean
-            lacking = lacking + self._settings.alpha * (weight @ moments.mean_drift)
+        lacking = moments.mean_residual(name, expert.weight, self._merged[name].weight)
         return lacking + moments.part * self._bias_offset(name, expert)
 
     def _bias_offset(self, name: str, expert: Affine) -> Tensor:
@@ -154,13 +140,8 @@ class LinearSystem:
 
     def _add(self, moments: LinearMoments, experts: Mapping[str, Affine], omega: float) -> None:
         """Add a task to what the weights are solved from."""
-        alpha = self._settings.alpha
         self._gram.add(moments.sum, omega / moments.total)
-        target = None
-        if not moments.residuals:
-            drift = self._cast(moments.drift)
-            self._drift.add(drift, omega * alpha)
-            target = self._cast(moments.gram).add_(drift, alpha=alpha)  # C
+        target = None if moments.pairs else moments.add_drift(self._drift, omega)  # C
         for name, expert in experts.items():
             if target is None:
                 moments.add_pull(name, self._pull[name], omega)
@@ -183,7 +164,7 @@ class LinearSystem:
         """What gives a module's update for where its anchor lies (anchor − merged), the condition number, and λ: larger
         than asked for where the equations have no stable solution else."""
         system = self._gram.full()
-        factor, ridge = factorise(system, self._settings.ridge)
+        factor, ridge = factorise(system, self._hyperparameters.ridge)
         condition = condition_number(system, factor)
 
         def update_of(name: str, towards: Tensor) -> Tensor:
@@ -209,9 +190,9 @@ class LinearSystem:
 class NormSystem:
     """The 2×2 systems (1×1 for a scale without bias) of one norm, per coordinate, summed over tasks with weight 1."""
 
-    def __init__(self, merged: Affine, settings: Settings) -> None:
+    def __init__(self, merged: Affine, hyperparameters: Hyperparameters) -> None:
         self._merged = precise(merged)
-        self._settings = settings
+        self._hyperparameters = hyperparameters
         zeros = torch.zeros_like(self._merged.weight)
         self._second, self._mean, self._scale_pull, self._bias_pull = (zeros.clone() for _ in range(4))
         self._tasks = 0.0
@@ -249,8 +230,8 @@ class NormSystem:
 
     def solve(self, base: Affine) -> Solution:
         """γ* and β*, given the base's for the anchor."""
-        merged, ridge = self._merged, self._settings.ridge
-        towards = _anchor_offset(merged, precise(base), self._settings.rho)
+        merged, ridge = self._merged, self._hyperparameters.ridge
+        towards = _anchor_offset(merged, precise(base), self._hyperparameters.rho)
         a11, a12, a22 = self._second + ridge, self._mean, self._tasks + ridge
         pull = self._scale_pull + ridge * towards.weight
         if merged.bias is None or towards.bias is None:
@@ -326,8 +307,10 @@ class TokenSystem(LinearSystem):
         (RᵀX + λ A) (XᵀX + λ I)⁻¹ = A + (R − X Aᵀ)ᵀ (X Xᵀ + λ I)⁻¹ X.
     """
 
-    def __init__(self, merged: Mapping[str, Affine], settings: Settings, *, with_bias: bool = False) -> None:
-        super().__init__(merged, settings, with_bias=with_bias)
+    def __init__(
+        self, merged: Mapping[str, Affine], hyperparameters: Hyperparameters, *, with_bias: bool = False
+    ) -> None:
+        super().__init__(merged, hyperparameters, with_bias=with_bias)
         self._x: list[Tensor] = []
         self._residuals: dict[str, list[Tensor]] = {name: [] for name in merged}
 
@@ -342,7 +325,7 @@ class TokenSystem(LinearSystem):
             self._residuals[name].append(lacking * scale)
 
     def _factorise(self) -> tuple[Callable[[str, Tensor], Tensor], float, float]:
-        x, ridge = self._cast(torch.cat(self._x)), self._settings.ridge
+        x, ridge = self._cast(torch.cat(self._x)), self._hyperparameters.ridge
         products = x @ x.T
         factor, ridge = factorise(products, ridge)
         # where no row reaches, the smallest eigenvalue is that of the ridge alone

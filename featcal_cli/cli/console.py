@@ -230,7 +230,6 @@ def show_preflight(found: Preflight) -> None:
         ("download", f"{tell_bytes(missing)}; {tell_bytes(here)} are here already"),
         ("memory", f"about {tell_bytes(needs.host_bytes)}{device}, the weights that are read included"),
         ("disk", f"about {tell_bytes(needs.disk_bytes)} for the output while it is made"),
-        ("time", f"about {timedelta(seconds=max(1, round(needs.seconds)))} on {found.device}, downloads apart"),
         ("push", f"to {found.recipe.output.push_to or 'nowhere: the result stays in its folder'}"),
     )
     OUT.print()

@@ -34,9 +34,9 @@ def summarise(run: Run, plan: Preflight, blocks: list[BlockReport], job: Job, ch
         recipe=plan.recipe.model_dump(mode="json", exclude_none=True),
         environment=describe_environment(run.device),
         settings={
-            **asdict(choice.settings),
+            **asdict(choice.hyperparameters),
             "chosen_by": choice.chosen_by,
-            "candidates": [asdict(trial) for trial in choice.candidates],
+            "candidates": [trial.to_dict() for trial in choice.candidates],
             "guard": bool(job.checked),
             "step": step,
             "norms": calibration.norms,

@@ -11,10 +11,19 @@ from torch import Tensor
 
 from featcal_cli.calibration.algorithm import calibrate_blocks
 from featcal_cli.calibration.fingerprint import name_local_files, take_fingerprint
-from featcal_cli.calibration.hyperparameters import Choice, Plan, check_search, choose_settings
+from featcal_cli.calibration.hyperparameters import (
+    Choice,
+    SearchPlan,
+    Trial,
+    check_search,
+    choose_hyperparameters,
+    kind_of,
+    take_best,
+    take_preset,
+)
 from featcal_cli.calibration.journal import SEARCH, Journal, drop_journal
 from featcal_cli.calibration.out_of_memory import halve_batches, is_out_of_memory
-from featcal_cli.calibration.results import BlockReport, Trial, describe_guard, describe_ridges
+from featcal_cli.calibration.results import BlockReport, describe_guard, describe_ridges
 from featcal_cli.calibration.search import Search
 from featcal_cli.calibration.shrinkage import between, pull_back
 from featcal_cli.calibration.task_sharding import Shares, share_tasks
@@ -168,7 +177,7 @@ class Computation:
         if target is not None and plan.recipe.local_paths:
             self._run.note(f"{RECIPE} and {REPORT} name folders of this machine, and are pushed with these names")
         self._run.listener.stage("writing")
-        chosen = {**asdict(done.choice.settings), "chosen": calibration.is_answered_for}
+        chosen = {**asdict(done.choice.hyperparameters), "chosen": calibration.is_answered_for}
         fixed = calibration.model_copy(update=chosen)
         plan = replace(plan, recipe=plan.recipe.model_copy(update={"calibration": fixed}))
         report = summarise(self._run, plan, done.blocks, done.job, done.choice, done.step)
@@ -214,7 +223,7 @@ class Computation:
         self._run.listener.stage("calibrating")
         try:
             watch = self._run.listener.progress
-            blocks = calibrate_blocks(job, choice.settings, journal, bias=calibration.bias, watch=watch)
+            blocks = calibrate_blocks(job, choice.hyperparameters, journal, bias=calibration.bias, watch=watch)
         except RuntimeError as error:
             if is_out_of_memory(error) or "bfloat16" not in str(error).lower():
                 raise
@@ -247,40 +256,56 @@ class Computation:
         scratch: Path,
         journal: Journal | None,
     ) -> Choice:
-        """The settings of the run, by a search or without; those of an interrupted run are taken over."""
-        calibration = plan.recipe.calibration
-
-        def run_search(found: Plan) -> list[Trial]:
-            if (kept := self._ranks.broadcast(journal.recall(SEARCH) if journal else None)) is not None:
-                return [Trial(**trial) for trial in kept]
-            self._run.listener.stage(f"searching settings ({len(found.candidates)} candidates)")
-            job = make_search_job(
-                models,
-                architecture,
-                examples,
-                calibration,
-                self._run.device,
-                found.candidates,
-                found.fitted,
-                [architecture.blocks[number - 1].name for number in found.cuts],
-                shares,
-                scratch,
-            )
-            search = Search(job, found.candidates, calibration.bias, found.cuts)
-            trials = search.run(self._run.listener.progress)
-            if journal:
-                journal.keep(SEARCH, [asdict(trial) for trial in trials])
-            return trials
-
-        work, blocks = plan.estimate.work, len(architecture.blocks)
-        fits = plan.estimate.search.fits
-        choice = choose_settings(calibration, models.merged.module, examples, work, blocks, run_search, fits)
-        settings = choice.settings
+        """The hyperparameters of the run, by a search or without."""
+        calibration, kind = plan.recipe.calibration, kind_of(models.merged.module)
+        needs = plan.estimate
+        choice = choose_hyperparameters(calibration, kind, examples, needs.work, needs.search.fits)
+        if isinstance(choice, SearchPlan):
+            try:
+                trials = self._search(choice, plan, examples, models, architecture, shares, scratch, journal)
+                choice = take_best(calibration, trials)
+            except NumericsError as error:
+                if calibration.select == "search":
+                    raise
+                choice = take_preset(calibration, kind, f"a search failed, {error.what}")
+        found = choice.hyperparameters
         self._run.note(
-            f"settings: ridge {settings.ridge:g}, rho {settings.rho:g}, alpha {settings.alpha:g}, "
-            f"chosen by {choice.chosen_by}"
+            f"settings: ridge {found.ridge:g}, rho {found.rho:g}, alpha {found.alpha:g}, chosen by {choice.chosen_by}"
         )
         return choice
+
+    def _search(
+        self,
+        search: SearchPlan,
+        plan: Preflight,
+        examples: Mapping[str, TaskExamples],
+        models: Models,
+        architecture: Architecture,
+        shares: Shares,
+        scratch: Path,
+        journal: Journal | None,
+    ) -> list[Trial]:
+        """What becomes of the candidates; what an interrupted run has found is taken over."""
+        if (kept := self._ranks.broadcast(journal.recall(SEARCH) if journal else None)) is not None:
+            return [Trial.from_dict(trial) for trial in kept]
+        self._run.listener.stage(f"searching settings ({len(search.candidates)} candidates)")
+        calibration = plan.recipe.calibration
+        job = make_search_job(
+            models,
+            architecture,
+            examples,
+            calibration,
+            self._run.device,
+            search.candidates,
+            search.fitted,
+            [architecture.blocks[number - 1].name for number in search.cuts],
+            shares,
+            scratch,
+        )
+        trials = Search(job, search.candidates, calibration.bias, search.cuts).run(self._run.listener.progress)
+        if journal:
+            journal.keep(SEARCH, [trial.to_dict() for trial in trials])
+        return trials
 
     def _write(
         self, journal: Journal, models: Models, report: Report, plan: Preflight, target: Target | None, step: float

@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 
-from featcal_cli.calibration.cost_model import Work, measure_speed
-from featcal_cli.calibration.hyperparameters import Plan, plan_for
+from featcal_cli.calibration.hyperparameters import SearchPlan, kind_of, plan_search
 from featcal_cli.data.examples import DrawnExamples, TaskExamples, draw_examples
 from featcal_cli.data.hub_dataset import use_copy
 from featcal_cli.data.rows import naming_task
@@ -32,7 +31,7 @@ from featcal_cli.runtime.files import check_links, tell_bytes
 from featcal_cli.runtime.hardware import disk_of, free_bytes, memory_of, rooms_for_features
 from featcal_cli.runtime.process import resident_bytes
 from featcal_cli.workflows.output_folder import Workplace
-from featcal_cli.workflows.resource_estimate import Estimate, Load, Place, SearchNeeds, choose_batch_sizes, estimate
+from featcal_cli.workflows.resource_estimate import Estimate, Load, Place, choose_batch_sizes, estimate
 
 Note = Callable[[str], None]
 SAMPLED = 8
@@ -164,22 +163,22 @@ def prepare(
     loads = {task: _load(found, recipe.calibration.examples) for task, found in examples.items()}
     is_open = recipe.calibration.is_open and all(found.selection_count for found in examples.values())
 
-    def will_search(work: Work, needs: SearchNeeds) -> tuple[int, int] | None:
-        fitted, shown = (max(getattr(load, key) for load in loads.values()) for key in ("fitted", "watched"))
-        plan = plan_for(recipe.calibration, merged.module, fitted, shown, work, len(architecture.blocks), needs.fits)
-        return (len(plan.candidates), plan.fitted) if isinstance(plan, Plan) else None
-
     needs = estimate(
         outlines,
         architecture,
         loads,
-        Place(device, memory_of(device), rooms_for_features(device), measure_speed(device)),
+        Place(device, memory_of(device), rooms_for_features(device)),
         ridge=recipe.calibration.ridge,
         resident=resident_bytes(),
         guarded=target is not None and recipe.calibration.select != "preset",
         built=isinstance(recipe.merged, Merge),
-        searched=will_search if is_open and target is not None else lambda *_: None,
     )
+    if is_open and target is not None:
+        fitted, shown = (max(getattr(load, key) for load in loads.values()) for key in ("fitted", "watched"))
+        kind = kind_of(merged.module)
+        search = plan_search(recipe.calibration, kind, fitted, shown, needs.work, needs.search.fits)
+        if isinstance(search, SearchPlan):
+            needs = needs.with_search(len(search.candidates), search.fitted)
     _check_disk(needs, transfers, target)
     return Preflight(
         recipe=recipe,

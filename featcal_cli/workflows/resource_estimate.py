@@ -1,9 +1,9 @@
-"""Memory, time and disk that a job will need, and how many examples make a batch."""
+"""Memory and disk that a job will need, and how many examples make a batch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -11,14 +11,12 @@ from torch import nn
 from featcal_cli.calibration import cost_model
 from featcal_cli.calibration.cost_model import (
     COMPUTE,
-    Speed,
     Walk,
-    Work,
     count_work,
     find_inputs,
-    seconds_of,
     walk_outline,
 )
+from featcal_cli.calibration.hyperparameters import Work
 from featcal_cli.calibration.linear_algebra import choose_precision
 from featcal_cli.data.batches import Batch
 from featcal_cli.models.architecture import Architecture, Block
@@ -54,10 +52,15 @@ class Estimate:
     """Peak memory on the device; 0 where it is the CPU."""
     disk_bytes: int
     """Output, journal, a merged model that is built, and features that do not fit in memory, together."""
-    seconds: float
-    """Computing time; without downloads."""
     work: Work
     search: SearchNeeds
+
+    def with_search(self, candidates: int, fitted: int) -> Estimate:
+        """The same with a search before, of so many candidates on so many examples a task."""
+        needed = self.search.bytes_for(candidates, fitted)
+        if self.device_bytes:
+            return replace(self, device_bytes=max(self.device_bytes, needed))
+        return replace(self, host_bytes=max(self.host_bytes, needed))
 
 
 @dataclass(frozen=True)
@@ -114,7 +117,6 @@ class Place:
     """Bytes that it has."""
     rooms: tuple[int, int]
     """Bytes that features may take, on the device and in the machine's memory."""
-    speed: Speed
 
 
 def estimate(
@@ -127,7 +129,6 @@ def estimate(
     resident: int,
     guarded: bool,
     built: bool,
-    searched: Callable[[Work, SearchNeeds], tuple[int, int] | None],
 ) -> Estimate:
     """The needs of calibrating `models` (outlines: merged, base and the experts, by role), given the process's
     `resident` bytes now.
@@ -135,8 +136,6 @@ def estimate(
     ridge: λ, where it is known; it decides what precision the equations need.
     guarded: updates are checked on as many examples as drift is measured on.
     built: the merged model is made first, and takes a place of its own.
-    searched: given the work, and what a search needs, how many candidates for the settings walk first, and on how many
-    examples; None for none.
     """
     merged = models["merged"].module
     walks: dict[str, Walk] = {}
@@ -145,8 +144,7 @@ def estimate(
         same = next(alike, None)
         entry = architecture.entries[task]
         walks[task] = walks[same] if same else walk_outline(merged, architecture, entry, load.batch)
-    fitted, watched = (max(getattr(load, key) for load in loads.values()) for key in ("fitted", "watched"))
-    counted = count_work(merged, architecture, walks, fitted)
+    fitted = max(load.fitted for load in loads.values())
     computing = torch.bfloat16 if merged.dtype == torch.bfloat16 else torch.float32
     item = computing.itemsize / COMPUTE
     batches = {task: walk.feature_bytes * loads[task].batch_size // walk.examples for task, walk in walks.items()}
@@ -182,15 +180,12 @@ def estimate(
     )
     base = BLOCKS_HELD * each if on_device else 0
     work = here + features + equations + base
-    if found := searched(counted, needs):
-        work = max(work, needs.bytes_for(*found) - (0 if on_device else resident + data + files))
     on_host = resident + data + files
     return Estimate(
         host_bytes=on_host + (there if on_device else work),
         device_bytes=max(work, here + STEMS_HELD * stem) if on_device else 0,
         disk_bytes=_bytes(merged) * (2 if built else 1) + sum(blocks) + states + SMALL_FILES - here - there,
-        seconds=seconds_of(counted, fitted, watched, place.speed, computing, guarded=guarded) * (2 if found else 1),
-        work=counted,
+        work=count_work(merged, architecture, walks, fitted),
         search=needs,
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 from torch.nn.functional import linear
 
-from featcal_cli.calibration.moments import LinearMoments, Residual
+from featcal_cli.calibration.moments import LinearMoments, Pair
 from featcal_cli.calibration.solver import LinearSystem, TokenSystem
 from featcal_cli.models.module_kinds import Affine
 
@@ -25,9 +25,8 @@ def sum_up(
     batches: int = 1,
 ) -> LinearMoments:
     """The moments of rows [T, d_in] for one module, called m."""
-    residual = Residual(expert.weight, expert.bias, merged.weight, alpha)
-    residuals = None if way == "drift" else {"m": residual}
-    moments = LinearMoments(x_cal.shape[1], x_cal.device, residuals, keep_rows=way == "rows")
+    pairs = None if way == "drift" else {"m": Pair(expert, merged.weight)}
+    moments = LinearMoments(x_cal.shape[1], x_cal.device, alpha, pairs, keep_rows=way == "rows")
     outputs = {"m": linear(x_exp, expert.weight, expert.bias)} if way == "outputs" else {}
     size = -(-len(x_cal) // batches)
     for start in range(0, len(x_cal), size):

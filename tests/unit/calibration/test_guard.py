@@ -17,9 +17,10 @@ from torch import Tensor, nn
 
 from featcal_cli.calibration.algorithm import load_block, solve_block
 from featcal_cli.calibration.backtracking import STEPS, guard_block
+from featcal_cli.calibration.hyperparameters import Hyperparameters
 from featcal_cli.calibration.moments import NormMoments
 from featcal_cli.calibration.normal_equations import collect_moments, parameters_of
-from featcal_cli.calibration.solver import BlockMoments, LinearSystem, NormSystem, Settings, Solution, precise
+from featcal_cli.calibration.solver import BlockMoments, LinearSystem, NormSystem, Solution, precise
 from featcal_cli.engine.job import CALIBRATED
 from featcal_cli.engine.lockstep import forward_order
 from featcal_cli.models.module_kinds import Affine, new_parameters
@@ -29,9 +30,9 @@ from featcal_cli.workflows.verbs import calibrate
 pytestmark = pytest.mark.usefixtures("undrawn")
 
 BY_NAME = {family.name: family for family in FAMILIES}
-OVERFIT = Settings(ridge=1e-5, rho=1.0, alpha=1.0)
+OVERFIT = Hyperparameters(ridge=1e-5, rho=1.0, alpha=1.0)
 """A fit to few rows with next to nothing that holds it back."""
-HELD_BACK = Settings(ridge=1.0, rho=1.0, alpha=0.3)
+HELD_BACK = Hyperparameters(ridge=1.0, rho=1.0, alpha=0.3)
 """A fit to few rows of which some holds on others."""
 FITTED, HELD_OUT = 2, 8
 ALPHA, TASKS, ROWS = 0.4, 3, 7
@@ -62,7 +63,7 @@ def test_the_objective_of_a_linear_is_that_of_its_rows(bias: bool, weighted: boo
     """Of all tasks, at every step; also where tokens weigh differently, and however they are summed."""
     torch.manual_seed(0)
     merged, new = (affine(3, 5, bias=bias) for _ in range(2))
-    system = SYSTEMS[way]({"m": merged}, Settings(0.05, 2.0, ALPHA), with_bias=True)
+    system = SYSTEMS[way]({"m": merged}, Hyperparameters(0.05, 2.0, ALPHA), with_bias=True)
     expected = dict.fromkeys(STEPS, 0.0)
     for omega in (0.5, 2.0, 0.1):
         expert = affine(3, 5, bias=bias)
@@ -85,7 +86,7 @@ def test_the_objective_of_a_norm_is_that_of_its_rows(bias: bool) -> None:
     """A LayerNorm's, and that of a norm with a scale only."""
     torch.manual_seed(0)
     merged, new = (affine(5, 0, bias=bias) for _ in range(2))
-    system = NormSystem(merged, Settings(0.05, 2.0, ALPHA))
+    system = NormSystem(merged, Hyperparameters(0.05, 2.0, ALPHA))
     expected = dict.fromkeys(STEPS, 0.0)
     for _ in range(TASKS):
         expert, z = affine(5, 0, bias=bias), torch.randn(ROWS, 5, dtype=torch.float64) + 0.5
@@ -106,7 +107,7 @@ def test_every_step_is_taken_where_it_is_best() -> None:
     merged, new = Affine(torch.zeros(1, 1).double(), None), Affine(torch.ones(1, 1).double(), None)
     for best, step in {1.5: 1.0, 0.9: 1.0, 0.6: 0.5, 0.45: 0.5, 0.3: 0.25, 0.1: 0.0, -0.5: 0.0}.items():
         expert = Affine(torch.full((1, 1), best), None)
-        system = LinearSystem({"m": merged}, Settings(0.05, 1.0, 0.0), with_bias=True)
+        system = LinearSystem({"m": merged}, Hyperparameters(0.05, 1.0, 0.0), with_bias=True)
         system.fold(sum_up("drift", torch.ones(1, 1), torch.ones(1, 1), expert, merged, 0.0), {"m": expert}, 1.0)
         held, steps = guard_block({"m": Solution(new, 7.0, 1.0)}, BlockMoments(linear={("m",): system}), {"m": merged})
         assert steps == {"m": step}

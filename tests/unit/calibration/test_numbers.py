@@ -13,10 +13,11 @@ from families import FAMILIES, Saved, save_family
 from rich.console import Console
 from safetensors.torch import load_file, save_file
 
+from featcal_cli.calibration.hyperparameters import Hyperparameters
 from featcal_cli.calibration.linear_algebra import EPSILON, factorise
 from featcal_cli.calibration.moments import LinearMoments
 from featcal_cli.calibration.results import BlockReport, ModuleReport, describe_ridges
-from featcal_cli.calibration.solver import LinearSystem, Settings
+from featcal_cli.calibration.solver import LinearSystem
 from featcal_cli.cli.drift_view import show_inspection
 from featcal_cli.engine.drift_metrics import Drift
 from featcal_cli.models.module_kinds import Affine
@@ -62,10 +63,10 @@ def test_a_system_without_a_stable_solution_gets_more_ridge_and_the_solution_say
     """Sums that are not positive: no examples give such, but rounding may."""
     torch.manual_seed(0)
     x = torch.randn(40, 6, dtype=torch.float64)
-    moments = LinearMoments(6, CPU)
+    moments = LinearMoments(6, CPU, 0.5)
     moments.add(x, x, torch.cat([torch.full((39,), 1.0), torch.tensor([-30.0])]).double())
     own = Affine(torch.randn(3, 6, dtype=torch.float64), None)
-    system = LinearSystem({"fc": own}, Settings(1e-6, 1.0, 0.5))
+    system = LinearSystem({"fc": own}, Hyperparameters(1e-6, 1.0, 0.5))
     system.fold(moments, {"fc": own})
     found = system.solve({"fc": own})["fc"]
     assert found.ridge is not None and found.ridge > 1e-6 and torch.isfinite(found.parameters.weight).all()

@@ -16,9 +16,8 @@ from families import FAMILIES, Saved, save_family
 from jobs import Prepared, prepare
 from safetensors.torch import save_file
 
-from featcal_cli.calibration.results import Trial
-from featcal_cli.calibration.search import Candidate, Search, mean_ratio
-from featcal_cli.calibration.solver import Settings
+from featcal_cli.calibration.hyperparameters import Candidate, Hyperparameters, Trial
+from featcal_cli.calibration.search import Search, mean_ratio
 from featcal_cli.data.batches import count_examples
 from featcal_cli.engine.job import Job
 from featcal_cli.runtime.errors import NumericsError
@@ -29,9 +28,9 @@ pytestmark = pytest.mark.usefixtures("undrawn")
 
 BY_NAME = {family.name: family for family in FAMILIES}
 CANDIDATES = {
-    "strong": Settings(1e-5, 1.0, 1.0),
-    "middling": Settings(0.05, 2.0, 0.3),
-    "weak": Settings(1.0, 1.0, 0.1),
+    "strong": Hyperparameters(1e-5, 1.0, 1.0),
+    "middling": Hyperparameters(0.05, 2.0, 0.3),
+    "weak": Hyperparameters(1.0, 1.0, 0.1),
 }
 FITTED, HELD_OUT = 8, 4
 """Rows that the search fits, and in each half of the rows held out."""
@@ -50,8 +49,8 @@ def start(prepared: Prepared, names: list[str], cuts: dict[int, int] | None = No
 
 
 def by_settings(trials: list[Trial]) -> dict[str, Trial]:
-    names = {(each.ridge, each.rho, each.alpha): name for name, each in CANDIDATES.items()}
-    return {names[trial.ridge, trial.rho, trial.alpha]: trial for trial in trials}
+    names = {values: name for name, values in CANDIDATES.items()}
+    return {names[trial.hyperparameters]: trial for trial in trials}
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +58,7 @@ def bert(tmp_path_factory: pytest.TempPathFactory) -> Saved:
     return save_family(tmp_path_factory.mktemp("bert"), BY_NAME["bert"])
 
 
-def drift_alone(saved: Saved, folder: Path, settings: Settings) -> dict[str, tuple[float, float]]:
+def drift_alone(saved: Saved, folder: Path, settings: Hyperparameters) -> dict[str, tuple[float, float]]:
     """Drift before and after by task, of a calibration by itself: fitted to what the search fits, and measured on what
     it measures on, which is the second half of the held-out rows here."""
     recipe: dict[str, Any] = saved.recipe(**vars(settings), examples=FITTED, select="preset")
@@ -197,8 +196,8 @@ def test_a_candidate_without_a_stable_solution_is_dropped_with_the_reason(
     """The others go on as if it had not been there."""
     prepared = prepare(bert)
     expected = by_settings(start(prepared, ["strong", "weak"]).run(quiet))
-    monkeypatch.setitem(CANDIDATES, "broken", Settings(-1.0, 1.0, 0.3))
-    monkeypatch.setitem(CANDIDATES, "endless", Settings(0.1, 1.0, float("inf")))
+    monkeypatch.setitem(CANDIDATES, "broken", Hyperparameters(-1.0, 1.0, 0.3))
+    monkeypatch.setitem(CANDIDATES, "endless", Hyperparameters(0.1, 1.0, float("inf")))
     for names in (["broken", "strong", "endless", "weak"], ["strong", "weak", "broken"]):
         found = by_settings(start(prepared, names).run(quiet))
         assert {name: found[name] for name in expected} == expected
@@ -209,7 +208,7 @@ def test_a_candidate_without_a_stable_solution_is_dropped_with_the_reason(
 
 def test_a_search_in_which_all_fail_is_an_error(bert: Saved, monkeypatch: pytest.MonkeyPatch) -> None:
     for number in (1, 2):
-        monkeypatch.setitem(CANDIDATES, f"broken {number}", Settings(-float(number), 1.0, 0.3))
+        monkeypatch.setitem(CANDIDATES, f"broken {number}", Hyperparameters(-float(number), 1.0, 0.3))
     with pytest.raises(NumericsError, match="no stable solution"):
         start(prepare(bert), ["broken 1", "broken 2"]).run(quiet)
 

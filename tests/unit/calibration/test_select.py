@@ -14,24 +14,24 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import torch
-import transformers as tf
 import yaml
 from command_line import Run, featcal_inside
 from families import FAMILIES, TASKS, Saved, save_family, save_tokenizer
 from hub_server import HubServer
 from safetensors.torch import save_file
 
-from featcal_cli.calibration.cost_model import Work
 from featcal_cli.calibration.hyperparameters import (
     CAUTIOUS,
     PAPER,
-    Plan,
-    choose_candidates,
-    choose_settings,
+    Choice,
+    Hyperparameters,
+    Trial,
+    Work,
+    choose_hyperparameters,
+    list_candidates,
     pick_trial,
+    take_best,
 )
-from featcal_cli.calibration.results import Trial
-from featcal_cli.calibration.solver import Settings
 from featcal_cli.recipe.schema import Calibration
 from featcal_cli.reporting.report import Report
 from featcal_cli.runtime.errors import NumericsError, RecipeError
@@ -110,7 +110,7 @@ def test_what_the_user_gives_is_kept_by_every_candidate(kind: str) -> None:
     given = {"ridge": 0.123, "rho": 1.5, "alpha": 0.7}
     for names in ((), ("ridge",), ("rho",), ("alpha",), ("ridge", "alpha"), ("rho", "alpha")):
         fixed = {name: given[name] for name in names}
-        settings = [vars(candidate.settings) for candidate in choose_candidates(kind, fixed).values()]
+        settings = [vars(candidate.hyperparameters) for candidate in list_candidates(kind, fixed).values()]
         assert all(each[name] == fixed[name] for each in settings for name in names)
         assert all(len({each[name] for each in settings}) > 1 for name in given.keys() - fixed.keys())
         assert len({tuple(each.values()) for each in settings}) == len(settings)
@@ -338,7 +338,7 @@ def test_without_strict_drift_that_grew_is_said(
 
 
 def trial(score: float | None, ridge: float, alpha: float, dropped: str = "") -> Trial:
-    return Trial(ridge, 1.0, alpha, "grid", 4, score, score, dropped)
+    return Trial(Hyperparameters(ridge, 1.0, alpha), "grid", 4, score, score, dropped)
 
 
 def test_of_candidates_that_hardly_differ_the_one_that_trusts_the_examples_most_is_taken() -> None:
@@ -361,22 +361,38 @@ def test_where_nothing_beats_merged_the_least_bad_is_taken() -> None:
 @pytest.mark.parametrize("ridge", [None, 1e-5])
 def test_where_no_candidate_beats_merged_it_hardly_changes_but_for_what_the_user_gives(ridge: float | None) -> None:
     held = [trial(1.02, 1e-5, 0.15), trial(1.03, 1e-5, 0.3)]
-    examples = {"red": SimpleNamespace(fitted_count=64, selection_count=8)}
-    given = Calibration(select="search", ridge=ridge)
-    model = tf.BertModel(tf.BertConfig(num_hidden_layers=1, hidden_size=4, num_attention_heads=1, vocab_size=9))
-    choice = choose_settings(given, model, examples, Work(1, 1, 1), 4, lambda _: held)  # type: ignore[arg-type]
-    assert choice.settings == (CAUTIOUS if ridge is None else Settings(1e-5, 1.0, 0.15))
+    choice = take_best(Calibration(select="search", ridge=ridge), held)
+    assert choice.hyperparameters == (CAUTIOUS if ridge is None else Hyperparameters(1e-5, 1.0, 0.15))
     assert "none is better than merged" in choice.chosen_by
 
 
-def test_a_search_that_fails_leaves_auto_with_the_preset() -> None:
-    def fail(_: Plan) -> list[Trial]:
+@pytest.mark.parametrize(
+    ("fitted", "select", "count", "few"),
+    [(15, "auto", 0, 0), (15, "search", 4, 15), (64, "auto", 4, 16), (64, "search", 8, 16), (256, "auto", 8, 42)],
+)
+def test_a_search_is_as_large_as_the_calibration_allows(fitted: int, select: str, count: int, few: int) -> None:
+    """By operations alone: what is the same for every number of examples counts more with few of them."""
+    examples: Any = {"red": SimpleNamespace(fitted_count=fitted, selection_count=8)}
+    work = Work(12, forward=1.0, products=0.8, systems=8.0)
+    found = choose_hyperparameters(Calibration(select=select), "encoder", examples, work)  # type: ignore[arg-type]
+    if isinstance(found, Choice):
+        assert count == 0 and found.hyperparameters == PAPER["CLIP"] and "would cost more than" in found.chosen_by
+    else:
+        assert (len(found.candidates), found.fitted) == (count, few)
+        crowded = choose_hyperparameters(Calibration(), "encoder", examples, work, lambda *_: False)
+        assert isinstance(crowded, Choice)
+        assert ("needs more memory than there is" in crowded.chosen_by) == (select == "auto" or fitted > 15)
+
+
+def test_a_search_that_fails_leaves_auto_with_the_preset(
+    bert: Saved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
         raise NumericsError("the features are not finite")
 
-    examples = {"red": SimpleNamespace(fitted_count=640, selection_count=8)}
-    model = tf.BertModel(tf.BertConfig(num_hidden_layers=1, hidden_size=4, num_attention_heads=1, vocab_size=9))
-    arguments: Any = (model, examples, Work(1, 1, 1), 4, fail)
-    choice = choose_settings(Calibration(), *arguments)
-    assert choice.settings == PAPER["CLIP"] and "the features are not finite" in choice.chosen_by
+    monkeypatch.setattr("featcal_cli.calibration.search.Search.run", fail)
+    monkeypatch.setattr("featcal_cli.calibration.hyperparameters.BUDGET", 99.0)
     with pytest.raises(NumericsError):
-        choose_settings(Calibration(select="search"), *arguments)
+        calibrate(bert.recipe(**OPEN, select="search"), output=tmp_path / "searched")
+    settings = calibrate(bert.recipe(**OPEN), output=tmp_path / "out").report.settings
+    assert chosen(settings) == asdict(PAPER["CLIP"]) and "the features are not finite" in settings["chosen_by"]

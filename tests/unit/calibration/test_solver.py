@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from featcal_cli.calibration.hyperparameters import PAPER, Hyperparameters
 from featcal_cli.calibration.linear_algebra import EPSILON
 from featcal_cli.calibration.moments import LinearMoments, NormMoments
-from featcal_cli.calibration.solver import LinearSystem, NormSystem, Settings
+from featcal_cli.calibration.solver import LinearSystem, NormSystem
 from featcal_cli.models.module_kinds import Affine
 from featcal_cli.runtime.errors import NumericsError
 
@@ -29,22 +30,24 @@ def random_tasks(rows: int) -> list[tuple[Tensor, Tensor, Affine]]:
     ]
 
 
-def moments_of(x_cal: Tensor, x_exp: Tensor, weights: Tensor | None = None) -> LinearMoments:
-    moments = LinearMoments(D_IN, CPU)
+def moments_of(x_cal: Tensor, x_exp: Tensor, alpha: float = 0.3, weights: Tensor | None = None) -> LinearMoments:
+    moments = LinearMoments(D_IN, CPU, alpha)
     moments.add(x_cal, x_exp, weights)
     return moments
 
 
-def solve(merged: Affine, base: Affine, tasks: list[tuple[Tensor, Tensor, Affine]], settings: Settings) -> Affine:
+def solve(
+    merged: Affine, base: Affine, tasks: list[tuple[Tensor, Tensor, Affine]], settings: Hyperparameters
+) -> Affine:
     system = LinearSystem({"m": merged}, settings)
     for x_cal, x_exp, expert in tasks:
-        system.fold(moments_of(x_cal, x_exp), {"m": expert})
+        system.fold(moments_of(x_cal, x_exp, settings.alpha), {"m": expert})
     return system.solve({"m": base})["m"].parameters
 
 
 @pytest.mark.parametrize("rows", [4, 50])
-@pytest.mark.parametrize("settings", [Settings(0.05, 2.0, 0.3), Settings(1e-5, 0.5, 1.0), Settings(3.0, 0.5, 0.15)])
-def test_linear_weight_minimises_the_stated_objective(rows: int, settings: Settings) -> None:
+@pytest.mark.parametrize("settings", [PAPER["CLIP"], Hyperparameters(1e-5, 0.5, 1.0), PAPER["Llama-3.1-8B"]])
+def test_linear_weight_minimises_the_stated_objective(rows: int, settings: Hyperparameters) -> None:
     """Σ ω_i E‖W x_cal − W_i x_tgt‖² + λ‖W − W_anc‖², stacked into one least-squares problem."""
     torch.manual_seed(0)
     merged, base, tasks = random_affine(), random_affine(), random_tasks(rows)
@@ -65,7 +68,7 @@ def test_linear_weight_minimises_the_stated_objective(rows: int, settings: Setti
 
 def test_linear_bias_is_the_weighted_mean_residual() -> None:
     torch.manual_seed(0)
-    settings = Settings(0.05, 2.0, 0.3)
+    settings = PAPER["CLIP"]
     merged, base, tasks = random_affine(), random_affine(), random_tasks(50)
     weight, bias = solve(merged, base, tasks, settings)
     assert merged.bias is not None and base.bias is not None and bias is not None
@@ -84,7 +87,7 @@ def test_norm_minimises_the_stated_objective() -> None:
     torch.manual_seed(0)
     merged, base, *experts = (Affine(*torch.randn(2, D_IN, dtype=torch.float64).unbind()) for _ in range(2 + TASKS))
     inputs = [torch.randn(40, D_IN, dtype=torch.float64) for _ in experts]
-    system = NormSystem(merged, Settings(0.05, 2.0, 0.3))
+    system = NormSystem(merged, PAPER["CLIP"])
     for z, expert in zip(inputs, experts, strict=True):
         moments = NormMoments(D_IN, CPU)
         moments.add(z[:15])
@@ -109,7 +112,7 @@ def test_scale_without_bias_is_the_weighted_mean() -> None:
     z = torch.randn(40, D_IN, dtype=torch.float64)
     moments = NormMoments(D_IN, CPU)
     moments.add(z)
-    system = NormSystem(merged, Settings(0.05, 2.0, 0.3))
+    system = NormSystem(merged, PAPER["CLIP"])
     system.fold(moments, expert)
     found = system.solve(base).parameters
     second = z.square().mean(0)
@@ -119,8 +122,8 @@ def test_scale_without_bias_is_the_weighted_mean() -> None:
 
 
 @pytest.mark.parametrize("rows", [3, 50])
-@pytest.mark.parametrize("settings", [Settings(0.05, 2.0, 0.3), Settings(1e-5, 0.5, 1.0)])
-def test_equal_models_stay_as_they_are_to_the_last_bit(rows: int, settings: Settings) -> None:
+@pytest.mark.parametrize("settings", [PAPER["CLIP"], Hyperparameters(1e-5, 0.5, 1.0)])
+def test_equal_models_stay_as_they_are_to_the_last_bit(rows: int, settings: Hyperparameters) -> None:
     torch.manual_seed(0)
     same = random_affine()
     tasks = [(x, x, same) for x, _, _ in random_tasks(rows)]
@@ -132,7 +135,7 @@ def test_equal_models_stay_as_they_are_to_the_last_bit(rows: int, settings: Sett
 def test_a_huge_ridge_with_rho_one_returns_merged() -> None:
     torch.manual_seed(0)
     merged, base = random_affine(), random_affine()
-    found = solve(merged, base, random_tasks(50), Settings(1e12, 1.0, 0.3))
+    found = solve(merged, base, random_tasks(50), Hyperparameters(1e12, 1.0, 0.3))
     torch.testing.assert_close(found.weight, merged.weight, rtol=1e-9, atol=1e-9)
 
 
@@ -140,8 +143,8 @@ def test_batches_and_weights_only_count_rows() -> None:
     """A row of weight 2 is the same as the row twice, however the rows are cut into batches."""
     torch.manual_seed(0)
     x_cal, x_exp = torch.randn(6, D_IN), torch.randn(6, D_IN)
-    weighted = moments_of(x_cal, x_exp, torch.tensor([1.0, 2, 1, 1, 1, 1]))
-    repeated = LinearMoments(D_IN, CPU)
+    weighted = moments_of(x_cal, x_exp, weights=torch.tensor([1.0, 2, 1, 1, 1, 1]))
+    repeated = LinearMoments(D_IN, CPU, 0.3)
     for rows in ([0, 1, 1], [2, 3, 4, 5]):
         repeated.add(x_cal[rows], x_exp[rows])
     for name in ("gram", "drift", "mean", "mean_drift"):
@@ -149,7 +152,7 @@ def test_batches_and_weights_only_count_rows() -> None:
 
 
 def test_features_that_are_not_finite_are_an_error_not_a_result() -> None:
-    system = LinearSystem({"m": random_affine()}, Settings(0.05, 2.0, 0.3))
+    system = LinearSystem({"m": random_affine()}, PAPER["CLIP"])
     x = torch.full((4, D_IN), float("nan"))
     system.fold(moments_of(x, x), {"m": random_affine()})
     with pytest.raises(NumericsError, match="not finite"):
@@ -158,7 +161,7 @@ def test_features_that_are_not_finite_are_an_error_not_a_result() -> None:
 
 def test_condition_number_is_that_of_the_system() -> None:
     torch.manual_seed(0)
-    tasks, settings = random_tasks(50), Settings(0.05, 2.0, 0.3)
+    tasks, settings = random_tasks(50), PAPER["CLIP"]
     system = LinearSystem({"m": random_affine()}, settings)
     gram = torch.zeros(D_IN, D_IN, dtype=torch.float64)
     for x_cal, x_exp, expert in tasks:

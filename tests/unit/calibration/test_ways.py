@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from featcal_cli.calibration import cost_model
+from featcal_cli.calibration.hyperparameters import PAPER, Hyperparameters
 from featcal_cli.calibration.linear_algebra import EPSILON, Symmetric
-from featcal_cli.calibration.solver import Settings
 from featcal_cli.models.module_kinds import Affine
 
 TASKS = 3
@@ -37,7 +37,7 @@ def draw(rows: int, d_in: int, d_out: int, *, weighted: bool) -> tuple[Affine, A
     return merged, Affine(near(merged.weight), near(merged.bias)), tasks  # type: ignore[arg-type]
 
 
-def solve_plainly(merged: Affine, base: Affine, tasks: list[dict[str, Any]], settings: Settings) -> Affine:
+def solve_plainly(merged: Affine, base: Affine, tasks: list[dict[str, Any]], settings: Hyperparameters) -> Affine:
     """W* and b* by the paper's equations as they stand, in float64."""
     d_in = merged.weight.shape[1]
     left, right = torch.zeros_like(merged.weight).double(), torch.zeros(d_in, d_in).double()
@@ -60,12 +60,12 @@ def solve_plainly(merged: Affine, base: Affine, tasks: list[dict[str, Any]], set
     return Affine(solved, (total + ridge * anchor[1]) / (sum(omega for omega, *_ in means) + ridge))
 
 
-@pytest.mark.parametrize("settings", [Settings(0.05, 2.0, 0.3), Settings(3.0, 0.5, 0.15), Settings(0.05, 1.0, 1.0)])
+@pytest.mark.parametrize("settings", [PAPER["CLIP"], PAPER["Llama-3.1-8B"], Hyperparameters(0.05, 1.0, 1.0)])
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("way", WAYS)
 def test_every_way_gives_the_plain_result(
-    way: str, shape: tuple[int, int, int], weighted: bool, settings: Settings
+    way: str, shape: tuple[int, int, int], weighted: bool, settings: Hyperparameters
 ) -> None:
     merged, base, tasks = draw(*shape, weighted=weighted)
     system = SYSTEMS[way]({"m": merged}, settings)
@@ -82,7 +82,7 @@ def test_every_way_gives_the_plain_result(
 def test_the_condition_number_does_not_depend_on_the_way(way: str) -> None:
     """Not even where fewer rows than d_in are seen, and the smallest eigenvalue is λ."""
     merged, base, tasks = draw(6, 40, 9, weighted=False)
-    system = SYSTEMS[way]({"m": merged}, Settings(0.05, 2.0, 0.3))
+    system = SYSTEMS[way]({"m": merged}, PAPER["CLIP"])
     whole = 0.05 * torch.eye(40).double()
     for task in tasks:
         omega = system.fold(sum_up(way, **task, merged=merged, alpha=0.3), {"m": task["expert"]})
@@ -96,7 +96,7 @@ def test_equal_models_stay_as_they_are(way: str) -> None:
     """To the last bit where no output is used that was computed in another order."""
     merged, _, tasks = draw(20, 40, 9, weighted=False)
     for alpha, ridge in ((1.0, 1e-5), (0.3, 0.05)):
-        system = SYSTEMS[way]({"m": merged}, Settings(ridge, 2.0, alpha))
+        system = SYSTEMS[way]({"m": merged}, Hyperparameters(ridge, 2.0, alpha))
         for task in tasks:
             system.fold(sum_up(way, task["x_cal"], task["x_cal"], merged, merged, alpha), {"m": merged})
         found = system.solve({"m": merged})["m"].parameters.weight
@@ -117,7 +117,7 @@ def test_the_way_that_is_chosen_multiplies_less(rows: int, d_in: int, d_out: int
             moments = sum_up(way, **task, merged=merged, alpha=0.3)
         summed = counter.get_total_flops() - (outputs_in_advance.get_total_flops() if way == "outputs" else 0)
         with FlopCounterMode(display=False) as counter:
-            SYSTEMS[way]({"m": merged}, Settings(0.05, 2.0, 0.3)).fold(moments, {"m": task["expert"]})
+            SYSTEMS[way]({"m": merged}, PAPER["CLIP"]).fold(moments, {"m": task["expert"]})
         counted[way == "drift"] = summed + cost_model.PRECISE_COST * counter.get_total_flops()
     chosen = not cost_model.sums_residuals(rows, d_in, d_out, outputs_known=outputs_known)
     assert counted[chosen] <= counted[not chosen]

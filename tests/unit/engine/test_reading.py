@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from featcal_cli.calibration.algorithm import calibrate_blocks
+from featcal_cli.calibration.hyperparameters import Hyperparameters
 from featcal_cli.calibration.journal import Journal
-from featcal_cli.calibration.solver import Settings
 from featcal_cli.engine.block_runner import BlockRunner
 from featcal_cli.models.loading import Model
 from featcal_cli.runtime import memory_map
@@ -23,7 +23,7 @@ from featcal_cli.workflows.verbs import calibrate
 pytestmark = pytest.mark.usefixtures("undrawn")
 
 BY_NAME = {family.name: family for family in FAMILIES}
-SETTINGS = Settings(0.05, 2.0, 0.3)
+SETTINGS = Hyperparameters(0.05, 2.0, 0.3)
 LINUX = pytest.mark.skipif(not memory_map.MAPS.is_file(), reason="this system does not say what is mapped")
 
 
