@@ -121,7 +121,7 @@ def calibrate(
     from featcal_cli.recipe.overrides import collect_overrides
     from featcal_cli.recipe.schema import read_draft
     from featcal_cli.recipe.shipped import find_recipe
-    from featcal_cli.reporting.gates import check_grown, check_pushable
+    from featcal_cli.reporting.verdict import check_grown, check_pushable
     from featcal_cli.runtime.errors import RecipeError
     from featcal_cli.runtime.logfile import recorded
     from featcal_cli.workflows.output import default_output
@@ -242,7 +242,7 @@ def inspect_drift(
     with recorded(screen, log_file) as log:
         with interruptible(MEASURING), screen.live():
             from featcal_cli.cli.drift_view import show_inspection
-            from featcal_cli.reporting.gates import check_gate
+            from featcal_cli.reporting.verdict import check_gate
             from featcal_cli.workflows.inspect_drift import inspect_drift as run
 
             start_importing("featcal_cli.workflows.measure_drift")

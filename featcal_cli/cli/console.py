@@ -18,7 +18,7 @@ from rich.syntax import Syntax
 from rich.table import Table
 
 from featcal_cli.recipe.shipped import COMPANIONS, describe_recipe
-from featcal_cli.reporting.report import CARD, RECIPE, Report
+from featcal_cli.reporting.report import CARD, RECIPE, DriftRow, Report
 from featcal_cli.runtime.errors import FeatCalError
 from featcal_cli.runtime.files import tell_bytes
 from featcal_cli.runtime.process import peak_resident_bytes
@@ -166,16 +166,12 @@ def show_crash(error: BaseException, file: Path | None) -> None:
 
 def show_drift(report: Report) -> None:
     """The table of drift per task, before and after."""
-    table = Table(title=None, box=None, pad_edge=False, show_footer=len(report.drift) > 1)
+    table = Table(box=None, pad_edge=False, show_footer=len(report.drift) > 1)
     names = ("task", "merged", "calibrated", "change", "base")
-    rows = [(task, drift.before, drift.after, drift.base) for task, drift in report.drift.items()]
-    mean = [sum(row[column] for row in rows) / len(rows) for column in (1, 2, 3)]  # type: ignore[misc]
-    feet = ("mean", f"{mean[0]:.3f}", f"{mean[1]:.3f}", _change(mean[0], mean[1]), f"{mean[2]:.3f}")
-    for name, foot in zip(names, feet, strict=True):
+    for name, foot in zip(names, ("mean", *_write_cells(report.mean_drift)), strict=True):
         table.add_column(name, foot, justify="left" if name == "task" else "right")
-    for task, before, after, base in rows:
-        mark = "*" if task in report.fitted_tasks and len(report.fitted_tasks) < len(report.drift) else ""
-        table.add_row(escape(task) + mark, f"{before:.3f}", f"{after:.3f}", _change(before, after), f"{base:.3f}")
+    for row in report.drift_rows:
+        table.add_row(escape(row.task) + ("*" if row.is_marked else ""), *_write_cells(row))
     if report.has_grown or report.fitted_tasks or report.settings.get("step") == 0:
         colour = "bold red" if report.has_grown else "bold"
         OUT.print(f"[{colour}]{escape(report.headline[0].upper() + report.headline[1:])}[/]")
@@ -344,7 +340,8 @@ def show_accuracy(rows: Sequence[Accuracy]) -> None:
         OUT.print(f"{share:.0f} % of what merging lost is recovered.")
 
 
-def _change(before: float, after: float) -> str:
-    if before == 0:
-        return "0 %" if after == 0 else "new"
-    return f"[{'green' if after <= before else 'red'}]{100 * (after - before) / before:+.0f} %[/]"
+def _write_cells(row: DriftRow) -> list[str]:
+    before, after, change, base = row.cells
+    if row.before:
+        change = f"[{'green' if row.after <= row.before else 'red'}]{change}[/]"
+    return [before, after, change, base]

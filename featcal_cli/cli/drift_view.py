@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from itertools import islice
 from math import isfinite
 
 from rich.cells import cell_len
@@ -11,18 +11,21 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from featcal_cli.lineage.questions import enumerate_names
-from featcal_cli.reporting.inspection import Inspection, ModelDrift
+from featcal_cli.reporting.inspection import Inspection
 from featcal_cli.reporting.markdown import one_line, without_secrets
 from featcal_cli.reporting.verdict import (
+    Column,
     abbreviate,
     describe_lists,
-    follow,
+    follow_drift,
+    list_feature_columns,
+    list_output_columns,
     list_roles,
+    mean_known,
     order_blocks,
     read_drift,
     split_lists,
-    tell_verdict,
+    write_verdict,
 )
 
 FEATURES = (
@@ -38,10 +41,15 @@ ORIGINS = (
     "block with the largest drift ‖e‖ against that of the block before. local, upstream: what the drift after the last "
     "block is made of, its own mismatch and what earlier drift becomes in it."
 )
-LONGEST_LIST = 5
-"""Tasks that a sentence names; the others are counted."""
 GAP = 2
 """Between two columns."""
+LEVELS = "▁▂▃▄▅▆▇█"
+COLOURS = ("#1f78b4", "#4a87a8", "#6f8f95", "#8f917c", "#a98d5f", "#bd8344", "#cb7326", "#d55e00")
+"""Of the levels: blue to orange, told apart by colour-blind readers, on dark and on light ground."""
+ROLE = 6
+"""Columns of a role's name."""
+UNREACHED, UNKNOWN = "·", "?"
+"""A block that a task does not reach, and one whose drift is no finite number."""
 
 
 def show_inspection(inspection: Inspection, out: Console) -> None:
@@ -49,119 +57,54 @@ def show_inspection(inspection: Inspection, out: Console) -> None:
     tasks = {task: _fit(_clean(task), max(14, min(40, out.width - 64))) for task in inspection.tasks}
     for role in list_roles(inspection):
         out.print(Text.assemble((f"{role:<7}", "bold"), _clean(inspection.names.get(role, ""))), soft_wrap=True)
-    _show_figures(inspection, tasks, out)
-    show_bars(inspection, tasks, out)
+    _show_figures(inspection, list(tasks.values()), out)
+    _show_bars(inspection, tasks, out)
     _show_readings(inspection, tasks, out)
     out.print()
-    _show_verdict(inspection, out)
+    names = {role: _clean(inspection.names.get(role, role)) for role in list_roles(inspection)}
+    for is_warning, text in write_verdict(inspection, names, lambda task: _fit(_clean(task), 40)):
+        out.print(Text.assemble(("warning:", "bold red"), f" {text}") if is_warning else Text(text))
 
 
-@dataclass(frozen=True)
-class _Column:
-    """One column of figures; its foot is their mean."""
-
-    measure: str
-    role: str
-    values: list[float | None]
-    write: Callable[[float], Text]
-
-    @property
-    def cells(self) -> list[Text]:
-        return [Text("–") if value is None else self.write(value) for value in self.values]
-
-    @property
-    def foot(self) -> Text:
-        known = [value for value in self.values if value is not None]
-        return self.write(sum(known) / len(known)) if known else Text("–")
-
-    @property
-    def width(self) -> int:
-        return max(len(self.measure), len(self.role), *map(len, [*self.cells, self.foot])) + GAP
-
-
-def _show_figures(inspection: Inspection, tasks: dict[str, str], out: Console) -> None:
-    features, outputs = _feature_columns(inspection), _output_columns(inspection)
-    compared = "other" in list_roles(inspection)
-    for columns, text in (
-        ((features, FEATURES), (outputs, OUTPUTS)) if compared else (([*features, *outputs], f"{FEATURES} {OUTPUTS}"),)
-    ):
+def _show_figures(inspection: Inspection, tasks: Sequence[str], out: Console) -> None:
+    features, outputs = list_feature_columns(inspection), list_output_columns(inspection)
+    if "other" in list_roles(inspection):
+        tables = [(features, FEATURES), (outputs, OUTPUTS)]
+    else:
+        tables = [([*features, *outputs], f"{FEATURES} {OUTPUTS}")]
+    for columns, text in tables:
         _print_tables(columns, tasks, out)
         out.print(Text(text, "dim"))
 
 
-def _print_tables(columns: Sequence[_Column], tasks: dict[str, str], out: Console) -> None:
+def _print_tables(columns: Sequence[Column], tasks: Sequence[str], out: Console) -> None:
     """Tables one below the other, each with as many columns as fit: a figure must not be cut."""
+    names = max(map(cell_len, [*tasks, "mean"]))
     left = list(columns)
-    names = max(map(cell_len, [*tasks.values(), "mean"]))
     while left:
         table = Table(box=None, pad_edge=False, show_footer=len(tasks) > 1)
         table.add_column("\ntask", "mean", no_wrap=True)
+        shown: list[list[Text]] = []
         room = out.width - names
-        shown: list[_Column] = []
-        while left and (not shown or left[0].width <= room):
-            room -= left[0].width
-            shown.append(left.pop(0))
-        for column in shown:
-            table.add_column(f"{column.measure}\n{column.role}", column.foot, justify="right", no_wrap=True)
-        for name, *cells in zip(tasks.values(), *(column.cells for column in shown), strict=True):
-            table.add_row(Text(name), *cells)
+        while left:
+            column = left[0]
+            *cells, foot = (_write_figure(column, value) for value in [*column.values, column.mean])
+            width = max(len(column.measure), len(column.role), *map(len, [*cells, foot])) + GAP
+            if shown and width > room:
+                break
+            table.add_column(f"{column.measure}\n{column.role}", foot, justify="right", no_wrap=True)
+            room -= width
+            shown.append(cells)
+            del left[0]
+        for name, *row in zip(tasks, *shown, strict=True):
+            table.add_row(Text(name), *row)
         out.print()
         out.print(table)
 
 
-def _feature_columns(inspection: Inspection) -> list[_Column]:
-    roles = list_roles(inspection)
-    judged = [role for role in roles if role != "base"]
-    drift = {role: _collect(inspection, role, lambda found: found.last.relative) for role in roles}
-    columns = [_Column("drift", role, drift[role], _number) for role in judged]
-    if "other" in roles:
-        more = [(b or 0.0) - (a or 0.0) for a, b in zip(drift["model"], drift["other"], strict=True)]
-        columns.append(_Column("other −", "model", [*more], _difference))
-    columns += [_Column("drift", role, drift[role], _number) for role in roles if role == "base"]
-    for measure, read in (("cosine", _read_cosine), ("vector", _read_vector)):
-        columns += [_Column(measure, role, _collect(inspection, role, read), _number) for role in judged]
-    return columns
-
-
-def _output_columns(inspection: Inspection) -> list[_Column]:
-    """Without those that no task has: KL, agreement and certainty need logits."""
-    measures = (
-        ("output", "relative", _number),
-        ("KL", "divergence", _number),
-        ("agree", "agreement", _share),
-        ("certain", "certain", _share),
-    )
-    columns = []
-    for head, name, write in measures:
-        for role in list_roles(inspection):
-            values = [getattr(task.models[role].output, name, None) for task in inspection.tasks.values()]
-            if role != "base" and any(value is not None for value in values):
-                columns.append(_Column(head, role, values, write))
-    return columns
-
-
-def _collect(inspection: Inspection, role: str, read: Callable[[ModelDrift], float | None]) -> list[float | None]:
-    return [read(task.models[role]) for task in inspection.tasks.values()]
-
-
-def _read_cosine(drift: ModelDrift) -> float:
-    return drift.last.cosine
-
-
-def _read_vector(drift: ModelDrift) -> float | None:
-    return drift.task_vector_cosine
-
-
-def _number(value: float) -> Text:
-    return Text(f"{value:.3f}" if abs(value) < 100 else f"{value:.3g}")
-
-
-def _share(value: float) -> Text:
-    return Text(f"{100 * value:.0f} %")
-
-
-def _difference(value: float) -> Text:
-    return Text(f"{value:+.3f}" if abs(value) < 100 else f"{value:+.3g}", "red" if value > 0 else "green")
+def _write_figure(column: Column, value: float | None) -> Text:
+    colour = "" if column.kind != "difference" else "red" if (value or 0) > 0 else "green"
+    return Text(column.write(value), colour)
 
 
 def _show_readings(inspection: Inspection, tasks: dict[str, str], out: Console) -> None:
@@ -181,26 +124,12 @@ def _show_readings(inspection: Inspection, tasks: dict[str, str], out: Console) 
             reading = read_drift(inspection.tasks[task].models[role])
             begins = abbreviate(reading.begins, order) if reading.begins else "–"
             grows = f"{abbreviate(reading.grows, order)} (×{reading.growth:.2f})" if reading.grows else "–"
-            shares = [Text("–") if share is None else _share(share) for share in (reading.local, reading.upstream)]
-            cells = [Text(begins), Text(grows), *shares]
-            cells = [Text(role), *cells] if len(judged) > 1 else cells
-            table.add_row(Text(name if role == judged[0] else ""), *cells)
+            shares = ["–" if share is None else f"{100 * share:.0f} %" for share in (reading.local, reading.upstream)]
+            cells = [name if role == judged[0] else "", *([role] if len(judged) > 1 else []), begins, grows, *shares]
+            table.add_row(*map(Text, cells))
     out.print("\nWhere it comes from:")
     out.print(table)
     out.print(Text(ORIGINS, "dim"))
-
-
-def _show_verdict(inspection: Inspection, out: Console) -> None:
-    """In words: against the base, and one model against the other."""
-    names = {role: _clean(inspection.names.get(role, role)) for role in list_roles(inspection)}
-    for is_warning, text in tell_verdict(inspection, names, _list):
-        out.print(Text.assemble(("warning:", "bold red"), f" {text}") if is_warning else Text(text))
-
-
-def _list(tasks: dict[str, float]) -> str:
-    texts = [f"{_fit(_clean(task), 40)} (by {_number(more)})" for task, more in tasks.items()]
-    rest = len(texts) - LONGEST_LIST
-    return enumerate_names([*texts[:LONGEST_LIST], f"{rest} more"] if rest > 0 else texts)
 
 
 def _clean(text: str) -> str:
@@ -217,16 +146,7 @@ def _fit(text: str, room: int) -> str:
     return f"{start}…{end}"
 
 
-LEVELS = "▁▂▃▄▅▆▇█"
-COLOURS = ("#1f78b4", "#4a87a8", "#6f8f95", "#8f917c", "#a98d5f", "#bd8344", "#cb7326", "#d55e00")
-"""Of the levels: blue to orange, told apart by colour-blind readers, on dark and on light ground."""
-ROLE = 6
-"""Columns of a role's name."""
-UNREACHED, UNKNOWN = "·", "?"
-"""A block that a task does not reach, and one whose drift is no finite number."""
-
-
-def show_bars(inspection: Inspection, tasks: Mapping[str, str], out: Console) -> None:
+def _show_bars(inspection: Inspection, tasks: Mapping[str, str], out: Console) -> None:
     """Print one bar a task (under the name that `tasks` has for it) and model, all on one scale.
 
     One character is a block, or some neighbouring ones where the terminal is too narrow.
@@ -235,7 +155,7 @@ def show_bars(inspection: Inspection, tasks: Mapping[str, str], out: Console) ->
     lists, width = split_lists(order), max(map(cell_len, tasks.values())) + 1
     size = _choose_size(lists, out.width - width - ROLE)
     bars = {
-        (task, role): _group(follow(found.models[role], order), lists, size)
+        (task, role): _group(follow_drift(found.models[role], order), lists, size)
         for task, found in inspection.tasks.items()
         for role in roles
     }
@@ -269,16 +189,9 @@ def _choose_size(lists: Sequence[Sequence[str]], room: int) -> int:
 
 def _group(values: Sequence[float | None], lists: Sequence[Sequence[str]], size: int) -> list[list[float | None]]:
     """The values by list of blocks, each the mean of `size` neighbours as far as they are reached."""
-    parts, start = [], 0
-    for names in lists:
-        end = start + len(names)
-        part: list[float | None] = []
-        for left in range(start, end, size):
-            known = [value for value in values[left : min(left + size, end)] if value is not None]
-            part.append(sum(known) / len(known) if known else None)
-        parts.append(part)
-        start = end
-    return parts
+    rest = iter(values)
+    parts = [list(islice(rest, len(names))) for names in lists]
+    return [[mean_known(part[at : at + size]) for at in range(0, len(part), size)] for part in parts]
 
 
 def _draw_level(value: float | None, low: float, high: float) -> tuple[str, str]:

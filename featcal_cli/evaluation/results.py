@@ -77,14 +77,6 @@ def average_tasks(tasks: Mapping[str, TaskScores]) -> dict[str, Score]:
     return {role: combine([found.scores[role] for found in tasks.values()]) for role in roles}
 
 
-def read_tasks(found: Mapping[str, Any]) -> dict[str, TaskScores]:
-    """The tasks of what `to_dict` made."""
-    return {
-        task: TaskScores(**{**values, "scores": {role: Score(**score) for role, score in values["scores"].items()}})
-        for task, values in found.items()
-    }
-
-
 VERSION = 1
 """Of the ways to measure: figures of another one are not taken over."""
 

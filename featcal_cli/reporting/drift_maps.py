@@ -18,7 +18,7 @@ from featcal_cli.reporting.plot_style import (
     tidy_axes,
     write_figure,
 )
-from featcal_cli.reporting.verdict import describe_lists, follow, list_roles, order_blocks, split_lists
+from featcal_cli.reporting.verdict import describe_lists, follow_drift, list_roles, order_blocks, split_lists
 
 if TYPE_CHECKING:  # matplotlib takes long to import
     from matplotlib.axes import Axes
@@ -78,7 +78,7 @@ def _draw_maps(
     part: SubFigure, inspection: Inspection, tasks: Mapping[str, TaskInspection], order: Sequence[str]
 ) -> None:
     roles = list_roles(inspection)
-    maps = {role: [_finite(follow(task.models[role], order)) for task in tasks.values()] for role in roles}
+    maps = {role: [_finite(follow_drift(task.models[role], order)) for task in tasks.values()] for role in roles}
     top = max((value for rows in maps.values() for row in rows for value in row if isfinite(value)), default=0.0)
     grid = part.subplots(1, len(roles), sharey=True, squeeze=False)
     for axes, role in zip(grid.flat, roles, strict=True):
@@ -111,7 +111,7 @@ def _draw_means(part: SubFigure, inspection: Inspection, order: Sequence[str]) -
     grid = part.subplots(1, len(MEASURES), sharey=True, squeeze=False)
     for axes, (measure, (title, _)) in zip(grid.flat, MEASURES.items(), strict=True):
         for role in list_roles(inspection):
-            curves = [_finite(follow(task.models[role], order, measure)) for task in inspection.tasks.values()]
+            curves = [_finite(follow_drift(task.models[role], order, measure)) for task in inspection.tasks.values()]
             _draw_curve(axes, _mean(curves), role, measure)
         axes.set_title(title, fontsize=9)
         _mark_blocks(axes, order)
@@ -135,7 +135,7 @@ def _draw_tasks(
     for axes, (name, task) in zip(places, tasks.items(), strict=False):
         for role in roles[::-1]:
             for measure in MEASURES if role != "base" else ("relative",):
-                _draw_curve(axes, _finite(follow(task.models[role], order, measure)), role, measure)
+                _draw_curve(axes, _finite(follow_drift(task.models[role], order, measure)), role, measure)
         axes.set_title(_name(name, 40), fontsize=9, parse_math=False)
         _mark_blocks(axes, order)
         tidy_axes(axes)

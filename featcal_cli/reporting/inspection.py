@@ -9,8 +9,6 @@ from typing import Any
 
 SCHEMA = 1
 """Version of the JSON form; it grows when a key changes its meaning or goes away."""
-
-
 VISIBLE = 5e-4
 """Two relative drifts that differ by less are the same in three digits, and none is called worse."""
 
@@ -90,24 +88,6 @@ class TaskInspection:
     examples: int
     models: dict[str, ModelDrift]
     """By role: model, base, and other where a second model is compared."""
-
-
-def task_from_dict(values: dict[str, Any]) -> TaskInspection:
-    """What `asdict` made of a TaskInspection, read from JSON."""
-    return TaskInspection(values["examples"], {role: _model(model) for role, model in values["models"].items()})
-
-
-def _model(values: dict[str, Any]) -> ModelDrift:
-    blocks = [
-        BlockDrift(
-            block["name"],
-            PlaceDrift(**block["drift"]),
-            {name: PlaceDrift(**module) for name, module in block["modules"].items()},
-        )
-        for block in values["blocks"]
-    ]
-    output = OutputDrift(**values["output"]) if values["output"] else None
-    return ModelDrift(PlaceDrift(**values["stem"]), blocks, output, values["task_vector_cosine"])
 
 
 @dataclass(frozen=True)

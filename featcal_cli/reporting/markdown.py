@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from html import unescape
 from urllib.parse import quote
 
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
 
-from featcal_cli.lineage.questions import enumerate_names
-from featcal_cli.reporting.inspection import Inspection, TaskInspection
-from featcal_cli.reporting.verdict import list_roles, tell_verdict
+from featcal_cli.reporting.inspection import Inspection
+from featcal_cli.reporting.verdict import (
+    Column,
+    list_feature_columns,
+    list_output_columns,
+    list_roles,
+    write_verdict,
+)
 from featcal_cli.runtime.errors import GateError
 
 LONGEST_NAME = 200
@@ -53,9 +58,8 @@ _SAFE_SCHEMES = ("http", "https", "mailto")
 
 def one_line(text: str, longest: int = LONGEST_NAME) -> str:
     """`text` in one line: without control, direction and other invisible characters, cut to `longest` characters."""
-    shown = "".join(" " if unicodedata.category(char) in ("Cc", "Zl", "Zp") else char for char in text)
-    shown = "".join(char for char in shown if unicodedata.category(char) not in ("Cf", "Cs"))
-    shown = " ".join(shown.split())
+    replaced = {"Cc": " ", "Zl": " ", "Zp": " ", "Cf": "", "Cs": ""}
+    shown = " ".join("".join(replaced.get(unicodedata.category(char), char) for char in text).split())
     return shown if len(shown) <= longest else f"{shown[: longest - 1]}…"
 
 
@@ -149,40 +153,32 @@ def _pieces(tokens: list[Token], count: int) -> Iterator[tuple[int, int]]:
 def _inert_span(text: str) -> str:
     """Text of one paragraph or cell, in which code spans, links and images may be."""
     shown, at = "", 0
-    while found := _PIECE.search(text, at):
-        shown += text[at : found.start()]
-        at = found.end()
-        kind = found.lastgroup if found.lastgroup != "to" else "link"
-        if kind == "ticks":
-            ticks = found["ticks"]
-            closing = re.compile(rf"(?<!`){ticks}(?!`)").search(text, at)
-            if closing:
-                shown += _code_span(ticks, text[at : closing.start()])
+    while piece := _PIECE.search(text, at):
+        shown += text[at : piece.start()]
+        at = piece.end()
+        match piece.lastgroup:
+            case "ticks" if closing := re.compile(rf"(?<!`){piece['ticks']}(?!`)").search(text, at):
+                shown += _code_span(piece["ticks"], text[at : closing.start()])
                 at = closing.end()
-            else:
-                shown += ticks
-        elif kind == "link":
-            target = _safe_target(found["to"])
-            shown += text[found.start() : found.start("to")]
-            if target == found["to"]:
-                at = found.start("to")  # it may hold code or an image: the link need not be one
-            else:
-                shown += target
-        else:
-            shown += _inert_piece(kind or "", found)
+            case "link" | "to":
+                shown += text[piece.start() : piece.start("to")]
+                if (target := _safe_target(piece["to"])) == piece["to"]:
+                    at = piece.start("to")  # it may hold code or an image: the link need not be one
+                else:
+                    shown += target
+            case "angle":
+                shown += "&lt;"
+            case "badge":
+                shown += f"[{piece['badge'] or 'image'}"
+            case "near":
+                shown += f"!{piece['near']}"
+            case "blank":
+                shown += "[image"
+            case "image":
+                shown += "["
+            case _:
+                shown += "&lt;" if piece[0] == "\\<" else piece[0]
     return shown + text[at:]
-
-
-def _inert_piece(kind: str, found: re.Match[str]) -> str:
-    if kind == "angle" or found[0] == "\\<":
-        return "&lt;"
-    if kind == "badge":
-        return f"[{found['badge'] or 'image'}"
-    if kind == "near":
-        return f"!{found['near']}"
-    if kind in ("blank", "image"):
-        return "[image" if kind == "blank" else "["
-    return found[0]
 
 
 def _code_span(ticks: str, content: str) -> str:
@@ -203,75 +199,47 @@ def _safe_target(to: str) -> str:
     return quote(to[1:-1], safe="/:?#&=+,;@%") if to.startswith("<") else to
 
 
-LONGEST_LIST = 5
-"""Tasks that a sentence names; the others are counted."""
 LONGEST_TEXT = 400
 COMMIT = re.compile(r"@([0-9a-f]{7})[0-9a-f]{33}\b")
 
 
 def write_summary(inspection: Inspection, exceeded: GateError | None = None) -> str:
     """The whole text, with a heading of the second level; exceeded: what the gate of `--max-drift` says."""
-    return "\n\n".join(_parts(inspection, exceeded)) + "\n"
+    return "\n\n".join(_write_parts(inspection, exceeded)) + "\n"
 
 
-def _parts(inspection: Inspection, exceeded: GateError | None) -> Iterator[str]:
-    roles = list_roles(inspection)
-    names = {role: _shown(inspection.names.get(role, role)) for role in roles}
+def _write_parts(inspection: Inspection, exceeded: GateError | None) -> Iterator[str]:
+    names = {role: _show(inspection.names.get(role, role)) for role in list_roles(inspection)}
     yield f"## Feature drift of {names.get('other', names['model'])}"
     if exceeded is not None:
-        yield f"❌ **{_shown(exceeded.what)}**  \n{_shown(exceeded.where)}"
-    for is_warning, text in tell_verdict(inspection, names, _enumerate):
+        yield f"❌ **{_show(exceeded.what)}**  \n{_show(exceeded.where)}"
+    for is_warning, text in write_verdict(inspection, names, inert):
         yield f"⚠️ {text}" if is_warning else text
-    yield "\n".join(_table(inspection, roles))
-    of = ", ".join(f"{role}: {names[role]}" for role in roles)
-    drift = "Drift is mean ‖h − h\\_expert‖ / mean ‖h\\_expert‖ after the last block; 0 is the expert itself."
-    agree = "Agree: share of the expert's first choices that its own head makes of the model's features too."
-    yield f"{of}. {drift} {agree}" if _judged_by_answers(inspection, roles) else f"{of}. {drift}"
+    columns = [column for column in list_feature_columns(inspection) if column.measure == "drift"]
+    agreement = [column for column in list_output_columns(inspection) if column.measure == "agree"]
+    yield "\n".join(_write_table(inspection, [*columns, *agreement]))
+    notes = [
+        ", ".join(f"{role}: {name}" for role, name in names.items()),
+        "Drift is mean ‖h − h\\_expert‖ / mean ‖h\\_expert‖ after the last block; 0 is the expert itself.",
+        "Agree: share of the expert's first choices that its own head makes of the model's features too.",
+    ]
+    yield f"{notes[0]}. {' '.join(notes[1 : 3 if agreement else 2])}"
 
 
-def _table(inspection: Inspection, roles: list[str]) -> Iterator[str]:
-    judged = [role for role in roles if role != "base"]
-    answers = _judged_by_answers(inspection, judged)
-    heads = ["task", *(f"drift, {role}" for role in roles), *(f"agree, {role}" for role in judged if answers)]
-    yield f"| {' | '.join(heads)} |"
-    yield f"| --- |{' ---: |' * (len(heads) - 1)}"
-    columns: list[list[float | None]] = []
-    for role in roles:
-        columns.append([task.models[role].last.relative for task in inspection.tasks.values()])
-    for role in judged if answers else []:
-        columns.append([_agreement(task, role) for task in inspection.tasks.values()])
-    for name, *figures in zip(inspection.tasks, *columns, strict=True):
-        yield _row(inert(name), figures, len(roles))
+def _write_table(inspection: Inspection, columns: list[Column]) -> Iterator[str]:
+    yield write_row(["task", *(f"{column.measure}, {column.role}" for column in columns)])
+    yield f"| --- |{' ---: |' * len(columns)}"
+    for number, task in enumerate(inspection.tasks):
+        yield write_row([inert(task), *(column.write(column.values[number]) for column in columns)])
     if len(inspection.tasks) > 1:
-        yield _row("**mean**", [_mean(column) for column in columns], len(roles))
+        yield write_row(["**mean**", *(column.write(column.mean) for column in columns)])
 
 
-def _judged_by_answers(inspection: Inspection, roles: list[str]) -> bool:
-    return any(_agreement(task, role) is not None for task in inspection.tasks.values() for role in roles)
+def write_row(cells: Iterable[str]) -> str:
+    """A line of a table."""
+    return f"| {' | '.join(cells)} |"
 
 
-def _row(name: str, figures: list[float | None], drifts: int) -> str:
-    """A line of the table; after so many drifts follow shares."""
-    cells = ["–" if x is None else f"{x:.3f}" if at < drifts else f"{100 * x:.0f} %" for at, x in enumerate(figures)]
-    return f"| {' | '.join([name, *cells])} |"
-
-
-def _agreement(task: TaskInspection, role: str) -> float | None:
-    output = task.models[role].output
-    return None if output is None else output.agreement
-
-
-def _mean(values: list[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return sum(known) / len(known) if known else None
-
-
-def _shown(text: str) -> str:
+def _show(text: str) -> str:
     """As others may read it: of folders the last part, of commits the first digits."""
     return inert(COMMIT.sub(r"@\1", without_paths(text)), LONGEST_TEXT)
-
-
-def _enumerate(tasks: dict[str, float]) -> str:
-    texts = [f"{inert(task)} (by {more:.3f})" for task, more in tasks.items()]
-    rest = len(texts) - LONGEST_LIST
-    return enumerate_names([*texts[:LONGEST_LIST], f"{rest} more"] if rest > 0 else texts)

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+import shlex
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
-from featcal_cli.evaluation.results import CALIBRATED
-from featcal_cli.reporting.card_sections import data_of, models_of, on_hub, write_sections
-from featcal_cli.reporting.markdown import inert_document, one_line, without_secrets
-from featcal_cli.reporting.report import Report
+from featcal_cli.calibration.results import describe_guard
+from featcal_cli.evaluation.results import CALIBRATED, EXPERT, MERGED
+from featcal_cli.hub.model_names import is_hub_id
+from featcal_cli.reporting.markdown import inert, inert_document, one_line, without_paths, without_secrets, write_row
+from featcal_cli.reporting.report import PICTURE, RECIPE, REPORT, DriftRow, Report, Source
 from featcal_cli.runtime.untrusted_text import split_front_matter
 
+HUB = "https://huggingface.co"
 MARK = "<!-- This card was written by featcal. -->"
+OWN_CARD = "## The merged model's own card"
 LICENSE = re.compile(r"[a-z0-9][a-z0-9.+-]{0,60}")
 """What the Hub's names of licences look like."""
 TASK_TYPES = {
@@ -23,7 +30,19 @@ TASK_TYPES = {
     "lm-eval": "text-generation",
 }
 """The Hub's names of what a protocol measures; heads do what the model is for."""
-OWN_CARD = "## The merged model's own card"
+LISTED = 12
+"""Lines of a list that are shown."""
+CITATION = """\
+@misc{gu2026featcal,
+  title         = {FeatCal: Feature Calibration for Post-Merging Models},
+  author        = {Gu, Yanggan and Cai, Shuo and Wang, Zihao and Wang, Wenjun and Wang, Yuanyi and Wang, Pengkai and
+                   Huang, Sirui and Lu, Su and Wu, Jianmin and Yang, Hongxia},
+  year          = {2026},
+  eprint        = {2605.13030},
+  archivePrefix = {arXiv},
+  primaryClass  = {cs.LG},
+  url           = {https://arxiv.org/abs/2605.13030}
+}"""
 
 
 def write_card(
@@ -44,94 +63,91 @@ def write_card(
     used where the merged card has none.
     The card shows drift.png where the report has curves.
     """
-    theirs, body = split_card(merged_readme or "")
-    data = _metadata(report, theirs, target, pipeline_tag, library_name)
-    if results := list(_results(report, data.pipeline_tag)):
+    merged_data, body = _split_card(merged_readme or "")
+    data = _write_metadata(report, merged_data, target, pipeline_tag, library_name)
+    if results := list(_list_results(report, data.pipeline_tag)):
         data.model_name, data.eval_results = one_line((target or name).rpartition("/")[2]), results
     if MARK in body:
         # calibrated before: what its card says of that run is in its own repo, and cards do not grow with every run
         body = body.partition(f"\n{OWN_CARD}\n")[2]
-    own = inert_document(body, level=3)
-    sections = write_sections(
-        report,
-        name=name,
-        target=target,
-        loaders=[model_class, *([processor_class] if processor_class else [])],
-        agreed=data.license_name or data.license,
-    )
-    text = "\n\n".join([MARK, *sections, *([OWN_CARD, own] if own else [])])
+    own_card = inert_document(body, level=3)
+    loading = _write_loading(target or name, [model_class, *([processor_class] if processor_class else [])])
+    sections = _write_sections(report, name, target, loading, data.license_name or data.license)
+    text = "\n\n".join([MARK, *sections, *([OWN_CARD, own_card] if own_card else [])])
     return without_secrets(str(ModelCard(f"---\n{data.to_yaml()}\n---\n\n{text}\n")))
-
-
-def split_card(text: str) -> tuple[dict[str, Any], str]:
-    """The metadata and the body of a card; a header that is not YAML, or not a mapping, counts as empty."""
-    metadata, body, _ = split_front_matter(text.removeprefix("\ufeff").replace("\r\n", "\n"))
-    return metadata or {}, body
 
 
 def read_license(readme: str | None) -> str | None:
     """The licence that a card names, "other: NAME" for one with a name of its own, None where it cannot be told."""
-    data, _ = split_card(readme or "")
-    found = data.get("license")
-    if isinstance(found, list) and len(found) == 1:
-        found = found[0]
-    if not isinstance(found, str) or not LICENSE.fullmatch(found) or found == "unknown":
+    data, _ = _split_card(readme or "")
+    name = data.get("license")
+    if isinstance(name, list) and len(name) == 1:
+        name = name[0]
+    if not isinstance(name, str) or not LICENSE.fullmatch(name) or name == "unknown":
         return None
-    if found != "other":
-        return found
+    if name != "other":
+        return name
     own = data.get("license_name")
     return f"other: {one_line(own)}" if isinstance(own, str) and one_line(own) else None
 
 
-def _metadata(
-    report: Report, theirs: Mapping[str, Any], target: str | None, pipeline_tag: str | None, library_name: str
+def _split_card(text: str) -> tuple[dict[str, Any], str]:
+    """The metadata and the body of a card; metadata that are not YAML, or not a mapping, count as empty."""
+    metadata, body, _ = split_front_matter(text.removeprefix("\ufeff").replace("\r\n", "\n"))
+    return metadata or {}, body
+
+
+# Metadata
+
+
+def _write_metadata(
+    report: Report, merged: Mapping[str, Any], target: str | None, pipeline_tag: str | None, library_name: str
 ) -> ModelCardData:
     """The header. Merged, base and experts are all in base_model: the weights are computed from every one of them, and
     the Hub has one relation for the whole list. Merged comes first, because it is what the output is closest to."""
-    models = _unique(source.name for source in models_of(report) if on_hub(source) and source.name != target)
-    datasets = _unique(source.name for source in data_of(report) if on_hub(source))
-    languages = [code for code in _texts(theirs.get("language")) if re.fullmatch(r"[a-z]{2,3}|code|multilingual", code)]
-    pipelines = [tag for tag in _texts([theirs.get("pipeline_tag"), pipeline_tag]) if re.fullmatch(r"[a-z0-9-]+", tag)]
-    kind, own_name, link = _license(report, theirs)
+    models = _unique(source.name for source in _models_of(report) if _on_hub(source) and source.name != target)
+    datasets = _unique(source.name for source in _data_of(report) if _on_hub(source))
+    languages = [code for code in _texts(merged.get("language")) if re.fullmatch(r"[a-z]{2,3}|code|multilingual", code)]
+    pipelines = [tag for tag in _texts([merged.get("pipeline_tag"), pipeline_tag]) if re.fullmatch(r"[a-z0-9-]+", tag)]
+    license_kind, license_name, license_link = _agree_on_license(report, merged)
     return ModelCardData(
         base_model=models or None,
         base_model_relation="merge" if models else None,
         datasets=datasets or None,
         language=languages or None,
         library_name=library_name,
-        license=kind,
-        license_name=own_name,
-        license_link=link,
+        license=license_kind,
+        license_name=license_name,
+        license_link=license_link,
         pipeline_tag=pipelines[0] if pipelines else None,
-        tags=_unique(["featcal", "merge", *_texts(theirs.get("tags"))]),
+        tags=_unique(["featcal", "merge", *_texts(merged.get("tags"))]),
     )
 
 
-def _results(report: Report, pipeline_tag: str | None) -> Iterator[EvalResult]:
+def _list_results(report: Report, pipeline_tag: str | None) -> Iterator[EvalResult]:
     """What the calibrated model reaches, for the Hub's index of results."""
-    for task, found in report.accuracy.items():
-        source = next((source for source in data_of(report) if source.role == f"data {task}"), None)
-        dataset = source.name if source is not None and on_hub(source) else one_line(task, 80)
-        name = found.metric if found.protocol == "lm-eval" else found.split
+    names = {source.role: source.name for source in _data_of(report) if _on_hub(source)}
+    for task, scores in report.accuracy.items():
+        by_lm_eval = scores.protocol == "lm-eval"
         yield EvalResult(
-            task_type=TASK_TYPES.get(found.protocol) or pipeline_tag or "other",
-            dataset_type=found.metric if found.protocol == "lm-eval" else dataset,
-            dataset_name=one_line(f"{task} ({name})", 80),
-            metric_type={"spearman": "spearmanr"}.get(found.metric, "accuracy"),
-            metric_value=round(found.scores[CALIBRATED].value, 5),
+            task_type=TASK_TYPES.get(scores.protocol) or pipeline_tag or "other",
+            dataset_type=scores.metric if by_lm_eval else names.get(f"data {task}", one_line(task, 80)),
+            dataset_name=one_line(f"{task} ({scores.metric if by_lm_eval else scores.split})", 80),
+            metric_type={"spearman": "spearmanr"}.get(scores.metric, "accuracy"),
+            metric_value=round(scores.scores[CALIBRATED].value, 5),
         )
 
 
-def _license(report: Report, theirs: Mapping[str, Any]) -> tuple[str | None, str | None, str | None]:
+def _agree_on_license(report: Report, merged: Mapping[str, Any]) -> tuple[str | None, str | None, str | None]:
     """The licence that all models of the run have, with the name and the link of one that is not a common one."""
-    found = {source.license for source in models_of(report)}
-    agreed = found.pop() if len(found) == 1 else None
-    kind, _, own = (agreed or "").partition(": ")
-    if not LICENSE.fullmatch(kind) or own != one_line(own):
+    licenses = {source.license for source in _models_of(report)}
+    agreed = licenses.pop() if len(licenses) == 1 else None
+    kind, _, name = (agreed or "").partition(": ")
+    if not LICENSE.fullmatch(kind) or name != one_line(name):
         return None, None, None
-    link = theirs.get("license_link")
-    known = own and isinstance(link, str) and re.fullmatch(r"https?://\S+|LICENSE(\.\w+)?", link)
-    return kind, own or None, link if known else None
+    link = merged.get("license_link")
+    known = name and isinstance(link, str) and re.fullmatch(r"https?://\S+|LICENSE(\.\w+)?", link)
+    return kind, name or None, link if known else None
 
 
 def _texts(value: object) -> list[str]:
@@ -142,3 +158,272 @@ def _texts(value: object) -> list[str]:
 
 def _unique(values: Iterable[str]) -> list[str]:
     return list(dict.fromkeys(values))
+
+
+def _models_of(report: Report) -> list[Source]:
+    """Merged, base and experts, in this order."""
+    order = ("merged", "base", "expert")
+    return [source for kind in order for source in report.sources if source.role.partition(" ")[0] == kind]
+
+
+def _data_of(report: Report) -> list[Source]:
+    return [source for source in report.sources if source.role.startswith("data ")]
+
+
+def _on_hub(source: Source) -> bool:
+    """Whether a source is a repo of the Hub, with a name that can be linked to."""
+    return source.commit is not None and is_hub_id(source.name)
+
+
+# Sections
+
+
+def _write_sections(report: Report, name: str, target: str | None, loading: str, agreed: str | None) -> Iterator[str]:
+    """The parts of a card's body, in order. agreed: the licence of all models, None where they do not agree."""
+    yield f"# {inert((target or name).rpartition('/')[2])}"
+    if report.has_grown:
+        headline = inert(report.headline.removeprefix("WARNING: "))
+        yield f"> **Warning:** {headline}: this model is further from its experts than the merged one."
+    if report.worse:
+        worse = ", ".join(map(inert, report.worse))
+        yield f"> **Warning:** drift grew on {worse}: there this model is further from its expert than the merged one."
+    yield _summarise(report)
+    yield from _write_drift(report)
+    yield "## Use"
+    yield _fence("python", loading)
+    yield "## How it was made"
+    yield _describe_settings(report)
+    yield _describe_cost(report)
+    if report.sources:
+        yield "### Sources"
+        yield "\n".join(_list_sources(report))
+    yield "### Left as merged"
+    yield _write_list(_list_left_alone(report))
+    if report.notes:
+        yield "### Found and chosen on the way"
+        yield _write_list([_show_message(note, report) for note in dict.fromkeys(report.notes)])
+    yield "### Run it again"
+    yield from _write_rerun(report, target, name)
+    yield "## Limits"
+    yield "\n".join(f"- {line}" for line in _list_limits(report, agreed))
+    yield "## Citation"
+    yield _fence("bibtex", CITATION)
+
+
+def _summarise(report: Report) -> str:
+    """What was done, in two sentences, and what came of it."""
+    merged = next((_link(source) for source in report.sources if source.role == "merged"), _name_merge(report))
+    counts = report.settings["examples"].values()
+    examples = f"{min(counts)}" if min(counts) == max(counts) else f"{min(counts)} to {max(counts)}"
+    experts = "the expert's" if len(report.drift) == 1 else f"those of its {len(report.drift)} experts"
+    before, after, change, _ = _write_cells(report.mean_drift)
+    return (
+        f"This is {merged}, mended by featcal {inert(report.featcal_version)}: "
+        f"its weights were calibrated, in closed form and without gradients, to bring its features closer to "
+        f"{experts}, on {examples} unlabelled examples per task ([FeatCal](https://arxiv.org/abs/2605.13030)). Files, "
+        "tensor names, shapes and dtypes are the merged model's, so whatever loads that one loads this one.\n\n"
+        f"Mean drift from the experts, {inert(report.measured_on)}: **{before} → {after}** ({change})."
+        + (" No update helped: all weights are the merged model's." if report.settings.get("step") == 0 else "")
+    )
+
+
+def _name_merge(report: Report) -> str:
+    """In words, the merge that featcal made itself."""
+    merge = report.recipe.get("merged")
+    merge = merge if isinstance(merge, Mapping) else {}
+    scale = f", scale {merge['scale']:g}" if "scale" in merge else ""
+    return f"a merge of its experts ({inert(str(merge.get('method', 'unknown')))}{scale})"
+
+
+def _write_loading(place: str, loaders: Sequence[str]) -> str:
+    """The code that loads the output by these classes of transformers, the model's first."""
+    names = [name if name.isidentifier() else "AutoModel" for name in loaders]
+    where = json.dumps(one_line(place), ensure_ascii=False)
+    loading = [f"from transformers import {', '.join(names)}", ""]
+    loading += [f'model = {names[0]}.from_pretrained({where}, dtype="auto")']
+    return "\n".join([*loading, *(f"processor = {name}.from_pretrained({where})" for name in names[1:])])
+
+
+def _write_drift(report: Report) -> Iterator[str]:
+    """The parts of the section on drift, in order, with the accuracy where it was measured."""
+    every = len(report.fitted_tasks) == len(report.drift)
+    yield "## Drift from the experts" + (", on fitted rows" if every else "")
+    yield _describe_measuring(report)
+    yield "\n".join(_write_table(report))
+    yield from _write_answers(report)
+    if farther := [inert(task) for task, drift in report.drift.items() if drift.before > drift.base]:
+        yield (
+            f"On {', '.join(farther)} the merged model is farther from its expert than the base model is: there "
+            "merging was worse than doing nothing, and a smaller merging scale usually helps."
+        )
+    if report.curves:
+        yield f"![Drift from each task's expert after every block, before and after calibration]({PICTURE})"
+
+
+def _describe_measuring(report: Report) -> str:
+    where = "examples that were not fitted."
+    if len(report.fitted_tasks) == len(report.drift):
+        where = "**the examples that were fitted**, because there were no others; on new ones it will be larger."
+    elif report.fitted_tasks:
+        where += " Where a task is marked \\*, there were none, and **it is measured on the fitted ones**."
+    ranked = [inert(task) for task, scores in report.accuracy.items() if scores.metric == "spearman"]
+    ranks = f" (of {', '.join(ranked)}: 100 · Spearman's ρ)" if ranked else ""
+    scores = f" Accuracy is in percent, on labelled data{ranks}." if report.accuracy else ""
+    return f"Drift is mean ‖h − h_expert‖ / mean ‖h_expert‖ after the last block, on {where} 0 is the expert.{scores}"
+
+
+def _write_table(report: Report) -> Iterator[str]:
+    """Drift per task, with the accuracy where it was measured, and the means."""
+    heads = ["task", "merged", "calibrated", "change", "base"]
+    if report.accuracy:
+        heads = ["task", "drift: merged", "calibrated", "change", "base", "accuracy: expert", "merged", "calibrated"]
+    yield write_row(heads)
+    yield f"| --- |{' ---: |' * (len(heads) - 1)}"
+    scores = {
+        task: [report.accuracy[task].scores[role].value for role in (EXPERT, MERGED, CALIBRATED)]
+        for task in report.drift
+        if task in report.accuracy
+    }
+    for row in report.drift_rows:
+        mark = " \\*" if row.is_marked else ""
+        yield write_row([inert(row.task) + mark, *_write_cells(row), *_write_scores(report, scores.get(row.task))])
+    if len(report.drift) > 1:
+        means = [sum(column) / len(scores) for column in zip(*scores.values(), strict=True)]
+        mean_scores = _write_scores(report, means if len(scores) == len(report.drift) else None)
+        yield write_row(["**mean**", *_write_cells(report.mean_drift), *mean_scores])
+
+
+def _write_cells(row: DriftRow) -> list[str]:
+    return [cell.replace("-", "−") for cell in row.cells]
+
+
+def _write_scores(report: Report, scores: Sequence[float] | None) -> list[str]:
+    """In percent; dashes for a task that was not evaluated, nothing where none was."""
+    if not report.accuracy:
+        return []
+    return ["–"] * 3 if scores is None else [f"{100 * score:.1f}" for score in scores]
+
+
+def _write_answers(report: Report) -> Iterator[str]:
+    """What drift does to the answers of the experts that give some, run with their own heads; nothing for the rest."""
+    rows = []
+    for task, measured in report.measures.items():
+        before, after = (model.output if (model := measured.models.get(r)) else None for r in (MERGED, CALIBRATED))
+        if before and after and before.agreement is not None and after.agreement is not None:
+            agreed = f"{100 * before.agreement:.0f} % → {100 * after.agreement:.0f} %"
+            rows.append(write_row([inert(task), agreed, f"{before.divergence:.3f} → {after.divergence:.3f}"]))
+    if rows:
+        about = "With its last features put under each expert's own head, merged → calibrated:\n"
+        heads = "| task | same first choice as the expert | KL from the expert, nats |\n| --- | ---: | ---: |"
+        yield "\n".join([about, heads, *rows])
+
+
+def _describe_settings(report: Report) -> str:
+    settings = report.settings
+    modules = [module for block in report.blocks for module in block.modules]
+    changes = sorted(module.relative_change for module in modules)
+    kinds = ", ".join(f"{count} {inert(kind)}" for kind, count in Counter(m.kind for m in modules).most_common())
+    sentences = [
+        f"λ (ridge) = {settings['ridge']:g}, ρ (rho) = {settings['rho']:g}, α (alpha) = {settings['alpha']:g}; chosen "
+        f"by: {_show_message(settings['chosen_by'], report)}.",
+        f"Norms: {inert(str(settings['norms']))}; biases: {'calibrated' if settings['bias'] else 'as merged'}; token "
+        f"weights: {inert(str(settings['token_weights']))}.",
+        f"In {len(report.blocks)} blocks, {len(modules)} modules were calibrated ({kinds or 'none'}).",
+    ]
+    if guarded := describe_guard(report.blocks):
+        sentences.append(f"{guarded[0].upper()}{guarded[1:]}.")
+    if 0 < (step := settings.get("step", 1.0)) < 1:
+        pulled = f"All updates were pulled back together, to {step:g} of themselves"
+        sentences.append(f"{pulled}, as mean drift grew on held-out rows.")
+    if changes:
+        middle, most = changes[len(changes) // 2], changes[-1]
+        sentences.append(f"Their weights moved by {100 * middle:.0f} % (median) and by {100 * most:.0f} % at most.")
+    return " ".join(sentences)
+
+
+def _describe_cost(report: Report) -> str:
+    cost, machine = report.cost, {key: inert(value) for key, value in report.environment.items()}
+    device = f" and {_show_size(cost['peak_device_bytes'])} on the device" if cost["peak_device_bytes"] else ""
+    return (
+        f"This took {_show_duration(cost['seconds'])} on {machine['device']}, {_show_size(cost['peak_rss_bytes'])} of "
+        f"memory{device} at the peak, and read {_show_size(cost['expert_bytes_read'])} of the experts' weights "
+        f"(torch {machine['torch']}, transformers {machine['transformers']}, {machine['platform']})."
+    )
+
+
+def _list_sources(report: Report) -> Iterator[str]:
+    yield "| role | source | commit | licence | found in |"
+    yield "| --- | --- | --- | --- | --- |"
+    for source in report.sources:
+        commit = f"`{source.commit[:12]}`" if source.commit and _on_hub(source) else "local"
+        cells = [inert(source.role), _link(source), commit, inert(source.license or "not said")]
+        yield write_row([*cells, _show_message(source.found_in, report)])
+
+
+def _list_left_alone(report: Report) -> list[str]:
+    skipped = Counter((entry["name"], entry["reason"]) for block in report.blocks for entry in block.skipped)
+    return ["embeddings, final norms, poolers and heads"] + [
+        f"{inert(name)} in {count} block{'s' if count > 1 else ''}: {_show_message(reason, report)}"
+        for (name, reason), count in skipped.most_common()
+    ]
+
+
+def _write_rerun(report: Report, target: str | None, name: str) -> Iterator[str]:
+    command = f"featcal calibrate -r {RECIPE} -o {shlex.quote(one_line(name) + '-again')}"
+    if target:
+        command = f"hf download {shlex.quote(one_line(target))} {RECIPE} --local-dir .\n{command}"
+    yield f"`{RECIPE}` names every model and dataset of the Hub by its commit; `{REPORT}` holds all its figures."
+    yield _fence("sh", command)
+    if not all(map(_on_hub, report.sources)):
+        yield "What is marked local lay on the machine where this was made: in the recipe, put your own paths for it."
+
+
+def _list_limits(report: Report, agreed: str | None) -> Iterator[str]:
+    yield "Drift was measured on few examples per task, and it is not accuracy: evaluate on your own data."
+    yield "The experts are the aim: what they get wrong, this model may get wrong too."
+    yield "Only Linear modules and norms inside of transformer blocks were calibrated."
+    models = _models_of(report)
+    if agreed:
+        yield f"Licence: all models that it was made from say {inert(agreed)}. The datasets have their own."
+    elif models:
+        silent = sum(source.license is None for source in models)
+        named = ", ".join(_unique(inert(source.license) for source in models if source.license))
+        unnamed = f"{silent} of {len(models)} name none" if silent else ""
+        said = "; ".join(filter(None, (named, unnamed)))
+        yield f"No licence is carried over: the models that it was made from do not all name the same one ({said})."
+
+
+def _link(source: Source) -> str:
+    """A source's page at its commit; of a local one the last part of its path."""
+    if not _on_hub(source):
+        return inert(Path(source.name).name)
+    kind = "datasets/" if source.role.startswith("data ") else ""
+    return f"[{inert(source.name)}]({HUB}/{kind}{source.name}/tree/{source.commit})"
+
+
+def _show_message(text: str, report: Report) -> str:
+    """A message of featcal's own, which may hold names and paths, for the card."""
+    for source in report.sources:
+        if source.commit is None and Path(source.name).is_absolute():
+            text = text.replace(source.name, Path(source.name).name)
+    return inert(without_paths(text), longest=400)
+
+
+def _write_list(lines: Sequence[str]) -> str:
+    more = [f"and {len(lines) - LISTED} more, in `{REPORT}`"] if len(lines) > LISTED else []
+    return "\n".join(f"- {line}" for line in [*lines[:LISTED], *more])
+
+
+def _fence(language: str, text: str) -> str:
+    return f"```{language}\n{text}\n```"
+
+
+def _show_size(count: float) -> str:
+    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"
+
+
+def _show_duration(seconds: float) -> str:
+    minutes = round(seconds / 60)
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"

@@ -6,9 +6,11 @@ import json
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from featcal_cli.calibration.results import SHOWN, BlockReport
-from featcal_cli.evaluation.results import TaskScores, read_tasks
-from featcal_cli.reporting.inspection import VISIBLE, TaskInspection, task_from_dict
+from featcal_cli.evaluation.results import TaskScores
+from featcal_cli.reporting.inspection import VISIBLE, TaskInspection
 
 REPORT = "featcal_report.json"
 """File name of the report in an output folder."""
@@ -33,6 +35,25 @@ class TaskDrift:
     cosine_after: float
     held_out: bool
     """Measured on examples that were not fitted."""
+
+
+@dataclass(frozen=True)
+class DriftRow:
+    """A line of the table of drift: a task's, or the mean of all."""
+
+    task: str
+    before: float
+    after: float
+    base: float
+    is_marked: bool = False
+    """Measured on fitted rows, where other tasks are not."""
+
+    @property
+    def cells(self) -> list[str]:
+        """Before, after, change and base."""
+        change = f"{100 * (self.after - self.before) / self.before:+.0f} %" if self.before else ""
+        change = change or ("0 %" if self.after == 0 else "new")
+        return [f"{self.before:.3f}", f"{self.after:.3f}", change, f"{self.base:.3f}"]
 
 
 @dataclass(frozen=True)
@@ -98,30 +119,28 @@ class Report:
     @classmethod
     def from_json(cls, text: str) -> Report:
         """What `to_json` wrote."""
-        values = json.loads(text)
-        values.pop("headline", None)
-        values["blocks"] = [BlockReport.from_json(json.dumps(block)) for block in values["blocks"]]
-        values["drift"] = {task: TaskDrift(**drift) for task, drift in values["drift"].items()}
-        values["sources"] = [Source(**source) for source in values["sources"]]
-        values["curves"] = {task: DriftCurve(**curve) for task, curve in values["curves"].items()}
-        values["measures"] = {task: task_from_dict(found) for task, found in values["measures"].items()}
-        values["accuracy"] = read_tasks(values["accuracy"])
-        return cls(**values)
+        return TypeAdapter(cls).validate_python(json.loads(text))
 
     @property
-    def means(self) -> tuple[float, float]:
-        """Drift before and after, mean over tasks."""
-        count = len(self.drift)
-        return (
-            sum(drift.before for drift in self.drift.values()) / count,
-            sum(drift.after for drift in self.drift.values()) / count,
-        )
+    def drift_rows(self) -> list[DriftRow]:
+        """The table of drift, without the mean."""
+        mixed = len(self.fitted_tasks) < len(self.drift)
+        return [
+            DriftRow(task, drift.before, drift.after, drift.base, mixed and not drift.held_out)
+            for task, drift in self.drift.items()
+        ]
+
+    @property
+    def mean_drift(self) -> DriftRow:
+        """Of all tasks, each weighing the same."""
+        drifts, count = self.drift.values(), len(self.drift)
+        means = (sum(getattr(drift, name) for drift in drifts) / count for name in ("before", "after", "base"))
+        return DriftRow("mean", *means)
 
     @property
     def has_grown(self) -> bool:
         """The mean drift grew by what can be seen, or is no number."""
-        before, after = self.means
-        return not after < before + VISIBLE
+        return not self.mean_drift.after < self.mean_drift.before + VISIBLE
 
     @property
     def fitted_tasks(self) -> list[str]:
@@ -129,7 +148,7 @@ class Report:
         return [task for task, drift in self.drift.items() if not drift.held_out]
 
     @property
-    def rows(self) -> str:
+    def measured_on(self) -> str:
         """What drift is measured on, in words: "on held-out rows", "on fitted rows", or which task on which."""
         if not self.fitted_tasks:
             return "on held-out rows"
@@ -141,11 +160,11 @@ class Report:
     @property
     def headline(self) -> str:
         """What came of it, in a line: the mean drift, and what it was measured on."""
-        before, after = self.means
+        before, after, *_ = self.mean_drift.cells
         if self.settings.get("step") == 0:
-            return f"no update helps: these are the merged model's weights, with mean drift {before:.3f} {self.rows}"
+            return f"no update helps: these are the merged model's weights, with mean drift {before} {self.measured_on}"
         said = "WARNING: mean drift grew" if self.has_grown else "mean drift went"
-        return f"{said} from {before:.3f} to {after:.3f} {self.rows}"
+        return f"{said} from {before} to {after} {self.measured_on}"
 
     @property
     def worse(self) -> list[str]:

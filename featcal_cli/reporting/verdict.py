@@ -1,13 +1,21 @@
-"""What an inspection says: the order of its blocks, where drift begins and grows, which model is worse than which."""
+"""What an inspection says: blocks in order, figures, where drift begins, which model is worse; and the gates."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, pairwise, takewhile
 from math import inf, isfinite, isinf, isnan
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
 
-from featcal_cli.reporting.inspection import VISIBLE, BlockDrift, Inspection, ModelDrift
+from featcal_cli.lineage.questions import enumerate_names
+from featcal_cli.reporting.inspection import VISIBLE, BlockDrift, Inspection, ModelDrift, TaskInspection
+from featcal_cli.reporting.report import Report
+from featcal_cli.runtime.errors import GateError, RecipeError
+
+if TYPE_CHECKING:  # it imports torch
+    from featcal_cli.data.examples import TaskExamples
 
 ROLES = ("model", "other", "base")
 """In the order in which they are shown."""
@@ -15,6 +23,124 @@ BEGINNING = 0.5
 """Drift begins at the first block with this share of the largest local mismatch."""
 MOST_LISTS = 8
 """Lists of blocks that are told apart; beyond, all blocks are one list."""
+MOST_TASKS = 5
+"""Tasks that a sentence names; the others are counted."""
+
+
+def list_roles(inspection: Inspection) -> list[str]:
+    """The roles that every task has, in the order of ROLES."""
+    return [role for role in ROLES if all(role in task.models for task in inspection.tasks.values())]
+
+
+# Blocks
+
+
+def order_blocks(inspection: Inspection) -> list[str]:
+    """The names of all blocks that any task reaches, in forward order."""
+    order: list[str] = []
+    for task in inspection.tasks.values():
+        place = 0
+        for block in task.models["model"].blocks:
+            if block.name not in order:
+                order.insert(place, block.name)
+            place = order.index(block.name) + 1
+    return order
+
+
+def follow_drift(drift: ModelDrift, order: Sequence[str], measure: str = "relative") -> list[float | None]:
+    """One measure of PlaceDrift after every block of `order`; None for blocks that the task does not reach."""
+    measured = {block.name: getattr(block.drift, measure) for block in drift.blocks}
+    return [measured.get(name) for name in order]
+
+
+def split_lists(order: Sequence[str]) -> list[list[str]]:
+    """Blocks by the list that holds them (encoder, decoder; vision, language), in order."""
+    lists = [list(names) for _, names in groupby(order, key=lambda name: name.rpartition(".")[0])]
+    return lists if len(lists) <= MOST_LISTS else [list(order)]
+
+
+def describe_lists(order: Sequence[str]) -> str:
+    """`encoder.block.0 … 5, then decoder.block.0 … 5`."""
+    texts = []
+    for names in split_lists(order):
+        one_list = len({name.rpartition(".")[0] for name in names}) == 1
+        last = names[-1].rpartition(".")[2] if one_list else names[-1]
+        texts.append(names[0] if len(names) == 1 else f"{names[0]} … {last}")
+    return ", then ".join(texts)
+
+
+def abbreviate(name: str, order: Sequence[str]) -> str:
+    """A block's name without the parts that all blocks of `order` begin with."""
+    columns = zip(*(block.split(".")[:-1] for block in order), strict=False)
+    shared = sum(1 for _ in takewhile(lambda parts: len(set(parts)) == 1, columns))
+    return ".".join(name.split(".")[shared:])
+
+
+# Figures
+
+
+@dataclass(frozen=True)
+class Column:
+    """One figure of one model on every task, and their mean; None where a task has none."""
+
+    measure: str
+    role: str
+    values: list[float | None]
+    kind: Literal["number", "difference", "share"] = "number"
+
+    @property
+    def mean(self) -> float | None:
+        return mean_known(self.values)
+
+    def write(self, value: float | None) -> str:
+        """A figure as text: a share in percent, everything else in three digits."""
+        if value is None:
+            return "–"
+        if self.kind == "share":
+            return f"{100 * value:.0f} %"
+        sign = "+" if self.kind == "difference" else ""
+        return f"{value:{sign}.3f}" if abs(value) < 100 else f"{value:{sign}.3g}"
+
+
+def mean_known(values: Iterable[float | None]) -> float | None:
+    """The mean of those that are known; None where none is."""
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None
+
+
+def list_feature_columns(inspection: Inspection) -> list[Column]:
+    """Drift, cosine and task vector after the last block; base has its drift alone."""
+
+    def collect(role: str, read: Callable[[ModelDrift], float | None]) -> list[float | None]:
+        return [read(task.models[role]) for task in inspection.tasks.values()]
+
+    roles = list_roles(inspection)
+    judged = [role for role in roles if role != "base"]
+    drifts = {role: Column("drift", role, collect(role, lambda drift: drift.last.relative)) for role in roles}
+    columns = [drifts[role] for role in judged]
+    if "other" in roles:
+        pairs = zip(drifts["model"].values, drifts["other"].values, strict=True)
+        columns.append(Column("other −", "model", [(b or 0.0) - (a or 0.0) for a, b in pairs], "difference"))
+    columns += [drifts[role] for role in roles if role == "base"]
+    columns += [Column("cosine", role, collect(role, lambda drift: drift.last.cosine)) for role in judged]
+    return columns + [Column("vector", role, collect(role, lambda drift: drift.task_vector_cosine)) for role in judged]
+
+
+def list_output_columns(inspection: Inspection) -> list[Column]:
+    """What drift does to outputs, without what no task has: KL, agreement and certainty need logits."""
+    measures: tuple[tuple[str, str, Literal["number", "share"]], ...] = (
+        ("output", "relative", "number"),
+        ("KL", "divergence", "number"),
+        ("agree", "agreement", "share"),
+        ("certain", "certain", "share"),
+    )
+    columns = [
+        Column(head, role, [getattr(task.models[role].output, name, None) for task in inspection.tasks.values()], kind)
+        for head, name, kind in measures
+        for role in list_roles(inspection)
+        if role != "base"
+    ]
+    return [column for column in columns if column.mean is not None]
 
 
 @dataclass(frozen=True)
@@ -35,31 +161,24 @@ class Reading:
 
 def read_drift(drift: ModelDrift) -> Reading:
     """Where one model's drift on one task begins, where it grows most, and what it is made of in the end."""
+
+    def growth(block: BlockDrift) -> float:
+        return block.drift.amplification or 0.0
+
     threshold = BEGINNING * max(block.drift.local or 0.0 for block in drift.blocks)
     threshold = threshold if isfinite(threshold) else 0.0
-    begins = [block.name for block in drift.blocks if threshold and (block.drift.local or 0.0) >= threshold]
-    lists = split_lists([block.name for block in drift.blocks])
-    first = {names[0] for names in lists}
-    growing = [block for block in drift.blocks if block.name not in first and _growth(block) > 1]
-    steepest = max(growing, key=_growth, default=None)
+    begins = (block.name for block in drift.blocks if threshold and (block.drift.local or 0.0) >= threshold)
+    first = {names[0] for names in split_lists([block.name for block in drift.blocks])}
+    growing = [block for block in drift.blocks if block.name not in first and growth(block) > 1]
+    steepest = max(growing, key=growth, default=None)
     local, upstream = drift.last.local or 0.0, drift.last.upstream or 0.0
     whole = local + upstream
-    return Reading(
-        begins[0] if begins else None,
-        steepest.name if steepest else None,
-        _growth(steepest) if steepest else None,
-        local / whole if whole and isfinite(whole) else None,
-        upstream / whole if whole and isfinite(whole) else None,
-    )
+    shares = (local / whole, upstream / whole) if whole and isfinite(whole) else (None, None)
+    grows = (steepest.name, growth(steepest)) if steepest else (None, None)
+    return Reading(next(begins, None), *grows, *shares)
 
 
-def _growth(block: BlockDrift) -> float:
-    return block.drift.amplification or 0.0
-
-
-def list_roles(inspection: Inspection) -> list[str]:
-    """The roles that every task has, in the order of ROLES."""
-    return [role for role in ROLES if all(role in task.models for task in inspection.tasks.values())]
+# Sentences
 
 
 def find_farther(inspection: Inspection, role: str, than: str) -> dict[str, float]:
@@ -76,21 +195,32 @@ def find_farther(inspection: Inspection, role: str, than: str) -> dict[str, floa
     return dict(sorted(farther.items(), key=lambda item: -item[1]))
 
 
-def tell_verdict(
-    inspection: Inspection, names: Mapping[str, str], enumerate_tasks: Callable[[dict[str, float]], str]
+def find_vanished(inspection: Inspection) -> list[str]:
+    """Tasks whose expert's features are nothing after the last block: drift relative to them is infinite."""
+    lasts = {name: task.models["model"].last for name, task in inspection.tasks.items()}
+    return [name for name, last in lasts.items() if isinf(last.relative) and isfinite(last.distance)]
+
+
+def write_verdict(
+    inspection: Inspection, names: Mapping[str, str], show_task: Callable[[str], str]
 ) -> Iterator[tuple[bool, str]]:
     """Sentences, and whether each is a warning: every model against the base, and one model against the other.
 
-    names: what each role is called; enumerate_tasks: tasks in words, with how much farther each is.
+    names: what each role is called; show_task: what a task is.
     """
-    roles = list_roles(inspection)
-    vanished = find_vanished(inspection)
+
+    def enumerate_tasks(tasks: Mapping[str, float]) -> str:
+        """Some of the tasks, with how much farther each is, and how many more there are."""
+        texts = [f"{show_task(task)} (by {Column('', '', []).write(more)})" for task, more in tasks.items()]
+        left = len(texts) - MOST_TASKS
+        return enumerate_names([*texts[:MOST_TASKS], f"{left} more"] if left > 0 else texts)
+
+    roles, vanished = list_roles(inspection), find_vanished(inspection)
     for task in vanished:
         why = "no drift from it means anything. Use another checkpoint."
         yield True, f"the features of the expert of {task} are all zero, or nearly: {why}"
-    for role in roles:
-        if len(vanished) == len(inspection.tasks) or role == "base" or "base" not in roles:
-            continue
+    compared = "base" in roles and len(vanished) < len(inspection.tasks)
+    for role in (role for role in roles if compared and role != "base"):
         if farther := find_farther(inspection, role, "base"):
             what = f"{names[role]} is farther from the expert than the base {names['base']} is"
             why = "there merging did worse than no merging. A smaller merging scale usually helps."
@@ -98,59 +228,120 @@ def tell_verdict(
         else:
             yield False, f"{names[role]} is at least as near to every expert as the base {names['base']} is."
     if "other" in roles:
-        for word, tasks in (
-            ("farther from the expert than", find_farther(inspection, "other", "model")),
-            ("nearer to the expert than", find_farther(inspection, "model", "other")),
-        ):
-            if tasks:
-                yield False, f"{names['other']} is {word} {names['model']} on {enumerate_tasks(tasks)}."
+        for word, role, than in (("farther", "other", "model"), ("nearer", "model", "other")):
+            if tasks := find_farther(inspection, role, than):
+                what = f"{names['other']} is {word} {'from' if word == 'farther' else 'to'} the expert than"
+                yield False, f"{what} {names['model']} on {enumerate_tasks(tasks)}."
 
 
-def find_vanished(inspection: Inspection) -> list[str]:
-    """Tasks whose expert's features are nothing after the last block: drift relative to them is infinite."""
-    lasts = {name: task.models["model"].last for name, task in inspection.tasks.items()}
-    return [name for name, last in lasts.items() if isinf(last.relative) and isfinite(last.distance)]
+# Gates
 
 
-def order_blocks(inspection: Inspection) -> list[str]:
-    """The names of all blocks that any task reaches, in forward order."""
-    order: list[str] = []
-    for task in inspection.tasks.values():
-        place = 0
-        for block in task.models["model"].blocks:
-            if block.name not in order:
-                order.insert(place, block.name)
-            place = order.index(block.name) + 1
-    return order
+def check_gate(inspection: Inspection, limit: float) -> None:
+    """Raise GateError (exit code 3) where `find_excess` finds one."""
+    if (excess := find_excess(inspection, limit)) is not None:
+        raise excess
 
 
-def follow(drift: ModelDrift, order: Sequence[str], measure: str = "relative") -> list[float | None]:
-    """One measure of PlaceDrift after every block of `order`; None for blocks that the task does not reach."""
-    found = {block.name: getattr(block.drift, measure) for block in drift.blocks}
-    return [found.get(name) for name in order]
+def find_excess(inspection: Inspection, limit: float) -> GateError | None:
+    """The error for the task that is farthest over `limit`; None where none is.
+
+    What is limited is the model's relative drift after the last block; where two models are compared, how much farther
+    from the expert the second is than the first. What does not show in three digits is not over it, and a drift that is
+    no finite number is over every limit.
+    """
+    excesses = {name: _follow_excess(task) for name, task in inspection.tasks.items()}
+    over = {task: excess for task, excess in excesses.items() if excess[-1] - limit >= VISIBLE}
+    if not over:
+        return None
+    task, excess = max(over.items(), key=lambda item: item[1][-1])
+    names, blocks = inspection.names, [block.name for block in inspection.tasks[task].models["model"].blocks]
+    name = names.get("other", names["model"])
+    where, steepest = f"task {task}: after {blocks[-1]}", blocks[_find_steepest(excess)]
+    if isfinite(excess[-1]):
+        by = f"by {excess[-1]:.3f}" + (f" more than {names['model']}" if "other" in names else "")
+        what = f"{name} drifts from the expert of {task} {by}, which is over --max-drift {limit:g}"
+        where += f"; the block that adds most is {steepest}"
+        fix = "calibrate the model, merge with a smaller scale, or allow more drift"
+    elif task in find_vanished(inspection):
+        what = f"the features of the expert of {task} are all zero: {name} is infinitely far from it"
+        fix = "use another checkpoint of this expert"
+    else:
+        what = f"the features of {name} on {task} are no finite numbers, which is over every --max-drift"
+        where += f"; the first such block is {steepest}"
+        fix = "give --dtype float32, or use another checkpoint"
+    return GateError(what + _count_others("so it is", len(over) - 1), where=where, fix=fix)
 
 
-def split_lists(order: Sequence[str]) -> list[list[str]]:
-    """Blocks by the list that holds them (encoder, decoder; vision, language), in order."""
-    lists = [list(names) for _, names in groupby(order, key=lambda name: name.rpartition(".")[0])]
-    return lists if len(lists) <= MOST_LISTS else [list(order)]
+def _count_others(what: str, count: int) -> str:
+    return f" (and {what} on {count} other task{'s' if count > 1 else ''})" if count else ""
 
 
-def describe_lists(order: Sequence[str]) -> str:
-    """`encoder.block.0 … 5, then decoder.block.0 … 5`."""
-    texts = []
-    for names in split_lists(order):
-        parents = {name.rpartition(".")[0] for name in names}
-        last = names[-1].rpartition(".")[2] if len(parents) == 1 else names[-1]
-        texts.append(names[0] if len(names) == 1 else f"{names[0]} … {last}")
-    return ", then ".join(texts)
+def _follow_excess(task: TaskInspection) -> list[float]:
+    """What is limited, before the first block and after each one; infinite where the model has no finite drift."""
+
+    def follow(drift: ModelDrift) -> list[float]:
+        return [drift.stem.relative, *(block.drift.relative for block in drift.blocks)]
+
+    model, other = task.models["model"], task.models.get("other")
+    drifts = follow(other or model)
+    limits = follow(model) if other else [0.0] * len(drifts)
+    return [
+        inf if not isfinite(drift) else drift - limit if isfinite(limit) else -inf
+        for drift, limit in zip(drifts, limits, strict=True)
+    ]
 
 
-def abbreviate(name: str, order: Sequence[str]) -> str:
-    """A block's name without the parts that all blocks of `order` begin with."""
-    shared = 0
-    for parts in zip(*(block.split(".")[:-1] for block in order), strict=False):
-        if len(set(parts)) > 1:
-            break
-        shared += 1
-    return ".".join(name.split(".")[shared:])
+def _find_steepest(excess: list[float]) -> int:
+    """The number of the block that adds most to the excess; of the first after which it is infinite, if any is."""
+    if inf in excess:
+        return max(excess.index(inf) - 1, 0)
+    steps = [now - before for before, now in pairwise(excess)]
+    return max(range(len(steps)), key=steps.__getitem__)
+
+
+def check_judged(examples: Mapping[str, TaskExamples]) -> None:
+    """Raise RecipeError for --strict where a task has no rows that its drift can be judged on."""
+    for task, rows in examples.items():
+        if not rows.held_out_count:
+            raise _explain_unjudged(task, rows.fitted_count)
+
+
+def check_measured(report: Report) -> None:
+    """The same for a calibration that is finished."""
+    for task, drift in report.drift.items():
+        if not drift.held_out:
+            raise _explain_unjudged(task, int(report.settings["examples"][task]))
+
+
+def _explain_unjudged(task: str, rows: int) -> RecipeError:
+    """The error for a task of which all `rows` rows are fitted."""
+    fewer = f"fit fewer of them (-n {rows - max(4, rows // 5)}), " if rows >= 10 else ""
+    return RecipeError(
+        f"--strict has nothing to judge by: all {rows} rows of {task} are fitted, and none are held out",
+        where=f"--strict, task {task}",
+        fix=f"{fewer}give more different rows, or leave --strict out",
+    )
+
+
+def check_grown(report: Report, output: Path) -> None:
+    """Raise GateError (exit code 3) for a calibration after which drift is larger than before on a task."""
+    if not report.worse:
+        return
+    task = max(report.worse, key=lambda task: report.drift[task].after - report.drift[task].before)
+    drift, also = report.drift[task], _count_others("it did", len(report.worse) - 1)
+    raise GateError(
+        f"drift grew on {task}, from {drift.before:.3f} to {drift.after:.3f}{also}",
+        where=str(output),
+        fix="give more examples (-n) or another --alpha; or leave --strict out, with which it is not pushed",
+    )
+
+
+def check_pushable(report: Report, output: Path, push_to: str | None) -> None:
+    """Raise GateError (exit code 3) for a calibration that was to be pushed and made the mean drift grow."""
+    if push_to and report.has_grown:
+        raise GateError(
+            f"{report.headline.removeprefix('WARNING: ')}, so it is not pushed to {push_to}",
+            where=str(output),
+            fix="look at it first; the same command with --push-anyway pushes it, and computes nothing again",
+        )

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from featcal_cli.recipe.schema import Draft, Merge, as_draft
-from featcal_cli.reporting.gates import find_excess
 from featcal_cli.reporting.html_page import write_page
 from featcal_cli.reporting.inspection import Inspection
 from featcal_cli.reporting.markdown import write_summary
+from featcal_cli.reporting.verdict import find_excess
 from featcal_cli.runtime.errors import OutputError, RecipeError
 from featcal_cli.runtime.files import name_reason, replace_durably
 from featcal_cli.runtime.progress import Listener

@@ -13,8 +13,8 @@ from featcal_cli.calibration.journal import drop_journal
 from featcal_cli.evaluation.results import CALIBRATED
 from featcal_cli.hub.push import Pushed, Target, check_target, push
 from featcal_cli.recipe.schema import Draft, Recipe, as_draft
-from featcal_cli.reporting.gates import check_judged, check_measured
 from featcal_cli.reporting.report import REPORT, Report
+from featcal_cli.reporting.verdict import check_judged, check_measured
 from featcal_cli.runtime.progress import Listener
 from featcal_cli.workflows.output import check_name, check_output, default_output
 from featcal_cli.workflows.output_folder import Finished, Note, Workplace

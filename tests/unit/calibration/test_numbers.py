@@ -21,8 +21,7 @@ from featcal_cli.calibration.solver import LinearSystem
 from featcal_cli.cli.drift_view import show_inspection
 from featcal_cli.engine.drift_metrics import Drift
 from featcal_cli.models.module_kinds import Affine
-from featcal_cli.reporting.gates import find_excess
-from featcal_cli.reporting.verdict import tell_verdict
+from featcal_cli.reporting.verdict import find_excess, write_verdict
 from featcal_cli.runtime.errors import DataError, NumericsError, OutputError
 from featcal_cli.workflows.inspect_drift import inspect_drift
 from featcal_cli.workflows.output_checks import check_built
@@ -139,7 +138,7 @@ def test_drift_from_an_expert_whose_features_vanish_is_infinite_and_said(vit: Sa
     assert isfinite(found.tasks["green"].models["model"].last.relative)
     told = json.loads(found.to_json(), parse_constant=pytest.fail)["tasks"]["red"]["models"]["model"]["blocks"][-1]
     assert told["drift"]["relative"] is None and told["drift"]["distance"] > 0
-    verdict = [text for is_warning, text in tell_verdict(found, found.names, str) if is_warning]
+    verdict = [text for is_warning, text in write_verdict(found, found.names, str) if is_warning]
     assert any("features of the expert of red are all zero" in text for text in verdict)
     assert "expert of red are all zero" in str(find_excess(found, 5.0))
     out = Console(width=100, file=StringIO())

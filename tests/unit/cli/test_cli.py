@@ -76,7 +76,7 @@ def test_what_looks_for_models_needs_no_torch() -> None:
         "cli.console",
         "cli.drift_view",
         "recipe.shipped",
-        "reporting.gates",
+        "reporting.verdict",
         "runtime.logfile",
         "runtime.process",
         "workflows.evaluate",

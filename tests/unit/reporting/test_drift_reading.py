@@ -11,7 +11,7 @@ from featcal_cli.reporting.verdict import (
     abbreviate,
     describe_lists,
     find_farther,
-    follow,
+    follow_drift,
     order_blocks,
     read_drift,
     split_lists,
@@ -32,7 +32,7 @@ def test_blocks_of_tasks_that_reach_different_ones_are_in_forward_order() -> Non
         assert split_lists(order) == [VISION, LANGUAGE]
         assert describe_lists(order) == "vision.layers.0 … 1, then text.layers.0 … 2"
         assert abbreviate("text.layers.2", order) == "text.layers.2"
-        assert follow(inspection.tasks["text"].models["model"], order)[:2] == [None, None]
+        assert follow_drift(inspection.tasks["text"].models["model"], order)[:2] == [None, None]
     assert abbreviate("text.layers.2", LANGUAGE) == "2"
 
 
