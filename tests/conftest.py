@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -19,6 +20,7 @@ from hub_server import HubServer
 
 if TYPE_CHECKING:
     from bad_input import Stage
+    from zygote import Zygote
 
 # huggingface_hub reads its settings once, when it is imported
 assert "huggingface_hub" not in sys.modules, "something imported huggingface_hub before tests/conftest.py"
@@ -64,11 +66,46 @@ def hub_on_loopback() -> Iterator[HubServer]:
     shutil.rmtree(HOME, ignore_errors=True)
 
 
+@pytest.fixture(autouse=True)
+def no_failures_remembered() -> None:
+    """Wait for the Hub as long as ever: a test that let it fail may have run in this process a moment ago."""
+    if client := sys.modules.get("featcal_cli.hub.client"):
+        client._failures.__init__()
+
+
 @pytest.fixture
 def hub(hub_on_loopback: HubServer) -> HubServer:
     """The Hub of the test suite, empty; name repos after the test, for the client's cache outlives it."""
     hub_on_loopback.reset()
     return hub_on_loopback
+
+
+@pytest.fixture(scope="session")
+def merge(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The files of a merge and of all that it was made of, for `publish`."""
+    from published import write_merge
+
+    return write_merge(tmp_path_factory.mktemp("merge"))
+
+
+@pytest.fixture(scope="session")
+def zygote() -> Iterator[Zygote]:
+    """Starts `featcal` in processes of its own, quickly."""
+    from zygote import started
+
+    with started() as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def bert_job(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with job.yaml, the recipe of a tiny BERT, and all that it names."""
+    from families import FAMILIES, save_family
+
+    folder = tmp_path_factory.mktemp("job")
+    saved = save_family(folder, next(family for family in FAMILIES if family.name == "bert"))
+    (folder / "job.yaml").write_text(json.dumps(saved.recipe()))
+    return folder
 
 
 @pytest.fixture

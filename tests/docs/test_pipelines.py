@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import pytest
 import yaml
 from hub_server import HubServer
-from published import publish, write_merge
+from published import publish
 from swift import installed
 
 CI = Path(__file__).parents[2] / "recipes" / "ci"
@@ -33,11 +33,6 @@ class Outcome(NamedTuple):
     ran: list[str]
     """Names of the steps."""
     said: str
-
-
-@pytest.fixture(scope="module")
-def merge(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_merge(tmp_path_factory.mktemp("merge"))
 
 
 def publish_merge(hub: HubServer, merge: Path, org: str, *, good: bool) -> str:

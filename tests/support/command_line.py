@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -48,3 +49,11 @@ def featcal_inside(capsys: pytest.CaptureFixture[str], command: str, arguments: 
         main()
     written = capsys.readouterr()
     return Run(int(stopped.value.code or 0), written.out, written.err)
+
+
+def check_refusal(run: Run, reason: str = "") -> None:
+    """One message at the end, which says what (with the reason in it), where, and what to do."""
+    assert run.code == 2, run.stderr
+    assert len(re.findall("^error:", run.stderr, re.MULTILINE)) == 1, run.stderr
+    shown = re.search(r"^error: (.+)\n  in: .+\n  fix: .+\n\Z", run.stderr, re.MULTILINE)
+    assert shown and reason in shown[1], run.stderr

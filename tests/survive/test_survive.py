@@ -5,36 +5,25 @@ from __future__ import annotations
 import json
 import random
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from families import FAMILIES, save_family
 from hub_server import HubServer
 from outcome import result
-from zygote import Started, Zygote, started, wait_for
+from zygote import Started, Zygote, wait_for
 
 from featcal_cli.workflows.output_folder import NOTE
 
-BERT = next(family for family in FAMILIES if family.name == "bert")
 SCENARIOS, KILLS = 20, 3
 """Jobs, and how often each is killed before it may end."""
 
 
 @pytest.fixture(scope="module")
-def zygote() -> Iterator[Zygote]:
-    with started() as found:
-        yield found
-
-
-@pytest.fixture(scope="module")
-def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a recipe and all that it names."""
-    folder = tmp_path_factory.mktemp("job")
-    recipe = save_family(folder, BERT).recipe()
-    recipe["output"] = {"push_to": "alice/mended"}
-    (folder / "job.yaml").write_text(json.dumps(recipe))
-    return folder
+def job(bert_job: Path) -> Path:
+    """The recipe of a job whose result is pushed."""
+    recipe = json.loads((bert_job / "job.yaml").read_text()) | {"output": {"push_to": "alice/mended"}}
+    (bert_job / "pushed.yaml").write_text(json.dumps(recipe))
+    return bert_job / "pushed.yaml"
 
 
 @pytest.fixture
@@ -52,20 +41,9 @@ def expected(job: Path, zygote: Zygote, hub_on_loopback: HubServer, tmp_path_fac
     return folder
 
 
-def start(zygote: Zygote, job: Path, folder: Path, account: dict[str, str], *more: object) -> Started:
-    return zygote.start(
-        folder,
-        "calibrate",
-        "-r",
-        job / "job.yaml",
-        "-o",
-        "out",
-        "--log-file",
-        "log.jsonl",
-        "--push-anyway",
-        *more,
-        **account,
-    )
+def start(zygote: Zygote, job: Path, folder: Path, account: dict[str, str]) -> Started:
+    line = ("calibrate", "-r", job, "-o", "out", "--log-file", "log.jsonl", "--push-anyway")
+    return zygote.start(folder, *line, **account)
 
 
 def moments(folder: Path) -> list[str]:

@@ -8,43 +8,22 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from families import FAMILIES, save_family
 from hub_faults import Fault
 from hub_server import HubServer
 from huggingface_hub import constants
 from outcome import result
-from published import publish, write_merge
-from zygote import Started, Zygote, started, wait_for
+from published import publish
+from zygote import Started, Zygote, wait_for
 
 from featcal_cli.hub.pickle_weights import cache_folder
 from featcal_cli.runtime.interruption import CALIBRATING, EXIT_CODE
 
-BERT = next(family for family in FAMILIES if family.name == "bert")
 ORG = "shared"
 MODELS = ("merged", "base", "red")
-
-
-@pytest.fixture(scope="module")
-def zygote() -> Iterator[Zygote]:
-    with started() as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def family(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Models, and rows of a task."""
-    folder = tmp_path_factory.mktemp("family")
-    save_family(folder, BERT)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def merge(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_merge(tmp_path_factory.mktemp("merge"))
 
 
 def forget_downloads() -> None:
@@ -54,10 +33,10 @@ def forget_downloads() -> None:
 
 
 @pytest.fixture
-def stocked(hub: HubServer, family: Path) -> HubServer:
+def stocked(hub: HubServer, bert_job: Path) -> HubServer:
     """The Hub with the models, none of which is on this machine."""
     for name in MODELS:
-        hub.add_repo(f"{ORG}/{name}", family / name)
+        hub.add_repo(f"{ORG}/{name}", bert_job / name)
     forget_downloads()
     return hub
 
@@ -66,12 +45,12 @@ Command = Callable[..., Started]
 
 
 @pytest.fixture
-def calibrate(zygote: Zygote, family: Path, tmp_path: Path) -> Command:
+def calibrate(zygote: Zygote, bert_job: Path, tmp_path: Path) -> Command:
     """Start the command in a process of its own."""
 
     def start(output: str, *options: object, **environment: str) -> Started:
         line = ["calibrate", f"{ORG}/merged", "--base", f"{ORG}/base", "--expert", f"red={ORG}/red"]
-        line += ["--data", f"red={family / 'red.safetensors'}", "-n", "8", "-o", output, "--log-file", "log.jsonl"]
+        line += ["--data", f"red={bert_job / 'red.safetensors'}", "-n", "8", "-o", output, "--log-file", "log.jsonl"]
         return zygote.start(tmp_path, *line, *options, **environment)
 
     return start

@@ -4,7 +4,6 @@ same bytes."""
 from __future__ import annotations
 
 import json
-import re
 import shutil
 import subprocess
 import sys
@@ -17,13 +16,12 @@ from typing import IO, Any, NamedTuple
 
 import pytest
 import torch
-from command_line import Run, featcal_inside
-from families import FAMILIES, save_family
+from command_line import Run, check_refusal, featcal_inside
 from hub_faults import Fault
 from hub_server import HubServer
 from huggingface_hub import constants
 from outcome import result
-from published import publish, write_merge
+from published import publish
 from safetensors.torch import load_file
 from small_disk import PAGE, SmallDisk, mounted
 
@@ -35,7 +33,6 @@ pytestmark = pytest.mark.usefixtures("undrawn")
 FULL = "No space left on device"
 ENOUGH = 400_000
 """Bytes that the output takes, and not what it would take with its journal."""
-BERT = next(family for family in FAMILIES if family.name == "bert")
 
 
 @pytest.fixture
@@ -48,15 +45,14 @@ def disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SmallDisk]
 
 
 @pytest.fixture(scope="module")
-def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def inputs(bert_job: Path) -> Path:
     """A folder with recipes of some kinds of jobs, and all that they name."""
-    folder = tmp_path_factory.mktemp("job")
-    recipe: dict[str, Any] = save_family(folder, BERT).recipe()
+    recipe: dict[str, Any] = json.loads((bert_job / "job.yaml").read_text())
     built = {"merged": {"method": "average"}}
     searched: dict[str, Any] = {"calibration": {"examples": 8, "select": "search"}}
     for name, changes in {"given": {}, "built": built, "searched": searched}.items():
-        (folder / f"{name}.yaml").write_text(json.dumps(recipe | changes))
-    return folder
+        (bert_job / f"{name}.yaml").write_text(json.dumps(recipe | changes))
+    return bert_job
 
 
 class Moment(NamedTuple):
@@ -222,11 +218,9 @@ def test_a_page_that_cannot_be_written_is_not_half_there(
 
 
 @pytest.fixture
-def from_hub(
-    hub: HubServer, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> Work:
+def from_hub(hub: HubServer, merge: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Work:
     """The command for a job whose models and rows are on the Hub, given options."""
-    publish(hub, write_merge(tmp_path / "merge"), "disk")
+    publish(hub, merge, "disk")
     monkeypatch.setenv("HF_TOKEN", hub.add_token("disk"))
 
     def run(**options: object) -> Run:
@@ -246,7 +240,7 @@ def test_a_hub_cache_without_room_is_filled_the_next_time(
     hub.fail("file head", Fault(action=lambda: disk.fill(leave=3 * PAGE)), path="blue/.*safetensors")
     with pytest.warns(UserWarning, match="Not enough free disk space"):  # huggingface_hub's own
         check_refusal(from_hub(), FULL)
-    assert {path.name for path in tmp_path.iterdir()} == {"disk", "merge", "whole"}
+    assert {path.name for path in tmp_path.iterdir()} == {"disk", "whole"}
     disk.clear()
     assert from_hub().code == 0
     assert result(tmp_path / "out") == whole
@@ -295,14 +289,6 @@ def act_before(patch: pytest.MonkeyPatch, place: str, number: int, act: Callable
         return original(*arguments, **options)
 
     patch.setattr(place, call)
-
-
-def check_refusal(done: Run, reason: str) -> None:
-    """One message at the end, which says what, where, and what to do."""
-    assert done.code == 2, done.stderr
-    assert len(re.findall("^error:", done.stderr, re.MULTILINE)) == 1
-    shown = re.search(r"^error: (.+)\n  in: .+\n  fix: .+\n\Z", done.stderr, re.MULTILINE)
-    assert shown and reason in shown[1], done.stderr
 
 
 def start(line: str, stdout: IO[bytes]) -> subprocess.CompletedProcess[str]:

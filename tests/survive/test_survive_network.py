@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,12 +13,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from command_line import Run, featcal_inside
+from command_line import Run, check_refusal, featcal_inside
 from hub_faults import FAULTS, KINDS, Fault
 from hub_server import HubServer
 from huggingface_hub import constants
 from outcome import result
-from published import publish, write_merge
+from published import publish
 
 import featcal_cli.hub.client
 from featcal_cli import calibrate
@@ -29,9 +28,9 @@ pytestmark = pytest.mark.usefixtures("hurried")
 
 ORG = "net"
 COMMAND = {"merged": f"{ORG}/merged", "-n": 16, "-o": "out", "--push-to": f"{ORG}/out"}
-SLOW = 1.0
+SLOW = 2.0
 """Seconds that a slow answer takes."""
-PATIENCE = 0.5
+PATIENCE = 1.0
 """Seconds that a client waits for one."""
 
 
@@ -90,11 +89,6 @@ def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
     """Clients wait less between two tries."""
     sleep = time.sleep
     monkeypatch.setattr(time, "sleep", lambda seconds: sleep(min(seconds, 0.005)))
-
-
-@pytest.fixture(scope="module")
-def merge(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_merge(tmp_path_factory.mktemp("merge"))
 
 
 @contextmanager
@@ -213,10 +207,3 @@ def test_a_result_that_cannot_be_pushed_waits_for_the_same_command(
     assert work().code == 0
     check_finished(here, hub, expected)
     assert not hub.sent("bert-|-rows")  # nothing was computed again
-
-
-def check_refusal(done: Run) -> None:
-    """One message at the end, which says what, where, and what to do."""
-    assert done.code == 2, done.stderr
-    assert done.stderr.count("error:") == 1
-    assert re.search(r"^error: .+\n  in: .+\n  fix: .+\n\Z", done.stderr, re.MULTILINE), done.stderr
