@@ -12,46 +12,16 @@ import torch
 from torch import Tensor
 
 from featcal_cli.calibration.hyperparameters import Hyperparameters
-from featcal_cli.calibration.linear_algebra import EPSILON
-from featcal_cli.calibration.moments import LinearMoments
 from featcal_cli.calibration.solver import LinearSystem, NormSystem, Solution, Tally
 from featcal_cli.models.module_kinds import Affine
 from featcal_cli.runtime.distributed import Ranks
 from featcal_cli.runtime.errors import FeatCalError, NumericsError
 
 if TYPE_CHECKING:
-    from featcal_cli.calibration.moments import TaskMoments
     from featcal_cli.calibration.solver import BlockMoments
 
 Names: TypeAlias = "tuple[str, ...]"
 NOTHING = Tally(0.0, 0, frozenset())
-
-
-def complete_task(
-    sums: TaskMoments, sharers: Ranks, merged: Callable[[str], Affine], *, weigh: bool
-) -> dict[Names, float]:
-    """Let the sums over a part of a task know of the parts that other ranks have; all who share the task call this.
-
-    merged: a module's merged parameters. Returns, with `weigh`, the ω_i of the whole task by the modules that share an
-    input: 1/‖G_i‖_F cannot be told from a part.
-    """
-    own = {names: (each.weight, each.rows) for names, each in sums.linear.items()}
-    told = sharers.gather((own, {name: each.weight for name, each in sums.norms.items()}, sums.skipped))
-    omegas: dict[Names, float] = {}
-    for names in sorted({names for linear, _, _ in told for names in linear}):
-        weight, rows = (sum(linear.get(names, (0.0, 0))[which] for linear, _, _ in told) for which in (0, 1))
-        like = merged(names[0]).weight
-        moments = sums.linear.get(names) or LinearMoments(like.shape[1], like.device, 0.0)
-        moments.whole = weight
-        if weigh and rows:
-            omegas[names] = 1.0 / max(moments.sum.norm(sharers.add_up) / weight, EPSILON)
-        if rows and not moments.rows:
-            sums.linear.pop(names, None)
-    for name, norm in sums.norms.items():
-        norm.whole = sum(norms.get(name, 0.0) for _, norms, _ in told)
-    for _, _, skipped in told:
-        sums.skipped.update({name: why for name, why in skipped.items() if name not in sums.skipped})
-    return omegas
 
 
 class _Outline(NamedTuple):

@@ -72,13 +72,10 @@ class Symmetric:
             self.panels[number] = panel = self._zeros(number) if panel is None else self._cast(panel).contiguous()
             add_up(panel)
 
-    def norm(self, add_up: AddUp | None = None) -> float:
-        """Frobenius norm of the whole; with `add_up`, of the sum of all ranks, which is not kept."""
+    def norm(self) -> float:
+        """Frobenius norm of the whole."""
         total = 0.0
-        for number, (start, panel) in enumerate(zip(self.starts, self.panels, strict=True)):
-            if add_up is not None:
-                panel = self._zeros(number) if panel is None else self._cast(panel).clone()
-                add_up(panel)
+        for start, panel in zip(self.starts, self.panels, strict=True):
             if panel is not None:
                 flat, diagonal = panel.flatten(), panel[:, start:].flatten()
                 total += 2 * float(torch.dot(flat, flat)) - float(torch.dot(diagonal, diagonal))

@@ -57,9 +57,6 @@ class LinearMoments:
         self._r = {name: Sum() for name in self.pairs}
         self.weight = 0.0
         """Σ of the rows' weights."""
-        self.whole: float | None = None
-        """The same of all rows of the task, where these here are a part of them; what is a mean is a part of it then.
-        """
         self.rows = 0
         """Rows seen."""
 
@@ -103,19 +100,9 @@ class LinearMoments:
         return torch.stack([each.value.sum() for each in sums if each.value is not None]).sum()
 
     @property
-    def total(self) -> float:
-        """Σ of the weights of all rows of the task."""
-        return self.whole or self.weight
-
-    @property
-    def part(self) -> float:
-        """How much of the task is here, 0 … 1."""
-        return self.weight / self.whole if self.whole else 1.0
-
-    @property
     def gram(self) -> Tensor:
         """G = E[x_cal x_calᵀ] [d_in, d_in]."""
-        return self.sum.full() / self.total
+        return self.sum.full() / self.weight
 
     @property
     def size(self) -> float:
@@ -148,7 +135,7 @@ class LinearMoments:
         """Add ω E[r xᵀ] of a module [d_out, d_in] to a total; where r is summed."""
         term = self._rx[name].value
         assert term is not None
-        total.add(term, omega / self.total)
+        total.add(term, omega / self.weight)
 
     def mean_residual(self, name: str, expert: Tensor, merged: Tensor) -> Tensor:
         """E[r] of a module [d_out], given its weights W_i and W_merged."""
@@ -169,7 +156,7 @@ class LinearMoments:
 
     def _mean_of(self, total: Sum) -> Tensor:
         assert total.value is not None
-        return to_precise(total.value) / self.total
+        return to_precise(total.value) / self.weight
 
 
 @dataclass
@@ -203,8 +190,6 @@ class NormMoments:
         self._z = torch.zeros(d, dtype=ACCUMULATE, device=sums_device(device))
         self._zz = torch.zeros_like(self._z)
         self.weight = 0.0
-        self.whole: float | None = None
-        """Σ of the weights of all rows of the task, where these here are a part of them."""
         self.rows = 0
         """Rows seen."""
 
@@ -217,24 +202,14 @@ class NormMoments:
         self.rows += len(z)
 
     @property
-    def total(self) -> float:
-        """Σ of the weights of all rows of the task."""
-        return self.whole or self.weight
-
-    @property
-    def part(self) -> float:
-        """How much of the task is here, 0 … 1."""
-        return self.weight / self.whole if self.whole else 1.0
-
-    @property
     def mean(self) -> Tensor:
         """z̄ [d]."""
-        return self._z / self.total
+        return self._z / self.weight
 
     @property
     def second(self) -> Tensor:
         """q = E[z²] [d]."""
-        return self._zz / self.total
+        return self._zz / self.weight
 
 
 def _sum_rows(x: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from featcal_cli.calibration import cost_model
-from featcal_cli.calibration.distributed_sums import complete_task, pool_systems
+from featcal_cli.calibration.distributed_sums import pool_systems
 from featcal_cli.calibration.hyperparameters import Hyperparameters
 from featcal_cli.calibration.moments import LinearMoments, NormMoments, Pair, TaskMoments
 from featcal_cli.calibration.solver import BlockMoments, LinearSystem, NormSystem, TokenSystem
@@ -181,11 +181,6 @@ def _fold_task(
     block, merged, expert = visit.block, visit.merged, visit.expert(task)
     modules = {module.name: module for module in block.modules}
     sums = sum_rows(visit, role, task, moments.skipped, choose, checked=omegas is not None)
-    known: Mapping[tuple[str, str], float] = omegas or {}
-    if task in visit.sharers:
-        whole = complete_task(sums, visit.sharers[task], _parameters_by_name(visit), weigh=omegas is None)
-        known = omegas or {(task, name): omega for names, omega in whole.items() for name in names}
-        moments.omegas |= known
     moments.skipped |= sums.skipped
     for names, of_input in sums.linear.items():
         if not of_input.rows:
@@ -203,7 +198,7 @@ def _fold_task(
             system = LinearSystem if of_input.kept is None else TokenSystem
             moments.linear[group] = system(of_merged, hyperparameters, with_bias=omegas is not None)
         of_expert = {name: parameters_of(expert, block, modules[name]) for name in names}
-        omega = moments.linear[group].fold(of_input, of_expert, known.get((task, names[0])))
+        omega = moments.linear[group].fold(of_input, of_expert, omegas.get((task, names[0])) if omegas else None)
         moments.omegas |= {(task, name): omega for name in names}
     for name, of_norm in sums.norms.items():
         if name not in moments.norms:

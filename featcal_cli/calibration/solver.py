@@ -72,7 +72,7 @@ class LinearSystem:
     def fold(self, moments: LinearMoments, experts: Mapping[str, Affine], omega: float | None = None) -> float:
         """Add one task: its moments, and its expert's parameters by module name; returns ω_i, if not given."""
         omega = 1.0 / max(moments.size, EPSILON) if omega is None else omega
-        self._omega += omega * moments.part
+        self._omega += omega
         self._mean += omega * self._cast(moments.mean)
         self.rows += moments.rows
         for name, expert in experts.items():
@@ -130,7 +130,7 @@ class LinearSystem:
     def _lacking(self, name: str, moments: LinearMoments, expert: Affine) -> Tensor:
         """E[W_i x_tgt + b_i − W_merged x_cal − b_merged] [d_out]."""
         lacking = moments.mean_residual(name, expert.weight, self._merged[name].weight)
-        return lacking + moments.part * self._bias_offset(name, expert)
+        return lacking + self._bias_offset(name, expert)
 
     def _bias_offset(self, name: str, expert: Affine) -> Tensor:
         """b_i − b_merged, 0 where one has none."""
@@ -140,7 +140,7 @@ class LinearSystem:
 
     def _add(self, moments: LinearMoments, experts: Mapping[str, Affine], omega: float) -> None:
         """Add a task to what the weights are solved from."""
-        self._gram.add(moments.sum, omega / moments.total)
+        self._gram.add(moments.sum, omega / moments.weight)
         target = None if moments.pairs else moments.add_drift(self._drift, omega)  # C
         for name, expert in experts.items():
             if target is None:
@@ -207,8 +207,8 @@ class NormSystem:
         self._second += moments.second
         self._mean += moments.mean
         self._scale_pull += moments.second * scale + moments.mean * shift
-        self._bias_pull += moments.mean * scale + moments.part * shift
-        self._tasks += moments.part
+        self._bias_pull += moments.mean * scale + shift
+        self._tasks += 1.0
         self.rows += moments.rows
 
     def tally(self) -> Tally:

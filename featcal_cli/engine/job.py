@@ -59,8 +59,6 @@ class Job:
     """Roles whose drift is split into local mismatch and upstream propagation."""
     ranks: Ranks = field(default_factory=Ranks)
     """All processes of the run; experts and examples are this one's."""
-    sharers: Mapping[str, Ranks] = field(default_factory=dict)
-    """Those that share a task's examples, by task, where they are several."""
 
     @property
     def runners(self) -> list[BlockRunner]:

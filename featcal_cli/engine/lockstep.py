@@ -76,7 +76,7 @@ class BlockVisit:
         """Updates are checked on further examples."""
         self.cls_tokens = block.name in job.cls_blocks
         """The first token counts most in this block."""
-        self.ranks, self.sharers = job.ranks, job.sharers
+        self.ranks = job.ranks
         tasks = [
             task for task, found in passes.fitted.items() if all(each.is_at(block) for one in found for each in one)
         ]
@@ -130,10 +130,9 @@ class BlockVisit:
             here = count_tokens(together.ours[role]) / self.block.calls
             row_multiples = (tokens[task] / here, sum(tokens.values()) / here)
             observe = self._features_of_all_calls if self.block.calls > 1 else self._features_of_one_call
-            is_first = number == 0 and (task not in self.sharers or self.sharers[task].is_first)
             before = sum(count_examples(earlier.theirs.batch) for earlier in passes[task][:number])
             examples = range(before, before + count_examples(together.theirs.batch))
-            for seen in observe(task, role, together, first=is_first):
+            for seen in observe(task, role, together, first=number == 0):
                 yield seen._replace(row_multiples=row_multiples, examples=examples)
 
     def _features_of_one_call(

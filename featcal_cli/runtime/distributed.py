@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -22,29 +22,26 @@ Key = TypeVar("Key")
 
 
 class Ranks:
-    """Some of the processes of a run. Whatever is called here, all of them call, in the same order.
+    """The processes of a run. Whatever is called here, all of them call, in the same order.
 
     Without torchrun there is one, and nothing here does anything. Everything raises LostRankError when another one has
     ended.
     """
 
-    def __init__(self, members: Sequence[int] = (0,), rank: int = 0, group: dist.ProcessGroup | None = None) -> None:
+    def __init__(self, size: int = 1, rank: int = 0, group: dist.ProcessGroup | None = None) -> None:
         self.rank = rank
-        """This one's number among the members."""
-        self.size = len(members)
-        self._members, self._group = list(members), group
+        """This one's number."""
+        self.size, self._group = size, group
 
     @property
     def is_first(self) -> bool:
-        """This is the member with the number 0."""
+        """This is the one with the number 0."""
         return self.rank == 0
 
-    def choose(self, members: Sequence[int]) -> Ranks:
-        """Some of these ranks by their numbers, as a group of their own; for one that is not among them, of no use."""
-        chosen = [self._members[number] for number in members]
-        with _in_touch() as dist:
-            group = dist.new_group(chosen, timeout=PATIENCE)
-        return Ranks(chosen, list(members).index(self.rank) if self.rank in members else -1, group)
+    def own(self, tasks: Iterable[str]) -> list[str]:
+        """The tasks that are this rank's: each has one rank, contiguous in their order, and as many as the others have."""
+        names = list(tasks)
+        return [name for number, name in enumerate(names) if number * self.size // len(names) == self.rank]
 
     def gather(self, value: T) -> list[T]:
         """Everybody's value, by rank; for small things, tensors among them only on the CPU."""
@@ -74,14 +71,14 @@ class Ranks:
             return value
         carried: list[Any] = [value if self.is_first else None]
         with _in_touch() as dist:
-            dist.broadcast_object_list(carried, src=self._members[0], group=self._group)
+            dist.broadcast_object_list(carried, src=0, group=self._group)
         return carried[0]  # type: ignore[no-any-return]
 
     def copy(self, tensor: Tensor, source: int = 0) -> None:
         """Overwrite a tensor with that of the rank `source`."""
         if self._group is not None:
             with _in_touch() as dist:
-                dist.broadcast(tensor, src=self._members[source], group=self._group)
+                dist.broadcast(tensor, src=source, group=self._group)
 
     def add_up(self, tensor: Tensor, to: int | None = None) -> None:
         """Replace a tensor by its sum over all; with `to` only there, and elsewhere it is of no use any more."""
@@ -91,7 +88,7 @@ class Ranks:
             if to is None:
                 dist.all_reduce(tensor, group=self._group)
             else:
-                dist.reduce(tensor, dst=self._members[to], group=self._group)
+                dist.reduce(tensor, dst=to, group=self._group)
 
     @contextmanager
     def on_its_own(self) -> Iterator[None]:
@@ -117,7 +114,7 @@ def join_ranks() -> Ranks:
         backend = "cpu:gloo,cuda:nccl" if is_available() else "gloo"
         with _in_touch():
             dist.init_process_group(backend, timeout=PATIENCE)
-    return Ranks(range(launch.size), launch.rank, dist.group.WORLD)
+    return Ranks(launch.size, launch.rank, dist.group.WORLD)
 
 
 def leave_ranks() -> None:

@@ -26,7 +26,6 @@ from featcal_cli.calibration.out_of_memory import halve_batches, is_out_of_memor
 from featcal_cli.calibration.results import BlockReport, describe_guard, describe_ridges
 from featcal_cli.calibration.search import Search
 from featcal_cli.calibration.shrinkage import between, pull_back
-from featcal_cli.calibration.task_sharding import Shares, share_tasks
 from featcal_cli.data.examples import TaskExamples
 from featcal_cli.engine.job import CALIBRATED, MERGED, Job
 from featcal_cli.engine.weight_checks import check_values
@@ -106,18 +105,18 @@ class Computation:
         check_search(recipe.calibration, plan.examples)
         if self._strict:
             check_judged(plan.examples)
-        shares = share_tasks(list(recipe.tasks), self._ranks)
+        own = self._ranks.own(recipe.tasks)
         journal = self._open_journal(plan)
         merge = recipe.merged if isinstance(recipe.merged, Merge) else None
-        snapshots = self._run.fetch(plan, None if merge else shares.parts)
+        snapshots = self._run.fetch(plan, None if merge else own)
         weights = {file: role for role, snapshot in snapshots.items() for file in snapshot.weights()}
         self._inputs.append(Unchanged(weights))
         self._run.listener.stage("loading models")
-        with self._place.scratch() as own:
-            scratch = self._ranks.of_machine(own)
+        with self._place.scratch() as folder:
+            scratch = self._ranks.of_machine(folder)
             models = load_models(snapshots, merge, scratch / "merged", self._draft.name, self._ranks)
-            models = models.only(shares.parts)
-            return self._solve(plan, models, shares, scratch, journal, target), models
+            models = models.only(own)
+            return self._solve(plan, models, scratch, journal, target), models
 
     def _open_journal(self, plan: Preflight) -> Journal | None:
         """The finished blocks of this very job, on the first rank. Raises OutputError for those of another one."""
@@ -146,7 +145,6 @@ class Computation:
         self,
         plan: Preflight,
         models: Models,
-        shares: Shares,
         scratch: Path,
         journal: Journal | None,
         target: Target | None,
@@ -161,7 +159,7 @@ class Computation:
         examples = dict(plan.examples)
         while True:
             try:
-                done = self._walk(plan, examples, models, architecture, shares, scratch, journal)
+                done = self._walk(plan, examples, models, architecture, scratch, journal)
                 break
             except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error):
@@ -191,13 +189,12 @@ class Computation:
         examples: Mapping[str, TaskExamples],
         models: Models,
         architecture: Architecture,
-        shares: Shares,
         scratch: Path,
         journal: Journal | None,
     ) -> Done:
         """Choose settings and calibrate all blocks; what the journal holds of either is taken over."""
         calibration = plan.recipe.calibration
-        choice = self._choose(plan, examples, models, architecture, shares, scratch, journal)
+        choice = self._choose(plan, examples, models, architecture, scratch, journal)
         unchecked = [task for task, found in examples.items() if not found.selection_count]
         guarded = calibration.select != "preset" and not unchecked
         if unchecked and calibration.select != "preset":
@@ -213,7 +210,7 @@ class Computation:
             watchers={MERGED: models.merged, "base": models.base},
             guarded=guarded,
             judged=calibration.is_answered_for,
-            shares=shares,
+            ranks=self._ranks,
             scratch=scratch,
         )
         if self._ranks.size > 1:
@@ -252,7 +249,6 @@ class Computation:
         examples: Mapping[str, TaskExamples],
         models: Models,
         architecture: Architecture,
-        shares: Shares,
         scratch: Path,
         journal: Journal | None,
     ) -> Choice:
@@ -262,7 +258,7 @@ class Computation:
         choice = choose_hyperparameters(calibration, kind, examples, needs.work, needs.search.fits)
         if isinstance(choice, SearchPlan):
             try:
-                trials = self._search(choice, plan, examples, models, architecture, shares, scratch, journal)
+                trials = self._search(choice, plan, examples, models, architecture, scratch, journal)
                 choice = take_best(calibration, trials)
             except NumericsError as error:
                 if calibration.select == "search":
@@ -281,7 +277,6 @@ class Computation:
         examples: Mapping[str, TaskExamples],
         models: Models,
         architecture: Architecture,
-        shares: Shares,
         scratch: Path,
         journal: Journal | None,
     ) -> list[Trial]:
@@ -299,7 +294,7 @@ class Computation:
             search.candidates,
             search.fitted,
             [architecture.blocks[number - 1].name for number in search.cuts],
-            shares,
+            self._ranks,
             scratch,
         )
         trials = Search(job, search.candidates, calibration.bias, search.cuts).run(self._run.listener.progress)

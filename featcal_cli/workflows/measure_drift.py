@@ -9,7 +9,6 @@ from pathlib import Path
 import torch
 
 from featcal_cli import __version__
-from featcal_cli.calibration.task_sharding import share_tasks
 from featcal_cli.engine.job import Job, share_readings
 from featcal_cli.engine.lockstep import forward_order
 from featcal_cli.models.alignment import check_alignment, load_fitting
@@ -34,8 +33,7 @@ def measure(run: Run, compare: str | None, *, keep_finals: bool) -> tuple[Inspec
     for task, found in plan.examples.items():
         if found.is_whole:
             run.note(f"{task}: the source has few rows, to most of which a calibration with it was fitted")
-    shares = share_tasks(list(plan.recipe.tasks), run.ranks, whole=True)
-    snapshots = run.fetch(plan, shares.parts)
+    snapshots = run.fetch(plan, run.ranks.own(plan.recipe.tasks))
     run.listener.stage("loading models")
     models = load_models(snapshots, None, Path(), "")
     other = load_fitting(OTHER, snapshots[OTHER], models.merged) if compare else None
@@ -55,7 +53,7 @@ def measure(run: Run, compare: str | None, *, keep_finals: bool) -> tuple[Inspec
         students={},
         watchers=watchers,
         keep_finals=keep_finals,
-        shares=shares,
+        ranks=run.ranks,
     )
     run.listener.stage("measuring")
     for number, visit in enumerate(forward_order(job)):

@@ -11,8 +11,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from featcal_cli.calibration.task_sharding import Shares, share_tasks
-from featcal_cli.data.batches import take_examples, take_first
+from featcal_cli.data.batches import Batch, take_examples, take_first
 from featcal_cli.data.examples import TaskExamples
 from featcal_cli.engine.block_runner import BlockRunner
 from featcal_cli.engine.drift_metrics import DriftMeter, OutputMeter, VectorMeter, limit_batches
@@ -137,7 +136,7 @@ def make_job(
     guarded: bool = False,
     judged: bool = False,
     keep_finals: bool = False,
-    shares: Shares | None = None,
+    ranks: Ranks | None = None,
     scratch: Path | None = None,
 ) -> Job:
     """Everybody at the start, with the examples that they walk over.
@@ -146,35 +145,38 @@ def make_job(
     it is measured on what is not fitted, if there is any; without, on all examples, and inside of blocks too.
     guarded: updates are checked on the examples that are held out for that.
     judged: the last drift of the students, and of merged, is measured on these examples too.
-    shares: what this rank works on; everything without it. What drift is measured on is not split: it is for the first
-    of the ranks that share a task.
+    ranks: those of the run, of which this one works on its own tasks.
     scratch: the folder for features that fit nowhere else, by default the system's; it should lie on a disk.
     """
-    shares = shares or share_tasks(list(examples), Ranks())
+    ranks = ranks or Ranks()
+    own = ranks.own(examples)
     dtype = _choose_dtype(calibration, models.merged)
 
     def runner(model: Model) -> BlockRunner:
         return BlockRunner(model, architecture, device, dtype)
+
+    def own_batches(half: str) -> dict[str, list[Batch]]:
+        return {task: list(getattr(found, half)) if task in own else [] for task, found in examples.items()}
 
     roles = {**students, **watchers}
     everybody = {id(model): model for model in (models.merged, models.base, *roles.values())}
     runners = {key: runner(model) for key, model in everybody.items()}  # never two of one model
     merged = runners[id(models.merged)]
     shown = {
-        task: ((found.held_out if students else []) or found.fitted) if shares.begins(task) else []
+        task: ((found.held_out if students else []) or found.fitted) if task in own else []
         for task, found in examples.items()
     }
-    experts = {task: runner(models.experts[task]) for task in shares.parts}
-    small_heads = all(shares.ranks.gather(_has_small_heads(models.experts.values(), architecture)))
+    experts = {task: runner(models.experts[task]) for task in own}
+    small_heads = all(ranks.gather(_has_small_heads(models.experts.values(), architecture)))
     return Job(
         architecture=architecture,
         students={role: runners[id(model)] for role, model in students.items()},
         merged=merged,
         base=runners[id(models.base)],
         experts=experts,
-        examples={task: shares.take(task, found.fitted) for task, found in examples.items()} if students else {},
-        checked={task: shares.take(task, found.selection) for task, found in examples.items()} if guarded else {},
-        second={task: shares.take(task, found.selection) for task, found in examples.items()} if judged else {},
+        examples=own_batches("fitted") if students else {},
+        checked=own_batches("selection") if guarded else {},
+        second=own_batches("selection") if judged else {},
         second_meter=DriftMeter() if judged else None,
         judged=(*students, MERGED) if judged else (),
         cls_blocks=_choose_cls_blocks(merged, architecture, examples, calibration, note),
@@ -186,8 +188,7 @@ def make_job(
         finals={} if keep_finals else None,
         split=frozenset(role for role, model in roles.items() if model is not models.base),
         offloader=Offloader(device, *rooms_for_features(device), scratch or Path(tempfile.gettempdir())),
-        ranks=shares.ranks,
-        sharers=shares.mine,
+        ranks=ranks,
     )
 
 
@@ -200,7 +201,7 @@ def make_search_job(
     students: Iterable[str],
     fitted: int,
     branches: Collection[str] = (),
-    shares: Shares | None = None,
+    ranks: Ranks | None = None,
     scratch: Path | None = None,
 ) -> Job:
     """A job of its own for a search: every student is the merged model again, fitted to the first `fitted` examples.
@@ -227,7 +228,7 @@ def make_search_job(
         lambda _: None,
         students={role: share_model(models.merged) for role in students},
         watchers={MERGED: shared.merged},
-        shares=shares,
+        ranks=ranks,
         scratch=scratch,
     )
     return replace(job, outputs=OutputMeter(), split=frozenset(), branches=frozenset(branches))

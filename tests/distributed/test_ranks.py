@@ -7,7 +7,7 @@ import os
 import resource
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,6 @@ from families import FAMILIES, TASKS, Saved, save_family
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from featcal_cli.calibration.task_sharding import Shares, share_tasks
 from featcal_cli.reporting.report import Report
 from featcal_cli.runtime.distributed import Ranks
 from featcal_cli.workflows.inspect_drift import inspect_drift
@@ -131,7 +130,7 @@ def done(families: dict[str, Saved], folder: Path) -> dict[str, Done]:
 
 @pytest.mark.parametrize("name", KINDS)
 def test_two_processes_give_the_weights_of_one(done: dict[str, Done], name: str) -> None:
-    """Also where a task is split between them, a table of positions is counted once, or settings are searched."""
+    """Also where one of them has more tasks, or all, a table of positions is counted once, or settings are searched."""
     alone, together = (done[name].weights(of) for of in ("alone", "0"))
     assert alone.keys() == together.keys()
     for key, value in alone.items():
@@ -222,37 +221,12 @@ def test_one_rank_says_what_is_wrong_and_the_next_run_goes_on(done: dict[str, Do
     assert {path.name for path in tmp_path.iterdir()} == {"family", "recipe.yaml", "out"}
 
 
-class Planned(Ranks):
-    """Ranks that are not there."""
-
-    def choose(self, members: Sequence[int]) -> Ranks:
-        return Ranks(members)
-
-
 @pytest.mark.parametrize(("tasks", "size"), [(1, 1), (3, 1), (2, 2), (3, 2), (8, 3), (1, 4), (3, 8), (5, 5)])
-def test_every_example_has_one_rank_and_ranks_have_equal_parts(tasks: int, size: int) -> None:
+def test_every_task_has_one_rank_and_ranks_have_as_many(tasks: int, size: int) -> None:
     names = [f"task {number}" for number in range(tasks)]
-    shares = [share_tasks(names, Planned(range(size), rank)) for rank in range(size)]
-    batches = [{"x": torch.arange(start, min(start + 5, 24))} for start in range(0, 24, 5)]
-    for task in names:
-        parts = [torch.cat([batch["x"] for batch in found]) for each in shares if (found := each.take(task, batches))]
-        assert torch.cat(parts).tolist() == list(range(24))
-        assert sum(each.begins(task) for each in shares) == 1
-        sharing = [each for each in shares if task in each.parts]
-        assert all((task in each.shared) == (len(sharing) > 1) for each in shares)
-    each_has = [sum(len(batch["x"]) for task in names for batch in each.take(task, batches)) for each in shares]
-    assert max(each_has) - min(each_has) <= 2
-    whole = [share_tasks(names, Planned(range(size), rank), whole=True) for rank in range(size)]
-    assert [task for each in whole for task in each.parts] == names
-
-
-def test_neighbours_do_the_tasks_that_they_share_at_the_same_time() -> None:
-    """First or last: else the second rank would wait for all of the first one's work, the third for the second's …"""
-    names = [f"task {number}" for number in range(6)]
-    shares: list[Shares] = [share_tasks(names, Planned(range(4), rank)) for rank in range(4)]
-    for task in shares[0].shared:
-        places = {(list(each.parts).index(task) == 0) for each in shares if task in each.parts}
-        assert len(places) == 1
+    owned = [Ranks(size, rank).own(names) for rank in range(size)]
+    assert [task for each in owned for task in each] == names
+    assert max(map(len, owned)) - min(map(len, owned)) <= 1
 
 
 def test_without_torchrun_there_is_one_and_nothing_happens() -> None:
