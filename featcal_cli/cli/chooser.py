@@ -31,11 +31,9 @@ def choose(error: LineageError, line: Sequence[str]) -> list[str] | None:
             if (answer := _ask(question)) is None:
                 return None
             answers[number] = answer
-    completed, whole = error.answered(answers)
-    if not whole:
-        error.answer(answers)
-        return None
-    _say(f"the same without questions: {shlex.join(['featcal', *completed])}")
+    error.answer(answers)
+    if (completed := error.completed()) is not None:
+        _say(f"the same without questions: {shlex.join(['featcal', *completed])}")
     return completed
 
 

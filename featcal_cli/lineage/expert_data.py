@@ -1,90 +1,127 @@
-"""An expert's calibration data, from its card and from the cards of the datasets that it names."""
+"""An expert's calibration data: from its card, the cards of the datasets that it names, or its well-known name."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import re
+from collections.abc import Sequence
+from functools import cache
+from typing import Any, NamedTuple
 
-from featcal_cli.hub.model_names import find, words
-from featcal_cli.hub.repo import Repo
-from featcal_cli.lineage.candidates import is_gone
-from featcal_cli.lineage.known_experts import recall
+from featcal_cli.hub.model_names import find, repo_of, words
 from featcal_cli.lineage.model_card import Card, read_card
+from featcal_cli.lineage.questions import Finding, Question
+from featcal_cli.lineage.search import Search, is_gone, named_by
 from featcal_cli.recipe.schema import Data
+from featcal_cli.recipe.shipped import find_shipped
 from featcal_cli.runtime.errors import HubError
 from featcal_cli.runtime.references import existing_path
-from featcal_cli.runtime.untrusted_text import show
+from featcal_cli.runtime.untrusted_text import load_documents, show
 
-SHOWN = 8
+MOST_CHOICES = 8
 """Choices that a message lists."""
+FAMILIES = {
+    "tanganke/clip-vit-*": (
+        r"tanganke/(?P<base>clip-vit-(?:base-patch32|base-patch16|large-patch14))_(?P<task>[\w.-]+)",
+        "openai/",
+        "clip-vit-b32-20",
+    ),
+    "tanganke/flan-t5-*": (
+        r"tanganke/(?P<base>flan-t5-(?:base|large))_glue-(?P<task>[a-z0-9]+)(?:_lora-16)?",
+        "google/",
+        "flan-t5-base-glue",
+    ),
+    "MergeBench/Llama-*": (
+        r"MergeBench/(?P<base>Llama-[\w.-]+)_(?P<task>[a-z]+)", "meta-llama/", "llama-3.2-3b-mergebench",
+    ),
+    "MergeBench/gemma-*": (
+        r"MergeBench/(?P<base>gemma-[\w.-]+)_(?P<task>[a-z]+)", "google/", "llama-3.2-3b-mergebench",
+    ),
+}  # fmt: skip
+"""Experts that were published together, whose own cards are silent: their repo ids (`base` ends the base's id), what
+the base's id begins with, and the shipped recipe that has the data of their tasks."""
+
+TaskData = tuple[Data, str]
+"""Where a task's examples come from, and who says so."""
 
 
-@dataclass(frozen=True)
-class FoundData:
-    """Where a task's examples come from, and who says so."""
+class Known(NamedTuple):
+    """What is known of an expert by its name."""
 
-    data: Data
-    source: str
-    notes: Sequence[str] = ()
-
-
-@dataclass(frozen=True)
-class OpenQuestion:
-    """Why a task's data cannot be told, and what to choose from."""
-
-    problem: str
-    choices: Sequence[str] = ()
-    """Sources as a user would type them; empty where nothing is known."""
-    answer: str = "SOURCE"
-    """What to type, with SOURCE or CONFIG for what is missing."""
-    where: str = ""
-    fix: str = ""
-    notes: Sequence[str] = ()
+    family: str
+    base: str
+    data: Data | None
 
 
-def find_data(
-    task: str, expert: str, repo: Repo, card: Card, open_dataset: Callable[[str, str], Repo]
-) -> FoundData | OpenQuestion:
-    """The data of a task, from its expert's reference, repo and card.
+def recall(expert: str) -> Known | None:
+    """What is known of the expert `ID[@REVISION]`, or of the adapter in BASE+ADAPTER; None for any other name."""
+    for family, (pattern, owner, recipe) in FAMILIES.items():
+        if match := re.fullmatch(pattern, repo_of(expert), re.IGNORECASE):
+            task = _plain(match["task"])
+            keys = _shipped_data(recipe).get(task)
+            if recipe.endswith("mergebench") and task in ("multilingual", "safety"):  # which the recipe leaves out
+                keys = {"dataset": f"MergeBench/{task}_val"}
+            return Known(family, owner + match["base"], Data.model_validate(keys) if keys else None)
+    return None
 
-    `open_dataset` opens a dataset, given who names it. A card's `datasets` go before what its model-index was measured
-    on; of several datasets, the one with the task's name is taken. Where the card names the dataset of a well-known
-    expert, its config, split and columns are known too. Raises HubError where the Hub cannot be reached.
+
+@cache
+def _shipped_data(recipe: str) -> dict[str, Any]:
+    """Task → the keys of its data in a shipped recipe."""
+    (content,) = load_documents(find_shipped(recipe).read_text(encoding="utf-8"))
+    return {_plain(task): spec["data"] for task, spec in content["tasks"].items()}
+
+
+def _plain(task: str) -> str:
+    return task.lower().replace("-", "_")
+
+
+def find_data(search: Search, task: str, expert: Finding, notes: list[str]) -> TaskData | Question:
+    """The data of a task, from its expert's repo and card, or the question where it comes from.
+
+    A card's `datasets` go before what its model-index was measured on; of several datasets, the one with the task's
+    name is taken. Where the card names the dataset of a well-known expert, its config, split and columns are known too.
+    `notes` get what was decided. Raises HubError where the Hub cannot be reached.
     """
-    known = _recall_data(expert)
-    named = [*card.datasets, *(entry.dataset for entry in card.evaluations)]
-    if known and any(_same_dataset(name, str(known.data.dataset)) for name in named):
+    repo, card = search.read_expert(expert.value, expert.source)
+    known = _recall_data(expert.value)
+    sources = {"datasets": card.datasets, "model-index": [dataset for dataset, _ in card.evaluations]}
+    if known and any(_same_dataset(name, str(known[0].dataset)) for names in sources.values() for name in names):
         return known
-    question = OpenQuestion(f"nothing says where the examples of {task} come from: {repo.name} names no dataset")
-    notes: list[str] = []
-    sources = {"datasets": card.datasets, "model-index": [entry.dataset for entry in card.evaluations]}
+    problem = f"nothing says where the examples of {task} come from: {repo.name} names no dataset"
+    passed_over: list[str] = []
     for key, names in sources.items():
         source = f"the card of {repo.name} ({key})"
         located = {name: find(name, repo) for name in names}
-        notes += [f"{source}: {show(name)} is no dataset on the Hub" for name, found in located.items() if not found]
-        usable = list(dict.fromkeys(found for found in located.values() if found))
+        passed_over += [f"{source}: {show(name)} is no dataset on the Hub" for name in names if not located[name]]
+        usable = list(dict.fromkeys(reference for reference in located.values() if reference))
         chosen = usable if len(usable) == 1 else [name for name in usable if _carries(name, task)]
         if len(chosen) == 1:
+            notes += passed_over
             if len(usable) > 1:
                 notes.append(f"{repo.name} names {len(usable)} datasets; {chosen[0]} has the name of the task {task}")
-            return _with_config(task, chosen[0], source, notes, card, open_dataset)
+            return _choose_config(search, task, Finding("data", chosen[0], source), card, notes)
         if usable:
-            question = OpenQuestion(f"{repo.name} names several datasets for {task}: {_join(usable)}", usable)
-            break
-    if known and not question.choices:
+            return _ask(task, f"{repo.name} names several datasets for {task}: {_join(usable)}", usable)
+    if known:
         return known
-    if notes and not question.choices:
-        return OpenQuestion(f"{question.problem} that could be opened ({notes[0]})")
-    return question
+    return _ask(task, f"{problem} that could be opened ({passed_over[0]})" if passed_over else problem)
 
 
-def _recall_data(expert: str) -> FoundData | None:
+def _ask(
+    task: str, problem: str, choices: Sequence[str] = (), answer: str = "SOURCE", where: str = "", fix: str = ""
+) -> Question:
+    """The question where a task's examples come from; `choices` are sources as a user would type them."""
+    options = {source: (("--data", f"{task}={source}"),) for source in choices}
+    return Question(problem, (("--data", f"{task}={answer}"),), where or f"data of {task}", options, fix)
+
+
+def _recall_data(expert: str) -> TaskData | None:
     """The data of a well-known expert."""
     known = recall(expert)
     reference = find(str(known.data.dataset), None) if known and known.data else None
     if not (known and known.data and reference):
         return None
-    return FoundData(known.data.model_copy(update=_split(reference)), f"known family {known.family}")
+    return known.data.model_copy(update=_split(reference)), f"known family {known.family}"
 
 
 def _same_dataset(name: str, known: str) -> bool:
@@ -110,40 +147,34 @@ def _split(reference: str) -> dict[str, str | None]:
     return {"dataset": name, "revision": revision or None}
 
 
-def _with_config(
-    task: str,
-    dataset: str,
-    source: str,
-    notes: list[str],
-    expert_card: Card,
-    open_dataset: Callable[[str, str], Repo],
-) -> FoundData | OpenQuestion:
-    """The dataset with the config that suits the task, where it has several."""
-    keys = _split(dataset)
+def _choose_config(search: Search, task: str, dataset: Finding, expert: Card, notes: list[str]) -> TaskData | Question:
+    """The dataset that an expert's card names, with the config that suits the task, where it has several."""
+    name, keys = dataset.value, _split(dataset.value)
     if "path" in keys:
-        return FoundData(Data.model_validate(keys), source, notes)
+        return Data.model_validate(keys), dataset.source
     try:
-        card = read_card(open_dataset(dataset, source).read_text("README.md") or "")
+        with named_by(name, dataset.source):
+            repo = search.open(name, "dataset")
+        card = read_card(repo.read_text("README.md") or "")
     except HubError as error:
-        if not is_gone(error, dataset):
+        if not is_gone(error, name):
             raise
-        return OpenQuestion(f"the data of {task} cannot be read: {error.what}", where=error.where, fix=error.fix)
-    notes += [f"the card of {dataset}: {problem}" for problem in card.problems]
-    if len(card.configs) < 2:
-        return FoundData(Data.model_validate(keys), source, notes)
-    measured = {entry.config for entry in expert_card.evaluations if entry.config in card.configs}
-    if config := _config_of(task, card.configs):
-        notes.append(f"{dataset} has {len(card.configs)} configs; {config} has the name of the task {task}")
-    elif len(measured) == 1:
-        (config,) = measured
-        notes.append(f"{dataset} has {len(card.configs)} configs; {config} is the one in the expert's model-index")
-    elif config := card.default_config:
-        notes.append(f"{dataset} has {len(card.configs)} configs; {config} is its default")
-    if config:
-        return FoundData(Data.model_validate(keys | {"config": config}), source, notes)
-    choices = [f"{dataset}:{name}" for name in card.configs]
-    problem = f"{dataset}, the data of {task}, has several configs: {_join(card.configs)}"
-    return OpenQuestion(problem, choices, f"{dataset}:CONFIG")
+        return _ask(task, f"the data of {task} cannot be read: {error.what}", where=error.where, fix=error.fix)
+    notes += [f"the card of {name}: {problem}" for problem in card.problems]
+    if len(card.configs) > 1:
+        measured = {config for _, config in expert.evaluations if config in card.configs}
+        if config := _config_of(task, card.configs):
+            why = f"has the name of the task {task}"
+        elif config := measured.pop() if len(measured) == 1 else None:
+            why = "is the one in the expert's model-index"
+        elif config := card.default_config:
+            why = "is its default"
+        else:
+            problem = f"{name}, the data of {task}, has several configs: {_join(card.configs)}"
+            return _ask(task, problem, [f"{name}:{config}" for config in card.configs], f"{name}:CONFIG")
+        notes.append(f"{name} has {len(card.configs)} configs; {config} {why}")
+        keys["config"] = config
+    return Data.model_validate(keys), dataset.source
 
 
 def _config_of(task: str, configs: Sequence[str]) -> str | None:
@@ -153,12 +184,13 @@ def _config_of(task: str, configs: Sequence[str]) -> str | None:
     same = [config for config, part in parts.items() if part == name]
     last = [config for config, part in parts.items() if name[-len(part) :] == part]
     held = [config for config, part in parts.items() if _holds(name, part)]
-    for found in (same, last, held):
-        longest = max((len(parts[config]) for config in found), default=0)
-        if len(best := [config for config in found if len(parts[config]) == longest]) == 1:
+    for alike in (same, last, held):
+        longest = max((len(parts[config]) for config in alike), default=0)
+        if len(best := [config for config in alike if len(parts[config]) == longest]) == 1:
             return best[0]
     return None
 
 
 def _join(names: Sequence[str]) -> str:
-    return ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
+    left = len(names) - MOST_CHOICES
+    return ", ".join(names[:MOST_CHOICES]) + (f" and {left} more" if left > 0 else "")

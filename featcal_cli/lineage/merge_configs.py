@@ -1,41 +1,50 @@
-"""What a mergekit configuration and a FusionBench model pool say."""
+"""What a mergekit configuration and a FusionBench model pool say, as a statement."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
+from featcal_cli.recipe.schema import Data
 from featcal_cli.runtime.errors import LineageError
+from featcal_cli.runtime.untrusted_text import show
 
-CONFIG_FILES = ("mergekit_config.yml", "mergekit_config.yaml")
-MOE_CONFIG_FILE = "mergekit_moe_config.yml"
+MAX_LAYERS = 10_000
+"""A layer_range beyond it is none."""
 
 _ENDPOINT_METHODS = ("slerp", "nearswap", "arcee_fusion")
 """Methods that go from one model to another: their `base_model` is where they start, and no ancestor of both.
 (nuslerp and multislerp may have a base_model too, but theirs is the origin that the models are compared from; and
 linear averages what it lists, with the base_model if that is among it.)"""
-
-MAX_LAYERS = 10_000
-"""A layer_range beyond it is none."""
-
+_POOL_BASES = ("_pretrained_", "_base_")
+"""What a pool calls the model that all others come from."""
 _OTHER_MERGE = "calibrate a merge whose layers match those of its experts one by one"
 
 
 @dataclass(frozen=True)
-class MergekitConfig:
-    """A merge, in mergekit's words: references are `PATH[@REVISION][+LORA[@REVISION]]`."""
+class Statement:
+    """What one source says of a merged model; references are as it writes them, `PATH[@REVISION][+LORA[@REVISION]]`."""
 
-    method: str
-    base: str | None
-    """The common ancestor; None where the config names none."""
-    experts: tuple[str, ...]
-    """The models that were merged, without the base, in the config's order."""
-    start: str | None = None
-    """The expert that the config calls base_model, where the method goes from one model to another."""
-    stages: int = 1
-    """Merges that build on each other; the experts are those of all of them."""
+    source: str
+    bases: Sequence[str] = ()
+    """The common ancestor; more than one where the source names several."""
+    experts: Sequence[str] = ()
+    """The models that were merged, in the source's order."""
+    mixed: bool = False
+    """Whether the base may be among the experts."""
+    data: Mapping[str, Data] = field(default_factory=dict)
+    """Expert → its data."""
+    tasks: Mapping[str, str] = field(default_factory=dict)
+    """Expert → the name of its task, where the source names all of them."""
+    note: str = ""
+    """How it was understood, where that is not plain."""
+
+    @property
+    def base(self) -> str | None:
+        """The base, where one alone is named."""
+        return self.bases[0] if len(self.bases) == 1 else None
 
 
 class MalformedError(ValueError):
@@ -47,7 +56,7 @@ def is_mergekit(document: object) -> bool:
     return isinstance(document, dict) and ("merge_method" in document or _is_mixture(document))
 
 
-def read_mergekit(documents: list[Any], where: str) -> MergekitConfig:
+def read_mergekit(documents: list[Any], where: str) -> Statement:
     """The merge that the documents of a config (`where` names it) describe.
 
     Of merges that build on each other, the models of all are the experts. Raises MalformedError for what mergekit would
@@ -60,7 +69,7 @@ def read_mergekit(documents: list[Any], where: str) -> MergekitConfig:
             raise MalformedError("it is not a mapping of keys to values")
         stages[str(document.get("name", "")) or f"stage {len(stages) + 1}"] = document
     merges = {name: _read_stage(config, where) for name, config in stages.items()}
-    used = {model for merge in merges.values() for model in (*merge.experts, merge.base) if model in merges}
+    used = {model for merge in merges.values() for model in (*merge.experts, *merge.bases)}
     last = [name for name in merges if name not in used]
     if not documents:
         raise MalformedError("it is not a mapping of keys to values")
@@ -69,7 +78,7 @@ def read_mergekit(documents: list[Any], where: str) -> MergekitConfig:
     return _unfold(last[0], merges) if len(merges) > 1 else merges[last[0]]
 
 
-def _unfold(last: str, merges: Mapping[str, MergekitConfig]) -> MergekitConfig:
+def _unfold(last: str, merges: Mapping[str, Statement]) -> Statement:
     """A merge of merges as one: the models that went into all of them, and the base if they have one and the same."""
     experts: dict[str, None] = {}
     bases: dict[str, None] = {}
@@ -77,22 +86,21 @@ def _unfold(last: str, merges: Mapping[str, MergekitConfig]) -> MergekitConfig:
     def visit(name: str, above: tuple[str, ...]) -> None:
         if name in above:
             raise MalformedError("its configurations build on each other in a circle")
-        merge = merges[name]
-        if merge.base is not None and merge.base not in merges:
-            bases[merge.base] = None
-        for model in (*merge.experts, *([merge.base] if merge.base in merges else [])):
-            if model in merges:
-                visit(str(model), (*above, name))
-            else:
-                experts[str(model)] = None
+        for models, kind in ((merges[name].experts, experts), (merges[name].bases, bases)):
+            for model in models:
+                if model in merges:
+                    visit(model, (*above, name))
+                else:
+                    kind[model] = None
 
     visit(last, ())
-    base = next(iter(bases)) if len(bases) == 1 else None
-    left = tuple(model for model in experts if model != base)
-    return MergekitConfig(merges[last].method, base, left, stages=len(merges))
+    where = merges[last].source
+    note = f"{where} is a merge of merges ({len(merges)} of them): the models of all are taken as experts"
+    common = tuple(bases) if len(bases) == 1 else ()
+    return Statement(where, common, tuple(model for model in experts if model not in common), note=note)
 
 
-def _read_stage(config: dict[Any, Any], where: str) -> MergekitConfig:
+def _read_stage(config: dict[Any, Any], where: str) -> Statement:
     """One configuration."""
     if _is_mixture(config):
         what = "this is a mixture of experts: its experts lie side by side and were not averaged into one model"
@@ -104,20 +112,20 @@ def _read_stage(config: dict[Any, Any], where: str) -> MergekitConfig:
         what = "passthrough copies layers and averages nothing, so no expert matches the merged model layer by layer"
         raise LineageError(what, where=where, fix=_OTHER_MERGE)
     modules = config.get("modules")
-    parts: list[dict[Any, Any]] = (
-        [config] if modules is None else _listed(list(modules.values()) if isinstance(modules, dict) else modules)
-    )
-    base = _read_optional(config.get("base_model"))
+    parts = [config] if modules is None else _listed([*modules.values()] if isinstance(modules, dict) else modules)
+    stated = [part.get("base_model") for part in (config, *_slices(parts))]
     models = [model for part in parts for model in _models(part, where)]
-    inner = [_read_optional(part.get("base_model")) for part in _slices(parts)]
-    bases = list(dict.fromkeys(name for name in (base, *inner) if name))
-    if method in _ENDPOINT_METHODS or (method == "linear" and base in models):
-        return MergekitConfig(method, None, tuple(dict.fromkeys(bases + models)), next(iter(bases), None))
+    bases = list(dict.fromkeys(_read_reference(base) for base in stated if base is not None))
+    averaged = method == "linear" and stated[0] is not None and bases[0] in models
+    if averaged or method in _ENDPOINT_METHODS:
+        way = f"linear averages {show(bases[0])} with the other models" if averaged else ""
+        way = way or (f"{method} goes from {show(bases[0])} to the other model" if bases else "")
+        note = way and f"{where}: {way}, so all are experts and none is the base"
+        return Statement(where, experts=tuple(dict.fromkeys(bases + models)), note=note)
     if len(bases) > 1:
         what = f"its slices have {len(bases)} different base models"
         raise LineageError(what, where=where, fix="name the one to anchor on: --base REPO, and every expert: --expert")
-    found = bases[0] if bases else None
-    return MergekitConfig(method, found, tuple(model for model in dict.fromkeys(models) if model != found))
+    return Statement(where, tuple(bases), tuple(model for model in dict.fromkeys(models) if model not in bases))
 
 
 def _is_mixture(config: Mapping[Any, Any]) -> bool:
@@ -135,11 +143,9 @@ def _models(part: dict[Any, Any], where: str) -> Iterator[str]:
         sources = _listed(piece.get("sources"), "sources")
         ranges = {_read_range(source.get("layer_range")) for source in sources}
         if len(ranges) > 1:
-            raise LineageError(
-                f"its layers are shifted: one slice averages layers {' with '.join(map(_show_range, sorted(ranges)))}",
-                where=where,
-                fix=_OTHER_MERGE,
-            )
+            shifted = " with ".join(map(_show_range, sorted(ranges)))
+            what = f"its layers are shifted: one slice averages layers {shifted}"
+            raise LineageError(what, where=where, fix=_OTHER_MERGE)
         for start, stop in ranges:
             if start != layer:
                 what = f"its layers are restacked: layers {_show_range((start, stop))} of a model became {layer} and up"
@@ -162,10 +168,6 @@ def _read_entry(entry: Mapping[Any, Any], where: str) -> str:
     return _read_reference(model)
 
 
-def _read_optional(model: object) -> str | None:
-    return None if model is None else _read_reference(model)
-
-
 def _read_reference(model: Any) -> str:
     """A model in either of mergekit's forms, text or {model: {path, revision}, lora: {path, revision}}, as text."""
     if isinstance(model, dict) and "model" in model:
@@ -184,9 +186,8 @@ def _read_path(path: Any) -> str:
 
 
 def _read_range(value: object) -> tuple[int, int]:
-    if isinstance(value, list) and len(value) == 2 and all(type(bound) is int for bound in value):
-        start, stop = value
-        if 0 <= start < stop < MAX_LAYERS:
+    match value:
+        case [int(start), int(stop)] if 0 <= start < stop < MAX_LAYERS and bool not in map(type, value):
             return start, stop
     raise MalformedError("a layer_range in it is no range of layers")
 
@@ -201,31 +202,21 @@ def _listed(value: object, key: str = "modules") -> list[dict[Any, Any]]:
     return value
 
 
-_BASE = ("_pretrained_", "_base_")
-"""What the pool calls the model that all others come from."""
-
-
-@dataclass(frozen=True)
-class FusionPool:
-    """A merge, in FusionBench's words."""
-
-    base: str | None
-    experts: dict[str, str]
-    """Task → model, in the pool's order."""
-
-
-def read_pool(document: object) -> FusionPool | None:
-    """The pool in a YAML document; None for any other document, and for one that names fewer than two models."""
+def read_pool(document: object, where: str) -> Statement | None:
+    """The model pool in a YAML document; None for any other document, and for one that names fewer than two models."""
     if not isinstance(document, dict):
         return None
     if isinstance(inner := document.get("modelpool"), dict):
         document = inner
     if not any(isinstance(document.get(key), str) and "pool" in document[key].lower() for key in ("_target_", "type")):
         return None
-    named = dict(_list_models(document.get("models"), document.get("base_model")))
-    bases = [model for name, model in named.items() if name in _BASE]
-    experts = {name: model for name, model in named.items() if not re.fullmatch(r"_\w+_", name)}
-    return FusionPool(bases[0] if bases else None, experts) if experts and len(named) > 1 else None
+    models = dict(_list_models(document.get("models"), document.get("base_model")))
+    bases = [model for name, model in models.items() if name in _POOL_BASES]
+    experts = {name: model for name, model in models.items() if not re.fullmatch(r"_\w+_", name)}
+    if not experts or len(models) < 2:
+        return None
+    tasks = {model: task for task, model in experts.items()}
+    return Statement(where, bases[:1], tuple(tasks), tasks=tasks if len(tasks) == len(experts) else {})
 
 
 def _list_models(models: Any, base: Any) -> Iterator[tuple[str, str]]:

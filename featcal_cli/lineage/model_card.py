@@ -17,31 +17,24 @@ _LINK = re.compile(r"\[([^\[\]]{1,200})\]\([^()\s]*\)")
 
 
 @dataclass(frozen=True)
-class Evaluation:
-    """A dataset that a model was measured on, in the words of model-index."""
-
-    dataset: str
-    config: str | None
-
-
-@dataclass(frozen=True)
 class Card:
     """A README.md, as far as it tells where a model or dataset comes from. What has a wrong type is left out."""
 
-    base_models: Sequence[str] = ()
+    base_models: Sequence[str]
     """`base_model`, in the card's order."""
-    relation: str = ""
+    relation: str
     """`base_model_relation`: merge, finetune, adapter or quantized."""
-    datasets: Sequence[str] = ()
-    evaluations: Sequence[Evaluation] = ()
-    configs: Sequence[str] = ()
+    datasets: Sequence[str]
+    evaluations: Sequence[tuple[str, str | None]]
+    """Dataset and config of every figure in the model-index."""
+    configs: Sequence[str]
     """A dataset's configs."""
-    default_config: str | None = None
-    bases_in_text: Sequence[str] = ()
+    default_config: str | None
+    bases_in_text: Sequence[str]
     """Every X of "using X as a base" that is a model and not prose, links taken off."""
-    yaml_blocks: Sequence[str] = ()
+    yaml_blocks: Sequence[str]
     """The code blocks that are marked as YAML, or not at all and name a merge_method."""
-    problems: Sequence[str] = ()
+    problems: Sequence[str]
     """What could not be read, a phrase each."""
 
 
@@ -52,20 +45,18 @@ def read_card(text: str) -> Card:
     if metadata is None:
         what = f"cannot be read: {reason}" if reason else "is not a mapping of keys to values"
         metadata, problems = {}, [f"the metadata {what}"]
-    base_models = _read_names(metadata, "base_model", problems)
-    datasets = _read_names(metadata, "datasets", problems)
     relation = metadata.get("base_model_relation")
     configs, default = _read_configs(metadata)
     return Card(
-        base_models=base_models,
+        base_models=_read_names(metadata, "base_model", problems),
         relation=relation if isinstance(relation, str) else "",
-        datasets=datasets,
+        datasets=_read_names(metadata, "datasets", problems),
         evaluations=tuple(dict.fromkeys(_read_evaluations(metadata))),
         configs=configs,
         default_config=default,
         bases_in_text=tuple(dict.fromkeys(_read_bases(body))),
         yaml_blocks=tuple(_read_blocks(body[:MAX_CHARACTERS])),
-        problems=tuple(problems),
+        problems=problems,
     )
 
 
@@ -79,21 +70,20 @@ def _read_names(metadata: Mapping[Any, Any], key: str, problems: list[str]) -> t
     return tuple(dict.fromkeys(names))
 
 
-def _read_evaluations(metadata: Mapping[Any, Any]) -> Iterator[Evaluation]:
+def _read_evaluations(metadata: Mapping[Any, Any]) -> Iterator[tuple[str, str | None]]:
     for model in _dicts(metadata.get("model-index")):
         for result in _dicts(model.get("results")):
             for dataset in _dicts(result.get("dataset")):
                 if isinstance(name := dataset.get("type"), str):
                     config = dataset.get("config")
-                    yield Evaluation(name.strip(), config if _is_config(config) else None)
+                    yield name.strip(), config if _is_config(config) else None
 
 
 def _read_configs(metadata: Mapping[Any, Any]) -> tuple[tuple[str, ...], str | None]:
     """A dataset's configs, and the one that it takes by itself."""
     for key in ("configs", "dataset_info"):
         listed = [entry for entry in _dicts(metadata.get(key)) if _is_config(entry.get("config_name"))]
-        names = tuple(dict.fromkeys(entry["config_name"] for entry in listed))
-        if names:
+        if names := tuple(dict.fromkeys(entry["config_name"] for entry in listed)):
             marked = [entry["config_name"] for entry in listed if entry.get("default") is True]
             return names, marked[0] if marked else "default" if "default" in names else None
     return (), None
@@ -126,7 +116,7 @@ def _read_blocks(body: str) -> Iterator[str]:
 
 def _read_bases(body: str) -> Iterator[str]:
     """`[a/x](https://…) + [b/y](https://…)` as `a/x+b/y`, for every base that the text names."""
-    for found in _AS_A_BASE.finditer(body[:MAX_CHARACTERS]):
-        name = re.sub(r"\s*\+\s*", "+", _LINK.sub(r"\1", found["name"])).strip(" `*_")
-        if name and not re.search(r"\s", name) and ("/" in name or _LINK.match(found["name"])):
+    for match in _AS_A_BASE.finditer(body[:MAX_CHARACTERS]):
+        name = re.sub(r"\s*\+\s*", "+", _LINK.sub(r"\1", match["name"])).strip(" `*_")
+        if name and not re.search(r"\s", name) and ("/" in name or _LINK.match(match["name"])):
             yield name

@@ -1,4 +1,4 @@
-"""What is still to be said of a job: questions, and the one command that answers them all."""
+"""What is known of a job and what is still to be said: questions, and the one command that answers them all."""
 
 from __future__ import annotations
 
@@ -8,10 +8,18 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from featcal_cli.runtime.errors import FeatCalError, LineageError
+from featcal_cli.runtime.errors import LineageError
 
 if TYPE_CHECKING:
     from featcal_cli.recipe.schema import Data, Draft, Merge
+
+SAID = "the command line or recipe"
+MOST_PROBLEMS = 12
+"""A message names so many, and how many more there are."""
+MOST_OPTIONS = 40
+"""Beyond them a recipe is easier to write than a command."""
+TASK_OPTIONS = ("--expert", "--data", "--split", "--columns")
+"""Options whose values begin with a task."""
 
 _ORDER = ("--base", "--expert", "--data", "--skip-expert")
 _PLACEHOLDER = re.compile(r"(?:.*[=:])?(REPO|SOURCE|CONFIG)|TASK=.*")
@@ -19,13 +27,17 @@ _PLACEHOLDER = re.compile(r"(?:.*[=:])?(REPO|SOURCE|CONFIG)|TASK=.*")
 Option = tuple[str, str]
 """An option of the command line and its value."""
 
-MOST_PROBLEMS = 12
-"""A message names so many, and how many more there are."""
-MOST_OPTIONS = 40
-"""Beyond them a recipe is easier to write than a command."""
-RECIPE_OPTIONS = ("-r", "--recipe")
-TASK_OPTIONS = ("--expert", "--data", "--split", "--columns")
-"""Options whose values begin with a task."""
+
+@dataclass(frozen=True)
+class Finding:
+    """One part of a job, and how it is known."""
+
+    role: str
+    """merged, base, "expert TASK" or "data TASK"."""
+    value: str
+    """As a user would type it."""
+    source: str
+    """The command line or recipe, or the file of a repo that says so."""
 
 
 @dataclass(frozen=True)
@@ -48,18 +60,16 @@ class OpenQuestionsError(LineageError):
     def __init__(self, draft: Draft, questions: Iterable[Question], known: Iterable[Option] = ()) -> None:
         self.questions = list(questions)
         self._known = tuple(known)
-        self._line = _said(draft)
-        tasks = draft.tasks.items()
-        self._named = frozenset(task for task, spec in tasks if all(spec.expert for spec in draft.tasks.values()))
+        self._line = _command_line(draft)
+        self._named = frozenset(draft.tasks if all(spec.expert for spec in draft.tasks.values()) else ())
         """Tasks whose experts are all that the draft names, so that one is left out where it is not named."""
-        super().__init__("", fix="")
-        self._say(self.questions)
+        self._write(self.questions)
 
-    def _say(self, questions: Sequence[Question]) -> None:
-        """Take these questions into the message."""
-        problem = _join_some([one.problem for one in questions])
-        places = _join_some([one.where for one in questions if one.where])
-        FeatCalError.__init__(self, problem, where=places, fix=self._find_fix())
+    def _write(self, questions: Sequence[Question]) -> None:
+        """The message about these questions."""
+        what = _join_some([question.problem for question in questions])
+        where = _join_some([question.where for question in questions if question.where])
+        super().__init__(what, where=where, fix=self._find_fix())
 
     @property
     def command(self) -> str:
@@ -71,13 +81,13 @@ class OpenQuestionsError(LineageError):
         options = self._printed()
         if options is None:
             options = [] if self._names_recipe() else [("-r", "job.yaml")]
-        return [shlex.join(self._remaining_line()), *(shlex.join(option) for option in options)]
+        return [shlex.join(self._remaining_line()), *map(shlex.join, options)]
 
     def retype(self, line: Sequence[str]) -> None:
         """Take what the user has typed after `featcal` as the command that is to be completed."""
         if line:
             self._line = ["featcal", *line]
-            FeatCalError.__init__(self, self.what, where=self.where, fix=self._find_fix())
+            super().__init__(self.what, where=self.where, fix=self._find_fix())
 
     def answer(self, answers: Mapping[int, tuple[Option, ...]]) -> None:
         """Take answers to some of the questions (by number, from 0 on) into the command; the message has the others."""
@@ -86,53 +96,49 @@ class OpenQuestionsError(LineageError):
             replace(question, options=answers[number], fix="") if number in answers else question
             for number, question in enumerate(self.questions)
         ]
-        self._say(unanswered)
+        self._write(unanswered)
 
-    def answered(self, answers: Mapping[int, tuple[Option, ...]]) -> tuple[list[str], bool]:
-        """What to type after `featcal` with these answers (by the question's number, from 0 on), and whether nothing is
-        missing then."""
-        options = self._asked(answers)
-        complete = not any(_PLACEHOLDER.fullmatch(value) for _, value in options)
-        return [*self._remaining_line(answers)[1:], *(word for option in options for word in option)], complete
+    def completed(self) -> list[str] | None:
+        """What to type after `featcal`; None while something is missing."""
+        options = self._options()
+        if any(_PLACEHOLDER.fullmatch(value) for _, value in options):
+            return None
+        return [*self._remaining_line()[1:], *(word for option in options for word in option)]
 
-    def _asked(self, answers: Mapping[int, tuple[Option, ...]]) -> list[Option]:
-        options, unnamed = self._all_options(answers), self._find_unnamed(answers)
+    def _options(self) -> list[Option]:
+        """What the command gets besides what was typed."""
+        unnamed = self._unnamed()
+        options = [*self._known, *(option for question in self.questions for option in question.options)]
         options = [option for option in options if option[0] != "--skip-expert" or option[1] not in unnamed]
         return sorted(dict.fromkeys(options), key=lambda option: _ORDER.index(option[0]))
 
-    def _all_options(self, answers: Mapping[int, tuple[Option, ...]]) -> list[Option]:
-        options = [*self._known]
-        for number, question in enumerate(self.questions):
-            options += answers.get(number, question.options)
-        return options
-
-    def _find_unnamed(self, answers: Mapping[int, tuple[Option, ...]]) -> set[str]:
+    def _unnamed(self) -> set[str]:
         """The tasks to go on without whose experts were typed, and need only be typed no more."""
         if self._names_recipe():
             return set()
-        skipped = {value for name, value in self._all_options(answers) if name == "--skip-expert"}
-        return skipped & self._named
+        options = (option for question in self.questions for option in question.options)
+        return {value for name, value in options if name == "--skip-expert"} & self._named
 
-    def _remaining_line(self, answers: Mapping[int, tuple[Option, ...]] | None = None) -> list[str]:
+    def _remaining_line(self) -> list[str]:
         """What was typed, without what it says of tasks that need only be typed no more."""
-        unnamed = self._find_unnamed(answers or {})
+        unnamed = self._unnamed()
         kept: list[str] = []
         words = iter(self._line)
         for word in words:
             name, joined, value = word.partition("=")
             option = [word] if joined or name not in TASK_OPTIONS else [word, next(words, "")]
-            said = value if joined else option[-1]
-            if name not in TASK_OPTIONS or said.partition("=")[0] not in unnamed:
+            task = (value if joined else option[-1]).partition("=")[0]
+            if name not in TASK_OPTIONS or task not in unnamed:
                 kept += option
         return kept
 
     def _names_recipe(self) -> bool:
-        return any(word.partition("=")[0] in RECIPE_OPTIONS for word in self._line)
+        return any(word.partition("=")[0] in ("-r", "--recipe") for word in self._line)
 
     def _printed(self) -> list[Option] | None:
         """The options that the command gets: what is found again without being said is left out where they are many.
         None where there are still too many for a command."""
-        options = self._asked({})
+        options = self._options()
         asked = {option for question in self.questions for option in question.options}
         if len(options) > MOST_OPTIONS and not any(name == "--expert" for name, _ in asked):
             options = [option for option in options if option in asked]
@@ -141,22 +147,21 @@ class OpenQuestionsError(LineageError):
     def _find_fix(self) -> str:
         """What to do; at its end the command, where there is one that would help."""
         options = [option for question in self.questions for option in question.options]
-        fixes = _join_some([one.fix for one in self.questions if one.fix])
+        fixes = [_join_some([question.fix for question in self.questions if question.fix])]
         if self._printed() is None:
-            return "; or ".join(filter(None, (fixes, self._refer_to_recipe(len(options)))))
-        words = dict.fromkeys(word for _, value in options for word in _placeholders(value))
-        left_out = [value for name, value in options if name == "--skip-expert"]
-        told = [f"go on without {enumerate_some(left_out)}"] if left_out else []
-        told += [f"fill in {enumerate_names(list(words))}"] if words else []
-        command = [f"{' and '.join([*told, 'type'])}: {self.command}"] if options else []
-        return "; or ".join(filter(None, (fixes, *command)))
-
-    def _refer_to_recipe(self, answers: int) -> str:
-        """What to do where a command would be too long."""
-        recipe = "the recipe that you give" if self._names_recipe() else "a recipe, job.yaml,"
-        told = f"{answers} answers are too many for a command: name in {recipe} merged, base and, under tasks, the"
-        shown = "`featcal recipes clip-vit-b32-8` shows one"
-        return f"{told} expert and the data of each expert that you have ({shown}), and type: {self.command}"
+            recipe = "the recipe that you give" if self._names_recipe() else "a recipe, job.yaml,"
+            fixes.append(
+                f"{len(options)} answers are too many for a command: name in {recipe} merged, base and, under tasks, "
+                "the expert and the data of each expert that you have (`featcal recipes clip-vit-b32-8` shows one), "
+                f"and type: {self.command}"
+            )
+        elif options:
+            blanks = dict.fromkeys(word for _, value in options for word in _placeholders(value))
+            left_out = [value for name, value in options if name == "--skip-expert"]
+            steps = [f"go on without {enumerate_names(left_out, MOST_PROBLEMS)}"] if left_out else []
+            steps += [f"fill in {enumerate_names(list(blanks))}"] if blanks else []
+            fixes.append(f"{' and '.join([*steps, 'type'])}: {self.command}")
+        return "; or ".join(filter(None, fixes))
 
 
 def _join_some(phrases: Sequence[str]) -> str:
@@ -166,10 +171,11 @@ def _join_some(phrases: Sequence[str]) -> str:
     return "; ".join([*distinct[:MOST_PROBLEMS], *([f"and {left} more"] if left > 0 else [])])
 
 
-def enumerate_some(names: Sequence[str]) -> str:
-    """`a, b and c`; of many names the first, and how many more there are."""
-    left = len(names) - MOST_PROBLEMS
-    return enumerate_names([*names[:MOST_PROBLEMS], *([f"{left} more"] if left > 0 else [])])
+def enumerate_names(names: Sequence[str], most: int | None = None) -> str:
+    """`a, b and c`; of more than `most` the first, and how many more there are."""
+    left = len(names) - (most or len(names))
+    names = [*names[:most], f"{left} more"] if left > 0 else names
+    return " and ".join(filter(None, (", ".join(names[:-1]), *names[-1:])))
 
 
 def _placeholders(value: str) -> Iterator[str]:
@@ -182,27 +188,23 @@ def _placeholders(value: str) -> Iterator[str]:
 
 def write_command(draft: Draft, options: Iterable[Option] = ()) -> str:
     """`featcal calibrate …` with what `draft` says and further options, quoted for a shell."""
-    return shlex.join([*_said(draft), *(word for option in options for word in option)])
+    return shlex.join([*_command_line(draft), *(word for option in options for word in option)])
 
 
-def _said(draft: Draft) -> list[str]:
+def _command_line(draft: Draft) -> list[str]:
     """A command line that says what a draft says of models and data."""
-    words = ["featcal", "calibrate"]
-    words += [] if isinstance(draft.merged, str) else ["--merge"]
-    words += [show_merged(draft.merged)]
+    words = ["featcal", "calibrate", *([] if isinstance(draft.merged, str) else ["--merge"]), show_merged(draft.merged)]
     words += ["--base", draft.base] if draft.base else []
-    experts = {task: spec.expert for task, spec in draft.tasks.items() if spec.expert}
-    sources = {task: str(spec.data) for task, spec in draft.tasks.items() if spec.data and spec.data.has_source}
-    for option, values in (("--expert", experts), ("--data", sources)):
-        for task, value in values.items():
-            words += [option, f"{task}={value}"]
-    words += [word for task, spec in draft.tasks.items() if spec.data for word in _write_reading(task, spec.data)]
-    for task in draft.skip_experts or ():
-        words += ["--skip-expert", task]
-    return words
+    tasks = draft.tasks.items()
+    words += [word for task, spec in tasks if spec.expert for word in ("--expert", f"{task}={spec.expert}")]
+    words += [
+        word for task, spec in tasks if spec.data and spec.data.has_source for word in ("--data", f"{task}={spec.data}")
+    ]
+    words += [word for task, spec in tasks if spec.data for word in _reading_options(task, spec.data)]
+    return words + [word for task in draft.skip_experts or () for word in ("--skip-expert", task)]
 
 
-def _write_reading(task: str, data: Data) -> list[str]:
+def _reading_options(task: str, data: Data) -> list[str]:
     """The options that say how a task's data is read, where --data does not."""
     words = ["--split", f"{task}={data.split}"] if data.split and data.dataset is None else []
     columns = ",".join(f"{role}:{column}" for role, column in data.columns.items())
@@ -214,8 +216,3 @@ def show_merged(merged: str | Merge) -> str:
     if isinstance(merged, str):
         return merged
     return merged.method if merged.method == "average" else f"{merged.method}:{merged.scale:g}"
-
-
-def enumerate_names(names: Sequence[str]) -> str:
-    """`a, b and c`."""
-    return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))

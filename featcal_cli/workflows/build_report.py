@@ -14,7 +14,7 @@ from featcal_cli.calibration.hyperparameters import Choice
 from featcal_cli.calibration.results import BlockReport
 from featcal_cli.engine.drift_metrics import STEM, Drift, DriftMeter, OutputShift
 from featcal_cli.engine.job import CALIBRATED, Job, share_readings
-from featcal_cli.lineage.base_model import SAID
+from featcal_cli.lineage.questions import SAID
 from featcal_cli.reporting.inspection import BlockDrift, ModelDrift, OutputDrift, PlaceDrift, TaskInspection
 from featcal_cli.reporting.model_card import read_license
 from featcal_cli.reporting.report import CARD, DriftCurve, Report, Source, TaskDrift

@@ -20,7 +20,7 @@ from featcal_cli.hub.pickle_weights import OTHER_FORMATS
 from featcal_cli.hub.repo import Opener
 from featcal_cli.hub.safetensors_header import Entry, read_headers
 from featcal_cli.hub.snapshot import Snapshot
-from featcal_cli.lineage.resolve import Finding
+from featcal_cli.lineage.questions import Finding
 from featcal_cli.models.alignment import check_alignment, compare_configs, describe_unread, load_fitting
 from featcal_cli.models.checkpoint_files import check_readable, check_writable
 from featcal_cli.models.inventory import list_registered, run_without_values

@@ -16,7 +16,7 @@ from featcal_cli.runtime.references import existing_path
 from featcal_cli.runtime.untrusted_text import bare
 
 if TYPE_CHECKING:
-    from featcal_cli.lineage.resolve import Finding
+    from featcal_cli.lineage.questions import Finding
 
 ENDINGS = (".yaml", ".yml")
 

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 from featcal_cli.hub.model_source import Origin, find_origin
 from featcal_cli.hub.repo import Opener, open_repo
 from featcal_cli.hub.snapshot import Snapshot, fetch
-from featcal_cli.lineage.base_model import SAID
-from featcal_cli.lineage.resolve import Finding, check_experts, find_lineage
+from featcal_cli.lineage.questions import SAID, Finding
+from featcal_cli.lineage.resolve import check_experts, find_lineage
 from featcal_cli.recipe.schema import Draft, Recipe
 from featcal_cli.runtime.distributed import join_ranks
 from featcal_cli.runtime.process import check_device, finish_importing

@@ -26,7 +26,7 @@ from safetensors.torch import load_file, save_file
 from featcal_cli.hub.download import download
 from featcal_cli.hub.repo import open_repo
 from featcal_cli.hub.snapshot import Snapshot, resolve, resolve_config
-from featcal_cli.lineage.candidates import is_gone
+from featcal_cli.lineage.search import is_gone
 from featcal_cli.runtime.errors import HubError
 from featcal_cli.runtime.waiting import heard
 

@@ -11,7 +11,7 @@ from hub_server import HubServer
 from test_lineage import Files, card, fill, publish
 from wild_merges import MERGES, Merge
 
-from featcal_cli.lineage.known_experts import recall
+from featcal_cli.lineage.expert_data import recall
 from featcal_cli.lineage.questions import OpenQuestionsError
 from featcal_cli.lineage.resolve import find_lineage
 from featcal_cli.recipe.overrides import collect_overrides

@@ -1,0 +1,231 @@
+"""A search for what a merged model was made from: the repos that it opens, each once, and what was noted on the way."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
+from threading import Lock, Thread
+from typing import TypeVar
+
+from featcal_cli.hub.adapter import ADAPTER_CONFIG, is_adapter, split_adapter
+from featcal_cli.hub.client import is_lapsed
+from featcal_cli.hub.model_names import UnusableError, find, locate, same_repo
+from featcal_cli.hub.repo import Kind, Opener, Repo
+from featcal_cli.lineage.merge_configs import Statement
+from featcal_cli.lineage.model_card import Card, read_card
+from featcal_cli.lineage.questions import SAID, Finding, show_merged
+from featcal_cli.lineage.statements import names_itself, read_config, read_statements
+from featcal_cli.recipe.schema import Draft, Merge
+from featcal_cli.runtime.errors import HubError
+from featcal_cli.runtime.references import existing_path, looks_like_path, split_revision
+from featcal_cli.runtime.untrusted_text import show
+
+Item = TypeVar("Item")
+
+AT_ONCE = 8
+"""Repos that are asked for at the same time."""
+
+_QUANTIZED = re.compile(
+    r"[-_.](?:unsloth-)?(?:bnb-[48]bit|[48]bit|gptq|awq|gguf|exl[23]|int[48]|fp8|nf4)(?:[-_.][\w.-]*)?$", re.IGNORECASE
+)
+
+
+class Search:
+    """What a draft says, what the merged repo states, and every repo that was opened; also for several threads."""
+
+    def __init__(self, draft: Draft, open_repo: Opener) -> None:
+        self.draft = draft
+        self.repo: Repo | None = None
+        """The merged repo; None where there is none, or where it need not be asked."""
+        self.statements: Sequence[Statement] = ()
+        """What it states, the most trustworthy first."""
+        self.looked_at: list[str] = []
+        """Every source and what it lacks, a phrase each: what an error tells where nothing is found."""
+        self.notes: list[str] = []
+        """What was weighed and decided, a sentence each."""
+        self._open_repo = open_repo
+        self._lock = Lock()
+        self._repos: dict[tuple[str, Kind], Future[Repo]] = {}
+        self._cards: dict[str, Card] = {}
+
+    def read_merged(self, files: Iterable[str], command: str) -> None:
+        """Open the merged repo and read what it states. Raises LineageError and HubError."""
+        assert isinstance(self.draft.merged, str)
+        self.repo = self.open(self.draft.merged)
+        if self.repo.commit:
+            do_at_once(self.repo.read_text, files)  # they are cached then
+        self.statements = read_statements(self.repo, command, self.notes, self.looked_at)
+
+    @property
+    def merged(self) -> str:
+        """The merged model, for a message."""
+        return "the merged model" if isinstance(self.draft.merged, Merge) else show_merged(self.draft.merged)
+
+    def located(self, name: str) -> str | None:
+        """What the merged repo means by a name; None where it leads nowhere."""
+        return find(name, self.repo)
+
+    def means(self, name: str, reference: str) -> bool:
+        """Whether the merged repo means this model by a name, at whatever revision."""
+        return same_repo(self.located(name) or name, reference)
+
+    def open(self, name: str, kind: Kind = "model") -> Repo:
+        """A repo. Raises HubError."""
+        with self._lock:
+            fresh = (name, kind) not in self._repos
+            repo = self._repos.setdefault((name, kind), Future())
+        if fresh:
+            try:
+                repo.set_result(self._open_repo(name, kind))
+            except BaseException as error:  # noqa: BLE001 - whoever asks again is told the same
+                repo.set_exception(error)
+        return repo.result()
+
+    def read_ahead(self, references: Iterable[str]) -> None:
+        """Open models and fetch their cards, several at the same time; what fails will fail again where it counts."""
+
+        def fetch(name: str) -> None:
+            repo = self.open(name)
+            for file in ("README.md", ADAPTER_CONFIG):
+                repo.read_text(file)
+
+        do_at_once(fetch, map(opened_part, references))
+
+    def read_expert(self, reference: str, source: str = SAID) -> tuple[Repo, Card]:
+        """An expert's repo (of BASE+ADAPTER the adapter's) and its card; `source` names it. Raises HubError."""
+        name = opened_part(reference)
+        with named_by(name, source):
+            repo = self.open(name)
+            if name not in self._cards:
+                self._cards[name] = read_card(repo.read_text("README.md") or "")
+                self.notes += [f"the card of {name}: {problem}" for problem in self._cards[name].problems]
+        return repo, self._cards[name]
+
+    def find_parents(self, reference: str, source: str = SAID) -> list[Finding]:
+        """The models that this one was made from, by its adapter config or its card: one, several for a merge, none
+        where they do not tell. For a quantized copy stands the full model, and the merged one, which some cards name,
+        is none of them.
+
+        Raises HubError when the model cannot be opened.
+        """
+        if halves := split_model(reference):
+            parents = [Finding("parent", self._find_full(halves[0], reference), "name")]
+        else:
+            repo, card = self.read_expert(reference, source)
+            adapter = is_adapter(repo.files)
+            parents = []
+            for name in _adapter_base(repo) if adapter else card.base_models:
+                try:
+                    parent = self._find_full(locate(name, repo), reference)
+                except UnusableError as error:
+                    self.notes.append(f"the base that {reference} names, {show(name)}, {error}")
+                    continue
+                if not same_repo(parent, reference):  # some cards name their own repo
+                    parents.append(Finding("parent", parent, ADAPTER_CONFIG if adapter else "card"))
+        return [parent for parent in parents if not (self.repo and names_itself(parent.value, self.repo))]
+
+    def find_whole(self, reference: str) -> str:
+        """A model as it is; an adapter that was trained on a quantized copy, as BASE+ADAPTER on the full model."""
+        opened = self._repos.get((reference, "model"))
+        if split_model(reference) or not (opened and opened.done() and not opened.exception()):
+            return reference
+        repo = opened.result()
+        if not is_adapter(repo.files):
+            return reference
+        named = [find(name, repo) for name in _adapter_base(repo)]
+        parents = self.find_parents(reference)
+        if len(parents) != 1 or not named[0] or same_repo(parents[0].value, named[0]):
+            return reference
+        return f"{parents[0].value}+{reference}"
+
+    def _find_full(self, name: str, child: str) -> str:
+        """The full model that a quantized copy was made of; any other name as it is.
+
+        Experts are often trained on such a copy; its weights are no numbers that could be an anchor.
+        """
+        repo, _ = split_revision(name)
+        if existing_path(name) or not (match := _QUANTIZED.search(repo)):
+            return name
+        with suppress(HubError, UnusableError):
+            opened, card = self.read_expert(name)
+            if len(card.base_models) == 1:
+                full = locate(card.base_models[0], opened)
+                if not same_repo(full, name) and not _QUANTIZED.search(split_revision(full)[0]):
+                    self.notes.append(f"{child} comes from {name}, a quantized copy of {full}, which is taken instead")
+                    return full
+        full = repo[: match.start()]
+        with suppress(HubError):
+            self.open(full)
+            by_name = f"{child} comes from {name}, by its name a quantized copy of {full}"
+            self.notes.append(f"{by_name}, which is taken instead")
+            return full
+        return name
+
+
+@contextmanager
+def named_by(name: str, source: str) -> Iterator[None]:
+    """An error of the Hub says who names the repo, if not the user."""
+    try:
+        yield
+    except HubError as error:
+        if source == SAID:
+            raise
+        raise HubError(error.what, where=f"{name}, named by {source}", fix=error.fix) from error
+
+
+def split_model(reference: str) -> tuple[str, str] | None:
+    """BASE and ADAPTER of BASE+ADAPTER; None for one model."""
+    return split_adapter(reference, lambda name: existing_path(name) is not None)
+
+
+def opened_part(reference: str) -> str:
+    """What is opened of a model: of BASE+ADAPTER the adapter."""
+    return (split_model(reference) or ("", reference))[1]
+
+
+def is_gone(error: HubError, reference: str) -> bool:
+    """Whether a model is not there or may not be read, rather than out of reach for now."""
+    from huggingface_hub.errors import DisabledRepoError, HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
+
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, (RepositoryNotFoundError, RevisionNotFoundError, DisabledRepoError)):
+            return True
+        if isinstance(cause, HfHubHTTPError) and cause.response.status_code in (403, 410, 451):
+            return not is_lapsed(cause.response)
+        cause = cause.__cause__
+    return looks_like_path(reference) and existing_path(reference) is None
+
+
+def do_at_once(do: Callable[[Item], object], items: Iterable[Item]) -> dict[Item, Exception]:
+    """Call `do` once with every item, several at the same time; what it raised, by item."""
+    waiting = list(dict.fromkeys(items))[::-1]
+    errors: dict[Item, Exception] = {}
+
+    def work() -> None:
+        with suppress(IndexError):
+            while True:
+                item = waiting.pop()
+                try:
+                    do(item)
+                except Exception as error:  # noqa: BLE001 - whoever asked sees to it
+                    errors[item] = error
+
+    # daemons: an interrupted run does not wait for a Hub that does not answer
+    threads = [Thread(target=work, daemon=True) for _ in range(min(AT_ONCE, len(waiting)))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return errors
+
+
+def _adapter_base(repo: Repo) -> Sequence[str]:
+    """The model that an adapter was trained on, as its config says."""
+    config = read_config(repo, ADAPTER_CONFIG)
+    name, revision = config.get("base_model_name_or_path"), config.get("revision")
+    if not isinstance(name, str) or not name:
+        return []
+    return [f"{name}@{revision}" if isinstance(revision, str) and revision else name]
