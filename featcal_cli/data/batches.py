@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterable, Sequence
-from hashlib import sha256
-from typing import Any, Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,36 +21,33 @@ class BadRowError(Exception):
     """One row that cannot become an example, and why."""
 
 
-class Reader(Protocol):
+@dataclass(frozen=True)
+class Reader(ABC):
     """Turns rows into batches in two steps, so that bad rows are known before batches are cut."""
 
-    @property
-    def chosen(self) -> str:
-        """What was chosen: columns and preprocessing."""
+    chosen: str
+    """What was chosen: columns and preprocessing."""
 
+    @abstractmethod
     def read(self, row: Any) -> Any:
         """What `batch` needs of one row. Raises BadRowError."""
 
+    @abstractmethod
     def key(self, item: Any) -> bytes:
         """What two items have in common where they become the same example, and no others."""
 
+    @abstractmethod
     def batch(self, items: Sequence[Any]) -> Batch:
         """The batch of these items, dimension 0 in their order."""
 
-    def remarks(self, items: Sequence[Any]) -> Iterable[str]:
+    def remarks(self, items: Sequence[Any]) -> Sequence[str]:  # noqa: ARG002 - for those who have some
         """What is to be known of all these items together. Raises DataError where they mean nothing to the model."""
+        return ()
 
     def longest(self, items: Sequence[Any]) -> Sequence[Any]:
-        """The one or two of these items (at least one) that a batch of all of them is as long as."""
-
-
-def hash_tensors(tensors: Batch) -> bytes:
-    """A hash of names, dtypes, shapes and values."""
-    digest = sha256()
-    for name, tensor in sorted(tensors.items()):
-        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
-        digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
-    return digest.digest()
+        """The one or two of these items (at least one) that a batch of all of them is as long as: any, where batches
+        are of one size."""
+        return items[:1]
 
 
 def forward_names(model: nn.Module) -> set[str]:
@@ -66,8 +64,8 @@ def decoder_prompt(model: PreTrainedModel, count: int) -> Batch:
         return {}
     configs = (model.config, getattr(model, "generation_config", None))
     keys = ("decoder_start_token_id", "bos_token_id", "pad_token_id")
-    found = (getattr(config, key, None) for key in keys for config in configs)
-    start = next((token for token in found if isinstance(token, int)), 0)
+    tokens = (getattr(config, key, None) for key in keys for config in configs)
+    start = next((token for token in tokens if isinstance(token, int)), 0)
     return {"decoder_input_ids": torch.full((count, 1), start)}
 
 
@@ -79,7 +77,12 @@ def count_examples(batch: Batch) -> int:
 def take_examples(batch: Batch, positions: Sequence[int]) -> Batch:
     """The examples at `positions`, with all their rows."""
     count = count_examples(batch)
-    return {name: _rows_of(tensor, len(tensor) // count, positions) for name, tensor in batch.items()}
+
+    def rows_of(tensor: Tensor) -> Tensor:
+        rows = len(tensor) // count
+        return tensor[[position * rows + row for position in positions for row in range(rows)]]
+
+    return {name: rows_of(tensor) for name, tensor in batch.items()}
 
 
 def take_first(batches: Sequence[Batch], count: int) -> list[Batch]:
@@ -100,10 +103,6 @@ def take_range(batches: Sequence[Batch], start: int, stop: int) -> list[Batch]:
     return taken
 
 
-def _rows_of(tensor: Tensor, rows: int, positions: Sequence[int]) -> Tensor:
-    return tensor[[position * rows + row for position in positions for row in range(rows)]]
-
-
 def count_positions(model: PreTrainedModel) -> tuple[int | None, bool]:
     """The most tokens that the model has positions for, None for any number; and whether more of them cannot be read at
     all, because each position has weights of its own."""
@@ -113,10 +112,7 @@ def count_positions(model: PreTrainedModel) -> tuple[int | None, bool]:
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding) and re.search(r"(^|[._])(w?pe|(embed_)?pos(ition)?s?_?)", name):
             if module.num_embeddings == most and module.padding_idx is not None:
-                return (
-                    most - module.padding_idx - 1,
-                    True,
-                )  # as in RoBERTa, whose first position is behind the padding's
+                return most - module.padding_idx - 1, True  # RoBERTa's first position is behind the padding's
             if module.num_embeddings == most + int(getattr(module, "offset", 0)):
                 return most, True
     return most, False

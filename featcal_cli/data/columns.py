@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 import string
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Literal
 
 from featcal_cli.data.local_tables import IMAGE_FILES, is_base64
-from featcal_cli.data.pixels import is_array
 from featcal_cli.recipe.keys import ROLES
 from featcal_cli.recipe.schema import Data
 from featcal_cli.runtime.errors import DataError
@@ -64,6 +64,8 @@ QUESTION_NAMES = ("prompt", "instruction", "question", "query", "problem")
 NO_ANSWERS = ("rejected", "system", "system_prompt", "title", "source", "context")
 """Columns of text that no model is to give."""
 
+LABEL_NAMES = ("label", "labels", "class", "cls", "target")
+
 LOOKED_AT = 1000
 """Characters of a text that tell whether it is one."""
 
@@ -76,18 +78,13 @@ def check_columns(data: Data, columns: Iterable[str], where: str) -> None:
         if column not in columns:
             raise DataError(f"there is no column {column}", where=where, fix=f"use one of: {', '.join(columns)}")
     try:
-        fields = template_fields(data.template or "")
+        missing = [name for name in template_fields(data.template or "") if name not in columns]
     except ValueError as error:
-        raise DataError(
-            f"the template is broken: {error}", where=where, fix="write e.g. {premise} {hypothesis}"
-        ) from None
-    for name in fields:
-        if name not in columns:
-            raise DataError(
-                f"the template names a column that there is not: {{{name}}}",
-                where=where,
-                fix=f"use: {', '.join(columns)}",
-            )
+        what = f"the template is broken: {error}"
+        raise DataError(what, where=where, fix="write e.g. {premise} {hypothesis}") from None
+    if missing:
+        what = f"the template names a column that there is not: {{{missing[0]}}}"
+        raise DataError(what, where=where, fix=f"use: {', '.join(columns)}")
 
 
 def template_fields(template: str) -> list[str]:
@@ -99,8 +96,9 @@ def template_fields(template: str) -> list[str]:
             raise ValueError(f"{{{name}}} names what is no value of a column")
         if re.search(r"[0-9]{4}|[{}]", form or ""):
             raise ValueError(f"{{{name}:{form}}} may be of any length")
-        names += [name] if name is not None else []
-    return [name.replace("[", ".").split(".")[0] for name in names]
+        if name is not None:
+            names.append(name.replace("[", ".").split(".")[0])
+    return names
 
 
 def needed_columns(data: Data) -> set[str] | None:
@@ -132,58 +130,66 @@ def name_columns(where: str, roles: str) -> str:
 
 def no_column(what: str, roles: str, columns: Iterable[str], where: str) -> DataError:
     """The error that says which columns there are and how to name one."""
-    return DataError(
-        f"no column holds {what}; the columns are {', '.join(columns)}",
-        where=where,
-        fix=f"name it: {name_columns(where, roles)}",
-    )
+    what = f"no column holds {what}; the columns are {', '.join(columns)}"
+    return DataError(what, where=where, fix=f"name it: {name_columns(where, roles)}")
 
 
 def find_image_column(samples: Samples, where: str) -> str:
     """A column called like images, else the first that looks like some. Raises DataError for none."""
-    likely = [name for name, values in samples.items() if any(map(_looks_like_image, values))]
+    likely = find_encoded_images(samples)
     likely = likely or [name for name in ARRAY_NAMES if any(map(is_array, samples.get(name, ())))]
-    by_name = [name for name in IMAGE_NAMES if name in likely]
     if not likely:
         raise no_column("images", "image:COLUMN", samples, where)
-    return (by_name or likely)[0]
+    return next((name for name in IMAGE_NAMES if name in likely), likely[0])
 
 
-def has_image_column(samples: Samples) -> bool:
-    """True when the values of some column look like images."""
-    return any(_looks_like_image(value) for values in samples.values() for value in values)
+def find_encoded_images(samples: Samples) -> list[str]:
+    """The columns whose values look like images: encoded, or the names of files."""
+    return [name for name, values in samples.items() if any(map(_looks_like_image, values))]
 
 
 def _looks_like_image(value: Any) -> bool:
-    if isinstance(value, dict):
-        return bool(value) and value.keys() <= {"bytes", "path"}
-    if isinstance(value, list) and value:
-        return _looks_like_image(value[0])
-    return isinstance(value, bytes) or (
-        isinstance(value, str) and (is_base64(value) or value.lower().endswith(IMAGE_FILES))
-    )
+    match value:
+        case dict():
+            return bool(value) and value.keys() <= {"bytes", "path"}
+        case [first, *_]:
+            return _looks_like_image(first)
+        case str():
+            return is_base64(value) or value.lower().endswith(IMAGE_FILES)
+    return isinstance(value, bytes)
+
+
+def is_array(value: Any) -> bool:
+    """Whether a value may be a picture as nested lists of numbers."""
+    for _ in range(2):
+        if not isinstance(value, list) or not value:
+            return False
+        value = value[0]
+    while isinstance(value, list) and value:
+        value = value[0]
+    return isinstance(value, int | float)
 
 
 def choose_text_roles(data: Data, samples: Samples, kind: TextKind, *, chat: bool, where: str) -> dict[str, str]:
-    """Role → column: the user's where they name a text, else found. Raises DataError when no column holds text."""
+    """Role → column: the user's where they name a text, else found. `chat`: whether the tokenizer has a chat template.
+    Raises DataError when no column holds text."""
     given = dict(data.columns)
-    if data.template is None and not {"text", "prompt", "messages"} & given.keys():
-        return _find_text_columns(samples, kind, chat=chat, where=where) | given
-    return given
+    if data.template is not None or {"text", "prompt", "messages"} & given.keys():
+        return given
+    return _find_text_columns(samples, kind, chat, where) | given
 
 
-def _find_text_columns(samples: Samples, kind: TextKind, *, chat: bool, where: str) -> dict[str, str]:
-    """Role → column. Raises DataError when no column holds text."""
+def _find_text_columns(samples: Samples, kind: TextKind, chat: bool, where: str) -> dict[str, str]:
     names = {_bare_name(name): name for name in reversed(list(samples))}  # of names that differ in case the first
     texts = {name for name, column in names.items() if any(isinstance(value, str) for value in samples[column])}
     talks = {name for name, column in names.items() if any(map(is_conversation, samples[column]))}
-    answers = {name for name, column in names.items() if any(map(answer_of, samples[column]))} | talks
+    answers = {name for name, column in names.items() if any(map(answer_of, samples[column]))}
     messages = [{"messages": names[name]} for name in MESSAGES_NAMES if name in talks]
     if messages and kind == "causal" and (chat or "text" not in texts):
         return messages[0]
     if kind != "encoder":
         for prompt, response in PROMPT_RESPONSE_NAMES + SOURCE_TARGET_NAMES:
-            if prompt in texts | talks and response in answers:
+            if prompt in texts | talks and response in answers | talks:
                 return {"prompt": names[prompt], "response": names[response]}
         for name in ("prompt", "chosen"):
             if name in talks and kind == "causal":
@@ -191,14 +197,13 @@ def _find_text_columns(samples: Samples, kind: TextKind, *, chat: bool, where: s
     for first, second in TEXT_PAIR_NAMES:
         if first in texts and second in texts:
             return {"text": names[first], "text_pair": names[second]}
-    natural = [column for column in samples if _looks_natural(samples[column])]
-    found = [names[name] for name in TEXT_NAMES if name in texts] + natural
-    if found:
-        return {"text": found[0]}
-    words = [names[name] for name in WORDS_NAMES if name in names and any(map(answer_of, samples[names[name]]))]
-    further = messages + [{"messages": names[name]} for name in names if name in talks]
-    if words or further:
-        return {"text": words[0]} if words else further[0]
+    single = [names[name] for name in TEXT_NAMES if name in texts]
+    single += [column for column in samples if _looks_natural(samples[column])]
+    single += [names[name] for name in WORDS_NAMES if name in answers]
+    if single:
+        return {"text": single[0]}
+    if further := messages + [{"messages": names[name]} for name in names if name in talks]:
+        return further[0]
     if inner := _text_inside(samples):
         what = f"no column holds text, but {inner} does; the columns are {', '.join(samples)}"
         raise DataError(what, where=where, fix=f'write in a recipe, for example, template: "{inner}"')
@@ -216,7 +221,7 @@ def find_unused_answer(samples: Samples, roles: Mapping[str, str], data: Data) -
     asks = "text_pair" not in roles and (text in QUESTION_NAMES or text not in TEXT_NAMES)
     if asks and not data.columns and not data.template:
         likely += [name for name in further if _bare_name(name) not in NO_ANSWERS and _looks_natural(samples[name])]
-    return next(iter(likely), None)
+    return likely[0] if likely else None
 
 
 def answer_of(value: Any) -> str | None:
@@ -255,3 +260,26 @@ def _looks_natural(values: Sequence[Any]) -> bool:
     """True when most of the values are several words, unlike ids, paths and class names."""
     texts = [value[:LOOKED_AT] for value in values if isinstance(value, str) and value.strip()]
     return sum(len(text.split()) > 1 for text in texts) * 2 > len(texts)
+
+
+def find_label_column(data: Data, columns: Iterable[str], where: str) -> str:
+    """The column of the labels: the one that the recipe names, else one that is called so. Raises DataError."""
+    known = list(columns)
+    column = data.columns.get("label") or next((name for name in LABEL_NAMES if name in known), None)
+    if column is None:
+        raise no_column("labels", "label:COLUMN", known, where)
+    return column
+
+
+def number_label(value: Any, column: str, numbers: Mapping[str, int], where: str) -> int:
+    """The class number of a label that is one, or a name in `numbers`. Raises DataError, also for a hidden one (−1)."""
+    if isinstance(value, str) and value in numbers:
+        return int(numbers[value])
+    with suppress(TypeError, ValueError, OverflowError):  # no number at all
+        if int(value) == float(value):
+            if int(value) < 0:
+                what = "the split hides its labels (some are below 0)"
+                raise DataError(what, where=where, fix="evaluate another split")
+            return int(value)
+    what = f"label {value!r} in column {column} is no class of the model's"
+    raise DataError(what, where=where, fix="use class numbers, or the names in label2id of the model's config.json")

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import chain, islice
+from dataclasses import dataclass, field
+from itertools import chain, islice, starmap
 from pathlib import Path
 from typing import Any
 
@@ -13,20 +13,26 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from featcal_cli.data.batches import BadRowError, Batch, Reader, count_examples, forward_names, take_examples
-from featcal_cli.data.columns import Samples, check_columns, has_image_column
-from featcal_cli.data.delimited import BrokenRow
+from featcal_cli.data.columns import (
+    LABEL_NAMES,
+    Samples,
+    check_columns,
+    find_encoded_images,
+    find_label_column,
+    number_label,
+)
 from featcal_cli.data.images import open_images
-from featcal_cli.data.labels import LABEL_NAMES, find_label_column, number_label
-from featcal_cli.data.local_tables import Row
 from featcal_cli.data.rows import draw_rows, name_task, read_rows
 from featcal_cli.data.tensors import is_tensor_file, open_tensors
 from featcal_cli.data.text import open_text
+from featcal_cli.data.text_files import BrokenRow, Row
 from featcal_cli.recipe.schema import Data
 from featcal_cli.runtime.errors import DataError
 
-REPAIR = "repair the file: a value that holds the separator, a line break or a quote stands in quotes"
 PEEKED_ROWS = 16
 """Rows looked at to find out what the columns hold."""
+SEED = 42
+"""Of the choice of rows where only some labelled ones are wanted."""
 FEWEST_ROWS, FEWEST_IN_HALF, SHARE = 10, 2, 5
 """Of at least so many different rows one in SHARE is held out where there are no further ones; so many in each half."""
 
@@ -47,10 +53,9 @@ class TaskExamples:
     notes: list[str]
     """What was chosen, one sentence each."""
     fitted_count: int
+    """Examples in `fitted`; of the two others below."""
     selection_count: int
-    """Rows in `selection`."""
     held_out_count: int
-    """Rows in `held_out`."""
     rows_skipped: int
     """Rows that were drawn but cannot be used."""
     is_whole: bool = False
@@ -93,18 +98,15 @@ class DrawnExamples:
         )
 
     def _cut(self, items: Sequence[Any], batch_size: int, before: int) -> list[Batch]:
-        batches = _cut(self.reader, items, batch_size)
-        for batch in batches:
+        starts = range(0, len(items), batch_size)
+        batches = [self.reader.batch(items[start : start + batch_size]) for start in starts]
+        for start, batch in zip(starts, batches, strict=True):
             for name, tensor in batch.items():
                 if tensor.is_floating_point() and not torch.isfinite(tensor).all():
-                    number = int((~torch.isfinite(tensor)).flatten(1).any(1).int().argmax())
-                    number = before + number * count_examples(batch) // len(tensor)
-                    raise DataError(
-                        f"{name} holds NaN or infinity",
-                        where=f"{self.task}: example {number + 1}",
-                        fix="take this example out of the data, or mend it",
-                    )
-            before += count_examples(batch)
+                    row = int((~torch.isfinite(tensor)).flatten(1).any(1).int().argmax())
+                    number = before + start + row * count_examples(batch) // len(tensor) + 1
+                    fix = "take this example out of the data, or mend it"
+                    raise DataError(f"{name} holds NaN or infinity", where=f"{self.task}: example {number}", fix=fix)
         return batches
 
 
@@ -141,54 +143,56 @@ def draw_examples(
     else:
         drawn = name_task(task, draw_rows(data, read + further, seed, choices.append))
         first = list(islice(drawn, PEEKED_ROWS))
-        reader, rows = open_rows(data, first, model, preprocessor_folders, where), chain(first, drawn)
-    found = _read_good(reader, rows, read, further, where)
-    choices += reader.remarks([item for _, item in (*found.fitted, *found.further)])
-    count = count if found.is_whole else read
-    if found.is_whole:
-        found.divide(count, hold_out=hold_out)
-    fitted, others = ([item for _, item in pairs] for pairs in (found.fitted, found.further))
+        reader, rows = _open_rows(data, first, model, preprocessor_folders, where), chain(first, drawn)
+    usable = _read_usable(reader, rows, read, further, where)
+    choices += reader.remarks([item for _, item in (*usable.fitted, *usable.further)])
+    if usable.is_whole:
+        usable.divide(count, hold_out=hold_out)
+    else:
+        count = read
+    fitted, others = ([item for _, item in pairs] for pairs in (usable.fitted, usable.further))
     half = len(others) // 2
     selection, held_out = (others[:half], others[half:]) if half else ([], [])
-    notes = [f"{task}: {note}" for note in (*choices, *_notes(reader, found, count, len(selection) + len(held_out)))]
-    return DrawnExamples(task, reader, fitted, selection, held_out, notes, len(found.bad), found.is_whole)
+    choices += [reader.chosen, *_notes(usable, count, len(selection) + len(held_out))]
+    notes = [f"{task}: {note}" for note in choices]
+    return DrawnExamples(task, reader, fitted, selection, held_out, notes, len(usable.bad), usable.is_whole)
 
 
-def open_rows(data: Data, first: Sequence[Row], model: PreTrainedModel, folders: Sequence[Path], where: str) -> Reader:
+def _open_rows(data: Data, first: Sequence[Row], model: PreTrainedModel, folders: Sequence[Path], where: str) -> Reader:
     """The reader for the model's main input, from the first rows. Raises DataError for columns that do not fit it."""
     if not first:
         raise DataError("the source has no rows", where=where, fix="give data with rows, or another split")
     if isinstance(first[0], BrokenRow) and all(isinstance(row, BrokenRow) for row in first):
-        raise DataError(f"none of the first {len(first)} rows can be used: {first[0].reason}", where=where, fix=REPAIR)
+        what = f"none of the first {len(first)} rows can be used: {first[0].reason}"
+        fix = "repair the file: a value that holds the separator, a line break or a quote stands in quotes"
+        raise DataError(what, where=where, fix=fix)
     samples = {name: [row.get(name) for row in first] for row in first for name in row}
     check_columns(data, samples, where)
     if _reads_images(data, samples, model):
         return open_images(data, samples, model, folders, where)
     if model.main_input_name == "input_ids":
         return open_text(data, samples, model, folders, where)
-    raise DataError(
-        f"the model reads {model.main_input_name}, for which there is no preprocessing here",
-        where=where,
-        fix="give a .safetensors file with one tensor a forward argument",
-    )
+    what = f"the model reads {model.main_input_name}, for which there is no preprocessing here"
+    raise DataError(what, where=where, fix="give a .safetensors file with one tensor a forward argument")
 
 
 def _reads_images(data: Data, samples: Samples, model: PreTrainedModel) -> bool:
     """True for vision models, and for two-tower models whose data has images."""
     if model.main_input_name == "pixel_values":
         return True
-    two_towers = "pixel_values" in forward_names(model) and not model.can_generate()
-    return two_towers and ("image" in data.columns or (not data.columns and has_image_column(samples)))
+    if "pixel_values" not in forward_names(model) or model.can_generate():
+        return False
+    return "image" in data.columns or (not data.columns and bool(find_encoded_images(samples)))
 
 
 @dataclass
-class _Drawn:
+class _UsableRows:
     """The usable rows of a source, each what the reader makes batches of, with a key that equal ones share."""
 
-    fitted: list[tuple[bytes, Any]]
-    further: list[tuple[bytes, Any]]
+    fitted: list[tuple[bytes, Any]] = field(default_factory=list)
+    further: list[tuple[bytes, Any]] = field(default_factory=list)
     """All different, and none of them fitted."""
-    bad: list[str]
+    bad: list[str] = field(default_factory=list)
     """Why rows were skipped on the way."""
     copies: int = 0
     """Rows that equal an earlier one."""
@@ -219,63 +223,53 @@ def most_held_out(count: int) -> int:
     return min(64, max(8, count // 4))
 
 
-def _read_good(reader: Reader, rows: Iterable[Any], count: int, further: int, where: str) -> _Drawn:
+def _read_usable(reader: Reader, rows: Iterable[Any], count: int, further: int, where: str) -> _UsableRows:
     """Up to `count` items to fit, then `further` different ones. Raises DataError when most rows are bad."""
-    found = _Drawn([], [], [])
-    known: set[bytes] = set()
+    usable = _UsableRows()
+    keys: set[bytes] = set()
     for number, row in enumerate(rows, 1):
         try:
             item = reader.read(row)
         except BadRowError as reason:
-            found.bad.append(f"{reason} (example {number})")
+            usable.bad.append(f"{reason} (example {number})")
             continue
         key = reader.key(item)
-        is_copy = key in known
-        known.add(key)
-        found.copies += is_copy
-        if len(found.fitted) < count:
-            found.fitted.append((key, item))
+        is_copy = key in keys
+        keys.add(key)
+        usable.copies += is_copy
+        if len(usable.fitted) < count:
+            usable.fitted.append((key, item))
         elif is_copy:
-            found.left_out += 1
+            usable.left_out += 1
         else:
-            found.further.append((key, item))
-        if len(found.further) == further:
+            usable.further.append((key, item))
+        if len(usable.further) == further:
             break
     else:
-        found.is_whole = True
-    good = len(found.fitted) + len(found.further) + found.left_out
-    if len(found.bad) > good:
-        raise DataError(
-            f"{len(found.bad)} of {len(found.bad) + good} rows cannot be used; the first: {found.bad[0]}",
-            where=where,
-            fix=f"name the right columns with --columns {where.partition(': ')[0]}=ROLE:COLUMN, or give other data",
-        )
-    return found
+        usable.is_whole = True
+    good = len(usable.fitted) + len(usable.further) + usable.left_out
+    if len(usable.bad) > good:
+        what = f"{len(usable.bad)} of {len(usable.bad) + good} rows cannot be used; the first: {usable.bad[0]}"
+        task = where.partition(": ")[0]
+        fix = f"name the right columns with --columns {task}=ROLE:COLUMN, or give other data"
+        raise DataError(what, where=where, fix=fix)
+    return usable
 
 
-def _cut(reader: Reader, items: Sequence[Any], batch_size: int) -> list[Batch]:
-    return [reader.batch(items[start : start + batch_size]) for start in range(0, len(items), batch_size)]
-
-
-def _notes(reader: Reader, found: _Drawn, count: int, held_out: int) -> Iterator[str]:
-    yield reader.chosen
-    if found.bad:
-        yield f"{len(found.bad)} rows cannot be used and were left out; the first: {found.bad[0]}"
-    if found.copies:
-        more = f", so {found.left_out} of them are left out" if found.left_out else ""
-        yield f"{found.copies} rows are equal to others; equal rows are never both fitted and held out{more}"
-    fitted = len(found.fitted)
+def _notes(usable: _UsableRows, count: int, held_out: int) -> Iterator[str]:
+    if usable.bad:
+        yield f"{len(usable.bad)} rows cannot be used and were left out; the first: {usable.bad[0]}"
+    if usable.copies:
+        more = f", so {usable.left_out} of them are left out" if usable.left_out else ""
+        yield f"{usable.copies} rows are equal to others; equal rows are never both fitted and held out{more}"
+    fitted = len(usable.fitted)
     if fitted < count and held_out:
-        rows = fitted + held_out + found.left_out
+        rows = fitted + held_out + usable.left_out
         yield f"the source has {rows} usable rows: {fitted} are fitted ({count} were asked for) and {held_out} held out"
     elif fitted < count:
         yield f"the source has {fitted} usable rows, so all of them are fitted ({count} were asked for)"
     if not held_out:
         yield "no further rows to hold out, so drift is measured on the fitted rows"
-
-
-SEED = 42
-"""Of the choice of rows where only some are wanted."""
 
 
 @dataclass(frozen=True)
@@ -294,23 +288,17 @@ class LabelledRows:
 
         Raises DataError for a row that cannot be used: accuracy is over all rows, or it means little.
         """
-        rows, before = iter(self.rows), 0
-        while some := list(islice(rows, size)):
-            yield self.reader.batch([self._read(row, before + at) for at, row in enumerate(some)]), self._labels(some)
-            before += len(some)
+        rows = enumerate(self.rows, 1)
+        while numbered := list(islice(rows, size)):
+            yield self.reader.batch(list(starmap(self._read, numbered))), [self.label_of(row) for _, row in numbered]
 
-    def _read(self, row: Any, position: int) -> Any:
+    def _read(self, number: int, row: Any) -> Any:
         try:
             return self.reader.read(row)
         except BadRowError as reason:
-            raise DataError(
-                f"row {position + 1} cannot be used: {reason}",
-                where=self.where,
-                fix="take the bad rows out, or evaluate another split",
-            ) from None
-
-    def _labels(self, rows: Sequence[Any]) -> list[Any]:
-        return [self.label_of(row) for row in rows]
+            what = f"row {number} cannot be used: {reason}"
+            fix = "take the bad rows out, or evaluate another split"
+            raise DataError(what, where=self.where, fix=fix) from None
 
 
 def open_labelled(
@@ -339,7 +327,7 @@ def open_labelled(
     else:
         rows = islice(name_task(task, draw_rows(data.model_copy(update={"split": split}), limit, SEED)), limit)
     first = list(islice(rows, PEEKED_ROWS))
-    reader = open_rows(data, first, model, preprocessor_folders, where)
+    reader = _open_rows(data, first, model, preprocessor_folders, where)
     column = find_label_column(data, first[0], where)
     return LabelledRows(reader, chain(first, rows), lambda row: row.get(column), column, where)
 
@@ -352,10 +340,10 @@ def load_labelled(
     Labels that are names are numbered by the model's `config.label2id`. Raises DataError like `open_labelled`, and for
     labels that are no classes, or hidden (−1).
     """
-    found = open_labelled(task, data, split, model, preprocessor_folders)
+    rows = open_labelled(task, data, split, model, preprocessor_folders)
     names = getattr(model.config, "label2id", None) or {}
     batches, labels = [], []
-    for batch, values in found.batches(batch_size):
+    for batch, values in rows.batches(batch_size):
         batches.append(batch)
-        labels += [number_label(value, found.column, names, found.where) for value in values]
+        labels += [number_label(value, rows.column, names, rows.where) for value in values]
     return batches, torch.tensor(labels)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import PurePath, PurePosixPath
 from typing import TypeVar
 
 from featcal_cli.data.local_tables import IMAGE_FILES
 from featcal_cli.recipe.schema import Data
 from featcal_cli.runtime.errors import DataError
+
+File = TypeVar("File", bound=PurePath)
 
 FORMATS = {
     ".parquet": "parquet", ".arrow": "arrow", ".jsonl": "json", ".ndjson": "json", ".json": "json",
@@ -26,6 +28,14 @@ OPTIONS = {
     "text": ("encoding", "sample_by"),
 }
 """Keys of a config that say how to read its files."""
+SPLIT_WORDS = {
+    "train": "train", "training": "train",
+    "validation": "validation", "valid": "validation", "val": "validation", "dev": "validation",
+    "test": "test", "testing": "test", "eval": "test", "evaluation": "test",
+}  # fmt: skip
+"""Words that name a split in a file's or folder's name, as `datasets` reads them."""
+MOST_LISTED = 20
+"""Splits or configs that a message names; languages, say, may be hundreds."""
 
 
 def format_of(path: str) -> str | None:
@@ -49,10 +59,9 @@ def readable_files(paths: Collection[str]) -> list[str]:
 def infer_format(paths: Sequence[str]) -> str:
     """The format of most of the files; zip where most are archives, whatever is in them."""
     order = list(dict.fromkeys(FORMATS.values()))
-    counted = Counter(str(format_of(path)) for path in paths if not is_metadata(path)) or Counter(
-        str(format_of(path)) for path in paths
-    )
-    return min(counted, key=lambda name: (-counted[name], order.index(name)))
+    examples = [path for path in paths if not is_metadata(path)] or paths
+    counts = Counter(str(format_of(path)) for path in examples)
+    return min(counts, key=lambda name: (-counts[name], order.index(name)))
 
 
 def count_endings(paths: Collection[str]) -> str:
@@ -61,39 +70,29 @@ def count_endings(paths: Collection[str]) -> str:
     return ", ".join(ending or "no ending" for ending, _ in endings.most_common(5)) or "none at all"
 
 
-File = TypeVar("File", bound=PurePath)
-
-LISTED = 20
-"""Splits that a message names; languages, say, may be hundreds."""
-SPLIT_WORDS = {
-    "train": "train", "training": "train",
-    "validation": "validation", "valid": "validation", "val": "validation", "dev": "validation",
-    "test": "test", "testing": "test", "eval": "test", "evaluation": "test",
-}  # fmt: skip
-"""Words that name a split in a file's or folder's name, as `datasets` reads them."""
+def list_some(names: Collection[str]) -> str:
+    """The first names, for a message."""
+    return ", ".join(list(names)[:MOST_LISTED]) + (" …" if len(names) > MOST_LISTED else "")
 
 
-def group_by_folder(root: PurePath, files: Iterable[File]) -> dict[str, list[File]]:
+def group_by_folder(root: PurePath, files: Collection[File]) -> dict[str, list[File]]:
     """Split → files, by folders that are called like a split; empty when folders do not tell."""
     splits: dict[str, list[File]] = {}
-    undecided = False
     for file in files:
         words = [part.lower() for part in file.relative_to(root).parts[:-1] if part.lower() in SPLIT_WORDS]
         if words:
             splits.setdefault(SPLIT_WORDS[words[0]], []).append(file)
-        undecided |= not words
     # One such folder among others is no split: "train" next to "bus" is a class.
-    return splits if len(splits) > 1 or not undecided else {}
+    return splits if len(splits) > 1 or sum(map(len, splits.values())) == len(files) else {}
 
 
-def group_by_name(files: Iterable[File]) -> dict[str, list[File]]:
+def group_by_name(files: Collection[File]) -> dict[str, list[File]]:
     """Split → files, by words in the files' names; empty when no name tells."""
     splits: dict[str, list[File]] = {}
     for file in files:
         sharded = re.fullmatch(r"(.+)-\d{5}-of-\d{5}", file.stem)
         words = [word for word in re.split(r"[-._ 0-9]+", file.stem.lower()) if word in SPLIT_WORDS]
-        name = SPLIT_WORDS[words[0]] if words else sharded and sharded[1]
-        if name:
+        if name := SPLIT_WORDS[words[0]] if words else sharded and sharded[1]:
             splits.setdefault(name, []).append(file)
     return splits
 
@@ -108,40 +107,35 @@ def choose_split(splits: Collection[str], wanted: str | None, data: Data, note: 
     for name in (wanted, SPLIT_WORDS.get(wanted, wanted)):
         if name in splits:
             return name
-    what = f"there is no split {wanted}"
-    if "[" in wanted:
-        raise DataError(what, where=str(data), fix="name the whole split; -n says how many rows of it are read")
-    raise DataError(what, where=str(data), fix=_name_split(list(splits), data))
+    fix = "name the whole split; -n says how many rows of it are read"
+    fix = fix if "[" in wanted else _name_split(list(splits), splits, data)
+    raise DataError(f"there is no split {wanted}", where=str(data), fix=fix)
 
 
 def _choose_default(splits: Collection[str], data: Data, note: Callable[[str], None]) -> str:
     if "train" in splits:
         return "train"
     trains = [name for name in splits if name.lower().startswith("train")]
-    chosen, why = "", ""
     if len(trains) == 1:
         chosen, why = trains[0], "the only one that begins with train"
     elif not trains and (others := [name for name in ("validation", "test") if name in splits]):
         chosen, why = others[0], "as there is none called train"
     elif len(splits) == 1:
         chosen, why = next(iter(splits)), "the only one"
-    if chosen:
-        note(f"split {chosen} of {data}, {why}" + (f" (of {_list(splits)})" if len(splits) > 1 else ""))
-        return chosen
-    which = "several splits that begin with train" if trains else "several splits, none of them train"
-    raise DataError(f"the source has {which}", where=str(data), fix=_name_split(trains or list(splits), data, splits))
+    else:
+        which = "several splits that begin with train" if trains else "several splits, none of them train"
+        fix = _name_split(trains or list(splits), splits, data)
+        raise DataError(f"the source has {which}", where=str(data), fix=fix)
+    note(f"split {chosen} of {data}, {why}" + (f" (of {list_some(splits)})" if len(splits) > 1 else ""))
+    return chosen
 
 
-def _name_split(choices: Sequence[str], data: Data, splits: Collection[str] = ()) -> str:
-    """What to type to name one of the choices."""
-    some = next((name for name in choices if name.lower().startswith("train")), choices[0])
-    listed = f"the splits are {_list(splits or choices)}"
+def _name_split(choices: Sequence[str], splits: Collection[str], data: Data) -> str:
+    """What to type to name one of the choices among the splits."""
+    example = next((name for name in choices if name.lower().startswith("train")), choices[0])
+    listed = f"the splits are {list_some(splits)}"
     if data.dataset is None:
-        return f"name one: --split TASK={some} (in a recipe, split: {some}); {listed}"
+        return f"name one: --split TASK={example} (in a recipe, split: {example}); {listed}"
     revision = None if re.fullmatch("[0-9a-f]{40}", data.revision or "") else data.revision  # nobody typed that
-    source = data.model_copy(update={"split": some, "revision": revision})
-    return f"name one: --data TASK={source}, or --split TASK={some}; {listed}"
-
-
-def _list(names: Collection[str]) -> str:
-    return ", ".join(list(names)[:LISTED]) + (" …" if len(names) > LISTED else "")
+    source = data.model_copy(update={"split": example, "revision": revision})
+    return f"name one: --data TASK={source}, or --split TASK={example}; {listed}"

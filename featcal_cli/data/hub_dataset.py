@@ -20,190 +20,27 @@ from featcal_cli.data.file_formats import (
     format_of,
     infer_format,
     is_metadata,
+    list_some,
     readable_files,
 )
 from featcal_cli.hub.client import limit_waiting, patiently
 from featcal_cli.hub.messages import explained
-from featcal_cli.hub.repo import Opener, Repo, open_repo
+from featcal_cli.hub.repo import COMMIT, Opener, Repo, open_repo
 from featcal_cli.recipe.schema import Data
 from featcal_cli.runtime.errors import DataError, FeatCalError, HubError
 from featcal_cli.runtime.files import explain_full
 from featcal_cli.runtime.references import looks_like_path
 from featcal_cli.runtime.untrusted_text import bare, split_front_matter
 
-COPY = "refs/convert/parquet"
-"""The branch on which the Hub keeps a dataset's rows as parquet files: CONFIG/SPLIT/0000.parquet."""
-LISTED_CONFIGS = 20
-"""Configs that an error names; some datasets have hundreds."""
-
-
-def read_configs(repo: Repo) -> dict[str, dict[str, Any]]:
-    """Config → its keys, from the card, else as the Hub's own parquet copies lie in folders, else one without keys.
-
-    Raises HubError when the card cannot be read.
-    """
-    card = _read_card(repo)
-    if named := _named_configs(card):
-        return {str(entry["config_name"]): entry for entry in named}
-    if converted := _converted_configs(readable_files(repo.files)):
-        return converted
-    described = card.get("dataset_info")
-    named = [described] if isinstance(described, dict) else described or []
-    return {str(named[0].get("config_name", "default")) if len(named) == 1 else "default": {}}
-
-
-def use_copy(repo: Repo, data: Data, open_repo: Opener, note: Callable[[str], None]) -> Repo:
-    """The Hub's own parquet copy of a dataset that is a loading script, which `note` is told; any other as it is.
-
-    Raises DataError where there is no copy, HubError when the Hub refuses or does not answer.
-    """
-    script = f"{repo.name.split('/')[-1]}.py"
-    if script not in repo.files or _named_configs(_read_card(repo)):
-        return repo
-    why = f"is a loading script ({script}), and code that comes with data is never run"
-    copy = _open_copy(repo, open_repo)
-    paths = readable_files(copy.files) if copy else []
-    if copy is None or not _converted_configs(paths):
-        raise DataError(
-            f"the dataset {why}; the Hub has no parquet copy of it either",
-            where=str(data),
-            fix="give another dataset, or convert this one to .parquet or .jsonl where you trust its script, and give "
-            "the folder: --data TASK=FOLDER",
-        )
-    read = f"{data.config}/" if data.config else ""
-    partial = any(path.startswith(read) and "/partial-" in path for path in paths)
-    part = ", which holds only the first part of it" if partial else ""
-    if data.revision and data.revision != repo.commit:
-        part += f"; it is made from the main branch, not from {data.revision}"
-    note(f"{repo.name} {why}: read is the Hub's own parquet copy ({COPY} at {str(copy.commit)[:7]}){part}")
-    return copy
-
-
-def _open_copy(repo: Repo, open_repo: Opener) -> Repo | None:
-    from huggingface_hub.errors import RevisionNotFoundError
-
-    try:
-        return open_repo(f"{repo.name}@{COPY}", "dataset")
-    except HubError as error:
-        cause: BaseException | None = error
-        while cause is not None and not isinstance(cause, RevisionNotFoundError):
-            cause = cause.__cause__
-        if cause is None:
-            raise
-        return None
-
-
-def read_features(repo: Repo, config: str) -> list[Mapping[str, Any]]:
-    """The columns of a config as the card describes them, an entry each; none where it does not."""
-    described = _read_card(repo).get("dataset_info")
-    infos = described if isinstance(described, list) else [described]
-    found = [info for info in infos if isinstance(info, Mapping) and str(info.get("config_name", config)) == config]
-    columns = found[0].get("features") if found else None
-    return [column for column in columns if isinstance(column, Mapping)] if isinstance(columns, list) else []
-
-
-def choose_config(configs: Mapping[str, Mapping[str, Any]], data: Data) -> str:
-    """The config that `data` names, else the dataset's default. Raises DataError when there is none such."""
-    names = list(configs)
-    some = ", ".join(names[:LISTED_CONFIGS]) + (" …" if len(names) > LISTED_CONFIGS else "")
-    if data.config is not None:
-        if data.config in configs:
-            return data.config
-        what = f"the dataset has no config {data.config}"
-        raise DataError(what, where=str(data), fix=f"name one of its own ({some}), or none")
-    defaults = [name for name in names if len(names) == 1 or name == "default" or configs[name].get("default")]
-    if not defaults:
-        raise DataError(
-            f"the dataset has several configs: {some}",
-            where=str(data),
-            fix=f"name one, e.g. --data TASK={data.dataset}:{names[0]}",
-        )
-    return defaults[0]
-
-
-def find_splits(config: Mapping[str, Any], paths: Sequence[str], data: Data) -> dict[str, list[str]]:
-    """Split → paths of a config; splits without files are left out. Raises DataError for files outside of the repo."""
-    from datasets.data_files import sanitize_patterns
-
-    folder = str(config.get("data_dir") or "").removeprefix("./").rstrip("/")
-    before = f"{folder}/" if folder else ""
-    inside = [path.removeprefix(before) for path in paths if path.startswith(before)]
-    if "data_files" in config:
-        patterns: dict[str, list[str]] = sanitize_patterns(config["data_files"])
-        if outside := [pattern for listed in patterns.values() for pattern in listed if "://" in pattern]:
-            what = f"the dataset's files lie elsewhere ({outside[0]}), and nothing but the Hub is asked"
-            raise DataError(what, where=str(data), fix="give a dataset that holds its files itself")
-        found = _match_all(patterns, inside)
-    else:
-        found = _default_splits(inside)
-    return {split: [before + path for path in dict.fromkeys(listed)] for split, listed in found.items() if listed}
-
-
-def _named_configs(card: Mapping[str, Any]) -> list[dict[str, Any]]:
-    listed = card.get("configs")
-    entries = [entry for entry in listed if isinstance(entry, dict)] if isinstance(listed, list) else []
-    return [entry for entry in entries if "config_name" in entry]
-
-
-def _read_card(repo: Repo) -> dict[str, Any]:
-    """The metadata of the card, empty without one. Raises ValueError for what is no YAML."""
-    text = repo.read_text("README.md") or ""
-    metadata, _, reason = split_front_matter(text) if text.startswith("---") else ({}, text, "")
-    if reason:
-        raise ValueError(f"the metadata of README.md: {reason}")
-    return metadata or {}
-
-
-def _converted_configs(paths: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Config → data files, when all lie like refs/convert/parquet: CONFIG/SPLIT/0000.parquet."""
-    found: dict[str, dict[str, Any]] = {}
-    for path in paths:
-        match = re.fullmatch(r"([^/]+)/(?:partial-)?([^/]+)/\d{4,}\.parquet", path)
-        if match is None:
-            return {}
-        splits = found.setdefault(match[1], {}).setdefault("data_files", {})
-        splits.setdefault(match[2], []).append(path)
-    return found
-
-
-def _default_splits(paths: Sequence[str]) -> dict[str, list[str]]:
-    """Split → paths, by the names of folders and files as `datasets` reads them."""
-    from datasets.data_files import ALL_DEFAULT_PATTERNS, SPLIT_PATTERN_SHARDED
-
-    sharded: dict[str, list[str]] = {}
-    for path in _match(SPLIT_PATTERN_SHARDED.format(split="*"), paths):
-        sharded.setdefault(re.sub(r"^data/(.+)-\d{5}-of-\d{5}.*", r"\1", path), []).append(path)
-    if sharded:
-        return sharded
-    for patterns in ALL_DEFAULT_PATTERNS:
-        found = _match_all(patterns, paths)
-        if any(found.values()):
-            return found
-    return {}
-
-
-def _match_all(patterns: Mapping[Any, Sequence[str]], paths: Collection[str]) -> dict[str, list[str]]:
-    return {str(split): [path for each in listed for path in _match(each, paths)] for split, listed in patterns.items()}
-
-
-def _match(pattern: str, paths: Collection[str]) -> list[str]:
-    """The paths that a pattern names, hidden ones only where it names what is hidden."""
-    from fsspec.utils import glob_translate  # type: ignore[import-untyped]
-
-    pattern = pattern.removeprefix("./")
-    fits = re.compile(glob_translate(pattern)).match
-    return sorted(path for path in paths if path == pattern or (fits(path) and _hidden(path) == _hidden(pattern)))
-
-
-def _hidden(path: str) -> int:
-    parts = PurePosixPath(path).parts
-    return sum(part.startswith(".") for part in parts) + sum(part.startswith("__") for part in parts[:-1])
-
+os.environ["HF_UPDATE_DOWNLOAD_COUNTS"] = "0"  # read when `datasets` is imported: it would report every use
 
 Note = Callable[[str], None]
 """Told what was chosen without being asked for."""
+Config = Mapping[str, Any]
+"""The keys of a config in the dataset's card."""
 
-os.environ["HF_UPDATE_DOWNLOAD_COUNTS"] = "0"  # read when `datasets` is imported: it would report every use
+COPY = "refs/convert/parquet"
+"""The branch on which the Hub keeps a dataset's rows as parquet files: CONFIG/SPLIT/0000.parquet."""
 
 
 @dataclass(frozen=True)
@@ -267,12 +104,12 @@ def find_split(data: Data, split: str | None, note: Note = ignore) -> HubSplit:
     repo = use_copy(_open_repo(data), data, open_repo, note)
     if not repo.files:
         raise DataError("the dataset has no files", where=str(data), fix="give another dataset, or another revision")
-    configs = read_configs(repo)
-    name = choose_config(configs, data)
+    configs = _read_configs(repo)
+    name = _choose_config(configs, data)
     config = configs[name]
-    splits = find_splits(config, readable_files(repo.files), data)
+    splits = _find_splits(config, readable_files(repo.files), data)
     if not splits:
-        raise _no_files(repo, config, data)
+        raise _refuse_files(repo, config, data)
     # an instance of its own: the shared one remembers what was missing once
     system: Any = HfFileSystem(skip_instance_cache=True)
     root = f"hf://datasets/{repo.name}@{repo.commit}"
@@ -281,14 +118,41 @@ def find_split(data: Data, split: str | None, note: Note = ignore) -> HubSplit:
     paths = splits[choose_split(splits, split, data, note)]
     files = [HubFile(path, repo.files[path].size, f"{root}/{path}") for path in paths]
     outer = infer_format(paths)
-    kind = _look_into(files) if outer == "zip" else outer
-    about = kind == "imagefolder"
-    kept = [file for file in files if format_of(file.path) == outer or (about and is_metadata(file.path))]
-    options = {key: config[key] for key in OPTIONS.get(kind, ()) if key in config}
+    inner = _look_into(files) if outer == "zip" else outer
+    images = inner == "imagefolder"
+    kept = [file for file in files if format_of(file.path) == outer or (images and is_metadata(file.path))]
+    options = {key: config[key] for key in OPTIONS.get(inner, ()) if key in config}
     folders = {PurePosixPath(path).parent.name for listed in splits.values() for path in listed} - set(SPLIT_WORDS)
     # one folder alone tells nothing apart
-    classes = sorted(folders) if about and len(folders) > 1 else []
-    return HubSplit(kind, options, kept, classes, read_features(repo, name), system)
+    classes = sorted(folders) if images and len(folders) > 1 else []
+    return HubSplit(inner, options, kept, classes, _read_features(repo, name), system)
+
+
+def use_copy(repo: Repo, data: Data, open_repo: Opener, note: Note) -> Repo:
+    """The Hub's own parquet copy of a dataset that is a loading script, which `note` is told; any other as it is.
+
+    Raises DataError where there is no copy, HubError when the Hub refuses or does not answer.
+    """
+    script = f"{repo.name.split('/')[-1]}.py"
+    if script not in repo.files or _named_configs(_read_card(repo)):
+        return repo
+    why = f"is a loading script ({script}), and code that comes with data is never run"
+    copy = _open_copy(repo, open_repo)
+    paths = readable_files(copy.files) if copy else []
+    if copy is None or not _converted_configs(paths):
+        raise DataError(
+            f"the dataset {why}; the Hub has no parquet copy of it either",
+            where=str(data),
+            fix="give another dataset, or convert this one to .parquet or .jsonl where you trust its script, and give "
+            "the folder: --data TASK=FOLDER",
+        )
+    read = f"{data.config}/" if data.config else ""
+    is_partial = any(path.startswith(read) and "/partial-" in path for path in paths)
+    part = ", which holds only the first part of it" if is_partial else ""
+    if data.revision and data.revision != repo.commit:
+        part += f"; it is made from the main branch, not from {data.revision}"
+    note(f"{repo.name} {why}: read is the Hub's own parquet copy ({COPY} at {str(copy.commit)[:7]}){part}")
+    return copy
 
 
 @contextmanager
@@ -300,14 +164,14 @@ def explaining_hub(data: Data) -> Iterator[None]:
     except FeatCalError:
         raise
     except Exception as error:  # every library below has error kinds of its own, and wraps those of the others
-        if (told := _explain_hub(error, data)) is not None:
-            raise told from error
-        if (full := explain_full(error)) is not None:
-            raise full from error
-        raise DataError(
-            f"the dataset cannot be read: {first_line(error)}",
-            where=str(data),
-            fix="check that its files are whole, and config and split the right ones",
+        raise (
+            _explain_hub(error, data)
+            or explain_full(error)
+            or DataError(
+                f"the dataset cannot be read: {first_line(error)}",
+                where=str(data),
+                fix="check that its files are whole, and config and split the right ones",
+            )
         ) from error
 
 
@@ -326,8 +190,8 @@ def _explain_hub(error: BaseException, data: Data) -> HubError | None:
             try:
                 with explained(str(data.dataset), data.revision or "", "dataset"):
                     raise cause
-            except HubError as told:
-                return told
+            except HubError as hub_error:
+                return hub_error
             except type(cause):
                 continue  # none that `explained` knows; what caused it may be
     return None
@@ -339,19 +203,153 @@ def _open_repo(data: Data) -> Repo:
 
     name, revision = str(data.dataset), data.revision
     if looks_like_path(name):
-        raise DataError(
-            f"{name} is no dataset on the Hub", where=str(data), fix=f"for a file or folder write path: {name}"
-        )
+        fix = f"for a file or folder write path: {name}"
+        raise DataError(f"{name} is no dataset on the Hub", where=str(data), fix=fix)
     if is_offline_mode():
         what = "offline mode is on, and no rows of Hub datasets are kept on this machine"
         raise HubError(what, where=str(data), fix="unset HF_HUB_OFFLINE, or give a file or folder as data")
     limit_waiting()
     if "/" not in name:  # an old id without a user, which the Hub still knows
         name = patiently(lambda: HfApi().dataset_info(name, revision=revision).id)
-    if revision is None or not re.fullmatch("[0-9a-f]{40}", revision):
-        asked = revision
-        revision = patiently(lambda: resolve_revision(name, repo_type="dataset", revision=asked).resolved)
+    if not COMMIT.fullmatch(revision or ""):
+        revision = patiently(lambda: resolve_revision(name, repo_type="dataset", revision=data.revision).resolved)
     return Repo(name, "dataset", revision, None)
+
+
+def _open_copy(repo: Repo, open_repo: Opener) -> Repo | None:
+    from huggingface_hub.errors import RevisionNotFoundError
+
+    try:
+        return open_repo(f"{repo.name}@{COPY}", "dataset")
+    except HubError as error:
+        cause: BaseException | None = error
+        while cause is not None and not isinstance(cause, RevisionNotFoundError):
+            cause = cause.__cause__
+        if cause is None:
+            raise
+        return None
+
+
+# --- what the card says ---
+
+
+def _read_card(repo: Repo) -> dict[str, Any]:
+    """The metadata of the card, empty without one. Raises ValueError for what is no YAML."""
+    text = repo.read_text("README.md") or ""
+    metadata, _, reason = split_front_matter(text) if text.startswith("---") else ({}, text, "")
+    if reason:
+        raise ValueError(f"the metadata of README.md: {reason}")
+    return metadata or {}
+
+
+def _entries(listed: Any) -> list[dict[str, Any]]:
+    """The mappings in a list of a card, or the one that stands there alone."""
+    return [entry for entry in (listed if isinstance(listed, list) else [listed]) if isinstance(entry, dict)]
+
+
+def _named_configs(card: Mapping[str, Any]) -> list[dict[str, Any]]:
+    listed = card.get("configs")
+    return [entry for entry in _entries(listed) if "config_name" in entry] if isinstance(listed, list) else []
+
+
+def _read_configs(repo: Repo) -> dict[str, Config]:
+    """Config → its keys, from the card, else as the Hub's own parquet copies lie in folders, else one without keys.
+
+    Raises HubError when the card cannot be read.
+    """
+    card = _read_card(repo)
+    if named := _named_configs(card):
+        return {str(entry["config_name"]): entry for entry in named}
+    if converted := _converted_configs(readable_files(repo.files)):
+        return {name: {"data_files": splits} for name, splits in converted.items()}
+    described = card.get("dataset_info")
+    named = [described] if isinstance(described, dict) else described or []
+    return {str(named[0].get("config_name", "default")) if len(named) == 1 else "default": {}}
+
+
+def _converted_configs(paths: Sequence[str]) -> dict[str, dict[str, list[str]]]:
+    """Config → split → files, when all lie like refs/convert/parquet: CONFIG/SPLIT/0000.parquet."""
+    configs: dict[str, dict[str, list[str]]] = {}
+    for path in paths:
+        match = re.fullmatch(r"([^/]+)/(?:partial-)?([^/]+)/\d{4,}\.parquet", path)
+        if match is None:
+            return {}
+        configs.setdefault(match[1], {}).setdefault(match[2], []).append(path)
+    return configs
+
+
+def _read_features(repo: Repo, config: str) -> list[Mapping[str, Any]]:
+    """The columns of a config as the card describes them, an entry each; none where it does not."""
+    for described in _entries(_read_card(repo).get("dataset_info")):
+        if str(described.get("config_name", config)) == config:
+            columns = described.get("features")
+            return list(_entries(columns)) if isinstance(columns, list) else []
+    return []
+
+
+def _choose_config(configs: Mapping[str, Config], data: Data) -> str:
+    """The config that `data` names, else the dataset's default. Raises DataError when there is none such."""
+    names = list(configs)
+    if data.config is not None:
+        if data.config in configs:
+            return data.config
+        fix = f"name one of its own ({list_some(names)}), or none"
+        raise DataError(f"the dataset has no config {data.config}", where=str(data), fix=fix)
+    for name in names:
+        if len(names) == 1 or name == "default" or configs[name].get("default"):
+            return name
+    fix = f"name one, e.g. --data TASK={data.dataset}:{names[0]}"
+    raise DataError(f"the dataset has several configs: {list_some(names)}", where=str(data), fix=fix)
+
+
+# --- which files are a config's ---
+
+
+def _find_splits(config: Config, paths: Sequence[str], data: Data) -> dict[str, list[str]]:
+    """Split → paths of a config; splits without files are left out. Raises DataError for files outside of the repo."""
+    from datasets.data_files import sanitize_patterns
+
+    folder = str(config.get("data_dir") or "").removeprefix("./").rstrip("/")
+    before = f"{folder}/" if folder else ""
+    inside = [path.removeprefix(before) for path in paths if path.startswith(before)]
+    if "data_files" in config:
+        patterns: dict[str, list[str]] = sanitize_patterns(config["data_files"])
+        if outside := [pattern for listed in patterns.values() for pattern in listed if "://" in pattern]:
+            what = f"the dataset's files lie elsewhere ({outside[0]}), and nothing but the Hub is asked"
+            raise DataError(what, where=str(data), fix="give a dataset that holds its files itself")
+        splits = _match_all(patterns, inside)
+    else:
+        splits = _default_splits(inside)
+    return {split: [before + path for path in dict.fromkeys(listed)] for split, listed in splits.items() if listed}
+
+
+def _default_splits(paths: Sequence[str]) -> dict[str, list[str]]:
+    """Split → paths, by the names of folders and files as `datasets` reads them."""
+    from datasets.data_files import ALL_DEFAULT_PATTERNS, SPLIT_PATTERN_SHARDED
+
+    sharded: dict[str, list[str]] = {}
+    for path in _match(SPLIT_PATTERN_SHARDED.format(split="*"), paths):
+        sharded.setdefault(re.sub(r"^data/(.+)-\d{5}-of-\d{5}.*", r"\1", path), []).append(path)
+    matched = (_match_all(patterns, paths) for patterns in ALL_DEFAULT_PATTERNS)
+    return sharded or next((splits for splits in matched if any(splits.values())), {})
+
+
+def _match_all(patterns: Mapping[Any, Sequence[str]], paths: Collection[str]) -> dict[str, list[str]]:
+    return {str(split): [path for one in listed for path in _match(one, paths)] for split, listed in patterns.items()}
+
+
+def _match(pattern: str, paths: Collection[str]) -> list[str]:
+    """The paths that a pattern names, hidden ones only where it names what is hidden."""
+    from fsspec.utils import glob_translate  # type: ignore[import-untyped]
+
+    pattern = pattern.removeprefix("./")
+    fits = re.compile(glob_translate(pattern)).match
+    return sorted(path for path in paths if path == pattern or (fits(path) and _hidden(path) == _hidden(pattern)))
+
+
+def _hidden(path: str) -> int:
+    parts = PurePosixPath(path).parts
+    return sum(part.startswith(".") for part in parts) + sum(part.startswith("__") for part in parts[:-1])
 
 
 def _look_into(files: Sequence[HubFile]) -> str:
@@ -360,23 +358,18 @@ def _look_into(files: Sequence[HubFile]) -> str:
     from datasets.load import infer_module_for_data_files_list
 
     urls = [file.url for file in files if format_of(file.path) == "zip"]
-    found = infer_module_for_data_files_list(DataFilesList(urls, [()] * len(urls)))[0]
-    if found not in FORMATS.values():
+    inner = infer_module_for_data_files_list(DataFilesList(urls, [()] * len(urls)))[0]
+    if inner not in FORMATS.values():
         what = f"the archive {files[0].path} holds no files of a kind that can be read"
         raise DataError(what, where=files[0].url, fix="give another dataset, or a .safetensors file")
-    return str(found)
+    return str(inner)
 
 
-def _no_files(repo: Repo, config: Mapping[str, Any], data: Data) -> DataError:
+def _refuse_files(repo: Repo, config: Config, data: Data) -> DataError:
     """The error for a config none of whose files can be read, with what there is instead."""
     if "data_files" in config and readable_files(repo.files):
-        return DataError(
-            f"no file of the dataset is one that its card names: {bare(str(config['data_files']))}",
-            where=str(data),
-            fix="name another config, or another revision",
-        )
-    return DataError(
-        f"the dataset has no files of a kind that can be read (it has {count_endings(repo.files)})",
-        where=str(data),
-        fix="give another dataset, or a .safetensors file with one tensor a forward argument",
-    )
+        what = f"no file of the dataset is one that its card names: {bare(str(config['data_files']))}"
+        return DataError(what, where=str(data), fix="name another config, or another revision")
+    what = f"the dataset has no files of a kind that can be read (it has {count_endings(repo.files)})"
+    fix = "give another dataset, or a .safetensors file with one tensor a forward argument"
+    return DataError(what, where=str(data), fix=fix)

@@ -1,8 +1,11 @@
-"""Image rows become pixel_values."""
+"""Image rows become pixel_values: images of any kind, or arrays of numbers, as eight bits of red, green and blue."""
 
 from __future__ import annotations
 
+import binascii
+import re
 import warnings
+from base64 import b64decode
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
@@ -11,19 +14,19 @@ from pathlib import Path, PurePath
 from stat import S_ISREG
 from typing import Any
 
+import numpy
 import torch
-from PIL import Image
+from PIL import Image, ImageOps
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from featcal_cli.data.batches import BadRowError, Batch, decoder_prompt, forward_names
-from featcal_cli.data.columns import Samples, find_image_column
-from featcal_cli.data.delimited import BrokenRow
+from featcal_cli.data.batches import BadRowError, Batch, Reader, decoder_prompt, forward_names
+from featcal_cli.data.columns import Samples, find_image_column, is_array
 from featcal_cli.data.hub_dataset import first_line
-from featcal_cli.data.local_tables import LARGEST_IMAGE, Row, is_base64
-from featcal_cli.data.pixels import decode_base64, from_array, is_array, to_rgb
+from featcal_cli.data.local_tables import LARGEST_IMAGE, is_base64
 from featcal_cli.data.preprocessors import load_image_processor
 from featcal_cli.data.rows import local_path
+from featcal_cli.data.text_files import BrokenRow, Row
 from featcal_cli.recipe.schema import Data
 from featcal_cli.runtime.errors import DataError
 from featcal_cli.runtime.untrusted_text import bare, show
@@ -36,10 +39,14 @@ FORMATS = (
     "AVIF", "BMP", "DIB", "GIF", "ICO", "JPEG", "JPEG2000", "MPO", "PNG", "PPM", "TGA", "TIFF", "WEBP",
 )  # fmt: skip
 """What is decoded. Pillow knows more; one of them, PostScript, is a program that Pillow would have run."""
+CHANNELS = (1, 3, 4)
+"""Grey; red, green, blue; the same with transparency."""
+DEEP_MODES = ("I;16", "I;16L", "I;16B", "I;16N")
+"""Pillow's modes of 16 bits."""
 
 
 @dataclass(frozen=True)
-class Encoded:
+class EncodedImage:
     """An image that can be decoded, but is not: hundreds of decoded photographs need gigabytes."""
 
     value: Any
@@ -50,10 +57,9 @@ class Encoded:
 
 
 @dataclass(frozen=True)
-class ImageReader:
+class ImageReader(Reader):
     """Images through a model's own image processor; an item is the image still encoded."""
 
-    chosen: str
     column: str
     folder: Path | None
     """Where relative paths start: the folder of a local source. None for a Hub dataset, whose rows name no files
@@ -62,19 +68,19 @@ class ImageReader:
     model: PreTrainedModel
     where: str
 
-    def read(self, row: Row) -> Encoded:
+    def read(self, row: Row) -> EncodedImage:
         """The image, once it was decoded; raises BadRowError when it cannot be."""
         if isinstance(row, BrokenRow):
             raise BadRowError(row.reason)
         decoded = self._decode(row.get(self.column))
         digest = sha256(f"{decoded.size}".encode() + decoded.tobytes()).digest()
-        return Encoded(row[self.column], decoded.width * decoded.height, digest)
+        return EncodedImage(row[self.column], decoded.width * decoded.height, digest)
 
-    def key(self, item: Encoded) -> bytes:
+    def key(self, item: EncodedImage) -> bytes:
         """A hash of the decoded image."""
         return item.digest
 
-    def batch(self, items: Sequence[Encoded]) -> Batch:
+    def batch(self, items: Sequence[EncodedImage]) -> Batch:
         """pixel_values [examples, …] as float32, and what else of the processor's output the model takes."""
         parts = [self._process(part) for part in _portions(items)]
         if any(x.shape[1:] != parts[0][name].shape[1:] for part in parts for name, x in part.items()):
@@ -82,42 +88,34 @@ class ImageReader:
         whole = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
         return whole | decoder_prompt(self.model, len(items))
 
-    def remarks(self, _: Sequence[Any]) -> list[str]:
-        """None."""
-        return []
-
-    def longest(self, items: Sequence[Encoded]) -> Sequence[Encoded]:
-        """The first: processors make images of one size, but for few."""
-        return items[:1]
-
-    def _process(self, items: Sequence[Encoded]) -> Batch:
+    def _process(self, items: Sequence[EncodedImage]) -> Batch:
         try:
-            found = self.processor(images=[self._decode(item.value) for item in items], return_tensors="pt")
+            output = self.processor(images=[self._decode(item.value) for item in items], return_tensors="pt")
         except (ValueError, MemoryError) as error:
-            raise DataError(
-                f"the image processor cannot make one batch of these images: {first_line(error)}",
-                where=self.where,
-                fix="--batch-size 1",
-            ) from error
-        pixels = found["pixel_values"]
+            what = f"the image processor cannot make one batch of these images: {first_line(error)}"
+            raise DataError(what, where=self.where, fix="--batch-size 1") from error
+        pixels = output["pixel_values"]
         if not isinstance(pixels, Tensor) or len(pixels) != len(items):
-            raise DataError(
-                f"{len(items)} images did not become one tensor with an entry an image",
-                where=self.where,
-                fix="give a .safetensors file with one tensor a forward argument",
-            )
+            what = f"{len(items)} images did not become one tensor with an entry an image"
+            fix = "give a .safetensors file with one tensor a forward argument"
+            raise DataError(what, where=self.where, fix=fix)
         names = forward_names(self.model)
-        batch = {name: tensor for name, tensor in found.items() if name in names and isinstance(tensor, Tensor)}
+        batch = {name: tensor for name, tensor in output.items() if name in names and isinstance(tensor, Tensor)}
         return batch | {"pixel_values": pixels.float()}
 
     def _decode(self, value: Any) -> Image.Image:
-        value = self._one_of(value)
+        if isinstance(value, list) and not is_array(value):
+            if len(value) > 1:
+                raise BadRowError(f"column {self.column} has {len(value)} images, and one is read of a row")
+            value = value[0] if value else None
         try:
             if is_array(value):
                 return from_array(value)
             with warnings.catch_warnings():
                 warnings.simplefilter("error", Image.DecompressionBombWarning)
-                return to_rgb(Image.open(self._source(value), formats=_formats()))
+                Image.init()
+                formats = [name for name in FORMATS if name in Image.OPEN]  # as far as this Pillow has them
+                return to_rgb(Image.open(self._source(value), formats=formats))
         except BadRowError:
             raise
         except Exception as error:  # decoders raise many kinds for what is broken, and for what is too large
@@ -128,54 +126,18 @@ class ImageReader:
             reason = bare(first_line(error))
             raise BadRowError(f"{which} in column {self.column} cannot be decoded ({reason})") from error
 
-    def _one_of(self, value: Any) -> Any:
-        """The image of a cell that may list several. Raises BadRowError for more than one."""
-        if not isinstance(value, list) or is_array(value):
-            return value
-        if len(value) > 1:
-            raise BadRowError(f"column {self.column} has {len(value)} images, and one is read of a row")
-        return value[0] if value else None
-
     def _source(self, value: Any) -> BytesIO | Path:
         """Where the encoded image is. Raises BadRowError for none, and for one that is too large to be one."""
         if isinstance(value, dict):
             value = value.get("bytes") or value.get("path")
         if isinstance(value, str) and is_base64(value):
-            value = decode_base64(value)
+            value = _decode_base64(value)
         if isinstance(value, bytes) and len(value) <= LARGEST_IMAGE:
             return BytesIO(value)
         if isinstance(value, str) and value and self.folder is not None:
             return _check_file(self.folder / value)
-        found = "only the name of a file" if isinstance(value, str) else type(value).__name__
-        raise BadRowError(f"column {self.column} has no image" + (f" but {found}" if value else ""))
-
-
-def _formats() -> list[str]:
-    """FORMATS, as far as this Pillow has them."""
-    Image.init()
-    return [name for name in FORMATS if name in Image.OPEN]
-
-
-def _check_file(file: Path) -> Path:
-    """The file itself. Raises BadRowError unless it is one, and no larger than an image."""
-    try:
-        found = file.stat()
-    except (OSError, ValueError) as error:
-        raise BadRowError(f"there is no image {show(file.name)}") from error
-    if not S_ISREG(found.st_mode) or found.st_size > LARGEST_IMAGE:
-        raise BadRowError(f"{show(file.name)} is no image: it has {found.st_size:,} bytes, or is no plain file")
-    return file
-
-
-def _portions(items: Sequence[Encoded]) -> Iterator[list[Encoded]]:
-    """The images in their order, in lists of what may be decoded at once."""
-    portion: list[Encoded] = []
-    for item in items:
-        if portion and (len(portion) == DECODED or sum(one.pixels for one in portion) + item.pixels > PIXELS):
-            yield portion
-            portion = []
-        portion.append(item)
-    yield portion
+        kind = "only the name of a file" if isinstance(value, str) else type(value).__name__
+        raise BadRowError(f"column {self.column} has no image" + (f" but {kind}" if value else ""))
 
 
 def open_images(
@@ -193,3 +155,95 @@ def open_images(
         model=model,
         where=where,
     )
+
+
+def _check_file(file: Path) -> Path:
+    """The file itself. Raises BadRowError unless it is one, and no larger than an image."""
+    try:
+        status = file.stat()
+    except (OSError, ValueError) as error:
+        raise BadRowError(f"there is no image {show(file.name)}") from error
+    if not S_ISREG(status.st_mode) or status.st_size > LARGEST_IMAGE:
+        raise BadRowError(f"{show(file.name)} is no image: it has {status.st_size:,} bytes, or is no plain file")
+    return file
+
+
+def _portions(items: Sequence[EncodedImage]) -> Iterator[list[EncodedImage]]:
+    """The images in their order, in lists of what may be decoded at once."""
+    portion: list[EncodedImage] = []
+    for item in items:
+        if portion and (len(portion) == DECODED or sum(one.pixels for one in portion) + item.pixels > PIXELS):
+            yield portion
+            portion = []
+        portion.append(item)
+    yield portion
+
+
+def to_rgb(image: Image.Image) -> Image.Image:
+    """The first frame, turned as its EXIF says, transparency on white as transformers has it.
+
+    Deeper greys are scaled, where Pillow would cut them off. Raises ValueError for values that no scale is known of.
+    """
+    image.seek(0)
+    kind = image.format  # which a turned copy does not have
+    image = ImageOps.exif_transpose(image)
+    if image.mode in (*DEEP_MODES, "I", "F"):
+        values = numpy.asarray(image)
+        # Pillow has scaled the greys of a PPM to 16 bits
+        if image.mode in DEEP_MODES or (kind == "PPM" and values.min() >= 0 and values.max() < 2**16):
+            values = values.astype(numpy.uint16)
+        return Image.fromarray(_scale_to_bytes(values)).convert("RGB")
+    if "A" not in image.getbands() and "a" not in image.getbands() and image.info.get("transparency") is None:
+        return image.convert("RGB")
+    coloured = image.convert("LA").convert("RGBA") if image.mode == "La" else image.convert("RGBA")
+    white = Image.new("RGBA", coloured.size, (255, 255, 255, 255))
+    return Image.alpha_composite(white, coloured).convert("RGB")
+
+
+def _scale_to_bytes(values: Any) -> Any:
+    """An array of pixels as uint8: 16 bits and floats of 0 … 1 are scaled, what fits into eight bits stays.
+
+    Raises ValueError for what is no picture: negative numbers, NaN, numbers beyond 16 bits.
+    """
+    if values.dtype.kind not in "uifb" or not values.size:
+        raise ValueError("the pixels are no numbers")
+    if values.dtype.kind == "b":
+        return values.astype(numpy.uint8) * 255
+    least, most = float(values.min()), float(values.max())
+    if not (numpy.isfinite(least) and numpy.isfinite(most)):
+        raise ValueError("some pixels are NaN or infinite")
+    if least < 0 or most > 65535 or (values.dtype.kind == "f" and most > 255):
+        scales = "0 to 255, 0 to 65535 or 0.0 to 1.0 do"
+        raise ValueError(f"pixels from {least:g} to {most:g} have no known scale; {scales}")
+    if values.dtype == numpy.uint16 or most > 255:
+        return ((values.astype(numpy.uint32) * 255 + 32767) // 65535).astype(numpy.uint8)
+    whole = values * 255.0 if values.dtype.kind == "f" and most <= 1 else values
+    return numpy.rint(whole).astype(numpy.uint8)
+
+
+def from_array(value: Any) -> Image.Image:
+    """The picture of nested lists: rows, columns and, before or behind them, channels. Raises ValueError."""
+    try:
+        values = numpy.asarray(value)
+    except ValueError:
+        raise ValueError("its rows differ in length") from None
+    if values.ndim == 3 and values.shape[2] not in CHANNELS and values.shape[0] in CHANNELS:
+        values = numpy.moveaxis(values, 0, 2)
+    if values.ndim == 3 and values.shape[2] == 1:
+        values = values[:, :, 0]
+    is_numeric = values.dtype.kind in "uifb"
+    if not is_numeric or not (values.ndim == 2 or (values.ndim == 3 and values.shape[2] in CHANNELS)):
+        shape = f"{list(values.shape)}" if is_numeric else "no numbers"
+        raise ValueError(f"an array of {shape} is no picture; [height, width] and [height, width, 3] are")
+    return to_rgb(Image.fromarray(numpy.ascontiguousarray(_scale_to_bytes(values))))
+
+
+def _decode_base64(text: str) -> bytes:
+    """The file that a text holds. Raises ValueError for one that is damaged, or too large for an image."""
+    content = text.partition(",")[2] if text.startswith("data:") else text
+    if len(content) > 2 * LARGEST_IMAGE:
+        raise ValueError("it is too large for an image")
+    try:
+        return b64decode(re.sub(r"\s", "", content), validate=True)
+    except binascii.Error:
+        raise ValueError("it is no whole base64 text") from None

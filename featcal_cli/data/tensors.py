@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from hashlib import sha256
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -13,15 +13,15 @@ from transformers import PreTrainedModel
 
 from featcal_cli.data.batches import (
     Batch,
+    Reader,
     count_examples,
     count_positions,
     count_vocabulary,
     forward_names,
-    hash_tensors,
     take_examples,
     text_config,
 )
-from featcal_cli.data.labels import LABEL_NAMES
+from featcal_cli.data.columns import LABEL_NAMES
 from featcal_cli.data.rows import check_split_of_file, local_path
 from featcal_cli.recipe.schema import Data
 from featcal_cli.runtime.errors import DataError
@@ -29,15 +29,16 @@ from featcal_cli.runtime.errors import DataError
 IDS = ("input_ids", "decoder_input_ids", "token_type_ids", "position_ids")
 DECODERS_OWN = ("decoder_vocab_size", "tgt_vocab_size")
 """Where configs say that a decoder has other tokens than its encoder."""
-BESIDE = ("attention_mask", "token_type_ids")
-"""Tensors with a value for every token of input_ids."""
+PER_TOKEN = (
+    ("input_ids", "attention_mask"), ("input_ids", "token_type_ids"), ("decoder_input_ids", "decoder_attention_mask"),
+)  # fmt: skip
+"""Ids, and a tensor with a value for every one of them."""
 
 
 @dataclass(frozen=True)
-class TensorReader:
+class TensorReader(Reader):
     """Model-ready tensors; a row and its item are the row's position."""
 
-    chosen: str
     tensors: Batch
     labels: Tensor | None
     """[rows], where the file has some."""
@@ -52,21 +53,17 @@ class TensorReader:
         return row
 
     def key(self, item: int) -> bytes:
-        """A hash of its rows of every tensor."""
-        return hash_tensors(take_examples(self.tensors, [item]))
+        """A hash of its rows of every tensor: names, dtypes, shapes and values."""
+        digest = sha256()
+        for name, tensor in sorted(take_examples(self.tensors, [item]).items()):
+            digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
+            digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
+        return digest.digest()
 
     def batch(self, items: Sequence[int]) -> Batch:
         """Those rows of every tensor; floating point as float32."""
-        found = take_examples(self.tensors, items)
-        return {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in found.items()}
-
-    def remarks(self, _: Sequence[Any]) -> list[str]:
-        """None."""
-        return []
-
-    def longest(self, items: Sequence[int]) -> Sequence[int]:
-        """The first: all rows of a tensor are alike."""
-        return items[:1]
+        taken = take_examples(self.tensors, items)
+        return {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in taken.items()}
 
 
 def is_tensor_file(data: Data) -> bool:
@@ -82,28 +79,14 @@ def open_tensors(data: Data, split: str | None, model: PreTrainedModel, where: s
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
     except (OSError, SafetensorError) as error:
         raise DataError(f"the file cannot be read: {error}", where=where, fix="check that the file is whole") from error
-    if empty := [name for name, tensor in tensors.items() if tensor.dim() and 0 in tensor.shape[1:]]:
-        what = f"{empty[0]} {list(tensors[empty[0]].shape)} holds nothing"
-        raise DataError(what, where=where, fix="write examples with at least one token or value each")
-    lengths = [len(tensor) if tensor.dim() else 0 for tensor in tensors.values()]
-    texts = {len(x) for name, x in tensors.items() if x.dim() == 2 and name.endswith(("ids", "mask"))}
-    if not lengths or min(lengths) == 0 or any(length % min(lengths) for length in lengths) or len(texts) > 1:
-        sizes = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in tensors.items()) or "none"
-        raise DataError(
-            f"the tensors do not agree on a number of examples: {sizes}",
-            where=where,
-            fix="make dimension 0 of every tensor the examples (or equally many rows of each), at least one",
-        )
+    _check_lengths(tensors, where)
     label = data.columns.get("label") or next((name for name in LABEL_NAMES if _is_label(tensors.get(name))), None)
     labels = tensors.pop(label, None) if label else None
     names = forward_names(model)
     if not tensors or not names.issuperset(tensors):
         unknown = ", ".join(sorted(set(tensors) - names)) or "nothing but labels"
-        raise DataError(
-            f"the model's forward does not take {unknown}",
-            where=where,
-            fix=f"name the tensors after forward arguments: {', '.join(sorted(names))}",
-        )
+        fix = f"name the tensors after forward arguments: {', '.join(sorted(names))}"
+        raise DataError(f"the model's forward does not take {unknown}", where=where, fix=fix)
     tensors = {name: tensor.long() if _holds_ids(name, tensor) else tensor for name, tensor in tensors.items()}
     for name, tensor in tensors.items():
         _check_kind(name, tensor, where)
@@ -124,38 +107,52 @@ def _holds_ids(name: str, tensor: Tensor) -> bool:
     return name.endswith("_ids") and whole
 
 
+def _check_lengths(tensors: Batch, where: str) -> None:
+    """Raise DataError for tensors without values, and for those that hold no common number of examples."""
+    if empty := [name for name, tensor in tensors.items() if tensor.dim() and 0 in tensor.shape[1:]]:
+        what = f"{empty[0]} {list(tensors[empty[0]].shape)} holds nothing"
+        raise DataError(what, where=where, fix="write examples with at least one token or value each")
+    lengths = [len(tensor) if tensor.dim() else 0 for tensor in tensors.values()]
+    texts = {len(x) for name, x in tensors.items() if x.dim() == 2 and name.endswith(("ids", "mask"))}
+    if not lengths or min(lengths) == 0 or any(length % min(lengths) for length in lengths) or len(texts) > 1:
+        sizes = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in tensors.items()) or "none"
+        what = f"the tensors do not agree on a number of examples: {sizes}"
+        fix = "make dimension 0 of every tensor the examples (or equally many rows of each), at least one"
+        raise DataError(what, where=where, fix=fix)
+
+
 def _check_kind(name: str, tensor: Tensor, where: str) -> None:
     """Raise DataError for numbers of a kind, or in a shape, that no model reads."""
-    shape = f"{name} {list(tensor.shape)} holds {str(tensor.dtype).removeprefix('torch.')}"
+    what = f"{name} {list(tensor.shape)} holds {str(tensor.dtype).removeprefix('torch.')}"
     if tensor.is_complex():
-        raise DataError(f"{shape}, which no model reads", where=where, fix="write real numbers")
+        raise DataError(f"{what}, which no model reads", where=where, fix="write real numbers")
     if name in IDS and tensor.dtype != torch.int64:
-        raise DataError(f"{shape}, and ids are whole numbers", where=where, fix=f"write {name} as int64")
-    if name in ("input_ids", "decoder_input_ids") and tensor.dim() < 2:
-        raise DataError(
-            f"{shape} without a dimension of tokens", where=where, fix=f"write {name} as [examples, tokens]"
-        )
+        raise DataError(f"{what}, and ids are whole numbers", where=where, fix=f"write {name} as int64")
+    if name in IDS[:2] and tensor.dim() < 2:
+        fix = f"write {name} as [examples, tokens]"
+        raise DataError(f"{what} without a dimension of tokens", where=where, fix=fix)
 
 
 def _check_ids(tensors: Batch, model: PreTrainedModel, where: str) -> None:
     """Raise DataError for ids that the model has no embedding for, and for more tokens than it has positions for."""
     positions, is_hard = count_positions(model)
-    config = text_config(model)
     vocabulary = count_vocabulary(model)
-    of_decoder = next((n for key in DECODERS_OWN if isinstance(n := getattr(model.config, key, None), int)), vocabulary)
+    decoders = (getattr(model.config, key, None) for key in DECODERS_OWN)
     limits = {
         "input_ids": vocabulary,
-        "decoder_input_ids": None if hasattr(model.config, "decoder") else of_decoder,
-        "token_type_ids": getattr(config, "type_vocab_size", None) or None,
+        "decoder_input_ids": next((size for size in decoders if isinstance(size, int)), vocabulary),
+        "token_type_ids": getattr(text_config(model), "type_vocab_size", None) or None,
         "position_ids": positions if is_hard else None,
     }
+    if hasattr(model.config, "decoder"):
+        limits["decoder_input_ids"] = None
     for name, limit in limits.items():
         ids = tensors.get(name)
-        if ids is None or (limit is None and int(ids.min()) >= 0) or ids.is_floating_point():
+        if ids is None:
             continue
         wrong = (ids < 0) | (ids >= limit) if limit is not None else ids < 0
         if wrong.any():
-            row = int(wrong.flatten(1).any(1).int().argmax())
+            row = _first_row(wrong)
             number = int(ids[row][wrong[row]].flatten()[0])
             known = f"0 to {limit - 1}" if limit is not None else "0 and above"
             raise DataError(
@@ -163,32 +160,31 @@ def _check_ids(tensors: Batch, model: PreTrainedModel, where: str) -> None:
                 where=where,
                 fix="write the ids that this model's own tokenizer gives, and mask padding with attention_mask",
             )
-    for name in ("input_ids", "decoder_input_ids"):
+    for name in IDS[:2]:
         if is_hard and positions is not None and name in tensors and tensors[name].shape[-1] > positions:
-            raise DataError(
-                f"{name} has {tensors[name].shape[-1]:,} tokens an example, and the model positions for {positions:,}",
-                where=where,
-                fix=f"cut the examples to {positions:,} tokens",
-            )
+            length = f"{tensors[name].shape[-1]:,}"
+            what = f"{name} has {length} tokens an example, and the model positions for {positions:,}"
+            raise DataError(what, where=where, fix=f"cut the examples to {positions:,} tokens")
 
 
 def _check_masks(tensors: Batch, where: str) -> None:
     """Raise DataError for a mask that is as long as no ids, that leaves nothing of an example, or is no mask."""
-    for ids, names in {"input_ids": BESIDE, "decoder_input_ids": ("decoder_attention_mask",)}.items():
-        for name in names:
-            if not {ids, name} <= tensors.keys() or not tensors[ids].dim() == tensors[name].dim() == 2:
-                continue
-            if tensors[name].shape != tensors[ids].shape:
-                shapes = f"{ids} {list(tensors[ids].shape)} and {name} {list(tensors[name].shape)}"
-                raise DataError(f"{shapes} differ", where=where, fix=f"write a value of {name} for every token")
+    flat = {name: tensor for name, tensor in tensors.items() if tensor.dim() == 2}
+    for ids, name in PER_TOKEN:
+        if ids in flat and name in flat and flat[name].shape != flat[ids].shape:
+            shapes = f"{ids} {list(flat[ids].shape)} and {name} {list(flat[name].shape)}"
+            raise DataError(f"{shapes} differ", where=where, fix=f"write a value of {name} for every token")
     for name in ("attention_mask", "decoder_attention_mask"):
-        mask = tensors.get(name)
-        if mask is None or mask.dim() != 2:
+        if (mask := flat.get(name)) is None:
             continue
         if ((mask != 0) & (mask != 1)).any():
             what = f"{name} holds {float(mask.min()):g} to {float(mask.max()):g}, and a mask is 0 or 1"
             raise DataError(what, where=where, fix="write 1 for every token that counts, and 0 for padding")
-        if not (kept := (mask != 0).any(1)).all():
-            row = int((~kept).int().argmax())
-            what = f"{name} of example {row + 1} is all 0: nothing but padding"
+        if (empty := (mask == 0).all(1)).any():
+            what = f"{name} of example {_first_row(empty) + 1} is all 0: nothing but padding"
             raise DataError(what, where=where, fix="leave this example out, or write 1 for the tokens that count")
+
+
+def _first_row(wrong: Tensor) -> int:
+    """The position of the first row that is wrong anywhere."""
+    return int(wrong.reshape(len(wrong), -1).any(1).int().argmax())

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from featcal_cli.data.batches import (
     BadRowError,
     Batch,
+    Reader,
     count_positions,
     count_vocabulary,
     decoder_prompt,
@@ -31,19 +32,28 @@ from featcal_cli.data.columns import (
     name_columns,
     template_fields,
 )
-from featcal_cli.data.delimited import BrokenRow
 from featcal_cli.data.hub_dataset import first_line
-from featcal_cli.data.local_tables import Row
 from featcal_cli.data.preprocessors import load_tokenizer
+from featcal_cli.data.text_files import BrokenRow, Row
 from featcal_cli.recipe.schema import Data
 from featcal_cli.runtime.errors import DataError
 from featcal_cli.runtime.untrusted_text import bare
 
+MAX_TOKENS = 512
+MOST_UNKNOWN, SOME_UNKNOWN = 0.5, 0.1
+"""Shares of unknown tokens: with more of them texts and tokenizer do not fit, or that is said."""
+LONGEST_TOKEN = 100
+"""Characters; what is beyond MAX_TOKENS such tokens is cut off before a tokenizer takes minutes over it."""
 SPEAKERS = {
     "human": "user", "user": "user", "prompter": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant",
     "chatgpt": "assistant", "assistant": "assistant", "system": "system",
 }  # fmt: skip
 """What datasets call the speakers → what chat templates do."""
+
+Message = dict[str, Any]
+"""{role, content}, as chat templates take it."""
+Tokens = tuple[dict[str, list[int]], list[int]]
+"""A row's forward arguments, [tokens] each, and the ids of its target."""
 
 
 @dataclass(frozen=True)
@@ -76,35 +86,33 @@ class Phrasing:
 
     def compose(self, row: Row) -> Phrase:
         """The row's phrase. Raises BadRowError for a value that is missing or not text."""
-        if self.template is None:
-            if "messages" in self.roles:
-                return self._talk(_read_messages(row.get(self.roles["messages"])))
-            if "prompt" in self.roles and "response" in self.roles and self.kind != "encoder":
-                return self._answered(row)
-        if self.kind == "encoder-decoder":
-            target = self._answer(row) if "response" in self.roles else None
-            return Phrase(*self._source(row), target=target)
+        if self.template is None and "messages" in self.roles:
+            return self._conversation(_read_messages(row.get(self.roles["messages"])))
+        if self.template is None and {"prompt", "response"} <= self.roles.keys() and self.kind != "encoder":
+            return self._prompt_and_answer(row)
+        target = self._answer(row) if self.kind == "encoder-decoder" and "response" in self.roles else None
         text, pair = self._source(row)
         if self.kind == "causal" and pair is not None:
             return Phrase(f"{text}\n{pair}")
-        return Phrase(text, pair)
+        return Phrase(text, pair, target)
 
     def _source(self, row: Row) -> tuple[str, str | None]:
         if self.template is not None:
-            return self._filled(row, self.template), None
+            return _fill(self.template, row), None
         if "text" in self.roles:
             return self._text(row, "text"), self._text(row, "text_pair") if "text_pair" in self.roles else None
         pair = self._answer(row) if self.kind == "encoder" and "response" in self.roles else None
         return self._prompt(row), pair
 
     def _text(self, row: Row, role: str) -> str:
-        value = row.get(self.roles[role])
+        column = self.roles[role]
+        value = row.get(column)
         if isinstance(value, list) and value and all(isinstance(part, str) for part in value):
-            value = (" " if self.roles[role].lower() in WORDS_NAMES else "\n").join(value)
-        if not isinstance(value, str) or not value.strip():
-            empty = value is None or isinstance(value, str) or value in ([], {})
-            raise BadRowError(f"column {self.roles[role]} has {'no text' if empty else type(value).__name__}")
-        return value
+            value = (" " if column.lower() in WORDS_NAMES else "\n").join(value)
+        if isinstance(value, str) and value.strip():
+            return value
+        is_empty = value is None or isinstance(value, str) or value in ([], {})
+        raise BadRowError(f"column {column} has {'no text' if is_empty else type(value).__name__}")
 
     def _answer(self, row: Row) -> str:
         return answer_of(row.get(self.roles["response"])) or self._text(row, "response")
@@ -113,24 +121,29 @@ class Phrasing:
         values = [self._text(row, "prompt"), *(row.get(name) for name in self.about)]
         return "\n".join(value for value in values if isinstance(value, str) and value.strip())
 
-    def _answered(self, row: Row) -> Phrase:
-        asked, answered = (row.get(self.roles[role]) for role in ("prompt", "response"))
-        if is_conversation(asked) and (talk := _read_messages(asked))[-1]["role"] == "assistant":
-            return self._talk(talk)  # it holds its answer
-        answer = _read_messages(answered) if is_conversation(answered) else _say("assistant", self._answer(row))
-        if answer[0]["role"] in ("system", "user"):
-            return self._talk(answer)  # the whole conversation, the prompt with it
-        if not is_conversation(asked) and not is_conversation(answered) and self.joins_turns:
-            prompt, reply = self._prompt(row), self._answer(row)
-            return Phrase(prompt, target=reply) if self.kind == "encoder-decoder" else Phrase(f"{prompt}\n{reply}")
-        return self._talk(
-            [*(_read_messages(asked) if is_conversation(asked) else _say("user", self._prompt(row))), *answer]
-        )
+    def _prompt_and_answer(self, row: Row) -> Phrase:
+        prompt, response = (row.get(self.roles[role]) for role in ("prompt", "response"))
+        asked = _read_messages(prompt) if is_conversation(prompt) else None
+        if asked and asked[-1]["role"] == "assistant":
+            return self._conversation(asked)  # it holds its answer
+        answered = _read_messages(response) if is_conversation(response) else None
+        if answered and answered[0]["role"] in ("system", "user"):
+            return self._conversation(answered)  # the whole conversation, the prompt with it
+        answer = "" if answered else self._answer(row)
+        if not asked and not answered and self.joins_turns:
+            text = self._prompt(row)
+            return Phrase(text, target=answer) if self.kind == "encoder-decoder" else Phrase(f"{text}\n{answer}")
+        asked = asked or [{"role": "user", "content": self._prompt(row)}]
+        return self._conversation([*asked, *(answered or [{"role": "assistant", "content": answer}])])
 
-    def _talk(self, messages: list[dict[str, Any]]) -> Phrase:
+    def _conversation(self, messages: list[Message]) -> Phrase:
         """The conversation by the chat template; without one, its turns one below the other."""
         if not self.joins_turns:
-            return self._chat(messages)
+            try:
+                text = self.tokenizer.apply_chat_template(messages, tokenize=False)
+            except Exception as error:  # a template is a program, and raises what it likes
+                raise BadRowError(f"the chat template refuses the messages ({error})") from error
+            return Phrase(str(text), has_special_tokens=True)
         turns = [message["content"] for message in messages]
         if not all(isinstance(turn, str) for turn in turns) or not any(turn.strip() for turn in turns):
             raise BadRowError("the messages have no text")
@@ -138,69 +151,44 @@ class Phrasing:
             return Phrase("\n".join(turns[:-1]), target=turns[-1])
         return Phrase("\n".join(turns))
 
-    def _chat(self, messages: list[dict[str, Any]]) -> Phrase:
-        try:
-            text = self.tokenizer.apply_chat_template(messages, tokenize=False)
-        except Exception as error:  # a template is a program, and raises what it likes
-            raise BadRowError(f"the chat template refuses the messages ({error})") from error
-        return Phrase(str(text), has_special_tokens=True)
 
-    def _filled(self, row: Row, template: str) -> str:
-        try:
-            text = template.format(**row)
-        except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-            raise BadRowError(f"the template does not fit ({error})") from error
-        if not text.strip() or any(row.get(name) is None for name in template_fields(template)):
-            raise BadRowError("the template's columns are empty")
-        return text
+def _fill(template: str, row: Row) -> str:
+    try:
+        text = template.format(**row)
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        raise BadRowError(f"the template does not fit ({error})") from error
+    if not text.strip() or any(row.get(name) is None for name in template_fields(template)):
+        raise BadRowError("the template's columns are empty")
+    return text
 
 
-def _say(role: str, content: str) -> list[dict[str, Any]]:
-    return [{"role": role, "content": content}]
-
-
-def _read_messages(value: Any) -> list[dict[str, Any]]:
+def _read_messages(value: Any) -> list[Message]:
     """OpenAI's {role, content}, ShareGPT's {from, value} or {human, assistant} messages, as the first. Raises
     BadRowError."""
     if not is_conversation(value):
         raise BadRowError("the messages are not a list of messages")
     if isinstance(value, dict):
         value = [dict(zip(value, parts, strict=False)) for parts in zip(*value.values(), strict=False)]
-    messages = []
+    messages: list[Message] = []
     for message in value:
-        role, content = (
-            message.get(key) or message.get(other) for key, other in (("role", "from"), ("content", "value"))
-        )
+        role, content = message.get("role") or message.get("from"), message.get("content") or message.get("value")
         if role is None and (turns := [name for name in message if name.lower() in SPEAKERS]):
             messages += [{"role": SPEAKERS[name.lower()], "content": message[name]} for name in turns]
             continue
         if not isinstance(role, str) or content is None:
             raise BadRowError("a message has no role or no content")
-        messages.append({**message, "role": SPEAKERS.get(role.lower(), role), "content": _join_parts(content)})
+        if isinstance(content, list) and content and all(isinstance(part, dict) and "text" in part for part in content):
+            content = "\n".join(str(part["text"]) for part in content)
+        messages.append({**message, "role": SPEAKERS.get(role.lower(), role), "content": content})
     if not messages:
         raise BadRowError("the messages are none")
     return messages
 
 
-def _join_parts(content: Any) -> Any:
-    """The text of a content that lists parts, all of them text; others as they are."""
-    if isinstance(content, list) and content and all(isinstance(part, dict) and "text" in part for part in content):
-        return "\n".join(str(part["text"]) for part in content)
-    return content
-
-
-MAX_TOKENS = 512
-MOST_UNKNOWN, SOME_UNKNOWN = 0.5, 0.1
-"""Shares of unknown tokens: with more of them texts and tokenizer do not fit, or that is said."""
-LONGEST_TOKEN = 100
-"""Characters; what is beyond MAX_TOKENS such tokens is cut off before a tokenizer takes minutes over it."""
-
-
 @dataclass(frozen=True)
-class TextReader:
+class TextReader(Reader):
     """Text through a model's own tokenizer; an item is a row's token ids, not yet padded."""
 
-    chosen: str
     phrasing: Phrasing
     tokenizer: Any
     max_tokens: int
@@ -209,8 +197,8 @@ class TextReader:
     names: set[str]
     """The model's forward arguments."""
 
-    def read(self, row: Row) -> tuple[dict[str, list[int]], list[int]]:
-        """The forward arguments of one row, [tokens] each, and the ids of its target. Raises BadRowError when empty."""
+    def read(self, row: Row) -> Tokens:
+        """The row's tokens. Raises BadRowError when there are none."""
         if isinstance(row, BrokenRow):
             raise BadRowError(row.reason)
         phrase = self.phrasing.compose(row)
@@ -221,36 +209,37 @@ class TextReader:
             raise BadRowError("a text has no tokens")
         return encoded, target
 
-    def key(self, item: tuple[dict[str, list[int]], list[int]]) -> bytes:
-        """The token ids, as text."""
+    def key(self, item: Tokens) -> bytes:
+        """A hash of the token ids."""
         return sha256(repr(item).encode()).digest()
 
-    def batch(self, items: Sequence[tuple[dict[str, list[int]], list[int]]]) -> Batch:
+    def batch(self, items: Sequence[Tokens]) -> Batch:
         """input_ids, attention_mask, … [examples, tokens], padded to the longest on the tokenizer's own side."""
-        found = self.tokenizer.pad([encoded for encoded, _ in items], padding="longest", return_tensors="pt")
-        batch = dict(found.items()) | self._decoder_input([target for _, target in items])
+        padded = self.tokenizer.pad([encoded for encoded, _ in items], padding="longest", return_tensors="pt")
+        batch = dict(padded.items()) | self._decoder_input([target for _, target in items])
         return {name: tensor for name, tensor in batch.items() if name in self.names}
 
-    def remarks(self, items: Sequence[tuple[dict[str, list[int]], list[int]]]) -> list[str]:
+    def remarks(self, items: Sequence[Tokens]) -> list[str]:
         """Unknown tokens, texts that are cut, and texts that are all alike. Raises DataError where most are unknown."""
         texts = [encoded["input_ids"] for encoded, _ in items]
-        said = []
-        if (share := self._unknown_part([*texts, *(target for _, target in items)])) > MOST_UNKNOWN:
+        remarks = []
+        share, unknown = self._unknown_share([*texts, *(target for _, target in items)]), self.tokenizer.unk_token
+        if share > MOST_UNKNOWN:
             raise DataError(
-                f"{share:.0%} of the tokens are {self.tokenizer.unk_token}: the tokenizer does not know these texts",
+                f"{share:.0%} of the tokens are {unknown}: the tokenizer does not know these texts",
                 where=self.where,
                 fix="give texts of the kind and language that the expert was trained on, or check that its tokenizer is"
                 " the model's own",
             )
         if share > SOME_UNKNOWN:
-            said.append(f"{share:.0%} of the tokens are unknown to the tokenizer ({self.tokenizer.unk_token})")
+            remarks.append(f"{share:.0%} of the tokens are unknown to the tokenizer ({unknown})")
         if cut := sum(len(ids) >= self.max_tokens for ids in texts):
-            said.append(f"{cut} of {len(texts)} texts fill all {self.max_tokens} tokens: what is beyond is cut off")
+            remarks.append(f"{cut} of {len(texts)} texts fill all {self.max_tokens} tokens: what is beyond is cut off")
         if len(texts) > 1 and all(item == items[0] for item in items):
-            said.append(f"all {len(texts)} examples become the same tokens: look whether it is the right column")
-        return said
+            remarks.append(f"all {len(texts)} examples become the same tokens: look whether it is the right column")
+        return remarks
 
-    def _unknown_part(self, texts: Sequence[list[int]]) -> float:
+    def _unknown_share(self, texts: Sequence[list[int]]) -> float:
         """The share of tokens that the tokenizer does not know, of those that stand for text."""
         unknown = self.tokenizer.unk_token_id
         others = {self.tokenizer.eos_token_id, self.tokenizer.bos_token_id, self.tokenizer.pad_token_id}
@@ -258,12 +247,10 @@ class TextReader:
             return 0.0
         around = self.tokenizer("")["input_ids"]  # what stands around any text, special or not
         special = {*self.tokenizer.all_special_ids, *around} - {unknown}
-        counted = Counter(token for ids in texts for token in ids if token not in special)
-        return counted[unknown] / max(1, counted.total())
+        counts = Counter(token for ids in texts for token in ids if token not in special)
+        return counts[unknown] / max(1, counts.total())
 
-    def longest(
-        self, items: Sequence[tuple[dict[str, list[int]], list[int]]]
-    ) -> Sequence[tuple[dict[str, list[int]], list[int]]]:
+    def longest(self, items: Sequence[Tokens]) -> Sequence[Tokens]:
         """The longest text, and the one with the longest target."""
         return [max(items, key=lambda item: len(item[0]["input_ids"])), max(items, key=lambda item: len(item[1]))]
 
@@ -281,10 +268,10 @@ class TextReader:
             )
         except Exception as error:  # what its files say may make a tokenizer raise anything
             raise BadRowError(f"the tokenizer cannot read it ({bare(first_line(error))})") from error
-        known = count_vocabulary(self.model)
-        if known is not None and max(encoded["input_ids"], default=0) >= known:
+        vocabulary = count_vocabulary(self.model)
+        if vocabulary is not None and (largest := max(encoded["input_ids"], default=0)) >= vocabulary:
             raise DataError(
-                f"the tokenizer has token {max(encoded['input_ids'])}, but the model only {known} tokens",
+                f"the tokenizer has token {largest}, but the model only {vocabulary} tokens",
                 where=self.where,
                 fix="put the merged model's own tokenizer files into the expert's folder, or check the pair",
             )
@@ -298,8 +285,7 @@ class TextReader:
             {"input_ids": list(targets)}, padding="longest", padding_side="right", return_attention_mask=True,
             return_tensors="pt",
         )  # fmt: skip
-        shift: Any = self.model.prepare_decoder_input_ids_from_labels
-        shifted = shift(labels=padded["input_ids"])
+        shifted = self.model.prepare_decoder_input_ids_from_labels(labels=padded["input_ids"])
         # A decoder token counts when what it is to predict is a token of the target.
         return {"decoder_input_ids": shifted, "decoder_attention_mask": padded["attention_mask"]}
 
@@ -307,27 +293,16 @@ class TextReader:
 def open_text(data: Data, samples: Samples, model: PreTrainedModel, folders: Sequence[Path], where: str) -> TextReader:
     """The reader of text rows. Raises DataError when no column holds text or no folder has a tokenizer."""
     tokenizer, source = load_tokenizer(folders, where)
-    known = count_vocabulary(model)
-    if tokenizer.pad_token_id is None or (known is not None and tokenizer.pad_token_id >= known):
+    vocabulary = count_vocabulary(model)
+    if tokenizer.pad_token_id is None or (vocabulary is not None and tokenizer.pad_token_id >= vocabulary):
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.convert_ids_to_tokens(0)
     kind = _text_kind(model)
     roles = choose_text_roles(data, samples, kind, chat=bool(tokenizer.chat_template), where=where)
-    limits = (tokenizer.model_max_length, count_positions(model)[0], MAX_TOKENS)
-    max_tokens = int(min(limit for limit in limits if isinstance(limit, int | float) and limit >= 1))
-    read = [f"column {column} as {role}" for role, column in roles.items() if role not in ("image", "label")]
     about = find_about(data, roles, samples) if data.template is None else []
     phrasing = Phrasing(roles, about, data.template, kind, tokenizer)
-    used = f"template {data.template!r}" if data.template else " and ".join(read)
-    used += f", with {' and '.join(about)} behind the prompt" if about else ""
-    if phrasing.joins_turns and any(is_conversation(value) for name in roles.values() for value in samples[name]):
-        why = "the tokenizer has no chat template" if kind == "causal" else f"the model is an {kind}"
-        used += f", its turns joined by line breaks as {why}"
-    if kind == "encoder-decoder" and not {"response", "messages"} & roles.keys():
-        used += ", no target for the decoder"
-    if kind != "encoder" and (unused := find_unused_answer(samples, roles, data)):
-        asked = roles.get("text", "COLUMN")
-        form = name_columns(where, f"prompt:{asked},response:{unused}")
-        used += f"; {unused}, which may be the answer, is not read: to have it read, type {form}"
+    limits = (tokenizer.model_max_length, count_positions(model)[0], MAX_TOKENS)
+    max_tokens = int(min(limit for limit in limits if isinstance(limit, int | float) and limit >= 1))
+    used = _describe(phrasing, data, samples, where)
     return TextReader(
         chosen=f"{used} (of {', '.join(samples)}), at most {max_tokens} tokens, tokenizer from {source}",
         phrasing=phrasing,
@@ -337,6 +312,24 @@ def open_text(data: Data, samples: Samples, model: PreTrainedModel, folders: Seq
         where=where,
         names=forward_names(model),
     )
+
+
+def _describe(phrasing: Phrasing, data: Data, samples: Samples, where: str) -> str:
+    """What is read as what, and what is not read though it may be meant."""
+    roles, kind = phrasing.roles, phrasing.kind
+    columns = [f"column {column} as {role}" for role, column in roles.items() if role not in ("image", "label")]
+    used = f"template {data.template!r}" if data.template else " and ".join(columns)
+    if phrasing.about:
+        used += f", with {' and '.join(phrasing.about)} behind the prompt"
+    if phrasing.joins_turns and any(is_conversation(value) for name in roles.values() for value in samples[name]):
+        why = "the tokenizer has no chat template" if kind == "causal" else f"the model is an {kind}"
+        used += f", its turns joined by line breaks as {why}"
+    if kind == "encoder-decoder" and not {"response", "messages"} & roles.keys():
+        used += ", no target for the decoder"
+    if kind != "encoder" and (unused := find_unused_answer(samples, roles, data)):
+        command = name_columns(where, f"prompt:{roles.get('text', 'COLUMN')},response:{unused}")
+        used += f"; {unused}, which may be the answer, is not read: to have it read, type {command}"
+    return used
 
 
 def _text_kind(model: PreTrainedModel) -> TextKind:

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from featcal_cli.data.batches import Batch
+from featcal_cli.data.columns import number_label
 from featcal_cli.data.examples import open_labelled
-from featcal_cli.data.labels import number_label
 from featcal_cli.evaluation.protocol import Answerer, Contest
 from featcal_cli.models.loading import Model, load_model
 from featcal_cli.recipe.schema import Data

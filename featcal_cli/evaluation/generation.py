@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from featcal_cli.data.batches import Batch
+from featcal_cli.data.columns import number_label
 from featcal_cli.data.examples import open_labelled
-from featcal_cli.data.labels import number_label
 from featcal_cli.data.preprocessors import load_tokenizer
 from featcal_cli.evaluation.protocol import Answerer, Contest
 from featcal_cli.models.loading import Model

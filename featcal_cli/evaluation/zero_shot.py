@@ -12,9 +12,10 @@ from torch.nn.functional import normalize
 from transformers import PreTrainedModel
 
 from featcal_cli.data.batches import Batch
+from featcal_cli.data.columns import number_label
 from featcal_cli.data.examples import open_labelled
-from featcal_cli.data.labels import number_label, read_classes
 from featcal_cli.data.preprocessors import load_tokenizer
+from featcal_cli.data.rows import read_classes
 from featcal_cli.evaluation.protocol import Answerer, Contest
 from featcal_cli.hub.snapshot import Snapshot
 from featcal_cli.models.alignment import load_fitting

@@ -11,7 +11,7 @@ from transformers import Wav2Vec2Config, Wav2Vec2Model
 
 from featcal_cli.data.examples import draw_examples
 from featcal_cli.data.file_formats import FORMATS
-from featcal_cli.data.local_tables import IMAGE_FILES, LINES_FILE, TABLE_FILES
+from featcal_cli.data.local_tables import IMAGE_FILES, TABLE_FILES
 from featcal_cli.recipe.keys import ROLES
 from featcal_cli.recipe.schema import Data
 
@@ -26,7 +26,7 @@ def read_endings(row: str) -> set[str]:
 
 def test_every_ending_that_is_read_is_in_the_tables() -> None:
     assert read_endings("folder of images") == set(IMAGE_FILES)
-    assert read_endings("folder of data files") == read_endings("one file") - {LINES_FILE} == set(TABLE_FILES)
+    assert read_endings("folder of data files") == read_endings("one file") - {".txt"} == set(TABLE_FILES)
     assert read_endings(".") == set(FORMATS) - set(IMAGE_FILES)
 
 
@@ -36,11 +36,11 @@ def test_every_role_is_in_the_table() -> None:
 
 
 def test_functions_are_where_the_page_looks_for_them() -> None:
-    places = re.findall(r"`(\w+)`(?: and `(\w+)`)? of\s+`(\w+)\.py`", PAGE)
+    places = re.findall(r"`(\w+)`(?: and `(\w+)`)? of\s+`data/(\w+)\.py`", PAGE)
     named = [(name, module) for *names, module in places for name in names if name]
     assert len(named) >= 8
     for name, module in named:
-        found = import_module(f"featcal_cli.{module}")
+        found = import_module(f"featcal_cli.data.{module}")
         methods = [name in vars(each) for each in vars(found).values() if isinstance(each, type)]
         assert hasattr(found, name) or any(methods), f"{module}.{name}"
     for file in re.findall(r"`(test_\w+\.py|bad_\w+\.py)`", PAGE):

@@ -34,9 +34,8 @@ from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPi
 
 from featcal_cli.data.batches import Batch, count_positions
 from featcal_cli.data.examples import TaskExamples, draw_examples, load_labelled
-from featcal_cli.data.images import DECODED
+from featcal_cli.data.images import DECODED, to_rgb
 from featcal_cli.data.local_tables import KEPT, open_file, shorten_row
-from featcal_cli.data.pixels import to_rgb
 from featcal_cli.recipe.schema import Data
 from featcal_cli.runtime.errors import DataError
 

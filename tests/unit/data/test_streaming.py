@@ -27,7 +27,7 @@ from egress import watch_egress
 from hub_faults import FAULTS, Fault
 from hub_server import HubServer
 
-from featcal_cli.data import streams
+from featcal_cli.data import hub_rows
 from featcal_cli.data.rows import draw_rows, name_task, read_rows
 from featcal_cli.hub.repo import open_repo
 from featcal_cli.recipe.schema import Data
@@ -153,8 +153,8 @@ def test_no_line_is_lost_or_read_twice_wherever_blocks_begin(
     random = numpy.random.default_rng(0)
     values = [f"{number} " + "y" * int(size) for number, size in enumerate(random.integers(0, 200, 60))]
     add(hub, f"blocks{len(end)}", tmp_path, {"train.jsonl": texts(*values).replace("\n", "\n\n", 9)[:-1] + end})
-    monkeypatch.setattr(streams, "BLOCK", 64)
-    monkeypatch.setattr(streams, "MARGIN", 16)
+    monkeypatch.setattr(hub_rows, "BLOCK", 64)
+    monkeypatch.setattr(hub_rows, "MARGIN", 16)
     found = [row["text"] for row in draw_rows(Data(dataset=f"streaming/blocks{len(end)}"), 60, 0)]
     assert Counter(found) == Counter(values)
 
@@ -296,7 +296,7 @@ def test_of_a_large_csv_only_the_beginning_is_read(
     hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     add(hub, "large-csv", tmp_path, {"train.csv": "text\n" + "".join(f"{row:099}\n" for row in range(50_000))})
-    monkeypatch.setattr(streams, "MOST_BYTES", 2**20)
+    monkeypatch.setattr(hub_rows, "MOST_BYTES", 2**20)
     numbers = [int(row["text"]) for row in take(Data(dataset="streaming/large-csv"), 100)]
     assert len(set(numbers)) == 100 and 5_000 < max(numbers) < 12_000
     assert hub.file_bytes() < 4_000_000

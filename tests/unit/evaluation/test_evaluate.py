@@ -24,7 +24,7 @@ from scipy.stats import spearmanr
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from featcal_cli.data.labels import read_classes
+from featcal_cli.data.rows import read_classes
 from featcal_cli.evaluation.results import Evaluation
 from featcal_cli.evaluation.scores import combine, score_accuracy, score_spearman
 from featcal_cli.recipe.schema import Data, Draft, read_draft
