@@ -30,7 +30,7 @@ ROOT = Path(__file__).parents[2]
 BASE = "openai/clip-vit-base-patch32"
 TASKS = {"mnist": "ylecun/mnist", "svhn": "ufldl-stanford/svhn"}
 ELSEWHERE = {
-    "torchrun": "tests/integration/test_ranks.py",
+    "torchrun": "tests/distributed/test_ranks.py",
     "hf": "needs an account",
     "gh": "needs an account",
     "MERGED=user/merged": "tests/docs/test_pipelines.py",
@@ -213,7 +213,7 @@ def anchors(page: Path) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    "page", [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))], ids=lambda page: page.stem
+    "page", [*ROOT.glob("*.md"), *sorted((ROOT / "docs").glob("*.md"))], ids=lambda page: page.stem
 )
 def test_links_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
@@ -223,6 +223,14 @@ def test_links_lead_somewhere(page: Path) -> None:
         file = page.parent / name if name else page
         assert file.exists(), target
         assert not anchor or anchor in anchors(file), target
+
+
+def test_what_contributing_names_is_there() -> None:
+    page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    named = {found for found in re.findall(r"`([\w.*]+/[\w.*/]*)", page) if found != "dist/"}
+    assert len(named) > 25
+    for path in named:
+        assert any(list(folder.glob(path)) for folder in (ROOT, ROOT / "featcal_cli")), path
 
 
 @pytest.mark.parametrize("file", shipped_recipes(), ids=lambda file: file.stem)

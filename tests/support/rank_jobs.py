@@ -1,4 +1,4 @@
-"""What tests/integration/test_ranks.py lets torchrun start by the Python verbs: the jobs of a file, in turn."""
+"""What tests/distributed/test_ranks.py lets torchrun start by the Python verbs: the jobs of a file, in turn."""
 
 from __future__ import annotations
 
