@@ -27,11 +27,10 @@ from featcal_cli.engine.job import Job
 from featcal_cli.engine.lockstep import forward_order
 from featcal_cli.hub.snapshot import resolve
 from featcal_cli.models.loading import find_class
-from featcal_cli.recipe.schema import as_draft
-from featcal_cli.runtime.progress import Listener
 from featcal_cli.workflows.measure_drift import BASE, MODEL
-from featcal_cli.workflows.session import Run
-from featcal_cli.workflows.setup import find_blocks, load_models, make_job
+from featcal_cli.workflows.preflight import prepare
+from featcal_cli.workflows.session import RunOptions, Session
+from featcal_cli.workflows.setup import Setup, fetch_models, find_blocks, load_models
 
 EXAMPLES, BATCH = 64, 16
 ROLES = ("merged", "expert", "base")
@@ -68,22 +67,21 @@ def make(folder: Path, model_class: type, config: Any, inputs: dict[str, Tensor]
     save_file(inputs, folder / "inputs.safetensors")
 
 
-def prepare(folder: Path) -> Job:
+def load_job(folder: Path) -> Job:
     """What `inspect-drift` has before it walks."""
     task = {"expert": str(folder / "expert"), "data": str(folder / "inputs.safetensors")}
     recipe = {
         "merged": str(folder / "merged"), "base": str(folder / "base"), "tasks": {"task": task},
         "calibration": {"examples": EXAMPLES},
     }  # fmt: skip
-    run = Run(as_draft(recipe), "cpu", BATCH, False, False, Listener())
-    plan = run.prepare(None, sample=False)
-    models = load_models(run.fetch(plan), None, Path(), "")
+    session = Session(recipe, RunOptions("cpu", BATCH))
+    plan = prepare(session)
+    models = load_models(fetch_models(session, plan), None, Path(), "")
     calibration = plan.recipe.calibration
-    architecture = find_blocks(models, plan.examples, calibration.norms, run.note)
+    architecture = find_blocks(models, plan.examples, calibration.norms, session.note)
     watchers = {MODEL: models.merged, BASE: models.base}
-    return make_job(
-        models, architecture, plan.examples, calibration, run.device, run.note, students={}, watchers=watchers
-    )
+    setup = Setup(models, architecture, plan.examples, calibration, session.device, session.note)
+    return setup.make_job({}, watchers)
 
 
 def walk(job: Job) -> None:
@@ -136,7 +134,7 @@ def clock(work: Callable[[], None]) -> float:
 
 def measure(folder: Path, repeats: int) -> tuple[float, float]:
     """Seconds of the bare passes and of the walk, the best of each; the first round warms both and is not counted."""
-    job, models = prepare(folder), load(folder)
+    job, models = load_job(folder), load(folder)
     batches = job.watched["task"]
     calls = [record(models["expert"], [block.name for block in job.architecture.blocks], batch) for batch in batches]
     rounds = [(clock(lambda: run_bare(models, batches, calls)), clock(lambda: walk(job))) for _ in range(repeats + 1)]

@@ -20,9 +20,9 @@ from featcal_cli.calibration.normal_equations import collect_moments, parameters
 from featcal_cli.engine.job import Job
 from featcal_cli.engine.lockstep import forward_order
 from featcal_cli.recipe.schema import Draft, as_draft
-from featcal_cli.runtime.progress import Listener
-from featcal_cli.workflows.session import Run
-from featcal_cli.workflows.setup import find_blocks, load_models, make_search_job
+from featcal_cli.workflows.preflight import prepare
+from featcal_cli.workflows.session import RunOptions, Session
+from featcal_cli.workflows.setup import Setup, fetch_models, find_blocks, load_models
 
 Scores = dict[str, float]
 """By task: accuracy in percent, or minus the loss in nats a token; more is better."""
@@ -45,9 +45,9 @@ class Lab:
         self.folder, self.family = folder, read_family(folder)
         draft = recipe_of(folder)
         chosen = draft.calibration.model_copy(update={"examples": examples, "seed": seed})
-        run = Run(draft.model_copy(update={"calibration": chosen}), "cpu", 64, False, False, Listener())
-        self.plan = run.prepare(None, sample=False)
-        self.models = load_models(run.fetch(self.plan), None, folder, self.family.name)
+        session = Session(draft.model_copy(update={"calibration": chosen}), RunOptions("cpu", 64))
+        self.plan = prepare(session)
+        self.models = load_models(fetch_models(session, self.plan), None, folder, self.family.name)
         self.architecture = find_blocks(self.models, self.plan.examples, chosen.norms, lambda _: None)
         self._judges: dict[str, Judge] = {task: load_judge(folder, self.family, task) for task in self.family.tasks}
 
@@ -65,7 +65,8 @@ class Lab:
         systems: another closed form for some of them. at_depth: settings of a block, given its depth, 0 … 1.
         """
         calibration, cpu = self.plan.recipe.calibration, torch.device("cpu")
-        job = make_search_job(self.models, self.architecture, self.plan.examples, calibration, cpu, candidates, fitted)
+        setup = Setup(self.models, self.architecture, self.plan.examples, calibration, cpu, lambda _: None)
+        job = setup.make_search_job(candidates, fitted)
         job.keep_blocks = True
         if guarded:
             job.checked = {task: found.selection for task, found in self.plan.examples.items()}

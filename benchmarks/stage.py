@@ -27,32 +27,28 @@ from featcal_cli.calibration.algorithm import calibrate_blocks
 from featcal_cli.calibration.hyperparameters import Hyperparameters
 from featcal_cli.calibration.journal import Journal
 from featcal_cli.engine.job import CALIBRATED, Job
-from featcal_cli.recipe.schema import as_draft
-from featcal_cli.runtime.progress import Listener
-from featcal_cli.workflows.preflight import Preflight
-from featcal_cli.workflows.session import Run
-from featcal_cli.workflows.setup import Models, find_blocks, load_models, make_job
+from featcal_cli.workflows.preflight import Preflight, prepare
+from featcal_cli.workflows.session import RunOptions, Session
+from featcal_cli.workflows.setup import Models, Setup, fetch_models, find_blocks, load_models
 
 PAPER = {"ridge": 0.05, "rho": 2.0, "alpha": 0.3}
 """λ, ρ and α for CLIP."""
 
 
-def load(folder: Path, examples: int, device: str) -> tuple[Run, Preflight, Models]:
+def load(folder: Path, examples: int, device: str) -> tuple[Session, Preflight, Models]:
     """What the stage begins with."""
     recipe = recipe_of(folder, examples, select="preset", norms="layernorm", **PAPER)
-    run = Run(as_draft(recipe), device, None, False, False, Listener())
-    plan = run.prepare(None, sample=False)
-    return run, plan, load_models(run.fetch(plan), None, Path(), "")
+    session = Session(recipe, RunOptions(device))
+    plan = prepare(session)
+    return session, plan, load_models(fetch_models(session, plan), None, Path(), "")
 
 
-def run_stage(run: Run, plan: Preflight, models: Models, result: Path) -> Job:
+def run_stage(session: Session, plan: Preflight, models: Models, result: Path) -> Job:
     """The job that comes back is done."""
     calibration = plan.recipe.calibration
-    architecture = find_blocks(models, plan.examples, calibration.norms, run.note)
-    job = make_job(
-        models, architecture, plan.examples, calibration, run.device, run.note,
-        students={CALIBRATED: models.student}, watchers={}, scratch=result,
-    )  # fmt: skip
+    architecture = find_blocks(models, plan.examples, calibration.norms, session.note)
+    setup = Setup(models, architecture, plan.examples, calibration, session.device, session.note, scratch=result)
+    job = setup.make_job({CALIBRATED: models.student}, {})
     job = replace(job, watchers={}, watched={}, split=frozenset(), meter=None, vectors=None, outputs=None)
     for found in plan.examples.values():  # the job has them
         found.fitted.clear()
@@ -64,9 +60,9 @@ def main() -> None:
     """Load, run, print."""
     folder, examples, device, result = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3], Path(sys.argv[4])
     shutil.rmtree(result, ignore_errors=True)  # or an earlier run's blocks would be taken over
-    run, plan, models = load(folder, examples, device)
-    with Clock(run.device) as clock:
-        job = run_stage(run, plan, models, result)
+    session, plan, models = load(folder, examples, device)
+    with Clock(session.device) as clock:
+        job = run_stage(session, plan, models, result)
     read = sum(runner.bytes_read for runner in job.experts.values())
     print(json.dumps({**clock.to_dict(), "expert_bytes_read": read}))
 

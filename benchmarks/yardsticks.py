@@ -17,7 +17,7 @@ from featcal_cli.calibration.solver import precise
 from featcal_cli.data.batches import Batch, take_first
 from featcal_cli.engine.lockstep import Observation, forward_order
 from featcal_cli.models.module_kinds import Affine, linear_parameters, new_parameters
-from featcal_cli.workflows.setup import Models, make_search_job
+from featcal_cli.workflows.setup import Models, Setup
 
 OFF_DIAGONAL = 0.9
 """What RegMean scales the off-diagonals of its Gram matrices by."""
@@ -46,7 +46,8 @@ def merge_by_regression(lab: Lab, fitted: int) -> nn.Module:
     for task, expert in models.experts.items():
         alone = Models(expert, models.student, models.base, {task: expert})  # it walks as its own student
         examples = {task: lab.plan.examples[task]}
-        job = make_search_job(alone, lab.architecture, examples, calibration, torch.device("cpu"), [task], fitted)
+        setup = Setup(alone, lab.architecture, examples, calibration, torch.device("cpu"), lambda _: None)
+        job = setup.make_search_job([task], fitted)
         for visit in forward_order(job):
             modules = {each.name: each for each in visit.block.modules}
             with visit.expert_at(task):

@@ -124,8 +124,8 @@ def calibrate(
     from featcal_cli.reporting.verdict import check_grown, check_pushable
     from featcal_cli.runtime.errors import RecipeError
     from featcal_cli.runtime.logfile import recorded
-    from featcal_cli.workflows.output import default_output
     from featcal_cli.workflows.saved_recipe import check_save, save_recipe
+    from featcal_cli.workflows.workspace import default_output
 
     calibration = {
         "examples": examples, "dtype": dtype, "ridge": ridge, "rho": rho, "alpha": alpha, "select": select,

@@ -52,6 +52,24 @@ def replace_durably(draft: Path, target: Path) -> None:
     flush(target.parent)
 
 
+def write_file(file: Path, content: str | bytes, draft: Path | None = None) -> None:
+    """Write a file whole or not at all: what was there before stays until then. `draft`: its path on the way, on the
+    same disk; hidden beside it by default. Raises OSError."""
+    draft = draft or draft_of(file)
+    try:
+        draft.write_bytes(content.encode() if isinstance(content, str) else content)
+        replace_durably(draft, file)
+    except OSError:
+        with suppress(OSError):
+            draft.unlink(missing_ok=True)
+        raise
+
+
+def draft_of(file: Path) -> Path:
+    """Where a file lies while it is written."""
+    return file.with_name(f".{file.name}.partial")
+
+
 def explain_full(error: BaseException) -> OutputError | None:
     """The message for a disk that could not take more, or a place that is not for us, wherever that came up; None for
     any other error."""

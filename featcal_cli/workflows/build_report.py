@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -21,18 +21,31 @@ from featcal_cli.reporting.report import CARD, DriftCurve, Report, Source, TaskD
 from featcal_cli.runtime.hardware import describe_environment
 from featcal_cli.runtime.process import peak_resident_bytes
 from featcal_cli.workflows.preflight import Preflight
-from featcal_cli.workflows.session import Run
+from featcal_cli.workflows.session import Session
 
 
-def summarise(run: Run, plan: Preflight, blocks: list[BlockReport], job: Job, choice: Choice, step: float) -> Report:
+@dataclass(frozen=True)
+class Outcome:
+    """What a calibration came to."""
+
+    choice: Choice
+    job: Job
+    blocks: list[BlockReport]
+    step: float
+    """The share of all updates that is left."""
+    pulled: str
+    """Why it is less than 1, in a sentence."""
+
+
+def summarise(session: Session, plan: Preflight, outcome: Outcome) -> Report:
     """The report of a calibration that is through, on every rank; `plan` holds the recipe with the settings that were
-    chosen, `step` is the share of all updates that is left."""
-    calibration = plan.recipe.calibration
+    chosen."""
+    calibration, job, choice, step = plan.recipe.calibration, outcome.job, outcome.choice, outcome.step
     share_readings(job)
     return Report(
         featcal_version=__version__,
         recipe=plan.recipe.model_dump(mode="json", exclude_none=True),
-        environment=describe_environment(run.device),
+        environment=describe_environment(session.device),
         settings={
             **asdict(choice.hyperparameters),
             "chosen_by": choice.chosen_by,
@@ -44,10 +57,10 @@ def summarise(run: Run, plan: Preflight, blocks: list[BlockReport], job: Job, ch
             "token_weights": "cls" if job.cls_blocks else "uniform",
             "examples": {task: found.fitted_count for task, found in plan.examples.items()},
         },
-        blocks=[_scale_changes(block, step) for block in blocks],
+        blocks=[_scale_changes(block, step) for block in outcome.blocks],
         drift={task: read_drift(job, task, bool(found.held_out_count)) for task, found in plan.examples.items()},
-        cost=_add_up_cost(run, job),
-        notes=list(run.notes),
+        cost=_add_up_cost(session, job),
+        notes=list(session.notes),
         sources=list(_describe_sources(plan)),
         curves={task: read_curve(job, task) for task in plan.examples},
         measures=describe_tasks(job, {task: f.held_out_count or f.fitted_count for task, f in plan.examples.items()}),
@@ -60,17 +73,18 @@ def _scale_changes(block: BlockReport, step: float) -> BlockReport:
     return replace(block, modules=modules)
 
 
-def _add_up_cost(run: Run, job: Job) -> dict[str, Any]:
+def _add_up_cost(session: Session, job: Job) -> dict[str, Any]:
     """What the run cost, over all ranks: of memory, the most that one of them took."""
-    device = torch.cuda.max_memory_allocated(run.device) if run.device.type == "cuda" else 0
-    told = run.ranks.gather((peak_resident_bytes(), device, sum(runner.bytes_read for runner in job.experts.values())))
+    device = torch.cuda.max_memory_allocated(session.device) if session.device.type == "cuda" else 0
+    read = sum(runner.bytes_read for runner in job.experts.values())
+    resident, on_device, by_rank = zip(*session.ranks.gather((peak_resident_bytes(), device, read)), strict=True)
     cost = {
-        "seconds": time.monotonic() - run.started,
-        "peak_rss_bytes": max(rss for rss, _, _ in told),
-        "peak_device_bytes": max(device for _, device, _ in told),
-        "expert_bytes_read": sum(read for *_, read in told),
+        "seconds": time.monotonic() - session.started,
+        "peak_rss_bytes": max(resident),
+        "peak_device_bytes": max(on_device),
+        "expert_bytes_read": sum(by_rank),
     }
-    return cost | ({"expert_bytes_by_rank": [read for *_, read in told]} if len(told) > 1 else {})
+    return cost | ({"expert_bytes_by_rank": list(by_rank)} if len(by_rank) > 1 else {})
 
 
 def _describe_sources(plan: Preflight) -> Iterator[Source]:

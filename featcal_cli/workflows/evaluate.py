@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,22 +14,22 @@ from featcal_cli.evaluation.results import EXPERT, Evaluation, Ledger, TaskScore
 from featcal_cli.evaluation.scores import Score
 from featcal_cli.hub.repo import open_repo
 from featcal_cli.recipe.keys import Evaluate
-from featcal_cli.recipe.schema import Draft, Recipe, Task, as_draft
+from featcal_cli.recipe.schema import Recipe, Task
 from featcal_cli.reporting.report import RECIPE
 from featcal_cli.runtime.errors import RecipeError
 from featcal_cli.runtime.progress import Listener
-from featcal_cli.workflows.session import Run
+from featcal_cli.workflows.session import RecipeSource, RunOptions, Session
 
 if TYPE_CHECKING:  # these import torch, which is not waited for before it is needed
     from featcal_cli.evaluation.protocol import Contest
-    from featcal_cli.workflows.model_pool import Lineup
+    from featcal_cli.workflows.model_pool import LazyModels
 
 BATCH = {"cpu": 16, "cuda": 128}
 """Examples in a batch, where nobody says how many."""
 
 
 def evaluate(
-    recipe: Draft | Mapping[str, Any] | str | Path,
+    recipe: RecipeSource,
     models: Sequence[str] = (),
     *,
     limit: int | None = None,
@@ -45,14 +47,14 @@ def evaluate(
     wrote. Figures that an earlier run with these models, data and limit has found are taken over.
     Raises FeatCalError (what, where, fix) when something that the user can mend is wrong.
     """
-    run = Run(as_draft(recipe), device, batch_size, allow_pickle, trust_remote_code, listener or Listener())
+    session = Session(recipe, RunOptions(device, batch_size, allow_pickle, trust_remote_code), listener)
     others = dict(zip(name_roles(models), models, strict=True))
-    whole, _ = run.find_models()
-    return evaluate_models(run, whole, others, limit=limit, batch_size=batch_size, allow_code=allow_code)
+    whole, _ = session.find_models()
+    return evaluate_models(session, whole, others, limit=limit, batch_size=batch_size, allow_code=allow_code)
 
 
 def evaluate_models(
-    run: Run,
+    session: Session,
     recipe: Recipe,
     others: Mapping[str, str],
     *,
@@ -62,30 +64,32 @@ def evaluate_models(
 ) -> Evaluation:
     """Expert, merged and `others` (by role) on the tasks of a whole recipe. Raises FeatCalError."""
     from featcal_cli.runtime.hardware import describe_environment
-    from featcal_cli.workflows.model_pool import Lineup
+    from featcal_cli.workflows.model_pool import LazyModels
 
-    check_evaluable(run, recipe, allow_code=allow_code)
+    check_evaluable(session, recipe, allow_code=allow_code)
     started = time.monotonic()
-    lineup = Lineup(run, recipe, others, run.open_repo)
-    job = _Measuring(run, lineup, limit, batch_size or BATCH[run.device.type], allow_code)
-    wanted = {task: spec for task, spec in lineup.recipe.tasks.items() if spec.evaluate is not None}
-    if left_out := [task for task in recipe.tasks if task not in wanted]:
-        run.note(f"not evaluated, as the recipe does not say how: {', '.join(left_out)}")
-    try:
-        tasks = {task: job.measure(task, spec) for task, spec in wanted.items()}
-    finally:
-        lineup.close()
-    if recalled := job.ledger.recalled:
-        every = len(tasks) * len(lineup.roles)
-        run.note(f"{recalled} of {every} figures were taken over from an earlier evaluation")
-    experts = ", ".join(spec.expert for spec in lineup.recipe.tasks.values())
+    ledger = Ledger()
+    with closing(LazyModels(session, recipe, others)) as models:
+        recipe = models.recipe
+        wanted = {task: spec for task, spec in recipe.tasks.items() if spec.evaluate is not None}
+        if left_out := [task for task in recipe.tasks if task not in wanted]:
+            session.note(f"not evaluated, as the recipe does not say how: {', '.join(left_out)}")
+        size = batch_size or BATCH[session.device.type]
+        tasks = {
+            task: _TaskMeasurement(session, models, task, spec, limit, size, allow_code).measure(ledger)
+            for task, spec in wanted.items()
+        }
+    if recalled := ledger.recalled:
+        figures = len(tasks) * len(models.roles)
+        session.note(f"{recalled} of {figures} figures were taken over from an earlier evaluation")
+    experts = ", ".join(spec.expert for spec in recipe.tasks.values())
     return Evaluation(
         featcal_version=__version__,
-        names={role: experts if role == EXPERT else lineup.name(role) for role in lineup.roles},
+        names={role: experts if role == EXPERT else models.name(role) for role in models.roles},
         tasks=tasks,
-        notes=run.notes,
-        recipe=lineup.recipe.model_dump(mode="json", exclude_none=True),
-        environment=describe_environment(run.device),
+        notes=session.notes,
+        recipe=recipe.model_dump(mode="json", exclude_none=True),
+        environment=describe_environment(session.device),
         limit=limit,
         seconds=time.monotonic() - started,
     )
@@ -99,9 +103,9 @@ def find_own_recipe(models: Sequence[str]) -> Path | None:
     return repo.fetch_text(RECIPE) if RECIPE in repo.files else None
 
 
-def check_evaluable(run: Run, recipe: Recipe, *, allow_code: bool) -> None:
+def check_evaluable(session: Session, recipe: Recipe, *, allow_code: bool) -> None:
     """Raise RecipeError where nothing says how to evaluate, or what is needed for it is not there."""
-    if run.ranks.size > 1:
+    if session.ranks.size > 1:
         raise RecipeError("evaluation is made for one process", where="torchrun", fix="type featcal evaluate alone")
     known = {task: spec.evaluate for task, spec in recipe.tasks.items() if spec.evaluate is not None}
     if not known:
@@ -129,83 +133,88 @@ def name_roles(models: Sequence[str]) -> list[str]:
     return roles
 
 
-class _Measuring:
-    """All models on one task after the other."""
+@dataclass(frozen=True)
+class _TaskMeasurement:
+    """All models on one task."""
 
-    def __init__(self, run: Run, lineup: Lineup, limit: int | None, batch_size: int, allow_code: bool) -> None:
-        self._run, self._lineup = run, lineup
-        self._limit, self._batch_size, self._allow_code = limit, batch_size, allow_code
-        self.ledger = Ledger()
+    session: Session
+    models: LazyModels
+    task: str
+    spec: Task
+    limit: int | None
+    batch_size: int
+    allow_code: bool
 
-    def measure(self, task: str, spec: Task) -> TaskScores:
+    def measure(self, ledger: Ledger) -> TaskScores:
         """The figures of all models; what is known is not measured again. Raises FeatCalError."""
-        how, roles = spec.evaluate or Evaluate(), self._lineup.roles
-        common = self._describe(task, spec, how)
-        abouts = {role: {**common, "model": self._lineup.identify(role, task)} for role in roles}
-        known = {role: score for role, about in abouts.items() if (score := self.ledger.recall(about)) is not None}
-        missing = [role for role in roles if role not in known]
-        for role, score in self._measure_missing(task, spec, how, missing):
-            self.ledger.keep(abouts[role], score)
+        roles, how, data = self.models.roles, self._how, self.spec.data
+        common = self._describe()
+        abouts = {role: {**common, "model": self.models.identify(role, self.task)} for role in roles}
+        known = {role: score for role, about in abouts.items() if (score := ledger.recall(about)) is not None}
+        for role, score in self._measure_models([role for role in roles if role not in known]):
+            ledger.keep(abouts[role], score)
             known[role] = score
         scores = {role: known[role] for role in roles}
         if how.lm_eval:
             metric = ", ".join(f"{name} {kind}" for name, kind in how.lm_eval.items())
             return TaskScores(how.protocol, metric, "", "", scores)
-        data = str(spec.data.model_copy(update={"split": None}))
-        return TaskScores(how.protocol, how.metric, data, how.split, scores)
+        return TaskScores(how.protocol, how.metric, str(data.model_copy(update={"split": None})), how.split, scores)
 
-    def _measure_missing(
-        self, task: str, spec: Task, how: Evaluate, missing: Sequence[str]
-    ) -> Iterator[tuple[str, Score]]:
+    @property
+    def _how(self) -> Evaluate:
+        assert self.spec.evaluate is not None
+        return self.spec.evaluate
+
+    def _measure_models(self, roles: Sequence[str]) -> Iterator[tuple[str, Score]]:
         from featcal_cli.evaluation.lm_eval_tasks import measure_tasks
         from featcal_cli.evaluation.protocol import hold_contest
 
-        stage, device = self._run.listener.stage, self._run.device
-        if how.protocol == "lm-eval":
-            for role in missing:
+        task, models, stage, device = self.task, self.models, self.session.listener.stage, self.session.device
+        if self._how.protocol == "lm-eval":
+            for role in roles:
                 stage(f"evaluating {task}: {role}")
-                model, folders = self._lineup.model(role, task), self._lineup.folders(role, task)
+                model, folders = models.model(role, task), models.folders(role, task)
                 yield role, measure_tasks(
-                    task, model, folders, how, batch_size=self._batch_size, device=device, limit=self._limit,
-                    allow_code=self._allow_code,
+                    task, model, folders, self._how, batch_size=self.batch_size, device=device, limit=self.limit,
+                    allow_code=self.allow_code,
                 )  # fmt: skip
-        elif missing:
-            contest = self._prepare(task, spec, how, missing)
+        elif roles:
+            contest = self._prepare(roles)
             stage(f"evaluating {task}")
             yield from hold_contest(
-                contest, self._batch_size, device, lambda count: stage(f"evaluating {task}: {count:,} examples")
+                contest, self.batch_size, device, lambda count: stage(f"evaluating {task}: {count:,} examples")
             ).items()
-        self._lineup.release(device)
+        models.release(device)
 
-    def _prepare(self, task: str, spec: Task, how: Evaluate, roles: Sequence[str]) -> Contest:
+    def _prepare(self, roles: Sequence[str]) -> Contest:
         from featcal_cli.evaluation.classifier_heads import prepare_heads
         from featcal_cli.evaluation.generation import prepare_generation
         from featcal_cli.evaluation.zero_shot import prepare_zero_shot
 
-        lineup, device, limit = self._lineup, self._run.device, self._limit
-        folders = lineup.folders(EXPERT, task)
+        task, data, how, models = self.task, self.spec.data, self._how, self.models
+        folders, device, limit = models.folders(EXPERT, task), self.session.device, self.limit
         if how.protocol == "zero-shot":
-            towers = {role: lineup.tower(role, task) for role in roles}
-            return prepare_zero_shot(task, spec.data, how, lineup.base, towers, folders, device, limit)
+            towers = {role: models.tower(role, task) for role in roles}
+            return prepare_zero_shot(task, data, how, models.base, towers, folders, device, limit)
         if how.protocol == "generation":
-            models = {role: lineup.model(role, task) for role in roles}
-            return prepare_generation(task, spec.data, how, models, folders, device, limit)
-        expert = lineup.model(EXPERT, task)
-        bodies = {role: None if role == EXPERT else lineup.model(role, task) for role in roles}
-        return prepare_heads(task, spec.data, how.split, expert, bodies, folders, device, limit)
+            generators = {role: models.model(role, task) for role in roles}
+            return prepare_generation(task, data, how, generators, folders, device, limit)
+        expert = models.model(EXPERT, task)
+        bodies = {role: None if role == EXPERT else models.model(role, task) for role in roles}
+        return prepare_heads(task, data, how.split, expert, bodies, folders, device, limit)
 
-    def _describe(self, task: str, spec: Task, how: Evaluate) -> dict[str, Any]:
-        """Everything that the figures of a task depend on besides the model."""
+    def _describe(self) -> dict[str, Any]:
+        """Everything that the figures of the task depend on besides the model."""
         from featcal_cli.data.rows import local_path
         from featcal_cli.evaluation.lm_eval_tasks import read_version
-        from featcal_cli.workflows.model_pool import BASE
 
-        about = {"how": how.model_dump(mode="json"), "limit": self._limit}
+        how, data = self._how, self.spec.data
+        about = {"how": how.model_dump(mode="json"), "limit": self.limit}
         if how.lm_eval:
             return {**about, "lm-eval": read_version()}
         return {
             **about,
-            "beside": self._lineup.identify(EXPERT if how.protocol == "heads" else BASE, task),
-            "data": spec.data.model_dump(mode="json", exclude_none=True),
-            "files": stamp(local_path(spec.data)) if spec.data.path else [],
+            "beside": self.models.identify(EXPERT if how.protocol == "heads" else "base", self.task),
+            "data": data.model_dump(mode="json", exclude_none=True),
+            "files": stamp(local_path(data)) if data.path else [],
         }

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from featcal_cli.recipe.schema import Draft, Merge, as_draft
 from featcal_cli.reporting.html_page import write_page
@@ -13,9 +11,9 @@ from featcal_cli.reporting.inspection import Inspection
 from featcal_cli.reporting.markdown import write_summary
 from featcal_cli.reporting.verdict import find_excess
 from featcal_cli.runtime.errors import OutputError, RecipeError
-from featcal_cli.runtime.files import name_reason, replace_durably
+from featcal_cli.runtime.files import name_reason, write_file
 from featcal_cli.runtime.progress import Listener
-from featcal_cli.workflows.session import Run
+from featcal_cli.workflows.session import RecipeSource, RunOptions, Session
 
 PICTURES, PAGES, TEXTS = (".png", ".svg"), (".html",), (".md",)
 EXAMPLES = 64
@@ -25,7 +23,7 @@ SEED = 43
 
 
 def inspect_drift(
-    recipe: Draft | Mapping[str, Any] | str | Path,
+    recipe: RecipeSource,
     *,
     compare: str | None = None,
     device: str = "auto",
@@ -50,38 +48,33 @@ def inspect_drift(
     files = {Path(file): kind for file, kind in wanted if file}
     for file, kinds in files.items():
         _check_file(file, kinds)
-    run = Run(
-        _with_defaults(as_draft(recipe)), device, batch_size, allow_pickle, trust_remote_code, listener or Listener()
-    )
-    if isinstance(run.draft.merged, Merge):
+    options = RunOptions(device, batch_size, allow_pickle, trust_remote_code)
+    session = Session(_with_defaults(as_draft(recipe)), options, listener)
+    if isinstance(session.draft.merged, Merge):
         raise RecipeError("there is no model to inspect yet", where="merged", fix="name one, or calibrate first")
-    run.find_models()
+    session.find_models()
     from featcal_cli.workflows.measure_drift import draw_pictures, measure
 
-    found, job = measure(run, compare, keep_finals=projection is not None)
-    if run.ranks.is_first:
-        for file, content in draw_pictures(found, job, plot, projection):
+    inspection, job = measure(session, compare, keep_finals=projection is not None)
+    if session.ranks.is_first:
+        for file, content in draw_pictures(inspection, job, plot, projection):
             _write(file, content)
         if html:
-            _write(Path(html), write_page(found).encode())
+            _write(Path(html), write_page(inspection).encode())
         if markdown:
-            exceeded = None if max_drift is None else find_excess(found, max_drift)
-            _write(Path(markdown), write_summary(found, exceeded).encode())
-    return found
+            exceeded = None if max_drift is None else find_excess(inspection, max_drift)
+            _write(Path(markdown), write_summary(inspection, exceeded).encode())
+    return inspection
 
 
 def _write(file: Path, content: bytes) -> None:
-    """Write a file, whole or not at all: what was there before stays until then."""
-    draft = file.resolve().with_name(f".{file.name}.partial")
+    """Write a file, whole or not at all. Raises OutputError."""
     try:
         if file.exists() and not file.is_file():  # a device
             file.write_bytes(content)
         else:
-            draft.write_bytes(content)
-            replace_durably(draft, file.resolve())
+            write_file(file.resolve(), content)
     except OSError as error:
-        with suppress(OSError):
-            draft.unlink()
         fix = "free disk space, or give the path of a file that can be written"
         raise OutputError(f"cannot write: {name_reason(error)}", where=str(file), fix=fix) from None
 

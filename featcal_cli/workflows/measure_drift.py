@@ -19,53 +19,42 @@ from featcal_cli.runtime.hardware import describe_environment
 from featcal_cli.runtime.process import peak_resident_bytes
 from featcal_cli.runtime.progress import Progress
 from featcal_cli.workflows.build_report import describe_tasks
-from featcal_cli.workflows.preflight import Preflight
-from featcal_cli.workflows.session import Run
-from featcal_cli.workflows.setup import describe_merge, find_blocks, load_models, make_job
+from featcal_cli.workflows.preflight import Preflight, prepare
+from featcal_cli.workflows.session import Session
+from featcal_cli.workflows.setup import describe_merge, fetch_models, load_models, set_up
 
 MODEL, OTHER, BASE = "model", "other", "base"
 
 
-def measure(run: Run, compare: str | None, *, keep_finals: bool) -> tuple[Inspection, Job]:
-    """How far the model's features, and those of `compare`, are from the experts'; and the job that was walked, which
+def measure(session: Session, compare: str | None, *, keep_finals: bool) -> tuple[Inspection, Job]:
+    """How far the model's features, and those of `compare`, are from the experts'; and the job that was run, which
     with `keep_finals` has the final features. Raises FeatCalError."""
-    plan = run.prepare(None, sample=False, others={OTHER: compare} if compare else None)
-    for task, found in plan.examples.items():
-        if found.is_whole:
-            run.note(f"{task}: the source has few rows, to most of which a calibration with it was fitted")
-    snapshots = run.fetch(plan, run.ranks.own(plan.recipe.tasks))
-    run.listener.stage("loading models")
+    plan = prepare(session, others={OTHER: compare} if compare else None)
+    recipe, note = plan.recipe, session.note
+    for task, examples in plan.examples.items():
+        if examples.is_whole:
+            note(f"{task}: the source has few rows, to most of which a calibration with it was fitted")
+    snapshots = fetch_models(session, plan, session.ranks.own(recipe.tasks))
+    session.listener.stage("loading models")
     models = load_models(snapshots, None, Path(), "")
     other = load_fitting(OTHER, snapshots[OTHER], models.merged) if compare else None
-    architecture = find_blocks(models, plan.examples, plan.recipe.calibration.norms, run.note)
-    for text in describe_merge(models, plan.recipe, architecture):
-        run.note(text)
+    setup = set_up(session, plan, models)
+    note(*describe_merge(models, recipe, setup.architecture))
     if other is not None:
-        check_alignment(architecture, models.merged, other)
+        check_alignment(setup.architecture, models.merged, other)
     watchers = {MODEL: models.merged, BASE: models.base} | ({OTHER: other} if other else {})
-    job = make_job(
-        models,
-        architecture,
-        plan.examples,
-        plan.recipe.calibration,
-        run.device,
-        run.note,
-        students={},
-        watchers=watchers,
-        keep_finals=keep_finals,
-        ranks=run.ranks,
-    )
-    run.listener.stage("measuring")
+    job = setup.make_job({}, watchers, keep_finals=keep_finals)
+    session.listener.stage("measuring")
     for number, visit in enumerate(forward_order(job)):
-        run.listener.progress(Progress(visit.block.name, number, len(architecture.blocks)))
-    run.share_notes()
+        session.listener.progress(Progress(visit.block.name, number, len(setup.architecture.blocks)))
+    session.share_notes()
     share_readings(job)
-    return _describe(plan, run, job), job
+    return _describe(plan, session, job), job
 
 
-def _describe(plan: Preflight, run: Run, job: Job) -> Inspection:
+def _describe(plan: Preflight, session: Session, job: Job) -> Inspection:
     """What the walk has shown."""
-    told = run.ranks.gather((peak_resident_bytes(), sum(runner.bytes_read for runner in job.experts.values())))
+    told = session.ranks.gather((peak_resident_bytes(), sum(runner.bytes_read for runner in job.experts.values())))
     names = {MODEL: plan.recipe.merged, BASE: plan.recipe.base}
     names |= {role: origin.pinned for role, origin in plan.origins.items() if role == OTHER}
     names |= {f"expert {task}": spec.expert for task, spec in plan.recipe.tasks.items()}
@@ -73,11 +62,11 @@ def _describe(plan: Preflight, run: Run, job: Job) -> Inspection:
         featcal_version=__version__,
         names={role: str(name) for role, name in names.items()},
         tasks=describe_tasks(job, {task: found.fitted_count for task, found in plan.examples.items()}),
-        notes=run.notes,
+        notes=session.notes,
         recipe=plan.recipe.model_dump(mode="json", exclude_none=True),
-        environment=describe_environment(run.device),
+        environment=describe_environment(session.device),
         cost={
-            "seconds": time.monotonic() - run.started,
+            "seconds": time.monotonic() - session.started,
             "peak_rss_bytes": max(peak for peak, _ in told),
             "expert_bytes_read": sum(read for _, read in told),
         },

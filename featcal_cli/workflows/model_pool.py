@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import ExitStack
 from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -14,13 +15,12 @@ from transformers import PreTrainedModel
 from featcal_cli.evaluation.results import EXPERT, MERGED, stamp
 from featcal_cli.evaluation.zero_shot import load_tower
 from featcal_cli.hub.model_source import Origin
-from featcal_cli.hub.repo import Opener
 from featcal_cli.hub.snapshot import Snapshot
 from featcal_cli.models.loading import Model, find_class, load_model
 from featcal_cli.recipe.schema import Merge, Recipe
 from featcal_cli.reporting.report import CARD, PICTURE, RECIPE, REPORT
 from featcal_cli.workflows.preflight import name_models, pin
-from featcal_cli.workflows.session import Run
+from featcal_cli.workflows.session import Session
 from featcal_cli.workflows.setup import load_models
 
 BASE = "base"
@@ -28,28 +28,26 @@ TOLD = (CARD, REPORT, RECIPE, PICTURE)
 """Files that say something of a model and are no part of it."""
 
 
-class Lineup:
+class LazyModels:
     """Base, experts, merged and further models. Nothing is downloaded for a figure that is known."""
 
-    def __init__(self, run: Run, recipe: Recipe, others: Mapping[str, str], open_repo: Opener) -> None:
+    def __init__(self, session: Session, recipe: Recipe, others: Mapping[str, str]) -> None:
         """others: further models by role. Raises HubError for one that there is not."""
-        self._run = run
+        self._session = session
         named = {**name_models(recipe), **others}
-        self._origins = {role: run.find_model(name, open_repo) for role, name in named.items()}
-        self.recipe = pin(recipe, self._origins, open_repo, run.note)
+        self._origins = {role: session.find_origin(name) for role, name in named.items()}
+        self.recipe = pin(recipe, self._origins, session)
         """Every repo and dataset at the commit that it has now."""
         self.roles = [EXPERT, MERGED, *others]
         """Whose figures are wanted."""
-        self._others = frozenset(others)
         self._snapshots: dict[str, Snapshot] = {}
         self._models: dict[str, Model] = {}
         self._towers: dict[str, PreTrainedModel] = {}
-        self._scratch: TemporaryDirectory[str] | None = None
+        self._scratch = ExitStack()
 
     def close(self) -> None:
         """Delete what was built."""
-        if self._scratch is not None:
-            self._scratch.cleanup()
+        self._scratch.close()
 
     def name(self, role: str) -> str:
         """What a role's model is: a repo with its commit, a folder, or how it is built."""
@@ -73,8 +71,8 @@ class Lineup:
         key = f"expert {task}" if role == EXPERT else role
         if key not in self._snapshots:
             if key in self._origins:
-                self._run.listener.stage(f"fetching {self._origins[key].name}")
-                self._snapshots[key] = self._run.fetch_model(self._origins[key])
+                self._session.listener.stage(f"fetching {self._origins[key].name}")
+                self._snapshots[key] = self._session.fetch(self._origins[key])
             else:
                 self._snapshots[key] = self._build()
         return self._snapshots[key]
@@ -118,9 +116,9 @@ class Lineup:
         parts = {BASE: self.snapshot(BASE)} | {
             f"expert {task}": self.snapshot(EXPERT, task) for task in self.recipe.tasks
         }
-        self._run.listener.stage("building the merged model")
-        self._scratch = TemporaryDirectory(prefix="featcal-", ignore_cleanup_errors=True)
-        folder = Path(self._scratch.name) / MERGED
+        self._session.listener.stage("building the merged model")
+        scratch = self._scratch.enter_context(TemporaryDirectory(prefix="featcal-", ignore_cleanup_errors=True))
+        folder = Path(scratch) / MERGED
         name = self.name(MERGED)
         load_models(parts, merge, folder, name)
         return Snapshot(name, folder, None)

@@ -10,18 +10,20 @@ from typing import Any
 import torch
 
 from featcal_cli.calibration.hyperparameters import SearchPlan, kind_of, plan_search
+from featcal_cli.data.batches import Batch
 from featcal_cli.data.examples import DrawnExamples, TaskExamples, draw_examples
 from featcal_cli.data.hub_dataset import use_copy
 from featcal_cli.data.rows import naming_task
 from featcal_cli.hub.download import DESCRIBING, chosen_files, download_describing, missing_files
 from featcal_cli.hub.model_config import UNPACKED, check_unquantised
-from featcal_cli.hub.model_source import Origin, find_origin
+from featcal_cli.hub.model_source import Origin
 from featcal_cli.hub.pickle_weights import OTHER_FORMATS
 from featcal_cli.hub.repo import Opener
 from featcal_cli.hub.safetensors_header import Entry, read_headers
 from featcal_cli.hub.snapshot import Snapshot
 from featcal_cli.lineage.questions import Finding
 from featcal_cli.models.alignment import check_alignment, compare_configs, describe_unread, load_fitting
+from featcal_cli.models.architecture import Architecture
 from featcal_cli.models.checkpoint_files import check_readable, check_writable
 from featcal_cli.models.inventory import list_registered, run_without_values
 from featcal_cli.models.loading import DTYPES, Model, find_class, load_outline
@@ -30,10 +32,10 @@ from featcal_cli.runtime.errors import ArchitectureError, CheckpointError, Outpu
 from featcal_cli.runtime.files import check_links, tell_bytes
 from featcal_cli.runtime.hardware import disk_of, free_bytes, memory_of, rooms_for_features
 from featcal_cli.runtime.process import resident_bytes
-from featcal_cli.workflows.output_folder import Workplace
 from featcal_cli.workflows.resource_estimate import Estimate, Load, Place, choose_batch_sizes, estimate
+from featcal_cli.workflows.session import EXPERT, Session
+from featcal_cli.workflows.workspace import Workspace
 
-Note = Callable[[str], None]
 SAMPLED = 8
 """Examples of a task that a dry run reads."""
 
@@ -93,58 +95,34 @@ class Preflight:
 
 
 def prepare(
-    recipe: Recipe,
-    findings: Sequence[Finding],
+    session: Session,
+    target: Path | None = None,
     *,
-    device: torch.device,
-    batch_size: int | None,
-    allow_pickle: bool,
-    trust_remote_code: bool,
-    open_repo: Opener,
-    sample: bool,
-    target: Path | None,
-    others: Mapping[str, str],
-    stage: Callable[[str], None],
-    note: Note,
-    pinned: Callable[[Recipe, Mapping[str, str]], None] = lambda *_: None,
+    sample: bool = False,
+    others: Mapping[str, str] | None = None,
     hold_out: bool = False,
 ) -> Preflight:
     """Pin every repo, compare the models by their files' headers, read the examples (with `sample` only a few of them),
-    and work out what the job needs. Nothing is written but small files to the Hub's cache.
+    and work out what the job needs. Nothing is written but small files to the Hub's cache. The first rank finds out
+    what is meant, to the commit; the others take its word.
 
-    batch_size: None for what suits models, examples and machine. pinned: told the recipe and `others` with every repo
-    at its commit, as soon as they are known. hold_out: where there are no further rows, some of the fitted ones are
-    held out, if featcal is to choose settings.
+    target: the folder that will be written, if any. others: further models, by role. hold_out: where there are no
+    further rows, some of the fitted ones are held out, if featcal is to choose settings.
 
     Raises FeatCalError for whatever would stop the job later.
     """
-    stage("finding models")
-    origins = {
-        role: find_origin(name, allow_pickle=allow_pickle, open_repo=open_repo)
-        for role, name in {**name_models(recipe), **others}.items()
-    }
-    for text in dict.fromkeys(text for origin in origins.values() for text in origin.notes):
-        note(text)
-    if target is not None:
-        _check_links(origins)
-    recipe = pin(recipe, origins, open_repo, note)
-    pinned(recipe, {role: origins[role].pinned for role in others})
+    recipe, findings, origins = _pin_all(session, others or {}, published=target is not None)
+    stage, device = session.listener.stage, session.device
     stage("comparing models")
-    outlines, headers = _outline_models(origins, trust_remote_code)
+    outlines, headers = _outline_models(origins, session.options.trust_remote_code)
     merged = outlines["merged"]
     stage("reading examples")
     hold_out = hold_out and recipe.calibration.is_answered_for
-    drawn = _draw_examples(recipe, origins, merged, SAMPLED if sample else None, note, hold_out=hold_out)
-    longest = {task: found.longest() for task, found in drawn.items()}
-    # a model that looks at values cannot run without them: then what is registered must do, and the run will tell
-    norms = recipe.calibration.norms
-    architecture = run_without_values(merged.module, norms, longest) or list_registered(merged.module, longest, norms)
-    if not any(len(layers) for layers in merged.module.modules() if isinstance(layers, torch.nn.ModuleList)):
-        what = f"no list of transformer blocks was found in {type(merged.module).__name__}"
-        fix = "give a transformer checkpoint whose layers hold Linear modules"
-        raise ArchitectureError(what, where=merged.snapshot.name, fix=fix)
-    if batch_size:
-        sizes = dict.fromkeys(drawn, batch_size)
+    drawn = _draw_examples(session, recipe, origins, merged, sampled=SAMPLED if sample else None, hold_out=hold_out)
+    longest = {task: examples.longest() for task, examples in drawn.items()}
+    architecture = _find_blocks(merged, longest, recipe.calibration.norms)
+    if session.options.batch_size:
+        sizes = dict.fromkeys(drawn, session.options.batch_size)
     else:
         sizes = choose_batch_sizes(merged.module, architecture, longest, device, memory_of(device))
     # a task's encoded images are let go when its batches are made
@@ -153,33 +131,15 @@ def prepare(
         check_alignment(architecture, merged, outline)
         check_readable(outline, architecture, headers[role])
         if outline is not merged:
-            for text in compare_configs(merged, outline):
-                note(text)
-    for text in describe_unread(merged):
-        note(text)
+            session.note(*compare_configs(merged, outline))
+    session.note(*describe_unread(merged))
     if target is not None:
         check_writable(merged, architecture, headers["merged"])
-    transfers = {role: _transfer(origin) for role, origin in origins.items()}
-    loads = {task: _load(found, recipe.calibration.examples) for task, found in examples.items()}
-    is_open = recipe.calibration.is_open and all(found.selection_count for found in examples.values())
-
-    needs = estimate(
-        outlines,
-        architecture,
-        loads,
-        Place(device, memory_of(device), rooms_for_features(device)),
-        ridge=recipe.calibration.ridge,
-        resident=resident_bytes(),
-        guarded=target is not None and recipe.calibration.select != "preset",
-        built=isinstance(recipe.merged, Merge),
-    )
-    if is_open and target is not None:
-        fitted, shown = (max(getattr(load, key) for load in loads.values()) for key in ("fitted", "watched"))
-        kind = kind_of(merged.module)
-        search = plan_search(recipe.calibration, kind, fitted, shown, needs.work, needs.search.fits)
-        if isinstance(search, SearchPlan):
-            needs = needs.with_search(len(search.candidates), search.fitted)
+    transfers = {role: _count_transfer(origin) for role, origin in origins.items()}
+    needs = _estimate(recipe, outlines, architecture, examples, device, writes=target is not None)
     _check_disk(needs, transfers, target)
+    if not session.ranks.is_first:
+        session.notes.clear()  # the first one has them all
     return Preflight(
         recipe=recipe,
         findings=findings,
@@ -191,30 +151,91 @@ def prepare(
         parameters=sum(parameter.numel() for parameter in merged.module.parameters()),
         blocks=len(architecture.blocks),
         modules=sum(len(block.modules) for block in architecture.blocks),
-        estimate=needs,
+        estimate=session.ranks.broadcast(needs),
         device=str(device),
     )
+
+
+def _pin_all(
+    session: Session, others: Mapping[str, str], *, published: bool
+) -> tuple[Recipe, Sequence[Finding], dict[str, Origin]]:
+    """The recipe with every repo at its commit, and where each model's weights come from, by role."""
+    recipe, findings = session.find_models()
+    ranks = session.ranks
+    if not ranks.is_first:
+        recipe, findings, others = ranks.broadcast((recipe, findings, others))
+    session.listener.stage("finding models")
+    origins = {role: session.find_origin(name) for role, name in {**name_models(recipe), **others}.items()}
+    session.note(*dict.fromkeys(text for origin in origins.values() for text in origin.notes))
+    if published:
+        _check_links(origins)
+    recipe = pin(recipe, origins, session)
+    if ranks.is_first:
+        ranks.broadcast((recipe, findings, {role: origins[role].pinned for role in others}))
+    return recipe, findings, origins
+
+
+def _find_blocks(merged: Model, longest: Mapping[str, Batch], norms: str) -> Architecture:
+    """The blocks of an outline. Raises ArchitectureError where there are none."""
+    # a model that looks at values cannot run without them: then what is registered must do, and the run will tell
+    architecture = run_without_values(merged.module, norms, longest) or list_registered(merged.module, longest, norms)
+    if not any(len(layers) for layers in merged.module.modules() if isinstance(layers, torch.nn.ModuleList)):
+        what = f"no list of transformer blocks was found in {type(merged.module).__name__}"
+        fix = "give a transformer checkpoint whose layers hold Linear modules"
+        raise ArchitectureError(what, where=merged.snapshot.name, fix=fix)
+    return architecture
+
+
+def _estimate(
+    recipe: Recipe,
+    outlines: Mapping[str, Model],
+    architecture: Architecture,
+    examples: Mapping[str, TaskExamples],
+    device: torch.device,
+    *,
+    writes: bool,
+) -> Estimate:
+    """What the job takes; `writes`: it calibrates, and does not only measure."""
+    calibration = recipe.calibration
+    loads = {task: _load(found, calibration.examples) for task, found in examples.items()}
+    needs = estimate(
+        outlines,
+        architecture,
+        loads,
+        Place(device, memory_of(device), rooms_for_features(device)),
+        ridge=calibration.ridge,
+        resident=resident_bytes(),
+        guarded=writes and calibration.select != "preset",
+        built=isinstance(recipe.merged, Merge),
+    )
+    if writes and calibration.is_open and all(found.selection_count for found in examples.values()):
+        fitted, shown = (max(getattr(load, key) for load in loads.values()) for key in ("fitted", "watched"))
+        kind = kind_of(outlines["merged"].module)
+        search = plan_search(calibration, kind, fitted, shown, needs.work, needs.search.fits)
+        if isinstance(search, SearchPlan):
+            return needs.with_search(len(search.candidates), search.fitted)
+    return needs
 
 
 def name_models(recipe: Recipe) -> dict[str, str]:
     """Every model that a job reads, as the user would type it, by its role."""
     merged = {} if isinstance(recipe.merged, Merge) else {"merged": recipe.merged}
-    return merged | {"base": recipe.base} | {f"expert {task}": spec.expert for task, spec in recipe.tasks.items()}
+    return merged | {"base": recipe.base} | {f"{EXPERT}{task}": spec.expert for task, spec in recipe.tasks.items()}
 
 
-def pin(recipe: Recipe, origins: Mapping[str, Origin], open_repo: Opener, note: Note) -> Recipe:
+def pin(recipe: Recipe, origins: Mapping[str, Origin], session: Session) -> Recipe:
     """The recipe with every model and dataset at the commit that it has now."""
+    experts = {task: origins[f"{EXPERT}{task}"].pinned for task in recipe.tasks}
+    data = {task: pin_data(task, spec.data, session.open_repo, session.note) for task, spec in recipe.tasks.items()}
     tasks = {
-        task: spec.model_copy(
-            update={"expert": origins[f"expert {task}"].pinned, "data": pin_data(task, spec.data, open_repo, note)}
-        )
+        task: spec.model_copy(update={"expert": experts[task], "data": data[task]})
         for task, spec in recipe.tasks.items()
     }
     merged = recipe.merged if isinstance(recipe.merged, Merge) else origins["merged"].pinned
     return recipe.model_copy(update={"merged": merged, "base": origins["base"].pinned, "tasks": tasks})
 
 
-def pin_data(task: str, data: Data, open_repo: Opener, note: Note) -> Data:
+def pin_data(task: str, data: Data, open_repo: Opener, note: Callable[[str], None]) -> Data:
     """The source with a dataset at the commit that it has now; of a loading script, the Hub's parquet copy, which
     `note` is told. Raises HubError, and DataError where there is no copy."""
     if data.dataset is None:
@@ -289,40 +310,44 @@ def _describe(origin: Origin, patterns: Sequence[str] = DESCRIBING) -> Path:
     return origin.repo.folder or download_describing(origin.repo, patterns)
 
 
-def _folders(origin: Origin) -> list[Path]:
+def _preprocessor_folders(origin: Origin) -> list[Path]:
     """Where a model's processor and tokenizer may lie: an adapter brings its own, or uses its base's."""
-    return [_describe(origin), *(_folders(origin.base) if origin.base else ())]
+    return [_describe(origin), *(_preprocessor_folders(origin.base) if origin.base else ())]
 
 
 def _draw_examples(
-    recipe: Recipe, origins: Mapping[str, Origin], merged: Model, sampled: int | None, note: Note, *, hold_out: bool
+    session: Session,
+    recipe: Recipe,
+    origins: Mapping[str, Origin],
+    merged: Model,
+    *,
+    sampled: int | None,
+    hold_out: bool,
 ) -> dict[str, DrawnExamples]:
-    examples = {}
+    drawn = {}
     for task, spec in recipe.tasks.items():
-        roles = [role for role in (f"expert {task}", "merged", "base") if role in origins]
-        folders = [folder for role in roles for folder in _folders(origins[role])]
-        examples[task] = draw_examples(
+        roles = [role for role in (f"{EXPERT}{task}", "merged", "base") if role in origins]
+        drawn[task] = draw_examples(
             task,
             spec.data,
             merged.module,
-            folders,
+            [folder for role in roles for folder in _preprocessor_folders(origins[role])],
             count=recipe.calibration.examples,
             seed=recipe.calibration.seed,
             hold_out=hold_out,
             sampled=sampled,
         )
-        for text in examples[task].notes:
-            note(text)
-    return examples
+        session.note(*drawn[task].notes)
+    return drawn
 
 
-def _transfer(origin: Origin) -> Transfer:
+def _count_transfer(origin: Origin) -> Transfer:
     """Bytes of a model's own files and, for an adapter, of its base's."""
     repo = origin.repo
     chosen = chosen_files(repo, (), () if origin.form == "pickle" else OTHER_FORMATS)
     missing = set() if repo.folder else set(missing_files(repo))
     sizes = [sum(repo.files[path].size for path in chosen if (path in missing) is wanted) for wanted in (True, False)]
-    below = _transfer(origin.base) if origin.base else Transfer(0, 0)
+    below = _count_transfer(origin.base) if origin.base else Transfer(0, 0)
     return Transfer(sizes[0] + below.missing, sizes[1] + below.here)
 
 
@@ -342,7 +367,7 @@ def _check_disk(needs: Estimate, transfers: Mapping[str, Transfer], target: Path
     downloads = sum(transfer.missing for transfer in transfers.values())
     places = [(Path(hub_cache()), downloads, "free some, or point HF_HOME to another disk")]
     if target is not None:
-        there = sum(file.stat().st_size for file in Workplace(target).journal.glob("*"))  # of an interrupted run
+        there = sum(file.stat().st_size for file in Workspace(target).journal.glob("*"))  # of an interrupted run
         places.append((target.resolve().parent, needs.disk_bytes - there, "free some, or choose another --output"))
     for place, _, fix in places:
         wanted = sum(needed for other, needed, _ in places if disk_of(other) == disk_of(place))

@@ -11,7 +11,7 @@ import yaml
 from featcal_cli import __version__
 from featcal_cli.recipe.schema import Merge, Recipe
 from featcal_cli.runtime.errors import OutputError, RecipeError
-from featcal_cli.runtime.files import name_reason, replace_durably
+from featcal_cli.runtime.files import name_reason, write_file
 from featcal_cli.runtime.references import existing_path
 from featcal_cli.runtime.untrusted_text import bare
 
@@ -40,12 +40,9 @@ def save_recipe(file: Path, recipe: Recipe, findings: Sequence[Finding], *, over
     ]
     lines += [f"#   {bare(finding.role)}: {bare(finding.source)}" for finding in findings]
     content = "\n".join(lines) + "\n" + _dump(recipe, output=recipe.output.push_to is not None)
-    partial = file.with_name(f".{file.name}.partial")
     try:
-        partial.write_text(content, encoding="utf-8")
-        replace_durably(partial, file)
+        write_file(file, content)
     except OSError as error:
-        partial.unlink(missing_ok=True)
         fix = "free disk space, or give the path of a file that can be written"
         raise OutputError(f"cannot write: {name_reason(error)}", where=f"--save {file}", fix=fix) from None
 

@@ -1,66 +1,83 @@
-"""What every verb begins with: lineage, preflight, downloads; and what was noted on the way."""
+"""What every verb begins with: the recipe made whole, the processes, the repos; and what is noted on the way."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from featcal_cli.hub.model_source import Origin, find_origin
 from featcal_cli.hub.repo import Opener, open_repo
 from featcal_cli.hub.snapshot import Snapshot, fetch
 from featcal_cli.lineage.questions import SAID, Finding
 from featcal_cli.lineage.resolve import check_experts, find_lineage
-from featcal_cli.recipe.schema import Draft, Recipe
+from featcal_cli.recipe.schema import Draft, Recipe, as_draft
 from featcal_cli.runtime.distributed import join_ranks
 from featcal_cli.runtime.process import check_device, finish_importing
 from featcal_cli.runtime.progress import Listener
 from featcal_cli.runtime.untrusted_text import visible
 
-if TYPE_CHECKING:  # these import torch, which is not waited for before it is needed
+if TYPE_CHECKING:  # it is not waited for before it is needed
     import torch
 
-    from featcal_cli.workflows.preflight import Preflight
-
+RecipeSource = Draft | Mapping[str, Any] | str | Path
+"""A Recipe or a Draft of one, its keys as a dict, a YAML file, or the name of a shipped recipe."""
 EXPERT = "expert "
 """What the role of an expert begins with; its task follows."""
 
 
-class Run:
+@dataclass(frozen=True)
+class RunOptions:
+    """How a job is run: nothing that belongs in a recipe."""
+
+    device: str = "auto"
+    batch_size: int | None = None
+    """None for what suits models, examples and machine."""
+    allow_pickle: bool = False
+    trust_remote_code: bool = False
+
+
+@dataclass(frozen=True)
+class CalibrateOptions:
+    """What `calibrate` is told beside the recipe: what of earlier runs counts, and when the result is pushed."""
+
+    overwrite: bool = False
+    restart: bool = False
+    create_pr: bool = False
+    overwrite_repo: bool = False
+    commit_message: str | None = None
+    strict: bool = False
+    push_anyway: bool = False
+    evaluate: bool = False
+    allow_code: bool = False
+
+
+class Session:
     """What a user asked for, on this machine, and who is told how it goes."""
 
-    def __init__(
-        self,
-        draft: Draft,
-        device: str,
-        batch_size: int | None,
-        allow_pickle: bool,
-        trust_remote_code: bool,
-        listener: Listener,
-    ) -> None:
+    def __init__(self, recipe: RecipeSource, options: RunOptions, listener: Listener | None = None) -> None:
         self.started = time.monotonic()
+        self.draft = as_draft(recipe)
         self.ranks = join_ranks()
         """All processes of this run; the first one speaks and writes."""
-        self.draft = draft
-        self.listener = listener if self.ranks.is_first else Listener()
-        check_device(device)
-        self._device = device
+        self.listener = listener if listener and self.ranks.is_first else Listener()
+        check_device(options.device)
+        self.options = options
         self.notes: list[str] = []
         """What was found and chosen without being told, for the report."""
         self.open_repo: Opener = cache(open_repo)
         """Opens every repo once, so that all parts of the run see one commit."""
         self._lineage: tuple[Recipe, Sequence[Finding]] | None = None
-        self._batch_size, self._allow_pickle, self._trusted = batch_size, allow_pickle, trust_remote_code
 
     @cached_property
     def device(self) -> torch.device:
         """What the models run on. Raises RecipeError where it is not there."""
         from featcal_cli.runtime.hardware import choose_device
 
-        return choose_device(self._device)
+        return choose_device(self.options.device)
 
     def find_models(self) -> tuple[Recipe, Sequence[Finding]]:
         """The whole recipe, and where each part of it was read: found by the first rank, once, before torch is needed.
@@ -69,102 +86,44 @@ class Run:
         """
         if self._lineage is None:
             self.listener.stage("finding models")
-            found = self._find_lineage() if self.ranks.is_first else (Recipe.model_construct(), [])
+            lineage = self._find_lineage() if self.ranks.is_first else (Recipe.model_construct(), [])
             finish_importing()
-            self._lineage = found
+            self._lineage = lineage
         return self._lineage
 
-    def prepare(
-        self, target: Path | None, *, sample: bool, others: Mapping[str, str] | None = None, hold_out: bool = False
-    ) -> Preflight:
-        """What can be known before weights are downloaded.
-
-        `target` is the folder that will be written, if any; `others` are further models, by role; `hold_out` as in
-        `preflight.prepare`. The first rank finds out what is meant, to the commit; the others take its word.
-
-        Raises FeatCalError for whatever would stop the job.
-        """
-        recipe, findings = self.find_models()
-        from featcal_cli.workflows.preflight import prepare
-
-        others = others or {}
-        if not self.ranks.is_first:
-            recipe, findings, others = self.ranks.broadcast((recipe, findings, others))
-
-        def tell(recipe: Recipe, others: Mapping[str, str]) -> None:
-            if self.ranks.is_first:
-                self.ranks.broadcast((recipe, findings, others))
-
-        plan = prepare(
-            recipe,
-            findings,
-            device=self.device,
-            batch_size=self._batch_size,
-            allow_pickle=self._allow_pickle,
-            trust_remote_code=self._trusted,
-            open_repo=self.open_repo,
-            sample=sample,
-            target=target,
-            others=others,
-            stage=self.listener.stage,
-            note=self.note,
-            pinned=tell,
-            hold_out=hold_out,
-        )
-        if not self.ranks.is_first:
-            self.notes.clear()  # the first one has them all
-        return replace(plan, estimate=self.ranks.broadcast(plan.estimate))
-
     def _find_lineage(self) -> tuple[Recipe, Sequence[Finding]]:
-        told: set[Finding] = set()
+        noted: set[Finding] = set()
 
-        def tell(finding: Finding) -> None:
-            if finding.source != SAID and finding not in told:
-                told.add(finding)
+        def note_finding(finding: Finding) -> None:
+            if finding.source != SAID and finding not in noted:
+                noted.add(finding)
                 self.note(f"{finding.role}: {finding.value} (from {finding.source})")
 
-        lineage = find_lineage(self.draft, self.open_repo, tell)
+        lineage = find_lineage(self.draft, self.open_repo, note_finding)
         for finding in lineage.findings:
-            tell(finding)
-        for text in lineage.notes:
-            self.note(text)
+            note_finding(finding)
+        self.note(*lineage.notes)
         check_experts(self.draft, lineage, self.open_repo)
         return lineage.recipe, lineage.findings
 
-    def fetch(self, plan: Preflight, tasks: Collection[str] | None = None) -> dict[str, Snapshot]:
-        """Every model of a job on this machine, by its role; with `tasks`, of the experts only theirs.
-
-        Raises HubError.
-        """
-        snapshots = {}
-        for role, origin in plan.origins.items():
-            if tasks is not None and role.startswith(EXPERT) and role.removeprefix(EXPERT) not in tasks:
-                continue
-            self.listener.stage(f"downloading {origin.name}" if plan.transfers[role].missing else "loading models")
-            snapshots[role] = self.fetch_model(origin)
-        return snapshots
-
-    def find_model(self, name: str, once: Opener) -> Origin:
+    def find_origin(self, name: str) -> Origin:
         """Where a model's weights come from. Raises HubError."""
-        return find_origin(name, allow_pickle=self._allow_pickle, open_repo=once)
+        return find_origin(name, allow_pickle=self.options.allow_pickle, open_repo=self.open_repo)
 
-    def fetch_model(self, origin: Origin) -> Snapshot:
+    def fetch(self, origin: Origin) -> Snapshot:
         """One model on this machine. Raises HubError."""
-        snapshot = replace(fetch(origin, self.listener.transfer), trusted=self._trusted)
-        for text in snapshot.notes:
-            if visible(text) not in self.notes:
-                self.note(text)
+        snapshot = replace(fetch(origin, self.listener.transfer), trusted=self.options.trust_remote_code)
+        self.note(*dict.fromkeys(text for text in snapshot.notes if visible(text) not in self.notes))
         return snapshot
 
     def share_notes(self) -> None:
         """Let the first rank know what the others have noted."""
-        told = self.ranks.gather(self.notes)
-        for text in dict.fromkeys(text for notes in told[1:] for text in notes):
-            if self.ranks.is_first and text not in self.notes:
-                self.note(text)
+        _, *others = self.ranks.gather(self.notes)
+        if self.ranks.is_first:
+            self.note(*dict.fromkeys(text for notes in others for text in notes if text not in self.notes))
 
-    def note(self, text: str) -> None:
-        """Remember a sentence for the report, and show it."""
-        text = visible(text)
-        self.notes.append(text)
-        self.listener.note(text)
+    def note(self, *texts: str) -> None:
+        """Remember sentences for the report, and show them."""
+        for text in map(visible, texts):
+            self.notes.append(text)
+            self.listener.note(text)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 from torch import nn
 
-from featcal_cli.data.batches import Batch, take_examples, take_first
+from featcal_cli.data.batches import take_examples, take_first
 from featcal_cli.data.examples import TaskExamples
 from featcal_cli.engine.block_runner import BlockRunner
 from featcal_cli.engine.drift_metrics import DriftMeter, OutputMeter, VectorMeter, limit_batches
@@ -31,7 +31,9 @@ from featcal_cli.runtime.distributed import Ranks
 from featcal_cli.runtime.hardware import rooms_for_features
 from featcal_cli.runtime.process import read_launch
 from featcal_cli.workflows.output import build_checkpoint
+from featcal_cli.workflows.preflight import Preflight
 from featcal_cli.workflows.resource_estimate import read_bytes
+from featcal_cli.workflows.session import EXPERT, Session
 
 Note = Callable[[str], None]
 HEAD_SHARE = 0.05
@@ -54,12 +56,23 @@ class Models:
         return replace(self, experts={task: expert for task, expert in self.experts.items() if task in tasks})
 
 
+def fetch_models(session: Session, plan: Preflight, tasks: Collection[str] | None = None) -> dict[str, Snapshot]:
+    """Every model of a job on this machine, by its role; with `tasks`, of the experts only theirs. Raises HubError."""
+    snapshots = {}
+    for role, origin in plan.origins.items():
+        if tasks is not None and role.startswith(EXPERT) and role.removeprefix(EXPERT) not in tasks:
+            continue
+        session.listener.stage(f"downloading {origin.name}" if plan.transfers[role].missing else "loading models")
+        snapshots[role] = session.fetch(origin)
+    return snapshots
+
+
 def load_models(
     snapshots: Mapping[str, Snapshot], merge: Merge | None, built: Path, name: str, ranks: Ranks | None = None
 ) -> Models:
     """The models of `snapshots` (by role: merged, base, expert TASK). With `merge`, merged is built in the folder
     `built` and called `name`, by one rank on each machine. Raises CheckpointError for what cannot be loaded."""
-    tasks = {role.removeprefix("expert "): found for role, found in snapshots.items() if role.startswith("expert ")}
+    tasks = {role.removeprefix(EXPERT): found for role, found in snapshots.items() if role.startswith(EXPERT)}
     if merge is None:
         found = snapshots["merged"]
         merged = load_model("merged", found, find_class(found))
@@ -75,6 +88,13 @@ def load_models(
             ranks.gather(None)  # now it is there
         merged = load_model("merged", Snapshot(name, built, None), model_class)
     return Models(merged, share_model(merged), base, experts)
+
+
+def set_up(session: Session, plan: Preflight, models: Models, scratch: Path | None = None) -> Setup:
+    """The models and the examples together. Raises CheckpointError for a model that has not all of the blocks."""
+    calibration, note = plan.recipe.calibration, session.note
+    architecture = find_blocks(models, plan.examples, calibration.norms, note)
+    return Setup(models, architecture, plan.examples, calibration, session.device, note, session.ranks, scratch)
 
 
 def find_blocks(models: Models, examples: Mapping[str, TaskExamples], norms: str, note: Note) -> Architecture:
@@ -123,115 +143,120 @@ def _layers_given_back(model: nn.Module) -> Iterator[None]:
             handle.remove()
 
 
-def make_job(
-    models: Models,
-    architecture: Architecture,
-    examples: Mapping[str, TaskExamples],
-    calibration: Calibration,
-    device: torch.device,
-    note: Note,
-    *,
-    students: Mapping[str, Model],
-    watchers: Mapping[str, Model],
-    guarded: bool = False,
-    judged: bool = False,
-    keep_finals: bool = False,
-    ranks: Ranks | None = None,
-    scratch: Path | None = None,
-) -> Job:
-    """Everybody at the start, with the examples that they walk over.
+@dataclass(frozen=True)
+class Setup:
+    """Everything that a job is made of: models that are loaded, and examples that are read."""
 
-    students, watchers: by role, the models that are calibrated, and the others whose drift is measured. With students
-    it is measured on what is not fitted, if there is any; without, on all examples, and inside of blocks too.
-    guarded: updates are checked on the examples that are held out for that.
-    judged: the last drift of the students, and of merged, is measured on these examples too.
-    ranks: those of the run, of which this one works on its own tasks.
-    scratch: the folder for features that fit nowhere else, by default the system's; it should lie on a disk.
-    """
-    ranks = ranks or Ranks()
-    own = ranks.own(examples)
-    dtype = _choose_dtype(calibration, models.merged)
+    models: Models
+    architecture: Architecture
+    examples: Mapping[str, TaskExamples]
+    calibration: Calibration
+    device: torch.device
+    note: Note
+    ranks: Ranks = field(default_factory=Ranks)
+    """Those of the run, of which this one works on its own tasks."""
+    scratch: Path | None = None
+    """The folder for features that fit nowhere else, by default the system's; it should lie on a disk."""
 
-    def runner(model: Model) -> BlockRunner:
-        return BlockRunner(model, architecture, device, dtype)
+    def make_job(
+        self,
+        students: Mapping[str, Model],
+        watchers: Mapping[str, Model],
+        *,
+        guarded: bool = False,
+        judged: bool = False,
+        keep_finals: bool = False,
+    ) -> Job:
+        """All models at the start, with the examples that they run on.
 
-    def own_batches(half: str) -> dict[str, list[Batch]]:
-        return {task: list(getattr(found, half)) if task in own else [] for task, found in examples.items()}
+        students, watchers: by role, the models that are calibrated, and the others whose drift is measured. With
+        students it is measured on what is not fitted, if there is any; without, on all examples, and inside of blocks.
+        guarded: updates are checked on the examples that are held out for that.
+        judged: the last drift of the students, and of merged, is measured on these examples too.
+        """
+        models, examples, architecture = self.models, self.examples, self.architecture
+        own = self.ranks.own(examples)
+        dtype = _choose_dtype(self.calibration, models.merged)
 
-    roles = {**students, **watchers}
-    everybody = {id(model): model for model in (models.merged, models.base, *roles.values())}
-    runners = {key: runner(model) for key, model in everybody.items()}  # never two of one model
-    merged = runners[id(models.merged)]
-    shown = {
-        task: ((found.held_out if students else []) or found.fitted) if task in own else []
-        for task, found in examples.items()
-    }
-    experts = {task: runner(models.experts[task]) for task in own}
-    small_heads = all(ranks.gather(_has_small_heads(models.experts.values(), architecture)))
-    return Job(
-        architecture=architecture,
-        students={role: runners[id(model)] for role, model in students.items()},
-        merged=merged,
-        base=runners[id(models.base)],
-        experts=experts,
-        examples=own_batches("fitted") if students else {},
-        checked=own_batches("selection") if guarded else {},
-        second=own_batches("selection") if judged else {},
-        second_meter=DriftMeter() if judged else None,
-        judged=(*students, MERGED) if judged else (),
-        cls_blocks=_choose_cls_blocks(merged, architecture, examples, calibration, note),
-        meter=DriftMeter(modules=not students, refuse_vanishing=bool(students)),
-        vectors=None if students else VectorMeter(),  # a calibrated block is there when its experts' are gone
-        outputs=OutputMeter() if small_heads or not students else None,
-        watched=limit_batches(shown, [merged, *experts.values()]),
-        watchers={role: runners[id(model)] for role, model in roles.items()},
-        finals={} if keep_finals else None,
-        split=frozenset(role for role, model in roles.items() if model is not models.base),
-        offloader=Offloader(device, *rooms_for_features(device), scratch or Path(tempfile.gettempdir())),
-        ranks=ranks,
-    )
+        def runner(model: Model) -> BlockRunner:
+            return BlockRunner(model, architecture, self.device, dtype)
 
+        roles = {**students, **watchers}
+        everybody = {id(model): model for model in (models.merged, models.base, *roles.values())}
+        runners = {key: runner(model) for key, model in everybody.items()}  # never two of one model
+        merged = runners[id(models.merged)]
+        measured = {
+            task: ((found.held_out if students else []) or found.fitted) if task in own else []
+            for task, found in examples.items()
+        }
+        experts = {task: runner(models.experts[task]) for task in own}
+        fitted = {task: list(found.fitted) if task in own else [] for task, found in examples.items()}
+        selection = {task: list(found.selection) if task in own else [] for task, found in examples.items()}
+        scratch = self.scratch or Path(tempfile.gettempdir())
+        small_heads = all(self.ranks.gather(_has_small_heads(models.experts.values(), architecture)))
+        return Job(
+            architecture=architecture,
+            students={role: runners[id(model)] for role, model in students.items()},
+            merged=merged,
+            base=runners[id(models.base)],
+            experts=experts,
+            examples=fitted if students else {},
+            checked=selection if guarded else {},
+            second=selection if judged else {},
+            second_meter=DriftMeter() if judged else None,
+            judged=(*students, MERGED) if judged else (),
+            cls_blocks=self._choose_cls_blocks(merged),
+            meter=DriftMeter(modules=not students, refuse_vanishing=bool(students)),
+            vectors=None if students else VectorMeter(),  # a calibrated block is there when its experts' are gone
+            outputs=OutputMeter() if small_heads or not students else None,
+            watched=limit_batches(measured, [merged, *experts.values()]),
+            watchers={role: runners[id(model)] for role, model in roles.items()},
+            finals={} if keep_finals else None,
+            split=frozenset(role for role, model in roles.items() if model is not models.base),
+            offloader=Offloader(self.device, *rooms_for_features(self.device), scratch),
+            ranks=self.ranks,
+        )
 
-def make_search_job(
-    models: Models,
-    architecture: Architecture,
-    examples: Mapping[str, TaskExamples],
-    calibration: Calibration,
-    device: torch.device,
-    students: Iterable[str],
-    fitted: int,
-    branches: Collection[str] = (),
-    ranks: Ranks | None = None,
-    scratch: Path | None = None,
-) -> Job:
-    """A job of its own for a search: every student is the merged model again, fitted to the first `fitted` examples.
+    def make_search_job(self, students: Iterable[str], fitted: int, branches: Collection[str] = ()) -> Job:
+        """A job of its own for a search: every student is the merged model again, fitted to the first `fitted`
+        examples.
 
-    Drift and outputs (also of the features after the blocks `branches`) are measured on the examples held out for
-    selection.
-    """
-    shared = Models(
-        share_model(models.merged),
-        models.student,
-        share_model(models.base),
-        {task: share_model(expert) for task, expert in models.experts.items()},
-    )
-    few = {
-        task: replace(found, fitted=take_first(found.fitted, fitted), held_out=found.selection)
-        for task, found in examples.items()
-    }
-    job = make_job(
-        shared,
-        architecture,
-        few,
-        calibration,
-        device,
-        lambda _: None,
-        students={role: share_model(models.merged) for role in students},
-        watchers={MERGED: shared.merged},
-        ranks=ranks,
-        scratch=scratch,
-    )
-    return replace(job, outputs=OutputMeter(), split=frozenset(), branches=frozenset(branches))
+        Drift and outputs (also of the features after the blocks `branches`) are measured on the examples held out for
+        selection.
+        """
+        merged = self.models.merged
+        shared = Models(
+            share_model(merged),
+            self.models.student,
+            share_model(self.models.base),
+            {task: share_model(expert) for task, expert in self.models.experts.items()},
+        )
+        few = {
+            task: replace(found, fitted=take_first(found.fitted, fitted), held_out=found.selection)
+            for task, found in self.examples.items()
+        }
+        job = replace(self, models=shared, examples=few, note=lambda *_: None).make_job(
+            {role: share_model(merged) for role in students}, {MERGED: shared.merged}
+        )
+        return replace(job, outputs=OutputMeter(), split=frozenset(), branches=frozenset(branches))
+
+    def _choose_cls_blocks(self, merged: BlockRunner) -> frozenset[str]:
+        """The blocks in which the first token counts most: as the user says, else as probing a vision model shows."""
+        last_blocks, chosen = self.architecture.last_blocks, self.calibration.token_weights
+        if chosen == "cls":
+            return frozenset(last_blocks.values())
+        found: set[str] = set()
+        for task, examples in self.examples.items() if chosen == "auto" else ():
+            batch = take_examples(examples.fitted[0], [0])
+            if "pixel_values" in batch and last_blocks[task] not in found:
+                with _layers_given_back(merged.model.module):
+                    found |= find_cls_blocks(merged, self.architecture, task, batch)
+        memory_map.give_back(merged.model.module.parameters())
+        if found:
+            self.note(
+                f"token weights: cls in {', '.join(sorted(found))}, because the output is read from the first token"
+            )
+        return frozenset(found)
 
 
 def _has_small_heads(experts: Iterable[Model], architecture: Architecture) -> bool:
@@ -254,28 +279,6 @@ def _build_merged(merge: Merge, base: Model, experts: list[Model], folder: Path)
     slots = read_slots(first.snapshot)
     on_disk = (names_on_disk(first, group, slots) for group in merge_weights(merge, base, experts))
     build_checkpoint(folder, first.snapshot, base.snapshot, on_disk)
-
-
-def _choose_cls_blocks(
-    merged: BlockRunner,
-    architecture: Architecture,
-    examples: Mapping[str, TaskExamples],
-    calibration: Calibration,
-    note: Note,
-) -> frozenset[str]:
-    """The blocks in which the first token counts most: as the user says, else as probing a vision model shows."""
-    if calibration.token_weights == "cls":
-        return frozenset(architecture.last_blocks.values())
-    found: set[str] = set()
-    for task, given in examples.items() if calibration.token_weights == "auto" else ():
-        batch = take_examples(given.fitted[0], [0])
-        if "pixel_values" in batch and architecture.last_blocks[task] not in found:
-            with _layers_given_back(merged.model.module):
-                found |= find_cls_blocks(merged, architecture, task, batch)
-    memory_map.give_back(merged.model.module.parameters())
-    if found:
-        note(f"token weights: cls in {', '.join(sorted(found))}, because the output is read from the first token")
-    return frozenset(found)
 
 
 def _choose_dtype(calibration: Calibration, merged: Model) -> torch.dtype:

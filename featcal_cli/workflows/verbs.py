@@ -7,18 +7,18 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from featcal_cli.calibration.journal import drop_journal
 from featcal_cli.evaluation.results import CALIBRATED
 from featcal_cli.hub.push import Pushed, Target, check_target, push
-from featcal_cli.recipe.schema import Draft, Recipe, as_draft
-from featcal_cli.reporting.report import REPORT, Report
+from featcal_cli.recipe.schema import Recipe
+from featcal_cli.reporting.report import Report
 from featcal_cli.reporting.verdict import check_judged, check_measured
 from featcal_cli.runtime.progress import Listener
-from featcal_cli.workflows.output import check_name, check_output, default_output
-from featcal_cli.workflows.output_folder import Finished, Note, Workplace
-from featcal_cli.workflows.session import Run
+from featcal_cli.workflows.finished_output import FinishedOutput, Note
+from featcal_cli.workflows.session import CalibrateOptions, RecipeSource, RunOptions, Session
+from featcal_cli.workflows.workspace import Workspace, check_name, check_output, default_output
 
 if TYPE_CHECKING:  # these import torch, which is not waited for before it is needed
     from featcal_cli.models.loading import Model
@@ -54,7 +54,7 @@ class Result:
 
 
 def calibrate(
-    recipe: Draft | Mapping[str, Any] | str | Path,
+    recipe: RecipeSource,
     *,
     output: str | Path | None = None,
     overwrite: bool = False,
@@ -87,22 +87,23 @@ def calibrate(
     Raises FeatCalError (what, where, fix) when something that the user can mend is wrong; then no output is written,
     unless it is the evaluation or the push that failed: they follow when the same job is run again.
     """
-    run = Run(as_draft(recipe), device, batch_size, allow_pickle, trust_remote_code, listener or Listener())
-    job = CalibrationRun(
-        run,
-        output,
+    session = Session(recipe, RunOptions(device, batch_size, allow_pickle, trust_remote_code), listener)
+    options = CalibrateOptions(
         overwrite=overwrite,
         restart=restart,
-        evaluate=evaluate,
-        allow_code=allow_code,
+        create_pr=create_pr,
+        overwrite_repo=overwrite_repo,
+        commit_message=commit_message,
         strict=strict,
         push_anyway=push_anyway,
+        evaluate=evaluate,
+        allow_code=allow_code,
     )
-    return job.calibrate(create_pr=create_pr, overwrite_repo=overwrite_repo, message=commit_message)
+    return CalibrationRun(session, output, options).calibrate()
 
 
 def dry_run(
-    recipe: Draft | Mapping[str, Any] | str | Path,
+    recipe: RecipeSource,
     *,
     output: str | Path | None = None,
     overwrite: bool = False,
@@ -119,124 +120,111 @@ def dry_run(
 
     Raises FeatCalError for whatever would stop the job.
     """
-    run = Run(as_draft(recipe), device, batch_size, allow_pickle, trust_remote_code, listener or Listener())
-    job = CalibrationRun(run, output, overwrite=overwrite)
-    job.check_places(create_pr=create_pr, overwrite_repo=overwrite_repo)
-    run.find_models()
-    plan = run.prepare(job.target, sample=True, hold_out=True)
+    session = Session(recipe, RunOptions(device, batch_size, allow_pickle, trust_remote_code), listener)
+    options = CalibrateOptions(overwrite=overwrite, create_pr=create_pr, overwrite_repo=overwrite_repo)
+    run = CalibrationRun(session, output, options)
+    run.check_output_and_hub()
+    session.find_models()
+    from featcal_cli.workflows.preflight import prepare
+
+    plan = prepare(session, run.target, sample=True, hold_out=True)
     if strict:
         check_judged(plan.examples)
     if plan.recipe.calibration.select == "search" and plan.recipe.calibration.is_open:
-        run.note("whether examples are left to search with is seen when all are read")
+        session.note("whether examples are left to search with is seen when all are read")
     return plan
 
 
 class CalibrationRun:
     """One job under way."""
 
-    def __init__(
-        self,
-        run: Run,
-        output: str | Path | None,
-        *,
-        overwrite: bool,
-        restart: bool = False,
-        evaluate: bool = False,
-        allow_code: bool = False,
-        strict: bool = False,
-        push_anyway: bool = False,
-    ) -> None:
-        self._run, self._draft, self._ranks = run, run.draft, run.ranks
-        self._overwrite, self._restart = overwrite, restart
-        self._evaluate, self._allow_code = evaluate, allow_code
-        self._strict, self._push_anyway = strict, push_anyway
-        self.target = Path(output) if output else default_output(run.draft.name)
-        self._place = Workplace(self.target, overwrite=overwrite)
-        self._output = Finished(run.draft, self._place)
+    def __init__(self, session: Session, output: str | Path | None, options: CalibrateOptions) -> None:
+        self._session, self._options, self._ranks = session, options, session.ranks
+        self.target = Path(output) if output else default_output(session.draft.name)
+        self._workspace = Workspace(self.target, overwrite=options.overwrite)
+        self._output = FinishedOutput(session.draft, self._workspace)
         self._note: Note | None = None
         """That of the output, where an earlier run of this very job has written it."""
 
-    def check_places(self, *, create_pr: bool, overwrite_repo: bool) -> Target | None:
+    def check_output_and_hub(self) -> Target | None:
         """Where the result is to go on the Hub, which the first rank alone knows. Raises FeatCalError when it cannot go
         there, or not to the output."""
         if not self._ranks.is_first:
             return None
-        wanted = self._draft.output
-        anew = self._overwrite or self._restart
-        note = None if anew else self._output.read()
-        if note is not None and (note.push or wanted.push_to or self._evaluate):
+        options, wanted = self._options, self._session.draft.output
+        note = None if options.overwrite or options.restart else self._output.read()
+        if note is not None and (note.push or wanted.push_to or options.evaluate):
             if not note.push:
                 self._output.check_current()
             self._note = note
-            self._run.note(f"{self.target} was finished by an earlier run; nothing is computed again")
+            self._session.note(f"{self.target} was finished by an earlier run; nothing is computed again")
         else:
-            check_output(self.target, self._draft.local_paths, overwrite=self._overwrite)
+            check_output(self.target, self._session.draft.local_paths, overwrite=options.overwrite)
             self._output.remember_files()
         if wanted.push_to is None:
             return None
-        self._run.listener.stage("checking the Hub")
+        self._session.listener.stage("checking the Hub")
         return check_target(
             wanted.push_to,
             private=wanted.private,
-            create_pr=create_pr,
-            overwrite_repo=overwrite_repo,
+            create_pr=options.create_pr,
+            overwrite_repo=options.overwrite_repo,
             finished=None if self._note is None else self.target,
         )
 
-    def calibrate(self, *, create_pr: bool, overwrite_repo: bool, message: str | None) -> Result:
+    def calibrate(self) -> Result:
         """Do it all. What is wrong with the inputs leaves nothing behind; finished blocks outlive everything else."""
         if self._ranks.is_first:
             check_name(self.target)
-        with self._place.held() if self._ranks.is_first else nullcontext():
-            target = self.check_places(create_pr=create_pr, overwrite_repo=overwrite_repo)
-            models = None
+        with self._workspace.held() if self._ranks.is_first else nullcontext():
+            target = self.check_output_and_hub()
             if self._ranks.broadcast(self._note is not None):
-                text = (self.target / REPORT).read_text(encoding="utf-8") if self._ranks.is_first else ""
-                report = Report.from_json(self._ranks.broadcast(text))
-                if self._strict:
-                    check_measured(report)
-                if self._note is not None:
-                    drop_journal(self._place.journal, self._note.run)
+                report, models = self._read_finished(), None
             else:
                 report, models = self._compute(target)
-            told = self._measure(report) if self._evaluate and not report.accuracy else report
-            if self._ranks.is_first:
-                self._output.tell(report, told, target.repo_id if target else None)
-            report = told
+            before = report
+            if self._options.evaluate and not report.accuracy:
+                report = self._measure_accuracy(report)
             pushed = None
-            stopped = (self._strict and report.worse) or (report.has_grown and not self._push_anyway)
-            if target is not None and not stopped:
-                self._run.listener.stage(f"pushing to {target.repo_id}")
-                text = message or f"Calibrate {self._draft.name} with featcal"
-                sent = partial(self._run.listener.transfer, sent=True)
-                pushed = push(self.target, target, message=text, watch=sent)
             if self._ranks.is_first:
+                self._output.update_report_and_card(before, report, target.repo_id if target else None)
+                pushed = self._push(target, report) if target else None
                 was_due = self._note is not None and self._note.push
-                self._output.settle(report, push=pushed is None and (target is not None or was_due))
+                self._output.mark_pushed(report, due=pushed is None and (target is not None or was_due))
             report, pushed = self._ranks.broadcast((report, pushed))
         return Result(self.target, report, pushed, models)
 
+    def _read_finished(self) -> Report:
+        """What an earlier run has reported, on every rank."""
+        report = self._ranks.broadcast(self._output.read_report() if self._ranks.is_first else None)
+        assert report is not None
+        if self._options.strict:
+            check_measured(report)
+        if self._note is not None:
+            drop_journal(self._workspace.journal, self._note.run)
+        return report
+
     def _compute(self, target: Target | None) -> tuple[Report, Models]:
         """Calibrate; torch is imported while the models are looked for. Raises FeatCalError."""
-        self._run.find_models()
+        self._session.find_models()
         from featcal_cli.workflows.calibrate import Computation
 
-        computation = Computation(
-            self._run,
-            self._place,
-            self._output,
-            overwrite=self._overwrite,
-            restart=self._restart,
-            evaluate=self._evaluate,
-            allow_code=self._allow_code,
-            strict=self._strict,
-        )
-        return computation.compute(target)
+        return Computation(self._session, self._workspace, self._output, self._options).compute(target)
 
-    def _measure(self, report: Report) -> Report:
+    def _measure_accuracy(self, report: Report) -> Report:
         """The report with the figures of expert, merged and calibrated model."""
         from featcal_cli.workflows.evaluate import evaluate_models
 
         recipe = Recipe.model_validate(report.recipe)
-        found = evaluate_models(self._run, recipe, {CALIBRATED: str(self.target)}, allow_code=self._allow_code)
-        return replace(report, accuracy=dict(found.tasks))
+        others = {CALIBRATED: str(self.target)}
+        measured = evaluate_models(self._session, recipe, others, allow_code=self._options.allow_code)
+        return replace(report, accuracy=dict(measured.tasks))
+
+    def _push(self, target: Target, report: Report) -> Pushed | None:
+        """Push the output, unless its drift speaks against that. Raises HubError."""
+        options, listener = self._options, self._session.listener
+        if (options.strict and report.worse) or (report.has_grown and not options.push_anyway):
+            return None
+        listener.stage(f"pushing to {target.repo_id}")
+        message = options.commit_message or f"Calibrate {self._session.draft.name} with featcal"
+        return push(self.target, target, message=message, watch=partial(listener.transfer, sent=True))

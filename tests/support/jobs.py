@@ -12,10 +12,10 @@ from families import Saved
 from featcal_cli.data.examples import TaskExamples
 from featcal_cli.engine.job import CALIBRATED, MERGED, Job
 from featcal_cli.models.architecture import Architecture
-from featcal_cli.recipe.schema import Calibration, as_draft
-from featcal_cli.runtime.progress import Listener
-from featcal_cli.workflows.session import Run
-from featcal_cli.workflows.setup import Models, find_blocks, load_models, make_job, make_search_job
+from featcal_cli.recipe.schema import Calibration
+from featcal_cli.workflows.preflight import prepare as prepare_job
+from featcal_cli.workflows.session import RunOptions, Session
+from featcal_cli.workflows.setup import Models, Setup, fetch_models, find_blocks, load_models
 
 CPU = torch.device("cpu")
 
@@ -31,30 +31,22 @@ class Prepared:
 
     def to_calibrate(self) -> Job:
         """One student, whose updates are checked."""
-        return make_job(
-            self.models,
-            self.architecture,
-            self.examples,
-            self.calibration,
-            CPU,
-            lambda _: None,
-            students={CALIBRATED: self.models.student},
-            watchers={MERGED: self.models.merged},
-            guarded=True,
-        )
+        return self._setup.make_job({CALIBRATED: self.models.student}, {MERGED: self.models.merged}, guarded=True)
 
     def to_search(self, students: Iterable[str], fitted: int, cuts: Iterable[int] = ()) -> Job:
         """A student of every name; `cuts`: numbers of blocks after which some of them are dropped."""
         branches = [self.architecture.blocks[number - 1].name for number in cuts]
-        return make_search_job(
-            self.models, self.architecture, self.examples, self.calibration, CPU, students, fitted, branches
-        )
+        return self._setup.make_search_job(students, fitted, branches)
+
+    @property
+    def _setup(self) -> Setup:
+        return Setup(self.models, self.architecture, self.examples, self.calibration, CPU, lambda *_: None)
 
 
 def prepare(saved: Saved, batch_size: int = 5, **calibration: object) -> Prepared:
     """The family's job."""
-    run = Run(as_draft(saved.recipe(**calibration)), "cpu", batch_size, False, False, Listener())
-    plan = run.prepare(None, sample=False)
-    models = load_models(run.fetch(plan), None, Path(), "")
-    architecture = find_blocks(models, plan.examples, plan.recipe.calibration.norms, run.note)
+    session = Session(saved.recipe(**calibration), RunOptions("cpu", batch_size))
+    plan = prepare_job(session)
+    models = load_models(fetch_models(session, plan), None, Path(), "")
+    architecture = find_blocks(models, plan.examples, plan.recipe.calibration.norms, session.note)
     return Prepared(models, architecture, dict(plan.examples), plan.recipe.calibration)

@@ -6,7 +6,7 @@ import json
 import re
 from pathlib import Path
 
-from featcal_cli.workflows.output_folder import NOTE
+from featcal_cli.workflows.workspace import NOTE
 
 TIMES = ("seconds", "peak_rss_bytes", "expert_bytes_read")
 """What a report says of the run and not of the result."""

@@ -12,7 +12,7 @@ from hub_server import HubServer
 from outcome import result
 from zygote import Started, Zygote, wait_for
 
-from featcal_cli.workflows.output_folder import NOTE
+from featcal_cli.workflows.workspace import NOTE
 
 SCENARIOS, KILLS = 20, 3
 """Jobs, and how often each is killed before it may end."""

@@ -22,7 +22,7 @@ from published import publish
 
 import featcal_cli.hub.client
 from featcal_cli import calibrate
-from featcal_cli.workflows.output_folder import NOTE
+from featcal_cli.workflows.workspace import NOTE
 
 pytestmark = pytest.mark.usefixtures("hurried")
 

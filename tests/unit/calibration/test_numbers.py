@@ -24,7 +24,7 @@ from featcal_cli.models.module_kinds import Affine
 from featcal_cli.reporting.verdict import find_excess, write_verdict
 from featcal_cli.runtime.errors import DataError, NumericsError, OutputError
 from featcal_cli.workflows.inspect_drift import inspect_drift
-from featcal_cli.workflows.output_checks import check_built
+from featcal_cli.workflows.output import check_built
 from featcal_cli.workflows.verbs import calibrate
 
 BY_NAME = {family.name: family for family in FAMILIES}
@@ -117,7 +117,7 @@ def test_a_disk_that_changes_what_is_written_is_found_out(
         file.write_bytes(bytes(content))
         check_built(place, *rest)  # type: ignore[arg-type]
 
-    monkeypatch.setattr("featcal_cli.workflows.output_checks.check_built", flip)
+    monkeypatch.setattr("featcal_cli.workflows.output.check_built", flip)
     with pytest.raises(OutputError, match="is not what was"):
         calibrate(vit.recipe(select="preset"), output=tmp_path / "out")
     assert not (tmp_path / "out").exists()

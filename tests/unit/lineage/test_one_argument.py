@@ -36,7 +36,7 @@ from featcal_cli.recipe.schema import Draft
 from featcal_cli.runtime.errors import HubError
 from featcal_cli.runtime.references import bare_id
 from featcal_cli.workflows.output import write_output
-from featcal_cli.workflows.output_folder import NOTE
+from featcal_cli.workflows.workspace import NOTE
 
 FIRST_BYTES = 100_000
 pytestmark = pytest.mark.usefixtures("undrawn")

@@ -14,10 +14,8 @@ from safetensors.torch import load_file, save_file
 
 from featcal_cli.data.batches import Batch, count_examples
 from featcal_cli.models.inventory import list_registered, run_without_values
-from featcal_cli.recipe.schema import as_draft
 from featcal_cli.runtime.hardware import find_memory_limits, memory_of
-from featcal_cli.runtime.progress import Listener
-from featcal_cli.workflows.preflight import Preflight
+from featcal_cli.workflows.preflight import Preflight, prepare
 from featcal_cli.workflows.resource_estimate import (
     CPU_ROWS,
     DEVICE_ROWS,
@@ -26,7 +24,7 @@ from featcal_cli.workflows.resource_estimate import (
     choose_batch_sizes,
     limit_batch,
 )
-from featcal_cli.workflows.session import Run
+from featcal_cli.workflows.session import RunOptions, Session
 from featcal_cli.workflows.verbs import calibrate
 
 pytestmark = pytest.mark.usefixtures("undrawn")
@@ -62,7 +60,7 @@ def sizes_of(
 
 def plan(recipe: dict[str, object], batch_size: int | None = None) -> Preflight:
     """A job up to where it could start."""
-    return Run(as_draft(recipe), "cpu", batch_size, False, False, Listener()).prepare(None, sample=False)
+    return prepare(Session(recipe, RunOptions("cpu", batch_size)))
 
 
 def counts(batches: list[Batch]) -> list[int]:

@@ -1,0 +1,115 @@
+"""An output that is there: which job made it, and what it still has to say or to be pushed to."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from hashlib import sha256
+from typing import Any, NamedTuple
+
+from featcal_cli.hub.repo import open_repo
+from featcal_cli.recipe.schema import Draft, Merge
+from featcal_cli.reporting.model_card import write_card
+from featcal_cli.reporting.report import CARD, REPORT, Report
+from featcal_cli.runtime.errors import OutputError
+from featcal_cli.runtime.files import stamp_files
+from featcal_cli.workflows.workspace import NOTE, WROTE, Workspace
+
+
+class Note(NamedTuple):
+    """What an output says of how it was made."""
+
+    card: dict[str, Any]
+    """What its card is made of."""
+    push: bool
+    """It is to be pushed yet."""
+    files: tuple[str, ...] = ()
+    """Its files, by their paths in it: what else lies there is not ours."""
+    run: str = ""
+    """The job by its fingerprint: its finished blocks are of no use any more."""
+
+
+class FinishedOutput:
+    """The output of a job, once it is there."""
+
+    def __init__(self, draft: Draft, workspace: Workspace) -> None:
+        self._draft, self._workspace, self._target = draft, workspace, workspace.target
+
+    def read(self) -> Note | None:
+        """The note of this very job; None where another one made the output or changed it, where its local files have
+        changed since, and for a broken note."""
+        try:
+            note = json.loads((self._target / NOTE).read_text(encoding="utf-8"))
+            is_ours = note["job"] == self._job and _hash(self._read_report()) in note["reports"]
+            if not is_ours or not note["files"].items() <= self._files.items():
+                return None
+            return Note(dict(note["card"]), bool(note["push"]), tuple(map(str, note[WROTE])), str(note["run"]))
+        except (OSError, ValueError, LookupError, TypeError, AttributeError):  # none, cut short, of another version
+            return None
+
+    def write_note(self, reports: Sequence[str], note: Note) -> str:
+        """The text of the note of this job; by its report, one of `reports`, one sees later if it is still its own."""
+        about = {"job": self._job, "files": self._files, "reports": list(map(_hash, reports))}
+        return json.dumps({**about, "card": note.card, "push": note.push, WROTE: note.files, "run": note.run})
+
+    def write_card(self, report: Report, repo_id: str | None, about: Mapping[str, Any]) -> str:
+        """The text of the model card; repo_id: where the output is pushed to, if it is."""
+        return write_card(report, name=self._target.name, target=repo_id, **about)
+
+    def read_report(self) -> Report:
+        """The report that lies in the output."""
+        return Report.from_json(self._read_report())
+
+    def check_current(self) -> None:
+        """Raise OutputError where the merged repo has another commit now than the output was made from."""
+        if isinstance(self._draft.merged, Merge):
+            return
+        for source in self.read_report().sources:
+            if source.role != "merged" or source.commit is None or f"{source.name}@" in self._draft.merged:
+                continue
+            if (now := open_repo(source.name).commit) != source.commit:
+                raise OutputError(
+                    f"this was made from {source.name} at {source.commit[:7]}, which is at {str(now)[:7]} by now",
+                    where=str(self._target),
+                    fix="give --overwrite to calibrate what is there now",
+                )
+
+    def update_report_and_card(self, before: Report, after: Report, repo_id: str | None) -> None:
+        """Let report and card of the output say what is known now, and the card name the repo that it is pushed to.
+        Raises OutputError."""
+        if (note := self.read()) is None:
+            return
+        old, new = before.to_json(), after.to_json()
+        if old != new:
+            self._workspace.rewrite(NOTE, self.write_note([old, new], note))
+            self._workspace.rewrite(REPORT, new)
+        text = self.write_card(after, repo_id, note.card)
+        if (self._target / CARD).read_text(encoding="utf-8") != text:
+            self._workspace.rewrite(CARD, text)
+
+    def mark_pushed(self, report: Report, *, due: bool) -> None:
+        """Let the note say that the output was pushed, or that it is `due` to be yet. Raises OutputError."""
+        note = self.read()
+        if note is not None and note.push != due:
+            self._workspace.rewrite(NOTE, self.write_note([report.to_json()], note._replace(push=due)))
+
+    def remember_files(self) -> None:
+        """Look at what the job names of this machine, as it is when the run begins."""
+        _ = self._files
+
+    @cached_property
+    def _files(self) -> dict[str, str]:
+        return stamp_files(self._draft.local_paths)
+
+    @cached_property
+    def _job(self) -> str:
+        """The job without its output, which may be pushed to another place than was planned."""
+        return json.dumps(self._draft.model_dump(mode="json", exclude={"output"}), sort_keys=True)
+
+    def _read_report(self) -> str:
+        return (self._target / REPORT).read_text(encoding="utf-8")
+
+
+def _hash(text: str) -> str:
+    return sha256(text.encode()).hexdigest()

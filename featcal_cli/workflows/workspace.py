@@ -1,0 +1,274 @@
+"""The output folder and the hidden one beside it: what is ours in them, and what is left for the next run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from featcal_cli.calibration.journal import drop_journal, holds_blocks
+from featcal_cli.hub.download import DESCRIBING, PREPROCESSOR_FILES
+from featcal_cli.reporting.report import CARD, PICTURE, RECIPE, REPORT
+from featcal_cli.runtime.errors import OutputError
+from featcal_cli.runtime.files import LOCK, draft_of, flush, hold, name_reason, write_file
+from featcal_cli.runtime.process import read_launch
+
+NOTE = ".featcal.json"
+"""Hidden in an output, and never pushed: which job made it, and of which files."""
+WROTE = "wrote"
+"""The key of the note that lists them."""
+UNLISTED = (NOTE, REPORT, RECIPE, PICTURE, CARD, "*.safetensors", "*.safetensors.index.json", "LICENSE*")
+"""What is ours in an output without a note, which is never pushed, beside what describes a model."""
+LEFT_BY_SYSTEMS = (".DS_Store", "Thumbs.db", "desktop.ini")
+SHOWN = 3
+"""Files that a message names."""
+
+
+def default_output(name: str) -> Path:
+    """`./NAME-featcal` for a merged repo or folder."""
+    return Path(f"{Path(name.rstrip('/')).name}-featcal")
+
+
+def check_name(target: Path) -> None:
+    """Raise OutputError for what cannot be the path of a folder."""
+    try:
+        place = target.resolve()
+        for name in (place.name, f".{place.name}.featcal"):
+            with suppress(FileNotFoundError, NotADirectoryError):
+                place.with_name(name or "folder").lstat()
+    except (OSError, ValueError) as error:
+        raise OutputError(
+            f"this cannot be a folder: {name_reason(error)}", where=str(target)[:80], fix="choose another --output"
+        ) from None
+
+
+def check_output(target: Path, sources: Iterable[Path], *, overwrite: bool) -> None:
+    """Raise OutputError unless the output can be put at `target` without harm to anything else."""
+    check_name(target)
+    check_apart(target, sources)
+    check_replaceable(target, overwrite=overwrite)
+
+
+def check_apart(target: Path, sources: Iterable[Path]) -> None:
+    """Raise OutputError for an output that would replace one of `sources` or the current folder, or lie in one of
+    `sources`; by whatever links and names these are reached."""
+    for source, is_input in ((Path.cwd(), False), *((source, True) for source in sources)):
+        harm = "replace" if _is_in(source, target) else "lie in" if is_input and _is_in(target, source) else None
+        if harm:
+            raise OutputError(
+                f"the output would {harm} {source}", where=str(target), fix="choose another folder with --output"
+            )
+
+
+def _is_in(inner: Path, outer: Path) -> bool:
+    """Whether a path is another one, or below it."""
+    inner, outer = inner.resolve(), outer.resolve()
+    if inner.is_relative_to(outer):
+        return True
+    return outer.exists() and any(path.exists() and path.samefile(outer) for path in (inner, *inner.parents))
+
+
+def check_replaceable(target: Path, *, overwrite: bool) -> None:
+    """Raise OutputError unless an output can be put at `target` without harm to what stands there."""
+    if not (target.exists() or target.is_symlink()):
+        return
+    where, elsewhere = str(target), "choose another folder with --output"
+    if not overwrite:
+        raise OutputError("the output folder exists", where=where, fix="give --overwrite, or another --output")
+    empty = target.is_dir() and not any(target.iterdir())
+    if not (empty or (target / REPORT).is_file()):
+        what = f"the folder is not one that featcal made (it has no {REPORT}); it is not replaced"
+        raise OutputError(what, where=where, fix=elsewhere)
+    if others := find_others_files(target):
+        what = f"the folder holds files that featcal did not write, and is not replaced{_name_some(others)}"
+        raise OutputError(what, where=where, fix=f"move them elsewhere, or {elsewhere}")
+
+
+def find_others_files(folder: Path) -> list[str]:
+    """The files of an output folder that featcal did not write, by their paths in it."""
+    listed = _read_names(folder / NOTE, WROTE)
+    return [
+        name
+        for name in _list_files(folder)
+        if Path(name).name not in LEFT_BY_SYSTEMS and not _is_ours(Path(name), listed)
+    ]
+
+
+def _is_ours(path: Path, listed: Collection[str] | None) -> bool:
+    if listed is not None:
+        return path.as_posix() in listed
+    ours = (*UNLISTED, *DESCRIBING, *PREPROCESSOR_FILES)
+    return len(path.parts) == 1 and any(path.match(pattern) for pattern in ours)
+
+
+def _list_files(folder: Path) -> list[str]:
+    """Files and links in a folder, by their paths in it."""
+    return sorted(
+        path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_symlink() or not path.is_dir()
+    )
+
+
+def _read_names(file: Path, key: str | None = None) -> frozenset[str] | None:
+    """The names that a file lists; None where there is none, or a broken one."""
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+        names = content if key is None else content[key]
+        return frozenset(names) if isinstance(names, list) and all(isinstance(name, str) for name in names) else None
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
+
+
+def _name_some(names: Collection[str]) -> str:
+    """`: a, b, c and 2 more`; nothing for none."""
+    shown = ", ".join(sorted(names)[:SHOWN])
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return f": {shown}{more}" if names else ""
+
+
+def _remove_files(folder: Path, names: Iterable[str | Path]) -> None:
+    """Delete files of a folder, and then the folder and those in it, where nothing else is left. Raises OSError."""
+    for name in names:
+        (folder / name).unlink(missing_ok=True)
+    folders = [path for path in folder.rglob("*") if path.is_dir() and not path.is_symlink()]
+    for path in (*sorted(folders, reverse=True), folder):
+        with suppress(OSError):  # something is left in it
+            path.rmdir()
+
+
+class UnfinishedFolder:
+    """A folder that is written file by file and then moved, or deleted again by a later run: a list beside it says
+    which files are ours."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._list = folder.with_name(f"{folder.name}.files.json")
+
+    def begin(self, names: Collection[str]) -> None:
+        """Make way for a folder of these files. Raises OutputError where others lie there, and OSError."""
+        self.clear()
+        if self.folder.exists():
+            left = [path.relative_to(self.folder).as_posix() for path in self.folder.rglob("*")]
+            raise OutputError(
+                f"this is where the output is made, and files are here that featcal did not write{_name_some(left)}",
+                where=str(self.folder),
+                fix="move them elsewhere and run the same command again",
+            )
+        self.folder.parent.mkdir(parents=True, exist_ok=True)
+        write_file(self._list, json.dumps(sorted(names)))
+
+    def clear(self) -> None:
+        """Delete what is ours. Raises OSError."""
+        names = _read_names(self._list) or ()
+        _remove_files(
+            self.folder, [name for name in names if not (Path(name).is_absolute() or ".." in Path(name).parts)]
+        )
+        draft_of(self._list).unlink(missing_ok=True)
+        if not self.folder.exists():
+            self._list.unlink(missing_ok=True)
+
+
+class Workspace:
+    """Where one run at a time works on the output `target`."""
+
+    def __init__(self, target: Path, *, overwrite: bool = False) -> None:
+        self.target = target
+        self._overwrite = overwrite
+        resolved = target.resolve()
+        self.folder = resolved.parent / f".{resolved.name}.featcal"
+        self.journal = self.folder / "journal"
+        """Finished blocks."""
+        self.built = UnfinishedFolder(self.folder / "output")
+        """The output, before it takes its place."""
+        self._merged = UnfinishedFolder(self.folder / "merged")
+        """The merged model, where it is built."""
+        self._replaced = self.folder / "replaced"
+        """What the output takes the place of, for a moment."""
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Inside, this run alone works here. Afterwards only what is of use to a later run is left: finished blocks,
+        whatever the run failed of; and what is not ours.
+
+        Raises OutputError where another run works here, or nothing can be written.
+        """
+        missing = [path for path in (self.folder, *self.folder.parents) if not path.exists()]
+        with hold(self.folder, self.target):
+            self._finish_publishing()
+            try:
+                yield
+            finally:
+                self._tidy(missing)
+
+    @contextmanager
+    def scratch(self) -> Iterator[Path]:
+        """Where a run puts what it needs for a while on the machine of this process: here, and on the other machines
+        of torchrun's in a temporary folder."""
+        launch = read_launch()
+        if launch.rank == 0 or launch.local_rank:  # the first process of a machine is the one to ask
+            yield self.folder
+            return
+        with TemporaryDirectory(prefix="featcal-", ignore_cleanup_errors=True) as folder:
+            yield Path(folder)
+
+    def publish(self) -> None:
+        """Move what was built to its place, once it is on the disk; what stood there is removed only then. Raises
+        OutputError, also for what has come to stand there during the run and may not be replaced."""
+        with self.writing():
+            built = self.built.folder
+            for path in (*built.rglob("*"), built):
+                flush(path)
+            check_replaceable(self.target, overwrite=self._overwrite)
+            if self.target.exists():
+                self.target.resolve().replace(self._replaced)
+            built.replace(self.target.resolve())
+            flush(self.folder)
+            flush(self.folder.parent)
+        with suppress(OSError):
+            self.built.clear()
+            self._remove_replaced()
+
+    def rewrite(self, name: str, text: str) -> None:
+        """Let a file of the finished output say something else, whole at any time. Raises OutputError."""
+        with self.writing():
+            write_file(self.target / name, text, draft=self.folder / name)
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Raises OutputError for what cannot be written."""
+        try:
+            yield
+        except OSError as error:
+            raise OutputError(
+                f"cannot write: {name_reason(error)}",
+                where=str(self.target),
+                fix="free disk space and run the same command again, or choose another --output",
+            ) from None
+
+    def _finish_publishing(self) -> None:
+        """Put right what a run that was killed in the middle of `publish` left."""
+        with self.writing():
+            if self.target.exists():
+                self._remove_replaced()
+            elif self._replaced.exists():
+                self._replaced.replace(self.target.resolve())
+
+    def _remove_replaced(self) -> None:
+        """Delete the output that was replaced, but for what is not ours in it. Raises OSError."""
+        if self._replaced.is_dir():
+            _remove_files(self._replaced, set(_list_files(self._replaced)) - set(find_others_files(self._replaced)))
+
+    def _tidy(self, missing: list[Path]) -> None:
+        """Delete what no later run needs, and folders that were made for nothing; never what is not ours."""
+        with suppress(OSError):  # the disk may be for reading only by now
+            self.built.clear()
+            self._merged.clear()
+            for name in (NOTE, REPORT, CARD):  # of one that was being rewritten
+                (self.folder / name).unlink(missing_ok=True)
+            if not holds_blocks(self.journal):
+                drop_journal(self.journal)
+            (self.folder / LOCK).unlink(missing_ok=True)
+        for folder in (self.folder, *missing[1:]):
+            with suppress(OSError):  # something is in it: finished blocks, the output
+                folder.rmdir()
