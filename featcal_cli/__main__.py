@@ -14,7 +14,7 @@ def main() -> None:
         from featcal_cli.runtime.interruption import stop_when_signalled
 
         stop_when_signalled()
-        from featcal_cli.cli.commands import main
+        from featcal_cli.cli.main import main
 
         main()
     except (KeyboardInterrupt, SystemExit) as end:

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import os
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
 from dataclasses import asdict
 from json import dumps
-from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
 import typer
 
 from featcal_cli import __version__
 from featcal_cli.cli import options
+from featcal_cli.recipe.overrides import collect_overrides, read_tasks
+from featcal_cli.recipe.schema import names_merged, read_draft
+from featcal_cli.recipe.shipped import find_recipe, find_shipped, shipped_recipes
+from featcal_cli.runtime.errors import RecipeError
 from featcal_cli.runtime.interruption import MEASURING, interruptible
-from featcal_cli.runtime.process import GONE, Launch, check_surroundings, read_launch, start_importing
+from featcal_cli.runtime.logfile import recorded
+from featcal_cli.runtime.process import check_surroundings, start_importing
 
 EPILOG = """
 **Exit codes**: 0 done, 2 something that you can mend (one message says what, where and how), 3 a gate was exceeded
@@ -115,15 +115,9 @@ def calibrate(
           --expert mnist=user/clip-mnist --data mnist=ylecun/mnist \\
           --expert svhn=user/clip-svhn --data svhn=ufldl-stanford/svhn:cropped_digits
     """
-    from featcal_cli.cli.console import OUT, Screen, show_drift, show_preflight, show_result, warn_of_growth
-    from featcal_cli.cli.options import check_files
-    from featcal_cli.cli.score_table import show_scores
-    from featcal_cli.recipe.overrides import collect_overrides
-    from featcal_cli.recipe.schema import read_draft
-    from featcal_cli.recipe.shipped import find_recipe
+    from featcal_cli.cli import result_view
+    from featcal_cli.cli.console import Screen
     from featcal_cli.reporting.verdict import check_grown, check_pushable
-    from featcal_cli.runtime.errors import RecipeError
-    from featcal_cli.runtime.logfile import recorded
     from featcal_cli.workflows.saved_recipe import check_save, save_recipe
     from featcal_cli.workflows.workspace import default_output
 
@@ -142,7 +136,7 @@ def calibrate(
     if save:
         check_save(save, overwrite=overwrite)
     place = {"--output": output or default_output(draft.name)}
-    check_files({**place, "--log-file": log_file, "--save": save}, draft, recipe)
+    options.check_files({**place, "--log-file": log_file, "--save": save}, draft, recipe)
     screen = Screen(quiet=quiet or json)
     with recorded(screen, log_file) as log:
         with interruptible(), screen.live():
@@ -164,22 +158,18 @@ def calibrate(
         if dry_run:
             if save:
                 save_recipe(save, preflight.recipe, preflight.findings, overwrite=overwrite)
-            typer.echo(dumps(preflight.to_dict(), indent=2)) if json else show_preflight(preflight)
+            typer.echo(dumps(preflight.to_dict(), indent=2)) if json else result_view.show_preflight(preflight)
             return
         if json:
             pushed = asdict(result.pushed) if result.pushed else None
-            written = {"output": str(result.output), "pushed": pushed, **result.report.to_dict()}
-            typer.echo(dumps(written, indent=2))
+            typer.echo(dumps({"output": str(result.output), "pushed": pushed, **result.report.to_dict()}, indent=2))
         else:
-            show_drift(result.report)
-            if result.report.accuracy:
-                show_scores(result.report.accuracy, OUT, limited=False)
-            show_result(result.output, result.pushed, hints=not quiet)
+            result_view.show_calibration(result.report, result.output, result.pushed, hints=not quiet)
         if strict:
             check_grown(result.report, result.output)
         if not push_anyway:
             check_pushable(result.report, result.output, draft.output.push_to)
-        warn_of_growth(result.report)
+        result_view.warn_of_growth(result.report)
 
 
 @app.command("inspect-drift")
@@ -222,11 +212,6 @@ def inspect_drift(
         featcal inspect-drift user/merged --max-drift 0.8
     """
     from featcal_cli.cli.console import OUT, Screen
-    from featcal_cli.cli.options import check_files, check_finite
-    from featcal_cli.recipe.overrides import collect_overrides
-    from featcal_cli.recipe.schema import read_draft
-    from featcal_cli.recipe.shipped import find_recipe
-    from featcal_cli.runtime.logfile import recorded
 
     calibration = {
         "examples": examples, "dtype": dtype, "norms": norms, "token_weights": token_weights, "seed": seed,
@@ -236,8 +221,8 @@ def inspect_drift(
     )  # fmt: skip
     draft = read_draft(find_recipe(recipe) if recipe else None, overrides)
     written = {"--plot": plot, "--projection": projection, "--html": html, "--markdown": markdown}
-    check_files({"--log-file": log_file, **written}, draft, recipe)
-    check_finite("--max-drift", max_drift)
+    options.check_files({"--log-file": log_file, **written}, draft, recipe)
+    options.check_finite("--max-drift", max_drift)
     screen = Screen(quiet=quiet or json)
     with recorded(screen, log_file) as log:
         with interruptible(MEASURING), screen.live():
@@ -290,19 +275,13 @@ def evaluate(
 
         featcal evaluate -r mine.yaml user/merged-featcal user/other-merge --json
     """
-    from featcal_cli.cli.console import OUT, Screen
-    from featcal_cli.cli.options import check_files
-    from featcal_cli.recipe.overrides import collect_overrides, read_tasks
-    from featcal_cli.recipe.schema import names_merged, read_draft
-    from featcal_cli.recipe.shipped import find_recipe
-    from featcal_cli.runtime.interruption import interruptible
-    from featcal_cli.runtime.logfile import recorded
+    from featcal_cli.cli.console import Screen
 
-    check_files({"--log-file": log_file}, None, recipe)
+    options.check_files({"--log-file": log_file}, None, recipe)
     screen = Screen(quiet=quiet or json)
     with recorded(screen, log_file) as log:
         with interruptible(), screen.live():
-            from featcal_cli.cli.score_table import show_scores
+            from featcal_cli.cli.result_view import show_scores
             from featcal_cli.workflows.evaluate import evaluate as run
             from featcal_cli.workflows.evaluate import find_own_recipe
 
@@ -322,7 +301,7 @@ def evaluate(
         if json:
             typer.echo(dumps(found.to_dict(), indent=2))
         else:
-            show_scores(found.tasks, OUT, limited=limit is not None)
+            show_scores(found.tasks, limited=limit is not None)
 
 
 @app.command()
@@ -337,8 +316,7 @@ def recipes(name: options.RecipeName = None) -> None:
 
         featcal recipes ci/featcal.yml > featcal.yml
     """
-    from featcal_cli.cli.console import show_recipes
-    from featcal_cli.recipe.shipped import find_shipped, shipped_recipes
+    from featcal_cli.cli.result_view import show_recipes
 
     if name:
         typer.echo(find_shipped(name).read_text(encoding="utf-8"), nl=False)
@@ -360,9 +338,8 @@ def modules(
 
         featcal modules ./my-merge --norms all --json
     """
-    from featcal_cli.cli.console import Screen, show_inventory
-    from featcal_cli.runtime.errors import RecipeError
-    from featcal_cli.runtime.logfile import recorded
+    from featcal_cli.cli.console import Screen
+    from featcal_cli.cli.result_view import show_inventory
 
     if norms is not None and norms not in NORMS:
         raise RecipeError(f"unknown kind of norms {norms}", where="--norms", fix=f"give one of: {', '.join(NORMS)}")
@@ -396,21 +373,12 @@ def demo(
 
         featcal demo -o my-demo --json
     """
-    from featcal_cli.cli.console import (
-        Screen,
-        show_accuracy,
-        show_demo,
-        show_drift,
-        show_next,
-        show_result,
-        warn_of_growth,
-    )
-    from featcal_cli.recipe.shipped import find_recipe
-    from featcal_cli.runtime.logfile import recorded
+    from featcal_cli.cli import result_view
+    from featcal_cli.cli.console import Screen
 
     screen = Screen(quiet=quiet or json)
     if not (quiet or json):
-        show_demo(find_recipe("demo"))
+        result_view.show_demo(find_recipe("demo"))
     with recorded(screen, None) as log, interruptible(), screen.live():
         from featcal_cli.workflows.demo import run_demo
 
@@ -418,110 +386,9 @@ def demo(
     if json:
         typer.echo(dumps(result.to_dict(), indent=2))
         return
-    show_drift(result.report)
-    show_accuracy(result.accuracy)
-    show_result(result.output, None, hints=not quiet)
-    warn_of_growth(result.report)
+    result_view.show_drift(result.report)
+    result_view.show_accuracy(result.accuracy)
+    result_view.show_result(result.output, None, hints=not quiet)
+    result_view.warn_of_growth(result.report)
     if not quiet:
-        show_next()
-
-
-def main() -> None:
-    """Run the command line; errors that the user can mend become one message and exit code 2."""
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    os.environ.setdefault("HF_HUB_VERBOSITY", "error")  # it writes of every retry, with the address
-    from featcal_cli.runtime.errors import FeatCalError
-
-    launch = Launch()
-    try:
-        launch = read_launch()
-        with _silent() if launch.rank else nullcontext():
-            _call()
-    except FeatCalError as error:
-        if launch.by_torchrun:
-            from featcal_cli.runtime.distributed import is_first_to_fail
-
-            if not is_first_to_fail():
-                _leave(error.exit_code)
-        from featcal_cli.cli.console import show_error
-
-        show_error(error, f"rank {launch.rank}: " if launch.by_torchrun else "")
-        _leave(error.exit_code)
-    except SystemExit as end:
-        if end.code and isinstance(end.__context__, BrokenPipeError):  # rich and typer make a 1 of it
-            _leave(GONE)
-        if launch.by_torchrun and not end.code:
-            from featcal_cli.runtime.distributed import leave_ranks
-
-            leave_ranks()
-        raise
-    except BrokenPipeError:  # whoever read our output has gone
-        _leave(GONE)
-    except Exception as error:  # noqa: BLE001 - a fault of ours, whatever it is: it is written down to be mended
-        _leave(_tell(error))
-
-
-def _tell(error: Exception) -> int:
-    """Say that a disk is full, or write down what nobody foresaw; the exit code."""
-    from featcal_cli.cli.console import show_crash, show_error
-    from featcal_cli.runtime.files import explain_full
-    from featcal_cli.runtime.logfile import CrashError, write_crash
-
-    if full := explain_full(error):
-        show_error(full)
-        return full.exit_code
-    cause, recent = (error.cause, error.recent) if isinstance(error, CrashError) else (error, [])
-    show_crash(cause, write_crash(cause, recent))
-    return 1
-
-
-def _call() -> None:
-    """Run the command; what it printed is out when it ends well. On a terminal, what it leaves open may be chosen."""
-    from featcal_cli.cli.options import check_words
-    from featcal_cli.runtime.errors import LineageError
-
-    check_words(sys.argv[1:])
-    while True:
-        try:
-            code = app(standalone_mode=len(sys.argv) < 2)  # alone, it shows the help and ends
-            sys.stdout.flush()
-            sys.exit(code if isinstance(code, int) else 0)
-        except SystemExit:
-            sys.stdout.flush()
-            raise
-        except LineageError as error:
-            from featcal_cli.cli.chooser import choose
-
-            if (line := choose(error, sys.argv[1:])) is None:
-                raise
-            sys.argv[1:] = line
-        except Exception as error:
-            if not hasattr(error, "format_message"):
-                raise
-            raise _explain_usage(error) from None
-
-
-def _explain_usage(error: Any) -> Exception:
-    """What typer could not read, as a message like all others."""
-    from featcal_cli.runtime.errors import RecipeError
-
-    context = getattr(error, "ctx", None)
-    command = "featcal" + (f" {context.info_name}" if context and context.parent else "")
-    what = error.format_message().strip().rstrip(".")
-    return RecipeError(what[:1].lower() + what[1:], where=command, fix=f"{command} --help shows what there is")
-
-
-def _leave(code: int) -> NoReturn:
-    """End. What cannot be printed is dropped: the interpreter would try it again, and end with a code of its own."""
-    try:
-        sys.stdout.flush()
-    except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-    sys.exit(code)
-
-
-@contextmanager
-def _silent() -> Iterator[None]:
-    """Of several processes the first one speaks; of what fails, each."""
-    with Path(os.devnull).open("w", encoding="utf-8") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
-        yield
+        result_view.show_next()

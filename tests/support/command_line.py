@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from featcal_cli.cli.commands import main
+from featcal_cli.cli.main import main
 
 
 def featcal(*arguments: object, folder: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:

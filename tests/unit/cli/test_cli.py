@@ -75,6 +75,8 @@ def test_what_looks_for_models_needs_no_torch() -> None:
         "cli.commands",
         "cli.console",
         "cli.drift_view",
+        "cli.main",
+        "cli.result_view",
         "recipe.shipped",
         "reporting.verdict",
         "runtime.logfile",

@@ -1,0 +1,163 @@
+"""The way into the command line and out of it: which process speaks, what a fault becomes, the exit code."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
+from pathlib import Path
+from typing import Any, NoReturn
+
+from featcal_cli.cli.commands import app
+from featcal_cli.cli.options import check_words
+from featcal_cli.lineage.questions import OpenQuestionsError, Option, Question
+from featcal_cli.runtime.errors import FeatCalError, LineageError, RecipeError
+from featcal_cli.runtime.process import GONE, Launch, read_launch
+
+_SILENT = ("--json", "--quiet", "-q")
+_ATTEMPTS = 3
+
+
+def main() -> None:
+    """Run the command line; errors that the user can mend become one message and exit code 2."""
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("HF_HUB_VERBOSITY", "error")  # it writes of every retry, with the address
+    launch = Launch()
+    try:
+        launch = read_launch()
+        with _silent() if launch.rank else nullcontext():
+            _call()
+    except FeatCalError as error:
+        if launch.by_torchrun:
+            from featcal_cli.runtime.distributed import is_first_to_fail
+
+            if not is_first_to_fail():
+                _leave(error.exit_code)
+        from featcal_cli.cli.console import show_error
+
+        show_error(error, f"rank {launch.rank}: " if launch.by_torchrun else "")
+        _leave(error.exit_code)
+    except SystemExit as end:
+        if end.code and isinstance(end.__context__, BrokenPipeError):  # rich and typer make a 1 of it
+            _leave(GONE)
+        if launch.by_torchrun and not end.code:
+            from featcal_cli.runtime.distributed import leave_ranks
+
+            leave_ranks()
+        raise
+    except BrokenPipeError:  # whoever read our output has gone
+        _leave(GONE)
+    except Exception as error:  # noqa: BLE001 - a fault of ours, whatever it is: it is written down to be mended
+        _leave(_report_fault(error))
+
+
+def _report_fault(error: Exception) -> int:
+    """Say that a disk is full, or write down what nobody foresaw; the exit code."""
+    from featcal_cli.cli.console import show_crash, show_error
+    from featcal_cli.runtime.files import explain_full
+    from featcal_cli.runtime.logfile import CrashError, write_crash
+
+    if full := explain_full(error):
+        show_error(full)
+        return full.exit_code
+    cause, recent = (error.cause, error.recent) if isinstance(error, CrashError) else (error, [])
+    show_crash(cause, write_crash(cause, recent))
+    return 1
+
+
+def _call() -> None:
+    """Run the command; what it printed is out when it ends well. On a terminal, what it leaves open may be chosen."""
+    check_words(sys.argv[1:])
+    while True:
+        try:
+            code = app(standalone_mode=len(sys.argv) < 2)  # alone, it shows the help and ends
+            sys.stdout.flush()
+            sys.exit(code if isinstance(code, int) else 0)
+        except SystemExit:
+            sys.stdout.flush()
+            raise
+        except LineageError as error:
+            if (line := choose(error, sys.argv[1:])) is None:
+                raise
+            sys.argv[1:] = line
+        except Exception as error:
+            if not hasattr(error, "format_message"):
+                raise
+            raise _explain_usage(error) from None
+
+
+def _explain_usage(error: Any) -> Exception:
+    """What typer could not read, as a message like all others."""
+    context = getattr(error, "ctx", None)
+    command = "featcal" + (f" {context.info_name}" if context and context.parent else "")
+    what = error.format_message().strip().rstrip(".")
+    return RecipeError(what[:1].lower() + what[1:], where=command, fix=f"{command} --help shows what there is")
+
+
+def _leave(code: int) -> NoReturn:
+    """End. What cannot be printed is dropped: the interpreter would try it again, and end with a code of its own."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    sys.exit(code)
+
+
+@contextmanager
+def _silent() -> Iterator[None]:
+    """Of several processes the first one speaks; of what fails, each."""
+    with Path(os.devnull).open("w", encoding="utf-8") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
+        yield
+
+
+def choose(error: LineageError, line: Sequence[str]) -> list[str] | None:
+    """What to type after `featcal` instead of `line`, with the answers of whoever sits at the terminal.
+
+    None where nobody can be asked or nobody answers, and where something is left that no number can answer: then the
+    error tells the command that the user typed, completed as far as it is known.
+    """
+    if not isinstance(error, OpenQuestionsError):
+        return None
+    error.retype(line)
+    if not any(question.choices for question in error.questions) or not _is_attended(line):
+        return None
+    answers: dict[int, tuple[Option, ...]] = {}
+    for number, question in enumerate(error.questions):
+        if question.choices:
+            if (answer := _ask(question)) is None:
+                return None
+            answers[number] = answer
+    error.answer(answers)
+    if (completed := error.completed()) is not None:
+        _say(f"the same without questions: {shlex.join(['featcal', *completed])}")
+    return completed
+
+
+def _is_attended(line: Sequence[str]) -> bool:
+    """Whether somebody sits there who wants to be asked."""
+    launched = "LOCAL_RANK" in os.environ or os.environ.get("CI", "").lower() not in ("", "0", "false")
+    silent = any(word in _SILENT or (word[:1] == "-" and word[:2] != "--" and "q" in word[1:]) for word in line)
+    return not launched and not silent and sys.stdin is not None and sys.stdin.isatty() and sys.stderr.isatty()
+
+
+def _ask(question: Question) -> tuple[Option, ...] | None:
+    """The options of the choice; None where nothing is chosen."""
+    choices = list(question.choices)
+    _say(f"{question.problem}\n" + "\n".join(f"  {number}) {choice}" for number, choice in enumerate(choices, 1)))
+    for _ in range(_ATTEMPTS):
+        asked = f"which one, 1 to {len(choices)}?" if len(choices) > 1 else "1 for this:"
+        _say(f"{asked} (Enter: none) ", end="")
+        answer = sys.stdin.readline().strip()
+        if not answer:
+            return None
+        if answer.isdecimal() and 1 <= int(answer) <= len(choices):
+            return question.choices[choices[int(answer) - 1]]
+    return None
+
+
+def _say(text: str, end: str = "\n") -> None:
+    from featcal_cli.cli.console import ERR, escape
+
+    ERR.print(escape(text), end=end, soft_wrap=True, highlight=False)
