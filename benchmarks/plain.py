@@ -9,7 +9,6 @@ from unittest.mock import patch
 
 import torch
 
-from featcal_cli.calibration import cost_model as ways
 from featcal_cli.calibration import normal_equations as collect
 from featcal_cli.calibration.hyperparameters import Hyperparameters
 from featcal_cli.calibration.linear_algebra import EPSILON, factorise
@@ -96,7 +95,7 @@ def in_place(system: type[PlainSystem] | None) -> Iterator[None]:
 
     with (
         patch.object(collect, "LinearSystem", system),
-        patch.object(ways, "sums_residuals", no),
-        patch.object(ways, "solves_in_token_space", no),
+        patch.object(collect, "sums_residuals", no),
+        patch.object(collect, "solves_in_token_space", no),
     ):
         yield

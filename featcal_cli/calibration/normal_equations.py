@@ -9,7 +9,6 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from featcal_cli.calibration import cost_model
 from featcal_cli.calibration.distributed_sums import pool_systems
 from featcal_cli.calibration.hyperparameters import Hyperparameters
 from featcal_cli.calibration.moments import LinearMoments, NormMoments, Pair, TaskMoments
@@ -151,10 +150,10 @@ def _choose_moments(
     first = own[names[0]].weight
     d_in, d_out = first.shape[1], sum(len(each.weight) for each in own.values())
     of_task, in_all = (round(rows * part) for part in seen.row_multiples)
-    keep_rows = solved is TokenSystem or (solved is None and cost_model.solves_in_token_space(in_all, d_in, d_out))
+    keep_rows = solved is TokenSystem or (solved is None and solves_in_token_space(in_all, d_in, d_out))
     keep_rows = keep_rows and visit.ranks.size == 1  # rows of several ranks do not add up
     known = all(name in seen.y_exp for name in names)
-    if not keep_rows and not cost_model.sums_residuals(of_task, d_in, d_out, outputs_known=known):
+    if not keep_rows and not sums_residuals(of_task, d_in, d_out, outputs_known=known):
         return LinearMoments(d_in, first.device, hyperparameters.alpha)
     pairs = {
         name: Pair(Affine(expert.weight.float(), expert.bias), own[name].weight.float())
@@ -247,3 +246,33 @@ def _rows(
 
 
 UNMATCHED = "its rows cannot be matched to tokens"
+
+
+PRECISE_COST = 2
+"""Multiplications in float32 that take as long as one in float64."""
+
+
+def sums_residuals(rows: int, d_in: int, d_out: int, *, outputs_known: bool) -> bool:
+    """Whether E[r xᵀ] of modules with one input (`d_out` outputs together) is cheaper from their outputs, row by row,
+    than from the drift of the input, Σ (x_exp − x_cal) xᵀ, which is multiplied with the weights once."""
+    by_drift = rows * d_in * d_in + PRECISE_COST * d_out * d_in * d_in
+    by_rows = (2 if outputs_known else 3) * rows * d_in * d_out
+    return by_rows < by_drift
+
+
+def solves_in_token_space(rows: int, d_in: int, d_out: int) -> bool:
+    """Whether the systems of modules with one input are cheaper to solve over the rows of all tasks than over d_in."""
+    if rows >= d_in:
+        return False
+    sums = rows * d_in * d_in / 2 + rows * d_in * d_out
+    return token_space_cost(rows, d_in, d_out) < sums + solving_cost(d_in, d_out)
+
+
+def solving_cost(d_in: int, d_out: int) -> float:
+    """Of factorising the sums over rows, and of the solution."""
+    return PRECISE_COST * (d_in**3 / 6 + d_out * d_in * d_in)
+
+
+def token_space_cost(rows: float, d_in: int, d_out: int) -> float:
+    """The same over rows: their products, the factor, the solution, and the way back to d_in."""
+    return PRECISE_COST * (rows * rows * d_in / 2 + rows**3 / 6 + rows * rows * d_out + 2 * rows * d_in * d_out)

@@ -39,7 +39,7 @@ class Ranks:
         return self.rank == 0
 
     def own(self, tasks: Iterable[str]) -> list[str]:
-        """The tasks that are this rank's: each has one rank, contiguous in their order, and as many as the others have."""
+        """The tasks that are this rank's: each has one rank, contiguous in their order, about as many as others."""
         names = list(tasks)
         return [name for number, name in enumerate(names) if number * self.size // len(names) == self.rank]
 

@@ -16,7 +16,7 @@ from featcal_cli.reporting.report import Report
 from featcal_cli.runtime.errors import RecipeError
 from featcal_cli.runtime.process import read_launch
 from featcal_cli.runtime.progress import Listener
-from featcal_cli.workflows.resource_estimate import PLAIN
+from featcal_cli.workflows.shape_probe import PLAIN
 from featcal_cli.workflows.verbs import calibrate
 
 OUTPUT = Path("featcal-demo")

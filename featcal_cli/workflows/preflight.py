@@ -32,8 +32,9 @@ from featcal_cli.runtime.errors import ArchitectureError, CheckpointError, Outpu
 from featcal_cli.runtime.files import check_links, tell_bytes
 from featcal_cli.runtime.hardware import disk_of, free_bytes, memory_of, rooms_for_features
 from featcal_cli.runtime.process import resident_bytes
-from featcal_cli.workflows.resource_estimate import Estimate, Load, Place, choose_batch_sizes, estimate
+from featcal_cli.workflows.resource_estimate import Estimate, Load, Place, estimate
 from featcal_cli.workflows.session import EXPERT, Session
+from featcal_cli.workflows.shape_probe import choose_batch_sizes
 from featcal_cli.workflows.workspace import Workspace
 
 SAMPLED = 8

@@ -1,26 +1,28 @@
-"""Memory and disk that a job will need, and how many examples make a batch."""
+"""Memory and disk that a job will need, and the operations of a calibration."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
-from featcal_cli.calibration import cost_model
-from featcal_cli.calibration.cost_model import (
-    COMPUTE,
-    Walk,
-    count_work,
-    find_inputs,
-    walk_outline,
-)
 from featcal_cli.calibration.hyperparameters import Work
 from featcal_cli.calibration.linear_algebra import choose_precision
+from featcal_cli.calibration.normal_equations import (
+    PRECISE_COST,
+    solves_in_token_space,
+    solving_cost,
+    sums_residuals,
+    token_space_cost,
+)
 from featcal_cli.data.batches import Batch
 from featcal_cli.models.architecture import Architecture, Block
 from featcal_cli.models.loading import Model
+from featcal_cli.models.module_kinds import LINEAR_KINDS, linear_parameters
+from featcal_cli.workflows.shape_probe import COMPUTE, BatchNeeds, probe_batch
 
 FITTED_PASSES, WATCHED_PASSES, JUDGED_PASSES = 2, 8, 3
 """Passes of a batch that are under way at once: expert and student; where drift is measured with merged and base, and a
@@ -138,12 +140,12 @@ def estimate(
     built: the merged model is made first, and takes a place of its own.
     """
     merged = models["merged"].module
-    walks: dict[str, Walk] = {}
+    walks: dict[str, BatchNeeds] = {}
     for task, load in loads.items():
         alike = (done for done in walks if _shapes_of(loads[done].batch) == _shapes_of(load.batch))
         same = next(alike, None)
         entry = architecture.entries[task]
-        walks[task] = walks[same] if same else walk_outline(merged, architecture, entry, load.batch)
+        walks[task] = walks[same] if same else probe_batch(merged, architecture, entry, load.batch)
     fitted = max(load.fitted for load in loads.values())
     computing = torch.bfloat16 if merged.dtype == torch.bfloat16 else torch.float32
     item = computing.itemsize / COMPUTE
@@ -195,19 +197,19 @@ def _shapes_of(batch: Batch) -> dict[str, torch.Size]:
 
 
 def _equation_bytes(
-    model: nn.Module, block: Block, walks: Mapping[str, Walk], fitted: int, precision: torch.dtype, guarded: bool
+    model: nn.Module, block: Block, walks: Mapping[str, BatchNeeds], fitted: int, precision: torch.dtype, guarded: bool
 ) -> int:
     """Of one block's systems of equations: while a task is summed, or while the largest one is solved."""
     item, systems, task, solving, new = precision.itemsize, 0.0, 0.0, 0.0, 0.0
     for d_in, d_out, rows in find_inputs(model, block, walks):
         pulls = d_out * d_in
         new += pulls * COMPUTE
-        if cost_model.solves_in_token_space(round(sum(rows) * fitted), d_in, d_out):
+        if solves_in_token_space(round(sum(rows) * fitted), d_in, d_out):
             count = sum(rows) * fitted
             systems += count * (d_in + d_out) * COMPUTE * (2 if guarded else 1)
             solving = max(solving, (2 * count * count + count * (d_in + d_out) + SOLVING_PULLS * pulls) * item)
             continue
-        by_rows = cost_model.sums_residuals(round(max(rows) * fitted), d_in, d_out, outputs_known=True)
+        by_rows = sums_residuals(round(max(rows) * fitted), d_in, d_out, outputs_known=True)
         square = d_in * d_in * (HALF if by_rows else HALF + 1)
         systems += (square + pulls) * item * (2 if guarded else 1)
         task += (square + (pulls if by_rows else 0)) * 2 * COMPUTE
@@ -235,66 +237,46 @@ def _bytes(module: nn.Module) -> int:
     return sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
 
 
-PLAIN = 16
-"""Examples of a batch where nothing is known of what they take; the most for a model that was not seen to its end."""
-CPU_ROWS, DEVICE_ROWS = 2_048, 32_768
-"""Rows (tokens) that a module is given at once: more are no faster on a CPU; other devices want large products."""
-CPU_SHARE, DEVICE_SHARE = 64, 16
-"""Part of the memory that a batch's inputs of one block's modules may fill; several times as much is held of them."""
-MOST_BYTES = 2**30
-"""Of a batch's inputs of one block's modules, whatever the memory: wide modules are busy with fewer rows."""
+class Input(NamedTuple):
+    """An input that Linear modules of a block share."""
+
+    d_in: int
+    d_out: int
+    """Of all the modules together."""
+    rows: tuple[float, ...]
+    """Of one example of each task."""
 
 
-def choose_batch_sizes(
-    model: nn.Module, architecture: Architecture, longest: Mapping[str, Batch], device: torch.device, memory: int
-) -> dict[str, int]:
-    """Examples in a batch, by task, given the outline of a model, and of each task a batch of its longest example.
-
-    memory: all that the device has, in bytes. Nothing else of the machine counts, so that the next run of a job cuts
-    the same batches: they decide how sums are rounded.
-    """
-    sizes: dict[str, int] = {}
-    known: dict[tuple[object, ...], int] = {}
-    for task, batch in longest.items():
-        shapes = tuple(sorted((name, x.shape) for name, x in batch.items()))
-        if shapes not in known:
-            walk = walk_outline(model, architecture, architecture.entries[task], batch)
-            size = limit_batch(_rows_of(model, architecture, walk), walk.feature_bytes / walk.examples, device, memory)
-            known[shapes] = size if _saw_all(walk, architecture, task) else min(size, PLAIN)
-        sizes[task] = known[shapes]
-    return sizes
+def find_inputs(model: nn.Module, block: Block, walks: Mapping[str, BatchNeeds]) -> list[Input]:
+    """Every input of the block's Linear modules; modules of one parent that are as wide share theirs."""
+    found: dict[tuple[str, int], Input] = {}
+    for module in block.modules:
+        if module.kind in LINEAR_KINDS:
+            path = f"{block.name}.{module.name}"
+            d_out, d_in = linear_parameters(model.get_submodule(path)).weight.shape
+            key = (module.name.rpartition(".")[0], d_in)
+            rows = tuple(walk.rows.get(path, 0) / walk.examples for walk in walks.values())
+            found[key] = Input(d_in, d_out + (found[key].d_out if key in found else 0), rows)
+    return list(found.values())
 
 
-def limit_batch(rows: float, feature_bytes: float, device: torch.device, memory: int) -> int:
-    """Examples in a batch, at least 1, given what one of them is: `rows` of a typical module's input, and the bytes of
-    all inputs of one block's modules.
-
-    memory: of the device, in bytes. Only its power of two counts: what a system keeps for itself changes with updates.
-    """
-    most_rows, share = (CPU_ROWS, CPU_SHARE) if device.type == "cpu" else (DEVICE_ROWS, DEVICE_SHARE)
-    most_bytes = min(MOST_BYTES, 2 ** (memory.bit_length() - 1) // share)
-    limits = [most // each for most, each in ((most_rows, rows), (most_bytes, feature_bytes)) if each]
-    return max(1, int(min(limits, default=PLAIN)))
-
-
-def _rows_of(model: nn.Module, architecture: Architecture, walk: Walk) -> float:
-    """Rows that an example gives a typical module at once: half of all multiplications are done on no more.
-
-    Stages of a pyramid have many rows or few, and a decoder may have but one.
-    """
-    calls = {f"{block.name}.{module.name}": block.calls for block in architecture.blocks for module in block.modules}
-    each = {path: rows / walk.examples / max(calls[path], 1) for path, rows in walk.rows.items()}
-    sizes = {path: sum(x.numel() for x in model.get_submodule(path).parameters()) for path in each}
-    work = {path: rows * sizes[path] for path, rows in walk.rows.items()}
-    done = 0
-    for path in sorted(each, key=lambda path: each[path]):
-        done += work[path]
-        if 2 * done >= sum(work.values()):
-            return each[path]
-    return 0.0
-
-
-def _saw_all(walk: Walk, architecture: Architecture, task: str) -> bool:
-    """Whether the walk came to the last block; a model that looks at values stops where it does so."""
-    last = architecture.last_blocks.get(task, architecture.blocks[-1].name if architecture.blocks else "")
-    return any(path.startswith(f"{last}.") for path in walk.rows)
+def count_work(model: nn.Module, architecture: Architecture, walks: Mapping[str, BatchNeeds], fitted: int) -> Work:
+    """The operations of a calibration that fits so many examples a task, in the ways that it will choose."""
+    forward = products = systems = 0.0
+    for block in architecture.blocks:
+        for d_in, d_out, rows in find_inputs(model, block, walks):
+            total = sum(rows)
+            forward += 2 * d_in * d_out * total
+            if solves_in_token_space(round(total * fitted), d_in, d_out):
+                products += 4 * d_in * d_out * total
+                systems += 2 * token_space_cost(total * fitted, d_in, d_out)
+                continue
+            products += d_in * d_in * total
+            systems += 2 * solving_cost(d_in, d_out)
+            for each in filter(None, rows):
+                if sums_residuals(round(each * fitted), d_in, d_out, outputs_known=True):
+                    products += 4 * d_in * d_out * each
+                else:
+                    products += 2 * d_in * d_in * each
+                    systems += PRECISE_COST * 2 * d_out * d_in * d_in
+    return Work(len(architecture.blocks), forward, products, systems)

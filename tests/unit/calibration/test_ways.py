@@ -10,9 +10,9 @@ from summing import SYSTEMS, WAYS, sum_up
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from featcal_cli.calibration import cost_model
 from featcal_cli.calibration.hyperparameters import PAPER, Hyperparameters
 from featcal_cli.calibration.linear_algebra import EPSILON, Symmetric
+from featcal_cli.calibration.normal_equations import PRECISE_COST, solves_in_token_space, sums_residuals
 from featcal_cli.models.module_kinds import Affine
 
 TASKS = 3
@@ -118,15 +118,15 @@ def test_the_way_that_is_chosen_multiplies_less(rows: int, d_in: int, d_out: int
         summed = counter.get_total_flops() - (outputs_in_advance.get_total_flops() if way == "outputs" else 0)
         with FlopCounterMode(display=False) as counter:
             SYSTEMS[way]({"m": merged}, PAPER["CLIP"]).fold(moments, {"m": task["expert"]})
-        counted[way == "drift"] = summed + cost_model.PRECISE_COST * counter.get_total_flops()
-    chosen = not cost_model.sums_residuals(rows, d_in, d_out, outputs_known=outputs_known)
+        counted[way == "drift"] = summed + PRECISE_COST * counter.get_total_flops()
+    chosen = not sums_residuals(rows, d_in, d_out, outputs_known=outputs_known)
     assert counted[chosen] <= counted[not chosen]
 
 
 def test_few_rows_are_solved_in_token_space_and_many_are_not() -> None:
-    assert cost_model.solves_in_token_space(100, 4096, 4096)
-    assert not cost_model.solves_in_token_space(4000, 4096, 4096)
-    assert not cost_model.solves_in_token_space(5000, 4096, 64)
+    assert solves_in_token_space(100, 4096, 4096)
+    assert not solves_in_token_space(4000, 4096, 4096)
+    assert not solves_in_token_space(5000, 4096, 64)
 
 
 @pytest.mark.parametrize("d", [1, 63, 200, 1030])

@@ -1,0 +1,144 @@
+"""What a batch takes, found by running the outline of a model on its shapes; and how many examples make one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from featcal_cli.data.batches import Batch, count_examples
+from featcal_cli.engine.offload import tensors_in
+from featcal_cli.models.architecture import FAILURES, Architecture
+from featcal_cli.models.tracing import first_tensor
+
+COMPUTE = 4
+"""Bytes of a float32, in which products of features are made."""
+
+
+@dataclass(frozen=True)
+class BatchNeeds:
+    """What one batch of a task takes, at its largest over the blocks."""
+
+    examples: int
+    state_bytes: int
+    """Held by a pass that is paused before a block."""
+    feature_bytes: int
+    """Inputs of a block's modules, in one of its calls."""
+    rows: Mapping[str, int]
+    """Rows of each module's input, by its path in the model."""
+
+
+def probe_batch(model: nn.Module, architecture: Architecture, entry: str, batch: Batch) -> BatchNeeds:
+    """Run the outline on the batch's shapes, and add up what its blocks are given; up to where the model looks at
+    values, if it does."""
+    states: dict[str, int] = {}
+    inputs: dict[str, dict[int, Tensor]] = {}
+    rows: dict[str, int] = {}
+    handles = []
+
+    def at_block(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        hidden = first_tensor((*args, *kwargs.values()))
+        # what the model embedded at first is held as long as its forward runs
+        embedded = hidden.numel() * COMPUTE if hidden is not None else 0
+        states[name] = embedded + sum(tensor.numel() * COMPUTE for tensor in tensors_in((args, kwargs)))
+
+    def at_module(block: str, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        if (x := first_tensor((*args, *kwargs.values()))) is not None:
+            inputs.setdefault(block, {})[id(x)] = x
+            rows[name] = rows.get(name, 0) + prod(x.shape[:-1])
+
+    for block in architecture.blocks:
+        hook = model.get_submodule(block.name).register_forward_pre_hook
+        handles.append(hook(lambda _, a, k, n=block.name: at_block(n, a, k), with_kwargs=True))
+        for module in block.modules:
+            path = f"{block.name}.{module.name}"
+            hook = model.get_submodule(path).register_forward_pre_hook
+            handles.append(hook(lambda _, a, k, b=block.name, n=path: at_module(b, n, a, k), with_kwargs=True))
+    dtype = next(model.parameters()).dtype
+    shapes = {
+        name: x.to("meta", dtype if x.is_floating_point() else x.dtype)
+        for name, x in batch.items()
+        if "mask" not in name
+    }
+    try:
+        with torch.no_grad():
+            model.get_submodule(entry)(**shapes)
+    except FAILURES:
+        # the model looks at values: what it saw until then, and the plain size of its input, must do
+        states.setdefault("", sum(x.numel() for x in batch.values()) * COMPUTE)
+    finally:
+        for handle in handles:
+            handle.remove()
+    mask = sum(x.shape[0] * x.shape[1] ** 2 for name, x in batch.items() if "mask" in name and x.ndim == 2)
+    calls = {block.name: max(block.calls, 1) for block in architecture.blocks}
+    largest = max((sum(x.numel() for x in seen.values()) // calls[block] for block, seen in inputs.items()), default=0)
+    return BatchNeeds(count_examples(batch), max(states.values(), default=0) + mask, largest * COMPUTE, rows)
+
+
+PLAIN = 16
+"""Examples of a batch where nothing is known of what they take; the most for a model that was not seen to its end."""
+CPU_ROWS, DEVICE_ROWS = 2_048, 32_768
+"""Rows (tokens) that a module is given at once: more are no faster on a CPU; other devices want large products."""
+CPU_SHARE, DEVICE_SHARE = 64, 16
+"""Part of the memory that a batch's inputs of one block's modules may fill; several times as much is held of them."""
+MOST_BYTES = 2**30
+"""Of a batch's inputs of one block's modules, whatever the memory: wide modules are busy with fewer rows."""
+
+
+def choose_batch_sizes(
+    model: nn.Module, architecture: Architecture, longest: Mapping[str, Batch], device: torch.device, memory: int
+) -> dict[str, int]:
+    """Examples in a batch, by task, given the outline of a model, and of each task a batch of its longest example.
+
+    memory: all that the device has, in bytes. Nothing else of the machine counts, so that the next run of a job cuts
+    the same batches: they decide how sums are rounded.
+    """
+    sizes: dict[str, int] = {}
+    known: dict[tuple[object, ...], int] = {}
+    for task, batch in longest.items():
+        shapes = tuple(sorted((name, x.shape) for name, x in batch.items()))
+        if shapes not in known:
+            walk = probe_batch(model, architecture, architecture.entries[task], batch)
+            size = limit_batch(_rows_of(model, architecture, walk), walk.feature_bytes / walk.examples, device, memory)
+            known[shapes] = size if _saw_all(walk, architecture, task) else min(size, PLAIN)
+        sizes[task] = known[shapes]
+    return sizes
+
+
+def limit_batch(rows: float, feature_bytes: float, device: torch.device, memory: int) -> int:
+    """Examples in a batch, at least 1, given what one of them is: `rows` of a typical module's input, and the bytes of
+    all inputs of one block's modules.
+
+    memory: of the device, in bytes. Only its power of two counts: what a system keeps for itself changes with updates.
+    """
+    most_rows, share = (CPU_ROWS, CPU_SHARE) if device.type == "cpu" else (DEVICE_ROWS, DEVICE_SHARE)
+    most_bytes = min(MOST_BYTES, 2 ** (memory.bit_length() - 1) // share)
+    limits = [most // each for most, each in ((most_rows, rows), (most_bytes, feature_bytes)) if each]
+    return max(1, int(min(limits, default=PLAIN)))
+
+
+def _rows_of(model: nn.Module, architecture: Architecture, walk: BatchNeeds) -> float:
+    """Rows that an example gives a typical module at once: half of all multiplications are done on no more.
+
+    Stages of a pyramid have many rows or few, and a decoder may have but one.
+    """
+    calls = {f"{block.name}.{module.name}": block.calls for block in architecture.blocks for module in block.modules}
+    each = {path: rows / walk.examples / max(calls[path], 1) for path, rows in walk.rows.items()}
+    sizes = {path: sum(x.numel() for x in model.get_submodule(path).parameters()) for path in each}
+    work = {path: rows * sizes[path] for path, rows in walk.rows.items()}
+    done = 0
+    for path in sorted(each, key=lambda path: each[path]):
+        done += work[path]
+        if 2 * done >= sum(work.values()):
+            return each[path]
+    return 0.0
+
+
+def _saw_all(walk: BatchNeeds, architecture: Architecture, task: str) -> bool:
+    """Whether the walk came to the last block; a model that looks at values stops where it does so."""
+    last = architecture.last_blocks.get(task, architecture.blocks[-1].name if architecture.blocks else "")
+    return any(path.startswith(f"{last}.") for path in walk.rows)
