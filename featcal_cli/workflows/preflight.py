@@ -32,7 +32,7 @@ from featcal_cli.runtime.errors import ArchitectureError, CheckpointError, Outpu
 from featcal_cli.runtime.files import check_links, tell_bytes
 from featcal_cli.runtime.hardware import disk_of, free_bytes, memory_of, rooms_for_features
 from featcal_cli.runtime.process import resident_bytes
-from featcal_cli.workflows.resource_estimate import Estimate, Load, Place, estimate
+from featcal_cli.workflows.resource_estimate import Estimate, Load, Machine, estimate
 from featcal_cli.workflows.session import EXPERT, Session
 from featcal_cli.workflows.shape_probe import choose_batch_sizes
 from featcal_cli.workflows.workspace import Workspace
@@ -137,7 +137,7 @@ def prepare(
     if target is not None:
         check_writable(merged, architecture, headers["merged"])
     transfers = {role: _count_transfer(origin) for role, origin in origins.items()}
-    needs = _estimate(recipe, outlines, architecture, examples, device, writes=target is not None)
+    needs = _estimate(recipe, merged, architecture, examples, device, writes=target is not None)
     _check_disk(needs, transfers, target)
     if not session.ranks.is_first:
         session.notes.clear()  # the first one has them all
@@ -189,7 +189,7 @@ def _find_blocks(merged: Model, longest: Mapping[str, Batch], norms: str) -> Arc
 
 def _estimate(
     recipe: Recipe,
-    outlines: Mapping[str, Model],
+    merged: Model,
     architecture: Architecture,
     examples: Mapping[str, TaskExamples],
     device: torch.device,
@@ -200,18 +200,17 @@ def _estimate(
     calibration = recipe.calibration
     loads = {task: _load(found, calibration.examples) for task, found in examples.items()}
     needs = estimate(
-        outlines,
+        merged,
         architecture,
         loads,
-        Place(device, memory_of(device), rooms_for_features(device)),
+        Machine(device, memory_of(device), rooms_for_features(device), resident_bytes()),
         ridge=calibration.ridge,
-        resident=resident_bytes(),
         guarded=writes and calibration.select != "preset",
         built=isinstance(recipe.merged, Merge),
     )
     if writes and calibration.is_open and all(found.selection_count for found in examples.values()):
         fitted, shown = (max(getattr(load, key) for load in loads.values()) for key in ("fitted", "watched"))
-        kind = kind_of(outlines["merged"].module)
+        kind = kind_of(merged.module)
         search = plan_search(calibration, kind, fitted, shown, needs.work, needs.search.fits)
         if isinstance(search, SearchPlan):
             return needs.with_search(len(search.candidates), search.fitted)

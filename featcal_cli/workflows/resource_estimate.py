@@ -111,85 +111,88 @@ class Load:
 
 
 @dataclass(frozen=True)
-class Place:
+class Machine:
     """Where a job computes."""
 
     device: torch.device
     memory: int
-    """Bytes that it has."""
+    """Bytes that the device has."""
     rooms: tuple[int, int]
     """Bytes that features may take, on the device and in the machine's memory."""
+    resident: int
+    """Bytes of the process now."""
+
+    @property
+    def has_device(self) -> bool:
+        """It computes on another device than the CPU."""
+        return self.device.type != "cpu"
 
 
 def estimate(
-    models: Mapping[str, Model],
+    merged: Model,
     architecture: Architecture,
     loads: Mapping[str, Load],
-    place: Place,
+    machine: Machine,
     *,
     ridge: float | None,
-    resident: int,
     guarded: bool,
     built: bool,
 ) -> Estimate:
-    """The needs of calibrating `models` (outlines: merged, base and the experts, by role), given the process's
-    `resident` bytes now.
+    """The needs of calibrating a model, given its outline.
 
     ridge: λ, where it is known; it decides what precision the equations need.
     guarded: updates are checked on as many examples as drift is measured on.
     built: the merged model is made first, and takes a place of its own.
     """
-    merged = models["merged"].module
-    walks: dict[str, BatchNeeds] = {}
-    for task, load in loads.items():
-        alike = (done for done in walks if _shapes_of(loads[done].batch) == _shapes_of(load.batch))
-        same = next(alike, None)
-        entry = architecture.entries[task]
-        walks[task] = walks[same] if same else probe_batch(merged, architecture, entry, load.batch)
+    model = merged.module
+    needs = _probe_tasks(model, architecture, loads)
     fitted = max(load.fitted for load in loads.values())
-    computing = torch.bfloat16 if merged.dtype == torch.bfloat16 else torch.float32
+    computing = torch.bfloat16 if model.dtype == torch.bfloat16 else torch.float32
     item = computing.itemsize / COMPUTE
-    batches = {task: walk.feature_bytes * loads[task].batch_size // walk.examples for task, walk in walks.items()}
+    batches = {task: need.feature_bytes * loads[task].batch_size // need.examples for task, need in needs.items()}
     features = FEATURES_HELD * max(batches.values())
     held_out = WATCHED_PASSES + (FITTED_PASSES + JUDGED_PASSES if guarded else 0)
     passes = {task: load.fitted * FITTED_PASSES + load.watched * held_out for task, load in loads.items()}
-    states = sum(int(count * walks[task].state_bytes * item) // walks[task].examples for task, count in passes.items())
-    equations = max(
-        (
-            _equation_bytes(merged, block, walks, fitted, choose_precision(torch.float32, ridge or 0.0), guarded)
-            for block in architecture.blocks
-        ),
-        default=0,
-    )
-    blocks = [_bytes(merged.get_submodule(block.name)) for block in architecture.blocks]
-    largest, stem = max(blocks, default=0), _stem_bytes(models["merged"], architecture)
-    data = sum(load.held_bytes for load in loads.values())
-    on_device = place.device.type != "cpu"
-    first, second = place.rooms if on_device else (sum(place.rooms), 0)
-    here, there = min(states, first), min(max(0, states - first), second)
+    states = sum(int(count * needs[task].state_bytes * item) // needs[task].examples for task, count in passes.items())
+    precision = choose_precision(torch.float32, ridge or 0.0)
+    systems = (_equation_bytes(model, block, needs, fitted, precision, guarded) for block in architecture.blocks)
+    equations = max(systems, default=0)
+    blocks = [_bytes(model.get_submodule(block.name)) for block in architecture.blocks]
+    largest, stem = max(blocks, default=0), _stem_bytes(merged, architecture)
+    room, further_room = machine.rooms if machine.has_device else (sum(machine.rooms), 0)
+    here, there = min(states, room), min(max(0, states - room), further_room)
     files = max(STEMS_HELD * stem, BLOCKS_HELD * largest)
-    each = int(largest * computing.itemsize / max(1, _item_size(merged)))
-    own_stem = on_device or merged.dtype not in (torch.float32, torch.bfloat16)  # a converted one is not shared
-    examples = [(walk, loads[task].watched / walk.examples) for task, walk in walks.items()]
-    needs = SearchNeeds(
-        place.memory,
-        features + equations + (BLOCKS_HELD * each if on_device else resident + data + files),
-        each + stem * own_stem,
-        sum(walk.state_bytes * item / walk.examples for walk, _ in examples),
-        sum(4 * count * walk.state_bytes * item for walk, count in examples),
-        sum(walk.feature_bytes / walk.examples for walk, _ in examples),
-        first,
+    block_in_use = int(largest * computing.itemsize / max(1, _item_size(model)))
+    on_device = BLOCKS_HELD * block_in_use if machine.has_device else 0
+    on_host = machine.resident + sum(load.held_bytes for load in loads.values()) + files
+    own_stem = machine.has_device or model.dtype not in (torch.float32, torch.bfloat16)  # a converted one is not shared
+    watched = [(need, loads[task].watched / need.examples) for task, need in needs.items()]
+    search = SearchNeeds(
+        machine.memory,
+        features + equations + (on_device if machine.has_device else on_host),
+        block_in_use + stem * own_stem,
+        sum(need.state_bytes * item / need.examples for need in needs.values()),
+        sum(4 * count * need.state_bytes * item for need, count in watched),
+        sum(need.feature_bytes / need.examples for need in needs.values()),
+        room,
     )
-    base = BLOCKS_HELD * each if on_device else 0
-    work = here + features + equations + base
-    on_host = resident + data + files
+    computed = here + features + equations + on_device
     return Estimate(
-        host_bytes=on_host + (there if on_device else work),
-        device_bytes=max(work, here + STEMS_HELD * stem) if on_device else 0,
-        disk_bytes=_bytes(merged) * (2 if built else 1) + sum(blocks) + states + SMALL_FILES - here - there,
-        work=count_work(merged, architecture, walks, fitted),
-        search=needs,
+        host_bytes=on_host + (there if machine.has_device else computed),
+        device_bytes=max(computed, here + STEMS_HELD * stem) if machine.has_device else 0,
+        disk_bytes=_bytes(model) * (2 if built else 1) + sum(blocks) + states + SMALL_FILES - here - there,
+        work=count_work(model, architecture, needs, fitted),
+        search=search,
     )
+
+
+def _probe_tasks(model: nn.Module, architecture: Architecture, loads: Mapping[str, Load]) -> dict[str, BatchNeeds]:
+    """What a batch of each task takes; of batches with equal shapes one is run."""
+    needs: dict[str, BatchNeeds] = {}
+    for task, load in loads.items():
+        same = next((done for done in needs if _shapes_of(loads[done].batch) == _shapes_of(load.batch)), None)
+        needs[task] = needs[same] if same else probe_batch(model, architecture, architecture.entries[task], load.batch)
+    return needs
 
 
 def _shapes_of(batch: Batch) -> dict[str, torch.Size]:
@@ -197,11 +200,11 @@ def _shapes_of(batch: Batch) -> dict[str, torch.Size]:
 
 
 def _equation_bytes(
-    model: nn.Module, block: Block, walks: Mapping[str, BatchNeeds], fitted: int, precision: torch.dtype, guarded: bool
+    model: nn.Module, block: Block, needs: Mapping[str, BatchNeeds], fitted: int, precision: torch.dtype, guarded: bool
 ) -> int:
     """Of one block's systems of equations: while a task is summed, or while the largest one is solved."""
     item, systems, task, solving, new = precision.itemsize, 0.0, 0.0, 0.0, 0.0
-    for d_in, d_out, rows in find_inputs(model, block, walks):
+    for d_in, d_out, rows in find_inputs(model, block, needs):
         pulls = d_out * d_in
         new += pulls * COMPUTE
         if solves_in_token_space(round(sum(rows) * fitted), d_in, d_out):
@@ -218,7 +221,7 @@ def _equation_bytes(
 
 
 def read_bytes(model: Model, architecture: Architecture) -> int:
-    """Of the parameters that a walk of this model reads."""
+    """Of the parameters that a calibration reads of this model."""
     return sum(value.numel() * value.element_size() for value in model.parameters_of(architecture.reached))
 
 
@@ -247,7 +250,7 @@ class Input(NamedTuple):
     """Of one example of each task."""
 
 
-def find_inputs(model: nn.Module, block: Block, walks: Mapping[str, BatchNeeds]) -> list[Input]:
+def find_inputs(model: nn.Module, block: Block, needs: Mapping[str, BatchNeeds]) -> list[Input]:
     """Every input of the block's Linear modules; modules of one parent that are as wide share theirs."""
     found: dict[tuple[str, int], Input] = {}
     for module in block.modules:
@@ -255,16 +258,16 @@ def find_inputs(model: nn.Module, block: Block, walks: Mapping[str, BatchNeeds])
             path = f"{block.name}.{module.name}"
             d_out, d_in = linear_parameters(model.get_submodule(path)).weight.shape
             key = (module.name.rpartition(".")[0], d_in)
-            rows = tuple(walk.rows.get(path, 0) / walk.examples for walk in walks.values())
+            rows = tuple(need.rows.get(path, 0) / need.examples for need in needs.values())
             found[key] = Input(d_in, d_out + (found[key].d_out if key in found else 0), rows)
     return list(found.values())
 
 
-def count_work(model: nn.Module, architecture: Architecture, walks: Mapping[str, BatchNeeds], fitted: int) -> Work:
+def count_work(model: nn.Module, architecture: Architecture, needs: Mapping[str, BatchNeeds], fitted: int) -> Work:
     """The operations of a calibration that fits so many examples a task, in the ways that it will choose."""
     forward = products = systems = 0.0
     for block in architecture.blocks:
-        for d_in, d_out, rows in find_inputs(model, block, walks):
+        for d_in, d_out, rows in find_inputs(model, block, needs):
             total = sum(rows)
             forward += 2 * d_in * d_out * total
             if solves_in_token_space(round(total * fitted), d_in, d_out):

@@ -102,9 +102,11 @@ def choose_batch_sizes(
     for task, batch in longest.items():
         shapes = tuple(sorted((name, x.shape) for name, x in batch.items()))
         if shapes not in known:
-            walk = probe_batch(model, architecture, architecture.entries[task], batch)
-            size = limit_batch(_rows_of(model, architecture, walk), walk.feature_bytes / walk.examples, device, memory)
-            known[shapes] = size if _saw_all(walk, architecture, task) else min(size, PLAIN)
+            needs = probe_batch(model, architecture, architecture.entries[task], batch)
+            size = limit_batch(
+                _rows_of(model, architecture, needs), needs.feature_bytes / needs.examples, device, memory
+            )
+            known[shapes] = size if _saw_all(needs, architecture, task) else min(size, PLAIN)
         sizes[task] = known[shapes]
     return sizes
 
@@ -121,15 +123,15 @@ def limit_batch(rows: float, feature_bytes: float, device: torch.device, memory:
     return max(1, int(min(limits, default=PLAIN)))
 
 
-def _rows_of(model: nn.Module, architecture: Architecture, walk: BatchNeeds) -> float:
+def _rows_of(model: nn.Module, architecture: Architecture, needs: BatchNeeds) -> float:
     """Rows that an example gives a typical module at once: half of all multiplications are done on no more.
 
     Stages of a pyramid have many rows or few, and a decoder may have but one.
     """
     calls = {f"{block.name}.{module.name}": block.calls for block in architecture.blocks for module in block.modules}
-    each = {path: rows / walk.examples / max(calls[path], 1) for path, rows in walk.rows.items()}
+    each = {path: rows / needs.examples / max(calls[path], 1) for path, rows in needs.rows.items()}
     sizes = {path: sum(x.numel() for x in model.get_submodule(path).parameters()) for path in each}
-    work = {path: rows * sizes[path] for path, rows in walk.rows.items()}
+    work = {path: rows * sizes[path] for path, rows in needs.rows.items()}
     done = 0
     for path in sorted(each, key=lambda path: each[path]):
         done += work[path]
@@ -138,7 +140,7 @@ def _rows_of(model: nn.Module, architecture: Architecture, walk: BatchNeeds) -> 
     return 0.0
 
 
-def _saw_all(walk: BatchNeeds, architecture: Architecture, task: str) -> bool:
-    """Whether the walk came to the last block; a model that looks at values stops where it does so."""
+def _saw_all(needs: BatchNeeds, architecture: Architecture, task: str) -> bool:
+    """Whether the probe came to the last block; a model that looks at values stops where it does so."""
     last = architecture.last_blocks.get(task, architecture.blocks[-1].name if architecture.blocks else "")
-    return any(path.startswith(f"{last}.") for path in walk.rows)
+    return any(path.startswith(f"{last}.") for path in needs.rows)
