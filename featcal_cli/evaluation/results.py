@@ -13,7 +13,7 @@ from tempfile import NamedTemporaryFile
 from typing import Any
 
 from featcal_cli.evaluation.scores import Score, combine
-from featcal_cli.hub.pickle_weights import cache_folder
+from featcal_cli.runtime.files import cache_folder
 
 EXPERT, MERGED, CALIBRATED = "expert", "merged", "calibrated"
 """Roles of models; others are called by their names."""

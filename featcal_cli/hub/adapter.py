@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from featcal_cli.hub.pickle_weights import PICKLES, SAFETENSORS
+from featcal_cli.hub.weight_files import PICKLES, SAFETENSORS
 from featcal_cli.runtime.errors import HubError
 from featcal_cli.runtime.references import existing_path
 from featcal_cli.runtime.untrusted_text import bare, parse_json

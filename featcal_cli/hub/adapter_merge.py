@@ -18,9 +18,9 @@ from featcal_cli.hub.adapter import (
     fit_adapter,
     peft_settings,
 )
-from featcal_cli.hub.pickle_weights import cache_folder, new_copy, read_pickle
+from featcal_cli.hub.pickle_weights import new_copy, read_pickle
 from featcal_cli.runtime.errors import HubError
-from featcal_cli.runtime.files import copy_files
+from featcal_cli.runtime.files import cache_folder, copy_files
 from featcal_cli.runtime.progress import quiet_transformers
 
 if TYPE_CHECKING:
@@ -57,8 +57,14 @@ def folded_copy(adapter: Adapter, base: str, folder: Path, key: str) -> Path:
 def _fold(adapter: Adapter, base: str, folder: Path, draft: Path) -> None:
     """Write the folded weights and their config, as the first class that the adapter fits."""
     import torch
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
 
-    tensors = _read_tensors(adapter.folder)
+    file = adapter.folder / ADAPTER_WEIGHTS
+    try:
+        tensors = load_file(file) if file.is_file() else read_pickle(adapter.folder / ADAPTER_PICKLE)
+    except (SafetensorError, OSError) as error:
+        raise HubError(f"{file.name} cannot be read", where=str(file), fix="download the file again") from error
     misfit: MisfitError | None = None
     with quiet_transformers(), warnings.catch_warnings(), torch.random.fork_rng(devices=[]), torch.no_grad():
         warnings.simplefilter("ignore")
@@ -68,22 +74,8 @@ def _fold(adapter: Adapter, base: str, folder: Path, draft: Path) -> None:
                 return _fold_as(model_class, adapter, folder, tensors, draft)
             except MisfitError as error:
                 misfit = misfit or error
-    reason = f": {misfit}" if misfit else ""
-    what = f"the adapter {adapter.name} does not fit its base {base}{reason}"
+    what = f"the adapter {adapter.name} does not fit its base {base}" + (f": {misfit}" if misfit else "")
     raise HubError(what, where=adapter.name, fix="name the base that it was trained on: BASE+ADAPTER") from misfit
-
-
-def _read_tensors(folder: Path) -> dict[str, Tensor]:
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    file = folder / ADAPTER_WEIGHTS
-    if not file.is_file():
-        return read_pickle(folder / ADAPTER_PICKLE)
-    try:
-        return load_file(file)
-    except (SafetensorError, OSError) as error:
-        raise HubError(f"{file.name} cannot be read", where=str(file), fix="download the file again") from error
 
 
 def _classes(adapter: Adapter, base: str, folder: Path) -> list[type[PreTrainedModel]]:
@@ -102,14 +94,14 @@ def _classes(adapter: Adapter, base: str, folder: Path) -> list[type[PreTrainedM
     task = _TASK_CLASSES.get(str(adapter.config.get("task_type")))
     mapping = adapter.config.get("auto_mapping")
     trained_as = mapping.get("base_model_class") if isinstance(mapping, dict) else None
-    found: dict[type[PreTrainedModel], None] = {}
+    classes: dict[type[PreTrainedModel], None] = {}
     for name in (task, trained_as, *(config.architectures or ()), "AutoModel"):
         named: Any = getattr(transformers, name, None) if isinstance(name, str) else None
         named = named._model_mapping.get(type(config), None) if hasattr(named, "_model_mapping") else named
         named = named[0] if isinstance(named, tuple) else named
         if isinstance(named, type) and issubclass(named, PreTrainedModel):
-            found[named] = None
-    return list(found)
+            classes[named] = None
+    return list(classes)
 
 
 def _fold_as(
@@ -198,8 +190,8 @@ def _copy_others(adapter: Path, base: Path, draft: Path) -> None:
         copy_files(folder, (name for name in names if any(fnmatch(name, kind) for kind in patterns)), draft)
 
     # two tokenizers must not be mixed
-    own = any(fnmatch(file.name, pattern) for file in adapter.iterdir() for pattern in _VOCABULARY_FILES)
-    copy(base, _OTHER_FILES if own else (*_TOKENIZER_FILES, *_OTHER_FILES))
+    has_own = any(fnmatch(file.name, pattern) for file in adapter.iterdir() for pattern in _VOCABULARY_FILES)
+    copy(base, _OTHER_FILES if has_own else (*_TOKENIZER_FILES, *_OTHER_FILES))
     copy(adapter, (*_TOKENIZER_FILES, *_OTHER_FILES))
 
 

@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor, as_completed
+from contextlib import AbstractContextManager
+from itertools import count
 from pathlib import Path
 from threading import Lock
 from typing import Any
 
+from huggingface_hub import hf_hub_download, is_offline_mode, snapshot_download, try_to_load_from_cache
+from huggingface_hub.utils._paths import filter_repo_objects
+from huggingface_hub.utils._verification import compute_file_hash
+from huggingface_hub.utils.sha import git_hash
 from tqdm import tqdm
 
 from featcal_cli.hub.client import patiently
 from featcal_cli.hub.messages import explained
-from featcal_cli.hub.pickle_weights import cache_folder
+from featcal_cli.hub.pickle_weights import unwritable_cache
 from featcal_cli.hub.repo import Repo, RepoFile
 from featcal_cli.runtime.errors import HubError
-from featcal_cli.runtime.files import name_reason
+from featcal_cli.runtime.files import cache_folder, write_new
 
 PREPROCESSOR_FILES = (
     "*processor_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt",
@@ -75,7 +80,6 @@ def download_describing(repo: Repo, patterns: Sequence[str]) -> Path:
 
 def missing_files(repo: Repo, *, only: Sequence[str] = (), skip: Sequence[str] = ()) -> list[str]:
     """The files that `download` would have to transfer."""
-    from huggingface_hub import try_to_load_from_cache
 
     def is_cached(path: str) -> bool:
         return isinstance(try_to_load_from_cache(repo.name, path, revision=repo.commit, repo_type=repo.kind), str)
@@ -85,9 +89,11 @@ def missing_files(repo: Repo, *, only: Sequence[str] = (), skip: Sequence[str] =
 
 def chosen_files(repo: Repo, only: Sequence[str], skip: Sequence[str]) -> list[str]:
     """A repo's files that match `only`, or all that do not match `skip`."""
-    from huggingface_hub.utils._paths import filter_repo_objects
-
     return list(filter_repo_objects(repo.files, allow_patterns=list(only) or None, ignore_patterns=list(skip) or None))
+
+
+def _explained(repo: Repo, file: str = "") -> AbstractContextManager[None]:
+    return explained(repo.name, repo.commit or "", repo.kind, file)
 
 
 def _fetch_files(repo: Repo, paths: Sequence[str], watch: Watch | None, *, again: bool = False) -> None:
@@ -95,102 +101,82 @@ def _fetch_files(repo: Repo, paths: Sequence[str], watch: Watch | None, *, again
 
     Raises HubError for the first that does not arrive. Offline it does nothing, unless `again`.
     """
-    from huggingface_hub import is_offline_mode
-
     if not paths or (is_offline_mode() and not again):
         return
-    meter = _Meter(repo, paths, watch)
+    meter = Meter(repo.name, watch)
+    for path in paths:
+        meter.start(path, repo.files[path].size if path in repo.files else 0)
+
+    def fetch(path: str) -> None:
+        options: dict[str, Any] = {"repo_type": repo.kind, "revision": repo.commit, "force_download": again}
+        with _explained(repo, path):
+            patiently(lambda: hf_hub_download(repo.name, path, tqdm_class=_make_bar(meter, path), **options))
+
     with ThreadPoolExecutor(AT_A_TIME) as threads:
-        running = [threads.submit(_fetch_file, repo, path, meter, again) for path in paths]
+        fetching = [threads.submit(fetch, path) for path in paths]
         try:
-            for future in as_completed(running):
+            for future in as_completed(fetching):
                 future.result()
         except BaseException:
-            meter.stopped = True
+            meter.is_stopped = True
             threads.shutdown(wait=False, cancel_futures=True)
             raise
 
 
-def _fetch_file(repo: Repo, path: str, meter: _Meter, again: bool) -> None:
-    from huggingface_hub import hf_hub_download
-
-    def fetch() -> str:
-        meter.start(path)
-        return hf_hub_download(
-            repo.name,
-            path,
-            repo_type=repo.kind,
-            revision=repo.commit,
-            force_download=again,
-            tqdm_class=meter.bar(path),
-        )
-
-    with explained(repo.name, repo.commit or "", repo.kind, file=path):
-        patiently(fetch)
-
-
 def _find_snapshot(repo: Repo, only: Sequence[str], skip: Sequence[str]) -> Path:
     """The folder of a commit in the cache, which then knows the list of its files too."""
-    from huggingface_hub import snapshot_download
-
-    def find() -> str:
-        return snapshot_download(
-            repo.name,
-            repo_type=repo.kind,
-            revision=repo.commit,
-            allow_patterns=list(only) or None,
-            ignore_patterns=list(skip) or None,
-        )
-
-    with explained(repo.name, repo.commit or "", repo.kind):
-        return Path(patiently(find))
+    options: dict[str, Any] = {"repo_type": repo.kind, "revision": repo.commit}
+    options |= {"allow_patterns": list(only) or None, "ignore_patterns": list(skip) or None}
+    with _explained(repo):
+        return Path(patiently(lambda: snapshot_download(repo.name, **options)))
 
 
-class _Meter:
-    """Adds up how far the files of one download have come, and tells `watch`."""
+class Meter:
+    """Adds up how far the files on their way have come, and tells `watch`."""
 
-    def __init__(self, repo: Repo, paths: Sequence[str], watch: Watch | None) -> None:
-        self._name, self._watch = repo.name, watch
-        self._total = sum(repo.files[path].size for path in paths if path in repo.files)
-        self._done = dict.fromkeys(paths, 0)
+    def __init__(self, name: str, watch: Watch | None) -> None:
+        self._name, self._watch = name, watch
+        self._sizes: dict[str, int] = {}
+        self._positions: dict[str, int] = {}
         self._lock = Lock()
-        self.stopped = False
+        self.is_stopped = False
         """Whether nobody waits for these files any more."""
 
-    def start(self, path: str) -> None:
-        """A file begins, perhaps once more. Raises CancelledError where nobody waits for it any more."""
-        if self.stopped:
-            raise CancelledError
-        self._done[path] = 0
+    def start(self, path: str, size: int) -> None:
+        """A file is about to come, or to be sent."""
+        self._sizes[path], self._positions[path] = size, 0
 
-    def bar(self, path: str) -> type[tqdm]:
-        """What the client takes for a progress bar of one file. It shows nothing and holds nothing: an ordinary one
-        would speak once more when it is forgotten."""
-        meter, bars = self, [0]
-
-        class Bar(tqdm):
-            def __init__(self, *arguments: Any, **options: Any) -> None:
-                initial = int(options.get("initial") or 0)
-                super().__init__(*arguments, **{**options, "disable": True})
-                bars[0] += 1
-                # with Xet, one bar counts the bytes on disk and the next one those on the wire, which may be fewer
-                self._counts = bars[0] == 1
-                self.update(initial)
-
-            def update(self, n: float | None = 1) -> None:
-                if meter.stopped:
-                    raise CancelledError
-                self.n += n or 0
-                if self._counts:
-                    meter._add(path, int(n or 0))
-
-        return Bar
-
-    def _add(self, path: str, count: int) -> None:
+    def reach(self, path: str, position: int) -> None:
+        """A file has come up to there; less far than before where it comes once more."""
         with self._lock:
-            self._done[path] += count
-            if self._watch and count:
-                self._watch(self._name, min(sum(self._done.values()), self._total), self._total)
+            if self._watch and self._positions[path] != position:
+                self._positions[path] = position
+                total = sum(self._sizes.values())
+                self._watch(self._name, min(sum(self._positions.values()), total), total)
+
+
+def _make_bar(meter: Meter, path: str) -> type[tqdm]:
+    """What the client takes for a progress bar of one file. It shows nothing and holds nothing: an ordinary one would
+    speak once more when it is forgotten. Raises CancelledError where nobody waits for the file any more."""
+    if meter.is_stopped:
+        raise CancelledError
+    numbers = count()
+
+    class Bar(tqdm):
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **{**options, "disable": True})
+            # with Xet, one bar counts the bytes on disk and the next one those on the wire, which may be fewer
+            self._counts = next(numbers) == 0
+            self.update(0)
+
+        def update(self, n: float | None = 1) -> None:
+            if meter.is_stopped:
+                raise CancelledError
+            self.n += n or 0
+            if self._counts:
+                meter.reach(path, int(self.n))
+
+    return Bar
 
 
 def _check_complete(repo: Repo, folder: Path, only: Sequence[str], skip: Sequence[str]) -> None:
@@ -217,34 +203,32 @@ def _is_sound(file: Path, listed: RepoFile | None) -> bool:
     # the client names contents by what the Hub calls them: large ones by their sha256
     name = file.readlink().name if file.is_symlink() else ""
     if sha256 := listed.sha256 or (name if re.fullmatch("[0-9a-f]{64}", name) else None):
-        return _hash(file, hashlib.sha256()) == sha256
-    oid = name if listed.remembered and re.fullmatch("[0-9a-f]{40}", name) else listed.oid
+        return compute_file_hash(file, "sha256") == sha256
+    oid = name if listed.is_remembered and re.fullmatch("[0-9a-f]{40}", name) else listed.oid
     size = file.stat().st_size
-    if listed.remembered and oid != name:
+    if listed.is_remembered and oid != name:
         return size == listed.size  # a cache without links does not tell more
-    return not oid or oid == _hash(file, hashlib.sha1(b"blob %d\0" % size)) or oid == _pointer_oid(file)
+    if not oid or oid == git_oid(file):
+        return True
+    # git keeps a pointer in place of a large file
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:{}\nsize {}\n"
+    return oid == git_hash(pointer.format(compute_file_hash(file, "sha256"), size).encode())
 
 
-def _pointer_oid(file: Path) -> str:
-    """Git's id of the pointer that it keeps of a large file with this content."""
-    sha256, size = _hash(file, hashlib.sha256()), file.stat().st_size
-    pointer = f"version https://git-lfs.github.com/spec/v1\noid sha256:{sha256}\nsize {size}\n".encode()
-    return hashlib.sha1(b"blob %d\0" % len(pointer) + pointer).hexdigest()
-
-
-def _hash(file: Path, digest: Any) -> str:
+def git_oid(file: Path) -> str:
+    """Git's id of a file's content. The client has a function for that, which reads all of the file into memory."""
+    digest = hashlib.sha1(b"blob %d\0" % file.stat().st_size)
     with file.open("rb") as stream:
         while chunk := stream.read(2**20):
             digest.update(chunk)
-    return str(digest.hexdigest())
+    return digest.hexdigest()
 
 
 def _delete(file: Path) -> None:
     """Delete a file of the cache, its content too."""
-    content = file.parent / file.readlink() if file.is_symlink() else None
+    content = file.parent / file.readlink() if file.is_symlink() else file
     file.unlink(missing_ok=True)
-    if content:
-        content.unlink(missing_ok=True)
+    content.unlink(missing_ok=True)
 
 
 def _read_record(record: Path) -> set[str]:
@@ -257,20 +241,14 @@ def _read_record(record: Path) -> set[str]:
 
 def _finish_record(record: Path, checked: set[str]) -> None:
     """Take what is checked out of the record, which another run may have added to."""
-    if left := _read_record(record) - checked:
-        _write_record(record, left)
+    if unchecked := _read_record(record) - checked:
+        _write_record(record, unchecked)
     else:
         record.unlink(missing_ok=True)
 
 
 def _write_record(record: Path, paths: set[str]) -> None:
     try:
-        record.parent.mkdir(parents=True, exist_ok=True)
-        draft = record.with_suffix(f".{os.getpid()}")
-        draft.write_text(json.dumps(sorted(paths)), encoding="utf-8")
-        draft.replace(record)
+        write_new(record, json.dumps(sorted(paths)))
     except OSError as error:
-        fix = "point FEATCAL_CACHE to a folder that can be written"
-        raise HubError(
-            f"the cache folder cannot be written: {name_reason(error)}", where=str(record.parent), fix=fix
-        ) from error
+        raise unwritable_cache(record.parent, error) from error

@@ -4,69 +4,77 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass
+from urllib.parse import urlsplit
 
-from featcal_cli.hub.client import asked_pause, is_conflict, is_lapsed, unreachable
+from huggingface_hub import HfApi, constants, errors, get_token, is_offline_mode
+from huggingface_hub.errors import HfHubHTTPError
+
+from featcal_cli.hub.client import asked_pause, blame, is_conflict, is_lapsed, root_of, unreachable
 from featcal_cli.runtime.errors import HubError
 from featcal_cli.runtime.untrusted_text import redact, visible
-from featcal_cli.runtime.waiting import blame, host_of, hub_host, is_hub, name_hosts, root_of
-
-if TYPE_CHECKING:
-    from huggingface_hub.errors import HfHubHTTPError
+from featcal_cli.runtime.waiting import host_of, hub_host, is_hub, name_hosts
 
 ODD = (ValueError, LookupError, TypeError, AttributeError, AssertionError)
 """What huggingface_hub raises where an answer is not what it looks for."""
 LONGEST_REASON = 160
 """Characters of what a Hub says of a refusal that a message quotes."""
-_UPLOADED = re.compile(r"Error while uploading '(?P<file>.+)' to the Hub")
+LOGIN = "set HF_TOKEN or run `hf auth login`"
+CHECK_ENDPOINT = "check HF_ENDPOINT and the proxy"
+
+
+@dataclass(frozen=True)
+class _Subject:
+    """What the Hub was asked for: a repo, or one file of it."""
+
+    repo: str
+    revision: str = ""
+    kind: str = "model"
+    file: str = ""
+
+    @property
+    def where(self) -> str:
+        return f"{self.repo}@{self.revision}" if self.revision else self.repo
+
+    @property
+    def name(self) -> str:
+        return f"{self.file} of {self.repo}" if self.file else self.repo
 
 
 def hub_page(repo: str) -> str:
     """The web page of a model repo, without a user name or password."""
-    from urllib.parse import urlsplit
-
-    from huggingface_hub import constants
-
     return f"{urlsplit(constants.ENDPOINT).scheme}://{hub_host()}/{repo}"
 
 
-@contextmanager
-def explained_writing(repo: str) -> Iterator[None]:
-    """Turn what huggingface_hub raises while it writes to a model repo into a HubError; the rest passes."""
-    try:
-        yield
-    except HubError:
-        raise
-    except Exception as error:
-        # an upload from a thread is reported by a RuntimeError around what happened
-        uploaded = _UPLOADED.search(str(error)) if type(error) is RuntimeError else None
-        if (told := _explain_writing(root_of(error), repo, uploaded["file"] if uploaded else "")) is None:
-            raise
-        raise told from error
-
-
-@contextmanager
-def explained(repo: str, revision: str, kind: str = "model", file: str = "") -> Iterator[None]:
+def explained(repo: str, revision: str, kind: str = "model", file: str = "") -> AbstractContextManager[None]:
     """Turn what huggingface_hub raises about a model or dataset, or one file of it, into a HubError; what it did not
     raise passes."""
+    return _explained(lambda error: _explain_reading(error, _Subject(repo, revision, kind, file)))
+
+
+def explained_writing(repo: str) -> AbstractContextManager[None]:
+    """Turn what huggingface_hub raises while it writes to a model repo into a HubError; the rest passes."""
+    return _explained(lambda error: _explain_writing(error, repo))
+
+
+@contextmanager
+def _explained(explain: Callable[[Exception], HubError | None]) -> Iterator[None]:
     try:
         yield
     except HubError:
         raise
     except Exception as error:
-        if (told := _explain(error, repo, revision, kind, file)) is None:
+        if (message := explain(error)) is None:
             raise
-        raise told from error
+        raise message from error
 
 
-def _explain(error: BaseException, repo: str, revision: str, kind: str, file: str) -> HubError | None:
+def _explain_reading(error: BaseException, subject: _Subject) -> HubError | None:
     """The user's version of an error of huggingface_hub. Its own words are left out: they may quote the request."""
-    from huggingface_hub import errors, get_token
-
-    where = f"{repo}@{revision}" if revision else repo
-    login = "set HF_TOKEN or run `hf auth login`" if get_token() is None else "use a token of a user who has access"
+    repo, kind, where = subject.repo, subject.kind, subject.where
+    login = LOGIN if get_token() is None else "use a token of a user who has access"
     cause = root_of(error)
     if isinstance(cause, errors.HFValidationError):
         what = f"{repo!r} is neither an existing folder nor a Hub id"
@@ -80,27 +88,147 @@ def _explain(error: BaseException, repo: str, revision: str, kind: str, file: st
         what = f"there is no {kind} {repo} on {hub_host()}, or it is private"
         return HubError(what, where=where, fix=f"check the name; for a private {kind} {login}")
     if isinstance(cause, errors.RevisionNotFoundError):
-        what = f"{repo} has no revision {revision or 'main'}"
+        what = f"{repo} has no revision {subject.revision or 'main'}"
         return HubError(what, where=where, fix="give a branch, a tag, a commit or refs/pr/NUMBER of it")
-    if isinstance(cause, errors.HfHubHTTPError) and not unreachable(cause):
-        return _explain_refusal(cause, repo, where, file)
-    silent = isinstance(error, (errors.LocalEntryNotFoundError, errors.RevisionResolutionError))
-    if unreachable(cause) or (silent and cause is error):
-        return _explain_silence(cause if unreachable(cause) else None, repo, where, kind, file)
+    if isinstance(cause, HfHubHTTPError) and not unreachable(cause):
+        return _explain_refusal(cause, subject)
+    is_silent = isinstance(error, (errors.LocalEntryNotFoundError, errors.RevisionResolutionError)) and cause is error
+    if unreachable(cause) or is_silent:
+        return _explain_silence(None if is_silent else cause, subject)
     if isinstance(cause, errors.FileMetadataError) or (isinstance(cause, ODD) and _in_client(cause)):
-        what = f"{hub_host()} does not answer like a Hub{_about(repo, file)}"
-        return HubError(what, where=where, fix="check HF_ENDPOINT and the proxy")
+        return HubError(f"{hub_host()} does not answer like a Hub{_about(subject)}", where=where, fix=CHECK_ENDPOINT)
     if isinstance(cause, OSError):
-        return _explain_disk(cause, repo, where, file)
+        return _explain_disk(cause, subject)
     if type(cause).__name__.startswith("Xet") or (isinstance(cause, RuntimeError) and _in_client(cause)):
-        what = f"{file or 'a file'} of {repo} could not be downloaded ({type(cause).__name__})"
+        what = f"{subject.file or 'a file'} of {repo} could not be downloaded ({type(cause).__name__})"
         return HubError(what, where=where, fix="check the connection and run again, or set HF_HUB_DISABLE_XET=1")
     return None
 
 
-def _about(repo: str, file: str) -> str:
+def _explain_refusal(error: HfHubHTTPError, subject: _Subject) -> HubError:
+    host = host_of(str(error.response.url))  # a large file comes from another one
+    status, reason = error.response.status_code, _quote_reason(error)
+    if not subject.file and error.response.history:  # the Hub led on to another host
+        match = re.search("/resolve/[^/]+/(.+)$", error.response.history[0].request.url.path)
+        subject = _Subject(subject.repo, subject.revision, subject.kind, visible(match[1]) if match else "")
+    file, where = subject.file or subject.repo, subject.where
+    if is_lapsed(error.response):
+        name = f"{subject.file or 'a file'} of {subject.repo}"
+        what = f"{host} refuses {name} (HTTP status {status}), at fresh addresses too"
+        return HubError(what, where=where, fix="check whether a proxy or firewall forbids it, and run again later")
+    if _is_disabled(error):
+        return _disabled(where, reason)
+    other = LOGIN if get_token() is None else "use a token that may read this repo"
+    messages = {
+        401: (f"{host} does not accept the token", "set another HF_TOKEN, or run `hf auth login --force`"),
+        402: (f"{host} wants a payment for {file}", "look at the repo's page and at your plan"),
+        403: (f"{host} refuses access to {file}", f"look at the repo's page, or {other}" if reason else other),
+        429: (f"{host} refuses more requests for now", f"wait {_tell_wait(error)} and run again"),
+        451: (f"{host} may not hand {file} out for legal reasons", "use another repo"),
+    }
+    odd = f"{host} answered with HTTP status {status}{_about(subject)}"
+    what, fix = messages.get(status, (odd, "check HF_ENDPOINT, and try later"))
+    return HubError(f"{what}: {reason}" if reason else what, where=where, fix=fix)
+
+
+def _explain_silence(error: BaseException | None, subject: _Subject) -> HubError:
+    repo, where = subject.repo, subject.where
+    missing = f", and the cache holds no complete copy of {repo}"
+    if subject.kind == "dataset":
+        missing = f", and rows of Hub datasets ({repo}) are never kept on this machine"
+    if is_offline_mode():
+        return HubError(f"offline mode is on{missing}", where=where, fix="unset HF_HUB_OFFLINE and run again")
+    reason = blame(error, by_name=True) if error else f"{hub_host()} cannot be reached"
+    if subject.file and "cannot be reached" not in reason:
+        wait = asked_pause(error.response) if isinstance(error, HfHubHTTPError) else None
+        fix = f"wait {wait:.0f} s and run again" if wait else "check the connection and the proxy, and run again"
+        return HubError(f"{subject.name} did not arrive: {reason}", where=where, fix=fix)
+    fix = "check the connection, the proxy and HF_ENDPOINT, and run again"
+    return HubError(f"{reason}{missing}", where=where, fix=fix)
+
+
+def _explain_disk(error: OSError, subject: _Subject) -> HubError:
+    """The error of a file that arrived and could not be kept, or did not arrive whole."""
+    if error.errno is None:
+        what = f"{subject.name} could not be downloaded: what arrived is not what the Hub announced"
+        return HubError(what, where=subject.where, fix="check the connection and the proxy, and run again")
+    what = f"{subject.name} could not be downloaded: {error.strerror or type(error).__name__}"
+    fix = "check the disk and who may write there, or point HF_HOME to a folder that can be written, and run again"
+    return HubError(what, where=str(error.filename or constants.HF_HUB_CACHE), fix=fix)
+
+
+def _explain_writing(error: Exception, repo: str) -> HubError | None:
+    """The user's version of what went wrong while writing, perhaps with one large file."""
+    # an upload from a thread is reported by a RuntimeError around what happened
+    is_upload = type(error) is RuntimeError
+    file = re.search(r"Error while uploading '(.+)' to the Hub", str(error)) if is_upload else None
+    cause = root_of(error)
+    if isinstance(cause, errors.HFValidationError):
+        return HubError(f"{repo!r} is not the name of a repo", where=repo, fix="write USER/NAME")
+    if isinstance(cause, errors.RepositoryNotFoundError) and not isinstance(cause, errors.GatedRepoError):
+        return gone(repo)
+    if is_conflict(cause):
+        what = f"{repo} was changed by somebody else during the push"
+        return HubError(what, where=hub_page(repo), fix="look at what changed there")
+    if isinstance(cause, HfHubHTTPError) and not unreachable(cause):
+        return _explain_refused_write(cause, repo, file[1] if file else "")
+    if unreachable(cause):
+        if is_offline_mode() or isinstance(cause, errors.OfflineModeIsEnabled):
+            return HubError("offline mode is on: nothing can be pushed", where=repo, fix="unset HF_HUB_OFFLINE")
+        is_busy = isinstance(cause, HfHubHTTPError)
+        fix = "try again in some minutes" if is_busy else "check the connection, the proxy and HF_ENDPOINT"
+        return HubError(blame(cause, by_name=True), where=repo, fix=fix)
+    if isinstance(cause, ValueError) and "metadata" in str(cause) and not isinstance(cause, json.JSONDecodeError):
+        what = f"{hub_host()} refuses the metadata of README.md"
+        return HubError(what, where=repo, fix="fix the lines between --- in it")
+    if isinstance(cause, ValueError) and "LFS batch API returned errors" in str(cause):
+        fix = "see its limits on file size and storage, and look at the repo's settings"
+        return HubError(f"{hub_host()} refuses a large file", where=repo, fix=fix)
+    if isinstance(cause, ValueError) or (isinstance(cause, ODD) and _in_client(cause)):
+        return HubError(f"{hub_host()} does not answer like a Hub", where=repo, fix=CHECK_ENDPOINT)
+    if isinstance(cause, (RuntimeError, ConnectionError, TimeoutError)) or type(cause).__module__.startswith("hf_xet"):
+        what = f"an upload to {hub_host()} failed ({type(cause).__name__})"
+        return HubError(what, where=repo, fix="check the connection, or set HF_HUB_DISABLE_XET=1")
+    if isinstance(cause, OSError):
+        what = f"a file cannot be read: {cause.strerror or type(cause).__name__}"
+        return HubError(what, where=str(cause.filename or repo), fix="check the disk")
+    return None
+
+
+def _explain_refused_write(error: HfHubHTTPError, repo: str, file: str) -> HubError:
+    status, host, reason = error.response.status_code, host_of(str(error.response.url)), _quote_reason(error)
+    if not is_hub(host) and status not in (402, 413, 429, 507):
+        what = f"{host} does not take {file or 'a large file'} of {repo} (HTTP status {status})"
+        return HubError(what, where=repo, fix="check whether a proxy or firewall forbids uploads to it, and try again")
+    if _is_disabled(error):
+        return _disabled(repo, reason)
+    room = "free some storage there, or ask for more" + (", or push without --private" if "private" in reason else "")
+    messages = {
+        400: (f"{host} refuses the files or the name", "check README.md and the repo's name"),
+        401: (f"{host} does not accept the token", "set another HF_TOKEN, or run `hf auth login --force`"),
+        402: (f"{host} wants a payment for this", room),
+        403: (f"{host} does not let this token write here", f"use a token with write access to {repo}"),
+        413: (f"{host} finds the upload too large", "see its limits on file size and storage"),
+        429: (f"{host} refuses more requests for now", f"wait {_tell_wait(error)}"),
+        451: (f"{host} takes nothing for {repo} for legal reasons", "push to another repo"),
+        507: (f"{host} has no room left for this", room),
+    }
+    what, fix = messages.get(status, (f"{host} answered with HTTP status {status}", "check HF_ENDPOINT"))
+    if status == 403 and re.search("storage|quota|limit|billing|plan", reason.lower()):
+        what, fix = f"{host} refuses to write to {repo}", room
+    what += f" ({file})" if file else ""
+    return HubError(f"{what}: {reason}" if reason else what, where=repo, fix=fix)
+
+
+def gone(repo: str) -> HubError:
+    """The error of a repo that was there when the push began."""
+    what = f"{repo} is not on {hub_host()} any more, or the token may no longer see it"
+    return HubError(what, where=repo, fix="look whether it was deleted, renamed or made private")
+
+
+def _about(subject: _Subject) -> str:
     """Which file a failure is about, if it is about one."""
-    return f" when asked for {file} of {repo}" if file else ""
+    return f" when asked for {subject.name}" if subject.file else ""
 
 
 def _in_client(error: BaseException) -> bool:
@@ -111,119 +239,6 @@ def _in_client(error: BaseException) -> bool:
         step = step.tb_next
     ours = [number for number, name in enumerate(names) if name.startswith("featcal_cli")]
     return any(name.startswith(("huggingface_hub", "httpx")) for name in names[max(ours, default=-1) + 1 :])
-
-
-def _explain_disk(error: OSError, repo: str, where: str, file: str) -> HubError:
-    """The error of a file that arrived and could not be kept, or did not arrive whole."""
-    from huggingface_hub import constants
-
-    name = f"{file} of {repo}" if file else repo
-    if error.errno is None:
-        what = f"{name} could not be downloaded: what arrived is not what the Hub announced"
-        return HubError(what, where=where, fix="check the connection and the proxy, and run again")
-    what = f"{name} could not be downloaded: {error.strerror or type(error).__name__}"
-    place = str(error.filename or constants.HF_HUB_CACHE)
-    fix = "check the disk and who may write there, or point HF_HOME to a folder that can be written, and run again"
-    return HubError(what, where=place, fix=fix)
-
-
-def _explain_writing(error: BaseException, repo: str, file: str) -> HubError | None:
-    """The user's version of what went wrong while writing, perhaps with one large file."""
-    from huggingface_hub import errors, is_offline_mode
-
-    if isinstance(error, errors.HFValidationError):
-        return HubError(f"{repo!r} is not the name of a repo", where=repo, fix="write USER/NAME")
-    if isinstance(error, errors.RepositoryNotFoundError) and not isinstance(error, errors.GatedRepoError):
-        return gone(repo)
-    if is_conflict(error):
-        what = f"{repo} was changed by somebody else during the push"
-        return HubError(what, where=hub_page(repo), fix="look at what changed there")
-    if isinstance(error, errors.HfHubHTTPError) and not unreachable(error):
-        return _explain_refused_write(error, repo, file)
-    if isinstance(error, errors.OfflineModeIsEnabled) or (unreachable(error) and is_offline_mode()):
-        return HubError("offline mode is on: nothing can be pushed", where=repo, fix="unset HF_HUB_OFFLINE")
-    if isinstance(error, errors.HfHubHTTPError):
-        return HubError(blame(error, by_name=True), where=repo, fix="try again in some minutes")
-    if unreachable(error):
-        return HubError(blame(error, by_name=True), where=repo, fix="check the connection, the proxy and HF_ENDPOINT")
-    if isinstance(error, ValueError) and "metadata" in str(error) and not isinstance(error, json.JSONDecodeError):
-        fix = "fix the lines between --- in it"
-        return HubError(f"{hub_host()} refuses the metadata of README.md", where=repo, fix=fix)
-    if isinstance(error, ValueError) and "LFS batch API returned errors" in str(error):
-        fix = "see its limits on file size and storage, and look at the repo's settings"
-        return HubError(f"{hub_host()} refuses a large file", where=repo, fix=fix)
-    if isinstance(error, ValueError) or (isinstance(error, ODD) and _in_client(error)):
-        return HubError(f"{hub_host()} does not answer like a Hub", where=repo, fix="check HF_ENDPOINT and the proxy")
-    if isinstance(error, (RuntimeError, ConnectionError, TimeoutError)) or type(error).__module__.startswith("hf_xet"):
-        what = f"an upload to {hub_host()} failed ({type(error).__name__})"
-        return HubError(what, where=repo, fix="check the connection, or set HF_HUB_DISABLE_XET=1")
-    if isinstance(error, OSError):
-        what = f"a file cannot be read: {error.strerror or type(error).__name__}"
-        return HubError(what, where=str(error.filename or repo), fix="check the disk")
-    return None
-
-
-def gone(repo: str) -> HubError:
-    """The error of a repo that was there when the push began."""
-    what = f"{repo} is not on {hub_host()} any more, or the token may no longer see it"
-    return HubError(what, where=repo, fix="look whether it was deleted, renamed or made private")
-
-
-def _explain_refused_write(error: HfHubHTTPError, repo: str, file: str) -> HubError:
-    status, host, said = error.response.status_code, host_of(str(error.response.url)), _quote_reason(error)
-    if not is_hub(host) and status not in (402, 413, 429, 507):
-        what = f"{host} does not take {file or 'a large file'} of {repo} (HTTP status {status})"
-        return HubError(what, where=repo, fix="check whether a proxy or firewall forbids uploads to it, and try again")
-    if _is_disabled(error):
-        return _disabled(repo, said)
-    room = "free some storage there, or ask for more" + (", or push without --private" if "private" in said else "")
-    told = {
-        400: (f"{host} refuses the files or the name", "check README.md and the repo's name"),
-        401: (f"{host} does not accept the token", "set another HF_TOKEN, or run `hf auth login --force`"),
-        402: (f"{host} wants a payment for this", room),
-        403: (f"{host} does not let this token write here", f"use a token with write access to {repo}"),
-        413: (f"{host} finds the upload too large", "see its limits on file size and storage"),
-        429: (f"{host} refuses more requests for now", f"wait {_tell_wait(error)}"),
-        451: (f"{host} takes nothing for {repo} for legal reasons", "push to another repo"),
-        507: (f"{host} has no room left for this", room),
-    }
-    what, fix = told.get(status, (f"{host} answered with HTTP status {status}", "check HF_ENDPOINT"))
-    if status == 403 and re.search("storage|quota|limit|billing|plan", said.lower()):
-        what, fix = f"{host} refuses to write to {repo}", room
-    what += f" ({file})" if file else ""
-    return HubError(f"{what}: {said}" if said else what, where=repo, fix=fix)
-
-
-def _explain_refusal(error: HfHubHTTPError, repo: str, where: str, file: str) -> HubError:
-    from huggingface_hub import get_token
-
-    host = host_of(str(error.response.url))  # a large file comes from another one
-    status, said = error.response.status_code, _quote_reason(error)
-    file = file or _name_file(error)
-    if is_lapsed(error.response):
-        what = f"{host} refuses {file or 'a file'} of {repo} (HTTP status {status}), at fresh addresses too"
-        fix = "check whether a proxy or firewall forbids it, and run again later"
-        return HubError(what, where=where, fix=fix)
-    if _is_disabled(error):
-        return _disabled(where, said)
-    other = "set HF_TOKEN or run `hf auth login`" if get_token() is None else "use a token that may read this repo"
-    fixes = {
-        401: (f"{host} does not accept the token", "set another HF_TOKEN, or run `hf auth login --force`"),
-        402: (f"{host} wants a payment for {file or repo}", "look at the repo's page and at your plan"),
-        403: (f"{host} refuses access to {file or repo}", f"look at the repo's page, or {other}" if said else other),
-        429: (f"{host} refuses more requests for now", f"wait {_tell_wait(error)} and run again"),
-        451: (f"{host} may not hand {file or repo} out for legal reasons", "use another repo"),
-    }
-    odd = f"{host} answered with HTTP status {status}{_about(repo, file)}"
-    what, fix = fixes.get(status, (odd, "check HF_ENDPOINT, and try later"))
-    return HubError(f"{what}: {said}" if said else what, where=where, fix=fix)
-
-
-def _name_file(error: HfHubHTTPError) -> str:
-    """The file that the Hub was asked for, where it led on to another host; else empty."""
-    path = error.response.history[0].request.url.path if error.response.history else ""
-    match = re.search("/resolve/[^/]+/(.+)$", path)
-    return visible(match[1]) if match else ""
 
 
 def _quote_reason(error: HfHubHTTPError) -> str:
@@ -237,20 +252,14 @@ def _quote_reason(error: HfHubHTTPError) -> str:
 
 def _is_disabled(error: HfHubHTTPError) -> bool:
     """Whether the Hub has closed the repo to everybody."""
-    from huggingface_hub.errors import DisabledRepoError
-
     text = error.response.headers.get("X-Error-Message", "").lower()
-    return isinstance(error, DisabledRepoError) or (
-        error.response.status_code == 403 and "disabled" in text and ("access" in text or "repo" in text)
-    )
+    is_closed = error.response.status_code == 403 and "disabled" in text and ("access" in text or "repo" in text)
+    return is_closed or isinstance(error, errors.DisabledRepoError)
 
 
-def _disabled(where: str, said: str) -> HubError:
-    """The error of a repo that the Hub has closed to everybody."""
-    repo = where.partition("@")[0]
-    what = f"{repo} is disabled on {hub_host()}"
-    fix = "use another repo; what the reason is, its page or its owner may say"
-    return HubError(f"{what}: {said}" if said else what, where=where, fix=fix)
+def _disabled(where: str, reason: str) -> HubError:
+    what = f"{where.partition('@')[0]} is disabled on {hub_host()}" + (f": {reason}" if reason else "")
+    return HubError(what, where=where, fix="use another repo; what the reason is, its page or its owner may say")
 
 
 def _tell_wait(error: HfHubHTTPError) -> str:
@@ -259,30 +268,7 @@ def _tell_wait(error: HfHubHTTPError) -> str:
     return f"{seconds:.0f} s" if seconds else "some minutes"
 
 
-def _explain_silence(error: BaseException | None, repo: str, where: str, kind: str, file: str) -> HubError:
-    from huggingface_hub import is_offline_mode
-    from huggingface_hub.errors import HfHubHTTPError
-
-    missing = f", and the cache holds no complete copy of {repo}"
-    if kind == "dataset":
-        missing = f", and rows of Hub datasets ({repo}) are never kept on this machine"
-    if is_offline_mode():
-        return HubError(f"offline mode is on{missing}", where=where, fix="unset HF_HUB_OFFLINE and run again")
-    reason = blame(error, by_name=True) if error else f"{hub_host()} cannot be reached"
-    if file and "cannot be reached" not in reason:
-        what = f"{file} of {repo} did not arrive: {reason}"
-        wait = asked_pause(error.response) if isinstance(error, HfHubHTTPError) else None
-        fix = f"wait {wait:.0f} s and run again" if wait else "check the connection and the proxy, and run again"
-        return HubError(what, where=where, fix=fix)
-    return HubError(
-        f"{reason}{missing}", where=where, fix="check the connection, the proxy and HF_ENDPOINT, and run again"
-    )
-
-
 def _is_dataset(repo: str) -> bool:
-    from huggingface_hub import HfApi
-
-    # only for a hint: what is wrong is known already
-    with suppress(Exception):
+    with suppress(Exception):  # only for a hint: what is wrong is known already
         return bool(HfApi().dataset_info(repo))
     return False

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
+
+from huggingface_hub import Discussion, HfApi
+from huggingface_hub.errors import HfHubHTTPError
 
 from featcal_cli.hub.adapter import (
     ADAPTER_CONFIG,
@@ -22,14 +24,12 @@ from featcal_cli.hub.adapter import (
 from featcal_cli.hub.client import patiently, unreachable
 from featcal_cli.hub.messages import explained
 from featcal_cli.hub.model_names import UnusableError, locate
-from featcal_cli.hub.pickle_weights import PICKLES, SAFETENSORS, cache_folder
 from featcal_cli.hub.repo import Opener, Repo, RepoFile, open_repo
+from featcal_cli.hub.weight_files import PICKLES, SAFETENSORS
 from featcal_cli.runtime.errors import HubError
+from featcal_cli.runtime.files import cache_folder, write_new
 from featcal_cli.runtime.references import existing_path
 from featcal_cli.runtime.untrusted_text import show
-
-if TYPE_CHECKING:
-    from huggingface_hub import Discussion
 
 Form = Literal["safetensors", "pickle", "adapter"]
 
@@ -74,22 +74,18 @@ def find_origin(name: str, *, allow_pickle: bool = False, open_repo: Opener = op
     return _find(name, allow_pickle, open_repo, ())
 
 
-def find_config(name: str) -> tuple[str, Path]:
+def find_config(name: str, above: tuple[str, ...] = ()) -> tuple[str, Path]:
     """The name of the full model behind `name`, and a folder that holds its config.json; weights need not be there.
 
-    An adapter has the config of the base that it names. Raises HubError like `find_origin`.
+    An adapter, perhaps the base of those `above`, has the config of the base that it names. Raises HubError like
+    `find_origin`.
     """
-    return _find_config(name, ())
-
-
-def _find_config(name: str, above: tuple[str, ...]) -> tuple[str, Path]:
     base, adapter = _split(name)
     if base:
-        return _find_config(base, above)
+        return find_config(base, above)
     repo = open_repo(adapter)
-    if is_adapter(repo.files) and (named := _name_base(_read_adapter(repo), repo)):
-        _check_circle(repo, above)
-        return _find_config(named, (*above, repo.pinned))
+    if is_adapter(repo.files) and (base := _name_base(_read_adapter(repo), repo)):
+        return find_config(base, _extend(above, repo))
     check_model(repo.name, repo.files)
     return repo.name, repo.fetch_text("config.json").parent
 
@@ -98,48 +94,39 @@ def check_model(name: str, files: Collection[str]) -> None:
     """Raises HubError when the files are not those of a transformers model."""
     if "config.json" in files:
         return
-    found = "a diffusers pipeline (model_index.json)" if "model_index.json" in files else "not a transformers model"
+    kind = "a diffusers pipeline (model_index.json)" if "model_index.json" in files else "not a transformers model"
     other, fix = _find_other_weights(files)
-    has = f", only {other}" if other else ""
-    raise HubError(f"{name} is {found}: it has no config.json{has}", where=name, fix=fix)
+    raise HubError(f"{name} is {kind}: it has no config.json{other}", where=name, fix=fix)
 
 
-_OTHERS = (
-    (".gguf", "GGUF files", "give the unquantised model that they were made from (often named as base_model)"),
-    (".onnx", "ONNX files", "give the model that they were exported from"),
-    (
-        ".h5",
-        "TensorFlow weights",
-        "convert them: from_pretrained(..., from_tf=True) of transformers 4, save_pretrained",
-    ),
-    (
-        ".msgpack",
-        "Flax weights",
-        "convert them: from_pretrained(..., from_flax=True) of transformers 4, save_pretrained",
-    ),
-    (".npz", "MLX weights", "give the model that they were made from"),
-    (".nemo", "NeMo weights", "give the model in transformers' format"),
-    (
-        "consolidated.safetensors",
+_CONVERT = "convert them: from_pretrained(..., from_{}=True) of transformers 4, save_pretrained"
+_UNREAD = {
+    ".gguf": ("GGUF files", "give the unquantised model that they were made from (often named as base_model)"),
+    ".onnx": ("ONNX files", "give the model that they were exported from"),
+    ".h5": ("TensorFlow weights", _CONVERT.format("tf")),
+    ".msgpack": ("Flax weights", _CONVERT.format("flax")),
+    ".npz": ("MLX weights", "give the model that they were made from"),
+    ".nemo": ("NeMo weights", "give the model in transformers' format"),
+    "consolidated.safetensors": (
         "weights in Mistral's own format",
         "give the repo that has transformers' model.safetensors",
     ),
-)
-"""Weights that transformers does not read: what a file's name ends with, what it is, and what to do."""
+}
+"""Weights that transformers does not read: how a file's name ends, what it is, and what to do."""
 
 
 def _find_other_weights(files: Collection[str]) -> tuple[str, str]:
     """What weights a repo has that are not read, "" for none; and what to do."""
-    for ending, kind, fix in _OTHERS:
+    for ending, (kind, fix) in _UNREAD.items():
         if named := sorted(file for file in files if file.endswith(ending)):
-            return f"{kind} ({named[0]})", fix
-    if shards := sorted(file for file in files if file.endswith(".safetensors") and "-of-" in file):
-        return (
-            f"shards without an index ({shards[0]})",
-            f"add {SAFETENSORS[1]}, which says which shard holds which tensor",
-        )
-    if single := sorted(file for file in files if file.endswith(".safetensors")):
-        return f"safetensors of another name ({single[0]})", f"rename it to {SAFETENSORS[0]} if it is a full model"
+            return f", only {kind} ({named[0]})", fix
+    single = sorted(file for file in files if file.endswith(".safetensors"))
+    if shards := [file for file in single if "-of-" in file]:
+        fix = f"add {SAFETENSORS[1]}, which says which shard holds which tensor"
+        return f", only shards without an index ({shards[0]})", fix
+    if single:
+        fix = f"rename it to {SAFETENSORS[0]} if it is a full model"
+        return f", only safetensors of another name ({single[0]})", fix
     return "", "give a full model's repo or folder, with safetensors"
 
 
@@ -155,13 +142,13 @@ def _find(name: str, allow_pickle: bool, open_repo: Opener, above: tuple[str, ..
             return _converted(repo, pull)
         raise
     if is_adapter(files):
-        check_adapter_files(repo.name, repo.files, allow_pickle)
+        check_adapter_files(repo.name, files, allow_pickle)
         return _find_base(repo, base, allow_pickle, open_repo, above)
     if base:
         what = f"{adapter} is a full model, not an adapter ({ADAPTER_CONFIG}) for {base}"
         raise HubError(what, where=name, fix=f"give {adapter} alone, or BASE+ADAPTER with the adapter's repo or folder")
-    check_model(repo.name, repo.files)
-    if any(weights in repo.files for weights in SAFETENSORS):
+    check_model(repo.name, files)
+    if not files.keys().isdisjoint(SAFETENSORS):
         return Origin(repo, "safetensors")
     if repo.commit and (pull := find_conversion(repo)):
         return _converted(repo, pull)
@@ -179,15 +166,14 @@ def _converted(repo: Repo, pull: Pull) -> Origin:
 
 def _find_base(repo: Repo, base_name: str, allow_pickle: bool, open_repo: Opener, above: tuple[str, ...]) -> Origin:
     """The origin of an adapter on `base_name`, by default on the base that it names itself."""
-    adapter = _read_adapter(repo)
-    base_name = base_name or _name_base(adapter, repo)
     fix = _name_it(repo)
-    if not base_name:
+    adapter = _read_adapter(repo)
+    if not (base_name := base_name or _name_base(adapter, repo)):
         what = f"{repo.name} is an adapter that does not say which base it is for"
         raise HubError(what, where=f"{repo.name}/{ADAPTER_CONFIG}", fix=fix)
-    _check_circle(repo, above)
+    above = _extend(above, repo)
     try:
-        base = _find(base_name, allow_pickle, open_repo, (*above, repo.pinned))
+        base = _find(base_name, allow_pickle, open_repo, above)
     except HubError as error:
         what = f"{repo.name} is an adapter, and its base cannot be used: {error.what}"
         raise HubError(what, where=error.where, fix=f"{error.fix}; or {fix}") from error
@@ -199,10 +185,15 @@ def _name_it(repo: Repo) -> str:
     return f"name the base: BASE+{repo.name}"
 
 
-def _check_circle(repo: Repo, above: tuple[str, ...]) -> None:
-    """Raise HubError for an adapter that is its own base."""
+def _extend(above: tuple[str, ...], repo: Repo) -> tuple[str, ...]:
+    """The adapters above the base of one more. Raises HubError for an adapter that is its own base."""
     if repo.pinned in above:
         raise HubError(f"{repo.name} is an adapter whose base is itself", where=repo.name, fix=_name_it(repo))
+    return (*above, repo.pinned)
+
+
+def _read_adapter(repo: Repo) -> Adapter:
+    return read_adapter(repo.name, repo.fetch_text(ADAPTER_CONFIG).parent)
 
 
 def _name_base(adapter: Adapter, repo: Repo) -> str:
@@ -217,10 +208,6 @@ def _name_base(adapter: Adapter, repo: Repo) -> str:
         raise HubError(what, where=f"{repo.name}/{ADAPTER_CONFIG}", fix=_name_it(repo)) from error
 
 
-def _read_adapter(repo: Repo) -> Adapter:
-    return read_adapter(repo.name, repo.fetch_text(ADAPTER_CONFIG).parent)
-
-
 def _split(name: str) -> tuple[str, str]:
     """BASE and ADAPTER of `BASE+ADAPTER`; "" and the name itself of anything else."""
     return split_adapter(name, lambda text: existing_path(text) is not None) or ("", name)
@@ -228,11 +215,9 @@ def _split(name: str) -> tuple[str, str]:
 
 def _check_pickle(repo: Repo, allow_pickle: bool) -> None:
     """Raises HubError unless there are pickled weights that may be read."""
-    if not any(weights in repo.files for weights in PICKLES):
+    if repo.files.keys().isdisjoint(PICKLES):
         other, fix = _find_other_weights(repo.files)
-        what = f"{repo.name} has no {SAFETENSORS[0]}, and no {PICKLES[0]} to convert" + (
-            f", only {other}" if other else ""
-        )
+        what = f"{repo.name} has no {SAFETENSORS[0]}, and no {PICKLES[0]} to convert{other}"
         raise HubError(what, where=repo.name, fix=fix)
     if not allow_pickle:
         what = f"{repo.name} has no safetensors, only pickled weights ({PICKLES[0]})"
@@ -256,11 +241,9 @@ class Pull:
 
 def find_conversion(repo: Repo) -> Pull | None:
     """The open pull request that adds safetensors to this commit, from the Hub; what it was last time when offline."""
-    from huggingface_hub.errors import HfHubHTTPError
-
     with explained(repo.name, repo.commit or ""):
         try:
-            found = patiently(lambda: _search(repo.name, repo.files))
+            pull = patiently(lambda: _search(repo.name, repo.files))
         except Exception as error:
             if isinstance(error, HfHubHTTPError) and error.response.status_code in (403, 404):
                 # the repo's owner has turned discussions off
@@ -268,15 +251,10 @@ def find_conversion(repo: Repo) -> Pull | None:
             if not unreachable(error):
                 raise
             return remembered_conversion(repo)
-    if found:
-        # only offline runs need it
-        record = _record_of(repo)
-        with suppress(OSError):
-            record.parent.mkdir(parents=True, exist_ok=True)
-            draft = record.with_suffix(f".{os.getpid()}")
-            draft.write_text(json.dumps(asdict(found)), encoding="utf-8")
-            draft.replace(record)
-    return found
+    if pull:
+        with suppress(OSError):  # only offline runs need it
+            write_new(_record_of(repo), json.dumps(asdict(pull)))
+    return pull
 
 
 def remembered_conversion(repo: Repo) -> Pull | None:
@@ -291,7 +269,6 @@ def _record_of(repo: Repo) -> Path:
 
 def _search(name: str, files: Mapping[str, RepoFile]) -> Pull | None:
     """The first open pull request with safetensors beside the very pickles of `files`; the Hub's bot goes first."""
-    from huggingface_hub import HfApi
 
     def likelihood(pull: Discussion) -> tuple[bool, bool]:
         return pull.author != CONVERSION_BOT, "safetensors" not in pull.title.lower()
@@ -302,7 +279,7 @@ def _search(name: str, files: Mapping[str, RepoFile]) -> Pull | None:
         info = api.model_info(name, revision=f"refs/pr/{pull.num}", files_metadata=True)
         offered = {file.rfilename: file.blob_id for file in info.siblings or ()}
         pickles = (path for path in offered if re.match(r"pytorch_model.*\.bin$", path))
-        same = all(path in files and files[path].oid == offered[path] for path in pickles)
-        if info.sha and same and any(weights in offered for weights in SAFETENSORS):
+        are_same = all(path in files and files[path].oid == offered[path] for path in pickles)
+        if info.sha and are_same and not offered.keys().isdisjoint(SAFETENSORS):
             return Pull(pull.num, pull.author, info.sha)
     return None

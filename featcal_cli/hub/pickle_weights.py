@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import pickle
 import shutil
 import tempfile
@@ -12,47 +11,17 @@ import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from fnmatch import fnmatch
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from safetensors import SafetensorError
 
+from featcal_cli.hub.weight_files import OTHER_FORMATS, PICKLES, SAFETENSORS, read_shards
 from featcal_cli.runtime.errors import HubError
-from featcal_cli.runtime.files import copy_files, flush, name_reason, take_stamp, visible_files
-from featcal_cli.runtime.untrusted_text import parse_json
+from featcal_cli.runtime.files import cache_folder, copy_files, flush, name_reason, take_stamp, visible_files
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-SAFETENSORS = ("model.safetensors", "model.safetensors.index.json")
-"""One file or the index of a sharded one, in the order in which transformers looks for them."""
-PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
-OTHER_FORMATS = (
-    *("*.bin", "*.h5", "*.msgpack", "*.onnx", "*.onnx_data", "*.gguf", "*.ggml", "*.pt", "*.pth", "*.ot", "*.ckpt"),
-    *("*.ckpt.*", "*.pb", "*.tflite", "*.mlmodel", "*.pkl", "*.pickle", "*.nemo", "*.npz", "*.bin.index.json"),
-    *("*.mlpackage/*", "coreml/*", "onnx/*", "openvino/*", "openvino_*", "consolidated*.safetensors"),
-    *("model.*.safetensors", "model-*.*.safetensors", "model.*.safetensors.index.json"),
-    "model.safetensors.index.*.json",
-)
-"""Files that hold the weights a second time (another format, another precision): never downloaded, never copied."""
-
-
-def cache_folder() -> Path:
-    """featcal's own cache: $FEATCAL_CACHE, else featcal/ in the user's cache folder."""
-    if chosen := os.environ.get("FEATCAL_CACHE"):
-        return Path(chosen).expanduser().absolute()
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser().absolute() / "featcal"
-
-
-def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of the model in `folder`, in shard order; empty where it has none.
-
-    Raises HubError for an index that cannot be read or that names a file outside the folder.
-    """
-    single, index = (folder / name for name in SAFETENSORS)
-    if single.exists():
-        return [single]
-    return [folder / name for name in _shards(index)] if index.exists() else []
 
 
 def converted_copy(source: Path, key: str) -> Path:
@@ -77,23 +46,28 @@ def new_copy(target: Path, kind: str) -> Iterator[Path]:
         target.parent.mkdir(parents=True, exist_ok=True)
         draft = Path(tempfile.mkdtemp(prefix=f".{target.name[:40]}-", dir=target.parent))
     except OSError as error:
-        fix = "point FEATCAL_CACHE to a folder that can be written"
-        raise HubError(
-            f"the cache folder cannot be written: {name_reason(error)}", where=str(target.parent), fix=fix
-        ) from error
+        raise unwritable_cache(target.parent, error) from error
     try:
         yield draft
         draft.chmod(0o755)
         for path in (*draft.rglob("*"), draft):
             flush(path)  # it is believed from then on: no power cut may leave a name without a content
-        _publish(draft, target)
+        try:
+            draft.rename(target)
+        except OSError:
+            if not target.is_dir():  # else another run has made the same copy in the meantime
+                raise
     except (OSError, SafetensorError) as error:
-        fix = "free some disk space, or point FEATCAL_CACHE elsewhere"
-        raise HubError(
-            f"the {kind} copy cannot be written: {name_reason(error)}", where=str(target), fix=fix
-        ) from error
+        what = f"the {kind} copy cannot be written: {name_reason(error)}"
+        raise HubError(what, where=str(target), fix="free some disk space, or point FEATCAL_CACHE elsewhere") from error
     finally:
         shutil.rmtree(draft, ignore_errors=True)
+
+
+def unwritable_cache(folder: Path, error: OSError) -> HubError:
+    """The error of featcal's own cache folder where nothing can be written."""
+    what = f"the cache folder cannot be written: {name_reason(error)}"
+    return HubError(what, where=str(folder), fix="point FEATCAL_CACHE to a folder that can be written")
 
 
 def folder_key(folder: Path) -> str:
@@ -117,17 +91,17 @@ def _convert(source: Path, draft: Path) -> None:
     from safetensors.torch import save_file
 
     single, index = (source / name for name in PICKLES)
-    files = [single] if single.exists() else [source / name for name in _shards(index)]
-    places: dict[str, str] = {}
+    files = [single] if single.exists() else [source / name for name in read_shards(index)]
+    shards: dict[str, str] = {}
     total = 0
     for file in files:
         tensors = read_pickle(file)
         name = file.name.replace("pytorch_model", "model", 1).removesuffix(".bin") + ".safetensors"
-        places |= dict.fromkeys(tensors, name)
-        total += sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+        shards |= dict.fromkeys(tensors, name)
+        total += sum(tensor.nbytes for tensor in tensors.values())
         save_file(tensors, draft / name, metadata={"format": "pt"})
     if not single.exists():
-        content = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
+        content = {"metadata": {"total_size": total}, "weight_map": dict(sorted(shards.items()))}
         (draft / SAFETENSORS[1]).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
@@ -143,11 +117,8 @@ def read_pickle(file: Path) -> dict[str, Tensor]:
         raise HubError(what, where=str(file), fix="ask the author for a safetensors version") from error
     except (RuntimeError, EOFError, ValueError, KeyError, AttributeError) as error:
         raise HubError(f"{file.name} cannot be read", where=str(file), fix="download the file again") from error
-    if (
-        not isinstance(loaded, dict)
-        or not loaded
-        or not all(isinstance(item, torch.Tensor) for item in loaded.values())
-    ):
+    is_mapping = isinstance(loaded, dict) and loaded
+    if not is_mapping or not all(isinstance(value, torch.Tensor) for value in loaded.values()):
         what = f"{file.name} is not a plain mapping of names to tensors"
         raise HubError(what, where=str(file), fix="give a model that was saved with save_pretrained")
     tensors: dict[str, Tensor] = {}
@@ -155,29 +126,6 @@ def read_pickle(file: Path) -> dict[str, Tensor]:
     for name, tensor in loaded.items():
         memory = tensor.untyped_storage().data_ptr()
         # safetensors refuses shared memory; which name of a tie to keep only the model class knows, so keep all
-        tensors[str(name)] = tensor.detach().clone().contiguous() if memory in seen else tensor.detach().contiguous()
+        tensors[str(name)] = (tensor.detach().clone() if memory in seen else tensor.detach()).contiguous()
         seen.add(memory)
     return tensors
-
-
-def read_index(text: str, where: str) -> list[str]:
-    """The files that a weight index names, in order. Raises HubError."""
-    name = PurePosixPath(where).name
-    try:
-        files = sorted(set(parse_json(text)["weight_map"].values()))
-        inside = all(PurePosixPath(file).name == file not in ("", "..") and file.isprintable() for file in files)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise HubError(f"{name} is not a weight index", where=where, fix="download it again") from error
-    if not files or not inside:
-        raise HubError(
-            f"{name} names no weight file in its own folder", where=where, fix="use another copy of the model"
-        )
-    return files
-
-
-def _shards(index: Path) -> list[str]:
-    try:
-        text = index.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise HubError(f"{index.name} is not a weight index", where=str(index), fix="download it again") from error
-    return read_index(text, str(index))

@@ -2,29 +2,28 @@
 
 from __future__ import annotations
 
-import hashlib
 import io
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
-from threading import Lock
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import Any, BinaryIO
+
+from huggingface_hub import CommitOperationAdd, HfApi, constants, get_token, utils
+from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+from huggingface_hub.utils import _xet_progress_reporting as xet_reporting
+from huggingface_hub.utils._verification import compute_file_hash
 
 from featcal_cli.hub.client import patiently
-from featcal_cli.hub.download import Watch
-from featcal_cli.hub.messages import explained_writing
-from featcal_cli.hub.pickle_weights import OTHER_FORMATS
-from featcal_cli.hub.repo import RepoFile
+from featcal_cli.hub.download import Meter, Watch, git_oid
+from featcal_cli.hub.messages import LOGIN, explained_writing
+from featcal_cli.hub.repo import RepoFile, list_commit
+from featcal_cli.hub.weight_files import OTHER_FORMATS
 from featcal_cli.runtime.errors import HubError
-from featcal_cli.runtime.waiting import root_of
 
-if TYPE_CHECKING:
-    from huggingface_hub import CommitOperationAdd
-
-LOGIN = "set HF_TOKEN or run `hf auth login`"
-NEW_TOKEN = "make one with write access on the Hub's settings page, and set HF_TOKEN to it"
+WEIGHTS = ("*.safetensors", "*.safetensors.index.json", *OTHER_FORMATS)
+"""Files that hold weights, or say where they are."""
 
 
 @dataclass(frozen=True)
@@ -37,66 +36,45 @@ class Account:
     """Every namespace that they may write to, in lower case."""
     reads_only: frozenset[str]
     """Namespaces of organisations in which they have no right to write, in lower case."""
-    role: str
-    """The token's: read, write or fineGrained; empty where the Hub tells none."""
-    permissions: frozenset[str]
-    """What a fine-grained token may do anywhere."""
 
 
-def read_account(repo_id: str) -> Account:
+def read_account(repo_id: str, *, create_pr: bool) -> Account:
     """The account of the token in use, which is to push to `repo_id`.
 
-    Raises HubError where there is none, or it is not accepted.
+    Raises HubError where there is no token, it is not accepted, or it may only read.
     """
-    from huggingface_hub import HfApi, get_token
-
+    where = f"--push-to {repo_id}"
     if get_token() is None:
-        raise HubError("pushing needs a token, and there is none", where=f"--push-to {repo_id}", fix=LOGIN)
+        raise HubError("pushing needs a token, and there is none", where=where, fix=LOGIN)
     with explained_writing(repo_id):
-        return _read(patiently(HfApi().whoami))
-
-
-def check_role(account: Account, repo_id: str, *, create_pr: bool) -> None:
-    """Raise HubError for a token that may only read."""
+        user = patiently(HfApi().whoami)
+    name = str(user.get("name") or "")
+    token = (user.get("auth") or {}).get("accessToken") or {}
+    fine_grained = token.get("fineGrained") or {}
+    scopes = fine_grained.get("scoped") or []
+    permissions = {permission for scope in scopes for permission in scope.get("permissions") or []}
+    permissions |= set(fine_grained.get("global") or [])
     needed = {"repo.write", "discussion.write"} if create_pr else {"repo.write"}
-    if account.role == "read" or (account.role == "fineGrained" and account.permissions.isdisjoint(needed)):
-        raise HubError(f"the token of {account.name} may only read", where=f"--push-to {repo_id}", fix=NEW_TOKEN)
+    role = token.get("role")
+    if role == "read" or (role == "fineGrained" and permissions.isdisjoint(needed)):
+        fix = "make one with write access on the Hub's settings page, and set HF_TOKEN to it"
+        raise HubError(f"the token of {name} may only read", where=where, fix=fix)
+    roles = {str(org.get("name", "")).lower(): org.get("roleInOrg") for org in user.get("orgs") or []}
+    # a fine-grained token shows only the organisations that it was made for, some of them as scopes alone
+    scoped = {str((scope.get("entity") or {}).get("name", "")).split("/")[0].lower() for scope in scopes}
+    reads_only = frozenset(org for org, role in roles.items() if role == "read")
+    return Account(name, frozenset({name.lower(), *roles, *scoped}), reads_only)
 
 
 def check_namespace(account: Account, repo_id: str) -> None:
     """Raise HubError where a repo is neither the account's nor one of an organisation of theirs."""
-    owner = repo_id.split("/")[0]
-    where, other = f"--push-to {repo_id}", f"push to {account.name}/{repo_id.split('/')[1]}"
+    owner, _, name = repo_id.partition("/")
+    where, other = f"--push-to {repo_id}", f"push to {account.name}/{name}"
     if owner.lower() in account.reads_only:
         raise HubError(f"{account.name} may only read in {owner}", where=where, fix=f"ask for the right, or {other}")
     if account.name and owner.lower() not in account.namespaces:
         what = f"{owner} is neither {account.name} nor an organisation that {account.name} is a member of"
         raise HubError(what, where=where, fix=f"{other}, or use a token of a user who may write to {owner}")
-
-
-def _read(told: Mapping[str, Any]) -> Account:
-    name = str(told.get("name") or "")
-    roles = {str(org.get("name", "")).lower(): org.get("roleInOrg") for org in told.get("orgs") or []}
-    reads_only = {org for org, role in roles.items() if role == "read"}
-    token = (told.get("auth") or {}).get("accessToken") or {}
-    fine = token.get("fineGrained") or {}
-    scopes = fine.get("scoped") or []
-    # a fine-grained token shows only the organisations that it was made for, some of them as scopes alone
-    scoped = {str((scope.get("entity") or {}).get("name", "")).split("/")[0].lower() for scope in scopes}
-    permissions = {permission for scope in scopes for permission in scope.get("permissions") or []}
-    return Account(
-        name,
-        frozenset({name.lower()} | roles.keys() | scoped),
-        frozenset(reads_only),
-        str(token.get("role") or ""),
-        frozenset(permissions | set(fine.get("global") or [])),
-    )
-
-
-CHUNK = 2**20
-"""Bytes of a file that are hashed at a time."""
-WEIGHTS = ("*.safetensors", "*.safetensors.index.json", *OTHER_FORMATS)
-"""Files that hold weights, or say where they are."""
 
 
 @dataclass(frozen=True)
@@ -113,42 +91,27 @@ class Head:
     @property
     def has_model(self) -> bool:
         """Whether there is a config or a weight file."""
-        return "config.json" in self.files or bool(weights_in(self.files))
+        return "config.json" in self.files or bool(self.stale({}))
 
     def is_result_of(self, pushed: Mapping[str, RepoFile]) -> bool:
         """Whether pushing these files would change nothing."""
         return not differences(pushed, self.files) and not self.stale(pushed)
 
     def stale(self, pushed: Mapping[str, RepoFile]) -> list[str]:
-        """Weight files that are not part of what is pushed: another model's, once it is."""
-        return [path for path in weights_in(self.files) if path not in pushed]
+        """Weight files, of whatever format, that are not part of what is pushed: another model's, once it is."""
+        weights = (path for path in self.files if any(fnmatch(path, pattern) for pattern in WEIGHTS))
+        return [path for path in weights if path not in pushed]
 
 
 def read_head(repo_id: str, revision: str = "main") -> Head | None:
     """What a model repo holds now; None where there is no such repo for this token. Asks the Hub, never the cache."""
-    from huggingface_hub import HfApi
-    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
-
     try:
         info = patiently(lambda: HfApi().model_info(repo_id, revision=revision))
     except GatedRepoError:
         raise
     except RepositoryNotFoundError:
         return None
-    return Head(str(info.sha), bool(info.private), read_commit(repo_id, str(info.sha)))
-
-
-def read_commit(repo_id: str, commit: str) -> dict[str, RepoFile]:
-    """Every file of a commit by its path, as the Hub lists them now."""
-    from huggingface_hub import HfApi
-    from huggingface_hub import RepoFile as ListedFile
-
-    # this call, unlike others, tries again by itself
-    return {
-        file.path: RepoFile(file.size, file.blob_id, file.lfs.sha256 if file.lfs else None)
-        for file in HfApi().list_repo_tree(repo_id, recursive=True, revision=commit)
-        if isinstance(file, ListedFile)
-    }
+    return Head(str(info.sha), bool(info.private), list_commit(repo_id, str(info.sha)))
 
 
 def read_folder(folder: Path) -> dict[str, RepoFile]:
@@ -165,67 +128,29 @@ def read_folder(folder: Path) -> dict[str, RepoFile]:
             what = f"{name.as_posix()} is a link to something outside of the folder"
             raise HubError(what, where=str(folder), fix="replace the link by the file itself")
         if path.is_file():
-            files[name.as_posix()] = _hash(path)
+            files[name.as_posix()] = RepoFile(path.stat().st_size, git_oid(path), compute_file_hash(path, "sha256"))
     if not files:
         raise HubError("there is nothing to push", where=str(folder), fix="give the folder of a finished model")
     return files
 
 
-def differences(pushed: Mapping[str, RepoFile], found: Mapping[str, RepoFile]) -> list[str]:
-    """The files of `pushed` that are missing or other in `found`."""
-    return [path for path, file in pushed.items() if path not in found or not _same(file, found[path])]
+def differences(pushed: Mapping[str, RepoFile], listed: Mapping[str, RepoFile]) -> list[str]:
+    """The files of `pushed` that are missing or other in what the Hub lists, which tells one of two hashes."""
 
+    def is_same(file: RepoFile, other: RepoFile) -> bool:
+        hashes = (file.sha256, other.sha256) if other.sha256 else (file.oid, other.oid)
+        return file.size == other.size and hashes[0] == hashes[1]
 
-def weights_in(files: Mapping[str, RepoFile]) -> list[str]:
-    """The weight files among them, of whatever format."""
-    return [path for path in files if any(fnmatch(path, pattern) for pattern in WEIGHTS)]
-
-
-def _same(local: RepoFile, listed: RepoFile) -> bool:
-    """Whether a file is the one that the Hub lists, which tells one of two hashes."""
-    if listed.sha256:
-        return (local.size, local.sha256) == (listed.size, listed.sha256)
-    return (local.size, local.oid) == (listed.size, listed.oid)
-
-
-def _hash(path: Path) -> RepoFile:
-    size = path.stat().st_size
-    sha256, oid = hashlib.sha256(), hashlib.sha1(b"blob %d\0" % size)
-    with path.open("rb") as stream:
-        while chunk := stream.read(CHUNK):
-            sha256.update(chunk)
-            oid.update(chunk)
-    return RepoFile(size, oid.hexdigest(), sha256.hexdigest())
-
-
-class _Meter:
-    """Adds up how far the files that are being sent have come, and tells `watch`."""
-
-    def __init__(self, repo_id: str, watch: Watch | None) -> None:
-        self._repo_id, self._watch = repo_id, watch
-        self._sent: dict[Path, int] = {}
-        self._sizes: dict[Path, int] = {}
-        self._lock = Lock()
-
-    def start(self, file: Path) -> None:
-        """A file is about to be sent."""
-        self._sizes[file] = file.stat().st_size
-
-    def reach(self, file: Path, position: int) -> None:
-        """A file was read up to there; less than before where it is sent once more."""
-        with self._lock:
-            if self._watch and self._sent.get(file) != position:
-                self._sent[file] = position
-                self._watch(self._repo_id, sum(self._sent.values()), sum(self._sizes.values()))
+    return [path for path, file in pushed.items() if path not in listed or not is_same(file, listed[path])]
 
 
 class _Counted(io.BufferedReader):
     """A file that tells how far it was read."""
 
-    def __init__(self, file: Path, meter: _Meter) -> None:
+    def __init__(self, file: Path, meter: Meter) -> None:
         super().__init__(io.FileIO(file))
-        self._file, self._meter = file, meter
-        meter.start(file)
+        self._file, self._meter = str(file), meter
+        meter.start(self._file, file.stat().st_size)
 
     def read(self, size: int | None = -1, /) -> bytes:
         content = super().read(size)
@@ -237,9 +162,7 @@ def counted_additions(
     folder: Path, files: Mapping[str, RepoFile], repo_id: str, watch: Watch | None
 ) -> list[CommitOperationAdd]:
     """A folder's files as parts of a commit, which tell `watch` how many bytes of them were sent."""
-    from huggingface_hub import CommitOperationAdd
-
-    meter = _Meter(repo_id, watch)
+    meter = Meter(repo_id, watch)
 
     class Addition(CommitOperationAdd):
         @contextmanager
@@ -256,11 +179,9 @@ def counted_additions(
 
 
 @contextmanager
-def xet_told(repo_id: str, watch: Watch | None) -> Iterator[None]:
+def told_xet(repo_id: str, watch: Watch | None) -> Iterator[None]:
     """Inside, `watch` is told how many bytes were sent over Xet. The client asks nobody who shall be told of them, so
     its progress bars are exchanged for the time being."""
-    from huggingface_hub import utils
-    from huggingface_hub.utils import _xet_progress_reporting as reporting
 
     class Reporter:
         def update_progress(self, whole: Any, _files: object = None) -> None:
@@ -270,34 +191,23 @@ def xet_told(repo_id: str, watch: Watch | None) -> Iterator[None]:
         def close(self) -> None:
             """Nothing is held."""
 
-    names = ((reporting, "XetUploadProgressReporter", Reporter), (utils, "are_progress_bars_disabled", lambda: False))
-    before = [getattr(module, name) for module, name, _ in names]
-    for module, name, ours in names:
-        setattr(module, name, ours)
-    try:
+    is_disabled = _exchanged(utils, "are_progress_bars_disabled", lambda: False)
+    with _exchanged(xet_reporting, "XetUploadProgressReporter", Reporter), is_disabled:
         yield
-    finally:
-        for (module, name, _), theirs in zip(names, before, strict=True):
-            setattr(module, name, theirs)
-
-
-def is_xet_failure(error: Exception) -> bool:
-    """Whether an upload over Xet failed, by which some Hubs and proxies take none, and not the Hub itself."""
-    from huggingface_hub.errors import HfHubHTTPError
-    from huggingface_hub.utils._runtime import is_xet_available
-
-    cause = root_of(error)
-    plain = isinstance(cause, (RuntimeError, ConnectionError, TimeoutError)) and not isinstance(cause, HfHubHTTPError)
-    return is_xet_available() and (plain or type(cause).__module__.startswith("hf_xet"))
 
 
 @contextmanager
 def without_xet() -> Iterator[None]:
     """Inside, large files go over plain HTTP."""
-    from huggingface_hub import constants
+    with _exchanged(constants, "HF_HUB_DISABLE_XET", True):
+        yield
 
-    before, constants.HF_HUB_DISABLE_XET = constants.HF_HUB_DISABLE_XET, True
+
+@contextmanager
+def _exchanged(module: Any, name: str, value: object) -> Iterator[None]:
+    before = getattr(module, name)
+    setattr(module, name, value)
     try:
         yield
     finally:
-        constants.HF_HUB_DISABLE_XET = before
+        setattr(module, name, before)

@@ -5,14 +5,29 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Literal
+
+from huggingface_hub import (
+    HfApi,
+    get_cached_repo_tree,
+    get_session,
+    hf_hub_download,
+    hf_hub_url,
+    resolve_revision,
+    snapshot_download,
+    try_to_load_from_cache,
+)
+from huggingface_hub import RepoFile as ListedFile
+from huggingface_hub.errors import CachedRepoTreeNotFoundError, HfHubHTTPError, LocalEntryNotFoundError
+from huggingface_hub.utils._headers import build_hf_headers
+from huggingface_hub.utils._http import hf_raise_for_status
 
 from featcal_cli.hub.adapter import ADAPTER_WEIGHTS, is_adapter
 from featcal_cli.hub.client import limit_waiting, patiently, unreachable
 from featcal_cli.hub.messages import explained
-from featcal_cli.hub.pickle_weights import PICKLES, SAFETENSORS
+from featcal_cli.hub.weight_files import PICKLES, SAFETENSORS, Entry, check_distinct, parse_header, parse_index
 from featcal_cli.runtime.errors import HubError
 from featcal_cli.runtime.references import bare_id, existing_path, looks_like_path, split_revision
 from featcal_cli.runtime.untrusted_text import show
@@ -35,7 +50,7 @@ class RepoFile:
     """Git's id of what it keeps: the content, or of a large file a pointer that says where the content is."""
     sha256: str | None = None
     """Of the content, for large files."""
-    remembered: bool = False
+    is_remembered: bool = False
     """Whether it was read from a listing in the cache, which leaves out the sha256 of large files."""
 
 
@@ -60,8 +75,7 @@ class Repo:
     def files(self) -> Mapping[str, RepoFile]:
         """Every file by its path. Raises HubError when neither the Hub nor the cache can tell."""
         if self.folder is not None:
-            inside = sorted(path for path in self.folder.rglob("*") if path.is_file())
-            return {path.relative_to(self.folder).as_posix(): RepoFile(path.stat().st_size) for path in inside}
+            return _list_folder(self.folder)
         with explained(self.name, self.commit or "", self.kind):
             return _list_files(self.name, str(self.commit), self.kind)
 
@@ -79,8 +93,6 @@ class Repo:
     def read_bytes(self, path: str, start: int, stop: int) -> bytes:
         """Bytes `start` to `stop` of a file, fewer at its end; of a Hub repo no others are transferred, and none that
         the cache holds. Raises HubError."""
-        from huggingface_hub import try_to_load_from_cache
-
         file = self.folder / path if self.folder else None
         if not file:
             cached = try_to_load_from_cache(self.name, path, revision=self.commit, repo_type=self.kind)
@@ -99,17 +111,10 @@ class Repo:
         if self.files[path].size > MAX_TEXT_BYTES:
             what = f"{path} has {self.files[path].size:,} bytes, which is no {path}"
             raise HubError(what, where=self.name, fix="use another repo or revision")
-        from huggingface_hub import hf_hub_download
-
         with explained(self.name, self.commit or "", self.kind, file=path):
-            found = patiently(lambda: hf_hub_download(self.name, path, revision=self.commit, repo_type=self.kind))
-        return Path(found)
+            return Path(patiently(lambda: hf_hub_download(self.name, path, revision=self.commit, repo_type=self.kind)))
 
     def _fetch_range(self, path: str, start: int, stop: int) -> bytes:
-        from huggingface_hub import get_session, hf_hub_url
-        from huggingface_hub.utils._headers import build_hf_headers
-        from huggingface_hub.utils._http import hf_raise_for_status
-
         url = hf_hub_url(self.name, path, revision=self.commit, repo_type=self.kind)
         headers = {**build_hf_headers(), "Range": f"bytes={start}-{stop - 1}", "Accept-Encoding": "identity"}
         # a server that ignores the range would send gigabytes: what is more than asked for is not read
@@ -146,8 +151,6 @@ def open_repo(name: str, kind: Kind = "model") -> Repo:
         raise HubError(f"there is no folder {name}", where=name, fix="check the path, or give a Hub id USER/NAME")
     if revision is not None and not (repo and revision):
         raise HubError(f"cannot read the {kind} {name!r}", where=name, fix="write USER/NAME or USER/NAME@REVISION")
-    from huggingface_hub import resolve_revision
-
     with explained(repo, revision or "", kind):
         commit = patiently(lambda: resolve_revision(repo, revision=revision, repo_type=kind).resolved)
     if not COMMIT.fullmatch(commit):  # it becomes part of paths on this machine
@@ -158,30 +161,32 @@ def open_repo(name: str, kind: Kind = "model") -> Repo:
     return Repo(repo, kind, commit, None)
 
 
-def _list_files(name: str, commit: str, kind: Kind) -> dict[str, RepoFile]:
-    """Every file of a commit, from the Hub; where it cannot tell, from the cache, or what is on disk if it is a whole
-    model."""
-    limit_waiting()
-    if remembered := _remembered_files(name, commit, kind):
-        files = _list_once(name, commit, kind, remembered)
-    else:
+def read_headers(repo: Repo) -> dict[str, Entry]:
+    """The tensors of all safetensors files of a model, by name; no weights are transferred. Raises HubError for what no
+    model can be."""
+    names = [SAFETENSORS[0]]
+    if SAFETENSORS[0] not in repo.files:
+        text = repo.read_text(SAFETENSORS[1])
+        names = [] if text is None else parse_index(text, f"{repo.name}/{SAFETENSORS[1]}")
+    tensors: dict[str, Entry] = {}
+    for name in names:
+        if name not in repo.files:
+            what = f"{repo.name} has no {name}, which its {SAFETENSORS[1]} names"
+            raise HubError(what, where=repo.pinned, fix="use another revision, or tell the repo's owner")
         try:
-            files = _list_hub(name, commit, kind)
-        except Exception as error:
-            files = _cached_files(name, commit, kind) if unreachable(error) else {}
-            if not files:
-                raise
-    if outside := [path for path in files if not _is_inside(path)]:
-        what = f"{name} lists a file outside of itself: {show(outside[0])}"
-        raise HubError(what, where=f"{name}@{commit}", fix="use another repo; this one is not to be trusted")
-    return files
+            header = parse_header(partial(repo.read_bytes, name), repo.files[name].size)
+            check_distinct(tensors, header)
+            tensors |= header
+        except ValueError as error:
+            what = f"{name} of {repo.name} is not a whole safetensors file: {error}"
+            raise HubError(what, where=repo.pinned, fix="use another revision, or download it again") from error
+    return tensors
 
 
-def _list_hub(name: str, commit: str, kind: Kind) -> dict[str, RepoFile]:
-    """Every file of a commit as the Hub lists them. This call, unlike others, tries again by itself."""
-    from huggingface_hub import HfApi
-    from huggingface_hub import RepoFile as ListedFile
-
+def list_commit(name: str, commit: str, kind: Kind = "model") -> dict[str, RepoFile]:
+    """Every file of a commit by its path, as the Hub lists them now. This call, unlike others, tries again by itself.
+    Raises HubError for a listing without end, and what the client raises."""
+    limit_waiting()
     files: dict[str, RepoFile] = {}
     for file in HfApi().list_repo_tree(name, recursive=True, revision=commit, repo_type=kind):
         if not isinstance(file, ListedFile):
@@ -193,56 +198,57 @@ def _list_hub(name: str, commit: str, kind: Kind) -> dict[str, RepoFile]:
     return files
 
 
-def _list_once(name: str, commit: str, kind: Kind, remembered: dict[str, RepoFile]) -> dict[str, RepoFile]:
-    """Every file of a commit, as the Hub lists them, or else as they are remembered: a commit never changes, so that
-    nothing is worth waiting for. Only the Hub tells the sha256 of large files."""
-    from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError
+def _list_files(name: str, commit: str, kind: Kind) -> dict[str, RepoFile]:
+    """Every file of a commit, from the Hub; where it cannot tell, from the cache, or what is on disk if it is a whole
+    model."""
+    limit_waiting()
+    try:
+        files = _list_once(name, commit, kind) or list_commit(name, commit, kind)
+    except Exception as error:
+        files = _cached_files(name, commit, kind) if unreachable(error) else {}
+        if not files:
+            raise
+    for path in files:
+        if "\0" in path or any(part in ("", ".", "..") for part in path.split("/")):
+            what = f"{name} lists a file outside of itself: {show(path)}"
+            raise HubError(what, where=f"{name}@{commit}", fix="use another repo; this one is not to be trusted")
+    return files
 
+
+def _list_once(name: str, commit: str, kind: Kind) -> dict[str, RepoFile]:
+    """Every file of a commit whose listing huggingface_hub keeps in its cache, as the Hub lists them, or else as they
+    are remembered: a commit never changes, so that nothing is worth waiting for. Only the Hub tells the sha256 of large
+    files. Empty where there is no such listing."""
+    try:
+        tree = get_cached_repo_tree(name, revision=commit, repo_type=kind)
+    except CachedRepoTreeNotFoundError:
+        return {}
+    files = {file.path: RepoFile(file.size, file.blob_id, is_remembered=True) for file in tree}
     try:
         info = HfApi().repo_info(name, revision=commit, repo_type=kind, files_metadata=True)
     except Exception as error:
         if unreachable(error) or isinstance(error, (HfHubHTTPError, ValueError, LookupError, TypeError)):
-            return remembered
+            return files
         raise
-    told = {file.rfilename: file for file in getattr(info, "siblings", None) or ()}
-    files = {}
-    for path, file in remembered.items():
-        if path in told and told[path].size is not None:
-            large = told[path].lfs
-            file = replace(file, sha256=large.sha256 if large else None, remembered=False)
-        files[path] = file
+    for file in getattr(info, "siblings", None) or ():
+        if file.rfilename in files and file.size is not None:
+            sha256 = file.lfs.sha256 if file.lfs else None
+            files[file.rfilename] = replace(files[file.rfilename], sha256=sha256, is_remembered=False)
     return files
-
-
-def _remembered_files(name: str, commit: str, kind: Kind) -> dict[str, RepoFile]:
-    """The listing of a commit that huggingface_hub keeps in its cache; empty where there is none."""
-    from huggingface_hub import get_cached_repo_tree
-    from huggingface_hub.errors import CachedRepoTreeNotFoundError
-
-    try:
-        listed = get_cached_repo_tree(name, revision=commit, repo_type=kind)
-    except CachedRepoTreeNotFoundError:
-        return {}
-    return {file.path: RepoFile(file.size, file.blob_id, remembered=True) for file in listed}
-
-
-def _is_inside(path: str) -> bool:
-    """Whether a path of a listing stays in the folder that the repo is put into."""
-    return "\0" not in path and all(part not in ("", ".", "..") for part in path.split("/"))
 
 
 def _cached_files(name: str, commit: str, kind: Kind) -> dict[str, RepoFile]:
     """What the Hub's cache holds of a commit, if it is a whole model, else nothing: without a list to hold it against,
     what is on disk says nothing about what the repo lacks."""
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import LocalEntryNotFoundError
-
     try:
         folder = Path(snapshot_download(name, revision=commit, repo_type=kind, local_files_only=True))
     except LocalEntryNotFoundError:
         return {}
-    found = [path for path in folder.rglob("*") if path.is_file()]
-    files = {path.relative_to(folder).as_posix(): RepoFile(path.stat().st_size) for path in found}
-    whole = "config.json" in files and not files.keys().isdisjoint(SAFETENSORS + PICKLES)
-    return files if whole or (is_adapter(files) and ADAPTER_WEIGHTS in files) else {}
+    files = _list_folder(folder)
+    is_whole = "config.json" in files and not files.keys().isdisjoint(SAFETENSORS + PICKLES)
+    return files if is_whole or (is_adapter(files) and ADAPTER_WEIGHTS in files) else {}
+
+
+def _list_folder(folder: Path) -> dict[str, RepoFile]:
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {path.relative_to(folder).as_posix(): RepoFile(path.stat().st_size) for path in files}

@@ -15,17 +15,18 @@ from featcal_cli.hub.adapter_merge import folded_copy
 from featcal_cli.hub.download import Watch, download
 from featcal_cli.hub.model_config import read_config
 from featcal_cli.hub.model_source import Origin, check_model, find_config, find_origin
-from featcal_cli.hub.pickle_weights import (
+from featcal_cli.hub.pickle_weights import converted_copy, folder_key
+from featcal_cli.hub.weight_files import (
     OTHER_FORMATS,
     PICKLES,
     SAFETENSORS,
-    cache_folder,
-    converted_copy,
-    folder_key,
+    Entry,
+    check_distinct,
+    read_header,
     weight_files,
 )
-from featcal_cli.hub.safetensors_header import Entry, check_distinct, read_header
 from featcal_cli.runtime.errors import HubError
+from featcal_cli.runtime.files import cache_folder
 
 # transformers would ask a conversion space about repos without safetensors, and could send it the token
 os.environ["DISABLE_SAFETENSORS_CONVERSION"] = "1"
@@ -80,8 +81,7 @@ def resolve_config(name: str) -> Snapshot:
 
     An adapter has the config of the base that it names. Raises HubError like `resolve`.
     """
-    found, folder = find_config(name)
-    return Snapshot(found, folder, None)
+    return Snapshot(*find_config(name), None)
 
 
 def fetch(origin: Origin, watch: Watch | None = None) -> Snapshot:
@@ -92,21 +92,18 @@ def fetch(origin: Origin, watch: Watch | None = None) -> Snapshot:
     if origin.form == "pickle":
         copy = _convert(origin, watch)
         note = f"{repo.name} has no safetensors; its pickled weights were converted, and featcal's cache keeps the copy"
-        return _complete(
-            Snapshot(repo.name, copy, repo.commit, (*origin.notes, note)), f"delete {shlex.quote(str(copy))}"
-        )
+        return _complete(Snapshot(repo.name, copy, repo.commit, (*origin.notes, note)), _delete(copy))
     folder = repo.folder or download(repo, skip=OTHER_FORMATS, watch=watch)
     fix = "copy the file again" if repo.folder else ""
     return _complete(Snapshot(repo.name, folder, repo.commit, origin.notes), fix)
 
 
 def _convert(origin: Origin, watch: Watch | None) -> Path:
-    repo = origin.repo
+    """The copy with safetensors of a model whose weights are pickles."""
+    repo, key = origin.repo, _key(origin)
     if repo.folder:
-        return converted_copy(repo.folder, folder_key(repo.folder))
-    key = f"{repo.name.replace('/', '--')}--{repo.commit}"
-    copy = cache_folder() / "converted" / key
-    if not copy.is_dir():
+        return converted_copy(repo.folder, key)
+    if not (copy := cache_folder() / "converted" / key).is_dir():
         download(repo, skip=OTHER_FORMATS, watch=watch)
         copy = converted_copy(download(repo, only=["pytorch_model*.bin", PICKLES[1]], watch=watch), key)
     return copy
@@ -126,16 +123,18 @@ def _fold(origin: Origin, base_origin: Origin, watch: Watch | None) -> Snapshot:
     copy = folded_copy(adapter, base_origin.name, base.folder, f"{_key(origin)[:60]}-{key}")
     note = f"{repo.name} is an adapter ({adapter}) on {base.pinned}; featcal's cache keeps the folded copy"
     commit = repo.commit if base.commit else None
-    return _complete(
-        Snapshot(repo.name, copy, commit, (*base.notes, note), origin.pinned), f"delete {shlex.quote(str(copy))}"
-    )
+    return _complete(Snapshot(repo.name, copy, commit, (*base.notes, note), origin.pinned), _delete(copy))
 
 
 def _key(origin: Origin) -> str:
     """A file name that changes when the model does."""
     repo = origin.repo
-    own = folder_key(repo.folder) if repo.folder else f"{repo.name.replace('/', '--')}--{repo.commit}"
-    return f"{own}+{hashlib.sha256(_key(origin.base).encode()).hexdigest()[:32]}" if origin.base else own
+    key = folder_key(repo.folder) if repo.folder else f"{repo.name.replace('/', '--')}--{repo.commit}"
+    return f"{key}+{hashlib.sha256(_key(origin.base).encode()).hexdigest()[:32]}" if origin.base else key
+
+
+def _delete(path: Path) -> str:
+    return f"delete {shlex.quote(str(path))}"
 
 
 def _complete(snapshot: Snapshot, fix: str) -> Snapshot:
@@ -147,12 +146,10 @@ def _complete(snapshot: Snapshot, fix: str) -> Snapshot:
             what = f"the copy of {snapshot.name} is incomplete: {file.name} is missing"
             raise HubError(what, where=str(snapshot.folder), fix=fix or "run once with the Hub in reach")
         try:
-            found = read_header(file)
-            check_distinct(tensors, found)
-            tensors |= found
+            header = read_header(file)
+            check_distinct(tensors, header)
+            tensors |= header
         except ValueError as error:
             what = f"{file.name} of {snapshot.name} is not a whole safetensors file: {error}"
-            raise HubError(
-                what, where=str(file), fix=fix or f"delete {shlex.quote(str(file.resolve()))} and run again"
-            ) from error
+            raise HubError(what, where=str(file), fix=fix or f"{_delete(file.resolve())} and run again") from error
     return snapshot

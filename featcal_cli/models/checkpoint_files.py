@@ -11,9 +11,8 @@ from torch import Tensor
 from transformers.core_model_loading import revert_weight_conversion
 
 from featcal_cli.hub.model_config import UNPACKED
-from featcal_cli.hub.pickle_weights import OTHER_FORMATS
-from featcal_cli.hub.safetensors_header import Entry, read_header
 from featcal_cli.hub.snapshot import Snapshot
+from featcal_cli.hub.weight_files import OTHER_FORMATS, Entry, read_header
 from featcal_cli.models.architecture import Architecture
 from featcal_cli.models.loading import DTYPES, Model
 from featcal_cli.runtime.errors import CheckpointError

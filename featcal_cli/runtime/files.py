@@ -31,6 +31,13 @@ def name_reason(error: BaseException) -> str:
     return os.strerror(number) if number else (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
+def cache_folder() -> Path:
+    """featcal's own cache: $FEATCAL_CACHE, else featcal/ in the user's cache folder."""
+    if chosen := os.environ.get("FEATCAL_CACHE"):
+        return Path(chosen).expanduser().absolute()
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser().absolute() / "featcal"
+
+
 def flush(path: Path) -> None:
     """Have the system write a file, or a folder's list of files, to the disk: what is renamed before that is done may
     be a name without a content once the power is back. Raises OSError."""
@@ -126,6 +133,14 @@ def copy_files(folder: Path, names: Iterable[str], target: Path, weights: Collec
             _check_link(folder, folder / name)
         (target / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(folder / name, target / name)
+
+
+def write_new(file: Path, text: str) -> None:
+    """Write a small file of the cache, for others to see whole or not at all. Raises OSError."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    draft = file.with_suffix(f".{os.getpid()}")
+    draft.write_text(text, encoding="utf-8")
+    draft.replace(file)
 
 
 def _check_link(folder: Path, link: Path) -> None:

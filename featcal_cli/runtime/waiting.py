@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 from urllib.parse import urlsplit
 
 from featcal_cli.runtime.process import read_launch
@@ -28,48 +27,6 @@ _USES_CACHE = re.compile(r"Could not reach the Hub .*Using cached commit hash fo
 def announce(reason: str, pause: float | None = None) -> None:
     """Say what goes wrong, and that there will be another try after `pause` seconds."""
     LOGGER.warning("%s%s", reason, "" if pause is None else f", next try in {round(pause, 1):g} s")
-
-
-def root_of(error: BaseException) -> BaseException:
-    """What happened, beneath what the client made of it."""
-    from huggingface_hub.errors import LocalEntryNotFoundError, RevisionResolutionError
-
-    while error.__cause__ is not None and (
-        isinstance(error, (LocalEntryNotFoundError, RevisionResolutionError))
-        or type(error).__name__ == "TransportError"  # the last of many tries
-        or type(error) is RuntimeError
-        or (type(error) is ValueError and str(error).startswith("Force download failed"))
-    ):
-        error = error.__cause__
-    return error
-
-
-def blame(error: BaseException, *, by_name: bool = False) -> str:
-    """Who failed and how, without an address; `by_name`: the Hub is called by its host, as others are."""
-    from huggingface_hub.errors import HfHubHTTPError
-    from huggingface_hub.utils import httpx  # type: ignore[attr-defined]  # whichever of httpx and httpx2 it uses
-
-    error = root_of(error)
-    if isinstance(error, HfHubHTTPError):
-        return blame_answer(error.response, by_name=by_name)
-    who = name_host(address_of(error), by_name=by_name)
-    kind = type(error).__name__
-    if isinstance(error, (httpx.ConnectError, httpx.ConnectTimeout, httpx.ProxyError, httpx.UnsupportedProtocol)):
-        return f"{who} cannot be reached ({kind})"
-    if isinstance(error, httpx.TimeoutException):
-        return f"{who} stopped answering"
-    if isinstance(error, httpx.TooManyRedirects):
-        return f"{who} redirects in circles"
-    if isinstance(error, httpx.RequestError):
-        return f"{who} cut the connection ({kind})"
-    if isinstance(error, OSError) and error.errno is None:
-        return f"{who} sent another number of bytes than it announced"
-    return f"{who} cannot be reached ({kind})"
-
-
-def blame_answer(response: Any, *, by_name: bool = False) -> str:
-    """The same of an answer that refuses."""
-    return f"{name_host(str(response.url), by_name=by_name)} {_describe_status(response.status_code)}"
 
 
 def hub_host() -> str:
@@ -98,7 +55,8 @@ def name_hosts(text: str) -> str:
     return _ADDRESS.sub(lambda address: host_of(address[0]), text)
 
 
-def _describe_status(status: int) -> str:
+def describe_status(status: int) -> str:
+    """What an answer of this HTTP status says of whoever gave it."""
     if status == 429:
         return "refuses more requests for now (429)"
     if status in (502, 503, 504):
@@ -108,15 +66,6 @@ def _describe_status(status: int) -> str:
     if status == 511:
         return "sends a page in place of what was asked for (511)"
     return f"failed ({status})" if status >= 500 else f"refused ({status})"
-
-
-def address_of(error: Any) -> str:
-    """The address of the request that failed; empty where the error does not tell."""
-    answer = getattr(error, "response", None)
-    try:
-        return str(answer.url if answer is not None else error.request.url)
-    except (AttributeError, RuntimeError):  # the request is a property that may raise
-        return ""
 
 
 def name_host(address: str, *, by_name: bool = False) -> str:
@@ -164,7 +113,7 @@ class _Ear(logging.Filter):
             self._say(text, 0.0)
             return False
         if match := _FAILED.search(text):
-            self._reasons[record.thread] = f"{name_host(match['url'])} {_describe_status(int(match['status']))}"
+            self._reasons[record.thread] = f"{name_host(match['url'])} {describe_status(int(match['status']))}"
         elif match := _BROKE.search(text):
             self._reasons[record.thread] = f"{name_host(match['url'])} does not answer"
         elif match := _RESUMED.search(text):

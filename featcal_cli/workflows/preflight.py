@@ -17,10 +17,9 @@ from featcal_cli.data.rows import naming_task
 from featcal_cli.hub.download import DESCRIBING, chosen_files, download_describing, missing_files
 from featcal_cli.hub.model_config import UNPACKED, check_unquantised
 from featcal_cli.hub.model_source import Origin
-from featcal_cli.hub.pickle_weights import OTHER_FORMATS
-from featcal_cli.hub.repo import Opener
-from featcal_cli.hub.safetensors_header import Entry, read_headers
+from featcal_cli.hub.repo import Opener, read_headers
 from featcal_cli.hub.snapshot import Snapshot
+from featcal_cli.hub.weight_files import OTHER_FORMATS, Entry
 from featcal_cli.lineage.questions import Finding
 from featcal_cli.models.alignment import check_alignment, compare_configs, describe_unread, load_fitting
 from featcal_cli.models.architecture import Architecture

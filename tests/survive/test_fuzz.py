@@ -16,8 +16,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as some
 from safetensors import SafetensorError, safe_open
 
-from featcal_cli.hub.safetensors_header import read_header
 from featcal_cli.hub.snapshot import resolve
+from featcal_cli.hub.weight_files import read_header
 from featcal_cli.lineage.model_card import read_card
 from featcal_cli.models.loading import find_class, load_model
 from featcal_cli.recipe.schema import Recipe, as_draft, complete_draft, read_draft

@@ -19,7 +19,7 @@ from outcome import result
 from published import publish
 from zygote import Started, Zygote, wait_for
 
-from featcal_cli.hub.pickle_weights import cache_folder
+from featcal_cli.runtime.files import cache_folder
 from featcal_cli.runtime.interruption import CALIBRATING, EXIT_CODE
 
 ORG = "shared"

@@ -1,0 +1,182 @@
+"""A model's weight files: their names, the index of a sharded model, and what a safetensors header says."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path, PurePosixPath
+from typing import Any, TypeGuard
+
+from featcal_cli.runtime.errors import HubError
+from featcal_cli.runtime.untrusted_text import parse_json, show
+
+SAFETENSORS = ("model.safetensors", "model.safetensors.index.json")
+"""One file or the index of a sharded one, in the order in which transformers looks for them."""
+PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+OTHER_FORMATS = (
+    *("*.bin", "*.h5", "*.msgpack", "*.onnx", "*.onnx_data", "*.gguf", "*.ggml", "*.pt", "*.pth", "*.ot", "*.ckpt"),
+    *("*.ckpt.*", "*.pb", "*.tflite", "*.mlmodel", "*.pkl", "*.pickle", "*.nemo", "*.npz", "*.bin.index.json"),
+    *("*.mlpackage/*", "coreml/*", "onnx/*", "openvino/*", "openvino_*", "consolidated*.safetensors"),
+    *("model.*.safetensors", "model-*.*.safetensors", "model.*.safetensors.index.json"),
+    "model.safetensors.index.*.json",
+)
+"""Files that hold the weights a second time (another format, another precision): never downloaded, never copied."""
+
+FIRST_BYTES = 100_000
+"""Read of a file at first; most headers are shorter, and one request is enough."""
+LONGEST = 25_000_000
+"""Bytes of a header at most: those of 200,000 tensors. Read, it takes twenty times as much memory."""
+MOST_AXES = 64
+BITS = {
+    "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6,
+    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 8),
+    **dict.fromkeys(("U16", "I16", "F16", "BF16"), 16), **dict.fromkeys(("U32", "I32", "F32"), 32),
+    **dict.fromkeys(("U64", "I64", "F64", "C64"), 64),
+}  # fmt: skip
+"""Of one number, by the name of its dtype."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor of a file."""
+
+    dtype: str
+    """As safetensors calls it: F32, BF16, …"""
+    shape: tuple[int, ...]
+    start: int
+    """Offset of its first byte in the file."""
+    size: int
+    """Bytes."""
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of the model in `folder`, in shard order; empty where it has none.
+
+    Raises HubError for an index that cannot be read or that names a file outside the folder.
+    """
+    single, index = (folder / name for name in SAFETENSORS)
+    if single.exists():
+        return [single]
+    return [folder / name for name in read_shards(index)] if index.exists() else []
+
+
+def read_shards(index: Path) -> list[str]:
+    """The files that an index on this machine names, in order. Raises HubError."""
+    try:
+        return parse_index(index.read_text(encoding="utf-8"), str(index))
+    except (OSError, UnicodeDecodeError) as error:
+        raise HubError(f"{index.name} is not a weight index", where=str(index), fix="download it again") from error
+
+
+def parse_index(text: str, where: str) -> list[str]:
+    """The files that a weight index names, in order. Raises HubError."""
+    name = PurePosixPath(where).name
+    try:
+        files = sorted(set(parse_json(text)["weight_map"].values()))
+        inside = all(PurePosixPath(file).name == file not in ("", "..") and file.isprintable() for file in files)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise HubError(f"{name} is not a weight index", where=where, fix="download it again") from error
+    if not files or not inside:
+        what = f"{name} names no weight file in its own folder"
+        raise HubError(what, where=where, fix="use another copy of the model")
+    return files
+
+
+def read_header(file: Path) -> dict[str, Entry]:
+    """The tensors of a file on this machine, by name. Raises ValueError for one that is no safetensors file or is cut
+    short, OSError for one that cannot be read."""
+    with file.open("rb") as stream:
+
+        def read(start: int, stop: int) -> bytes:
+            stream.seek(start)
+            return stream.read(stop - start)
+
+        return parse_header(read, file.stat().st_size)
+
+
+def parse_header(read: Callable[[int, int], bytes], size: int) -> dict[str, Entry]:
+    """The tensors of a file of `size` bytes, by name; `read` returns its bytes from one offset up to another.
+
+    Raises ValueError for everything that safetensors refuses, and for a name that comes twice.
+    """
+    content = read(0, min(FIRST_BYTES, size))
+    start = 8 + _header_length(content[:8], size)
+    if start > len(content):
+        content += read(len(content), start)
+    is_repeated = False
+
+    def as_dict(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        nonlocal is_repeated
+        mapping = dict(pairs)
+        is_repeated |= len(mapping) < len(pairs)
+        return mapping
+
+    try:
+        header = json.loads(content[8:start].decode(), object_pairs_hook=as_dict, parse_constant=_refuse_constant)
+        metadata = header.pop("__metadata__", None)
+        if metadata is not None and not all(isinstance(value, str) for value in metadata.values()):
+            raise ValueError("its metadata are no texts")
+        for name in header:
+            name.encode()  # half characters have no place in a file
+    except (ValueError, RecursionError, AttributeError, TypeError):
+        raise ValueError("its header makes no sense") from None
+    if is_repeated:
+        raise ValueError("its header names something twice")
+    tensors = {name: _parse_entry(name, entry, start) for name, entry in header.items()}
+    _check_places(tensors, start, size)
+    return tensors
+
+
+def check_distinct(before: Mapping[str, Entry], tensors: Mapping[str, Entry]) -> None:
+    """Raise ValueError for a tensor that earlier files of the model hold, too: which of them counts, nothing says."""
+    if twice := before.keys() & tensors.keys():
+        raise ValueError(f"another file of the model holds the tensor {show(min(twice))}, too")
+
+
+def _header_length(first: bytes, size: int) -> int:
+    if first == b"version ":  # of the Git LFS specification
+        raise ValueError("it is a pointer of Git LFS, not the weights: run git lfs pull in its folder")
+    length = int.from_bytes(first, "little")
+    if len(first) < 8 or length > size - 8:
+        raise ValueError("it is cut short: its header is longer than the file")
+    if length > LONGEST:
+        raise ValueError(f"its header has {length:,} bytes, and none is so long")
+    return length
+
+
+def _refuse_constant(constant: str) -> None:
+    raise ValueError(f"{constant} is no JSON")
+
+
+def _parse_entry(name: str, entry: Any, start: int) -> Entry:
+    if not isinstance(entry, dict):
+        raise ValueError(f"the tensor {show(name)} is not described")
+    dtype, shape, offsets = (entry.get(key) for key in ("dtype", "shape", "data_offsets"))
+    if not (_are_counts(shape) and _are_counts(offsets) and len(offsets) == 2 and offsets[0] <= offsets[1]):
+        raise ValueError(f"shape or place of the tensor {show(name)} make no sense")
+    if not isinstance(dtype, str) or dtype not in BITS:
+        raise ValueError(f"the tensor {show(name)} is of an unknown dtype")
+    size = offsets[1] - offsets[0]
+    if prod(shape) * BITS[dtype] != 8 * size:
+        raise ValueError(f"the tensor {show(name)} has {size:,} bytes, which is not what its shape and dtype take")
+    return Entry(dtype, tuple(shape), start + offsets[0], size)
+
+
+def _are_counts(values: object) -> TypeGuard[list[int]]:
+    """Whether these are the lengths of a tensor's axes, or offsets in a file."""
+    return (
+        isinstance(values, list) and len(values) <= MOST_AXES and all(type(x) is int and 0 <= x < 2**63 for x in values)
+    )
+
+
+def _check_places(tensors: Mapping[str, Entry], start: int, size: int) -> None:
+    """Raise ValueError unless the tensors fill the rest of the file, one after the other."""
+    for name, entry in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].size)):
+        if entry.start != start:
+            what = "lies over another one" if entry.start < start else "does not follow the one before it"
+            raise ValueError(f"the tensor {show(name)} {what}")
+        start += entry.size
+    if start != size:
+        raise ValueError("it is cut short" if start > size else "it holds more than its tensors")
