@@ -380,7 +380,7 @@ def demo(
     if not (quiet or json):
         result_view.show_demo(find_recipe("demo"))
     with recorded(screen, None) as log, interruptible(), screen.live():
-        from featcal_cli.workflows.demo import run_demo
+        from featcal_cli.workflows.verbs import run_demo
 
         result = run_demo(output, device, log)
     if json:

@@ -23,8 +23,8 @@ if TYPE_CHECKING:  # these import torch
     from featcal_cli.hub.push import Pushed
     from featcal_cli.models.inventory import Inventory
     from featcal_cli.recipe.schema import Calibration
-    from featcal_cli.workflows.demo import Accuracy
     from featcal_cli.workflows.preflight import Preflight
+    from featcal_cli.workflows.verbs import Accuracy
 
 
 def show_calibration(report: Report, output: Path, pushed: Pushed | None, *, hints: bool) -> None:

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from featcal_cli.data.batches import Batch
 from featcal_cli.data.columns import number_label
@@ -15,18 +14,6 @@ from featcal_cli.evaluation.protocol import Answerer, Contest
 from featcal_cli.models.loading import Model, load_model
 from featcal_cli.recipe.schema import Data
 from featcal_cli.runtime.errors import CheckpointError
-
-
-def measure_accuracy(expert: Model, body: Model | None, batches: Sequence[Batch], labels: Tensor) -> float:
-    """Share of examples whose label [examples] the model's logits rank first.
-
-    With `body`, the expert keeps its head and runs on the other model's body (everything inside `base_model`).
-    Raises CheckpointError when the two do not fit.
-    """
-    choose = answer_with_head(expert, body, torch.device("cpu"))
-    with torch.no_grad():
-        chosen = [answer for batch in batches for answer in choose(batch)]
-    return float((torch.tensor(chosen) == labels).double().mean())
 
 
 def prepare_heads(

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from featcal_cli.calibration.journal import drop_journal
 from featcal_cli.evaluation.results import CALIBRATED
@@ -15,6 +15,8 @@ from featcal_cli.hub.push import Pushed, Target, check_target, push
 from featcal_cli.recipe.schema import Recipe
 from featcal_cli.reporting.report import Report
 from featcal_cli.reporting.verdict import check_judged, check_measured
+from featcal_cli.runtime.errors import RecipeError
+from featcal_cli.runtime.process import read_launch
 from featcal_cli.runtime.progress import Listener
 from featcal_cli.workflows.finished_output import FinishedOutput, Note
 from featcal_cli.workflows.session import CalibrateOptions, RecipeSource, RunOptions, Session
@@ -228,3 +230,49 @@ class CalibrationRun:
         listener.stage(f"pushing to {target.repo_id}")
         message = options.commit_message or f"Calibrate {self._session.draft.name} with featcal"
         return push(self.target, target, message=message, watch=partial(listener.transfer, sent=True))
+
+
+DEMO_OUTPUT = Path("featcal-demo")
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """Share of test examples that are classified right, 0 … 1, of one task."""
+
+    task: str
+    expert: float
+    merged: float
+    calibrated: float
+
+
+@dataclass(frozen=True)
+class DemoResult:
+    """What the demo shows."""
+
+    output: Path
+    report: Report
+    accuracy: list[Accuracy]
+
+    def to_dict(self) -> dict[str, Any]:
+        """For --json."""
+        drift = {task: asdict(drift) for task, drift in self.report.drift.items()}
+        return {"output": str(self.output), "accuracy": [asdict(row) for row in self.accuracy], "drift": drift}
+
+
+def run_demo(output: Path | None, device: str, listener: Listener) -> DemoResult:
+    """Calibrate by the demo's recipe, then evaluate on test images that calibration never saw.
+
+    Raises RecipeError in one of several processes.
+    """
+    if read_launch().size > 1:
+        raise RecipeError("the demo is made for one process", where="torchrun", fix="type featcal demo")
+    done = calibrate("demo", output=output or DEMO_OUTPUT, overwrite=True, device=device, listener=listener)
+    from featcal_cli.workflows.evaluate import evaluate_models
+
+    listener.stage("measuring accuracy")
+    session = Session("demo", RunOptions(device))
+    measured = evaluate_models(session, session.find_models()[0], {CALIBRATED: str(done.output)})
+    rows = {
+        task: {role: score.value for role, score in scores.scores.items()} for task, scores in measured.tasks.items()
+    }
+    return DemoResult(done.output, done.report, [Accuracy(task, **row) for task, row in rows.items()])
