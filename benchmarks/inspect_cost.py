@@ -86,8 +86,8 @@ def load_job(folder: Path) -> Job:
 
 def walk(job: Job) -> None:
     """All that inspect-drift measures."""
-    meters: dict[str, Any] = {"meter": DriftMeter(modules=True), "vectors": VectorMeter(), "outputs": OutputMeter()}
-    for _ in forward_order(replace(job, **meters)):  # nothing is added to what an earlier walk has measured
+    drift = replace(job.drift, meter=DriftMeter(modules=True), vectors=VectorMeter(), outputs=OutputMeter())
+    for _ in forward_order(replace(job, drift=drift)):  # nothing is added to what an earlier walk has measured
         pass
 
 
@@ -135,7 +135,7 @@ def clock(work: Callable[[], None]) -> float:
 def measure(folder: Path, repeats: int) -> tuple[float, float]:
     """Seconds of the bare passes and of the walk, the best of each; the first round warms both and is not counted."""
     job, models = load_job(folder), load(folder)
-    batches = job.watched["task"]
+    batches = job.drift.batches["task"]
     calls = [record(models["expert"], [block.name for block in job.architecture.blocks], batch) for batch in batches]
     rounds = [(clock(lambda: run_bare(models, batches, calls)), clock(lambda: walk(job))) for _ in range(repeats + 1)]
     bare, walked = zip(*rounds[1:], strict=True)

@@ -26,7 +26,7 @@ from shapes import recipe_of
 from featcal_cli.calibration.algorithm import calibrate_blocks
 from featcal_cli.calibration.hyperparameters import Hyperparameters
 from featcal_cli.calibration.journal import Journal
-from featcal_cli.engine.job import CALIBRATED, Job
+from featcal_cli.engine.job import CALIBRATED, Job, Measurement
 from featcal_cli.workflows.preflight import Preflight, prepare
 from featcal_cli.workflows.session import RunOptions, Session
 from featcal_cli.workflows.setup import Models, Setup, fetch_models, find_blocks, load_models
@@ -49,7 +49,7 @@ def run_stage(session: Session, plan: Preflight, models: Models, result: Path) -
     architecture = find_blocks(models, plan.examples, calibration.norms, session.note)
     setup = Setup(models, architecture, plan.examples, calibration, session.device, session.note, scratch=result)
     job = setup.make_job({CALIBRATED: models.student}, {})
-    job = replace(job, watchers={}, watched={}, split=frozenset(), meter=None, vectors=None, outputs=None)
+    job = replace(job, drift=Measurement({}, {}))
     for found in plan.examples.values():  # the job has them
         found.fitted.clear()
     calibrate_blocks(job, Hyperparameters(**PAPER), Journal(result, {}), bias=calibration.bias, watch=lambda _: None)

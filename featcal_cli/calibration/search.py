@@ -10,7 +10,7 @@ from featcal_cli.calibration.algorithm import load_block, solve_together
 from featcal_cli.calibration.hyperparameters import Candidate, Trial
 from featcal_cli.calibration.normal_equations import collect_moments
 from featcal_cli.engine.drift_metrics import OutputShift
-from featcal_cli.engine.job import MERGED, Job, share_readings
+from featcal_cli.engine.job import MERGED, Job
 from featcal_cli.engine.lockstep import BlockVisit, forward_order
 from featcal_cli.models.architecture import Block
 from featcal_cli.runtime.errors import NumericsError
@@ -28,8 +28,8 @@ class Search:
     """Candidates on their way: each is a student of the job, under the role that names it.
 
     They are ranked by what becomes of an expert's outputs when it goes on from a candidate's features in place of its
-    own (the job's `outputs` and `branches`), compared with the merged model's features. Drift of the features alone
-    counts directions that no later block and no head looks at.
+    own (`outputs` and `branches` of what the job measures), compared with the merged model's features. Drift of the
+    features alone counts directions that no later block and no head looks at.
     """
 
     job: Job
@@ -54,7 +54,7 @@ class Search:
                 watch(Progress(visit.block.name, number, len(blocks), task=role))
                 self._solve(visit, role, behind)
             behind = visit.block
-        share_readings(self.job)
+        self.job.share_readings()
         for role in self.job.students:
             self.trials[role] = self._describe(role, "", len(blocks), "")
         watch(Progress(blocks[-1].name, len(blocks), len(blocks)))
@@ -87,13 +87,13 @@ class Search:
 
     def _cut(self, visit: BlockVisit, behind: Block, keep: int) -> None:
         """Let the best go on."""
-        share_readings(self.job)
+        self.job.share_readings()
         order = sorted(self.job.students, key=lambda role: self._score(role, behind.name))
         for place, role in enumerate(order[keep:], keep + 1):
             self._drop(visit, role, behind, f"place {place} of {len(order)} after {behind.name}")
 
     def _drop(self, visit: BlockVisit, role: str, behind: Block | None, reason: str) -> None:
-        share_readings(self.job)
+        self.job.share_readings()
         finished = self.job.architecture.blocks.index(visit.block)
         self.trials[role] = self._describe(role, behind.name if behind else None, finished, reason)
         visit.drop(role)
@@ -110,10 +110,10 @@ class Search:
 
         It is the distance of the outputs; at the end, where they are logits, also that of the probabilities.
         """
-        outputs = self.job.outputs
+        outputs = self.job.drift.outputs
         assert outputs is not None
         found = []
-        for task in self.job.watched:
+        for task in self.job.drift.batches:
             at = place if outputs.read(task, MERGED, place) else ""  # a task that was through before counts as it ended
             ours, merged = outputs.read(task, role, at), outputs.read(task, MERGED, at)
             if ours and merged:
@@ -124,12 +124,11 @@ class Search:
 
     def _drift_ratio(self, role: str, place: str) -> float:
         """Drift over merged's after a block, or after every task's last one (""); mean over tasks."""
-        return mean_ratio(pair for task in self.job.watched for pair in self._drifts(role, task, place))
+        return mean_ratio(pair for task in self.job.drift.batches for pair in self._drifts(role, task, place))
 
     def _drifts(self, role: str, task: str, place: str) -> list[tuple[float, float]]:
         """A task's drift and merged's after a block, or its last one (""); none where the task does not come there."""
-        meter = self.job.meter
-        assert meter is not None
+        meter = self.job.drift.meter
         at = place or self.job.architecture.last_blocks[task]
         ours, merged = meter.read(at, task, role), meter.read(at, task, MERGED)
         return [(ours.relative, merged.relative)] if merged.tokens else []

@@ -15,7 +15,7 @@ from featcal_cli.calibration.journal import Journal
 from featcal_cli.calibration.results import BlockReport
 from featcal_cli.engine.block_runner import BlockRunner
 from featcal_cli.engine.drift_metrics import Drift, DriftMeter, OutputMeter
-from featcal_cli.engine.job import CALIBRATED, MERGED, Job, share_readings
+from featcal_cli.engine.job import CALIBRATED, MERGED, Job, Measurement
 from featcal_cli.engine.lockstep import forward_order
 from featcal_cli.models.loading import share_model
 from featcal_cli.runtime.progress import Progress, Watch
@@ -44,14 +44,14 @@ def pull_back(
     The job is through and retired; the first rank alone has the journal. held_out: the tasks that the job has not
     measured on fitted rows.
     """
-    share_readings(job)
+    job.share_readings()
     ends = {1.0: CALIBRATED, 0.0: MERGED}
-    measured, other = _read_sums(job, job.meter, ends), _add_up(job, job.second_meter, ends)
+    measured, other = _read_sums(job, job.drift, ends), _add_up(job, ends)
     if all(_holds(sums, 1.0, held_out) for sums in (measured, other, _join(measured, other))):
         return 1.0, ""
     shown = _walk(job, blocks, journal, watch)
-    share_readings(shown)
-    partly = (_read_sums(shown, shown.meter, PARTS), _add_up(shown, shown.second_meter, PARTS))
+    shown.share_readings()
+    partly = (_read_sums(shown, shown.drift, PARTS), _add_up(shown, PARTS))
     measured, other = (
         {task: sums | more[task] for task, sums in of.items()}
         for of, more in zip((measured, other), partly, strict=True)
@@ -87,17 +87,18 @@ def _walk(
     walk = replace(
         job,
         students=students,
-        watchers=dict(students),
         merged=runner(job.merged),
         base=runner(job.base),
         experts={task: runner(expert) for task, expert in job.experts.items()},
-        examples={},
+        fitted={},
         checked={},
-        meter=DriftMeter(),
-        second_meter=DriftMeter(),
-        judged=tuple(students),
-        outputs=OutputMeter() if job.outputs is not None else None,
-        split=frozenset(students),
+        drift=Measurement(
+            dict(students),
+            job.drift.batches,
+            outputs=OutputMeter() if job.drift.outputs is not None else None,
+            split=frozenset(students),
+        ),
+        second=replace(job.second, runners=dict(students), meter=DriftMeter()) if job.second else None,
     )
     for number, visit in enumerate(forward_order(walk)):
         watch(Progress(visit.block.name, number, len(blocks)))
@@ -125,17 +126,17 @@ def _read_updates(
             yield path, merged, new
 
 
-def _read_sums(job: Job, meter: DriftMeter | None, roles: Mapping[float, str]) -> dict[str, dict[float, Drift]]:
-    """What a meter knows of the drift after the last block."""
-    assert meter is not None
-    read = meter.read
+def _read_sums(job: Job, of: Measurement, roles: Mapping[float, str]) -> dict[str, dict[float, Drift]]:
+    """What was measured of the drift after the last block."""
+    read = of.meter.read
     lasts = job.architecture.last_blocks.items()
     return {task: {step: read(last, task, role) for step, role in roles.items()} for task, last in lasts}
 
 
-def _add_up(job: Job, meter: DriftMeter | None, roles: Mapping[float, str]) -> dict[str, dict[float, Drift]]:
-    """What all ranks have measured, each of its own part of the rows, added up; without tasks that have none."""
-    parts = job.ranks.gather(_read_sums(job, meter, roles))
+def _add_up(job: Job, roles: Mapping[float, str]) -> dict[str, dict[float, Drift]]:
+    """What all ranks have measured on the second half of the rows, added up; without tasks that have none."""
+    assert job.second is not None
+    parts = job.ranks.gather(_read_sums(job, job.second, roles))
     found = {task: {step: reduce(_plus, (p[task][step] for p in parts)) for step in roles} for task in parts[0]}
     return {task: sums for task, sums in found.items() if any(drift.tokens for drift in sums.values())}
 
@@ -166,12 +167,12 @@ def _mean(sums: Sums, step: float, tasks: Collection[str]) -> float:
 
 def _take_over(job: Job, found: Job, role: str) -> None:
     """Let what was measured of a role count as that of the calibrated model; both jobs have shared their readings."""
-    if job.meter is not None and found.meter is not None:
-        drifts = {**found.meter.elsewhere, **found.meter.readings}
-        job.meter.readings |= {(at, task, CALIBRATED): x for (at, task, who), x in drifts.items() if who == role}
-    if job.outputs is not None and found.outputs is not None:
-        shifts = {**found.outputs.elsewhere, **found.outputs.readings}
-        job.outputs.readings |= {(task, CALIBRATED, at): x for (task, who, at), x in shifts.items() if who == role}
+    ours, theirs = job.drift, found.drift
+    drifts = {**theirs.meter.elsewhere, **theirs.meter.readings}
+    ours.meter.readings |= {(at, task, CALIBRATED): x for (at, task, who), x in drifts.items() if who == role}
+    if ours.outputs is not None and theirs.outputs is not None:
+        shifts = {**theirs.outputs.elsewhere, **theirs.outputs.readings}
+        ours.outputs.readings |= {(task, CALIBRATED, at): x for (task, who, at), x in shifts.items() if who == role}
 
 
 def _describe(step: float, rows: str, before: float, after: float, now: float) -> str:

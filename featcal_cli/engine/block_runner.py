@@ -1,24 +1,23 @@
-"""A model made ready to be walked block by block: its passes pause, its weights visit the device while they run."""
+"""A model made ready to run block by block: its forward passes pause, its weights visit the device while they run."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from copy import deepcopy
-from functools import partial
+from threading import Thread
 from typing import Any
 
 import torch
 from greenlet import GreenletExit, getcurrent, greenlet
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map_only
 
 from featcal_cli.data.batches import Batch, forward_names
-from featcal_cli.engine.offload import Offloader, tensors_in
-from featcal_cli.engine.transfers import Prefetch
+from featcal_cli.engine.offload import Offloader
 from featcal_cli.models.architecture import Architecture, Block
 from featcal_cli.models.loading import Model
-from featcal_cli.models.tracing import first_tensor
+from featcal_cli.models.tracing import first_tensor, tensors_in
 from featcal_cli.runtime import memory_map
 from featcal_cli.runtime.errors import CheckpointError, NumericsError
 
@@ -37,22 +36,23 @@ class BlockRunner:
         self.device, self.dtype = device, dtype
         self.bytes_read = 0
         """Bytes of this model's parameters that were used so far, each counted once."""
+        self.too_large: set[str] = set()
+        """Blocks, by their paths in merged, whose features were too large for bfloat16: they ran in float32."""
+        self.offloader: Offloader | None = None
+        """What may move the tensors of its paused passes."""
         self._blocks = [own for block in architecture.blocks if (own := model.own_path(block.name)) is not None]
         inside = [value for block in self._blocks for value in model.module.get_submodule(block).parameters()]
         self._needed = set(map(id, (*model.parameters_of(architecture.reached), *inside)))
         """What lies in blocks, or runs before the last one ends."""
         self._head = set(map(id, model.parameters_of(architecture.head))) - self._needed
         self._read: set[int] = set()
-        self.offloader: Offloader | None = None
-        """Where tensors of its paused passes may lie."""
-        self.too_large: set[str] = set()
-        """Blocks, by their paths in merged, whose features were too large for bfloat16: they ran in float32."""
-        self._guests: dict[int, tuple[Tensor, Tensor]] = {}
+        self._moved: dict[int, tuple[Tensor, Tensor]] = {}
+        """Tensors that have other data while they are on the device, by id: with the data that they get back."""
         self._prefetch: Prefetch | None = None
-        self._arrived: dict[int, Tensor] = {}
-        """What was fetched ahead to the device, by the id of what it is a copy of."""
-        self._open = False
-        self._undo: list[Callable[[], None]] = []
+        self._prefetched: dict[int, Tensor] = {}
+        """Copies on the device of what is needed next, by the id of what they are copies of."""
+        self._is_open = False
+        self._undo = ExitStack()
         self._install()
         if model.module.dtype != dtype:
             self._convert_stem()
@@ -68,39 +68,34 @@ class BlockRunner:
             )
         module = self.model.module.get_submodule(own)
         passes = [PausedForward(self, module, self._prepare(batch, module)) for batch in batches]
-        for each in passes:
-            each.advance()
+        for paused in passes:
+            paused.advance()
         return passes
 
     @contextmanager
     def on_device(self) -> Iterator[None]:
         """Inside, modules that run have their weights on the device in the computing dtype; afterwards they go back."""
-        if self._open:
+        if self._is_open:
             yield
             return
-        self._open = True
+        self._is_open = True
         try:
             yield
         finally:
-            self._open = False
-            for holder, data in self._guests.values():
+            self._is_open = False
+            for holder, data in self._moved.values():
                 holder.data = data
-            self._guests.clear()
-            self._arrived.clear()
+            self._moved.clear()
+            self._prefetched.clear()
 
     def retire(self) -> None:
-        """Leave the model as it was before it was made ready; nothing is walked any more."""
-        while self._undo:
-            self._undo.pop()()
+        """Leave the model as it was before it was made ready; it runs block by block no more."""
+        self._undo.close()
 
     def module(self, path: str) -> nn.Module:
         """The module that is at `path` in the merged model."""
-        found: nn.Module = self.model.module.get_submodule(self.model.own_path(path) or "")
-        return found
-
-    def own_name(self, block: Block) -> str | None:
-        """What the block is called in this model; None where it has no such block."""
-        return self.model.own_path(block.name)
+        module: nn.Module = self.model.module.get_submodule(self.model.own_path(path) or "")
+        return module
 
     def bring(self, path: str) -> None:
         """Move what the module at `path` needs to the device; its parameters are checked and counted the first time.
@@ -112,14 +107,13 @@ class BlockRunner:
     @contextmanager
     def precise(self, path: str) -> Iterator[None]:
         """Inside, the module at `path` is on the device in float32."""
-        own, dtype = self.model.own_path(path) or "", self.dtype
-        self.dtype = torch.float32
+        dtype, self.dtype = self.dtype, torch.float32
         try:
-            self._bring(own, recurse=True)
+            self.bring(path)
             yield
         finally:
             self.dtype = dtype
-            self._bring(own, recurse=True)
+            self.bring(path)
 
     def prefetch(self, path: str) -> None:
         """Let what the module at `path` needs be read from the disk, and copied to a CUDA device, while other things
@@ -137,25 +131,23 @@ class BlockRunner:
         """Give a parameter of this model a new value of the same shape, in the dtype that it has when it does not run.
 
         The old tensor stays untouched: other models may share it."""
-        guest = id(parameter) in self._guests
         value = value.to(self._home(parameter)).contiguous()
-        if guest:
-            self._guests[id(parameter)] = (parameter, value)
+        if id(parameter) in self._moved:
+            self._moved[id(parameter)] = (parameter, value)
         parameter.data = value.to(parameter)
 
     def parameters_at_home(self, path: str) -> dict[str, Tensor]:
         """The parameters of the module at `path` in this model, by their names in it, as they are when idle."""
         return {name: self._home(parameter) for name, parameter in self.module(path).named_parameters()}
 
-    def _home(self, holder: Tensor) -> Tensor:
-        return self._guests[id(holder)][1] if id(holder) in self._guests else holder.data
-
     def forget(self, path: str, other: BlockRunner) -> None:
         """Share the parameters of the module at `path` with another runner of the same model; call outside
         `on_device`."""
-        values = dict(other.module(path).named_parameters())
-        for name, parameter in self.module(path).named_parameters():
-            parameter.data = values[name].data
+        for parameter, shared in zip(self.module(path).parameters(), other.module(path).parameters(), strict=True):
+            parameter.data = shared.data
+
+    def _home(self, holder: Tensor) -> Tensor:
+        return self._moved[id(holder)][1] if id(holder) in self._moved else holder.data
 
     def _parameters_at(self, path: str) -> list[Tensor]:
         own = self.model.own_path(path)
@@ -164,24 +156,20 @@ class BlockRunner:
     def _bring(self, path: str, *, recurse: bool) -> None:
         module = self.model.module.get_submodule(path)
         if self._prefetch is not None:
-            self._arrived, self._prefetch = self._prefetch.take(), None
+            self._prefetched, self._prefetch = self._prefetch.take(), None
         for name, parameter in module.named_parameters(path, recurse=recurse):
             size = parameter.numel() * parameter.element_size()
             self._move(parameter, self.dtype if parameter.is_floating_point() else parameter.dtype)
             if id(parameter) not in self._read:
                 self._read.add(id(parameter))
                 self.bytes_read += size
-                self._check(name, parameter)
+                if id(parameter) in self._needed:  # a head is only read to measure what drift does to its answers
+                    self._check(name, parameter)
         for _, buffer in module.named_buffers(path, recurse=recurse):
             self._move(buffer, buffer.dtype)
 
     def _check(self, name: str, parameter: Tensor) -> None:
-        if id(parameter) not in self._needed:
-            return  # a head is only read to measure what drift does to its answers
-        # a sum is quick to tell that all is well; where it is not, it may only be large
-        if parameter.is_floating_point() and not (
-            torch.isfinite(parameter.sum(dtype=torch.float32)) or torch.isfinite(parameter).all()
-        ):
+        if parameter.is_floating_point() and not is_finite(parameter):
             raise NumericsError(
                 f"{self.model.role} has NaN or infinity in {name}",
                 where=self.model.snapshot.name,
@@ -190,9 +178,9 @@ class BlockRunner:
 
     def _move(self, holder: Tensor, dtype: torch.dtype) -> None:
         if holder.device != self.device or holder.dtype != dtype:
-            home, arrived = self._home(holder), self._arrived.pop(id(holder), None)
-            self._guests[id(holder)] = (holder, home)
-            holder.data = arrived if arrived is not None and arrived.dtype == dtype else home.to(self.device, dtype)
+            home, copied = self._home(holder), self._prefetched.pop(id(holder), None)
+            self._moved[id(holder)] = (holder, home)
+            holder.data = copied if copied is not None and copied.dtype == dtype else home.to(self.device, dtype)
 
     def _prepare(self, batch: Batch, module: nn.Module) -> Batch:
         names = forward_names(module) if self.model.part or self.model.body else set(batch)
@@ -204,14 +192,21 @@ class BlockRunner:
 
     def _install(self) -> None:
         """Pause at blocks; bring everything outside of blocks when it is called, as whole as possible."""
-        around = {name[:end] for name in self._blocks for end in _dots(name)} | {""}
+        around = {name[:end] for name in self._blocks for end, letter in enumerate(name) if letter == "."} | {""}
         for name, module in self.model.module.named_modules():
             if name in self._blocks:
                 module.forward = _pausing(name, module.forward)
-                self._undo.append(partial(module.__dict__.pop, "forward"))
+                self._undo.callback(module.__dict__.pop, "forward")
             elif name in around or name.rpartition(".")[0] in around:
-                hook = module.register_forward_pre_hook(self._bringing(name, recurse=name not in around))
-                self._undo.append(hook.remove)
+                hook = self._bringing(name, recurse=name not in around)
+                self._undo.callback(module.register_forward_pre_hook(hook).remove)
+
+    def _bringing(self, name: str, *, recurse: bool) -> Callable[..., None]:
+        def hook(*_: object) -> None:
+            if self._is_open:
+                self._bring(name, recurse=recurse)
+
+        return hook
 
     def _convert_stem(self) -> None:
         """Hold everything before the blocks in the computing dtype: models look at its dtype before it is called.
@@ -229,13 +224,6 @@ class BlockRunner:
         for name, buffer in self.model.module.named_buffers():
             buffer.data = buffer.data.to(dtypes.get(name, buffer.dtype))
 
-    def _bringing(self, name: str, *, recurse: bool) -> Callable[..., None]:
-        def hook(*_: object) -> None:
-            if self._open:
-                self._bring(name, recurse=recurse)
-
-        return hook
-
 
 class PausedForward(greenlet):
     """One forward pass over one batch, paused before a block until `advance` gives it that block's output."""
@@ -247,7 +235,7 @@ class PausedForward(greenlet):
         self.batch = batch
         self.output: Any = None
         """What the model returned, when the pass is through."""
-        self._walker = runner
+        self._runner = runner
         self._block: str | None = None
         self._args: tuple[Any, ...] = ()
         self._kwargs: dict[str, Any] = {}
@@ -257,9 +245,21 @@ class PausedForward(greenlet):
         """What the paused block was called with."""
         return tensors_in((self._args, self._kwargs))
 
+    @property
+    def hidden(self) -> Tensor:
+        """The hidden states among them."""
+        hidden = first_tensor((*self._args, *self._kwargs.values()))
+        assert hidden is not None
+        return hidden
+
+    @property
+    def token_count(self) -> int:
+        """Rows of these hidden states."""
+        return self.hidden.shape[:-1].numel()
+
     def advance(self, *output: Any) -> None:
         """Go on to the next block, giving the paused block's output (nothing at the start)."""
-        offloader = self._walker.offloader
+        offloader = self._runner.offloader
         with torch.no_grad(), nullcontext() if offloader is None else offloader.within_reach():
             result = self.switch(*output)
         if self.dead:
@@ -269,7 +269,7 @@ class PausedForward(greenlet):
 
     def is_at(self, block: Block) -> bool:
         """True when the pass is paused before this block."""
-        return self._block is not None and self._block == self._walker.own_name(block)
+        return self._block is not None and self._block == self._runner.model.own_path(block.name)
 
     def run_block(self, block: Block, given: PausedForward | None = None, kept: Sequence[list[Any]] = ()) -> Any:
         """Run the block that the pass is paused at, on its arguments (or those of the pass `given`, of another model),
@@ -278,12 +278,12 @@ class PausedForward(greenlet):
         kept: what hooks keep of this run. Where bfloat16 is too small for a feature, the lists are emptied and the
         block runs in float32.
         """
-        runner, given = self._walker, given or self
+        runner, given = self._runner, given or self
         runner.bring(block.name)
         output = self._run(block, given)
         if runner.dtype == torch.bfloat16 and _are_finite(given.hidden) and not _are_finite((output, *kept)):
-            for each in kept:
-                each.clear()
+            for values in kept:
+                values.clear()
             with runner.precise(block.name):
                 output = self._run(block, given, torch.float32)
             if _are_finite((output, *kept)):
@@ -293,15 +293,15 @@ class PausedForward(greenlet):
     def _run(self, block: Block, given: PausedForward, dtype: torch.dtype | None = None) -> Any:
         args, kwargs = given._args, given._kwargs
         if block.overwritten:
-            args, kwargs = tree_map(_copy, (args, kwargs))
+            args, kwargs = tree_map_only(Tensor, Tensor.clone, (args, kwargs))
         if dtype is not None:
-            args, kwargs = tree_map(partial(_cast, dtype=dtype), (args, kwargs))
+            args, kwargs = _cast((args, kwargs), dtype)
         try:
             with torch.no_grad():
                 output = self._forward(*args, **kwargs)
         except StopBlock:
             return None
-        return output if dtype is None else tree_map(partial(_cast, dtype=self._walker.dtype), output)
+        return output if dtype is None else _cast(output, self._runner.dtype)
 
     def run_through(self, blocks: Sequence[Block]) -> None:
         """Run these blocks, to the first that is none of them."""
@@ -316,18 +316,50 @@ class PausedForward(greenlet):
             self.advance(output)
             self.run_through(done)  # blocks that were visited before and run again
 
-    @property
-    def hidden(self) -> Tensor:
-        """The hidden states that the paused block was called with."""
-        hidden = first_tensor((*self._args, *self._kwargs.values()))
-        assert hidden is not None
-        return hidden
-
     def close(self) -> None:
         """End the pass where it is; the rest of the model does not run."""
         self._block, self._args, self._kwargs = None, (), {}
         if not self.dead:
             self.throw(GreenletExit)
+
+
+class StopBlock(Exception):  # noqa: N818 - not an error
+    """Raised by a hook that has seen enough of a block's run."""
+
+
+class Prefetch:
+    """Copies on a CUDA device of tensors that will be needed next; they are read from the disk on the way."""
+
+    def __init__(self, tensors: Iterable[Tensor], device: torch.device, dtype: torch.dtype) -> None:
+        """`dtype`: for those of floating point."""
+        self._device, self._dtype = device, dtype
+        self._stream = torch.cuda.Stream(device)
+        self._copies: dict[int, tuple[Tensor, Tensor]] = {}
+        self._thread = Thread(target=self._copy, args=[[(id(x), x.data) for x in tensors]], daemon=True)
+        self._thread.start()
+
+    def take(self) -> dict[int, Tensor]:
+        """The copies, by the id of the tensor, for the stream that is current here."""
+        self._thread.join()
+        here = torch.cuda.current_stream(self._device)
+        here.wait_stream(self._stream)
+        for copy, _ in self._copies.values():
+            copy.record_stream(here)
+        return {key: copy for key, (copy, _) in self._copies.items()}
+
+    def _copy(self, tensors: list[tuple[int, Tensor]]) -> None:
+        try:
+            with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+                for key, data in tensors:
+                    pinned = data.to(self._dtype if data.is_floating_point() else data.dtype).pin_memory()
+                    self._copies[key] = (pinned.to(self._device, non_blocking=True), pinned)
+        except torch.OutOfMemoryError:  # there was only room for so many: the others are moved when they are needed
+            return
+
+
+def is_finite(weight: Tensor) -> bool:
+    """Whether all of a weight is finite: a sum is quick to tell; where it is not, it may only be large."""
+    return bool(torch.isfinite(weight.sum(dtype=torch.float32)) or torch.isfinite(weight).all())
 
 
 def _pausing(name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -342,22 +374,10 @@ def _pausing(name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
     return paused
 
 
-class StopBlock(Exception):  # noqa: N818 - not an error
-    """Raised by a hook that has seen enough of a block's run."""
-
-
-def _copy(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) else value
-
-
-def _cast(value: Any, dtype: torch.dtype) -> Any:
-    return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+def _cast(values: Any, dtype: torch.dtype) -> Any:
+    return tree_map_only(Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, values)
 
 
 def _are_finite(values: Any) -> bool:
     flags = [torch.isfinite(x).all() for x in tensors_in(values) if x.is_floating_point()]
     return not flags or bool(torch.stack(flags).all())
-
-
-def _dots(name: str) -> Iterator[int]:
-    return (index for index, letter in enumerate(name) if letter == ".")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
-from typing import TYPE_CHECKING, Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,11 +14,10 @@ from featcal_cli.data.batches import Batch, count_examples, take_examples
 from featcal_cli.engine.block_runner import BlockRunner
 from featcal_cli.models.token_layout import token_masks
 from featcal_cli.models.tracing import first_tensor
+from featcal_cli.runtime.distributed import Ranks
 from featcal_cli.runtime.errors import NumericsError
 
-if TYPE_CHECKING:
-    from featcal_cli.engine.block_runner import BlockRunner
-
+T = TypeVar("T")
 TINY = 1e-30
 """Keeps the cosine of a zero vector finite."""
 STEM = "stem"
@@ -59,22 +58,17 @@ class Drift:
     @property
     def local(self) -> float | None:
         """mean ‖m‖₂ / mean ‖h_exp‖₂; None where it was not measured."""
-        return self._share(self.local_sum)
+        return relate(self.local_sum, self.size, self.tokens) if self.is_split else None
 
     @property
     def upstream(self) -> float | None:
         """mean ‖p‖₂ / mean ‖h_exp‖₂; None where it was not measured."""
-        return self._share(self.upstream_sum)
+        return relate(self.upstream_sum, self.size, self.tokens) if self.is_split else None
 
     @property
     def cosine(self) -> float:
         """Mean cosine of h and h_exp."""
         return self.cosine_sum / self.tokens if self.tokens else 1.0
-
-    def _share(self, total: float) -> float | None:
-        if not self.is_split:
-            return None
-        return relate(total, self.size, self.tokens)
 
 
 def relate(distance: float, size: float, tokens: int) -> float:
@@ -84,15 +78,30 @@ def relate(distance: float, size: float, tokens: int) -> float:
     return inf if distance > TINY * tokens else 0.0
 
 
-class DriftMeter:
+class Meter(Generic[T]):
+    """Adds up readings by what they are of."""
+
+    def __init__(self) -> None:
+        self.readings: dict[tuple[str, ...], T] = {}
+        self.elsewhere: dict[tuple[str, ...], T] = {}
+        """What all ranks have measured, as far as it is known here."""
+
+    def share(self, ranks: Ranks) -> None:
+        """Let every rank know what the others have measured by now."""
+        self.elsewhere = ranks.unite(self.readings)
+
+    def find(self, *key: str) -> T | None:
+        """What was measured so far; None for nothing."""
+        return self.readings.get(key) or self.elsewhere.get(key)
+
+
+class DriftMeter(Meter[Drift]):
     """Adds up drift by place (a block, a module in it, or STEM), task and role of the model."""
 
     def __init__(self, *, modules: bool = False, refuse_vanishing: bool = False) -> None:
         """`modules`: measure at the outputs of the modules inside blocks too. `refuse_vanishing`: an expert whose
         features are all zero is an error."""
-        self.readings: dict[tuple[str, str, str], Drift] = {}
-        self.elsewhere: dict[tuple[str, str, str], Drift] = {}
-        """What other ranks have measured, as far as it is known here."""
+        super().__init__()
         self.modules = modules
         self._refuse_vanishing = refuse_vanishing
 
@@ -124,8 +133,7 @@ class DriftMeter:
 
     def read(self, place: str, task: str, role: str) -> Drift:
         """The drift measured so far."""
-        key = (place, task, role)
-        return self.readings.get(key) or self.elsewhere.get(key) or Drift()
+        return self.find(place, task, role) or Drift()
 
 
 def _norms(rows: Tensor) -> Tensor:
@@ -192,13 +200,8 @@ def _cut(batch: Batch, choices: int) -> Iterator[Batch]:
         yield take_examples(batch, range(start, min(count, start + size)))
 
 
-class OutputMeter:
-    """Adds up what models' last features make of the experts' outputs, by task and role."""
-
-    def __init__(self) -> None:
-        self.readings: dict[tuple[str, str, str], OutputShift] = {}
-        self.elsewhere: dict[tuple[str, str, str], OutputShift] = {}
-        """What other ranks have measured, as far as it is known here."""
+class OutputMeter(Meter[OutputShift]):
+    """Adds up what models' last features make of the experts' outputs, by task, role and place."""
 
     def add(self, task: str, role: str, output: Any, expert: Any, batch: Batch, place: str = "") -> None:
         """Add one batch: what the expert returned for the model's features after the block `place` ("": the last one),
@@ -214,8 +217,7 @@ class OutputMeter:
 
     def read(self, task: str, role: str, place: str = "") -> OutputShift | None:
         """What was measured so far; None for nothing."""
-        key = (task, role, place)
-        return self.readings.get(key) or self.elsewhere.get(key)
+        return self.find(task, role, place)
 
 
 def _add_rows(reading: OutputShift, z: Tensor, z_exp: Tensor) -> None:
@@ -269,13 +271,8 @@ class TaskVector:
         return self.product / size if size else 0.0
 
 
-class VectorMeter:
+class VectorMeter(Meter[TaskVector]):
     """Adds up task vectors by task and role, a block at a time: no two models' weights are ever needed whole."""
-
-    def __init__(self) -> None:
-        self.readings: dict[tuple[str, str], TaskVector] = {}
-        self.elsewhere: dict[tuple[str, str], TaskVector] = {}
-        """What other ranks have measured, as far as it is known here."""
 
     def add(
         self, task: str, block: str, models: Mapping[str, BlockRunner], expert: BlockRunner, base: BlockRunner
@@ -293,8 +290,8 @@ class VectorMeter:
 
     def read(self, task: str, role: str) -> float | None:
         """The cosine so far; None for nothing."""
-        found = self.readings.get((task, role)) or self.elsewhere.get((task, role))
-        return None if found is None else found.cosine
+        vector = self.find(task, role)
+        return None if vector is None else vector.cosine
 
 
 def _shared(

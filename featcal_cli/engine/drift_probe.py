@@ -1,22 +1,21 @@
-"""Expert and models side by side on the examples that drift is measured on."""
+"""Expert and models side by side on one batch that drift is measured on."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from contextlib import ExitStack
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from featcal_cli.data.batches import Batch, count_examples
 from featcal_cli.engine.block_runner import BlockRunner, PausedForward
 from featcal_cli.engine.drift_metrics import STEM
+from featcal_cli.engine.job import Job, Measurement
 from featcal_cli.engine.token_weights import token_weights
 from featcal_cli.models.architecture import Block
 from featcal_cli.models.token_layout import OWN, Layout, Lengths, Weights, token_lengths
 from featcal_cli.models.tracing import first_tensor
-
-if TYPE_CHECKING:
-    from featcal_cli.engine.job import Job
 
 MODULE_ROWS = 256
 """Tokens of a batch, evenly spread, that drift inside blocks is measured on: all would cost as much as a pass."""
@@ -33,35 +32,28 @@ class _Run(NamedTuple):
 
 
 class DriftProbe:
-    """Everybody on one batch of a task, by role: its expert, and every model that is watched.
+    """Passes on one batch of a task, by role: its expert's, and those of every model that is measured.
 
     Followers are further passes of the expert, one a role, in which no block runs: they are given the expert's outputs
     up to the last block, and there that model's, so that the rest of the expert's forward shows what becomes of them.
     Branches do so at an earlier block, after which the expert's own blocks run.
     """
 
-    def __init__(self, job: Job, task: str, batch: Batch, *, last_alone: bool = False) -> None:
-        """Start all passes and measure the drift of the stems; call inside everybody's `on_device`.
-
-        last_alone: nothing is measured but what is to be known of a second half of the rows: the drift after the last
-        block, of those models in `job.judged`, for the meter of that.
-        """
-        self._job, self._task, self._meter = job, task, job.second_meter if last_alone else job.meter
-        self._last_alone = last_alone
-        self._models = {role: job.watchers[role] for role in job.judged} if last_alone else job.watchers
-        self._split = frozenset() if last_alone else job.split
+    def __init__(self, job: Job, measurement: Measurement, task: str, batch: Batch) -> None:
+        """Start all passes and measure the drift of the stems; call inside `on_device` of all runners."""
+        self._job, self._measurement, self._task = job, measurement, task
         # what an expert's files do not hold is random in it, a head for example: its answers say nothing
-        self._outputs = None if last_alone or job.experts[task].model.missing else job.outputs
-        self._walkers: dict[str, BlockRunner] = {EXPERT: job.experts[task], **self._models}
+        self._outputs = None if job.experts[task].model.missing else measurement.outputs
+        self._runners: dict[str, BlockRunner] = {EXPERT: job.experts[task], **measurement.runners}
         entry = job.architecture.entries[task]
-        self._passes = {role: runner.start([batch], entry)[0] for role, runner in self._walkers.items()}
-        wanted = self._passes if self._outputs is not None else ()
-        keys = [(role, place) for place in ("", *sorted(job.branches)) for role in wanted]
+        self._passes = {role: runner.start([batch], entry)[0] for role, runner in self._runners.items()}
+        keys = [(role, place) for place in ("", *sorted(measurement.branches)) for role in self._passes]
+        keys = keys if self._outputs is not None else []
         self._followers = dict(zip(keys, job.experts[task].start([batch] * len(keys), entry), strict=True))
         """By role, and the block that they leave the expert's own features at ("": the last)."""
-        self._ran: _Run | None = None
+        self._expert_run: _Run | None = None
         """What the expert's block has returned, while the others are still before it."""
-        if not last_alone:
+        if not measurement.last_block_only:
             self._measure_stem()
 
     def __iter__(self) -> Iterator[PausedForward]:
@@ -71,69 +63,67 @@ class DriftProbe:
     def drop(self, role: str) -> None:
         """A model is measured no more."""
         self._passes.pop(role).close()
-        self._walkers.pop(role)  # with it go its weights
+        self._runners.pop(role)  # with it go its weights
         for key in [key for key in self._followers if key[0] == role]:
             self._followers.pop(key).close()
 
     def run_expert(self, block: Block) -> None:
-        """Run the block on the expert, if everybody is at it; the others follow in `go_through`."""
-        if all(each.is_at(block) for each in self._passes.values()):
-            self._ran = self._run(EXPERT, block)
+        """Run the block on the expert, if all passes are at it; the others follow in `go_through`."""
+        if self._is_at(block):
+            self._expert_run = self._run(EXPERT, block)
 
     def go_through(self, block: Block, done: Sequence[Block]) -> None:
-        """Take everybody through all calls of the block, if they are at it; drift is measured where the last one ends.
+        """Take all passes through all calls of the block, if they are at it; drift is measured where the last one ends.
 
         `done`: the blocks that were visited before.
         """
         passes, expert = self._passes, self._passes[EXPERT]
-        if not all(each.is_at(block) for each in passes.values()):
+        if not self._is_at(block):
             return
         is_end = block.name == self._job.architecture.last_blocks[self._task]
         for number in range(block.calls):
-            ran, self._ran = self._ran, None
-            runs = {role: ran if ran and role == EXPERT else self._run(role, block) for role in passes}
-            on_expert = {role: self._run(role, block, expert) for role in self._split & passes.keys()}
+            expert_run, self._expert_run = self._expert_run or self._run(EXPERT, block), None
+            runs = {role: expert_run if role == EXPERT else self._run(role, block) for role in passes}
+            on_expert = {role: self._run(role, block, expert) for role in self._measurement.split & passes.keys()}
             weights = token_weights(expert, block, cls_tokens=False)
             lengths = token_lengths(expert.batch, expert.hidden)
-            if is_end and number + 1 == block.calls:
+            is_last_call = number + 1 == block.calls
+            if is_end and is_last_call:
                 self._finish({role: run.output for role, run in runs.items()})
             else:
-                if self._outputs is not None and block.name in self._job.branches and number + 1 == block.calls:
+                if self._outputs is not None and block.name in self._measurement.branches and is_last_call:
                     self._answer_all({role: run.output for role, run in runs.items()}, block.name)
                 self._follow(block, runs[EXPERT].output, done)
-                for role, each in passes.items():
-                    each.go_on(runs[role].output, done, last=is_end and block.calls == 1)
-            if not all(each.is_at(block) for each in passes.values()):
+                for role, paused in passes.items():
+                    paused.go_on(runs[role].output, done, last=is_end and block.calls == 1)
+            if not self._is_at(block):
                 break
-        if is_end or not self._last_alone:
+        if is_end or not self._measurement.last_block_only:
             self._measure(block, runs, on_expert, weights, lengths)
+
+    def _is_at(self, block: Block) -> bool:
+        return all(paused.is_at(block) for paused in self._passes.values())
 
     def _run(self, role: str, block: Block, given: PausedForward | None = None) -> _Run:
         """The block on the pass's arguments (or those of the pass `given`), with its modules' outputs if they count."""
-        meter = self._meter
         outputs: dict[str, list[Tensor]] = {}
-        handles = []
-        for module in block.modules if meter and meter.modules else ():
-            kept = outputs.setdefault(module.name, [])
-            hook = self._walkers[role].module(f"{block.name}.{module.name}").register_forward_hook
-            handles.append(hook(lambda _, __, output, kept=kept: kept.append(first_tensor(output))))
-        try:
+        with ExitStack() as hooks:
+            for module in block.modules if self._measurement.meter.modules else ():
+                kept = outputs.setdefault(module.name, [])
+                hook = self._runners[role].module(f"{block.name}.{module.name}").register_forward_hook
+                hooks.callback(hook(lambda _, __, output, kept=kept: kept.append(first_tensor(output))).remove)
             return _Run(self._passes[role].run_block(block, given, list(outputs.values())), outputs)
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def _measure_stem(self) -> None:
         """Drift of the hidden states that the task's first block is given: the stems differ too."""
-        expert, meter = self._passes[EXPERT], self._meter
-        if meter is None:
-            return
+        expert = self._passes[EXPERT]
         block = next(block for block in self._job.architecture.blocks if expert.is_at(block))
         weights = token_weights(expert, block, cls_tokens=False)
         lengths = token_lengths(expert.batch, expert.hidden)
-        for role in self._job.watchers:
+        for role in self._measurement.runners:
             pair = (self._passes[role].hidden, expert.hidden)
-            meter.add(STEM, self._task, role, *self._choose_rows(pair, block.layout, weights, lengths))
+            rows = self._choose_rows(pair, block.layout, weights, lengths)
+            self._measurement.meter.add(STEM, self._task, role, *rows)
 
     def _measure(
         self,
@@ -144,20 +134,18 @@ class DriftProbe:
         lengths: Lengths,
     ) -> None:
         """Give the drift of the block's output, and of its modules' outputs, to the meter."""
-        meter = self._meter
-        if meter is None:
-            return
-        for role in self._models:
+        add = self._measurement.meter.add
+        for role in self._measurement.runners:
             trio = [runs[role], runs[EXPERT], *([on_expert[role]] if role in on_expert else [])]
-            outputs = [found for run in trio if (found := first_tensor(run.output)) is not None]
-            meter.add(block.name, self._task, role, *self._choose_rows(outputs, block.layout, weights, lengths))
+            outputs = [hidden for run in trio if (hidden := first_tensor(run.output)) is not None]
+            add(block.name, self._task, role, *self._choose_rows(outputs, block.layout, weights, lengths))
             for module in block.modules:
                 calls = [run.modules.get(module.name, []) for run in trio]
                 for layout, *inner in zip(module.layouts, *calls, strict=False):
                     if len({x.shape for x in inner}) == 1 and not layout.is_table:
                         rows = self._choose_rows(inner, layout, weights, lengths)
                         step = -(-len(rows[0]) // MODULE_ROWS)
-                        meter.add(f"{block.name}.{module.name}", self._task, role, *(x[::step] for x in rows))
+                        add(f"{block.name}.{module.name}", self._task, role, *(x[::step] for x in rows))
 
     def _choose_rows(
         self, features: Sequence[Tensor], layout: Layout, weights: Weights, lengths: Lengths
@@ -165,36 +153,34 @@ class DriftProbe:
         """The tokens [T, d] of one feature of several models: the first of each example, or all but padding."""
         if self._job.cls_blocks and layout.axis == OWN:
             return [x[:, 0] for x in features]
-        found = [layout.flatten(x, weights, lengths, layout.axis) for x in features]
-        rows = [pair[0] for pair in found if pair is not None]
+        flattened = [layout.flatten(x, weights, lengths, layout.axis) for x in features]
+        rows = [pair[0] for pair in flattened if pair is not None]
         if len(rows) < len(features):  # tokens and padding cannot be told apart: all rows count
             return [x.reshape(-1, x.shape[-1]) for x in features]
         return rows
 
     def _follow(self, block: Block, output: Any, done: Sequence[Block]) -> None:
         """Let the followers go on with what the expert's block returned."""
-        for each in self._followers.values():
-            if each.is_at(block):
-                each.advance(_with_own_hidden(output))
-                each.run_through(done)
+        for follower in self._followers.values():
+            if follower.is_at(block):
+                follower.advance(_with_own_hidden(output))
+                follower.run_through(done)
 
     def _finish(self, outputs: Mapping[str, Any]) -> None:
-        """Keep everybody's last features, and run the rest of the expert's forward with them in place of its own."""
-        job, batch = self._job, self._passes[EXPERT].batch
-        if job.finals is not None and not self._last_alone:
-            kept = job.finals.setdefault(self._task, {})
+        """Keep all last features, and run the rest of the expert's forward with them in place of its own."""
+        if self._measurement.finals is not None:
+            kept = self._measurement.finals.setdefault(self._task, {})
             for role, output in outputs.items():
-                kept.setdefault(role, []).append(_one_per_example(output, batch))
+                kept.setdefault(role, []).append(_one_per_example(output, self._passes[EXPERT].batch))
         if self._outputs is not None:
             self._answer_all(outputs, "")
 
     def _answer_all(self, outputs: Mapping[str, Any], place: str) -> None:
-        """Compare what the rest of the expert makes of everybody's features after the block `place` ("": the last)."""
-        meter, batch = self._outputs, self._passes[EXPERT].batch
-        assert meter is not None
-        expert = self._answer(EXPERT, place, outputs[EXPERT])
-        for role in self._job.watchers:
-            meter.add(self._task, role, self._answer(role, place, outputs[role]), expert, batch, place)
+        """Compare what the rest of the expert makes of all features after the block `place` ("": the last)."""
+        assert self._outputs is not None
+        batch, expert = self._passes[EXPERT].batch, self._answer(EXPERT, place, outputs[EXPERT])
+        for role in self._measurement.runners:
+            self._outputs.add(self._task, role, self._answer(role, place, outputs[role]), expert, batch, place)
 
     def _answer(self, role: str, place: str, output: Any) -> Any:
         follower = self._followers.pop((role, place))

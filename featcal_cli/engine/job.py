@@ -1,4 +1,4 @@
-"""Who walks over what: models by role, examples by task, and what is measured on the way."""
+"""Which models run side by side, on which examples, and what is measured on the way."""
 
 from __future__ import annotations
 
@@ -19,8 +19,44 @@ CALIBRATED, MERGED = "calibrated", "merged"
 
 
 @dataclass
+class Measurement:
+    """How far features of some models are from the experts', on some examples."""
+
+    runners: dict[str, BlockRunner]
+    """The models, by role."""
+    batches: Mapping[str, Sequence[Batch]]
+    """By task."""
+    meter: DriftMeter = field(default_factory=DriftMeter)
+    outputs: OutputMeter | None = None
+    """Where it is given, the experts' heads are run on every model's last features."""
+    branches: frozenset[str] = frozenset()
+    """Blocks after which the rest of the expert is run on every model's features too, for `outputs`."""
+    vectors: VectorMeter | None = None
+    finals: dict[str, dict[str, list[Tensor]]] | None = None
+    """Where it is given, it gets every example's last feature [examples, d], by task and role."""
+    split: frozenset[str] = frozenset()
+    """Roles whose drift is split into local mismatch and upstream propagation."""
+    last_block_only: bool = False
+    """Drift is measured after the last block alone."""
+
+    def share(self, ranks: Ranks) -> None:
+        """Let every rank know what the others have measured by now."""
+        for meter in (self.meter, self.outputs, self.vectors):
+            if meter is not None:
+                meter.share(ranks)
+        if self.finals is not None:
+            united = ranks.unite(
+                {
+                    task: {role: [x.cpu() for x in parts] for role, parts in kept.items()}
+                    for task, kept in self.finals.items()
+                }
+            )
+            self.finals = {task: united[task] for task in self.batches if task in united}
+
+
+@dataclass
 class Job:
-    """Who walks, and over what."""
+    """The models that run side by side, and the examples that they run on, by task."""
 
     architecture: Architecture
     students: dict[str, BlockRunner]
@@ -28,67 +64,39 @@ class Job:
     merged: BlockRunner
     base: BlockRunner
     experts: Mapping[str, BlockRunner]
-    examples: Mapping[str, Sequence[Batch]]
-    """Batches to fit, by task."""
+    """By task."""
+    fitted: Mapping[str, Sequence[Batch]]
+    """Batches to fit."""
+    drift: Measurement
     checked: Mapping[str, Sequence[Batch]] = field(default_factory=dict)
-    """Batches that updates are checked on before they are loaded, by task."""
+    """Batches that updates are checked on before they are loaded."""
+    second: Measurement | None = None
+    """Of this rank's part of a second half of held-out rows."""
     cls_blocks: frozenset[str] = frozenset()
     """Blocks in which the first token counts 1 and every other OTHER_TOKENS."""
-    meter: DriftMeter | None = None
-    vectors: VectorMeter | None = None
-    outputs: OutputMeter | None = None
-    """Where it is given, the experts' heads are run on every model's last features."""
-    branches: frozenset[str] = frozenset()
-    """Blocks after which the rest of the expert is run on every model's features too, for `outputs`."""
-    watched: Mapping[str, Sequence[Batch]] = field(default_factory=dict)
-    """Batches that drift is measured on, by task."""
-    watchers: dict[str, BlockRunner] = field(default_factory=dict)
-    """The models whose drift is measured, by role."""
-    second: Mapping[str, Sequence[Batch]] = field(default_factory=dict)
-    """This rank's part of a second half of held-out rows, by task: the drift after the last block is measured on it."""
-    second_meter: DriftMeter | None = None
-    judged: tuple[str, ...] = ()
-    """The models that it is measured of, by role."""
-    finals: dict[str, dict[str, list[Tensor]]] | None = None
-    """Where it is given, it gets every watched example's last feature [examples, d], by task and role."""
     offloader: Offloader | None = None
-    """Where the tensors of paused passes lie; None for on the device, all of them."""
+    """What moves the tensors of paused passes; None to leave them on the device, all of them."""
     keep_blocks: bool = False
     """Students hold all that is loaded into them to the end; else each block only until it is left."""
-    split: frozenset[str] = frozenset()
-    """Roles whose drift is split into local mismatch and upstream propagation."""
     ranks: Ranks = field(default_factory=Ranks)
     """All processes of the run; experts and examples are this one's."""
 
     @property
     def runners(self) -> list[BlockRunner]:
-        """Everybody but the experts."""
-        everybody = (*self.students.values(), *self.watchers.values())
-        return list({id(runner): runner for runner in everybody}.values())
+        """Of all models but the experts whose features are collected or measured."""
+        return list(dict.fromkeys((*self.students.values(), *self.drift.runners.values())))
 
     def retire(self) -> None:
-        """Leave all models as they were before; for those that are to be walked by another job."""
+        """Leave all models as they were before; for those that another job is to run."""
         for runner in {*self.runners, self.merged, self.base, *self.experts.values()}:
             runner.retire()
 
+    def share_readings(self) -> None:
+        """Let every rank know what the others have measured by now."""
+        self.drift.share(self.ranks)
+
     def describe_precision(self) -> str:
         """Which blocks ran in float32 because bfloat16 is too small for their features; empty where none did."""
-        everybody = (*self.runners, *self.experts.values())
-        told = sorted({f"{block} of {runner.model.role}" for runner in everybody for block in runner.too_large})
-        return f"features explode in bfloat16, so these ran in float32: {', '.join(told)}" if told else ""
-
-
-def share_readings(job: Job) -> None:
-    """Let every rank know what the others have measured by now."""
-    if job.meter is not None:
-        job.meter.elsewhere = job.ranks.unite(job.meter.readings)
-    if job.outputs is not None:
-        job.outputs.elsewhere = job.ranks.unite(job.outputs.readings)
-    if job.vectors is not None:
-        job.vectors.elsewhere = job.ranks.unite(job.vectors.readings)
-    if job.finals is not None:
-        own = {
-            task: {role: [x.cpu() for x in parts] for role, parts in kept.items()} for task, kept in job.finals.items()
-        }
-        united = job.ranks.unite(own)
-        job.finals = {task: united[task] for task in job.watched if task in united}
+        runners = (*self.runners, *self.experts.values())
+        blocks = sorted({f"{block} of {runner.model.role}" for runner in runners for block in runner.too_large})
+        return f"features explode in bfloat16, so these ran in float32: {', '.join(blocks)}" if blocks else ""

@@ -1,21 +1,27 @@
-"""The features of each block as student and experts walk the blocks together, in forward order."""
+"""Paired forward passes: per batch, the expert's and each student's, paused before the same block in forward order."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from itertools import chain
+from typing import Any, NamedTuple, TypeVar
 
-from featcal_cli.data.batches import count_examples
+from torch import Tensor
+
+from featcal_cli.data.batches import Batch, count_examples
 from featcal_cli.engine.block_runner import BlockRunner, PausedForward
+from featcal_cli.engine.drift_probe import DriftProbe
 from featcal_cli.engine.hooks import CapturedRun, Features, run_captured, run_to_last_input
 from featcal_cli.engine.job import Job
-from featcal_cli.engine.paired_passes import PairedPass, Passes, PassGroup, count_tokens, start_passes, tensors_of
 from featcal_cli.engine.token_weights import token_weights
 from featcal_cli.models.architecture import Block
 from featcal_cli.models.token_layout import Lengths, Weights, token_lengths
 from featcal_cli.runtime import memory_map
+
+PassGroup = TypeVar("PassGroup", bound=Iterable[PausedForward])
 
 
 class Observation(NamedTuple):
@@ -31,24 +37,59 @@ class Observation(NamedTuple):
     """The same, with the first token counting most where the output is read from it."""
     lengths: Lengths
     first: bool
-    """The task's first batch, of those of all ranks."""
+    """The task's first batch."""
     y_exp: Features
     """Outputs of the expert's Linear modules [.., d_out], like its inputs; none that are rounded to less than float32.
     """
     examples: range
     """Which of the task's these are."""
     row_multiples: tuple[float, float]
-    """How many times the tokens of this batch all batches of the task have, and those of all tasks."""
+    """Total tokens of the task, and of all tasks, divided by this batch's."""
+
+
+@dataclass(frozen=True)
+class PairedPass:
+    """The expert and every student on one batch."""
+
+    expert: PausedForward
+    students: dict[str, PausedForward]
+    """By role."""
+
+    def __iter__(self) -> Iterator[PausedForward]:
+        yield self.expert
+        yield from self.students.values()
+
+
+@dataclass
+class Passes:
+    """All passes of a job, by task, one a batch."""
+
+    fitted: dict[str, list[PairedPass]]
+    """On the examples to fit."""
+    checked: dict[str, list[PairedPass]]
+    """On the examples that updates are checked on."""
+    measured: dict[str, list[DriftProbe]]
+    """On the examples that drift is measured on."""
+
+    @property
+    def pairs(self) -> list[PairedPass]:
+        """All of `fitted` and `checked`."""
+        return [pair for pairs in (*self.fitted.values(), *self.checked.values()) for pair in pairs]
+
+    @property
+    def probes(self) -> list[DriftProbe]:
+        """All of `measured`."""
+        return [probe for probes in self.measured.values() for probe in probes]
 
 
 def forward_order(job: Job) -> Iterator[BlockVisit]:
     """Visit the blocks in execution order; what is loaded into a student's block during a visit runs after it.
 
-    Everybody but the experts is on the device during a visit, one block each; of the experts one at a time.
+    All models but the experts are on the device during a visit, one block each; of the experts one at a time.
     """
     memory_map.reuse_memory()
     with job.ranks.on_its_own():
-        passes = start_passes(job)
+        passes = _start_passes(job)
     done: list[Block] = []
     try:
         for block in job.architecture.blocks:
@@ -58,12 +99,59 @@ def forward_order(job: Job) -> Iterator[BlockVisit]:
                 visit = BlockVisit(job, block, passes, done)
                 yield visit
                 with job.ranks.on_its_own():
-                    visit.leave()
-            visit.let_go()
+                    visit.finish()
+            visit.release()
             done.append(block)
     finally:
-        for each in passes:
-            each.close()
+        for paused in chain(*passes.pairs, *passes.probes):
+            paused.close()
+
+
+def _start_passes(job: Job) -> Passes:
+    """All passes, paused before their first blocks."""
+    passes = Passes({}, {}, {})
+    with ExitStack() as stack:
+        for runner in job.runners:
+            stack.enter_context(runner.on_device())
+            runner.offloader = job.offloader
+        for task, expert in job.experts.items():
+            expert.offloader = job.offloader
+            with expert.on_device():
+                passes.fitted[task] = [_start_pair(job, task, batch) for batch in job.fitted.get(task, ())]
+                passes.checked[task] = [_start_pair(job, task, batch) for batch in job.checked.get(task, ())]
+                passes.measured[task] = [
+                    _offload(job, DriftProbe(job, measurement, task, batch))
+                    for measurement in (job.drift, job.second)
+                    if measurement is not None
+                    for batch in measurement.batches.get(task, ())
+                ]
+            expert.give_back()
+    for runner in job.runners:
+        runner.give_back()
+    memory_map.trim_heap()  # all inputs have gone to files where a CPU is the device
+    return passes
+
+
+def _start_pair(job: Job, task: str, batch: Batch) -> PairedPass:
+    entry = job.architecture.entries[task]
+    (expert,) = job.experts[task].start([batch], entry)
+    students = {role: student.start([batch], entry)[0] for role, student in job.students.items()}
+    return _offload(job, PairedPass(expert, students))
+
+
+def _offload(job: Job, passes: PassGroup) -> PassGroup:
+    """Let leave the device what the passes are paused with, and their inputs, which few models ask for again."""
+    if job.offloader is not None:
+        paused = _tensors_of(passes)
+        ids = set(map(id, paused))
+        job.offloader.put(paused)
+        job.offloader.put_aside(x for each in passes for x in each.batch.values() if id(x) not in ids)
+    return passes
+
+
+def _tensors_of(passes: Iterable[PausedForward]) -> list[Tensor]:
+    """What these are paused with."""
+    return [x for paused in passes for x in paused.tensors]
 
 
 class BlockVisit:
@@ -77,19 +165,20 @@ class BlockVisit:
         self.cls_tokens = block.name in job.cls_blocks
         """The first token counts most in this block."""
         self.ranks = job.ranks
-        tasks = [
-            task for task, found in passes.fitted.items() if all(each.is_at(block) for one in found for each in one)
-        ]
-        told = job.ranks.gather({task: task in tasks for task in passes.fitted})
-        self.tasks = [task for task in tasks if all(each.get(task, True) for each in told)]
+        fitted = passes.fitted.items()
+        is_here = {task: all(paused.is_at(block) for pair in pairs for paused in pair) for task, pairs in fitted}
+        of_ranks = job.ranks.gather(is_here)
+        elsewhere = {task for reached in of_ranks for task in reached if not reached[task]}
+        self.tasks = [task for task in is_here if task not in elsewhere]
         """Tasks of this rank whose examples reach this block, in every student and the expert."""
-        self.is_reached = any(all(each.get(task, True) for each in told) for one in told for task in one)
+        self.is_reached = any(task not in elsewhere for reached in of_ranks for task in reached)
         """Some task's examples do, on whichever rank."""
         self._job, self._passes, self._done = job, passes, done
-        self._shown: dict[int, CapturedRun] = {}
+        self._captured: dict[int, CapturedRun] = {}
         """What the expert showed on a batch, for the students that are still to come."""
         self._advanced: set[int] = set()
-        self._through: set[str] = set()
+        """Pairs whose expert is through the block."""
+        self._released: set[str] = set()
         """Tasks whose expert has nothing more to do with the block."""
 
     def expert(self, task: str) -> BlockRunner:
@@ -105,15 +194,15 @@ class BlockVisit:
         """
         expert = self._job.experts[task]
         with expert.on_device():
-            self._fetch_ahead(task)
+            self._prefetch_after(task)
             expert.bring(self.block.name)
             self.merged.bring(self.block.name)
             yield
             if len(self._job.students) == 1 and self.block.calls == 1:
-                for group in self._one_by_one(self._passes.watched[task]):
-                    group.run_expert(self.block)
+                for probe in self._in_turn(self._passes.measured[task]):
+                    probe.run_expert(self.block)
                 expert.give_back(self.block.name)
-                self._through.add(task)
+                self._released.add(task)
 
     def features(self, task: str, role: str, *, checked: bool = False) -> Iterator[Observation]:
         """What every batch of the task shows of the block in one student, once for each of its calls; call inside
@@ -123,86 +212,79 @@ class BlockVisit:
         in a block that runs several times.
         """
         passes = self._passes.checked if checked else self._passes.fitted
-        tokens = {other: sum(count_tokens(each.ours[role]) for each in passes[other]) for other in self.tasks}
-        for number, together in enumerate(self._one_by_one(passes[task])):
-            if not together.ours[role].is_at(self.block):
+        tokens = {other: sum(pair.students[role].token_count for pair in passes[other]) for other in self.tasks}
+        observe = self._observe_calls if self.block.calls > 1 else self._observe_call
+        stop = 0
+        for number, pair in enumerate(self._in_turn(passes[task])):
+            start, stop = stop, stop + count_examples(pair.expert.batch)
+            if not pair.students[role].is_at(self.block):
                 continue
-            here = count_tokens(together.ours[role]) / self.block.calls
+            here = pair.students[role].token_count / self.block.calls
             row_multiples = (tokens[task] / here, sum(tokens.values()) / here)
-            observe = self._features_of_all_calls if self.block.calls > 1 else self._features_of_one_call
-            before = sum(count_examples(earlier.theirs.batch) for earlier in passes[task][:number])
-            examples = range(before, before + count_examples(together.theirs.batch))
-            for seen in observe(task, role, together, first=number == 0):
-                yield seen._replace(row_multiples=row_multiples, examples=examples)
+            for shown in observe(task, role, pair):
+                yield shown._replace(first=number == 0, row_multiples=row_multiples, examples=range(start, stop))
 
-    def _features_of_one_call(
-        self, task: str, role: str, together: PairedPass, *, first: bool
-    ) -> Iterator[Observation]:
-        expert, student = self._job.experts[task], self._job.students[role]
-        ours = together.ours[role]
-        shown = self._shown.get(id(together))
-        if shown is None:
-            shown, output = run_captured(expert, together.theirs, self.block)
-            if len(together.ours) > 1:
-                self._shown[id(together)] = shown
-            self._go_on(task, together.theirs, output)
-            self._advanced.add(id(together))
-        x_cal = run_to_last_input(student, ours, self.block, shown.last_call)
-        yield self._observe(x_cal, shown, ours, first=first)
+    def _observe_call(self, task: str, role: str, pair: PairedPass) -> Iterator[Observation]:
+        captured = self._captured.get(id(pair))
+        if captured is None:
+            captured, output = run_captured(self.expert(task), pair.expert, self.block)
+            if len(pair.students) > 1:
+                self._captured[id(pair)] = captured
+            self._go_on(task, pair.expert, output)
+            self._advanced.add(id(pair))
+        student = pair.students[role]
+        x_cal = run_to_last_input(self._job.students[role], student, self.block, captured.last_call)
+        yield self._describe(x_cal, captured, student)
 
-    def _features_of_all_calls(
-        self, task: str, role: str, together: PairedPass, *, first: bool
-    ) -> Iterator[Observation]:
+    def _observe_calls(self, task: str, role: str, pair: PairedPass) -> Iterator[Observation]:
         """The same for a block that runs several times: by passes of their own, in which no call is updated yet."""
-        expert, student = self._job.experts[task], self._job.students[role]
-        entry, batch = self._job.architecture.entries[task], together.theirs.batch
-        (theirs,), (ours,) = expert.start([batch], entry), student.start([batch], entry)
+        runners = self.expert(task), self._job.students[role]
+        entry, batch = self._job.architecture.entries[task], pair.expert.batch
+        expert, student = (runner.start([batch], entry)[0] for runner in runners)
         others = [block for block in self._job.architecture.blocks if block is not self.block]
         for _ in range(self.block.calls):
-            theirs.run_through(others)
-            ours.run_through(others)
-            shown, expected = run_captured(expert, theirs, self.block)
-            found, output = run_captured(student, ours, self.block)
-            yield self._observe(found.x, shown, ours, first=first)
-            theirs.advance(expected)
-            ours.advance(output)
-        theirs.close()
-        ours.close()
+            expert.run_through(others)
+            student.run_through(others)
+            captured, expected = run_captured(runners[0], expert, self.block)
+            own, output = run_captured(runners[1], student, self.block)
+            yield self._describe(own.x, captured, student)
+            expert.advance(expected)
+            student.advance(output)
+        expert.close()
+        student.close()
 
-    def _observe(self, x_cal: Features, shown: CapturedRun, ours: PausedForward, *, first: bool) -> Observation:
-        padding, weights = (token_weights(ours, self.block, cls_tokens=cls) for cls in (False, self.cls_tokens))
-        lengths = token_lengths(ours.batch, ours.hidden)
-        return Observation(x_cal, shown.x, padding, weights, lengths, first, shown.y, range(0), (1.0, 1.0))
+    def _describe(self, x_cal: Features, captured: CapturedRun, student: PausedForward) -> Observation:
+        padding, weights = (token_weights(student, self.block, cls_tokens=cls) for cls in (False, self.cls_tokens))
+        lengths = token_lengths(student.batch, student.hidden)
+        return Observation(x_cal, captured.x, padding, weights, lengths, False, captured.y, range(0), (1.0, 1.0))
 
     def drop(self, role: str) -> None:
         """A student goes no further: its passes end, and its drift is measured no more."""
-        for together in self._passes.companies:
-            together.ours.pop(role).close()
-        for groups in self._passes.watched.values():
-            for group in groups:
-                group.drop(role)
+        for pair in self._passes.pairs:
+            pair.students.pop(role).close()
+        for probe in self._passes.probes:
+            probe.drop(role)
         del self._job.students[role]
-        self._job.watchers.pop(role, None)
+        self._job.drift.runners.pop(role, None)
 
-    def leave(self) -> None:
-        """Take everybody through the block, the students with the weights they have now, and measure their drift."""
+    def finish(self) -> None:
+        """Take all passes through the block, the students' with the weights they have now, and measure their drift."""
         job = self._job
-        self._shown.clear()
+        self._captured.clear()
         for task, expert in job.experts.items():
             self._add_vectors(task, expert)
             with expert.on_device():
-                for together in self._one_by_one([*self._passes.fitted[task], *self._passes.checked[task]]):
-                    ahead = id(together) in self._advanced
-                    for each in together.ours.values() if ahead else together:
-                        while each.is_at(self.block) and not self._is_last(task):
-                            self._go_on(task, each, each.run_block(self.block))
-                for group in self._one_by_one(self._passes.watched[task]):
-                    group.go_through(self.block, self._done)
-            if task not in self._through:
+                for pair in self._in_turn([*self._passes.fitted[task], *self._passes.checked[task]]):
+                    for paused in pair.students.values() if id(pair) in self._advanced else pair:
+                        while paused.is_at(self.block) and not self._is_last(task):
+                            self._go_on(task, paused, paused.run_block(self.block))
+                for probe in self._in_turn(self._passes.measured[task]):
+                    probe.go_through(self.block, self._done)
+            if task not in self._released:
                 expert.give_back(self.block.name)
 
-    def let_go(self) -> None:
-        """Give back the memory of everybody's block: what students hold of it too, unless it runs again."""
+    def release(self) -> None:
+        """Give back the memory of all models' block: what students hold of it too, unless it runs again."""
         job, name = self._job, self.block.name
         if not job.keep_blocks and all(block.calls == 1 for block in job.architecture.blocks):
             # (where one is called again, later passes start anew and come through all)
@@ -211,43 +293,42 @@ class BlockVisit:
         for runner in {*job.runners, job.merged, job.base}:
             runner.give_back(name)
 
-    def _one_by_one(self, companies: Sequence[PassGroup]) -> Iterator[PassGroup]:
+    def _in_turn(self, groups: Sequence[PassGroup]) -> Iterator[PassGroup]:
         """Each of them with the tensors of its passes at hand, while those of the next are fetched."""
         offloader = self._job.offloader
-        for number, company in enumerate(companies):
+        for number, group in enumerate(groups):
             if offloader is None:
-                yield company
+                yield group
                 continue
-            offloader.prefetch(x for following in companies[number + 1 : number + 2] for x in tensors_of(following))
-            with offloader.lend(partial(tensors_of, company)):
-                yield company
+            offloader.prefetch(x for following in groups[number + 1 : number + 2] for x in _tensors_of(following))
+            with offloader.lend(partial(_tensors_of, group)):
+                yield group
 
-    def _fetch_ahead(self, task: str) -> None:
+    def _prefetch_after(self, task: str) -> None:
         """Have the block that is needed after this task's read from the disk already."""
-        later = self.tasks[self.tasks.index(task) + 1 :]
-        if later:
-            self._job.experts[later[0]].prefetch(self.block.name)
+        job = self._job
+        if later := self.tasks[self.tasks.index(task) + 1 :]:
+            job.experts[later[0]].prefetch(self.block.name)
             return
-        blocks = self._job.architecture.blocks
-        after = blocks[blocks.index(self.block) + 1 :][:1]
-        for block in after:
-            for runner in (self._job.experts[self.tasks[0]], self._job.merged, self._job.base):
+        blocks = job.architecture.blocks
+        for block in blocks[blocks.index(self.block) + 1 :][:1]:
+            for runner in (job.experts[self.tasks[0]], job.merged, job.base):
                 runner.prefetch(block.name)
 
     def _add_vectors(self, task: str, expert: BlockRunner) -> None:
-        """Add the block's parameters of every watched model but the base to the task vectors."""
-        job, name = self._job, self.block.name
-        if job.vectors is None or expert.own_name(self.block) is None or job.base.own_name(self.block) is None:
+        """Add the block's parameters of every measured model but the base to the task vectors."""
+        base, name, vectors = self._job.base, self.block.name, self._job.drift.vectors
+        if vectors is None or expert.model.own_path(name) is None or base.model.own_path(name) is None:
             return
-        models = {role: runner for role, runner in job.watchers.items() if runner is not job.base}
+        models = {role: runner for role, runner in self._job.drift.runners.items() if runner is not base}
         with ExitStack() as stack:
-            for runner in (expert, job.base, *models.values()):
+            for runner in (expert, base, *models.values()):
                 stack.enter_context(runner.on_device())
                 runner.bring(name)
-            job.vectors.add(task, name, models, expert, job.base)
+            vectors.add(task, name, models, expert, base)
 
-    def _go_on(self, task: str, each: PausedForward, output: Any) -> None:
-        each.go_on(output, self._done, last=self._is_last(task) and self.block.calls == 1)
+    def _go_on(self, task: str, paused: PausedForward, output: Any) -> None:
+        paused.go_on(output, self._done, last=self._is_last(task) and self.block.calls == 1)
 
     def _is_last(self, task: str) -> bool:
         return self.block.name == self._job.architecture.last_blocks[task]

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import mmap
+import os
 import sys
+import tempfile
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from errno import ENOMEM
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +19,10 @@ from torch import Tensor, UntypedStorage
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import TensorWeakRef
 
-from featcal_cli.engine.transfers import CopyStream, drop_pages, read_ahead, write_mapped
-from featcal_cli.runtime.memory_map import trim_heap
+from featcal_cli.models.tracing import tensors_in
+from featcal_cli.runtime.errors import OutputError
+from featcal_cli.runtime.files import name_reason
+from featcal_cli.runtime.memory_map import advise, trim_heap
 
 DEVICE, HOST, DISK = range(3)
 """Where memory may lie, the nearest first."""
@@ -54,7 +59,7 @@ class Offloader:
         self._left: tuple[dict[_Piece, None], ...] = ({}, {}, {})
         """By place (nothing in files), what passes hold but no longer ask for, the oldest first."""
         self._untrimmed = 0
-        self._lane = CopyStream(device)
+        self._copies = CopyStream(device)
 
     @property
     def bytes_in_memory(self) -> int:
@@ -83,7 +88,7 @@ class Offloader:
             piece.users += 1
         try:
             self._bring(lent)
-            self._lane.join()
+            self._copies.join()
             yield
         finally:
             for piece in lent:
@@ -98,7 +103,7 @@ class Offloader:
         self._bring(pieces)
         for piece in pieces:
             if piece.level == DISK and (storage := piece.storage()) is not None:
-                read_ahead(storage)
+                advise(storage.data_ptr(), storage.nbytes(), "MADV_WILLNEED")
 
     def within_reach(self) -> AbstractContextManager[object]:
         """Inside, a tensor that lies elsewhere comes to the device when it is touched: for the code of models between
@@ -110,7 +115,7 @@ class Offloader:
         pieces = [piece for tensor in tensors if (piece := self._known(tensor)) and piece.level != DEVICE]
         if pieces:
             self._bring(pieces)
-            self._lane.join()
+            self._copies.join()
             self._leave(pieces)
 
     def _find(self, tensors: Iterable[Tensor]) -> list[_Piece]:
@@ -157,7 +162,7 @@ class Offloader:
             if storage is None or piece.users:
                 continue
             if piece.level == DISK:
-                drop_pages(storage)
+                advise(storage.data_ptr(), storage.nbytes(), "MADV_DONTNEED")
             elif self._device.type == "cpu" and piece.bytes >= LARGE:
                 self._sink(piece)
             else:
@@ -171,7 +176,7 @@ class Offloader:
             if piece.level != DISK and not self._make_room(piece.level, 0):
                 self._sink(piece)
             elif piece.level == DISK and (storage := piece.storage()) is not None:
-                drop_pages(storage)
+                advise(storage.data_ptr(), storage.nbytes(), "MADV_DONTNEED")
 
     def _make_room(self, level: int, wanted: int) -> bool:
         """True when so many more bytes fit at the level, from which what was left behind goes if need be."""
@@ -202,9 +207,9 @@ class Offloader:
         if storage is None or torch._C._storage_Use_Count(storage._cdata) != len(tensors) + 1:  # 1: `storage` itself
             return
         data = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-        moved = self._lane.to_device(data) if level == DEVICE else self._lane.to_host(data)
+        moved = self._copies.to_device(data) if level == DEVICE else self._copies.to_host(data)
         if level == DISK:
-            self._lane.finish()
+            self._copies.finish()
             moved = write_mapped(moved, self._folder)
         self._forget(storage._cdata)
         self._count(piece, moved.untyped_storage(), level)
@@ -256,13 +261,64 @@ class _TouchMode(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """All tensors in a forward's arguments or output."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (Mapping, tuple, list)):
-        for part in value.values() if isinstance(value, Mapping) else value:
-            yield from tensors_in(part)
+class CopyStream:
+    """The way between device and host: on CUDA a stream beside the computing one, copies in the order of the calls."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def to_host(self, data: Tensor) -> Tensor:
+        """The same in host memory; on CUDA pinned, and not there before `finish`."""
+        if self._stream is None or not data.is_cuda:
+            return data.cpu()
+        target = torch.empty(data.shape, dtype=data.dtype, pin_memory=True)
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))  # which may still be computing it
+        with torch.cuda.stream(self._stream):
+            target.copy_(data, non_blocking=True)
+        data.record_stream(self._stream)  # its memory is used for nothing else before that
+        return target
+
+    def to_device(self, data: Tensor) -> Tensor:
+        """The same on the device; on CUDA not there before `join`."""
+        if self._stream is None:
+            return data.to(self._device)
+        with torch.cuda.stream(self._stream):
+            target = data.to(self._device, non_blocking=True)
+        target.record_stream(torch.cuda.current_stream(self._device))  # which reads it, and may be behind when it goes
+        return target
+
+    def join(self) -> None:
+        """Whatever is computed from now on finds the copies done."""
+        if self._stream is not None:
+            torch.cuda.current_stream(self._device).wait_stream(self._stream)
+
+    def finish(self) -> None:
+        """Return when all copies are done."""
+        if self._stream is not None:
+            self._stream.synchronize()
+
+
+def write_mapped(data: Tensor, folder: Path) -> Tensor:
+    """The same bytes in a mapped file that has no name: its space is freed with the tensor. `data` [n] is of uint8.
+
+    Raises OutputError when they cannot be written, MemoryError when they cannot be mapped.
+    """
+    try:
+        # written, not filled through the mapping: so a full disk is an error, and not the end of the process
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(data.numpy().data)
+            file.flush()
+            mapped = torch.from_file(f"/dev/fd/{file.fileno()}", shared=True, size=data.numel(), dtype=data.dtype)
+    except (OSError, RuntimeError) as error:  # torch raises RuntimeError where a file cannot be mapped
+        if os.strerror(ENOMEM) in str(error):
+            raise MemoryError("no room to map a file") from error
+        raise OutputError(
+            f"features do not fit in memory and cannot be kept on disk: {name_reason(error)}",
+            where=str(folder),
+            fix="free disk space, or give fewer examples with -n",
+        ) from None
+    return mapped
 
 
 def _is_plain(tensor: Tensor) -> bool:

@@ -9,7 +9,7 @@ from itertools import combinations
 import torch
 from torch import Tensor
 
-from featcal_cli.engine.block_runner import BlockRunner
+from featcal_cli.engine.block_runner import BlockRunner, is_finite
 from featcal_cli.models.architecture import Architecture, Block
 from featcal_cli.models.loading import Model
 from featcal_cli.models.module_kinds import LINEAR_KINDS
@@ -78,7 +78,7 @@ def _broken_outside(model: Model, architecture: Architecture) -> Iterator[str]:
     inside = tuple(f"{own}." for block in architecture.blocks if (own := model.own_path(block.name)) is not None)
     for name, value in model.module.named_parameters():
         if value.is_floating_point() and not name.startswith(inside) and name not in model.missing:
-            broken = not (torch.isfinite(value.sum(dtype=torch.float32)) or torch.isfinite(value).all())
+            broken = not is_finite(value)
             memory_map.give_back([value])
             if broken:
                 yield name
@@ -109,7 +109,7 @@ def name_huge_weight(blocks: Sequence[Block], runners: Iterable[BlockRunner]) ->
 
 def _find_huge(runner: BlockRunner, block: Block) -> tuple[str, float] | None:
     """The largest weight of a block beyond all bounds, with its name."""
-    if runner.own_name(block) is None:
+    if runner.model.own_path(block.name) is None:
         return None
     sizes: Mapping[str, float] = {
         name: float(value.abs().max())

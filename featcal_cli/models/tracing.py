@@ -88,10 +88,16 @@ def trace(model: nn.Module, batch: Batch, dtype: torch.dtype) -> Trace:
 
 def first_tensor(value: Any) -> Tensor | None:
     """The first tensor in a forward's arguments or output: by convention the hidden states."""
+    return next(tensors_in(value), None)
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """All tensors in a forward's arguments or output."""
     if isinstance(value, Tensor):
-        return value
-    parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, (tuple, list)) else ()
-    return next((found for part in parts if (found := first_tensor(part)) is not None), None)
+        yield value
+    elif isinstance(value, (Mapping, tuple, list)):
+        for part in value.values() if isinstance(value, Mapping) else value:
+            yield from tensors_in(part)
 
 
 def find_blocks(model: nn.Module, run: Trace) -> list[str]:

@@ -12,8 +12,8 @@ import torch
 from featcal_cli import __version__
 from featcal_cli.calibration.hyperparameters import Choice
 from featcal_cli.calibration.results import BlockReport
-from featcal_cli.engine.drift_metrics import STEM, Drift, DriftMeter, OutputShift
-from featcal_cli.engine.job import CALIBRATED, Job, share_readings
+from featcal_cli.engine.drift_metrics import STEM, Drift, OutputShift
+from featcal_cli.engine.job import CALIBRATED, Job
 from featcal_cli.lineage.questions import SAID
 from featcal_cli.reporting.inspection import BlockDrift, ModelDrift, OutputDrift, PlaceDrift, TaskInspection
 from featcal_cli.reporting.model_card import read_license
@@ -41,7 +41,7 @@ def summarise(session: Session, plan: Preflight, outcome: Outcome) -> Report:
     """The report of a calibration that is through, on every rank; `plan` holds the recipe with the settings that were
     chosen."""
     calibration, job, choice, step = plan.recipe.calibration, outcome.job, outcome.choice, outcome.step
-    share_readings(job)
+    job.share_readings()
     return Report(
         featcal_version=__version__,
         recipe=plan.recipe.model_dump(mode="json", exclude_none=True),
@@ -102,7 +102,7 @@ def _describe_sources(plan: Preflight) -> Iterator[Source]:
 def describe_tasks(job: Job, examples: Mapping[str, int]) -> dict[str, TaskInspection]:
     """What a walk of the job has measured, by task and role."""
     return {
-        task: TaskInspection(count, {role: _describe_model(job, task, role) for role in job.watchers})
+        task: TaskInspection(count, {role: _describe_model(job, task, role) for role in job.drift.runners})
         for task, count in examples.items()
     }
 
@@ -110,13 +110,13 @@ def describe_tasks(job: Job, examples: Mapping[str, int]) -> dict[str, TaskInspe
 def read_drift(job: Job, task: str, held_out: bool) -> TaskDrift:
     """A task's drift at its last block in a calibration; `held_out` says whether its examples were not fitted."""
     last = job.architecture.last_blocks[task]
-    before, after, base = (_meter(job).read(last, task, role) for role in ("merged", CALIBRATED, "base"))
+    before, after, base = (job.drift.meter.read(last, task, role) for role in ("merged", CALIBRATED, "base"))
     return TaskDrift(before.relative, after.relative, base.relative, before.cosine, after.cosine, held_out)
 
 
 def read_curve(job: Job, task: str) -> DriftCurve:
     """A task's relative drift after every block that its examples reach in a calibration."""
-    meter = _meter(job)
+    meter = job.drift.meter
     blocks = [block.name for block in job.architecture.blocks if meter.read(block.name, task, "merged").tokens]
     before, after, base = (
         [meter.read(block, task, role).relative for block in blocks] for role in ("merged", CALIBRATED, "base")
@@ -125,22 +125,23 @@ def read_curve(job: Job, task: str) -> DriftCurve:
 
 
 def _describe_model(job: Job, task: str, role: str) -> ModelDrift:
-    before = _meter(job).read(STEM, task, role)
+    before = job.drift.meter.read(STEM, task, role)
     stem = _describe(before, None)
     blocks = []
     for block in job.architecture.blocks:
-        found = _meter(job).read(block.name, task, role)
+        found = job.drift.meter.read(block.name, task, role)
         if not found.tokens:
             continue
         modules = {
             module.name: _describe(inside, None)
             for module in block.modules
-            if (inside := _meter(job).read(f"{block.name}.{module.name}", task, role)).tokens
+            if (inside := job.drift.meter.read(f"{block.name}.{module.name}", task, role)).tokens
         }
         blocks.append(BlockDrift(block.name, _describe(found, before), modules))
         before = found
-    output = job.outputs.read(task, role) if job.outputs else None
-    return ModelDrift(stem, blocks, _describe_output(output), job.vectors.read(task, role) if job.vectors else None)
+    outputs, vectors = job.drift.outputs, job.drift.vectors
+    output = _describe_output(outputs.read(task, role) if outputs else None)
+    return ModelDrift(stem, blocks, output, vectors.read(task, role) if vectors else None)
 
 
 def _describe(drift: Drift, before: Drift | None) -> PlaceDrift:
@@ -155,8 +156,3 @@ def _describe_output(shift: OutputShift | None) -> OutputDrift | None:
         return OutputDrift("features", shift.relative)
     shares = (shift.divergence_sum / shift.rows, shift.agreed / shift.rows, shift.certain / shift.rows)
     return OutputDrift("logits", shift.relative, *shares)
-
-
-def _meter(job: Job) -> DriftMeter:
-    assert job.meter is not None
-    return job.meter

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from featcal_cli import __version__
-from featcal_cli.engine.job import Job, share_readings
+from featcal_cli.engine.job import Job
 from featcal_cli.engine.lockstep import forward_order
 from featcal_cli.models.alignment import check_alignment, load_fitting
 from featcal_cli.reporting.drift_maps import plot_inspection
@@ -48,7 +48,7 @@ def measure(session: Session, compare: str | None, *, keep_finals: bool) -> tupl
     for number, visit in enumerate(forward_order(job)):
         session.listener.progress(Progress(visit.block.name, number, len(setup.architecture.blocks)))
     session.share_notes()
-    share_readings(job)
+    job.share_readings()
     return _describe(plan, session, job), job
 
 
@@ -79,6 +79,6 @@ def draw_pictures(
     """The pictures that were asked for, by the file that each is to be; the kinds of the files were checked before."""
     if plot:
         yield Path(plot), plot_inspection(found, Path(plot).suffix[1:])  # type: ignore[arg-type]
-    if projection and job.finals is not None:
-        points = {task: {role: torch.cat(parts) for role, parts in kept.items()} for task, kept in job.finals.items()}
+    if projection and (finals := job.drift.finals) is not None:
+        points = {task: {role: torch.cat(parts) for role, parts in kept.items()} for task, kept in finals.items()}
         yield Path(projection), plot_projection(points, Path(projection).suffix[1:])  # type: ignore[arg-type]

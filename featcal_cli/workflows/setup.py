@@ -15,7 +15,7 @@ from featcal_cli.data.batches import take_examples, take_first
 from featcal_cli.data.examples import TaskExamples
 from featcal_cli.engine.block_runner import BlockRunner
 from featcal_cli.engine.drift_metrics import DriftMeter, OutputMeter, VectorMeter, limit_batches
-from featcal_cli.engine.job import MERGED, Job
+from featcal_cli.engine.job import MERGED, Job, Measurement
 from featcal_cli.engine.offload import Offloader
 from featcal_cli.engine.token_weights import find_cls_blocks
 from featcal_cli.engine.weight_checks import describe_merge_fit
@@ -194,25 +194,27 @@ class Setup:
         selection = {task: list(found.selection) if task in own else [] for task, found in examples.items()}
         scratch = self.scratch or Path(tempfile.gettempdir())
         small_heads = all(self.ranks.gather(_has_small_heads(models.experts.values(), architecture)))
+        drift = Measurement(
+            {role: runners[id(model)] for role, model in roles.items()},
+            limit_batches(measured, [merged, *experts.values()]),
+            DriftMeter(modules=not students, refuse_vanishing=bool(students)),
+            outputs=OutputMeter() if small_heads or not students else None,
+            vectors=None if students else VectorMeter(),  # a calibrated block is there when its experts' are gone
+            finals={} if keep_finals else None,
+            split=frozenset(role for role, model in roles.items() if model is not models.base),
+        )
+        second = {role: drift.runners[role] for role in (*students, MERGED)} if judged else {}
         return Job(
             architecture=architecture,
             students={role: runners[id(model)] for role, model in students.items()},
             merged=merged,
             base=runners[id(models.base)],
             experts=experts,
-            examples=fitted if students else {},
+            fitted=fitted if students else {},
+            drift=drift,
             checked=selection if guarded else {},
-            second=selection if judged else {},
-            second_meter=DriftMeter() if judged else None,
-            judged=(*students, MERGED) if judged else (),
+            second=Measurement(second, selection, last_block_only=True) if judged else None,
             cls_blocks=self._choose_cls_blocks(merged),
-            meter=DriftMeter(modules=not students, refuse_vanishing=bool(students)),
-            vectors=None if students else VectorMeter(),  # a calibrated block is there when its experts' are gone
-            outputs=OutputMeter() if small_heads or not students else None,
-            watched=limit_batches(measured, [merged, *experts.values()]),
-            watchers={role: runners[id(model)] for role, model in roles.items()},
-            finals={} if keep_finals else None,
-            split=frozenset(role for role, model in roles.items() if model is not models.base),
             offloader=Offloader(self.device, *rooms_for_features(self.device), scratch),
             ranks=self.ranks,
         )
@@ -238,7 +240,8 @@ class Setup:
         job = replace(self, models=shared, examples=few, note=lambda *_: None).make_job(
             {role: share_model(merged) for role in students}, {MERGED: shared.merged}
         )
-        return replace(job, outputs=OutputMeter(), split=frozenset(), branches=frozenset(branches))
+        drift = replace(job.drift, outputs=OutputMeter(), split=frozenset(), branches=frozenset(branches))
+        return replace(job, drift=drift)
 
     def _choose_cls_blocks(self, merged: BlockRunner) -> frozenset[str]:
         """The blocks in which the first token counts most: as the user says, else as probing a vision model shows."""

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from featcal_cli.data.batches import Batch, count_examples
-from featcal_cli.engine.offload import tensors_in
 from featcal_cli.models.architecture import FAILURES, Architecture
-from featcal_cli.models.tracing import first_tensor
+from featcal_cli.models.tracing import first_tensor, tensors_in
 
 COMPUTE = 4
 """Bytes of a float32, in which products of features are made."""

@@ -181,12 +181,12 @@ def most_at_once(saved: Saved, tasks: int, monkeypatch: pytest.MonkeyPatch) -> i
     def watched(runner: BlockRunner, *args: Any) -> None:
         move(runner, *args)
         runners.add(runner)
-        counts.append(sum(holder.nbytes for each in runners for holder, _ in each._guests.values()))
+        counts.append(sum(holder.nbytes for each in runners for holder, _ in each._moved.values()))
 
     with monkeypatch.context() as patch:
         patch.setattr(BlockRunner, "_move", watched)
         inspect_drift(recipe)
-    assert not any(runner._guests for runner in runners)
+    assert not any(runner._moved for runner in runners)
     return max(counts)
 
 

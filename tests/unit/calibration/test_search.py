@@ -82,7 +82,7 @@ def test_a_candidate_ends_where_it_ends_when_calibrated_alone(tmp_path: Path, na
     search = start(prepare(saved, batch_size=FITTED), list(CANDIDATES))
     found = by_settings(search.run(quiet))
     assert found.keys() == CANDIDATES.keys() and not any(trial.dropped for trial in found.values())
-    meter, last = search.job.meter, search.job.architecture.last_blocks
+    meter, last = search.job.drift.meter, search.job.architecture.last_blocks
     assert meter is not None
     for task, (before, after) in drift_alone(saved, tmp_path / role, CANDIDATES[role]).items():
         assert meter.read(last[task], task, role).relative == pytest.approx(after, rel=1e-5)
@@ -93,7 +93,7 @@ def test_a_candidate_ends_where_it_ends_when_calibrated_alone(tmp_path: Path, na
 def test_the_drift_of_a_candidate_is_the_tasks_mean_over_that_of_merged(bert: Saved) -> None:
     search = start(prepare(bert), ["strong", "weak"])
     found = by_settings(search.run(quiet))
-    meter, last = search.job.meter, search.job.architecture.last_blocks
+    meter, last = search.job.drift.meter, search.job.architecture.last_blocks
     assert meter is not None
     for role, trial in found.items():
         ratios = [
@@ -142,7 +142,9 @@ def test_experts_run_once_however_many_candidates_there_are(tmp_path: Path, name
         search = start(prepared, names)
         counts = count_blocks(search.job, dict(search.job.experts))
         search.run(quiet)
-        batches = {task: len(search.job.examples[task]) + len(search.job.watched[task]) for task in search.job.experts}
+        batches = {
+            task: len(search.job.fitted[task]) + len(search.job.drift.batches[task]) for task in search.job.experts
+        }
         assert batches == dict.fromkeys(batches, 2 + 1)
         assert counts == {
             (task, block.name): count for task, count in batches.items() for block in search.job.architecture.blocks
@@ -218,7 +220,7 @@ def test_a_search_fits_the_first_examples_and_measures_on_those_held_out_for_it(
     prepared = prepare(bert)
     job = prepared.to_search(["weak"], FITTED)
     for task, inputs in bert.inputs.items():
-        fitted, shown = job.examples[task], job.watched[task]
+        fitted, shown = job.fitted[task], job.drift.batches[task]
         assert sum(map(count_examples, fitted)) == FITTED
         assert torch.cat([batch["input_ids"] for batch in fitted]).equal(inputs["input_ids"][:FITTED])
         assert torch.cat([batch["input_ids"] for batch in shown]).equal(inputs["input_ids"][SHOWN])

@@ -19,8 +19,9 @@ from jobs import CPU, Prepared, prepare
 from torch import Tensor, nn
 
 from featcal_cli.engine.block_runner import BlockRunner, PausedForward
-from featcal_cli.engine.offload import LEAST, TRIM_EVERY, Offloader, _TouchMode, tensors_in
+from featcal_cli.engine.offload import LEAST, TRIM_EVERY, Offloader, _TouchMode
 from featcal_cli.models.architecture import Block
+from featcal_cli.models.tracing import tensors_in
 from featcal_cli.runtime.errors import OutputError
 
 KIB = 1024
