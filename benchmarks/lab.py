@@ -19,7 +19,8 @@ from featcal_cli.calibration.hyperparameters import Hyperparameters
 from featcal_cli.calibration.normal_equations import collect_moments, parameters_of
 from featcal_cli.engine.job import Job
 from featcal_cli.engine.lockstep import forward_order
-from featcal_cli.recipe.schema import Draft, as_draft
+from featcal_cli.recipe.reading import as_draft
+from featcal_cli.recipe.schema import Draft
 from featcal_cli.workflows.preflight import prepare
 from featcal_cli.workflows.session import RunOptions, Session
 from featcal_cli.workflows.setup import Setup, fetch_models, find_blocks, load_models

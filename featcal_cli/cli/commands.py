@@ -10,8 +10,7 @@ import typer
 
 from featcal_cli import __version__
 from featcal_cli.cli import options
-from featcal_cli.recipe.overrides import collect_overrides, read_tasks
-from featcal_cli.recipe.schema import names_merged, read_draft
+from featcal_cli.recipe.reading import collect_overrides, names_merged, read_draft, read_tasks
 from featcal_cli.recipe.shipped import find_recipe, find_shipped, shipped_recipes
 from featcal_cli.runtime.errors import RecipeError
 from featcal_cli.runtime.interruption import MEASURING, interruptible
@@ -121,13 +120,10 @@ def calibrate(
     from featcal_cli.workflows.saved_recipe import check_save, save_recipe
     from featcal_cli.workflows.workspace import default_output
 
-    calibration = {
-        "examples": examples, "dtype": dtype, "ridge": ridge, "rho": rho, "alpha": alpha, "select": select,
-        "norms": norms, "bias": bias, "token_weights": token_weights, "seed": seed,
-    }  # fmt: skip
-    publishing = {"push_to": push_to, "private": private}
     overrides = collect_overrides(
-        merged, merge, base, expert, data, calibration, publishing, skip_expert, columns=columns, splits=split
+        merged=merged, merge=merge, base=base, expert=expert, data=data, skip_expert=skip_expert, columns=columns,
+        split=split, examples=examples, dtype=dtype, ridge=ridge, rho=rho, alpha=alpha, select=select, norms=norms,
+        bias=bias, token_weights=token_weights, seed=seed, push_to=push_to, private=private,
     )  # fmt: skip
     draft = read_draft(find_recipe(recipe) if recipe else None, overrides)
     if save and not dry_run:
@@ -213,11 +209,9 @@ def inspect_drift(
     """
     from featcal_cli.cli.console import OUT, Screen
 
-    calibration = {
-        "examples": examples, "dtype": dtype, "norms": norms, "token_weights": token_weights, "seed": seed,
-    }  # fmt: skip
     overrides = collect_overrides(
-        model, None, base, expert, data, calibration, {}, skip_expert, columns=columns, splits=split
+        merged=model, base=base, expert=expert, data=data, skip_expert=skip_expert, columns=columns, split=split,
+        examples=examples, dtype=dtype, norms=norms, token_weights=token_weights, seed=seed,
     )  # fmt: skip
     draft = read_draft(find_recipe(recipe) if recipe else None, overrides)
     written = {"--plot": plot, "--projection": projection, "--html": html, "--markdown": markdown}
@@ -289,7 +283,10 @@ def evaluate(
             given = list(models or [])
             file = find_recipe(recipe) if recipe else find_own_recipe(given)
             merged = given.pop(0) if given and not merge and not (file and names_merged(file)) else None
-            overrides = collect_overrides(merged, merge, base, expert, data, {}, {}, skip_expert, columns=columns)
+            overrides = collect_overrides(
+                merged=merged, merge=merge, base=base, expert=expert, data=data, skip_expert=skip_expert,
+                columns=columns,
+            )  # fmt: skip
             for task, name in read_tasks("--split", "NAME", split).items():  # of the labelled data, here
                 overrides["tasks"] = overrides["tasks"] or {}
                 overrides["tasks"].setdefault(task, {})["evaluate"] = {"split": name}

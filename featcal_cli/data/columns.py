@@ -9,8 +9,7 @@ from contextlib import suppress
 from typing import Any, Literal
 
 from featcal_cli.data.local_tables import IMAGE_FILES, is_base64
-from featcal_cli.recipe.keys import ROLES
-from featcal_cli.recipe.schema import Data
+from featcal_cli.recipe.schema import ROLES, Data
 from featcal_cli.runtime.errors import DataError
 
 Samples = Mapping[str, Sequence[Any]]

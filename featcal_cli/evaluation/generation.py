@@ -15,8 +15,7 @@ from featcal_cli.data.examples import open_labelled
 from featcal_cli.data.preprocessors import load_tokenizer
 from featcal_cli.evaluation.protocol import Answerer, Contest
 from featcal_cli.models.loading import Model
-from featcal_cli.recipe.keys import Evaluate
-from featcal_cli.recipe.schema import Data
+from featcal_cli.recipe.schema import Data, Evaluate
 from featcal_cli.runtime.errors import CheckpointError, DataError
 from featcal_cli.runtime.progress import quiet_transformers
 

@@ -14,7 +14,7 @@ import torch
 from featcal_cli.data.preprocessors import load_tokenizer
 from featcal_cli.evaluation.scores import NORMAL, RESAMPLES, Score, combine, score_accuracy
 from featcal_cli.models.loading import Model
-from featcal_cli.recipe.keys import Evaluate
+from featcal_cli.recipe.schema import Evaluate
 from featcal_cli.runtime.errors import DataError, RecipeError
 from featcal_cli.runtime.progress import quiet_transformers
 

@@ -20,8 +20,7 @@ from featcal_cli.evaluation.protocol import Answerer, Contest
 from featcal_cli.hub.snapshot import Snapshot
 from featcal_cli.models.alignment import load_fitting
 from featcal_cli.models.loading import Model, load_model
-from featcal_cli.recipe.keys import Evaluate
-from featcal_cli.recipe.schema import Data
+from featcal_cli.recipe.schema import Data, Evaluate
 from featcal_cli.runtime.errors import CheckpointError, DataError
 
 TEXTS = 256

@@ -1,37 +1,127 @@
-"""The recipe: a YAML file and command-line options become one validated object."""
+"""The recipe's keys: what each may hold, and what they mean together."""
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterator, Mapping
-from copy import deepcopy
+from collections.abc import Mapping
 from pathlib import Path
+from string import Formatter
 from typing import Annotated, Any, Literal
+from unicodedata import category
 
 from pydantic import (
     AfterValidator,
     BaseModel,
     BeforeValidator,
+    ConfigDict,
     Discriminator,
     Field,
     PrivateAttr,
+    SerializerFunctionWrapHandler,
     Tag,
     ValidationError,
+    field_validator,
+    model_serializer,
     model_validator,
 )
 
-from featcal_cli.recipe.keys import Evaluate, Name, Section
-from featcal_cli.recipe.overrides import check_tasks, name_option
-from featcal_cli.recipe.shipped import find_recipe
 from featcal_cli.runtime.errors import RecipeError
-from featcal_cli.runtime.references import bare_model, existing_path, parse_source, path_exists, read_page
-from featcal_cli.runtime.untrusted_text import bare, load_documents
+from featcal_cli.runtime.references import bare_model, existing_path, parse_source, read_page
+from featcal_cli.runtime.untrusted_text import show
 
+
+def _check_name(text: str) -> str:
+    if any(category(character) == "Cc" for character in text):
+        raise ValueError(f"{show(text)} has a control character")
+    return text
+
+
+Name = Annotated[str, AfterValidator(_check_name)]
+"""What names something; it may be shown on a terminal, and be a part of a path."""
 ModelName = Annotated[Name, AfterValidator(bare_model)]
 """A model's Hub id or path, or the address of its page, which becomes an id."""
 
-OWN = "featcal.yaml"
-"""What the recipe in an output folder is called: no output is named after it."""
+ROLES = ("image", "text", "text_pair", "messages", "prompt", "response", "label")
+"""What a column of a dataset can be."""
+
+
+class Section(BaseModel):
+    """A group of recipe keys; unknown keys are refused, and nothing changes after validation."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+Protocol = Literal["zero-shot", "generation", "lm-eval", "heads"]
+
+
+class Evaluate(Section):
+    """How a task's figure is measured: zero-shot with `prompts`, by generated `answers`, with `lm_eval`, or, where none
+    of them is given, with the expert's own head."""
+
+    split: Name = "test"
+    """Of the task's dataset; lm-eval has data of its own."""
+    metric: Literal["accuracy", "spearman"] = "accuracy"
+    """The share of right answers; or, of answers that are numbers, Spearman's rank correlation with the labels."""
+    prompts: tuple[str, ...] = ()
+    """Sentences about an image in which {} is a class's name; CLIP's text tower reads them."""
+    classes: tuple[str, ...] | None = None
+    """Names of the classes by number; left out, those that the dataset gives its labels."""
+    answers: tuple[str, ...] | str | None = None
+    """What a model should write: by the label's number, or a format that makes it of the label, as "{:.1f}"."""
+    max_new_tokens: int = Field(default=10, ge=1)
+    """Of an answer."""
+    lm_eval: dict[str, str] = Field(default_factory=dict)
+    """lm-eval's task → its metric, METRIC or METRIC,FILTER; of several tasks, the mean counts."""
+    chat: bool | None = None
+    """Give lm-eval's questions the form of the chat template; left out, where the tokenizer has one."""
+
+    @field_validator("answers", "classes", "prompts", mode="before")
+    @classmethod
+    def _quoted(cls, value: Any) -> Any:
+        if isinstance(value, (list, tuple)) and any(isinstance(each, (bool, int, float)) for each in value):
+            raise ValueError("YAML reads yes, no and numbers as something else than text: put them in quotes")
+        return value
+
+    @model_validator(mode="after")
+    def _one_protocol(self) -> Evaluate:
+        given = [key for key in ("prompts", "answers", "lm_eval") if getattr(self, key)]
+        if len(given) > 1:
+            raise ValueError(f"{' and '.join(given)} are different ways to measure: give one of them")
+        if (protocol := given[0] if given else "") != "prompts" and self.classes is not None:
+            raise ValueError("classes belong to prompts")
+        for prompt in self.prompts:
+            if prompt.count("{}") != 1:
+                raise ValueError(f"a prompt has one {{}} for the class's name: {prompt!r} has {prompt.count('{}')}")
+        if isinstance(self.answers, str):
+            _check_format(self.answers)
+        if self.metric == "spearman" and not isinstance(self.answers, str):
+            raise ValueError('spearman compares numbers: say how they are written, as answers: "{:.1f}"')
+        if self.chat is not None and protocol != "lm_eval":
+            raise ValueError("chat belongs to lm_eval")
+        return self
+
+    @model_serializer(mode="wrap")
+    def _as_said(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """The keys that were given: most belong to one way of measuring alone."""
+        return {key: value for key, value in write(self).items() if key in self.model_fields_set}
+
+    @property
+    def protocol(self) -> Protocol:
+        """The way in which the figure is measured."""
+        if self.prompts:
+            return "zero-shot"
+        if self.answers is not None:
+            return "generation"
+        return "lm-eval" if self.lm_eval else "heads"
+
+
+def _check_format(text: str) -> None:
+    """Raise ValueError for an answer that is not made of the label alone."""
+    try:
+        fields = [name for _, name, _, _ in Formatter().parse(text) if name is not None]
+    except ValueError as error:
+        raise ValueError(f"answers is no list and no format: {error}") from None
+    if fields != [""]:
+        raise ValueError(f'answers is a list of texts, or a format with one {{}} as "{{:.1f}}", not {text!r}')
 
 
 class Merge(Section):
@@ -85,7 +175,9 @@ class Data(Section):
         try:
             return Data.model_validate({**self.model_dump(), **said.model_dump(exclude_none=True), "columns": columns})
         except ValidationError as error:
-            raise RecipeError(_word(error), where=f"data {self}", fix="leave that out, or give other data") from None
+            raise RecipeError(
+                first_complaint(error), where=f"data {self}", fix="leave that out, or give other data"
+            ) from None
 
     @model_validator(mode="after")
     def _one_source(self) -> Data:
@@ -238,168 +330,7 @@ class Recipe(Draft):
     tasks: Mapping[Name, Task] = Field(min_length=1)
 
 
-def build_recipe(file: Path | None, overrides: Mapping[str, Any]) -> Recipe:
-    """The recipe in `file` (if any) with the command line's `overrides` laid over it, validated and complete.
-
-    Raises RecipeError like `read_draft` and `complete_draft`.
-    """
-    return complete_draft(read_draft(file, overrides))
-
-
-def read_draft(file: Path | None, overrides: Mapping[str, Any]) -> Draft:
-    """What `file` (if any) and, laid over it, the command line's `overrides` say, validated; parts may be missing.
-
-    `overrides` has the same nesting as the YAML; a value of None means "not given".
-    Raises RecipeError with the key, the reason and, for an unknown key, the nearest known one.
-    """
-    raw: dict[str, Any] = {}
-    if file is not None:
-        raw = _read_yaml(file)
-        _anchor_paths(raw, file.resolve().parent)
-    return _build_draft(raw, overrides, file)
-
-
-def _build_draft(raw: Mapping[str, Any], overrides: Mapping[str, Any], file: Path | None) -> Draft:
-    merged = deepcopy(_overlay(raw, overrides))
-    _anchor_paths(merged, Path.cwd())
-    where = str(file) if file else "the recipe" if raw else "the command line"
-    check_tasks(overrides.get("tasks") or {}, merged.get("tasks") or {})
-    if not merged.get("merged"):
-        fix = "give MERGED or --merge, or the key merged: in a recipe"
-        raise RecipeError("nothing says what merged is", where=where, fix=fix)
-    try:
-        draft = Draft.model_validate({key: value for key, value in merged.items() if value is not None})
-        if file is not None and file.name != OWN:
-            draft._file = file.stem
-        return draft
-    except ValidationError as error:
-        raise _explain(error, where, overrides) from None
-
-
-def names_merged(file: Path) -> bool:
-    """Whether a recipe says itself what merged is. Raises RecipeError for a file that is no recipe."""
-    return bool(_read_yaml(file).get("merged"))
-
-
-def as_draft(recipe: Draft | Mapping[str, Any] | str | Path) -> Draft:
-    """A draft as it is; or from its keys, from a YAML file, or from the name of a shipped recipe."""
-    if isinstance(recipe, Draft):
-        return recipe
-    if isinstance(recipe, Mapping):
-        return _build_draft(recipe, {}, None)
-    return read_draft(find_recipe(str(recipe)), {})
-
-
-def complete_draft(draft: Draft) -> Recipe:
-    """The draft as a recipe. Raises RecipeError for what it leaves open."""
-    if not draft.base:
-        raise RecipeError("nothing says what base is", fix="give --base REPO, or the key base: in a recipe")
-    if not draft.tasks:
-        fix = "give --expert TASK=REPO, or the key tasks: in a recipe"
-        raise RecipeError("nothing says what the experts are", fix=fix)
-    for name, task in draft.tasks.items():
-        for key, option, found in (
-            ("expert", "--expert", task.expert),
-            ("data", "--data", task.data and task.data.has_source),
-        ):
-            if not found:
-                raise RecipeError(f"task {name} has no {key}", where=f"tasks.{name}", fix=f"add {option} {name}=…")
-    return Recipe.model_validate(draft.model_dump(exclude_none=True))
-
-
-def _read_yaml(file: Path) -> dict[str, Any]:
-    try:
-        documents = load_documents(file.read_text(encoding="utf-8-sig"), unique=True)
-    except UnicodeDecodeError:
-        raise RecipeError("the recipe is not YAML: it is no UTF-8 text", where=str(file), fix="mend the file") from None
-    except (OSError, ValueError) as error:
-        raise RecipeError(f"the recipe cannot be read: {error}", where=str(file), fix="mend the file") from None
-    if len(documents) > 1:
-        fix = "give one of them, in a file of its own"
-        raise RecipeError(f"the file holds {len(documents)} documents", where=str(file), fix=fix)
-    raw = documents[0] if documents else None
-    if isinstance(raw, dict):
-        _check_keys(raw, str(file))
-    else:
-        raise RecipeError("the recipe is not a mapping of keys to values", where=str(file), fix="see `featcal recipes`")
-    return raw
-
-
-def _check_keys(section: Mapping[Any, Any], where: str) -> None:
-    """Raise RecipeError for a key that YAML takes for something else than text, as it does `no`, `on` and `1`."""
-    for key, value in section.items():
-        if not isinstance(key, str):
-            kind = "yes or no" if isinstance(key, bool) else "a number" if isinstance(key, (int, float)) else "a value"
-            what = f"a key is no text: YAML reads it as {kind} ({bare(str(key))})"
-            raise RecipeError(what, where=where, fix="put this key in quotation marks")
-        if isinstance(value, dict):
-            _check_keys(value, f"{where}, {bare(key)}")
-
-
-def _anchor_paths(raw: dict[str, Any], folder: Path) -> None:
-    """Make relative paths that exist from the recipe's folder absolute, in place."""
-
-    def anchored(value: Any) -> Any:
-        if not isinstance(value, str) or not value:
-            return value
-        if path_exists(folder / value):
-            return str((folder / value).resolve())
-        return "+".join(anchored(part) for part in value.split("+")) if "+" in value else value  # BASE+ADAPTER
-
-    for key in ("merged", "base"):
-        if key in raw:
-            raw[key] = anchored(raw[key])
-    tasks = raw.get("tasks")
-    for task in tasks.values() if isinstance(tasks, dict) else ():
-        if not isinstance(task, dict):
-            continue
-        if "expert" in task:
-            task["expert"] = anchored(task["expert"])
-        data = task.get("data")
-        if isinstance(data, str):
-            task["data"] = parse_source(data, folder)
-        elif isinstance(data, dict) and "path" in data:
-            data["path"] = anchored(data["path"])
-
-
-def _overlay(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    merged = dict(below)
-    for key, value in above.items():
-        under = merged.get(key)
-        whole = key == "merged" or (key == "data" and not value.keys().isdisjoint(("dataset", "path")))
-        if isinstance(value, Mapping) and under is not None and not whole:
-            # what is no section is left for validation to find
-            merged[key] = _overlay(under, value) if isinstance(under, Mapping) else under
-        elif value is not None:
-            merged[key] = value
-    return merged
-
-
-def _explain(error: ValidationError, where: str, overrides: Mapping[str, Any]) -> RecipeError:
-    """The first of pydantic's complaints as one message."""
-    problem = error.errors()[0]
-    parts = [part for part in problem["loc"] if part not in ("repo", "merge") and "[" not in str(part)]
-    place = ".".join(bare(str(part)) for part in parts)
-    if problem["type"] == "extra_forbidden":
-        unknown = str(problem["loc"][-1])
-        near = difflib.get_close_matches(unknown[:80], set(_known_keys(Recipe)), n=1, cutoff=0.5)
-        fix = f"did you mean {near[0]}?" if near else "take the key out"
-        return RecipeError(f"unknown key {bare(unknown)}", where=f"{where}, {place}", fix=fix)
-    if option := name_option([str(part) for part in parts], overrides):
-        place, where = bare(option), "the command line"
-    return RecipeError(f"{place}: {_word(error)}", where=where, fix=f"change {place}")
-
-
-def _word(error: ValidationError) -> str:
+def first_complaint(error: ValidationError) -> str:
     """The first of pydantic's complaints, for the middle of a sentence."""
     message = error.errors()[0]["msg"].removeprefix("Value error, ")
     return f"{message[:1].lower()}{message[1:]}"
-
-
-def _known_keys(section: type[BaseModel]) -> Iterator[str]:
-    """Every key that a recipe may hold, from all its sections."""
-    for name, field in section.model_fields.items():
-        yield name
-        for part in (field.annotation, *getattr(field.annotation, "__args__", ())):
-            if isinstance(part, type) and issubclass(part, BaseModel):
-                yield from _known_keys(part)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from itertools import takewhile
 from pathlib import Path
 
@@ -28,13 +28,19 @@ def find_recipe(name: str) -> Path:
 
 def find_shipped(name: str) -> Path:
     """A shipped recipe by its name, or what comes beside the recipes by its file's. Raises RecipeError."""
-    folder = _folder()
-    return _find(name, {**_recipes(), **{each: folder / each for each in COMPANIONS}}, "featcal recipes", "give one of")
+    beside = {file: _folder() / file for file in COMPANIONS}
+    return _find(name, {**_recipes(), **beside}, "featcal recipes", "give one of")
 
 
 def shipped_recipes() -> list[Path]:
     """The recipe files, in a wheel and in an editable install."""
     return sorted(_folder().glob("*.yaml"))
+
+
+def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
+    """The beginning of a hint with the nearest of the known names; empty where none is near."""
+    near = difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)
+    return f"did you mean {near[0]}? " if near else ""
 
 
 def _recipes() -> dict[str, Path]:
@@ -45,9 +51,8 @@ def _find(name: str, known: Mapping[str, Path], where: str, fix: str) -> Path:
     """Raises RecipeError with the nearest name where there is none of this one."""
     if name in known:
         return known[name]
-    near = difflib.get_close_matches(name, known, n=1)
-    hint = f"did you mean {near[0]}? " if near else ""
-    raise RecipeError(f"there is no recipe {name}", where=where, fix=f"{hint}{fix}: {', '.join(known)}")
+    hint = f"{did_you_mean(name, known)}{fix}: {', '.join(known)}"
+    raise RecipeError(f"there is no recipe {name}", where=where, fix=hint)
 
 
 def _folder() -> Path:

@@ -13,8 +13,7 @@ from featcal_cli import __version__
 from featcal_cli.evaluation.results import EXPERT, Evaluation, Ledger, TaskScores, stamp
 from featcal_cli.evaluation.scores import Score
 from featcal_cli.hub.repo import open_repo
-from featcal_cli.recipe.keys import Evaluate
-from featcal_cli.recipe.schema import Recipe, Task
+from featcal_cli.recipe.schema import Evaluate, Recipe, Task
 from featcal_cli.reporting.report import RECIPE
 from featcal_cli.runtime.errors import RecipeError
 from featcal_cli.runtime.progress import Listener

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from featcal_cli.recipe.schema import Draft, Merge, as_draft
+from featcal_cli.recipe.reading import as_draft
+from featcal_cli.recipe.schema import Draft, Merge
 from featcal_cli.reporting.html_page import write_page
 from featcal_cli.reporting.inspection import Inspection
 from featcal_cli.reporting.markdown import write_summary

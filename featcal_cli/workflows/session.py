@@ -14,7 +14,8 @@ from featcal_cli.hub.repo import Opener, open_repo
 from featcal_cli.hub.snapshot import Snapshot, fetch
 from featcal_cli.lineage.questions import SAID, Finding
 from featcal_cli.lineage.resolve import check_experts, find_lineage
-from featcal_cli.recipe.schema import Draft, Recipe, as_draft
+from featcal_cli.recipe.reading import as_draft
+from featcal_cli.recipe.schema import Draft, Recipe
 from featcal_cli.runtime.distributed import join_ranks
 from featcal_cli.runtime.process import check_device, finish_importing
 from featcal_cli.runtime.progress import Listener

@@ -12,8 +12,7 @@ from transformers import Wav2Vec2Config, Wav2Vec2Model
 from featcal_cli.data.examples import draw_examples
 from featcal_cli.data.file_formats import FORMATS
 from featcal_cli.data.local_tables import IMAGE_FILES, TABLE_FILES
-from featcal_cli.recipe.keys import ROLES
-from featcal_cli.recipe.schema import Data
+from featcal_cli.recipe.schema import ROLES, Data
 
 PAGE = (Path(__file__).parents[2] / "docs" / "data.md").read_text(encoding="utf-8")
 SIZES = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}

@@ -17,7 +17,7 @@ from command_line import Run, featcal, featcal_inside
 from inspections import make_inspection, set_last
 from PIL import Image
 
-from featcal_cli.recipe.schema import read_draft
+from featcal_cli.recipe.reading import read_draft
 from featcal_cli.reporting.inspection import BlockDrift, Inspection, ModelDrift, OutputDrift, PlaceDrift, TaskInspection
 from featcal_cli.reporting.verdict import check_gate
 from featcal_cli.runtime.errors import GateError

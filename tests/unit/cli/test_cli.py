@@ -20,8 +20,8 @@ from safetensors.torch import load_file
 from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 
 from featcal_cli.lineage.resolve import find_lineage
-from featcal_cli.recipe.overrides import collect_overrides
-from featcal_cli.recipe.schema import Data, read_draft
+from featcal_cli.recipe.reading import collect_overrides, read_draft
+from featcal_cli.recipe.schema import Data
 from featcal_cli.runtime.errors import RecipeError
 
 VIT = next(family for family in FAMILIES if family.name == "vit")
@@ -242,11 +242,11 @@ def test_a_saved_dry_run_is_the_job(tmp_path: Path, hub: HubServer, capsys: pyte
 
 def test_columns_and_splits_are_set_on_the_command_line(tmp_path: Path, hub: HubServer) -> None:
     """Beside --data, over a recipe's data, and of data that is found."""
-    beside = collect_overrides("a/m", None, None, None, ["red=x/y"], {}, {}, columns=["red=text:a, label:b,c"])
+    beside = collect_overrides(merged="a/m", data=["red=x/y"], columns=["red=text:a, label:b,c"])
     assert read_draft(None, beside).tasks["red"].data == Data(dataset="x/y", columns={"text": "a", "label": "b,c"})
     file = tmp_path / "r.yaml"
     file.write_text("merged: a/m\ntasks: {red: {data: {dataset: x/y, config: z, split: train, columns: {text: a}}}}")
-    over = collect_overrides(None, None, None, None, None, {}, {}, columns=["red=label:b"], splits=["red=test"])
+    over = collect_overrides(columns=["red=label:b"], split=["red=test"])
     columns = {"text": "a", "label": "b"}
     wanted = Data(dataset="x/y", config="z", split="test", columns=columns)
     assert read_draft(file, over).tasks["red"].data == wanted
@@ -260,7 +260,7 @@ def test_columns_and_splits_are_set_on_the_command_line(tmp_path: Path, hub: Hub
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "train.jsonl").write_text("{}")
     hub.add_repo("found/data", tmp_path / "data", kind="dataset")
-    over = collect_overrides("found/m", None, None, None, None, {}, {}, columns=["red=text:a"], splits=["green=test"])
+    over = collect_overrides(merged="found/m", columns=["red=text:a"], split=["green=test"])
     found = find_lineage(read_draft(None, over)).recipe.tasks
     assert found["red"].data == Data(dataset="found/data", columns={"text": "a"})
     assert found["green"].data == Data(dataset="found/data", split="test")
@@ -273,5 +273,5 @@ def test_options_are_named_as_they_were_typed_and_keys_as_they_were_written(tmp_
         read_draft(file, {})
     assert written.value.where == str(file)
     with pytest.raises(RecipeError, match=r"--alpha: input should be") as typed:
-        read_draft(file, collect_overrides(None, None, None, None, None, {"alpha": 3.0}, {}))
+        read_draft(file, collect_overrides(alpha=3.0))
     assert typed.value.where == "the command line" and typed.value.fix == "change --alpha"

@@ -27,7 +27,8 @@ from torch.nn.functional import normalize
 from featcal_cli.data.rows import read_classes
 from featcal_cli.evaluation.results import Evaluation
 from featcal_cli.evaluation.scores import combine, score_accuracy, score_spearman
-from featcal_cli.recipe.schema import Data, Draft, read_draft
+from featcal_cli.recipe.reading import read_draft
+from featcal_cli.recipe.schema import Data, Draft
 from featcal_cli.runtime.errors import CheckpointError, DataError, RecipeError
 from featcal_cli.workflows.evaluate import evaluate, name_roles
 

@@ -14,8 +14,8 @@ from wild_merges import MERGES, Merge
 from featcal_cli.lineage.expert_data import recall
 from featcal_cli.lineage.questions import OpenQuestionsError
 from featcal_cli.lineage.resolve import find_lineage
-from featcal_cli.recipe.overrides import collect_overrides
-from featcal_cli.recipe.schema import Draft, read_draft
+from featcal_cli.recipe.reading import collect_overrides, read_draft
+from featcal_cli.recipe.schema import Draft
 from featcal_cli.recipe.shipped import shipped_recipes
 from featcal_cli.runtime.errors import LineageError
 
@@ -31,12 +31,11 @@ def read_command(command: str) -> Draft:
     """What a command line of `featcal calibrate` says, as the command itself reads it."""
     featcal, calibrate, merged, *options = shlex.split(command)
     assert (featcal, calibrate) == ("featcal", "calibrate")
-    given: dict[str, list[str]] = {"--base": [], "--expert": [], "--data": [], "--skip-expert": []}
+    given: dict[str, list[str]] = {"base": [], "expert": [], "data": [], "skip_expert": []}
     for name, value in zip(options[::2], options[1::2], strict=True):
-        given[name].append(value)
-    base = next(iter(given["--base"]), None)
-    experts, data, skip = (given[name] for name in ("--expert", "--data", "--skip-expert"))
-    return read_draft(None, collect_overrides(merged, None, base, experts, data, {}, {}, skip))
+        given[name.removeprefix("--").replace("-", "_")].append(value)
+    base = next(iter(given.pop("base")), None)
+    return read_draft(None, collect_overrides(merged=merged, base=base, **given))
 
 
 @pytest.fixture(autouse=True)
