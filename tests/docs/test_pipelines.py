@@ -7,7 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,7 +15,6 @@ import pytest
 import yaml
 from hub_server import HubServer
 from published import publish
-from swift import installed
 
 CI = Path(__file__).parents[2] / "recipes" / "ci"
 WORKFLOW, CALLER, SCRIPT = CI / "featcal.yml", CI / "on-new-merge.yml", CI / "calibrate.sh"
@@ -45,21 +44,14 @@ def publish_merge(hub: HubServer, merge: Path, org: str, *, good: bool) -> str:
     return hub.add_token(org, "write")
 
 
-@pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A folder with `featcal` in it."""
-    with installed(tmp_path_factory.mktemp("bin")) as folder:
-        yield folder
-
-
-def environment_of(place: Path, folder: Path, **values: str) -> dict[str, str]:
+def environment_of(folder: Path, **values: str) -> dict[str, str]:
     """That of a shell in which featcal is installed, and nobody is logged in."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("HF_TOKEN", "GITHUB_"))}
-    path = f"{place}:{Path(sys.executable).parent}:{kept['PATH']}"
+    path = f"{Path(sys.executable).parent}:{kept['PATH']}"
     return {**kept, "PATH": path, "HOME": str(folder), "OMP_NUM_THREADS": "1", **values}
 
 
-def run_workflow(place: Path, folder: Path, inputs: Mapping[str, str], token: str) -> Outcome:
+def run_workflow(folder: Path, inputs: Mapping[str, str], token: str) -> Outcome:
     """The steps of the reusable workflow one after the other as GitHub's runner does it, but for other people's."""
     workflow = read(WORKFLOW)
     declared = workflow["on"]["workflow_call"]["inputs"]
@@ -73,7 +65,6 @@ def run_workflow(place: Path, folder: Path, inputs: Mapping[str, str], token: st
             continue
         variables = {**job["env"], **step.get("env", {})}
         environment = environment_of(
-            place,
             folder,
             GITHUB_STEP_SUMMARY=str(summary),
             **{name: fill(text, known) for name, text in variables.items()},
@@ -111,8 +102,8 @@ def holds(condition: str, known: Mapping[str, str], *, failed: bool) -> bool:
     return not failed and known[name] != literal.strip("'")
 
 
-def run_script(place: Path, folder: Path, token: str, **values: str) -> Outcome:
-    environment = environment_of(place, folder, HF_TOKEN=token, **values)
+def run_script(folder: Path, token: str, **values: str) -> Outcome:
+    environment = environment_of(folder, HF_TOKEN=token, **values)
     done = subprocess.run(["bash", str(SCRIPT)], cwd=folder, env=environment, capture_output=True, text=True)
     summary = folder / "drift.md"
     return Outcome(
@@ -139,42 +130,40 @@ def check_refused(hub: HubServer, outcome: Outcome, org: str) -> None:
     assert (outcome.folder / "drift.html").stat().st_size > 10_000
 
 
-def test_the_workflow_proposes_a_good_merge(hub: HubServer, merge: Path, place: Path, tmp_path: Path) -> None:
+def test_the_workflow_proposes_a_good_merge(hub: HubServer, merge: Path, tmp_path: Path) -> None:
     token = publish_merge(hub, merge, "flow", good=True)
     inputs = {"merged": "flow/merged", "arguments": "-n 16", "package": "featcal-cli"}
-    outcome = run_workflow(place, tmp_path, inputs, token)
+    outcome = run_workflow(tmp_path, inputs, token)
     check_proposed(hub, outcome, "flow")
     assert outcome.summary.rstrip().endswith(f"Pushed: {hub.url}/flow/merged/discussions/1")
     assert token not in outcome.said
 
 
-def test_the_workflow_refuses_a_bad_merge(hub: HubServer, merge: Path, place: Path, tmp_path: Path) -> None:
+def test_the_workflow_refuses_a_bad_merge(hub: HubServer, merge: Path, tmp_path: Path) -> None:
     token = publish_merge(hub, merge, "flaw", good=False)
-    outcome = run_workflow(place, tmp_path, {"merged": "flaw/merged", "arguments": FAR}, token)
+    outcome = run_workflow(tmp_path, {"merged": "flaw/merged", "arguments": FAR}, token)
     check_refused(hub, outcome, "flaw")
     assert outcome.ran[-2:] == ["Check the drift", "Write the summary"]
 
 
-def test_the_script_proposes_a_good_merge_and_does_so_once(
-    hub: HubServer, merge: Path, place: Path, tmp_path: Path
-) -> None:
+def test_the_script_proposes_a_good_merge_and_does_so_once(hub: HubServer, merge: Path, tmp_path: Path) -> None:
     token = publish_merge(hub, merge, "shell", good=True)
     values = {"MERGED": "shell/merged", "ARGUMENTS": "-n 16"}
-    outcome = run_script(place, tmp_path, token, **values)
+    outcome = run_script(tmp_path, token, **values)
     check_proposed(hub, outcome, "shell")
     assert "nothing is computed again" in " ".join(outcome.said.split())
-    again = run_script(place, tmp_path, token, **values)
+    again = run_script(tmp_path, token, **values)
     assert again.code == 0, again.said
     assert len(hub.repos["model", "shell/merged"].pulls) == 1
 
 
-def test_the_script_refuses_a_bad_merge(hub: HubServer, merge: Path, place: Path, tmp_path: Path) -> None:
+def test_the_script_refuses_a_bad_merge(hub: HubServer, merge: Path, tmp_path: Path) -> None:
     token = publish_merge(hub, merge, "shelf", good=False)
-    check_refused(hub, run_script(place, tmp_path, token, MERGED="shelf/merged", ARGUMENTS=FAR), "shelf")
+    check_refused(hub, run_script(tmp_path, token, MERGED="shelf/merged", ARGUMENTS=FAR), "shelf")
 
 
-def test_the_script_says_what_it_was_not_told(place: Path, tmp_path: Path) -> None:
-    outcome = run_script(place, tmp_path, "")
+def test_the_script_says_what_it_was_not_told(tmp_path: Path) -> None:
+    outcome = run_script(tmp_path, "")
     assert outcome.code == 1 and "MERGED is not set" in outcome.said
 
 

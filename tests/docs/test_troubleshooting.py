@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
 import bad_data
 import bad_models
-import bad_options
 import bad_recipes
 import bad_surroundings
 import bad_tensors
@@ -79,11 +79,6 @@ def experts_of_two_bases(stage: Stage) -> Arguments:
     both = [f"{name}={stage.folder / name}" for name in ("red", "green")]
     data = [f"{name}={stage.folder / name}.safetensors" for name in ("red", "green")]
     return {"--base": None, "--expert": both, "--data": data}
-
-
-def stacked_layers(stage: Stage) -> Arguments:
-    stage.write("merged/mergekit_config.yml", "merge_method: passthrough\nslices: []\n")
-    return ALONE
 
 
 def hub_that_is_down(stage: Stage) -> Arguments:
@@ -179,13 +174,15 @@ def push_of_what_is_worse(stage: Stage) -> Arguments:
 WAYS: dict[str, Arrange] = {
     "there is no recipe": options(r="demmo"),
     "unknown key": bad_recipes.recipe("calibration: {rigde: 0.1}"),
-    "what the base of": lambda _: {"--base": None},
+    "what the base of": options(base=None),
     "do not agree on a base": experts_of_two_bases,
-    "which experts": lambda _: ALONE,
-    "passthrough": stacked_layers,
+    "which experts": options(base=None, expert=None, data=None),
+    "passthrough": options(
+        {"merged/mergekit_config.yml": "merge_method: passthrough\nslices: []\n"}, base=None, expert=None, data=None
+    ),
     "names no dataset": options(data=None),
-    "there is no model": bad_surroundings.expert("user/nothing"),
-    "is gated": bad_surroundings.gated,
+    "there is no model": options(expert="red=user/nothing"),
+    "is gated": partial(bad_surroundings.closed, kind="gated"),
     "only pickled weights": bad_surroundings.pickles_on_the_hub,
     "cannot be reached": hub_that_is_down,
     "loading script": bad_data.hub_dataset("user/script", script__py="import os"),
@@ -207,15 +204,15 @@ WAYS: dict[str, Arrange] = {
         lambda found: found["encoder.layer.1.output.dense.weight"].fill_(float("nan"))
     ),
     "not a whole safetensors file": bad_tensors.cut_short,
-    "there is no device": bad_surroundings.a_gpu_that_is_not_there,
+    "there is no device": options(device="cuda:99"),
     "of disk are needed": full_disk,
     "does not suffice": full_memory,
     "are not finite at": huge_pixels,
     "has a weight of": huge_weights,
     "nothing but zeros": bad_models.tensors(bad_models.all_times(0.0)),
-    "the output folder exists": bad_options.existing_output,
+    "the output folder exists": options(o="{}/green"),
     "unfinished run": unfinished_run,
-    "needs a token": bad_surroundings.push_without_a_token,
+    "needs a token": options(push_to="user/result"),
     "already holds a model": bad_surroundings.push_over_a_model,
     "says how it is evaluated": recipe_without_evaluate,
     "hides its labels": hidden_labels,

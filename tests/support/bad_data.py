@@ -11,7 +11,7 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 import torch
-from bad_input import LAUGHS, Arguments, Arrange, Case, Stage, of_images
+from bad_input import LAUGHS, Arguments, Arrange, Case, Stage, of_images, options
 from PIL import Image
 from safetensors.torch import save_file
 
@@ -37,10 +37,6 @@ def file(name: str, content: str | bytes) -> Arrange:
 def pipe(stage: Stage) -> Arguments:
     os.mkfifo(stage.folder / "pipe.jsonl")
     return {"--data": f"red={stage.folder / 'pipe.jsonl'}"}
-
-
-def missing_file(stage: Stage) -> Arguments:
-    return {"--data": f"red={stage.folder / 'nowhere.jsonl'}"}
 
 
 def empty_folder(stage: Stage) -> Arguments:
@@ -134,7 +130,7 @@ def text_for_an_image_model(stage: Stage) -> Arguments:
 
 IDS = torch.ones(8, 9, dtype=torch.long)
 CASES: list[Case] = [
-    (missing_file, ["nowhere.jsonl"]),
+    (options(data="red={}/nowhere.jsonl"), ["nowhere.jsonl"]),
     (empty_folder, ["no images and no data files"]),
     (file("numbers.csv", "height,weight\n" + "1,2\n" * 20), ["height", "weight"]),
     (file("empty.jsonl", ""), ["no rows"]),

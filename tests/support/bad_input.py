@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 from families import FAMILIES, save_family, save_tokenizer
@@ -57,13 +58,27 @@ Case = tuple[Arrange, list[str]]
 """With the words that the message must have."""
 
 
-def options(**given: object) -> Arrange:
-    """Nothing but other arguments; `max_drift` is --max-drift."""
-    names = {name: name if name in ("merged", "command") else _spell(name) for name in given}
-    return lambda _: {names[name]: value for name, value in given.items()}
+def options(files: Mapping[str, str] | None = None, /, **given: object) -> Arrange:
+    """Nothing but other arguments, and files that are there before; `max_drift` is --max-drift, and in a value (or the
+    values of a list) {} is the stage's folder."""
+
+    def arrange(stage: Stage) -> Arguments:
+        for path, content in (files or {}).items():
+            stage.write(path, content)
+        return {_spell(name): _fill(value, stage.folder) for name, value in given.items()}
+
+    return arrange
+
+
+def _fill(value: Any, folder: Path) -> Any:
+    if isinstance(value, list):
+        return [_fill(item, folder) for item in value]
+    return value.replace("{}", str(folder)) if isinstance(value, str) else value
 
 
 def _spell(name: str) -> str:
+    if name in ("merged", "command"):
+        return name
     return f"-{name}" if len(name) == 1 else f"--{name.replace('_', '-')}"
 
 

@@ -24,14 +24,6 @@ OUTSIDE = ("pooler.dense.weight", "pooler.dense.bias", "embeddings.word_embeddin
 HUGE_WEIGHTS = (("merged", 1e30), ("red", 1e30), ("red", 1e38))
 
 
-def missing_folder(stage: Stage) -> Arguments:
-    return {"merged": stage.folder / "nowhere"}
-
-
-def a_file_in_place_of_a_folder(stage: Stage) -> Arguments:
-    return {"merged": stage.folder / "red.safetensors"}
-
-
 def base_of_another_architecture(stage: Stage) -> Arguments:
     GPT2Model(GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=99)).save_pretrained(stage.folder / "gpt2")
     return {"--base": stage.folder / "gpt2"}
@@ -240,8 +232,8 @@ def adapter_that_is_not_json(stage: Stage) -> Arguments:
 
 
 CASES: list[Case] = [
-    (missing_folder, ["nowhere"]),
-    (a_file_in_place_of_a_folder, ["is a file", "folder"]),
+    (options(merged="{}/nowhere"), ["nowhere"]),
+    (options(merged="{}/red.safetensors"), ["is a file", "folder"]),
     (base_of_another_architecture, ["base is of another architecture", "gpt2", "bert"]),
     (expert_of_another_width, ["expert red", "shape", "64", "32"]),
     (expert_with_fewer_blocks, ["expert red", "encoder.layer.1."]),

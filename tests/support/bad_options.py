@@ -3,59 +3,9 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 
 from bad_input import Arguments, Case, Stage, options
-
-
-def a_folder_that_is_not_ours(stage: Stage) -> Arguments:
-    stage.write("thesis/config.json", "{}")
-    return {"-o": stage.folder / "thesis", "--overwrite": ""}
-
-
-def output_beneath_a_file(stage: Stage) -> Arguments:
-    return {"-o": stage.write("note.txt", "mine") / "out"}
-
-
-def output_that_is_a_file(stage: Stage) -> Arguments:
-    return {"-o": stage.write("note.txt", "mine"), "--overwrite": ""}
-
-
-def output_over_the_merged_model(stage: Stage) -> Arguments:
-    stage.write("merged/featcal_report.json", "{}")
-    return {"-o": stage.folder / "merged", "--overwrite": ""}
-
-
-def output_over_the_current_folder(_: Stage) -> Arguments:
-    return {"-o": ".", "--overwrite": ""}
-
-
-def existing_output(stage: Stage) -> Arguments:
-    return {"-o": stage.folder / "green"}
-
-
-def an_expert_twice(stage: Stage) -> Arguments:
-    return {"--expert": [f"red={stage.folder / 'red'}", f"red={stage.folder / 'green'}"]}
-
-
-def data_of_a_task_without_expert(stage: Stage) -> Arguments:
-    return {"--data": [f"{task}={stage.folder / 'red.safetensors'}" for task in ("red", "blue")]}
-
-
-def a_log_over_the_recipe(stage: Stage) -> Arguments:
-    recipe = stage.write("r.yaml", "calibration: {seed: 7}")
-    return {"-r": recipe, "--log-file": recipe}
-
-
-def a_log_over_the_data(stage: Stage) -> Arguments:
-    return {"--log-file": stage.folder / "red.safetensors"}
-
-
-def a_log_in_a_model(stage: Stage) -> Arguments:
-    return {"--log-file": stage.folder / "merged" / "log.jsonl"}
-
-
-def a_log_that_is_the_output(stage: Stage) -> Arguments:
-    return {"--log-file": stage.folder / "out"}
 
 
 def a_log_that_nobody_reads(stage: Stage) -> Arguments:
@@ -63,54 +13,16 @@ def a_log_that_nobody_reads(stage: Stage) -> Arguments:
     return {"--log-file": stage.folder / "pipe"}
 
 
-def an_output_of_too_long_a_name(stage: Stage) -> Arguments:
-    return {"-o": stage.folder / ("x" * 250)}  # with what the hidden folder's name adds, 251 and more
-
-
-def an_output_beside_a_file_in_the_way(stage: Stage) -> Arguments:
-    stage.write(".out.featcal", "mine")
-    return {"-o": stage.folder / "out"}
-
-
-def a_log_in_no_folder(stage: Stage) -> Arguments:
-    return {"--log-file": stage.folder / "nowhere" / "log.jsonl"}
-
-
-def a_log_that_is_a_folder(stage: Stage) -> Arguments:
-    return {"--log-file": stage.folder}
-
-
-def a_saved_job_over_a_file(stage: Stage) -> Arguments:
-    return {"--dry-run": "", "--save": stage.write("job.yaml", "mine")}
-
-
-def a_picture_over_the_data(stage: Stage) -> Arguments:
-    stage.write("rows.png", "mine")
-    return {"command": "inspect-drift", "-o": None, "--data": f"red={stage.folder / 'rows.png'}"} | {
-        "--plot": stage.folder / "rows.png"
-    }
-
-
-def one_file_for_two_pictures(_: Stage) -> Arguments:
-    return {"command": "inspect-drift", "-o": None, "--plot": "a.png", "--projection": "a.png"}
-
-
-def inspect(**others: object) -> Case:
-    """Arguments of inspect-drift, and the words that the message must have."""
-    words = others.pop("words")
-    assert isinstance(words, list)
-    return options(command="inspect-drift", o=None, **others), words
-
-
+inspect = partial(options, command="inspect-drift", o=None)
 CASES: list[Case] = [
-    (a_folder_that_is_not_ours, ["featcal made"]),
-    (output_beneath_a_file, ["note.txt", "--output"]),
-    (output_that_is_a_file, ["featcal made"]),
-    (output_over_the_merged_model, ["would replace", "--output"]),
-    (output_over_the_current_folder, ["would replace", "--output"]),
-    (existing_output, ["exists", "--overwrite"]),
-    (an_expert_twice, ["task red has two", "--expert"]),
-    (data_of_a_task_without_expert, ["blue", "--expert"]),
+    (options({"thesis/config.json": "{}"}, o="{}/thesis", overwrite=""), ["featcal made"]),
+    (options({"note.txt": "mine"}, o="{}/note.txt/out"), ["note.txt", "--output"]),
+    (options({"note.txt": "mine"}, o="{}/note.txt", overwrite=""), ["featcal made"]),
+    (options({"merged/featcal_report.json": "{}"}, o="{}/merged", overwrite=""), ["would replace", "--output"]),
+    (options(o=".", overwrite=""), ["would replace", "--output"]),
+    (options(o="{}/green"), ["exists", "--overwrite"]),
+    (options(expert=["red={}/red", "red={}/green"]), ["task red has two", "--expert"]),
+    (options(data=["red={}/red.safetensors", "blue={}/red.safetensors"]), ["blue", "--expert"]),
     (options(expert="red"), ["--expert", "TASK="]),
     (options(expert="=x/y"), ["--expert", "TASK="]),
     (options(base=None), ["base", "--base"]),
@@ -139,19 +51,23 @@ CASES: list[Case] = [
     (options(data="red=rows.jsonl:a"), ["rows.jsonl"]),
     (options(push_to="name"), ["--push-to", "USER/name"]),
     (options(push_to="user/na me"), ["user/na me", "USER/NAME"]),
-    (a_log_over_the_recipe, ["--log-file", "write over", "--recipe"]),
-    (a_log_over_the_data, ["--log-file", "write over", "red.safetensors"]),
-    (a_log_in_a_model, ["--log-file", "write into", "merged"]),
-    (a_log_that_is_the_output, ["--log-file", "--output"]),
+    (
+        options({"r.yaml": "calibration: {seed: 7}"}, r="{}/r.yaml", log_file="{}/r.yaml"),
+        ["--log-file", "write over", "--recipe"],
+    ),
+    (options(log_file="{}/red.safetensors"), ["--log-file", "write over", "red.safetensors"]),
+    (options(log_file="{}/merged/log.jsonl"), ["--log-file", "write into", "merged"]),
+    (options(log_file="{}/out"), ["--log-file", "--output"]),
     (a_log_that_nobody_reads, ["--log-file", "nobody reads"]),
-    (an_output_of_too_long_a_name, ["File name too long", "--output"]),
-    (an_output_beside_a_file_in_the_way, [".out.featcal", "choose another --output"]),
-    (a_log_in_no_folder, ["--log-file", "nowhere"]),
-    (a_log_that_is_a_folder, ["--log-file", "folder"]),
+    # too long with what the hidden folder's name adds, 251 and more
+    (options(o="{}/" + "x" * 250), ["File name too long", "--output"]),
+    (options({".out.featcal": "mine"}, o="{}/out"), [".out.featcal", "choose another --output"]),
+    (options(log_file="{}/nowhere/log.jsonl"), ["--log-file", "nowhere"]),
+    (options(log_file="{}"), ["--log-file", "folder"]),
     (options(save="job.yaml"), ["--save", "--dry-run"]),
     (options(dry_run="", save="job.json"), ["--save", "job.yaml"]),
     (options(dry_run="", save="nowhere/job.yaml"), ["--save", "no folder"]),
-    (a_saved_job_over_a_file, ["--save", "exists", "--overwrite"]),
+    (options({"job.yaml": "mine"}, dry_run="", save="{}/job.yaml"), ["--save", "exists", "--overwrite"]),
     (options(alhpa=0.3), ["--alhpa", "--alpha"]),
     (options(seed="1e3"), ["--seed", "integer"]),
     (options(ridge="much"), ["--ridge", "number"]),
@@ -174,11 +90,11 @@ CASES: list[Case] = [
     (options(split="red=test"), ["split cannot be set for a .safetensors file"]),
     (options(split=["red=a", "red=b"]), ["two of them", "--split"]),
     (options(data="red=a/b::train", split="red=test"), ["--data red=…", "--split red=…"]),
-    (a_picture_over_the_data, ["--plot", "write over"]),
-    (one_file_for_two_pictures, ["--projection", "--plot"]),
-    inspect(max_drift="nan", words=["--max-drift"]),
-    inspect(max_drift="inf", words=["--max-drift", "finite"]),
-    inspect(plot="drift.gif", words=["drift.gif", ".png or .svg"]),
-    inspect(html="nowhere/drift.html", words=["no folder", "nowhere"]),
-    inspect(compare="nobody/nothing", words=["nobody/nothing"]),
+    (inspect({"rows.png": "mine"}, data="red={}/rows.png", plot="{}/rows.png"), ["--plot", "write over"]),
+    (inspect(plot="a.png", projection="a.png"), ["--projection", "--plot"]),
+    (inspect(max_drift="nan"), ["--max-drift"]),
+    (inspect(max_drift="inf"), ["--max-drift", "finite"]),
+    (inspect(plot="drift.gif"), ["drift.gif", ".png or .svg"]),
+    (inspect(html="nowhere/drift.html"), ["no folder", "nowhere"]),
+    (inspect(compare="nobody/nothing"), ["nobody/nothing"]),
 ]

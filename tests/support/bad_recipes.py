@@ -26,13 +26,9 @@ def data(**keys: str) -> Arrange:
     return arrange
 
 
-def a_folder(stage: Stage) -> Arguments:
-    return {"-r": stage.folder / "merged"}
-
-
 CASES: list[Case] = [
     (options(r="demmo"), ["demmo", "did you mean demo"]),
-    (a_folder, ["no recipe", "merged"]),
+    (options(r="{}/merged"), ["no recipe", "merged"]),
     (recipe("a: [1"), ["r.yaml", "YAML", "line 1"]),
     (recipe("merged: \xe4".encode("latin-1")), ["r.yaml", "UTF-8"]),
     (recipe("- merged"), ["r.yaml", "not a mapping"]),

@@ -4,30 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import torch
-from bad_input import LAUGHS, Arguments, Arrange, Case, Stage
+from bad_input import LAUGHS, Arguments, Arrange, Case, Stage, options
 from hub_store import Repo
 from safetensors.torch import load_file
 
 
-def expert(name: str) -> Arrange:
-    """An expert of this name on the Hub, where there is none."""
-    return lambda _: {"--expert": f"red={name}"}
-
-
-def missing_merged(_: Stage) -> Arguments:
-    return {"merged": "nobody/nothing"}
-
-
-def gated(stage: Stage) -> Arguments:
-    stage.hub.add_repo("strangers/gated", stage.folder / "red", gated=True)
-    return {"--expert": "red=strangers/gated"}
-
-
-def private(stage: Stage) -> Arguments:
-    stage.hub.add_repo("strangers/private", stage.folder / "red", private=True)
-    return {"--expert": "red=strangers/private"}
+def closed(stage: Stage, kind: str) -> Arguments:
+    stage.hub.add_repo(f"strangers/{kind}", stage.folder / "red", gated=kind == "gated", private=kind == "private")
+    return {"--expert": f"red=strangers/{kind}"}
 
 
 def dataset_in_place_of_a_model(stage: Stage) -> Arguments:
@@ -104,28 +91,18 @@ def offline(stage: Stage) -> Arguments:
     return {"--expert": "red=strangers/never-seen"}
 
 
-def push_without_a_token(_: Stage) -> Arguments:
-    return {"--push-to": "user/result"}
+def push(target: str, user: str, role: str = "write") -> Arrange:
+    """A push with that user's token, or one that was never handed out."""
 
+    def arrange(stage: Stage) -> Arguments:
+        stage.patch.setenv("HF_TOKEN", stage.hub.add_token(user, role) if user else "hf_" + "x" * 34)
+        return {"--push-to": target}
 
-def push_with_a_bad_token(stage: Stage) -> Arguments:
-    stage.patch.setenv("HF_TOKEN", "hf_" + "x" * 34)
-    return {"--push-to": "user/result"}
-
-
-def push_with_a_token_that_may_only_read(stage: Stage) -> Arguments:
-    stage.patch.setenv("HF_TOKEN", stage.hub.add_token("reader", "read"))
-    return {"--push-to": "reader/result"}
-
-
-def push_to_somebody_else(stage: Stage) -> Arguments:
-    stage.patch.setenv("HF_TOKEN", stage.hub.add_token("alice"))
-    return {"--push-to": "bob/result"}
+    return arrange
 
 
 def push_over_a_model(stage: Stage) -> Arguments:
-    stage.patch.setenv("HF_TOKEN", stage.hub.add_token("carol"))
-    return {"--push-to": stage.publish("carol/model", "green")}
+    return push(stage.publish("carol/model", "green"), "carol")(stage)
 
 
 def cache_that_cannot_be_written(stage: Stage) -> Arguments:
@@ -135,19 +112,15 @@ def cache_that_cannot_be_written(stage: Stage) -> Arguments:
     return {"--expert": f"red={stage.folder / 'old'}", "--allow-pickle": ""}
 
 
-def a_gpu_that_is_not_there(_: Stage) -> Arguments:
-    return {"--device": "cuda:99"}
-
-
 CASES: list[Case] = [
-    (missing_merged, ["nobody/nothing"]),
-    (expert("nobody/nothing"), ["nobody/nothing"]),
-    (expert("no\x1b[31mbody/nothing"), ["control character"]),
-    (expert("../../etc"), ["no folder"]),
-    (expert("a/b@"), ["a/b@", "REVISION"]),
-    (expert("a//b"), ["a//b"]),
-    (gated, ["strangers/gated is gated", "HF_TOKEN"]),
-    (private, ["strangers/private", "private"]),
+    (options(merged="nobody/nothing"), ["nobody/nothing"]),
+    (options(expert="red=nobody/nothing"), ["nobody/nothing"]),
+    (options(expert="red=no\x1b[31mbody/nothing"), ["control character"]),
+    (options(expert="red=../../etc"), ["no folder"]),
+    (options(expert="red=a/b@"), ["a/b@", "REVISION"]),
+    (options(expert="red=a//b"), ["a//b"]),
+    (partial(closed, kind="gated"), ["strangers/gated is gated", "HF_TOKEN"]),
+    (partial(closed, kind="private"), ["strangers/private", "private"]),
     (dataset_in_place_of_a_model, ["is a dataset", "--data"]),
     (missing_revision, ["no revision v7"]),
     (listing("strangers/above", lists("../../../escaped.json")), ["outside of itself", "../../../escaped.json"]),
@@ -165,11 +138,11 @@ CASES: list[Case] = [
     (card_that_unfolds, ["nothing says what the base"]),
     (huge_card, ["README.md has 11,000,000 bytes"]),
     (offline, ["offline mode", "never-seen"]),
-    (push_without_a_token, ["needs a token", "HF_TOKEN"]),
-    (push_with_a_bad_token, ["does not accept the token"]),
-    (push_with_a_token_that_may_only_read, ["may only read"]),
-    (push_to_somebody_else, ["bob", "alice"]),
+    (options(push_to="user/result"), ["needs a token", "HF_TOKEN"]),
+    (push("user/result", ""), ["does not accept the token"]),
+    (push("reader/result", "reader", "read"), ["may only read"]),
+    (push("bob/result", "alice"), ["bob", "alice"]),
     (push_over_a_model, ["already holds a model", "--create-pr"]),
     (cache_that_cannot_be_written, ["cache folder", "FEATCAL_CACHE"]),
-    (a_gpu_that_is_not_there, ["cuda:99", "cpu"]),
+    (options(device="cuda:99"), ["cuda:99", "cpu"]),
 ]

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,14 +86,17 @@ def started() -> Iterator[Zygote]:
         zygote.stop()
 
 
-def wait_for(file: Path, text: str, seconds: float = 60.0) -> bool:
-    """Whether the text came to be in the file, looked for all the time."""
+def wait_until(happened: Callable[[], object], seconds: float = 180.0) -> bool:
+    """Whether it came to happen, asked all the time."""
     end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        if file.is_file() and text in file.read_text(encoding="utf-8", errors="replace"):
-            return True
+    while not (is_so := bool(happened())) and time.monotonic() < end:
         time.sleep(0.002)
-    return False
+    return is_so
+
+
+def wait_for(file: Path, text: str, seconds: float = 180.0) -> bool:
+    """Whether the text came to be in the file."""
+    return wait_until(lambda: file.is_file() and text in file.read_text("utf-8", "replace"), seconds)
 
 
 def import_everything() -> None:

