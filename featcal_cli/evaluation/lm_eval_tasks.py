@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
-import torch
-
 from featcal_cli.data.preprocessors import load_tokenizer
-from featcal_cli.evaluation.scores import NORMAL, RESAMPLES, Score, combine, score_accuracy
+from featcal_cli.evaluation.protocols import LabelledTask
+from featcal_cli.evaluation.scores import RESAMPLES, Score, combine, make_normal_score, score_accuracy
 from featcal_cli.models.loading import Model
 from featcal_cli.recipe.schema import Evaluate
 from featcal_cli.runtime.errors import DataError, RecipeError
@@ -35,7 +33,7 @@ def check_harness(tasks: Mapping[str, Evaluate], *, allow_code: bool) -> None:
         raise RecipeError(what, where=f"tasks.{next(iter(wanted))}.evaluate.lm_eval", fix=f"type {INSTALL}")
     for task, spec in wanted.items():
         if not allow_code and (running := [name for name in spec.lm_eval if name.startswith(CODE)]):
-            raise _runs_code(running[0], task)
+            raise _explain_code(running[0], task)
 
 
 def read_version() -> str:
@@ -46,83 +44,71 @@ def read_version() -> str:
         return ""
 
 
-def measure_tasks(
-    task: str,
-    model: Model,
-    folders: Sequence[Path],
-    spec: Evaluate,
-    *,
-    batch_size: int,
-    device: torch.device,
-    limit: int | None,
-    allow_code: bool,
-) -> Score:
-    """What lm-eval finds for its tasks in `spec`, the mean of their figures; intervals are drawn from its samples.
+def measure_tasks(task: LabelledTask, model: Model, *, allow_code: bool) -> Score:
+    """What lm-eval finds for its tasks, the mean of their figures; intervals are drawn from its samples.
 
-    limit: its first examples of each task. allow_code: it may run code that the model wrote, on this machine.
+    A limit means its first examples of each. allow_code: it may run code that the model wrote, on this machine.
     Raises RecipeError for tasks and metrics that lm-eval does not know, and where running code is not allowed.
     """
     import lm_eval
     from lm_eval.models.huggingface import HFLM
 
-    tokenizer, _ = load_tokenizer(folders, f"{task}: {model.snapshot.name}")
+    how = task.how
+    tokenizer, _ = load_tokenizer(task.folders, f"{task.name}: {model.snapshot.name}")
     if allow_code:
         os.environ[CODE_SWITCH] = "1"
-    chat = bool(tokenizer.chat_template) if spec.chat is None else spec.chat
     with quiet_transformers():
-        harness: Any = HFLM(pretrained=model.module.to(device), tokenizer=tokenizer, batch_size=batch_size)
+        module = model.module.to(task.device)
+        harness: Any = HFLM(pretrained=module, tokenizer=tokenizer, batch_size=task.batch_size)
         try:
-            found: Any = lm_eval.simple_evaluate(
+            results: Any = lm_eval.simple_evaluate(
                 model=harness,
-                tasks=list(spec.lm_eval),
-                limit=limit,
+                tasks=list(how.lm_eval),
+                limit=task.limit,
                 bootstrap_iters=RESAMPLES,
-                apply_chat_template=chat,
+                apply_chat_template=bool(tokenizer.chat_template) if how.chat is None else how.chat,
                 confirm_run_unsafe_code=allow_code,
             )
         except (KeyError, ValueError) as error:
-            raise _explain(error, task, spec) from error
-    return combine([_read_score(found, name, metric, task) for name, metric in spec.lm_eval.items()])
+            raise _explain(error, task.name, ", ".join(how.lm_eval)) from error
+    return combine([_read_score(results, name, metric, task.name) for name, metric in how.lm_eval.items()])
 
 
-def _read_score(found: Any, name: str, metric: str, task: str) -> Score:
+def _read_score(results: Any, name: str, metric: str, task: str) -> Score:
     """The figure of one of lm-eval's tasks."""
-    results = found["results"].get(name, {})
+    figures = results["results"].get(name, {})
     kind, _, chosen = metric.partition(",")
-    fitting = [key for key in results if key == metric or (not chosen and key.split(",")[0] == kind)]
-    known = [key for key in results if "," in key and "_stderr" not in key]
+    fitting = [key for key in figures if key == metric or (not chosen and key.split(",")[0] == kind)]
     if len(fitting) != 1:
         what = f"lm-eval has {'several' if fitting else 'no'} {metric} of {name}"
+        known = [key for key in figures if "," in key and "_stderr" not in key]
         fix = f"name one of: {'; '.join(fitting or known)}"
         raise RecipeError(what, where=f"tasks.{task}.evaluate.lm_eval", fix=fix)
-    value, filtered = float(results[fitting[0]]), fitting[0].partition(",")[2]
-    samples = [each[kind] for each in found["samples"].get(name, ()) if each.get("filter", "none") == filtered]
-    if samples and all(isinstance(each, (bool, int, float)) for each in samples):
+    value, filtered = float(figures[fitting[0]]), fitting[0].partition(",")[2]
+    samples = [row[kind] for row in results["samples"].get(name, ()) if row.get("filter", "none") == filtered]
+    if samples and all(isinstance(sample, (bool, int, float)) for sample in samples):
         score = score_accuracy(samples)
         if abs(score.value - value) < 1e-6:
             return score
     # a metric that is no mean over examples: lm-eval's own error, where it knows one
-    told = results.get(f"{kind}_stderr,{filtered}")
-    error = float(told) if isinstance(told, (int, float)) else 0.0
-    count = int(found.get("n-samples", {}).get(name, {}).get("effective", len(samples)))
-    return Score(value, value - NORMAL * error, value + NORMAL * error, error, count)
+    error = figures.get(f"{kind}_stderr,{filtered}")
+    count = int(results.get("n-samples", {}).get(name, {}).get("effective", len(samples)))
+    return make_normal_score(value, float(error) if isinstance(error, (int, float)) else 0.0, count)
 
 
-def _explain(error: Exception, task: str, spec: Evaluate) -> Exception:
+def _explain(error: Exception, task: str, names: str) -> Exception:
     """What lm-eval refuses, in our words."""
     text = str(error).strip()
     if "unsafe" in text.lower() or CODE_SWITCH in text:
-        return _runs_code(", ".join(spec.lm_eval), task)
+        return _explain_code(names, task)
     if isinstance(error, KeyError) or "not found" in text.lower():
-        what = f"lm-eval {read_version()} does not know one of {', '.join(spec.lm_eval)} ({text})"
+        what = f"lm-eval {read_version()} does not know one of {names} ({text})"
         fix = "see their names with: lm-eval ls tasks"
         return RecipeError(what, where=f"tasks.{task}.evaluate.lm_eval", fix=fix)
-    return DataError(
-        f"lm-eval refuses: {text}", where=f"{task}: {', '.join(spec.lm_eval)}", fix="see its documentation"
-    )
+    return DataError(f"lm-eval refuses: {text}", where=f"{task}: {names}", fix="see its documentation")
 
 
-def _runs_code(name: str, task: str) -> RecipeError:
+def _explain_code(name: str, task: str) -> RecipeError:
     return RecipeError(
         f"{name} runs code that a model wrote, on this machine",
         where=f"tasks.{task}.evaluate.lm_eval",

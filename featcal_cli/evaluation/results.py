@@ -33,9 +33,6 @@ class TaskScores:
     scores: Mapping[str, Score]
     """By role: expert, merged, and further models."""
 
-    def to_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "scores": {role: asdict(score) for role, score in self.scores.items()}}
-
 
 @dataclass(frozen=True)
 class Evaluation:
@@ -45,36 +42,25 @@ class Evaluation:
     names: Mapping[str, str]
     """By role, what the model is; of the expert, each task's."""
     tasks: Mapping[str, TaskScores]
+    limit: int | None
+    """Examples per task, where not all were asked for."""
     notes: list[str]
     recipe: Mapping[str, Any]
     environment: Mapping[str, str]
-    limit: int | None
-    """Examples per task, where not all were asked for."""
     seconds: float
 
     def to_dict(self) -> dict[str, Any]:
-        """For --json and the report."""
-        return {
-            "featcal_version": self.featcal_version,
-            "names": dict(self.names),
-            "tasks": {task: found.to_dict() for task, found in self.tasks.items()},
-            "means": {role: asdict(score) for role, score in average_tasks(self.tasks).items()},
-            "limit": self.limit,
-            "notes": self.notes,
-            "recipe": dict(self.recipe),
-            "environment": dict(self.environment),
-            "seconds": self.seconds,
-        }
-
-    def to_json(self) -> str:
-        """The text that --json prints."""
-        return json.dumps(self.to_dict(), indent=2, ensure_ascii=False) + "\n"
+        """What --json prints."""
+        values = asdict(self)
+        about = {key: values.pop(key) for key in ("featcal_version", "names", "tasks")}
+        means = {role: asdict(score) for role, score in average_tasks(self.tasks).items()}
+        return {**about, "means": means, **values}
 
 
 def average_tasks(tasks: Mapping[str, TaskScores]) -> dict[str, Score]:
     """By role, the plain mean over the tasks, of which there is at least one."""
     roles = next(iter(tasks.values())).scores
-    return {role: combine([found.scores[role] for found in tasks.values()]) for role in roles}
+    return {role: combine([task.scores[role] for task in tasks.values()]) for role in roles}
 
 
 VERSION = 1

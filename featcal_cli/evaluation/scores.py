@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import sqrt
-from typing import Any
 
 import numpy
 from numpy.typing import NDArray
@@ -38,19 +37,23 @@ def score_accuracy(hits: Sequence[float]) -> Score:
     return _bootstrap(numpy.asarray(hits, dtype=numpy.float64)[:, None], lambda drawn: float(drawn.mean()))
 
 
-def score_spearman(found: Sequence[float], wanted: Sequence[float]) -> Score:
-    """Spearman's rank correlation of numbers that were found and wanted, ties at their mean rank, with its interval.
+def score_spearman(answers: Sequence[float], labels: Sequence[float]) -> Score:
+    """Spearman's rank correlation, ties at their mean rank, with its interval.
 
     It is 0 where all numbers of one kind are the same.
     """
-    return _bootstrap(numpy.asarray([found, wanted], dtype=numpy.float64).T, _correlate_ranks)
+    return _bootstrap(numpy.asarray([answers, labels], dtype=numpy.float64).T, _correlate_ranks)
 
 
 def combine(scores: Sequence[Score]) -> Score:
     """The mean of independent figures, each weighing the same; its interval takes their errors for normal."""
     value = sum(score.value for score in scores) / len(scores)
     error = sqrt(sum(score.error**2 for score in scores)) / len(scores)
-    examples = sum(score.examples for score in scores)
+    return make_normal_score(value, error, sum(score.examples for score in scores))
+
+
+def make_normal_score(value: float, error: float, examples: int) -> Score:
+    """A figure whose error is normal."""
     return Score(value, value - NORMAL * error, value + NORMAL * error, error, examples)
 
 
@@ -72,9 +75,6 @@ def _correlate_ranks(pairs: Numbers) -> float:
 
 def _rank(values: Numbers) -> Numbers:
     """The rank of each value, equal ones at the mean of theirs."""
-    found: Any = numpy.unique(values, return_inverse=True, return_counts=True)
-    _, inverse, counts = found
-    ends = numpy.cumsum(counts)
-    means: Numbers = ends - (counts - 1) / 2
-    ranks: Numbers = means[inverse]
+    _, inverse, counts = numpy.unique(values, return_inverse=True, return_counts=True)
+    ranks: Numbers = (numpy.cumsum(counts) - (counts - 1) / 2)[inverse]
     return ranks

@@ -20,7 +20,7 @@ from featcal_cli.runtime.progress import Listener
 from featcal_cli.workflows.session import RecipeSource, RunOptions, Session
 
 if TYPE_CHECKING:  # these import torch, which is not waited for before it is needed
-    from featcal_cli.evaluation.protocol import Contest
+    from featcal_cli.evaluation.protocols import Comparison, LabelledTask
     from featcal_cli.workflows.model_pool import LazyModels
 
 BATCH = {"cpu": 16, "cuda": 128}
@@ -166,41 +166,37 @@ class _TaskMeasurement:
 
     def _measure_models(self, roles: Sequence[str]) -> Iterator[tuple[str, Score]]:
         from featcal_cli.evaluation.lm_eval_tasks import measure_tasks
-        from featcal_cli.evaluation.protocol import hold_contest
 
-        task, models, stage, device = self.task, self.models, self.session.listener.stage, self.session.device
+        task, models, stage = self.task, self.models, self.session.listener.stage
         if self._how.protocol == "lm-eval":
             for role in roles:
                 stage(f"evaluating {task}: {role}")
-                model, folders = models.model(role, task), models.folders(role, task)
-                yield role, measure_tasks(
-                    task, model, folders, self._how, batch_size=self.batch_size, device=device, limit=self.limit,
-                    allow_code=self.allow_code,
-                )  # fmt: skip
+                model = models.model(role, task)
+                yield role, measure_tasks(self._open_task(role), model, allow_code=self.allow_code)
         elif roles:
-            contest = self._prepare(roles)
+            comparison = self._compare(roles)
             stage(f"evaluating {task}")
-            yield from hold_contest(
-                contest, self.batch_size, device, lambda count: stage(f"evaluating {task}: {count:,} examples")
-            ).items()
-        models.release(device)
+            yield from comparison.score(lambda count: stage(f"evaluating {task}: {count:,} examples")).items()
+        models.release(self.session.device)
 
-    def _prepare(self, roles: Sequence[str]) -> Contest:
-        from featcal_cli.evaluation.classifier_heads import prepare_heads
-        from featcal_cli.evaluation.generation import prepare_generation
-        from featcal_cli.evaluation.zero_shot import prepare_zero_shot
+    def _open_task(self, role: str) -> LabelledTask:
+        """The task, read with the preprocessors of this role's model."""
+        from featcal_cli.evaluation.protocols import LabelledTask
 
-        task, data, how, models = self.task, self.spec.data, self._how, self.models
-        folders, device, limit = models.folders(EXPERT, task), self.session.device, self.limit
-        if how.protocol == "zero-shot":
-            towers = {role: models.tower(role, task) for role in roles}
-            return prepare_zero_shot(task, data, how, models.base, towers, folders, device, limit)
-        if how.protocol == "generation":
-            generators = {role: models.model(role, task) for role in roles}
-            return prepare_generation(task, data, how, generators, folders, device, limit)
-        expert = models.model(EXPERT, task)
-        bodies = {role: None if role == EXPERT else models.model(role, task) for role in roles}
-        return prepare_heads(task, data, how.split, expert, bodies, folders, device, limit)
+        folders = self.models.folders(role, self.task)
+        device = self.session.device
+        return LabelledTask(self.task, self.spec.data, self._how, folders, device, self.batch_size, self.limit)
+
+    def _compare(self, roles: Sequence[str]) -> Comparison:
+        from featcal_cli.evaluation.protocols import compare_generation, compare_heads, compare_zero_shot
+
+        task, models = self._open_task(EXPERT), self.models
+        if self._how.protocol == "zero-shot":
+            return compare_zero_shot(task, models.base, {role: models.tower(role, self.task) for role in roles})
+        if self._how.protocol == "generation":
+            return compare_generation(task, {role: models.model(role, self.task) for role in roles})
+        bodies = {role: None if role == EXPERT else models.model(role, self.task) for role in roles}
+        return compare_heads(task, models.model(EXPERT, self.task), bodies)
 
     def _describe(self) -> dict[str, Any]:
         """Everything that the figures of the task depend on besides the model."""

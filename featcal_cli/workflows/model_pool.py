@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from featcal_cli.evaluation.protocols import load_tower
 from featcal_cli.evaluation.results import EXPERT, MERGED, stamp
-from featcal_cli.evaluation.zero_shot import load_tower
 from featcal_cli.hub.model_source import Origin
 from featcal_cli.hub.snapshot import Snapshot
 from featcal_cli.models.loading import Model, find_class, load_model

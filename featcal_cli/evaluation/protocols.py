@@ -1,0 +1,303 @@
+"""Several models answer the same labelled examples: under an expert's head, by names of classes, or in words."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import normalize
+from transformers import PreTrainedModel
+
+from featcal_cli.data.batches import Batch
+from featcal_cli.data.columns import number_label
+from featcal_cli.data.examples import LabelledRows, open_labelled
+from featcal_cli.data.preprocessors import load_tokenizer
+from featcal_cli.data.rows import read_classes
+from featcal_cli.evaluation.scores import Score, score_accuracy, score_spearman
+from featcal_cli.hub.snapshot import Snapshot
+from featcal_cli.models.alignment import load_fitting
+from featcal_cli.models.loading import Model, load_model
+from featcal_cli.recipe.schema import Data, Evaluate
+from featcal_cli.runtime.errors import CheckpointError, DataError
+from featcal_cli.runtime.progress import quiet_transformers
+
+TEXTS = 256
+"""Read at once."""
+IMAGE_SIDE = ("vision", "visual")
+"""What the names of a two-tower model's parameters that see images begin with."""
+SECONDS_BETWEEN_COUNTS = 5.0
+
+Answerer = Callable[[Batch], list[Any]]
+"""One model: a batch → an answer for each example."""
+
+
+@dataclass(frozen=True)
+class LabelledTask:
+    """A task to be evaluated on."""
+
+    name: str
+    data: Data
+    how: Evaluate
+    folders: Sequence[Path]
+    """Where preprocessors and tokenizer are looked for."""
+    device: torch.device
+    batch_size: int
+    limit: int | None
+    """Examples, chosen at random; None for all."""
+
+    def open(self, model: PreTrainedModel) -> LabelledRows:
+        """The rows for models like this one. Raises DataError."""
+        return open_labelled(self.name, self.data, self.how.split, model, self.folders, limit=self.limit)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One task's examples and the models that answer them."""
+
+    task: LabelledTask
+    rows: LabelledRows
+    read_label: Callable[[Any], Any]
+    """The right answer, of a row's label."""
+    answerers: Mapping[str, Answerer]
+    """By the role of the model."""
+
+    def score(self, tell: Callable[[int], None]) -> dict[str, Score]:
+        """The figure of every model by role; `tell` hears now and then how many examples are through. Raises DataError
+        for rows that cannot be used."""
+        right: list[Any] = []
+        answers: dict[str, list[Any]] = {role: [] for role in self.answerers}
+        last = time.monotonic()
+        for batch, labels in self.rows.batches(self.task.batch_size):
+            right += map(self.read_label, labels)
+            on_device = {name: value.to(self.task.device) for name, value in batch.items()}
+            with torch.inference_mode():
+                for role, answer in self.answerers.items():
+                    answers[role] += answer(on_device)
+            if time.monotonic() - last > SECONDS_BETWEEN_COUNTS:
+                tell(len(right))
+                last = time.monotonic()
+        if self.task.how.metric == "spearman":
+            numbers = list(map(read_number, right))
+            return {role: score_spearman(list(map(read_number, given)), numbers) for role, given in answers.items()}
+        return {
+            role: score_accuracy([float(one == other) for one, other in zip(given, right, strict=True)])
+            for role, given in answers.items()
+        }
+
+
+# An expert's own head
+
+
+def compare_heads(task: LabelledTask, expert: Model, bodies: Mapping[str, Model | None]) -> Comparison:
+    """The expert's head on several bodies, by role; None is its own. Raises CheckpointError and DataError."""
+    rows = task.open(expert.module)
+    numbers = getattr(expert.module.config, "label2id", None) or {}
+    answerers = {role: _answer_with_head(expert, body, task.device) for role, body in bodies.items()}
+    return Comparison(task, rows, lambda label: number_label(label, rows.column, numbers, rows.where), answerers)
+
+
+def _answer_with_head(expert: Model, body: Model | None, device: torch.device) -> Answerer:
+    """What the expert's head ranks first, on its own body or on another model's (everything inside `base_model`).
+
+    Raises CheckpointError for an expert without a head, or when the two do not fit.
+    """
+    if not hasattr(expert.module, "num_labels") or expert.module.base_model is expert.module:
+        raise CheckpointError(
+            f"{expert.role} has no head that tells classes apart ({type(expert.module).__name__})",
+            where=expert.snapshot.name,
+            fix="say under evaluate how it is measured instead: prompts, answers or lm_eval",
+        )
+    module = expert.module
+    if body is not None:
+        module = load_model(expert.role, expert.snapshot, type(module)).module
+        source = dict(body.module.base_model.named_parameters())
+        _take_over(module.base_model, source, partial(_explain_body, expert, body))
+    module = module.to(device)
+
+    def answer(batch: Batch) -> list[int]:
+        given = {name: value.to(module.dtype) if value.is_floating_point() else value for name, value in batch.items()}
+        chosen: list[int] = module(**given).logits.argmax(-1).tolist()
+        return chosen
+
+    return answer
+
+
+def _take_over(
+    module: torch.nn.Module, source: Mapping[str, Tensor], explain: Callable[[str], CheckpointError]
+) -> None:
+    """Give all parameters of `module` the values that `source` has for them; `explain` says that one does not fit."""
+    for name, parameter in module.named_parameters():
+        if name not in source or source[name].shape != parameter.shape:
+            raise explain(name)
+        parameter.data = source[name].data.to(parameter.dtype)
+
+
+def _explain_body(expert: Model, body: Model, name: str) -> CheckpointError:
+    what = f"{body.role} has no {name} that fits the head of {expert.role}"
+    return CheckpointError(what, where=body.snapshot.name, fix="evaluate models of one architecture")
+
+
+# Zero-shot: the class whose name base's text tower puts nearest to the image
+
+
+def compare_zero_shot(task: LabelledTask, base: Model, towers: Mapping[str, PreTrainedModel]) -> Comparison:
+    """Several models' images against the texts of `base`, by role; `towers` are what `load_tower` made of them.
+
+    Raises CheckpointError for a base without a text tower, DataError for classes that have no names.
+    """
+    vision = getattr(base.module, "vision_model", None)
+    if not hasattr(base.module, "get_text_features") or not isinstance(vision, PreTrainedModel):
+        raise CheckpointError(
+            f"base has no text tower to read prompts with ({type(base.module).__name__})",
+            where=base.snapshot.name,
+            fix="name a full CLIP as base, e.g. openai/clip-vit-base-patch32",
+        )
+    rows = task.open(vision)
+    classes = task.how.classes or read_classes(task.data, task.how.split, rows.column)
+    if not classes:
+        raise DataError(
+            f"nothing says what the classes in column {rows.column} are called",
+            where=rows.where,
+            fix="list their names, by number, as classes: under evaluate",
+        )
+    texts = _embed_classes(task, base, classes, rows.where)
+    return Comparison(
+        task,
+        rows,
+        partial(_read_class, {name: number for number, name in enumerate(classes)}, len(classes), rows),
+        {role: _answer_by_texts(tower.to(task.device), texts) for role, tower in towers.items()},
+    )
+
+
+def load_tower(role: str, snapshot: Snapshot, base: Model) -> PreTrainedModel:
+    """The model as one of base's class that sees images as it does: a full model as it is, a vision tower alone with
+    base's projection. Raises CheckpointError for a model that has none of base's image side."""
+
+    def explain(name: str) -> CheckpointError:
+        what = f"{role} does not see images as base does: {name} is missing, or of another shape"
+        return CheckpointError(what, where=snapshot.name, fix="evaluate models that were fine-tuned from base")
+
+    model = load_fitting(role, snapshot, base)
+    missing = [name for name in model.missing if model.part or name.startswith(IMAGE_SIDE)]
+    if missing:
+        raise explain(min(missing) if model.part else missing[0])
+    if not model.part:
+        return model.module
+    combined = load_model(role, base.snapshot, type(base.module)).module
+    prefix = f"{model.part}."
+    tower = {name.removeprefix(prefix): value for name, value in model.parameters.items() if name.startswith(prefix)}
+    _take_over(combined.get_submodule(model.part), tower, lambda name: explain(prefix + name))
+    return combined
+
+
+def _embed_classes(task: LabelledTask, base: Model, classes: Sequence[str], where: str) -> Tensor:
+    """The direction of each class [classes, width]: of every prompt with its name the text features, normalised, their
+    mean, normalised again. Raises DataError without a tokenizer."""
+    tokenizer, _ = load_tokenizer([base.snapshot.folder, *task.folders], where)
+    prompts = task.how.prompts
+    texts = [prompt.replace("{}", name) for name in classes for prompt in prompts]
+    module: Any = base.module.to(task.device)
+    directions = []
+    with torch.inference_mode():
+        for start in range(0, len(texts), TEXTS):
+            tokens = tokenizer(texts[start : start + TEXTS], padding=True, truncation=True, return_tensors="pt")
+            given = {name: tokens[name].to(task.device) for name in ("input_ids", "attention_mask")}
+            directions.append(normalize(_pool(module.get_text_features(**given)).float(), dim=-1))
+        return normalize(torch.cat(directions).unflatten(0, (len(classes), len(prompts))).mean(1), dim=-1)
+
+
+def _answer_by_texts(tower: Any, texts: Tensor) -> Answerer:
+    """The class whose direction in `texts` [classes, width] an image's features are nearest to."""
+
+    def answer(batch: Batch) -> list[int]:
+        features = _pool(tower.get_image_features(pixel_values=batch["pixel_values"].to(tower.dtype))).float()
+        chosen: list[int] = (features @ texts.T).argmax(-1).tolist()
+        return chosen
+
+    return answer
+
+
+def _pool(features: Any) -> Tensor:
+    """The features themselves; transformers 5 has returned them bare and inside of an output."""
+    pooled: Tensor = getattr(features, "pooler_output", features)
+    return pooled
+
+
+def _read_class(numbers: Mapping[str, int], count: int, rows: LabelledRows, label: Any) -> int:
+    """The label as the number of one of `count` classes. Raises DataError for one that has no name."""
+    number = number_label(label, rows.column, numbers, rows.where)
+    if number >= count:
+        what = f"label {number} in column {rows.column} has no name: there are {count} classes"
+        fix = "list the names of all classes, by number, as classes: under evaluate"
+        raise DataError(what, where=rows.where, fix=fix)
+    return number
+
+
+# Generation: an answer is right when it is the wanted text to the letter
+
+
+def compare_generation(task: LabelledTask, models: Mapping[str, Model]) -> Comparison:
+    """Several models that write answers, by role. Raises CheckpointError for models that are not encoder-decoders, and
+    DataError."""
+    for model in models.values():
+        if not (model.module.config.is_encoder_decoder and model.module.can_generate()):
+            raise CheckpointError(
+                f"{model.role} does not read a text and write another ({type(model.module).__name__})",
+                where=model.snapshot.name,
+                fix="measure language models with lm_eval: under evaluate",
+            )
+    rows = task.open(next(iter(models.values())).module)
+    tokenizer, _ = load_tokenizer(task.folders, rows.where)
+    return Comparison(
+        task,
+        rows,
+        partial(_read_answer, task.how.answers or (), rows),
+        {role: _answer_in_words(model, tokenizer, task) for role, model in models.items()},
+    )
+
+
+def _answer_in_words(model: Model, tokenizer: Any, task: LabelledTask) -> Answerer:
+    """What the model writes, the likeliest token at each step, without special tokens."""
+    module: Any = model.module.to(task.device)
+    limits = {"do_sample": False, "num_beams": 1, "max_new_tokens": task.how.max_new_tokens, "use_cache": True}
+
+    def answer(batch: Batch) -> list[str]:
+        given = {name: value for name, value in batch.items() if not name.startswith("decoder_")}
+        with quiet_transformers():
+            written = module.generate(**given, **limits)
+        answers: list[str] = tokenizer.batch_decode(written, skip_special_tokens=True)
+        return answers
+
+    return answer
+
+
+def _read_answer(answers: Sequence[str] | str, rows: LabelledRows, label: Any) -> str:
+    """The wanted text of a label: by its number, or by a format. Raises DataError where there is none."""
+    if isinstance(answers, str):
+        try:
+            return answers.format(label)
+        except (ValueError, TypeError, LookupError) as error:
+            what = f"label {label!r} in column {rows.column} does not fit {answers!r} ({error})"
+            raise DataError(what, where=rows.where, fix="change answers: under evaluate") from None
+    number = number_label(label, rows.column, {}, rows.where)
+    if number >= len(answers):
+        what = f"label {number} in column {rows.column} has no answer: there are {len(answers)}"
+        fix = "list an answer for every label, by its number, as answers: under evaluate"
+        raise DataError(what, where=rows.where, fix=fix)
+    return answers[number]
+
+
+def read_number(text: str) -> float:
+    """The number that a text is; 0 for one that is none."""
+    try:
+        number = float(text)
+    except ValueError:
+        return 0.0
+    return number if isfinite(number) else 0.0
