@@ -8,6 +8,7 @@ import shutil
 import signal
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -106,6 +107,13 @@ def bert_job(tmp_path_factory: pytest.TempPathFactory) -> Path:
     saved = save_family(folder, next(family for family in FAMILIES if family.name == "bert"))
     (folder / "job.yaml").write_text(json.dumps(saved.recipe()))
     return folder
+
+
+@pytest.fixture
+def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clients wait less between two tries."""
+    sleep = time.sleep
+    monkeypatch.setattr(time, "sleep", lambda seconds: sleep(min(seconds, 0.005)))
 
 
 @pytest.fixture

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import csv
 import gzip
 import io
 import json
 import os
 import shutil
 from base64 import b64encode
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,10 +41,11 @@ from featcal_cli.runtime.errors import DataError
 arrow: Any = pyarrow  # has no types
 parquet: Any = pyarrow.parquet
 FastTokenizer: Any = PreTrainedTokenizerFast
+Row = Mapping[str, Any]
 TINY: dict[str, Any] = {
     "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8, "vocab_size": 64,
 }  # fmt: skip
-WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "</s>", *(f"w{number}" for number in range(50))]
+WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "</s>", *(f"w{number}" for number in range(50)), "user", "assistant"]
 CHAT_TEMPLATE = "{% for m in messages %}{{ m['role'] }} {{ m['content'] }} {% endfor %}"
 
 
@@ -78,36 +78,84 @@ def t5() -> PreTrainedModel:
     )  # fmt: skip
 
 
+class Folder:
+    """A folder for a source and, beside it, an expert's folder with its preprocessor."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.expert = path / "expert"
+
+    def tokenizer(self, *, chat: bool = False, words: Sequence[str] = WORDS, **settings: Any) -> None:
+        """Save a word-level tokenizer, which has a pad token unless told otherwise."""
+        tokenizer = Tokenizer(WordLevel({word: number for number, word in enumerate(words)}, unk_token="[UNK]"))
+        tokenizer.pre_tokenizer = Whitespace()
+        tokenizer.post_processor = TemplateProcessing(
+            single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+        )
+        settings = {"pad_token": "[PAD]", "eos_token": "</s>", "unk_token": "[UNK]", **settings}
+        fast: Any = FastTokenizer(tokenizer_object=tokenizer, **settings)
+        if chat:
+            fast.chat_template = CHAT_TEMPLATE
+        fast.save_pretrained(self.expert)
+
+    def file(self, name: str, content: str | bytes | Sequence[Row], **settings: Any) -> Data:
+        """A source of one file: as it is, or of rows (.parquet: row groups of 10)."""
+        file = self.path / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        if name.endswith(".parquet") and not isinstance(content, str | bytes):
+            parquet.write_table(arrow.Table.from_pylist(list(content)), file, row_group_size=10)
+        else:
+            content = content if isinstance(content, str | bytes) else lines(content)
+            file.write_bytes(content.encode() if isinstance(content, str) else content)
+        return Data(path=str(file), **settings)
+
+    def rows(self, *rows: Row, **settings: Any) -> Data:
+        return self.file("rows.jsonl", rows, **settings)
+
+    def tensors(self, **tensors: Tensor) -> Data:
+        save_file(tensors, self.path / "a.safetensors")
+        return Data(path=str(self.path / "a.safetensors"))
+
+    def images(self, images: Mapping[str, Image.Image | bytes], place: str = "images", **options: Any) -> Data:
+        """A source of a folder of images."""
+        for name, image in images.items():
+            file = self.path / place / name
+            file.parent.mkdir(parents=True, exist_ok=True)
+            if isinstance(image, bytes):
+                file.write_bytes(image)
+            else:
+                image.save(file, **options)
+        return Data(path=str(self.path / place))
+
+    def prepare(self, model: PreTrainedModel) -> None:
+        """Save the model's usual preprocessor, unless there is one."""
+        if not self.expert.exists() and model.main_input_name == "pixel_values":
+            ViTImageProcessorPil(size={"height": 8, "width": 8}).save_pretrained(self.expert)
+        elif not self.expert.exists():
+            self.tokenizer()
+
+    def load(
+        self, model: PreTrainedModel, data: Data, *, count: int = 8, batch_size: int = 4, seed: int = 0, **options: Any
+    ) -> TaskExamples:
+        """The examples of the source, by the expert's preprocessor."""
+        self.prepare(model)
+        return draw_examples("task", data, model, [self.expert], count=count, seed=seed, **options).cut(batch_size)
+
+    def labelled(
+        self, model: PreTrainedModel, data: Data, split: str = "train", batch_size: int = 2
+    ) -> tuple[list[Batch], list[int]]:
+        self.prepare(model)
+        batches, labels = load_labelled("task", data, split, model, [self.expert], batch_size=batch_size)
+        return batches, labels.tolist()
+
+
 @pytest.fixture
-def image_folder(tmp_path: Path) -> Path:
-    """A model folder with an image processor for 8 × 8 images."""
-    ViTImageProcessorPil(size={"height": 8, "width": 8}).save_pretrained(tmp_path / "expert")
-    return tmp_path / "expert"
+def at(tmp_path: Path) -> Folder:
+    return Folder(tmp_path)
 
 
-def save_tokenizer(folder: Path, *, chat: bool = False, words: Sequence[str] = WORDS, **settings: Any) -> Path:
-    """A word-level tokenizer, which has a pad token unless told otherwise."""
-    tokenizer = Tokenizer(WordLevel({word: number for number, word in enumerate(words)}, unk_token="[UNK]"))
-    tokenizer.pre_tokenizer = Whitespace()
-    tokenizer.post_processor = TemplateProcessing(
-        single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
-    )
-    settings = {"pad_token": "[PAD]", "eos_token": "</s>", "unk_token": "[UNK]", **settings}
-    fast: Any = FastTokenizer(tokenizer_object=tokenizer, **settings)
-    if chat:
-        fast.chat_template = CHAT_TEMPLATE
-    fast.save_pretrained(folder)
-    return folder
-
-
-@pytest.fixture
-def text_folder(tmp_path: Path) -> Path:
-    return save_tokenizer(tmp_path / "expert")
-
-
-@pytest.fixture
-def chat_folder(tmp_path: Path) -> Path:
-    return save_tokenizer(tmp_path / "expert", chat=True)
+def lines(rows: Iterable[Row]) -> str:
+    return "".join(json.dumps(row) + "\n" for row in rows)
 
 
 def encode_image(value: int) -> bytes:
@@ -117,36 +165,26 @@ def encode_image(value: int) -> bytes:
     return stream.getvalue()
 
 
-def write_jsonl(file: Path, rows: Sequence[Mapping[str, Any]]) -> str:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return str(file)
-
-
-def write_parquet(file: Path, rows: Sequence[Mapping[str, Any]], group: int = 10) -> str:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    parquet.write_table(arrow.Table.from_pylist(list(rows)), file, row_group_size=group)
-    return str(file)
-
-
 def image_rows(count: int) -> list[dict[str, Any]]:
     """Rows whose image has the row's number as its colour."""
     return [{"image": {"bytes": encode_image(number), "path": None}, "label": number} for number in range(count)]
 
 
-def text_rows(count: int, column: str = "text") -> list[dict[str, Any]]:
-    return [{"idx": number, column: f"w{number % 50} w1", "label": number % 2} for number in range(count)]
+def text_rows(count: int) -> list[dict[str, Any]]:
+    return [{"idx": number, "text": f"w{number % 50} w1", "label": number % 2} for number in range(count)]
 
 
-def load(
-    data: Data, model: PreTrainedModel, *folders: Path, count: int = 8, batch_size: int = 4, seed: int = 0
-) -> TaskExamples:
-    return draw_examples("task", data, model, folders, count=count, seed=seed).cut(batch_size)
+def different_rows(count: int) -> list[dict[str, Any]]:
+    return [{"text": f"w{number % 20} w{number // 20}"} for number in range(count)]
 
 
-def rows_of(batches: Sequence[Batch], name: str) -> list[list[Any]]:
+def rows_of(batches: Sequence[Batch], name: str = "input_ids") -> list[list[Any]]:
     """Every row of one argument, as lists, over all batches."""
     return [row.flatten().tolist() for batch in batches for row in batch[name]]
+
+
+def words_of(batches: Sequence[Batch], name: str = "input_ids") -> list[str]:
+    return [" ".join(WORDS[number] for number in row) for row in rows_of(batches, name)]
 
 
 def colours(batches: Sequence[Batch]) -> list[int]:
@@ -154,52 +192,50 @@ def colours(batches: Sequence[Batch]) -> list[int]:
     return [round((float(row.mean()) + 1) * 127.5) for batch in batches for row in batch["pixel_values"]]
 
 
+def sides_of(found: TaskExamples, name: str) -> list[set[tuple[Any, ...]]]:
+    """The different examples that are fitted, held out for choices, and held out for figures: none in two of them."""
+    sides = [{tuple(row) for row in rows_of(part, name)} for part in (found.fitted, found.selection, found.held_out)]
+    assert not (sides[0] & sides[1] or sides[0] & sides[2] or sides[1] & sides[2])
+    return sides
+
+
+def refused(at: Folder, model: PreTrainedModel, data: Data, message: str, **options: Any) -> None:
+    with pytest.raises(DataError, match=message):
+        at.load(model, data, **options)
+
+
 # --- which rows ---
 
 
-def test_exactly_n_are_fitted_and_the_held_out_rows_are_others(tmp_path: Path, vit: Any, image_folder: Path) -> None:
-    data = Data(path=write_parquet(tmp_path / "a.parquet", image_rows(200)))
-    found = load(data, vit, image_folder, count=40)
-    parts = [colours(part) for part in (found.fitted, found.selection, found.held_out)]
-    assert [len(part) for part in parts] == [40, 5, 5]
-    assert len({colour for part in parts for colour in part}) == 50
+def test_exactly_n_are_fitted_and_the_held_out_rows_are_others(at: Folder, vit: Any) -> None:
+    data = at.file("a.parquet", image_rows(200))
+    found = at.load(vit, data, count=40)
+    assert [len(side) for side in sides_of(found, "pixel_values")] == [40, 5, 5]
     assert (found.fitted_count, found.held_out_count) == (40, 5)
-
-
-def test_label_sorted_rows_give_many_classes(tmp_path: Path, vit: Any, image_folder: Path) -> None:
-    data = Data(path=write_parquet(tmp_path / "a.parquet", image_rows(250)))
-    classes = {colour // 25 for colour in colours(load(data, vit, image_folder, count=50).fitted)}
-    assert len(classes) >= 9
-
-
-def test_one_seed_always_gives_the_same_rows_and_another_gives_others(
-    tmp_path: Path, vit: Any, image_folder: Path
-) -> None:
-    data = Data(path=write_parquet(tmp_path / "a.parquet", image_rows(200)))
-    first, second, other = (colours(load(data, vit, image_folder, seed=seed).fitted) for seed in (1, 1, 2))
+    assert len({colour // 20 for colour in colours(found.fitted)}) >= 8  # of rows that are sorted by label
+    first, second, other = (colours(at.load(vit, data, seed=seed).fitted) for seed in (1, 1, 2))
     assert first == second != other
 
 
-def test_only_the_row_groups_that_hold_chosen_rows_are_read(tmp_path: Path, bert: Any, text_folder: Path) -> None:
-    file = Path(write_parquet(tmp_path / "a.parquet", text_rows(4000), group=40))
+def test_only_the_row_groups_that_hold_chosen_rows_are_read(at: Folder, bert: Any) -> None:
+    data = at.file("a.parquet", text_rows(1000))
+    file = Path(str(data.path))
     group = parquet.ParquetFile(file).metadata.row_group(0).column(1)
     start = group.dictionary_page_offset or group.data_page_offset
     content = bytearray(file.read_bytes())
     content[start : start + group.total_compressed_size] = bytes(group.total_compressed_size)
     file.write_bytes(content)
     with pytest.raises(DataError, match="cannot be read"):
-        load_labelled("task", Data(path=str(file)), "train", bert, [text_folder], batch_size=100)
+        at.labelled(bert, data, batch_size=100)
     readable = 0
     for seed in range(12):
         with contextlib.suppress(DataError):  # raised for seeds that choose a row of the broken group
-            readable += load(Data(path=str(file)), bert, text_folder, count=1, seed=seed).fitted_count
+            readable += at.load(bert, data, count=1, seed=seed).fitted_count
     assert readable >= 6
 
 
-def test_a_source_with_fewer_rows_is_fitted_whole_and_the_notes_say_so(
-    tmp_path: Path, bert: Any, text_folder: Path
-) -> None:
-    found = load(Data(path=write_jsonl(tmp_path / "a.jsonl", text_rows(5))), bert, text_folder)
+def test_a_source_with_fewer_rows_is_fitted_whole_and_the_notes_say_so(at: Folder, bert: Any) -> None:
+    found = at.load(bert, at.rows(*text_rows(5)))
     assert (found.fitted_count, found.held_out_count, found.selection) == (5, 0, [])
     assert any("all of them are fitted (8 were asked for)" in note for note in found.notes)
     assert any("drift is measured on the fitted rows" in note for note in found.notes)
@@ -207,11 +243,10 @@ def test_a_source_with_fewer_rows_is_fitted_whole_and_the_notes_say_so(
 
 @pytest.mark.parametrize(("rows", "halves"), [(9, (0, 0)), (10, (1, 1)), (11, (1, 2)), (16, (4, 4)), (99, (4, 4))])
 def test_held_out_rows_are_what_is_left_in_two_halves(
-    tmp_path: Path, bert: Any, text_folder: Path, rows: int, halves: tuple[int, int]
+    at: Folder, bert: Any, rows: int, halves: tuple[int, int]
 ) -> None:
-    found = load(Data(path=write_jsonl(tmp_path / "a.jsonl", text_rows(rows))), bert, text_folder)
-    assert (len(rows_of(found.selection, "input_ids")), found.held_out_count) == halves
-    assert found.fitted_count == 8
+    found = at.load(bert, at.rows(*text_rows(rows)))
+    assert (len(rows_of(found.selection)), found.held_out_count, found.fitted_count) == (*halves, 8)
 
 
 @pytest.mark.parametrize(
@@ -224,41 +259,26 @@ def test_held_out_rows_are_what_is_left_in_two_halves(
     ],
 )  # fmt: skip
 def test_about_a_fifth_is_held_out_where_there_are_too_few_rows(
-    tmp_path: Path, bert: Any, text_folder: Path, rows: int, count: int, parts: tuple[int, int, int]
+    at: Folder, bert: Any, rows: int, count: int, parts: tuple[int, int, int]
 ) -> None:
     """If it is asked for, and of ten rows or more; what is held out is not fitted, and nothing is lost."""
-    data = Data(path=write_jsonl(tmp_path / "a.jsonl", different_rows(rows)))
-    drawn = draw_examples("task", data, bert, [text_folder], count=count, seed=3, hold_out=True)
-    found = drawn.cut(8)
+    data = at.rows(*different_rows(rows))
+    found = at.load(bert, data, count=count, seed=3, hold_out=True)
     assert (found.fitted_count, found.selection_count, found.held_out_count) == parts
-    texts = [tuple(row) for part in (found.fitted, found.selection, found.held_out) for row in words_in(part)]
-    assert len(set(texts)) == len(texts) == min(rows, sum(parts))
+    assert sum(map(len, sides_of(found, "input_ids"))) == min(rows, sum(parts))
     if parts[1] > 0 and parts[0] < count:
         assert any(f"{parts[0]} are fitted ({count} were asked for)" in note for note in found.notes)
-    left = draw_examples("task", data, bert, [text_folder], count=count, seed=3)
-    assert len(left.fitted) == min(rows, count)
-
-
-def different_rows(count: int) -> list[dict[str, Any]]:
-    return [{"text": f"w{number % 20} w{number // 20}"} for number in range(count)]
-
-
-def words_in(batches: Sequence[Mapping[str, Tensor]]) -> list[list[int]]:
-    return rows_of(batches, "input_ids")  # type: ignore[arg-type]
+    assert at.load(bert, data, count=count, seed=3).fitted_count == min(rows, count)
 
 
 @pytest.mark.parametrize("hold_out", [True, False])
 @pytest.mark.parametrize(("different", "copies"), [(1, 40), (5, 8), (10, 4), (20, 2), (200, 2)])
-def test_equal_rows_are_never_on_both_sides(
-    tmp_path: Path, bert: Any, text_folder: Path, different: int, copies: int, hold_out: bool
-) -> None:
+def test_equal_rows_are_never_on_both_sides(at: Folder, bert: Any, different: int, copies: int, hold_out: bool) -> None:
     """Whether they are the same row or only become the same tokens."""
     rows = [{"text": row["text"] + " " * copy} for copy in range(copies) for row in different_rows(different)]
-    data = Data(path=write_jsonl(tmp_path / "a.jsonl", rows))
-    found = draw_examples("task", data, bert, [text_folder], count=30, seed=0, hold_out=hold_out).cut(8)
-    sides = [{tuple(row) for row in words_in(part)} for part in (found.fitted, found.selection, found.held_out)]
-    assert not (sides[0] & sides[1] or sides[0] & sides[2] or sides[1] & sides[2])
-    assert found.held_out_count == len(sides[2]) and found.selection_count == len(sides[1])
+    found = at.load(bert, at.rows(*rows), count=30, batch_size=8, hold_out=hold_out)
+    sides = sides_of(found, "input_ids")
+    assert (found.selection_count, found.held_out_count) == (len(sides[1]), len(sides[2]))
     if hold_out or different == 200:
         assert bool(sides[2]) == (different >= 10)
     if different < 200:
@@ -267,89 +287,52 @@ def test_equal_rows_are_never_on_both_sides(
         assert any("drift is measured on the fitted rows" in note for note in found.notes)
 
 
-def test_equal_tensors_and_images_are_never_on_both_sides(tmp_path: Path, vit: Any, image_folder: Path) -> None:
+def test_equal_tensors_and_images_are_never_on_both_sides(at: Folder, vit: Any) -> None:
     """Also where the same picture is stored in another format."""
     pixels = torch.randn(12, 3, 8, 8)
-    save_file({"pixel_values": torch.cat([pixels, pixels, pixels])}, tmp_path / "a.safetensors")
-    (tmp_path / "images").mkdir()
-    for number in range(12):
-        for ending in ("png", "bmp"):
-            Image.new("RGB", (8, 8), (20 * number, 0, 0)).save(tmp_path / "images" / f"{number}.{ending}")
-    for source in ("a.safetensors", "images"):
-        drawn = draw_examples(
-            "task", Data(path=str(tmp_path / source)), vit, [image_folder], count=24, seed=0, hold_out=True
-        )
-        found = drawn.cut(4)
-        sides = [
-            {row.numpy().tobytes() for batch in part for row in batch["pixel_values"]}
-            for part in (found.fitted, found.selection, found.held_out)
-        ]
-        assert [len(side) for side in sides] == [8, 2, 2]
-        assert not (sides[0] & sides[1] or sides[0] & sides[2] or sides[1] & sides[2])
+    pictures = {f"{number}.{ending}": Image.new("RGB", (8, 8), (20 * number, 0, 0))
+                for number in range(12) for ending in ("png", "bmp")}  # fmt: skip
+    for data in (at.tensors(pixel_values=torch.cat([pixels, pixels, pixels])), at.images(pictures)):
+        found = at.load(vit, data, count=24, hold_out=True)
+        assert [len(side) for side in sides_of(found, "pixel_values")] == [8, 2, 2]
 
 
-def test_bad_rows_are_replaced_by_good_ones_and_counted(tmp_path: Path, vit: Any, image_folder: Path) -> None:
+def test_bad_rows_are_replaced_by_good_ones_and_counted(at: Folder, vit: Any) -> None:
     rows = image_rows(60)
     for number in range(0, 60, 4):
         rows[number]["image"] = {"bytes": b"no image", "path": None} if number % 8 else None
-    found = load(Data(path=write_parquet(tmp_path / "a.parquet", rows)), vit, image_folder, count=30)
+    found = at.load(vit, at.file("a.parquet", rows), count=30)
     assert found.fitted_count == 30
     assert all(colour % 4 for colour in colours(found.fitted + found.held_out))
     assert found.rows_skipped > 0
     assert f"task: {found.rows_skipped} rows cannot be used and were left out" in " ".join(found.notes)
 
 
-def test_mostly_bad_rows_are_an_error_that_gives_the_first_reason(tmp_path: Path, bert: Any, text_folder: Path) -> None:
+def test_mostly_bad_rows_are_an_error_that_gives_the_first_reason(at: Folder, bert: Any) -> None:
     rows = [{"text": "w1 w2" if number % 3 == 0 else ""} for number in range(30)]
-    with pytest.raises(DataError, match="rows cannot be used; the first: column text has no text"):
-        load(Data(path=write_jsonl(tmp_path / "a.jsonl", rows)), bert, text_folder, count=20)
+    refused(at, bert, at.rows(*rows), "rows cannot be used; the first: column text has no text", count=20)
 
 
 # --- which source ---
 
 
-def test_every_kind_of_file_gives_the_same_batches(tmp_path: Path, bert: Any, text_folder: Path) -> None:
-    rows = [{"text": f"w{number} w1,\nw2", "label": str(number)} for number in range(20)]
-    with (tmp_path / "a.csv").open("w", encoding="utf-8", newline="") as stream:
-        writer = csv.DictWriter(stream, ["text", "label"])
-        writer.writeheader()
-        writer.writerows(rows)
-    files = [
-        write_jsonl(tmp_path / "a.jsonl", rows),
-        write_parquet(tmp_path / "a.parquet", rows),
-        str(tmp_path / "a.csv"),
-    ]
-    first, *others = (rows_of(load(Data(path=file), bert, text_folder).fitted, "input_ids") for file in files)
-    assert all(first == other for other in others)
-
-
-def test_a_folder_of_images_of_any_depth_is_read(tmp_path: Path, vit: Any, image_folder: Path) -> None:
-    for number, suffix in enumerate(("png", "jpg", "bmp", "webp", "gif", "tiff", "JPEG")):
-        folder = tmp_path / "images" / "deep" / f"class{number % 2}"
-        folder.mkdir(parents=True, exist_ok=True)
-        Image.new("RGB", (5, 9), (number, 0, 0)).save(folder / f"{number}.{suffix}")
-    found = load(Data(path=str(tmp_path / "images")), vit, image_folder, count=7)
+def test_a_folder_of_images_of_any_depth_is_read(at: Folder, vit: Any) -> None:
+    endings = ("png", "jpg", "bmp", "webp", "gif", "tiff", "JPEG")
+    data = at.images({f"deep/class{number % 2}/{number}.{ending}": Image.new("RGB", (5, 9), (number, 0, 0))
+                      for number, ending in enumerate(endings)})  # fmt: skip
+    found = at.load(vit, data, count=7)
     assert found.fitted_count == 7
     assert "task: column image (of image, label), image processor from expert" in found.notes
 
 
-def test_image_folders_called_like_splits_are_splits(tmp_path: Path, vit: Any, image_folder: Path) -> None:
-    for split, colour in (("train", 10), ("test", 200)):
-        for name in ("bus", "cat"):
-            folder = tmp_path / "images" / split / name
-            folder.mkdir(parents=True)
-            (folder / "1.png").write_bytes(encode_image(colour + (name == "cat")))
-    data = Data(path=str(tmp_path / "images"))
-    assert sorted(colours(load(data, vit, image_folder).fitted)) == [10, 11]
-    batches, labels = load_labelled("task", data, "test", vit, [image_folder], batch_size=1)
-    assert (colours(batches), labels.tolist()) == ([200, 201], [0, 1])
-
-
-def test_a_class_called_train_is_no_split(tmp_path: Path, vit: Any, image_folder: Path) -> None:
-    for number, name in enumerate(("bus", "train")):
-        (tmp_path / "images" / name).mkdir(parents=True)
-        (tmp_path / "images" / name / "1.png").write_bytes(encode_image(number))
-    assert load(Data(path=str(tmp_path / "images")), vit, image_folder).fitted_count == 2
+def test_image_folders_called_like_splits_are_splits(at: Folder, vit: Any) -> None:
+    data = at.images({f"{split}/{name}/1.png": encode_image(colour + (name == "cat"))
+                      for split, colour in (("train", 10), ("test", 200)) for name in ("bus", "cat")})  # fmt: skip
+    assert sorted(colours(at.load(vit, data).fitted)) == [10, 11]
+    batches, labels = at.labelled(vit, data, "test", 1)
+    assert (colours(batches), labels) == ([200, 201], [0, 1])
+    one_class = at.images({"bus/1.png": encode_image(0), "train/1.png": encode_image(1)}, "classes")
+    assert at.load(vit, one_class).fitted_count == 2
 
 
 @pytest.mark.parametrize(
@@ -364,56 +347,45 @@ def test_a_class_called_train_is_no_split(tmp_path: Path, vit: Any, image_folder
     ],
 )  # fmt: skip
 def test_data_files_are_found_by_split(
-    tmp_path: Path, bert: Any, text_folder: Path, names: Sequence[str], split: str | None, expected: str
+    at: Folder, bert: Any, names: Sequence[str], split: str | None, expected: str
 ) -> None:
     for number, name in enumerate(names):
-        write_jsonl(tmp_path / "data" / name, [{"text": f"w{number} w{number}"}])
-    found = load(Data(path=str(tmp_path / "data"), split=split), bert, text_folder)
-    word = WORDS.index(f"w{names.index(expected)}")
-    assert rows_of(found.fitted, "input_ids") == [[2, word, word, 3]]
+        at.file(f"data/{name}", [{"text": f"w{number} w{number}"}])
+    found = at.load(bert, Data(path=str(at.path / "data"), split=split))
+    word = f"w{names.index(expected)}"
+    assert words_of(found.fitted) == [f"[CLS] {word} {word} [SEP]"]
 
 
-def test_a_split_that_is_not_there_is_an_error_that_lists_those_that_are(
-    tmp_path: Path, bert: Any, text_folder: Path
-) -> None:
-    for name in ("train", "test"):
-        write_jsonl(tmp_path / "data" / f"{name}.jsonl", text_rows(3))
-    with pytest.raises(DataError, match=r"no split validation[^$]*test, train"):
-        load(Data(path=str(tmp_path / "data"), split="validation"), bert, text_folder)
-
-
-def test_a_single_file_has_no_split_but_train(tmp_path: Path, bert: Any, text_folder: Path) -> None:
-    data = Data(path=write_jsonl(tmp_path / "a.jsonl", text_rows(3)))
+def test_a_split_that_is_not_there_is_an_error(at: Folder, bert: Any) -> None:
+    data = at.rows(*text_rows(3))
     with pytest.raises(DataError, match="it has no split test"):
-        load_labelled("task", data, "test", bert, [text_folder], batch_size=2)
-    assert len(load_labelled("task", data, "train", bert, [text_folder], batch_size=2)[1]) == 3
+        at.labelled(bert, data, "test")
+    assert len(at.labelled(bert, data)[1]) == 3
+    for name in ("train", "test"):
+        at.file(f"data/{name}.jsonl", text_rows(3))
+    refused(at, bert, Data(path=str(at.path / "data"), split="validation"), r"no split validation[^$]*test, train")
 
 
-def test_a_hub_dataset_is_read_with_its_splits_and_encoded_images(
-    tmp_path: Path, vit: Any, image_folder: Path, hub: HubServer
-) -> None:
+def test_a_hub_dataset_is_read_with_its_splits_and_encoded_images(at: Folder, vit: Any, hub: HubServer) -> None:
     import datasets
 
     library: Any = datasets
+    features = library.Features({"image": library.Image(), "label": library.Value("int64")})
+    (at.path / "repo" / "data").mkdir(parents=True)
     for split, start in (("train", 0), ("test", 100)):
-        rows = image_rows(140)[start : start + 40]
-        features = library.Features({"image": library.Image(), "label": library.Value("int64")})
-        file = tmp_path / "repo" / "data" / f"{split}-00000-of-00001.parquet"
-        file.parent.mkdir(parents=True, exist_ok=True)
-        library.Dataset.from_list(rows, features=features).to_parquet(file)
-    hub.add_repo("user/encoded", tmp_path / "repo", kind="dataset")
+        rows = library.Dataset.from_list(image_rows(140)[start : start + 40], features=features)
+        rows.to_parquet(at.path / "repo" / "data" / f"{split}-00000-of-00001.parquet")
+    hub.add_repo("user/encoded", at.path / "repo", kind="dataset")
     data = Data(dataset="user/encoded")
-    found = load(data, vit, image_folder, count=16)
+    found = at.load(vit, data, count=16)
     seen = colours(found.fitted + found.selection + found.held_out)
     assert len(set(seen)) == 24 and max(seen) < 40
-    batches, labels = load_labelled("task", data, "test", vit, [image_folder], batch_size=16)
-    assert colours(batches) == labels.tolist() == list(range(100, 140))
+    batches, labels = at.labelled(vit, data, "test", 16)
+    assert colours(batches) == labels == list(range(100, 140))
 
 
-def test_a_large_batch_of_images_is_decoded_in_parts(
-    tmp_path: Path, vit: Any, image_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    data = Data(path=write_parquet(tmp_path / "a.parquet", image_rows(50)))
+def test_a_large_batch_of_images_is_decoded_in_parts(at: Folder, vit: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = at.file("a.parquet", image_rows(50))
     sizes: list[int] = []
     whole = ViTImageProcessorPil.preprocess
 
@@ -422,57 +394,49 @@ def test_a_large_batch_of_images_is_decoded_in_parts(
         return whole(self, images, *args, **options)
 
     monkeypatch.setattr(ViTImageProcessorPil, "preprocess", watch)
-    [batch] = load(data, vit, image_folder, count=40, batch_size=40).fitted
+    [batch] = at.load(vit, data, count=40, batch_size=40).fitted
     assert max(sizes) == DECODED
-    few = load(data, vit, image_folder, count=40, batch_size=7).fitted
+    few = at.load(vit, data, count=40, batch_size=7).fitted
     assert torch.equal(batch["pixel_values"], torch.cat([part["pixel_values"] for part in few]))
 
 
-def test_images_that_are_padded_are_so_to_the_largest_of_the_whole_batch(tmp_path: Path, vit: Any) -> None:
-    DetrImageProcessorPil(do_resize=False, do_normalize=False).save_pretrained(tmp_path / "expert")
-    for number in range(20):
-        (tmp_path / "images").mkdir(exist_ok=True)
-        Image.new("L", (8 + 4 * (number == 19), 6), 255).save(tmp_path / "images" / f"{number}.png")
-    [batch] = load(Data(path=str(tmp_path / "images")), vit, tmp_path / "expert", count=20, batch_size=20).fitted
+def test_images_that_are_padded_are_so_to_the_largest_of_the_whole_batch(at: Folder, vit: Any) -> None:
+    DetrImageProcessorPil(do_resize=False, do_normalize=False).save_pretrained(at.expert)
+    data = at.images({f"{number}.png": Image.new("L", (8 + 4 * (number == 19), 6), 255) for number in range(20)})
+    [batch] = at.load(vit, data, count=20, batch_size=20).fitted
     assert batch["pixel_values"].shape == (20, 3, 6, 12)
     assert sorted(batch["pixel_values"].sum((1, 2, 3)).tolist()) == [144.0] * 19 + [216.0]
 
 
 @pytest.mark.parametrize("zipped", [False, True])
 def test_images_that_lie_as_files_in_a_hub_dataset_are_fetched(
-    tmp_path: Path, vit: Any, image_folder: Path, hub: HubServer, zipped: bool
+    at: Folder, vit: Any, hub: HubServer, zipped: bool
 ) -> None:
-    (tmp_path / "repo" / "train").mkdir(parents=True)
-    for number in range(3):
-        (tmp_path / "repo" / "train" / f"{number}.png").write_bytes(encode_image(number))
+    at.images({f"train/{number}.png": encode_image(number) for number in range(3)}, "repo")
     if zipped:
-        shutil.make_archive(str(tmp_path / "repo" / "train"), "zip", tmp_path / "repo", "train")
-        shutil.rmtree(tmp_path / "repo" / "train")
-    hub.add_repo(f"user/pictures-{zipped}", tmp_path / "repo", kind="dataset")
-    found = load(Data(dataset=f"user/pictures-{zipped}"), vit, image_folder)
-    assert sorted(colours(found.fitted)) == [0, 1, 2]
+        shutil.make_archive(str(at.path / "repo" / "train"), "zip", at.path / "repo", "train")
+        shutil.rmtree(at.path / "repo" / "train")
+    hub.add_repo(f"user/pictures-{zipped}", at.path / "repo", kind="dataset")
+    assert sorted(colours(at.load(vit, Data(dataset=f"user/pictures-{zipped}")).fitted)) == [0, 1, 2]
 
 
-@pytest.mark.parametrize("name", ["a.jsonl", "a.csv", "a.parquet", "a.safetensors"])
-def test_missing_and_broken_files_are_data_errors(tmp_path: Path, bert: Any, text_folder: Path, name: str) -> None:
-    with pytest.raises(DataError, match="there is no file"):
-        load(Data(path=str(tmp_path / name)), bert, text_folder)
-    (tmp_path / name).write_bytes(b"\xff\xfe\x00broken" * 9)
-    with pytest.raises(DataError):
-        load(Data(path=str(tmp_path / name)), bert, text_folder)
+@pytest.mark.parametrize("name", ["a.jsonl", "a.csv", "a.parquet", "a.safetensors", "pictures"])
+def test_what_is_no_file_is_refused(at: Folder, bert: Any, name: str) -> None:
+    refused(at, bert, Data(path=str(at.path / name)), "there is no file")
+    os.mkfifo(at.path / name)
+    refused(at, bert, Data(path=str(at.path / name)), r"is a pipe, a socket or a device[^$]*into a file")
+    if "." in name:
+        (at.path / name).unlink()
+        refused(at, bert, at.file(name, b"\xff\xfe\x00broken" * 9), "cannot|is not")
 
 
-@pytest.mark.parametrize("name", ["a.jsonl", "a.csv"])
-def test_an_empty_source_is_an_error(tmp_path: Path, bert: Any, text_folder: Path, name: str) -> None:
-    (tmp_path / name).touch()
-    with pytest.raises(DataError, match="no rows"):
-        load(Data(path=str(tmp_path / name)), bert, text_folder)
-
-
-def test_a_line_that_is_no_json_is_an_error_with_its_number(tmp_path: Path, bert: Any, text_folder: Path) -> None:
-    (tmp_path / "a.jsonl").write_text('{"text": "w1 w2"}\n\n{"text": \n')
-    with pytest.raises(DataError, match="row 2 is not JSON"):
-        load(Data(path=str(tmp_path / "a.jsonl")), bert, text_folder)
+def test_pipes_in_a_folder_are_no_files_of_it(at: Folder, bert: Any) -> None:
+    data = Data(path=str(at.path / "data"))
+    (at.path / "data").mkdir()
+    os.mkfifo(at.path / "data" / "a.jsonl")
+    refused(at, bert, data, "no images and no data files")
+    at.file("data/b.jsonl", text_rows(3))
+    assert at.load(bert, data).fitted_count == 3
 
 
 # --- files as people have them ---
@@ -480,7 +444,7 @@ def test_a_line_that_is_no_json_is_an_error_with_its_number(tmp_path: Path, bert
 ROWS = [{"text": f"w{number} w2, w3", "label": str(number % 2)} for number in range(12)]
 LINES = "".join(f'"{row["text"]}",{row["label"]}\n' for row in ROWS)
 TABLE = "text,label\n" + LINES
-OBJECTS = "".join(json.dumps(row) + "\n" for row in ROWS)
+OBJECTS = lines(ROWS)
 
 
 @pytest.mark.parametrize(
@@ -509,28 +473,23 @@ OBJECTS = "".join(json.dumps(row) + "\n" for row in ROWS)
         ("a.json", OBJECTS.encode()),
         ("a.ndjson", OBJECTS.encode()),
         ("a.txt", "".join(f"{row['text']}\r\n" for row in ROWS).encode()),
+        ("a.parquet", ROWS),
     ],
 )
-def test_files_are_read_as_people_have_them(
-    tmp_path: Path, bert: Any, text_folder: Path, name: str, content: bytes
-) -> None:
-    (tmp_path / name).write_bytes(content)
-    found = load(Data(path=str(tmp_path / name), columns={"text": "text"}), bert, text_folder, count=12)
-    assert sorted(rows_of(found.fitted, "input_ids")) == sorted(
-        [2, WORDS.index(f"w{number}"), WORDS.index("w2"), 1, WORDS.index("w3"), 3] for number in range(12)
-    )
+def test_files_are_read_as_people_have_them(at: Folder, bert: Any, name: str, content: Any) -> None:
+    found = at.load(bert, at.file(name, content, columns={"text": "text"}), count=12)
+    assert sorted(words_of(found.fitted)) == sorted(f"[CLS] w{number} w2 [UNK] w3 [SEP]" for number in range(12))
 
 
-def test_what_datasets_saves_to_a_disk_is_read(tmp_path: Path, bert: Any, text_folder: Path) -> None:
+def test_what_datasets_saves_to_a_disk_is_read(at: Folder, bert: Any) -> None:
     import datasets
 
     library: Any = datasets
     parts = {name: library.Dataset.from_list(ROWS[:count]) for name, count in (("train", 4), ("test", 7))}
-    library.DatasetDict(parts).save_to_disk(tmp_path / "saved")
-    parts["train"].save_to_disk(tmp_path / "alone")
-    for data, count in ((Data(path="saved"), 4), (Data(path="saved", split="test"), 7), (Data(path="alone"), 4)):
-        local = data.model_copy(update={"path": str(tmp_path / str(data.path))})
-        assert load(local, bert, text_folder).fitted_count == count
+    library.DatasetDict(parts).save_to_disk(at.path / "saved")
+    parts["train"].save_to_disk(at.path / "alone")
+    for name, split, count in (("saved", None, 4), ("saved", "test", 7), ("alone", None, 4)):
+        assert at.load(bert, Data(path=str(at.path / name), split=split)).fitted_count == count
 
 
 UNCLOSED = TABLE.replace('"w3 w2, w3"', '"w3 w2, w3', 1)
@@ -548,16 +507,19 @@ UNCLOSED = TABLE.replace('"w3 w2, w3"', '"w3 w2, w3', 1)
         ("a.csv", "text,text\nw1,w2\n", "several columns are called 'text'"),
         ("a.csv", "text,label\n" + "w1, w2, w3,1\n" * 20, "has 4 values for 2 columns"),
         ("a.csv", TABLE.replace("w2", "caf\xe9").encode("latin-1"), r"may be WINDOWS-1252[^$]*iconv -f WINDOWS-1252"),
-        ("a.jsonl", OBJECTS.encode().replace(b"w5", b"caf\xe9"), r"row 6 is not UTF-8[^$]*WINDOWS-1252"),
+        ("a.csv", "", "no rows"),
         ("a.csv", b"PK\x03\x04" + bytes(99), "a zip archive or a spreadsheet[^$]*fix: unpack it, or save"),
+        ("a.csv", "<!DOCTYPE html><html>", "a web page"),
+        ("a.csv.gz", gzip.compress(TABLE.encode() * 99, mtime=0)[:-40], "cannot be read"),
+        ("a.csv.gz", gzip.compress(TABLE.encode(), mtime=0)[:-12] + bytes(12), "cannot be read"),
+        ("a.jsonl", OBJECTS.encode().replace(b"w5", b"caf\xe9"), r"row 6 is not UTF-8[^$]*WINDOWS-1252"),
+        ("a.jsonl", '{"text": "w1 w2"}\n\n{"text": \n', "row 2 is not JSON"),
+        ("a.jsonl", "", "no rows"),
+        ("a.jsonl", "version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "Git LFS[^$]*git lfs pull"),
+        ("a.jsonl", b"PAR1" + bytes(99), "a parquet file"),
         ("a.xlsx", b"PK\x03\x04" + bytes(99), r"a.xlsx is not a kind[^$]*save the sheet as .csv"),
         ("a.parquet", TABLE, "cannot be read"),
         ("a.parquet", b"version https://git-lfs.github.com/spec/v1\n", "Git LFS[^$]*git lfs pull"),
-        ("a.jsonl", "version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "Git LFS[^$]*git lfs pull"),
-        ("a.csv", "<!DOCTYPE html><html>", "a web page"),
-        ("a.jsonl", b"PAR1" + bytes(99), "a parquet file"),
-        ("a.csv.gz", gzip.compress(TABLE.encode() * 99, mtime=0)[:-40], "cannot be read"),
-        ("a.csv.gz", gzip.compress(TABLE.encode(), mtime=0)[:-12] + bytes(12), "cannot be read"),
         ("a.arrow", b"ARROW1" + bytes(99), "cannot be read"),
         ("a.json", "{", "a.json is not JSON"),
         ("a.json", "[1, 2]", "no list of JSON objects"),
@@ -565,20 +527,15 @@ UNCLOSED = TABLE.replace('"w3 w2, w3"', '"w3 w2, w3', 1)
     ],
 )
 def test_files_that_would_be_misread_are_refused_with_the_place(
-    tmp_path: Path, bert: Any, text_folder: Path, name: str, content: str | bytes, message: str
+    at: Folder, bert: Any, name: str, content: str | bytes, message: str
 ) -> None:
-    (tmp_path / name).write_bytes(content.encode() if isinstance(content, str) else content)
-    with pytest.raises(DataError, match=message):
-        load(Data(path=str(tmp_path / name)), bert, text_folder)
+    refused(at, bert, at.file(name, content), message)
 
 
-def test_rows_of_csv_with_too_many_values_are_left_out_and_lines_in_quotes_are_read(
-    tmp_path: Path, bert: Any, text_folder: Path
-) -> None:
+def test_rows_of_csv_with_too_many_values_are_left_out_and_lines_in_quotes_are_read(at: Folder, bert: Any) -> None:
     long = "w1 w2\n" * 30
     content = f'text,label\nw1,1\nw2, w3,1\nw4\n"{long}",0\ntext,label\n5" w5,1\n"w6" w7,0\n'
-    (tmp_path / "a.csv").write_text(content)
-    found = load(Data(path=str(tmp_path / "a.csv")), bert, text_folder)
+    found = at.load(bert, at.file("a.csv", content))
     assert (found.fitted_count, found.rows_skipped) == (5, 2)
     notes = " ".join(found.notes)
     assert "line 3 has 3 values for 2 columns" in notes or "line 36 names the columns again" in notes
@@ -598,28 +555,22 @@ def test_a_file_that_grows_is_read_as_it_was_and_one_that_is_replaced_is_said_to
 
 # --- tensors ---
 
-
-def save_tensors(file: Path, **tensors: Tensor) -> Data:
-    save_file(tensors, file)
-    return Data(path=str(file))
+IDS = torch.ones(4, 6).long()
+HALF_MASK = torch.ones(4, 6).long().index_fill(0, torch.tensor([2]), 0)
 
 
-def test_tensors_are_taken_in_file_order(tmp_path: Path, vit: Any) -> None:
+def test_tensors_are_taken_in_file_order_and_need_no_preprocessor(at: Folder, vit: Any, bert: Any) -> None:
     values = torch.arange(20.0).reshape(20, 1, 1, 1).expand(20, 3, 8, 8).contiguous()
-    found = load(save_tensors(tmp_path / "a.safetensors", pixel_values=values.half()), vit, count=6, batch_size=4)
-    order = [
-        row[0] for part in (found.fitted, found.selection, found.held_out) for row in rows_of(part, "pixel_values")
-    ]
-    assert order == list(range(14))
+    drawn = draw_examples("task", at.tensors(pixel_values=values.half()), vit, [], count=6, seed=0)
+    found = drawn.cut(4)
+    batches = [*found.fitted, *found.selection, *found.held_out]
+    assert [row[0] for row in rows_of(batches, "pixel_values")] == list(range(14))
     assert [len(batch["pixel_values"]) for batch in found.fitted] == [4, 2]
     assert found.fitted[0]["pixel_values"].dtype == torch.float32
-
-
-def test_tensors_need_no_preprocessor_and_labels_stay_out_of_the_batch(tmp_path: Path, bert: Any) -> None:
-    data = save_tensors(tmp_path / "a.safetensors", input_ids=torch.ones(3, 5).long(), labels=torch.tensor([0, 2, 1]))
-    assert set(load(data, bert).fitted[0]) == {"input_ids"}
-    batches, labels = load_labelled("task", data, "train", bert, [], batch_size=2)
-    assert labels.tolist() == [0, 2, 1] and len(batches) == 2
+    labelled = at.tensors(input_ids=torch.ones(3, 5).long(), labels=torch.tensor([0, 2, 1]))
+    assert set(at.load(bert, labelled).fitted[0]) == {"input_ids"}
+    batches, labels = at.labelled(bert, labelled)
+    assert labels == [0, 2, 1] and len(batches) == 2
 
 
 @pytest.mark.parametrize(
@@ -630,22 +581,6 @@ def test_tensors_need_no_preprocessor_and_labels_stay_out_of_the_batch(tmp_path:
         ({"input_ids": torch.ones(0, 3).long()}, "do not agree"),
         ({"input_ids": torch.tensor(1)}, "do not agree"),
         ({"labels": torch.tensor([1, 2])}, "nothing but labels"),
-    ],
-)
-def test_tensors_that_the_model_cannot_take_are_refused(
-    tmp_path: Path, bert: Any, tensors: dict[str, Tensor], message: str
-) -> None:
-    with pytest.raises(DataError, match=message):
-        load(save_tensors(tmp_path / "a.safetensors", **tensors), bert)
-
-
-IDS = torch.ones(4, 6).long()
-HALF_MASK = torch.ones(4, 6).long().index_fill(0, torch.tensor([2]), 0)
-
-
-@pytest.mark.parametrize(
-    ("tensors", "message"),
-    [
         ({"input_ids": torch.ones(4, 17).long()}, "17 tokens an example, and the model positions for 16"),
         ({"input_ids": IDS[:, :0]}, r"input_ids \[4, 0\] holds nothing"),
         ({"input_ids": IDS.index_fill(0, torch.tensor([1]), 64)}, "of example 2 has 64, and the model knows 0 to 63"),
@@ -660,80 +595,54 @@ HALF_MASK = torch.ones(4, 6).long().index_fill(0, torch.tensor([2]), 0)
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_ids_and_masks_that_a_model_cannot_read_are_refused_with_numbers(
-    tmp_path: Path, bert: Any, tensors: dict[str, Tensor], message: str
+def test_tensors_that_the_model_cannot_take_are_refused_with_numbers(
+    at: Folder, bert: Any, tensors: dict[str, Tensor], message: str
 ) -> None:
-    with pytest.raises(DataError, match=message):
-        load(save_tensors(tmp_path / "a.safetensors", **tensors), bert)
+    refused(at, bert, at.tensors(**tensors), message)
 
 
 @pytest.mark.parametrize("kind", [torch.uint8, torch.int16, torch.int32])
-def test_ids_of_fewer_bits_are_ids(tmp_path: Path, bert: Any, kind: torch.dtype) -> None:
-    mask = torch.ones(4, 6).bool()
-    [batch] = load(save_tensors(tmp_path / "a.safetensors", input_ids=IDS.to(kind), attention_mask=mask), bert).fitted
+def test_ids_of_fewer_bits_are_ids(at: Folder, bert: Any, kind: torch.dtype) -> None:
+    [batch] = at.load(bert, at.tensors(input_ids=IDS.to(kind), attention_mask=torch.ones(4, 6).bool())).fitted
     assert batch["input_ids"].dtype == torch.int64
     assert bert(**batch).logits.shape == (4, 2)
 
 
-def test_positions_of_roberta_begin_behind_the_paddings(tmp_path: Path) -> None:
+def test_positions_of_roberta_begin_behind_the_paddings(at: Folder) -> None:
     roberta = build("RobertaModel", "RobertaConfig", **TINY, max_position_embeddings=16, pad_token_id=1)
     assert count_positions(roberta) == (14, True)
     roberta(input_ids=torch.full((1, 14), 5))
-    with pytest.raises(DataError, match="15 tokens an example, and the model positions for 14"):
-        load(save_tensors(tmp_path / "a.safetensors", input_ids=torch.full((4, 15), 5)), roberta)
-    folder = save_tokenizer(tmp_path / "expert")
-    [batch] = load(one(tmp_path, {"text": "w1 " * 600}), roberta, folder).fitted
+    too_long = at.tensors(input_ids=torch.full((4, 15), 5))
+    refused(at, roberta, too_long, "15 tokens an example, and the model positions for 14")
+    [batch] = at.load(roberta, at.rows({"text": "w1 " * 600})).fitted
     assert batch["input_ids"].shape == (1, 14)
 
 
 def test_more_tokens_than_a_model_with_turning_positions_was_made_for_are_its_users_affair(
-    tmp_path: Path, llama: Any
+    at: Folder, llama: Any
 ) -> None:
     assert count_positions(llama) == (2048, False)
-    assert load(save_tensors(tmp_path / "a.safetensors", input_ids=torch.ones(4, 2050).long()), llama).fitted
-
-
-@pytest.mark.parametrize("name", ["a.jsonl", "a.csv", "a.parquet", "a.safetensors", "pictures"])
-def test_a_pipe_is_refused_and_nobody_waits_for_it(tmp_path: Path, bert: Any, text_folder: Path, name: str) -> None:
-    os.mkfifo(tmp_path / name)
-    with pytest.raises(DataError, match=r"is a pipe, a socket or a device[^$]*into a file"):
-        load(Data(path=str(tmp_path / name)), bert, text_folder)
-
-
-def test_pipes_in_a_folder_are_no_files_of_it(tmp_path: Path, bert: Any, text_folder: Path) -> None:
-    (tmp_path / "data").mkdir()
-    os.mkfifo(tmp_path / "data" / "a.jsonl")
-    with pytest.raises(DataError, match="no images and no data files"):
-        load(Data(path=str(tmp_path / "data")), bert, text_folder)
-    write_jsonl(tmp_path / "data" / "b.jsonl", text_rows(3))
-    assert load(Data(path=str(tmp_path / "data")), bert, text_folder).fitted_count == 3
+    assert at.load(llama, at.tensors(input_ids=torch.ones(4, 2050).long())).fitted
 
 
 # --- images ---
 
 
-def test_images_of_every_form_become_float32_pixel_values_that_the_model_takes(
-    tmp_path: Path, vit: Any, image_folder: Path
-) -> None:
-    (tmp_path / "pictures").mkdir()
-    (tmp_path / "pictures" / "a.png").write_bytes(encode_image(7))
-    relative = Data(path=write_jsonl(tmp_path / "a.jsonl", [{"picture": "pictures/a.png"}]))
-    raw = Data(path=write_parquet(tmp_path / "a.parquet", [{"x": encode_image(7)}]))
-    for data in (relative, raw):
-        found = load(data, vit, image_folder)
+def test_images_of_every_form_become_float32_pixel_values_that_the_model_takes(at: Folder, vit: Any) -> None:
+    at.images({"a.png": encode_image(7)}, "pictures")
+    for data in (at.rows({"picture": "pictures/a.png"}), at.file("a.parquet", [{"x": encode_image(7)}])):
+        found = at.load(vit, data)
         assert found.fitted[0]["pixel_values"].dtype == torch.float32
         assert colours(found.fitted) == [7]
         assert vit(**found.fitted[0]).logits.shape[0] == 1
 
 
-def test_a_photograph_is_turned_as_its_exif_says(tmp_path: Path, vit: Any, image_folder: Path) -> None:
+def test_a_photograph_is_turned_as_its_exif_says(at: Folder, vit: Any) -> None:
     pixels = numpy.zeros((8, 8, 3), dtype=numpy.uint8)
     pixels[:4] = 255
     exif = Image.Exif()
     exif[0x0112] = 3
-    (tmp_path / "images").mkdir()
-    Image.fromarray(pixels).save(tmp_path / "images" / "a.png", exif=exif)
-    [batch] = load(Data(path=str(tmp_path / "images")), vit, image_folder).fitted
+    [batch] = at.load(vit, at.images({"a.png": Image.fromarray(pixels)}, exif=exif)).fitted
     assert batch["pixel_values"][0, 0, 0, 0] < 0 < batch["pixel_values"][0, 0, 7, 0]
 
 
@@ -769,35 +678,26 @@ def test_deep_greys_are_scaled_to_eight_bits(kind: str) -> None:
     [ramp("int32", 10**6), ramp("int32", 100) - 50, ramp("float32", 4000), ramp("float32", numpy.nan)],
     ids=["beyond 16 bits", "below zero", "floats beyond 255", "NaN"],
 )
-def test_pixels_without_a_known_scale_are_bad_rows(tmp_path: Path, vit: Any, image_folder: Path, values: Any) -> None:
-    (tmp_path / "images").mkdir()
-    Image.fromarray(values).save(tmp_path / "images" / "0.tiff")
-    with pytest.raises(DataError, match="pixels"):
-        load(Data(path=str(tmp_path / "images")), vit, image_folder)
-
-
-def see_through(mode: str) -> Image.Image:
-    """Left half black, right half black but transparent."""
-    image = Image.new("RGBA", (8, 8), (0, 0, 0, 255))
-    image.paste((0, 0, 0, 0), (4, 0, 8, 8))
-    return image if mode == "RGBA" else image.convert(mode)
+def test_pixels_without_a_known_scale_are_bad_rows(at: Folder, vit: Any, values: Any) -> None:
+    refused(at, vit, at.images({"0.tiff": Image.fromarray(values)}), "pixels")
 
 
 @pytest.mark.parametrize("mode", ["RGBA", "LA", "P"])
 def test_transparency_is_white_as_in_transformers(mode: str, recwarn: pytest.WarningsRecorder) -> None:
+    image = Image.new("RGBA", (8, 8), (0, 0, 0, 255))
+    image.paste((0, 0, 0, 0), (4, 0, 8, 8))  # the right half black but transparent
     stream = io.BytesIO()
-    see_through(mode).save(stream, "PNG")
+    (image if mode == "RGBA" else image.convert(mode)).save(stream, "PNG")
     found = numpy.asarray(to_rgb(Image.open(stream)))
     assert (found[:, :4] == 0).all() and (found[:, 4:] == 255).all()
     assert not recwarn.list
 
 
 def test_other_kinds_of_images_look_as_they_do_elsewhere(tmp_path: Path) -> None:
-    red = Image.new("RGB", (8, 8), (250, 10, 10))
-    frames = [red, Image.new("RGB", (8, 8), (10, 10, 250))]
-    red.save(tmp_path / "a.gif", save_all=True, append_images=frames[1:])
+    red, blue = (Image.new("RGB", (8, 8), colour) for colour in ((250, 10, 10), (10, 10, 250)))
+    red.save(tmp_path / "a.gif", save_all=True, append_images=[blue])
     red.convert("CMYK").save(tmp_path / "b.jpg", quality=100)
-    frames[0].save(tmp_path / "c.tiff", save_all=True, append_images=frames[1:])
+    red.save(tmp_path / "c.tiff", save_all=True, append_images=[blue])
     for file in sorted(tmp_path.iterdir()):
         mean = numpy.asarray(to_rgb(Image.open(file))).mean((0, 1))
         assert abs(mean - [250, 10, 10]).max() < 8, file.name
@@ -821,9 +721,8 @@ GREY_7 = numpy.full((6, 6), 7, dtype=int)
     ],
     ids=["grey", "channels first", "channels last", "floats", "base64", "data URL", "a list of one"],
 )
-def test_arrays_and_base64_are_images(tmp_path: Path, vit: Any, image_folder: Path, column: str, cell: Any) -> None:
-    data = Data(path=write_parquet(tmp_path / "a.parquet", [{column: cell, "label": 1}]))
-    assert colours(load(data, vit, image_folder).fitted) == [7]
+def test_arrays_and_base64_are_images(at: Folder, vit: Any, column: str, cell: Any) -> None:
+    assert colours(at.load(vit, at.file("a.parquet", [{column: cell, "label": 1}])).fitted) == [7]
 
 
 def test_base64_of_a_large_image_is_not_shortened() -> None:
@@ -840,76 +739,58 @@ def test_base64_of_a_large_image_is_not_shortened() -> None:
         ([{"bytes": encode_image(7)}] * 2, "has 2 images"),
     ],
 )
-def test_lists_that_are_no_picture_are_refused(
-    tmp_path: Path, vit: Any, image_folder: Path, cell: Any, message: str
-) -> None:
-    data = Data(path=write_parquet(tmp_path / "a.parquet", [{"image": cell}]))
-    with pytest.raises(DataError, match=message):
-        load(data, vit, image_folder)
+def test_lists_that_are_no_picture_are_refused(at: Folder, vit: Any, cell: Any, message: str) -> None:
+    refused(at, vit, at.file("a.parquet", [{"image": cell}]), message)
 
 
-def test_the_first_folder_with_a_processor_gives_it(tmp_path: Path, vit: Any, image_folder: Path) -> None:
-    (tmp_path / "bare").mkdir()
-    snapshot = tmp_path / "models--openai--clip" / "snapshots" / "abc"
-    ViTImageProcessorPil(size={"height": 4, "width": 4}).save_pretrained(snapshot)
-    data = Data(path=write_parquet(tmp_path / "a.parquet", image_rows(3)))
-    found = load(data, vit, tmp_path / "bare", snapshot, image_folder)
-    assert found.fitted[0]["pixel_values"].shape[-1] == 4
-    assert any("image processor from openai/clip" in note for note in found.notes)
+def test_the_first_folder_with_a_processor_gives_it(at: Folder, vit: Any, bert: Any) -> None:
+    snapshot = at.path / "models--openai--clip" / "snapshots" / "abc"
+    for side, folder in ((4, snapshot), (8, at.expert)):
+        ViTImageProcessorPil(size={"height": side, "width": side}).save_pretrained(folder)
+    images = at.file("a.parquet", image_rows(3))
+    (at.path / "bare").mkdir()
+    drawn = draw_examples("task", images, vit, [at.path / "bare", snapshot, at.expert], count=3, seed=0)
+    assert drawn.cut(3).fitted[0]["pixel_values"].shape[-1] == 4
+    assert any("image processor from openai/clip" in note for note in drawn.notes)
+    for model, data, file in ((vit, images, "preprocessor"), (bert, at.rows(*text_rows(3)), "tokenizer")):
+        with pytest.raises(DataError, match=f"copy {file}_config.json"):
+            draw_examples("task", data, model, [at.path / "bare"], count=3, seed=0)
 
 
-def test_no_processor_is_an_error_that_says_what_to_copy(tmp_path: Path, vit: Any, bert: Any) -> None:
-    with pytest.raises(DataError, match=r"copy preprocessor_config.json"):
-        load(Data(path=write_parquet(tmp_path / "a.parquet", image_rows(3))), vit, tmp_path)
-    with pytest.raises(DataError, match=r"copy tokenizer_config.json"):
-        load(Data(path=write_parquet(tmp_path / "b.parquet", text_rows(3))), bert, tmp_path)
-
-
-def test_code_that_comes_with_a_processor_is_never_run(tmp_path: Path, vit: Any) -> None:
+def test_code_that_comes_with_a_processor_is_never_run(at: Folder, vit: Any) -> None:
     config = {"image_processor_type": "Evil", "auto_map": {"AutoImageProcessor": "evil.Evil"}}
-    (tmp_path / "preprocessor_config.json").write_text(json.dumps(config))
-    (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Evil: pass\n")
-    with pytest.raises(DataError, match="no image processor can be loaded"):
-        load(Data(path=write_parquet(tmp_path / "a.parquet", image_rows(3))), vit, tmp_path)
-    assert not (tmp_path / "ran").exists()
+    at.file("expert/preprocessor_config.json", json.dumps(config))
+    at.file("expert/evil.py", f"open({str(at.path / 'ran')!r}, 'w')\nclass Evil: pass\n")
+    refused(at, vit, at.file("a.parquet", image_rows(3)), "no image processor can be loaded")
+    assert not (at.path / "ran").exists()
 
 
 # --- text ---
 
-
-def words_of(batch: Batch, name: str = "input_ids") -> list[str]:
-    return [" ".join(WORDS[number] for number in row) for row in batch[name].tolist()]
-
-
-def one(tmp_path: Path, row: Mapping[str, Any], **settings: Any) -> Data:
-    return Data(path=write_jsonl(tmp_path / "one.jsonl", [row]), **settings)
+TURNS = [{"role": "user", "content": "w1"}, {"role": "assistant", "content": "w2"}]
 
 
 @pytest.mark.parametrize(
-    ("row", "expected"),
+    ("row", "settings", "expected"),
     [
-        ({"id": "a b", "text": "w1"}, "[CLS] w1 [SEP]"),
-        ({"sentence": "w1", "label": 1}, "[CLS] w1 [SEP]"),
-        ({"premise": "w1", "hypothesis": "w2"}, "[CLS] w1 [SEP] w2 [SEP]"),
-        ({"question": "w1", "sentence": "w2"}, "[CLS] w1 [SEP] w2 [SEP]"),
-        ({"instruction": "w1", "output": "w2"}, "[CLS] w1 [SEP]"),
-        ({"code": "x1", "blurb": "w1 w2"}, "[CLS] w1 w2 [SEP]"),
+        ({"id": "a b", "text": "w1"}, {}, "w1"),
+        ({"sentence": "w1", "label": 1}, {}, "w1"),
+        ({"premise": "w1", "hypothesis": "w2"}, {}, "w1 [SEP] w2"),
+        ({"question": "w1", "sentence": "w2"}, {}, "w1 [SEP] w2"),
+        ({"instruction": "w1", "output": "w2"}, {}, "w1"),
+        ({"code": "x1", "blurb": "w1 w2"}, {}, "w1 w2"),
+        ({"id": "7", "tokens": ["w1", "w2"], "ner_tags": [0, 1]}, {}, "w1 w2"),
+        ({"text": "w1", "a": "w2", "b": "w3"}, {"columns": {"text": "b", "text_pair": "a"}}, "w3 [SEP] w2"),
+        ({"text": "w1", "a": "w2", "b": "w3"}, {"template": "w9 {b} w8 {a}"}, "w9 w3 w8 w2"),
+        ({"conversations": [{"from": "human", "value": "w1"}, {"from": "gpt", "value": "w2"}]}, {}, "w1 w2"),
     ],
 )
-def test_an_encoder_reads_the_columns_that_hold_text(
-    tmp_path: Path, bert: Any, text_folder: Path, row: dict[str, Any], expected: str
+def test_an_encoder_reads_the_columns_that_hold_text_or_that_the_recipe_names(
+    at: Folder, bert: Any, row: Row, settings: dict[str, Any], expected: str
 ) -> None:
-    [batch] = load(one(tmp_path, row), bert, text_folder).fitted
-    assert words_of(batch) == [expected]
+    [batch] = at.load(bert, at.rows(row, **settings)).fitted
+    assert words_of([batch]) == [f"[CLS] {expected} [SEP]"]
     assert bert(**batch).logits.shape == (1, 2)
-
-
-def test_columns_and_template_of_the_recipe_come_first(tmp_path: Path, bert: Any, text_folder: Path) -> None:
-    row = {"text": "w1", "a": "w2", "b": "w3"}
-    named = one(tmp_path, row, columns={"text": "b", "text_pair": "a"})
-    assert words_of(load(named, bert, text_folder).fitted[0]) == ["[CLS] w3 [SEP] w2 [SEP]"]
-    built = one(tmp_path, row, template="w9 {b} w8 {a}")
-    assert words_of(load(built, bert, text_folder).fitted[0]) == ["[CLS] w9 w3 w8 w2 [SEP]"]
 
 
 @pytest.mark.parametrize(
@@ -922,25 +803,25 @@ def test_columns_and_template_of_the_recipe_come_first(tmp_path: Path, bert: Any
         ({"columns": {"messages": "text"}}, "not a list of messages"),
     ],
 )
-def test_columns_that_are_not_there_are_refused(
-    tmp_path: Path, bert: Any, text_folder: Path, settings: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(DataError, match=message):
-        load(one(tmp_path, {"text": "w1", "n": 1}, **settings), bert, text_folder)
+def test_columns_that_are_not_there_are_refused(at: Folder, bert: Any, settings: dict[str, Any], message: str) -> None:
+    refused(at, bert, at.rows({"text": "w1", "n": 1}, **settings), message)
 
 
-def test_no_usable_column_is_an_error_that_lists_the_columns(
-    tmp_path: Path, bert: Any, vit: Any, text_folder: Path, image_folder: Path
-) -> None:
+def test_no_usable_column_is_an_error_that_lists_the_columns(at: Folder, bert: Any, vit: Any, t5: Any) -> None:
     for model, what in ((bert, "text"), (vit, "images")):
-        with pytest.raises(DataError, match=rf"no column holds {what}; the columns are n, kind[^$]*--columns task="):
-            load(one(tmp_path, {"n": 1, "kind": "a"}), model, text_folder, image_folder)
+        data = at.rows({"n": 1, "kind": "a"})
+        refused(at, model, data, rf"no column holds {what}; the columns are n, kind[^$]*--columns task=")
+    data = at.rows({"translation": {"de": "w1", "en": "w2"}})
+    refused(at, t5, data, r'template: "\{translation\[de\]\}"')
+    wav = build("Wav2Vec2Model", "Wav2Vec2Config", **TINY, conv_dim=(8,), conv_stride=(2,), conv_kernel=(2,),
+                num_feat_extract_layers=1, num_conv_pos_embeddings=4, num_conv_pos_embedding_groups=2)  # fmt: skip
+    refused(at, wav, at.rows({"text": "w1"}), r"reads input_values[^$]*safetensors")
 
 
 @pytest.mark.parametrize(
     "row",
     [
-        {"messages": [{"role": "user", "content": "w1"}, {"role": "assistant", "content": "w2"}]},
+        {"messages": TURNS},
         {"conversations": [{"from": "human", "value": "w1"}, {"from": "gpt", "value": "w2"}], "text": "w9 w9"},
         {"instruction": "w1", "output": "w2", "input": ""},
         {"query": "w1", "response": "w2", "original": "w9 w9"},
@@ -950,46 +831,17 @@ def test_no_usable_column_is_an_error_that_lists_the_columns(
         {"question": "w1", "answer": "w2"},
         {"prompt": [{"role": "user", "content": "w1"}], "completion": [{"role": "assistant", "content": "w2"}]},
         {"prompt": [{"role": "user", "content": "w1"}], "response": "w2"},
-        {"prompt": [{"role": "user", "content": "w1"}, {"role": "assistant", "content": "w2"}], "answer": "w9"},
+        {"prompt": TURNS, "answer": "w9"},
     ],
+    ids=lambda row: "-".join(row),
 )
 def test_conversations_go_through_the_chat_template_without_further_special_tokens(
-    tmp_path: Path, llama: Any, row: dict[str, Any]
+    at: Folder, llama: Any, row: Row
 ) -> None:
-    words = [*WORDS, "user", "assistant"]
-    folder = save_tokenizer(tmp_path / "expert", chat=True, words=words)
-    [batch] = load(one(tmp_path, row), llama, folder).fitted
-    assert [words[number] for number in batch["input_ids"][0]] == ["user", "w1", "assistant", "w2"]
+    at.tokenizer(chat=True)
+    [batch] = at.load(llama, at.rows(row)).fitted
+    assert words_of([batch]) == ["user w1 assistant w2"]
     assert "token_type_ids" not in batch
-
-
-def test_a_causal_model_without_chat_template_reads_question_and_answer_as_one_text(
-    tmp_path: Path, llama: Any, text_folder: Path
-) -> None:
-    row = {"instruction": "w1", "input": "w5", "output": "w2"}
-    assert words_of(load(one(tmp_path, row), llama, text_folder).fitted[0]) == ["[CLS] w1 w5 w2 [SEP]"]
-
-
-def test_a_causal_body_without_head_is_known_as_causal(tmp_path: Path, text_folder: Path) -> None:
-    body = build("LlamaModel", "LlamaConfig", **TINY, num_key_value_heads=2)
-    row = {"question": "w1", "answer": "w2"}
-    assert words_of(load(one(tmp_path, row), body, text_folder).fitted[0]) == ["[CLS] w1 w2 [SEP]"]
-
-
-TURNS = [{"role": "user", "content": "w1"}, {"role": "assistant", "content": "w2"}]
-
-
-def test_turns_are_joined_where_there_is_no_chat_template_and_that_is_said(
-    tmp_path: Path, llama: Any, bert: Any, t5: Any, text_folder: Path
-) -> None:
-    data = one(tmp_path, {"prompt_id": "a b", "prompt": "w1", "messages": TURNS})
-    found = load(data, llama, text_folder)
-    assert words_of(found.fitted[0]) == ["[CLS] w1 w2 [SEP]"]
-    assert "turns joined by line breaks as the tokenizer has no chat template" in " ".join(found.notes)
-    data = one(tmp_path, {"conversations": [{"from": "human", "value": "w1"}, {"from": "gpt", "value": "w2"}]})
-    assert words_of(load(data, bert, text_folder).fitted[0]) == ["[CLS] w1 w2 [SEP]"]
-    [batch] = load(data, t5, text_folder).fitted
-    assert (words_of(batch), words_of(batch, "decoder_input_ids")) == (["[CLS] w1 [SEP]"], ["[PAD] [CLS] w2"])
 
 
 @pytest.mark.parametrize(
@@ -1020,13 +872,22 @@ def test_turns_are_joined_where_there_is_no_chat_template_and_that_is_said(
 )
 @pytest.mark.parametrize("chat", [True, False])
 def test_question_and_answer_are_known_by_the_names_that_datasets_use(
-    tmp_path: Path, llama: Any, row: dict[str, Any], chat: bool
+    at: Folder, llama: Any, row: Row, chat: bool
 ) -> None:
-    words = [*WORDS, "user", "assistant"]
-    folder = save_tokenizer(tmp_path / "expert", chat=chat, words=words)
-    [batch] = load(one(tmp_path, row), llama, folder).fitted
-    expected = ["user", "w1", "assistant", "w2"] if chat else ["[CLS]", "w1", "w2", "[SEP]"]
-    assert [words[number] for number in batch["input_ids"][0]] == expected
+    at.tokenizer(chat=chat)
+    expected = "user w1 assistant w2" if chat else "[CLS] w1 w2 [SEP]"
+    assert words_of(at.load(llama, at.rows(row)).fitted) == [expected]
+
+
+def test_a_causal_body_without_head_is_known_as_causal(at: Folder) -> None:
+    body = build("LlamaModel", "LlamaConfig", **TINY, num_key_value_heads=2)
+    assert words_of(at.load(body, at.rows({"question": "w1", "answer": "w2"})).fitted) == ["[CLS] w1 w2 [SEP]"]
+
+
+def test_turns_are_joined_where_there_is_no_chat_template_and_that_is_said(at: Folder, llama: Any) -> None:
+    found = at.load(llama, at.rows({"prompt_id": "a b", "prompt": "w1", "messages": TURNS}))
+    assert words_of(found.fitted) == ["[CLS] w1 w2 [SEP]"]
+    assert "turns joined by line breaks as the tokenizer has no chat template" in " ".join(found.notes)
 
 
 @pytest.mark.parametrize(
@@ -1037,28 +898,19 @@ def test_question_and_answer_are_known_by_the_names_that_datasets_use(
         {"instruction": "w1", "input": "w5", "output": "w2"},
     ],
 )
-def test_what_a_question_is_about_comes_behind_it(
-    tmp_path: Path, llama: Any, t5: Any, text_folder: Path, row: dict[str, Any]
-) -> None:
-    assert words_of(load(one(tmp_path, row), llama, text_folder).fitted[0]) == ["[CLS] w1 w5 w2 [SEP]"]
-    [batch] = load(one(tmp_path, row), t5, text_folder).fitted
-    assert (words_of(batch), words_of(batch, "decoder_input_ids")) == (["[CLS] w1 w5 [SEP]"], ["[PAD] [CLS] w2"])
+def test_what_a_question_is_about_comes_behind_it(at: Folder, llama: Any, t5: Any, row: Row) -> None:
+    assert words_of(at.load(llama, at.rows(row)).fitted) == ["[CLS] w1 w5 w2 [SEP]"]
+    batches = at.load(t5, at.rows(row)).fitted
+    assert (words_of(batches), words_of(batches, "decoder_input_ids")) == (["[CLS] w1 w5 [SEP]"], ["[PAD] [CLS] w2"])
 
 
-def test_words_one_by_one_are_a_text(tmp_path: Path, bert: Any, text_folder: Path) -> None:
-    row = {"id": "7", "tokens": ["w1", "w2"], "ner_tags": [0, 1]}
-    assert words_of(load(one(tmp_path, row), bert, text_folder).fitted[0]) == ["[CLS] w1 w2 [SEP]"]
-
-
-def test_an_answer_that_is_not_read_is_named_with_what_to_type(
-    tmp_path: Path, llama: Any, bert: Any, text_folder: Path
-) -> None:
+def test_an_answer_that_is_not_read_is_named_with_what_to_type(at: Folder, llama: Any, bert: Any) -> None:
     row = {"sentence": "w1 w3", "answer": "w2"}
-    notes = " ".join(load(one(tmp_path, row), llama, text_folder).notes)
+    notes = " ".join(at.load(llama, at.rows(row)).notes)
     assert "answer, which may be the answer, is not read" in notes
     assert "--columns task=prompt:sentence,response:answer (" in notes
-    assert "is not read" not in " ".join(load(one(tmp_path, row), bert, text_folder).notes)
-    assert "is not read" not in " ".join(load(one(tmp_path, row, template="{answer} w3"), llama, text_folder).notes)
+    assert "is not read" not in " ".join(at.load(bert, at.rows(row)).notes)
+    assert "is not read" not in " ".join(at.load(llama, at.rows(row, template="{answer} w3")).notes)
 
 
 @pytest.mark.parametrize(
@@ -1073,171 +925,138 @@ def test_an_answer_that_is_not_read_is_named_with_what_to_type(
     ],
 )
 def test_further_text_beside_a_question_may_be_its_answer(
-    row: dict[str, Any], named: str | None, tmp_path: Path, llama: Any, text_folder: Path
+    row: dict[str, Any], named: str | None, at: Folder, llama: Any
 ) -> None:
-    notes = " ".join(load(one(tmp_path, row), llama, text_folder).notes)
+    notes = " ".join(at.load(llama, at.rows(row)).notes)
     assert ("is not read" in notes) is (named is not None)
     assert named is None or f"{named}, which may be the answer, is not read" in notes
-    first = next(iter(row))
-    said = load(one(tmp_path, row, columns={"text": first}), llama, text_folder)
-    assert "is not read" not in " ".join(said.notes)
+    chosen = at.load(llama, at.rows(row, columns={"text": next(iter(row))}))
+    assert "is not read" not in " ".join(chosen.notes)
 
 
-def test_texts_inside_of_a_column_are_named_for_a_template(tmp_path: Path, t5: Any, text_folder: Path) -> None:
-    with pytest.raises(DataError, match=r'template: "\{translation\[de\]\}"'):
-        load(one(tmp_path, {"translation": {"de": "w1", "en": "w2"}}), t5, text_folder)
+@pytest.mark.parametrize(
+    ("row", "settings", "source", "target"),
+    [
+        ({"document": "w1", "summary": "w2"}, {}, "w1", "w2"),
+        ({"source": "w1", "target": "w2"}, {}, "w1", "w2"),
+        ({"question": "w1", "answer": "w2"}, {}, "w1", "w2"),
+        ({"conversations": [{"from": "human", "value": "w1"}, {"from": "gpt", "value": "w2"}]}, {}, "w1", "w2"),
+        ({"a": "w1", "b": "w2", "c": "w3", "text": "w9"}, {"columns": {"prompt": "b", "response": "c"}}, "w2", "w3"),
+        ({"a": "w1", "b": "w2", "c": "w3", "text": "w9"}, {"template": "w8 {a} {b}", "columns": {"response": "c"}},
+         "w8 w1 w2", "w3"),
+    ],
+)  # fmt: skip
+def test_an_encoder_decoder_reads_source_and_target(
+    at: Folder, t5: Any, row: Row, settings: dict[str, Any], source: str, target: str
+) -> None:
+    batches = at.load(t5, at.rows(row, **settings)).fitted
+    assert words_of(batches) == [f"[CLS] {source} [SEP]"]
+    assert words_of(batches, "decoder_input_ids") == [f"[PAD] [CLS] {target}"]
 
 
-def test_an_encoder_decoder_gets_the_target_shifted_right(tmp_path: Path, t5: Any, text_folder: Path) -> None:
-    rows = [{"inputs": "w1 w2", "targets": "w3"}, {"inputs": "w4", "targets": "w5 w6"}]
-    found = load(Data(path=write_jsonl(tmp_path / "a.jsonl", rows)), t5, text_folder, batch_size=2)
-    [batch] = found.fitted
-    by_source = dict(zip(words_of(batch), words_of(batch, "decoder_input_ids"), strict=True))
+def test_an_encoder_decoder_gets_the_target_shifted_right_or_its_start_token(at: Folder, t5: Any) -> None:
+    found = at.load(t5, at.rows({"inputs": "w1 w2", "targets": "w3"}, {"inputs": "w4", "targets": "w5 w6"}))
+    by_source = dict(zip(words_of(found.fitted), words_of(found.fitted, "decoder_input_ids"), strict=True))
     assert by_source == {
         "[CLS] w1 w2 [SEP]": "[PAD] [CLS] w3 [SEP]",
         "[CLS] w4 [SEP] [PAD]": "[PAD] [CLS] w5 w6",
     }
+    [batch] = found.fitted
     assert sorted(batch["decoder_attention_mask"].sum(1).tolist()) == [3, 4]
     assert t5(**batch).logits.shape[:2] == (2, 4)
+    [batch] = at.load(t5, at.rows({"sentence": "w1", "label": 0})).fitted
+    assert batch["decoder_input_ids"].tolist() == [[0]]
+    assert t5(**batch).logits.shape[:2] == (1, 1)
 
 
-def test_the_longest_example_is_as_long_as_any_batch(tmp_path: Path, t5: Any, text_folder: Path) -> None:
+def test_the_longest_example_is_as_long_as_any_batch(at: Folder, t5: Any) -> None:
     """In its text and in its target, which may be of two rows, fitted or held out."""
     rows = [{"inputs": f"w{number % 5 + 1}", "targets": f"w{number // 5 + 1}"} for number in range(20)]
     rows[3]["inputs"], rows[7]["targets"] = "w1 w2 w3 w4", "w1 w2 w3"
-    data = Data(path=write_jsonl(tmp_path / "a.jsonl", rows))
-    drawn = draw_examples("task", data, t5, [text_folder], count=8, seed=0)
+    at.tokenizer()
+    drawn = draw_examples("task", at.rows(*rows), t5, [at.expert], count=8, seed=0)
     found, longest = drawn.cut(3), drawn.longest()
     for name in ("input_ids", "attention_mask", "decoder_input_ids", "decoder_attention_mask"):
         lengths = [batch[name].shape[1] for batch in (*found.fitted, *found.selection, *found.held_out)]
         assert len(lengths) == 7 and longest[name].shape == (1, max(lengths))
 
 
-def test_an_encoder_decoder_reads_source_and_target_as_the_recipe_says(
-    tmp_path: Path, t5: Any, text_folder: Path
-) -> None:
-    row = {"a": "w1", "b": "w2", "c": "w3", "text": "w9"}
-    built = one(tmp_path, row, template="w8 {a} {b}", columns={"response": "c"})
-    named = one(tmp_path, row, columns={"prompt": "b", "response": "c"})
-    for data, source in ((built, "w8 w1 w2"), (named, "w2")):
-        [batch] = load(data, t5, text_folder).fitted
-        assert words_of(batch) == [f"[CLS] {source} [SEP]"]
-        assert words_of(batch, "decoder_input_ids") == ["[PAD] [CLS] w3"]
-
-
-@pytest.mark.parametrize("pair", [("document", "summary"), ("source", "target"), ("question", "answer")])
-def test_an_encoder_decoder_knows_sources_and_targets_by_name(
-    tmp_path: Path, t5: Any, text_folder: Path, pair: tuple[str, str]
-) -> None:
-    [batch] = load(one(tmp_path, dict(zip(pair, ("w1", "w2"), strict=True))), t5, text_folder).fitted
-    assert (words_of(batch), words_of(batch, "decoder_input_ids")) == (["[CLS] w1 [SEP]"], ["[PAD] [CLS] w2"])
-
-
-def test_an_encoder_decoder_without_targets_starts_from_its_start_token(
-    tmp_path: Path, t5: Any, text_folder: Path
-) -> None:
-    [batch] = load(one(tmp_path, {"sentence": "w1", "label": 0}), t5, text_folder).fitted
-    assert batch["decoder_input_ids"].tolist() == [[0]]
-    assert t5(**batch).logits.shape[:2] == (1, 1)
-
-
-def test_an_encoder_decoder_classifier_runs_on_its_batches(tmp_path: Path, text_folder: Path) -> None:
+def test_an_encoder_decoder_classifier_runs_on_its_batches(at: Folder) -> None:
     model = build(
         "BartForSequenceClassification", "BartConfig",
         d_model=8, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2, decoder_attention_heads=2,
         encoder_ffn_dim=8, decoder_ffn_dim=8, vocab_size=64, eos_token_id=3, pad_token_id=0, bos_token_id=2,
         decoder_start_token_id=3, max_position_embeddings=20,
     )  # fmt: skip
-    [batch] = load(one(tmp_path, {"premise": "w1", "hypothesis": "w2"}), model, text_folder).fitted
-    assert words_of(batch) == ["[CLS] w1 [SEP] w2 [SEP]"]
+    [batch] = at.load(model, at.rows({"premise": "w1", "hypothesis": "w2"})).fitted
+    assert words_of([batch]) == ["[CLS] w1 [SEP] w2 [SEP]"]
     assert model(**batch).logits.shape[0] == 1
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("pad", ["[PAD]", None])
 def test_padding_is_on_the_tokenizers_side_and_masked_even_without_a_pad_token(
-    tmp_path: Path, llama: Any, side: str, pad: str | None
+    at: Folder, llama: Any, side: str, pad: str | None
 ) -> None:
-    folder = save_tokenizer(tmp_path / "expert", pad_token=pad, padding_side=side)
-    data = Data(path=write_jsonl(tmp_path / "a.jsonl", [{"text": "w1"}, {"text": "w1 w2 w3"}]))
-    [batch] = load(data, llama, folder).fitted
+    at.tokenizer(pad_token=pad, padding_side=side)
+    [batch] = at.load(llama, at.rows({"text": "w1"}, {"text": "w1 w2 w3"})).fitted
     mask = batch["attention_mask"][batch["attention_mask"].sum(1).argmin()].tolist()
     assert mask == ([0, 0, 1, 1, 1] if side == "left" else [1, 1, 1, 0, 0])
 
 
 @pytest.mark.parametrize(("limit", "expected"), [(10**30, 16), (7, 7)])
-def test_texts_are_cut_at_the_shortest_limit(tmp_path: Path, bert: Any, limit: int, expected: int) -> None:
-    folder = save_tokenizer(tmp_path / "expert", model_max_length=limit)
-    [batch] = load(one(tmp_path, {"text": "w1 " * 600}), bert, folder).fitted
+def test_texts_are_cut_at_the_shortest_limit(at: Folder, bert: Any, limit: int, expected: int) -> None:
+    at.tokenizer(model_max_length=limit)
+    [batch] = at.load(bert, at.rows({"text": "w1 " * 600})).fitted
     assert batch["input_ids"].shape == (1, expected)
 
 
-def test_texts_that_the_tokenizer_does_not_know_are_refused(tmp_path: Path, bert: Any, text_folder: Path) -> None:
-    foreign = [{"text": f"d{number} e{number} w1"} for number in range(20)]
-    with pytest.raises(DataError, match=r"67% of the tokens are \[UNK\][^$]*in: task: [^$]*fix: give texts"):
-        load(Data(path=write_jsonl(tmp_path / "a.jsonl", foreign)), bert, text_folder)
-    half_known = [{"text": f"d{number} w2 w1"} for number in range(20)]
-    found = load(Data(path=write_jsonl(tmp_path / "b.jsonl", half_known)), bert, text_folder)
+def test_texts_that_the_tokenizer_does_not_know_are_refused(at: Folder, bert: Any, llama: Any) -> None:
+    foreign = at.rows(*({"text": f"d{number} e{number} w1"} for number in range(20)))
+    refused(at, bert, foreign, r"67% of the tokens are \[UNK\][^$]*in: task: [^$]*fix: give texts")
+    found = at.load(bert, at.rows(*({"text": f"d{number} w2 w1"} for number in range(20))))
     assert "task: 33% of the tokens are unknown to the tokenizer ([UNK])" in found.notes
+    at.tokenizer(eos_token="[UNK]", unk_token="[UNK]")  # an unknown token that is also another says nothing
+    assert at.load(llama, at.rows({"text": "d1 d2"})).fitted
 
 
-def test_an_unknown_token_that_is_also_another_says_nothing(tmp_path: Path, llama: Any) -> None:
-    folder = save_tokenizer(tmp_path / "expert", eos_token="[UNK]", unk_token="[UNK]")
-    assert load(one(tmp_path, {"text": "d1 d2"}), llama, folder).fitted
-
-
-def test_texts_that_are_cut_or_all_alike_are_said_to_be(tmp_path: Path, bert: Any, text_folder: Path) -> None:
-    same = [{"text": "w1 " * 40 + f"w{number}"} for number in range(20)]
-    notes = load(Data(path=write_jsonl(tmp_path / "a.jsonl", same)), bert, text_folder).notes
+def test_texts_that_are_cut_or_all_alike_are_said_to_be(at: Folder, bert: Any) -> None:
+    notes = at.load(bert, at.rows(*({"text": "w1 " * 40 + f"w{number}"} for number in range(20)))).notes
     assert "task: 8 of 8 texts fill all 16 tokens: what is beyond is cut off" in notes
     assert "task: all 8 examples become the same tokens: look whether it is the right column" in notes
 
 
-def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(tmp_path: Path, bert: Any) -> None:
-    folder = save_tokenizer(tmp_path / "expert", words=[*WORDS, *(f"x{number}" for number in range(50))])
-    with pytest.raises(DataError, match="has token 104, but the model only 64"):
-        load(one(tmp_path, {"text": "x49 x1"}), bert, folder)
-
-
-def test_a_model_of_another_modality_is_told_to_use_tensors(tmp_path: Path) -> None:
-    model = build("Wav2Vec2Model", "Wav2Vec2Config", **TINY, conv_dim=(8,), conv_stride=(2,), conv_kernel=(2,),
-                  num_feat_extract_layers=1, num_conv_pos_embeddings=4, num_conv_pos_embedding_groups=2)  # fmt: skip
-    with pytest.raises(DataError, match=r"reads input_values[^$]*safetensors"):
-        load(one(tmp_path, {"text": "w1"}), model)
+def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(at: Folder, bert: Any) -> None:
+    at.tokenizer(words=[*WORDS, *(f"x{number}" for number in range(50))])
+    refused(at, bert, at.rows({"text": "x49 x1"}), "has token 106, but the model only 64")
 
 
 # --- labels ---
 
 
 @pytest.mark.parametrize(("label", "number"), [("good", 1), (1, 1), ("1", 1)])
-def test_labels_are_numbers_or_names_that_the_model_knows(
-    tmp_path: Path, bert: Any, text_folder: Path, label: object, number: int
-) -> None:
-    data = one(tmp_path, {"text": "w1", "label": label})
-    assert load_labelled("task", data, "train", bert, [text_folder], batch_size=2)[1].tolist() == [number]
+def test_labels_are_numbers_or_names_that_the_model_knows(at: Folder, bert: Any, label: object, number: int) -> None:
+    assert at.labelled(bert, at.rows({"text": "w1", "label": label}))[1] == [number]
 
 
 @pytest.mark.parametrize(
-    ("label", "message"), [("fine", "is no class"), (0.5, "is no class"), (-1, "hides its labels")]
+    ("rows", "message"),
+    [
+        ([{"text": "w1", "label": "fine"}], "is no class"),
+        ([{"text": "w1", "label": 0.5}], "is no class"),
+        ([{"text": "w1", "label": -1}], "hides its labels"),
+        ([*text_rows(9), {"text": "", "label": 1}], "row 10 cannot be used"),
+    ],
 )
-def test_labels_that_mean_no_class_are_refused(
-    tmp_path: Path, bert: Any, text_folder: Path, label: object, message: str
+def test_labels_that_mean_no_class_and_rows_that_cannot_be_read_are_refused(
+    at: Folder, bert: Any, rows: list[Row], message: str
 ) -> None:
     with pytest.raises(DataError, match=message):
-        load_labelled("task", one(tmp_path, {"text": "w1", "label": label}), "train", bert, [text_folder], batch_size=2)
+        at.labelled(bert, at.rows(*rows))
 
 
-def test_labelled_rows_keep_their_order_and_the_named_label_column_counts(
-    tmp_path: Path, bert: Any, text_folder: Path
-) -> None:
+def test_labelled_rows_keep_their_order_and_the_named_label_column_counts(at: Folder, bert: Any) -> None:
     rows = [{"text": f"w{number}", "label": 0, "answer": number % 2} for number in range(25)]
-    data = Data(path=write_parquet(tmp_path / "a.parquet", rows), columns={"label": "answer"})
-    batches, labels = load_labelled("task", data, "train", bert, [text_folder], batch_size=10)
-    assert labels.tolist() == [number % 2 for number in range(25)]
-    assert [row[1] for row in rows_of(batches, "input_ids")] == [WORDS.index(f"w{number}") for number in range(25)]
-
-
-def test_accuracy_refuses_rows_that_cannot_be_read(tmp_path: Path, bert: Any, text_folder: Path) -> None:
-    data = Data(path=write_jsonl(tmp_path / "a.jsonl", [*text_rows(9), {"text": "", "label": 1}]))
-    with pytest.raises(DataError, match="row 10 cannot be used"):
-        load_labelled("task", data, "train", bert, [text_folder], batch_size=2)
+    batches, labels = at.labelled(bert, at.file("a.parquet", rows, columns={"label": "answer"}), batch_size=10)
+    assert labels == [number % 2 for number in range(25)]
+    assert words_of(batches) == [f"[CLS] w{number} [SEP]" for number in range(25)]

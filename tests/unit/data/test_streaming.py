@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import csv
 import gzip
+import io
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
 import tarfile
-import time
 import zlib
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -37,38 +36,51 @@ from featcal_cli.workflows.preflight import pin_data
 arrow: Any = pyarrow  # has no types
 parquet: Any = pyarrow.parquet
 Files = Mapping[str, bytes | str]
+Publish = Callable[..., Data]
 
 
-def add(hub: HubServer, name: str, folder: Path, files: Files | None = None, **settings: Any) -> str:
-    """A dataset repo with these files besides what is in `folder` already; the commit."""
-    for path, content in (files or {}).items():
-        (folder / path).parent.mkdir(parents=True, exist_ok=True)
-        (folder / path).write_bytes(content.encode() if isinstance(content, str) else content)
-    return hub.add_repo(f"streaming/{name}", folder, kind="dataset", **settings)
+@pytest.fixture
+def publish(hub: HubServer, tmp_path: Path, request: pytest.FixtureRequest) -> Publish:
+    """Publish files, besides what is in the folder already, as a dataset that is called after the test."""
+
+    def publish(files: Files | None = None, folder: str | Path = "", **settings: Any) -> Data:
+        place = tmp_path / "repos" / folder
+        for path, content in (files or {}).items():
+            (place / path).parent.mkdir(parents=True, exist_ok=True)
+            (place / path).write_bytes(content.encode() if isinstance(content, str) else content)
+        called = settings.pop("called", f"d{zlib.crc32(f'{request.node.nodeid} {folder}'.encode())}")
+        hub.add_repo(f"streaming/{called}", place, kind="dataset", **settings)
+        return Data(dataset=f"streaming/{called}")
+
+    return publish
 
 
-def write_rows(file: Path, rows: int, *, size: int, group: int, classes: int = 100) -> None:
+def commit_of(hub: HubServer, data: Data, branch: str = "main") -> str:
+    return hub.repos["dataset", str(data.dataset)].refs[branch]
+
+
+def parquet_file(rows: int, *, size: int, group: int, classes: int = 100) -> bytes:
     """A parquet file of random bytes, sorted by label."""
-    file.parent.mkdir(parents=True, exist_ok=True)
     ends = numpy.arange(rows + 1, dtype=numpy.int32) * size
-    content = numpy.random.default_rng(zlib.crc32(file.name.encode())).bytes(rows * size)
+    content = numpy.random.default_rng(rows + size).bytes(rows * size)
     payload = arrow.Array.from_buffers(arrow.binary(), rows, [None, *map(arrow.py_buffer, (ends, content))])
     label = numpy.arange(rows) * classes // rows
     table = arrow.table({"image": payload, "number": numpy.arange(rows), "label": label})
-    parquet.write_table(table, file, row_group_size=group, use_dictionary=False, compression=None)
-
-
-def lines(rows: Sequence[Mapping[str, Any]]) -> str:
-    return "".join(json.dumps(row) + "\n" for row in rows)
+    parquet.write_table(table, file := io.BytesIO(), row_group_size=group, use_dictionary=False, compression=None)
+    return file.getvalue()
 
 
 def texts(*values: str) -> str:
-    return lines([{"text": value} for value in values])
+    return "".join(json.dumps({"text": value}) + "\n" for value in values)
 
 
 def take(data: Data, count: int, seed: int = 0) -> list[dict[str, Any]]:
     """The rows that a task with `count` fitted and held-out examples gets when all are good."""
     return list(islice(draw_rows(data, count, seed), count))
+
+
+def drawn_texts(data: Data, count: int = 9) -> list[str]:
+    return sorted(row["text"] for row in draw_rows(data, count, 0))
 
 
 # --- which rows, for how many bytes ---
@@ -78,228 +90,215 @@ def take(data: Data, count: int, seed: int = 0) -> list[dict[str, Any]]:
 def sorted_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What image datasets on the Hub have: sorted by label, row groups of 100."""
     folder = tmp_path_factory.mktemp("sorted")
-    write_rows(folder / "data" / "train-00000-of-00001.parquet", 50_000, size=1024, group=100)
+    (folder / "train-00000-of-00001.parquet").write_bytes(parquet_file(50_000, size=1024, group=100))
     return folder
 
 
-def test_a_label_sorted_dataset_gives_most_classes_for_few_of_its_bytes(hub: HubServer, sorted_file: Path) -> None:
-    add(hub, "sorted", sorted_file)
-    size = sum(file.stat().st_size for file in sorted_file.rglob("*.parquet"))
-    rows = take(Data(dataset="streaming/sorted"), 256 + 64)
+def test_a_label_sorted_dataset_gives_most_classes_for_few_of_its_bytes(
+    hub: HubServer, publish: Publish, sorted_file: Path
+) -> None:
+    data = publish(folder=sorted_file)
+    rows = take(data, 256 + 64)
     fitted, held_out = ({row["label"] for row in part} for part in (rows[:256], rows[256:]))
     assert len({row["number"] for row in rows}) == 320
     assert (len(fitted) >= 50, len(held_out) >= 25) == (True, True)
-    assert hub.file_bytes() <= 0.3 * size
+    assert hub.file_bytes() <= 0.3 * sum(file.stat().st_size for file in sorted_file.iterdir())
     assert len(hub.requests) <= 2 * 160  # a redirect each
 
-
-def test_one_seed_gives_the_same_rows_and_another_gives_others(hub: HubServer, sorted_file: Path) -> None:
-    add(hub, "sorted", sorted_file)
-    data = Data(dataset="streaming/sorted", columns={"image": "number"})
-    first, second, other = ([row["number"] for row in take(data, 64, seed)] for seed in (1, 1, 2))
+    numbers = data.model_copy(update={"columns": {"image": "number"}})
+    first, second, other = ([row["number"] for row in take(numbers, 64, seed)] for seed in (1, 1, 2))
     assert first == second != other
 
-
-def test_only_the_columns_that_the_recipe_names_are_read(hub: HubServer, sorted_file: Path) -> None:
-    add(hub, "sorted", sorted_file)
-    rows = take(Data(dataset="streaming/sorted", columns={"text": "number"}), 64)
-    assert set(rows[0]) == {"number"}
-    assert hub.file_bytes() < 3_000_000
-    assert "number" in take(Data(dataset="streaming/sorted", columns={"text": "nmber"}), 1)[0]
+    before = hub.file_bytes()
+    rows = take(data.model_copy(update={"columns": {"text": "number"}}), 64)
+    assert set(rows[0]) == {"number"}  # only the columns that the recipe names are read
+    assert hub.file_bytes() - before < 3_000_000
+    assert "number" in take(data.model_copy(update={"columns": {"text": "nmber"}}), 1)[0]
 
 
-def test_of_one_large_row_group_only_the_beginning_is_read(hub: HubServer, tmp_path: Path) -> None:
-    write_rows(tmp_path / "train.parquet", 30_000, size=1024, group=30_000)
-    add(hub, "one-group", tmp_path)
-    rows = take(Data(dataset="streaming/one-group"), 320)
+def test_of_one_large_row_group_only_the_beginning_is_read(hub: HubServer, publish: Publish) -> None:
+    rows = take(publish({"train.parquet": parquet_file(30_000, size=1024, group=30_000)}), 320)
     assert len({row["number"] for row in rows}) == 320
     assert len({row["label"] for row in rows}) >= 20
     assert hub.file_bytes() <= 10_000_000
 
 
-def test_twice_the_rows_can_be_had_and_none_comes_twice(hub: HubServer, tmp_path: Path) -> None:
-    for shard in range(3):
-        write_rows(tmp_path / f"train-{shard}.parquet", 50, size=10 + shard, group=7)
-    add(hub, "shards", tmp_path)
-    some, whole = ([*draw_rows(Data(dataset="streaming/shards"), count, 0)] for count in (40, 500))
-    assert (len(some), len(whole)) == (80, 150)
-    assert len({row["image"] for row in some}) == 80 and len({row["image"] for row in whole}) == 150
+def test_twice_the_rows_can_be_had_and_none_comes_twice(publish: Publish) -> None:
+    data = publish({f"train-{shard}.parquet": parquet_file(50, size=10 + shard, group=7) for shard in range(3)})
+    for count, expected in ((40, 80), (500, 150)):
+        rows = [row["image"] for row in draw_rows(data, count, 0)]
+        assert len(rows) == len(set(rows)) == expected
 
 
-def test_of_many_files_some_are_opened_but_always_enough(hub: HubServer, tmp_path: Path) -> None:
-    for shard in range(50):
-        write_rows(tmp_path / f"{shard}.parquet", 4, size=10, group=4)
-    add(hub, "many", tmp_path)
-    data = Data(dataset="streaming/many")
+def test_of_many_files_some_are_opened_but_always_enough(hub: HubServer, publish: Publish) -> None:
+    data = publish({f"{shard}.parquet": parquet_file(4, size=10 + shard, group=4) for shard in range(50)})
     assert len(take(data, 20)) == 20
-    opened = {request.path for request in hub.requests if "/resolve/" in request.path}
-    assert len(opened) == 32
+    assert len({request.path for request in hub.requests if "/resolve/" in request.path}) == 32
     assert len({row["image"] for row in take(data, 200)}) == 200
 
 
-def test_lines_come_from_all_over_a_file_for_some_of_its_bytes(hub: HubServer, tmp_path: Path) -> None:
+def test_lines_come_from_all_over_a_file_for_some_of_its_bytes(hub: HubServer, publish: Publish) -> None:
     filler = "x" * 1000
     content = "".join(f'{{"text": "{filler}", "label": {number // 400}}}\n' for number in range(40_000))
-    add(hub, "lines", tmp_path, {"train.jsonl": content})
-    labels = [row["label"] for row in take(Data(dataset="streaming/lines"), 320)]
+    labels = [row["label"] for row in take(publish({"train.jsonl": content}), 320)]
     assert len(set(labels[:256])) >= 50
     assert hub.file_bytes() <= 0.5 * len(content)
 
 
 @pytest.mark.parametrize("end", ["\n", ""])
 def test_no_line_is_lost_or_read_twice_wherever_blocks_begin(
-    hub: HubServer, tmp_path: Path, end: str, monkeypatch: pytest.MonkeyPatch
+    publish: Publish, end: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    random = numpy.random.default_rng(0)
-    values = [f"{number} " + "y" * int(size) for number, size in enumerate(random.integers(0, 200, 60))]
-    add(hub, f"blocks{len(end)}", tmp_path, {"train.jsonl": texts(*values).replace("\n", "\n\n", 9)[:-1] + end})
+    sizes = numpy.random.default_rng(0).integers(0, 200, 60)
+    values = [f"{number} " + "y" * int(size) for number, size in enumerate(sizes)]
     monkeypatch.setattr(hub_rows, "BLOCK", 64)
     monkeypatch.setattr(hub_rows, "MARGIN", 16)
-    found = [row["text"] for row in draw_rows(Data(dataset=f"streaming/blocks{len(end)}"), 60, 0)]
-    assert Counter(found) == Counter(values)
+    data = publish({"train.jsonl": texts(*values).replace("\n", "\n\n", 9)[:-1] + end})
+    assert Counter(drawn_texts(data, 60)) == Counter(values)
 
 
-def test_images_that_lie_as_files_are_fetched_one_by_one(hub: HubServer, tmp_path: Path) -> None:
-    add(hub, "images", tmp_path, {f"train/{number % 7}/{number}.png": f"image {number}" for number in range(300)})
-    rows = take(Data(dataset="streaming/images"), 20)
+def test_images_that_lie_as_files_are_fetched_one_by_one(hub: HubServer, publish: Publish) -> None:
+    rows = take(publish({f"train/{number % 7}/{number}.png": f"image {number}" for number in range(300)}), 20)
     assert len({row["image"]["bytes"] for row in rows}) == 20
     assert len({row["image"]["path"].split("/")[1] for row in rows}) >= 5
     assert len({request.path for request in hub.requests if "/resolve/" in request.path}) <= 24
 
 
-def test_folders_of_images_are_classes_and_one_that_a_split_lacks_shifts_none(hub: HubServer, tmp_path: Path) -> None:
+def test_folders_of_images_are_classes_and_one_that_a_split_lacks_shifts_none(publish: Publish) -> None:
     paths = ["train/bus/1.png", "train/cat/2.png", "train/dog/3.png", "test/cat/4.png", "test/dog/5.png"]
-    add(hub, "classes", tmp_path, dict.fromkeys(paths, "image"))
+    data = publish(dict.fromkeys(paths, "image"))
     for split, expected in (("train", [0, 1, 2]), ("test", [1, 2])):
-        assert [row["label"] for row in read_rows(Data(dataset="streaming/classes"), split)] == expected
+        assert [row["label"] for row in read_rows(data, split)] == expected
 
 
-def test_what_a_metadata_file_says_about_images_comes_with_them(hub: HubServer, tmp_path: Path) -> None:
+def test_what_a_metadata_file_says_about_images_comes_with_them(publish: Publish) -> None:
     captions = "file_name,text\n" + "".join(f"{number}.png,caption {number}\n" for number in range(9))
     images = {f"train/{number}.png": f"image {number}" for number in range(9)}
-    add(hub, "captions", tmp_path, {"train/metadata.csv": captions, **images})
-    rows = take(Data(dataset="streaming/captions"), 5)
+    rows = take(publish({"train/metadata.csv": captions, **images}), 5)
     assert len(rows) == 5
     assert all(row["image"]["bytes"].decode() == row["text"].replace("caption", "image") for row in rows)
 
 
-def test_a_cell_that_points_outside_of_the_dataset_is_left_alone(hub: HubServer, tmp_path: Path) -> None:
-    add(hub, "secret", tmp_path / "secret", {"a.png": "secret"}, private=True)
+def test_a_cell_that_points_outside_of_the_dataset_is_left_alone(
+    hub: HubServer, publish: Publish, tmp_path: Path
+) -> None:
+    publish({"a.png": "secret"}, "secret", private=True, called="secret")
     (tmp_path / "own.png").write_text("secret")
     paths = ["hf://datasets/streaming/secret@main/a.png", f"{hub.url}/?hf://", str(tmp_path / "own.png"),
              f"zip://a::{hub.url}/a.zip::hf://datasets/streaming/pointers@main/a.json"]  # fmt: skip
-    add(hub, "pointers", tmp_path / "pointers", {"a.json": json.dumps([{"image": {"path": path}} for path in paths])})
-    rows = list(read_rows(Data(dataset="streaming/pointers"), None))
+    files = {"a.json": json.dumps([{"image": {"path": path}} for path in paths])}
+    rows = list(read_rows(publish(files, "pointers", called="pointers"), None))
     assert [row["image"] for row in rows] == [{"path": path} for path in paths]
     assert all("pointers" in request.path for request in hub.requests)
 
 
-def test_rows_of_other_formats_are_mixed_over_files(hub: HubServer, tmp_path: Path) -> None:
+def test_rows_of_other_formats_are_mixed_over_files(publish: Publish) -> None:
     content = {f"train-{shard}.csv": "text\n" + "".join(f"{shard} {row}\n" for row in range(50)) for shard in range(4)}
-    add(hub, "csv-shards", tmp_path, content)
-    found = [row["text"] for row in take(Data(dataset="streaming/csv-shards"), 60)]
+    found = [row["text"] for row in take(publish(content), 60)]
     assert len(set(found)) == 60
     assert min(Counter(text[0] for text in found).values()) >= 5
     assert len({text[0] for text in found[:10]}) >= 3
 
 
+def test_of_a_large_csv_only_the_beginning_is_read(
+    hub: HubServer, publish: Publish, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hub_rows, "MOST_BYTES", 2**20)
+    data = publish({"train.csv": "text\n" + "".join(f"{row:099}\n" for row in range(50_000))})
+    numbers = [int(row["text"]) for row in take(data, 100)]
+    assert len(set(numbers)) == 100 and 5_000 < max(numbers) < 12_000
+    assert hub.file_bytes() < 4_000_000
+
+
 # --- every format ---
 
 
-def write_formats(folder: Path) -> dict[str, str]:
-    """Repo name → file, each with the rows a, b, c of a column text."""
+def in_format(name: str) -> bytes:
+    """A file with the rows a, b, c of a column text."""
     rows = [{"text": text} for text in "abc"]
-    folder.mkdir(exist_ok=True)
     table = arrow.Table.from_pylist(rows)
-    parquet.write_table(table, folder / "a.parquet")
-    with arrow.OSFile(str(folder / "a.arrow"), "wb") as sink, arrow.ipc.new_stream(sink, table.schema) as writer:
-        writer.write_table(table)
-    (folder / "a.jsonl").write_text(lines(rows))
-    (folder / "a.jsonl.gz").write_bytes(gzip.compress(lines(rows).encode()))
-    (folder / "a.json").write_text(json.dumps(rows))
-    (folder / "a.txt").write_text("a\nb\nc\n")
-    for name, separator in (("a.csv", ","), ("a.tsv", "\t")):
-        with (folder / name).open("w", newline="") as stream:
+    file = io.BytesIO()
+    match name.partition(".")[2]:
+        case "parquet":
+            parquet.write_table(table, file)
+        case "arrow":
+            with arrow.ipc.new_stream(file, table.schema) as writer:
+                writer.write_table(table)
+        case "jsonl" | "jsonl.gz" as ending:
+            content = texts(*"abc").encode()
+            return gzip.compress(content) if ending.endswith("gz") else content
+        case "json":
+            return json.dumps(rows).encode()
+        case "txt":
+            return b"a\nb\nc\n"
+        case "csv" | "tsv" as ending:
+            stream = io.StringIO(newline="")
+            separator = "," if ending == "csv" else "\t"
             csv.writer(stream, delimiter=separator).writerows([["text", "more"], *([text, 1] for text in "abc")])
-    return {file.name.replace(".", "-"): file.name for file in folder.iterdir()}
+            return stream.getvalue().encode()
+    return file.getvalue()
 
 
 @pytest.mark.parametrize("name", ["a.parquet", "a.arrow", "a.jsonl", "a.jsonl.gz", "a.json", "a.txt", "a.csv", "a.tsv"])
-def test_every_format_is_read_whole_in_order_and_drawn_from(hub: HubServer, tmp_path: Path, name: str) -> None:
-    write_formats(tmp_path / "all")
-    (tmp_path / "repo").mkdir()
-    shutil.copy(tmp_path / "all" / name, tmp_path / "repo")
-    repo = "format-" + name.replace(".", "-")
-    add(hub, repo, tmp_path / "repo")
-    data = Data(dataset=f"streaming/{repo}")
+def test_every_format_is_read_whole_in_order_and_drawn_from(publish: Publish, name: str) -> None:
+    data = publish({name: in_format(name)})
     assert [row["text"] for row in read_rows(data, "train")] == ["a", "b", "c"]
-    assert sorted(row["text"] for row in draw_rows(data, 5, 0)) == ["a", "b", "c"]
+    assert drawn_texts(data, 5) == ["a", "b", "c"]
 
 
 @pytest.mark.parametrize("kind", ["zip", "tar"])
-def test_archives_are_read_without_their_being_unpacked(hub: HubServer, tmp_path: Path, kind: str) -> None:
+def test_archives_are_read_without_their_being_unpacked(publish: Publish, tmp_path: Path, kind: str) -> None:
     (tmp_path / "images").mkdir()
+    (tmp_path / "repos").mkdir()
     for number in range(5):
         (tmp_path / "images" / f"{number}.png").write_bytes(b"\x89PNG" + bytes([number]))
-    (tmp_path / "repo").mkdir()
     if kind == "zip":
-        shutil.make_archive(str(tmp_path / "repo" / "train"), "zip", tmp_path / "images")
+        shutil.make_archive(str(tmp_path / "repos" / "train"), "zip", tmp_path / "images")
     else:
-        with tarfile.open(tmp_path / "repo" / "train.tar", "w") as archive:
+        with tarfile.open(tmp_path / "repos" / "train.tar", "w") as archive:
             archive.add(tmp_path / "images", arcname=".")
-    add(hub, f"archive-{kind}", tmp_path / "repo")
-    found = [value["bytes"] for row in draw_rows(Data(dataset=f"streaming/archive-{kind}"), 5, 0)
-             for value in row.values() if isinstance(value, dict)]  # fmt: skip
-    assert sorted(content[4] for content in found) == [0, 1, 2, 3, 4]
+    cells = [value for row in draw_rows(publish(), 5, 0) for value in row.values() if isinstance(value, dict)]
+    assert sorted(cell["bytes"][4] for cell in cells) == [0, 1, 2, 3, 4]
 
 
-def test_cells_of_csv_stay_the_text_that_they_are(hub: HubServer, tmp_path: Path) -> None:
-    add(hub, "cells", tmp_path, {"train.csv": 'text,label\n007,1\nNA,0\n"a, b\nc",1\n'})
-    rows = list(read_rows(Data(dataset="streaming/cells"), None))
-    assert [row["text"] for row in rows] == ["007", "NA", "a, b\nc"]
+TWO_ROWS = [{"text": "a", "label": "1"}, {"text": "b", "label": "2"}]
 
 
 @pytest.mark.parametrize(
-    "content",
+    ("content", "expected"),
     [
-        "text,label\na,1\nb,2\n".encode("utf-16"),
-        b"text;label\na;1\nb;2\n",
-        b"\xef\xbb\xbftext\tlabel\r\na\t1\r\nb\t2\r\n",
+        (b'text,label\n007,1\nNA,0\n"a, b\nc",1\n', [{"text": text, "label": label} for text, label in
+                                                      (("007", "1"), ("NA", "0"), ("a, b\nc", "1"))]),
+        ("text,label\na,1\nb,2\n".encode("utf-16"), TWO_ROWS),
+        (b"text;label\na;1\nb;2\n", TWO_ROWS),
+        (b"\xef\xbb\xbftext\tlabel\r\na\t1\r\nb\t2\r\n", TWO_ROWS),
     ],
-    ids=["utf-16", "semicolons", "tabs"],
-)
-def test_csv_on_the_hub_is_read_as_people_have_it(hub: HubServer, tmp_path: Path, content: bytes) -> None:
-    name = f"csv-kind-{len(content)}"
-    add(hub, name, tmp_path, {"train.csv": content})
-    rows = list(read_rows(Data(dataset=f"streaming/{name}"), None))
-    assert rows == [{"text": "a", "label": "1"}, {"text": "b", "label": "2"}]
+    ids=["cells stay text", "utf-16", "semicolons", "tabs"],
+)  # fmt: skip
+def test_csv_on_the_hub_is_read_as_people_have_it(publish: Publish, content: bytes, expected: list[Any]) -> None:
+    assert list(read_rows(publish({"train.csv": content}), None)) == expected
 
 
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
         ("a.csv", b'text,label\n"a,1\n' + b"b,2\n" * 61, "line 2 is not closed"),
-        ("b.csv", "text\ncaf\xe9\n".encode("latin-1"), "may be WINDOWS-1252"),
-        ("c.csv", b"version https://git-lfs.github.com/spec/v1\n", "Git LFS"),
-        ("d.jsonl", '{"text": "a"}\n'.encode("utf-16"), "may be UTF-16"),
+        ("a.csv", "text\ncaf\xe9\n".encode("latin-1"), "may be WINDOWS-1252"),
+        ("a.csv", b"version https://git-lfs.github.com/spec/v1\n", "Git LFS"),
+        ("a.jsonl", '{"text": "a"}\n'.encode("utf-16"), "may be UTF-16"),
+        ("a.jsonl", b'{"text": \n', "is not JSON"),
+        ("a.parquet", b"no parquet" * 9, "cannot be read"),
+        ("a.json", b"{", "cannot be read"),
+        ("a.txt", b"\xff\xfe", "cannot be read"),
+        ("a.arrow", b"a", "cannot be read"),
+        ("a.wav", b"a", r"no files of a kind that can be read \(it has .wav\)[^$]*safetensors"),
     ],
 )
-def test_text_on_the_hub_that_would_be_misread_is_refused(
-    hub: HubServer, tmp_path: Path, name: str, content: bytes, message: str
+def test_damaged_and_misleading_files_are_data_errors(
+    publish: Publish, name: str, content: bytes, message: str
 ) -> None:
-    add(hub, f"misread-{name[0]}", tmp_path, {name: content})
     with pytest.raises(DataError, match=message):
-        take(Data(dataset=f"streaming/misread-{name[0]}"), 5)
-
-
-def test_of_a_large_csv_only_the_beginning_is_read(
-    hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    add(hub, "large-csv", tmp_path, {"train.csv": "text\n" + "".join(f"{row:099}\n" for row in range(50_000))})
-    monkeypatch.setattr(hub_rows, "MOST_BYTES", 2**20)
-    numbers = [int(row["text"]) for row in take(Data(dataset="streaming/large-csv"), 100)]
-    assert len(set(numbers)) == 100 and 5_000 < max(numbers) < 12_000
-    assert hub.file_bytes() < 4_000_000
+        take(publish({name: content}), 5)
 
 
 # --- which files ---
@@ -330,104 +329,92 @@ PARTS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("config", "split", "expected"),
-    [
-        ("one", None, ["1a", "1b"]),
-        ("two", None, ["2a", "2b"]),
-        (None, None, ["2a", "2b"]),
-        (None, "test", ["2t"]),
-        ("three", None, ["3"]),
-        ("three", "test", ["3t"]),
-        ("four", None, ["3t"]),
-    ],
-)
-def test_the_card_says_which_files_are_which_config_and_split(
-    hub: HubServer, tmp_path: Path, config: str | None, split: str | None, expected: list[str]
-) -> None:
-    add(hub, "card", tmp_path, PARTS)
-    data = Data(dataset="streaming/card", config=config, split=split)
-    assert sorted(row["text"] for row in draw_rows(data, 9, 0)) == expected
+def test_the_card_says_which_files_are_which_config_and_split(publish: Publish) -> None:
+    data = publish(PARTS)
+    for config, split, expected in (
+        ("one", None, ["1a", "1b"]), ("two", None, ["2a", "2b"]), (None, None, ["2a", "2b"]), (None, "test", ["2t"]),
+        ("three", None, ["3"]), ("three", "test", ["3t"]), ("four", None, ["3t"]),
+    ):  # fmt: skip
+        assert drawn_texts(data.model_copy(update={"config": config, "split": split})) == expected, (config, split)
 
 
 @pytest.mark.parametrize(
     ("files", "split", "expected"),
     [
         (["data/train-00000-of-00002.jsonl", "data/train-00001-of-00002.jsonl", "data/test-00000-of-00001.jsonl"],
-         None, [0, 1]),
-        (["data/extra-00000-of-00001.jsonl", "data/train-00000-of-00001.jsonl"], "extra", [0]),
-        (["train/a.jsonl", "test/a.jsonl"], None, [0]),
-        (["dev.jsonl", "train_1.jsonl"], "validation", [0]),
-        (["dev.jsonl", "train_1.jsonl"], "val", [0]),
-        (["a.jsonl", "b.jsonl", ".hidden/c.jsonl", "__pycache__/d.jsonl"], None, [0, 1]),
-        (["a.jsonl", "LICENSE", "notes.md", "config.json"], None, [0]),
-        (["english/train/0000.jsonl", "train.csv", "b.jsonl"], "train", [0]),
+         None, ["0", "1"]),
+        (["data/extra-00000-of-00001.jsonl", "data/train-00000-of-00001.jsonl"], "extra", ["0"]),
+        (["train/a.jsonl", "test/a.jsonl"], None, ["0"]),
+        (["dev.jsonl", "train_1.jsonl"], "validation", ["0"]),
+        (["dev.jsonl", "train_1.jsonl"], "val", ["0"]),
+        (["a.jsonl", "b.jsonl", ".hidden/c.jsonl", "__pycache__/d.jsonl"], None, ["0", "1"]),
+        (["a.jsonl", "LICENSE", "notes.md", "config.json"], None, ["0"]),
+        (["english/train/0000.jsonl", "train.csv", "b.jsonl"], "train", ["0"]),
     ],
 )  # fmt: skip
 def test_without_a_card_names_say_which_files_are_which_split(
-    hub: HubServer, tmp_path: Path, files: Sequence[str], split: str | None, expected: Sequence[int]
+    publish: Publish, files: Sequence[str], split: str | None, expected: Sequence[str]
 ) -> None:
-    name = re.sub(r"\W+", "-", "-".join(files))[:80].strip("-")
-    add(hub, name, tmp_path, {path: texts(str(number)) for number, path in enumerate(files)})
-    data = Data(dataset=f"streaming/{name}", split=split)
-    assert sorted(int(row["text"]) for row in draw_rows(data, 9, 0)) == expected
+    data = publish({path: texts(str(number)) for number, path in enumerate(files)})
+    assert drawn_texts(data.model_copy(update={"split": split})) == expected
 
 
-def test_of_a_loading_script_the_hubs_own_parquet_copy_is_read_and_that_is_said(hub: HubServer, tmp_path: Path) -> None:
-    add(hub, "script", tmp_path / "main", {"script.py": "import datasets", "README.md": "---\nlicense: mit\n---\n"})
-    copy = Data(dataset="streaming/script")
+def test_of_a_loading_script_the_hubs_own_parquet_copy_is_read_and_that_is_said(
+    hub: HubServer, publish: Publish
+) -> None:
+    data = publish({"script.py": "import datasets", "README.md": "---\nlicense: mit\n---\n"}, called="script")
     with pytest.raises(DataError, match=r"loading script \(script.py\)[^$]*no parquet copy[^$]*--data TASK=FOLDER"):
-        take(copy, 1)
-    for path in ("en/train/0000", "en/test/0000", "de/partial-train/0000"):
-        write_rows(tmp_path / "copy" / f"{path}.parquet", len(path), size=1, group=9)
-    commit = add(hub, "script", tmp_path / "copy", revision="refs/convert/parquet")
+        take(data, 1)
+    rows = {"en/train/0000": 13, "en/test/0000": 12, "de/partial-train/0000": 21}
+    files = {f"{path}.parquet": parquet_file(count, size=1, group=9) for path, count in rows.items()}
+    publish(files, "copy", called="script", revision="refs/convert/parquet")
+    commit = commit_of(hub, data, "refs/convert/parquet")
     with pytest.raises(DataError, match="several configs: de, en"):
-        take(copy, 1)
+        take(data, 1)
     notes: list[str] = []
-    german = copy.model_copy(update={"config": "de"})
-    assert len(list(draw_rows(german, 99, 0, notes.append))) == len("de/partial-train/0000")
+    german, english = (data.model_copy(update={"config": config, "split": split})
+                       for config, split in (("de", None), ("en", "test")))  # fmt: skip
+    assert len(list(draw_rows(german, 99, 0, notes.append))) == 21
     assert f"the Hub's own parquet copy (refs/convert/parquet at {commit[:7]}), which holds only the first" in notes[0]
-    assert len(take(copy.model_copy(update={"config": "en", "split": "test"}), 99)) == len("en/test/0000")
-    told: list[str] = []
-    pinned = pin_data("red", german, open_repo, told.append)
-    assert (pinned.revision, told) == (commit, [f"red: {notes[0]}"])
-    assert len(take(pinned, 99)) == len("de/partial-train/0000")
+    assert len(take(english, 99)) == 12
+    pinning: list[str] = []
+    pinned = pin_data("red", german, open_repo, pinning.append)
+    assert (pinned.revision, pinning) == (commit, [f"red: {notes[0]}"])
+    assert len(take(pinned, 99)) == 21
 
 
 @pytest.mark.usefixtures("hurried")
-def test_a_hub_that_does_not_answer_for_the_copy_is_no_missing_copy(hub: HubServer, tmp_path: Path) -> None:
-    add(hub, "scripted", tmp_path, {"scripted.py": "import datasets"})
-    repo = open_repo("streaming/scripted", "dataset")
+def test_a_hub_that_does_not_answer_for_the_copy_is_no_missing_copy(hub: HubServer, publish: Publish) -> None:
+    data = publish({"scripted.py": "import datasets"}, called="scripted")
+    revision = open_repo("streaming/scripted", "dataset").commit
     hub.fail("dataset info", "503", times=None)
     with pytest.raises(HubError):
-        pin_data("red", Data(dataset="streaming/scripted", revision=repo.commit), open_repo, print)
-
-
-SPLITS = [
-    (["train_sft", "test_sft"], "train_sft", "the only one that begins with train (of"),
-    (["train_sft", "validation"], "train_sft", "the only one that begins with train (of"),
-    (["test", "validation"], "validation", "as there is none called train (of"),
-    (["test"], "test", "as there is none called train"),
-    (["default"], "default", "the only one"),
-    (["train", "train_extra"], "train", None),
-]
+        pin_data("red", data.model_copy(update={"revision": revision}), open_repo, print)
 
 
 def shards(names: Sequence[str]) -> Files:
     return {f"data/{name}-00000-of-00001.jsonl": texts(name) for name in names}
 
 
-@pytest.mark.parametrize(("names", "expected", "said"), SPLITS)
+@pytest.mark.parametrize(
+    ("names", "expected", "said"),
+    [
+        (["train_sft", "test_sft"], "train_sft", "the only one that begins with train (of"),
+        (["train_sft", "validation"], "train_sft", "the only one that begins with train (of"),
+        (["test", "validation"], "validation", "as there is none called train (of"),
+        (["test"], "test", "as there is none called train"),
+        (["default"], "default", "the only one"),
+        (["train", "train_extra"], "train", None),
+    ],
+)
 def test_the_split_is_train_or_what_comes_nearest_and_then_it_is_said(
-    hub: HubServer, tmp_path: Path, names: list[str], expected: str, said: str | None
+    publish: Publish, names: list[str], expected: str, said: str | None
 ) -> None:
-    repo = "split-" + "-".join(names).replace("_", ".")
-    add(hub, repo, tmp_path, shards(names))
     notes: list[str] = []
-    data = Data(dataset=f"streaming/{repo}")
+    data = publish(shards(names))
     assert [row["text"] for row in draw_rows(data, 9, 0, notes.append)] == [expected]
     assert len(notes) == bool(said)
-    assert not said or f"split {expected} of streaming/{repo}, {said}" in notes[0]
+    assert not said or f"split {expected} of {data}, {said}" in notes[0]
 
 
 @pytest.mark.parametrize(
@@ -438,24 +425,24 @@ def test_the_split_is_train_or_what_comes_nearest_and_then_it_is_said(
     ],
 )
 def test_of_several_splits_the_message_shows_what_to_type(
-    hub: HubServer, tmp_path: Path, names: list[str], what: str, first: str
+    hub: HubServer, publish: Publish, names: list[str], what: str, first: str
 ) -> None:
-    repo = "splits-" + first.replace("_", ".")
-    commit = add(hub, repo, tmp_path, shards(names))
-    for data in (Data(dataset=f"streaming/{repo}"), Data(dataset=f"streaming/{repo}", revision=commit)):
+    named = publish(shards(names))
+    for data in (named, named.model_copy(update={"revision": commit_of(hub, named)})):
         with pytest.raises(DataError) as caught:
             list(name_task("red", draw_rows(data, 1, 0)))
         assert what in caught.value.what and caught.value.where == f"red: {data}"
-        assert caught.value.fix.startswith(f"name one: --data red=streaming/{repo}::{first}, or --split red={first}; ")
+        assert caught.value.fix.startswith(f"name one: --data red={named}::{first}, or --split red={first}; ")
         assert all(name in caught.value.fix for name in names)
 
 
-def test_a_commit_is_read_even_when_the_branch_has_moved_on(hub: HubServer, tmp_path: Path) -> None:
-    before = add(hub, "moving", tmp_path, {"train.jsonl": texts("before")})
-    add(hub, "moving", tmp_path, {"train.jsonl": texts("after, and longer")})
-    pinned, moved = (Data(dataset="streaming/moving", revision=revision) for revision in (before, "main"))
+def test_a_commit_is_read_even_when_the_branch_has_moved_on(hub: HubServer, publish: Publish) -> None:
+    data = publish({"train.jsonl": texts("before")})
+    pinned = data.model_copy(update={"revision": commit_of(hub, data)})
+    publish({"train.jsonl": texts("after, and longer")})
     assert take(pinned, 1) == [{"text": "before"}]
-    assert take(moved, 1) == take(Data(dataset="streaming/moving"), 1) == [{"text": "after, and longer"}]
+    for moved in (data, data.model_copy(update={"revision": "main"})):
+        assert take(moved, 1) == [{"text": "after, and longer"}]
 
 
 # --- errors ---
@@ -472,107 +459,75 @@ def test_a_commit_is_read_even_when_the_branch_has_moved_on(hub: HubServer, tmp_
          r"no file[^$]*card names: a/\*"),
         ({"README.md": "---\nconfigs:\n- {config_name: a, data_files: 'https://a.org/a.csv'}\n---\n"}, {},
          r"lie elsewhere \(https://a.org/a.csv\)"),
+        ({}, {"dataset": "/a/b"}, "for a file or folder write path: "),
     ],
 )  # fmt: skip
 def test_what_cannot_be_told_is_an_error_that_says_what_to_type(
-    hub: HubServer, tmp_path: Path, files: Files, settings: dict[str, Any], message: str
+    publish: Publish, files: Files, settings: dict[str, Any], message: str
 ) -> None:
-    name = f"unclear-{zlib.crc32(message.encode())}"
-    add(hub, name, tmp_path, {**PARTS, **files})
     with pytest.raises(DataError, match=message):
-        take(Data(dataset=f"streaming/{name}", **settings), 1)
-
-
-def test_files_that_cannot_be_read_are_named_by_their_kind(hub: HubServer, tmp_path: Path) -> None:
-    add(hub, "sounds", tmp_path, {"train/a.wav": "a", "train/b.wav": "b"})
-    with pytest.raises(DataError, match=r"no files of a kind that can be read \(it has .wav\)[^$]*safetensors"):
-        take(Data(dataset="streaming/sounds"), 1)
-    with pytest.raises(DataError, match="for a file or folder write path: "):
-        take(Data(dataset=str(tmp_path)), 1)
-
-
-@pytest.mark.parametrize(
-    ("name", "content"),
-    [
-        ("a.parquet", "no parquet" * 9),
-        ("a.jsonl", '{"text": \n'),
-        ("a.json", "{"),
-        ("b.txt", b"\xff\xfe"),
-        ("a.arrow", "a"),
-    ],
-)
-def test_damaged_files_are_data_errors(hub: HubServer, tmp_path: Path, name: str, content: bytes | str) -> None:
-    repo = "damaged-" + name.replace(".", "-")
-    add(hub, repo, tmp_path, {name: content})
-    with pytest.raises(DataError):
-        take(Data(dataset=f"streaming/{repo}"), 1)
+        take(publish({**PARTS, **files}).model_copy(update=settings), 1)
 
 
 @pytest.mark.parametrize(
     ("settings", "token", "revision", "message"),
     [
-        ({"gated": True}, None, None, r"is gated\n[^$]*/datasets/streaming/locked"),
+        ({"gated": True}, None, None, r"is gated\n[^$]*/datasets/streaming/"),
         ({"gated": True}, "stranger", None, r"is gated[^$]*user who has access"),
-        ({"private": True}, None, None, r"no dataset streaming/locked[^$]*or it is private"),
-        ({"private": True}, "stranger", None, r"no dataset streaming/locked[^$]*or it is private"),
+        ({"gated": True, "granted": ["reader"]}, "reader", None, None),
+        ({"private": True}, None, None, r"no dataset streaming/[^$]*or it is private"),
+        ({"private": True}, "stranger", None, r"no dataset streaming/[^$]*or it is private"),
+        ({"private": True}, "streaming", None, None),
         ({}, "hf_wrong", None, "does not accept the token"),
         ({}, None, "v9", "has no revision v9"),
         ({}, None, "0" * 40, "has no revision 0000"),
     ],
 )
 def test_each_refusal_of_the_hub_has_its_own_message(
-    hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    settings: dict[str, Any], token: str | None, revision: str | None, message: str,
+    hub: HubServer, publish: Publish, monkeypatch: pytest.MonkeyPatch,
+    settings: dict[str, Any], token: str | None, revision: str | None, message: str | None,
 ) -> None:  # fmt: skip
-    write_rows(tmp_path / "train.parquet", 10, size=10, group=5)
-    add(hub, "locked", tmp_path, **settings)
+    data = publish({"train.csv": "text\nw1\n"}, **settings).model_copy(update={"revision": revision})
     if token:
         monkeypatch.setenv("HF_TOKEN", token if token.startswith("hf_") else hub.add_token(token))
+    if message is None:
+        assert take(data, 1) == [{"text": "w1"}]
+        return
     with pytest.raises(HubError, match=message) as caught:
-        take(Data(dataset="streaming/locked", revision=revision), 1)
+        take(data, 1)
     assert "hf_" not in str(caught.value)
 
 
-def test_a_dataset_that_is_not_there_and_one_for_readers_only(
-    hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_dataset_that_is_not_there(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(HubError, match="no dataset streaming/nowhere"):
         take(Data(dataset="streaming/nowhere"), 1)
-    for name, settings in (("mine", {"private": True}), ("ours", {"gated": True, "granted": ["reader"]})):
-        add(hub, name, tmp_path / name, {"train.csv": "text\nw1\n"}, **settings)
-    monkeypatch.setenv("HF_TOKEN", hub.add_token("streaming"))
-    assert take(Data(dataset="streaming/mine"), 1) == [{"text": "w1"}]
-    monkeypatch.setenv("HF_TOKEN", hub.add_token("reader"))
-    assert take(Data(dataset="streaming/ours"), 1) == [{"text": "w1"}]
+    hub.reset()
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(HubError, match=r"offline mode is on[^$]*unset HF_HUB_OFFLINE"):
+        take(Data(dataset="streaming/offline"), 1)
+    assert hub.requests == []
 
 
 # --- the network ---
 
-FORMATS = ("parquet", "csv", "json")
-
 
 @pytest.fixture
-def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever waits before another try waits shortly."""
-    sleep = time.sleep
-    monkeypatch.setattr(time, "sleep", lambda seconds: sleep(min(seconds, 0.01)))
-
-
-def add_formats(hub: HubServer, folder: Path, name: str) -> list[Data]:
+def three_formats(publish: Publish) -> list[Data]:
     """Datasets of one file with 60 rows and a card: parquet, .csv, and .json, which `datasets` reads."""
     rows = [{"text": f"w{number}"} for number in range(60)]
-    write_rows(folder / "parquet" / "train.parquet", 60, size=100, group=10)
-    files = {"csv": "text\n" + "".join(f"{row['text']}\n" for row in rows), "json": json.dumps(rows)}
-    for kind in FORMATS:
-        content = {f"train.{kind}": files[kind]} if kind in files else {}
-        add(hub, f"{name}-{kind}", folder / kind, {"README.md": "---\nlicense: mit\n---\n"} | content)
-    return [Data(dataset=f"streaming/{name}-{kind}") for kind in FORMATS]
+    files = {
+        "parquet": parquet_file(60, size=100, group=10),
+        "csv": "text\n" + "".join(f"{row['text']}\n" for row in rows),
+        "json": json.dumps(rows),
+    }
+    card = {"README.md": "---\nlicense: mit\n---\n"}
+    return [publish({**card, f"train.{kind}": content}, kind) for kind, content in files.items()]
 
 
 @pytest.mark.usefixtures("hurried")
 @pytest.mark.parametrize("fault", [name for name in FAULTS if name != "slow"])
-def test_one_failure_of_every_request_changes_no_row(hub: HubServer, tmp_path: Path, fault: str) -> None:
-    for data in add_formats(hub, tmp_path, f"once-{fault.replace(' ', '-')}"):
+def test_one_failure_of_every_request_changes_no_row(hub: HubServer, three_formats: list[Data], fault: str) -> None:
+    for data in three_formats:
         for kind in ("dataset info", "dataset tree", "file head", "file", "large file"):
             hub.fail(kind, fault)
         found = take(data, 20)  # first of all, when neither card nor files are in the cache
@@ -580,6 +535,7 @@ def test_one_failure_of_every_request_changes_no_row(hub: HubServer, tmp_path: P
         assert found == take(data, 20) and len(found) == 20
 
 
+@pytest.mark.survive
 @pytest.mark.usefixtures("hurried")
 @pytest.mark.parametrize(
     ("kind", "fault"),
@@ -587,9 +543,9 @@ def test_one_failure_of_every_request_changes_no_row(hub: HubServer, tmp_path: P
      ("file", "429"), ("file", "reset midway")],
 )  # fmt: skip
 def test_what_keeps_failing_is_one_message_and_goes_on_when_run_again(
-    hub: HubServer, tmp_path: Path, kind: str, fault: str
+    hub: HubServer, three_formats: list[Data], kind: str, fault: str
 ) -> None:
-    for data in add_formats(hub, tmp_path, f"{kind}-{fault}".replace(" ", "-")):
+    for data in three_formats:
         hub.fail(kind, fault, times=None)
         with pytest.raises(HubError):
             take(data, 20)
@@ -600,11 +556,11 @@ def test_what_keeps_failing_is_one_message_and_goes_on_when_run_again(
 @pytest.mark.usefixtures("hurried")
 @pytest.mark.parametrize("fault", ["500", "reset midway", "truncated"])
 def test_a_connection_that_is_lost_midway_is_never_the_end_of_the_rows(
-    hub: HubServer, tmp_path: Path, fault: str
+    hub: HubServer, three_formats: list[Data], fault: str
 ) -> None:
     # of parquet the footer still comes, of the others the first half
     places = (("large file", 1), ("file", 0), ("file", 0))
-    for data, (kind, after) in zip(add_formats(hub, tmp_path, f"midway-{fault[:5]}"), places, strict=True):
+    for data, (kind, after) in zip(three_formats, places, strict=True):
         whole = take(data, 20)
         hub.fail(kind, fault, after=after, times=2)
         assert take(data, 20) == whole
@@ -618,17 +574,15 @@ def test_a_connection_that_is_lost_midway_is_never_the_end_of_the_rows(
 PAGE = Fault(body=b"<html>log in</html>", carried_out=False)
 
 
+@pytest.mark.survive
 @pytest.mark.usefixtures("hurried")
 @pytest.mark.parametrize("kind", ["parquet", "png"])
 @pytest.mark.parametrize("fault", [401, 403, 404, 410, PAGE], ids=lambda fault: str(fault)[:3])
 def test_addresses_of_files_that_hold_no_more_are_asked_for_again(
-    hub: HubServer, tmp_path: Path, kind: str, fault: int | Fault
+    hub: HubServer, publish: Publish, kind: str, fault: int | Fault
 ) -> None:
-    name = f"lapsed-{kind}"
-    if kind == "parquet":
-        write_rows(tmp_path / "train.parquet", 60, size=100, group=10)
-    add(hub, name, tmp_path, {} if kind == "parquet" else {f"train/{number}.png": f"{number}" for number in range(9)})
-    data = Data(dataset=f"streaming/{name}")
+    images: Files = {f"train/{number}.png": f"{number}" for number in range(9)}
+    data = publish({"train.parquet": parquet_file(60, size=100, group=10)} if kind == "parquet" else images)
     refusal = Fault(status=fault, carried_out=False) if isinstance(fault, int) else fault
     rows = take(data, 4)
     hub.fail("large file", refusal, times=3)
@@ -637,26 +591,19 @@ def test_addresses_of_files_that_hold_no_more_are_asked_for_again(
     with pytest.raises(HubError, match=r"^localhost:[0-9]+ (refuses train.* of|sends a page)") as caught:
         take(data, 4)
     assert "token" not in str(caught.value)
-    hub.faults.clear()
 
 
-def test_a_dataset_that_disappears_midway_is_said_to_be_gone(hub: HubServer, tmp_path: Path) -> None:
-    for data in add_formats(hub, tmp_path, "vanishing"):
+def test_a_dataset_that_disappears_midway_is_said_to_be_gone(hub: HubServer, three_formats: list[Data]) -> None:
+    repos = dict(hub.repos)
+    for data in three_formats:
         hub.fail("file", Fault(action=hub.repos.clear), path="/train")
-        with pytest.raises(HubError, match="no dataset streaming/vanishing"):
+        with pytest.raises(HubError, match=f"no dataset {data}"):
             take(data, 20)
-        add_formats(hub, tmp_path, "vanishing")
+        hub.repos.update(repos)
 
 
-def test_offline_mode_is_an_error_that_says_so(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(HubError, match=r"offline mode is on[^$]*unset HF_HUB_OFFLINE"):
-        take(Data(dataset="streaming/offline"), 1)
-    assert hub.requests == []
-
-
-def test_nothing_but_the_hub_is_asked_and_nobody_else_sees_the_token(hub: HubServer, tmp_path: Path) -> None:
-    names = [data.dataset for data in add_formats(hub, tmp_path, "quiet")]
+@pytest.mark.survive
+def test_nothing_but_the_hub_is_asked_and_nobody_else_sees_the_token(hub: HubServer, three_formats: list[Data]) -> None:
     script = (
         "import datasets, sys\n"  # imported first, it has read its settings before featcal could change them
         "from featcal_cli.recipe.schema import Data\n"
@@ -666,15 +613,10 @@ def test_nothing_but_the_hub_is_asked_and_nobody_else_sees_the_token(hub: HubSer
         "    assert len(list(draw_rows(data, 9, 0))) + len(list(read_rows(data, 'train'))) == 18 + 60\n"
     )
     kept = {name: value for name, value in os.environ.items() if name != "HF_UPDATE_DOWNLOAD_COUNTS"}
+    command = [sys.executable, "-c", script, *map(str, three_formats)]
     with watch_egress() as egress:
         environment = kept | egress.environment | {"HF_TOKEN": hub.add_token("reader")}
-        done = subprocess.run(
-            [sys.executable, "-c", script, *map(str, names)],
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=120,
-        )
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stderr) == (0, "")
     assert egress.hosts == []
     assert any(request.authorization for request in hub.requests)
