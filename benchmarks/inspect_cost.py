@@ -27,7 +27,7 @@ from featcal_cli.engine.job import Job
 from featcal_cli.engine.lockstep import forward_order
 from featcal_cli.hub.snapshot import resolve
 from featcal_cli.models.loading import find_class
-from featcal_cli.workflows.measure_drift import BASE, MODEL
+from featcal_cli.workflows.inspect_drift import BASE, MODEL
 from featcal_cli.workflows.preflight import prepare
 from featcal_cli.workflows.session import RunOptions, Session
 from featcal_cli.workflows.setup import Setup, fetch_models, find_blocks, load_models

@@ -224,7 +224,7 @@ def inspect_drift(
             from featcal_cli.reporting.verdict import check_gate
             from featcal_cli.workflows.inspect_drift import inspect_drift as run
 
-            start_importing("featcal_cli.workflows.measure_drift")
+            start_importing("featcal_cli.workflows.build_report")
             found = run(
                 draft, compare=compare, device=device, batch_size=batch_size, allow_pickle=allow_pickle,
                 trust_remote_code=trust_remote_code, plot=plot, projection=projection, html=html, markdown=markdown,

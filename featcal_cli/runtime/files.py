@@ -72,6 +72,18 @@ def write_file(file: Path, content: str | bytes, draft: Path | None = None) -> N
         raise
 
 
+def write_requested(file: Path, content: str | bytes, where: str) -> None:
+    """Write a file, or to a device, that the user has named; `where`: as a message names it. Raises OutputError."""
+    try:
+        if file.exists() and not file.is_file():
+            file.write_bytes(content.encode() if isinstance(content, str) else content)
+        else:
+            write_file(file.resolve(), content)
+    except OSError as error:
+        fix = "free disk space, or give the path of a file that can be written"
+        raise OutputError(f"cannot write: {name_reason(error)}", where=where, fix=fix) from None
+
+
 def draft_of(file: Path) -> Path:
     """Where a file lies while it is written."""
     return file.with_name(f".{file.name}.partial")

@@ -59,7 +59,7 @@ def summarise(session: Session, plan: Preflight, outcome: Outcome) -> Report:
         },
         blocks=[_scale_changes(block, step) for block in outcome.blocks],
         drift={task: read_drift(job, task, bool(found.held_out_count)) for task, found in plan.examples.items()},
-        cost=_add_up_cost(session, job),
+        cost=add_up_cost(session, job),
         notes=list(session.notes),
         sources=list(_describe_sources(plan)),
         curves={task: read_curve(job, task) for task in plan.examples},
@@ -73,7 +73,7 @@ def _scale_changes(block: BlockReport, step: float) -> BlockReport:
     return replace(block, modules=modules)
 
 
-def _add_up_cost(session: Session, job: Job) -> dict[str, Any]:
+def add_up_cost(session: Session, job: Job) -> dict[str, Any]:
     """What the run cost, over all ranks: of memory, the most that one of them took."""
     device = torch.cuda.max_memory_allocated(session.device) if session.device.type == "cuda" else 0
     read = sum(runner.bytes_read for runner in job.experts.values())

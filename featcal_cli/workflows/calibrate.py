@@ -44,7 +44,7 @@ from featcal_cli.workflows.output import write_output
 from featcal_cli.workflows.preflight import Preflight, prepare
 from featcal_cli.workflows.saved_recipe import dump_recipe
 from featcal_cli.workflows.session import CalibrateOptions, Session
-from featcal_cli.workflows.setup import Models, Setup, describe_merge, fetch_models, load_models, set_up
+from featcal_cli.workflows.setup import Models, Setup, fetch_models, load_models, set_up
 from featcal_cli.workflows.workspace import NOTE, Workspace, check_apart
 
 
@@ -120,7 +120,7 @@ class Computation:
         """Calibrate what is loaded, and write it."""
         session, calibration, models = self._session, setup.calibration, setup.models
         session.note(*check_values(models.merged, [models.base, *models.experts.values()], setup.architecture))
-        session.note(*describe_merge(models, plan.recipe, setup.architecture))
+        session.note(*setup.describe_merge(plan.recipe))
         session.share_notes()
         while True:
             try:

@@ -1,10 +1,12 @@
-"""`inspect-drift`: walk experts, model and base together, load nothing, and measure."""
+"""`inspect-drift`: experts, model and base run side by side, nothing is calibrated, all is measured."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+from featcal_cli import __version__
 from featcal_cli.recipe.reading import as_draft
 from featcal_cli.recipe.schema import Draft, Merge
 from featcal_cli.reporting.html_page import write_page
@@ -12,10 +14,15 @@ from featcal_cli.reporting.inspection import Inspection
 from featcal_cli.reporting.markdown import write_summary
 from featcal_cli.reporting.verdict import find_excess
 from featcal_cli.runtime.errors import OutputError, RecipeError
-from featcal_cli.runtime.files import name_reason, write_file
-from featcal_cli.runtime.progress import Listener
-from featcal_cli.workflows.session import RecipeSource, RunOptions, Session
+from featcal_cli.runtime.files import write_requested
+from featcal_cli.runtime.progress import Listener, Progress
+from featcal_cli.workflows.session import EXPERT, RecipeSource, RunOptions, Session
 
+if TYPE_CHECKING:  # these import torch, which is not waited for before it is needed
+    from featcal_cli.engine.job import Job
+    from featcal_cli.workflows.preflight import Preflight
+
+MODEL, OTHER, BASE = "model", "other", "base"
 PICTURES, PAGES, TEXTS = (".png", ".svg"), (".html",), (".md",)
 EXAMPLES = 64
 """Per task, where nobody says how many."""
@@ -54,30 +61,88 @@ def inspect_drift(
     if isinstance(session.draft.merged, Merge):
         raise RecipeError("there is no model to inspect yet", where="merged", fix="name one, or calibrate first")
     session.find_models()
-    from featcal_cli.workflows.measure_drift import draw_pictures, measure
-
-    inspection, job = measure(session, compare, keep_finals=projection is not None)
+    plan, job = _measure(session, compare, keep_finals=projection is not None)
+    inspection = _describe(plan, session, job)
     if session.ranks.is_first:
-        for file, content in draw_pictures(inspection, job, plot, projection):
-            _write(file, content)
+        if plot:
+            _write(plot, _draw_maps(inspection, Path(plot).suffix[1:]))
+        if projection:
+            _write(projection, _draw_projection(job, Path(projection).suffix[1:]))
         if html:
-            _write(Path(html), write_page(inspection).encode())
+            _write(html, write_page(inspection))
         if markdown:
-            exceeded = None if max_drift is None else find_excess(inspection, max_drift)
-            _write(Path(markdown), write_summary(inspection, exceeded).encode())
+            _write(
+                markdown, write_summary(inspection, None if max_drift is None else find_excess(inspection, max_drift))
+            )
     return inspection
 
 
-def _write(file: Path, content: bytes) -> None:
-    """Write a file, whole or not at all. Raises OutputError."""
-    try:
-        if file.exists() and not file.is_file():  # a device
-            file.write_bytes(content)
-        else:
-            write_file(file.resolve(), content)
-    except OSError as error:
-        fix = "free disk space, or give the path of a file that can be written"
-        raise OutputError(f"cannot write: {name_reason(error)}", where=str(file), fix=fix) from None
+def _measure(session: Session, compare: str | None, *, keep_finals: bool) -> tuple[Preflight, Job]:
+    """What was run, and all that it has measured; with `keep_finals`, the final features too. Raises FeatCalError."""
+    from featcal_cli.engine.lockstep import forward_order
+    from featcal_cli.models.alignment import check_alignment, load_fitting
+    from featcal_cli.workflows.preflight import prepare
+    from featcal_cli.workflows.setup import fetch_models, load_models, set_up
+
+    plan = prepare(session, others={OTHER: compare} if compare else None)
+    for task, examples in plan.examples.items():
+        if examples.is_whole:
+            session.note(f"{task}: the source has few rows, to most of which a calibration with it was fitted")
+    snapshots = fetch_models(session, plan, session.ranks.own(plan.recipe.tasks))
+    session.listener.stage("loading models")
+    models = load_models(snapshots, None, Path(), "")
+    other = load_fitting(OTHER, snapshots[OTHER], models.merged) if compare else None
+    setup = set_up(session, plan, models)
+    session.note(*setup.describe_merge(plan.recipe))
+    if other is not None:
+        check_alignment(setup.architecture, models.merged, other)
+    watchers = {MODEL: models.merged, BASE: models.base} | ({OTHER: other} if other else {})
+    job = setup.make_job({}, watchers, keep_finals=keep_finals)
+    session.listener.stage("measuring")
+    for number, visit in enumerate(forward_order(job)):
+        session.listener.progress(Progress(visit.block.name, number, len(setup.architecture.blocks)))
+    session.share_notes()
+    job.share_readings()
+    return plan, job
+
+
+def _describe(plan: Preflight, session: Session, job: Job) -> Inspection:
+    from featcal_cli.runtime.hardware import describe_environment
+    from featcal_cli.workflows.build_report import add_up_cost, describe_tasks
+
+    names = {MODEL: plan.recipe.merged, BASE: plan.recipe.base}
+    names |= {role: origin.pinned for role, origin in plan.origins.items() if role == OTHER}
+    names |= {f"{EXPERT}{task}": spec.expert for task, spec in plan.recipe.tasks.items()}
+    cost = add_up_cost(session, job)
+    return Inspection(
+        featcal_version=__version__,
+        names={role: str(name) for role, name in names.items()},
+        tasks=describe_tasks(job, {task: examples.fitted_count for task, examples in plan.examples.items()}),
+        notes=session.notes,
+        recipe=plan.recipe.model_dump(mode="json", exclude_none=True),
+        environment=describe_environment(session.device),
+        cost={name: cost[name] for name in ("seconds", "peak_rss_bytes", "expert_bytes_read")},
+    )
+
+
+def _write(file: str | Path, content: str | bytes) -> None:
+    write_requested(Path(file), content, where=str(file))
+
+
+def _draw_maps(inspection: Inspection, kind: Any) -> bytes:
+    from featcal_cli.reporting.drift_maps import plot_inspection
+
+    return plot_inspection(inspection, kind)
+
+
+def _draw_projection(job: Job, kind: Any) -> bytes:
+    import torch
+
+    from featcal_cli.reporting.projection import plot_projection
+
+    finals = job.drift.finals or {}
+    points = {task: {role: torch.cat(parts) for role, parts in kept.items()} for task, kept in finals.items()}
+    return plot_projection(points, kind)
 
 
 def _with_defaults(draft: Draft) -> Draft:

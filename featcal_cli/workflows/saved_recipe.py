@@ -11,7 +11,7 @@ import yaml
 from featcal_cli import __version__
 from featcal_cli.recipe.schema import Merge, Recipe
 from featcal_cli.runtime.errors import OutputError, RecipeError
-from featcal_cli.runtime.files import name_reason, write_file
+from featcal_cli.runtime.files import write_requested
 from featcal_cli.runtime.references import existing_path
 from featcal_cli.runtime.untrusted_text import bare
 
@@ -40,11 +40,7 @@ def save_recipe(file: Path, recipe: Recipe, findings: Sequence[Finding], *, over
     ]
     lines += [f"#   {bare(finding.role)}: {bare(finding.source)}" for finding in findings]
     content = "\n".join(lines) + "\n" + _dump(recipe, output=recipe.output.push_to is not None)
-    try:
-        write_file(file, content)
-    except OSError as error:
-        fix = "free disk space, or give the path of a file that can be written"
-        raise OutputError(f"cannot write: {name_reason(error)}", where=f"--save {file}", fix=fix) from None
+    write_requested(file, content, where=f"--save {file}")
 
 
 def check_save(file: Path, *, overwrite: bool) -> None:

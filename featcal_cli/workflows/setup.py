@@ -114,14 +114,6 @@ def find_blocks(models: Models, examples: Mapping[str, TaskExamples], norms: str
     return architecture
 
 
-def describe_merge(models: Models, recipe: Recipe, architecture: Architecture) -> list[str]:
-    """What is odd about the models as a merge, in sentences; nothing where not all experts are here."""
-    if models.experts.keys() != recipe.tasks.keys():
-        return []
-    built = isinstance(recipe.merged, Merge)
-    return describe_merge_fit(models.merged, models.base, models.experts, architecture, built=built)
-
-
 def _give_back_layer(layer: nn.Module, *_: object) -> None:
     memory_map.give_back(layer.parameters())
 
@@ -218,6 +210,13 @@ class Setup:
             offloader=Offloader(self.device, *rooms_for_features(self.device), scratch),
             ranks=self.ranks,
         )
+
+    def describe_merge(self, recipe: Recipe) -> list[str]:
+        """What is odd about the models as a merge, in sentences; nothing where not all experts are here."""
+        models, built = self.models, isinstance(recipe.merged, Merge)
+        if models.experts.keys() != recipe.tasks.keys():
+            return []
+        return describe_merge_fit(models.merged, models.base, models.experts, self.architecture, built=built)
 
     def make_search_job(self, students: Iterable[str], fitted: int, branches: Collection[str] = ()) -> Job:
         """A job of its own for a search: every student is the merged model again, fitted to the first `fitted`
