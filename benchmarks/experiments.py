@@ -102,9 +102,9 @@ class Reweighted(PlainSystem):
         super().__init__(merged, settings, with_bias=with_bias)
         self._usual_trace = 0.0
 
-    def fold(self, moments: LinearMoments, experts: Mapping[str, Affine], omega: float | None = None) -> float:
+    def add_task(self, moments: LinearMoments, experts: Mapping[str, Affine], omega: float | None = None) -> float:
         self._usual_trace += super().weigh(moments) * float(moments.gram.trace())
-        return super().fold(moments, experts, omega)
+        return super().add_task(moments, experts, omega)
 
     def solve(self, base: Mapping[str, Affine], *, bias: bool = True) -> dict[str, Solution]:
         ridge = self._settings.ridge * float(self._gram.trace()) / self._usual_trace

@@ -14,9 +14,9 @@ from judge import Judge, body_of, load_judge, read_family
 from plain import PlainSystem, in_place
 
 from featcal_cli.calibration.algorithm import load_block, solve_block
-from featcal_cli.calibration.backtracking import guard_block
+from featcal_cli.calibration.backtracking import backtrack_block
 from featcal_cli.calibration.hyperparameters import Hyperparameters
-from featcal_cli.calibration.normal_equations import collect_moments, parameters_of
+from featcal_cli.calibration.normal_equations import collect_equations, parameters_of
 from featcal_cli.engine.job import Job
 from featcal_cli.engine.lockstep import forward_order
 from featcal_cli.recipe.reading import as_draft
@@ -77,11 +77,11 @@ class Lab:
             for name, settings in candidates.items():
                 here = at_depth(settings, number / last)
                 with in_place((systems or {}).get(name)):
-                    moments = collect_moments(visit, name, here)
+                    moments = collect_equations(visit, name, here)
                 solutions = solve_block(block, moments, job.base, calibration.bias)
                 if moments.held_out is not None:
                     own = {m.name: parameters_of(job.merged, block, m) for m in block.modules if m.name in solutions}
-                    solutions, _ = guard_block(solutions, moments.held_out, own)
+                    solutions, _ = backtrack_block(solutions, moments.held_out, own)
                 load_block(job.students[name], block, solutions)
         return job
 

@@ -18,7 +18,7 @@ from featcal_cli.models.module_kinds import Affine
 
 
 class PlainSystem:
-    """What `LinearSystem` solves, with every sum held whole. It takes moments by the drift of the input only."""
+    """What `LinearEquations` solves, with every sum held whole. It takes moments by the drift of the input only."""
 
     def __init__(self, merged: Mapping[str, Affine], settings: Hyperparameters, *, with_bias: bool = False) -> None:
         """with_bias: what experts' biases ask of the outputs counts in the pull of the weights too."""
@@ -38,7 +38,7 @@ class PlainSystem:
         """ω_i, the task's weight: 1/‖G_i‖."""
         return 1.0 / max(moments.size, EPSILON)
 
-    def fold(self, moments: LinearMoments, experts: Mapping[str, Affine], omega: float | None = None) -> float:
+    def add_task(self, moments: LinearMoments, experts: Mapping[str, Affine], omega: float | None = None) -> float:
         """Add one task: its moments, and its expert's parameters by module name; returns ω_i, if not given."""
         omega = self.weigh(moments) if omega is None else omega
         alpha, gram, mean = self._settings.alpha, moments.gram, moments.mean
@@ -77,7 +77,7 @@ class PlainSystem:
         return solutions
 
     def objective(self, name: str, update: torch.Tensor, shift: torch.Tensor) -> tuple[float, float]:
-        """What the guard asks of held-out rows, as `LinearSystem` answers it; the pull must be `with_bias`."""
+        """What the guard asks of held-out rows, as `LinearEquations` answers it; the pull must be `with_bias`."""
         curvature = ((update @ self._gram + 2 * torch.outer(shift, self._mean)) * update).sum()
         curvature = curvature + self._omega * shift.square().sum()
         return float(curvature), float((update * self._pull[name]).sum() + shift @ self._bias_pull[name])
@@ -94,8 +94,8 @@ def in_place(system: type[PlainSystem] | None) -> Iterator[None]:
         return False
 
     with (
-        patch.object(collect, "LinearSystem", system),
-        patch.object(collect, "sums_residuals", no),
-        patch.object(collect, "solves_in_token_space", no),
+        patch.object(collect, "LinearEquations", system),
+        patch.object(collect, "is_residual_cheaper", no),
+        patch.object(collect, "is_dual_cheaper", no),
     ):
         yield

@@ -7,13 +7,13 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from featcal_cli.calibration.backtracking import guard_block
-from featcal_cli.calibration.distributed_sums import Solved, spread
+from featcal_cli.calibration.backtracking import backtrack_block
+from featcal_cli.calibration.distributed_sums import BlockSolution, share_solutions
 from featcal_cli.calibration.hyperparameters import Hyperparameters
 from featcal_cli.calibration.journal import Journal, restore_block
-from featcal_cli.calibration.normal_equations import collect_moments, parameters_of
+from featcal_cli.calibration.normal_equations import collect_equations, parameters_of
 from featcal_cli.calibration.results import BlockReport, ModuleReport
-from featcal_cli.calibration.solver import BlockMoments, Solution
+from featcal_cli.calibration.solver import BlockEquations, Solution
 from featcal_cli.engine.block_runner import BlockRunner
 from featcal_cli.engine.job import CALIBRATED, Job
 from featcal_cli.engine.lockstep import forward_order
@@ -44,7 +44,7 @@ def calibrate_blocks(
             started = time.monotonic()
             nearby = job.architecture.blocks[max(0, number - 1) : number + 1]
             with name_huge_weight(nearby, (job.merged, job.base, *job.experts.values())):
-                moments = collect_moments(visit, CALIBRATED, hyperparameters, here.at_task(watch))
+                moments = collect_equations(visit, CALIBRATED, hyperparameters, here.at_task(watch))
                 solved = solve_together(job, block, moments, bias, here.at_module(watch))
             load_block(student, block, solved.solutions)
             report = _describe(block, moments.skipped, solved, hyperparameters.ridge, time.monotonic() - started)
@@ -56,26 +56,26 @@ def calibrate_blocks(
 
 
 def solve_together(
-    job: Job, block: Block, moments: BlockMoments, bias: bool, on_module: Callable[[str], None] = lambda _: None
-) -> Solved:
+    job: Job, block: Block, moments: BlockEquations, bias: bool, on_module: Callable[[str], None] = lambda _: None
+) -> BlockSolution:
     """What becomes of the block's modules, on all ranks, of which each solves its systems, and checks the updates on
     the rows that are held out for that, if there are some."""
 
-    def solve() -> Solved:
+    def solve() -> BlockSolution:
         solutions = solve_block(block, moments, job.base, bias, on_module)
         steps: dict[str, float] = {}
         if moments.held_out is not None:
             own = {m.name: parameters_of(job.merged, block, m) for m in block.modules if m.name in solutions}
-            solutions, steps = guard_block(solutions, moments.held_out, own)
+            solutions, steps = backtrack_block(solutions, moments.held_out, own)
         rows = {name: system.rows for names, system in moments.linear.items() for name in names}
-        return Solved(solutions, rows | {name: norm.rows for name, norm in moments.norms.items()}, steps)
+        return BlockSolution(solutions, rows | {name: norm.rows for name, norm in moments.norms.items()}, steps)
 
-    return spread(job.ranks, solve, job.merged.device)
+    return share_solutions(job.ranks, solve, job.merged.device)
 
 
 def solve_block(
     block: Block,
-    moments: BlockMoments,
+    moments: BlockEquations,
     base: BlockRunner,
     bias: bool,
     on_module: Callable[[str], None] = lambda _: None,
@@ -109,7 +109,9 @@ def load_block(student: BlockRunner, block: Block, solutions: Mapping[str, Solut
             student.replace(parameter, value)
 
 
-def _describe(block: Block, left: Mapping[str, str], solved: Solved, asked: float, seconds: float) -> BlockReport:
+def _describe(
+    block: Block, left: Mapping[str, str], solved: BlockSolution, asked: float, seconds: float
+) -> BlockReport:
     modules = [
         ModuleReport(
             name=module.name,

@@ -1,37 +1,54 @@
-"""The guard: an update that is worse than the merged weight on rows that were not fitted is pulled back to it."""
+"""Updates that are worse than merged on rows that were not fitted are pulled back: each alone, then all together."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import reduce
 from math import isfinite
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
-from featcal_cli.calibration.solver import BlockMoments, Solution, precise, relative_change
+from featcal_cli.calibration.journal import Journal
+from featcal_cli.calibration.results import BlockReport
+from featcal_cli.calibration.solver import BlockEquations, Solution, precise, relative_change
+from featcal_cli.engine.block_runner import BlockRunner
+from featcal_cli.engine.drift_metrics import Drift, DriftMeter, OutputMeter
+from featcal_cli.engine.job import CALIBRATED, MERGED, Job, Measurement
+from featcal_cli.engine.lockstep import forward_order
+from featcal_cli.models.loading import share_model
 from featcal_cli.models.module_kinds import Affine
 from featcal_cli.runtime.errors import NumericsError
+from featcal_cli.runtime.progress import Progress, Watch
 
 STEPS = (1.0, 0.5, 0.25, 0.0)
 """t of W_merged + t (W* − W_merged), the full update first: more ridge would pull to the anchor, not to merged."""
+NOISE = 1e-6
+"""Mean drift below this is the rounding of float32: an expert may be the merged model."""
+PARTIAL = {step: f"{step:g} of all updates" for step in STEPS if 0 < step < 1}
+"""The role of the student that has that share of all updates."""
+TaskDrifts: TypeAlias = "Mapping[str, Mapping[float, Drift]]"
+"""Drift after the last block, by task and step."""
 
 
-def guard_block(
-    solutions: Mapping[str, Solution], held_out: BlockMoments, merged: Mapping[str, Affine]
+def backtrack_block(
+    solutions: Mapping[str, Solution], held_out: BlockEquations, merged: Mapping[str, Affine]
 ) -> tuple[dict[str, Solution], dict[str, float]]:
-    """Check every module's update on the moments of rows held out for it; call before anything is loaded.
+    """Check every module's update on the equations of rows held out for it; call before anything is loaded.
 
     merged: the modules' merged parameters. Returns the solutions to load, and by module the step t (1: the whole
     update) that held-out rows chose. Raises NumericsError when features of held-out examples are not finite.
     """
-    systems = {name: system for names, system in held_out.linear.items() for name in names}
+    linear = {name: equations for names, equations in held_out.linear.items() for name in names}
     steps: dict[str, float] = {}
-    held = dict(solutions)
+    checked = dict(solutions)
     for name, solution in solutions.items():
-        own = precise(merged[name])
-        update, shift = _change(own, solution.parameters)
-        if name in systems and systems[name].rows:
-            objective = systems[name].objective(name, update, shift)
+        start = precise(merged[name])
+        update, shift = _change(start, solution.parameters)
+        if name in linear and linear[name].rows:
+            objective = linear[name].objective(name, update, shift)
         elif name in held_out.norms and held_out.norms[name].rows:
             objective = held_out.norms[name].objective(update, shift)
         else:
@@ -41,13 +58,11 @@ def guard_block(
                 f"the features of held-out examples are not finite in {name}",
                 fix="look for NaN in the examples; if there is none, use --dtype float32",
             )
-        steps[name] = best_step(*objective)
-        if steps[name] < 1:
-            new = Affine(
-                own.weight + steps[name] * update, None if own.bias is None else own.bias + steps[name] * shift
-            )
-            held[name] = solution._replace(parameters=new, relative_change=relative_change(own, new))
-    return held, steps
+        steps[name] = step = best_step(*objective)
+        if step < 1:
+            new = Affine(start.weight + step * update, None if start.bias is None else start.bias + step * shift)
+            checked[name] = solution._replace(parameters=new, relative_change=relative_change(start, new))
+    return checked, steps
 
 
 def best_step(curvature: float, descent: float) -> float:
@@ -61,3 +76,150 @@ def _change(merged: Affine, new: Affine) -> tuple[Tensor, Tensor]:
     if new.bias is None or merged.bias is None:
         return update, torch.zeros(len(update), dtype=update.dtype, device=update.device)
     return update, new.bias - merged.bias
+
+
+def shrink_updates(
+    job: Job, blocks: Sequence[BlockReport], journal: Journal | None, held_out: Collection[str], watch: Watch
+) -> tuple[float, str]:
+    """The largest t of STEPS for which W_merged + t (W* − W_merged), in all modules, has no larger mean drift over
+    tasks than merged; and what was done, in a sentence, where t is not 1. The readings of the job become those of it.
+
+    The mean is looked at on the rows that the job has measured, on the other half of the held-out rows, and on both
+    together. Nothing is computed where it did not grow: the job has measured merged and the whole updates.
+
+    The job is through and retired; the first rank alone has the journal. held_out: the tasks that the job has not
+    measured on fitted rows.
+    """
+    job.share_readings()
+    ends = {1.0: CALIBRATED, 0.0: MERGED}
+    measured, other = _read_drifts(job, job.drift, ends), _sum_drifts(job, ends)
+    if all(_holds(drifts, 1.0, held_out) for drifts in (measured, other, _join(measured, other))):
+        return 1.0, ""
+    partial = _measure_partial_updates(job, blocks, journal, watch)
+    partial.share_readings()
+    between = (_read_drifts(partial, partial.drift, PARTIAL), _sum_drifts(partial, PARTIAL))
+    measured, other = (
+        {task: drifts | more[task] for task, drifts in of_ends.items()}
+        for of_ends, more in zip((measured, other), between, strict=True)
+    )
+    judged = (measured, other, _join(measured, other))
+    step = next(t for t in STEPS if not t or all(_holds(drifts, t, held_out) for drifts in judged))
+    if step < 1:
+        _take_over(job, partial if step else job, PARTIAL.get(step, MERGED))
+    before, after, now = (_mean(measured, t, measured) for t in (0.0, 1.0, step))
+    return step, _describe(step, "held-out rows" if held_out else "the fitted rows", before, after, now)
+
+
+def interpolate(merged: Tensor, new: Tensor, step: float) -> Tensor:
+    """W_merged + t (W* − W_merged) in the dtype of both; at 0 and 1 it is one of them to the bit."""
+    if step in (0.0, 1.0):
+        return new if step else merged
+    wide = torch.float64
+    return (merged.to(wide) + step * (new.to(wide) - merged.to(wide))).to(merged.dtype)
+
+
+def _measure_partial_updates(job: Job, blocks: Sequence[BlockReport], journal: Journal | None, watch: Watch) -> Job:
+    """Run merged with each of PARTIAL of all updates over the rows of the job; the job that has measured them."""
+
+    def runner(of: BlockRunner) -> BlockRunner:
+        return BlockRunner(share_model(of.model), job.architecture, of.device, of.dtype)
+
+    students = {role: runner(job.merged) for role in PARTIAL.values()}
+    partial = replace(
+        job,
+        students=students,
+        merged=runner(job.merged),
+        base=runner(job.base),
+        experts={task: runner(expert) for task, expert in job.experts.items()},
+        fitted={},
+        checked={},
+        drift=Measurement(
+            dict(students),
+            job.drift.batches,
+            outputs=OutputMeter() if job.drift.outputs is not None else None,
+            split=frozenset(students),
+        ),
+        second=replace(job.second, runners=dict(students), meter=DriftMeter()) if job.second else None,
+    )
+    for number, visit in enumerate(forward_order(partial)):
+        watch(Progress(visit.block.name, number, len(blocks)))
+        for path, merged, new in _read_updates(partial, blocks[number], journal, number):
+            for step, role in PARTIAL.items():
+                module, _, name = path.rpartition(".")
+                parameter = students[role].module(module).get_parameter(name)
+                students[role].replace(parameter, interpolate(merged, new, step))
+    for task, expert in partial.experts.items():
+        job.experts[task].bytes_read += expert.bytes_read
+    return partial
+
+
+def _read_updates(
+    partial: Job, report: BlockReport, journal: Journal | None, number: int
+) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Path, merged and calibrated value of every calibrated parameter of a block, from the first rank's journal."""
+    calibrated = journal.tensors(number) if journal else {}
+    for module in report.modules:
+        for name, merged in partial.merged.parameters_at_home(f"{report.name}.{module.name}").items():
+            path = f"{report.name}.{module.name}.{name}"
+            new = calibrated[path] if journal else torch.empty_like(merged, memory_format=torch.contiguous_format)
+            partial.ranks.copy(new)
+            yield path, merged, new
+
+
+def _read_drifts(job: Job, measured: Measurement, roles: Mapping[float, str]) -> dict[str, dict[float, Drift]]:
+    """What was measured of the drift after the last block."""
+    read = measured.meter.read
+    lasts = job.architecture.last_blocks.items()
+    return {task: {step: read(last, task, role) for step, role in roles.items()} for task, last in lasts}
+
+
+def _sum_drifts(job: Job, roles: Mapping[float, str]) -> dict[str, dict[float, Drift]]:
+    """What all ranks have measured on the second half of the rows, added up; without tasks that have none."""
+    assert job.second is not None
+    of_ranks = job.ranks.gather(_read_drifts(job, job.second, roles))
+    sums = {task: {step: reduce(_plus, (of[task][step] for of in of_ranks)) for step in roles} for task in of_ranks[0]}
+    return {task: drifts for task, drifts in sums.items() if any(drift.tokens for drift in drifts.values())}
+
+
+def _plus(one: Drift, other: Drift) -> Drift:
+    return Drift(one.distance + other.distance, one.size + other.size, tokens=one.tokens + other.tokens)
+
+
+def _join(one: TaskDrifts, other: TaskDrifts) -> dict[str, dict[float, Drift]]:
+    """The drift over the rows of both, of the tasks and steps of the first."""
+    return {
+        task: {step: _plus(drift, other[task][step]) if task in other else drift for step, drift in drifts.items()}
+        for task, drifts in one.items()
+    }
+
+
+def _holds(drifts: TaskDrifts, step: float, held_out: Collection[str]) -> bool:
+    """Whether the mean drift at a step is no larger than merged's: over the tasks with held-out rows, and over all."""
+    judged = [list(drifts), [task for task in drifts if task in held_out]]
+    return all(_mean(drifts, step, tasks) <= max(_mean(drifts, 0.0, tasks), NOISE) for tasks in judged if tasks)
+
+
+def _mean(drifts: TaskDrifts, step: float, tasks: Collection[str]) -> float:
+    """Mean over tasks of mean ‖e‖₂ / mean ‖h_exp‖₂."""
+    return sum(drifts[task][step].relative for task in tasks) / len(tasks)
+
+
+def _take_over(job: Job, partial: Job, role: str) -> None:
+    """Let what was measured of a role count as that of the calibrated model; both jobs have shared their readings."""
+    ours, theirs = job.drift, partial.drift
+    drifts = {**theirs.meter.elsewhere, **theirs.meter.readings}
+    ours.meter.readings |= {(at, task, CALIBRATED): x for (at, task, who), x in drifts.items() if who == role}
+    if ours.outputs is not None and theirs.outputs is not None:
+        shifts = {**theirs.outputs.elsewhere, **theirs.outputs.readings}
+        ours.outputs.readings |= {(task, CALIBRATED, at): x for (task, who, at), x in shifts.items() if who == role}
+
+
+def _describe(step: float, rows: str, before: float, after: float, now: float) -> str:
+    if step == 1:
+        return ""
+    where = "one half of the held-out rows" if after <= before else rows
+    left = f"{step:g} of each is left, and it is {now:.3f}" if step else "the output has the merged model's weights"
+    return (
+        f"guard: mean drift grew on {where} (from {before:.3f} to {after:.3f} on those that are reported), so all "
+        f"updates were pulled back together: {left}"
+    )

@@ -6,87 +6,95 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from featcal_cli.calibration.hyperparameters import Hyperparameters
-from featcal_cli.calibration.solver import LinearSystem, NormSystem, Solution, Tally
+from featcal_cli.calibration.solver import (
+    BlockEquations,
+    LinearEquations,
+    Names,
+    NormEquations,
+    RankSummary,
+    Solution,
+)
 from featcal_cli.models.module_kinds import Affine
 from featcal_cli.runtime.distributed import Ranks
 from featcal_cli.runtime.errors import FeatCalError, NumericsError
 
-if TYPE_CHECKING:
-    from featcal_cli.calibration.solver import BlockMoments
-
-Names: TypeAlias = "tuple[str, ...]"
-NOTHING = Tally(0.0, 0, frozenset())
+NOTHING = RankSummary(0.0, 0, frozenset())
 
 
-class _Outline(NamedTuple):
+class _BlockSummary(NamedTuple):
     """What one rank has of a block."""
 
-    linear: dict[Names, Tally]
-    norms: dict[str, Tally]
+    linear: dict[Names, RankSummary]
+    norms: dict[str, RankSummary]
     skipped: dict[str, str]
 
 
-def pool_systems(
-    moments: BlockMoments,
+def sum_over_ranks(
+    equations: BlockEquations,
     ranks: Ranks,
     hyperparameters: Hyperparameters,
     merged: Callable[[str], Affine],
     owners: Mapping[str, int] | None = None,
 ) -> None:
-    """Add up the systems of a block over all ranks, each on one of them, which alone keeps it; that of the rows held
+    """Add up the equations of a block over all ranks, each on one of them, which alone keeps it; those of the rows held
     out on the same one.
 
     merged: a module's merged parameters. owners: who is to have each module, where these are the rows held out.
     """
-    told = ranks.gather(_outline(moments))
-    moments.skipped = {name: why for each in reversed(told) for name, why in each.skipped.items()}
-    groups = _list_groups(told, moments.skipped)
-    kept = {tuple(n for n in names if n not in moments.skipped): each for names, each in moments.linear.items()}
-    known, turn = owners or {}, count()
-    found: dict[str, int] = {}
-    with_bias = owners is not None
-    moments.linear = {}
-    for names, tallies in groups.items():
-        owner = known.get(names[0], next(turn) % ranks.size)
-        linear = kept.pop(names, None)
+    summaries = ranks.gather(
+        _BlockSummary(
+            {names: linear.summarise() for names, linear in equations.linear.items()},
+            {name: norm.summarise() for name, norm in equations.norms.items()},
+            equations.skipped,
+        )
+    )
+    equations.skipped = {name: why for each in reversed(summaries) for name, why in each.skipped.items()}
+    groups = _group_modules(summaries, equations.skipped)
+    of_rank = {_without(names, equations.skipped): linear for names, linear in equations.linear.items()}
+    fixed, turn = owners or {}, count()
+    chosen: dict[str, int] = {}
+    equations.linear = {}
+    for names, of_ranks in groups.items():
+        owner = fixed.get(names[0], next(turn) % ranks.size)
+        linear = of_rank.pop(names, None)
         if linear is None:
-            linear = LinearSystem({name: merged(name) for name in names}, hyperparameters, with_bias=with_bias)
-        linear.pool(names, tallies, partial(ranks.add_up, to=owner))
-        found |= dict.fromkeys(names, owner)
+            of_merged = {name: merged(name) for name in names}
+            linear = LinearEquations(of_merged, hyperparameters, with_bias=owners is not None)
+        linear.sum_over_ranks(names, of_ranks, partial(ranks.add_up, to=owner))
+        chosen |= dict.fromkeys(names, owner)
         if owner == ranks.rank:
-            moments.linear[names] = linear
-    for name in dict.fromkeys(name for each in told for name in each.norms):
-        owner = known.get(name, next(turn) % ranks.size)
-        norm = moments.norms.pop(name, None) or NormSystem(merged(name), hyperparameters)
-        norm.pool([each.norms.get(name, NOTHING) for each in told], partial(ranks.add_up, to=owner))
-        found[name] = owner
+            equations.linear[names] = linear
+    for name in dict.fromkeys(name for each in summaries for name in each.norms):
+        owner = fixed.get(name, next(turn) % ranks.size)
+        norm = equations.norms.pop(name, None) or NormEquations(merged(name), hyperparameters)
+        norm.sum_over_ranks([each.norms.get(name, NOTHING) for each in summaries], partial(ranks.add_up, to=owner))
+        chosen[name] = owner
         if owner == ranks.rank:
-            moments.norms[name] = norm
-    if moments.held_out is not None:
-        pool_systems(moments.held_out, ranks, hyperparameters, merged, found)
+            equations.norms[name] = norm
+    if equations.held_out is not None:
+        sum_over_ranks(equations.held_out, ranks, hyperparameters, merged, chosen)
 
 
-def _outline(moments: BlockMoments) -> _Outline:
-    linear = {names: system.tally() for names, system in moments.linear.items()}
-    return _Outline(linear, {name: norm.tally() for name, norm in moments.norms.items()}, moments.skipped)
+def _without(names: Names, skipped: Mapping[str, str]) -> Names:
+    return tuple(name for name in names if name not in skipped)
 
 
-def _list_groups(told: Sequence[_Outline], skipped: Mapping[str, str]) -> dict[Names, list[Tally]]:
+def _group_modules(summaries: Sequence[_BlockSummary], skipped: Mapping[str, str]) -> dict[Names, list[RankSummary]]:
     """What each rank has of the modules that share an input, without those that are skipped.
 
     Raises FeatCalError where modules share it on one rank and not on another.
     """
-    shared = [
-        {left: tally for names, tally in each.linear.items() if (left := tuple(n for n in names if n not in skipped))}
-        for each in told
+    of_ranks = [
+        {left: summary for names, summary in each.linear.items() if (left := _without(names, skipped))}
+        for each in summaries
     ]
-    groups = dict.fromkeys(names for each in shared for names in each)
+    groups = dict.fromkeys(names for each in of_ranks for names in each)
     members = [name for names in groups for name in names]
     if len(members) > len(set(members)):
         raise FeatCalError(
@@ -94,11 +102,11 @@ def _list_groups(told: Sequence[_Outline], skipped: Mapping[str, str]) -> dict[N
             where=next(name for name in members if members.count(name) > 1),
             fix="run it in one process, without torchrun",
         )
-    return {names: [each.get(names, NOTHING) for each in shared] for names in groups}
+    return {names: [each.get(names, NOTHING) for each in of_ranks] for names in groups}
 
 
 @dataclass(frozen=True)
-class Solved:
+class BlockSolution:
     """What becomes of a block's modules, by their paths inside the block."""
 
     solutions: dict[str, Solution] = field(default_factory=dict)
@@ -108,57 +116,42 @@ class Solved:
     """The share of the update that held-out rows left standing, where it was checked."""
 
 
-def spread(ranks: Ranks, solve: Callable[[], Solved], device: torch.device) -> Solved:
+def share_solutions(ranks: Ranks, solve: Callable[[], BlockSolution], device: torch.device) -> BlockSolution:
     """What every rank has solved, on all of them, to the last bit. Raises what `solve` raises on any of them."""
-    own, problem = Solved(), None
+    if ranks.size == 1:
+        return solve()
+    own, problem = BlockSolution(), None
     try:
         own = solve()
     except NumericsError as error:
-        problem = error
-    if ranks.size == 1:
-        if problem:
-            raise problem
-        return own
-    said = problem and (problem.what, problem.where, problem.fix)
-    told = ranks.gather((said, {name: _shape(each) for name, each in own.solutions.items()}, own.rows, own.steps))
-    for failure, *_ in told:
+        problem = (error.what, error.where, error.fix)
+    shapes = {
+        name: [None if part is None else (part.shape, part.dtype) for part in of.parameters]
+        for name, of in own.solutions.items()
+    }
+    numbers = {name: solution[1:] for name, solution in own.solutions.items()}
+    everybody = ranks.gather((problem, shapes, numbers, own.rows, own.steps))
+    for failure, *_ in everybody:
         if failure:
             raise NumericsError(failure[0], where=failure[1], fix=failure[2])
-    whole = Solved()
-    for source, (_, shapes, rows, steps) in enumerate(told):
+    whole = BlockSolution()
+    for source, (_, shapes, numbers, rows, steps) in enumerate(everybody):
         for name, shape in shapes.items():
-            whole.solutions[name] = _copy(ranks, source, own.solutions.get(name), shape, device)
+            mine = own.solutions[name].parameters if source == ranks.rank else (None, None)
+            weight, bias = (_copy(ranks, source, *pair, device) for pair in zip(mine, shape, strict=True))
+            assert weight is not None
+            whole.solutions[name] = Solution(Affine(weight, bias), *numbers[name])
         whole.rows.update(rows)
         whole.steps.update(steps)
     return whole
 
 
-class _Shape(NamedTuple):
-    """A solution without its tensors."""
-
-    weight: torch.Size
-    bias: torch.Size | None
-    dtype: torch.dtype
-    condition_number: float
-    relative_change: float
-    ridge: float | None
-
-
-def _shape(solution: Solution) -> _Shape:
-    (weight, bias), condition, change, ridge = solution
-    return _Shape(weight.shape, None if bias is None else bias.shape, weight.dtype, condition, change, ridge)
-
-
-def _copy(ranks: Ranks, source: int, own: Solution | None, shape: _Shape, device: torch.device) -> Solution:
-    """The solution of the rank `source`, which alone has its own."""
-    copies: list[Tensor | None] = []
-    for number, size in enumerate((shape.weight, shape.bias)):
-        if size is None:
-            copies.append(None)
-            continue
-        held = None if own is None else own.parameters[number]
-        tensor = torch.empty(size, dtype=shape.dtype, device=device) if held is None else held.contiguous()
-        ranks.copy(tensor, source)
-        copies.append(tensor)
-    assert copies[0] is not None
-    return Solution(Affine(copies[0], copies[1]), shape.condition_number, shape.relative_change, shape.ridge)
+def _copy(
+    ranks: Ranks, source: int, own: Tensor | None, shape: tuple[torch.Size, torch.dtype] | None, device: torch.device
+) -> Tensor | None:
+    """The tensor of the rank `source`, which alone has its own."""
+    if shape is None:
+        return None
+    tensor = torch.empty(shape[0], dtype=shape[1], device=device) if own is None else own.contiguous()
+    ranks.copy(tensor, source)
+    return tensor

@@ -34,7 +34,7 @@ class Sum:
         else:
             self.value = in_sums(self.value, self.dtype).add_(in_sums(term, self.dtype), alpha=scale)
 
-    def pool(self, zeros: Callable[[], Tensor], add_up: AddUp) -> None:
+    def sum_over_ranks(self, zeros: Callable[[], Tensor], add_up: AddUp) -> None:
         """Become the sum of all ranks; `zeros` is what one that has no term has."""
         self.value = zeros() if self.value is None else in_sums(self.value, self.dtype).contiguous()
         add_up(self.value)
@@ -66,7 +66,7 @@ class Symmetric:
                 else:
                     panel.add_(self._cast(term), alpha=scale)
 
-    def pool(self, add_up: AddUp) -> None:
+    def sum_over_ranks(self, add_up: AddUp) -> None:
         """Become the sum of all ranks."""
         for number, panel in enumerate(self.panels):
             self.panels[number] = panel = self._zeros(number) if panel is None else self._cast(panel).contiguous()

@@ -2,63 +2,64 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import product
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
-from featcal_cli.calibration.distributed_sums import pool_systems
+from featcal_cli.calibration.distributed_sums import sum_over_ranks
 from featcal_cli.calibration.hyperparameters import Hyperparameters
 from featcal_cli.calibration.moments import LinearMoments, NormMoments, Pair, TaskMoments
-from featcal_cli.calibration.solver import BlockMoments, LinearSystem, NormSystem, TokenSystem
+from featcal_cli.calibration.solver import BlockEquations, DualEquations, LinearEquations, Names, NormEquations
 from featcal_cli.engine.block_runner import BlockRunner
 from featcal_cli.engine.lockstep import BlockVisit, Observation
 from featcal_cli.models.architecture import Block, Module
 from featcal_cli.models.module_kinds import LINEAR_KINDS, Affine, linear_parameters, norm_parameters, normalise
 from featcal_cli.runtime.errors import NumericsError
 
-Choose: TypeAlias = "Callable[[tuple[str, ...], Observation, int], LinearMoments]"
+Choose: TypeAlias = "Callable[[Names, Observation, int], LinearMoments]"
+UNMATCHED = "its rows cannot be matched to tokens"
 UNWEIGHTED = ("k_proj", "v_proj", "key", "value")
 """Key and value projections count every token alike even where the first counts most: attention reads them all."""
 
 
-def collect_moments(
+def collect_equations(
     visit: BlockVisit, role: str, hyperparameters: Hyperparameters, on_task: Callable[[str], None] = lambda _: None
-) -> BlockMoments:
-    """Read every task's features of the block in one student and fold them into the block's systems of equations.
+) -> BlockEquations:
+    """Read every task's features of the block in one student, and make the block's equations of them.
 
-    `on_task` is told each task as it begins. Nothing needs an expert's block any more once its task is folded. Of
-    several ranks each gets the systems that it is to solve.
+    `on_task` is told each task as it begins. Nothing needs an expert's block any more once its task is added. Of
+    several ranks each gets the equations that it is to solve.
     """
-    moments = BlockMoments(held_out=BlockMoments() if visit.checks else None)
+    equations = BlockEquations(held_out=BlockEquations() if visit.checks else None)
     with visit.ranks.on_its_own():
         for task in visit.tasks:
             on_task(task)
             with visit.expert_at(task):
-                _fold_task(visit, role, task, hyperparameters, moments)
-                if moments.held_out is not None:
-                    moments.held_out.skipped = dict(moments.skipped)
-                    _fold_task(visit, role, task, hyperparameters, moments.held_out, moments.omegas)
+                _add_task(visit, role, task, hyperparameters, equations)
+                if equations.held_out is not None:
+                    equations.held_out.skipped = dict(equations.skipped)
+                    _add_task(visit, role, task, hyperparameters, equations.held_out, equations.omegas)
     if not visit.is_reached:
-        moments.skipped = {module.name: "no expert's examples reach it" for module in visit.block.modules}
+        equations.skipped = {module.name: "no expert's examples reach it" for module in visit.block.modules}
     if visit.ranks.size > 1:
         visit.merged.bring(visit.block.name)
-        pool_systems(moments, visit.ranks, hyperparameters, _parameters_by_name(visit))
-    return moments
+        modules = {module.name: module for module in visit.block.modules}
+        sum_over_ranks(
+            equations,
+            visit.ranks,
+            hyperparameters,
+            lambda name: parameters_of(visit.merged, visit.block, modules[name]),
+        )
+    return equations
 
 
 def parameters_of(runner: BlockRunner, block: Block, module: Module) -> Affine:
     """The parameters of one of the block's modules in one of the models, [d_out, d_in] and [d_out] or [d] and [d]."""
     found = runner.module(f"{block.name}.{module.name}")
     return linear_parameters(found) if module.kind in LINEAR_KINDS else norm_parameters(found)
-
-
-def _parameters_by_name(visit: BlockVisit) -> Callable[[str], Affine]:
-    """Those of merged."""
-    modules = {module.name: module for module in visit.block.modules}
-    return lambda name: parameters_of(visit.merged, visit.block, modules[name])
 
 
 def sum_rows(
@@ -134,14 +135,14 @@ def _find_infinity(visit: BlockVisit, task: str, role: str, seen: Observation, k
 def _choose_moments(
     visit: BlockVisit,
     task: str,
-    names: tuple[str, ...],
+    names: Names,
     seen: Observation,
     rows: int,
     hyperparameters: Hyperparameters,
-    solved: type | None,
+    form: type | None,
 ) -> LinearMoments:
     """Empty moments for the modules `names`, for the way that costs least with all that is to come, to judge by the
-    `rows` of the first batch; `solved`: the kind of system that earlier tasks are in."""
+    `rows` of the first batch; `form`: of the equations that earlier tasks are in."""
     modules = {module.name: module for module in visit.block.modules}
     own, theirs = (
         {name: parameters_of(runner, visit.block, modules[name]) for name in names}
@@ -150,10 +151,10 @@ def _choose_moments(
     first = own[names[0]].weight
     d_in, d_out = first.shape[1], sum(len(each.weight) for each in own.values())
     of_task, in_all = (round(rows * part) for part in seen.row_multiples)
-    keep_rows = solved is TokenSystem or (solved is None and solves_in_token_space(in_all, d_in, d_out))
+    keep_rows = form is DualEquations or (form is None and is_dual_cheaper(in_all, d_in, d_out))
     keep_rows = keep_rows and visit.ranks.size == 1  # rows of several ranks do not add up
     known = all(name in seen.y_exp for name in names)
-    if not keep_rows and not sums_residuals(of_task, d_in, d_out, outputs_known=known):
+    if not keep_rows and not is_residual_cheaper(of_task, d_in, d_out, outputs_known=known):
         return LinearMoments(d_in, first.device, hyperparameters.alpha)
     pairs = {
         name: Pair(Affine(expert.weight.float(), expert.bias), own[name].weight.float())
@@ -162,47 +163,47 @@ def _choose_moments(
     return LinearMoments(d_in, first.device, hyperparameters.alpha, pairs, keep_rows=keep_rows)
 
 
-def _fold_task(
+def _add_task(
     visit: BlockVisit,
     role: str,
     task: str,
     hyperparameters: Hyperparameters,
-    moments: BlockMoments,
+    equations: BlockEquations,
     omegas: Mapping[tuple[str, str], float] | None = None,
 ) -> None:
-    """Put one task's sums into the systems, with its expert's parameters; with `omegas`, those of held-out rows."""
+    """Add one task's sums to the equations, with its expert's parameters; with `omegas`, those of held-out rows."""
 
-    def choose(names: tuple[str, ...], seen: Observation, rows: int) -> LinearMoments:
-        group = next((group for group in moments.linear if set(names) <= set(group)), None)
-        solved = type(moments.linear[group]) if group else None
-        return _choose_moments(visit, task, names, seen, rows, hyperparameters, solved)
+    def find_group(names: Names) -> Names | None:  # a module that is skipped from this task on leaves its group smaller
+        return next((group for group in equations.linear if set(names) <= set(group)), None)
 
-    block, merged, expert = visit.block, visit.merged, visit.expert(task)
-    modules = {module.name: module for module in block.modules}
-    sums = sum_rows(visit, role, task, moments.skipped, choose, checked=omegas is not None)
-    moments.skipped |= sums.skipped
-    for names, of_input in sums.linear.items():
-        if not of_input.rows:
+    def choose(names: Names, seen: Observation, rows: int) -> LinearMoments:
+        form = type(equations.linear[group]) if (group := find_group(names)) else None
+        return _choose_moments(visit, task, names, seen, rows, hyperparameters, form)
+
+    def parameters(runner: BlockRunner, names: Iterable[str]) -> dict[str, Affine]:
+        return {name: parameters_of(runner, visit.block, modules[name]) for name in names}
+
+    modules, expert = {module.name: module for module in visit.block.modules}, visit.expert(task)
+    sums = sum_rows(visit, role, task, equations.skipped, choose, checked=omegas is not None)
+    equations.skipped |= sums.skipped
+    for names, moments in sums.linear.items():
+        if not moments.rows:
             if omegas is not None:
                 continue
-            raise NumericsError(
-                "no token of the examples counts: all is padding",
-                where=task,
-                fix="give examples with an attention_mask",
-            )
-        # a module that is skipped from this task on leaves its group smaller
-        group = next((group for group in moments.linear if set(names) <= set(group)), names)
-        if group not in moments.linear:
-            of_merged = {name: parameters_of(merged, block, modules[name]) for name in group}
-            system = LinearSystem if of_input.kept is None else TokenSystem
-            moments.linear[group] = system(of_merged, hyperparameters, with_bias=omegas is not None)
-        of_expert = {name: parameters_of(expert, block, modules[name]) for name in names}
-        omega = moments.linear[group].fold(of_input, of_expert, omegas.get((task, names[0])) if omegas else None)
-        moments.omegas |= {(task, name): omega for name in names}
-    for name, of_norm in sums.norms.items():
-        if name not in moments.norms:
-            moments.norms[name] = NormSystem(parameters_of(merged, block, modules[name]), hyperparameters)
-        moments.norms[name].fold(of_norm, parameters_of(expert, block, modules[name]))
+            what, fix = "no token of the examples counts: all is padding", "give examples with an attention_mask"
+            raise NumericsError(what, where=task, fix=fix)
+        group = find_group(names) or names
+        if group not in equations.linear:
+            form = LinearEquations if moments.kept is None else DualEquations
+            of_merged = parameters(visit.merged, group)
+            equations.linear[group] = form(of_merged, hyperparameters, with_bias=omegas is not None)
+        omega = omegas.get((task, names[0])) if omegas else None
+        omega = equations.linear[group].add_task(moments, parameters(expert, names), omega)
+        equations.omegas |= {(task, name): omega for name in names}
+    for name, norm_moments in sums.norms.items():
+        if name not in equations.norms:
+            equations.norms[name] = NormEquations(parameters(visit.merged, [name])[name], hyperparameters)
+        equations.norms[name].add_task(norm_moments, parameters(expert, [name])[name])
 
 
 def _unpaired(modules: Mapping[str, Module], seen: Observation) -> dict[str, str]:
@@ -217,7 +218,7 @@ def _unpaired(modules: Mapping[str, Module], seen: Observation) -> dict[str, str
     return skipped
 
 
-def _shared_inputs(visit: BlockVisit, seen: Observation, skipped: Mapping[str, str]) -> list[tuple[str, ...]]:
+def _shared_inputs(visit: BlockVisit, seen: Observation, skipped: Mapping[str, str]) -> list[Names]:
     """Linear modules by the inputs that they share, those with other token weights apart."""
     groups: dict[tuple[object, ...], list[str]] = {}
     for module in visit.block.modules:
@@ -245,14 +246,11 @@ def _rows(
     return None if any(rows is None for rows in found) else [rows for rows in found if rows is not None]
 
 
-UNMATCHED = "its rows cannot be matched to tokens"
-
-
 PRECISE_COST = 2
 """Multiplications in float32 that take as long as one in float64."""
 
 
-def sums_residuals(rows: int, d_in: int, d_out: int, *, outputs_known: bool) -> bool:
+def is_residual_cheaper(rows: int, d_in: int, d_out: int, *, outputs_known: bool) -> bool:
     """Whether E[r xᵀ] of modules with one input (`d_out` outputs together) is cheaper from their outputs, row by row,
     than from the drift of the input, Σ (x_exp − x_cal) xᵀ, which is multiplied with the weights once."""
     by_drift = rows * d_in * d_in + PRECISE_COST * d_out * d_in * d_in
@@ -260,19 +258,19 @@ def sums_residuals(rows: int, d_in: int, d_out: int, *, outputs_known: bool) -> 
     return by_rows < by_drift
 
 
-def solves_in_token_space(rows: int, d_in: int, d_out: int) -> bool:
+def is_dual_cheaper(rows: int, d_in: int, d_out: int) -> bool:
     """Whether the systems of modules with one input are cheaper to solve over the rows of all tasks than over d_in."""
     if rows >= d_in:
         return False
     sums = rows * d_in * d_in / 2 + rows * d_in * d_out
-    return token_space_cost(rows, d_in, d_out) < sums + solving_cost(d_in, d_out)
+    return dual_cost(rows, d_in, d_out) < sums + primal_cost(d_in, d_out)
 
 
-def solving_cost(d_in: int, d_out: int) -> float:
+def primal_cost(d_in: int, d_out: int) -> float:
     """Of factorising the sums over rows, and of the solution."""
     return PRECISE_COST * (d_in**3 / 6 + d_out * d_in * d_in)
 
 
-def token_space_cost(rows: float, d_in: int, d_out: int) -> float:
+def dual_cost(rows: float, d_in: int, d_out: int) -> float:
     """The same over rows: their products, the factor, the solution, and the way back to d_in."""
     return PRECISE_COST * (rows * rows * d_in / 2 + rows**3 / 6 + rows * rows * d_out + 2 * rows * d_in * d_out)

@@ -8,7 +8,7 @@ from math import exp, inf, isfinite, log
 
 from featcal_cli.calibration.algorithm import load_block, solve_together
 from featcal_cli.calibration.hyperparameters import Candidate, Trial
-from featcal_cli.calibration.normal_equations import collect_moments
+from featcal_cli.calibration.normal_equations import collect_equations
 from featcal_cli.engine.drift_metrics import OutputShift
 from featcal_cli.engine.job import MERGED, Job
 from featcal_cli.engine.lockstep import BlockVisit, forward_order
@@ -71,7 +71,7 @@ class Search:
     def _solve(self, visit: BlockVisit, role: str, behind: Block | None) -> None:
         """Calibrate the block in one student; one that has no stable solution is out."""
         try:
-            moments = collect_moments(visit, role, self.candidates[role].hyperparameters)
+            moments = collect_equations(visit, role, self.candidates[role].hyperparameters)
             solutions = solve_together(self.job, visit.block, moments, self.bias).solutions
             ridge = self.candidates[role].hyperparameters.ridge
             if any(found.ridge is not None and found.ridge > ridge for found in solutions.values()):

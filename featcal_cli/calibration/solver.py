@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -26,6 +26,9 @@ from featcal_cli.calibration.linear_algebra import (
 from featcal_cli.calibration.moments import LinearMoments, NormMoments
 from featcal_cli.models.module_kinds import Affine
 
+Names: TypeAlias = "tuple[str, ...]"
+"""Of modules that share an input (and its token weights), inside the block."""
+
 
 class Solution(NamedTuple):
     """New parameters of one module and what the report says about them."""
@@ -38,8 +41,8 @@ class Solution(NamedTuple):
     """λ that it was solved with, where it was a Linear's."""
 
 
-class Tally(NamedTuple):
-    """What is to be known of a system before its sums are added to those of others."""
+class RankSummary(NamedTuple):
+    """Of one rank's equations, exchanged before their sums are added up."""
 
     weight: float
     """Σ ω_i, for norms the number of tasks."""
@@ -48,7 +51,7 @@ class Tally(NamedTuple):
     """Sums that are not empty."""
 
 
-class LinearSystem:
+class LinearEquations:
     """The normal equations of Linear modules that share one input, summed over tasks (paper: W*, b*)."""
 
     def __init__(
@@ -69,7 +72,7 @@ class LinearSystem:
         self.rows = 0
         """Rows of all tasks."""
 
-    def fold(self, moments: LinearMoments, experts: Mapping[str, Affine], omega: float | None = None) -> float:
+    def add_task(self, moments: LinearMoments, experts: Mapping[str, Affine], omega: float | None = None) -> float:
         """Add one task: its moments, and its expert's parameters by module name; returns ω_i, if not given."""
         omega = 1.0 / max(moments.size, EPSILON) if omega is None else omega
         self._omega += omega
@@ -80,23 +83,25 @@ class LinearSystem:
         self._add(moments, experts, omega)
         return omega
 
-    def tally(self) -> Tally:
-        """What `pool` must know of this system."""
+    def summarise(self) -> RankSummary:
+        """For `sum_over_ranks`."""
         sums = {"": self._drift, **self._pull}
-        return Tally(self._omega, self.rows, frozenset(name for name, each in sums.items() if each.value is not None))
+        return RankSummary(
+            self._omega, self.rows, frozenset(name for name, each in sums.items() if each.value is not None)
+        )
 
-    def pool(self, names: Sequence[str], tallies: Sequence[Tally], add_up: AddUp) -> None:
-        """Become the system of all ranks, for the modules `names`, given everybody's tallies; one tensor at a time."""
-        self._omega, self.rows = sum(each.weight for each in tallies), sum(each.rows for each in tallies)
-        filled = frozenset().union(*(each.filled for each in tallies))
+    def sum_over_ranks(self, names: Sequence[str], summaries: Sequence[RankSummary], add_up: AddUp) -> None:
+        """Become the equations of all ranks, for the modules `names`; one tensor at a time."""
+        self._omega, self.rows = sum(each.weight for each in summaries), sum(each.rows for each in summaries)
+        filled = frozenset().union(*(each.filled for each in summaries))
         add_up(self._mean)
-        self._gram.pool(add_up)
+        self._gram.sum_over_ranks(add_up)
         if "" in filled:
-            self._drift.pool(lambda: self._mean.new_zeros(len(self._mean), len(self._mean)), add_up)
+            self._drift.sum_over_ranks(lambda: self._mean.new_zeros(len(self._mean), len(self._mean)), add_up)
         for name in names:
             add_up(self._bias_pull[name])
             if name in filled:
-                self._pull[name].pool(partial(self._zeros_of, name), add_up)
+                self._pull[name].sum_over_ranks(partial(self._zeros_of, name), add_up)
 
     def solve(self, base: Mapping[str, Affine], *, bias: bool = True) -> dict[str, Solution]:
         """W* and b* of every module (b as merged with `bias` False), given the base's parameters for the anchor.
@@ -187,7 +192,7 @@ class LinearSystem:
         return _dot(update @ self._gram.full(), update), _dot(update, self._pull_of(name))
 
 
-class NormSystem:
+class NormEquations:
     """The 2×2 systems (1×1 for a scale without bias) of one norm, per coordinate, summed over tasks with weight 1."""
 
     def __init__(self, merged: Affine, hyperparameters: Hyperparameters) -> None:
@@ -199,7 +204,7 @@ class NormSystem:
         self.rows = 0
         """Rows of all tasks."""
 
-    def fold(self, moments: NormMoments, expert: Affine) -> None:
+    def add_task(self, moments: NormMoments, expert: Affine) -> None:
         """Add one task: the moments of its normalised input, and its expert's scale and bias."""
         merged, expert = self._merged, precise(expert)
         scale = expert.weight - merged.weight
@@ -211,13 +216,13 @@ class NormSystem:
         self._tasks += 1.0
         self.rows += moments.rows
 
-    def tally(self) -> Tally:
-        """What `pool` must know of this system."""
-        return Tally(self._tasks, self.rows, frozenset())
+    def summarise(self) -> RankSummary:
+        """For `sum_over_ranks`."""
+        return RankSummary(self._tasks, self.rows, frozenset())
 
-    def pool(self, tallies: Sequence[Tally], add_up: AddUp) -> None:
-        """Become the system of all ranks, given everybody's tallies."""
-        self._tasks, self.rows = sum(each.weight for each in tallies), sum(each.rows for each in tallies)
+    def sum_over_ranks(self, summaries: Sequence[RankSummary], add_up: AddUp) -> None:
+        """Become the equations of all ranks."""
+        self._tasks, self.rows = sum(each.weight for each in summaries), sum(each.rows for each in summaries)
         for total in (self._second, self._mean, self._scale_pull, self._bias_pull):
             add_up(total)
 
@@ -286,21 +291,20 @@ def _relative_size(update: Tensor, merged: Tensor) -> float:
 
 
 @dataclass
-class BlockMoments:
-    """The systems of equations of one block, with every task folded in."""
+class BlockEquations:
+    """The equations of one block, of all tasks."""
 
-    linear: dict[tuple[str, ...], LinearSystem] = field(default_factory=dict)
-    """By the modules that share an input (and its token weights)."""
-    norms: dict[str, NormSystem] = field(default_factory=dict)
+    linear: dict[Names, LinearEquations] = field(default_factory=dict)
+    norms: dict[str, NormEquations] = field(default_factory=dict)
     skipped: dict[str, str] = field(default_factory=dict)
     """Modules that cannot be calibrated, and why."""
     omegas: dict[tuple[str, str], float] = field(default_factory=dict)
     """ω_i of every task and Linear."""
-    held_out: BlockMoments | None = None
+    held_out: BlockEquations | None = None
     """The same of the examples that updates are checked on, with the ω_i of those that are fitted."""
 
 
-class TokenSystem(LinearSystem):
+class DualEquations(LinearEquations):
     """Holds the rows themselves. With X [T, d_in] the rows times √(ω_i w), R [T, d_out] what they lack of their targets
     and A the anchor's pull over λ,
 

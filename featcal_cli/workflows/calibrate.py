@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from featcal_cli.calibration.algorithm import calibrate_blocks
+from featcal_cli.calibration.backtracking import interpolate, shrink_updates
 from featcal_cli.calibration.fingerprint import name_local_files, take_fingerprint
 from featcal_cli.calibration.hyperparameters import (
     Choice,
@@ -24,7 +25,6 @@ from featcal_cli.calibration.journal import SEARCH, Journal, drop_journal
 from featcal_cli.calibration.out_of_memory import halve_batches, is_out_of_memory
 from featcal_cli.calibration.results import describe_guard, describe_ridges
 from featcal_cli.calibration.search import Search
-from featcal_cli.calibration.shrinkage import between, pull_back
 from featcal_cli.engine.job import CALIBRATED, MERGED
 from featcal_cli.engine.weight_checks import check_values
 from featcal_cli.hub.push import Target
@@ -181,7 +181,7 @@ class Computation:
             return Outcome(choice, job, blocks, 1.0, "")
         held_out = [task for task, found in examples.items() if found.held_out_count]
         self._session.listener.stage("checking the result")
-        return Outcome(choice, job, blocks, *pull_back(job, blocks, journal, held_out, watch))
+        return Outcome(choice, job, blocks, *shrink_updates(job, blocks, journal, held_out, watch))
 
     def _note_blocks(self, outcome: Outcome, journal: Journal | None) -> None:
         """What is to be known of how the blocks were calibrated."""
@@ -231,7 +231,7 @@ class Computation:
         def read_groups() -> Iterator[dict[str, Tensor]]:
             for number in range(len(report.blocks) if step else 0):  # without updates every byte is merged's
                 full = journal.tensors(number).items()
-                tensors = {name: between(merged.get_parameter(name).data, new, step) for name, new in full}
+                tensors = {name: interpolate(merged.get_parameter(name).data, new, step) for name, new in full}
                 yield names_on_disk(models.merged, tensors, slots)
 
         repo = plan.origins["merged"].repo if "merged" in plan.origins else None

@@ -13,10 +13,10 @@ from featcal_cli.calibration.hyperparameters import Work
 from featcal_cli.calibration.linear_algebra import choose_precision
 from featcal_cli.calibration.normal_equations import (
     PRECISE_COST,
-    solves_in_token_space,
-    solving_cost,
-    sums_residuals,
-    token_space_cost,
+    dual_cost,
+    is_dual_cheaper,
+    is_residual_cheaper,
+    primal_cost,
 )
 from featcal_cli.data.batches import Batch
 from featcal_cli.models.architecture import Architecture, Block
@@ -207,12 +207,12 @@ def _equation_bytes(
     for d_in, d_out, rows in find_inputs(model, block, needs):
         pulls = d_out * d_in
         new += pulls * COMPUTE
-        if solves_in_token_space(round(sum(rows) * fitted), d_in, d_out):
+        if is_dual_cheaper(round(sum(rows) * fitted), d_in, d_out):
             count = sum(rows) * fitted
             systems += count * (d_in + d_out) * COMPUTE * (2 if guarded else 1)
             solving = max(solving, (2 * count * count + count * (d_in + d_out) + SOLVING_PULLS * pulls) * item)
             continue
-        by_rows = sums_residuals(round(max(rows) * fitted), d_in, d_out, outputs_known=True)
+        by_rows = is_residual_cheaper(round(max(rows) * fitted), d_in, d_out, outputs_known=True)
         square = d_in * d_in * (HALF if by_rows else HALF + 1)
         systems += (square + pulls) * item * (2 if guarded else 1)
         task += (square + (pulls if by_rows else 0)) * 2 * COMPUTE
@@ -270,14 +270,14 @@ def count_work(model: nn.Module, architecture: Architecture, needs: Mapping[str,
         for d_in, d_out, rows in find_inputs(model, block, needs):
             total = sum(rows)
             forward += 2 * d_in * d_out * total
-            if solves_in_token_space(round(total * fitted), d_in, d_out):
+            if is_dual_cheaper(round(total * fitted), d_in, d_out):
                 products += 4 * d_in * d_out * total
-                systems += 2 * token_space_cost(total * fitted, d_in, d_out)
+                systems += 2 * dual_cost(total * fitted, d_in, d_out)
                 continue
             products += d_in * d_in * total
-            systems += 2 * solving_cost(d_in, d_out)
+            systems += 2 * primal_cost(d_in, d_out)
             for each in filter(None, rows):
-                if sums_residuals(round(each * fitted), d_in, d_out, outputs_known=True):
+                if is_residual_cheaper(round(each * fitted), d_in, d_out, outputs_known=True):
                     products += 4 * d_in * d_out * each
                 else:
                     products += 2 * d_in * d_in * each

@@ -6,12 +6,12 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from featcal_cli.calibration.moments import LinearMoments, Pair
-from featcal_cli.calibration.solver import LinearSystem, TokenSystem
+from featcal_cli.calibration.solver import DualEquations, LinearEquations
 from featcal_cli.models.module_kinds import Affine
 
 WAYS = ("drift", "residuals", "outputs", "rows")
 """By the drift of inputs; by what outputs lack of their targets, computed or with the expert's own output; all rows."""
-SYSTEMS: dict[str, type[LinearSystem]] = {way: TokenSystem if way == "rows" else LinearSystem for way in WAYS}
+SYSTEMS: dict[str, type[LinearEquations]] = {way: DualEquations if way == "rows" else LinearEquations for way in WAYS}
 
 
 def sum_up(

@@ -16,11 +16,11 @@ from summing import SYSTEMS, WAYS, sum_up
 from torch import Tensor, nn
 
 from featcal_cli.calibration.algorithm import load_block, solve_block
-from featcal_cli.calibration.backtracking import STEPS, guard_block
+from featcal_cli.calibration.backtracking import STEPS, backtrack_block
 from featcal_cli.calibration.hyperparameters import Hyperparameters
 from featcal_cli.calibration.moments import NormMoments
-from featcal_cli.calibration.normal_equations import collect_moments, parameters_of
-from featcal_cli.calibration.solver import BlockMoments, LinearSystem, NormSystem, Solution, precise
+from featcal_cli.calibration.normal_equations import collect_equations, parameters_of
+from featcal_cli.calibration.solver import BlockEquations, LinearEquations, NormEquations, Solution, precise
 from featcal_cli.engine.job import CALIBRATED
 from featcal_cli.engine.lockstep import forward_order
 from featcal_cli.models.module_kinds import Affine, new_parameters
@@ -70,7 +70,7 @@ def test_the_objective_of_a_linear_is_that_of_its_rows(bias: bool, weighted: boo
         x_cal, x_exp = torch.randn(2, ROWS, 5, dtype=torch.float64) + 0.5
         weights = torch.rand(ROWS, dtype=torch.float64) if weighted else torch.ones(ROWS, dtype=torch.float64)
         given = weights if weighted else None
-        system.fold(sum_up(way, x_cal, x_exp, expert, merged, ALPHA, given, batches=2), {"m": expert}, omega)
+        system.add_task(sum_up(way, x_cal, x_exp, expert, merged, ALPHA, given, batches=2), {"m": expert}, omega)
         target = apply(expert, ALPHA * x_exp + (1 - ALPHA) * x_cal)
         for t in STEPS:
             distance = (apply(between(merged, new, t), x_cal) - target).square().sum(1)
@@ -86,13 +86,13 @@ def test_the_objective_of_a_norm_is_that_of_its_rows(bias: bool) -> None:
     """A LayerNorm's, and that of a norm with a scale only."""
     torch.manual_seed(0)
     merged, new = (affine(5, 0, bias=bias) for _ in range(2))
-    system = NormSystem(merged, Hyperparameters(0.05, 2.0, ALPHA))
+    system = NormEquations(merged, Hyperparameters(0.05, 2.0, ALPHA))
     expected = dict.fromkeys(STEPS, 0.0)
     for _ in range(TASKS):
         expert, z = affine(5, 0, bias=bias), torch.randn(ROWS, 5, dtype=torch.float64) + 0.5
         moments = NormMoments(5, torch.device("cpu"))
         moments.add(z)
-        system.fold(moments, expert)
+        system.add_task(moments, expert)
         for t in STEPS:
             distance = (apply(between(merged, new, t), z) - apply(expert, z)).square().sum(1)
             expected[t] += float(distance.mean())
@@ -107,9 +107,11 @@ def test_every_step_is_taken_where_it_is_best() -> None:
     merged, new = Affine(torch.zeros(1, 1).double(), None), Affine(torch.ones(1, 1).double(), None)
     for best, step in {1.5: 1.0, 0.9: 1.0, 0.6: 0.5, 0.45: 0.5, 0.3: 0.25, 0.1: 0.0, -0.5: 0.0}.items():
         expert = Affine(torch.full((1, 1), best), None)
-        system = LinearSystem({"m": merged}, Hyperparameters(0.05, 1.0, 0.0), with_bias=True)
-        system.fold(sum_up("drift", torch.ones(1, 1), torch.ones(1, 1), expert, merged, 0.0), {"m": expert}, 1.0)
-        held, steps = guard_block({"m": Solution(new, 7.0, 1.0)}, BlockMoments(linear={("m",): system}), {"m": merged})
+        system = LinearEquations({"m": merged}, Hyperparameters(0.05, 1.0, 0.0), with_bias=True)
+        system.add_task(sum_up("drift", torch.ones(1, 1), torch.ones(1, 1), expert, merged, 0.0), {"m": expert}, 1.0)
+        held, steps = backtrack_block(
+            {"m": Solution(new, 7.0, 1.0)}, BlockEquations(linear={("m",): system}), {"m": merged}
+        )
         assert steps == {"m": step}
         assert float(held["m"].parameters.weight) == step
         assert held["m"].condition_number == 7.0
@@ -171,11 +173,11 @@ def test_no_module_ends_worse_than_merged_on_rows_that_were_not_fitted(tmp_path:
     job = prepared.to_calibrate()
     chosen: list[float] = []
     for visit in forward_order(job):
-        moments = collect_moments(visit, CALIBRATED, HELD_BACK)
+        moments = collect_equations(visit, CALIBRATED, HELD_BACK)
         solutions = solve_block(visit.block, moments, job.base, bias=True)
         assert moments.held_out is not None
         own = {m.name: parameters_of(job.merged, visit.block, m) for m in visit.block.modules}
-        held, steps = guard_block(solutions, moments.held_out, own)
+        held, steps = backtrack_block(solutions, moments.held_out, own)
         assert steps.keys() == solutions.keys() == held.keys()
         for module, solution in solutions.items():
             objective = slow_objective(module, student, experts, fitted, checked, visit.block.name)

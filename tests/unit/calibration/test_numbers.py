@@ -17,7 +17,7 @@ from featcal_cli.calibration.hyperparameters import Hyperparameters
 from featcal_cli.calibration.linear_algebra import EPSILON, factorise
 from featcal_cli.calibration.moments import LinearMoments
 from featcal_cli.calibration.results import BlockReport, ModuleReport, describe_ridges
-from featcal_cli.calibration.solver import LinearSystem
+from featcal_cli.calibration.solver import LinearEquations
 from featcal_cli.cli.drift_view import show_inspection
 from featcal_cli.engine.drift_metrics import Drift
 from featcal_cli.models.module_kinds import Affine
@@ -65,8 +65,8 @@ def test_a_system_without_a_stable_solution_gets_more_ridge_and_the_solution_say
     moments = LinearMoments(6, CPU, 0.5)
     moments.add(x, x, torch.cat([torch.full((39,), 1.0), torch.tensor([-30.0])]).double())
     own = Affine(torch.randn(3, 6, dtype=torch.float64), None)
-    system = LinearSystem({"fc": own}, Hyperparameters(1e-6, 1.0, 0.5))
-    system.fold(moments, {"fc": own})
+    system = LinearEquations({"fc": own}, Hyperparameters(1e-6, 1.0, 0.5))
+    system.add_task(moments, {"fc": own})
     found = system.solve({"fc": own})["fc"]
     assert found.ridge is not None and found.ridge > 1e-6 and torch.isfinite(found.parameters.weight).all()
 

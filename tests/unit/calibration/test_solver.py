@@ -9,7 +9,7 @@ from torch import Tensor
 from featcal_cli.calibration.hyperparameters import PAPER, Hyperparameters
 from featcal_cli.calibration.linear_algebra import EPSILON
 from featcal_cli.calibration.moments import LinearMoments, NormMoments
-from featcal_cli.calibration.solver import LinearSystem, NormSystem
+from featcal_cli.calibration.solver import LinearEquations, NormEquations
 from featcal_cli.models.module_kinds import Affine
 from featcal_cli.runtime.errors import NumericsError
 
@@ -39,9 +39,9 @@ def moments_of(x_cal: Tensor, x_exp: Tensor, alpha: float = 0.3, weights: Tensor
 def solve(
     merged: Affine, base: Affine, tasks: list[tuple[Tensor, Tensor, Affine]], settings: Hyperparameters
 ) -> Affine:
-    system = LinearSystem({"m": merged}, settings)
+    system = LinearEquations({"m": merged}, settings)
     for x_cal, x_exp, expert in tasks:
-        system.fold(moments_of(x_cal, x_exp, settings.alpha), {"m": expert})
+        system.add_task(moments_of(x_cal, x_exp, settings.alpha), {"m": expert})
     return system.solve({"m": base})["m"].parameters
 
 
@@ -87,12 +87,12 @@ def test_norm_minimises_the_stated_objective() -> None:
     torch.manual_seed(0)
     merged, base, *experts = (Affine(*torch.randn(2, D_IN, dtype=torch.float64).unbind()) for _ in range(2 + TASKS))
     inputs = [torch.randn(40, D_IN, dtype=torch.float64) for _ in experts]
-    system = NormSystem(merged, PAPER["CLIP"])
+    system = NormEquations(merged, PAPER["CLIP"])
     for z, expert in zip(inputs, experts, strict=True):
         moments = NormMoments(D_IN, CPU)
         moments.add(z[:15])
         moments.add(z[15:])
-        system.fold(moments, expert)
+        system.add_task(moments, expert)
     found = system.solve(base).parameters
     assert found.bias is not None and merged.bias is not None and base.bias is not None
     for k in range(D_IN):
@@ -112,8 +112,8 @@ def test_scale_without_bias_is_the_weighted_mean() -> None:
     z = torch.randn(40, D_IN, dtype=torch.float64)
     moments = NormMoments(D_IN, CPU)
     moments.add(z)
-    system = NormSystem(merged, PAPER["CLIP"])
-    system.fold(moments, expert)
+    system = NormEquations(merged, PAPER["CLIP"])
+    system.add_task(moments, expert)
     found = system.solve(base).parameters
     second = z.square().mean(0)
     expected = (second * expert.weight + 0.05 * (2 * merged.weight - base.weight)) / (second + 0.05)
@@ -152,9 +152,9 @@ def test_batches_and_weights_only_count_rows() -> None:
 
 
 def test_features_that_are_not_finite_are_an_error_not_a_result() -> None:
-    system = LinearSystem({"m": random_affine()}, PAPER["CLIP"])
+    system = LinearEquations({"m": random_affine()}, PAPER["CLIP"])
     x = torch.full((4, D_IN), float("nan"))
-    system.fold(moments_of(x, x), {"m": random_affine()})
+    system.add_task(moments_of(x, x), {"m": random_affine()})
     with pytest.raises(NumericsError, match="not finite"):
         system.solve({"m": random_affine()})
 
@@ -162,10 +162,10 @@ def test_features_that_are_not_finite_are_an_error_not_a_result() -> None:
 def test_condition_number_is_that_of_the_system() -> None:
     torch.manual_seed(0)
     tasks, settings = random_tasks(50), PAPER["CLIP"]
-    system = LinearSystem({"m": random_affine()}, settings)
+    system = LinearEquations({"m": random_affine()}, settings)
     gram = torch.zeros(D_IN, D_IN, dtype=torch.float64)
     for x_cal, x_exp, expert in tasks:
-        system.fold(moments_of(x_cal, x_exp), {"m": expert})
+        system.add_task(moments_of(x_cal, x_exp), {"m": expert})
         own = x_cal.T @ x_cal / 50
         gram += own / torch.linalg.matrix_norm(own)
     expected = torch.linalg.cond(gram + settings.ridge * torch.eye(D_IN, dtype=torch.float64))

@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from featcal_cli.calibration.hyperparameters import PAPER, Hyperparameters
 from featcal_cli.calibration.linear_algebra import EPSILON, Symmetric
-from featcal_cli.calibration.normal_equations import PRECISE_COST, solves_in_token_space, sums_residuals
+from featcal_cli.calibration.normal_equations import PRECISE_COST, is_dual_cheaper, is_residual_cheaper
 from featcal_cli.models.module_kinds import Affine
 
 TASKS = 3
@@ -71,7 +71,7 @@ def test_every_way_gives_the_plain_result(
     system = SYSTEMS[way]({"m": merged}, settings)
     for task in tasks:
         moments = sum_up(way, **task, merged=merged, alpha=settings.alpha, batches=2)
-        system.fold(moments, {"m": task["expert"]})
+        system.add_task(moments, {"m": task["expert"]})
     found, expected = system.solve({"m": base})["m"].parameters, solve_plainly(merged, base, tasks, settings)
     for ours, plain in zip(found, expected, strict=True):
         assert ours is not None and plain is not None
@@ -85,7 +85,7 @@ def test_the_condition_number_does_not_depend_on_the_way(way: str) -> None:
     system = SYSTEMS[way]({"m": merged}, PAPER["CLIP"])
     whole = 0.05 * torch.eye(40).double()
     for task in tasks:
-        omega = system.fold(sum_up(way, **task, merged=merged, alpha=0.3), {"m": task["expert"]})
+        omega = system.add_task(sum_up(way, **task, merged=merged, alpha=0.3), {"m": task["expert"]})
         whole += omega * (task["x_cal"].T @ task["x_cal"]).double() / 6
     found = system.solve({"m": base})["m"].condition_number
     assert found == pytest.approx(float(torch.linalg.cond(whole)), rel=0.1)
@@ -98,7 +98,7 @@ def test_equal_models_stay_as_they_are(way: str) -> None:
     for alpha, ridge in ((1.0, 1e-5), (0.3, 0.05)):
         system = SYSTEMS[way]({"m": merged}, Hyperparameters(ridge, 2.0, alpha))
         for task in tasks:
-            system.fold(sum_up(way, task["x_cal"], task["x_cal"], merged, merged, alpha), {"m": merged})
+            system.add_task(sum_up(way, task["x_cal"], task["x_cal"], merged, merged, alpha), {"m": merged})
         found = system.solve({"m": merged})["m"].parameters.weight
         assert (found - merged.weight).norm() <= (1e-6 if way == "outputs" else 0.0) * merged.weight.norm()
 
@@ -117,16 +117,16 @@ def test_the_way_that_is_chosen_multiplies_less(rows: int, d_in: int, d_out: int
             moments = sum_up(way, **task, merged=merged, alpha=0.3)
         summed = counter.get_total_flops() - (outputs_in_advance.get_total_flops() if way == "outputs" else 0)
         with FlopCounterMode(display=False) as counter:
-            SYSTEMS[way]({"m": merged}, PAPER["CLIP"]).fold(moments, {"m": task["expert"]})
+            SYSTEMS[way]({"m": merged}, PAPER["CLIP"]).add_task(moments, {"m": task["expert"]})
         counted[way == "drift"] = summed + PRECISE_COST * counter.get_total_flops()
-    chosen = not sums_residuals(rows, d_in, d_out, outputs_known=outputs_known)
+    chosen = not is_residual_cheaper(rows, d_in, d_out, outputs_known=outputs_known)
     assert counted[chosen] <= counted[not chosen]
 
 
 def test_few_rows_are_solved_in_token_space_and_many_are_not() -> None:
-    assert solves_in_token_space(100, 4096, 4096)
-    assert not solves_in_token_space(4000, 4096, 4096)
-    assert not solves_in_token_space(5000, 4096, 64)
+    assert is_dual_cheaper(100, 4096, 4096)
+    assert not is_dual_cheaper(4000, 4096, 4096)
+    assert not is_dual_cheaper(5000, 4096, 64)
 
 
 @pytest.mark.parametrize("d", [1, 63, 200, 1030])
