@@ -5,11 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hub_faults import FAULTS
 from hub_server import HubServer
 from huggingface_hub import CommitOperationAdd, HfApi, ModelCard, get_session
 from huggingface_hub.errors import HfHubHTTPError
-from huggingface_hub.utils import httpx  # type: ignore[attr-defined]  # whichever of httpx and httpx2 it uses
 
 
 @pytest.mark.usefixtures("hub")
@@ -49,23 +47,3 @@ def test_a_large_file_is_what_was_announced_or_refused(hub: HubServer, tmp_path:
     with pytest.raises(HfHubHTTPError, match="not uploaded"):
         api.create_commit("alice/large", [addition], commit_message="m")
     assert not hub.repos["model", "alice/large"].log
-
-
-def test_a_fault_hits_as_often_as_was_said(hub: HubServer, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("{}" * 500)
-    hub.add_repo("user/faulty", tmp_path)
-    url = f"{hub.url}/user/faulty/resolve/main/config.json"
-    for name, fault in FAULTS.items():
-        hub.fail("file", name, path="/faulty/", after=1)
-        assert httpx.get(url).content == b"{}" * 500
-        if fault.status:
-            answer = httpx.get(url)
-            assert answer.status_code == fault.status
-            assert answer.headers.get("Retry-After") == (None if fault.retry_after is None else str(fault.retry_after))
-        elif name == "slow":
-            with pytest.raises(httpx.ReadTimeout):
-                httpx.get(url, timeout=0.1)
-        else:
-            with pytest.raises((httpx.ReadError, httpx.RemoteProtocolError)):
-                httpx.get(url)
-        assert httpx.get(url).content == b"{}" * 500
