@@ -46,8 +46,8 @@ class Adapter:
     @property
     def base(self) -> str:
         """The base that the adapter was trained on, as `resolve` reads it; empty where the adapter does not say."""
-        base, revision = (self.config.get(key) or "" for key in ("base_model_name_or_path", "revision"))
-        return f"{base}@{revision}" if base and revision and not existing_path(str(base)) else str(base)
+        base, revision = (str(self.config.get(key) or "") for key in ("base_model_name_or_path", "revision"))
+        return f"{base}@{revision}" if base and revision and not existing_path(base) else base
 
     def __str__(self) -> str:
         kind = str(self.config["peft_type"])
@@ -84,8 +84,7 @@ def split_adapter(name: str, exists: Callable[[str], bool]) -> tuple[str, str] |
     """
     if "+" not in name or exists(name):
         return None
-    places = [place for place, letter in enumerate(name) if letter == "+" and 0 < place < len(name) - 1]
-    halves = [(name[:place], name[place + 1 :]) for place in places]
+    halves = [(name[: plus.start()], name[plus.end() :]) for plus in re.finditer(r"(?<=.)\+(?=.)", name, re.DOTALL)]
     # a revision may hold a plus too: then what follows it is neither USER/NAME nor there, and what precedes it neither
     likely = (half for half in reversed(halves) if "/" in half[1] or exists(half[0]))
     return next((half for half in halves if exists(half[1])), None) or next(likely, None)
@@ -172,18 +171,17 @@ def _fit(
     # a grown vocabulary is written three times: under its own name, as what peft trained, and as it was before
     plain = {name.replace(".modules_to_save.", "."): tensor for name, tensor in tensors.items()}
     plain = {name: tensor for name, tensor in plain.items() if ".original_module." not in name}
-    named = _updated(plain, empty, parameters)
+    named = _rename(plain, empty, parameters)
     paths = {name: name.removeprefix(PREFIX).replace(".base_layer.", ".") for name in named}
     whole = {paths[name]: tensor for name, tensor in named.items() if paths[name] in parameters}
     odd = {name: tensor for name, tensor in whole.items() if tensor.shape != parameters[name].shape}
-    grown = [odd.pop(name) for name in _vocabulary(empty) & odd.keys()]
-    targets = {
-        _owner(path, parameters) for path in paths.values() if path not in whole and named.keys() != plain.keys()
-    }
+    grown = [odd.pop(name) for name in _vocabulary(parameters, empty) & odd.keys()]
+    changed = set(paths.values()) - whole.keys() if named.keys() != plain.keys() else ()
+    targets = {_find_module(path, parameters) for path in changed}
     return Fit(config, named, whole, targets, max(map(len, grown), default=0)), odd
 
 
-def _updated(tensors: dict[str, Tensor], model: PreTrainedModel, parameters: Collection[str]) -> dict[str, Tensor]:
+def _rename(tensors: dict[str, Tensor], model: PreTrainedModel, parameters: Collection[str]) -> dict[str, Tensor]:
     """The tensors, by today's names where those are of an older version of transformers and all can be brought up."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightRenaming, rename_source_key
@@ -192,29 +190,28 @@ def _updated(tensors: dict[str, Tensor], model: PreTrainedModel, parameters: Col
     names = {}
     for name in tensors:
         path = name.removeprefix(PREFIX)
-        if path not in parameters and not _owner(path, parameters):
+        if path not in parameters and not _find_module(path, parameters):
             path = rename_source_key(path, renamings, [])[0]
-            if path not in parameters and not _owner(path, parameters):
+            if path not in parameters and not _find_module(path, parameters):
                 return tensors  # experts that are fused today, or what no module has: peft's to convert or refuse
         names[name] = (PREFIX if name.startswith(PREFIX) else "") + path
     return {names[name]: tensor for name, tensor in tensors.items()}
 
 
-def _owner(path: str, parameters: Collection[str]) -> str:
+def _find_module(path: str, parameters: Collection[str]) -> str:
     """The innermost module with a weight that the tensor lies in; empty where it lies in none."""
     while path and f"{path}.weight" not in parameters:
         path = path.rpartition(".")[0]
     return path
 
 
-def _vocabulary(model: PreTrainedModel) -> set[str]:
+def _vocabulary(parameters: Mapping[str, Tensor], model: PreTrainedModel) -> set[str]:
     """The names of the parameters with one row a token."""
     tables = []
     for find in (model.get_input_embeddings, model.get_output_embeddings):
         with suppress(NotImplementedError, AttributeError):
             tables.append(find().weight)
-    parameters = model.named_parameters(remove_duplicate=False)
-    return {name for name, parameter in parameters if any(parameter is table for table in tables)}
+    return {name for name, parameter in parameters.items() if any(parameter is table for table in tables)}
 
 
 def peft_settings(adapter: Adapter, fit: Fit) -> Any:
@@ -230,9 +227,10 @@ def peft_settings(adapter: Adapter, fit: Fit) -> Any:
     config.task_type = None  # peft would ask for a head even where none was trained
     if getattr(config, "megatron_config", None):
         config.megatron_config = None  # it names a module to import
-    trained = [name for name in getattr(config, "modules_to_save", None) or () if _holds(fit.whole, name)]
     if hasattr(config, "modules_to_save"):
-        config.modules_to_save = trained or None
+        # peft finds modules by the end of their path
+        saved = config.modules_to_save or ()
+        config.modules_to_save = [name for name in saved if any(f"{name}." in path for path in fit.whole)] or None
     if fit.targets:
         config.target_modules = set(fit.targets)
         for key in ("rank_pattern", "alpha_pattern"):
@@ -244,16 +242,11 @@ def peft_settings(adapter: Adapter, fit: Fit) -> Any:
 
 def _check_rank(adapter: Adapter, fit: Fit) -> None:
     """Raise MisfitError for a rank that no tensor of the adapter has: peft would make room for it all the same."""
+    if adapter.config["peft_type"] == "LOKR":
+        return  # it takes a rank beyond its tensors for no rank at all
     pattern = adapter.config.get("rank_pattern")
     ranks = [adapter.config.get(key) for key in ("r", "init_r", "target_r")]
     ranks += pattern.values() if isinstance(pattern, dict) else []
-    longest = max((max(tensor.shape, default=0) for tensor in fit.tensors.values()), default=0)
-    if adapter.config["peft_type"] == "LOKR":
-        return  # it takes a rank beyond its tensors for no rank at all
+    longest = max((size for tensor in fit.tensors.values() for size in tensor.shape), default=0)
     if any(isinstance(rank, int) and rank > longest for rank in ranks):
         raise MisfitError("its rank is larger than its tensors")
-
-
-def _holds(names: Collection[str], module: str) -> bool:
-    """Whether a parameter of such a module is among the names; peft finds modules by the end of their path."""
-    return any(f"{module}." in name for name in names)

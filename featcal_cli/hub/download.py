@@ -7,7 +7,6 @@ import json
 import re
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor, as_completed
-from contextlib import AbstractContextManager
 from itertools import count
 from pathlib import Path
 from threading import Lock
@@ -20,7 +19,6 @@ from huggingface_hub.utils.sha import git_hash
 from tqdm import tqdm
 
 from featcal_cli.hub.client import patiently
-from featcal_cli.hub.messages import explained
 from featcal_cli.hub.pickle_weights import unwritable_cache
 from featcal_cli.hub.repo import Repo, RepoFile
 from featcal_cli.runtime.errors import HubError
@@ -92,10 +90,6 @@ def chosen_files(repo: Repo, only: Sequence[str], skip: Sequence[str]) -> list[s
     return list(filter_repo_objects(repo.files, allow_patterns=list(only) or None, ignore_patterns=list(skip) or None))
 
 
-def _explained(repo: Repo, file: str = "") -> AbstractContextManager[None]:
-    return explained(repo.name, repo.commit or "", repo.kind, file)
-
-
 def _fetch_files(repo: Repo, paths: Sequence[str], watch: Watch | None, *, again: bool = False) -> None:
     """Let files arrive in the cache, some at a time; `again`: in place of what is there, once they are whole.
 
@@ -109,7 +103,7 @@ def _fetch_files(repo: Repo, paths: Sequence[str], watch: Watch | None, *, again
 
     def fetch(path: str) -> None:
         options: dict[str, Any] = {"repo_type": repo.kind, "revision": repo.commit, "force_download": again}
-        with _explained(repo, path):
+        with repo.explained(path):
             patiently(lambda: hf_hub_download(repo.name, path, tqdm_class=_make_bar(meter, path), **options))
 
     with ThreadPoolExecutor(AT_A_TIME) as threads:
@@ -127,7 +121,7 @@ def _find_snapshot(repo: Repo, only: Sequence[str], skip: Sequence[str]) -> Path
     """The folder of a commit in the cache, which then knows the list of its files too."""
     options: dict[str, Any] = {"repo_type": repo.kind, "revision": repo.commit}
     options |= {"allow_patterns": list(only) or None, "ignore_patterns": list(skip) or None}
-    with _explained(repo):
+    with repo.explained():
         return Path(patiently(lambda: snapshot_download(repo.name, **options)))
 
 

@@ -22,7 +22,6 @@ from featcal_cli.hub.adapter import (
     split_adapter,
 )
 from featcal_cli.hub.client import patiently, unreachable
-from featcal_cli.hub.messages import explained
 from featcal_cli.hub.model_names import UnusableError, locate
 from featcal_cli.hub.repo import Opener, Repo, RepoFile, open_repo
 from featcal_cli.hub.weight_files import PICKLES, SAFETENSORS
@@ -241,7 +240,7 @@ class Pull:
 
 def find_conversion(repo: Repo) -> Pull | None:
     """The open pull request that adds safetensors to this commit, from the Hub; what it was last time when offline."""
-    with explained(repo.name, repo.commit or ""):
+    with repo.explained():
         try:
             pull = patiently(lambda: _search(repo.name, repo.files))
         except Exception as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -71,12 +72,16 @@ class Repo:
         """The text that opens this very repo again: with its commit, or the absolute path of a folder."""
         return f"{self.name}@{self.commit}" if self.commit else str(self.folder)
 
+    def explained(self, file: str = "") -> AbstractContextManager[None]:
+        """Turn what huggingface_hub raises about the repo, or one file of it, into a HubError."""
+        return explained(self.name, self.commit or "", self.kind, file)
+
     @cached_property
     def files(self) -> Mapping[str, RepoFile]:
         """Every file by its path. Raises HubError when neither the Hub nor the cache can tell."""
         if self.folder is not None:
             return _list_folder(self.folder)
-        with explained(self.name, self.commit or "", self.kind):
+        with self.explained():
             return _list_files(self.name, str(self.commit), self.kind)
 
     def read_text(self, path: str) -> str | None:
@@ -101,7 +106,7 @@ class Repo:
             with file.open("rb") as stream:
                 stream.seek(start)
                 return stream.read(stop - start)
-        with explained(self.name, self.commit or "", self.kind, file=path):
+        with self.explained(path):
             return patiently(lambda: self._fetch_range(path, start, stop))
 
     def fetch_text(self, path: str) -> Path:
@@ -111,7 +116,7 @@ class Repo:
         if self.files[path].size > MAX_TEXT_BYTES:
             what = f"{path} has {self.files[path].size:,} bytes, which is no {path}"
             raise HubError(what, where=self.name, fix="use another repo or revision")
-        with explained(self.name, self.commit or "", self.kind, file=path):
+        with self.explained(path):
             return Path(patiently(lambda: hf_hub_download(self.name, path, revision=self.commit, repo_type=self.kind)))
 
     def _fetch_range(self, path: str, start: int, stop: int) -> bytes:
