@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from featcal_cli.data.batches import BadRowError, Batch, Reader, count_examples, forward_names, take_examples
@@ -19,7 +18,6 @@ from featcal_cli.data.columns import (
     check_columns,
     find_encoded_images,
     find_label_column,
-    number_label,
 )
 from featcal_cli.data.images import open_images
 from featcal_cli.data.rows import draw_rows, name_task, read_rows
@@ -330,20 +328,3 @@ def open_labelled(
     reader = _open_rows(data, first, model, preprocessor_folders, where)
     column = find_label_column(data, first[0], where)
     return LabelledRows(reader, chain(first, rows), lambda row: row.get(column), column, where)
-
-
-def load_labelled(
-    task: str, data: Data, split: str, model: PreTrainedModel, preprocessor_folders: Sequence[Path], *, batch_size: int
-) -> tuple[list[Batch], Tensor]:
-    """All rows of the split in order, and their labels [rows], integers.
-
-    Labels that are names are numbered by the model's `config.label2id`. Raises DataError like `open_labelled`, and for
-    labels that are no classes, or hidden (−1).
-    """
-    rows = open_labelled(task, data, split, model, preprocessor_folders)
-    names = getattr(model.config, "label2id", None) or {}
-    batches, labels = [], []
-    for batch, values in rows.batches(batch_size):
-        batches.append(batch)
-        labels += [number_label(value, rows.column, names, rows.where) for value in values]
-    return batches, torch.tensor(labels)

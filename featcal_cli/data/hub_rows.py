@@ -72,7 +72,7 @@ def draw_hub_rows(split: HubSplit, count: int, seed: int, columns: Collection[st
         yield from _draw_from_groups(split, count, columns, random)
     elif parse := _line_parser(split):
         yield from _draw_lines(split, 2 * count, random, parse)
-    elif _is_all_images(split):
+    elif _all_end_with(split.files, IMAGE_FILES):
         yield from _read_images(split, random.sample(split.files, min(2 * count, len(split.files))))
     else:
         yield from (_fetch_files(split, row) for row in _draw_first_rows(split, count, random))
@@ -85,7 +85,7 @@ def read_hub_rows(split: HubSplit) -> Iterator[Row]:
     elif parse := _line_parser(split):
         for line, file in _read_blocks(split, _list_blocks(split)):
             yield shorten_row(parse(line, file))
-    elif _is_all_images(split):
+    elif _all_end_with(split.files, IMAGE_FILES):
         yield from _read_images(split, split.files)
     else:
         yield from (_fetch_files(split, shorten_row(row)) for row in _open_rows(split, split.files))
@@ -288,10 +288,6 @@ def _read_lines(split: HubSplit, file: HubFile, start: int) -> list[bytes]:
 # --- images that lie as files ---
 
 
-def _is_all_images(split: HubSplit) -> bool:
-    return _all_end_with(split.files, IMAGE_FILES)
-
-
 def _read_images(split: HubSplit, files: Sequence[HubFile]) -> Iterator[Row]:
     """Rows of image and, where folders tell classes apart, label: the class's position."""
     labels = {name: {"label": number} for number, name in enumerate(split.classes)}
@@ -365,14 +361,10 @@ def _open_stream(split: HubSplit, files: Sequence[HubFile]) -> Iterator[Row]:
 
 def _weigh(value: Any) -> int:
     """Bytes of a value, roughly."""
-    match value:
-        case str() | bytes():
-            return len(value)
-        case dict():
-            return sum(map(_weigh, value.values()))
-        case list():
-            return sum(map(_weigh, value))
-    return 8
+    if isinstance(value, str | bytes):
+        return len(value)
+    parts = value.values() if isinstance(value, dict) else value
+    return sum(map(_weigh, parts)) if isinstance(value, dict | list) else 8
 
 
 def _fetch_files(split: HubSplit, row: Row) -> Row:

@@ -1,4 +1,4 @@
-"""Local files → tables: rows that can be read in any order."""
+"""Local files → tables: rows of which any can be read."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -59,11 +60,11 @@ NESTED = 6
 
 @dataclass(frozen=True)
 class Table:
-    """Rows on disk that can be read in any order."""
+    """Rows on disk of which some can be read."""
 
     length: int
     read: Callable[[Sequence[int]], Iterator[Row]]
-    """The rows at these positions, in the order asked for."""
+    """The rows at these positions, which ascend."""
 
 
 def shorten_row(row: Row) -> Row:
@@ -149,19 +150,8 @@ def _hold(rows: Sequence[Row]) -> Table:
 def _open_parquet(file: Path) -> list[Table]:
     """One table a row group, because a row group is the least that can be read."""
     opened = parquet.ParquetFile(file)
-
-    def open_group(number: int) -> Table:
-        def read(positions: Sequence[int]) -> Iterator[Row]:
-            ascending = sorted(positions)
-            rows = read_group(opened, number, ascending)
-            if ascending == list(positions):
-                return rows
-            row_at = dict(zip(ascending, rows, strict=True))
-            return (row_at[position] for position in positions)
-
-        return Table(opened.metadata.row_group(number).num_rows, read)
-
-    return list(map(open_group, range(opened.num_row_groups)))
+    lengths = [opened.metadata.row_group(number).num_rows for number in range(opened.num_row_groups)]
+    return [Table(length, partial(read_group, opened, number)) for number, length in enumerate(lengths)]
 
 
 def read_group(

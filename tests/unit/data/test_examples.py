@@ -32,7 +32,8 @@ from transformers.models.detr.image_processing_pil_detr import DetrImageProcesso
 from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 
 from featcal_cli.data.batches import Batch, count_positions
-from featcal_cli.data.examples import TaskExamples, draw_examples, load_labelled
+from featcal_cli.data.columns import number_label
+from featcal_cli.data.examples import TaskExamples, draw_examples, open_labelled
 from featcal_cli.data.images import DECODED, to_rgb
 from featcal_cli.data.local_tables import KEPT, open_file, shorten_row
 from featcal_cli.recipe.schema import Data
@@ -145,8 +146,10 @@ class Folder:
         self, model: PreTrainedModel, data: Data, split: str = "train", batch_size: int = 2
     ) -> tuple[list[Batch], list[int]]:
         self.prepare(model)
-        batches, labels = load_labelled("task", data, split, model, [self.expert], batch_size=batch_size)
-        return batches, labels.tolist()
+        rows = open_labelled("task", data, split, model, [self.expert])
+        batches, labels = zip(*rows.batches(batch_size), strict=True)
+        names = model.config.label2id
+        return list(batches), [number_label(label, rows.column, names, rows.where) for part in labels for label in part]
 
 
 @pytest.fixture
