@@ -27,6 +27,13 @@ FORMAT = 2
 """Of the files; those of another one are not taken over."""
 SHOWN = 3
 """Differences between two jobs that a message names."""
+RECORD, SEARCH = "job.json", "search.kept.json"
+"""Names of the job's fingerprint, and of what a search found."""
+BLOCK = re.compile(r"block-\d{4,}\.safetensors")
+
+
+class DamagedError(Exception):
+    """A file is not what was written: torn, cut short, or changed by somebody else."""
 
 
 class Journal:
@@ -70,22 +77,23 @@ class Journal:
                 raise _refuse(folder.parent, differences)
             partial.write_text(seal(self.job, wanted), encoding="utf-8")
 
-    def keep(self, name: str, value: Any) -> None:
-        """Keep what was found before the first block, as JSON."""
-        with self._writing(self._kept(name)) as partial:
-            partial.write_text(seal(self.job, value), encoding="utf-8")
+    def keep_search(self, trials: Any) -> None:
+        """Keep what a search has found, as JSON."""
+        with self._writing(self.folder / SEARCH) as partial:
+            partial.write_text(seal(self.job, trials), encoding="utf-8")
 
-    def recall(self, name: str) -> Any:
-        """What was kept under the name, by this run or an earlier one of the same job; None for nothing. Without it,
-        blocks that were computed by it count nothing any more."""
+    def recall_search(self) -> Any:
+        """What a search of this job has found, now or in an earlier run; None for nothing. Without it, blocks that were
+        computed by it count nothing any more."""
+        file = self.folder / SEARCH
         try:
-            return unseal(self._kept(name), self.job)
+            return unseal(file, self.job)
         except FileNotFoundError:
             self._drop_from(0)
         except DamagedError:
             self._drop_from(0)
-            self._kept(name).unlink()
-            self._note(f"the record of the {name} of an earlier run was damaged on the disk: all is computed again")
+            file.unlink()
+            self._note("the record of the search of an earlier run was damaged on the disk: all is computed again")
         return None
 
     def write(self, number: int, report: BlockReport, student: BlockRunner) -> None:
@@ -158,11 +166,7 @@ class Journal:
         try:
             known = unseal(self.folder / RECORD)
         except (FileNotFoundError, DamagedError):
-            return (
-                ({}, wanted)
-                if any(read_job(file) not in (None, self.job) for file in list_blocks(self.folder))
-                else None
-            )
+            return ({}, wanted) if _is_of_another(self.folder, self.job) else None
         return (known, wanted) if known != wanted else None
 
     def _drop(self) -> None:
@@ -203,9 +207,6 @@ class Journal:
                 fix="free disk space and run the same command again",
             ) from None
 
-    def _kept(self, name: str) -> Path:
-        return self.folder / f"{name}.kept.json"
-
     def _file(self, number: int) -> Path:
         return self.folder / f"block-{number:04d}.safetensors"
 
@@ -233,20 +234,16 @@ def _refuse(folder: Path, jobs: tuple[Mapping[str, Any], Mapping[str, Any]]) -> 
 
     known, wanted = jobs
     drop = "add --restart to drop it and begin anew"
-    if not known or known.get("format") != wanted["format"]:
-        what = "its record is damaged" if not known else "it is of another version of featcal"
-        return OutputError(
-            f"an unfinished run is here that cannot be gone on with: {what}", where=str(folder), fix=drop
-        )
+    if known.get("format") != wanted["format"]:
+        reason = "it is of another version of featcal" if known else "its record is damaged"
+        what = f"an unfinished run is here that cannot be gone on with: {reason}"
+        return OutputError(what, where=str(folder), fix=drop)
     clauses = describe_differences(known, wanted) or ["it says more of itself than this version knows"]
     more = f"; and {len(clauses) - SHOWN} more" if len(clauses) > SHOWN else ""
+    what = f"an unfinished run of another job is here: {'; '.join(clauses[:SHOWN])}{more}"
     options = describe_way_back(known, wanted)
     again = f"give {options} to go on with it" if options else "put that back as it was to go on with it"
-    return OutputError(
-        f"an unfinished run of another job is here: {'; '.join(clauses[:SHOWN])}{more}",
-        where=str(folder),
-        fix=f"{again}, or {drop}",
-    )
+    return OutputError(what, where=str(folder), fix=f"{again}, or {drop}")
 
 
 def _hash_block(job: str, number: int, report: str, parameters: Mapping[str, Tensor]) -> str:
@@ -265,19 +262,6 @@ def _hash_tensor(tensor: Tensor) -> str:
     return digest.hexdigest()
 
 
-RECORD = "job.json"
-BLOCK = re.compile(r"block-\d{4,}\.safetensors")
-SEARCH = "search"
-"""Under this name is kept what a search found."""
-KEPT = (f"{SEARCH}.kept.json",)
-LARGEST_HEADER = 1 << 27
-"""Bytes."""
-
-
-class DamagedError(Exception):
-    """A file is not what was written: torn, cut short, or changed by somebody else."""
-
-
 def holds_blocks(folder: Path) -> bool:
     """Whether a journal's folder holds anything that a later run can take over."""
     return bool(list_entries(folder))
@@ -285,7 +269,7 @@ def holds_blocks(folder: Path) -> bool:
 
 def drop_journal(folder: Path, job: str | None = None) -> None:
     """Delete a journal, and nothing else that lies in its folder; with `job`, unless it is of another one."""
-    if job is not None and any(read_job(file) not in (None, job) for file in list_blocks(folder)):
+    if job is not None and _is_of_another(folder, job):
         return
     with suppress(OSError):  # what remains is of no use, and does no harm
         for file in (*list_entries(folder), folder / RECORD, *folder.glob("*.partial")):
@@ -295,7 +279,7 @@ def drop_journal(folder: Path, job: str | None = None) -> None:
 
 def list_entries(folder: Path) -> list[Path]:
     """Everything that a later run can take over."""
-    return [*list_blocks(folder), *(file for file in folder.glob("*.kept.json") if file.name in KEPT)]
+    return [*list_blocks(folder), *folder.glob(SEARCH)]
 
 
 def list_blocks(folder: Path) -> list[Path]:
@@ -303,12 +287,17 @@ def list_blocks(folder: Path) -> list[Path]:
     return sorted(file for file in folder.glob("block-*.safetensors") if BLOCK.fullmatch(file.name))
 
 
-def read_job(block: Path) -> str | None:
+def _is_of_another(folder: Path, job: str) -> bool:
+    """Whether a block says that it is of another job."""
+    return any(_read_job(block) not in (None, job) for block in list_blocks(folder))
+
+
+def _read_job(block: Path) -> str | None:
     """Whose a block says that it is; None where it says nothing."""
     try:
         with block.open("rb") as stream:
             size = int.from_bytes(stream.read(8), "little")
-            header = json.loads(stream.read(size)) if size < LARGEST_HEADER else {}
+            header = json.loads(stream.read(min(size, block.stat().st_size)))
         return str(header.get("__metadata__", {}).get("job", ""))
     except (OSError, ValueError, AttributeError):
         return None

@@ -21,7 +21,7 @@ from featcal_cli.calibration.hyperparameters import (
     take_best,
     take_preset,
 )
-from featcal_cli.calibration.journal import SEARCH, Journal, drop_journal
+from featcal_cli.calibration.journal import Journal, drop_journal
 from featcal_cli.calibration.out_of_memory import halve_batches, is_out_of_memory
 from featcal_cli.calibration.results import describe_guard, describe_ridges
 from featcal_cli.calibration.search import Search
@@ -210,7 +210,7 @@ class Computation:
 
     def _search(self, search: SearchPlan, setup: Setup, journal: Journal | None) -> list[Trial]:
         """What becomes of the candidates; what an interrupted run has found is taken over."""
-        if (kept := self._ranks.broadcast(journal.recall(SEARCH) if journal else None)) is not None:
+        if (kept := self._ranks.broadcast(journal.recall_search() if journal else None)) is not None:
             return [Trial.from_dict(trial) for trial in kept]
         self._session.listener.stage(f"searching settings ({len(search.candidates)} candidates)")
         branches = [setup.architecture.blocks[number - 1].name for number in search.cuts]
@@ -219,7 +219,7 @@ class Computation:
             self._session.listener.progress
         )
         if journal:
-            journal.keep(SEARCH, [trial.to_dict() for trial in trials])
+            journal.keep_search([trial.to_dict() for trial in trials])
         return trials
 
     def _write(

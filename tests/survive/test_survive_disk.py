@@ -72,7 +72,7 @@ class Moment(NamedTuple):
 MOMENTS = {
     "job": Moment("given", "featcal_cli.calibration.journal.Journal.__init__"),
     "merged model": Moment("built", "featcal_cli.models.checkpoint_files.copy_checkpoint", leave=3 * PAGE),
-    "search": Moment("searched", "featcal_cli.calibration.journal.Journal.keep"),
+    "search": Moment("searched", "featcal_cli.calibration.journal.Journal.keep_search"),
     "features": Moment("given", "featcal_cli.engine.offload.write_mapped", 9, leave=PAGE),
     "first block": Moment("given", "featcal_cli.calibration.journal.Journal.write", leave=3 * PAGE),
     "last block": Moment("searched", "featcal_cli.calibration.journal.Journal.write", 2, blocks=1),
