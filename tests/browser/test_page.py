@@ -19,13 +19,8 @@ from featcal_cli.reporting.inspection import BlockDrift, Inspection, ModelDrift,
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, BrowserContext, Dialog, Locator, Page
 
-TASKS = [
-    "cars",
-    "</script><script>alert(1)</script>",
-    "<img src=x onerror=alert(2)> \"'&<!--",
-    "__proto__",
-    "مهمة\u202e10",
-]
+SCRIPT, IMAGE = "</script><script>alert(1)</script>", "<img src=x onerror=alert(2)> \"'&<!--"
+TASKS = ["cars", SCRIPT, IMAGE, "__proto__", "مهمة\u202e10"]
 BLOCKS = [f"encoder.layers.{number}" for number in range(4)]
 LAST = {"model": [0.5, 0.9, 0.3, 0.7, 0.1], "other": [0.4, 0.2, 0.35, 0.6, 0.05], "base": [0.6, 0.6, 0.6, 0.6, 0.6]}
 """Relative drift after the last block, in the order of TASKS: on two of them the model is farther than the base."""
@@ -127,7 +122,7 @@ def opened(browser: Browser, tmp_path: Path) -> Iterator[Callable[..., Page]]:
         (file := tmp_path / "page.html").write_text(write_page(inspection), encoding="utf-8")
         contexts.append(context := browser.new_context(viewport={"width": width, "height": 900}, color_scheme="light"))
         page = context.new_page()
-        page.set_default_timeout(5000)
+        page.set_default_timeout(30_000)
         page.on("console", lambda said: complaints.append(f"console {said.type}: {said.text}"))
         page.on("pageerror", lambda error: complaints.append(f"error: {error}"))
         page.on("dialog", dismiss)
@@ -219,12 +214,8 @@ def test_pointing_and_going_there_show_the_curves_of_that_task_until_one_is_pinn
     assert page.locator("#modules tbody tr").count() == 3
     for role in ("model", "other"):
         chart = page.locator(f"[data-curves={role}]")
-        assert {line.get_attribute("data-line") for line in chart.locator("[data-line]").all()} == {
-            "e",
-            "m",
-            "p",
-            "base",
-        }
+        lines = {line.get_attribute("data-line") for line in chart.locator("[data-line]").all()}
+        assert lines == {"e", "m", "p", "base"}
         height = chart.locator(".dot.e").evaluate("dot => Number(dot.getAttribute('cy'))")
         assert height < chart.locator(".dot.m").evaluate("dot => Number(dot.getAttribute('cy'))")
     steep = page.locator("[data-curves=model] [data-line=e]").get_attribute("d")
@@ -248,21 +239,12 @@ def test_one_stop_of_tab_leads_into_a_map_and_the_arrows_lead_through_it(opened:
     where = "() => document.activeElement.closest('[data-map]').dataset.map + ' ' + document.activeElement.dataset.cell"
     page.keyboard.press("Tab")
     seen = [page.evaluate(where)]
-    for key in (
-        "ArrowDown",
-        "ArrowLeft",
-        "ArrowUp",
-        "ArrowUp",
-        "Home",
-        "ArrowLeft",
-        "Control+End",
-        "ArrowRight",
-        "Tab",
-    ):
+    ways = ["Down", "Left", "Up", "Up"]
+    for key in (*(f"Arrow{way}" for way in ways), "Home", "ArrowLeft", "Control+End", "ArrowRight", "Tab"):
         page.keyboard.press(key)
         seen.append(page.evaluate(where))
-    ways = ["0,3", "1,3", "1,2", "0,2", "0,2", "0,0", "0,0", "4,3", "4,3"]
-    assert seen == [*(f"model {way}" for way in ways), "other 4,3"]
+    cells = ["0,3", "1,3", "1,2", "0,2", "0,2", "0,0", "0,0", "4,3", "4,3"]
+    assert seen == [*(f"model {cell}" for cell in cells), "other 4,3"]
     assert page.locator("[data-cell][tabindex='0']").count() == 2
 
 
