@@ -14,18 +14,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from featcal_cli.data.batches import Batch, forward_names
+from featcal_cli.models import token_layout
 from featcal_cli.models.module_kinds import LINEAR_KINDS, Kind, kind_of
-from featcal_cli.models.token_layout import (
-    DECODER,
-    ENCODER,
-    EXAMPLES,
-    OWN,
-    Axes,
-    Layout,
-    change_last_token,
-    learn_layout,
-    make_probes,
-)
+from featcal_cli.models.token_layout import DECODER, ENCODER, OWN, Axes, Layout, learn_layout
 from featcal_cli.models.tracing import Trace, find_blocks, first_tensor, merge_orders, trace, unreached_lists
 from featcal_cli.runtime.errors import ArchitectureError, DataError
 
@@ -89,14 +80,18 @@ class _Run:
     """What the probes of one kind of inputs showed."""
 
     entry: str
-    first: Trace
-    second: Trace
+    traces: tuple[Trace, Trace]
     axes: Axes
     blocks: list[str]
     module: nn.Module
     """What ran."""
     probe: Batch
     """What it ran on first."""
+
+    @property
+    def first(self) -> Trace:
+        """Of the first probe."""
+        return self.traces[0]
 
 
 def find_architecture(model: PreTrainedModel, batches: Mapping[str, Batch], norms: str) -> Architecture:
@@ -106,25 +101,28 @@ def find_architecture(model: PreTrainedModel, batches: Mapping[str, Batch], norm
     their order differs between tasks, DataError when the model cannot run on a task's examples.
     """
     runs: dict[frozenset[str], _Run] = {}
-    entries, last_blocks = {}, {}
     for task, batch in batches.items():
-        kind = frozenset(batch)
-        if kind not in runs:
-            runs[kind] = _probe(model, task, batch)
-        entries[task] = runs[kind].entry
-        last_blocks[task] = runs[kind].blocks[-1] if runs[kind].blocks else ""
+        if frozenset(batch) not in runs:
+            runs[frozenset(batch)] = _probe(model, task, batch)
     order = merge_orders([run.blocks for run in runs.values()])
     if not order:
         raise ArchitectureError(
             f"no list of transformer blocks was found in {type(model).__name__}",
             fix="give a transformer checkpoint whose layers hold Linear modules",
         )
+    by_task = {task: runs[frozenset(batch)] for task, batch in batches.items()}
     by_block = {name: run for run in reversed(runs.values()) for name in run.blocks}
     holders = _count_holders(model)
     blocks = tuple(_describe(model, name, by_block[name], norms, holders) for name in order)
     reached = frozenset(name for run in runs.values() for name in _before_the_end(run))
-    head = frozenset(name for run in runs.values() for name in run.first.calls) - reached
-    return Architecture(blocks, entries, last_blocks, reached, head, tuple(_notes(model, blocks)))
+    return Architecture(
+        blocks,
+        entries={task: run.entry for task, run in by_task.items()},
+        last_blocks={task: run.blocks[-1] if run.blocks else "" for task, run in by_task.items()},
+        reached=reached,
+        head=frozenset(name for run in runs.values() for name in run.first.calls) - reached,
+        notes=tuple(_notes(model, blocks)),
+    )
 
 
 def _probe(model: PreTrainedModel, task: str, batch: Batch) -> _Run:
@@ -132,13 +130,15 @@ def _probe(model: PreTrainedModel, task: str, batch: Batch) -> _Run:
     problem: Exception | None = None
     for entry, module in _entries(model, batch):
         for resize in ({ENCODER, DECODER}, {DECODER}, {ENCODER}, set[str]()):
-            (first, second), axes = make_probes(batch, resize)
+            (first, second), axes = token_layout.make_probes(batch, resize)
             try:
-                one, two = (trace(module, probe, model.dtype).under(entry) for probe in (first, second))
+                traces = tuple(trace(module, probe, model.dtype).under(entry) for probe in (first, second))
             except FAILURES as error:
                 problem = problem or error
             else:
-                return _Run(entry, one, two, axes, find_blocks(model, one), module, first)
+                return _Run(
+                    entry, cast("tuple[Trace, Trace]", traces), axes, find_blocks(model, traces[0]), module, first
+                )
     shapes = {name: list(tensor.shape[1:]) for name, tensor in batch.items()}
     reason = (str(problem) or type(problem).__name__).splitlines()[0]
     raise DataError(
@@ -148,47 +148,39 @@ def _probe(model: PreTrainedModel, task: str, batch: Batch) -> _Run:
     ) from problem
 
 
-def _entries(model: PreTrainedModel, batch: Batch) -> list[tuple[str, nn.Module]]:
+def _entries(model: PreTrainedModel, batch: Batch) -> Iterator[tuple[str, nn.Module]]:
     """The whole model, then its towers that take these inputs, outermost first."""
-    towers = [
-        (name, module)
-        for name, module in model.named_modules()
-        if name and isinstance(module, PreTrainedModel) and forward_names(module).issuperset(batch)
-    ]
-    return [("", model), *towers]
+    yield "", model
+    for name, module in model.named_modules():
+        if name and isinstance(module, PreTrainedModel) and forward_names(module).issuperset(batch):
+            yield name, module
 
 
 def _describe(model: nn.Module, name: str, run: _Run, norms: str, holders: Mapping[int, int]) -> Block:
-    block = model.get_submodule(name)
     modules, skipped = [], []
     calls = run.first.calls.count(name)
     layout, axes = _own_axis(run, name)
-    for path, module in block.named_modules():
-        own = dict(module.named_parameters(recurse=False))
-        if not own:
+    for path, module in model.get_submodule(name).named_modules():
+        parameters = dict(module.named_parameters(recurse=False))
+        if not parameters:
             continue
-        full = f"{name}.{path}".rstrip(".")
-        kind = kind_of(module)
+        kind, full = kind_of(module), f"{name}.{path}".rstrip(".")
         if kind is None:
-            skipped += [(f"{path}.{key}".lstrip("."), _reason(module, value)) for key, value in own.items()]
-        elif any(holders[id(value)] > 1 for value in own.values()):
+            skipped += [(f"{path}.{key}".lstrip("."), _reason(module, value)) for key, value in parameters.items()]
+        elif any(holders[id(value)] > 1 for value in parameters.values()):
             skipped.append((path, "it shares its weight with another module"))
-        elif kind in LINEAR_KINDS or _is_wanted(kind, "bias" in own, norms):
-            layouts = _layouts(run, full, calls, axes)
-            modules.append(Module(path, kind, layouts, full in run.first.overwritten))
+        elif (
+            kind in LINEAR_KINDS or norms == "all" or (norms != "none" and kind == "layernorm" and "bias" in parameters)
+        ):
+            modules.append(Module(path, kind, _layouts(run, full, calls, axes), full in run.first.overwritten))
+        elif norms == "none":
+            skipped.append((path, "norms are switched off"))
         else:
-            switched_off = "norms are switched off"
-            skipped.append(
-                (path, switched_off if norms == "none" else "a norm without bias; --norms all calibrates it")
-            )
+            skipped.append((path, "a norm without bias; --norms all calibrates it"))
     only_text = not any(tensor.is_floating_point() for tensor in run.probe.values())
     holds_text = layout.axis == OWN and (len(set(axes[OWN])) > 1 or only_text)
     start = _find_text(model, run, name) if holds_text else None
     return Block(name, tuple(modules), tuple(skipped), layout, calls, name in run.first.overwritten, holds_text, start)
-
-
-def _is_wanted(kind: Kind, has_bias: bool, norms: str) -> bool:
-    return norms == "all" or (norms != "none" and kind == "layernorm" and has_bias)
 
 
 def _reason(module: nn.Module, parameter: nn.Parameter) -> str:
@@ -202,9 +194,10 @@ def _own_axis(run: _Run, block: str) -> tuple[Layout, Axes]:
     axes = dict(run.axes)
     if block not in run.first.shapes:
         return Layout(None), axes
-    first, second = (found.shapes[block][0] for found in (run.first, run.second))
+    first, second = (found.shapes[block][0] for found in run.traces)
     layout = learn_layout(first, second, axes)
-    if layout.axis is None and len(first) == len(second) == 3 and (first[0], second[0]) == EXAMPLES:  # [B, S, d]
+    is_batch = len(first) == len(second) == 3 and (first[0], second[0]) == token_layout.EXAMPLES  # [B, S, d]
+    if layout.axis is None and is_batch:
         axes[OWN] = (first[1], second[1])
         layout = learn_layout(first, second, axes)
     return layout, axes
@@ -214,7 +207,7 @@ def _find_text(model: nn.Module, run: _Run, block: str) -> int | None:
     """Where the text begins in the sequence that the block's stack is given: the one row that changes with the last
     token tells."""
     first = next(name for name in run.blocks if name.rpartition(".")[0] == block.rpartition(".")[0])
-    changed = change_last_token(run.probe)
+    changed = token_layout.change_last_token(run.probe)
     if changed is None:
         return None
     hidden: list[Tensor] = []
@@ -227,15 +220,16 @@ def _find_text(model: nn.Module, run: _Run, block: str) -> int | None:
     finally:
         handle.remove()
     rows = (hidden[0] != hidden[len(hidden) // 2]).any(-1).any(0).nonzero().flatten().tolist()
-    return rows[0] - run.axes[ENCODER][0] + 1 if len(rows) == 1 and rows[0] + 1 >= run.axes[ENCODER][0] else None
+    start = rows[0] - run.axes[ENCODER][0] + 1 if len(rows) == 1 else -1
+    return start if start >= 0 else None
 
 
 def _layouts(run: _Run, path: str, block_calls: int, axes: Axes) -> tuple[Layout, ...]:
     """The layout of each call of a module in one run of its block."""
-    first, second = (found.shapes.get(path, []) for found in (run.first, run.second))
-    if len(first) != len(second) or len(first) % max(block_calls, 1):
+    first, second = (found.shapes.get(path, []) for found in run.traces)
+    calls, rest = divmod(len(first), max(block_calls, 1))
+    if len(first) != len(second) or rest:
         return (Layout(None),)
-    calls = len(first) // max(block_calls, 1)
     return tuple(learn_layout(a, b, axes) for a, b in zip(first[:calls], second[:calls], strict=True))
 
 
@@ -255,8 +249,7 @@ def _count_holders(model: nn.Module) -> Counter[int]:
 
 def _notes(model: nn.Module, blocks: Sequence[Block]) -> Iterator[str]:
     """Blocks that share their weights, and lists of blocks that no example reaches."""
-    shared = [block for block in blocks if block.calls > 1]
-    if shared:
+    if shared := [block for block in blocks if block.calls > 1]:
         yield (
             f"{', '.join(block.name for block in shared)} runs {max(block.calls for block in shared)} times with "
             "the same weights: it is calibrated once for all its calls, and forward order cannot hold inside it"
@@ -268,7 +261,7 @@ def _notes(model: nn.Module, blocks: Sequence[Block]) -> Iterator[str]:
 def find_unreached(model: nn.Module, blocks: Sequence[Block], norms: str) -> list[Block]:
     """Blocks that no run reached, as registered, in lists apart from those of `blocks`; what they call is unknown."""
     holders = _count_holders(model)
-    silent = _Run("", Trace(model), Trace(model), {}, [], model, {})
+    silent = _Run("", (Trace(model), Trace(model)), {}, [], model, {})
     return [
         _describe(model, f"{path}.{key}", silent, norms, holders)
         for path in unreached_lists(model, [block.name for block in blocks])

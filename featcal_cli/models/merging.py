@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -19,18 +20,16 @@ def merge_weights(merge: Merge, base: Model, experts: Sequence[Model]) -> Iterat
     there, one is yielded.
     """
     states = [dict(model.module.state_dict()) for model in experts]
-    once, every = (dict(experts[0].module.named_parameters(remove_duplicate=each)) for each in (True, False))
-    again = every.keys() - once.keys()
+    once, every = (dict(experts[0].module.named_parameters(remove_duplicate=flag)) for flag in (True, False))
+    tied = every.keys() - once.keys()
     base_state = base.module.state_dict()
     unusable = base.missing.union(*(model.missing for model in experts))
-    for names in _by_block([name for name in states[0] if name not in again]):
+    for _, names in groupby((name for name in states[0] if name not in tied), _block_of):
         group = {}
         for name in names:
             first = states[0][name]
-            sources = [base_state, *states]
-            shared = name not in unusable and all(
-                s.get(name) is not None and s[name].shape == first.shape for s in sources
-            )
+            sources = [state.get(name) for state in (base_state, *states)]
+            shared = name not in unusable and all(x is not None and x.shape == first.shape for x in sources)
             if shared and first.is_floating_point():
                 group[name] = _merge_tensor(merge, base_state[name], [state[name] for state in states]).to(first.dtype)
         yield group
@@ -47,17 +46,7 @@ def _merge_tensor(merge: Merge, base: Tensor, experts: Sequence[Tensor]) -> Tens
     return base.float() + merge.scale * total
 
 
-def _by_block(names: Sequence[str]) -> Iterator[list[str]]:
-    """Names in their order, cut where the path up to the first number changes: a block at a time."""
-    group: list[str] = []
-    place: list[str] = []
-    for name in names:
-        parts = name.split(".")
-        here = parts[: next((i + 1 for i, part in enumerate(parts) if part.isdigit()), 1)]
-        if group and here != place:
-            yield group
-            group = []
-        place = here
-        group.append(name)
-    if group:
-        yield group
+def _block_of(name: str) -> list[str]:
+    """The parts of a name up to the first number, or the first part where it has none."""
+    parts = name.split(".")
+    return parts[: next((i + 1 for i, part in enumerate(parts) if part.isdigit()), 1)]
