@@ -61,8 +61,11 @@ def download(repo: Repo, *, only: Sequence[str] = (), skip: Sequence[str] = (), 
         what = f"{damaged[0]} of {repo.name} arrived damaged twice: its checksum is not the one in the Hub's listing"
         raise HubError(what, where=repo.pinned, fix="check the connection and the proxy, and run again")
     if unchecked:
-        _finish_record(record, unchecked)
-    _check_complete(repo, folder, only, skip)
+        _write_record(record, _read_record(record) - unchecked)  # another run may have added to it
+    for path in chosen_files(repo, only, skip):
+        if not (folder / path).is_file():  # the client may go without what it cannot have
+            what = f"the copy of {repo.name} is incomplete: {path} is missing"
+            raise HubError(what, where=str(folder), fix="run once with the Hub in reach")
     return folder
 
 
@@ -173,14 +176,6 @@ def _make_bar(meter: Meter, path: str) -> type[tqdm]:
     return Bar
 
 
-def _check_complete(repo: Repo, folder: Path, only: Sequence[str], skip: Sequence[str]) -> None:
-    """Raises HubError for a file that is in the listing and not in the folder: the client may go without."""
-    for path in chosen_files(repo, only, skip):
-        if not (folder / path).is_file():
-            what = f"the copy of {repo.name} is incomplete: {path} is missing"
-            raise HubError(what, where=str(folder), fix="run once with the Hub in reach")
-
-
 def _damaged(repo: Repo, folder: Path, paths: Iterable[str]) -> list[str]:
     """The files whose content is not what the listing says. One that is not there yet is not damaged."""
     return [
@@ -233,15 +228,10 @@ def _read_record(record: Path) -> set[str]:
         return set()
 
 
-def _finish_record(record: Path, checked: set[str]) -> None:
-    """Take what is checked out of the record, which another run may have added to."""
-    if unchecked := _read_record(record) - checked:
-        _write_record(record, unchecked)
-    else:
-        record.unlink(missing_ok=True)
-
-
 def _write_record(record: Path, paths: set[str]) -> None:
+    """Keep the files that are not checked yet; no record where there are none."""
+    if not paths:
+        return record.unlink(missing_ok=True)
     try:
         write_new(record, json.dumps(sorted(paths)))
     except OSError as error:

@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from urllib.parse import urlsplit
 
 from huggingface_hub import HfApi, constants, errors, get_token, is_offline_mode
@@ -73,35 +74,35 @@ def _explained(explain: Callable[[Exception], HubError | None]) -> Iterator[None
 
 def _explain_reading(error: BaseException, subject: _Subject) -> HubError | None:
     """The user's version of an error of huggingface_hub. Its own words are left out: they may quote the request."""
-    repo, kind, where = subject.repo, subject.kind, subject.where
+    repo, kind, cause = subject.repo, subject.kind, root_of(error)
     login = LOGIN if get_token() is None else "use a token of a user who has access"
-    cause = root_of(error)
+    message = partial(HubError, where=subject.where)
     if isinstance(cause, errors.HFValidationError):
         what = f"{repo!r} is neither an existing folder nor a Hub id"
-        return HubError(what, where=where, fix="write USER/NAME, or the path of a folder")
+        return message(what, fix="write USER/NAME, or the path of a folder")
     if isinstance(cause, errors.GatedRepoError):
         page = f"{hub_host()}/{'datasets/' if kind == 'dataset' else ''}{repo}"
-        return HubError(f"{repo} is gated", where=where, fix=f"ask for access on {page}, then {login}")
+        return message(f"{repo} is gated", fix=f"ask for access on {page}, then {login}")
     if isinstance(cause, errors.RepositoryNotFoundError):
         if kind == "model" and _is_dataset(repo):
-            return HubError(f"{repo} is a dataset, not a model", where=where, fix="give it as data: --data TASK=REPO")
+            return message(f"{repo} is a dataset, not a model", fix="give it as data: --data TASK=REPO")
         what = f"there is no {kind} {repo} on {hub_host()}, or it is private"
-        return HubError(what, where=where, fix=f"check the name; for a private {kind} {login}")
+        return message(what, fix=f"check the name; for a private {kind} {login}")
     if isinstance(cause, errors.RevisionNotFoundError):
-        what = f"{repo} has no revision {subject.revision or 'main'}"
-        return HubError(what, where=where, fix="give a branch, a tag, a commit or refs/pr/NUMBER of it")
+        fix = "give a branch, a tag, a commit or refs/pr/NUMBER of it"
+        return message(f"{repo} has no revision {subject.revision or 'main'}", fix=fix)
     if isinstance(cause, HfHubHTTPError) and not unreachable(cause):
         return _explain_refusal(cause, subject)
     is_silent = isinstance(error, (errors.LocalEntryNotFoundError, errors.RevisionResolutionError)) and cause is error
     if unreachable(cause) or is_silent:
         return _explain_silence(None if is_silent else cause, subject)
     if isinstance(cause, errors.FileMetadataError) or (isinstance(cause, ODD) and _in_client(cause)):
-        return HubError(f"{hub_host()} does not answer like a Hub{_about(subject)}", where=where, fix=CHECK_ENDPOINT)
+        return message(f"{hub_host()} does not answer like a Hub{_about(subject)}", fix=CHECK_ENDPOINT)
     if isinstance(cause, OSError):
         return _explain_disk(cause, subject)
     if type(cause).__name__.startswith("Xet") or (isinstance(cause, RuntimeError) and _in_client(cause)):
         what = f"{subject.file or 'a file'} of {repo} could not be downloaded ({type(cause).__name__})"
-        return HubError(what, where=where, fix="check the connection and run again, or set HF_HUB_DISABLE_XET=1")
+        return message(what, fix="check the connection and run again, or set HF_HUB_DISABLE_XET=1")
     return None
 
 
@@ -162,9 +163,10 @@ def _explain_writing(error: Exception, repo: str) -> HubError | None:
     # an upload from a thread is reported by a RuntimeError around what happened
     is_upload = type(error) is RuntimeError
     file = re.search(r"Error while uploading '(.+)' to the Hub", str(error)) if is_upload else None
-    cause = root_of(error)
+    cause, kind, hub = root_of(error), type(root_of(error)), hub_host()
+    message = partial(HubError, where=repo)
     if isinstance(cause, errors.HFValidationError):
-        return HubError(f"{repo!r} is not the name of a repo", where=repo, fix="write USER/NAME")
+        return message(f"{repo!r} is not the name of a repo", fix="write USER/NAME")
     if isinstance(cause, errors.RepositoryNotFoundError) and not isinstance(cause, errors.GatedRepoError):
         return gone(repo)
     if is_conflict(cause):
@@ -174,23 +176,22 @@ def _explain_writing(error: Exception, repo: str) -> HubError | None:
         return _explain_refused_write(cause, repo, file[1] if file else "")
     if unreachable(cause):
         if is_offline_mode() or isinstance(cause, errors.OfflineModeIsEnabled):
-            return HubError("offline mode is on: nothing can be pushed", where=repo, fix="unset HF_HUB_OFFLINE")
+            return message("offline mode is on: nothing can be pushed", fix="unset HF_HUB_OFFLINE")
         is_busy = isinstance(cause, HfHubHTTPError)
         fix = "try again in some minutes" if is_busy else "check the connection, the proxy and HF_ENDPOINT"
-        return HubError(blame(cause, by_name=True), where=repo, fix=fix)
+        return message(blame(cause, by_name=True), fix=fix)
     if isinstance(cause, ValueError) and "metadata" in str(cause) and not isinstance(cause, json.JSONDecodeError):
-        what = f"{hub_host()} refuses the metadata of README.md"
-        return HubError(what, where=repo, fix="fix the lines between --- in it")
+        return message(f"{hub} refuses the metadata of README.md", fix="fix the lines between --- in it")
     if isinstance(cause, ValueError) and "LFS batch API returned errors" in str(cause):
         fix = "see its limits on file size and storage, and look at the repo's settings"
-        return HubError(f"{hub_host()} refuses a large file", where=repo, fix=fix)
+        return message(f"{hub} refuses a large file", fix=fix)
     if isinstance(cause, ValueError) or (isinstance(cause, ODD) and _in_client(cause)):
-        return HubError(f"{hub_host()} does not answer like a Hub", where=repo, fix=CHECK_ENDPOINT)
-    if isinstance(cause, (RuntimeError, ConnectionError, TimeoutError)) or type(cause).__module__.startswith("hf_xet"):
-        what = f"an upload to {hub_host()} failed ({type(cause).__name__})"
-        return HubError(what, where=repo, fix="check the connection, or set HF_HUB_DISABLE_XET=1")
+        return message(f"{hub} does not answer like a Hub", fix=CHECK_ENDPOINT)
+    if isinstance(cause, (RuntimeError, ConnectionError, TimeoutError)) or kind.__module__.startswith("hf_xet"):
+        fix = "check the connection, or set HF_HUB_DISABLE_XET=1"
+        return message(f"an upload to {hub} failed ({kind.__name__})", fix=fix)
     if isinstance(cause, OSError):
-        what = f"a file cannot be read: {cause.strerror or type(cause).__name__}"
+        what = f"a file cannot be read: {cause.strerror or kind.__name__}"
         return HubError(what, where=str(cause.filename or repo), fix="check the disk")
     return None
 
