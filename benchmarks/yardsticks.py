@@ -14,7 +14,7 @@ from featcal_cli.calibration.linear_algebra import EPSILON
 from featcal_cli.calibration.moments import LinearMoments
 from featcal_cli.calibration.normal_equations import parameters_of, sum_rows
 from featcal_cli.calibration.solver import precise
-from featcal_cli.data.batches import Batch, take_first
+from featcal_cli.data.batches import Batch, take_range
 from featcal_cli.engine.lockstep import Observation, forward_order
 from featcal_cli.models.module_kinds import Affine, linear_parameters, new_parameters
 from featcal_cli.workflows.setup import Models, Setup
@@ -87,7 +87,7 @@ def operate(lab: Lab, model: nn.Module, fitted: int) -> Scores:
     body = body_of(model, kind).state_dict()
     for task, examples in lab.plan.examples.items():
         judge = load_judge(lab.folder, lab.family, task)
-        head, batches = find_head(judge.expert, kind), take_first(examples.fitted, fitted)
+        head, batches = find_head(judge.expert, kind), take_range(examples.fitted, 0, fitted)
         wanted = last_features(judge.expert, head, batches)
         body_of(judge.expert, kind).load_state_dict(body)
         surgery = train_surgery(last_features(judge.expert, head, batches), wanted)

@@ -85,11 +85,6 @@ def take_examples(batch: Batch, positions: Sequence[int]) -> Batch:
     return {name: rows_of(tensor) for name, tensor in batch.items()}
 
 
-def take_first(batches: Sequence[Batch], count: int) -> list[Batch]:
-    """The first `count` examples of the batches."""
-    return take_range(batches, 0, count)
-
-
 def take_range(batches: Sequence[Batch], start: int, stop: int) -> list[Batch]:
     """The examples from `start` up to `stop` of the batches, counted through all of them."""
     taken: list[Batch] = []

@@ -54,15 +54,13 @@ class TaskExamples:
     """Examples in `fitted`; of the two others below."""
     selection_count: int
     held_out_count: int
-    rows_skipped: int
-    """Rows that were drawn but cannot be used."""
     is_whole: bool = False
     """All rows of the source were read: there are no others."""
 
 
 @dataclass(frozen=True)
 class DrawnExamples:
-    """The rows of one task, read and found good, that are yet to be cut into batches."""
+    """The rows of one task, read and found good, that are yet to be cut into batches as TaskExamples has them."""
 
     task: str
     reader: Reader
@@ -72,6 +70,7 @@ class DrawnExamples:
     held_out: Sequence[Any]
     notes: list[str]
     rows_skipped: int
+    """Rows that cannot be used."""
     is_whole: bool
 
     def longest(self) -> Batch:
@@ -91,7 +90,6 @@ class DrawnExamples:
             fitted_count=len(self.fitted),
             selection_count=len(self.selection),
             held_out_count=len(self.held_out),
-            rows_skipped=self.rows_skipped,
             is_whole=self.is_whole,
         )
 

@@ -262,9 +262,8 @@ def _read_configs(repo: Repo) -> dict[str, Config]:
         return {str(entry["config_name"]): entry for entry in named}
     if converted := _converted_configs(readable_files(repo.files)):
         return {name: {"data_files": splits} for name, splits in converted.items()}
-    described = card.get("dataset_info")
-    named = [described] if isinstance(described, dict) else described or []
-    return {str(named[0].get("config_name", "default")) if len(named) == 1 else "default": {}}
+    described = _entries(card.get("dataset_info"))
+    return {str(described[0].get("config_name", "default")) if len(described) == 1 else "default": {}}
 
 
 def _converted_configs(paths: Sequence[str]) -> dict[str, dict[str, list[str]]]:

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from featcal_cli.data.batches import take_examples, take_first
+from featcal_cli.data.batches import take_examples, take_range
 from featcal_cli.data.examples import TaskExamples
 from featcal_cli.engine.block_runner import BlockRunner
 from featcal_cli.engine.drift_metrics import DriftMeter, OutputMeter, VectorMeter, limit_batches
@@ -233,7 +233,7 @@ class Setup:
             {task: share_model(expert) for task, expert in self.models.experts.items()},
         )
         few = {
-            task: replace(found, fitted=take_first(found.fitted, fitted), held_out=found.selection)
+            task: replace(found, fitted=take_range(found.fitted, 0, fitted), held_out=found.selection)
             for task, found in self.examples.items()
         }
         job = replace(self, models=shared, examples=few, note=lambda *_: None).make_job(

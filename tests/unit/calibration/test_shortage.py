@@ -25,7 +25,7 @@ BY_NAME = {family.name: family for family in FAMILIES}
 
 def examples(*sizes: int) -> TaskExamples:
     batches = [{"x": torch.arange(size), "y": torch.arange(2 * size)} for size in sizes]
-    return TaskExamples("red", max(sizes), batches, [], [], [], sum(sizes), 0, 0, 0)
+    return TaskExamples("red", max(sizes), batches, [], [], [], sum(sizes), 0, 0)
 
 
 def test_halved_batches_hold_the_same_examples_in_the_same_order() -> None:

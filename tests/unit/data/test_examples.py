@@ -7,6 +7,7 @@ import gzip
 import io
 import json
 import os
+import re
 import shutil
 from base64 import b64encode
 from collections.abc import Iterable, Mapping, Sequence
@@ -307,8 +308,7 @@ def test_bad_rows_are_replaced_by_good_ones_and_counted(at: Folder, vit: Any) ->
     found = at.load(vit, at.file("a.parquet", rows), count=30)
     assert found.fitted_count == 30
     assert all(colour % 4 for colour in colours(found.fitted + found.held_out))
-    assert found.rows_skipped > 0
-    assert f"task: {found.rows_skipped} rows cannot be used and were left out" in " ".join(found.notes)
+    assert any(re.match(r"task: [1-9]\d* rows cannot be used and were left out", note) for note in found.notes)
 
 
 def test_mostly_bad_rows_are_an_error_that_gives_the_first_reason(at: Folder, bert: Any) -> None:
@@ -539,8 +539,8 @@ def test_rows_of_csv_with_too_many_values_are_left_out_and_lines_in_quotes_are_r
     long = "w1 w2\n" * 30
     content = f'text,label\nw1,1\nw2, w3,1\nw4\n"{long}",0\ntext,label\n5" w5,1\n"w6" w7,0\n'
     found = at.load(bert, at.file("a.csv", content))
-    assert (found.fitted_count, found.rows_skipped) == (5, 2)
     notes = " ".join(found.notes)
+    assert found.fitted_count == 5 and "2 rows cannot be used and were left out" in notes
     assert "line 3 has 3 values for 2 columns" in notes or "line 36 names the columns again" in notes
 
 
