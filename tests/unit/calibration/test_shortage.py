@@ -36,15 +36,16 @@ def test_halved_batches_hold_the_same_examples_in_the_same_order() -> None:
     assert halved.batch_size == 2
 
 
-def test_batches_of_one_example_cannot_be_halved_and_the_message_says_what_helps() -> None:
-    with pytest.raises(ShortageError) as raised:
-        halve_batches({"red": examples(1, 1)}, torch.device("cuda"), Ranks())
-    assert "one example at a time" in raised.value.what and "--device cpu" in raised.value.fix
-
-
-def test_one_of_several_processes_says_what_batch_size_to_give() -> None:
-    with pytest.raises(ShortageError, match="--batch-size 2"):
-        halve_batches({"red": examples(4, 4)}, CPU, Ranks(2))
+@pytest.mark.parametrize(
+    ("sizes", "ranks", "what"),
+    [((1, 1), Ranks(), "one example at a time\n.*--device cpu"), ((4, 4), Ranks(2), "--batch-size 2")],
+)
+def test_where_batches_cannot_be_halved_the_message_says_what_helps(
+    sizes: tuple[int, ...], ranks: Ranks, what: str
+) -> None:
+    """One of several processes cannot, for the others know nothing of it."""
+    with pytest.raises(ShortageError, match=what):
+        halve_batches({"red": examples(*sizes)}, torch.device("cuda"), ranks)
 
 
 def test_only_errors_about_memory_count() -> None:
