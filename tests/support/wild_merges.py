@@ -12,8 +12,7 @@ from textwrap import dedent
 from typing import Any
 
 import yaml
-
-Files = Mapping[str, str]
+from hub_texts import Files, card
 
 
 @dataclass(frozen=True)
@@ -32,10 +31,6 @@ class Merge:
     refused: str = ""
     """Words of the reason why it cannot be calibrated."""
     note: str = ""
-
-
-def card(text: str = "", **metadata: Any) -> dict[str, str]:
-    return {"README.md": f"---\n{yaml.safe_dump(metadata, sort_keys=False)}---\n{dedent(text)}"}
 
 
 def config(text: str) -> dict[str, str]:

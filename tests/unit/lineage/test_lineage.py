@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +11,7 @@ import pytest
 import yaml
 from bad_input import LAUGHS, MERGES
 from hub_server import HubServer
+from hub_texts import Files, card, fill, publish_texts
 
 from featcal_cli.hub.model_names import name_tasks
 from featcal_cli.hub.repo import Kind, Repo, open_repo
@@ -20,19 +20,12 @@ from featcal_cli.lineage.model_card import read_card
 from featcal_cli.lineage.questions import OpenQuestionsError
 from featcal_cli.lineage.resolve import Lineage, find_lineage
 from featcal_cli.recipe.schema import Draft
-from featcal_cli.runtime.errors import FeatCalError, HubError, LineageError
+from featcal_cli.runtime.errors import FeatCalError, HubError, LineageError, RecipeError
 from featcal_cli.runtime.untrusted_text import load_documents
 from featcal_cli.workflows.saved_recipe import dump_recipe
 
 SAID = "the command line or recipe"
 CONFIG = "mergekit_config.yml of ORG/merged"
-
-Files = Mapping[str, str]
-
-
-def card(text: str = "", **metadata: Any) -> Files:
-    """A README.md."""
-    return {"README.md": f"---\n{yaml.safe_dump(metadata)}---\n{text}"}
 
 
 def mergekit(config: str, **metadata: Any) -> Files:
@@ -68,20 +61,8 @@ TIES = listing("ties", "ORG/bert-math", "ORG/bert-code", base="ORG/base")
 SLERP = listing("slerp", "ORG/bert-math", "ORG/bert-code", base="ORG/bert-math")
 LINEAR = listing("linear", "ORG/bert-math", "ORG/bert-code")
 ONLY_CARD = card(base_model=["ORG/bert-math", "ORG/base", "ORG/bert-code"], tags=["mergekit", "merge"])
-MEASURED: dict[str, Any] = {
-    "model-index": [
-        {
-            "name": "code",
-            "results": [
-                {
-                    "task": {"type": "text-classification"},
-                    "dataset": {"name": "Code", "type": "ORG/code-rows", "config": "py", "split": "test"},
-                    "metrics": [{"type": "accuracy", "value": 0.5}],
-                }
-            ],
-        }
-    ]
-}
+RESULT = {"dataset": {"name": "Code", "type": "ORG/code-rows", "config": "py", "split": "test"}}
+MEASURED: dict[str, Any] = {"model-index": [{"name": "code", "results": [RESULT]}]}
 ROWS_OF = {"data math": "ORG/math-rows", "data code": "ORG/code-rows"}
 EXPERTS = {"expert math": "ORG/bert-math", "expert code": "ORG/bert-code", **ROWS_OF}
 
@@ -91,10 +72,12 @@ class Told:
     """A Hub on which a lineage can be told."""
 
     name: str
-    repos: Mapping[str, Files]
-    """Repo id (datasets after "data ") → its text files."""
-    values: Mapping[str, str]
+    merged: Files | None
+    """The text files of ORG/merged."""
+    values: Mapping[str, str] = field(default_factory=lambda: {"base": "ORG/base", **EXPERTS})
     """Role → value of the findings that are looked at."""
+    repos: Mapping[str, Files] = field(default_factory=lambda: SILENT)
+    """Repo id (datasets after "data ") → its text files."""
     sources: Mapping[str, str] = field(default_factory=dict)
     """Role → source, in part."""
     draft: Mapping[str, Any] = field(default_factory=dict)
@@ -107,17 +90,18 @@ class Refused:
     """A Hub on which it cannot, and words of the message."""
 
     name: str
-    repos: Mapping[str, Files]
+    merged: Files | None
     words: tuple[str, ...]
+    repos: Mapping[str, Files] = field(default_factory=lambda: SILENT)
     draft: Mapping[str, Any] = field(default_factory=dict)
 
 
 TOLD = [
     Told(
         "mergekit-models",
-        {"ORG/merged": mergekit(TIES), **SILENT},
+        mergekit(TIES),
         {"merged": "ORG/merged", "base": "ORG/base", **EXPERTS},
-        {
+        sources={
             "merged": SAID,
             "base": CONFIG,
             "expert math": CONFIG,
@@ -125,143 +109,71 @@ TOLD = [
         },
     ),
     Told(
-        "base-listed-among-models",
-        {
-            "ORG/merged": {
-                "mergekit_config.yaml": listing(
-                    "dare_ties", "ORG/base", "ORG/bert-math", "ORG/bert-code", base="ORG/base"
-                )
-            },
-            **SILENT,
-        },
-        {"base": "ORG/base", **EXPERTS},
-        {"base": "mergekit_config.yaml of ORG/merged"},
-    ),
-    Told(
-        "slices",
-        {
-            "ORG/merged": mergekit(
-                """
-slices:
-  - sources:
-      - {model: ORG/bert-math, layer_range: [0, 2]}
-      - {model: ORG/bert-code, layer_range: [0, 2]}
-  - sources:
-      - {model: ORG/bert-math, layer_range: [2, 4]}
-      - {model: ORG/bert-code, layer_range: [2, 4]}
-merge_method: task_arithmetic
-base_model: ORG/base
-parameters: {weight: 0.5}
-"""
-            ),
-            **SILENT,
-        },
-        {"base": "ORG/base", **EXPERTS},
-    ),
-    Told(
         "modules",
-        {
-            "ORG/merged": mergekit(
-                yaml.safe_dump(
-                    {
-                        "merge_method": "ties",
-                        "base_model": "ORG/base",
-                        "modules": {
-                            "vision": {"models": [{"model": "ORG/bert-math"}]},
-                            "text": {"models": [{"model": "ORG/bert-code"}]},
-                        },
-                    },
-                    sort_keys=False,
-                )
-            ),
-            **SILENT,
-        },
-        {"base": "ORG/base", **EXPERTS},
+        mergekit(
+            "{merge_method: ties, base_model: ORG/base, modules: {vision: {models: [{model: ORG/bert-math}]}, "
+            "text: {models: [{model: ORG/bert-code}]}}}"
+        ),
     ),
     Told(
         "revisions-and-loras",
-        {
-            "ORG/merged": mergekit(
-                listing("ties", "ORG/bert-math@v1", "ORG/base@v2+ORG/code-lora@v3", base="ORG/base@v2")
-            ),
-            "ORG/bert-math@v1": expert("math", None),
-            "ORG/code-lora@v3": adapter("ORG/base", datasets=["ORG/code-rows"]),
-            **ROWS,
-        },
+        mergekit(listing("ties", "ORG/bert-math@v1", "ORG/base@v2+ORG/code-lora@v3", base="ORG/base@v2")),
         {
             "base": "ORG/base@v2",
             "expert bert-math": "ORG/bert-math@v1",
             "expert code-lora": "ORG/base@v2+ORG/code-lora@v3",
             "data code-lora": "ORG/code-rows",
         },
+        repos={
+            "ORG/bert-math@v1": expert("math", None),
+            "ORG/code-lora@v3": adapter("ORG/base", datasets=["ORG/code-rows"]),
+            **ROWS,
+        },
     ),
     Told(
         "dict-references",
-        {
-            "ORG/merged": mergekit(
-                """
+        mergekit(
+            """
 merge_method: ties
 base_model: {model: {path: ORG/base, revision: v2}, lora: null, override_architecture: null}
 models:
   - model: {model: {path: ORG/bert-math}, lora: null}
   - model: {model: {path: ORG/base, revision: v2}, lora: {path: ORG/code-lora}}
 """
-            ),
+        ),
+        {"base": "ORG/base@v2", "expert bert-math": "ORG/bert-math", "expert code-lora": "ORG/base@v2+ORG/code-lora"},
+        repos={
             "ORG/bert-math": expert("math", None),
             "ORG/code-lora": adapter("ORG/base", datasets="ORG/code-rows"),
             **ROWS,
         },
-        {"base": "ORG/base@v2", "expert bert-math": "ORG/bert-math", "expert code-lora": "ORG/base@v2+ORG/code-lora"},
-    ),
-    Told(
-        "slerp-starts-at-an-expert",
-        {"ORG/merged": mergekit(SLERP, base_model=["ORG/bert-math", "ORG/bert-code"]), **TWO},
-        {"base": "ORG/base", **EXPERTS},
-        {"base": "the cards of ORG/bert-math and ORG/bert-code (base_model)", "expert math": CONFIG},
-        note="slerp goes from 'ORG/bert-math' to the other model",
     ),
     Told(
         "slerp-whose-card-calls-its-start-the-base",
-        {"ORG/merged": {**mergekit(SLERP), **card("Merged using [ORG/bert-math](https://x) as a base.")}, **TWO},
-        {"base": "ORG/base", **EXPERTS},
+        {**mergekit(SLERP), **card("Merged using [ORG/bert-math](https://x) as a base.")},
+        repos=TWO,
     ),
     Told(
         "nuslerp-has-a-true-base",
-        {
-            "ORG/merged": mergekit(listing("nuslerp", "ORG/bert-math", "ORG/bert-code", base="ORG/base")),
-            **SILENT,
-        },
-        {"base": "ORG/base", **EXPERTS},
-        {"base": CONFIG},
+        {"mergekit_config.yaml": listing("nuslerp", "ORG/bert-math", "ORG/bert-code", base="ORG/base")},
+        sources={"base": "mergekit_config.yaml of ORG/merged"},
     ),
     Told(
         "linear-without-base",
-        {
-            "ORG/merged": mergekit(LINEAR, base_model=["ORG/bert-code", "ORG/bert-math"]),
-            **TWO,
-            "ORG/bert-code": expert("code", "ORG/bert-code"),  # some cards name their own repo
-        },
-        {"base": "ORG/base", **EXPERTS},
-        {"base": "the card of ORG/bert-math (base_model)"},
+        mergekit(LINEAR, base_model=["ORG/bert-code", "ORG/bert-math"]),
+        repos={**TWO, "ORG/bert-code": expert("code", "ORG/bert-code")},
+        sources={"base": "the card of ORG/bert-math (base_model)"},
     ),
     Told(
         "linear-whose-card-lists-one-model-more",
-        {"ORG/merged": {**mergekit(LINEAR), **ONLY_CARD}, **SILENT},
-        {"base": "ORG/base", **EXPERTS},
-        {"base": "the card of ORG/merged (base_model)", "expert math": CONFIG},
+        {**mergekit(LINEAR), **ONLY_CARD},
+        sources={"base": "the card of ORG/merged (base_model)", "expert math": CONFIG},
         note="the only model",
-    ),
-    Told(
-        "block-in-the-card",
-        {"ORG/merged": card("```yaml\nhow: to use\n```\n" + shown(TIES)), **SILENT},
-        {"base": "ORG/base", **EXPERTS},
-        {"base": "the configuration in the card of ORG/merged"},
     ),
     Told(
         "featcal-yaml",
         {
-            "ORG/merged": {
-                "featcal.yaml": """
+            "featcal.yaml": """
 merged: other/merged@0123456789012345678901234567890123456789
 base: ORG/base@v1
 tasks:
@@ -269,9 +181,6 @@ tasks:
   code: {expert: ORG/bert-code, data: {path: code.jsonl}}
 calibration: {examples: 7}
 """
-            },
-            "ORG/bert-code": expert("code"),
-            **ROWS,
         },
         {
             "merged": "ORG/merged",
@@ -280,85 +189,56 @@ calibration: {examples: 7}
             "data sums": "ORG/math-rows@v1:hard:train",
             "data code": "ORG/code-rows",
         },
-        {"data sums": "featcal.yaml of ORG/merged", "data code": "the card of ORG/bert-code"},
+        repos={"ORG/bert-code": expert("code"), **ROWS},
+        sources={"data sums": "featcal.yaml of ORG/merged", "data code": "the card of ORG/bert-code"},
         note="a path on its author's machine",
     ),
     Told(
         "mergekit-before-featcal-yaml",
         {
-            "ORG/merged": {
-                **mergekit(LINEAR),
-                "featcal.yaml": """
-merged: ORG/merged
-base: ORG/base
-tasks: {sums: {expert: ORG/bert-math, data: "ORG/math-rows:hard"}}
-""",
-            },
-            **SILENT,
+            **mergekit(LINEAR),
+            "featcal.yaml": "{merged: ORG/merged, base: ORG/base, tasks: {sums: {expert: ORG/bert-math, "
+            "data: 'ORG/math-rows:hard'}}}",
         },
         {"base": "ORG/base", **EXPERTS, "data math": "ORG/math-rows:hard"},
-        {"base": "featcal.yaml", "expert math": CONFIG, "data math": "featcal.yaml", "data code": "the card of"},
+        sources={
+            "base": "featcal.yaml",
+            "expert math": CONFIG,
+            "data math": "featcal.yaml",
+            "data code": "the card of",
+        },
     ),
     Told(
         "card-text-names-the-base",
-        {
-            "ORG/merged": card(
-                "This model was merged using the [TIES](https://arxiv.org) merge method using "
-                "[ORG/base](https://hub/ORG/base) as a base.",
-                base_model=["ORG/bert-math", "ORG/base", "ORG/bert-code"],
-            ),
-            **SILENT,
-        },
-        {"base": "ORG/base", **EXPERTS},
-        {"base": "as a base", "expert math": "the card of ORG/merged (base_model)"},
+        card(
+            "This model was merged using the [TIES](https://arxiv.org) merge method using "
+            "[ORG/base](https://hub/ORG/base) as a base.",
+            base_model=["ORG/bert-math", "ORG/base", "ORG/bert-code"],
+        ),
+        sources={"base": "as a base", "expert math": "the card of ORG/merged (base_model)"},
     ),
     Told(
         "unordered-list-told-apart-by-the-experts",
-        {
-            "ORG/merged": ONLY_CARD,
-            **TWO,
-            "ORG/base": card(base_model="ORG/older"),
-            "ORG/bert-code": expert("code", None),
-        },
-        {"base": "ORG/base", **EXPERTS},
-        {"base": "the card of ORG/bert-math (base_model)"},
+        ONLY_CARD,
+        repos={**TWO, "ORG/base": card(base_model="ORG/older"), "ORG/bert-code": expert("code", None)},
+        sources={"base": "the card of ORG/bert-math (base_model)"},
         note="ORG/base is the base by",
     ),
     Told(
         "unordered-list-told-apart-by-an-adapter",
-        {
-            "ORG/merged": card(base_model=["ORG/base", "ORG/math-lora"]),
-            "ORG/base": card(),
-            "ORG/math-lora": adapter("ORG/base", datasets=["ORG/math-rows"]),
-            **ROWS,
-        },
+        card(base_model=["ORG/base", "ORG/math-lora"]),
         {"base": "ORG/base", "expert math-lora": "ORG/math-lora"},
-        {"base": "adapter_config.json of ORG/math-lora"},
+        repos={"ORG/base": card(), "ORG/math-lora": adapter("ORG/base", datasets=["ORG/math-rows"]), **ROWS},
+        sources={"base": "adapter_config.json of ORG/math-lora"},
     ),
-    Told(
-        "unordered-list-without-the-base",
-        {"ORG/merged": card(base_model=["ORG/bert-math", "ORG/bert-code"], base_model_relation="merge"), **TWO},
-        {"base": "ORG/base", **EXPERTS},
-        note="all models in the card of ORG/merged (base_model) are experts",
-    ),
-    Told(
-        "unordered-list-with-the-base-said",
-        {"ORG/merged": ONLY_CARD, **SILENT},
-        {"base": "ORG/base", **EXPERTS},
-        {"base": SAID},
-        draft={"base": "ORG/base"},
-    ),
-    Told(
-        "gated-base-is-not-needed",
-        {"ORG/merged": ONLY_CARD, **TWO, "gated ORG/base": card()},
-        {"base": "ORG/base", **EXPERTS},
-        note="ORG/base was not asked",
-    ),
+    Told("unordered-list-with-the-base-said", ONLY_CARD, sources={"base": SAID}, draft={"base": "ORG/base"}),
+    Told("gated-base-is-not-needed", ONLY_CARD, repos={**TWO, "gated ORG/base": card()}, note="ORG/base was not asked"),
     Told(
         "built-from-experts",
-        TWO,
+        None,
         {"merged": "task_arithmetic:0.3", "base": "ORG/base", "data one": "ORG/math-rows"},
-        {"expert one": SAID, "base": "the cards of"},
+        repos=TWO,
+        sources={"expert one": SAID, "base": "the cards of"},
         draft={
             "merged": {"method": "task_arithmetic", "scale": 0.3},
             "tasks": {"one": {"expert": "ORG/bert-math"}, "two": {"expert": "ORG/bert-code"}},
@@ -366,23 +246,25 @@ tasks: {sums: {expert: ORG/bert-math, data: "ORG/math-rows:hard"}}
     ),
     Told(
         "data-said-for-a-found-expert",
-        {"ORG/merged": mergekit(TIES), **SILENT},
+        mergekit(TIES),
         {"expert Math": "ORG/bert-math", "data Math": "mine/rows:small", "data code": "ORG/code-rows"},
-        {"data Math": SAID, "expert Math": CONFIG},
+        sources={"data Math": SAID, "expert Math": CONFIG},
         draft={"tasks": {"Math": {"data": "mine/rows:small"}}},
     ),
     Told(
         "experts-said-are-all-there-are",
-        {"ORG/merged": mergekit(TIES), **SILENT, "mine/math": card(datasets="ORG/math-rows")},
+        mergekit(TIES),
         {"base": "ORG/base", "expert sums": "mine/math", "expert code": "ORG/bert-code", "data code": "mine/rows"},
-        {"expert sums": SAID, "expert code": CONFIG, "data sums": "the card of mine/math"},
+        repos={**SILENT, "mine/math": card(datasets="ORG/math-rows")},
+        sources={"expert sums": SAID, "expert code": CONFIG, "data sums": "the card of mine/math"},
         draft={"tasks": {"sums": {"expert": "mine/math"}, "code": {"data": "mine/rows"}}},
         note="further experts, which are left out: ORG/bert-math",
     ),
     Told(
         "dataset-and-config-of-the-task",
-        {
-            "ORG/merged": mergekit(listing("ties", "ORG/t5_glue-cola_lora", "ORG/t5_glue-sst2_lora", base="ORG/t5")),
+        mergekit(listing("ties", "ORG/t5_glue-cola_lora", "ORG/t5_glue-sst2_lora", base="ORG/t5")),
+        {"data cola": "ORG/cola-rows", "data sst2": "ORG/glue:SST2"},
+        repos={
             "ORG/t5_glue-cola_lora": card(datasets=["ORG/web", "ORG/cola-rows"]),
             "ORG/t5_glue-sst2_lora": card(datasets=["ORG/glue"]),
             "data ORG/cola-rows": card(configs=[{"config_name": "only", "data_files": "*"}]),
@@ -390,121 +272,79 @@ tasks: {sums: {expert: ORG/bert-math, data: "ORG/math-rows:hard"}}
                 dataset_info=[{"config_name": "cola"}, {"config_name": "SST2"}, {"config_name": "ax"}]
             ),
         },
-        {"data cola": "ORG/cola-rows", "data sst2": "ORG/glue:SST2"},
         note="ORG/glue has 3 configs; SST2",
     ),
     Told(
         "default-config-and-model-index",
-        {
-            "ORG/merged": mergekit(TIES),
+        mergekit(TIES),
+        {"data math": "ORG/math-rows:b", "data code": "ORG/code-rows:py"},
+        repos={
             "ORG/bert-math": expert("math"),
             "ORG/bert-code": card(**MEASURED),
             "data ORG/math-rows": card(configs=[{"config_name": "a"}, {"config_name": "b", "default": True}]),
             "data ORG/code-rows": card(configs=[{"config_name": "js"}, {"config_name": "py"}]),
         },
-        {"data math": "ORG/math-rows:b", "data code": "ORG/code-rows:py"},
-        {"data code": "the card of ORG/bert-code (model-index)"},
+        sources={"data code": "the card of ORG/bert-code (model-index)"},
     ),
     Told(
         "known-clip-experts",
-        {
-            "ORG/merged": card(
-                base_model=[
-                    "tanganke/clip-vit-base-patch16_stanford-cars",
-                    "openai/clip-vit-base-patch16",
-                    "tanganke/clip-vit-base-patch16_svhn",
-                    "tanganke/clip-vit-base-patch16_oxford-iiit-pet",
-                ]
-            ),
-            "openai/clip-vit-base-patch16": {},
-            "tanganke/clip-vit-base-patch16_stanford-cars": {},
-            "tanganke/clip-vit-base-patch16_svhn": {},
-            "tanganke/clip-vit-base-patch16_oxford-iiit-pet": {},
-        },
+        card(
+            base_model=[
+                "tanganke/clip-vit-base-patch16_stanford-cars",
+                "openai/clip-vit-base-patch16",
+                "tanganke/clip-vit-base-patch16_svhn",
+                "tanganke/clip-vit-base-patch16_oxford-iiit-pet",
+            ]
+        ),
         {
             "base": "openai/clip-vit-base-patch16",
             "data stanford-cars": "tanganke/stanford_cars::train",
             "data svhn": "ufldl-stanford/svhn:cropped_digits:train",
             "data oxford-iiit-pet": "timm/oxford-iiit-pet::train",
         },
-        {"base": "known family", "data svhn": "known family"},
+        repos={
+            "openai/clip-vit-base-patch16": {},
+            "tanganke/clip-vit-base-patch16_stanford-cars": {},
+            "tanganke/clip-vit-base-patch16_svhn": {},
+            "tanganke/clip-vit-base-patch16_oxford-iiit-pet": {},
+        },
+        sources={"base": "known family", "data svhn": "known family"},
     ),
     Told(
         "known-flan-t5-experts",
-        {
-            "ORG/merged": mergekit(
-                listing(
-                    "linear", "tanganke/flan-t5-large_glue-cola_lora-16", "tanganke/flan-t5-large_glue-stsb_lora-16"
-                )
-            ),
-            "tanganke/flan-t5-large_glue-cola_lora-16": {},
-            "tanganke/flan-t5-large_glue-stsb_lora-16": {},
-        },
+        mergekit(
+            listing("linear", "tanganke/flan-t5-large_glue-cola_lora-16", "tanganke/flan-t5-large_glue-stsb_lora-16")
+        ),
         {
             "base": "google/flan-t5-large",
             "data cola": "nyu-mll/glue:cola:train",
             "data stsb": "nyu-mll/glue:stsb:train",
         },
-    ),
-    Told(
-        "known-mergebench-experts",
-        {
-            "ORG/merged": mergekit(
-                listing("linear", "MergeBench/Llama-3.2-3B-Instruct_math", "MergeBench/Llama-3.2-3B-Instruct_coding")
-            ),
-            "MergeBench/Llama-3.2-3B-Instruct_math": {},
-            "MergeBench/Llama-3.2-3B-Instruct_coding": {},
-        },
-        {"base": "meta-llama/Llama-3.2-3B-Instruct", "data math": "MergeBench/math_val::train"},
+        repos={"tanganke/flan-t5-large_glue-cola_lora-16": {}, "tanganke/flan-t5-large_glue-stsb_lora-16": {}},
     ),
 ]
 
 REFUSED = [
     Refused(
-        "passthrough",
-        {"ORG/merged": mergekit(listing("passthrough", "ORG/bert-math", "ORG/bert-code"))},
-        ("passthrough", "layer by layer", f"in: {CONFIG}"),
-    ),
-    Refused(
         "shifted-layers",
-        {
-            "ORG/merged": mergekit(
-                """
-merge_method: linear
-slices:
-  - sources:
-      - {model: ORG/bert-math, layer_range: [0, 2]}
-      - {model: ORG/bert-code, layer_range: [1, 3]}
-"""
-            )
-        },
+        mergekit(
+            "{merge_method: linear, slices: [{sources: [{model: ORG/bert-math, layer_range: [0, 2]}, "
+            "{model: ORG/bert-code, layer_range: [1, 3]}]}]}"
+        ),
         ("shifted", "0–1 with 1–2"),
     ),
     Refused(
         "restacked-layers",
-        {
-            "ORG/merged": mergekit(
-                """
-merge_method: linear
-slices:
-  - sources: [{model: ORG/bert-math, layer_range: [0, 4]}]
-  - sources: [{model: ORG/bert-code, layer_range: [2, 6]}]
-"""
-            )
-        },
+        mergekit(
+            "{merge_method: linear, slices: [{sources: [{model: ORG/bert-math, layer_range: [0, 4]}]}, "
+            "{sources: [{model: ORG/bert-code, layer_range: [2, 6]}]}]}"
+        ),
         ("restacked", "layers 2–5 of a model became 4 and up"),
     ),
-    Refused(
-        "merge-of-merges", {"ORG/merged": mergekit(f"name: first\n{TIES}\n---\n{LINEAR}")}, ("merge of merges", "2")
-    ),
-    Refused(
-        "mixture-of-experts",
-        {"ORG/merged": {"mergekit_moe_config.yml": "base_model: ORG/a\nexperts: [{source_model: ORG/b}]"}},
-        ("mixture of experts",),
-    ),
+    Refused("merge-of-merges", mergekit(f"name: first\n{TIES}\n---\n{LINEAR}"), ("merge of merges", "2"), repos={}),
     Refused(
         "path-on-the-authors-machine",
-        {"ORG/merged": mergekit(listing("ties", "ORG/bert-math", "./out/code", base="ORG/base")), **TWO},
+        mergekit(listing("ties", "ORG/bert-math", "./out/code", base="ORG/base")),
         (
             "'./out/code'",
             "its author's machine",
@@ -512,50 +352,46 @@ slices:
             "featcal calibrate ORG/merged --base ORG/base --expert bert-math=ORG/bert-math --expert code=REPO "
             "--data bert-math=ORG/math-rows --data code=SOURCE",
         ),
-    ),
-    Refused(
-        "base-on-the-authors-machine",
-        {"ORG/merged": mergekit(listing("ties", "ORG/bert-math", base="/models/base")), **TWO},
-        ("'/models/base'", "featcal calibrate ORG/merged --base REPO"),
+        repos=TWO,
     ),
     Refused(
         "models-is-a-number",
-        {"ORG/merged": {"mergekit_config.yml": "merge_method: ties\nmodels: 7\n"}},
+        {"mergekit_config.yml": "merge_method: ties\nmodels: 7\n"},
         ("models is not a list", "--base REPO --expert TASK=REPO --data TASK=SOURCE"),
+        repos={},
     ),
     Refused(
         "two-bases-in-the-text",
-        {
-            "ORG/merged": card(
-                "using ORG/x as a base, then using [ORG/y](https://hub) as a base", base_model=["a/b", "c/d"]
-            ),
-        },
+        card("using ORG/x as a base, then using [ORG/y](https://hub) as a base", base_model=["a/b", "c/d"]),
         (
             "several bases in its card: ORG/x and ORG/y",
             "fill in REPO and type: featcal calibrate ORG/merged --base REPO",
         ),
+        repos={},
     ),
     Refused(
         "unordered-list-of-silent-models",
-        {"ORG/merged": ONLY_CARD, **SILENT, "ORG/base": card()},
+        ONLY_CARD,
         (
             "which of ORG/bert-math, ORG/base and ORG/bert-code is the base",
             "if it is the base, it needs none",
             "featcal calibrate ORG/merged --base REPO --data base=SOURCE",
         ),
+        repos={**SILENT, "ORG/base": card()},
     ),
     Refused(
         "experts-disagree",
-        {"ORG/merged": mergekit(LINEAR), **TWO, "ORG/bert-code": expert("code", "ORG/other")},
+        mergekit(LINEAR),
         (
             "ORG/bert-math comes from ORG/base",
             "ORG/bert-code comes from ORG/other",
             "featcal calibrate ORG/merged --base REPO --expert math=ORG/bert-math",
         ),
+        repos={**TWO, "ORG/bert-code": expert("code", "ORG/other")},
     ),
     Refused(
         "linear-of-silent-experts",
-        {"ORG/merged": mergekit(LINEAR), **SILENT},
+        mergekit(LINEAR),
         (
             "nothing says what the base of ORG/merged is",
             "mergekit_config.yml (no base)",
@@ -565,16 +401,16 @@ slices:
     ),
     Refused(
         "an-expert-not-said-is-not-the-base",
-        {"ORG/merged": card(base_model=["ORG/bert-math", "ORG/bert-code", "ORG/bert-law"]), **SILENT},
+        card(base_model=["ORG/bert-math", "ORG/bert-code", "ORG/bert-law"]),
         (
             "nothing says what the base",
             "--expert m=ORG/bert-math --expert c=ORG/bert-code --base REPO --data m=ORG/math-rows",
         ),
-        {"tasks": {"m": {"expert": "ORG/bert-math"}, "c": {"expert": "ORG/bert-code"}}},
+        draft={"tasks": {"m": {"expert": "ORG/bert-math"}, "c": {"expert": "ORG/bert-code"}}},
     ),
     Refused(
         "no-lineage-at-all",
-        {"ORG/merged": {"config.json": '{"_name_or_path": "ORG/hint"}'}},
+        {"config.json": '{"_name_or_path": "ORG/hint"}'},
         (
             "which experts ORG/merged was merged from",
             "mergekit_config.yml (not there)",
@@ -582,183 +418,159 @@ slices:
             "ORG/hint",
             "featcal calibrate ORG/merged --base REPO --expert TASK=REPO --data TASK=SOURCE",
         ),
+        repos={},
     ),
-    Refused(
-        "only-a-base",
-        {"ORG/merged": card(base_model="ORG/base")},
-        ("which experts", "README.md (one base_model)", "--base ORG/base --expert TASK=REPO --data TASK=SOURCE"),
-    ),
-    Refused("an-adapter", {"ORG/merged": adapter("ORG/base")}, ("is an adapter", "--expert TASK=REPO")),
-    Refused(
-        "a-quantized-copy",
-        {"ORG/merged": card(base_model="ORG/whole", base_model_relation="quantized")},
-        ("quantized copy",),
-    ),
-    Refused("a-missing-expert", {"ORG/merged": mergekit(TIES), **ROWS}, ("no model ORG/bert-", f"named by {CONFIG}")),
     Refused(
         "a-missing-dataset",
-        {"ORG/merged": mergekit(TIES), "ORG/bert-math": expert("math"), "ORG/bert-code": expert("code")},
+        mergekit(TIES),
         ("no dataset ORG/math-rows", "named by the card of ORG/bert-math (datasets)", "fill in SOURCE", "math=SOURCE"),
+        repos={"ORG/bert-math": expert("math"), "ORG/bert-code": expert("code")},
     ),
     Refused(
         "experts-without-data",
-        {"ORG/merged": mergekit(TIES), "ORG/bert-math": {}, "ORG/bert-code": card(datasets=["/etc", "web text"])},
+        mergekit(TIES),
         (
             "ORG/bert-math names no dataset",
             "'/etc' is no dataset",
             "featcal calibrate ORG/merged --base ORG/base --expert math=ORG/bert-math --expert code=ORG/bert-code "
             "--data math=SOURCE --data code=SOURCE",
         ),
+        repos={"ORG/bert-math": {}, "ORG/bert-code": card(datasets=["/etc", "web text"])},
     ),
     Refused(
         "several-datasets",
-        {"ORG/merged": mergekit(TIES), **TWO, "ORG/bert-math": card(datasets=["ORG/a", "ORG/b"])},
+        mergekit(TIES),
         (
             "several datasets for math: ORG/a, ORG/b",
             "featcal calibrate ORG/merged --base ORG/base --expert math=ORG/bert-math --expert code=ORG/bert-code "
             "--data code=ORG/code-rows --data math=SOURCE",
         ),
-        {"base": "ORG/base"},
+        repos={**TWO, "ORG/bert-math": card(datasets=["ORG/a", "ORG/b"])},
+        draft={"base": "ORG/base"},
     ),
     Refused(
         "several-configs",
-        {
-            "ORG/merged": mergekit(TIES),
-            **TWO,
-            "data ORG/math-rows": card(configs=[{"config_name": "easy"}, {"config_name": "hard"}]),
-        },
+        mergekit(TIES),
         ("has several configs: easy, hard", "fill in CONFIG", "--data math=ORG/math-rows:CONFIG"),
+        repos={**TWO, "data ORG/math-rows": card(configs=[{"config_name": "easy"}, {"config_name": "hard"}])},
     ),
     Refused(
         "data-for-no-expert",
-        {"ORG/merged": mergekit(TIES), **TWO},
+        mergekit(TIES),
         ("the task sums", "math and code", "--data sums=mine/rows --expert sums=REPO"),
-        {"tasks": {"sums": {"data": "mine/rows"}}},
+        repos=TWO,
+        draft={"tasks": {"sums": {"data": "mine/rows"}}},
+    ),
+    Refused(
+        "nobody-to-leave-out",
+        {},
+        ("there is no expert lost that could be left out: the experts are not known",),
+        repos={},
+        draft={"skip_experts": ["lost"]},
     ),
     Refused(
         "built-from-nothing",
-        {},
+        None,
         ("which experts the merged model was merged from", "--merge average --base REPO --expert TASK=REPO"),
-        {"merged": {"method": "average"}},
+        repos={},
+        draft={"merged": {"method": "average"}},
     ),
 ]
-
-
 ITSELF = card(base_model=["ORG/merged", "ORG/base", "ORG/bert-math", "ORG/bert-code"])
 REFUSED += [
     Refused(
         "a-card-that-names-its-own-repo-as-its-base",
-        {"ORG/merged": card(base_model="https://huggingface.co/ORG/merged")},
+        card(base_model="https://huggingface.co/ORG/merged"),
         ("README.md (its base_model is the repo itself", "calibrate ORG/merged --base REPO --expert TASK=REPO"),
+        repos={},
     ),
     Refused(
         "a-config-that-names-its-own-repo-as-its-base",
-        {"ORG/merged": mergekit(listing("ties", "ORG/bert-math", "ORG/bert-code", base="ORG/merged@main")), **SILENT},
+        mergekit(listing("ties", "ORG/bert-math", "ORG/bert-code", base="ORG/merged@main")),
         ("nothing says what the base", "--base REPO"),
     ),
     Refused(
         "an-expert-given-as-the-base-while-others-lack-data",
-        {"ORG/merged": mergekit(TIES), "ORG/bert-math": {}, "ORG/bert-code": {}},
+        mergekit(TIES),
         (
             f"ORG/bert-code is listed as an expert by {CONFIG} and given as the base (--base): it is no expert then",
             f"{CONFIG} names ORG/base as the base; ORG/bert-code is taken",
             "--data math=SOURCE",
         ),
-        {"base": "ORG/bert-code"},
+        repos={"ORG/bert-math": {}, "ORG/bert-code": {}},
+        draft={"base": "ORG/bert-code"},
     ),
     Refused(
         "the-only-expert-given-as-the-base",
-        {"ORG/merged": mergekit(listing("ties", "ORG/bert-math", base="ORG/base")), **TWO},
+        mergekit(listing("ties", "ORG/bert-math", base="ORG/base")),
         ("ORG/bert-math is listed as an expert", "which experts ORG/merged was merged from", "--expert TASK=REPO"),
-        {"base": "ORG/bert-math"},
+        repos=TWO,
+        draft={"base": "ORG/bert-math"},
     ),
     Refused(
         "data-for-an-expert-that-is-given-as-the-base",
-        {"ORG/merged": mergekit(TIES), **TWO},
+        mergekit(TIES),
         ("for the task code", "those left are math; ORG/bert-code is the base", "fill in REPO and type: featcal"),
-        {"base": "ORG/bert-code", "tasks": {"code": {"data": "mine/rows"}}},
+        repos=TWO,
+        draft={"base": "ORG/bert-code", "tasks": {"code": {"data": "mine/rows"}}},
     ),
     Refused(
         "all-experts-gone",
-        {"ORG/merged": mergekit(TIES)},
+        mergekit(TIES),
         (
             "the expert of math cannot be read: there is no model ORG/bert-math",
             "featcal calibrate ORG/merged --base ORG/base --expert math=REPO --expert code=REPO "
             "--data math=SOURCE --data code=SOURCE",
         ),
+        repos={},
     ),
 ]
 TOLD += [
     Told(
         "a-card-that-lists-its-own-repo",
-        {"ORG/merged": ITSELF, **TWO},
-        {"base": "ORG/base", **EXPERTS},
+        ITSELF,
+        repos=TWO,
         note="the card of ORG/merged names the repo itself as its base, which is left out",
     ),
     Told(
         "an-expert-that-names-the-merged-repo-as-its-base",
-        {"ORG/merged": mergekit(LINEAR), **TWO, "ORG/bert-math": expert("math", "ORG/merged")},
-        {"base": "ORG/base", **EXPERTS},
-        {"base": "the card of ORG/bert-code"},
+        mergekit(LINEAR),
+        repos={**TWO, "ORG/bert-math": expert("math", "ORG/merged")},
+        sources={"base": "the card of ORG/bert-code"},
     ),
     Told(
         "an-older-revision-of-the-merged-repo-as-its-base",
-        {"ORG/merged": mergekit(listing("ties", "ORG/bert-math", "ORG/bert-code", base="ORG/merged@v1")), **SILENT},
+        mergekit(listing("ties", "ORG/bert-math", "ORG/bert-code", base="ORG/merged@v1")),
         {"base": "ORG/merged@v1", **EXPERTS},
     ),
     Told(
         "an-expert-given-as-the-base",
-        {"ORG/merged": mergekit(TIES), **TWO},
+        mergekit(TIES),
         {"base": "ORG/bert-code", "expert math": "ORG/bert-math"},
-        {"base": f"{SAID}; {CONFIG} lists it as an expert"},
-        {"base": "ORG/bert-code"},
-        f"ORG/bert-code is listed as an expert by {CONFIG} and given as the base (--base): it is no expert then; "
+        repos=TWO,
+        sources={"base": f"{SAID}; {CONFIG} lists it as an expert"},
+        draft={"base": "ORG/bert-code"},
+        note=f"ORG/bert-code is listed as an expert by {CONFIG} and given as the base (--base): it is no expert then; "
         "the only expert left is ORG/bert-math",
     ),
     Told(
         "another-base-than-the-configs",
-        {"ORG/merged": mergekit(TIES), **TWO},
+        mergekit(TIES),
         {"base": "mine/base", **EXPERTS},
-        {"base": SAID},
-        {"base": "mine/base"},
-        f"{CONFIG} names ORG/base as the base; mine/base is taken, as {SAID} says",
+        repos=TWO,
+        sources={"base": SAID},
+        draft={"base": "mine/base"},
+        note=f"{CONFIG} names ORG/base as the base; mine/base is taken, as {SAID} says",
     ),
     Told(
         "a-base-that-a-linear-merge-lists",
-        {"ORG/merged": mergekit(listing("linear", "ORG/bert-math", "ORG/bert-code", "ORG/base")), **TWO},
+        mergekit(listing("linear", "ORG/bert-math", "ORG/bert-code", "ORG/base")),
         {"base": "ORG/base", "expert bert-math": "ORG/bert-math", "data bert-code": "ORG/code-rows"},
-        {"base": "lists it as an expert"},
-        {"base": "ORG/base"},
+        repos=TWO,
+        sources={"base": "lists it as an expert"},
+        draft={"base": "ORG/base"},
     ),
 ]
-
-
-def fill(text: Any, name: str) -> Any:
-    """ORG replaced by the case's name in whatever holds text: the client's cache outlives a test."""
-    if isinstance(text, str):
-        return re.sub(r"\bORG/", f"{name}/", text)
-    if isinstance(text, Mapping):
-        return {fill(key, name): fill(value, name) for key, value in text.items()}
-    return tuple(fill(part, name) for part in text) if isinstance(text, tuple) else text
-
-
-def publish(hub: HubServer, folder: Path, repos: Mapping[str, Files]) -> None:
-    """Put repos on the Hub, each with weights that must not be read."""
-    for number, (name, files) in enumerate(repos.items()):
-        made = folder / "hub" / str(number)
-        made.mkdir(parents=True)
-        *kind, repo = name.split()
-        repo, _, revision = repo.partition("@")
-        weights = "adapter_model.safetensors" if "adapter_config.json" in files else "model.safetensors"
-        for path, text in {**files, weights: "no weights"}.items():
-            (made / path).write_text(text, encoding="utf-8")
-        hub.add_repo(
-            repo,
-            made,
-            kind="dataset" if "data" in kind else "model",
-            gated="gated" in kind,
-            revision=revision or "main",
-        )
 
 
 def seek(hub: HubServer, folder: Path, case: Told | Refused) -> Lineage:
@@ -769,7 +581,8 @@ def seek(hub: HubServer, folder: Path, case: Told | Refused) -> Lineage:
         opened.append((name, kind))
         return open_repo(name, kind)
 
-    publish(hub, folder, fill(case.repos, case.name))
+    merged = {"ORG/merged": case.merged} if case.merged is not None else {}
+    publish_texts(hub, folder, fill({**merged, **case.repos}, case.name))
     try:
         return find_lineage(Draft.model_validate(fill({"merged": "ORG/merged", **case.draft}, case.name)), open_noted)
     finally:
@@ -811,21 +624,21 @@ def test_lineage_is_asked_for_or_refused(case: Refused, hub: HubServer, tmp_path
     message = str(caught.value)
     for words in fill(case.words, case.name):
         assert words in message
-    assert isinstance(caught.value, LineageError | HubError)
+    assert isinstance(caught.value, LineageError | HubError | RecipeError)
     assert caught.value.where
     assert caught.value.fix
 
 
 def test_the_only_expert_left_is_said_whoever_took_the_others_away(hub: HubServer, tmp_path: Path) -> None:
     config = listing("ties", "alone/math", "alone/code", "alone/law", base="alone/base")
-    publish(hub, tmp_path, fill({"ORG/merged": mergekit(config), "ORG/math": expert("math"), **ROWS}, "alone"))
+    publish_texts(hub, tmp_path, fill({"ORG/merged": mergekit(config), "ORG/math": expert("math"), **ROWS}, "alone"))
     lineage = find_lineage(Draft(merged="alone/merged", base="alone/code", skip_experts=("law",)))
     assert any("the only expert left is alone/math" in note for note in lineage.notes)
 
 
 def test_a_message_has_what_is_not_answered_and_the_command_all(hub: HubServer, tmp_path: Path) -> None:
     config = listing("ties", "part/math", "part/code", base="part/base")
-    publish(hub, tmp_path, {"part/merged": mergekit(config), "part/math": {}})
+    publish_texts(hub, tmp_path, {"part/merged": mergekit(config), "part/math": {}})
     with pytest.raises(OpenQuestionsError) as caught:
         find_lineage(Draft(merged="part/merged"))
     error = caught.value
@@ -842,7 +655,7 @@ def test_many_experts_that_are_gone_are_told_shortly(names: int, left: int, hub:
     repos = {name: expert("math") for name in experts[:left]}
     config = listing("ties", *experts, base=f"many-{names}-{left}/base")
     merged = f"many-{names}-{left}/merged"
-    publish(hub, tmp_path, fill({"ORG/merged": mergekit(config), **repos, **ROWS}, f"many-{names}-{left}"))
+    publish_texts(hub, tmp_path, fill({"ORG/merged": mergekit(config), **repos, **ROWS}, f"many-{names}-{left}"))
     with pytest.raises(LineageError) as caught:
         find_lineage(Draft(merged=merged))
     error = caught.value
@@ -869,7 +682,7 @@ def test_a_complete_draft_reads_nothing(hub: HubServer) -> None:
 def test_a_card_on_the_hub_leads_to_no_folder_here(hub: HubServer, tmp_path: Path) -> None:
     """A folder with the name of a repo that a card names is passed over: the Hub's repo is meant."""
     name = "card-on-the-hub"
-    publish(hub, tmp_path, fill({"ORG/merged": mergekit(TIES), **SILENT}, name))
+    publish_texts(hub, tmp_path, fill({"ORG/merged": mergekit(TIES), **SILENT}, name))
     for folder in ("base", "bert-math", "math-rows"):
         Path(name, folder).mkdir(parents=True)
         Path(name, folder, "README.md").write_text("---\ndatasets: /etc\nbase_model: /etc\n---\n")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from hub_server import HubServer
-from test_lineage import Files, card, fill, publish
+from hub_texts import Files, card, fill, publish_texts
 from wild_merges import MERGES, Merge
 
 from featcal_cli.lineage.expert_data import recall
@@ -46,7 +46,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("merge", MERGES, ids=lambda merge: merge.name)
 def test_a_merge_is_found_or_asked_for_in_one_round(merge: Merge, hub: HubServer, tmp_path: Path) -> None:
-    publish(hub, tmp_path, fill({"ORG/merged": merge.files, **merge.repos, **ROWS}, merge.name))
+    publish_texts(hub, tmp_path, fill({"ORG/merged": merge.files, **merge.repos, **ROWS}, merge.name))
     draft = Draft(merged=f"{merge.name}/merged")
     if merge.refused:
         with pytest.raises(LineageError, match=merge.refused):
