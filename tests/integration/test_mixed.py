@@ -44,12 +44,20 @@ def run(
     return calibrate({**recipe, "calibration": {"examples": 6, "select": select}}, output=folder / "out")
 
 
-def text(count: int = 8) -> dict[str, torch.Tensor]:
-    return {"input_ids": torch.randint(3, 90, (count, 7))}
+def text(count: int = 8) -> dict[str, dict[str, torch.Tensor]]:
+    return {task: {"input_ids": torch.randint(3, 90, (count, 7))} for task in TASKS}
 
 
-def images(count: int = 8) -> dict[str, torch.Tensor]:
-    return {"pixel_values": torch.randn(count, 3, 32, 32)}
+def images(count: int = 8) -> dict[str, dict[str, torch.Tensor]]:
+    return {task: {"pixel_values": torch.randn(count, 3, 32, 32)} for task in TASKS}
+
+
+def bert(seed: int, model_class: type[PreTrainedModel] = tf.BertModel, **config: Any) -> PreTrainedModel:
+    return shaken(model_class(tf.BertConfig(**{**TEXT_SIZES, **config})), seed)
+
+
+def classifier(seed: int, labels: int, **config: Any) -> PreTrainedModel:
+    return bert(seed, tf.BertForSequenceClassification, num_labels=labels, **config)
 
 
 def changed(folder: Path) -> set[str]:
@@ -60,67 +68,46 @@ def changed(folder: Path) -> set[str]:
 
 
 def test_experts_with_heads_of_other_sizes(tmp_path: Path) -> None:
-    config = {"hidden_size": 32, **{key: value for key, value in TEXT_SIZES.items() if key != "hidden_size"}}
-    result = run(
-        tmp_path,
-        {task: text() for task in TASKS},
-        merged=shaken(tf.BertModel(tf.BertConfig(**config)), 0),
-        base=shaken(tf.BertForMaskedLM(tf.BertConfig(**config)), 1),
-        red=shaken(tf.BertForSequenceClassification(tf.BertConfig(**config, num_labels=2)), 2),
-        green=shaken(tf.BertForSequenceClassification(tf.BertConfig(**config, num_labels=5)), 3),
-    )
+    base, red, green = bert(1, tf.BertForMaskedLM), classifier(2, 2), classifier(3, 5)
+    result = run(tmp_path, text(), merged=bert(0), base=base, red=red, green=green)
     assert len(changed(tmp_path)) == sum(2 * len(block.modules) for block in result.report.blocks) == 32
 
 
+def test_a_merged_model_with_a_head_keeps_it(tmp_path: Path) -> None:
+    run(tmp_path, text(), merged=classifier(0, 3), base=bert(1), red=classifier(2, 2), green=classifier(3, 5))
+    assert not any("classifier" in name or "embeddings" in name for name in changed(tmp_path))
+
+
 def test_experts_keep_their_heads_where_merged_is_the_bare_body(tmp_path: Path) -> None:
-    sizes = TEXT_SIZES | {"num_hidden_layers": 6}  # deep enough for a head to be small beside it
-    config = tf.BertConfig(**sizes)
-    headed = {
-        task: shaken(tf.BertForSequenceClassification(tf.BertConfig(**sizes, num_labels=2 + seed)), seed)
-        for seed, task in enumerate(TASKS, 1)
-    }
-    inputs = {task: text(12) for task in TASKS}
-    rest = {"merged": shaken(tf.BertModel(config), 0), "base": shaken(tf.BertModel(config), 4)}
+    deep = 6  # enough blocks for a head to be small beside them
+    headed = {task: classifier(seed, 2 + seed, num_hidden_layers=deep) for seed, task in enumerate(TASKS, 1)}
+    inputs = text(12)
+    rest = {"merged": bert(0, num_hidden_layers=deep), "base": bert(4, num_hidden_layers=deep)}
     results = []
     for name, experts in (("headed", headed), ("bare", {task: model.bert for task, model in headed.items()})):
         (folder := tmp_path / name).mkdir()
         results.append(run(folder, inputs, **rest, **experts, select="preset"))
     outputs = [result.report.measures["red"].models["merged"].output for result in results]
     assert [output.kind for output in outputs if output] == ["logits", "features"]
-    after = [load_file(tmp_path / name / "out" / "model.safetensors") for name in ("headed", "bare")]
-    assert all(torch.equal(after[0][name], after[1][name]) for name in after[0])
+    check_equal(tmp_path / "headed", tmp_path / "bare")
 
 
 def test_a_head_that_no_file_holds_decides_nothing(tmp_path: Path) -> None:
-    config = TEXT_SIZES
-    models = {
-        "merged": shaken(tf.BertForSequenceClassification(tf.BertConfig(**config, num_labels=3)), 0),
-        "base": shaken(tf.BertModel(tf.BertConfig(**config)), 1),
-        **{task: shaken(tf.BertModel(tf.BertConfig(**config)), seed) for seed, task in enumerate(TASKS, 2)},
-    }
-    inputs = {task: text(12) for task in TASKS}
-    results = []
+    models = {"merged": classifier(0, 3), "base": bert(1), "red": bert(2), "green": bert(3)}
+    inputs, results = text(12), []
     for seed in (1, 2):
         torch.manual_seed(seed)  # loading draws what is missing
         (folder := tmp_path / str(seed)).mkdir()
         results.append(run(folder, inputs, select="search", **models))
     assert len({str(result.report.settings["candidates"]) for result in results}) == 1
-    after = [load_file(tmp_path / seed / "out" / "model.safetensors") for seed in "12"]
-    assert all(torch.equal(after[0][name], after[1][name]) for name in after[0])
+    check_equal(tmp_path / "1", tmp_path / "2")
     assert results[0].report.measures["red"].models["merged"].output is None
 
 
-def test_a_merged_model_with_a_head_keeps_it(tmp_path: Path) -> None:
-    config = TEXT_SIZES
-    run(
-        tmp_path,
-        {task: text() for task in TASKS},
-        merged=shaken(tf.BertForSequenceClassification(tf.BertConfig(**config, num_labels=3)), 0),
-        base=shaken(tf.BertModel(tf.BertConfig(**config)), 1),
-        red=shaken(tf.BertForSequenceClassification(tf.BertConfig(**config, num_labels=2)), 2),
-        green=shaken(tf.BertForSequenceClassification(tf.BertConfig(**config, num_labels=5)), 3),
-    )
-    assert not any("classifier" in name or "embeddings" in name for name in changed(tmp_path))
+def check_equal(*folders: Path) -> None:
+    """Their outputs hold the same numbers."""
+    one, other = (load_file(folder / "out" / "model.safetensors") for folder in folders)
+    assert all(torch.equal(one[name], other[name]) for name in one)
 
 
 def llama(seed: int, **config: Any) -> PreTrainedModel:
@@ -129,7 +116,7 @@ def llama(seed: int, **config: Any) -> PreTrainedModel:
 
 def test_a_resized_vocabulary_is_said_and_left_alone(tmp_path: Path) -> None:
     models = {"merged": llama(0), "base": llama(1), "red": llama(2), "green": llama(3, vocab_size=105)}
-    result = run(tmp_path, {task: text() for task in TASKS}, **models)
+    result = run(tmp_path, text(), **models)
     assert any("embed_tokens" in note and "105" in note for note in result.report.notes)
     assert not any("embed" in name or "lm_head" in name for name in changed(tmp_path))
 
@@ -137,7 +124,7 @@ def test_a_resized_vocabulary_is_said_and_left_alone(tmp_path: Path) -> None:
 def test_tied_and_untied_embeddings_in_one_job(tmp_path: Path) -> None:
     tied = {"tie_word_embeddings": True}
     models = {"merged": llama(0, **tied), "base": llama(1, **tied), "red": llama(2), "green": llama(3, **tied)}
-    run(tmp_path, {task: text() for task in TASKS}, **models)
+    run(tmp_path, text(), **models)
     assert "lm_head.weight" not in load_file(tmp_path / "out" / "model.safetensors")
     assert changed(tmp_path) and all(".layers." in name for name in changed(tmp_path))
 
@@ -153,14 +140,14 @@ def vision(seed: int) -> PreTrainedModel:
 
 
 def test_a_tower_whose_inputs_are_not_given_is_left_alone_and_said(tmp_path: Path) -> None:
-    result = run(tmp_path, {task: images() for task in TASKS}, merged=clip(0), base=clip(1), red=clip(2), green=clip(3))
+    result = run(tmp_path, images(), merged=clip(0), base=clip(1), red=clip(2), green=clip(3))
     assert changed(tmp_path) and all(name.startswith("vision_model.encoder") for name in changed(tmp_path))
     assert any("text_model.encoder.layers is left as merged" in note for note in result.report.notes)
     assert result.report.settings["token_weights"] == "cls"
 
 
 def test_tasks_may_exercise_different_towers(tmp_path: Path) -> None:
-    inputs = {"red": images(), "green": text()}
+    inputs = {"red": images()["red"], "green": text()["green"]}
     result = run(tmp_path, inputs, "preset", merged=clip(0), base=clip(1), red=clip(2), green=clip(3))
     towers = {name.split(".")[0] for name in changed(tmp_path)}
     assert towers == {"vision_model", "text_model"}
@@ -171,7 +158,7 @@ def test_tasks_may_exercise_different_towers(tmp_path: Path) -> None:
 def test_full_models_and_vision_towers_go_together(tmp_path: Path, wide: tuple[str, ...]) -> None:
     """The same vision towers give the same result, whoever comes with a text tower beside it."""
     torch.manual_seed(0)
-    inputs = {task: images() for task in TASKS}
+    inputs = images()
     seeds = {"merged": 0, "base": 1, "red": 2, "green": 3}
 
     def tower(name: str, full: bool) -> PreTrainedModel:

@@ -12,11 +12,11 @@ import pytest
 import torch
 from command_line import Run, featcal_inside
 from families import FAMILIES, TASKS, Saved, save_family
+from jobs import Stopper
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from featcal_cli.data.batches import count_examples
-from featcal_cli.runtime.progress import Listener, Progress
 from featcal_cli.workflows.verbs import calibrate
 
 pytestmark = pytest.mark.usefixtures("undrawn")
@@ -123,14 +123,6 @@ WORSE = 9
 """The number of a family whose updates are pulled back to a half."""
 HOPELESS = 4
 """Of one that no update helps."""
-
-
-class Stopper(Listener):
-    """Interrupts a run after its first block."""
-
-    def progress(self, progress: Progress) -> None:
-        if progress.finished == 1:
-            raise KeyboardInterrupt
 
 
 def test_what_is_pulled_back_is_said_and_is_the_same_after_an_interruption_and_from_its_own_recipe(

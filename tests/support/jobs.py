@@ -13,6 +13,7 @@ from featcal_cli.data.examples import TaskExamples
 from featcal_cli.engine.job import CALIBRATED, MERGED, Job
 from featcal_cli.models.architecture import Architecture
 from featcal_cli.recipe.schema import Calibration
+from featcal_cli.runtime.progress import Listener, Progress
 from featcal_cli.workflows.preflight import prepare as prepare_job
 from featcal_cli.workflows.session import RunOptions, Session
 from featcal_cli.workflows.setup import Models, Setup, fetch_models, find_blocks, load_models
@@ -41,6 +42,14 @@ class Prepared:
     @property
     def _setup(self) -> Setup:
         return Setup(self.models, self.architecture, self.examples, self.calibration, CPU, lambda *_: None)
+
+
+class Stopper(Listener):
+    """Interrupts a run after its first block."""
+
+    def progress(self, progress: Progress) -> None:
+        if progress.finished == 1:
+            raise KeyboardInterrupt
 
 
 def prepare(saved: Saved, batch_size: int = 5, **calibration: object) -> Prepared:
