@@ -30,7 +30,7 @@ from featcal_cli.models.loading import find_class
 from featcal_cli.workflows.inspect_drift import BASE, MODEL
 from featcal_cli.workflows.preflight import prepare
 from featcal_cli.workflows.session import RunOptions, Session
-from featcal_cli.workflows.setup import Setup, fetch_models, find_blocks, load_models
+from featcal_cli.workflows.setup import fetch_models, load_models, set_up
 
 EXAMPLES, BATCH = 64, 16
 ROLES = ("merged", "expert", "base")
@@ -77,11 +77,8 @@ def load_job(folder: Path) -> Job:
     session = Session(recipe, RunOptions("cpu", BATCH))
     plan = prepare(session)
     models = load_models(fetch_models(session, plan), None, Path(), "")
-    calibration = plan.recipe.calibration
-    architecture = find_blocks(models, plan.examples, calibration.norms, session.note)
     watchers = {MODEL: models.merged, BASE: models.base}
-    setup = Setup(models, architecture, plan.examples, calibration, session.device, session.note)
-    return setup.make_job({}, watchers)
+    return set_up(session, plan, models).make_job({}, watchers)
 
 
 def walk(job: Job) -> None:

@@ -23,7 +23,7 @@ from featcal_cli.recipe.reading import as_draft
 from featcal_cli.recipe.schema import Draft
 from featcal_cli.workflows.preflight import prepare
 from featcal_cli.workflows.session import RunOptions, Session
-from featcal_cli.workflows.setup import Setup, fetch_models, find_blocks, load_models
+from featcal_cli.workflows.setup import Setup, fetch_models, load_models, set_up
 
 Scores = dict[str, float]
 """By task: accuracy in percent, or minus the loss in nats a token; more is better."""
@@ -49,7 +49,7 @@ class Lab:
         session = Session(draft.model_copy(update={"calibration": chosen}), RunOptions("cpu", 64))
         self.plan = prepare(session)
         self.models = load_models(fetch_models(session, self.plan), None, folder, self.family.name)
-        self.architecture = find_blocks(self.models, self.plan.examples, chosen.norms, lambda _: None)
+        self.architecture = set_up(session, self.plan, self.models).architecture
         self._judges: dict[str, Judge] = {task: load_judge(folder, self.family, task) for task in self.family.tasks}
 
     def calibrate(

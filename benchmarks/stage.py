@@ -29,7 +29,7 @@ from featcal_cli.calibration.journal import Journal
 from featcal_cli.engine.job import CALIBRATED, Job, Measurement
 from featcal_cli.workflows.preflight import Preflight, prepare
 from featcal_cli.workflows.session import RunOptions, Session
-from featcal_cli.workflows.setup import Models, Setup, fetch_models, find_blocks, load_models
+from featcal_cli.workflows.setup import Models, fetch_models, load_models, set_up
 
 PAPER = {"ridge": 0.05, "rho": 2.0, "alpha": 0.3}
 """λ, ρ and α for CLIP."""
@@ -46,9 +46,7 @@ def load(folder: Path, examples: int, device: str) -> tuple[Session, Preflight, 
 def run_stage(session: Session, plan: Preflight, models: Models, result: Path) -> Job:
     """The job that comes back is done."""
     calibration = plan.recipe.calibration
-    architecture = find_blocks(models, plan.examples, calibration.norms, session.note)
-    setup = Setup(models, architecture, plan.examples, calibration, session.device, session.note, scratch=result)
-    job = setup.make_job({CALIBRATED: models.student}, {})
+    job = set_up(session, plan, models, result).make_job({CALIBRATED: models.student}, {})
     job = replace(job, drift=Measurement({}, {}))
     for found in plan.examples.values():  # the job has them
         found.fitted.clear()

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import constants
 
 from featcal_cli.calibration.hyperparameters import SearchPlan, kind_of, plan_search
 from featcal_cli.data.batches import Batch
@@ -224,12 +225,10 @@ def name_models(recipe: Recipe) -> dict[str, str]:
 
 def pin(recipe: Recipe, origins: Mapping[str, Origin], session: Session) -> Recipe:
     """The recipe with every model and dataset at the commit that it has now."""
-    experts = {task: origins[f"{EXPERT}{task}"].pinned for task in recipe.tasks}
-    data = {task: pin_data(task, spec.data, session.open_repo, session.note) for task, spec in recipe.tasks.items()}
-    tasks = {
-        task: spec.model_copy(update={"expert": experts[task], "data": data[task]})
-        for task, spec in recipe.tasks.items()
-    }
+    tasks = {}
+    for task, spec in recipe.tasks.items():
+        data = pin_data(task, spec.data, session.open_repo, session.note)
+        tasks[task] = spec.model_copy(update={"expert": origins[f"{EXPERT}{task}"].pinned, "data": data})
     merged = recipe.merged if isinstance(recipe.merged, Merge) else origins["merged"].pinned
     return recipe.model_copy(update={"merged": merged, "base": origins["base"].pinned, "tasks": tasks})
 
@@ -273,13 +272,15 @@ def _outline_models(origins: Mapping[str, Origin], trusted: bool) -> tuple[dict[
     def outline(role: str, snapshot: Snapshot, model_class: Any) -> Model:
         return load_outline(role, snapshot, model_class, headers[role])
 
+    def describe(role: str) -> tuple[object, ...]:
+        entries = {name: (entry.shape, entry.dtype) for name, entry in (headers[role] or {}).items()}
+        return entries, snapshots[role].config.get("model_type")
+
     first = "merged" if "merged" in origins else next(role for role in origins if role != "base")
     merged = outline(first, snapshots[first], find_class(snapshots[first]))
     found = {}
     for role in (role for role in origins if role != first):
-        if _look_alike(headers[role], headers[first]) and (
-            snapshots[role].config.get("model_type") == snapshots[first].config.get("model_type")
-        ):
+        if headers[role] and describe(role) == describe(first):
             found[role] = replace(merged, role=role, snapshot=snapshots[role])  # the same outline: no need for another
         else:
             found[role] = load_fitting(role, snapshots[role], merged, outline)
@@ -295,13 +296,6 @@ def _check_packing(role: str, origin: Origin, snapshot: Snapshot, tensors: Mappi
     if kinds and DTYPES.keys().isdisjoint(kinds):
         what = f"{what} holds its tensors as {', '.join(kinds)}, and none as numbers that could be calibrated"
         raise CheckpointError(what, where=origin.body.name, fix=fix or UNPACKED)
-
-
-def _look_alike(one: Mapping[str, Entry] | None, other: Mapping[str, Entry] | None) -> bool:
-    """Whether two models' files hold tensors of the same names, shapes and dtypes."""
-    if one is None or other is None or one.keys() != other.keys():
-        return False
-    return all((one[name].shape, one[name].dtype) == (other[name].shape, other[name].dtype) for name in one)
 
 
 def _describe(origin: Origin, patterns: Sequence[str] = DESCRIBING) -> Path:
@@ -364,7 +358,7 @@ def _load(found: TaskExamples, wanted: int) -> Load:
 def _check_disk(needs: Estimate, transfers: Mapping[str, Transfer], target: Path | None) -> None:
     """Raise OutputError when the output or the downloads would not fit."""
     downloads = sum(transfer.missing for transfer in transfers.values())
-    places = [(Path(hub_cache()), downloads, "free some, or point HF_HOME to another disk")]
+    places = [(Path(constants.HF_HUB_CACHE), downloads, "free some, or point HF_HOME to another disk")]
     if target is not None:
         there = sum(file.stat().st_size for file in Workspace(target).journal.glob("*"))  # of an interrupted run
         places.append((target.resolve().parent, needs.disk_bytes - there, "free some, or choose another --output"))
@@ -374,10 +368,3 @@ def _check_disk(needs: Estimate, transfers: Mapping[str, Transfer], target: Path
         if free < wanted:
             what = f"{tell_bytes(wanted)} of disk are needed, and {tell_bytes(free)} are free"
             raise OutputError(what, where=str(place), fix=fix)
-
-
-def hub_cache() -> str:
-    """The folder that the Hub's client downloads to."""
-    from huggingface_hub import constants
-
-    return str(constants.HF_HUB_CACHE)

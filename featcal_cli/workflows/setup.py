@@ -35,7 +35,6 @@ from featcal_cli.workflows.preflight import Preflight
 from featcal_cli.workflows.resource_estimate import read_bytes
 from featcal_cli.workflows.session import EXPERT, Session
 
-Note = Callable[[str], None]
 HEAD_SHARE = 0.05
 """Of an expert's stem and blocks."""
 
@@ -91,38 +90,29 @@ def load_models(
 
 
 def set_up(session: Session, plan: Preflight, models: Models, scratch: Path | None = None) -> Setup:
-    """The models and the examples together. Raises CheckpointError for a model that has not all of the blocks."""
-    calibration, note = plan.recipe.calibration, session.note
-    architecture = find_blocks(models, plan.examples, calibration.norms, note)
+    """The models and the examples together: the blocks that the examples reach are found in merged. Raises
+    CheckpointError for a model that has not all of them."""
+    calibration, note, merged = plan.recipe.calibration, session.note, models.merged
+    with _layers_given_back(merged.module):  # the probes go through all of it
+        first = {task: examples.fitted[0] for task, examples in plan.examples.items()}
+        architecture = find_architecture(merged.module, first, calibration.norms)
+    note(*architecture.notes)
+    check_alignment(architecture, merged, merged)
+    for model in (models.base, *models.experts.values()):
+        check_alignment(architecture, merged, model)
+        note(*describe_differences(merged, model, architecture))
+    memory_map.give_back(merged.module.parameters())
     return Setup(models, architecture, plan.examples, calibration, session.device, note, session.ranks, scratch)
 
 
-def find_blocks(models: Models, examples: Mapping[str, TaskExamples], norms: str, note: Note) -> Architecture:
-    """The blocks that the examples reach in merged; raises CheckpointError for a model that has not all of them."""
-    with _layers_given_back(models.merged.module):  # the probes go through all of it
-        architecture = find_architecture(
-            models.merged.module, {task: found.fitted[0] for task, found in examples.items()}, norms
-        )
-    for text in architecture.notes:
-        note(text)
-    check_alignment(architecture, models.merged, models.merged)
-    for model in (models.base, *models.experts.values()):
-        check_alignment(architecture, models.merged, model)
-        for text in describe_differences(models.merged, model, architecture):
-            note(text)
-    memory_map.give_back(models.merged.module.parameters())
-    return architecture
-
-
-def _give_back_layer(layer: nn.Module, *_: object) -> None:
+def _give_back_layer(layer: nn.Module, *_: object) -> None:  # what a hook returns would be the layer's output
     memory_map.give_back(layer.parameters())
 
 
 @contextmanager
 def _layers_given_back(model: nn.Module) -> Iterator[None]:
     """Inside, the weights of each layer leave memory when it has run."""
-    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-    layers = {layer for each in lists for layer in each}
+    layers = {layer for module in model.modules() if isinstance(module, nn.ModuleList) for layer in module}
     handles = [
         layer.register_forward_hook(_give_back_layer)
         for layer in layers
@@ -144,7 +134,7 @@ class Setup:
     examples: Mapping[str, TaskExamples]
     calibration: Calibration
     device: torch.device
-    note: Note
+    note: Callable[..., None]
     ranks: Ranks = field(default_factory=Ranks)
     """Those of the run, of which this one works on its own tasks."""
     scratch: Path | None = None

@@ -16,7 +16,7 @@ from featcal_cli.recipe.schema import Calibration
 from featcal_cli.runtime.progress import Listener, Progress
 from featcal_cli.workflows.preflight import prepare as prepare_job
 from featcal_cli.workflows.session import RunOptions, Session
-from featcal_cli.workflows.setup import Models, Setup, fetch_models, find_blocks, load_models
+from featcal_cli.workflows.setup import Models, Setup, fetch_models, load_models, set_up
 
 CPU = torch.device("cpu")
 
@@ -57,5 +57,5 @@ def prepare(saved: Saved, batch_size: int = 5, **calibration: object) -> Prepare
     session = Session(saved.recipe(**calibration), RunOptions("cpu", batch_size))
     plan = prepare_job(session)
     models = load_models(fetch_models(session, plan), None, Path(), "")
-    architecture = find_blocks(models, plan.examples, plan.recipe.calibration.norms, session.note)
-    return Prepared(models, architecture, dict(plan.examples), plan.recipe.calibration)
+    setup = set_up(session, plan, models)
+    return Prepared(models, setup.architecture, dict(plan.examples), plan.recipe.calibration)
