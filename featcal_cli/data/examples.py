@@ -101,7 +101,7 @@ class DrawnExamples:
                 if tensor.is_floating_point() and not torch.isfinite(tensor).all():
                     row = int((~torch.isfinite(tensor)).flatten(1).any(1).int().argmax())
                     number = before + start + row * count_examples(batch) // len(tensor) + 1
-                    fix = "take this example out of the data, or mend it"
+                    fix = "take this example out of the data, or fix it"
                     raise DataError(f"{name} holds NaN or infinity", where=f"{self.task}: example {number}", fix=fix)
         return batches
 
