@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import string
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Literal
 
@@ -261,13 +261,11 @@ def _looks_natural(values: Sequence[Any]) -> bool:
     return sum(len(text.split()) > 1 for text in texts) * 2 > len(texts)
 
 
-def find_label_column(data: Data, columns: Iterable[str], where: str) -> str:
+def find_label_column(data: Data, columns: Collection[str], where: str) -> str:
     """The column of the labels: the one that the recipe names, else one that is called so. Raises DataError."""
-    known = list(columns)
-    column = data.columns.get("label") or next((name for name in LABEL_NAMES if name in known), None)
-    if column is None:
-        raise no_column("labels", "label:COLUMN", known, where)
-    return column
+    if column := data.columns.get("label") or next((name for name in LABEL_NAMES if name in columns), None):
+        return column
+    raise no_column("labels", "label:COLUMN", columns, where)
 
 
 def number_label(value: Any, column: str, numbers: Mapping[str, int], where: str) -> int:

@@ -75,15 +75,15 @@ def read_classes(data: Data, split: str | None, column: str) -> list[str] | None
         files, folders = _list_local(data, split)
         return folders or (_classes_in_footer(files[0], column) if files[0].suffix.lower() == ".parquet" else None)
     with explaining_hub(data):
-        found = find_split(data, split)
-        if found.classes:
-            return found.classes
-        if found.format == "parquet":
-            with found.open(found.files[0]) as stream:
+        hub_split = find_split(data, split)
+        if hub_split.classes:
+            return hub_split.classes
+        if hub_split.format == "parquet":
+            with hub_split.open(hub_split.files[0]) as stream:
                 classes = _classes_in_footer(stream, column)
             if classes is not None:
                 return classes
-        return _classes_in_card(found.features, column)
+        return _classes_in_card(hub_split.features, column)
 
 
 @contextmanager

@@ -154,9 +154,9 @@ def _check_ids(tensors: Batch, model: PreTrainedModel, where: str) -> None:
         if wrong.any():
             row = _first_row(wrong)
             number = int(ids[row][wrong[row]].flatten()[0])
-            known = f"0 to {limit - 1}" if limit is not None else "0 and above"
+            allowed = f"0 to {limit - 1}" if limit is not None else "0 and above"
             raise DataError(
-                f"{name} of example {row + 1} has {number}, and the model knows {known}",
+                f"{name} of example {row + 1} has {number}, and the model knows {allowed}",
                 where=where,
                 fix="write the ids that this model's own tokenizer gives, and mask padding with attention_mask",
             )
