@@ -29,6 +29,7 @@ class Prepared:
     architecture: Architecture
     examples: dict[str, TaskExamples]
     calibration: Calibration
+    device: torch.device = CPU
 
     def to_calibrate(self) -> Job:
         """One student, whose updates are checked."""
@@ -41,7 +42,7 @@ class Prepared:
 
     @property
     def _setup(self) -> Setup:
-        return Setup(self.models, self.architecture, self.examples, self.calibration, CPU, lambda *_: None)
+        return Setup(self.models, self.architecture, self.examples, self.calibration, self.device, lambda *_: None)
 
 
 class Stopper(Listener):

@@ -28,11 +28,13 @@ LINUX = pytest.mark.skipif(not memory_map.MAPS.is_file(), reason="this system do
 
 
 @pytest.mark.parametrize("name", ["llama", "clip", "bert", "t5"])
-def test_nothing_outside_of_stems_and_blocks_decides_the_weights(tmp_path: Path, name: str) -> None:
+def test_nothing_outside_of_stems_and_blocks_is_read_or_decides_the_weights(tmp_path: Path, name: str) -> None:
     """Heads, towers that no example reaches, leftovers of training: garbage there changes nothing."""
     saved = save_family(tmp_path / "saved", BY_NAME[name])
     prepared = prepare(saved)
     plain = calibrate(saved.recipe(), output=tmp_path / "plain")
+    needed = sum(read_bytes(expert, prepared.architecture) for expert in prepared.models.experts.values())
+    assert 0 < plain.report.cost["expert_bytes_read"] <= 1.05 * needed  # heads are small
     spared = 0
     for task, expert in prepared.models.experts.items():
         file = saved.folder / task / "model.safetensors"
@@ -62,15 +64,6 @@ def keys_of(tensors: dict[str, Tensor], values: list[Tensor]) -> set[str]:
         for key, stored in tensors.items()
         if any(value.shape == stored.shape and torch.equal(value, stored) for value in values)
     }
-
-
-@pytest.mark.parametrize("name", ["llama", "clip", "bert", "t5"])
-def test_hardly_more_is_read_than_stems_and_blocks(tmp_path: Path, name: str) -> None:
-    saved = save_family(tmp_path / "saved", BY_NAME[name])
-    prepared = prepare(saved)
-    found = calibrate(saved.recipe(), output=tmp_path / "out")
-    needed = sum(read_bytes(expert, prepared.architecture) for expert in prepared.models.experts.values())
-    assert 0 < found.report.cost["expert_bytes_read"] <= 1.05 * needed
 
 
 @pytest.mark.parametrize("name", ["llama", "clip", "t5"])

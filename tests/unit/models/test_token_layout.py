@@ -19,8 +19,6 @@ from featcal_cli.models.token_layout import (
 
 AXES = {ENCODER: (8, 7), DECODER: (8, 6)}
 MASK = torch.tensor([[1.0, 1, 0], [1, 0, 0]])
-ROWS_KEPT = torch.tensor([0, 1, 3])
-"""Rows of [2, 3] tokens that are not padding."""
 
 
 def flat(x: torch.Tensor, first: tuple[int, ...], second: tuple[int, ...]) -> torch.Tensor | None:
@@ -33,20 +31,20 @@ def flat(x: torch.Tensor, first: tuple[int, ...], second: tuple[int, ...]) -> to
 TOKENS = torch.arange(24.0).reshape(2, 3, 4)
 
 
-def test_examples_by_tokens() -> None:
-    kept = flat(TOKENS, (3, 8), (5, 7))
-    assert kept is not None and torch.equal(kept, TOKENS.reshape(6, 4)[ROWS_KEPT])
-
-
-def test_tokens_by_examples() -> None:
-    kept = flat(TOKENS.transpose(0, 1), (8, 3), (7, 5))
-    assert kept is not None
-    assert {tuple(row) for row in kept.tolist()} == {tuple(row) for row in TOKENS.reshape(6, 4)[ROWS_KEPT].tolist()}
-
-
-def test_flattened_tokens() -> None:
-    kept = flat(TOKENS.reshape(6, 4), (24,), (35,))
-    assert kept is not None and torch.equal(kept, TOKENS.reshape(6, 4)[ROWS_KEPT])
+@pytest.mark.parametrize(
+    ("x", "first", "second", "rows"),
+    [
+        (TOKENS, (3, 8), (5, 7), [0, 1, 3]),
+        (TOKENS.transpose(0, 1), (8, 3), (7, 5), [0, 3, 1]),
+        (TOKENS.reshape(6, 4), (24,), (35,), [0, 1, 3]),
+    ],
+    ids=["examples by tokens", "tokens by examples", "flattened"],
+)
+def test_tokens_are_kept_and_padding_is_not(
+    x: torch.Tensor, first: tuple[int, ...], second: tuple[int, ...], rows: list[int]
+) -> None:
+    kept = flat(x, first, second)
+    assert kept is not None and torch.equal(kept, TOKENS.reshape(6, 4)[rows])
 
 
 @pytest.mark.parametrize("place", [1, 2])
@@ -58,28 +56,23 @@ def test_heads_on_either_side_of_the_tokens(place: int) -> None:
     assert set((kept[:, 0] % 100).tolist()) == {0.0, 4.0, 12.0}
 
 
-def test_other_texts_tokens_are_not_masked_by_this_one() -> None:
-    kept = flat(TOKENS, (3, 8), (5, 6))  # the decoder's, which has no padding here
-    assert kept is not None and len(kept) == 6
-
-
-def test_a_table_counts_whole() -> None:
-    kept = flat(torch.zeros(1, 10, 4), (1, 10), (1, 10))
-    assert kept is not None and len(kept) == 10
-
-
-@pytest.mark.parametrize(("first", "second"), [(15, 13), (16, 14)])
-def test_a_table_that_grows_with_padding_is_not_matched(first: int, second: int) -> None:
-    assert flat(torch.zeros(1, 6, 4), (1, first), (1, second)) is None
-
-
-@pytest.mark.parametrize("second", [(11,), (29,)])
-def test_rows_that_follow_no_rule_are_not_matched(second: tuple[int, ...]) -> None:
-    assert flat(torch.zeros(5, 4), (10,), second) is None
-
-
-def test_a_shape_that_breaks_the_rule_is_not_matched() -> None:
-    assert flat(torch.zeros(7, 4), (24,), (35,)) is None
+@pytest.mark.parametrize(
+    ("x", "first", "second", "rows"),
+    [
+        (TOKENS, (3, 8), (5, 6), 6),  # the decoder's, which has no padding here
+        (torch.zeros(1, 10, 4), (1, 10), (1, 10), 10),  # a table counts whole
+        (torch.zeros(1, 6, 4), (1, 15), (1, 13), None),  # one that grows with padding
+        (torch.zeros(1, 6, 4), (1, 16), (1, 14), None),
+        (torch.zeros(5, 4), (10,), (11,), None),  # no rule
+        (torch.zeros(5, 4), (10,), (29,), None),
+        (torch.zeros(7, 4), (24,), (35,), None),  # a shape that breaks the rule
+    ],
+)
+def test_rows_are_matched_where_a_rule_tells_whose_they_are(
+    x: torch.Tensor, first: tuple[int, ...], second: tuple[int, ...], rows: int | None
+) -> None:
+    kept = flat(x, first, second)
+    assert (None if kept is None else len(kept)) == rows
 
 
 def test_windows_of_padded_text_are_not_matched_and_windows_of_images_are() -> None:
