@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from featcal_cli.reporting.inspection import Inspection, ModelDrift, PlaceDrift
+from featcal_cli.reporting.inspection import Inspection, ModelDrift, OutputDrift, PlaceDrift
 from featcal_cli.reporting.markdown import one_line, without_paths, without_secrets
 from featcal_cli.reporting.verdict import find_farther, list_roles, order_blocks, read_drift
 
@@ -34,16 +34,8 @@ def write_page(inspection: Inspection) -> str:
     hashes. Names are data in it: whatever a task is called, nothing of it is read as HTML. To be saved as UTF-8.
     """
     template = TEMPLATE.read_text(encoding="utf-8")
-    policy = "; ".join(
-        [
-            "default-src 'none'",
-            f"style-src '{_hash(template, 'style')}'",
-            f"script-src '{_hash(template, 'script')}'",
-            "img-src data:",
-            "base-uri 'none'",
-            "form-action 'none'",
-        ]
-    )
+    allowed = f"style-src '{_hash(template, 'style')}'; script-src '{_hash(template, 'script')}'; img-src data:"
+    policy = f"default-src 'none'; {allowed}; base-uri 'none'; form-action 'none'"
     # "<" would let a name end the element, or open a comment inside it; JSON may write any character as its number.
     data = json.dumps(_describe(inspection), ensure_ascii=True, allow_nan=False, separators=(",", ":"))
     return template.replace("{{policy}}", policy).replace("{{data}}", data.replace("<", "\\u003c"))
@@ -58,7 +50,8 @@ def _hash(template: str, element: str) -> str:
 def _describe(inspection: Inspection) -> dict[str, Any]:
     """All that the page's script is given; lists where the order or a name counts, for a task may be `__proto__`."""
     blocks = order_blocks(inspection)
-    modules = list(dict.fromkeys(name for _, _, m in _walk(inspection) for block in m.blocks for name in block.modules))
+    models = [model for task in inspection.tasks.values() for model in task.models.values()]
+    modules = list(dict.fromkeys(name for model in models for block in model.blocks for name in block.modules))
     return {
         "version": inspection.featcal_version,
         "schema": inspection.schema,
@@ -83,32 +76,25 @@ def _describe(inspection: Inspection) -> dict[str, Any]:
     }
 
 
-def _walk(inspection: Inspection) -> list[tuple[str, str, ModelDrift]]:
-    return [(name, role, model) for name, task in inspection.tasks.items() for role, model in task.models.items()]
-
-
 def _pack(model: ModelDrift, blocks: list[str], modules: list[str]) -> dict[str, Any]:
     measured = {block.name: block for block in model.blocks}
-    found = [measured.get(name) for name in blocks]
+    reached = [measured.get(name) for name in blocks]
     numbers = {name: number for number, name in enumerate(modules)}
-    output = model.output
+    output = model.output or OutputDrift("", math.nan)
+    drifts = [block.drift if block else None for block in reached]
     return {
         "stem": _round(model.stem.relative),
-        "blocks": [
-            [*_figures(b.drift), _round(b.drift.distance), _round(b.drift.amplification)] if b else None for b in found
-        ],
-        "modules": [[[numbers[n], *_figures(drift)] for n, drift in b.modules.items()] if b else [] for b in found],
+        "blocks": [[*_figures(d), _round(d.distance), _round(d.amplification)] if d else None for d in drifts],
+        "modules": [[[numbers[n], *_figures(drift)] for n, drift in b.modules.items()] if b else [] for b in reached],
         "last": _figures(model.last),
-        "kind": output.kind if output else None,
-        "output": [_round(v) for v in (output.relative, output.divergence, output.agreement, output.certain)]
-        if output
-        else [None] * 4,
+        "kind": output.kind or None,
+        "output": list(map(_round, (output.relative, output.divergence, output.agreement, output.certain))),
         "vector": _round(model.task_vector_cosine),
     }
 
 
 def _figures(drift: PlaceDrift) -> list[float | None]:
-    return [_round(value) for value in (drift.relative, drift.local, drift.upstream, drift.cosine)]
+    return list(map(_round, (drift.relative, drift.local, drift.upstream, drift.cosine)))
 
 
 def _round(value: float | None) -> float | None:
@@ -142,26 +128,20 @@ def _last(inspection: Inspection, role: str) -> dict[str, float]:
 def _tiles(inspection: Inspection) -> list[dict[str, str]]:
     """The mean drift after the last block of every model, and how it compares with the base's."""
     means = {role: fmean(_last(inspection, role).values()) for role in _tags(inspection)}
-    base = means.get("base")
-    return [
-        {
-            "role": role,
-            "value": _number(mean),
-            "note": "" if base is None else "the yardstick" if role == "base" else _compare(mean, base, "the base"),
-        }
-        for role, mean in means.items()
-    ]
+    notes = {role: _compare(mean, means["base"], "the base") for role, mean in means.items() if "base" in means}
+    notes |= {"base": "the yardstick"}
+    return [{"role": role, "value": _number(mean), "note": notes.get(role, "")} for role, mean in means.items()]
 
 
-def _compare(drift: float, with_drift: float, whom: str) -> str:
-    change = drift / with_drift - 1 if with_drift else math.nan
+def _compare(drift: float, other: float, whose: str) -> str:
+    """How much farther or nearer; empty where that is no finite number."""
+    change = drift / other - 1 if other else math.nan
     if not math.isfinite(change):
         return ""
     if abs(change) < 0.0005:
-        return f"as far as {whom}"
-    return (
-        f"{100 * abs(change):.{1 if abs(change) < 0.1 else 0}f} % {'farther' if change > 0 else 'nearer'} than {whom}"
-    )
+        return f"as far as {whose}"
+    word = "farther" if change > 0 else "nearer"
+    return f"{100 * abs(change):.{1 if abs(change) < 0.1 else 0}f} % {word} than {whose}"
 
 
 def _number(value: float) -> str:
@@ -170,15 +150,15 @@ def _number(value: float) -> str:
 
 def _summarise(inspection: Inspection) -> list[dict[str, Any]]:
     """What a reader needs first, in words; `warn` marks the paragraphs that say something went wrong."""
-    tags = _tags(inspection)
-    said = []
-    for role in (role for role in ("model", "other") if role in tags):
-        if "base" in tags:
-            said.append(_say_yardstick(inspection, role))
-        said.append({"warn": False, "parts": _say_worst(inspection, role)})
-    if "other" in tags:
-        said.append(_say_change(inspection))
-    return said
+    roles = list_roles(inspection)
+    paragraphs = []
+    for role in (role for role in roles if role != "base"):
+        if "base" in roles:
+            paragraphs.append(_say_yardstick(inspection, role))
+        paragraphs.append({"warn": False, "parts": _say_worst(inspection, role)})
+    if "other" in roles:
+        paragraphs.append(_say_change(inspection))
+    return paragraphs
 
 
 def _say_worst(inspection: Inspection, role: str) -> Sentence:

@@ -19,6 +19,7 @@ from featcal_cli.reporting.markdown import inert, inert_document, one_line, with
 from featcal_cli.reporting.report import PICTURE, RECIPE, REPORT, DriftRow, Report, Source
 from featcal_cli.runtime.untrusted_text import split_front_matter
 
+MODELS = ("merged", "base", "expert")
 HUB = "https://huggingface.co"
 MARK = "<!-- This card was written by featcal. -->"
 OWN_CARD = "## The merged model's own card"
@@ -56,12 +57,11 @@ def write_card(
     pipeline_tag: str | None = None,
     library_name: str = "transformers",
 ) -> str:
-    """The text of README.md.
+    """The text of README.md, which shows drift.png where the report has curves.
 
     name: of the output folder; target: the Hub id that it is pushed to, if any; merged_readme: the merged model's own
     card; model_class and processor_class: names in transformers whose from_pretrained loads the output; pipeline_tag:
     used where the merged card has none.
-    The card shows drift.png where the report has curves.
     """
     merged_data, body = _split_card(merged_readme or "")
     data = _write_metadata(report, merged_data, target, pipeline_tag, library_name)
@@ -97,36 +97,29 @@ def _split_card(text: str) -> tuple[dict[str, Any], str]:
     return metadata or {}, body
 
 
-# Metadata
-
-
 def _write_metadata(
     report: Report, merged: Mapping[str, Any], target: str | None, pipeline_tag: str | None, library_name: str
 ) -> ModelCardData:
-    """The header. Merged, base and experts are all in base_model: the weights are computed from every one of them, and
-    the Hub has one relation for the whole list. Merged comes first, because it is what the output is closest to."""
-    models = _unique(source.name for source in _models_of(report) if _on_hub(source) and source.name != target)
-    datasets = _unique(source.name for source in _data_of(report) if _on_hub(source))
+    """The header. base_model lists merged first, to which the output is closest, then base and experts: the weights are
+    computed from every one of them, and the Hub has one relation for the whole list."""
+    models = [name for name in _find_repos(report, *MODELS) if name != target]
     languages = [code for code in _texts(merged.get("language")) if re.fullmatch(r"[a-z]{2,3}|code|multilingual", code)]
     pipelines = [tag for tag in _texts([merged.get("pipeline_tag"), pipeline_tag]) if re.fullmatch(r"[a-z0-9-]+", tag)]
-    license_kind, license_name, license_link = _agree_on_license(report, merged)
     return ModelCardData(
         base_model=models or None,
         base_model_relation="merge" if models else None,
-        datasets=datasets or None,
+        datasets=_find_repos(report, "data") or None,
         language=languages or None,
         library_name=library_name,
-        license=license_kind,
-        license_name=license_name,
-        license_link=license_link,
-        pipeline_tag=pipelines[0] if pipelines else None,
+        pipeline_tag=next(iter(pipelines), None),
         tags=_unique(["featcal", "merge", *_texts(merged.get("tags"))]),
+        **_agree_on_license(report, merged),
     )
 
 
 def _list_results(report: Report, pipeline_tag: str | None) -> Iterator[EvalResult]:
     """What the calibrated model reaches, for the Hub's index of results."""
-    names = {source.role: source.name for source in _data_of(report) if _on_hub(source)}
+    names = {source.role: source.name for source in _find_sources(report, "data") if _on_hub(source)}
     for task, scores in report.accuracy.items():
         by_lm_eval = scores.protocol == "lm-eval"
         yield EvalResult(
@@ -138,16 +131,15 @@ def _list_results(report: Report, pipeline_tag: str | None) -> Iterator[EvalResu
         )
 
 
-def _agree_on_license(report: Report, merged: Mapping[str, Any]) -> tuple[str | None, str | None, str | None]:
+def _agree_on_license(report: Report, merged: Mapping[str, Any]) -> dict[str, Any]:
     """The licence that all models of the run have, with the name and the link of one that is not a common one."""
-    licenses = {source.license for source in _models_of(report)}
-    agreed = licenses.pop() if len(licenses) == 1 else None
-    kind, _, name = (agreed or "").partition(": ")
+    licenses = {source.license for source in _find_sources(report, *MODELS)}
+    kind, _, name = ((licenses.pop() if len(licenses) == 1 else None) or "").partition(": ")
     if not LICENSE.fullmatch(kind) or name != one_line(name):
-        return None, None, None
+        return {}
     link = merged.get("license_link")
     known = name and isinstance(link, str) and re.fullmatch(r"https?://\S+|LICENSE(\.\w+)?", link)
-    return kind, name or None, link if known else None
+    return {"license": kind, "license_name": name or None, "license_link": link if known else None}
 
 
 def _texts(value: object) -> list[str]:
@@ -160,22 +152,18 @@ def _unique(values: Iterable[str]) -> list[str]:
     return list(dict.fromkeys(values))
 
 
-def _models_of(report: Report) -> list[Source]:
-    """Merged, base and experts, in this order."""
-    order = ("merged", "base", "expert")
-    return [source for kind in order for source in report.sources if source.role.partition(" ")[0] == kind]
+def _find_sources(report: Report, *kinds: str) -> list[Source]:
+    """The sources whose roles begin with these words, in their order."""
+    return [source for kind in kinds for source in report.sources if source.role.partition(" ")[0] == kind]
 
 
-def _data_of(report: Report) -> list[Source]:
-    return [source for source in report.sources if source.role.startswith("data ")]
+def _find_repos(report: Report, *kinds: str) -> list[str]:
+    return _unique(source.name for source in _find_sources(report, *kinds) if _on_hub(source))
 
 
 def _on_hub(source: Source) -> bool:
     """Whether a source is a repo of the Hub, with a name that can be linked to."""
     return source.commit is not None and is_hub_id(source.name)
-
-
-# Sections
 
 
 def _write_sections(report: Report, name: str, target: str | None, loading: str, agreed: str | None) -> Iterator[str]:
@@ -189,30 +177,24 @@ def _write_sections(report: Report, name: str, target: str | None, loading: str,
         yield f"> **Warning:** drift grew on {worse}: there this model is further from its expert than the merged one."
     yield _summarise(report)
     yield from _write_drift(report)
-    yield "## Use"
-    yield _fence("python", loading)
-    yield "## How it was made"
-    yield _describe_settings(report)
+    yield f"## Use\n\n{_fence('python', loading)}"
+    yield f"## How it was made\n\n{_describe_settings(report)}"
     yield _describe_cost(report)
     if report.sources:
-        yield "### Sources"
-        yield "\n".join(_list_sources(report))
-    yield "### Left as merged"
-    yield _write_list(_list_left_alone(report))
+        yield f"### Sources\n\n{_write_sources(report)}"
+    yield f"### Left as merged\n\n{_write_list(_list_left_alone(report))}"
     if report.notes:
-        yield "### Found and chosen on the way"
-        yield _write_list([_show_message(note, report) for note in dict.fromkeys(report.notes)])
+        notes = [_show_message(note, report) for note in _unique(report.notes)]
+        yield f"### Found and chosen on the way\n\n{_write_list(notes)}"
     yield "### Run it again"
     yield from _write_rerun(report, target, name)
-    yield "## Limits"
-    yield "\n".join(f"- {line}" for line in _list_limits(report, agreed))
-    yield "## Citation"
-    yield _fence("bibtex", CITATION)
+    yield f"## Limits\n\n{_write_list(list(_list_limits(report, agreed)))}"
+    yield f"## Citation\n\n{_fence('bibtex', CITATION)}"
 
 
 def _summarise(report: Report) -> str:
     """What was done, in two sentences, and what came of it."""
-    merged = next((_link(source) for source in report.sources if source.role == "merged"), _name_merge(report))
+    merged = next(map(_link, _find_sources(report, "merged")), _name_merge(report))
     counts = report.settings["examples"].values()
     examples = f"{min(counts)}" if min(counts) == max(counts) else f"{min(counts)} to {max(counts)}"
     experts = "the expert's" if len(report.drift) == 1 else f"those of its {len(report.drift)} experts"
@@ -229,8 +211,7 @@ def _summarise(report: Report) -> str:
 
 def _name_merge(report: Report) -> str:
     """In words, the merge that featcal made itself."""
-    merge = report.recipe.get("merged")
-    merge = merge if isinstance(merge, Mapping) else {}
+    merge = merged if isinstance(merged := report.recipe.get("merged"), Mapping) else {}
     scale = f", scale {merge['scale']:g}" if "scale" in merge else ""
     return f"a merge of its experts ({inert(str(merge.get('method', 'unknown')))}{scale})"
 
@@ -239,33 +220,29 @@ def _write_loading(place: str, loaders: Sequence[str]) -> str:
     """The code that loads the output by these classes of transformers, the model's first."""
     names = [name if name.isidentifier() else "AutoModel" for name in loaders]
     where = json.dumps(one_line(place), ensure_ascii=False)
-    loading = [f"from transformers import {', '.join(names)}", ""]
-    loading += [f'model = {names[0]}.from_pretrained({where}, dtype="auto")']
-    return "\n".join([*loading, *(f"processor = {name}.from_pretrained({where})" for name in names[1:])])
+    model = f'model = {names[0]}.from_pretrained({where}, dtype="auto")'
+    processors = (f"processor = {name}.from_pretrained({where})" for name in names[1:])
+    return "\n".join([f"from transformers import {', '.join(names)}", "", model, *processors])
 
 
 def _write_drift(report: Report) -> Iterator[str]:
     """The parts of the section on drift, in order, with the accuracy where it was measured."""
-    every = len(report.fitted_tasks) == len(report.drift)
-    yield "## Drift from the experts" + (", on fitted rows" if every else "")
-    yield _describe_measuring(report)
+    on_fitted = ", on fitted rows" if len(report.fitted_tasks) == len(report.drift) else ""
+    yield f"## Drift from the experts{on_fitted}\n\n{_describe_measuring(report)}"
     yield "\n".join(_write_table(report))
     yield from _write_answers(report)
     if farther := [inert(task) for task, drift in report.drift.items() if drift.before > drift.base]:
-        yield (
-            f"On {', '.join(farther)} the merged model is farther from its expert than the base model is: there "
-            "merging was worse than doing nothing, and a smaller merging scale usually helps."
-        )
+        what = f"On {', '.join(farther)} the merged model is farther from its expert than the base model is"
+        yield f"{what}: there merging was worse than doing nothing, and a smaller merging scale usually helps."
     if report.curves:
         yield f"![Drift from each task's expert after every block, before and after calibration]({PICTURE})"
 
 
 def _describe_measuring(report: Report) -> str:
-    where = "examples that were not fitted."
-    if len(report.fitted_tasks) == len(report.drift):
-        where = "**the examples that were fitted**, because there were no others; on new ones it will be larger."
-    elif report.fitted_tasks:
-        where += " Where a task is marked \\*, there were none, and **it is measured on the fitted ones**."
+    where = "**the examples that were fitted**, because there were no others; on new ones it will be larger."
+    if len(report.fitted_tasks) < len(report.drift):
+        marked = " Where a task is marked \\*, there were none, and **it is measured on the fitted ones**."
+        where = "examples that were not fitted." + (marked if report.fitted_tasks else "")
     ranked = [inert(task) for task, scores in report.accuracy.items() if scores.metric == "spearman"]
     ranks = f" (of {', '.join(ranked)}: 100 · Spearman's ρ)" if ranked else ""
     scores = f" Accuracy is in percent, on labelled data{ranks}." if report.accuracy else ""
@@ -279,29 +256,24 @@ def _write_table(report: Report) -> Iterator[str]:
         heads = ["task", "drift: merged", "calibrated", "change", "base", "accuracy: expert", "merged", "calibrated"]
     yield write_row(heads)
     yield f"| --- |{' ---: |' * (len(heads) - 1)}"
-    scores = {
-        task: [report.accuracy[task].scores[role].value for role in (EXPERT, MERGED, CALIBRATED)]
-        for task in report.drift
-        if task in report.accuracy
-    }
     for row in report.drift_rows:
         mark = " \\*" if row.is_marked else ""
-        yield write_row([inert(row.task) + mark, *_write_cells(row), *_write_scores(report, scores.get(row.task))])
+        yield write_row([inert(row.task) + mark, *_write_cells(row), *_write_scores(report, [row.task])])
     if len(report.drift) > 1:
-        means = [sum(column) / len(scores) for column in zip(*scores.values(), strict=True)]
-        mean_scores = _write_scores(report, means if len(scores) == len(report.drift) else None)
-        yield write_row(["**mean**", *_write_cells(report.mean_drift), *mean_scores])
+        yield write_row(["**mean**", *_write_cells(report.mean_drift), *_write_scores(report, list(report.drift))])
 
 
 def _write_cells(row: DriftRow) -> list[str]:
     return [cell.replace("-", "−") for cell in row.cells]
 
 
-def _write_scores(report: Report, scores: Sequence[float] | None) -> list[str]:
-    """In percent; dashes for a task that was not evaluated, nothing where none was."""
-    if not report.accuracy:
-        return []
-    return ["–"] * 3 if scores is None else [f"{100 * score:.1f}" for score in scores]
+def _write_scores(report: Report, tasks: Sequence[str]) -> list[str]:
+    """The mean accuracies in percent; dashes where one of the tasks was not evaluated, nothing where none was."""
+    if not report.accuracy or not report.accuracy.keys() >= set(tasks):
+        return ["–"] * 3 if report.accuracy else []
+    scores = [report.accuracy[task].scores for task in tasks]
+    means = (sum(score[role].value for score in scores) / len(tasks) for role in (EXPERT, MERGED, CALIBRATED))
+    return [f"{100 * mean:.1f}" for mean in means]
 
 
 def _write_answers(report: Report) -> Iterator[str]:
@@ -336,8 +308,8 @@ def _describe_settings(report: Report) -> str:
         pulled = f"All updates were pulled back together, to {step:g} of themselves"
         sentences.append(f"{pulled}, as mean drift grew on held-out rows.")
     if changes:
-        middle, most = changes[len(changes) // 2], changes[-1]
-        sentences.append(f"Their weights moved by {100 * middle:.0f} % (median) and by {100 * most:.0f} % at most.")
+        middle, most = (f"{100 * change:.0f} %" for change in (changes[len(changes) // 2], changes[-1]))
+        sentences.append(f"Their weights moved by {middle} (median) and by {most} at most.")
     return " ".join(sentences)
 
 
@@ -351,13 +323,13 @@ def _describe_cost(report: Report) -> str:
     )
 
 
-def _list_sources(report: Report) -> Iterator[str]:
-    yield "| role | source | commit | licence | found in |"
-    yield "| --- | --- | --- | --- | --- |"
+def _write_sources(report: Report) -> str:
+    lines = ["| role | source | commit | licence | found in |", "| --- | --- | --- | --- | --- |"]
     for source in report.sources:
         commit = f"`{source.commit[:12]}`" if source.commit and _on_hub(source) else "local"
         cells = [inert(source.role), _link(source), commit, inert(source.license or "not said")]
-        yield write_row([*cells, _show_message(source.found_in, report)])
+        lines.append(write_row([*cells, _show_message(source.found_in, report)]))
+    return "\n".join(lines)
 
 
 def _list_left_alone(report: Report) -> list[str]:
@@ -369,9 +341,8 @@ def _list_left_alone(report: Report) -> list[str]:
 
 
 def _write_rerun(report: Report, target: str | None, name: str) -> Iterator[str]:
-    command = f"featcal calibrate -r {RECIPE} -o {shlex.quote(one_line(name) + '-again')}"
-    if target:
-        command = f"hf download {shlex.quote(one_line(target))} {RECIPE} --local-dir .\n{command}"
+    download = f"hf download {shlex.quote(one_line(target))} {RECIPE} --local-dir .\n" if target else ""
+    command = f"{download}featcal calibrate -r {RECIPE} -o {shlex.quote(one_line(name) + '-again')}"
     yield f"`{RECIPE}` names every model and dataset of the Hub by its commit; `{REPORT}` holds all its figures."
     yield _fence("sh", command)
     if not all(map(_on_hub, report.sources)):
@@ -382,7 +353,7 @@ def _list_limits(report: Report, agreed: str | None) -> Iterator[str]:
     yield "Drift was measured on few examples per task, and it is not accuracy: evaluate on your own data."
     yield "The experts are the aim: what they get wrong, this model may get wrong too."
     yield "Only Linear modules and norms inside of transformer blocks were calibrated."
-    models = _models_of(report)
+    models = _find_sources(report, *MODELS)
     if agreed:
         yield f"Licence: all models that it was made from say {inert(agreed)}. The datasets have their own."
     elif models:
@@ -423,7 +394,7 @@ def _show_size(count: float) -> str:
 
 
 def _show_duration(seconds: float) -> str:
-    minutes = round(seconds / 60)
+    hours, minutes = divmod(round(seconds / 60), 60)
     if seconds < 100:
         return f"{seconds:.0f} s"
-    return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min"

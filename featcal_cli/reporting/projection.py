@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from featcal_cli.reporting.drift_plots import MANY_COLOURS, Format, new_figure, own_style, shorten, write_figure
 from featcal_cli.reporting.markdown import one_line, without_secrets
-from featcal_cli.reporting.plot_style import MANY_COLOURS, Format, new_figure, own_style, shorten, write_figure
 from featcal_cli.reporting.verdict import ROLES
 
 if TYPE_CHECKING:  # matplotlib takes long to import
@@ -107,9 +107,7 @@ def _explain(colours: Mapping[str, str]) -> list[Line2D]:
     """What the legend holds: tasks by colour."""
     from matplotlib.lines import Line2D
 
-    named = [
-        (shorten(one_line(without_secrets(task)), 24), colour) for task, colour in list(colours.items())[: len(COLOURS)]
-    ]
-    if (left := len(colours) - len(named)) > 0:
-        named.append((f"{left} other tasks", REST))
-    return [Line2D([], [], color=colour, linewidth=5, label=label) for label, colour in named]
+    labels = [(shorten(one_line(without_secrets(task)), 24), colour) for task, colour in colours.items()]
+    if (left := len(labels) - len(COLOURS)) > 0:
+        labels[len(COLOURS) :] = [(f"{left} other tasks", REST)]
+    return [Line2D([], [], color=colour, linewidth=5, label=label) for label, colour in labels]

@@ -31,7 +31,7 @@ from featcal_cli.hub.push import Target
 from featcal_cli.models.checkpoint_files import list_files, names_on_disk, read_slots
 from featcal_cli.models.loading import find_pipeline_tag, find_processor_class
 from featcal_cli.recipe.schema import Merge
-from featcal_cli.reporting.drift_curve import plot_drift
+from featcal_cli.reporting.drift_plots import plot_drift
 from featcal_cli.reporting.report import CARD, PICTURE, RECIPE, REPORT, Report
 from featcal_cli.reporting.verdict import check_judged
 from featcal_cli.runtime import memory_map

@@ -130,7 +130,7 @@ def _write(file: str | Path, content: str | bytes) -> None:
 
 
 def _draw_maps(inspection: Inspection, kind: Any) -> bytes:
-    from featcal_cli.reporting.drift_maps import plot_inspection
+    from featcal_cli.reporting.drift_plots import plot_inspection
 
     return plot_inspection(inspection, kind)
 

@@ -10,7 +10,7 @@ import pytest
 from inspections import make_inspection, set_last
 from PIL import Image
 
-from featcal_cli.reporting.drift_maps import plot_inspection
+from featcal_cli.reporting.drift_plots import plot_inspection
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 from test_card import make_report
 
-from featcal_cli.reporting.drift_curve import plot_drift
+from featcal_cli.reporting.drift_plots import plot_drift
 from featcal_cli.reporting.report import DriftCurve, Report
 
 

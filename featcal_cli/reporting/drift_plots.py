@@ -1,0 +1,341 @@
+"""Pictures of drift, in one style, and the same bytes for the same data: a run's curves, an inspection's maps."""
+
+from __future__ import annotations
+
+import io
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import accumulate, pairwise
+from math import ceil, isfinite, nan
+from typing import TYPE_CHECKING, Any, Literal
+
+from PIL import Image
+
+from featcal_cli.reporting.inspection import Inspection, TaskInspection
+from featcal_cli.reporting.markdown import one_line, without_paths, without_secrets
+from featcal_cli.reporting.report import DriftCurve, Report
+from featcal_cli.reporting.verdict import describe_lists, follow_drift, list_roles, order_blocks, split_lists
+
+if TYPE_CHECKING:  # matplotlib takes long to import
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure, SubFigure
+
+Format = Literal["png", "svg"]
+DOTS_PER_INCH = 140
+COLOURS = 64
+"""Of a PNG's palette: with it a picture of 24 charts stays below 150 kB."""
+GRID = 100_003
+"""Places in a figure's width and height; a prime, on whose halves no layout falls."""
+MANY_COLOURS = 256
+"""Where colours mean values: they are kept to a few parts in 256, which a palette by frequency would not do."""
+
+
+LINES = {
+    "base": ("base", "#8c8c8c", ":", 1.2),
+    "before": ("merged", "#d55e00", "--", 1.6),
+    "after": ("calibrated", "#0072b2", "-", 2.0),
+}
+"""Field of DriftCurve: what it is called, colour (told apart by colour-blind readers), stroke, width."""
+MOST_CURVES = 24
+"""Of the tasks beyond, those with the largest drift are shown."""
+ROLE_COLOURS = {"model": "#d55e00", "other": "#0072b2", "base": "#8c8c8c"}
+"""Of the roles: told apart by colour-blind readers."""
+MEASURES: dict[str, tuple[str, Literal["-", "--", ":"]]] = {
+    "relative": ("e, drift", "-"),
+    "local": ("m, local mismatch", "--"),
+    "upstream": ("p, upstream propagation", ":"),
+}
+"""Field of PlaceDrift: what it is called, stroke."""
+SCALE = "viridis_r"
+MOST_ROWS = 24
+"""Of the tasks beyond, those with the largest drift have a row in the maps."""
+MOST_CHARTS = 6
+"""Up to so many tasks have a chart each."""
+MOST_FRAMED = 32
+"""Of more blocks the cells have no frames: these would cover them."""
+MOST_TICKS = 8
+
+
+@contextmanager
+def own_style() -> Iterator[None]:
+    """While it lasts matplotlib has its defaults, not the user's style, and SVG's ids depend on the picture alone."""
+    import matplotlib
+
+    with matplotlib.rc_context(), warnings.catch_warnings():
+        matplotlib.rcdefaults()
+        matplotlib.rcParams["svg.hashsalt"] = "featcal"
+        warnings.simplefilter("ignore")  # a task's name may have signs that the font lacks
+        yield
+
+
+def new_figure(width: float, height: float) -> Figure:
+    """An empty white figure, in inches, that lays itself out."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), dpi=DOTS_PER_INCH, facecolor="white", layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def write_figure(figure: Figure, kind: Format = "png", colours: int = COLOURS) -> bytes:
+    """The figure's bytes: a PNG with a palette of `colours`, or an SVG without date, its text as paths."""
+    _settle(figure)
+    if kind == "svg":
+        figure.savefig(drawn := io.BytesIO(), format="svg", metadata={"Date": None, "Creator": "featcal"})
+        return drawn.getvalue()
+    figure.savefig(drawn := io.BytesIO(), format="png")
+    image = Image.open(drawn).convert("RGB")
+    method, rounds = (Image.Quantize.MEDIANCUT, 0) if colours <= COLOURS else (Image.Quantize.MAXCOVERAGE, 2)
+    image = image.quantize(colours, method, rounds, dither=Image.Dither.NONE)
+    image.save(small := io.BytesIO(), format="png", optimize=True)
+    return small.getvalue()
+
+
+def _settle(figure: Figure) -> None:
+    """Lay the figure out, and round where everything came to be: the last bits differ from one layout to the next."""
+    figure.draw_without_rendering()
+    figure.set_layout_engine("none")
+    for part in figure.subfigs:
+        box = part.bbox_relative
+        box.p0, box.p1 = _round(box.p0), _round(box.p1)
+    for axes in [*figure.axes, *(axes for part in figure.subfigs for axes in part.axes)]:
+        box = axes.get_position()
+        axes.set_position((*_round(box.p0), *_round(box.size)))
+
+
+def _round(place: Sequence[float]) -> tuple[float, float]:
+    return round(place[0] * GRID) / GRID, round(place[1] * GRID) / GRID
+
+
+def tidy_axes(axes: Axes) -> None:
+    """A chart's frame open to the right and above, faint lines across, small numbers."""
+    axes.tick_params(labelsize=8)
+    axes.grid(axis="y", color="#e5e5e5", linewidth=0.8)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def shorten(text: str, longest: int) -> str:
+    """Cut in the middle: long names differ at their ends."""
+    half = longest // 2
+    return text if len(text) <= longest else f"{text[: half - 1]}…{text[-half:]}"
+
+
+def plot_drift(report: Report) -> bytes:
+    """A PNG of the drift from each task's expert after every block: base, merged and calibrated model.
+
+    The same report gives the same bytes. Raises ValueError for a report without curves.
+    """
+    if not report.curves:
+        raise ValueError("the report has no curves")
+    charts = _choose_curves(report.curves)
+    columns = {1: 1, 2: 2, 4: 2}.get(len(charts), 3 if len(charts) <= 9 else 4)
+    rows = ceil(len(charts) / columns)
+    with own_style():
+        size = (6.4, 3.8) if len(charts) == 1 else (max(6.4, 2.6 * columns), 0.9 + 2.0 * rows)
+        figure = new_figure(*size)
+        grid = figure.subplots(rows, columns, sharey=True, squeeze=False)
+        axes = list(grid.flat)
+        for place, (title, curve) in zip(axes, charts.items(), strict=False):
+            _draw_curves(place, title, curve, longest=52 if columns == 1 else 26)
+        for place in axes[len(charts) :]:
+            place.remove()
+        axes[0].set_ylim(bottom=0)
+        handles, labels = axes[0].get_legend_handles_labels()
+        warning = _warn_of_fitted(report)
+        figure.legend(
+            handles[::-1], labels[::-1], loc="outside upper center", ncols=3, frameon=False, fontsize=9, title=warning
+        )
+        figure.supxlabel(_depth_label(report.curves, charts), fontsize=9)
+        figure.supylabel("relative drift from the expert", fontsize=9)
+        return write_figure(figure)
+
+
+def _warn_of_fitted(report: Report) -> str | None:
+    """The headline of a picture whose figures, or some of them, are of fitted rows."""
+    if not report.fitted_tasks:
+        return None
+    if len(report.fitted_tasks) == len(report.drift):
+        return "on fitted rows: on new ones, drift is larger"
+    return f"on fitted rows: {shorten(', '.join(map(one_line, report.fitted_tasks)), 60)}"
+
+
+def _choose_curves(curves: Mapping[str, DriftCurve]) -> dict[str, DriftCurve]:
+    """The charts by title: the mean where all tasks run through the same blocks, and every task, as far as they fit."""
+    tasks = {one_line(task): curve for task, curve in curves.items()}
+    means = {}
+    if len(curves) > 1 and len({tuple(curve.blocks) for curve in curves.values()}) == 1:
+        means[f"mean of {len(curves)} tasks"] = _mean_curve(list(curves.values()))
+    worst = sorted(tasks, key=lambda task: -max(tasks[task].after, default=0))[: MOST_CURVES - len(means)]
+    return means | {task: curve for task, curve in tasks.items() if task in worst}
+
+
+def _mean_curve(curves: Sequence[DriftCurve]) -> DriftCurve:
+    columns = ([getattr(curve, field) for curve in curves] for field in ("before", "after", "base"))
+    means = ([sum(values) / len(curves) for values in zip(*column, strict=True)] for column in columns)
+    return DriftCurve(curves[0].blocks, *means)
+
+
+def _draw_curves(axes: Axes, title: str, curve: DriftCurve, longest: int) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    depth = range(1, len(curve.blocks) + 1)
+    mark = "o" if len(depth) <= 12 else ""
+    for field, (label, colour, stroke, width) in LINES.items():
+        values = getattr(curve, field)
+        axes.plot(depth, values, stroke, color=colour, linewidth=width, marker=mark, markersize=3, label=label)
+    for number, (left, right) in enumerate(pairwise(curve.blocks), 1):
+        if left.rpartition(".")[0] != right.rpartition(".")[0]:  # encoder to decoder, vision to language
+            axes.axvline(number + 0.5, color="#b0b0b0", linewidth=0.8)
+    axes.set_title(shorten(title, longest), fontsize=9, parse_math=False)
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True, min_n_ticks=1))
+    tidy_axes(axes)
+
+
+def _depth_label(curves: Mapping[str, DriftCurve], charts: Mapping[str, DriftCurve]) -> str:
+    label = "block, in forward order"
+    if any(len({block.rpartition(".")[0] for block in curve.blocks}) > 1 for curve in curves.values()):
+        label += " (upright lines: from one list of blocks to the next)"
+    if len(charts) < len(curves):
+        label += f"; of {len(curves)} tasks those with the largest drift are shown"
+    return label
+
+
+def plot_inspection(inspection: Inspection, kind: Format = "png") -> bytes:
+    """A PNG or SVG: one map per model (tasks × blocks, relative drift, one scale), the mean over tasks of e, m and p
+    after every block, and, for two to six tasks, the same for each.
+
+    The same inspection gives the same bytes. Raises ValueError for an inspection without tasks.
+    """
+    if not inspection.tasks:
+        raise ValueError("the inspection has no tasks")
+    order, roles = order_blocks(inspection), list_roles(inspection)
+    tasks = _choose_rows(inspection)
+    charts = inspection.tasks if 2 <= len(inspection.tasks) <= MOST_CHARTS else {}
+    heights = [0.95 + 0.2 * max(3, len(tasks)), 2.6]
+    columns = 2 if len(charts) in (2, 4) else 3
+    if charts:
+        heights.append(0.35 + 1.8 * ceil(len(charts) / columns))
+    with own_style():
+        figure = new_figure(10.4, sum(heights))
+        parts = figure.subfigures(len(heights), 1, height_ratios=heights, squeeze=False).flat
+        _draw_maps(next(parts), inspection, tasks, order)
+        _draw_means(next(parts), inspection, order)
+        if charts:
+            _draw_tasks(next(parts), charts, order, roles, columns)
+        figure.supxlabel(f"block: {shorten(describe_lists(order), 120)}", fontsize=9)
+        return write_figure(figure, kind, MANY_COLOURS)
+
+
+def _choose_rows(inspection: Inspection) -> dict[str, TaskInspection]:
+    """The tasks of the maps, in their order."""
+    worst = sorted(inspection.tasks, key=lambda name: -inspection.tasks[name].models["model"].last.relative)
+    return {name: task for name, task in inspection.tasks.items() if name in worst[:MOST_ROWS]}
+
+
+def _draw_maps(
+    part: SubFigure, inspection: Inspection, tasks: Mapping[str, TaskInspection], order: Sequence[str]
+) -> None:
+    roles = list_roles(inspection)
+    maps = {role: [_finite(follow_drift(task.models[role], order)) for task in tasks.values()] for role in roles}
+    top = max((value for rows in maps.values() for row in rows for value in row if isfinite(value)), default=0.0)
+    grid = part.subplots(1, len(roles), sharey=True, squeeze=False)
+    for axes, role in zip(grid.flat, roles, strict=True):
+        drawn = axes.pcolormesh(
+            maps[role], cmap=SCALE, vmin=0, vmax=top or 1.0, edgecolors="white",
+            linewidth=0.6 if len(order) <= MOST_FRAMED else 0.0, antialiased=len(order) <= MOST_FRAMED,
+        )  # fmt: skip
+        axes.set_facecolor("#dddddd")  # shows where a task does not reach
+        axes.set_title(f"{role}: {_name(inspection.names.get(role, ''), 30)}", fontsize=9, parse_math=False)
+        axes.set_yticks([row + 0.5 for row in range(len(tasks))], [_name(task, 22) for task in tasks], fontsize=8)
+        for label in axes.get_yticklabels():
+            label.set_parse_math(False)
+        axes.tick_params(length=0)
+        axes.spines[:].set_visible(False)
+        _mark_blocks(axes, order, middle=0.5)
+    grid[0, 0].invert_yaxis()
+    bar = part.colorbar(drawn, ax=list(grid.flat), pad=0.01, aspect=max(6, len(tasks)))
+    bar.outline.set_visible(False)
+    bar.ax.tick_params(labelsize=8)
+    left = len(inspection.tasks) - len(tasks)
+    part.suptitle(
+        "Relative drift from the expert after every block"
+        + (f" ({left} tasks with less are left out)" if left else ""),
+        fontsize=10,
+    )
+
+
+def _draw_means(part: SubFigure, inspection: Inspection, order: Sequence[str]) -> None:
+    """e, m and p side by side, every model in each."""
+    grid = part.subplots(1, len(MEASURES), sharey=True, squeeze=False)
+    for axes, (measure, (title, _)) in zip(grid.flat, MEASURES.items(), strict=True):
+        for role in list_roles(inspection):
+            curves = [_finite(follow_drift(task.models[role], order, measure)) for task in inspection.tasks.values()]
+            _draw_curve(axes, _mean(curves), role, measure)
+        axes.set_title(title, fontsize=9)
+        _mark_blocks(axes, order)
+        tidy_axes(axes)
+    grid[0, 0].set_ylim(bottom=0)
+    count = len(inspection.tasks)
+    tasks = f"mean of {count} tasks" if count > 1 else _name(next(iter(inspection.tasks)), 60)
+    part.suptitle(f"Drift e and what it is made of, {tasks}", fontsize=10, parse_math=False)
+    handles, labels = grid[0, 0].get_legend_handles_labels()
+    part.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False, fontsize=9)
+
+
+def _draw_tasks(
+    part: SubFigure, tasks: Mapping[str, TaskInspection], order: Sequence[str], roles: Sequence[str], columns: int
+) -> None:
+    """One chart a task: e, m and p of the models, and e of the base."""
+    from matplotlib.lines import Line2D
+
+    grid = part.subplots(ceil(len(tasks) / columns), columns, sharex=True, sharey=True, squeeze=False)
+    places = list(grid.flat)
+    for axes, (name, task) in zip(places, tasks.items(), strict=False):
+        for role in roles[::-1]:
+            for measure in MEASURES if role != "base" else ("relative",):
+                _draw_curve(axes, _finite(follow_drift(task.models[role], order, measure)), role, measure)
+        axes.set_title(_name(name, 40), fontsize=9, parse_math=False)
+        _mark_blocks(axes, order)
+        tidy_axes(axes)
+    for axes in places[len(tasks) :]:
+        axes.remove()
+    places[0].set_ylim(bottom=0)
+    part.suptitle("Task by task", fontsize=10)
+    strokes = [Line2D([], [], color="#404040", linestyle=stroke, label=title) for title, stroke in MEASURES.values()]
+    part.legend(handles=strokes, loc="outside lower center", ncols=3, frameon=False, fontsize=9)
+
+
+def _draw_curve(axes: Axes, values: Sequence[float], role: str, measure: str) -> None:
+    stroke, width, mark = MEASURES[measure][1], 1.2 if role == "base" else 1.8, "o" if len(values) <= 12 else ""
+    style: dict[str, Any] = {"color": ROLE_COLOURS[role], "linewidth": width, "marker": mark, "markersize": 2.5}
+    axes.plot(range(len(values)), values, stroke, label=role, **style)
+
+
+def _mark_blocks(axes: Axes, order: Sequence[str], middle: float = 0.0) -> None:
+    """Blocks by the numbers in their names; upright lines from one list of blocks to the next."""
+    lists = split_lists(order)
+    starts = [0, *accumulate(map(len, lists))][:-1]
+    steps = [scale * step for scale in (1, 10, 100, 1000) for step in (1, 2, 5)]
+    step = next(step for step in steps if len(order) / step <= MOST_TICKS or step == steps[-1])
+    ticks = [start + at for start, names in zip(starts, lists, strict=True) for at in range(0, len(names), step)]
+    axes.set_xticks([tick + middle for tick in ticks], [order[tick].rpartition(".")[2] for tick in ticks], fontsize=8)
+    for start in starts[1:]:
+        axes.axvline(start - 0.5 + middle, color="#404040", linewidth=0.8)
+
+
+def _mean(curves: Sequence[Sequence[float]]) -> list[float]:
+    """Block by block, over the tasks that reach it."""
+    columns = ([value for value in values if isfinite(value)] for values in zip(*curves, strict=True))
+    return [sum(values) / len(values) if values else nan for values in columns]
+
+
+def _finite(values: Sequence[float | None]) -> list[float]:
+    """With nan, of which nothing is drawn, for what is unknown or infinite."""
+    return [value if value is not None and isfinite(value) else nan for value in values]
+
+
+def _name(text: str, longest: int) -> str:
+    """For a picture, which is passed on: without tokens and the folders of this machine."""
+    return shorten(one_line(without_paths(without_secrets(text))), longest)
