@@ -120,8 +120,9 @@ def edit(folder: Path, **changes: Any) -> None:
 # Folding
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", BASES)
+@pytest.mark.parametrize(
+    ("name", "kind"), [("bert", "LoRA"), ("t5", "LoRA"), ("llama", "LoRA"), ("bert", "rsLoRA"), ("bert", "DoRA")]
+)
 def test_the_folded_copy_is_what_peft_makes(tmp_path: Path, name: str, kind: str) -> None:
     base = save_base(tmp_path / "base", name)
     build = type(BASES[name][0]())
@@ -163,8 +164,8 @@ def test_other_kinds_are_folded_where_peft_can_merge_them(tmp_path: Path, base: 
     assert_equal(found, by_peft(tf.BertModel.from_pretrained(base), adapter))
 
 
-@pytest.mark.parametrize("labels", [2, 5])
-def test_a_trained_head_comes_with_its_number_of_labels(tmp_path: Path, base: Path, labels: int) -> None:
+def test_a_trained_head_comes_with_its_number_of_labels(tmp_path: Path, base: Path) -> None:
+    labels = 5
     model = tf.BertForSequenceClassification.from_pretrained(base, num_labels=labels)
     adapter = save_adapter(tmp_path / "classifier", base, model, lora("bert", task_type="SEQ_CLS"))
     snapshot = resolve(str(adapter))
@@ -299,7 +300,7 @@ def test_a_changed_adapter_or_base_makes_another_copy(base: Path, adapter: Path)
         first = second
 
 
-@pytest.mark.parametrize("end", [KeyboardInterrupt, RuntimeError, OSError])
+@pytest.mark.parametrize("end", [KeyboardInterrupt, OSError])
 def test_an_interrupted_fold_leaves_nothing(adapter: Path, monkeypatch: pytest.MonkeyPatch, end: type) -> None:
     def stop(*_: object) -> None:
         raise end("stopped")
@@ -506,9 +507,9 @@ def test_a_full_model_is_no_adapter(base: Path) -> None:
     assert "is a full model, not an adapter" in refusal(f"{base}+{save_base(base.parent / 'two')}")
 
 
-@pytest.mark.parametrize("other", ["t5", "wide", "deep", "shallow"])
+@pytest.mark.parametrize("other", ["t5", "wide", "shallow"])
 def test_an_adapter_of_another_base_is_refused(tmp_path: Path, adapter: Path, other: str) -> None:
-    sizes = {"wide": {"hidden_size": 64}, "deep": {"num_hidden_layers": 3}, "shallow": {"num_hidden_layers": 1}}
+    sizes = {"wide": {"hidden_size": 64}, "shallow": {"num_hidden_layers": 1}}
     if other == "t5":
         save_base(tmp_path / other, "t5")
     else:

@@ -308,9 +308,8 @@ REFUSAL = Fault(status=403, carried_out=False)
 @pytest.mark.parametrize(
     ("kind", "fault"),
     [
-        ("preupload", REFUSAL), ("batch", REFUSAL), ("upload", "500"), ("upload", "reset"), ("verify", REFUSAL),
-        ("validate", Fault(status=200, body=b"<html>")), ("commit", "500"), ("commit", "reset"), ("commit", REFUSAL),
-        ("batch", Fault(body=b"[]")), ("preupload", Fault(body=b"<html>")), ("commit", Fault(status=413)),
+        ("preupload", REFUSAL), ("upload", "reset"), ("validate", Fault(status=200, body=b"<html>")),
+        ("commit", "500"), ("commit", REFUSAL), ("batch", Fault(body=b"[]")), ("commit", Fault(status=413)),
     ],
 )  # fmt: skip
 def test_a_first_push_that_fails_leaves_no_empty_repo(hub: HubServer, folder: Path, kind: str, fault: Fault) -> None:
