@@ -93,7 +93,7 @@ class Repo:
             return file.read_text(encoding="utf-8-sig")
         except (OSError, UnicodeDecodeError) as error:
             what = f"{path} of {self.name} cannot be read: it is not UTF-8 text"
-            raise HubError(what, where=self.name, fix="mend the file, or use another revision") from error
+            raise HubError(what, where=self.name, fix="fix the file, or use another revision") from error
 
     def read_bytes(self, path: str, start: int, stop: int) -> bytes:
         """Bytes `start` to `stop` of a file, fewer at its end; of a Hub repo no others are transferred, and none that
