@@ -32,50 +32,52 @@ def calibrate_blocks(
 
     Updates are checked on the examples `job.checked`, where there are some.
 
-    Raises NumericsError when weights or features are not finite or a system has no stable solution.
+    Raises NumericsError when weights or features are not finite or the equations have no stable solution.
     """
     reports = []
-    student = job.students[CALIBRATED]
+    student, blocks = job.students[CALIBRATED], job.architecture.blocks
     for number, visit in enumerate(forward_order(job)):
         block = visit.block
-        here = Progress(block.name, number, len(job.architecture.blocks))
+        here = Progress(block.name, number, len(blocks))
         report = restore_block(journal, number, student, job.ranks)
         if report is None:
             started = time.monotonic()
-            nearby = job.architecture.blocks[max(0, number - 1) : number + 1]
+            nearby = blocks[max(0, number - 1) : number + 1]
             with name_huge_weight(nearby, (job.merged, job.base, *job.experts.values())):
-                moments = collect_equations(visit, CALIBRATED, hyperparameters, here.at_task(watch))
-                solved = solve_together(job, block, moments, bias, here.at_module(watch))
-            load_block(student, block, solved.solutions)
-            report = _describe(block, moments.skipped, solved, hyperparameters.ridge, time.monotonic() - started)
+                equations = collect_equations(visit, CALIBRATED, hyperparameters, here.at_task(watch))
+                solution = solve_on_all_ranks(job, block, equations, bias, here.at_module(watch))
+            load_block(student, block, solution.solutions)
+            modules = _describe(block, solution, hyperparameters.ridge)
+            skipped = [{"name": name, "reason": why} for name, why in (*block.skipped, *equations.skipped.items())]
+            report = BlockReport(block.name, time.monotonic() - started, modules, skipped)
             if journal is not None:
                 journal.write(number, report, student)
         reports.append(report)
-        watch(Progress(block.name, number + 1, len(job.architecture.blocks)))
+        watch(Progress(block.name, number + 1, len(blocks)))
     return reports
 
 
-def solve_together(
-    job: Job, block: Block, moments: BlockEquations, bias: bool, on_module: Callable[[str], None] = lambda _: None
+def solve_on_all_ranks(
+    job: Job, block: Block, equations: BlockEquations, bias: bool, on_module: Callable[[str], None] = lambda _: None
 ) -> BlockSolution:
-    """What becomes of the block's modules, on all ranks, of which each solves its systems, and checks the updates on
+    """What becomes of the block's modules, on all ranks, of which each solves its equations, and checks the updates on
     the rows that are held out for that, if there are some."""
 
     def solve() -> BlockSolution:
-        solutions = solve_block(block, moments, job.base, bias, on_module)
+        solutions = solve_block(block, equations, job.base, bias, on_module)
         steps: dict[str, float] = {}
-        if moments.held_out is not None:
-            own = {m.name: parameters_of(job.merged, block, m) for m in block.modules if m.name in solutions}
-            solutions, steps = backtrack_block(solutions, moments.held_out, own)
-        rows = {name: system.rows for names, system in moments.linear.items() for name in names}
-        return BlockSolution(solutions, rows | {name: norm.rows for name, norm in moments.norms.items()}, steps)
+        if equations.held_out is not None:
+            merged = {m.name: parameters_of(job.merged, block, m) for m in block.modules if m.name in solutions}
+            solutions, steps = backtrack_block(solutions, equations.held_out, merged)
+        rows = {name: linear.rows for names, linear in equations.linear.items() for name in names}
+        return BlockSolution(solutions, rows | {name: norm.rows for name, norm in equations.norms.items()}, steps)
 
     return share_solutions(job.ranks, solve, job.merged.device)
 
 
 def solve_block(
     block: Block,
-    moments: BlockEquations,
+    equations: BlockEquations,
     base: BlockRunner,
     bias: bool,
     on_module: Callable[[str], None] = lambda _: None,
@@ -84,17 +86,17 @@ def solve_block(
     modules = {module.name: module for module in block.modules}
     solutions: dict[str, Solution] = {}
     with base.on_device():
-        if moments.linear or moments.norms:
+        if equations.linear or equations.norms:
             base.bring(block.name)
-        for names, system in moments.linear.items():
-            if not set(names) - set(moments.skipped):
+        for names, linear in equations.linear.items():
+            if set(names) <= equations.skipped.keys():
                 continue
             on_module(", ".join(name.rpartition(".")[2] for name in names))
             of_base = {name: parameters_of(base, block, modules[name]) for name in names}
-            solutions |= system.solve(of_base, bias=bias)
-        for name, norm in moments.norms.items():
+            solutions |= linear.solve(of_base, bias=bias)
+        for name, norm in equations.norms.items():
             solutions[name] = norm.solve(parameters_of(base, block, modules[name]))
-    solutions = {name: found for name, found in solutions.items() if name not in moments.skipped}
+    solutions = {name: solution for name, solution in solutions.items() if name not in equations.skipped}
     for name, solution in solutions.items():
         if not all(torch.isfinite(part).all() for part in solution.parameters if part is not None):
             what = f"the solution of {block.name}.{name} is not finite"
@@ -109,21 +111,13 @@ def load_block(student: BlockRunner, block: Block, solutions: Mapping[str, Solut
             student.replace(parameter, value)
 
 
-def _describe(
-    block: Block, left: Mapping[str, str], solved: BlockSolution, asked: float, seconds: float
-) -> BlockReport:
-    modules = [
-        ModuleReport(
-            name=module.name,
-            kind=module.kind,
-            rows=solved.rows[module.name],
-            condition_number=solved.solutions[module.name].condition_number,
-            relative_change=solved.solutions[module.name].relative_change,
-            step=solved.steps.get(module.name),
-            ridge=ridge if (ridge := solved.solutions[module.name].ridge) is not None and ridge > asked else None,
-        )
-        for module in block.modules
-        if module.name in solved.solutions
-    ]
-    skipped = [*block.skipped, *left.items()]
-    return BlockReport(block.name, seconds, modules, [{"name": name, "reason": reason} for name, reason in skipped])
+def _describe(block: Block, solution: BlockSolution, asked: float) -> list[ModuleReport]:
+    """What was done to the block's modules with the λ that was asked for, or more of it."""
+    reports = []
+    for module in block.modules:
+        if (solved := solution.solutions.get(module.name)) is not None:
+            ridge = solved.ridge if solved.ridge is not None and solved.ridge > asked else None
+            rows, step = solution.rows[module.name], solution.steps.get(module.name)
+            numbers = (rows, solved.condition_number, solved.relative_change, step, ridge)
+            reports.append(ModuleReport(module.name, module.kind, *numbers))
+    return reports

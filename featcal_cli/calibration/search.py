@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from math import exp, inf, isfinite, log
 
-from featcal_cli.calibration.algorithm import load_block, solve_together
+from featcal_cli.calibration.algorithm import load_block, solve_on_all_ranks
 from featcal_cli.calibration.hyperparameters import Candidate, Trial
 from featcal_cli.calibration.normal_equations import collect_equations
 from featcal_cli.engine.drift_metrics import OutputShift
@@ -71,8 +71,8 @@ class Search:
     def _solve(self, visit: BlockVisit, role: str, behind: Block | None) -> None:
         """Calibrate the block in one student; one that has no stable solution is out."""
         try:
-            moments = collect_equations(visit, role, self.candidates[role].hyperparameters)
-            solutions = solve_together(self.job, visit.block, moments, self.bias).solutions
+            equations = collect_equations(visit, role, self.candidates[role].hyperparameters)
+            solutions = solve_on_all_ranks(self.job, visit.block, equations, self.bias).solutions
             ridge = self.candidates[role].hyperparameters.ridge
             if any(found.ridge is not None and found.ridge > ridge for found in solutions.values()):
                 raise NumericsError(

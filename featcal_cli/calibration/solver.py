@@ -79,16 +79,16 @@ class LinearEquations:
         self._mean += omega * self._cast(moments.mean)
         self.rows += moments.rows
         for name, expert in experts.items():
-            self._bias_pull[name] += omega * self._cast(self._lacking(name, moments, expert))
+            residual = moments.mean_residual(name, expert.weight, self._merged[name].weight)
+            self._bias_pull[name] += omega * self._cast(residual + self._bias_offset(name, expert))
         self._add(moments, experts, omega)
         return omega
 
     def summarise(self) -> RankSummary:
         """For `sum_over_ranks`."""
         sums = {"": self._drift, **self._pull}
-        return RankSummary(
-            self._omega, self.rows, frozenset(name for name, each in sums.items() if each.value is not None)
-        )
+        filled = frozenset(name for name, each in sums.items() if each.value is not None)
+        return RankSummary(self._omega, self.rows, filled)
 
     def sum_over_ranks(self, names: Sequence[str], summaries: Sequence[RankSummary], add_up: AddUp) -> None:
         """Become the equations of all ranks, for the modules `names`; one tensor at a time."""
@@ -111,7 +111,9 @@ class LinearEquations:
         update_of, condition, ridge = self._factorise()
         solutions = {}
         for name, merged in self._merged.items():
-            towards = _anchor_offset(self._cast_all(merged), self._cast_all(base[name]), self._hyperparameters.rho)
+            towards = _anchor_offset(
+                _each(self._cast, merged), _each(self._cast, base[name]), self._hyperparameters.rho
+            )
             update = update_of(name, towards.weight)
             new_bias = None if merged.bias is None else self._cast(merged.bias)
             if bias and new_bias is not None and towards.bias is not None:
@@ -120,7 +122,9 @@ class LinearEquations:
             del towards  # matrices of language models are large: no more of them are held than must be
             weight = self._cast(merged.weight)
             change = _relative_size(update, weight)
-            parameters = _at_most_float32(Affine(update.add_(weight), new_bias), merged.weight)
+            # nothing that is loaded needs more than float32, but for weights that are float64, and a block's are many
+            dtype = torch.promote_types(torch.float32, merged.weight.dtype)
+            parameters = _each(lambda x, dtype=dtype: x.to(dtype), Affine(update.add_(weight), new_bias))
             solutions[name] = Solution(parameters, condition, change, ridge)
         return solutions
 
@@ -132,16 +136,12 @@ class LinearEquations:
         curvature += 2 * _dot(update @ self._mean, shift) + self._omega * _dot(shift, shift)
         return curvature, descent + _dot(shift, self._bias_pull[name])
 
-    def _lacking(self, name: str, moments: LinearMoments, expert: Affine) -> Tensor:
-        """E[W_i x_tgt + b_i − W_merged x_cal − b_merged] [d_out]."""
-        lacking = moments.mean_residual(name, expert.weight, self._merged[name].weight)
-        return lacking + self._bias_offset(name, expert)
-
     def _bias_offset(self, name: str, expert: Affine) -> Tensor:
         """b_i − b_merged, 0 where one has none."""
-        bias, own = expert.bias, self._merged[name].bias
-        known = bias is not None and own is not None
-        return to_precise(bias) - to_precise(own) if known else to_precise(torch.zeros_like(self._bias_pull[name]))  # type: ignore[arg-type]
+        bias, merged = expert.bias, self._merged[name].bias
+        if bias is None or merged is None:
+            return to_precise(torch.zeros_like(self._bias_pull[name]))
+        return to_precise(bias) - to_precise(merged)
 
     def _add(self, moments: LinearMoments, experts: Mapping[str, Affine], omega: float) -> None:
         """Add a task to what the weights are solved from."""
@@ -182,10 +182,6 @@ class LinearEquations:
 
     def _cast(self, x: Tensor) -> Tensor:
         return in_sums(x, self._dtype)
-
-    def _cast_all(self, parameters: Affine) -> Affine:
-        weight, bias = parameters
-        return Affine(self._cast(weight), None if bias is None else self._cast(bias))
 
     def _along(self, name: str, update: Tensor) -> tuple[float, float]:
         """⟨U, U G⟩ and ⟨U, pull⟩ of an update U."""
@@ -241,18 +237,24 @@ class NormEquations:
         pull = self._scale_pull + ridge * towards.weight
         if merged.bias is None or towards.bias is None:
             a11 = a11.clamp_min(EPSILON)
-            return _solution(merged, Affine(merged.weight + pull / a11, merged.bias), float(a11.max() / a11.min()))
+            new = Affine(merged.weight + pull / a11, merged.bias)
+            return Solution(new, float(a11.max() / a11.min()), relative_change(merged, new))
         bias_pull = self._bias_pull + ridge * towards.bias
         determinant = (a22 * a11 - a12.square()).clamp_min(EPSILON)
         scale = merged.weight + (a22 * pull - a12 * bias_pull) / determinant
-        shift = merged.bias + (a11 * bias_pull - a12 * pull) / determinant
-        return _solution(merged, Affine(scale, shift), _worst_condition(a11, a12, a22))
+        new = Affine(scale, merged.bias + (a11 * bias_pull - a12 * pull) / determinant)
+        return Solution(new, _worst_condition(a11, a12, a22), relative_change(merged, new))
 
 
 def precise(parameters: Affine) -> Affine:
     """The parameters in the precision of the sums."""
+    return _each(to_precise, parameters)
+
+
+def _each(change: Callable[[Tensor], Tensor], parameters: Affine) -> Affine:
+    """The same done to weight and bias."""
     weight, bias = parameters
-    return Affine(to_precise(weight), None if bias is None else to_precise(bias))
+    return Affine(change(weight), None if bias is None else change(bias))
 
 
 def _anchor_offset(merged: Affine, base: Affine, rho: float) -> Affine:
@@ -265,20 +267,10 @@ def _dot(one: Tensor, two: Tensor) -> float:
     return float((one * two).sum())
 
 
-def _at_most_float32(parameters: Affine, like: Tensor) -> Affine:
-    """In float32, but for weights that are float64: nothing that is loaded needs more, and a block's are many."""
-    dtype = torch.promote_types(torch.float32, like.dtype)
-    return Affine(parameters.weight.to(dtype), None if parameters.bias is None else parameters.bias.to(dtype))
-
-
 def _worst_condition(a11: Tensor, a12: Tensor, a22: float) -> float:
     """The largest condition number of the symmetric matrices [[a11, a12], [a12, a22]]."""
     middle, spread = (a11 + a22) / 2, (((a11 - a22) / 2).square() + a12.square()).sqrt()
     return float(((middle + spread) / (middle - spread).clamp_min(EPSILON)).max())
-
-
-def _solution(merged: Affine, new: Affine, condition: float) -> Solution:
-    return Solution(new, condition, relative_change(merged, new))
 
 
 def relative_change(merged: Affine, new: Affine) -> float:
