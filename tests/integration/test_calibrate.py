@@ -102,6 +102,16 @@ def test_a_merged_model_can_be_built_instead_of_named(tmp_path: Path, merge: dic
         torch.testing.assert_close(found.detach(), base[name] + scale * torch.stack(vectors).sum(0))
 
 
+def test_names_that_a_model_with_a_head_gave_its_backbone_stay(tmp_path: Path) -> None:
+    saved = save_family(tmp_path, BY_NAME["bert"])
+    plain = calibrated(saved, tmp_path / "plain")
+    file = tmp_path / "merged" / "model.safetensors"
+    save_file({f"bert.{name}": value for name, value in load_file(file).items()}, file, {"format": "pt"})
+    prefixed = calibrated(saved, tmp_path / "prefixed")
+    assert prefixed.keys() == {f"bert.{name}" for name in plain}
+    assert all(torch.equal(prefixed[f"bert.{name}"], value) for name, value in plain.items())
+
+
 def test_the_recipe_in_the_output_runs_the_job_again(tmp_path: Path) -> None:
     saved = save_family(tmp_path, BY_NAME["vit"])
     calibrate(saved.recipe(), output=tmp_path / "first")
