@@ -117,7 +117,7 @@ def calibrate(
     from featcal_cli.cli import result_view
     from featcal_cli.cli.console import Screen
     from featcal_cli.reporting.verdict import check_grown, check_pushable
-    from featcal_cli.workflows.saved_recipe import check_save, save_recipe
+    from featcal_cli.workflows.output_files import check_save, save_recipe
     from featcal_cli.workflows.workspace import default_output
 
     overrides = collect_overrides(

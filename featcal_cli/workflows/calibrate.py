@@ -39,10 +39,9 @@ from featcal_cli.runtime.errors import NumericsError
 from featcal_cli.runtime.files import Unchanged, explain_losses
 from featcal_cli.workflows.build_report import Outcome, summarise
 from featcal_cli.workflows.evaluate import check_evaluable
-from featcal_cli.workflows.finished_output import FinishedOutput, Note
 from featcal_cli.workflows.output import write_output
+from featcal_cli.workflows.output_files import FinishedOutput, Note, dump_recipe
 from featcal_cli.workflows.preflight import Preflight, prepare
-from featcal_cli.workflows.saved_recipe import dump_recipe
 from featcal_cli.workflows.session import CalibrateOptions, Session
 from featcal_cli.workflows.setup import Models, Setup, fetch_models, load_models, set_up
 from featcal_cli.workflows.workspace import NOTE, Workspace, check_apart

@@ -18,7 +18,7 @@ from featcal_cli.reporting.verdict import check_judged, check_measured
 from featcal_cli.runtime.errors import RecipeError
 from featcal_cli.runtime.process import read_launch
 from featcal_cli.runtime.progress import Listener
-from featcal_cli.workflows.finished_output import FinishedOutput, Note
+from featcal_cli.workflows.output_files import FinishedOutput, Note
 from featcal_cli.workflows.session import CalibrateOptions, RecipeSource, RunOptions, Session
 from featcal_cli.workflows.workspace import Workspace, check_name, check_output, default_output
 

@@ -76,7 +76,7 @@ MOMENTS = {
     "features": Moment("given", "featcal_cli.engine.offload.write_mapped", 9, leave=PAGE),
     "first block": Moment("given", "featcal_cli.calibration.journal.Journal.write", leave=3 * PAGE),
     "last block": Moment("searched", "featcal_cli.calibration.journal.Journal.write", 2, blocks=1),
-    "note": Moment("given", "featcal_cli.workflows.finished_output.FinishedOutput.write_note", blocks=2),
+    "note": Moment("given", "featcal_cli.workflows.output_files.FinishedOutput.write_note", blocks=2),
     "copy": Moment("given", "featcal_cli.models.checkpoint_files.copy_checkpoint", leave=3 * PAGE, blocks=2),
     "report": Moment("given", "featcal_cli.models.checkpoint_files.write_tensors", 2, blocks=2),
 }
@@ -137,7 +137,7 @@ def test_too_small_a_disk_is_seen_before_the_start_and_finished_blocks_count(
     assert not disk.files()
     disk.clear()
     with pytest.MonkeyPatch.context() as patch:
-        act_before(patch, "featcal_cli.workflows.finished_output.FinishedOutput.write_note", 1, disk.fill)
+        act_before(patch, "featcal_cli.workflows.output_files.FinishedOutput.write_note", 1, disk.fill)
         check_refusal(work("given"), FULL)
     disk.clear()
     disk.fill(leave=ENOUGH)
@@ -157,7 +157,7 @@ def test_a_disk_for_reading_only_is_refused_and_what_is_on_it_stays(
     disk.protect(False)
     assert not disk.files()
     with pytest.MonkeyPatch.context() as patch:
-        act_before(patch, "featcal_cli.workflows.finished_output.FinishedOutput.write_note", 1, disk.fill)
+        act_before(patch, "featcal_cli.workflows.output_files.FinishedOutput.write_note", 1, disk.fill)
         check_refusal(work("given"), FULL)
     kept = disk.files()
     disk.clear()

@@ -1,4 +1,4 @@
-"""An output that is there: which job made it, and what it still has to say or to be pushed to."""
+"""What lies beside the weights of an output: the note of the job that made it, report and card, and the recipe."""
 
 from __future__ import annotations
 
@@ -6,15 +6,24 @@ import json
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from hashlib import sha256
+from pathlib import Path
 from typing import Any, NamedTuple
 
+import yaml
+
+from featcal_cli import __version__
 from featcal_cli.hub.repo import open_repo
-from featcal_cli.recipe.schema import Draft, Merge
+from featcal_cli.lineage.questions import Finding
+from featcal_cli.recipe.schema import Draft, Merge, Recipe
 from featcal_cli.reporting.model_card import write_card
 from featcal_cli.reporting.report import CARD, REPORT, Report
-from featcal_cli.runtime.errors import OutputError
-from featcal_cli.runtime.files import stamp_files
+from featcal_cli.runtime.errors import OutputError, RecipeError
+from featcal_cli.runtime.files import stamp_files, write_requested
+from featcal_cli.runtime.references import existing_path
+from featcal_cli.runtime.untrusted_text import bare
 from featcal_cli.workflows.workspace import NOTE, WROTE, Workspace
+
+ENDINGS = (".yaml", ".yml")
 
 
 class Note(NamedTuple):
@@ -113,3 +122,59 @@ class FinishedOutput:
 
 def _hash(text: str) -> str:
     return sha256(text.encode()).hexdigest()
+
+
+def dump_recipe(recipe: Recipe) -> str:
+    """The recipe as YAML that `build_recipe` reads back; without `output`: running a job again need not publish it.
+
+    The same recipe gives the same text: no date, and in the comments no path of this machine.
+    """
+    made = f"# Written by featcal {__version__}: the job that calibrated {_name_merged(recipe)},"
+    again = "# every Hub repo at its commit. Run it again: featcal calibrate -r featcal.yaml -o NEW"
+    return f"{made}\n{again}\n{_dump(recipe)}"
+
+
+def save_recipe(file: Path, recipe: Recipe, findings: Sequence[Finding], *, overwrite: bool) -> None:
+    """Write what a dry run found to a file that `featcal calibrate -r` takes. Raises OutputError."""
+    check_save(file, overwrite=overwrite)
+    lines = [
+        f"# Written by featcal {__version__}, by a dry run: the job that would calibrate {_name_merged(recipe)},",
+        "# every Hub repo at its commit. Run it: featcal calibrate -r with this file. Where its parts were read:",
+    ]
+    lines += [f"#   {bare(finding.role)}: {bare(finding.source)}" for finding in findings]
+    content = "\n".join(lines) + "\n" + _dump(recipe, output=recipe.output.push_to is not None)
+    write_requested(file, content, where=f"--save {file}")
+
+
+def check_save(file: Path, *, overwrite: bool) -> None:
+    """Raise an error unless a recipe can be written there."""
+    where = f"--save {file}"
+    if file.suffix not in ENDINGS:
+        raise RecipeError(f"{file.name} is no .yaml file", where=where, fix=f"name it {file.stem}.yaml")
+    try:
+        if file.is_symlink() or file.exists():
+            if not file.is_file():
+                raise OutputError("this is there, and is no file", where=where, fix="choose another --save")
+            if not overwrite:
+                raise OutputError("the file exists", where=where, fix="give --overwrite, or another --save")
+        if not file.resolve().parent.is_dir():
+            raise OutputError(f"there is no folder {file.parent}", where=where, fix="make it, or choose another")
+    except (OSError, ValueError) as error:
+        raise OutputError(f"this cannot be a file: {error}", where=where[:80], fix="choose another --save") from None
+
+
+def _dump(recipe: Recipe, *, output: bool = False) -> str:
+    content = recipe.model_dump(exclude_none=True, exclude=None if output else {"output"})
+    for task in content["tasks"].values():
+        if not task["data"]["columns"]:
+            del task["data"]["columns"]
+    return yaml.safe_dump(content, sort_keys=False, allow_unicode=True, width=120)
+
+
+def _name_merged(recipe: Recipe) -> str:
+    """The merged model, in words where it has no name that others know."""
+    if isinstance(recipe.merged, Merge):
+        return f"the {recipe.merged.method.replace('_', ' ')} of {len(recipe.tasks)} experts"
+    if existing_path(recipe.merged) or "+" in recipe.merged:
+        return "a merged model"
+    return bare(recipe.merged.partition("@")[0])
