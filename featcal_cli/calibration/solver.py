@@ -124,7 +124,7 @@ class LinearEquations:
             change = _relative_size(update, weight)
             # nothing that is loaded needs more than float32, but for weights that are float64, and a block's are many
             dtype = torch.promote_types(torch.float32, merged.weight.dtype)
-            parameters = _each(lambda x, dtype=dtype: x.to(dtype), Affine(update.add_(weight), new_bias))
+            parameters = _each(partial(Tensor.to, dtype=dtype), Affine(update.add_(weight), new_bias))
             solutions[name] = Solution(parameters, condition, change, ridge)
         return solutions
 
