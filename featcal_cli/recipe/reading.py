@@ -50,10 +50,10 @@ def as_draft(recipe: Draft | Mapping[str, Any] | str | Path) -> Draft:
 def complete_draft(draft: Draft) -> Recipe:
     """The draft as a recipe. Raises RecipeError for what it leaves open."""
     if not draft.base:
-        raise RecipeError("nothing says what base is", fix="give --base REPO, or the key base: in a recipe")
+        raise RecipeError("no base model given", fix="give --base REPO, or the key base: in a recipe")
     if not draft.tasks:
         fix = "give --expert TASK=REPO, or the key tasks: in a recipe"
-        raise RecipeError("nothing says what the experts are", fix=fix)
+        raise RecipeError("no experts given", fix=fix)
     for name, task in draft.tasks.items():
         if missing := "expert" if not task.expert else "data" if not (task.data and task.data.has_source) else "":
             fix = f"add --{missing} {name}=…"
@@ -161,7 +161,7 @@ def _name_option(place: Sequence[str], overrides: Mapping[str, Any]) -> str | No
                 f"--merge ({rest[0] if rest else 'method'})" if isinstance(overrides["merged"], Mapping) else "MERGED"
             )
         case ["base" | "skip_experts" as key, *_]:
-            return f"--{key.replace('_', '-')}"
+            return "--base" if key == "base" else "--skip-expert"
         case ["calibration" | "output", key, *_]:
             return {"examples": "--examples (-n)", "bias": "--bias/--no-bias"}.get(key, f"--{key.replace('_', '-')}")
         case ["tasks", task, "evaluate", *rest]:
@@ -195,9 +195,9 @@ def _read_yaml(file: Path) -> dict[str, Any]:
     try:
         documents = load_documents(file.read_text(encoding="utf-8-sig"), unique=True)
     except UnicodeDecodeError:
-        raise RecipeError("the recipe is not YAML: it is no UTF-8 text", where=str(file), fix="mend the file") from None
+        raise RecipeError("the recipe is not YAML: it is no UTF-8 text", where=str(file), fix="fix the file") from None
     except (OSError, ValueError) as error:
-        raise RecipeError(f"the recipe cannot be read: {error}", where=str(file), fix="mend the file") from None
+        raise RecipeError(f"the recipe cannot be read: {error}", where=str(file), fix="fix the file") from None
     if len(documents) > 1:
         fix = "give one of them, in a file of its own"
         raise RecipeError(f"the file holds {len(documents)} documents", where=str(file), fix=fix)
@@ -252,7 +252,7 @@ def _build_draft(raw: Mapping[str, Any], overrides: Mapping[str, Any], file: Pat
     _check_tasks(overrides.get("tasks") or {}, keys.get("tasks") or {})
     if not keys.get("merged"):
         fix = "give MERGED or --merge, or the key merged: in a recipe"
-        raise RecipeError("nothing says what merged is", where=where, fix=fix)
+        raise RecipeError("no merged model given", where=where, fix=fix)
     try:
         draft = Draft.model_validate({key: value for key, value in keys.items() if value is not None})
     except ValidationError as error:
