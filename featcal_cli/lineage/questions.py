@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from featcal_cli.runtime.errors import LineageError
+from featcal_cli.runtime.errors import HubError, LineageError
 
 if TYPE_CHECKING:
     from featcal_cli.recipe.schema import Data, Draft, Merge
@@ -107,17 +107,17 @@ class OpenQuestionsError(LineageError):
 
     def _options(self) -> list[Option]:
         """What the command gets besides what was typed."""
-        unnamed = self._unnamed()
-        options = [*self._known, *(option for question in self.questions for option in question.options)]
-        options = [option for option in options if option[0] != "--skip-expert" or option[1] not in unnamed]
+        unnamed = {("--skip-expert", task) for task in self._unnamed()}
+        options = [option for option in (*self._known, *self._asked()) if option not in unnamed]
         return sorted(dict.fromkeys(options), key=lambda option: _ORDER.index(option[0]))
+
+    def _asked(self) -> list[Option]:
+        return [option for question in self.questions for option in question.options]
 
     def _unnamed(self) -> set[str]:
         """The tasks to go on without whose experts were typed, and need only be typed no more."""
-        if self._names_recipe():
-            return set()
-        options = (option for question in self.questions for option in question.options)
-        return {value for name, value in options if name == "--skip-expert"} & self._named
+        left_out = {value for name, value in self._asked() if name == "--skip-expert"}
+        return set() if self._names_recipe() else left_out & self._named
 
     def _remaining_line(self) -> list[str]:
         """What was typed, without what it says of tasks that need only be typed no more."""
@@ -139,14 +139,14 @@ class OpenQuestionsError(LineageError):
         """The options that the command gets: what is found again without being said is left out where they are many.
         None where there are still too many for a command."""
         options = self._options()
-        asked = {option for question in self.questions for option in question.options}
+        asked = self._asked()
         if len(options) > MOST_OPTIONS and not any(name == "--expert" for name, _ in asked):
             options = [option for option in options if option in asked]
         return options if len(options) <= MOST_OPTIONS else None
 
     def _find_fix(self) -> str:
         """What to do; at its end the command, where there is one that would help."""
-        options = [option for question in self.questions for option in question.options]
+        options = self._asked()
         fixes = [_join_some([question.fix for question in self.questions if question.fix])]
         if self._printed() is None:
             recipe = "the recipe that you give" if self._names_recipe() else "a recipe, job.yaml,"
@@ -162,6 +162,69 @@ class OpenQuestionsError(LineageError):
             steps += [f"fill in {enumerate_names(list(blanks))}"] if blanks else []
             fixes.append(f"{' and '.join([*steps, 'type'])}: {self.command}")
         return "; or ".join(filter(None, fixes))
+
+
+Findings = Mapping[str, Finding]
+"""Task → expert."""
+Gone = Mapping[str, tuple[Finding, HubError]]
+"""Task → the expert that cannot be read, and why."""
+
+
+def ask_without(gone: Gone, count: int) -> list[Question]:
+    """Whether to go on without the experts that are gone, of `count` in all; where all are, what stands for them.
+
+    Where they are many, one question about all.
+    """
+    can_go_on = len(gone) < count
+    questions = []
+    for task, (expert, error) in gone.items():
+        what = f"the expert of {task} cannot be read: {error.what}"
+        others = () if expert.source == SAID else (("--expert", f"{task}=REPO"), ("--data", f"{task}=SOURCE"))
+        options: tuple[Option, ...] = (("--skip-expert", task),) if can_go_on else others
+        where = expert.value if expert.source == SAID else f"{expert.value}, named by {expert.source}"
+        questions.append(
+            Question(what, options, where, {f"go on without {task}": options} if can_go_on else {}, error.fix)
+        )
+    if len(questions) <= MOST_PROBLEMS:
+        return questions
+    named = enumerate_names([f"{task} ({expert.value})" for task, (expert, _) in gone.items()], MOST_PROBLEMS)
+    what = f"{len(gone)} of {count} experts cannot be read: {named}; {next(iter(gone.values()))[1].what}"
+    options = tuple(option for question in questions for option in question.options)
+    where = "; ".join(dict.fromkeys(expert.source for expert, _ in gone.values()))
+    choices = {f"go on without these {len(gone)}": options} if can_go_on else {}
+    return [Question(what, options, where, choices, questions[0].fix)]
+
+
+def experts_to_name(
+    draft: Draft, questions: Sequence[Question], found: Findings, left_out: Findings, gone: Gone
+) -> Findings:
+    """The experts that a command names. Those that a command names are all there are, so that none is named where some
+    are left out by name; unless another has to be."""
+    options = [option for question in questions for option in question.options]
+    skipped = {value for name, value in options if name == "--skip-expert"}
+    if not (skipped or left_out):
+        return found
+    asked = any(name == "--expert" for name, _ in options)
+    if not asked and not any(task.expert for task in draft.tasks.values()):
+        return {}
+    without = {task: expert for task, (expert, _) in gone.items() if task in skipped}
+    return {**found, **left_out, **without}  # named, so that they can be left out by name
+
+
+def list_known(
+    draft: Draft, base: Finding | Question | None, experts: Findings, data: Mapping[str, tuple[Data, str]]
+) -> Iterator[Option]:
+    """What was found and the draft does not say, as options."""
+    said = draft.tasks
+    if isinstance(base, Finding) and not draft.base:
+        yield "--base", base.value
+    for task, expert in experts.items():
+        if not (task in said and said[task].expert):
+            yield "--expert", f"{task}={expert.value}"
+    for task, (source, _) in data.items():
+        plain = not source.columns and source.template is None
+        if plain and not (task in said and said[task].data):
+            yield "--data", f"{task}={source}"
 
 
 def _join_some(phrases: Sequence[str]) -> str:

@@ -14,18 +14,22 @@ from featcal_cli.lineage.base_model import find_base_of, find_stated_base, pick_
 from featcal_cli.lineage.expert_data import TaskData, find_data
 from featcal_cli.lineage.merge_configs import Statement
 from featcal_cli.lineage.questions import (
-    MOST_PROBLEMS,
     SAID,
     Finding,
+    Findings,
+    Gone,
     OpenQuestionsError,
     Option,
     Question,
+    ask_without,
     enumerate_names,
+    experts_to_name,
+    list_known,
     show_merged,
     write_command,
 )
 from featcal_cli.lineage.search import Search, do_at_once, is_gone, opened_part, split_model
-from featcal_cli.lineage.statements import STATING_FILES
+from featcal_cli.lineage.statements import STATING_FILES, read_statements
 from featcal_cli.recipe.schema import Draft, Merge, Recipe, TaskDraft
 from featcal_cli.runtime.errors import HubError, LineageError, RecipeError
 from featcal_cli.runtime.untrusted_text import show
@@ -45,8 +49,6 @@ class Lineage:
 Base = Finding | Question | None
 Experts = dict[str, Finding | Question]
 """Task → expert, or the question which it is."""
-Gone = Mapping[str, tuple[Finding, HubError]]
-"""Task → the expert that cannot be read, and why."""
 
 
 def find_lineage(
@@ -80,15 +82,15 @@ def find_lineage(
     data = _find_data(search, found)
     questions = [base] if isinstance(base, Question) else []
     questions += _ask_for_experts(search, experts, base) if experts or not gone else []
-    questions += _ask_without(gone, len(experts) + len(gone))
+    questions += ask_without(gone, len(experts) + len(gone))
     questions += [answer for answer in data.values() if isinstance(answer, Question)]
     if isinstance(base, Question) and not experts:
         questions += _ask_ahead(search, base)
     known = {task: answer for task, answer in data.items() if not isinstance(answer, Question)}
     if questions or not isinstance(base, Finding):
         questions = [*(Question(warning, ()) for warning in against), *questions]
-        listed = _list_experts(draft, questions, found, left_out, gone)
-        raise OpenQuestionsError(draft, questions, _list_known(draft, base, listed, known))
+        named = experts_to_name(draft, questions, found, left_out, gone)
+        raise OpenQuestionsError(draft, questions, list_known(draft, base, named, known))
     return _complete(search, replace(base, source=source), found, known, against)
 
 
@@ -119,7 +121,7 @@ def check_experts(draft: Draft, lineage: Lineage, open_repo: Opener) -> None:
         and is_gone(error, opened_part(expert))
     }
     if gone:
-        raise OpenQuestionsError(draft, _ask_without(gone, len(experts)))
+        raise OpenQuestionsError(draft, ask_without(gone, len(experts)))
 
 
 def _read_merged(search: Search) -> None:
@@ -130,10 +132,10 @@ def _read_merged(search: Search) -> None:
         return
     missing = [("--expert", "TASK=REPO"), ("--data", "TASK=SOURCE")]
     command = write_command(draft, missing if draft.base else [("--base", "REPO"), *missing])
-    search.read_merged(STATING_FILES, command)
-
-
-# Experts
+    search.repo = search.open(draft.merged)
+    if search.repo.commit:
+        do_at_once(search.repo.read_text, STATING_FILES)  # they are cached then
+    search.statements = read_statements(search.repo, command, search.notes, search.looked_at)
 
 
 def _find_experts(search: Search, base: Base) -> tuple[Experts, Base]:
@@ -273,7 +275,7 @@ def _take_gone(search: Search, experts: Experts, base: Base) -> Gone:
     return gone
 
 
-def _settle_experts(search: Search, experts: Mapping[str, Finding], base: Base) -> dict[str, Finding]:
+def _settle_experts(search: Search, experts: Findings, base: Base) -> dict[str, Finding]:
     """The found experts by their tasks, without the base, where it was merged too, and adapters on the full model of
     what they were trained on."""
     experts = {task: replace(expert, role=f"expert {task}") for task, expert in experts.items()}
@@ -288,10 +290,7 @@ def _settle_experts(search: Search, experts: Mapping[str, Finding], base: Base) 
     return settled or experts
 
 
-# Data
-
-
-def _find_data(search: Search, experts: Mapping[str, Finding]) -> dict[str, TaskData | Question]:
+def _find_data(search: Search, experts: Findings) -> dict[str, TaskData | Question]:
     """Task → data, or the question where it comes from. Raises HubError where the Hub cannot be reached."""
     said = {task: _said_data(search, task, expert.value) for task, expert in experts.items()}
     open_tasks = [task for task, data in said.items() if data is None]
@@ -310,9 +309,6 @@ def _said_data(search: Search, task: str, expert: str) -> TaskData | None:
     return None
 
 
-# Questions
-
-
 def _ask_for_experts(search: Search, experts: Experts, base: Base) -> Iterator[Question]:
     """Which experts are meant, where they are not known."""
     for task, expert in experts.items():
@@ -324,29 +320,6 @@ def _ask_for_experts(search: Search, experts: Experts, base: Base) -> Iterator[Q
         first: list[Option] = [("--base", "REPO")] if base is None else []
         options = (*first, ("--expert", "TASK=REPO"), ("--data", "TASK=SOURCE"))
         yield Question(f"nothing says which experts {search.merged} was merged from", options, where)
-
-
-def _ask_without(gone: Gone, count: int) -> list[Question]:
-    """Whether to go on without the experts that are gone, of `count` in all; where all are, what stands for them.
-
-    Where they are many, one question about all.
-    """
-    questions = []
-    for task, (expert, error) in gone.items():
-        options: tuple[Option, ...] = (("--expert", f"{task}=REPO"), ("--data", f"{task}=SOURCE"))
-        options = (("--skip-expert", task),) if len(gone) < count else () if expert.source == SAID else options
-        where = expert.value if expert.source == SAID else f"{expert.value}, named by {expert.source}"
-        choices = {f"go on without {task}": options} if len(gone) < count else {}
-        what = f"the expert of {task} cannot be read: {error.what}"
-        questions.append(Question(what, options, where, choices, error.fix))
-    if len(questions) <= MOST_PROBLEMS:
-        return questions
-    named = enumerate_names([f"{task} ({expert.value})" for task, (expert, _) in gone.items()], MOST_PROBLEMS)
-    what = f"{len(gone)} of {count} experts cannot be read: {named}; {next(iter(gone.values()))[1].what}"
-    options = tuple(option for question in questions for option in question.options)
-    choices = {f"go on without these {len(gone)}": options} if len(gone) < count else {}
-    where = "; ".join(dict.fromkeys(expert.source for expert, _ in gone.values()))
-    return [Question(what, options, where, choices, questions[0].fix)]
 
 
 def _ask_ahead(search: Search, base: Question) -> Iterator[Question]:
@@ -361,43 +334,8 @@ def _ask_ahead(search: Search, base: Question) -> Iterator[Question]:
                     yield replace(answer, problem=f"{answer.problem} (if it is the base, it needs none)")
 
 
-def _list_experts(
-    draft: Draft,
-    questions: Sequence[Question],
-    found: Mapping[str, Finding],
-    left_out: Mapping[str, Finding],
-    gone: Gone,
-) -> Mapping[str, Finding]:
-    """The experts that a command names. Those that a command names are all there are, so that none is named where some
-    are left out by name; unless another has to be."""
-    options = [option for question in questions for option in question.options]
-    skipped = {value for name, value in options if name == "--skip-expert"}
-    if not (skipped or left_out):
-        return found
-    asked = any(name == "--expert" for name, _ in options)
-    if not asked and not any(task.expert for task in draft.tasks.values()):
-        return {}
-    without = {task: expert for task, (expert, _) in gone.items() if task in skipped}
-    return {**found, **left_out, **without}  # named, so that they can be left out by name
-
-
-def _list_known(
-    draft: Draft, base: Base, experts: Mapping[str, Finding], data: Mapping[str, TaskData]
-) -> Iterator[Option]:
-    """What was found and the draft does not say, as options."""
-    if isinstance(base, Finding) and not draft.base:
-        yield "--base", base.value
-    for task, expert in experts.items():
-        if not draft.tasks.get(task, TaskDraft()).expert:
-            yield "--expert", f"{task}={expert.value}"
-    for task, (source, _) in data.items():
-        plain = not source.columns and source.template is None
-        if plain and not draft.tasks.get(task, TaskDraft()).data:
-            yield "--data", f"{task}={source}"
-
-
 def _complete(
-    search: Search, base: Finding, experts: Mapping[str, Finding], data: Mapping[str, TaskData], against: Sequence[str]
+    search: Search, base: Finding, experts: Findings, data: Mapping[str, TaskData], against: Sequence[str]
 ) -> Lineage:
     """What was found, as a recipe and with its sources."""
     draft = search.draft

@@ -16,7 +16,7 @@ from featcal_cli.hub.repo import Kind, Opener, Repo
 from featcal_cli.lineage.merge_configs import Statement
 from featcal_cli.lineage.model_card import Card, read_card
 from featcal_cli.lineage.questions import SAID, Finding, show_merged
-from featcal_cli.lineage.statements import names_itself, read_config, read_statements
+from featcal_cli.lineage.statements import names_itself, read_config
 from featcal_cli.recipe.schema import Draft, Merge
 from featcal_cli.runtime.errors import HubError
 from featcal_cli.runtime.references import existing_path, looks_like_path, split_revision
@@ -49,14 +49,6 @@ class Search:
         self._lock = Lock()
         self._repos: dict[tuple[str, Kind], Future[Repo]] = {}
         self._cards: dict[str, Card] = {}
-
-    def read_merged(self, files: Iterable[str], command: str) -> None:
-        """Open the merged repo and read what it states. Raises LineageError and HubError."""
-        assert isinstance(self.draft.merged, str)
-        self.repo = self.open(self.draft.merged)
-        if self.repo.commit:
-            do_at_once(self.repo.read_text, files)  # they are cached then
-        self.statements = read_statements(self.repo, command, self.notes, self.looked_at)
 
     @property
     def merged(self) -> str:

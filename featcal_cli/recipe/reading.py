@@ -74,9 +74,6 @@ def names_merged(file: Path) -> bool:
     return bool(_read_yaml(file).get("merged"))
 
 
-# The command line
-
-
 def collect_overrides(**options: Any) -> dict[str, Any]:
     """Options of the command line, by name (None where not given), in the nesting of a recipe. Raises RecipeError."""
     merge = options.get("merge")
@@ -188,9 +185,6 @@ def _check_tasks(typed: Mapping[str, Any], tasks: Any) -> None:
             raise RecipeError(f"there is no task {show(task)}", where=option, fix=fix)
 
 
-# The file
-
-
 def _read_yaml(file: Path) -> dict[str, Any]:
     try:
         documents = load_documents(file.read_text(encoding="utf-8-sig"), unique=True)
@@ -240,9 +234,6 @@ def _anchor_paths(raw: dict[str, Any], folder: Path) -> None:
                 task["data"] = parse_source(data, folder)
             elif isinstance(data, dict):
                 anchor(data, "path")
-
-
-# Both
 
 
 def _build_draft(raw: Mapping[str, Any], overrides: Mapping[str, Any], file: Path | None) -> Draft:
