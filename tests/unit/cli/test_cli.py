@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -25,39 +26,42 @@ from featcal_cli.recipe.schema import Data
 from featcal_cli.runtime.errors import RecipeError
 
 VIT = next(family for family in FAMILIES if family.name == "vit")
+LOCAL = {"merged": "merged", "--base": "base", "--expert": "red=red", "--data": "red=red.safetensors", "-n": 8}
 
 
-def arguments(folder: Path) -> dict[str, object]:
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The models and the data of a small job."""
+    folder = tmp_path_factory.mktemp("job")
     save_family(folder, VIT, examples=20)
-    return {
-        "merged": folder / "merged",
-        "--base": folder / "base",
-        "--expert": f"red={folder / 'red'}",
-        "--data": f"red={folder / 'red.safetensors'}",
-        "-n": 8,
-        "-o": folder / "out",
-    }
+    return folder
 
 
-def test_results_go_to_stdout_and_the_rest_to_stderr(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = featcal_inside(capsys, "calibrate", arguments(tmp_path))
+@pytest.fixture
+def folder(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of them, in which commands run."""
+    shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def weights(folder: Path) -> bytes:
+    return (folder / "model.safetensors").read_bytes()
+
+
+def test_results_go_to_stdout_and_the_rest_to_stderr(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = featcal_inside(capsys, "calibrate", {**LOCAL, "-o": "out"})
     assert run.code == 0
-    assert "red" in run.stdout and "calibrated" in run.stdout and str(tmp_path / "out") in run.stdout.replace("\n", "")
+    assert "red" in run.stdout and "calibrated" in run.stdout and "out" in run.stdout
     assert "token weights: cls" in run.stderr and "README.md shows how" in run.stderr.replace("\n", " ")
-
-
-def test_quiet_shows_the_result_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = featcal_inside(capsys, "calibrate", {**arguments(tmp_path), "--seed": 1, "-q": ""})
-    assert run.code == 0 and run.stderr == ""
-    assert "calibrated" in run.stdout
-
-
-def test_json_is_the_report_and_where_the_result_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = featcal_inside(capsys, "calibrate", {**arguments(tmp_path), "--json": ""})
-    assert run.code == 0 and run.stderr == ""
-    printed = json.loads(run.stdout)
-    assert (printed.pop("output"), printed.pop("pushed")) == (str(tmp_path / "out"), None)
-    assert printed == json.loads((tmp_path / "out" / "featcal_report.json").read_text())
+    assert max(map(len, run.stdout.splitlines())) <= 80
+    quiet = featcal_inside(capsys, "calibrate", {**LOCAL, "-o": "out", "-q": "", "--overwrite": ""})
+    assert (quiet.code, quiet.stderr, quiet.stdout) == (0, "", run.stdout)
+    printed = featcal_inside(capsys, "calibrate", {**LOCAL, "-o": "out", "--json": "", "--overwrite": ""})
+    assert printed.code == 0 and printed.stderr == ""
+    report = json.loads(printed.stdout)
+    assert (report.pop("output"), report.pop("pushed")) == ("out", None)
+    assert report == json.loads((folder / "out" / "featcal_report.json").read_text())
 
 
 def test_help_and_version_do_not_load_torch() -> None:
@@ -122,103 +126,54 @@ def test_commands_are_listed(tmp_path: Path) -> None:
     assert "calibrate" in run.stdout and "demo" in run.stdout
 
 
-def test_nothing_is_wider_than_the_terminal(tmp_path: Path) -> None:
-    options = [
-        part for name, value in arguments(tmp_path).items() for part in ([name] if name[0] == "-" else []) + [value]
-    ]
-    run = featcal("calibrate", *options, folder=tmp_path)
-    assert run.returncode == 0, run.stderr
-    table = [line for line in run.stdout.splitlines() if "out" not in line]
-    assert max(map(len, table)) <= 80
-
-
-def test_hub_repos_are_pinned_to_their_commits(
-    tmp_path: Path, hub: HubServer, capsys: pytest.CaptureFixture[str]
+def test_relative_paths_work_and_run_again_from_anywhere(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given = arguments(tmp_path)
-    for name in ("merged", "base", "red"):
-        hub.add_repo(f"pinned/{name}", tmp_path / name)
-    run = featcal_inside(
-        capsys, "calibrate", {**given, "merged": "pinned/merged", "--base": "pinned/base", "--expert": "red=pinned/red"}
-    )
+    run = featcal_inside(capsys, "calibrate", LOCAL)
     assert run.code == 0, run.stderr
-    recipe = yaml.safe_load((tmp_path / "out" / "featcal.yaml").read_text())
-    for place in (recipe["merged"], recipe["base"], recipe["tasks"]["red"]["expert"]):
-        assert re.fullmatch(r"pinned/\w+@[0-9a-f]{40}", place)
-    again = featcal_inside(
-        capsys, "calibrate", {"-r": tmp_path / "out" / "featcal.yaml", "-o": tmp_path / "again", "-q": ""}
-    )
+    (folder / "elsewhere").mkdir()
+    monkeypatch.chdir(folder / "elsewhere")
+    again = featcal_inside(capsys, "calibrate", {"-r": "../merged-featcal/featcal.yaml", "-o": "again"})
     assert again.code == 0, again.stderr
-    one, two = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("out", "again"))
-    assert one == two
+    assert weights(folder / "merged-featcal") == weights(folder / "elsewhere" / "again")
+    monkeypatch.chdir(folder / "merged")
+    beside = {"--base": "../base", "--expert": "red=../red", "--data": "red=../red.safetensors"}
+    dotted = featcal_inside(capsys, "calibrate", {**LOCAL, **beside, "merged": ".", "-o": "../out"})
+    assert dotted.code == 0, dotted.stderr
+    assert weights(folder / "out") == weights(folder / "merged-featcal")
 
 
-def test_the_default_output_is_named_after_the_merged_model(tmp_path: Path) -> None:
-    options = [
-        str(part)
-        for name, value in arguments(tmp_path).items()
-        if name[0] == "-" and name != "-o"
-        for part in (name, value)
-    ]
-    run = featcal("calibrate", tmp_path / "merged", *options, folder=tmp_path)
-    assert run.returncode == 0, run.stderr
-    assert (tmp_path / "merged-featcal" / "model.safetensors").is_file()
+def test_a_relative_folder_of_images_can_be_read(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ViTImageProcessorPil(size={"height": 32, "width": 32}).save_pretrained(folder / "base")
+    (folder / "photos").mkdir()
+    for number in range(12):
+        Image.new("RGB", (8, 8), (20 * number, 0, 0)).save(folder / "photos" / f"{number}.png")
+    run = featcal_inside(capsys, "calibrate", {**LOCAL, "--data": "red=photos", "-n": 4})
+    assert run.code == 0, run.stderr
 
 
 def test_pickled_weights_are_read_only_when_asked(
-    tmp_path: Path, hub: HubServer, capsys: pytest.CaptureFixture[str]
+    folder: Path, hub: HubServer, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    given = arguments(tmp_path)
-    weights = tmp_path / "red" / "model.safetensors"
-    torch.save(load_file(weights), tmp_path / "red" / "pytorch_model.bin")
-    expected = featcal_inside(capsys, "calibrate", {**given, "-o": tmp_path / "expected"})
-    weights.unlink()
-    hub.add_repo("pickled/red", tmp_path / "red")
-    refused = featcal_inside(capsys, "calibrate", {**given, "--expert": "red=pickled/red"})
+    file = folder / "red" / "model.safetensors"
+    torch.save(load_file(file), folder / "red" / "pytorch_model.bin")
+    expected = featcal_inside(capsys, "calibrate", {**LOCAL, "-o": "expected"})
+    file.unlink()
+    hub.add_repo("pickled/red", folder / "red")
+    given = {**LOCAL, "--expert": "red=pickled/red", "-o": "out"}
+    refused = featcal_inside(capsys, "calibrate", given)
     assert (expected.code, refused.code) == (0, 2)
-    allowed = featcal_inside(capsys, "calibrate", {**given, "--expert": "red=pickled/red", "--allow-pickle": ""})
+    allowed = featcal_inside(capsys, "calibrate", {**given, "--allow-pickle": ""})
     assert allowed.code == 0, allowed.stderr
-    one, two = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("expected", "out"))
-    assert one == two
+    assert weights(folder / "expected") == weights(folder / "out")
 
 
-def test_relative_paths_work_and_run_again_from_anywhere(tmp_path: Path) -> None:
-    save_family(tmp_path, VIT, examples=20)
-    options = ["--base", "base", "--expert", "red=red", "--data", "red=red.safetensors", "-n", "8", "-o", "out"]
-    run = featcal("calibrate", "merged", *options, folder=tmp_path)
-    assert run.returncode == 0, run.stderr
-    (tmp_path / "elsewhere").mkdir()
-    again = featcal("calibrate", "-r", tmp_path / "out" / "featcal.yaml", "-o", "again", folder=tmp_path / "elsewhere")
-    assert again.returncode == 0, again.stderr
-    one, two = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("out", "elsewhere/again"))
-    assert one == two
-
-
-def test_a_relative_folder_of_images_can_be_read(tmp_path: Path) -> None:
-    save_family(tmp_path, VIT, examples=20)
-    ViTImageProcessorPil(size={"height": 32, "width": 32}).save_pretrained(tmp_path / "base")
-    (tmp_path / "photos").mkdir()
-    for number in range(12):
-        Image.new("RGB", (8, 8), (20 * number, 0, 0)).save(tmp_path / "photos" / f"{number}.png")
-    options = ["--base", "base", "--expert", "red=red", "--data", "red=photos", "-n", "4"]
-    run = featcal("calibrate", "merged", *options, folder=tmp_path)
-    assert run.returncode == 0, run.stderr
-
-
-def test_a_merged_model_named_by_a_dot_gives_its_folders_name(tmp_path: Path) -> None:
-    save_family(tmp_path, VIT, examples=20)
-    options = ["--base", "../base", "--expert", "red=../red", "--data", "red=../red.safetensors", "-n", "8"]
-    run = featcal("calibrate", ".", *options, "-o", "../out", folder=tmp_path / "merged")
-    assert run.returncode == 0, run.stderr
-    assert (tmp_path / "out" / "model.safetensors").is_file()
-
-
-def test_a_saved_dry_run_is_the_job(tmp_path: Path, hub: HubServer, capsys: pytest.CaptureFixture[str]) -> None:
-    given = arguments(tmp_path)
+def test_a_saved_dry_run_is_the_job(folder: Path, hub: HubServer, capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("merged", "base", "red"):
-        hub.add_repo(f"saved/{name}", tmp_path / name)
-    given |= {"merged": "saved/merged", "--base": "saved/base", "--expert": "red=saved/red"}
-    job = tmp_path / "job.yaml"
+        hub.add_repo(f"saved/{name}", folder / name)
+    data = f"red={folder / 'red.safetensors'}"
+    given = {"merged": "saved/merged", "--base": "saved/base", "--expert": "red=saved/red", "--data": data, "-n": 8}
+    job = folder / "job.yaml"
     saving = {**given, "--dry-run": "", "--save": job, "--json": ""}
     run = featcal_inside(capsys, "calibrate", saving)
     assert run.code == 0, run.stderr
@@ -227,17 +182,19 @@ def test_a_saved_dry_run_is_the_job(tmp_path: Path, hub: HubServer, capsys: pyte
     assert all(saved[key] == recipe[key] for key in ("merged", "base", "calibration")) and "output" not in saved
     assert re.search(r"merged: saved/merged@[0-9a-f]{40}\n", text) and "#   base: the command line" in text
     comments = [line for line in text.splitlines() if line.startswith("#")]
-    assert not any(str(tmp_path) in line for line in comments) and "saved/merged" in comments[0]
-    assert list(tmp_path.glob(".job*")) == []
+    assert not any(str(folder) in line for line in comments) and "saved/merged" in comments[0]
+    assert list(folder.glob(".job*")) == []
     again = featcal_inside(capsys, "calibrate", saving)
     assert again.code == 2 and "--overwrite" in again.stderr and again.stdout == "" and job.read_text() == text
-    for options, out in (({**given}, "direct"), ({"-r": job}, "saved")):
-        done = featcal_inside(capsys, "calibrate", {**options, "-o": tmp_path / out, "-q": ""})
+    for options, out in ((given, "direct"), ({"-r": job}, "saved")):
+        done = featcal_inside(capsys, "calibrate", {**options, "-o": out, "-q": ""})
         assert done.code == 0, done.stderr
-    one, two = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("direct", "saved"))
-    assert one == two
-    made = (tmp_path / "saved" / "featcal.yaml").read_text()
-    assert made.startswith("# Written by featcal ") and str(tmp_path) not in made.partition("\nmerged:")[0]
+    assert weights(folder / "direct") == weights(folder / "saved")
+    made = (folder / "saved" / "featcal.yaml").read_text()
+    assert made.startswith("# Written by featcal ") and str(folder) not in made.partition("\nmerged:")[0]
+    direct = yaml.safe_load((folder / "direct" / "featcal.yaml").read_text())
+    for place in (direct["merged"], direct["base"], direct["tasks"]["red"]["expert"]):
+        assert re.fullmatch(r"saved/\w+@[0-9a-f]{40}", place)
 
 
 def test_columns_and_splits_are_set_on_the_command_line(tmp_path: Path, hub: HubServer) -> None:

@@ -25,8 +25,9 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from featcal_cli.data.rows import read_classes
+from featcal_cli.evaluation.lm_eval_tasks import _read_score
 from featcal_cli.evaluation.results import Evaluation
-from featcal_cli.evaluation.scores import combine, score_accuracy, score_spearman
+from featcal_cli.evaluation.scores import Score, combine, score_accuracy, score_spearman
 from featcal_cli.recipe.reading import read_draft
 from featcal_cli.recipe.schema import Data, Draft
 from featcal_cli.runtime.errors import CheckpointError, DataError, RecipeError
@@ -286,6 +287,7 @@ def test_a_language_model_is_sent_to_lm_eval(tmp_path: Path, t5: Path) -> None:
 # --- lm-eval ---
 
 
+@pytest.mark.matrix  # importing lm-eval alone takes ten seconds
 def test_lm_evals_figure_is_that_of_likelihoods_by_hand(hub: HubServer, tmp_path: Path) -> None:
     pytest.importorskip("lm_eval")
     random = Random(4)
@@ -319,16 +321,46 @@ def test_lm_evals_figure_is_that_of_likelihoods_by_hand(hub: HubServer, tmp_path
         assert found.tasks["it"].scores[name].value == pytest.approx(right / 8)
 
 
+@pytest.mark.matrix
 def test_lm_eval_is_asked_for_what_it_knows_alone(tmp_path: Path, t5: Path) -> None:
     pytest.importorskip("lm_eval")
-    with pytest.raises(RecipeError, match="runs code"):
-        evaluate(draft_of(t5, {"path": str(t5)}, {"lm_eval": {"humaneval_plus": "pass@1"}}))
     with pytest.raises(RecipeError, match="does not know"):
         save(build("llama"), tmp_path / "expert")
         save_tokenizer(tmp_path / "expert", chat=True)
         for name in ("base", "merged"):
             (tmp_path / name).symlink_to(tmp_path / "expert")
         evaluate(draft_of(tmp_path, {"path": str(t5)}, {"lm_eval": {"no_such_task_at_all": "acc"}}))
+
+
+@pytest.mark.parametrize(
+    ("results", "metric", "value", "error"),
+    [
+        ({"acc,none": 0.75, "acc_stderr,none": 0.2}, "acc", 0.75, None),  # drawn from the samples
+        ({"acc,none": 0.5, "acc_stderr,none": 0.2}, "acc", 0.5, 0.2),  # no mean of the samples
+        ({"acc,none": 0.5, "acc_stderr,none": "N/A"}, "acc,none", 0.5, 0.0),
+        ({"acc,none": 0.75, "acc,strict": 0.5}, "acc", "lm-eval has several acc of sciq", None),
+        ({"acc,none": 0.75}, "exact_match", "lm-eval has no exact_match of sciq", None),
+    ],
+)
+def test_a_figure_of_lm_evals_is_read_with_its_error(
+    results: dict[str, Any], metric: str, value: float | str, error: float | None
+) -> None:
+    samples = [{"acc": float(number < 3), "filter": "none"} for number in range(4)]
+    answer = {"results": {"sciq": results}, "samples": {"sciq": samples}, "n-samples": {"sciq": {"effective": 9}}}
+    if isinstance(value, str):
+        with pytest.raises(RecipeError, match=value):
+            _read_score(answer, "sciq", metric, "it")
+        return
+    score = _read_score(answer, "sciq", metric, "it")
+    drawn = score_accuracy([1.0, 1.0, 1.0, 0.0])
+    spread = 1.959964 * (error or 0.0)
+    assert score == (drawn if error is None else Score(value, value - spread, value + spread, error, 9))
+
+
+def test_code_that_a_model_wrote_runs_only_when_that_is_allowed(t5: Path) -> None:
+    pytest.importorskip("lm_eval")
+    with pytest.raises(RecipeError, match="runs code"):
+        evaluate(draft_of(t5, {"path": str(t5)}, {"lm_eval": {"humaneval_plus": "pass@1"}}))
 
 
 # --- figures ---
