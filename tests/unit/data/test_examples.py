@@ -12,6 +12,7 @@ import shutil
 from base64 import b64encode
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy
@@ -32,6 +33,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from transformers.models.detr.image_processing_pil_detr import DetrImageProcessorPil
 from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 
+from featcal_cli.data import local_tables
 from featcal_cli.data.batches import Batch, count_positions
 from featcal_cli.data.columns import number_label
 from featcal_cli.data.examples import TaskExamples, draw_examples, open_labelled
@@ -544,7 +546,9 @@ def test_rows_of_csv_with_too_many_values_are_left_out_and_lines_in_quotes_are_r
     assert "line 3 has 3 values for 2 columns" in notes or "line 36 names the columns again" in notes
 
 
-def test_a_file_that_grows_is_read_as_it_was_and_one_that_is_replaced_is_said_to_be(tmp_path: Path) -> None:
+def test_a_file_that_grows_is_read_as_it_was_and_one_that_is_replaced_is_said_to_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file = tmp_path / "a.jsonl"
     file.write_text(OBJECTS)
     [table] = open_file(file, "a")
@@ -554,6 +558,10 @@ def test_a_file_that_grows_is_read_as_it_was_and_one_that_is_replaced_is_said_to
     file.write_text("[]\n")
     with pytest.raises(DataError, match="changed while it was read"):
         list(table.read([5]))
+    file.write_text(OBJECTS)
+    before = SimpleNamespace(st_size=len(lines(ROWS[:6])), st_mtime_ns=0)  # the other rows come while it is read
+    monkeypatch.setattr(local_tables, "os", SimpleNamespace(fstat=lambda _: before))
+    assert [table.length for table in open_file(file, "a")] == [6]
 
 
 # --- tensors ---
