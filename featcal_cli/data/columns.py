@@ -65,7 +65,7 @@ NO_ANSWERS = ("rejected", "system", "system_prompt", "title", "source", "context
 
 LABEL_NAMES = ("label", "labels", "class", "cls", "target")
 
-LOOKED_AT = 1000
+LOOKED_AT_CHARACTERS = 1000
 """Characters of a text that tell whether it is one."""
 
 
@@ -257,7 +257,7 @@ def is_conversation(value: Any) -> bool:
 
 def _looks_natural(values: Sequence[Any]) -> bool:
     """True when most of the values are several words, unlike ids, paths and class names."""
-    texts = [value[:LOOKED_AT] for value in values if isinstance(value, str) and value.strip()]
+    texts = [value[:LOOKED_AT_CHARACTERS] for value in values if isinstance(value, str) and value.strip()]
     return sum(len(text.split()) > 1 for text in texts) * 2 > len(texts)
 
 

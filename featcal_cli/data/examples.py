@@ -31,8 +31,8 @@ PEEKED_ROWS = 16
 """Rows looked at to find out what the columns hold."""
 SEED = 42
 """Of the choice of rows where only some labelled ones are wanted."""
-FEWEST_ROWS, FEWEST_IN_HALF, SHARE = 10, 2, 5
-"""Of at least so many different rows one in SHARE is held out where there are no further ones; so many in each half."""
+FEWEST_ROWS, HELD_OUT_SHARE, FEWEST_IN_HALF = 10, 5, 2
+"""Of at least so many different rows one in so many is held out where there are no further ones; so many in a half."""
 
 
 @dataclass(frozen=True)
@@ -204,7 +204,7 @@ class _UsableRows:
         self.fitted, self.further = self.fitted + self.further[:room], self.further[room:]
         different = list(dict.fromkeys(key for key, _ in self.fitted))
         total = len(different) + len(self.further)
-        wanted = min(most_held_out(count), max(2 * FEWEST_IN_HALF, round(total / SHARE)))
+        wanted = min(most_held_out(count), max(2 * FEWEST_IN_HALF, round(total / HELD_OUT_SHARE)))
         if not hold_out or total < FEWEST_ROWS or len(self.further) >= wanted:
             return
         taken = set(different[len(self.further) - wanted :])

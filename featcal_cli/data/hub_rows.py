@@ -33,7 +33,7 @@ MOST_BYTES = 2**26
 
 MOST_FILES = 32
 """Parquet files that are opened at most while they hold enough rows: the footer of each is a request, up to a MB."""
-PART = 0.25
+BUDGET_SHARE = 0.25
 """Of the parquet files' bytes, what one draw may read, from FEWEST_BYTES to MOST_BYTES."""
 FEWEST_BYTES = 2**23
 FEWEST_GROUPS = 16
@@ -41,12 +41,12 @@ FEWEST_GROUPS = 16
 MOST_BYTES_FOR_SPREAD = 2**28
 PAGE_ROWS = 1024
 """Rows that writers put into a page at least, so that a group without more cannot be read in part."""
-PIECE = 2**20
+PIECE_BYTES = 2**20
 """Bytes that are read at a time of a row group that is not read whole, and of a .csv file."""
 
-BLOCK = 2**18
+BLOCK_BYTES = 2**18
 """Bytes of a file of lines that are read at a time."""
-MARGIN = 2**14
+MARGIN_BYTES = 2**14
 """Bytes read beyond a block, for the end of its last line."""
 MOST_READ = 2**24
 """Bytes that are read at a time of what a line has beyond that."""
@@ -138,7 +138,7 @@ def _draw_from_groups(split: HubSplit, count: int, columns: Collection[str] | No
 
 def _read_all_groups(split: HubSplit) -> Iterator[Row]:
     for file in split.files:
-        with split.open(file, block_size=4 * PIECE) as stream:
+        with split.open(file, block_size=4 * PIECE_BYTES) as stream:
             opened = parquet.ParquetFile(stream, pre_buffer=False)
             for number in range(opened.num_row_groups):
                 # one group at a time: what is read ahead is lost when columns of several are read in turn
@@ -178,8 +178,8 @@ def _list_groups(file: HubFile, footer: Any, columns: Collection[str] | None) ->
 def _divide_budget(groups: Sequence[RowGroup], count: int) -> tuple[float, int]:
     """The bytes that may be read of each group, and the rows to take from each, for `count` rows in all."""
     total = max(1, sum(group.size for group in groups))
-    budget = min(MOST_BYTES, max(FEWEST_BYTES, PART * total))
-    least = sum(group.size if group.rows <= PAGE_ROWS else min(group.size, 4 * PIECE) for group in groups)
+    budget = min(MOST_BYTES, max(FEWEST_BYTES, BUDGET_SHARE * total))
+    least = sum(group.size if group.rows <= PAGE_ROWS else min(group.size, 4 * PIECE_BYTES) for group in groups)
     affordable = int(budget * len(groups) / total)
     spread = min(FEWEST_GROUPS, int(MOST_BYTES_FOR_SPREAD * len(groups) / max(1, least)))
     number = min(len(groups), count, max(affordable, spread, 1))
@@ -213,7 +213,7 @@ def _is_read_whole(group: RowGroup, share: float) -> bool:
 def _read_rows(split: HubSplit, share: float, group: RowGroup, rows: Sequence[int]) -> list[Row]:
     """The rows at these ascending positions of a group."""
     whole = _is_read_whole(group, share)
-    options = {"pre_buffer": whole, "buffer_size": 0 if whole else PIECE}
+    options = {"pre_buffer": whole, "buffer_size": 0 if whole else PIECE_BYTES}
     with split.open(group.file, cache_type="none") as stream:
         opened = parquet.ParquetFile(stream, metadata=group.footer, **options)
         return list(map(shorten_row, read_group(opened, group.number, rows, group.columns, whole=whole)))
@@ -239,7 +239,7 @@ def _all_end_with(files: Sequence[HubFile], endings: tuple[str, ...]) -> bool:
 
 def _list_blocks(split: HubSplit) -> list[tuple[HubFile, int]]:
     """Where the blocks of all files begin."""
-    return [(file, start) for file in split.files for start in range(0, file.size, BLOCK)]
+    return [(file, start) for file in split.files for start in range(0, file.size, BLOCK_BYTES)]
 
 
 def _draw_lines(split: HubSplit, wanted: int, random: Random, parse: LineParser) -> Iterator[Row]:
@@ -263,14 +263,14 @@ def _read_blocks(split: HubSplit, blocks: Sequence[tuple[HubFile, int]]) -> Iter
 def _read_lines(split: HubSplit, file: HubFile, start: int) -> list[bytes]:
     """The lines that begin in a block of a file, empty ones left out."""
     before = min(start, 1)  # a line begins in the block when the byte before it, which ends another, is read with it
-    limit = min(BLOCK, file.size - start) + before
+    limit = min(BLOCK_BYTES, file.size - start) + before
     with split.open(file, cache_type="none") as stream:
         stream.seek(start - before)
-        content = bytearray(stream.read(limit + MARGIN))
+        content = bytearray(stream.read(limit + MARGIN_BYTES))
         at = content.find(b"\n", 0, limit - 1) + 1 if start else 0
         if start and not at:
             return []
-        ended, step = b"\n" in content[limit - 1 :], BLOCK
+        ended, step = b"\n" in content[limit - 1 :], BLOCK_BYTES
         while not ended and (more := stream.read(step)):
             content += more
             ended, step = b"\n" in more, min(2 * step, MOST_READ)  # few requests, however long the line is
@@ -333,7 +333,7 @@ def _open_rows(split: HubSplit, files: Sequence[HubFile]) -> Iterator[Row]:
 def _open_csv(split: HubSplit, files: Sequence[HubFile]) -> Iterator[Row]:
     for file in files:
         separator = split.options.get("delimiter") or split.options.get("sep") or _separator(file)
-        with split.open(file, block_size=PIECE) as stream:
+        with split.open(file, block_size=PIECE_BYTES) as stream:
             lines = decode_lines(stream, PurePosixPath(file.path).name, file.url, split.options.get("encoding"))
             yield from parse_csv(lines, file.path, separator)
 

@@ -31,9 +31,9 @@ from featcal_cli.recipe.schema import Data
 from featcal_cli.runtime.errors import DataError
 from featcal_cli.runtime.untrusted_text import bare, show
 
-DECODED = 16
+DECODED_AT_ONCE = 16
 """Images that are held decoded at once: a batch of photographs, decoded, would need gigabytes."""
-PIXELS = 2**27
+PIXELS_AT_ONCE = 2**27
 """Of these together, unless one of them alone has more."""
 FORMATS = (
     "AVIF", "BMP", "DIB", "GIF", "ICO", "JPEG", "JPEG2000", "MPO", "PNG", "PPM", "TGA", "TIFF", "WEBP",
@@ -172,7 +172,9 @@ def _portions(items: Sequence[EncodedImage]) -> Iterator[list[EncodedImage]]:
     """The images in their order, in lists of what may be decoded at once."""
     portion: list[EncodedImage] = []
     for item in items:
-        if portion and (len(portion) == DECODED or sum(one.pixels for one in portion) + item.pixels > PIXELS):
+        if portion and (
+            len(portion) == DECODED_AT_ONCE or sum(one.pixels for one in portion) + item.pixels > PIXELS_AT_ONCE
+        ):
             yield portion
             portion = []
         portion.append(item)

@@ -15,7 +15,7 @@ import pyarrow.parquet
 
 from featcal_cli.data.text_files import (
     GZIP,
-    HEAD,
+    HEAD_BYTES,
     WRITE_LINES,
     BrokenRow,
     Row,
@@ -44,17 +44,17 @@ OTHER_KINDS = {
     **dict.fromkeys((".zip", ".tar", ".7z", ".zst", ".bz2", ".xz"), "unpack it, and give the folder"),
 }
 """Endings that are not read → what to do."""
-LISTS = ("data", "rows", "examples", "instances", "items", "train")
+LIST_KEYS = ("data", "rows", "examples", "instances", "items", "train")
 """Where a .json file that is one object keeps its rows."""
 WHOLE_JSON = 2**30
 """Bytes of a .json file that is read whole."""
-KEPT = 2**16
+KEPT_CHARACTERS = 2**16
 """Characters of a text that are kept at each end: far more than any model reads of it, from whichever end."""
 LARGEST_IMAGE = 2**26
 """Bytes of an encoded image; what is larger is not read as one."""
-UNFOLDED = 2**28
+ROW_GROUP_BYTES = 2**28
 """Bytes of a row group that are in memory at once."""
-NESTED = 6
+MOST_LEVELS = 6
 """Lists and mappings inside of each other that a row's texts are looked for in."""
 
 
@@ -70,7 +70,7 @@ class Table:
 def shorten_row(row: Row) -> Row:
     """The row without what no reader of it needs: the middle of very long texts, and bytes that are too many for an
     image. Hundreds of rows are held at once."""
-    return row if isinstance(row, BrokenRow) else {name: _shorten(value, NESTED) for name, value in row.items()}
+    return row if isinstance(row, BrokenRow) else {name: _shorten(value, MOST_LEVELS) for name, value in row.items()}
 
 
 def _shorten(value: Any, levels: int) -> Any:
@@ -78,7 +78,7 @@ def _shorten(value: Any, levels: int) -> Any:
         case str() if is_base64(value[:20]):
             return value if len(value) <= 2 * LARGEST_IMAGE else ""
         case str():
-            return value if len(value) <= 2 * KEPT else value[:KEPT] + value[-KEPT:]
+            return value if len(value) <= 2 * KEPT_CHARACTERS else value[:KEPT_CHARACTERS] + value[-KEPT_CHARACTERS:]
         case bytes():
             return value if len(value) <= LARGEST_IMAGE else b""
         case dict() if levels:
@@ -139,7 +139,7 @@ def open_images(files: Sequence[Path], classes: Sequence[str]) -> Table:
 
 def _read_head(file: Path) -> bytes:
     with file.open("rb") as stream:
-        return stream.read(HEAD)
+        return stream.read(HEAD_BYTES)
 
 
 def _hold(rows: Sequence[Row]) -> Table:
@@ -158,9 +158,9 @@ def read_group(
     opened: Any, number: int, rows: Sequence[int], columns: Sequence[str] | None = None, *, whole: bool = True
 ) -> Iterator[Row]:
     """These rows, in ascending order, of a row group of a parquet file; not `whole`: nothing after the last of them is
-    read. Of a group that unfolds to more than UNFOLDED bytes only so many are in memory at once."""
+    read. Of a group that unfolds to more than ROW_GROUP_BYTES bytes only so many are in memory at once."""
     group = opened.metadata.row_group(number)
-    most = max(1, group.num_rows * UNFOLDED // max(1, group.total_byte_size))
+    most = max(1, group.num_rows * ROW_GROUP_BYTES // max(1, group.total_byte_size))
     if whole and most >= group.num_rows:
         parts = iter([opened.read_row_group(number, columns=columns)])
     else:
@@ -209,7 +209,7 @@ def _parse_whole_json(text: str, file: Path, where: str) -> list[Row]:
             raise DataError(f"{file.name} is not JSON: {error}", where=where, fix=WRITE_LINES) from None
         return [parse_json_line(line.encode(), f"row {number}", where) for number, line in enumerate(lines, 1)]
     if isinstance(value, dict):
-        lists = [value[name] for name in LISTS if isinstance(value.get(name), list)]
+        lists = [value[name] for name in LIST_KEYS if isinstance(value.get(name), list)]
         value = lists[0] if _ending(file) == ".json" and lists else [value]
     if not isinstance(value, list) or not all(isinstance(row, dict) for row in value):
         raise DataError(f"{file.name} is no list of JSON objects", where=where, fix=WRITE_LINES)

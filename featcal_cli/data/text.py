@@ -57,7 +57,7 @@ Tokens = tuple[dict[str, list[int]], list[int]]
 
 
 @dataclass(frozen=True)
-class Phrase:
+class TokenizerInput:
     """What the tokenizer is given of one row."""
 
     text: str
@@ -69,8 +69,8 @@ class Phrase:
 
 
 @dataclass(frozen=True)
-class Phrasing:
-    """How a row becomes a phrase, by the roles of its columns."""
+class RowFormatter:
+    """How a row becomes the tokenizer's input, by the roles of its columns."""
 
     roles: Mapping[str, str]
     about: Sequence[str]
@@ -84,8 +84,8 @@ class Phrasing:
         """Whether the turns of a conversation become one text, for want of a chat template."""
         return self.template is None and (self.kind != "causal" or not self.tokenizer.chat_template)
 
-    def compose(self, row: Row) -> Phrase:
-        """The row's phrase. Raises BadRowError for a value that is missing or not text."""
+    def compose(self, row: Row) -> TokenizerInput:
+        """The tokenizer's input of a row. Raises BadRowError for a value that is missing or not text."""
         if self.template is None and "messages" in self.roles:
             return self._conversation(_read_messages(row.get(self.roles["messages"])))
         if self.template is None and {"prompt", "response"} <= self.roles.keys() and self.kind != "encoder":
@@ -93,8 +93,8 @@ class Phrasing:
         target = self._answer(row) if self.kind == "encoder-decoder" and "response" in self.roles else None
         text, pair = self._source(row)
         if self.kind == "causal" and pair is not None:
-            return Phrase(f"{text}\n{pair}")
-        return Phrase(text, pair, target)
+            return TokenizerInput(f"{text}\n{pair}")
+        return TokenizerInput(text, pair, target)
 
     def _source(self, row: Row) -> tuple[str, str | None]:
         if self.template is not None:
@@ -121,7 +121,7 @@ class Phrasing:
         values = [self._text(row, "prompt"), *(row.get(name) for name in self.about)]
         return "\n".join(value for value in values if isinstance(value, str) and value.strip())
 
-    def _prompt_and_answer(self, row: Row) -> Phrase:
+    def _prompt_and_answer(self, row: Row) -> TokenizerInput:
         prompt, response = (row.get(self.roles[role]) for role in ("prompt", "response"))
         asked = _read_messages(prompt) if is_conversation(prompt) else None
         if asked and asked[-1]["role"] == "assistant":
@@ -132,24 +132,28 @@ class Phrasing:
         answer = "" if answered else self._answer(row)
         if not asked and not answered and self.joins_turns:
             text = self._prompt(row)
-            return Phrase(text, target=answer) if self.kind == "encoder-decoder" else Phrase(f"{text}\n{answer}")
+            return (
+                TokenizerInput(text, target=answer)
+                if self.kind == "encoder-decoder"
+                else TokenizerInput(f"{text}\n{answer}")
+            )
         asked = asked or [{"role": "user", "content": self._prompt(row)}]
         return self._conversation([*asked, *(answered or [{"role": "assistant", "content": answer}])])
 
-    def _conversation(self, messages: list[Message]) -> Phrase:
+    def _conversation(self, messages: list[Message]) -> TokenizerInput:
         """The conversation by the chat template; without one, its turns one below the other."""
         if not self.joins_turns:
             try:
                 text = self.tokenizer.apply_chat_template(messages, tokenize=False)
             except Exception as error:  # a template is a program, and raises what it likes
                 raise BadRowError(f"the chat template refuses the messages ({error})") from error
-            return Phrase(str(text), has_special_tokens=True)
+            return TokenizerInput(str(text), has_special_tokens=True)
         turns = [message["content"] for message in messages]
         if not all(isinstance(turn, str) for turn in turns) or not any(turn.strip() for turn in turns):
             raise BadRowError("the messages have no text")
         if self.kind == "encoder-decoder" and len(turns) > 1:
-            return Phrase("\n".join(turns[:-1]), target=turns[-1])
-        return Phrase("\n".join(turns))
+            return TokenizerInput("\n".join(turns[:-1]), target=turns[-1])
+        return TokenizerInput("\n".join(turns))
 
 
 def _fill(template: str, row: Row) -> str:
@@ -189,7 +193,7 @@ def _read_messages(value: Any) -> list[Message]:
 class TextReader(Reader):
     """Text through a model's own tokenizer; an item is a row's token ids, not yet padded."""
 
-    phrasing: Phrasing
+    formatter: RowFormatter
     tokenizer: Any
     max_tokens: int
     model: PreTrainedModel
@@ -201,11 +205,11 @@ class TextReader(Reader):
         """The row's tokens. Raises BadRowError when there are none."""
         if isinstance(row, BrokenRow):
             raise BadRowError(row.reason)
-        phrase = self.phrasing.compose(row)
-        text, pair, answer = map(self._shorten, (phrase.text, phrase.pair, phrase.target))
-        encoded = self._encode(text, pair, add_special_tokens=not phrase.has_special_tokens)
+        given = self.formatter.compose(row)
+        text, pair, answer = map(self._shorten, (given.text, given.pair, given.target))
+        encoded = self._encode(text, pair, add_special_tokens=not given.has_special_tokens)
         target = self._encode(text_target=answer)["input_ids"] if answer is not None else []
-        if not encoded["input_ids"] or (phrase.target is not None and not target):
+        if not encoded["input_ids"] or (given.target is not None and not target):
             raise BadRowError("a text has no tokens")
         return encoded, target
 
@@ -299,13 +303,13 @@ def open_text(data: Data, samples: Samples, model: PreTrainedModel, folders: Seq
     kind = _text_kind(model)
     roles = choose_text_roles(data, samples, kind, chat=bool(tokenizer.chat_template), where=where)
     about = find_about(data, roles, samples) if data.template is None else []
-    phrasing = Phrasing(roles, about, data.template, kind, tokenizer)
+    formatter = RowFormatter(roles, about, data.template, kind, tokenizer)
     limits = (tokenizer.model_max_length, count_positions(model)[0], MAX_TOKENS)
     max_tokens = int(min(limit for limit in limits if isinstance(limit, int | float) and limit >= 1))
-    used = _describe(phrasing, data, samples, where)
+    used = _describe(formatter, data, samples, where)
     return TextReader(
         chosen=f"{used} (of {', '.join(samples)}), at most {max_tokens} tokens, tokenizer from {source}",
-        phrasing=phrasing,
+        formatter=formatter,
         tokenizer=tokenizer,
         max_tokens=max_tokens,
         model=model,
@@ -314,14 +318,14 @@ def open_text(data: Data, samples: Samples, model: PreTrainedModel, folders: Seq
     )
 
 
-def _describe(phrasing: Phrasing, data: Data, samples: Samples, where: str) -> str:
+def _describe(formatter: RowFormatter, data: Data, samples: Samples, where: str) -> str:
     """What is read as what, and what is not read though it may be meant."""
-    roles, kind = phrasing.roles, phrasing.kind
+    roles, kind = formatter.roles, formatter.kind
     columns = [f"column {column} as {role}" for role, column in roles.items() if role not in ("image", "label")]
     used = f"template {data.template!r}" if data.template else " and ".join(columns)
-    if phrasing.about:
-        used += f", with {' and '.join(phrasing.about)} behind the prompt"
-    if phrasing.joins_turns and any(is_conversation(value) for name in roles.values() for value in samples[name]):
+    if formatter.about:
+        used += f", with {' and '.join(formatter.about)} behind the prompt"
+    if formatter.joins_turns and any(is_conversation(value) for name in roles.values() for value in samples[name]):
         why = "the tokenizer has no chat template" if kind == "causal" else f"the model is an {kind}"
         used += f", its turns joined by line breaks as {why}"
     if kind == "encoder-decoder" and not {"response", "messages"} & roles.keys():

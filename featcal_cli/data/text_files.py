@@ -18,12 +18,12 @@ from featcal_cli.runtime.untrusted_text import parse_json, show
 
 Row = dict[str, Any]
 
-HEAD = 4096
+HEAD_BYTES = 4096
 """Bytes of a file that are looked at."""
 MARKS = ((b"\xff\xfe\0\0", "utf-32"), (b"\0\0\xfe\xff", "utf-32"), (b"\xff\xfe", "utf-16"), (b"\xfe\xff", "utf-16"))
 """What a text begins with that is not UTF-8 → how Python calls it."""
 GZIP = b"\x1f\x8b"
-KINDS = (
+CONTENT_MARKS = (
     (b"version https://git-lfs", "a pointer of Git LFS, not the data: run git lfs pull in its folder"),
     (b"PAR1", "a parquet file: call it .parquet"),
     (b"ARROW1", "an Arrow file: call it .arrow"),
@@ -60,7 +60,7 @@ class BrokenRow(Row):
 def check_content(head: bytes, name: str, where: str) -> None:
     """Raise DataError for a file that begins like one of another kind than its name says."""
     begins = head.lstrip().lower()
-    for mark, kind in KINDS:
+    for mark, kind in CONTENT_MARKS:
         if head.startswith(mark) or (mark.islower() and begins.startswith(mark)):
             what, _, fix = kind.partition(": ")
             raise DataError(f"{name} is {what}", where=where, fix=fix)
@@ -90,7 +90,7 @@ def open_lines(file: Path, where: str) -> Iterator[str]:
 
 def decode_lines(stream: IO[bytes] | Any, name: str, where: str, encoding: str | None = None) -> Iterator[str]:
     """The lines of an open file. Raises DataError for bytes that are not what `encoding` (None: found out) says."""
-    head = stream.read(HEAD)
+    head = stream.read(HEAD_BYTES)
     stream.seek(0)
     check_content(head, name, where)
     number = 0
@@ -104,7 +104,9 @@ def decode_lines(stream: IO[bytes] | Any, name: str, where: str, encoding: str |
 
 def _refuse_encoding(error: UnicodeDecodeError, which: str, name: str, where: str) -> DataError:
     byte = error.object[error.start]
-    guess = "UTF-16" if 0 in error.object[:HEAD] or error.object[:2] in (b"\xff\xfe", b"\xfe\xff") else "WINDOWS-1252"
+    guess = (
+        "UTF-16" if 0 in error.object[:HEAD_BYTES] or error.object[:2] in (b"\xff\xfe", b"\xfe\xff") else "WINDOWS-1252"
+    )
     converted = f"iconv -f {guess} -t UTF-8 {quote(name)} > {quote(f'utf8-{name}')}"
     what = f"{which} is not {error.encoding.upper().removesuffix('-SIG')} text (byte 0x{byte:02x})"
     return DataError(f"{what}; it may be {guess}", where=where, fix=f"convert it: {converted}")

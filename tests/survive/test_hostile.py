@@ -26,8 +26,8 @@ from safetensors.torch import load_file, save_file
 from transformers import BertModel, ViTModel
 
 from featcal_cli.data.examples import DrawnExamples, draw_examples
-from featcal_cli.data.images import PIXELS
-from featcal_cli.data.local_tables import KEPT, LARGEST_IMAGE, open_file, shorten_row
+from featcal_cli.data.images import PIXELS_AT_ONCE
+from featcal_cli.data.local_tables import KEPT_CHARACTERS, LARGEST_IMAGE, open_file, shorten_row
 from featcal_cli.hub.model_source import find_config
 from featcal_cli.hub.snapshot import resolve
 from featcal_cli.lineage.model_card import read_card
@@ -216,7 +216,7 @@ def test_large_images_are_decoded_few_at_a_time(stage: Stage) -> None:
     stage.patch.setattr(type(drawn.reader), "_process", watch)
     (batch,) = drawn.cut(6).fitted
     assert batch["pixel_values"].shape == (6, 3, 32, 32)
-    assert 1 <= most <= PIXELS // side**2
+    assert 1 <= most <= PIXELS_AT_ONCE // side**2
 
 
 def test_a_text_of_100_mb_costs_seconds_and_is_its_beginning(stage: Stage) -> None:
@@ -253,10 +253,10 @@ def test_a_long_line_on_the_hub_is_read_in_few_requests(stage: Stage) -> None:
 
 
 def test_a_row_keeps_both_ends_of_a_text_and_no_bytes_beyond_an_image() -> None:
-    long = "a" * KEPT + "b" * 5 + "c" * KEPT
+    long = "a" * KEPT_CHARACTERS + "b" * 5 + "c" * KEPT_CHARACTERS
     row = {"text": long, "bytes": bytes(LARGEST_IMAGE + 1), "messages": [{"role": "user", "content": long}], "n": 7}
     short = shorten_row(row)
-    assert short["text"] == short["messages"][0]["content"] == "a" * KEPT + "c" * KEPT
+    assert short["text"] == short["messages"][0]["content"] == "a" * KEPT_CHARACTERS + "c" * KEPT_CHARACTERS
     assert (short["bytes"], short["n"]) == (b"", 7)
     assert shorten_row({"text": "short", "label": None}) == {"text": "short", "label": None}
 
@@ -268,7 +268,7 @@ def test_a_large_row_group_is_read_in_parts_and_gives_the_same_rows(stage: Stage
     file = stage.folder / "rows.parquet"
     pyarrow.parquet.write_table(arrow.Table.from_pylist(rows), file)
     for unfolded in (2**28, 5_000, 1):
-        stage.patch.setattr("featcal_cli.data.local_tables.UNFOLDED", unfolded)
+        stage.patch.setattr("featcal_cli.data.local_tables.ROW_GROUP_BYTES", unfolded)
         (table,) = open_file(file, "rows.parquet")
         assert list(table.read(positions)) == [rows[position] for position in positions]
 
@@ -278,7 +278,7 @@ def test_a_parquet_file_of_zeros_takes_no_more_memory_than_a_part_of_it(stage: S
     column = arrow.array([bytes(2**24)] * 24, arrow.large_binary())
     pyarrow.parquet.write_table(arrow.table({"image": column}), file, compression="zstd", use_dictionary=False)
     assert file.stat().st_size < 2**20
-    stage.patch.setattr("featcal_cli.data.local_tables.UNFOLDED", 2**26)
+    stage.patch.setattr("featcal_cli.data.local_tables.ROW_GROUP_BYTES", 2**26)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     (table,) = open_file(file, "zeros.parquet")
     assert [len(row["image"]) for row in table.read([1, 20])] == [2**24, 2**24]

@@ -37,8 +37,8 @@ from featcal_cli.data import local_tables
 from featcal_cli.data.batches import Batch, count_positions
 from featcal_cli.data.columns import number_label
 from featcal_cli.data.examples import TaskExamples, draw_examples, open_labelled
-from featcal_cli.data.images import DECODED, to_rgb
-from featcal_cli.data.local_tables import KEPT, open_file, shorten_row
+from featcal_cli.data.images import DECODED_AT_ONCE, to_rgb
+from featcal_cli.data.local_tables import KEPT_CHARACTERS, open_file, shorten_row
 from featcal_cli.recipe.schema import Data
 from featcal_cli.runtime.errors import DataError
 
@@ -400,7 +400,7 @@ def test_a_large_batch_of_images_is_decoded_in_parts(at: Folder, vit: Any, monke
 
     monkeypatch.setattr(ViTImageProcessorPil, "preprocess", watch)
     [batch] = at.load(vit, data, count=40, batch_size=40).fitted
-    assert max(sizes) == DECODED
+    assert max(sizes) == DECODED_AT_ONCE
     few = at.load(vit, data, count=40, batch_size=7).fitted
     assert torch.equal(batch["pixel_values"], torch.cat([part["pixel_values"] for part in few]))
 
@@ -737,8 +737,11 @@ def test_arrays_and_base64_are_images(at: Folder, vit: Any, column: str, cell: A
 
 
 def test_base64_of_a_large_image_is_not_shortened() -> None:
-    text = "iVBORw0KGgo" + "A" * (3 * KEPT)
-    assert shorten_row({"image": text, "text": "A" * (3 * KEPT)}) == {"image": text, "text": "A" * (2 * KEPT)}
+    text = "iVBORw0KGgo" + "A" * (3 * KEPT_CHARACTERS)
+    assert shorten_row({"image": text, "text": "A" * (3 * KEPT_CHARACTERS)}) == {
+        "image": text,
+        "text": "A" * (2 * KEPT_CHARACTERS),
+    }
 
 
 @pytest.mark.parametrize(

@@ -151,8 +151,8 @@ def test_no_line_is_lost_or_read_twice_wherever_blocks_begin(
 ) -> None:
     sizes = numpy.random.default_rng(0).integers(0, 200, 60)
     values = [f"{number} " + "y" * int(size) for number, size in enumerate(sizes)]
-    monkeypatch.setattr(hub_rows, "BLOCK", 64)
-    monkeypatch.setattr(hub_rows, "MARGIN", 16)
+    monkeypatch.setattr(hub_rows, "BLOCK_BYTES", 64)
+    monkeypatch.setattr(hub_rows, "MARGIN_BYTES", 16)
     data = publish({"train.jsonl": texts(*values).replace("\n", "\n\n", 9)[:-1] + end})
     assert Counter(drawn_texts(data, 60)) == Counter(values)
 
