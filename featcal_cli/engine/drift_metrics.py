@@ -185,7 +185,7 @@ def limit_batches(batches: Mapping[str, Sequence[Batch]], runners: Iterable[Bloc
     """The batches of each task, cut so that any of the models' logits on one of them take no more than LOGIT_BYTES."""
     heads = [runner.model.module.get_output_embeddings() for runner in runners]
     choices = max((len(head.weight) for head in heads if hasattr(head, "weight")), default=0)
-    return {task: [part for batch in found for part in _cut(batch, choices)] for task, found in batches.items()}
+    return {task: [part for batch in of_task for part in _cut(batch, choices)] for task, of_task in batches.items()}
 
 
 def _cut(batch: Batch, choices: int) -> Iterator[Batch]:
@@ -193,11 +193,8 @@ def _cut(batch: Batch, choices: int) -> Iterator[Batch]:
     each = 4 * choices * (ids.shape[1] if ids is not None and ids.ndim == 2 else 1)
     count = count_examples(batch)
     size = max(1, min(count, LOGIT_BYTES // each if each else count))
-    if size == count:
-        yield batch
-        return
     for start in range(0, count, size):
-        yield take_examples(batch, range(start, min(count, start + size)))
+        yield batch if size == count else take_examples(batch, range(start, min(count, start + size)))
 
 
 class OutputMeter(Meter[OutputShift]):
@@ -207,9 +204,8 @@ class OutputMeter(Meter[OutputShift]):
         """Add one batch: what the expert returned for the model's features after the block `place` ("": the last one),
         and for its own."""
         reading = self.readings.setdefault((task, role, place), OutputShift())
-        z, z_exp = (_read_output(found) for found in (output, expert))
         reading.has_logits = isinstance(getattr(expert, "logits", None), Tensor)
-        rows, rows_exp = (_choose_rows(found, batch) for found in (z, z_exp))
+        rows, rows_exp = (_choose_rows(_read_output(of), batch) for of in (output, expert))
         if not torch.isfinite(rows_exp).all():
             return  # a broken head of the expert says nothing of the features that it is given
         for start in range(0, len(rows), ROWS_AT_ONCE):
@@ -240,11 +236,11 @@ def _add_rows(reading: OutputShift, z: Tensor, z_exp: Tensor) -> None:
 def _read_output(output: Any) -> Tensor:
     """Logits, else pooled features, else hidden states [.., d]."""
     for name in ("logits", "pooler_output", "image_embeds", "text_embeds", "last_hidden_state"):
-        if isinstance(found := getattr(output, name, None), Tensor):
-            return found
-    found = first_tensor(output if not hasattr(output, "to_tuple") else output.to_tuple())
-    assert found is not None
-    return found
+        if isinstance(tensor := getattr(output, name, None), Tensor):
+            return tensor
+    tensor = first_tensor(output.to_tuple() if hasattr(output, "to_tuple") else output)
+    assert tensor is not None
+    return tensor
 
 
 def _choose_rows(z: Tensor, batch: Batch) -> Tensor:
@@ -301,7 +297,7 @@ def _shared(
     ours = {role: dict(runner.module(block).named_parameters()) for role, runner in models.items()}
     theirs, start = (dict(runner.module(block).named_parameters()) for runner in (expert, base))
     for name, first in start.items():
-        found = {role: parameters[name].detach() for role, parameters in ours.items() if name in parameters}
-        shapes = {x.shape for x in (*found.values(), first, theirs.get(name, first))}
-        if len(found) == len(ours) and name in theirs and len(shapes) == 1 and first.is_floating_point():
-            yield found, theirs[name].detach(), first.detach()
+        of_models = {role: parameters[name].detach() for role, parameters in ours.items() if name in parameters}
+        shapes = {x.shape for x in (*of_models.values(), first, theirs.get(name, first))}
+        if len(of_models) == len(ours) and name in theirs and len(shapes) == 1 and first.is_floating_point():
+            yield of_models, theirs[name].detach(), first.detach()

@@ -17,42 +17,38 @@ OTHER_TOKENS = 0.01
 """Weight of the tokens after the first in the last block of a model that is read from its first token."""
 
 
-def token_weights(each: PausedForward, block: Block, *, cls_tokens: bool) -> Weights:
+def token_weights(paused: PausedForward, block: Block, *, cls_tokens: bool) -> Weights:
     """Weights of the tokens of a batch that is paused at `block`, by axis [B, length]; None where all are alike."""
-    weights = {**token_masks(each.batch), OWN: None}
+    weights = {**token_masks(paused.batch), OWN: None}
     axis = block.layout.axis
     if axis == OWN:
-        weights[OWN] = _own_mask(each, block)
+        weights[OWN] = _own_mask(paused, block)
     if cls_tokens and axis is not None:
-        first, mask = _first_token_weights(each.hidden), weights[axis]
+        first = torch.full(paused.hidden.shape[:2], OTHER_TOKENS, device=paused.hidden.device)
+        first[:, 0] = 1.0
+        mask = weights[axis]
         weights[axis] = first if mask is None else first * mask
     return weights
 
 
-def _first_token_weights(hidden: Tensor) -> Tensor:
-    weights = torch.full(hidden.shape[:2], OTHER_TOKENS, device=hidden.device)
-    weights[:, 0] = 1.0
-    return weights
-
-
-def _own_mask(each: PausedForward, block: Block) -> Tensor | None:
+def _own_mask(paused: PausedForward, block: Block) -> Tensor | None:
     """1 for what the tokens that count became on a block's own axis [B, F]; None where all of it counts.
 
     Where the two cannot be brought together the mask is empty, which fits no feature.
     """
-    ids, mask = each.batch.get("input_ids"), each.batch.get(MASK)
+    ids, mask = paused.batch.get("input_ids"), paused.batch.get(MASK)
     if ids is not None and not block.holds_text:
         return None  # patches beside a text, in a tower of their own
     if mask is None and ids is not None:
         mask = torch.ones_like(ids)
     if mask is None or (ids is None and bool(mask.all())):
         return None
-    frames, length = each.hidden.shape[1], mask.shape[1]
-    to_frames = getattr(each.module, "_get_feature_vector_attention_mask", None)  # every audio model's own rule
+    frames, length = paused.hidden.shape[1], mask.shape[1]
+    to_frames = getattr(paused.module, "_get_feature_vector_attention_mask", None)  # every audio model's own rule
     if frames == length:
         own = mask.float()
     elif block.text_start is not None:  # beside the text: patches, which count, or the model's own padding
-        patches = any(x.is_floating_point() for x in each.batch.values())
+        patches = any(x.is_floating_point() for x in paused.batch.values())
         after = frames - length - block.text_start
         own = torch.nn.functional.pad(mask.float(), (block.text_start, after), value=float(patches))
     else:
@@ -63,19 +59,16 @@ def _own_mask(each: PausedForward, block: Block) -> Tensor | None:
 def find_cls_blocks(runner: BlockRunner, architecture: Architecture, task: str, batch: Batch) -> frozenset[str]:
     """The last block of each stack over patches, where the model's pooled output reads its first token alone: it
     changes with that token, and does not when all others that leave the block are perturbed. `batch`: one example."""
-    stacks = {block.name.rpartition(".")[0]: block for block in architecture.blocks if _is_over_patches(block)}
+    over_patches = [block for block in architecture.blocks if block.layout.axis == OWN and not block.holds_text]
+    stacks = {block.name.rpartition(".")[0]: block for block in over_patches}
     alike = take_examples(batch, [0] * len(PERTURBED))
-    found = set()
+    cls_blocks = set()
     with runner.on_device():
         for block in stacks.values():
             pooled = _pooled_after(runner, architecture, task, alike, block)
             if pooled and _same(pooled, 1) and not _same(pooled, 2):
-                found.add(block.name)
-    return frozenset(found)
-
-
-def _is_over_patches(block: Block) -> bool:
-    return block.layout.axis == OWN and not block.holds_text
+                cls_blocks.add(block.name)
+    return frozenset(cls_blocks)
 
 
 PERTURBED = (slice(0, 0), slice(1, None), slice(0, 1))
@@ -86,16 +79,16 @@ def _pooled_after(
     runner: BlockRunner, architecture: Architecture, task: str, batch: Batch, block: Block
 ) -> list[Tensor]:
     """What the model returns once an example [B, k], with noise on the tokens PERTURBED of what leaves `block`."""
-    (each,) = runner.start([batch], architecture.entries[task])
-    while (at := next((other for other in architecture.blocks if each.is_at(other)), None)) is not None:
-        output = each.run_block(at)
+    (paused,) = runner.start([batch], architecture.entries[task])
+    while (at := next((other for other in architecture.blocks if paused.is_at(other)), None)) is not None:
+        output = paused.run_block(at)
         hidden = first_tensor(output)
         if at is block and hidden is not None:
             noise = torch.linspace(-1, 1, hidden.shape[-1]).to(hidden) * hidden.float().std().to(hidden)
             for copy, tokens in zip(hidden.chunk(len(PERTURBED)), PERTURBED, strict=True):
                 copy[:, tokens] += noise
-        each.advance(output)
-    values = each.output.values() if isinstance(each.output, Mapping) else each.output
+        paused.advance(output)
+    values = paused.output.values() if isinstance(paused.output, Mapping) else paused.output
     return [value for value in values if isinstance(value, Tensor) and value.ndim == 2]
 
 

@@ -26,7 +26,7 @@ FIX = "use another checkpoint; this one is broken"
 
 
 def check_values(merged: Model, others: Sequence[Model], architecture: Architecture) -> list[str]:
-    """Look at what a walk over the blocks would not see, or see too late; return what is merely to be said.
+    """Look at what running the blocks would not show, or show too late; return what is merely to be said.
 
     Raises NumericsError for NaN or infinity in what merged has outside of blocks (it would be copied to the output),
     CheckpointError for a model whose blocks hold nothing but zeros.
@@ -35,13 +35,13 @@ def check_values(merged: Model, others: Sequence[Model], architecture: Architect
         check_not_empty(model, architecture)
     if name := next(_broken_outside(merged, architecture), None):
         raise NumericsError(f"merged has NaN or infinity in {name}", where=merged.snapshot.name, fix=FIX)
-    stem = architecture.reached
+    # what runs before the blocks is checked when it runs
     return [
         f"{model.role} has NaN or infinity in {name}, which runs after its blocks: what drift does to its answers is "
         "not measured"
         for model in others
         for name in _broken_outside(model, architecture)
-        if name.rpartition(".")[0] not in {model.own_path(path) for path in stem}  # what runs before is checked there
+        if name.rpartition(".")[0] not in {model.own_path(path) for path in architecture.reached}
     ][:4]
 
 
@@ -96,28 +96,25 @@ def name_huge_weight(blocks: Sequence[Block], runners: Iterable[BlockRunner]) ->
     except NumericsError as error:
         for runner in runners:
             for block in blocks:
-                if found := _find_huge(runner, block):
-                    name, value = found
-                    what = (
-                        f"{runner.model.role} has a weight of {value:.3g} in {name}, which no sum of features survives"
-                    )
+                name, value = _find_largest(runner, block)
+                if value > HUGE:
+                    what = f"{runner.model.role} has a weight of {value:.3g} in {name}"
+                    what += ", which no sum of features survives"
                     raise NumericsError(what, where=runner.model.snapshot.name, fix=FIX) from error
         if error.where:
             raise
         raise NumericsError(error.what, where=f"block {blocks[-1].name}", fix=error.fix) from error
 
 
-def _find_huge(runner: BlockRunner, block: Block) -> tuple[str, float] | None:
-    """The largest weight of a block beyond all bounds, with its name."""
-    if runner.model.own_path(block.name) is None:
-        return None
-    sizes: Mapping[str, float] = {
-        name: float(value.abs().max())
-        for name, value in runner.parameters_at_home(block.name).items()
+def _find_largest(runner: BlockRunner, block: Block) -> tuple[str, float]:
+    """The largest weight of a block, with the name of its parameter; 0 where the model has no such block."""
+    has_block = runner.model.own_path(block.name) is not None
+    sizes = {
+        f"{block.name}.{name}": float(value.abs().max())
+        for name, value in (runner.parameters_at_home(block.name).items() if has_block else ())
         if value.is_floating_point() and value.numel()
     }
-    name = max(sizes, key=sizes.__getitem__, default="")
-    return (f"{block.name}.{name}", sizes[name]) if name and sizes[name] > HUGE else None
+    return max(sizes.items(), key=lambda item: item[1], default=("", 0.0))
 
 
 TENSORS, ROWS = 12, 16
@@ -138,11 +135,11 @@ def describe_merge_fit(
     if not names:
         return []
     start, end = _sample(base, names), _sample(merged, names)
-    moved = {task: _sample(expert, names) for task, expert in experts.items()}
-    said = [*_describe_equals(end, start, moved, built=built)]
-    steps = {task: found - start for task, found in moved.items() if not torch.equal(found, start)}
-    if said or built or not steps:
-        return said
+    tuned = {task: _sample(expert, names) for task, expert in experts.items()}
+    notes = [*_describe_equals(end, start, tuned, built=built)]
+    steps = {task: weights - start for task, weights in tuned.items() if not torch.equal(weights, start)}
+    if notes or built or not steps:
+        return notes
     far = min(float(step.norm() / start.norm().clamp_min(1e-30)) for step in steps.values())
     if far > FAR:
         return [
@@ -195,12 +192,9 @@ def _describe_equals(merged: Tensor, base: Tensor, experts: Mapping[str, Tensor]
 
 def _choose_names(models: tuple[Model, ...], architecture: Architecture) -> list[str]:
     """Some weights that all models have, spread over the depth."""
-    shared = [name for name, _ in linear_weights(models[0], architecture)]
-    for model in models[1:]:
-        known = model.parameters
-        shared = [name for name in shared if name in known]
-    step = max(1, -(-len(shared) // TENSORS))
-    return shared[::step]
+    known = set.intersection(*(set(model.parameters) for model in models))
+    shared = [name for name, _ in linear_weights(models[0], architecture) if name in known]
+    return shared[:: max(1, -(-len(shared) // TENSORS))]
 
 
 def _sample(model: Model, names: list[str]) -> Tensor:

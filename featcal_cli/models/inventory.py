@@ -70,17 +70,18 @@ def take_inventory(snapshot: Snapshot, norms: str) -> Inventory:
             fix="check the config",
         ) from error
     architecture = run_without_values(model, norms)
-    ran = architecture.blocks if architecture else ()
-    blocks = [*ran, *find_unreached(model, ran, norms)]
+    reached = architecture.blocks if architecture else ()
+    blocks = [*reached, *find_unreached(model, reached, norms)]
     if not blocks:
         raise ArchitectureError(
             f"no list of transformer blocks was found in {model_class.__name__}",
             where=snapshot.name,
             fix="give a transformer checkpoint whose layers hold Linear modules",
         )
+    entries = [_describe(model, block, ran=block in reached) for block in blocks]
+    notes = [*(architecture.notes if architecture else ()), *_note_registered(entries)]
     total = sum(parameter.numel() for parameter in model.parameters())
-    entries = [_describe(model, block, ran=block in ran) for block in blocks]
-    return Inventory(snapshot.name, model_class.__name__, total, entries, list(_notes(architecture, entries)))
+    return Inventory(snapshot.name, model_class.__name__, total, entries, notes)
 
 
 def _config_for(model_class: type[PreTrainedModel], config: Any) -> Any:
@@ -123,12 +124,9 @@ def list_registered(model: PreTrainedModel, batches: Mapping[str, Batch], norms:
 
 def _made_up_inputs(model: PreTrainedModel) -> Iterator[Batch]:
     """Batches on the meta device: all kinds of inputs that the forward names, then each kind alone."""
-    names = forward_names(model)
-    kinds = {name: found for name in names if (found := _made_up(name, model.config)) is not None}
+    kinds = {name: x for name in forward_names(model) if (x := _made_up(name, model.config)) is not None}
     text = {name: x for name, x in kinds.items() if name.endswith("input_ids")}
-    for batch in (kinds, text, *({name: x} for name, x in kinds.items())):
-        if batch:
-            yield batch
+    yield from filter(None, (kinds, text, *({name: x} for name, x in kinds.items())))
 
 
 def _made_up(name: str, config: Any) -> Tensor | None:
@@ -151,20 +149,16 @@ def _made_up(name: str, config: Any) -> Tensor | None:
 def _describe(model: nn.Module, block: Block, *, ran: bool) -> BlockEntry:
     modules, skipped = [], [{"name": name, "reason": reason} for name, reason in block.skipped]
     for module in block.modules:
-        found = model.get_submodule(f"{block.name}.{module.name}")
         if ran and not module.layouts:
             skipped.append({"name": module.name, "reason": "never called"})
         else:
-            count = sum(parameter.numel() for parameter in found.parameters(recurse=False))
-            modules.append(ModuleEntry(module.name, module.kind, count))
+            parameters = model.get_submodule(f"{block.name}.{module.name}").parameters(recurse=False)
+            modules.append(ModuleEntry(module.name, module.kind, sum(value.numel() for value in parameters)))
     return BlockEntry(block.name, modules, skipped, ran)
 
 
-def _notes(architecture: Architecture | None, blocks: list[BlockEntry]) -> Iterator[str]:
-    yield from architecture.notes if architecture else ()
-    by_registration = [block.name for block in blocks if not block.ran]
-    if by_registration:
+def _note_registered(blocks: list[BlockEntry]) -> Iterator[str]:
+    if names := [block.name for block in blocks if not block.ran]:
         yield (
-            f"{by_registration[0]} … {by_registration[-1]}: listed as registered; a run on real inputs decides "
-            "the order and what is called"
+            f"{names[0]} … {names[-1]}: listed as registered; a run on real inputs decides the order and what is called"
         )

@@ -39,17 +39,13 @@ def _norm_kind(module: nn.Module, width: int) -> Kind | None:
         return None
     if not (isinstance(at_zero, Tensor) and at_zero.shape == x.shape):
         return None
-    z = z if _is_zero(at_zero) else at_zero
+    z = at_zero if at_zero.any() else z
     centred = x - x.mean(-1, keepdim=True)
     for kind, reference in (("layernorm", centred), ("rmsnorm", x)):
         expected = reference / reference.square().mean(-1, keepdim=True).sqrt()
         if torch.allclose(z, expected, atol=1e-2) and torch.allclose(at_scale - at_zero, z * scale, atol=1e-3):
             return kind  # type: ignore[return-value]
     return None
-
-
-def _is_zero(x: Tensor) -> bool:
-    return bool((x == 0).all())
 
 
 def linear_parameters(module: nn.Module) -> Affine:
@@ -75,7 +71,7 @@ def normalise(module: nn.Module, x: Tensor) -> Tensor:
     """z: what the norm computes before scale and bias, by its own forward, in float32 [.., d]."""
     x = x.float()
     neutral = {name: x.new_zeros(value.shape) for name, value in module.named_parameters(recurse=False)}
-    if _is_zero(functional_call(module, neutral, (x[:1],))):  # else it is the 1 + w form
+    if not functional_call(module, neutral, (x[:1],)).any():  # else it is the 1 + w form
         neutral["weight"] = torch.ones_like(neutral["weight"])
     return functional_call(module, neutral, (x,))  # type: ignore[no-any-return]
 

@@ -58,8 +58,8 @@ class Layout:
     @property
     def axis(self) -> str | None:
         """The token axis in it; None where there is none, or more than one."""
-        found = {dim.axis for dim in self.dims or () if dim.axis is not None and dim.factor == 1}
-        return found.pop() if len(found) == 1 else None
+        axes = {dim.axis for dim in self.dims or () if dim.axis is not None and dim.factor == 1}
+        return axes.pop() if len(axes) == 1 else None
 
     def flatten(
         self, x: Tensor, weights: Weights, lengths: Lengths, own_axis: str | None
@@ -72,10 +72,10 @@ class Layout:
         if self.dims is None or tuple(dim.size(lengths) for dim in self.dims) != tuple(x.shape[:-1]):
             return None
         rows = x.reshape(-1, x.shape[-1])
-        touched = {dim.axis or "" for dim in self.dims if dim.axis} or (
-            {own_axis or ""} if self._has_hidden_tokens else set()
-        )
-        if all(weights.get(axis) is None for axis in touched):
+        axes = {dim.axis for dim in self.dims if dim.axis}
+        if not axes and any(dim.examples and dim.factor > 1 for dim in self.dims):
+            axes = {own_axis or ""}  # several rows of each example: windows of tokens, perhaps, of unseen padding
+        if all(weights.get(axis) is None for axis in axes):
             return rows, None
         per_row = self._spread(x, weights)
         if per_row is None:
@@ -88,32 +88,24 @@ class Layout:
         """Rows that belong to no example, the same in every batch: relative positions."""
         return self.dims is not None and not any(dim.examples for dim in self.dims)
 
-    @property
-    def _has_hidden_tokens(self) -> bool:
-        """Rows of examples, several of each: windows of tokens, perhaps, whose padding cannot be seen."""
-        return any(dim.examples and dim.factor > 1 for dim in self.dims or ())
-
     def _spread(self, x: Tensor, weights: Weights) -> Tensor | None:
         """The weights [B, length] of the one axis over all rows of a feature [.., d]; a table's rows have none."""
         assert self.dims is not None
-        chosen = weights.get(self.axis or "")
         if self.is_table:
             return x.new_ones(x.shape[:-1], dtype=torch.float32).reshape(-1)
-        if chosen is None:
+        chosen = weights.get(self.axis or "")
+        if chosen is None or chosen.numel() == 0:
             return None
+        kinds = (Dimension(True, self.axis, 1), Dimension(True, None, 1), Dimension(False, self.axis, 1))
         shape = [1] * (x.ndim - 1)
-        both = [place for place, dim in enumerate(self.dims) if dim == Dimension(True, self.axis, 1)]
-        first = [place for place, dim in enumerate(self.dims) if dim == Dimension(True, None, 1)]
-        second = [place for place, dim in enumerate(self.dims) if dim == Dimension(False, self.axis, 1)]
-        if chosen.numel() == 0:
-            return None
-        if len(both) == 1 and not (first or second):
-            shape[both[0]] = chosen.numel()
-        elif len(first) == len(second) == 1 and not both:
-            shape[first[0]], shape[second[0]] = chosen.shape
-            chosen = chosen if first[0] < second[0] else chosen.T
-        else:
-            return None
+        match [[at for at, dim in enumerate(self.dims) if dim == kind] for kind in kinds]:
+            case [[at], [], []]:
+                shape[at] = chosen.numel()
+            case [[], [of_examples], [of_tokens]]:
+                shape[of_examples], shape[of_tokens] = chosen.shape
+                chosen = chosen if of_examples < of_tokens else chosen.T
+            case _:
+                return None
         if any(size not in (1, given) for size, given in zip(shape, x.shape[:-1], strict=True)):
             return None
         return chosen.reshape(shape).expand(x.shape[:-1]).reshape(-1)
