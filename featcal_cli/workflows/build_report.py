@@ -55,10 +55,10 @@ def summarise(session: Session, plan: Preflight, outcome: Outcome) -> Report:
             "norms": calibration.norms,
             "bias": calibration.bias,
             "token_weights": "cls" if job.cls_blocks else "uniform",
-            "examples": {task: found.fitted_count for task, found in plan.examples.items()},
+            "examples": {task: examples.fitted_count for task, examples in plan.examples.items()},
         },
         blocks=[_scale_changes(block, step) for block in outcome.blocks],
-        drift={task: read_drift(job, task, bool(found.held_out_count)) for task, found in plan.examples.items()},
+        drift={task: read_drift(job, task, bool(rows.held_out_count)) for task, rows in plan.examples.items()},
         cost=add_up_cost(session, job),
         notes=list(session.notes),
         sources=list(_describe_sources(plan)),
@@ -91,7 +91,7 @@ def _describe_sources(plan: Preflight) -> Iterator[Source]:
     """Every model and dataset that a run read, with the licence that its card names."""
     found_in = {finding.role: finding.source for finding in plan.findings}
     for role, origin in plan.origins.items():
-        licenses = {read_license(each.read_text(CARD)) for each in origin.repos()}
+        licenses = {read_license(repo.read_text(CARD)) for repo in origin.repos()}
         agreed = licenses.pop() if len(licenses) == 1 else None
         yield Source(role, origin.name, origin.repo.commit, found_in.get(role, SAID), agreed)
     for task, spec in plan.recipe.tasks.items():
@@ -100,7 +100,7 @@ def _describe_sources(plan: Preflight) -> Iterator[Source]:
 
 
 def describe_tasks(job: Job, examples: Mapping[str, int]) -> dict[str, TaskInspection]:
-    """What a walk of the job has measured, by task and role."""
+    """What the job has measured, by task and role."""
     return {
         task: TaskInspection(count, {role: _describe_model(job, task, role) for role in job.drift.runners})
         for task, count in examples.items()
@@ -129,16 +129,16 @@ def _describe_model(job: Job, task: str, role: str) -> ModelDrift:
     stem = _describe(before, None)
     blocks = []
     for block in job.architecture.blocks:
-        found = job.drift.meter.read(block.name, task, role)
-        if not found.tokens:
+        after = job.drift.meter.read(block.name, task, role)
+        if not after.tokens:
             continue
         modules = {
             module.name: _describe(inside, None)
             for module in block.modules
             if (inside := job.drift.meter.read(f"{block.name}.{module.name}", task, role)).tokens
         }
-        blocks.append(BlockDrift(block.name, _describe(found, before), modules))
-        before = found
+        blocks.append(BlockDrift(block.name, _describe(after, before), modules))
+        before = after
     outputs, vectors = job.drift.outputs, job.drift.vectors
     output = _describe_output(outputs.read(task, role) if outputs else None)
     return ModelDrift(stem, blocks, output, vectors.read(task, role) if vectors else None)

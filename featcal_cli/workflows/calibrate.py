@@ -151,7 +151,7 @@ class Computation:
         """Choose settings and calibrate all blocks; what the journal holds of either is taken over."""
         calibration, models, examples = setup.calibration, setup.models, setup.examples
         choice = self._choose(plan, setup, journal)
-        unchecked = [task for task, found in examples.items() if not found.selection_count]
+        unchecked = [task for task, rows in examples.items() if not rows.selection_count]
         guarded = calibration.select != "preset" and not unchecked
         if unchecked and calibration.select != "preset":
             self._session.note(f"guard: off, because {unchecked[0]} has no held-out rows to check updates on")
@@ -162,8 +162,8 @@ class Computation:
             judged=calibration.is_answered_for,
         )
         if self._ranks.size > 1:
-            for found in examples.values():  # the job has this rank's part of them
-                for batches in (found.fitted, found.selection, found.held_out):
+            for rows in examples.values():  # the job has this rank's part of them
+                for batches in (rows.fitted, rows.selection, rows.held_out):
                     batches.clear()
         self._session.listener.stage("calibrating")
         watch = self._session.listener.progress
@@ -178,7 +178,7 @@ class Computation:
             job.retire()
         if not calibration.is_answered_for:
             return Outcome(choice, job, blocks, 1.0, "")
-        held_out = [task for task, found in examples.items() if found.held_out_count]
+        held_out = [task for task, rows in examples.items() if rows.held_out_count]
         self._session.listener.stage("checking the result")
         return Outcome(choice, job, blocks, *shrink_updates(job, blocks, journal, held_out, watch))
 
@@ -201,9 +201,9 @@ class Computation:
                 if calibration.select == "search":
                     raise
                 choice = take_preset(calibration, kind, f"a search failed, {error.what}")
-        found = choice.hyperparameters
+        used = choice.hyperparameters
         self._session.note(
-            f"settings: ridge {found.ridge:g}, rho {found.rho:g}, alpha {found.alpha:g}, chosen by {choice.chosen_by}"
+            f"settings: ridge {used.ridge:g}, rho {used.rho:g}, alpha {used.alpha:g}, chosen by {choice.chosen_by}"
         )
         return choice
 

@@ -44,7 +44,7 @@ def evaluate(
     recipe: as for `calibrate`; the tasks that say under `evaluate` how they are measured are. limit: examples per task,
     chosen at random, the same ones for all models; None for all. allow_code: lm-eval's tasks may run code that a model
     wrote. Figures that an earlier run with these models, data and limit has found are taken over.
-    Raises FeatCalError (what, where, fix) when something that the user can mend is wrong.
+    Raises FeatCalError (what, where, fix) when something that the user can fix is wrong.
     """
     session = Session(recipe, RunOptions(device, batch_size, allow_pickle, trust_remote_code), listener)
     others = dict(zip(name_roles(models), models, strict=True))

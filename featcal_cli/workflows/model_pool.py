@@ -24,7 +24,7 @@ from featcal_cli.workflows.session import Session
 from featcal_cli.workflows.setup import load_models
 
 BASE = "base"
-TOLD = (CARD, REPORT, RECIPE, PICTURE)
+DESCRIPTIONS = (CARD, REPORT, RECIPE, PICTURE)
 """Files that say something of a model and are no part of it."""
 
 
@@ -62,8 +62,8 @@ class LazyModels:
             role = f"expert {task}"
         if role in self._origins:
             return _identify(self._origins[role])
-        experts = [found for other, found in self._origins.items() if other.startswith("expert ")]
-        parts = [_identify(found) for found in (self._origins[BASE], *experts)]
+        experts = [origin for role, origin in self._origins.items() if role.startswith("expert ")]
+        parts = [_identify(origin) for origin in (self._origins[BASE], *experts)]
         return [self.name(MERGED), *parts]
 
     def snapshot(self, role: str, task: str = "") -> Snapshot:
@@ -101,7 +101,7 @@ class LazyModels:
 
     def folders(self, role: str, task: str) -> list[Path]:
         """Where the task's processor or tokenizer may lie: with the expert, the model itself, or base."""
-        return [self.snapshot(each, task).folder for each in dict.fromkeys((EXPERT, role, BASE))]
+        return [self.snapshot(holder, task).folder for holder in dict.fromkeys((EXPERT, role, BASE))]
 
     def release(self, device: torch.device) -> None:
         """Give back the device's memory that models took which are let go."""
@@ -125,5 +125,5 @@ class LazyModels:
 
 
 def _identify(origin: Origin) -> list[Any]:
-    stamps = [stamp(repo.folder, skip=TOLD) for repo in origin.repos() if repo.folder]
+    stamps = [stamp(repo.folder, skip=DESCRIPTIONS) for repo in origin.repos() if repo.folder]
     return [origin.pinned, *stamps]

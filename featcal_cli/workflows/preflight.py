@@ -198,7 +198,7 @@ def _estimate(
 ) -> Estimate:
     """What the job takes; `writes`: it calibrates, and does not only measure."""
     calibration = recipe.calibration
-    loads = {task: _load(found, calibration.examples) for task, found in examples.items()}
+    loads = {task: _load(rows, calibration.examples) for task, rows in examples.items()}
     needs = estimate(
         merged,
         architecture,
@@ -208,7 +208,7 @@ def _estimate(
         guarded=writes and calibration.select != "preset",
         built=isinstance(recipe.merged, Merge),
     )
-    if writes and calibration.is_open and all(found.selection_count for found in examples.values()):
+    if writes and calibration.is_open and all(rows.selection_count for rows in examples.values()):
         fitted, shown = (max(getattr(load, key) for load in loads.values()) for key in ("fitted", "watched"))
         kind = kind_of(merged.module)
         search = plan_search(calibration, kind, fitted, shown, needs.work, needs.search.fits)
@@ -278,13 +278,13 @@ def _outline_models(origins: Mapping[str, Origin], trusted: bool) -> tuple[dict[
 
     first = "merged" if "merged" in origins else next(role for role in origins if role != "base")
     merged = outline(first, snapshots[first], find_class(snapshots[first]))
-    found = {}
+    others = {}
     for role in (role for role in origins if role != first):
         if headers[role] and describe(role) == describe(first):
-            found[role] = replace(merged, role=role, snapshot=snapshots[role])  # the same outline: no need for another
+            others[role] = replace(merged, role=role, snapshot=snapshots[role])  # the same outline: no need for another
         else:
-            found[role] = load_fitting(role, snapshots[role], merged, outline)
-    return {"merged": merged, first: merged, **found}, {"merged": headers[first], **headers}
+            others[role] = load_fitting(role, snapshots[role], merged, outline)
+    return {"merged": merged, first: merged, **others}, {"merged": headers[first], **headers}
 
 
 def _check_packing(role: str, origin: Origin, snapshot: Snapshot, tensors: Mapping[str, Entry]) -> None:
@@ -344,15 +344,15 @@ def _count_transfer(origin: Origin) -> Transfer:
     return Transfer(sizes[0] + below.missing, sizes[1] + below.here)
 
 
-def _load(found: TaskExamples, wanted: int) -> Load:
+def _load(examples: TaskExamples, wanted: int) -> Load:
     """A task's examples as work: all `wanted`, of which some were read; fewer where the source has no more."""
-    batches = [*found.fitted, *found.selection, *found.held_out]
+    batches = [*examples.fitted, *examples.selection, *examples.held_out]
     held = sum(x.numel() * x.element_size() for batch in batches for x in batch.values())
-    scale = 1.0 if found.is_whole else wanted / found.fitted_count
-    watched = found.held_out_count or found.fitted_count
-    fitted, watched = (round(number * scale) for number in (found.fitted_count, watched))
-    size = min(found.batch_size, max(fitted, watched))
-    return Load(found.fitted[0], fitted, watched, round(held * scale), size)
+    scale = 1.0 if examples.is_whole else wanted / examples.fitted_count
+    watched = examples.held_out_count or examples.fitted_count
+    fitted, watched = (round(number * scale) for number in (examples.fitted_count, watched))
+    size = min(examples.batch_size, max(fitted, watched))
+    return Load(examples.fitted[0], fitted, watched, round(held * scale), size)
 
 
 def _check_disk(needs: Estimate, transfers: Mapping[str, Transfer], target: Path | None) -> None:

@@ -1,4 +1,4 @@
-"""The models of a job, loaded; and the job itself, ready to walk."""
+"""The models of a job, loaded; and the job itself, ready to run."""
 
 from __future__ import annotations
 
@@ -71,10 +71,9 @@ def load_models(
 ) -> Models:
     """The models of `snapshots` (by role: merged, base, expert TASK). With `merge`, merged is built in the folder
     `built` and called `name`, by one rank on each machine. Raises CheckpointError for what cannot be loaded."""
-    tasks = {role.removeprefix(EXPERT): found for role, found in snapshots.items() if role.startswith(EXPERT)}
+    tasks = {role.removeprefix(EXPERT): snapshot for role, snapshot in snapshots.items() if role.startswith(EXPERT)}
     if merge is None:
-        found = snapshots["merged"]
-        merged = load_model("merged", found, find_class(found))
+        merged = load_model("merged", snapshots["merged"], find_class(snapshots["merged"]))
         base = load_fitting("base", snapshots["base"], merged)
         experts = {task: load_fitting(f"expert {task}", expert, merged) for task, expert in tasks.items()}
     else:
@@ -164,16 +163,16 @@ class Setup:
             return BlockRunner(model, architecture, self.device, dtype)
 
         roles = {**students, **watchers}
-        everybody = {id(model): model for model in (models.merged, models.base, *roles.values())}
-        runners = {key: runner(model) for key, model in everybody.items()}  # never two of one model
+        distinct = {id(model): model for model in (models.merged, models.base, *roles.values())}
+        runners = {key: runner(model) for key, model in distinct.items()}  # never two of one model
         merged = runners[id(models.merged)]
         measured = {
-            task: ((found.held_out if students else []) or found.fitted) if task in own else []
-            for task, found in examples.items()
+            task: ((rows.held_out if students else []) or rows.fitted) if task in own else []
+            for task, rows in examples.items()
         }
         experts = {task: runner(models.experts[task]) for task in own}
-        fitted = {task: list(found.fitted) if task in own else [] for task, found in examples.items()}
-        selection = {task: list(found.selection) if task in own else [] for task, found in examples.items()}
+        fitted = {task: list(rows.fitted) if task in own else [] for task, rows in examples.items()}
+        selection = {task: list(rows.selection) if task in own else [] for task, rows in examples.items()}
         scratch = self.scratch or Path(tempfile.gettempdir())
         small_heads = all(self.ranks.gather(_has_small_heads(models.experts.values(), architecture)))
         drift = Measurement(
@@ -223,8 +222,8 @@ class Setup:
             {task: share_model(expert) for task, expert in self.models.experts.items()},
         )
         few = {
-            task: replace(found, fitted=take_range(found.fitted, 0, fitted), held_out=found.selection)
-            for task, found in self.examples.items()
+            task: replace(rows, fitted=take_range(rows.fitted, 0, fitted), held_out=rows.selection)
+            for task, rows in self.examples.items()
         }
         job = replace(self, models=shared, examples=few, note=lambda *_: None).make_job(
             {role: share_model(merged) for role in students}, {MERGED: shared.merged}
@@ -237,18 +236,18 @@ class Setup:
         last_blocks, chosen = self.architecture.last_blocks, self.calibration.token_weights
         if chosen == "cls":
             return frozenset(last_blocks.values())
-        found: set[str] = set()
+        blocks: set[str] = set()
         for task, examples in self.examples.items() if chosen == "auto" else ():
             batch = take_examples(examples.fitted[0], [0])
-            if "pixel_values" in batch and last_blocks[task] not in found:
+            if "pixel_values" in batch and last_blocks[task] not in blocks:
                 with _layers_given_back(merged.model.module):
-                    found |= find_cls_blocks(merged, self.architecture, task, batch)
+                    blocks |= find_cls_blocks(merged, self.architecture, task, batch)
         memory_map.give_back(merged.model.module.parameters())
-        if found:
+        if blocks:
             self.note(
-                f"token weights: cls in {', '.join(sorted(found))}, because the output is read from the first token"
+                f"token weights: cls in {', '.join(sorted(blocks))}, because the output is read from the first token"
             )
-        return frozenset(found)
+        return frozenset(blocks)
 
 
 def _has_small_heads(experts: Iterable[Model], architecture: Architecture) -> bool:
