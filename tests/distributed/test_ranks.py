@@ -62,7 +62,7 @@ def torchrun(*program: object, largest: int | None = None) -> subprocess.Complet
         env={**os.environ, "GLOO_SOCKET_IFNAME": LOOPBACK, "OMP_NUM_THREADS": "1", "COLUMNS": "80"},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=900,
         preexec_fn=None if largest is None else lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (largest, largest)),
     )
 

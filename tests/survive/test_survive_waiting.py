@@ -64,7 +64,7 @@ def listen(folder: Path, *arguments: str) -> Spoken:
         assert process.stderr is not None
         for line in process.stderr:
             lines.append((time.monotonic(), line.rstrip()))
-        code = process.wait(10)
+        code = process.wait(60)
     return Spoken(code, lines, time.monotonic())
 
 
@@ -166,7 +166,7 @@ class Terminal:
                 self.written += part
 
     def wait_until(self, happened: Callable[[], object]) -> None:
-        end = time.monotonic() + 90
+        end = time.monotonic() + 180
         while not happened():
             assert time.monotonic() < end and self._process.poll() is None, self.written
             time.sleep(0.005)
@@ -175,7 +175,7 @@ class Terminal:
         self._process.send_signal(number)
 
     def wait(self) -> int:
-        code = self._process.wait(90)
+        code = self._process.wait(180)
         self._reader.join(10)
         os.close(self._lead)
         return code
