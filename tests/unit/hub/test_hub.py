@@ -376,7 +376,7 @@ def test_every_request_has_a_time_limit(monkeypatch: pytest.MonkeyPatch) -> None
 
     from featcal_cli.hub import client
 
-    monkeypatch.setattr(client, "TIMEOUT", 0.2)
+    monkeypatch.setattr(client, "TIMEOUT", 7.5)
     seen: list[Any] = []
     refusal("user/whatever")
     hooks = get_session().event_hooks["request"]
@@ -385,7 +385,7 @@ def test_every_request_has_a_time_limit(monkeypatch: pytest.MonkeyPatch) -> None
         list(list_repo_tree("user/whatever"))
     hooks.pop()
     assert seen
-    assert all(limit == 0.2 for limits in seen for limit in limits.values())
+    assert all(limit == 7.5 for limits in seen for limit in limits.values())
 
 
 # What is in the cache already, and what arrives

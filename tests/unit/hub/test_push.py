@@ -28,9 +28,9 @@ from featcal_cli.runtime.waiting import heard
 
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
 CARD = "---\nlicense: mit\nbase_model: [user/base]\ntags: [merge]\n---\n# A model\n"
-SLOW = 1.0
+SLOW = 2.5
 """Seconds that a slow answer takes."""
-PATIENCE = 0.4
+PATIENCE = 1.0
 """Seconds that a client waits for one."""
 
 
