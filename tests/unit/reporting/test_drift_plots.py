@@ -1,47 +1,74 @@
-"""The picture of an inspection: opaque, the same for the same figures, a cell for every task and block."""
+"""The pictures of drift: small, opaque, the same for the same figures whatever the tasks are called."""
 
 from __future__ import annotations
 
 import io
 import re
+from collections.abc import Callable
+from dataclasses import replace
 from math import nan
+from typing import Any
 
 import pytest
 from inspections import make_inspection, set_last
 from PIL import Image
+from test_model_card import make_report
 
-from featcal_cli.reporting.drift_plots import plot_inspection
+from featcal_cli.reporting.drift_plots import plot_drift, plot_inspection
+from featcal_cli.reporting.report import DriftCurve, Report
+
+NAMES = ["$a_{$", "x\n## y", "名前 <b>", "long " * 50]
+
+
+def make_curves(tasks: list[str], blocks: int) -> Report:
+    """Drift that grows with depth; every second task passes through another list of blocks."""
+    curves = {}
+    for number, task in enumerate(tasks):
+        names = [f"{'encoder' if number % 2 else 'decoder'}.layers.{block}" for block in range(blocks)]
+        rising = [(block + 1 + number) / (blocks + number) for block in range(blocks)]
+        curves[task] = DriftCurve(names, rising, [0.6 * value for value in rising], [1.5 * value for value in rising])
+    return replace(make_report(), curves=curves)
+
+
+def make_compared(tasks: list[str], blocks: int) -> Any:
+    return make_inspection(tasks, blocks, compare=True)
 
 
 @pytest.mark.parametrize(
-    ("tasks", "blocks", "compare"),
-    [
-        (["one"], 1, False),
-        (["$a_{$", "x\n## y", "名前 <b>", "long " * 50], 12, True),
-        ([f"t{n}" for n in range(30)], 80, True),
-    ],
+    ("plot", "make", "largest"), [(plot_drift, make_curves, 2000), (plot_inspection, make_compared, 1500)]
 )
-def test_the_picture_is_a_small_png_on_an_opaque_ground(tasks: list[str], blocks: int, compare: bool) -> None:
-    data = plot_inspection(make_inspection(tasks, blocks, compare=compare))
+@pytest.mark.parametrize(("tasks", "blocks"), [(["one"], 1), (NAMES, 12), ([f"t{n}" for n in range(30)], 80)])
+def test_the_picture_is_a_small_png_on_an_opaque_ground(
+    plot: Callable[[Any], bytes], make: Callable[[list[str], int], Any], largest: int, tasks: list[str], blocks: int
+) -> None:
+    data = plot(make(tasks, blocks))
     image = Image.open(io.BytesIO(data))
     image.load()
     assert image.format == "PNG"
-    assert image.width <= 1500
-    assert image.height <= 1500
+    assert 800 <= image.width <= largest and image.height <= largest
     assert "transparency" not in image.info
     assert image.convert("RGB").getpixel((0, 0)) == (255, 255, 255)
     assert len(data) < 150_000
 
 
-@pytest.mark.parametrize("kind", ["png", "svg"])
-def test_the_same_inspection_gives_the_same_picture_whatever_the_style(kind: str) -> None:
+@pytest.mark.parametrize(
+    ("plot", "make"),
+    [
+        (plot_drift, make_curves),
+        (plot_inspection, make_compared),
+        (lambda inspection: plot_inspection(inspection, "svg"), make_compared),
+    ],
+)
+def test_the_same_figures_give_the_same_picture_whatever_the_style(
+    plot: Callable[[Any], bytes], make: Callable[[list[str], int], Any]
+) -> None:
     import matplotlib
 
-    inspection = make_inspection(["a", "b"], 3)
-    first = plot_inspection(inspection, kind)  # type: ignore[arg-type]
+    first = plot(make(["a", "b"], 4))
     with matplotlib.rc_context({"font.size": 30, "axes.facecolor": "black", "svg.hashsalt": "x"}):
-        assert plot_inspection(inspection, kind) == first  # type: ignore[arg-type]
-    assert plot_inspection(set_last(inspection, "b", "model", 0.2), kind) != first  # type: ignore[arg-type]
+        assert plot(make(["a", "b"], 4)) == first
+        assert matplotlib.rcParams["font.size"] == 30
+    assert plot(make(["a", "c"], 4)) != first
 
 
 def test_the_maps_have_a_cell_for_every_task_and_block_of_every_model() -> None:
@@ -51,12 +78,14 @@ def test_the_maps_have_a_cell_for_every_task_and_block_of_every_model() -> None:
     assert "<dc:date>" not in drawn
 
 
-def test_what_is_no_number_is_left_blank() -> None:
+def test_other_figures_and_what_is_no_number_change_the_picture() -> None:
     inspection = make_inspection(["a", "b"], 3)
-    blank = plot_inspection(set_last(inspection, "a", "model", nan))
-    assert blank != plot_inspection(inspection)
+    pictures = {plot_inspection(set_last(inspection, "a", "model", value)) for value in (nan, 0.2, 0.9)}
+    assert len(pictures) == 3
 
 
-def test_an_inspection_without_tasks_has_no_picture() -> None:
+def test_without_figures_there_is_no_picture() -> None:
     with pytest.raises(ValueError, match="no tasks"):
         plot_inspection(make_inspection([]))
+    with pytest.raises(ValueError, match="no curves"):
+        plot_drift(make_report(curves={}))
