@@ -42,11 +42,11 @@ class Evaluation:
     names: Mapping[str, str]
     """By role, what the model is; of the expert, each task's."""
     tasks: Mapping[str, TaskScores]
-    limit: int | None
-    """Examples per task, where not all were asked for."""
     notes: list[str]
     recipe: Mapping[str, Any]
     environment: Mapping[str, str]
+    limit: int | None
+    """Examples per task, where not all were asked for."""
     seconds: float
 
     def to_dict(self) -> dict[str, Any]:
@@ -54,7 +54,7 @@ class Evaluation:
         values = asdict(self)
         about = {key: values.pop(key) for key in ("featcal_version", "names", "tasks")}
         means = {role: asdict(score) for role, score in average_tasks(self.tasks).items()}
-        return {**about, "means": means, **values}
+        return {**about, "means": means, "limit": values.pop("limit"), **values}
 
 
 def average_tasks(tasks: Mapping[str, TaskScores]) -> dict[str, Score]:
