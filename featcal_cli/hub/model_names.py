@@ -28,10 +28,10 @@ def locate(text: str, repo: Repo | None) -> str:
     folder = repo.folder if repo else None
     if folder and (path := existing_path(str(folder / text))):
         return str(path.resolve())
-    found = "+".join(_locate_part(part, folder) for part in text.split("+"))
-    if "+" in found and existing_path(found):
+    reference = "+".join(_locate_part(part, folder) for part in text.split("+"))
+    if "+" in reference and existing_path(reference):
         raise UnusableError("is also the name of a folder here, which hides it")
-    return found
+    return reference
 
 
 def find(text: str, repo: Repo | None) -> str | None:
@@ -109,12 +109,12 @@ def name_tasks(references: Sequence[str]) -> list[str]:
     if len(set(names)) < len(names):
         names = _strip_shared(full)
     names = [re.sub(r"[^\w.-]+", "-", name).strip("-_.") or "task" for name in names]
-    named: list[str] = []
+    unique: list[str] = []
     for name in names:
         numbered = (f"{name}-{number}" for number in count(1))
-        taken = {*named, *names}
-        named.append(name if names.count(name) == 1 else next(one for one in numbered if one not in taken))
-    return named
+        taken = {*unique, *names}
+        unique.append(name if names.count(name) == 1 else next(other for other in numbered if other not in taken))
+    return unique
 
 
 def same_name(one: str, other: str) -> bool:
