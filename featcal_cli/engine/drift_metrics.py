@@ -190,9 +190,9 @@ def limit_batches(batches: Mapping[str, Sequence[Batch]], runners: Iterable[Bloc
 
 def _cut(batch: Batch, choices: int) -> Iterator[Batch]:
     ids = batch.get("decoder_input_ids", batch.get("input_ids"))
-    each = 4 * choices * (ids.shape[1] if ids is not None and ids.ndim == 2 else 1)
+    example_bytes = 4 * choices * (ids.shape[1] if ids is not None and ids.ndim == 2 else 1)
     count = count_examples(batch)
-    size = max(1, min(count, LOGIT_BYTES // each if each else count))
+    size = max(1, min(count, LOGIT_BYTES // example_bytes if example_bytes else count))
     for start in range(0, count, size):
         yield batch if size == count else take_examples(batch, range(start, min(count, start + size)))
 
@@ -224,8 +224,8 @@ def _add_rows(reading: OutputShift, z: Tensor, z_exp: Tensor) -> None:
     if not reading.has_logits:
         return
     log_p, log_p_exp = z.log_softmax(-1), z_exp.log_softmax(-1)
-    each = torch.where(log_p_exp.exp() > 0, log_p_exp.exp() * (log_p_exp - log_p), 0.0)
-    reading.divergence_sum += float(each.sum(dtype=torch.float64))
+    divergence = torch.where(log_p_exp.exp() > 0, log_p_exp.exp() * (log_p_exp - log_p), 0.0)
+    reading.divergence_sum += float(divergence.sum(dtype=torch.float64))
     reading.variation_sum += float((log_p_exp.exp() - log_p.exp()).abs().sum(dtype=torch.float64)) / 2
     reading.agreed += int((z.argmax(-1) == z_exp.argmax(-1)).sum())
     if z.shape[-1] > 1:

@@ -44,7 +44,7 @@ class Offloader:
     Files have no name, so that nothing of them is left behind however the process ends, and are mapped: tensors in them
     are read and written where they lie, which a CPU does while they are lent.
 
-    Passes are walked in turn, over and over: what has been put first is needed first. So where no room is left it is
+    Passes run in turn, over and over: what has been put first is needed first. So where no room is left it is
     the newest that goes further down, and before it only what passes hold but no longer ask for.
     """
 
@@ -120,7 +120,7 @@ class Offloader:
 
     def _find(self, tensors: Iterable[Tensor]) -> list[_Piece]:
         """The memory below these tensors, each once; what was unknown is on the device."""
-        found: dict[_Piece, None] = {}
+        pieces: dict[_Piece, None] = {}
         for tensor in tensors:
             piece = self._known(tensor)
             if piece is None and _is_plain(tensor) and tensor.device.type == self._device.type:
@@ -129,8 +129,8 @@ class Offloader:
             if piece is not None:
                 piece.holders[id(tensor)] = TensorWeakRef(tensor)
                 self._left[piece.level].pop(piece, None)
-                found[piece] = None
-        return list(found)
+                pieces[piece] = None
+        return list(pieces)
 
     def _known(self, tensor: Tensor) -> _Piece | None:
         return self._pieces.get(tensor.untyped_storage()._cdata) if _is_plain(tensor) else None
@@ -238,13 +238,13 @@ class _Piece:
     def find_tensors(self) -> list[Tensor]:
         """The given tensors that are still on it, and the bases of views that exist for these views alone."""
         storage = self.storage()
-        found = {key: tensor for key, ref in self.holders.items() if (tensor := ref()) is not None}
-        found = {key: tensor for key, tensor in found.items() if tensor.untyped_storage() is storage}
-        self.holders = {key: self.holders[key] for key in found}
-        for tensor in list(found.values()):
+        alive = {key: tensor for key, ref in self.holders.items() if (tensor := ref()) is not None}
+        alive = {key: tensor for key, tensor in alive.items() if tensor.untyped_storage() is storage}
+        self.holders = {key: self.holders[key] for key in alive}
+        for tensor in list(alive.values()):
             if tensor._is_view() and _count_holders(tensor) == _ALONE:
-                found[id(tensor._base)] = tensor._base
-        return list(found.values())
+                alive[id(tensor._base)] = tensor._base
+        return list(alive.values())
 
 
 class _TouchMode(TorchFunctionMode):

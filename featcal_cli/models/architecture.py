@@ -194,7 +194,7 @@ def _own_axis(run: _Run, block: str) -> tuple[Layout, Axes]:
     axes = dict(run.axes)
     if block not in run.first.shapes:
         return Layout(None), axes
-    first, second = (found.shapes[block][0] for found in run.traces)
+    first, second = (traced.shapes[block][0] for traced in run.traces)
     layout = learn_layout(first, second, axes)
     is_batch = len(first) == len(second) == 3 and (first[0], second[0]) == token_layout.EXAMPLES  # [B, S, d]
     if layout.axis is None and is_batch:
@@ -226,7 +226,7 @@ def _find_text(model: nn.Module, run: _Run, block: str) -> int | None:
 
 def _layouts(run: _Run, path: str, block_calls: int, axes: Axes) -> tuple[Layout, ...]:
     """The layout of each call of a module in one run of its block."""
-    first, second = (found.shapes.get(path, []) for found in run.traces)
+    first, second = (traced.shapes.get(path, []) for traced in run.traces)
     calls, rest = divmod(len(first), max(block_calls, 1))
     if len(first) != len(second) or rest:
         return (Layout(None),)

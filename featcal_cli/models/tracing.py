@@ -1,4 +1,4 @@
-"""One watched run of a model, and where its lists of blocks are."""
+"""One traced run of a model, and where its lists of blocks are."""
 
 from __future__ import annotations
 
@@ -70,20 +70,20 @@ CONTAINERS = (nn.ModuleList, nn.Sequential)
 
 def trace(model: nn.Module, batch: Batch, dtype: torch.dtype) -> Trace:
     """Run `model` once on `batch` (floating-point inputs in `dtype`) and return what happened."""
-    found = Trace(model)
+    traced = Trace(model)
     handles = []
     for name, module in model.named_modules():
         before = module.register_forward_pre_hook(
-            lambda _, args, kwargs, n=name: found.before(n, (*args, *kwargs.values())), with_kwargs=True
+            lambda _, args, kwargs, n=name: traced.before(n, (*args, *kwargs.values())), with_kwargs=True
         )
-        handles += [before, module.register_forward_hook(lambda _, __, output, n=name: found.after(n, output))]
+        handles += [before, module.register_forward_hook(lambda _, __, output, n=name: traced.after(n, output))]
     try:
         with torch.no_grad():
             model(**{key: x.to(dtype) if x.is_floating_point() else x for key, x in batch.items()})
     finally:
         for handle in handles:
             handle.remove()
-    return found
+    return traced
 
 
 def first_tensor(value: Any) -> Tensor | None:
@@ -106,7 +106,7 @@ def find_blocks(model: nn.Module, run: Trace) -> list[str]:
     They run, hold several Linear modules and keep the shape of the hidden states; stages give way to the blocks inside.
     """
     taken: list[str] = []
-    found: list[str] = []
+    blocks: list[str] = []
     for name, module in model.named_modules():
         if not isinstance(module, CONTAINERS) or any(name.startswith(f"{outer}.") for outer in taken):
             continue
@@ -119,9 +119,9 @@ def find_blocks(model: nn.Module, run: Trace) -> list[str]:
         ):
             continue
         taken.append(name)
-        found += members
+        blocks += members
     started = {name: number for number, name in reversed(list(enumerate(run.calls)))}
-    return sorted(found, key=started.__getitem__)
+    return sorted(blocks, key=started.__getitem__)
 
 
 def _members(name: str, container: nn.Module, run: Trace) -> list[str]:
