@@ -212,8 +212,7 @@ def write_verdict(
     def enumerate_tasks(tasks: Mapping[str, float]) -> str:
         """Some of the tasks, with how much farther each is, and how many more there are."""
         texts = [f"{show_task(task)} (by {Column('', '', []).write(more)})" for task, more in tasks.items()]
-        left = len(texts) - MOST_TASKS
-        return enumerate_names([*texts[:MOST_TASKS], f"{left} more"] if left > 0 else texts)
+        return enumerate_names(texts, MOST_TASKS)
 
     roles, vanished = list_roles(inspection), find_vanished(inspection)
     for task in vanished:

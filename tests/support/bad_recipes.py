@@ -69,4 +69,5 @@ CASES: list[Case] = [
     (data(columns="{texts: text}"), ["no role texts", "text_pair"]),
     (data(columns="{text: nothing}"), ["no column nothing", "text, other"]),
     (data(split="test"), ["no split test"]),
+    (recipe("tasks: [1]", expert=None, data=None), ["tasks", "dictionary"]),
 ]
