@@ -225,17 +225,17 @@ def inspect_drift(
             from featcal_cli.workflows.inspect_drift import inspect_drift as run
 
             start_importing("featcal_cli.workflows.build_report")
-            found = run(
+            inspection = run(
                 draft, compare=compare, device=device, batch_size=batch_size, allow_pickle=allow_pickle,
                 trust_remote_code=trust_remote_code, plot=plot, projection=projection, html=html, markdown=markdown,
                 max_drift=max_drift, listener=log,
             )  # fmt: skip
         if json:
-            typer.echo(found.to_json(), nl=False)
+            typer.echo(inspection.to_json(), nl=False)
         else:
-            show_inspection(found, OUT)
+            show_inspection(inspection, OUT)
         if max_drift is not None:
-            check_gate(found, max_drift)
+            check_gate(inspection, max_drift)
 
 
 @app.command()
@@ -291,14 +291,14 @@ def evaluate(
                 overrides["tasks"] = overrides["tasks"] or {}
                 overrides["tasks"].setdefault(task, {})["evaluate"] = {"split": name}
             draft = read_draft(file, overrides)
-            found = run(
+            evaluation = run(
                 draft, given, limit=limit, device=device, batch_size=batch_size, allow_pickle=allow_pickle,
                 trust_remote_code=trust_remote_code, allow_code=allow_code_execution, listener=log,
             )  # fmt: skip
         if json:
-            typer.echo(dumps(found.to_dict(), indent=2))
+            typer.echo(dumps(evaluation.to_dict(), indent=2))
         else:
-            show_scores(found.tasks, limited=limit is not None)
+            show_scores(evaluation.tasks, limited=limit is not None)
 
 
 @app.command()

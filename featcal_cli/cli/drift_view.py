@@ -155,8 +155,8 @@ def _show_bars(inspection: Inspection, tasks: Mapping[str, str], out: Console) -
     lists, width = split_lists(order), max(map(cell_len, tasks.values())) + 1
     size = _choose_size(lists, out.width - width - ROLE)
     bars = {
-        (task, role): _group(follow_drift(found.models[role], order), lists, size)
-        for task, found in inspection.tasks.items()
+        (task, role): _group(follow_drift(drifts.models[role], order), lists, size)
+        for task, drifts in inspection.tasks.items()
         for role in roles
     }
     values = [value for bar in bars.values() for part in bar for value in part]

@@ -21,7 +21,7 @@ _ATTEMPTS = 3
 
 
 def main() -> None:
-    """Run the command line; errors that the user can mend become one message and exit code 2."""
+    """Run the command line; errors that the user can fix become one message and exit code 2."""
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")  # it writes of every retry, with the address
     launch = Launch()
@@ -49,7 +49,7 @@ def main() -> None:
         raise
     except BrokenPipeError:  # whoever read our output has gone
         _leave(GONE)
-    except Exception as error:  # noqa: BLE001 - a fault of ours, whatever it is: it is written down to be mended
+    except Exception as error:  # noqa: BLE001 - a fault of ours, whatever it is: it is written down to be fixed
         _leave(_report_fault(error))
 
 

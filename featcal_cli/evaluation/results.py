@@ -67,24 +67,24 @@ VERSION = 1
 """Of the ways to measure: figures of another one are not taken over."""
 
 
-class Ledger:
+class ScoreCache:
     """A small file for each figure, in featcal's cache; what cannot be written is measured again."""
 
     def __init__(self) -> None:
         self._folder = cache_folder() / "evaluations"
-        self.recalled = 0
+        self.reused = 0
         """Figures that were taken over."""
 
-    def recall(self, about: Mapping[str, Any]) -> Score | None:
+    def read(self, about: Mapping[str, Any]) -> Score | None:
         """The figure of exactly this, if it was kept."""
         try:
             score = Score(**json.loads(self._file(about).read_text(encoding="utf-8"))["score"])
         except (OSError, ValueError, LookupError, TypeError):  # none, or broken
             return None
-        self.recalled += 1
+        self.reused += 1
         return score
 
-    def keep(self, about: Mapping[str, Any], score: Score) -> None:
+    def write(self, about: Mapping[str, Any], score: Score) -> None:
         """Write a figure down, whole or not at all."""
         file = self._file(about)
         with suppress(OSError):
@@ -101,6 +101,5 @@ class Ledger:
 def stamp(path: Path, skip: Collection[str] = ()) -> list[Any]:
     """What changes when a local file, or a file in a folder, does: names, times of change, sizes; some files do not
     count."""
-    found = sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
-    files = [file for file in found if file.name not in skip]
-    return [[os.fspath(file), file.stat().st_mtime_ns, file.stat().st_size] for file in files]
+    files = sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
+    return [[os.fspath(file), file.stat().st_mtime_ns, file.stat().st_size] for file in files if file.name not in skip]

@@ -68,7 +68,7 @@ def inert(text: str, longest: int = LONGEST_NAME) -> str:
     shown = re.sub(r"([\\`*_\[\]!#~$@{}])", r"\\\1", one_line(without_secrets(text), longest))
     for char, entity in (("&", "&amp;"), ("<", "&lt;"), (">", "&gt;"), ("|", "&#124;"), ("://", "&#58;//")):
         shown = shown.replace(char, entity)
-    return re.sub(r"^([-+=]+|\d+[.)])(?=\s|$)", lambda found: f"{found[0][:-1]}&#{ord(found[0][-1])};", shown)
+    return re.sub(r"^([-+=]+|\d+[.)])(?=\s|$)", lambda marker: f"{marker[0][:-1]}&#{ord(marker[0][-1])};", shown)
 
 
 def without_secrets(text: str) -> str:
@@ -119,10 +119,10 @@ def _lines_of(tokens: list[Token], *kinds: str) -> set[int]:
 
 def _move_headings(lines: list[str], tokens: list[Token], level: int) -> set[int]:
     """Write every heading of `lines` with #, so that the highest is of `level`; return the lines that are now empty."""
-    found = [(token, tokens[at + 1]) for at, token in enumerate(tokens) if token.type == "heading_open"]
-    shift = max(0, level - min((int(token.tag[1]) for token, _ in found), default=level))
+    headings = [(token, tokens[at + 1]) for at, token in enumerate(tokens) if token.type == "heading_open"]
+    shift = max(0, level - min((int(token.tag[1]) for token, _ in headings), default=level))
     dropped: set[int] = set()
-    for token, title in found:
+    for token, title in headings:
         assert token.map is not None
         first, end = token.map
         marks = "#" * min(6, int(token.tag[1]) + shift)

@@ -360,8 +360,8 @@ def _list_limits(report: Report, agreed: str | None) -> Iterator[str]:
         silent = sum(source.license is None for source in models)
         named = ", ".join(_unique(inert(source.license) for source in models if source.license))
         unnamed = f"{silent} of {len(models)} name none" if silent else ""
-        said = "; ".join(filter(None, (named, unnamed)))
-        yield f"No licence is carried over: the models that it was made from do not all name the same one ({said})."
+        reasons = "; ".join(filter(None, (named, unnamed)))
+        yield f"No licence is carried over: the models that it was made from do not all name the same one ({reasons})."
 
 
 def _link(source: Source) -> str:

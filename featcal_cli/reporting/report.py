@@ -163,8 +163,8 @@ class Report:
         before, after, *_ = self.mean_drift.cells
         if self.settings.get("step") == 0:
             return f"no update helps: these are the merged model's weights, with mean drift {before} {self.measured_on}"
-        said = "WARNING: mean drift grew" if self.has_grown else "mean drift went"
-        return f"{said} from {before} to {after} {self.measured_on}"
+        change = "WARNING: mean drift grew" if self.has_grown else "mean drift went"
+        return f"{change} from {before} to {after} {self.measured_on}"
 
     @property
     def worse(self) -> list[str]:

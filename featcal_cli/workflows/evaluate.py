@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from featcal_cli import __version__
-from featcal_cli.evaluation.results import EXPERT, Evaluation, Ledger, TaskScores, stamp
+from featcal_cli.evaluation.results import EXPERT, Evaluation, ScoreCache, TaskScores, stamp
 from featcal_cli.evaluation.scores import Score
 from featcal_cli.hub.repo import open_repo
 from featcal_cli.recipe.schema import Evaluate, Recipe, Task
@@ -67,7 +67,7 @@ def evaluate_models(
 
     check_evaluable(session, recipe, allow_code=allow_code)
     started = time.monotonic()
-    ledger = Ledger()
+    cache = ScoreCache()
     with closing(LazyModels(session, recipe, others)) as models:
         recipe = models.recipe
         wanted = {task: spec for task, spec in recipe.tasks.items() if spec.evaluate is not None}
@@ -75,12 +75,12 @@ def evaluate_models(
             session.note(f"not evaluated, as the recipe does not say how: {', '.join(left_out)}")
         size = batch_size or BATCH[session.device.type]
         tasks = {
-            task: _TaskMeasurement(session, models, task, spec, limit, size, allow_code).measure(ledger)
+            task: _TaskMeasurement(session, models, task, spec, limit, size, allow_code).measure(cache)
             for task, spec in wanted.items()
         }
-    if recalled := ledger.recalled:
+    if reused := cache.reused:
         figures = len(tasks) * len(models.roles)
-        session.note(f"{recalled} of {figures} figures were taken over from an earlier evaluation")
+        session.note(f"{reused} of {figures} figures were taken over from an earlier evaluation")
     experts = ", ".join(spec.expert for spec in recipe.tasks.values())
     return Evaluation(
         featcal_version=__version__,
@@ -144,14 +144,14 @@ class _TaskMeasurement:
     batch_size: int
     allow_code: bool
 
-    def measure(self, ledger: Ledger) -> TaskScores:
+    def measure(self, cache: ScoreCache) -> TaskScores:
         """The figures of all models; what is known is not measured again. Raises FeatCalError."""
         roles, how, data = self.models.roles, self._how, self.spec.data
         common = self._describe()
         abouts = {role: {**common, "model": self.models.identify(role, self.task)} for role in roles}
-        known = {role: score for role, about in abouts.items() if (score := ledger.recall(about)) is not None}
+        known = {role: score for role, about in abouts.items() if (score := cache.read(about)) is not None}
         for role, score in self._measure_models([role for role in roles if role not in known]):
-            ledger.keep(abouts[role], score)
+            cache.write(abouts[role], score)
             known[role] = score
         scores = {role: known[role] for role in roles}
         if how.lm_eval:
