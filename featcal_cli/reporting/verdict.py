@@ -217,7 +217,7 @@ def write_verdict(
     roles, vanished = list_roles(inspection), find_vanished(inspection)
     for task in vanished:
         why = "no drift from it means anything. Use another checkpoint."
-        yield True, f"the features of the expert of {task} are all zero, or nearly: {why}"
+        yield True, f"the features of the expert of {show_task(task)} are all zero, or nearly: {why}"
     compared = "base" in roles and len(vanished) < len(inspection.tasks)
     for role in (role for role in roles if compared and role != "base"):
         if farther := find_farther(inspection, role, "base"):

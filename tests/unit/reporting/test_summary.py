@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import inf
 
 import pytest
-from inspections import make_inspection
+from inspections import change, make_inspection
 from markdown_it import MarkdownIt
 
 from featcal_cli.reporting.inspection import Inspection, OutputDrift
@@ -65,7 +66,11 @@ def test_what_the_gate_says_is_the_first_thing_told() -> None:
 
 def test_names_of_others_are_shown_and_not_obeyed() -> None:
     name = "x | <img src=y> [a](http://b) `c` **d**"
-    text = write_summary(make_inspection([name]))
-    html = MarkdownIt("commonmark").enable("table").render(text)
-    assert "<img" not in html and "<a " not in html and html.count("<tr>") == 2
-    assert "<code>" not in html
+    inspection = make_inspection([name])
+    models = inspection.tasks[name].models
+    vanished = replace(inspection.tasks[name], models={**models, "model": change(models["model"], -1, relative=inf)})
+    for shown in (inspection, replace(inspection, tasks={name: vanished})):
+        html = MarkdownIt("commonmark").enable("table").render(write_summary(shown))
+        assert "<img" not in html and "<a " not in html and html.count("<tr>") == 2
+        assert "<code>" not in html
+    assert "are all zero" in html
