@@ -68,10 +68,12 @@ def hub_on_loopback() -> Iterator[HubServer]:
 
 
 @pytest.fixture(autouse=True)
-def no_failures_remembered() -> None:
-    """Wait for the Hub as long as ever: a test that let it fail may have run in this process a moment ago."""
+def as_if_first() -> None:
+    """Nothing of an earlier test in this process is left: failures of the Hub, or how far random numbers have come."""
     if client := sys.modules.get("featcal_cli.hub.client"):
         client._failures.__init__()
+    if torch := sys.modules.get("torch"):
+        torch.manual_seed(0)
 
 
 @pytest.fixture

@@ -69,7 +69,7 @@ def changed(folder: Path) -> set[str]:
 
 def test_experts_with_heads_of_other_sizes(tmp_path: Path) -> None:
     base, red, green = bert(1, tf.BertForMaskedLM), classifier(2, 2), classifier(3, 5)
-    result = run(tmp_path, text(), merged=bert(0), base=base, red=red, green=green)
+    result = run(tmp_path, text(), "preset", merged=bert(0), base=base, red=red, green=green)
     assert len(changed(tmp_path)) == sum(2 * len(block.modules) for block in result.report.blocks) == 32
 
 
