@@ -10,8 +10,15 @@ import typer
 
 from featcal_cli import __version__
 from featcal_cli.cli import options
-from featcal_cli.recipe.reading import collect_overrides, names_merged, read_draft, read_tasks
-from featcal_cli.recipe.shipped import find_recipe, find_shipped, shipped_recipes
+from featcal_cli.recipe.reading import (
+    collect_overrides,
+    find_recipe,
+    find_shipped,
+    names_merged,
+    read_draft,
+    read_tasks,
+    shipped_recipes,
+)
 from featcal_cli.runtime.errors import RecipeError
 from featcal_cli.runtime.interruption import MEASURING, interruptible
 from featcal_cli.runtime.logfile import recorded

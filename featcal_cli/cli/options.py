@@ -30,7 +30,7 @@ def _option(group: str, *names: str, help: str, values: str = "", **settings: An
 
 
 def _complete_recipe(incomplete: str) -> list[str]:
-    from featcal_cli.recipe.shipped import COMPANIONS, shipped_recipes
+    from featcal_cli.recipe.reading import COMPANIONS, shipped_recipes
 
     return [name for name in (*(file.stem for file in shipped_recipes()), *COMPANIONS) if name.startswith(incomplete)]
 

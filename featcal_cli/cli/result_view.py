@@ -13,9 +13,8 @@ from rich.syntax import Syntax
 from rich.table import Table
 
 from featcal_cli.cli.console import ERR, OUT, escape
-from featcal_cli.evaluation.results import TaskScores, average_tasks
-from featcal_cli.evaluation.scores import Score
-from featcal_cli.recipe.shipped import COMPANIONS, describe_recipe
+from featcal_cli.evaluation.results import Score, TaskScores, average_tasks
+from featcal_cli.recipe.reading import COMPANIONS, describe_recipe
 from featcal_cli.reporting.report import CARD, RECIPE, DriftRow, Report
 from featcal_cli.runtime.files import tell_bytes
 

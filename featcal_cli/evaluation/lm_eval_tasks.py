@@ -10,7 +10,7 @@ from typing import Any
 
 from featcal_cli.data.preprocessors import load_tokenizer
 from featcal_cli.evaluation.protocols import LabelledTask
-from featcal_cli.evaluation.scores import RESAMPLES, Score, combine, make_normal_score, score_accuracy
+from featcal_cli.evaluation.results import RESAMPLES, Score, combine, make_normal_score, score_accuracy
 from featcal_cli.models.loading import Model
 from featcal_cli.recipe.schema import Evaluate
 from featcal_cli.runtime.errors import DataError, RecipeError

@@ -20,7 +20,7 @@ from featcal_cli.data.columns import number_label
 from featcal_cli.data.examples import LabelledRows, open_labelled
 from featcal_cli.data.preprocessors import load_tokenizer
 from featcal_cli.data.rows import read_classes
-from featcal_cli.evaluation.scores import Score, score_accuracy, score_spearman
+from featcal_cli.evaluation.results import Score, score_accuracy, score_spearman
 from featcal_cli.hub.snapshot import Snapshot
 from featcal_cli.models.alignment import load_fitting
 from featcal_cli.models.loading import Model, load_model

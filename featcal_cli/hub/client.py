@@ -23,7 +23,7 @@ from huggingface_hub.utils import _http, httpx  # type: ignore[attr-defined]  # 
 from huggingface_hub.utils._http import hf_raise_for_status, parse_ratelimit_headers
 from huggingface_hub.utils._runtime import is_xet_available
 
-from featcal_cli.runtime.waiting import announce, describe_status, host_of, is_hub, name_host
+from featcal_cli.runtime.progress import announce, describe_status, host_of, is_hub, name_host
 
 Result = TypeVar("Result")
 Judge = Callable[[BaseException, float], "float | None"]

@@ -15,8 +15,8 @@ from huggingface_hub.errors import HfHubHTTPError
 
 from featcal_cli.hub.client import asked_pause, blame, is_conflict, is_lapsed, root_of, unreachable
 from featcal_cli.runtime.errors import HubError
+from featcal_cli.runtime.progress import host_of, hub_host, is_hub, name_hosts
 from featcal_cli.runtime.untrusted_text import redact, visible
-from featcal_cli.runtime.waiting import host_of, hub_host, is_hub, name_hosts
 
 ODD = (ValueError, LookupError, TypeError, AttributeError, AssertionError)
 """What huggingface_hub raises where an answer is not what it looks for."""

@@ -40,7 +40,7 @@ from featcal_cli.hub.remote import (
 )
 from featcal_cli.hub.repo import list_commit
 from featcal_cli.runtime.errors import HubError
-from featcal_cli.runtime.waiting import announce, hub_host
+from featcal_cli.runtime.progress import announce, hub_host
 
 KEEP_ALL = "# nothing is ignored\n"
 """Sent in place of a repo's own .gitignore, which would quietly leave files out of the commit."""

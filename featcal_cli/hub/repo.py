@@ -30,9 +30,9 @@ from featcal_cli.hub.client import limit_waiting, patiently, unreachable
 from featcal_cli.hub.messages import explained
 from featcal_cli.hub.weight_files import PICKLES, SAFETENSORS, Entry, check_distinct, parse_header, parse_index
 from featcal_cli.runtime.errors import HubError
+from featcal_cli.runtime.progress import hub_host
 from featcal_cli.runtime.references import bare_id, existing_path, looks_like_path, split_revision
 from featcal_cli.runtime.untrusted_text import show
-from featcal_cli.runtime.waiting import hub_host
 
 Kind = Literal["model", "dataset"]
 

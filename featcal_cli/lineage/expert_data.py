@@ -11,8 +11,8 @@ from featcal_cli.hub.model_names import find, repo_of, words
 from featcal_cli.lineage.model_card import Card, read_card
 from featcal_cli.lineage.questions import Finding, Question
 from featcal_cli.lineage.search import Search, is_gone, named_by
+from featcal_cli.recipe.reading import find_shipped
 from featcal_cli.recipe.schema import Data
-from featcal_cli.recipe.shipped import find_shipped
 from featcal_cli.runtime.errors import HubError
 from featcal_cli.runtime.references import existing_path
 from featcal_cli.runtime.untrusted_text import load_documents, show

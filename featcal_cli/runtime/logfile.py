@@ -25,9 +25,8 @@ from featcal_cli.runtime.errors import FeatCalError, OutputError
 from featcal_cli.runtime.files import explain_full, name_reason
 from featcal_cli.runtime.interruption import exit_code
 from featcal_cli.runtime.process import peak_resident_bytes
-from featcal_cli.runtime.progress import Listener, Progress
+from featcal_cli.runtime.progress import Listener, Progress, heard
 from featcal_cli.runtime.untrusted_text import redact
-from featcal_cli.runtime.waiting import heard
 
 REMEMBERED = 200
 """Lines that a crash report ends with."""

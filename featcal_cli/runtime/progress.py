@@ -1,12 +1,143 @@
-"""Whoever shows a run as it goes."""
+"""What a run tells while it goes: its stages, its progress, and what it waits for."""
 
 from __future__ import annotations
 
 import logging
+import re
+import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TypeAlias
+from urllib.parse import urlsplit
+
+from featcal_cli.runtime.process import read_launch
+
+LOGGER = logging.getLogger(__name__)
+CLIENT = ("huggingface_hub.utils._http", "huggingface_hub.file_download", "huggingface_hub.hf_api")
+"""Loggers of the client's modules that wait by themselves, and say so with addresses that nobody should see."""
+_FAILED = re.compile(r"HTTP Error (?P<status>\d+) thrown while requesting \w+ (?P<url>\S+)")
+_BROKE = re.compile(r"thrown while requesting \w+ (?P<url>\S+)\s*\Z")
+_RESUMED = re.compile(r"Error while downloading from (?P<url>\S+): .*Trying to resume", re.DOTALL)
+_GIVES_UP = re.compile("Error while downloading from .*Max retries exceeded", re.DOTALL)
+_ADDRESS = re.compile(r"https?://[^\s'\")]+")
+_WAITS = re.compile(r"(?:Retrying in|Waiting) (?P<seconds>[\d.]+)s\b")
+_USES_CACHE = re.compile(r"Could not reach the Hub .*Using cached commit hash for '(?P<repo>[^']+)'", re.DOTALL)
+
+
+def announce(reason: str, pause: float | None = None) -> None:
+    """Say what goes wrong, and that there will be another try after `pause` seconds."""
+    LOGGER.warning("%s%s", reason, "" if pause is None else f", next try in {round(pause, 1):g} s")
+
+
+def hub_host() -> str:
+    """The Hub's address without a user name or password."""
+    from huggingface_hub import constants
+
+    return urlsplit(constants.ENDPOINT).netloc.rpartition("@")[2]
+
+
+def host_of(address: str) -> str:
+    """The host of an address, with its port; the Hub's, where the address has none."""
+    return urlsplit(address).netloc.rpartition("@")[2] or hub_host()
+
+
+def is_hub(host: str) -> bool:
+    """Whether a host, with its port, is the Hub's, however that was written."""
+
+    def plain(name: str) -> str:
+        return name.lower().removesuffix(":443").removesuffix(":80")
+
+    return plain(host) == plain(hub_host())
+
+
+def name_hosts(text: str) -> str:
+    """The text with hosts in place of addresses."""
+    return _ADDRESS.sub(lambda address: host_of(address[0]), text)
+
+
+def describe_status(status: int) -> str:
+    """What an answer of this HTTP status says of whoever gave it."""
+    if status == 429:
+        return "refuses more requests for now (429)"
+    if status in (502, 503, 504):
+        return f"is busy ({status})"
+    if status == 507:
+        return "has no room left (507)"
+    if status == 511:
+        return "sends a page in place of what was asked for (511)"
+    return f"failed ({status})" if status >= 500 else f"refused ({status})"
+
+
+def name_host(address: str, *, by_name: bool = False) -> str:
+    """Whose address it is; the Hub is called by its host `by_name` only."""
+    host = host_of(address)
+    return "the Hub" if is_hub(host) and not by_name else host
+
+
+@contextmanager
+def heard(listener: Callable[[str], None]) -> Iterator[None]:
+    """Inside, `listener` is told of every wait, ours and those of huggingface_hub, whose own words are kept back."""
+    ear = _Ear(listener if read_launch().rank == 0 else lambda _: None)  # of several processes the first one speaks
+    loggers = [logging.getLogger(name) for name in (__name__, *CLIENT)]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        if logger.getEffectiveLevel() > logging.WARNING:  # what is not to be shown would not be heard either
+            ear.silenced[logger.name] = logger.getEffectiveLevel()
+            logger.setLevel(logging.WARNING)
+        logger.addFilter(ear)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.removeFilter(ear)
+            logger.setLevel(level)
+
+
+class _Ear(logging.Filter):
+    """Passes what is said of waits on, once each, and lets everything else through."""
+
+    def __init__(self, listener: Callable[[str], None]) -> None:
+        super().__init__()
+        self._listener = listener
+        self.silenced: dict[str, int] = {}
+        """Loggers that say nothing below a level."""
+        self._lock = threading.Lock()
+        self._reasons: dict[int | None, str] = {}
+        """Why the request of a thread failed last."""
+        self._said: dict[str, float] = {}
+        """What was said, and until when it need not be said again: eight downloads may wait for one host."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        text = record.getMessage()
+        if record.name == __name__:
+            self._say(text, 0.0)
+            return False
+        if match := _FAILED.search(text):
+            self._reasons[record.thread] = f"{name_host(match['url'])} {describe_status(int(match['status']))}"
+        elif match := _BROKE.search(text):
+            self._reasons[record.thread] = f"{name_host(match['url'])} does not answer"
+        elif match := _RESUMED.search(text):
+            self._say(f"{name_host(match['url'])} stopped in the middle of a file, next try in 1 s", 1.0)
+        elif match := _WAITS.search(text):
+            seconds = float(match["seconds"])
+            reason = self._reasons.pop(record.thread, "the Hub is busy")
+            self._say(f"{reason}, next try in {seconds:g} s", seconds)
+        elif match := _USES_CACHE.search(text):
+            self._say(f"the Hub cannot be asked for {match['repo']}: using the commit that was seen last", 60.0)
+        elif record.levelno >= self.silenced.get(record.name, 0) and not _GIVES_UP.search(text):  # the error says more
+            record.msg, record.args = name_hosts(text), ()
+            return True
+        return False
+
+    def _say(self, text: str, seconds: float) -> None:
+        now = time.monotonic()
+        with self._lock:
+            if now < self._said.get(text, 0.0):
+                return
+            self._said[text] = now + max(seconds, 0.5)
+        self._listener(text)
 
 
 class Listener:

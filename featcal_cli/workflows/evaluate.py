@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from featcal_cli import __version__
-from featcal_cli.evaluation.results import EXPERT, Evaluation, ScoreCache, TaskScores, stamp
-from featcal_cli.evaluation.scores import Score
+from featcal_cli.evaluation.results import EXPERT, Evaluation, Score, ScoreCache, TaskScores, stamp
 from featcal_cli.hub.repo import open_repo
 from featcal_cli.recipe.schema import Evaluate, Recipe, Task
 from featcal_cli.reporting.report import RECIPE

@@ -22,8 +22,7 @@ from hub_server import HubServer
 from recipe_world import World, save_model
 from safetensors.torch import load_file, save_file
 
-from featcal_cli.recipe.reading import read_draft
-from featcal_cli.recipe.shipped import find_recipe, shipped_recipes
+from featcal_cli.recipe.reading import find_recipe, read_draft, shipped_recipes
 from featcal_cli.runtime.errors import RecipeError
 
 ROOT = Path(__file__).parents[2]

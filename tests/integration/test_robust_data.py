@@ -13,8 +13,7 @@ import pyarrow.parquet
 import pytest
 from PIL import Image
 
-from featcal_cli.recipe.reading import build_recipe
-from featcal_cli.recipe.shipped import find_recipe
+from featcal_cli.recipe.reading import build_recipe, find_recipe
 from featcal_cli.reporting.report import Report
 from featcal_cli.workflows.verbs import calibrate
 

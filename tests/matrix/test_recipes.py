@@ -12,9 +12,8 @@ import yaml
 
 from featcal_cli.hub.model_names import repo_of
 from featcal_cli.lineage.expert_data import recall
-from featcal_cli.recipe.reading import as_draft, build_recipe, complete_draft
+from featcal_cli.recipe.reading import as_draft, build_recipe, complete_draft, find_recipe, shipped_recipes
 from featcal_cli.recipe.schema import Recipe
-from featcal_cli.recipe.shipped import find_recipe, shipped_recipes
 
 
 class Setting(NamedTuple):

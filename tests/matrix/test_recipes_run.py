@@ -12,9 +12,8 @@ from command_line import featcal_inside
 from hub_server import HubServer
 from recipe_world import ROWS, World, write_table
 
-from featcal_cli.recipe.reading import read_draft
+from featcal_cli.recipe.reading import find_recipe, read_draft, shipped_recipes
 from featcal_cli.recipe.schema import Draft
-from featcal_cli.recipe.shipped import find_recipe, shipped_recipes
 from featcal_cli.workflows.evaluate import evaluate
 
 pytestmark = pytest.mark.usefixtures("undrawn")

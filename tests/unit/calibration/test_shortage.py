@@ -13,10 +13,10 @@ import torch
 from families import FAMILIES, save_family
 from safetensors.torch import load_file, save_file
 
-from featcal_cli.calibration.out_of_memory import halve_batches, is_out_of_memory
 from featcal_cli.data.examples import TaskExamples
 from featcal_cli.runtime.distributed import Ranks
 from featcal_cli.runtime.errors import ShortageError
+from featcal_cli.workflows.calibrate import halve_batches, is_out_of_memory
 from featcal_cli.workflows.verbs import calibrate
 
 CPU = torch.device("cpu")

@@ -81,7 +81,7 @@ def test_what_looks_for_models_needs_no_torch() -> None:
         "cli.drift_view",
         "cli.main",
         "cli.result_view",
-        "recipe.shipped",
+        "recipe.reading",
         "reporting.verdict",
         "runtime.logfile",
         "runtime.process",

@@ -26,8 +26,7 @@ from torch.nn.functional import normalize
 
 from featcal_cli.data.rows import read_classes
 from featcal_cli.evaluation.lm_eval_tasks import _read_score
-from featcal_cli.evaluation.results import Evaluation
-from featcal_cli.evaluation.scores import Score, combine, score_accuracy, score_spearman
+from featcal_cli.evaluation.results import Evaluation, Score, combine, score_accuracy, score_spearman
 from featcal_cli.recipe.reading import read_draft
 from featcal_cli.recipe.schema import Data, Draft
 from featcal_cli.runtime.errors import CheckpointError, DataError, RecipeError

@@ -26,7 +26,7 @@ from featcal_cli.hub.repo import open_repo
 from featcal_cli.hub.snapshot import Snapshot, resolve, resolve_config
 from featcal_cli.lineage.search import is_gone
 from featcal_cli.runtime.errors import HubError
-from featcal_cli.runtime.waiting import heard
+from featcal_cli.runtime.progress import heard
 
 OTHER_FORMATS = ("pytorch_model.bin", "tf_model.h5", "model.gguf", "onnx/model.onnx", "optimizer.pt", "model.ot")
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")

@@ -24,7 +24,7 @@ from safetensors.torch import save_file
 from featcal_cli.hub.push import Pushed, Target, check_target, push
 from featcal_cli.hub.snapshot import resolve
 from featcal_cli.runtime.errors import HubError
-from featcal_cli.runtime.waiting import heard
+from featcal_cli.runtime.progress import heard
 
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
 CARD = "---\nlicense: mit\nbase_model: [user/base]\ntags: [merge]\n---\n# A model\n"

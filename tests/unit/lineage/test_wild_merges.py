@@ -14,9 +14,8 @@ from wild_merges import MERGES, Merge
 from featcal_cli.lineage.expert_data import recall
 from featcal_cli.lineage.questions import OpenQuestionsError
 from featcal_cli.lineage.resolve import find_lineage
-from featcal_cli.recipe.reading import collect_overrides, read_draft
+from featcal_cli.recipe.reading import collect_overrides, read_draft, shipped_recipes
 from featcal_cli.recipe.schema import Draft
-from featcal_cli.recipe.shipped import shipped_recipes
 from featcal_cli.runtime.errors import LineageError
 
 ROWS: dict[str, Files] = {

@@ -16,8 +16,7 @@ from markdown_it import MarkdownIt
 from markdown_it.token import Token
 
 from featcal_cli.calibration.results import BlockReport, ModuleReport
-from featcal_cli.evaluation.results import TaskScores
-from featcal_cli.evaluation.scores import Score
+from featcal_cli.evaluation.results import Score, TaskScores
 from featcal_cli.reporting.markdown import inert_document, one_line
 from featcal_cli.reporting.model_card import MARK, OWN_CARD, read_license, write_card
 from featcal_cli.reporting.report import DriftCurve, Report, Source, TaskDrift
