@@ -7,13 +7,13 @@ def main() -> None:
     """Run the command line. It takes a moment to be there, and may be interrupted even then."""
     use_large_pages()
     try:
+        from featcal_cli.runtime.interruption import stop_when_signalled
+
+        stop_when_signalled()
         from featcal_cli.runtime.process import open_streams, use_utf8
 
         use_utf8()
         open_streams()
-        from featcal_cli.runtime.interruption import stop_when_signalled
-
-        stop_when_signalled()
         from featcal_cli.cli.main import main
 
         main()

@@ -188,6 +188,9 @@ def compare_configs(merged: Model, other: Model) -> list[str]:
     ours = merged.module.get_submodule(other.part).config if other.part else merged.module.config
     theirs = other.module.config
     if other.module is merged.module:  # they share an outline, as their files are alike
+        if not (other.snapshot.folder / "config.json").is_file():  # else its path would be taken for a repo's name
+            what, fix = "config.json is not there any more", "put it back and run the same command again"
+            raise CheckpointError(what, where=other.snapshot.name, fix=fix)
         theirs = type(ours).from_pretrained(other.snapshot.folder, local_files_only=True)
     _check_type(other, other.snapshot.config.get("model_type"), theirs)
     notes = []

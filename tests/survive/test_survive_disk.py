@@ -71,14 +71,14 @@ class Moment(NamedTuple):
 
 MOMENTS = {
     "job": Moment("given", "featcal_cli.calibration.journal.Journal.__init__"),
-    "merged model": Moment("built", "featcal_cli.models.checkpoint_files.copy_checkpoint", leave=3 * PAGE),
+    "merged model": Moment("built", "featcal_cli.workflows.output.copy_checkpoint", leave=3 * PAGE),
     "search": Moment("searched", "featcal_cli.calibration.journal.Journal.keep_search"),
     "features": Moment("given", "featcal_cli.engine.offload.write_mapped", 9, leave=PAGE),
     "first block": Moment("given", "featcal_cli.calibration.journal.Journal.write", leave=3 * PAGE),
     "last block": Moment("searched", "featcal_cli.calibration.journal.Journal.write", 2, blocks=1),
     "note": Moment("given", "featcal_cli.workflows.output_files.FinishedOutput.write_note", blocks=2),
-    "copy": Moment("given", "featcal_cli.models.checkpoint_files.copy_checkpoint", leave=3 * PAGE, blocks=2),
-    "report": Moment("given", "featcal_cli.models.checkpoint_files.write_tensors", 2, blocks=2),
+    "copy": Moment("given", "featcal_cli.workflows.output.copy_checkpoint", leave=3 * PAGE, blocks=2),
+    "report": Moment("given", "featcal_cli.workflows.output.write_tensors", 2, blocks=2),
 }
 
 
