@@ -50,7 +50,7 @@ def read_launch() -> Launch:
 
 
 def check_device(name: str) -> None:
-    """Raise RecipeError for what cannot be a device; whether it is there, `machine.choose_device` finds out."""
+    """Raise RecipeError for what cannot be a device; whether it is there, `hardware.choose_device` finds out."""
     if not re.fullmatch(r"auto|cpu|cuda(:\d{1,3})?", name):
         raise RecipeError(f"unknown device {show(name)}", where="--device", fix="give auto, cpu or cuda[:K]")
 
