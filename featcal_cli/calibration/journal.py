@@ -320,10 +320,8 @@ def unseal(file: Path, job: str | None = None) -> Any:
         raise DamagedError from error
     if job is None and isinstance(sealed, dict) and "hash" not in sealed:
         return sealed
-    try:
+    with suppress(LookupError, TypeError):
         text = json.dumps([sealed["job"], sealed["content"]], sort_keys=True)
         if sealed["hash"] == sha256(text.encode()).hexdigest() and sealed["job"] == (job or sealed["job"]):
             return sealed["content"]
-    except (LookupError, TypeError):
-        pass
     raise DamagedError

@@ -29,8 +29,8 @@ from featcal_cli.runtime.interruption import CALIBRATING, EXIT_CODE, MEASURING, 
 ORG = "stalls"
 STALL = Fault(seconds=60.0, carried_out=False)
 """A server that says nothing, for longer than anybody waits here."""
-SECONDS = 15.0
-"""In which an interrupted run is over, on a machine that is busy: a quarter of the silence that it would wait for."""
+SECONDS = 2.0
+"""In which an interrupted run is over."""
 
 
 class Real:

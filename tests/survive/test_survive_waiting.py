@@ -29,11 +29,11 @@ from featcal_cli.runtime.interruption import CALIBRATING
 
 ORG = "waits"
 STALL = Fault(seconds=60.0, carried_out=False)
-SHORTLY = 6.0
-"""Seconds after a first failure, on a machine that is busy: all tries take 22."""
-SILENCE = 15.0
-LONGEST = 75.0
-"""Seconds that one request may keep a run waiting, on such a machine: it is 60 elsewhere."""
+SHORTLY = 2.5
+"""Seconds after a first failure, on a machine that is busy."""
+SILENCE = 11.0
+LONGEST = 60.0
+"""Seconds that one request may keep a run waiting."""
 
 
 @dataclass
