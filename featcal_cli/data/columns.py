@@ -6,7 +6,7 @@ import re
 import string
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, Literal
+from typing import Any, Literal, TypeGuard
 
 from featcal_cli.data.local_tables import IMAGE_FILES, is_base64
 from featcal_cli.recipe.schema import ROLES, Data
@@ -203,7 +203,9 @@ def _find_text_columns(samples: Samples, kind: TextKind, chat: bool, where: str)
         return {"text": single[0]}
     if further := messages + [{"messages": names[name]} for name in names if name in talks]:
         return further[0]
-    if inner := _text_inside(samples):
+    cells = ((name, value) for name, values in samples.items() for value in values if isinstance(value, dict))
+    texts_inside = (f"{{{name}[{key}]}}" for name, value in cells for key, text in value.items() if _is_text(text))
+    if inner := next(texts_inside, None):  # as a template names it
         what = f"no column holds text, but {inner} does; the columns are {', '.join(samples)}"
         raise DataError(what, where=where, fix=f'write in a recipe, for example, template: "{inner}"')
     raise no_column("text", "text:COLUMN", samples, where)
@@ -229,22 +231,16 @@ def answer_of(value: Any) -> str | None:
         value = value.get("text") or value.get("value")
     if isinstance(value, list) and value:
         value = value[0]
-    return value if isinstance(value, str) and value.strip() else None
+    return value if _is_text(value) else None
+
+
+def _is_text(value: Any) -> TypeGuard[str]:
+    return isinstance(value, str) and bool(value.strip())
 
 
 def _bare_name(column: str) -> str:
     """A column's name without what people spell differently."""
     return column.strip().lower().replace(" ", "_").replace("-", "_")
-
-
-def _text_inside(samples: Samples) -> str | None:
-    """How a template names a text inside of a column's values: {translation[de]}."""
-    for name, values in samples.items():
-        for value in values:
-            for key, text in value.items() if isinstance(value, dict) else ():
-                if isinstance(text, str) and text.strip():
-                    return f"{{{name}[{key}]}}"
-    return None
 
 
 def is_conversation(value: Any) -> bool:
@@ -257,7 +253,7 @@ def is_conversation(value: Any) -> bool:
 
 def _looks_natural(values: Sequence[Any]) -> bool:
     """True when most of the values are several words, unlike ids, paths and class names."""
-    texts = [value[:LOOKED_AT_CHARACTERS] for value in values if isinstance(value, str) and value.strip()]
+    texts = [value[:LOOKED_AT_CHARACTERS] for value in values if _is_text(value)]
     return sum(len(text.split()) > 1 for text in texts) * 2 > len(texts)
 
 

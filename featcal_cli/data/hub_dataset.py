@@ -133,11 +133,18 @@ def use_copy(repo: Repo, data: Data, open_repo: Opener, note: Note) -> Repo:
 
     Raises DataError where there is no copy, HubError when the Hub refuses or does not answer.
     """
+    from huggingface_hub.errors import RevisionNotFoundError
+
     script = f"{repo.name.split('/')[-1]}.py"
     if script not in repo.files or _named_configs(_read_card(repo)):
         return repo
     why = f"is a loading script ({script}), and code that comes with data is never run"
-    copy = _open_copy(repo, open_repo)
+    try:
+        copy: Repo | None = open_repo(f"{repo.name}@{COPY}", "dataset")
+    except HubError as error:
+        if not any(isinstance(cause, RevisionNotFoundError) for cause in _causes(error)):
+            raise
+        copy = None
     paths = readable_files(copy.files) if copy else []
     if copy is None or not _converted_configs(paths):
         raise DataError(
@@ -182,10 +189,7 @@ def first_line(error: BaseException) -> str:
 
 def _explain_hub(error: BaseException, data: Data) -> HubError | None:
     """What the Hub or the connection did, where that is the cause of an error."""
-    causes = [error]
-    while (further := causes[-1].__cause__ or causes[-1].__context__) and further not in causes:
-        causes.append(further)
-    for cause in causes:
+    for cause in _causes(error):
         if type(cause).__module__.split(".")[0] in ("huggingface_hub", "httpx", "httpx2"):
             try:
                 with explained(str(data.dataset), data.revision or "", "dataset"):
@@ -195,6 +199,14 @@ def _explain_hub(error: BaseException, data: Data) -> HubError | None:
             except type(cause):
                 continue  # none that `explained` knows; what caused it may be
     return None
+
+
+def _causes(error: BaseException) -> list[BaseException]:
+    """An error, and what caused it, the last first."""
+    causes = [error]
+    while (further := causes[-1].__cause__ or causes[-1].__context__) and further not in causes:
+        causes.append(further)
+    return causes
 
 
 def _open_repo(data: Data) -> Repo:
@@ -214,20 +226,6 @@ def _open_repo(data: Data) -> Repo:
     if not COMMIT.fullmatch(revision or ""):
         revision = patiently(lambda: resolve_revision(name, repo_type="dataset", revision=data.revision).resolved)
     return Repo(name, "dataset", revision, None)
-
-
-def _open_copy(repo: Repo, open_repo: Opener) -> Repo | None:
-    from huggingface_hub.errors import RevisionNotFoundError
-
-    try:
-        return open_repo(f"{repo.name}@{COPY}", "dataset")
-    except HubError as error:
-        cause: BaseException | None = error
-        while cause is not None and not isinstance(cause, RevisionNotFoundError):
-            cause = cause.__cause__
-        if cause is None:
-            raise
-        return None
 
 
 # --- what the card says ---
@@ -306,7 +304,7 @@ def _choose_config(configs: Mapping[str, Config], data: Data) -> str:
 
 def _find_splits(config: Config, paths: Sequence[str], data: Data) -> dict[str, list[str]]:
     """Split → paths of a config; splits without files are left out. Raises DataError for files outside of the repo."""
-    from datasets.data_files import sanitize_patterns
+    from datasets.data_files import ALL_DEFAULT_PATTERNS, SPLIT_PATTERN_SHARDED, sanitize_patterns
 
     folder = str(config.get("data_dir") or "").removeprefix("./").rstrip("/")
     before = f"{folder}/" if folder else ""
@@ -317,20 +315,13 @@ def _find_splits(config: Config, paths: Sequence[str], data: Data) -> dict[str, 
             what = f"the dataset's files lie elsewhere ({outside[0]}), and nothing but the Hub is asked"
             raise DataError(what, where=str(data), fix="give a dataset that holds its files itself")
         splits = _match_all(patterns, inside)
-    else:
-        splits = _default_splits(inside)
+    else:  # by the names of folders and files, as `datasets` reads them
+        splits = {}
+        for path in _match(SPLIT_PATTERN_SHARDED.format(split="*"), inside):
+            splits.setdefault(re.sub(r"^data/(.+)-\d{5}-of-\d{5}.*", r"\1", path), []).append(path)
+        matched = (_match_all(patterns, inside) for patterns in ALL_DEFAULT_PATTERNS)
+        splits = splits or next((groups for groups in matched if any(groups.values())), {})
     return {split: [before + path for path in dict.fromkeys(listed)] for split, listed in splits.items() if listed}
-
-
-def _default_splits(paths: Sequence[str]) -> dict[str, list[str]]:
-    """Split → paths, by the names of folders and files as `datasets` reads them."""
-    from datasets.data_files import ALL_DEFAULT_PATTERNS, SPLIT_PATTERN_SHARDED
-
-    sharded: dict[str, list[str]] = {}
-    for path in _match(SPLIT_PATTERN_SHARDED.format(split="*"), paths):
-        sharded.setdefault(re.sub(r"^data/(.+)-\d{5}-of-\d{5}.*", r"\1", path), []).append(path)
-    matched = (_match_all(patterns, paths) for patterns in ALL_DEFAULT_PATTERNS)
-    return sharded or next((splits for splits in matched if any(splits.values())), {})
 
 
 def _match_all(patterns: Mapping[Any, Sequence[str]], paths: Collection[str]) -> dict[str, list[str]]:

@@ -71,7 +71,15 @@ def draw_hub_rows(split: HubSplit, count: int, seed: int, columns: Collection[st
     if split.format == "parquet":
         yield from _draw_from_groups(split, count, columns, random)
     elif parse := _line_parser(split):
-        yield from _draw_lines(split, 2 * count, random, parse)
+        blocks = _list_blocks(split)
+        random.shuffle(blocks)
+        lines: list[tuple[bytes, HubFile]] = []
+        for first in range(0, len(blocks), FEWEST_BLOCKS):
+            lines += _read_blocks(split, blocks[first : first + FEWEST_BLOCKS])
+            if len(lines) >= 2 * count:
+                break
+        for line, file in random.sample(lines, min(2 * count, len(lines))):
+            yield shorten_row(parse(line, file))
     elif _all_end_with(split.files, IMAGE_FILES):
         yield from _read_images(split, random.sample(split.files, min(2 * count, len(split.files))))
     else:
@@ -81,7 +89,13 @@ def draw_hub_rows(split: HubSplit, count: int, seed: int, columns: Collection[st
 def read_hub_rows(split: HubSplit) -> Iterator[Row]:
     """All rows of the split's files, in order. Raises like `draw_hub_rows`."""
     if split.format == "parquet":
-        yield from _read_all_groups(split)
+        for file in split.files:
+            with split.open(file, block_size=4 * PIECE_BYTES) as stream:
+                opened = parquet.ParquetFile(stream, pre_buffer=False)
+                for number in range(opened.num_row_groups):
+                    # one group at a time: what is read ahead is lost when columns of several are read in turn
+                    for batch in opened.iter_batches(batch_size=256, row_groups=[number]):
+                        yield from map(shorten_row, batch.to_pylist())
     elif parse := _line_parser(split):
         for line, file in _read_blocks(split, _list_blocks(split)):
             yield shorten_row(parse(line, file))
@@ -136,31 +150,21 @@ def _draw_from_groups(split: HubSplit, count: int, columns: Collection[str] | No
             yield from rows
 
 
-def _read_all_groups(split: HubSplit) -> Iterator[Row]:
-    for file in split.files:
-        with split.open(file, block_size=4 * PIECE_BYTES) as stream:
-            opened = parquet.ParquetFile(stream, pre_buffer=False)
-            for number in range(opened.num_row_groups):
-                # one group at a time: what is read ahead is lost when columns of several are read in turn
-                for batch in opened.iter_batches(batch_size=256, row_groups=[number]):
-                    yield from map(shorten_row, batch.to_pylist())
-
-
 def _open_groups(split: HubSplit, enough: int, columns: Collection[str] | None, random: Random) -> list[RowGroup]:
     """The row groups of MOST_FILES files, or of as many more as it takes to have `enough` rows."""
+
+    def read_footer(file: HubFile) -> Any:
+        with split.open(file, cache_type="none") as stream:
+            return parquet.ParquetFile(stream, pre_buffer=False).metadata
+
     files = _weighted_order(split.files, lambda file: file.size, random)
     groups: list[RowGroup] = []
     for start in range(0, len(files), MOST_FILES):
-        for file, footer in _in_parallel(lambda file: _read_footer(split, file), files[start : start + MOST_FILES]):
+        for file, footer in _in_parallel(read_footer, files[start : start + MOST_FILES]):
             groups += _list_groups(file, footer, columns)
         if sum(group.rows for group in groups) >= enough:
             break
     return groups
-
-
-def _read_footer(split: HubSplit, file: HubFile) -> Any:
-    with split.open(file, cache_type="none") as stream:
-        return parquet.ParquetFile(stream, pre_buffer=False).metadata
 
 
 def _list_groups(file: HubFile, footer: Any, columns: Collection[str] | None) -> Iterator[RowGroup]:
@@ -242,18 +246,6 @@ def _list_blocks(split: HubSplit) -> list[tuple[HubFile, int]]:
     return [(file, start) for file in split.files for start in range(0, file.size, BLOCK_BYTES)]
 
 
-def _draw_lines(split: HubSplit, wanted: int, random: Random, parse: LineParser) -> Iterator[Row]:
-    blocks = _list_blocks(split)
-    random.shuffle(blocks)
-    lines: list[tuple[bytes, HubFile]] = []
-    for first in range(0, len(blocks), FEWEST_BLOCKS):
-        lines += _read_blocks(split, blocks[first : first + FEWEST_BLOCKS])
-        if len(lines) >= wanted:
-            break
-    for line, file in random.sample(lines, min(wanted, len(lines))):
-        yield shorten_row(parse(line, file))
-
-
 def _read_blocks(split: HubSplit, blocks: Sequence[tuple[HubFile, int]]) -> Iterator[tuple[bytes, HubFile]]:
     """The lines that begin in these blocks in order, each with its file."""
     for (file, _), lines in _in_parallel(lambda block: _read_lines(split, *block), blocks):
@@ -326,16 +318,13 @@ def _draw_first_rows(split: HubSplit, count: int, random: Random) -> list[Row]:
 
 def _open_rows(split: HubSplit, files: Sequence[HubFile]) -> Iterator[Row]:
     if _all_end_with(files, (".csv", ".tsv")) and split.options.keys() <= {"sep", "delimiter", "encoding"}:
-        return _open_csv(split, files)
-    return _open_stream(split, files)
-
-
-def _open_csv(split: HubSplit, files: Sequence[HubFile]) -> Iterator[Row]:
-    for file in files:
-        separator = split.options.get("delimiter") or split.options.get("sep") or _separator(file)
-        with split.open(file, block_size=PIECE_BYTES) as stream:
-            lines = decode_lines(stream, PurePosixPath(file.path).name, file.url, split.options.get("encoding"))
-            yield from parse_csv(lines, file.path, separator)
+        for file in files:
+            separator = split.options.get("delimiter") or split.options.get("sep") or _separator(file)
+            with split.open(file, block_size=PIECE_BYTES) as stream:
+                lines = decode_lines(stream, PurePosixPath(file.path).name, file.url, split.options.get("encoding"))
+                yield from parse_csv(lines, file.path, separator)
+    else:
+        yield from _open_stream(split, files)
 
 
 def _separator(file: HubFile) -> str | None:

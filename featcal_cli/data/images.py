@@ -127,11 +127,18 @@ class ImageReader(Reader):
             raise BadRowError(f"{which} in column {self.column} cannot be decoded ({reason})") from error
 
     def _source(self, value: Any) -> BytesIO | Path:
-        """Where the encoded image is. Raises BadRowError for none, and for one that is too large to be one."""
+        """Where the encoded image is. Raises BadRowError for none, and for one that is too large to be one; ValueError
+        for base64 text that is damaged or too long."""
         if isinstance(value, dict):
             value = value.get("bytes") or value.get("path")
         if isinstance(value, str) and is_base64(value):
-            value = _decode_base64(value)
+            content = value.partition(",")[2] if value.startswith("data:") else value
+            if len(content) > 2 * LARGEST_IMAGE:
+                raise ValueError("it is too large for an image")
+            try:
+                value = b64decode(re.sub(r"\s", "", content), validate=True)
+            except binascii.Error:
+                raise ValueError("it is no whole base64 text") from None
         if isinstance(value, bytes) and len(value) <= LARGEST_IMAGE:
             return BytesIO(value)
         if isinstance(value, str) and value and self.folder is not None:
@@ -238,14 +245,3 @@ def from_array(value: Any) -> Image.Image:
         shape = f"{list(values.shape)}" if is_numeric else "no numbers"
         raise ValueError(f"an array of {shape} is no picture; [height, width] and [height, width, 3] are")
     return to_rgb(Image.fromarray(numpy.ascontiguousarray(_scale_to_bytes(values))))
-
-
-def _decode_base64(text: str) -> bytes:
-    """The file that a text holds. Raises ValueError for one that is damaged, or too large for an image."""
-    content = text.partition(",")[2] if text.startswith("data:") else text
-    if len(content) > 2 * LARGEST_IMAGE:
-        raise ValueError("it is too large for an image")
-    try:
-        return b64decode(re.sub(r"\s", "", content), validate=True)
-    except binascii.Error:
-        raise ValueError("it is no whole base64 text") from None

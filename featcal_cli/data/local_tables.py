@@ -114,7 +114,12 @@ def open_file(file: Path, where: str) -> list[Table]:
                 check_content(head, file.name, where)
             return _open_parquet(file) if ending == ".parquet" else [_open_arrow(file)]
         case ".csv" | ".tsv" as ending:
-            rows = list(map(shorten_row, parse_csv(open_lines(file, where), where, "\t" if ending == ".tsv" else None)))
+            rows = list(
+                map(
+                    shorten_row,
+                    parse_csv(open_lines(file, where), where, "\t" if ending == ".tsv" else None),
+                )
+            )
             check_first_line(rows, where)
             return [_hold(rows)]
         case ".jsonl" | ".ndjson" | ".json":

@@ -144,7 +144,9 @@ def _list_local(data: Data, split: str | None, note: Note = ignore) -> tuple[lis
     if path.is_file():
         check_split_of_file(data, split)
         return [path], []
-    files = [file for file in sorted(path.rglob("*")) if not _is_hidden(file.relative_to(path)) and file.is_file()]
+    everything, hidden = sorted(path.rglob("*")), (".", "__")
+    shown = (file for file in everything if not any(part.startswith(hidden) for part in file.relative_to(path).parts))
+    files = [file for file in shown if file.is_file()]
     images = [file for file in files if file.suffix.lower() in IMAGE_FILES]
     # the .json files beside a config.json are a model's
     models = {file.parent for file in files if file.name == "config.json"}
@@ -166,10 +168,6 @@ def _open_local(data: Data, split: str | None, note: Note = ignore) -> list[Tabl
     if files[0].suffix.lower() in IMAGE_FILES and local_path(data).is_dir():
         return [open_images(files, classes)]
     return [table for file in files for table in open_file(file, str(data))]
-
-
-def _is_hidden(relative: Path) -> bool:
-    return any(part.startswith((".", "__")) for part in relative.parts)
 
 
 @contextmanager

@@ -80,7 +80,10 @@ def open_tensors(data: Data, split: str | None, model: PreTrainedModel, where: s
     except (OSError, SafetensorError) as error:
         raise DataError(f"the file cannot be read: {error}", where=where, fix="check that the file is whole") from error
     _check_lengths(tensors, where)
-    label = data.columns.get("label") or next((name for name in LABEL_NAMES if _is_label(tensors.get(name))), None)
+    # One integer a row is a class, which the loss of a head of another size would choke on; [rows, tokens] is a target.
+    named = ((name, tensors[name]) for name in LABEL_NAMES if name in tensors)
+    whole = (name for name, tensor in named if tensor.dim() == 1 and not tensor.is_floating_point())
+    label = data.columns.get("label") or next(whole, None)
     labels = tensors.pop(label, None) if label else None
     names = forward_names(model)
     if not tensors or not names.issuperset(tensors):
@@ -94,11 +97,6 @@ def open_tensors(data: Data, split: str | None, model: PreTrainedModel, where: s
     _check_masks(tensors, where)
     chosen = f"tensors {', '.join(tensors)}, as they are" + (f" (without {label})" if labels is not None else "")
     return TensorReader(chosen, tensors, labels)
-
-
-def _is_label(tensor: Tensor | None) -> bool:
-    # One integer a row is a class, which the loss of a head of another size would choke on; [rows, tokens] is a target.
-    return tensor is not None and tensor.dim() == 1 and not tensor.is_floating_point()
 
 
 def _holds_ids(name: str, tensor: Tensor) -> bool:

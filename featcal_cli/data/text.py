@@ -98,7 +98,13 @@ class RowFormatter:
 
     def _source(self, row: Row) -> tuple[str, str | None]:
         if self.template is not None:
-            return _fill(self.template, row), None
+            try:
+                text = self.template.format(**row)
+            except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+                raise BadRowError(f"the template does not fit ({error})") from error
+            if not text.strip() or any(row.get(name) is None for name in template_fields(self.template)):
+                raise BadRowError("the template's columns are empty")
+            return text, None
         if "text" in self.roles:
             return self._text(row, "text"), self._text(row, "text_pair") if "text_pair" in self.roles else None
         pair = self._answer(row) if self.kind == "encoder" and "response" in self.roles else None
@@ -131,12 +137,9 @@ class RowFormatter:
             return self._conversation(answered)  # the whole conversation, the prompt with it
         answer = "" if answered else self._answer(row)
         if not asked and not answered and self.joins_turns:
-            text = self._prompt(row)
-            return (
-                TokenizerInput(text, target=answer)
-                if self.kind == "encoder-decoder"
-                else TokenizerInput(f"{text}\n{answer}")
-            )
+            if self.kind == "encoder-decoder":
+                return TokenizerInput(self._prompt(row), target=answer)
+            return TokenizerInput(f"{self._prompt(row)}\n{answer}")
         asked = asked or [{"role": "user", "content": self._prompt(row)}]
         return self._conversation([*asked, *(answered or [{"role": "assistant", "content": answer}])])
 
@@ -154,16 +157,6 @@ class RowFormatter:
         if self.kind == "encoder-decoder" and len(turns) > 1:
             return TokenizerInput("\n".join(turns[:-1]), target=turns[-1])
         return TokenizerInput("\n".join(turns))
-
-
-def _fill(template: str, row: Row) -> str:
-    try:
-        text = template.format(**row)
-    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-        raise BadRowError(f"the template does not fit ({error})") from error
-    if not text.strip() or any(row.get(name) is None for name in template_fields(template)):
-        raise BadRowError("the template's columns are empty")
-    return text
 
 
 def _read_messages(value: Any) -> list[Message]:

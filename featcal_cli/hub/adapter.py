@@ -102,40 +102,37 @@ def check_adapter_files(name: str, files: Collection[str], allow_pickle: bool) -
 
 
 def read_adapter(name: str, folder: Path) -> Adapter:
-    """The adapter in `folder`. Raises HubError when it cannot be read, or is of a kind that no weights can hold."""
-    where = f"{name}/{ADAPTER_CONFIG}"
+    """The adapter in `folder`. Raises HubError when it cannot be read, when this peft does not know all of it, and when
+    no weights can hold it."""
+    from peft import PEFT_TYPE_TO_CONFIG_MAPPING, PEFT_TYPE_TO_TUNER_MAPPING, PeftType, __version__
+
+    def refusal(what: str, fix: str) -> HubError:
+        return HubError(f"{name} is an adapter{what}", where=f"{name}/{ADAPTER_CONFIG}", fix=fix)
+
     try:
         config = parse_json((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        what = f"{name} is an adapter, but its {ADAPTER_CONFIG} cannot be read"
-        raise HubError(what, where=where, fix="download it again") from error
+        raise refusal(f", but its {ADAPTER_CONFIG} cannot be read", "download it again") from error
     if not isinstance(config, dict) or not config.get("peft_type"):
-        what = f"{name} is an adapter, but its {ADAPTER_CONFIG} names no peft_type"
-        raise HubError(what, where=where, fix="give an adapter that was saved with peft, or a full model")
-    adapter = Adapter(name, folder, config)
-    _check_kind(adapter, where)
-    return adapter
-
-
-def _check_kind(adapter: Adapter, where: str) -> None:
-    """Raises HubError for an adapter that this peft does not know all of, or that it cannot merge into weights."""
-    from peft import PEFT_TYPE_TO_CONFIG_MAPPING, PEFT_TYPE_TO_TUNER_MAPPING, PeftType, __version__
-
-    kind = str(adapter.config["peft_type"])
+        fix = "give an adapter that was saved with peft, or a full model"
+        raise refusal(f", but its {ADAPTER_CONFIG} names no peft_type", fix)
+    adapter, kind, update = (
+        Adapter(name, folder, config),
+        str(config["peft_type"]),
+        "update peft, or give the full model",
+    )
     if kind not in PeftType.__members__ or kind not in PEFT_TYPE_TO_CONFIG_MAPPING:
-        what = f"{adapter.name} is an adapter of a kind that peft {__version__} does not know: {bare(kind)}"
-        raise HubError(what, where=where, fix="update peft, or give the full model")
+        raise refusal(f" of a kind that peft {__version__} does not know: {bare(kind)}", update)
     known = {field.name for field in fields(PEFT_TYPE_TO_CONFIG_MAPPING[kind])} | {"runtime_config"}
     # settings that are off change nothing, and newer versions of peft write many of them
-    if unknown := sorted(key for key, value in adapter.config.items() if value and key not in known):
-        what = f"{adapter.name} is an adapter with settings that peft {__version__} does not know: {', '.join(unknown)}"
-        raise HubError(what, where=where, fix="update peft, or give the full model")
+    if unknown := sorted(key for key, value in config.items() if value and key not in known):
+        raise refusal(f" with settings that peft {__version__} does not know: {', '.join(unknown)}", update)
     if not hasattr(PEFT_TYPE_TO_TUNER_MAPPING.get(kind), "merge_and_unload"):
-        what = f"{adapter.name} is an adapter of the kind {adapter}, which cannot be folded into a model's weights"
-        raise HubError(what, where=where, fix="give a LoRA adapter or a full model")
-    if adapter.config.get("layer_replication"):
-        what = f"{adapter.name} is an adapter that repeats layers, and cannot be folded into a model's weights"
-        raise HubError(what, where=where, fix="give the full model")
+        what = f" of the kind {adapter}, which cannot be folded into a model's weights"
+        raise refusal(what, "give a LoRA adapter or a full model")
+    if config.get("layer_replication"):
+        raise refusal(" that repeats layers, and cannot be folded into a model's weights", "give the full model")
+    return adapter
 
 
 def fit_adapter(tensors: Mapping[str, Tensor], model_class: type[PreTrainedModel], folder: Path) -> Fit:
@@ -175,7 +172,12 @@ def _fit(
     paths = {name: name.removeprefix(PREFIX).replace(".base_layer.", ".") for name in named}
     whole = {paths[name]: tensor for name, tensor in named.items() if paths[name] in parameters}
     odd = {name: tensor for name, tensor in whole.items() if tensor.shape != parameters[name].shape}
-    grown = [odd.pop(name) for name in _vocabulary(parameters, empty) & odd.keys()]
+    tables = []  # with one row a token
+    for find in (empty.get_input_embeddings, empty.get_output_embeddings):
+        with suppress(NotImplementedError, AttributeError):
+            tables.append(find().weight)
+    vocabulary = {name for name, parameter in parameters.items() if any(parameter is table for table in tables)}
+    grown = [odd.pop(name) for name in vocabulary & odd.keys()]
     changed = set(paths.values()) - whole.keys() if named.keys() != plain.keys() else ()
     targets = {_find_module(path, parameters) for path in changed}
     return Fit(config, named, whole, targets, max(map(len, grown), default=0)), odd
@@ -205,23 +207,18 @@ def _find_module(path: str, parameters: Collection[str]) -> str:
     return path
 
 
-def _vocabulary(parameters: Mapping[str, Tensor], model: PreTrainedModel) -> set[str]:
-    """The names of the parameters with one row a token."""
-    tables = []
-    for find in (model.get_input_embeddings, model.get_output_embeddings):
-        with suppress(NotImplementedError, AttributeError):
-            tables.append(find().weight)
-    return {name for name, parameter in parameters.items() if any(parameter is table for table in tables)}
-
-
 def peft_settings(adapter: Adapter, fit: Fit) -> Any:
     """The adapter's settings, for the names that the model has, and for the layers that the adapter really holds.
-
-    Raises MisfitError, and what peft raises.
-    """
+    Raises MisfitError, and what peft raises."""
     from peft import PeftConfig
 
-    _check_rank(adapter, fit)
+    pattern = adapter.config.get("rank_pattern")
+    ranks = [adapter.config.get(key) for key in ("r", "init_r", "target_r")]
+    ranks += pattern.values() if isinstance(pattern, dict) else []
+    longest = max((size for tensor in fit.tensors.values() for size in tensor.shape), default=0)
+    # peft would make room for a rank that no tensor has; LoKr takes one beyond its tensors for no rank at all
+    if adapter.config["peft_type"] != "LOKR" and any(isinstance(rank, int) and rank > longest for rank in ranks):
+        raise MisfitError("its rank is larger than its tensors")
     config = PeftConfig.from_pretrained(str(adapter.folder))
     config.inference_mode = True
     config.task_type = None  # peft would ask for a head even where none was trained
@@ -238,15 +235,3 @@ def peft_settings(adapter: Adapter, fit: Fit) -> Any:
                 if not any(re.match(rf"(.*\.)?({pattern})$", target) for target in fit.targets):
                     raise MisfitError(f"its {key} names modules as older versions of transformers did: {pattern}")
     return config
-
-
-def _check_rank(adapter: Adapter, fit: Fit) -> None:
-    """Raise MisfitError for a rank that no tensor of the adapter has: peft would make room for it all the same."""
-    if adapter.config["peft_type"] == "LOKR":
-        return  # it takes a rank beyond its tensors for no rank at all
-    pattern = adapter.config.get("rank_pattern")
-    ranks = [adapter.config.get(key) for key in ("r", "init_r", "target_r")]
-    ranks += pattern.values() if isinstance(pattern, dict) else []
-    longest = max((size for tensor in fit.tensors.values() for size in tensor.shape), default=0)
-    if any(isinstance(rank, int) and rank > longest for rank in ranks):
-        raise MisfitError("its rank is larger than its tensors")

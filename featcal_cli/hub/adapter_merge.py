@@ -36,8 +36,10 @@ _TASK_CLASSES = {
     "FEATURE_EXTRACTION": "AutoModel",
 }
 _VOCABULARY_FILES = ("tokenizer.json", "vocab.*", "*.model")
-_TOKENIZER_FILES = (*_VOCABULARY_FILES, "tokenizer*", "merges.txt", "special_tokens_map.json", "added_tokens.json")
 _OTHER_FILES = ("*processor_config.json", "chat_template*", "generation_config.json", "LICENSE*", "NOTICE*")
+_COPIED_FILES = (
+    *(*_VOCABULARY_FILES, "tokenizer*", "merges.txt", "special_tokens_map.json", "added_tokens.json"), *_OTHER_FILES,
+)  # fmt: skip
 
 
 def folded_copy(adapter: Adapter, base: str, folder: Path, key: str) -> Path:
@@ -50,7 +52,13 @@ def folded_copy(adapter: Adapter, base: str, folder: Path, key: str) -> Path:
     if not target.is_dir():
         with new_copy(target, "folded") as draft:
             _fold(adapter, base, folder, draft)
-            _copy_others(adapter.folder, folder, draft)
+            # two tokenizers must not be mixed
+            own = [file.name for file in adapter.folder.iterdir()]
+            has_tokenizer = any(fnmatch(name, pattern) for name in own for pattern in _VOCABULARY_FILES)
+            kinds = {folder: _OTHER_FILES if has_tokenizer else _COPIED_FILES, adapter.folder: _COPIED_FILES}
+            for source, patterns in kinds.items():
+                names = [file.name for file in source.iterdir() if file.is_file()]
+                copy_files(source, (name for name in names if any(fnmatch(name, kind) for kind in patterns)), draft)
     return target
 
 
@@ -158,7 +166,15 @@ def _merge(model: PreTrainedModel, adapter: Adapter, fit: Fit) -> PreTrainedMode
         loaded = set_peft_model_state_dict(wrapped, dict(fit.tensors))
     except Exception as error:  # peft and torch raise many kinds; all mean the same here
         raise MisfitError(_reason(error)) from error
-    _check_loaded(wrapped, loaded)
+    parameters = dict(wrapped.named_parameters(remove_duplicate=False))
+    missing = set(loaded.missing_keys)
+    filled = {id(parameter) for name, parameter in parameters.items() if name not in missing}
+    empty = [name for name in loaded.missing_keys if "default" in name.split(".") and name in parameters]
+    empty = [name for name in empty if id(parameters[name]) not in filled]  # some kinds share one tensor
+    for unmatched, what in ((loaded.unexpected_keys, "the base has no place for"), (empty, "it has no tensor for")):
+        if unmatched:
+            more = f" and {len(unmatched) - 1} more" if len(unmatched) > 1 else ""
+            raise MisfitError(f"{what} {unmatched[0].removeprefix(PREFIX)}{more}")
     try:
         folded = wrapped.merge_and_unload(safe_merge=True)
         if set(folded.state_dict()) != names:
@@ -167,32 +183,6 @@ def _merge(model: PreTrainedModel, adapter: Adapter, fit: Fit) -> PreTrainedMode
         what = f"the adapter {adapter.name} ({adapter}) cannot be folded into weights: {_reason(error)}"
         raise HubError(what, where=adapter.name, fix="give the full model") from error
     return folded
-
-
-def _check_loaded(wrapped: Any, loaded: Any) -> None:
-    """Raises MisfitError unless every tensor of the adapter has a place, and every place a tensor."""
-    parameters = dict(wrapped.named_parameters(remove_duplicate=False))
-    missing = set(loaded.missing_keys)
-    filled = {id(parameter) for name, parameter in parameters.items() if name not in missing}
-    empty = [name for name in loaded.missing_keys if "default" in name.split(".") and name in parameters]
-    empty = [name for name in empty if id(parameters[name]) not in filled]  # some kinds share one tensor
-    for names, what in ((loaded.unexpected_keys, "the base has no place for"), (empty, "it has no tensor for")):
-        if names:
-            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-            raise MisfitError(f"{what} {names[0].removeprefix(PREFIX)}{more}")
-
-
-def _copy_others(adapter: Path, base: Path, draft: Path) -> None:
-    """Copy what turns raw data into inputs, licences and generation settings: the adapter's, else the base's."""
-
-    def copy(folder: Path, patterns: tuple[str, ...]) -> None:
-        names = [file.name for file in folder.iterdir() if file.is_file()]
-        copy_files(folder, (name for name in names if any(fnmatch(name, kind) for kind in patterns)), draft)
-
-    # two tokenizers must not be mixed
-    has_own = any(fnmatch(file.name, pattern) for file in adapter.iterdir() for pattern in _VOCABULARY_FILES)
-    copy(base, _OTHER_FILES if has_own else (*_TOKENIZER_FILES, *_OTHER_FILES))
-    copy(adapter, (*_TOKENIZER_FILES, *_OTHER_FILES))
 
 
 def _reason(error: BaseException) -> str:

@@ -311,22 +311,17 @@ def _send_to_fresh_addresses(client: Any, request: Any, options: dict[str, Any])
     Hub's addresses by themselves, and take such an answer for the last word."""
     for number in range(1, TRIES + 1):
         response = type(client).send(client, request, stream=True, **options)
-        if _is_page(request, response):
-            response.status_code = 511
+        is_html = response.headers.get("Content-Type", "").lower().startswith("text/html")
+        elsewhere = response.history and response.is_success and not is_hub(host_of(str(response.url)))
+        path = request.url.path
+        if elsewhere and is_html and "/resolve/" in path and not path.lower().endswith((".html", ".htm")):
+            response.status_code = 511  # a web page came where the Hub led to a file that is none
         led_astray = response.history and (is_lapsed(response) or response.status_code == 511)
         if number == TRIES or not led_astray or request.method not in ("GET", "HEAD"):
             return response
         response.close()
         pause_after(_blame_answer(response), PAUSE * 2 ** (number - 1))
     raise AssertionError("the last try returned")
-
-
-def _is_page(request: Any, response: Any) -> bool:
-    """Whether a web page came where the Hub led to a file that is none."""
-    path = request.url.path
-    is_html = response.headers.get("Content-Type", "").lower().startswith("text/html")
-    elsewhere = response.history and response.is_success and not is_hub(host_of(str(response.url)))
-    return bool(elsewhere and is_html and "/resolve/" in path and not path.lower().endswith((".html", ".htm")))
 
 
 def _check_answer(response: Any) -> None:

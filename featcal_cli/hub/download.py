@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor, as_completed
+from functools import partial
 from itertools import count
 from pathlib import Path
 from threading import Lock
@@ -51,13 +52,18 @@ def download(repo: Repo, *, only: Sequence[str] = (), skip: Sequence[str] = (), 
     if unchecked:
         _write_record(record, unchecked)  # a run that dies between arrival and check leaves this for the next one
     _fetch_files(repo, missing, watch)
-    folder = _find_snapshot(repo, only, skip)
+    options: dict[str, Any] = {"allow_patterns": list(only) or None, "ignore_patterns": list(skip) or None}
+    find = partial(snapshot_download, repo.name, repo_type=repo.kind, revision=repo.commit, **options)
+    with repo.explained():
+        folder = Path(patiently(find))
     if damaged := _damaged(repo, folder, unchecked):
         _fetch_files(repo, damaged, watch, again=True)
         damaged = _damaged(repo, folder, unchecked)
     if damaged:
-        for path in damaged:
-            _delete(folder / path)
+        for file in (folder / path for path in damaged):
+            content = file.parent / file.readlink() if file.is_symlink() else file
+            file.unlink(missing_ok=True)
+            content.unlink(missing_ok=True)
         what = f"{damaged[0]} of {repo.name} arrived damaged twice: its checksum is not the one in the Hub's listing"
         raise HubError(what, where=repo.pinned, fix="check the connection and the proxy, and run again")
     if unchecked:
@@ -81,11 +87,8 @@ def download_describing(repo: Repo, patterns: Sequence[str]) -> Path:
 
 def missing_files(repo: Repo, *, only: Sequence[str] = (), skip: Sequence[str] = ()) -> list[str]:
     """The files that `download` would have to transfer."""
-
-    def is_cached(path: str) -> bool:
-        return isinstance(try_to_load_from_cache(repo.name, path, revision=repo.commit, repo_type=repo.kind), str)
-
-    return [path for path in chosen_files(repo, only, skip) if not is_cached(path)]
+    find = partial(try_to_load_from_cache, repo.name, revision=repo.commit, repo_type=repo.kind)
+    return [path for path in chosen_files(repo, only, skip) if not isinstance(find(path), str)]
 
 
 def chosen_files(repo: Repo, only: Sequence[str], skip: Sequence[str]) -> list[str]:
@@ -118,14 +121,6 @@ def _fetch_files(repo: Repo, paths: Sequence[str], watch: Watch | None, *, again
             meter.is_stopped = True
             threads.shutdown(wait=False, cancel_futures=True)
             raise
-
-
-def _find_snapshot(repo: Repo, only: Sequence[str], skip: Sequence[str]) -> Path:
-    """The folder of a commit in the cache, which then knows the list of its files too."""
-    options: dict[str, Any] = {"repo_type": repo.kind, "revision": repo.commit}
-    options |= {"allow_patterns": list(only) or None, "ignore_patterns": list(skip) or None}
-    with repo.explained():
-        return Path(patiently(lambda: snapshot_download(repo.name, **options)))
 
 
 class Meter:
@@ -178,11 +173,8 @@ def _make_bar(meter: Meter, path: str) -> type[tqdm]:
 
 def _damaged(repo: Repo, folder: Path, paths: Iterable[str]) -> list[str]:
     """The files whose content is not what the listing says. One that is not there yet is not damaged."""
-    return [
-        path
-        for path in sorted(paths)
-        if (folder / path).is_file() and not _is_sound(folder / path, repo.files.get(path))
-    ]
+    present = [path for path in sorted(paths) if (folder / path).is_file()]
+    return [path for path in present if not _is_sound(folder / path, repo.files.get(path))]
 
 
 def _is_sound(file: Path, listed: RepoFile | None) -> bool:
@@ -211,13 +203,6 @@ def git_oid(file: Path) -> str:
         while chunk := stream.read(2**20):
             digest.update(chunk)
     return digest.hexdigest()
-
-
-def _delete(file: Path) -> None:
-    """Delete a file of the cache, its content too."""
-    content = file.parent / file.readlink() if file.is_symlink() else file
-    file.unlink(missing_ok=True)
-    content.unlink(missing_ok=True)
 
 
 def _read_record(record: Path) -> set[str]:

@@ -84,8 +84,9 @@ def _explain_reading(error: BaseException, subject: _Subject) -> HubError | None
         page = f"{hub_host()}/{'datasets/' if kind == 'dataset' else ''}{repo}"
         return message(f"{repo} is gated", fix=f"ask for access on {page}, then {login}")
     if isinstance(cause, errors.RepositoryNotFoundError):
-        if kind == "model" and _is_dataset(repo):
-            return message(f"{repo} is a dataset, not a model", fix="give it as data: --data TASK=REPO")
+        with suppress(Exception):  # only for a hint: what is wrong is known already
+            if kind == "model" and HfApi().dataset_info(repo):
+                return message(f"{repo} is a dataset, not a model", fix="give it as data: --data TASK=REPO")
         what = f"there is no {kind} {repo} on {hub_host()}, or it is private"
         return message(what, fix=f"check the name; for a private {kind} {login}")
     if isinstance(cause, errors.RevisionNotFoundError):
@@ -267,9 +268,3 @@ def _tell_wait(error: HfHubHTTPError) -> str:
     """How long to wait, as far as the Hub says."""
     seconds = asked_pause(error.response)
     return f"{seconds:.0f} s" if seconds else "some minutes"
-
-
-def _is_dataset(repo: str) -> bool:
-    with suppress(Exception):  # only for a hint: what is wrong is known already
-        return bool(HfApi().dataset_info(repo))
-    return False

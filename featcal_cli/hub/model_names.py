@@ -56,11 +56,7 @@ def _locate_part(text: str, folder: Path | None) -> str:
     name, revision = split_revision(text)
     if not is_hub_id(name) or (revision is not None and not _REVISION.fullmatch(revision)):
         raise UnusableError("is not there" if folder else "is a path on its author's machine, or no name at all")
-    return _hub_reference(text)
-
-
-def _hub_reference(text: str) -> str:
-    """`ID[@REVISION]` in a spelling that names the Hub's repo even where a folder of the same name lies here."""
+    # a folder of the same name may lie here: the Hub's repo is meant
     if not existing_path(text):
         return text
     if "@" not in text and not existing_path(f"{text}@main"):

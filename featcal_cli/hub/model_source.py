@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-from huggingface_hub import Discussion, HfApi
+from huggingface_hub import HfApi
 from huggingface_hub.errors import HfHubHTTPError
 
 from featcal_cli.hub.adapter import (
@@ -91,11 +91,10 @@ def find_config(name: str, above: tuple[str, ...] = ()) -> tuple[str, Path]:
 
 def check_model(name: str, files: Collection[str]) -> None:
     """Raises HubError when the files are not those of a transformers model."""
-    if "config.json" in files:
-        return
-    kind = "a diffusers pipeline (model_index.json)" if "model_index.json" in files else "not a transformers model"
-    other, fix = _find_other_weights(files)
-    raise HubError(f"{name} is {kind}: it has no config.json{other}", where=name, fix=fix)
+    if "config.json" not in files:
+        kind = "a diffusers pipeline (model_index.json)" if "model_index.json" in files else "not a transformers model"
+        other, fix = _find_other_weights(files)
+        raise HubError(f"{name} is {kind}: it has no config.json{other}", where=name, fix=fix)
 
 
 _CONVERT = "convert them: from_pretrained(..., from_{}=True) of transformers 4, save_pretrained"
@@ -107,10 +106,9 @@ _UNREAD = {
     ".npz": ("MLX weights", "give the model that they were made from"),
     ".nemo": ("NeMo weights", "give the model in transformers' format"),
     "consolidated.safetensors": (
-        "weights in Mistral's own format",
-        "give the repo that has transformers' model.safetensors",
+        "weights in Mistral's own format", "give the repo that has transformers' model.safetensors",
     ),
-}
+}  # fmt: skip
 """Weights that transformers does not read: how a file's name ends, what it is, and what to do."""
 
 
@@ -151,7 +149,14 @@ def _find(name: str, allow_pickle: bool, open_repo: Opener, above: tuple[str, ..
         return Origin(repo, "safetensors")
     if repo.commit and (pull := find_conversion(repo)):
         return _converted(repo, pull)
-    _check_pickle(repo, allow_pickle)
+    if repo.files.keys().isdisjoint(PICKLES):
+        other, fix = _find_other_weights(repo.files)
+        what = f"{repo.name} has no {SAFETENSORS[0]}, and no {PICKLES[0]} to convert{other}"
+        raise HubError(what, where=repo.name, fix=fix)
+    if not allow_pickle:
+        what = f"{repo.name} has no safetensors, only pickled weights ({PICKLES[0]})"
+        fix = "add --allow-pickle to read them (tensors only, no code is run) and keep a converted copy"
+        raise HubError(what, where=repo.name, fix=fix)
     return Origin(repo, "pickle")
 
 
@@ -212,18 +217,6 @@ def _split(name: str) -> tuple[str, str]:
     return split_adapter(name, lambda text: existing_path(text) is not None) or ("", name)
 
 
-def _check_pickle(repo: Repo, allow_pickle: bool) -> None:
-    """Raises HubError unless there are pickled weights that may be read."""
-    if repo.files.keys().isdisjoint(PICKLES):
-        other, fix = _find_other_weights(repo.files)
-        what = f"{repo.name} has no {SAFETENSORS[0]}, and no {PICKLES[0]} to convert{other}"
-        raise HubError(what, where=repo.name, fix=fix)
-    if not allow_pickle:
-        what = f"{repo.name} has no safetensors, only pickled weights ({PICKLES[0]})"
-        fix = "add --allow-pickle to read them (tensors only, no code is run) and keep a converted copy"
-        raise HubError(what, where=repo.name, fix=fix)
-
-
 CONVERSION_BOT = "SFconvertbot"
 PULLS_LOOKED_AT = 20
 """Open pull requests of a repo that are searched for safetensors."""
@@ -268,13 +261,10 @@ def _record_of(repo: Repo) -> Path:
 
 def _search(name: str, files: Mapping[str, RepoFile]) -> Pull | None:
     """The first open pull request with safetensors beside the very pickles of `files`; the Hub's bot goes first."""
-
-    def likelihood(pull: Discussion) -> tuple[bool, bool]:
-        return pull.author != CONVERSION_BOT, "safetensors" not in pull.title.lower()
-
     api = HfApi()
-    pulls = api.get_repo_discussions(name, discussion_type="pull_request", discussion_status="open")
-    for pull in sorted(pulls, key=likelihood)[:PULLS_LOOKED_AT]:
+    opened = api.get_repo_discussions(name, discussion_type="pull_request", discussion_status="open")
+    pulls = sorted(opened, key=lambda pull: (pull.author != CONVERSION_BOT, "safetensors" not in pull.title.lower()))
+    for pull in pulls[:PULLS_LOOKED_AT]:
         info = api.model_info(name, revision=f"refs/pr/{pull.num}", files_metadata=True)
         offered = {file.rfilename: file.blob_id for file in info.siblings or ()}
         pickles = (path for path in offered if re.match(r"pytorch_model.*\.bin$", path))

@@ -77,15 +77,6 @@ def folder_key(folder: Path) -> str:
     return f"{folder.name}-{hashlib.sha256(repr((str(folder), stamps)).encode()).hexdigest()[:24]}"
 
 
-def _publish(draft: Path, target: Path) -> None:
-    try:
-        draft.rename(target)
-    except OSError:
-        # another run may have made the same copy in the meantime
-        if not target.is_dir():
-            raise
-
-
 def _convert(source: Path, draft: Path) -> None:
     """Write the safetensors files, and the index if the pickles have one."""
     from safetensors.torch import save_file
@@ -117,8 +108,8 @@ def read_pickle(file: Path) -> dict[str, Tensor]:
         raise HubError(what, where=str(file), fix="ask the author for a safetensors version") from error
     except (RuntimeError, EOFError, ValueError, KeyError, AttributeError) as error:
         raise HubError(f"{file.name} cannot be read", where=str(file), fix="download the file again") from error
-    is_mapping = isinstance(loaded, dict) and loaded
-    if not is_mapping or not all(isinstance(value, torch.Tensor) for value in loaded.values()):
+    named = loaded if isinstance(loaded, dict) else {}
+    if not named or not all(isinstance(value, torch.Tensor) for value in named.values()):
         what = f"{file.name} is not a plain mapping of names to tensors"
         raise HubError(what, where=str(file), fix="give a model that was saved with save_pretrained")
     tensors: dict[str, Tensor] = {}

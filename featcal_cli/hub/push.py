@@ -4,40 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from huggingface_hub import CommitOperationAdd, CommitOperationDelete, Discussion, HfApi
+from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, constants
 from huggingface_hub.errors import RepositoryNotFoundError
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # meant to be exported
 
-from featcal_cli.hub.client import (
-    PAUSE,
-    TRIES,
-    blame,
-    is_conflict,
-    is_late,
-    is_timeout,
-    is_xet_failure,
-    may_be_committed,
-    patiently,
-    pause_after,
-    root_of,
-    worth_renewing,
-    worth_waiting,
-)
+from featcal_cli.hub import client, remote
 from featcal_cli.hub.download import Watch
 from featcal_cli.hub.messages import ODD, explained_writing, gone, hub_page
-from featcal_cli.hub.remote import (
-    Head,
-    check_namespace,
-    counted_additions,
-    differences,
-    read_account,
-    read_folder,
-    read_head,
-    told_xet,
-    without_xet,
-)
 from featcal_cli.hub.repo import list_commit
 from featcal_cli.runtime.errors import HubError
 from featcal_cli.runtime.progress import announce, hub_host
@@ -89,13 +64,13 @@ def check_target(
         validate_repo_id(repo_id)
     if "/" not in repo_id:
         raise HubError(f"{repo_id!r} names no user", where=f"--push-to {repo_id}", fix=f"write USER/{repo_id}")
-    account = read_account(repo_id, create_pr=create_pr)
+    account = remote.read_account(repo_id, create_pr=create_pr)
     target = Target(repo_id, account.name, private, create_pr, overwrite_repo)
     with explained_writing(repo_id):
-        head = read_head(repo_id)
+        head = remote.read_head(repo_id)
     if not create_pr:
-        check_namespace(account, repo_id)
-    is_ours = bool(finished and head and head.has_model and head.is_result_of(read_folder(finished)))
+        remote.check_namespace(account, repo_id)
+    is_ours = bool(finished and head and head.has_model and head.is_result_of(remote.read_folder(finished)))
     _check_head(target, head, is_ours=is_ours)
     return target
 
@@ -131,7 +106,7 @@ class _Push:
     def __init__(self, folder: Path, target: Target, message: str, watch: Watch | None) -> None:
         self._folder, self._target, self._message, self._watch = folder, target, message, watch
         self._repo_id, self._page = target.repo_id, hub_page(target.repo_id)
-        self._files = read_folder(folder)
+        self._files = remote.read_folder(folder)
         self._created: Certainty = ""
         """Whether this push created the repo, and has not committed to it."""
         self._sent: Certainty = ""
@@ -148,53 +123,48 @@ class _Push:
             return earlier
         head = head or self._create()
         pushed = self._commit(head, self._upload())
-        if wrong := differences(self._files, list_commit(self._repo_id, pushed.commit)):
+        if wrong := remote.differences(self._files, list_commit(self._repo_id, pushed.commit)):
             self._sent = ""
             what = f"{self._repo_id} holds something else than what was pushed: {', '.join(wrong[:5])}"
             fix = f"do not use commit {pushed.commit}, and push with --overwrite-repo"
             raise HubError(what, where=pushed.url, fix=fix)
         return pushed
 
-    def _look(self) -> tuple[Pushed | None, Head | None]:
+    def _look(self) -> tuple[Pushed | None, remote.Head | None]:
         """Our commit, if the repo or an open pull request of this user has it, and the head of main."""
-        head = read_head(self._repo_id)
+        head = remote.read_head(self._repo_id)
         if head is None:
             return None, None
         if head.is_result_of(self._files):
             return self._as_pushed(head.commit, None), head
         if self._target.create_pr:
-            for pull in patiently(self._list_pull_requests):
-                proposed = read_head(self._repo_id, f"refs/pr/{pull.num}")
+            whose: dict[str, Any] = {"author": self._target.user, "discussion_type": "pull_request"}
+            whose["discussion_status"] = "open"
+            for pull in client.patiently(lambda: list(self._api.get_repo_discussions(self._repo_id, **whose))):
+                proposed = remote.read_head(self._repo_id, f"refs/pr/{pull.num}")
                 if proposed and proposed.is_result_of(self._files):
                     return self._as_pushed(proposed.commit, pull.num), head
         return None, head
-
-    def _list_pull_requests(self) -> list[Discussion]:
-        pulls = self._api.get_repo_discussions(
-            self._repo_id, author=self._target.user, discussion_type="pull_request", discussion_status="open"
-        )
-        return list(pulls)
 
     def _as_pushed(self, commit: str, pull_request: int | None) -> Pushed:
         page = f"{self._page}/discussions/{pull_request}" if pull_request else self._page
         return Pushed(page, commit, pull_request)
 
-    def _create(self) -> Head:
+    def _create(self) -> remote.Head:
         """The head of the new repo."""
         # None leaves it to what the organisation has as its default
-        private = self._target.private or None
-        odd: Exception | None = None
+        private, odd = self._target.private or None, None
         try:
-            patiently(lambda: self._api.create_repo(self._repo_id, private=private))
+            client.patiently(lambda: self._api.create_repo(self._repo_id, private=private))
             self._created = "surely"
         except ODD as error:  # it was created, though the answer does not say where
             self._created, odd = "surely", error
         except Exception as error:
             # somebody was faster, or an earlier try of ours whose answer was lost
             self._created = "perhaps"
-            if not is_conflict(error):
+            if not client.is_conflict(error):
                 raise
-        head = read_head(self._repo_id)
+        head = remote.read_head(self._repo_id)
         if head is None:
             self._created = ""
             raise odd or gone(self._repo_id)
@@ -203,34 +173,29 @@ class _Push:
 
     def _upload(self) -> list[CommitOperationAdd]:
         """The files as parts of a commit, the large ones uploaded, as far as the Hub lacks them."""
-        additions = counted_additions(self._folder, self._files, self._repo_id, self._watch)
+        additions = remote.counted_additions(self._folder, self._files, self._repo_id, self._watch)
 
         def preupload() -> None:
-            self._api.preupload_lfs_files(
-                self._repo_id,
-                additions,
-                create_pr=self._target.create_pr,
-                free_memory=False,
-                gitignore_content=KEEP_ALL,
-            )
+            options: dict[str, Any] = {"create_pr": self._target.create_pr, "free_memory": False}
+            self._api.preupload_lfs_files(self._repo_id, additions, gitignore_content=KEEP_ALL, **options)
 
         # the client tries again what passes, but at the same address
-        with told_xet(self._repo_id, self._watch):
+        with remote.told_xet(self._repo_id, self._watch):
             try:
-                patiently(preupload, worth_renewing)
+                client.patiently(preupload, client.worth_renewing)
             except Exception as error:
-                if not is_xet_failure(error):
+                if not client.is_xet_failure(error):
                     raise
-                kind = type(root_of(error)).__name__
+                kind = type(client.root_of(error)).__name__
                 announce(f"{hub_host()} takes no upload over Xet ({kind}): it goes on over HTTP")
-                with without_xet():
-                    patiently(preupload, worth_renewing)
+                with remote.exchanged(constants, "HF_HUB_DISABLE_XET", True):
+                    client.patiently(preupload, client.worth_renewing)
         return additions
 
-    def _commit(self, head: Head, additions: list[CommitOperationAdd]) -> Pushed:
+    def _commit(self, head: remote.Head, additions: list[CommitOperationAdd]) -> Pushed:
         """Commit once on top of `head`, and only there."""
         deletions = [CommitOperationDelete(path) for path in head.stale(self._files)]
-        for number in range(TRIES):
+        for number in range(client.TRIES):
             before, self._sent = self._sent, "perhaps"
             try:
                 done = self._api.create_commit(
@@ -242,10 +207,10 @@ class _Push:
                 )
                 pushed: Pushed | None = self._as_pushed(done.oid, done.pr_num)
             except Exception as error:
-                if not may_be_committed(error):
+                if not client.may_be_committed(error):
                     self._sent = before
-                pushed = self._find_after(error, PAUSE * 2**number)
-                if not pushed and number == TRIES - 1:
+                pushed = self._find_after(error, client.PAUSE * 2**number)
+                if not pushed and number == client.TRIES - 1:
                     raise
             if pushed:
                 self._created, self._sent = "", "surely"
@@ -257,15 +222,15 @@ class _Push:
 
         Raises the error where trying again would do harm, or would not help.
         """
-        wait = pause if is_conflict(error) else worth_waiting(error, pause)
-        if wait is None and not may_be_committed(error):
+        wait = pause if client.is_conflict(error) else client.worth_waiting(error, pause)
+        if wait is None and not client.may_be_committed(error):
             raise error
-        self._is_late = may_be_committed(error) and is_late(error)
+        self._is_late = client.may_be_committed(error) and client.is_late(error)
         # what timed out may yet be carried out: a second commit is then a conflict, but a second pull request is not
-        is_final = is_conflict(error) or (is_timeout(error) and self._target.create_pr)
-        for number in range(TRIES if is_final else 1):
+        is_final = client.is_conflict(error) or (client.is_timeout(error) and self._target.create_pr)
+        for number in range(client.TRIES if is_final else 1):
             if wait is not None:
-                pause_after(blame(error), wait * 2**number)
+                client.pause_after(client.blame(error), wait * 2**number)
             pushed, head = self._look()
             if pushed:
                 return pushed
@@ -295,7 +260,7 @@ class _Push:
         except RepositoryNotFoundError:
             return ""
         except Exception as error:  # noqa: BLE001  # what went wrong before is what is to be told
-            announce(f"{self._repo_id} cannot be deleted: {blame(error)}")
+            announce(f"{self._repo_id} cannot be deleted: {client.blame(error)}")
         return "" if self._sent else f"an empty repo may be left at {self._page}; "
 
     def _find_foreign_work(self) -> str:
@@ -320,7 +285,7 @@ class _Push:
         return f"the {made} {place}; the finished model is in {self._folder} too"
 
 
-def _check_head(target: Target, head: Head | None, *, is_ours: bool) -> None:
+def _check_head(target: Target, head: remote.Head | None, *, is_ours: bool) -> None:
     """Raise HubError where what the repo is now forbids the push; `is_ours`: it holds what is to be pushed."""
     repo_id, where = target.repo_id, f"--push-to {target.repo_id}"
     if head is None:

@@ -10,7 +10,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from huggingface_hub import CommitOperationAdd, HfApi, constants, get_token, utils
+from huggingface_hub import CommitOperationAdd, HfApi, get_token, utils
 from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 from huggingface_hub.utils import _xet_progress_reporting as xet_reporting
 from huggingface_hub.utils._verification import compute_file_hash
@@ -191,20 +191,14 @@ def told_xet(repo_id: str, watch: Watch | None) -> Iterator[None]:
         def close(self) -> None:
             """Nothing is held."""
 
-    is_disabled = _exchanged(utils, "are_progress_bars_disabled", lambda: False)
-    with _exchanged(xet_reporting, "XetUploadProgressReporter", Reporter), is_disabled:
+    is_disabled = exchanged(utils, "are_progress_bars_disabled", lambda: False)
+    with exchanged(xet_reporting, "XetUploadProgressReporter", Reporter), is_disabled:
         yield
 
 
 @contextmanager
-def without_xet() -> Iterator[None]:
-    """Inside, large files go over plain HTTP."""
-    with _exchanged(constants, "HF_HUB_DISABLE_XET", True):
-        yield
-
-
-@contextmanager
-def _exchanged(module: Any, name: str, value: object) -> Iterator[None]:
+def exchanged(module: Any, name: str, value: object) -> Iterator[None]:
+    """Inside, a library's setting or part has this value."""
     before = getattr(module, name)
     setattr(module, name, value)
     try:

@@ -90,23 +90,18 @@ def fetch(origin: Origin, watch: Watch | None = None) -> Snapshot:
     if origin.base:
         return _fold(origin, origin.base, watch)
     if origin.form == "pickle":
-        copy = _convert(origin, watch)
+        key = _key(origin)
+        copy = cache_folder() / "converted" / key
+        if repo.folder:
+            copy = converted_copy(repo.folder, key)
+        elif not copy.is_dir():
+            download(repo, skip=OTHER_FORMATS, watch=watch)
+            copy = converted_copy(download(repo, only=["pytorch_model*.bin", PICKLES[1]], watch=watch), key)
         note = f"{repo.name} has no safetensors; its pickled weights were converted, and featcal's cache keeps the copy"
         return _complete(Snapshot(repo.name, copy, repo.commit, (*origin.notes, note)), _delete(copy))
     folder = repo.folder or download(repo, skip=OTHER_FORMATS, watch=watch)
     fix = "copy the file again" if repo.folder else ""
     return _complete(Snapshot(repo.name, folder, repo.commit, origin.notes), fix)
-
-
-def _convert(origin: Origin, watch: Watch | None) -> Path:
-    """The copy with safetensors of a model whose weights are pickles."""
-    repo, key = origin.repo, _key(origin)
-    if repo.folder:
-        return converted_copy(repo.folder, key)
-    if not (copy := cache_folder() / "converted" / key).is_dir():
-        download(repo, skip=OTHER_FORMATS, watch=watch)
-        copy = converted_copy(download(repo, only=["pytorch_model*.bin", PICKLES[1]], watch=watch), key)
-    return copy
 
 
 def _fold(origin: Origin, base_origin: Origin, watch: Watch | None) -> Snapshot:

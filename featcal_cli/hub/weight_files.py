@@ -102,7 +102,13 @@ def parse_header(read: Callable[[int, int], bytes], size: int) -> dict[str, Entr
     Raises ValueError for everything that safetensors refuses, and for a name that comes twice.
     """
     content = read(0, min(FIRST_BYTES, size))
-    start = 8 + _header_length(content[:8], size)
+    if content[:8] == b"version ":  # of the Git LFS specification
+        raise ValueError("it is a pointer of Git LFS, not the weights: run git lfs pull in its folder")
+    start = 8 + int.from_bytes(content[:8], "little")
+    if len(content) < 8 or start > size:
+        raise ValueError("it is cut short: its header is longer than the file")
+    if start - 8 > LONGEST:
+        raise ValueError(f"its header has {start - 8:,} bytes, and none is so long")
     if start > len(content):
         content += read(len(content), start)
     is_repeated = False
@@ -135,17 +141,6 @@ def check_distinct(before: Mapping[str, Entry], tensors: Mapping[str, Entry]) ->
         raise ValueError(f"another file of the model holds the tensor {show(min(twice))}, too")
 
 
-def _header_length(first: bytes, size: int) -> int:
-    if first == b"version ":  # of the Git LFS specification
-        raise ValueError("it is a pointer of Git LFS, not the weights: run git lfs pull in its folder")
-    length = int.from_bytes(first, "little")
-    if len(first) < 8 or length > size - 8:
-        raise ValueError("it is cut short: its header is longer than the file")
-    if length > LONGEST:
-        raise ValueError(f"its header has {length:,} bytes, and none is so long")
-    return length
-
-
 def _refuse_constant(constant: str) -> None:
     raise ValueError(f"{constant} is no JSON")
 
@@ -166,9 +161,9 @@ def _parse_entry(name: str, entry: Any, start: int) -> Entry:
 
 def _are_counts(values: object) -> TypeGuard[list[int]]:
     """Whether these are the lengths of a tensor's axes, or offsets in a file."""
-    return (
-        isinstance(values, list) and len(values) <= MOST_AXES and all(type(x) is int and 0 <= x < 2**63 for x in values)
-    )
+    if not isinstance(values, list) or len(values) > MOST_AXES:
+        return False
+    return all(type(value) is int and 0 <= value < 2**63 for value in values)
 
 
 def _check_places(tensors: Mapping[str, Entry], start: int, size: int) -> None:

@@ -83,7 +83,10 @@ def find_data(search: Search, task: str, expert: Finding, notes: list[str]) -> T
     `notes` get what was decided. Raises HubError where the Hub cannot be reached.
     """
     repo, card = search.read_expert(expert.value, expert.source)
-    known = _recall_data(expert.value)
+    known = None
+    by_name = recall(expert.value)
+    if by_name and by_name.data and (reference := find(str(by_name.data.dataset), None)):
+        known = by_name.data.model_copy(update=_split(reference)), f"known family {by_name.family}"
     sources = {"datasets": card.datasets, "model-index": [dataset for dataset, _ in card.evaluations]}
     if known and any(_same_dataset(name, str(known[0].dataset)) for names in sources.values() for name in names):
         return known
@@ -94,7 +97,8 @@ def find_data(search: Search, task: str, expert: Finding, notes: list[str]) -> T
         located = {name: find(name, repo) for name in names}
         passed_over += [f"{source}: {show(name)} is no dataset on the Hub" for name in names if not located[name]]
         usable = list(dict.fromkeys(reference for reference in located.values() if reference))
-        chosen = usable if len(usable) == 1 else [name for name in usable if _carries(name, task)]
+        alike = [name for name in usable if _holds(words(name.partition("@")[0].rpartition("/")[2]), words(task))]
+        chosen = usable if len(usable) == 1 else alike
         if len(chosen) == 1:
             notes += passed_over
             if len(usable) > 1:
@@ -115,24 +119,10 @@ def _ask(
     return Question(problem, (("--data", f"{task}={answer}"),), where or f"data of {task}", options, fix)
 
 
-def _recall_data(expert: str) -> TaskData | None:
-    """The data of a well-known expert."""
-    known = recall(expert)
-    reference = find(str(known.data.dataset), None) if known and known.data else None
-    if not (known and known.data and reference):
-        return None
-    return known.data.model_copy(update=_split(reference)), f"known family {known.family}"
-
-
 def _same_dataset(name: str, known: str) -> bool:
     """Whether a card means this dataset: by its id, or by the name without an owner that it once had."""
     meant = (find(name, None) or name).partition("@")[0].lower()
     return meant in (known.lower(), known.lower().rpartition("/")[2])
-
-
-def _carries(dataset: str, task: str) -> bool:
-    """Whether a dataset's name holds the task's, word for word."""
-    return _holds(words(dataset.partition("@")[0].rpartition("/")[2]), words(task))
 
 
 def _holds(long: list[str], short: list[str]) -> bool:

@@ -45,6 +45,12 @@ def read_card(text: str) -> Card:
     if metadata is None:
         what = f"cannot be read: {reason}" if reason else "is not a mapping of keys to values"
         metadata, problems = {}, [f"the metadata {what}"]
+    bases = []
+    for match in _AS_A_BASE.finditer(body[:MAX_CHARACTERS]):
+        # [a/x](https://…) + [b/y](https://…) is a/x+b/y
+        name = re.sub(r"\s*\+\s*", "+", _LINK.sub(r"\1", match["name"])).strip(" `*_")
+        if name and not re.search(r"\s", name) and ("/" in name or _LINK.match(match["name"])):
+            bases.append(name)
     relation = metadata.get("base_model_relation")
     configs, default = _read_configs(metadata)
     return Card(
@@ -54,7 +60,7 @@ def read_card(text: str) -> Card:
         evaluations=tuple(dict.fromkeys(_read_evaluations(metadata))),
         configs=configs,
         default_config=default,
-        bases_in_text=tuple(dict.fromkeys(_read_bases(body))),
+        bases_in_text=tuple(dict.fromkeys(bases)),
         yaml_blocks=tuple(_read_blocks(body[:MAX_CHARACTERS])),
         problems=problems,
     )
@@ -112,11 +118,3 @@ def _read_blocks(body: str) -> Iterator[str]:
             lines.append(line)
         elif begin := _FENCE.match(line):
             fence, kind, lines = begin[1], begin[2].lower(), []
-
-
-def _read_bases(body: str) -> Iterator[str]:
-    """`[a/x](https://…) + [b/y](https://…)` as `a/x+b/y`, for every base that the text names."""
-    for match in _AS_A_BASE.finditer(body[:MAX_CHARACTERS]):
-        name = re.sub(r"\s*\+\s*", "+", _LINK.sub(r"\1", match["name"])).strip(" `*_")
-        if name and not re.search(r"\s", name) and ("/" in name or _LINK.match(match["name"])):
-            yield name

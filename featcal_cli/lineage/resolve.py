@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import NoReturn
 
 from featcal_cli.hub.adapter import ADAPTER_CONFIG, is_adapter
 from featcal_cli.hub.model_names import UnusableError, locate, name_tasks, repo_of, same_name
@@ -163,7 +162,12 @@ def _find_experts(search: Search, base: Base) -> tuple[Experts, Base]:
         if name := _match(task, unclaimed):
             renamed[name] = task
         elif not _names_base(task, base):
-            _refuse_task(search, task, list(unclaimed), statement, base)
+            others = f"those left are {enumerate_names(list(unclaimed))}" if unclaimed else "none is left"
+            others += f"; {base.value} is the base" if isinstance(base, Finding) else ""
+            what = f"no expert of {search.merged} is for the task {task}: {others}"
+            command = write_command(search.draft, [("--expert", f"{task}=REPO")])
+            fix = f"name the data by one of these tasks, or fill in REPO and type: {command}"
+            raise LineageError(what, where=statement.source, fix=fix)
     named = {renamed.get(name, name): expert for name, expert in listed.items()}
     if not said:
         return named, base
@@ -187,7 +191,11 @@ def _name_experts(search: Search, statement: Statement, base: Base) -> tuple[Exp
         names = kept  # else an expert is called what it is called without --base
     listed: dict[str, tuple[str, Finding | Question]] = {}
     for name in names:
-        expert = _locate(search, name, statement)
+        expert: Finding | Question
+        try:
+            expert = Finding("expert", locate(name, search.repo), statement.source)
+        except UnusableError as error:
+            expert = Question(f"an expert of {search.merged}, {show(name)}, {error}", (), statement.source)
         listed.setdefault(expert.value if isinstance(expert, Finding) else name, (name, expert))
     usable = {key: name for key, (name, expert) in listed.items() if isinstance(expert, Finding)}
     search.read_ahead(key for key, name in usable.items() if name in kept)
@@ -199,14 +207,6 @@ def _name_experts(search: Search, statement: Statement, base: Base) -> tuple[Exp
     tasks = [statement.tasks[name] for name, _ in listed.values()] if statement.tasks else name_tasks(list(listed))
     named = zip(tasks, listed.values(), strict=True)
     return {task: expert for task, (name, expert) in named if name in kept}, base
-
-
-def _locate(search: Search, name: str, statement: Statement) -> Finding | Question:
-    """The expert that a statement means by a name, or the question which it is."""
-    try:
-        return Finding("expert", locate(name, search.repo), statement.source)
-    except UnusableError as error:
-        return Question(f"an expert of {search.merged}, {show(name)}, {error}", (), statement.source)
 
 
 def _match(task: str, experts: Experts) -> str | None:
@@ -221,17 +221,6 @@ def _match(task: str, experts: Experts) -> str | None:
 def _names_base(task: str, base: Base) -> bool:
     """Whether data is given for what turned out to be the base, which needs none."""
     return isinstance(base, Finding) and same_name(repo_of(base.value).rpartition("/")[2], task)
-
-
-def _refuse_task(search: Search, task: str, names: Sequence[str], statement: Statement, base: Base) -> NoReturn:
-    others = f"those left are {enumerate_names(names)}" if names else "none is left"
-    others += f"; {base.value} is the base" if isinstance(base, Finding) else ""
-    command = write_command(search.draft, [("--expert", f"{task}=REPO")])
-    raise LineageError(
-        f"no expert of {search.merged} is for the task {task}: {others}",
-        where=statement.source,
-        fix=f"name the data by one of these tasks, or fill in REPO and type: {command}",
-    )
 
 
 def _leave_out(search: Search, experts: Experts) -> dict[str, Finding]:

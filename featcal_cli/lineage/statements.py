@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -61,7 +60,13 @@ def read_statements(repo: Repo, command: str, notes: list[str], looked_at: list[
     name = read_config(repo, "config.json").get("_name_or_path")
     if isinstance(name, str) and name != repo.name and is_hub_id(name):  # too weak to act on, good enough to say
         looked_at.append(f"config.json (it was once loaded from {name})")
-    return [*statements, *_read_metadata(repo, card)]
+    if card.bases_in_text:
+        statements.append(Statement(f'the card of {repo.name} ("as a base")', card.bases_in_text))
+    if len(card.base_models) > 1:
+        statements.append(Statement(f"the card of {repo.name} (base_model)", experts=card.base_models, mixed=True))
+    elif card.base_models:
+        statements.append(Statement(f"the card of {repo.name} (base_model)", card.base_models))
+    return statements
 
 
 def names_itself(name: str, repo: Repo) -> bool:
@@ -162,13 +167,3 @@ def _anchored(data: Data, repo: Repo) -> Data:
     if repo.folder is None:
         raise UnusableError("is a path on its author's machine")
     return data.model_copy(update={"path": locate(data.path, repo)})
-
-
-def _read_metadata(repo: Repo, card: Card) -> Iterator[Statement]:
-    """What the card's text and metadata say."""
-    if card.bases_in_text:
-        yield Statement(f'the card of {repo.name} ("as a base")', card.bases_in_text)
-    several = len(card.base_models) > 1
-    if card.base_models:
-        bases, experts = ((), card.base_models) if several else (card.base_models, ())
-        yield Statement(f"the card of {repo.name} (base_model)", bases, experts, mixed=several)

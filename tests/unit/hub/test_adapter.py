@@ -307,7 +307,7 @@ def test_an_interrupted_fold_leaves_nothing(adapter: Path, monkeypatch: pytest.M
 
     before = copies()
     with monkeypatch.context() as patch:
-        patch.setattr("featcal_cli.hub.adapter_merge._copy_others", stop)
+        patch.setattr("featcal_cli.hub.adapter_merge.copy_files", stop)
         with pytest.raises(HubError if end is OSError else end):
             resolve(str(adapter))
     assert copies() == before
