@@ -80,7 +80,7 @@ class Lab:
                     moments = collect_equations(visit, name, here)
                 solutions = solve_block(block, moments, job.base, calibration.bias)
                 if moments.held_out is not None:
-                    own = {m.name: parameters_of(job.merged, block, m) for m in block.modules if m.name in solutions}
+                    own = {module: parameters_of(job.merged, block, module) for module in solutions}
                     solutions, _ = backtrack_block(solutions, moments.held_out, own)
                 load_block(job.students[name], block, solutions)
         return job

@@ -16,7 +16,7 @@ from featcal_cli.calibration.normal_equations import parameters_of, sum_rows
 from featcal_cli.calibration.solver import precise
 from featcal_cli.data.batches import Batch, take_range
 from featcal_cli.engine.lockstep import Observation, forward_order
-from featcal_cli.models.module_kinds import Affine, linear_parameters, new_parameters
+from featcal_cli.models.module_kinds import Affine, new_parameters, read_parameters
 from featcal_cli.workflows.setup import Models, Setup
 
 OFF_DIAGONAL = 0.9
@@ -49,14 +49,14 @@ def merge_by_regression(lab: Lab, fitted: int) -> nn.Module:
         setup = Setup(alone, lab.architecture, examples, calibration, torch.device("cpu"), lambda _: None)
         job = setup.make_search_job([task], fitted)
         for visit in forward_order(job):
-            modules = {each.name: each for each in visit.block.modules}
             with visit.expert_at(task):
                 for names, moments in sum_rows(visit, task, task, {}, sum_drift).linear.items():
-                    gram = OFF_DIAGONAL * moments.gram + (1 - OFF_DIAGONAL) * moments.gram.diag().diag()
+                    gram = moments.sum.full() / moments.weight
+                    gram = OFF_DIAGONAL * gram + (1 - OFF_DIAGONAL) * gram.diag().diag()
                     for name in names:
                         path = f"{visit.block.name}.{name}"
-                        weight = precise(parameters_of(visit.expert(task), visit.block, modules[name])).weight
-                        average = precise(linear_parameters(module.get_submodule(path))).weight
+                        weight = precise(parameters_of(visit.expert(task), visit.block, name)).weight
+                        average = precise(read_parameters(module.get_submodule(path))).weight
                         pull = (weight - average) @ gram
                         grams[path] = grams[path] + gram if path in grams else gram
                         pulls[path] = pulls[path] + pull if path in pulls else pull
@@ -64,7 +64,7 @@ def merge_by_regression(lab: Lab, fitted: int) -> nn.Module:
         system = gram + EPSILON * gram.trace() * torch.eye(len(gram), dtype=gram.dtype)
         found = module.get_submodule(path)
         update = torch.linalg.solve(system, pulls[path].T).T
-        new = Affine(precise(linear_parameters(found)).weight + update, None)
+        new = Affine(precise(read_parameters(found)).weight + update, None)
         for parameter, value in new_parameters(found, new):
             parameter.data.copy_(value)
     return module

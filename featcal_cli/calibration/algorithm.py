@@ -27,13 +27,9 @@ from featcal_cli.runtime.progress import Progress, Watch
 def calibrate_blocks(
     job: Job, hyperparameters: Hyperparameters, journal: Journal | None, *, bias: bool, watch: Watch
 ) -> list[BlockReport]:
-    """Calibrate the student of `job` block by block; return what was done. Every finished block is in the journal,
-    which the first rank alone has.
-
-    Updates are checked on the examples `job.checked`, where there are some.
-
-    Raises NumericsError when weights or features are not finite or the equations have no stable solution.
-    """
+    """Calibrate the student of `job` block by block, checked on `job.checked`; every finished block is in the journal,
+    which the first rank alone has. Raises NumericsError when weights or features are not finite or the equations have
+    no stable solution."""
     reports = []
     student, blocks = job.students[CALIBRATED], job.architecture.blocks
     for number, visit in enumerate(forward_order(job)):
@@ -60,17 +56,17 @@ def calibrate_blocks(
 def solve_on_all_ranks(
     job: Job, block: Block, equations: BlockEquations, bias: bool, on_module: Callable[[str], None] = lambda _: None
 ) -> BlockSolution:
-    """What becomes of the block's modules, on all ranks, of which each solves its equations, and checks the updates on
-    the rows that are held out for that, if there are some."""
+    """What becomes of the block's modules, on all ranks: each solves and checks its own equations."""
 
     def solve() -> BlockSolution:
         solutions = solve_block(block, equations, job.base, bias, on_module)
         steps: dict[str, float] = {}
         if equations.held_out is not None:
-            merged = {m.name: parameters_of(job.merged, block, m) for m in block.modules if m.name in solutions}
+            merged = {name: parameters_of(job.merged, block, name) for name in solutions}
             solutions, steps = backtrack_block(solutions, equations.held_out, merged)
         rows = {name: linear.rows for names, linear in equations.linear.items() for name in names}
-        return BlockSolution(solutions, rows | {name: norm.rows for name, norm in equations.norms.items()}, steps)
+        rows |= {name: norm.rows for name, norm in equations.norms.items()}
+        return BlockSolution(solutions, rows, steps)
 
     return share_solutions(job.ranks, solve, job.merged.device)
 
@@ -83,7 +79,6 @@ def solve_block(
     on_module: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Solution]:
     """New parameters of every module of the block, by its path inside the block; `on_module` is told what is solved."""
-    modules = {module.name: module for module in block.modules}
     solutions: dict[str, Solution] = {}
     with base.on_device():
         if equations.linear or equations.norms:
@@ -92,10 +87,10 @@ def solve_block(
             if set(names) <= equations.skipped.keys():
                 continue
             on_module(", ".join(name.rpartition(".")[2] for name in names))
-            of_base = {name: parameters_of(base, block, modules[name]) for name in names}
+            of_base = {name: parameters_of(base, block, name) for name in names}
             solutions |= linear.solve(of_base, bias=bias)
         for name, norm in equations.norms.items():
-            solutions[name] = norm.solve(parameters_of(base, block, modules[name]))
+            solutions[name] = norm.solve(parameters_of(base, block, name))
     solutions = {name: solution for name, solution in solutions.items() if name not in equations.skipped}
     for name, solution in solutions.items():
         if not all(torch.isfinite(part).all() for part in solution.parameters if part is not None):
@@ -114,10 +109,8 @@ def load_block(student: BlockRunner, block: Block, solutions: Mapping[str, Solut
 def _describe(block: Block, solution: BlockSolution, asked: float) -> list[ModuleReport]:
     """What was done to the block's modules with the λ that was asked for, or more of it."""
     reports = []
-    for module in block.modules:
-        if (solved := solution.solutions.get(module.name)) is not None:
-            ridge = solved.ridge if solved.ridge is not None and solved.ridge > asked else None
-            rows, step = solution.rows[module.name], solution.steps.get(module.name)
-            numbers = (rows, solved.condition_number, solved.relative_change, step, ridge)
-            reports.append(ModuleReport(module.name, module.kind, *numbers))
+    for name, kind in ((module.name, module.kind) for module in block.modules if module.name in solution.solutions):
+        _, condition, change, ridge = solution.solutions[name]
+        more = ridge if ridge is not None and ridge > asked else None
+        reports.append(ModuleReport(name, kind, solution.rows[name], condition, change, solution.steps.get(name), more))
     return reports

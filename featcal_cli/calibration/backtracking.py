@@ -46,7 +46,9 @@ def backtrack_block(
     checked = dict(solutions)
     for name, solution in solutions.items():
         start = precise(merged[name])
-        update, shift = _change(start, solution.parameters)
+        update, shift = solution.parameters.minus(start)
+        if shift is None:
+            shift = torch.zeros(len(update), dtype=update.dtype, device=update.device)
         if name in linear and linear[name].rows:
             objective = linear[name].objective(name, update, shift)
         elif name in held_out.norms and held_out.norms[name].rows:
@@ -58,24 +60,12 @@ def backtrack_block(
                 f"the features of held-out examples are not finite in {name}",
                 fix="look for NaN in the examples; if there is none, use --dtype float32",
             )
-        steps[name] = step = best_step(*objective)
+        curvature, descent = objective
+        steps[name] = step = min(STEPS, key=lambda t: t * t * curvature - 2 * t * descent)  # of equal ones the largest
         if step < 1:
             new = Affine(start.weight + step * update, None if start.bias is None else start.bias + step * shift)
             checked[name] = solution._replace(parameters=new, relative_change=relative_change(start, new))
     return checked, steps
-
-
-def best_step(curvature: float, descent: float) -> float:
-    """The t of STEPS with the smallest t² · curvature − 2 t · descent; of equal ones the largest."""
-    return min(STEPS, key=lambda t: t * t * curvature - 2 * t * descent)
-
-
-def _change(merged: Affine, new: Affine) -> tuple[Tensor, Tensor]:
-    """The update of weight and bias (0 without one)."""
-    update = new.weight - merged.weight
-    if new.bias is None or merged.bias is None:
-        return update, torch.zeros(len(update), dtype=update.dtype, device=update.device)
-    return update, new.bias - merged.bias
 
 
 def shrink_updates(

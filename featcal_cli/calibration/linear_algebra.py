@@ -54,22 +54,23 @@ class Symmetric:
         """Add xᵀ · weighted, which is symmetric: [T, d] and the same rows, each times its weight."""
         for number, (start, stop) in enumerate(zip(self.starts, self.stops, strict=True)):
             term, panel = weighted[:, start:stop].T @ x[:, :stop], self.panels[number]
-            self.panels[number] = term if panel is None else self._cast(panel).add_(self._cast(term))
+            if panel is not None:
+                term = in_sums(panel, self._dtype).add_(in_sums(term, self._dtype))
+            self.panels[number] = term
 
     def add(self, other: Symmetric, scale: float) -> None:
         """Add another such sum of the same width, times a number."""
         for number, term in enumerate(other.panels):
             if term is not None:
-                panel = self.panels[number]
-                if panel is None:
-                    self.panels[number] = self._cast(term) * scale
-                else:
-                    panel.add_(self._cast(term), alpha=scale)
+                term, panel = in_sums(term, self._dtype), self.panels[number]
+                self.panels[number] = term * scale if panel is None else panel.add_(term, alpha=scale)
 
     def sum_over_ranks(self, add_up: AddUp) -> None:
         """Become the sum of all ranks."""
-        for number, panel in enumerate(self.panels):
-            self.panels[number] = panel = self._zeros(number) if panel is None else self._cast(panel).contiguous()
+        for number, (start, stop, panel) in enumerate(zip(self.starts, self.stops, self.panels, strict=True)):
+            if panel is None:
+                panel = torch.zeros(stop - start, stop, device=self._device)
+            self.panels[number] = panel = in_sums(panel, self._dtype).contiguous()
             add_up(panel)
 
     def norm(self) -> float:
@@ -90,27 +91,15 @@ class Symmetric:
                 whole[:start, start:stop] = panel[:, :start].T
         return whole
 
-    def _zeros(self, number: int) -> Tensor:
-        start, stop = self.starts[number], self.stops[number]
-        return torch.zeros(stop - start, stop, dtype=self._dtype, device=self._device)
-
-    def _cast(self, panel: Tensor) -> Tensor:
-        return in_sums(panel, self._dtype)
-
 
 def sums_device(device: torch.device, dtype: torch.dtype = ACCUMULATE) -> torch.device:
     """Where sums over features of `device` are held: MPS has no float64."""
     return torch.device("cpu") if device.type == "mps" and dtype == torch.float64 else device
 
 
-def in_sums(x: Tensor, dtype: torch.dtype) -> Tensor:
+def in_sums(x: Tensor, dtype: torch.dtype = ACCUMULATE) -> Tensor:
     """In the precision of some sums, where they are held."""
     return x.to(sums_device(x.device, dtype)).to(dtype)
-
-
-def to_precise(x: Tensor) -> Tensor:
-    """The same for sums of the highest precision."""
-    return in_sums(x, ACCUMULATE)
 
 
 EPSILON = 1e-8

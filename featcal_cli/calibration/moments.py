@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from featcal_cli.calibration.linear_algebra import ACCUMULATE, Sum, Symmetric, in_sums, sums_device, to_precise
+from featcal_cli.calibration.linear_algebra import ACCUMULATE, Sum, Symmetric, in_sums, sums_device
 from featcal_cli.models.module_kinds import Affine
 
 
@@ -51,21 +51,13 @@ class LinearMoments:
         self.sum = Symmetric(d_in, device)
         """Σ x_cal x_calᵀ, of the rows as they are weighted; empty where rows are kept."""
         self.kept = Rows() if keep_rows else None
-        self._dx = Sum()
-        self._rx = {name: Sum() for name in self.pairs}
-        self._x, self._d = Sum(), Sum()
-        self._r = {name: Sum() for name in self.pairs}
-        self.weight = 0.0
-        """Σ of the rows' weights."""
-        self.rows = 0
-        """Rows seen."""
+        self._dx, self._x, self._d = Sum(), Sum(), Sum()
+        self._rx, self._r = ({name: Sum() for name in self.pairs} for _ in range(2))
+        self.weight, self.rows = 0.0, 0
+        """Σ of the rows' weights, and how many were seen."""
 
     def add(
-        self,
-        x_cal: Tensor,
-        x_exp: Tensor,
-        weights: Tensor | None = None,
-        outputs: Mapping[str, Tensor] | None = None,
+        self, x_cal: Tensor, x_exp: Tensor, weights: Tensor | None = None, outputs: Mapping[str, Tensor] | None = None
     ) -> None:
         """Add the student's and the expert's inputs for the same rows [T, d_in], each counted `weights` [T] times.
 
@@ -100,36 +92,21 @@ class LinearMoments:
         return torch.stack([each.value.sum() for each in sums if each.value is not None]).sum()
 
     @property
-    def gram(self) -> Tensor:
-        """G = E[x_cal x_calᵀ] [d_in, d_in]."""
-        return self.sum.full() / self.weight
-
-    @property
     def size(self) -> float:
-        """‖G‖_F."""
-        return self.sum.norm() / self.weight if self.kept is None else self.kept.norm() / self.weight
-
-    @property
-    def drift(self) -> Tensor:
-        """E[(x_exp − x_cal) x_calᵀ] [d_in, d_in]. Not where r is summed."""
-        return self._mean_of(self._dx)
+        """‖G‖_F of G = E[x_cal x_calᵀ]."""
+        return (self.kept or self.sum).norm() / self.weight
 
     @property
     def mean(self) -> Tensor:
         """μ_cal = E[x_cal] [d_in]."""
         return self._mean_of(self._x)
 
-    @property
-    def mean_drift(self) -> Tensor:
-        """E[x_exp − x_cal] [d_in]. Not where r is summed."""
-        return self._mean_of(self._d)
-
     def add_drift(self, total: Sum, omega: float) -> Tensor:
         """Add ω E[(x_tgt − x_cal) x_calᵀ] [d_in, d_in] to a total; returns C = E[x_tgt x_calᵀ] in its precision. Not
         where r is summed."""
-        drift = in_sums(self.drift, total.dtype)
+        drift = in_sums(self._mean_of(self._dx), total.dtype)
         total.add(drift, omega * self._alpha)
-        return in_sums(self.gram, total.dtype).add_(drift, alpha=self._alpha)
+        return in_sums(self.sum.full() / self.weight, total.dtype).add_(drift, alpha=self._alpha)
 
     def add_pull(self, name: str, total: Sum, omega: float) -> None:
         """Add ω E[r xᵀ] of a module [d_out, d_in] to a total; where r is summed."""
@@ -141,9 +118,9 @@ class LinearMoments:
         """E[r] of a module [d_out], given its weights W_i and W_merged."""
         if self.pairs:
             return self._mean_of(self._r[name])
-        weight = to_precise(expert)
-        lacking = (weight - to_precise(merged)) @ self.mean
-        return lacking + self._alpha * (weight @ self.mean_drift)
+        weight = in_sums(expert)
+        lacking = (weight - in_sums(merged)) @ self.mean
+        return lacking + self._alpha * (weight @ self._mean_of(self._d))
 
     def _residual(self, pair: Pair, x_cal: Tensor, x_exp: Tensor, y_exp: Tensor | None) -> Tensor:
         """r [T, d_out]; y_exp: what the expert's module made of x_exp, bias included, where that is known."""
@@ -156,7 +133,7 @@ class LinearMoments:
 
     def _mean_of(self, total: Sum) -> Tensor:
         assert total.value is not None
-        return to_precise(total.value) / self.weight
+        return in_sums(total.value) / self.weight
 
 
 @dataclass
@@ -171,7 +148,6 @@ class Rows:
     """By module [T, d_out]."""
 
     def add(self, x: Tensor, root: Tensor, residuals: Mapping[str, Tensor]) -> None:
-        """Add rows."""
         self.x.append(x)
         self.roots.append(root)
         for name, r in residuals.items():
@@ -189,9 +165,7 @@ class NormMoments:
     def __init__(self, d: int, device: torch.device) -> None:
         self._z = torch.zeros(d, dtype=ACCUMULATE, device=sums_device(device))
         self._zz = torch.zeros_like(self._z)
-        self.weight = 0.0
-        self.rows = 0
-        """Rows seen."""
+        self.weight, self.rows = 0.0, 0
 
     def add(self, z: Tensor, weights: Tensor | None = None) -> None:
         """Add normalised inputs z [T, d] (before scale and bias), each row counted `weights` [T] times."""
@@ -214,7 +188,7 @@ class NormMoments:
 
 def _sum_rows(x: Tensor) -> Tensor:
     """[T, d] to [d]."""
-    return to_precise(x.sum(0))
+    return in_sums(x.sum(0))
 
 
 def _at_least_float32(x: Tensor) -> Tensor:

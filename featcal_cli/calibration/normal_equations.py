@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from itertools import product
 from typing import TypeAlias
 
@@ -16,7 +17,7 @@ from featcal_cli.calibration.solver import BlockEquations, DualEquations, Linear
 from featcal_cli.engine.block_runner import BlockRunner
 from featcal_cli.engine.lockstep import BlockVisit, Observation
 from featcal_cli.models.architecture import Block, Module
-from featcal_cli.models.module_kinds import LINEAR_KINDS, Affine, linear_parameters, norm_parameters, normalise
+from featcal_cli.models.module_kinds import LINEAR_KINDS, Affine, normalise, read_parameters
 from featcal_cli.runtime.errors import NumericsError
 
 Choose: TypeAlias = "Callable[[Names, Observation, int], LinearMoments]"
@@ -46,30 +47,17 @@ def collect_equations(
         equations.skipped = {module.name: "no expert's examples reach it" for module in visit.block.modules}
     if visit.ranks.size > 1:
         visit.merged.bring(visit.block.name)
-        modules = {module.name: module for module in visit.block.modules}
-        sum_over_ranks(
-            equations,
-            visit.ranks,
-            hyperparameters,
-            lambda name: parameters_of(visit.merged, visit.block, modules[name]),
-        )
+        sum_over_ranks(equations, visit.ranks, hyperparameters, partial(parameters_of, visit.merged, visit.block))
     return equations
 
 
-def parameters_of(runner: BlockRunner, block: Block, module: Module) -> Affine:
+def parameters_of(runner: BlockRunner, block: Block, module: str) -> Affine:
     """The parameters of one of the block's modules in one of the models, [d_out, d_in] and [d_out] or [d] and [d]."""
-    found = runner.module(f"{block.name}.{module.name}")
-    return linear_parameters(found) if module.kind in LINEAR_KINDS else norm_parameters(found)
+    return read_parameters(runner.module(f"{block.name}.{module}"))
 
 
 def sum_rows(
-    visit: BlockVisit,
-    role: str,
-    task: str,
-    skipped: Mapping[str, str],
-    choose: Choose,
-    *,
-    checked: bool = False,
+    visit: BlockVisit, role: str, task: str, skipped: Mapping[str, str], choose: Choose, *, checked: bool = False
 ) -> TaskMoments:
     """Add up the rows of one task's features of the block in one student and its expert, but for modules in `skipped`.
 
@@ -143,23 +131,20 @@ def _choose_moments(
 ) -> LinearMoments:
     """Empty moments for the modules `names`, for the way that costs least with all that is to come, to judge by the
     `rows` of the first batch; `form`: of the equations that earlier tasks are in."""
-    modules = {module.name: module for module in visit.block.modules}
-    own, theirs = (
-        {name: parameters_of(runner, visit.block, modules[name]) for name in names}
+    of_merged, of_expert = (
+        {name: parameters_of(runner, visit.block, name) for name in names}
         for runner in (visit.merged, visit.expert(task))
     )
-    first = own[names[0]].weight
-    d_in, d_out = first.shape[1], sum(len(each.weight) for each in own.values())
+    first = of_merged[names[0]].weight
+    d_in, d_out = first.shape[1], sum(len(module.weight) for module in of_merged.values())
     of_task, in_all = (round(rows * part) for part in seen.row_multiples)
     keep_rows = form is DualEquations or (form is None and is_dual_cheaper(in_all, d_in, d_out))
     keep_rows = keep_rows and visit.ranks.size == 1  # rows of several ranks do not add up
     known = all(name in seen.y_exp for name in names)
-    if not keep_rows and not is_residual_cheaper(of_task, d_in, d_out, outputs_known=known):
-        return LinearMoments(d_in, first.device, hyperparameters.alpha)
-    pairs = {
-        name: Pair(Affine(expert.weight.float(), expert.bias), own[name].weight.float())
-        for name, expert in theirs.items()
-    }
+    pairs: dict[str, Pair] = {}
+    if keep_rows or is_residual_cheaper(of_task, d_in, d_out, outputs_known=known):
+        for name, (weight, bias) in of_expert.items():
+            pairs[name] = Pair(Affine(weight.float(), bias), of_merged[name].weight.float())
     return LinearMoments(d_in, first.device, hyperparameters.alpha, pairs, keep_rows=keep_rows)
 
 
@@ -181,9 +166,9 @@ def _add_task(
         return _choose_moments(visit, task, names, seen, rows, hyperparameters, form)
 
     def parameters(runner: BlockRunner, names: Iterable[str]) -> dict[str, Affine]:
-        return {name: parameters_of(runner, visit.block, modules[name]) for name in names}
+        return {name: parameters_of(runner, visit.block, name) for name in names}
 
-    modules, expert = {module.name: module for module in visit.block.modules}, visit.expert(task)
+    expert = visit.expert(task)
     sums = sum_rows(visit, role, task, equations.skipped, choose, checked=omegas is not None)
     equations.skipped |= sums.skipped
     for names, moments in sums.linear.items():
@@ -202,8 +187,8 @@ def _add_task(
         equations.omegas |= {(task, name): omega for name in names}
     for name, norm_moments in sums.norms.items():
         if name not in equations.norms:
-            equations.norms[name] = NormEquations(parameters(visit.merged, [name])[name], hyperparameters)
-        equations.norms[name].add_task(norm_moments, parameters(expert, [name])[name])
+            equations.norms[name] = NormEquations(parameters_of(visit.merged, visit.block, name), hyperparameters)
+        equations.norms[name].add_task(norm_moments, parameters_of(expert, visit.block, name))
 
 
 def _unpaired(modules: Mapping[str, Module], seen: Observation) -> dict[str, str]:

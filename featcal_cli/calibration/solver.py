@@ -21,7 +21,6 @@ from featcal_cli.calibration.linear_algebra import (
     factorise,
     in_sums,
     solve_rows,
-    to_precise,
 )
 from featcal_cli.calibration.moments import LinearMoments, NormMoments
 from featcal_cli.models.module_kinds import Affine
@@ -70,7 +69,6 @@ class LinearEquations:
         self._pull = {name: Sum(self._dtype) for name in merged}
         self._bias_pull = {name: self._mean.new_zeros(len(each.weight)) for name, each in merged.items()}
         self.rows = 0
-        """Rows of all tasks."""
 
     def add_task(self, moments: LinearMoments, experts: Mapping[str, Affine], omega: float | None = None) -> float:
         """Add one task: its moments, and its expert's parameters by module name; returns ω_i, if not given."""
@@ -111,9 +109,7 @@ class LinearEquations:
         update_of, condition, ridge = self._factorise()
         solutions = {}
         for name, merged in self._merged.items():
-            towards = _anchor_offset(
-                _each(self._cast, merged), _each(self._cast, base[name]), self._hyperparameters.rho
-            )
+            towards = _anchor_offset(merged.each(self._cast), base[name].each(self._cast), self._hyperparameters.rho)
             update = update_of(name, towards.weight)
             new_bias = None if merged.bias is None else self._cast(merged.bias)
             if bias and new_bias is not None and towards.bias is not None:
@@ -124,7 +120,7 @@ class LinearEquations:
             change = _relative_size(update, weight)
             # nothing that is loaded needs more than float32, but for weights that are float64, and a block's are many
             dtype = torch.promote_types(torch.float32, merged.weight.dtype)
-            parameters = _each(partial(Tensor.to, dtype=dtype), Affine(update.add_(weight), new_bias))
+            parameters = Affine(update.add_(weight), new_bias).each(partial(Tensor.to, dtype=dtype))
             solutions[name] = Solution(parameters, condition, change, ridge)
         return solutions
 
@@ -140,8 +136,8 @@ class LinearEquations:
         """b_i − b_merged, 0 where one has none."""
         bias, merged = expert.bias, self._merged[name].bias
         if bias is None or merged is None:
-            return to_precise(torch.zeros_like(self._bias_pull[name]))
-        return to_precise(bias) - to_precise(merged)
+            return in_sums(torch.zeros_like(self._bias_pull[name]))
+        return in_sums(bias) - in_sums(merged)
 
     def _add(self, moments: LinearMoments, experts: Mapping[str, Affine], omega: float) -> None:
         """Add a task to what the weights are solved from."""
@@ -196,15 +192,12 @@ class NormEquations:
         self._hyperparameters = hyperparameters
         zeros = torch.zeros_like(self._merged.weight)
         self._second, self._mean, self._scale_pull, self._bias_pull = (zeros.clone() for _ in range(4))
-        self._tasks = 0.0
-        self.rows = 0
-        """Rows of all tasks."""
+        self._tasks, self.rows = 0.0, 0
 
     def add_task(self, moments: NormMoments, expert: Affine) -> None:
         """Add one task: the moments of its normalised input, and its expert's scale and bias."""
-        merged, expert = self._merged, precise(expert)
-        scale = expert.weight - merged.weight
-        shift = torch.zeros_like(scale) if expert.bias is None or merged.bias is None else expert.bias - merged.bias
+        scale, shift = precise(expert).minus(self._merged)
+        shift = torch.zeros_like(scale) if shift is None else shift
         self._second += moments.second
         self._mean += moments.mean
         self._scale_pull += moments.second * scale + moments.mean * shift
@@ -243,34 +236,23 @@ class NormEquations:
         determinant = (a22 * a11 - a12.square()).clamp_min(EPSILON)
         scale = merged.weight + (a22 * pull - a12 * bias_pull) / determinant
         new = Affine(scale, merged.bias + (a11 * bias_pull - a12 * pull) / determinant)
-        return Solution(new, _worst_condition(a11, a12, a22), relative_change(merged, new))
+        middle, spread = (a11 + a22) / 2, (((a11 - a22) / 2).square() + a12.square()).sqrt()
+        conditions = (middle + spread) / (middle - spread).clamp_min(EPSILON)  # of [[a11, a12], [a12, a22]]
+        return Solution(new, float(conditions.max()), relative_change(merged, new))
 
 
 def precise(parameters: Affine) -> Affine:
     """The parameters in the precision of the sums."""
-    return _each(to_precise, parameters)
-
-
-def _each(change: Callable[[Tensor], Tensor], parameters: Affine) -> Affine:
-    """The same done to weight and bias."""
-    weight, bias = parameters
-    return Affine(change(weight), None if bias is None else change(bias))
+    return parameters.each(in_sums)
 
 
 def _anchor_offset(merged: Affine, base: Affine, rho: float) -> Affine:
     """Anchor − merged = (1 − ρ)(base − merged)."""
-    shift = None if merged.bias is None or base.bias is None else (1 - rho) * (base.bias - merged.bias)
-    return Affine((base.weight - merged.weight).mul_(1 - rho), shift)
+    return base.minus(merged).each(lambda difference: difference.mul_(1 - rho))
 
 
 def _dot(one: Tensor, two: Tensor) -> float:
     return float((one * two).sum())
-
-
-def _worst_condition(a11: Tensor, a12: Tensor, a22: float) -> float:
-    """The largest condition number of the symmetric matrices [[a11, a12], [a12, a22]]."""
-    middle, spread = (a11 + a22) / 2, (((a11 - a22) / 2).square() + a12.square()).sqrt()
-    return float(((middle + spread) / (middle - spread).clamp_min(EPSILON)).max())
 
 
 def relative_change(merged: Affine, new: Affine) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 import torch
@@ -48,16 +49,11 @@ def _norm_kind(module: nn.Module, width: int) -> Kind | None:
     return None
 
 
-def linear_parameters(module: nn.Module) -> Affine:
-    """Weight [d_out, d_in] and bias [d_out] of a Linear or a Conv1D (which stores its weight transposed)."""
-    weight, bias = norm_parameters(module)
-    return Affine(weight.T if isinstance(module, Conv1D) else weight, bias)
-
-
-def norm_parameters(module: nn.Module) -> Affine:
-    """Scale [d] and bias [d] of a norm."""
+def read_parameters(module: nn.Module) -> Affine:
+    """Weight [d_out, d_in] and bias [d_out] of a Linear or a Conv1D (which stores its weight transposed), or scale [d]
+    and bias [d] of a norm."""
     own = {name: parameter.detach() for name, parameter in module.named_parameters(recurse=False)}
-    return Affine(own["weight"], own.get("bias"))
+    return Affine(own["weight"].T if isinstance(module, Conv1D) else own["weight"], own.get("bias"))
 
 
 def new_parameters(module: nn.Module, new: Affine) -> list[tuple[nn.Parameter, Tensor]]:
@@ -81,3 +77,12 @@ class Affine(NamedTuple):
 
     weight: Tensor
     bias: Tensor | None
+
+    def each(self, change: Callable[[Tensor], Tensor]) -> Affine:
+        """The same done to weight and bias."""
+        return Affine(change(self.weight), None if self.bias is None else change(self.bias))
+
+    def minus(self, other: Affine) -> Affine:
+        """The difference; without a bias where one of them has none."""
+        bias = None if self.bias is None or other.bias is None else self.bias - other.bias
+        return Affine(self.weight - other.weight, bias)

@@ -21,7 +21,7 @@ from featcal_cli.calibration.normal_equations import (
 from featcal_cli.data.batches import Batch
 from featcal_cli.models.architecture import Architecture, Block
 from featcal_cli.models.loading import Model
-from featcal_cli.models.module_kinds import LINEAR_KINDS, linear_parameters
+from featcal_cli.models.module_kinds import LINEAR_KINDS, read_parameters
 from featcal_cli.workflows.shape_probe import COMPUTE, BatchNeeds, probe_batch
 
 FITTED_PASSES, WATCHED_PASSES, JUDGED_PASSES = 2, 8, 3
@@ -256,7 +256,7 @@ def find_inputs(model: nn.Module, block: Block, needs: Mapping[str, BatchNeeds])
     for module in block.modules:
         if module.kind in LINEAR_KINDS:
             path = f"{block.name}.{module.name}"
-            d_out, d_in = linear_parameters(model.get_submodule(path)).weight.shape
+            d_out, d_in = read_parameters(model.get_submodule(path)).weight.shape
             key = (module.name.rpartition(".")[0], d_in)
             rows = tuple(need.rows.get(path, 0) / need.examples for need in needs.values())
             found[key] = Input(d_in, d_out + (found[key].d_out if key in found else 0), rows)

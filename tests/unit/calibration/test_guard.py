@@ -176,7 +176,7 @@ def test_no_module_ends_worse_than_merged_on_rows_that_were_not_fitted(tmp_path:
         moments = collect_equations(visit, CALIBRATED, HELD_BACK)
         solutions = solve_block(visit.block, moments, job.base, bias=True)
         assert moments.held_out is not None
-        own = {m.name: parameters_of(job.merged, visit.block, m) for m in visit.block.modules}
+        own = {m.name: parameters_of(job.merged, visit.block, m.name) for m in visit.block.modules}
         held, steps = backtrack_block(solutions, moments.held_out, own)
         assert steps.keys() == solutions.keys() == held.keys()
         for module, solution in solutions.items():
