@@ -56,10 +56,8 @@ def backtrack_block(
         else:
             continue
         if not all(map(isfinite, objective)):
-            raise NumericsError(
-                f"the features of held-out examples are not finite in {name}",
-                fix="look for NaN in the examples; if there is none, use --dtype float32",
-            )
+            what = f"the features of held-out examples are not finite in {name}"
+            raise NumericsError(what, fix="look for NaN in the examples; if there is none, use --dtype float32")
         curvature, descent = objective
         steps[name] = step = min(STEPS, key=lambda t: t * t * curvature - 2 * t * descent)  # of equal ones the largest
         if step < 1:
@@ -83,17 +81,15 @@ def shrink_updates(
     job.share_readings()
     ends = {1.0: CALIBRATED, 0.0: MERGED}
     measured, other = _read_drifts(job, job.drift, ends), _sum_drifts(job, ends)
-    if all(_holds(drifts, 1.0, held_out) for drifts in (measured, other, _join(measured, other))):
+    if _holds(measured, other, 1.0, held_out):
         return 1.0, ""
     partial = _measure_partial_updates(job, blocks, journal, watch)
     partial.share_readings()
-    between = (_read_drifts(partial, partial.drift, PARTIAL), _sum_drifts(partial, PARTIAL))
-    measured, other = (
-        {task: drifts | more[task] for task, drifts in of_ends.items()}
-        for of_ends, more in zip((measured, other), between, strict=True)
-    )
-    judged = (measured, other, _join(measured, other))
-    step = next(t for t in STEPS if not t or all(_holds(drifts, t, held_out) for drifts in judged))
+    between = _read_drifts(partial, partial.drift, PARTIAL), _sum_drifts(partial, PARTIAL)
+    for drifts, more in zip((measured, other), between, strict=True):
+        for task in drifts:
+            drifts[task] |= more[task]
+    step = next(t for t in STEPS if not t or _holds(measured, other, t, held_out))
     if step < 1:
         _take_over(job, partial if step else job, PARTIAL.get(step, MERGED))
     before, after, now = (_mean(measured, t, measured) for t in (0.0, 1.0, step))
@@ -158,9 +154,8 @@ def _read_updates(
 
 def _read_drifts(job: Job, measured: Measurement, roles: Mapping[float, str]) -> dict[str, dict[float, Drift]]:
     """What was measured of the drift after the last block."""
-    read = measured.meter.read
-    lasts = job.architecture.last_blocks.items()
-    return {task: {step: read(last, task, role) for step, role in roles.items()} for task, last in lasts}
+    last_blocks, read = job.architecture.last_blocks.items(), measured.meter.read
+    return {task: {step: read(last, task, role) for step, role in roles.items()} for task, last in last_blocks}
 
 
 def _sum_drifts(job: Job, roles: Mapping[float, str]) -> dict[str, dict[float, Drift]]:
@@ -175,18 +170,19 @@ def _plus(one: Drift, other: Drift) -> Drift:
     return Drift(one.distance + other.distance, one.size + other.size, tokens=one.tokens + other.tokens)
 
 
-def _join(one: TaskDrifts, other: TaskDrifts) -> dict[str, dict[float, Drift]]:
-    """The drift over the rows of both, of the tasks and steps of the first."""
-    return {
-        task: {step: _plus(drift, other[task][step]) if task in other else drift for step, drift in drifts.items()}
-        for task, drifts in one.items()
+def _holds(measured: TaskDrifts, other: TaskDrifts, step: float, held_out: Collection[str]) -> bool:
+    """Whether the mean drift at a step is no larger than merged's: on either rows and on both together, over the tasks
+    with held-out rows and over all."""
+    joined = {
+        task: {at: _plus(drift, other[task][at]) if task in other else drift for at, drift in drifts.items()}
+        for task, drifts in measured.items()
     }
-
-
-def _holds(drifts: TaskDrifts, step: float, held_out: Collection[str]) -> bool:
-    """Whether the mean drift at a step is no larger than merged's: over the tasks with held-out rows, and over all."""
-    judged = [list(drifts), [task for task in drifts if task in held_out]]
-    return all(_mean(drifts, step, tasks) <= max(_mean(drifts, 0.0, tasks), NOISE) for tasks in judged if tasks)
+    return all(
+        _mean(drifts, step, tasks) <= max(_mean(drifts, 0.0, tasks), NOISE)
+        for drifts in (measured, other, joined)
+        for tasks in (list(drifts), [task for task in drifts if task in held_out])
+        if tasks
+    )
 
 
 def _mean(drifts: TaskDrifts, step: float, tasks: Collection[str]) -> float:

@@ -12,14 +12,7 @@ import torch
 from torch import Tensor
 
 from featcal_cli.calibration.hyperparameters import Hyperparameters
-from featcal_cli.calibration.solver import (
-    BlockEquations,
-    LinearEquations,
-    Names,
-    NormEquations,
-    RankSummary,
-    Solution,
-)
+from featcal_cli.calibration.solver import BlockEquations, LinearEquations, Names, NormEquations, RankSummary, Solution
 from featcal_cli.models.module_kinds import Affine
 from featcal_cli.runtime.distributed import Ranks
 from featcal_cli.runtime.errors import FeatCalError, NumericsError
@@ -28,8 +21,6 @@ NOTHING = RankSummary(0.0, 0, frozenset())
 
 
 class _BlockSummary(NamedTuple):
-    """What one rank has of a block."""
-
     linear: dict[Names, RankSummary]
     norms: dict[str, RankSummary]
     skipped: dict[str, str]
@@ -47,13 +38,9 @@ def sum_over_ranks(
 
     merged: a module's merged parameters. owners: who is to have each module, where these are the rows held out.
     """
-    summaries = ranks.gather(
-        _BlockSummary(
-            {names: linear.summarise() for names, linear in equations.linear.items()},
-            {name: norm.summarise() for name, norm in equations.norms.items()},
-            equations.skipped,
-        )
-    )
+    linears = {names: linear.summarise() for names, linear in equations.linear.items()}
+    norms = {name: norm.summarise() for name, norm in equations.norms.items()}
+    summaries = ranks.gather(_BlockSummary(linears, norms, equations.skipped))
     equations.skipped = {name: why for each in reversed(summaries) for name, why in each.skipped.items()}
     groups = _group_modules(summaries, equations.skipped)
     of_rank = {_without(names, equations.skipped): linear for names, linear in equations.linear.items()}
@@ -136,22 +123,17 @@ def share_solutions(ranks: Ranks, solve: Callable[[], BlockSolution], device: to
             raise NumericsError(failure[0], where=failure[1], fix=failure[2])
     whole = BlockSolution()
     for source, (_, shapes, numbers, rows, steps) in enumerate(everybody):
-        for name, shape in shapes.items():
-            mine = own.solutions[name].parameters if source == ranks.rank else (None, None)
-            weight, bias = (_copy(ranks, source, *pair, device) for pair in zip(mine, shape, strict=True))
+        for name, forms in shapes.items():
+            parts: list[Tensor | None] = [None, None]
+            for number, form in enumerate(forms):
+                if form is not None:
+                    mine = own.solutions[name].parameters[number] if source == ranks.rank else None
+                    part = torch.empty(form[0], dtype=form[1], device=device) if mine is None else mine.contiguous()
+                    ranks.copy(part, source)
+                    parts[number] = part
+            weight, bias = parts
             assert weight is not None
             whole.solutions[name] = Solution(Affine(weight, bias), *numbers[name])
         whole.rows.update(rows)
         whole.steps.update(steps)
     return whole
-
-
-def _copy(
-    ranks: Ranks, source: int, own: Tensor | None, shape: tuple[torch.Size, torch.dtype] | None, device: torch.device
-) -> Tensor | None:
-    """The tensor of the rank `source`, which alone has its own."""
-    if shape is None:
-        return None
-    tensor = torch.empty(shape[0], dtype=shape[1], device=device) if own is None else own.contiguous()
-    ranks.copy(tensor, source)
-    return tensor

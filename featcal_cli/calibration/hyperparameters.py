@@ -133,8 +133,8 @@ class Work:
     def of_calibration(self, fitted: int, shown: int) -> float:
         """Expert, student, student with the update; the same for the guard; the drift of three models, and its split.
         On so many fitted and held-out examples a task."""
-        each = 3 * self.forward + self.products
-        return each * (fitted + shown) + 6 * shown * self.forward + self.systems
+        calibrated = (3 * self.forward + self.products) * (fitted + shown)
+        return calibrated + 6 * shown * self.forward + self.systems
 
     def of_search(self, fitted: int, shown: int, count: int, cuts: Mapping[int, int]) -> float:
         """Experts and merged once; every one of `count` candidates fitted, measured, and at cuts the rest of the expert
@@ -157,19 +157,18 @@ def choose_hyperparameters(
 ) -> Choice | SearchPlan:
     """The user's, or the paper's for what is left open; or the search to be made, if it is wanted or affordable.
 
-    kind: of the model. fits: whether so many candidates have room in memory while they are fitted to so many examples a
-    task.
+    fits: whether so many candidates have room in memory while they are fitted to so many examples a task.
     """
     given = _given(calibration)
     if len(given) == len(asdict(CAUTIOUS)):
         return Choice(Hyperparameters(**given), "the user")
     if calibration.select == "preset":
         return take_preset(calibration, kind)
-    plan: SearchPlan | str = _find_unsearchable(examples)
-    if not plan:
-        fitted = max(found.fitted_count for found in examples.values())
-        shown = min(found.selection_count for found in examples.values())
-        plan = plan_search(calibration, kind, fitted, shown, work, fits)
+    if reason := _find_unsearchable(examples):
+        return take_preset(calibration, kind, reason)
+    fitted = max(of_task.fitted_count for of_task in examples.values())
+    shown = min(of_task.selection_count for of_task in examples.values())
+    plan = plan_search(calibration, kind, fitted, shown, work, fits)
     return take_preset(calibration, kind, plan) if isinstance(plan, str) else plan
 
 
@@ -211,14 +210,14 @@ def check_search(calibration: Calibration, examples: Mapping[str, TaskExamples])
 
 
 def _find_unsearchable(examples: Mapping[str, TaskExamples]) -> str:
-    task, found = min(examples.items(), key=lambda item: item[1].selection_count)
-    if found.selection_count:
+    task = min(examples, key=lambda task: examples[task].selection_count)
+    if examples[task].selection_count:
         return ""
     return f"{task} has no further examples to choose them on (its rows are fewer than {FEWEST_ROWS}, or equal)"
 
 
 def list_candidates(kind: str, given: Mapping[str, float]) -> dict[str, Candidate]:
-    """What a search tries, the most promising first: the paper's and a grid, with what the user has fixed."""
+    """What a search tries: the paper's and a grid, with what the user has fixed."""
     paper = {PRESETS[kind]: PAPER[PRESETS[kind]], **PAPER}
     listed = [(values, f"the paper: {name}") for name, values in paper.items()] + [(values, "grid") for values in GRID]
     origins: dict[Hyperparameters, str] = {}
@@ -230,8 +229,8 @@ def list_candidates(kind: str, given: Mapping[str, float]) -> dict[str, Candidat
 def plan_search(
     calibration: Calibration, kind: str, fitted: int, shown: int, work: Work, fits: Callable[[int, int], bool]
 ) -> SearchPlan | str:
-    """The largest search within the budget for so many fitted and held-out examples a task, or the smallest if the user
-    wants one; else, in words, why there is none."""
+    """The largest search within the budget, or the smallest if the user wants one; else, in words, why there is none.
+    fitted, shown: examples a task that are fitted and held out."""
     candidates, wanted = list_candidates(kind, _given(calibration)), calibration.select == "search"
     allowed = (BUDGET_IF_WANTED if wanted else BUDGET) * work.of_calibration(fitted, shown)
     most = len(candidates)

@@ -71,10 +71,13 @@ class Journal:
             folder.mkdir(parents=True, exist_ok=True)
             for parent in (folder.parent, folder.parent.parent):
                 flush(parent)
-            if restart or (overwrite and self._find_other(wanted)):
-                self._drop()
-            elif differences := self._find_other(wanted):
-                raise _refuse(folder.parent, differences)
+            other = self._find_other(wanted)
+            if restart or (overwrite and other):
+                for file in list_entries(folder):
+                    file.unlink()
+                flush(folder)
+            elif other:
+                raise _refuse(folder.parent, *other)
             partial.write_text(seal(self.job, wanted), encoding="utf-8")
 
     def keep_search(self, trials: Any) -> None:
@@ -88,23 +91,21 @@ class Journal:
         file = self.folder / SEARCH
         try:
             return unseal(file, self.job)
-        except FileNotFoundError:
+        except (FileNotFoundError, DamagedError) as error:
             self._drop_from(0)
-        except DamagedError:
-            self._drop_from(0)
-            file.unlink()
-            self._note("the record of the search of an earlier run was damaged on the disk: all is computed again")
-        return None
+            if isinstance(error, DamagedError):
+                file.unlink()
+                self._note("the record of the search of an earlier run was damaged on the disk: all is computed again")
+            return None
 
     def write(self, number: int, report: BlockReport, student: BlockRunner) -> None:
         """Keep the parameters that a finished block has now."""
         from safetensors.torch import save_file
 
         self._check_inputs()
-        places = [f"{report.name}.{module.name}" for module in report.modules]
         parameters = {
             f"{place}.{name}": value.cpu().contiguous()
-            for place in places
+            for place in (f"{report.name}.{module.name}" for module in report.modules)
             for name, value in student.parameters_at_home(place).items()
         }
         text = report.to_json()
@@ -117,12 +118,11 @@ class Journal:
         damaged: then it and all after it, which were computed from it, are computed again."""
         try:
             report, parameters = self._read(number)
-        except FileNotFoundError:
+        except (FileNotFoundError, DamagedError) as error:
             self._drop_from(number)
-            return None
-        except DamagedError:
-            self._drop_from(number)
-            self._note(f"block {number + 1} of an earlier run was damaged on the disk: computed again from there on")
+            if isinstance(error, DamagedError):
+                what = f"block {number + 1} of an earlier run was damaged on the disk"
+                self._note(f"{what}: computed again from there on")
             return None
         for name, value in parameters.items():
             path, _, key = name.rpartition(".")
@@ -168,11 +168,6 @@ class Journal:
         except (FileNotFoundError, DamagedError):
             return ({}, wanted) if _is_of_another(self.folder, self.job) else None
         return (known, wanted) if known != wanted else None
-
-    def _drop(self) -> None:
-        for file in list_entries(self.folder):
-            file.unlink()
-        flush(self.folder)
 
     def _drop_from(self, number: int) -> None:
         """Delete a block and all after it, the last one first."""
@@ -228,11 +223,10 @@ def restore_block(journal: Journal | None, number: int, student: BlockRunner, ra
     return report
 
 
-def _refuse(folder: Path, jobs: tuple[Mapping[str, Any], Mapping[str, Any]]) -> OutputError:
+def _refuse(folder: Path, known: Mapping[str, Any], wanted: Mapping[str, Any]) -> OutputError:
     """The error for finished blocks of another job: what differs, and what to type."""
     from featcal_cli.calibration.fingerprint import describe_differences, describe_way_back
 
-    known, wanted = jobs
     drop = "add --restart to drop it and begin anew"
     if known.get("format") != wanted["format"]:
         reason = "it is of another version of featcal" if known else "its record is damaged"
@@ -248,18 +242,17 @@ def _refuse(folder: Path, jobs: tuple[Mapping[str, Any], Mapping[str, Any]]) -> 
 
 def _hash_block(job: str, number: int, report: str, parameters: Mapping[str, Tensor]) -> str:
     """Of everything that a file of a finished block says, and of its place in the job."""
-    names = sorted(parameters)
-    with ThreadPoolExecutor() as pool:
-        hashes = pool.map(lambda name: _hash_tensor(parameters[name]), names)
-        return sha256(json.dumps([job, number, report, *zip(names, hashes, strict=True)]).encode()).hexdigest()
-
-
-def _hash_tensor(tensor: Tensor) -> str:
     import torch
 
-    digest = sha256(f"{tensor.dtype} {list(tensor.shape)}".encode())
-    digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
-    return digest.hexdigest()
+    def hash_tensor(name: str) -> tuple[str, str]:
+        tensor = parameters[name]
+        digest = sha256(f"{tensor.dtype} {list(tensor.shape)}".encode())
+        digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
+        return name, digest.hexdigest()
+
+    with ThreadPoolExecutor() as pool:
+        hashes = pool.map(hash_tensor, sorted(parameters))
+        return sha256(json.dumps([job, number, report, *hashes]).encode()).hexdigest()
 
 
 def holds_blocks(folder: Path) -> bool:
@@ -289,18 +282,13 @@ def list_blocks(folder: Path) -> list[Path]:
 
 def _is_of_another(folder: Path, job: str) -> bool:
     """Whether a block says that it is of another job."""
-    return any(_read_job(block) not in (None, job) for block in list_blocks(folder))
-
-
-def _read_job(block: Path) -> str | None:
-    """Whose a block says that it is; None where it says nothing."""
-    try:
-        with block.open("rb") as stream:
+    for block in list_blocks(folder):
+        with suppress(OSError, ValueError, AttributeError), block.open("rb") as stream:  # else it says nothing
             size = int.from_bytes(stream.read(8), "little")
             header = json.loads(stream.read(min(size, block.stat().st_size)))
-        return str(header.get("__metadata__", {}).get("job", ""))
-    except (OSError, ValueError, AttributeError):
-        return None
+            if str(header.get("__metadata__", {}).get("job", "")) != job:
+                return True
+    return False
 
 
 def seal(job: str, value: Any) -> str:

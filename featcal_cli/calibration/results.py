@@ -51,13 +51,12 @@ class BlockReport:
 
 def describe_ridges(blocks: Sequence[BlockReport]) -> str:
     """Which modules took more ridge than was asked for, in a sentence; empty where none did."""
-    found = [
+    names = [
         f"{block.name}.{module.name} ({module.ridge:g})" for block in blocks for module in block.modules if module.ridge
     ]
-    if not found:
-        return ""
-    more = f" and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
-    return f"more ridge than asked for, as the equations had no stable solution else: {', '.join(found[:SHOWN])}{more}"
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    what = "more ridge than asked for, as the equations had no stable solution else"
+    return f"{what}: {', '.join(names[:SHOWN])}{more}" if names else ""
 
 
 def describe_guard(blocks: Sequence[BlockReport]) -> str:

@@ -58,15 +58,14 @@ class Search:
         for role in self.job.students:
             self.trials[role] = self._describe(role, "", len(blocks), "")
         watch(Progress(blocks[-1].name, len(blocks), len(blocks)))
-        found = sorted(
-            self.trials.values(), key=lambda trial: (-trial.blocks, inf if trial.score is None else trial.score)
-        )
-        if found[0].score is None:
+        trials = [*self.trials.values()]
+        trials.sort(key=lambda trial: (-trial.blocks, inf if trial.score is None else trial.score))
+        if trials[0].score is None:
             raise NumericsError(
                 "no candidate's features are finite on the held-out examples",
                 fix="look for NaN in the examples; if there is none, use --dtype float32, or --select preset",
             )
-        return found
+        return trials
 
     def _solve(self, visit: BlockVisit, role: str, behind: Block | None) -> None:
         """Calibrate the block in one student; one that has no stable solution is out."""
@@ -74,10 +73,9 @@ class Search:
             equations = collect_equations(visit, role, self.candidates[role].hyperparameters)
             solutions = solve_on_all_ranks(self.job, visit.block, equations, self.bias).solutions
             ridge = self.candidates[role].hyperparameters.ridge
-            if any(found.ridge is not None and found.ridge > ridge for found in solutions.values()):
-                raise NumericsError(
-                    f"the equations have no stable solution at ridge {ridge:g}", fix="use a larger --ridge"
-                )
+            if any(solution.ridge is not None and solution.ridge > ridge for solution in solutions.values()):
+                what = f"the equations have no stable solution at ridge {ridge:g}"
+                raise NumericsError(what, fix="use a larger --ridge")
         except NumericsError as error:
             if len(self.job.students) == 1:
                 raise
@@ -100,8 +98,10 @@ class Search:
 
     def _describe(self, role: str, place: str | None, finished: int, dropped: str) -> Trial:
         """What became of a candidate; it is judged after the block `place` ("": at the end), if at all."""
-        candidate = self.candidates[role]
-        judged = (inf, inf) if place is None else (self._score(role, place), self._drift_ratio(role, place))
+        candidate, judged = self.candidates[role], [inf, inf]
+        if place is not None:
+            drifts = [pair for task in self.job.drift.batches for pair in self._drifts(role, task, place)]
+            judged = [self._score(role, place), mean_ratio(drifts)]
         score, drift = (value if isfinite(value) else None for value in judged)
         return Trial(candidate.hyperparameters, candidate.origin, finished, score, drift, dropped)
 
@@ -112,19 +112,15 @@ class Search:
         """
         outputs = self.job.drift.outputs
         assert outputs is not None
-        found = []
+        pairs = []
         for task in self.job.drift.batches:
             at = place if outputs.read(task, MERGED, place) else ""  # a task that was through before counts as it ended
             ours, merged = outputs.read(task, role, at), outputs.read(task, MERGED, at)
             if ours and merged:
-                found.append((_shift(ours, at), _shift(merged, at)))
+                pairs.append((_shift(ours, at), _shift(merged, at)))
             else:  # an expert without a head of its own, or a block of which no task shows the end
-                found += self._drifts(role, task, place)
-        return mean_ratio(found)
-
-    def _drift_ratio(self, role: str, place: str) -> float:
-        """Drift over merged's after a block, or after every task's last one (""); mean over tasks."""
-        return mean_ratio(pair for task in self.job.drift.batches for pair in self._drifts(role, task, place))
+                pairs += self._drifts(role, task, place)
+        return mean_ratio(pairs)
 
     def _drifts(self, role: str, task: str, place: str) -> list[tuple[float, float]]:
         """A task's drift and merged's after a block, or its last one (""); none where the task does not come there."""

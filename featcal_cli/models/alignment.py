@@ -9,7 +9,7 @@ from dataclasses import replace
 from math import isclose
 from typing import Any
 
-from transformers import CONFIG_MAPPING, PretrainedConfig, PreTrainedModel
+from transformers import CONFIG_MAPPING, PreTrainedModel
 
 from featcal_cli.hub.model_config import read_class_name
 from featcal_cli.hub.snapshot import Snapshot
@@ -28,7 +28,6 @@ HEADS = (
 )
 """Classes that are a body with a head, and are called like the body."""
 Loader = Callable[[str, Snapshot, type[PreTrainedModel]], Model]
-"""What makes a Model of a role, a snapshot and a class."""
 FULL_CHECKPOINT = "give a full checkpoint of the same architecture as the merged model"
 
 
@@ -88,18 +87,13 @@ def check_alignment(architecture: Architecture, merged: Model, other: Model) -> 
                 where=other.snapshot.name,
                 fix="use models of the same size, fine-tuned from the same base",
             )
-    _check_surplus(inside, [path for path in theirs if path not in ours], architecture, other)
-
-
-def _check_surplus(inside: tuple[str, ...], surplus: list[str], architecture: Architecture, other: Model) -> None:
-    """Raise CheckpointError for weights in blocks that merged has no place for (`surplus`, parameters of `other`), or
-    that nothing reads: a model that needs them computes something else."""
+    # weights in blocks that merged has no place for, or that nothing reads: a model that needs them computes otherwise
     lists = {block.name.rpartition(".")[0] for block in architecture.blocks}
     own_lists = tuple(f"{own}." for path in lists if (own := other.own_path(path)) is not None and path)
     prefix = f"{other.module.base_model_prefix}."
     unread = [n for n in _unread(other) if n.startswith(own_lists) or n.removeprefix(prefix).startswith(own_lists)]
-    if in_blocks := [path for path in surplus if path.startswith(inside)]:
-        what = f"{other.role} has {_count(in_blocks)}, which merged lacks"
+    if surplus := [path for path in theirs if path not in ours and path.startswith(inside)]:
+        what = f"{other.role} has {_count(surplus)}, which merged lacks"
     elif unread:
         what = f"{other.role} holds {_count(unread)}, which nothing reads: its config.json describes a model without it"
     else:
@@ -219,7 +213,9 @@ def _differences(
     one: Any, other: Any, raw: Mapping[str, Any], raw_other: Mapping[str, Any]
 ) -> Iterator[tuple[str, Any, Any]]:
     """Every key that counts and that two configs give other values, with both."""
-    known = _known_keys(type(other))
+    known: frozenset[str] = frozenset()  # the keys that its code may read; empty where nobody knows
+    with suppress(Exception):  # configs of strangers raise whatever they like
+        known = frozenset(type(other)().to_dict())
     values, other_values = (dict(_flatten(config.to_dict())) for config in (one, other))
     for key in sorted(values.keys() | other_values.keys()):
         first, last = key.partition(".")[0], key.rpartition(".")[2]
@@ -232,13 +228,6 @@ def _differences(
     own, wanted = (config.get(key) or "absolute" for config in (raw, raw_other))
     if key not in known and own != wanted:
         yield key, own, wanted
-
-
-def _known_keys(config_class: type[PretrainedConfig]) -> frozenset[str]:
-    """The keys that its code may read; empty where nobody knows."""
-    with suppress(Exception):  # configs of strangers raise whatever they like
-        return frozenset(config_class().to_dict())
-    return frozenset()
 
 
 def _flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

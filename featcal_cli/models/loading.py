@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import torch
 import transformers
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
@@ -188,11 +188,15 @@ def load_outline(
             if tensors is None:
                 return Model(role, snapshot, described, frozenset())
             _check_size(role, snapshot, described, tensors)
+            empty = {
+                name: torch.empty(entry.shape, dtype=DTYPES.get(entry.dtype, torch.uint8), device="meta")
+                for name, entry in tensors.items()
+            }
             # transformers' own loading knows how names on disk become names of parameters
             module, info = model_class.from_pretrained(
                 None,
                 config=config,
-                state_dict={name: _empty(entry) for name, entry in tensors.items()},
+                state_dict=empty,
                 device_map="meta",
                 dtype="auto",
                 ignore_mismatched_sizes=True,
@@ -203,10 +207,6 @@ def load_outline(
         except Exception as error:  # transformers raises many kinds; all mean the same here
             raise _unloadable(role, snapshot, model_class, error) from error
     return _describe_loaded(role, snapshot, module, info)
-
-
-def _empty(entry: Entry) -> Tensor:
-    return torch.empty(entry.shape, dtype=DTYPES.get(entry.dtype, torch.uint8), device="meta")
 
 
 def _check_size(role: str, snapshot: Snapshot, described: PreTrainedModel, tensors: Mapping[str, Entry]) -> None:

@@ -36,14 +36,10 @@ def merge_weights(merge: Merge, base: Model, experts: Sequence[Model]) -> Iterat
 
 
 def _merge_tensor(merge: Merge, base: Tensor, experts: Sequence[Tensor]) -> Tensor:
-    total = torch.zeros(base.shape, dtype=torch.float32)
-    if merge.method == "average":
-        for expert in experts:
-            total += expert.float() / len(experts)
-        return total
+    total, average = torch.zeros(base.shape, dtype=torch.float32), merge.method == "average"
     for expert in experts:
-        total += expert.float() - base.float()
-    return base.float() + merge.scale * total
+        total += expert.float() / len(experts) if average else expert.float() - base.float()
+    return total if average else base.float() + merge.scale * total
 
 
 def _block_of(name: str) -> list[str]:
