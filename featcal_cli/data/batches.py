@@ -51,7 +51,6 @@ class Reader(ABC):
 
 
 def forward_names(model: nn.Module) -> set[str]:
-    """The arguments that the model's forward names."""
     return set(inspect.signature(model.forward).parameters) - {"self", "args", "kwargs"}
 
 
@@ -75,7 +74,6 @@ def count_examples(batch: Batch) -> int:
 
 
 def take_examples(batch: Batch, positions: Sequence[int]) -> Batch:
-    """The examples at `positions`, with all their rows."""
     count = count_examples(batch)
 
     def rows_of(tensor: Tensor) -> Tensor:

@@ -15,7 +15,6 @@ from featcal_cli.runtime.errors import DataError
 Samples = Mapping[str, Sequence[Any]]
 """Column → its values in the first rows."""
 TextKind = Literal["encoder", "causal", "encoder-decoder"]
-"""How a model uses text."""
 
 IMAGE_NAMES = ("image", "img", "images", "picture", "photo", "jpg", "png", "file_name")
 ARRAY_NAMES = (*IMAGE_NAMES, "pixels", "array", "pixel_values")
@@ -41,7 +40,6 @@ SOURCE_TARGET_NAMES = (
     ("input", "output"), ("input", "target"), ("input_text", "target_text"), ("text", "target"), ("input", "response"),
     ("input", "answer"),
 )  # fmt: skip
-"""Further pairs of what is read and what is answered."""
 ABOUT_NAMES = {
     "instruction": ("input", "context"), "question": ("context",), "query": ("context",), "prompt": ("context",),
 }  # fmt: skip
@@ -56,12 +54,9 @@ TEXT_NAMES = (
     "prompt", "instruction", "question", "query", "chosen", "problem",
 )  # fmt: skip
 WORDS_NAMES = ("tokens", "words")
-"""Columns with the words of a text, one by one."""
 ANSWER_NAMES = tuple(dict.fromkeys(name for _, name in PROMPT_RESPONSE_NAMES + SOURCE_TARGET_NAMES))
 QUESTION_NAMES = ("prompt", "instruction", "question", "query", "problem")
-"""Those of the names of texts that ask for something."""
 NO_ANSWERS = ("rejected", "system", "system_prompt", "title", "source", "context")
-"""Columns of text that no model is to give."""
 
 LABEL_NAMES = ("label", "labels", "class", "cls", "target")
 
@@ -116,7 +111,6 @@ def _given_about(data: Data) -> Sequence[str]:
 
 
 def find_about(data: Data, roles: Mapping[str, str], columns: Iterable[str]) -> list[str]:
-    """The columns that hold what the prompt is about."""
     prompt = roles.get("prompt", "")
     names = _given_about(data) if "prompt" in data.columns else ABOUT_NAMES.get(_bare_name(prompt), ())
     return [column for column in columns if _bare_name(column) in names and column not in roles.values()]

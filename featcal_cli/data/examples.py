@@ -28,7 +28,6 @@ from featcal_cli.recipe.schema import Data
 from featcal_cli.runtime.errors import DataError
 
 PEEKED_ROWS = 16
-"""Rows looked at to find out what the columns hold."""
 SEED = 42
 """Of the choice of rows where only some labelled ones are wanted."""
 FEWEST_ROWS, HELD_OUT_SHARE, FEWEST_IN_HALF = 10, 5, 2
@@ -49,7 +48,6 @@ class TaskExamples:
     held_out: list[Batch]
     """Second half: only for figures that are reported."""
     notes: list[str]
-    """What was chosen, one sentence each."""
     fitted_count: int
     """Examples in `fitted`; of the two others below."""
     selection_count: int
@@ -70,11 +68,9 @@ class DrawnExamples:
     held_out: Sequence[Any]
     notes: list[str]
     rows_skipped: int
-    """Rows that cannot be used."""
     is_whole: bool
 
     def longest(self) -> Batch:
-        """One example, as long as the longest of all."""
         items = self.reader.longest([*self.fitted, *self.selection, *self.held_out])
         return take_examples(self.reader.batch(items), [0])
 
@@ -189,9 +185,7 @@ class _UsableRows:
     further: list[tuple[bytes, Any]] = field(default_factory=list)
     """All different, and none of them fitted."""
     bad: list[str] = field(default_factory=list)
-    """Why rows were skipped on the way."""
     copies: int = 0
-    """Rows that equal an earlier one."""
     left_out: int = 0
     """Copies that are neither fitted nor held out, as what they equal is on the other side."""
     is_whole: bool = False
@@ -276,14 +270,11 @@ class LabelledRows:
     rows: Iterable[Any]
     label_of: Callable[[Any], Any]
     column: str
-    """Of the labels."""
     where: str
 
     def batches(self, size: int) -> Iterator[tuple[Batch, list[Any]]]:
-        """Batches, each with its labels as the rows have them.
-
-        Raises DataError for a row that cannot be used: accuracy is over all rows, or it means little.
-        """
+        """Batches, each with its labels as the rows have them. Raises DataError for a row that cannot be used: accuracy
+        is over all rows, or it means little."""
         rows = enumerate(self.rows, 1)
         while numbered := list(islice(rows, size)):
             yield self.reader.batch(list(starmap(self._read, numbered))), [self.label_of(row) for _, row in numbered]
@@ -306,10 +297,8 @@ def open_labelled(
     *,
     limit: int | None = None,
 ) -> LabelledRows:
-    """All rows of the split in order; or `limit` of them, chosen at random, always the same ones.
-
-    Raises DataError for data that cannot be read or understood, or has no labels.
-    """
+    """All rows of the split in order; or `limit` of them, chosen at random, always the same ones. Raises DataError for
+    data that cannot be read or understood, or has no labels."""
     where = f"{task}: {data.model_copy(update={'split': split})}"
     if is_tensor_file(data):
         opened = open_tensors(data, split, model, where)

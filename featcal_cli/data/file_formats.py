@@ -27,7 +27,6 @@ OPTIONS = {
     "json": ("field", "encoding"),
     "text": ("encoding", "sample_by"),
 }
-"""Keys of a config that say how to read its files."""
 SPLIT_WORDS = {
     "train": "train", "training": "train",
     "validation": "validation", "valid": "validation", "val": "validation", "dev": "validation",
@@ -50,7 +49,6 @@ def is_metadata(path: str) -> bool:
 
 
 def readable_files(paths: Collection[str]) -> list[str]:
-    """The paths of data files, sorted."""
     from datasets.data_files import FILES_TO_IGNORE
 
     return sorted(path for path in paths if format_of(path) and PurePosixPath(path).name not in FILES_TO_IGNORE)
@@ -65,13 +63,11 @@ def infer_format(paths: Sequence[str]) -> str:
 
 
 def count_endings(paths: Collection[str]) -> str:
-    """The commonest endings of the files' names, for a message."""
     endings = Counter(PurePosixPath(path).suffix for path in paths if not path.startswith(".") and path != "README.md")
     return ", ".join(ending or "no ending" for ending, _ in endings.most_common(5)) or "none at all"
 
 
 def list_some(names: Collection[str]) -> str:
-    """The first names, for a message."""
     return ", ".join(list(names)[:MOST_LISTED]) + (" …" if len(names) > MOST_LISTED else "")
 
 
@@ -98,10 +94,8 @@ def group_by_name(files: Collection[File]) -> dict[str, list[File]]:
 
 
 def choose_split(splits: Collection[str], wanted: str | None, data: Data, note: Callable[[str], None]) -> str:
-    """The split asked for; else train, the only one that begins so, validation, test, or the only one at all.
-
-    `note` is told of a split that nobody asked for and that is not train. Raises DataError when there is none such.
-    """
+    """The split asked for; else train, the only one that begins so, validation, test, or the only one at all. `note` is
+    told of a split that nobody asked for and that is not train. Raises DataError when there is none such."""
     if wanted is None:
         return _choose_default(splits, data, note)
     for name in (wanted, SPLIT_WORDS.get(wanted, wanted)):
@@ -131,7 +125,6 @@ def _choose_default(splits: Collection[str], data: Data, note: Callable[[str], N
 
 
 def _name_split(choices: Sequence[str], splits: Collection[str], data: Data) -> str:
-    """What to type to name one of the choices among the splits."""
     example = next((name for name in choices if name.lower().startswith("train")), choices[0])
     listed = f"the splits are {list_some(splits)}"
     if data.dataset is None:

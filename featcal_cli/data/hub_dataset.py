@@ -37,7 +37,6 @@ os.environ["HF_UPDATE_DOWNLOAD_COUNTS"] = "0"  # read when `datasets` is importe
 Note = Callable[[str], None]
 """Told what was chosen without being asked for."""
 Config = Mapping[str, Any]
-"""The keys of a config in the dataset's card."""
 
 COPY = "refs/convert/parquet"
 """The branch on which the Hub keeps a dataset's rows as parquet files: CONFIG/SPLIT/0000.parquet."""
@@ -45,8 +44,6 @@ COPY = "refs/convert/parquet"
 
 @dataclass(frozen=True)
 class HubFile:
-    """A file of a dataset's repo."""
-
     path: str
     size: int
     """Bytes."""
@@ -56,27 +53,20 @@ class HubFile:
 
 @dataclass(frozen=True)
 class HubSplit:
-    """The files of one split, and how to read them."""
-
     format: str
     """parquet, or the builder of `datasets` that reads the files."""
     options: Mapping[str, Any]
-    """For that builder."""
     files: list[HubFile]
     classes: list[str]
     """Folders of images, over all splits, so that one that a split lacks does not shift the others' numbers."""
     features: list[Mapping[str, Any]]
-    """The columns as the dataset's card describes them, if it does."""
     system: Any
-    """The HfFileSystem that opens the files."""
 
     @cached_property
     def urls(self) -> set[str]:
-        """Where the files are."""
         return {file.url for file in self.files}
 
     def open(self, file: HubFile, **options: Any) -> Any:
-        """The file, to be read piece by piece."""
         return self.system.open(file.url, "rb", size=file.size, **options)
 
     def fetch(self, file: HubFile) -> bytes:
@@ -94,11 +84,9 @@ def ignore(_: str) -> None:
 
 
 def find_split(data: Data, split: str | None, note: Note = ignore) -> HubSplit:
-    """The files of a split (None: see `choose_split`) of the config that `data` or the dataset names.
-
-    Asks nothing but the Hub's endpoint: for the list of the commit's files, and the card. Raises DataError for a config
-    or split that there is not or that must be named, and for files of no known kind; HubError when the Hub refuses.
-    """
+    """The files of a split (None: see `choose_split`) of the config that `data` or the dataset names. Asks nothing but
+    the Hub's endpoint: for the list of the commit's files, and the card. Raises DataError for a config or split that
+    there is not or that must be named, and for files of no known kind; HubError when the Hub refuses."""
     from huggingface_hub import HfFileSystem
 
     repo = use_copy(_open_repo(data), data, open_repo, note)
@@ -130,9 +118,7 @@ def find_split(data: Data, split: str | None, note: Note = ignore) -> HubSplit:
 
 def use_copy(repo: Repo, data: Data, open_repo: Opener, note: Note) -> Repo:
     """The Hub's own parquet copy of a dataset that is a loading script, which `note` is told; any other as it is.
-
-    Raises DataError where there is no copy, HubError when the Hub refuses or does not answer.
-    """
+    Raises DataError where there is no copy, HubError when the Hub refuses or does not answer."""
     from huggingface_hub.errors import RevisionNotFoundError
 
     script = f"{repo.name.split('/')[-1]}.py"
@@ -210,7 +196,6 @@ def _causes(error: BaseException) -> list[BaseException]:
 
 
 def _open_repo(data: Data) -> Repo:
-    """The dataset's repo by its full id, at the commit that the revision is now."""
     from huggingface_hub import HfApi, is_offline_mode, resolve_revision
 
     name, revision = str(data.dataset), data.revision
@@ -252,9 +237,7 @@ def _named_configs(card: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 def _read_configs(repo: Repo) -> dict[str, Config]:
     """Config → its keys, from the card, else as the Hub's own parquet copies lie in folders, else one without keys.
-
-    Raises HubError when the card cannot be read.
-    """
+    Raises HubError when the card cannot be read."""
     card = _read_card(repo)
     if named := _named_configs(card):
         return {str(entry["config_name"]): entry for entry in named}
@@ -276,7 +259,6 @@ def _converted_configs(paths: Sequence[str]) -> dict[str, dict[str, list[str]]]:
 
 
 def _read_features(repo: Repo, config: str) -> list[Mapping[str, Any]]:
-    """The columns of a config as the card describes them, an entry each; none where it does not."""
     for described in _entries(_read_card(repo).get("dataset_info")):
         if str(described.get("config_name", config)) == config:
             columns = described.get("features")
@@ -356,7 +338,6 @@ def _look_into(files: Sequence[HubFile]) -> str:
 
 
 def _refuse_files(repo: Repo, config: Config, data: Data) -> DataError:
-    """The error for a config none of whose files can be read, with what there is instead."""
     if "data_files" in config and readable_files(repo.files):
         what = f"no file of the dataset is one that its card names: {bare(str(config['data_files']))}"
         return DataError(what, where=str(data), fix="name another config, or another revision")

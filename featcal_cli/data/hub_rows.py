@@ -51,11 +51,8 @@ MARGIN_BYTES = 2**14
 MOST_READ = 2**24
 """Bytes that are read at a time of what a line has beyond that."""
 LONGEST_LINE = 2**28
-"""Bytes of a line; one that is longer is an error."""
 FEWEST_BLOCKS = 64
-"""Blocks that a draw of lines is spread over."""
 FEWEST_FILES = 16
-"""Files that a draw from other formats is spread over."""
 
 
 def draw_hub_rows(split: HubSplit, count: int, seed: int, columns: Collection[str] | None) -> Iterator[Row]:
@@ -129,7 +126,6 @@ class RowGroup:
     footer: Any
     number: int
     columns: list[str] | None
-    """Those to be read; None: all."""
     rows: int
     size: int
     """Bytes of the columns to be read, as stored."""
@@ -215,7 +211,6 @@ def _is_read_whole(group: RowGroup, share: float) -> bool:
 
 
 def _read_rows(split: HubSplit, share: float, group: RowGroup, rows: Sequence[int]) -> list[Row]:
-    """The rows at these ascending positions of a group."""
     whole = _is_read_whole(group, share)
     options = {"pre_buffer": whole, "buffer_size": 0 if whole else PIECE_BYTES}
     with split.open(group.file, cache_type="none") as stream:
@@ -242,7 +237,6 @@ def _all_end_with(files: Sequence[HubFile], endings: tuple[str, ...]) -> bool:
 
 
 def _list_blocks(split: HubSplit) -> list[tuple[HubFile, int]]:
-    """Where the blocks of all files begin."""
     return [(file, start) for file in split.files for start in range(0, file.size, BLOCK_BYTES)]
 
 
@@ -349,7 +343,6 @@ def _open_stream(split: HubSplit, files: Sequence[HubFile]) -> Iterator[Row]:
 
 
 def _weigh(value: Any) -> int:
-    """Bytes of a value, roughly."""
     if isinstance(value, str | bytes):
         return len(value)
     parts = value.values() if isinstance(value, dict) else value
@@ -357,7 +350,6 @@ def _weigh(value: Any) -> int:
 
 
 def _fetch_files(split: HubSplit, row: Row) -> Row:
-    """The row with the content of files of the split that a cell only points to."""
     return {name: _fetch_file(split, value) for name, value in row.items()}
 
 

@@ -42,7 +42,6 @@ FORMATS = (
 CHANNELS = (1, 3, 4)
 """Grey; red, green, blue; the same with transparency."""
 DEEP_MODES = ("I;16", "I;16L", "I;16B", "I;16N")
-"""Pillow's modes of 16 bits."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +52,6 @@ class EncodedImage:
     """Its cell: bytes, a path, both, base64 or nested lists of numbers."""
     pixels: int
     digest: bytes
-    """Of its pixels."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +67,6 @@ class ImageReader(Reader):
     where: str
 
     def read(self, row: Row) -> EncodedImage:
-        """The image, once it was decoded; raises BadRowError when it cannot be."""
         if isinstance(row, BrokenRow):
             raise BadRowError(row.reason)
         decoded = self._decode(row.get(self.column))
@@ -77,7 +74,6 @@ class ImageReader(Reader):
         return EncodedImage(row[self.column], decoded.width * decoded.height, digest)
 
     def key(self, item: EncodedImage) -> bytes:
-        """A hash of the decoded image."""
         return item.digest
 
     def batch(self, items: Sequence[EncodedImage]) -> Batch:
@@ -189,10 +185,8 @@ def _portions(items: Sequence[EncodedImage]) -> Iterator[list[EncodedImage]]:
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
-    """The first frame, turned as its EXIF says, transparency on white as transformers has it.
-
-    Deeper greys are scaled, where Pillow would cut them off. Raises ValueError for values that no scale is known of.
-    """
+    """The first frame, turned as its EXIF says, transparency on white as transformers has it. Deeper greys are scaled,
+    where Pillow would cut them off. Raises ValueError for values that no scale is known of."""
     image.seek(0)
     kind = image.format  # which a turned copy does not have
     image = ImageOps.exif_transpose(image)
@@ -210,10 +204,8 @@ def to_rgb(image: Image.Image) -> Image.Image:
 
 
 def _scale_to_bytes(values: Any) -> Any:
-    """An array of pixels as uint8: 16 bits and floats of 0 … 1 are scaled, what fits into eight bits stays.
-
-    Raises ValueError for what is no picture: negative numbers, NaN, numbers beyond 16 bits.
-    """
+    """An array of pixels as uint8: 16 bits and floats of 0 … 1 are scaled, what fits into eight bits stays. Raises
+    ValueError for what is no picture: negative numbers, NaN, numbers beyond 16 bits."""
     if values.dtype.kind not in "uifb" or not values.size:
         raise ValueError("the pixels are no numbers")
     if values.dtype.kind == "b":

@@ -43,11 +43,8 @@ OTHER_KINDS = {
     **dict.fromkeys((".npy", ".npz", ".pt", ".pth", ".bin"), "write the tensors to a .safetensors file"),
     **dict.fromkeys((".zip", ".tar", ".7z", ".zst", ".bz2", ".xz"), "unpack it, and give the folder"),
 }
-"""Endings that are not read → what to do."""
 LIST_KEYS = ("data", "rows", "examples", "instances", "items", "train")
-"""Where a .json file that is one object keeps its rows."""
 WHOLE_JSON = 2**30
-"""Bytes of a .json file that is read whole."""
 KEPT_CHARACTERS = 2**16
 """Characters of a text that are kept at each end: far more than any model reads of it, from whichever end."""
 LARGEST_IMAGE = 2**26
@@ -60,8 +57,6 @@ MOST_LEVELS = 6
 
 @dataclass(frozen=True)
 class Table:
-    """Rows on disk of which some can be read."""
-
     length: int
     read: Callable[[Sequence[int]], Iterator[Row]]
     """The rows at these positions, which ascend."""
@@ -100,7 +95,6 @@ def _ending(file: PurePath) -> str:
 
 
 def is_table(file: PurePath) -> bool:
-    """Whether a file of a folder may hold rows."""
     is_known = _ending(file) in TABLE_FILES and file.name not in NO_ROWS
     return is_known and file.stem != "metadata" and not file.name.startswith("cache-")
 
@@ -148,7 +142,6 @@ def _read_head(file: Path) -> bytes:
 
 
 def _hold(rows: Sequence[Row]) -> Table:
-    """A table of rows that are in memory."""
     return Table(len(rows), lambda positions: (rows[position] for position in positions))
 
 

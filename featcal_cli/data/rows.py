@@ -172,7 +172,6 @@ def _open_local(data: Data, split: str | None, note: Note = ignore) -> list[Tabl
 
 @contextmanager
 def _explaining(where: str) -> Iterator[None]:
-    """Turn what a broken file raises into a DataError."""
     try:
         yield
     except (OSError, EOFError, ValueError, NotImplementedError, csv.Error, zlib.error) as error:

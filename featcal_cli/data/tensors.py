@@ -45,11 +45,9 @@ class TensorReader(Reader):
 
     @property
     def positions(self) -> range:
-        """All rows, in file order."""
         return range(count_examples(self.tensors))
 
     def read(self, row: int) -> int:
-        """The position itself."""
         return row
 
     def key(self, item: int) -> bytes:
@@ -67,7 +65,6 @@ class TensorReader(Reader):
 
 
 def is_tensor_file(data: Data) -> bool:
-    """True for a .safetensors file, which needs no preprocessing."""
     return data.path is not None and data.path.endswith(".safetensors")
 
 
@@ -184,5 +181,4 @@ def _check_masks(tensors: Batch, where: str) -> None:
 
 
 def _first_row(wrong: Tensor) -> int:
-    """The position of the first row that is wrong anywhere."""
     return int(wrong.reshape(len(wrong), -1).any(1).int().argmax())

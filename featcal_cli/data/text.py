@@ -58,14 +58,10 @@ Tokens = tuple[dict[str, list[int]], list[int]]
 
 @dataclass(frozen=True)
 class TokenizerInput:
-    """What the tokenizer is given of one row."""
-
     text: str
     pair: str | None = None
     target: str | None = None
-    """What an encoder-decoder model should answer."""
     has_special_tokens: bool = False
-    """The chat template wrote them."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +70,6 @@ class RowFormatter:
 
     roles: Mapping[str, str]
     about: Sequence[str]
-    """Columns with what the prompt is about."""
     template: str | None
     kind: TextKind
     tokenizer: Any
@@ -192,7 +187,6 @@ class TextReader(Reader):
     model: PreTrainedModel
     where: str
     names: set[str]
-    """The model's forward arguments."""
 
     def read(self, row: Row) -> Tokens:
         """The row's tokens. Raises BadRowError when there are none."""
@@ -207,7 +201,6 @@ class TextReader(Reader):
         return encoded, target
 
     def key(self, item: Tokens) -> bytes:
-        """A hash of the token ids."""
         return sha256(repr(item).encode()).digest()
 
     def batch(self, items: Sequence[Tokens]) -> Batch:
@@ -248,7 +241,6 @@ class TextReader(Reader):
         return counts[unknown] / max(1, counts.total())
 
     def longest(self, items: Sequence[Tokens]) -> Sequence[Tokens]:
-        """The longest text, and the one with the longest target."""
         return [max(items, key=lambda item: len(item[0]["input_ids"])), max(items, key=lambda item: len(item[1]))]
 
     def _shorten(self, text: str | None) -> str | None:
@@ -312,7 +304,6 @@ def open_text(data: Data, samples: Samples, model: PreTrainedModel, folders: Seq
 
 
 def _describe(formatter: RowFormatter, data: Data, samples: Samples, where: str) -> str:
-    """What is read as what, and what is not read though it may be meant."""
     roles, kind = formatter.roles, formatter.kind
     columns = [f"column {column} as {role}" for role, column in roles.items() if role not in ("image", "label")]
     used = f"template {data.template!r}" if data.template else " and ".join(columns)

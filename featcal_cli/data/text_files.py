@@ -19,7 +19,6 @@ from featcal_cli.runtime.untrusted_text import parse_json, show
 Row = dict[str, Any]
 
 HEAD_BYTES = 4096
-"""Bytes of a file that are looked at."""
 MARKS = ((b"\xff\xfe\0\0", "utf-32"), (b"\0\0\xfe\xff", "utf-32"), (b"\xff\xfe", "utf-16"), (b"\xfe\xff", "utf-16"))
 """What a text begins with that is not UTF-8 → how Python calls it."""
 GZIP = b"\x1f\x8b"
@@ -50,8 +49,6 @@ NAME_COLUMNS = "put a line with the names of the columns above"
 
 
 class BrokenRow(Row):
-    """A row that cannot be used, without values."""
-
     def __init__(self, names: Iterable[str], reason: str) -> None:
         super().__init__(dict.fromkeys(names))
         self.reason = reason
@@ -78,10 +75,8 @@ def find_encoding(head: bytes) -> str:
 
 
 def open_lines(file: Path, where: str) -> Iterator[str]:
-    """The lines of a text file, with their ends: UTF-8 or, by its mark, UTF-16; unpacked where it is gzip.
-
-    Raises DataError for what is no text, and OSError, EOFError or zlib.error for a damaged archive.
-    """
+    """The lines of a text file, with their ends: UTF-8 or, by its mark, UTF-16; unpacked where it is gzip. Raises
+    DataError for what is no text, and OSError, EOFError or zlib.error for a damaged archive."""
     with file.open("rb") as raw:
         packed = raw.read(2) == GZIP
     with gzip.open(file) if packed else file.open("rb") as stream:

@@ -35,10 +35,7 @@ class MisfitError(Exception):
 
 @dataclass(frozen=True)
 class Adapter:
-    """An adapter on this machine."""
-
     name: str
-    """What the user typed, without the revision."""
     folder: Path
     config: Mapping[str, Any]
     """What adapter_config.json says."""
@@ -73,15 +70,12 @@ class Fit:
 
 
 def is_adapter(files: Collection[str]) -> bool:
-    """Whether these are the files of an adapter and not of a full model."""
     return ADAPTER_CONFIG in files and not any(name in files for name in (*SAFETENSORS, *PICKLES))
 
 
 def split_adapter(name: str, exists: Callable[[str], bool]) -> tuple[str, str] | None:
-    """BASE and ADAPTER of `BASE[@REV]+ADAPTER[@REV]`; None for one model. A path that exists is never cut.
-
-    Several adapters stack from left to right. `exists` tells whether a text names something on this machine.
-    """
+    """BASE and ADAPTER of `BASE[@REV]+ADAPTER[@REV]`; None for one model. A path that exists is never cut. Several
+    adapters stack from left to right. `exists` tells whether a text names something on this machine."""
     if "+" not in name or exists(name):
         return None
     halves = [(name[: plus.start()], name[plus.end() :]) for plus in re.finditer(r"(?<=.)\+(?=.)", name, re.DOTALL)]
@@ -136,10 +130,8 @@ def read_adapter(name: str, folder: Path) -> Adapter:
 
 
 def fit_adapter(tensors: Mapping[str, Tensor], model_class: type[PreTrainedModel], folder: Path) -> Fit:
-    """The adapter's tensors as the base in `folder` has them when it is loaded as `model_class`.
-
-    Raises MisfitError when the layers that the adapter holds whole have other shapes than the base's.
-    """
+    """The adapter's tensors as the base in `folder` has them when it is loaded as `model_class`. Raises MisfitError
+    when the layers that the adapter holds whole have other shapes than the base's."""
     try:
         config = model_class.config_class.from_pretrained(folder, local_files_only=True)
         fit, odd = _fit(tensors, model_class, config)

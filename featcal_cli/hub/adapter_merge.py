@@ -43,11 +43,9 @@ _COPIED_FILES = (
 
 
 def folded_copy(adapter: Adapter, base: str, folder: Path, key: str) -> Path:
-    """The folder of the full model that `adapter` makes of the model `base` in `folder`, made once per `key`.
-
-    Dtype and tensor names are the base's; tokenizer and processor files the adapter's, else the base's.
-    Raises HubError when the two do not fit together.
-    """
+    """The folder of the full model that `adapter` makes of the model `base` in `folder`, made once per `key`. Dtype and
+    tensor names are the base's; tokenizer and processor files the adapter's, else the base's. Raises HubError when the
+    two do not fit together."""
     target = cache_folder() / "folded" / key
     if not target.is_dir():
         with new_copy(target, "folded") as draft:
@@ -186,6 +184,5 @@ def _merge(model: PreTrainedModel, adapter: Adapter, fit: Fit) -> PreTrainedMode
 
 
 def _reason(error: BaseException) -> str:
-    """The line of a message that says most."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     return next((line for line in lines if "size mismatch" in line), lines[0]).rstrip(".")

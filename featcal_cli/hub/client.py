@@ -48,7 +48,6 @@ SHORTER_FAILING = 3.0
 SHORTER_TIMEOUT = 5.0
 """Seconds that an answer is waited for where another one did not come at all a moment ago."""
 MOMENT = 60.0
-"""Seconds for which a failure is remembered."""
 LONGEST_SILENCE = 8.0
 """Seconds without an answer, after which that is said."""
 
@@ -69,7 +68,6 @@ def patiently(ask: Callable[[], Result], judge: Judge | None = None) -> Result:
 
 
 def pause_after(reason: str, seconds: float) -> None:
-    """Wait before another try, and say so."""
     announce(reason, seconds)
     time.sleep(seconds)
 
@@ -205,7 +203,6 @@ def _blame_answer(response: Any, *, by_name: bool = False) -> str:
 
 
 def _address_of(error: Any) -> str:
-    """The address of the request that failed; empty where the error does not tell."""
     answer = getattr(error, "response", None)
     try:
         return str(answer.url if answer is not None else error.request.url)
@@ -244,11 +241,9 @@ class _Failures:
             return is_over
 
     def were_silent(self) -> bool:
-        """Whether a request got no answer a moment ago."""
         return time.monotonic() - self._was_silent < MOMENT
 
     def remove(self, request: Any) -> None:
-        """The request went well."""
         with self._lock:
             self._failing.pop(_key_of(request), None)
 

@@ -29,23 +29,18 @@ PREPROCESSOR_FILES = (
     "*processor_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt",
     "spiece.model", "sentencepiece*.model", "chat_template*",
 )  # fmt: skip
-"""Files that turn raw data into model inputs."""
 DESCRIBING = ("config.json", "adapter_config.json", "README.md", *PREPROCESSOR_FILES)
-"""Files that say how to build and feed a model."""
 LARGEST_DESCRIBING = 2**28
 """Bytes of such a file: the largest tokenizers have a tenth of it."""
 AT_A_TIME = 8
-"""Files that are downloaded side by side."""
 Watch = Callable[[str, int, int], None]
 """Told the repo's name, the bytes that have arrived, and the bytes that are to arrive."""
 
 
 def download(repo: Repo, *, only: Sequence[str] = (), skip: Sequence[str] = (), watch: Watch | None = None) -> Path:
-    """The folder in the Hub's cache with a repo's files: those that match `only`, or all that do not match `skip`.
-
-    What was there before is trusted by size and commit, and never deleted. Raises HubError for what does not arrive or
-    arrives damaged.
-    """
+    """The folder in the Hub's cache with a repo's files: those that match `only`, or all that do not match `skip`. What
+    was there before is trusted by size and commit, and never deleted. Raises HubError for what does not arrive or
+    arrives damaged."""
     record = cache_folder() / "arriving" / f"{repo.kind}--{repo.name.replace('/', '--')}--{repo.commit}.json"
     missing = missing_files(repo, only=only, skip=skip)
     unchecked = _read_record(record) | set(missing)
@@ -86,21 +81,17 @@ def download_describing(repo: Repo, patterns: Sequence[str]) -> Path:
 
 
 def missing_files(repo: Repo, *, only: Sequence[str] = (), skip: Sequence[str] = ()) -> list[str]:
-    """The files that `download` would have to transfer."""
     find = partial(try_to_load_from_cache, repo.name, revision=repo.commit, repo_type=repo.kind)
     return [path for path in chosen_files(repo, only, skip) if not isinstance(find(path), str)]
 
 
 def chosen_files(repo: Repo, only: Sequence[str], skip: Sequence[str]) -> list[str]:
-    """A repo's files that match `only`, or all that do not match `skip`."""
     return list(filter_repo_objects(repo.files, allow_patterns=list(only) or None, ignore_patterns=list(skip) or None))
 
 
 def _fetch_files(repo: Repo, paths: Sequence[str], watch: Watch | None, *, again: bool = False) -> None:
-    """Let files arrive in the cache, some at a time; `again`: in place of what is there, once they are whole.
-
-    Raises HubError for the first that does not arrive. Offline it does nothing, unless `again`.
-    """
+    """Let files arrive in the cache, some at a time; `again`: in place of what is there, once they are whole. Raises
+    HubError for the first that does not arrive. Offline it does nothing, unless `again`."""
     if not paths or (is_offline_mode() and not again):
         return
     meter = Meter(repo.name, watch)
@@ -135,7 +126,6 @@ class Meter:
         """Whether nobody waits for these files any more."""
 
     def start(self, path: str, size: int) -> None:
-        """A file is about to come, or to be sent."""
         self._sizes[path], self._positions[path] = size, 0
 
     def reach(self, path: str, position: int) -> None:

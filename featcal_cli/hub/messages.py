@@ -21,7 +21,6 @@ from featcal_cli.runtime.untrusted_text import redact, visible
 ODD = (ValueError, LookupError, TypeError, AttributeError, AssertionError)
 """What huggingface_hub raises where an answer is not what it looks for."""
 LONGEST_REASON = 160
-"""Characters of what a Hub says of a refusal that a message quotes."""
 LOGIN = "set HF_TOKEN or run `hf auth login`"
 CHECK_ENDPOINT = "check HF_ENDPOINT and the proxy"
 
@@ -45,7 +44,6 @@ class _Subject:
 
 
 def hub_page(repo: str) -> str:
-    """The web page of a model repo, without a user name or password."""
     return f"{urlsplit(constants.ENDPOINT).scheme}://{hub_host()}/{repo}"
 
 
@@ -223,13 +221,11 @@ def _explain_refused_write(error: HfHubHTTPError, repo: str, file: str) -> HubEr
 
 
 def gone(repo: str) -> HubError:
-    """The error of a repo that was there when the push began."""
     what = f"{repo} is not on {hub_host()} any more, or the token may no longer see it"
     return HubError(what, where=repo, fix="look whether it was deleted, renamed or made private")
 
 
 def _about(subject: _Subject) -> str:
-    """Which file a failure is about, if it is about one."""
     return f" when asked for {subject.name}" if subject.file else ""
 
 
@@ -253,7 +249,6 @@ def _quote_reason(error: HfHubHTTPError) -> str:
 
 
 def _is_disabled(error: HfHubHTTPError) -> bool:
-    """Whether the Hub has closed the repo to everybody."""
     text = error.response.headers.get("X-Error-Message", "").lower()
     is_closed = error.response.status_code == 403 and "disabled" in text and ("access" in text or "repo" in text)
     return is_closed or isinstance(error, errors.DisabledRepoError)
@@ -265,6 +260,5 @@ def _disabled(where: str, reason: str) -> HubError:
 
 
 def _tell_wait(error: HfHubHTTPError) -> str:
-    """How long to wait, as far as the Hub says."""
     seconds = asked_pause(error.response)
     return f"{seconds:.0f} s" if seconds else "some minutes"

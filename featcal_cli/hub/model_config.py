@@ -31,9 +31,7 @@ _PACKED = (
 )
 """What names of tensors end with where weights are packed: GPTQ, AWQ, bitsandbytes, compressed-tensors, FP8, MLX."""
 UNPACKED = "give the unquantised model, in bfloat16, float16 or float32, that this one was made from"
-"""What to do about a model whose weights are packed."""
 MAX_DEPTH = 30
-"""Values inside of values."""
 
 
 def read_config(folder: Path, name: str, *, trusted: bool = False) -> dict[str, Any]:

@@ -20,11 +20,9 @@ class UnusableError(ValueError):
 
 
 def locate(text: str, repo: Repo | None) -> str:
-    """What a file in `repo` names, as a user would type it: `ID[@REVISION]`, BASE+ADAPTER, or an absolute path.
-
-    A repo on the Hub names repos on the Hub, never a path of this machine; a folder may also name paths, from itself
-    on (or, where the text can be nothing else, from where the command runs). Raises UnusableError.
-    """
+    """What a file in `repo` names, as a user would type it: `ID[@REVISION]`, BASE+ADAPTER, or an absolute path. A repo
+    on the Hub names repos on the Hub, never a path of this machine; a folder may also name paths, from itself on (or,
+    where the text can be nothing else, from where the command runs). Raises UnusableError."""
     folder = repo.folder if repo else None
     if folder and (path := existing_path(str(folder / text))):
         return str(path.resolve())
@@ -43,7 +41,6 @@ def find(text: str, repo: Repo | None) -> str | None:
 
 
 def _locate_part(text: str, folder: Path | None) -> str:
-    """One model, as `locate` gives it."""
     if folder:
         path = existing_path(str(folder / text)) or (existing_path(text) if looks_like_path(text) else None)
         if path:
@@ -65,7 +62,6 @@ def _locate_part(text: str, folder: Path | None) -> str:
 
 
 def is_hub_id(name: str) -> bool:
-    """Whether the Hub could have a repo of this name."""
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # public by its docs
 
@@ -119,7 +115,6 @@ def same_name(one: str, other: str) -> bool:
 
 
 def words(name: str) -> list[str]:
-    """The words of a name, in lower case."""
     return [word for word in re.split(r"[-_.\s]+", name.lower()) if word]
 
 
@@ -130,7 +125,6 @@ def _without_revisions(reference: str) -> str:
 
 
 def _strip_shared(names: list[str]) -> list[str]:
-    """The names without their shared first and last words."""
     if len(names) < 2:
         return names
     pieces = [_SEPARATORS.split(name) for name in names]  # word, separator, word, …

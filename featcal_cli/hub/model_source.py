@@ -41,7 +41,6 @@ class Origin:
     """Holds the weights: the repo itself, its conversion pull request, or the adapter."""
     form: Form
     base: Origin | None = None
-    """What the adapter is folded into."""
     notes: tuple[str, ...] = ()
     """What the user should know about where the weights come from."""
 
@@ -61,24 +60,19 @@ class Origin:
         return self.base.body if self.base else self
 
     def repos(self) -> list[Repo]:
-        """Every repo that the weights are from."""
         return [self.repo, *(self.base.repos() if self.base else ())]
 
 
 def find_origin(name: str, *, allow_pickle: bool = False, open_repo: Opener = open_repo) -> Origin:
-    """The origin of `name`: an existing folder, else a Hub id `ID[@REVISION]`, or `BASE+ADAPTER`.
-
-    Raises HubError when it is not found, not readable, or not a model, and for pickled weights without `allow_pickle`.
-    """
+    """The origin of `name`: an existing folder, else a Hub id `ID[@REVISION]`, or `BASE+ADAPTER`. Raises HubError when
+    it is not found, not readable, or not a model, and for pickled weights without `allow_pickle`."""
     return _find(name, allow_pickle, open_repo, ())
 
 
 def find_config(name: str, above: tuple[str, ...] = ()) -> tuple[str, Path]:
-    """The name of the full model behind `name`, and a folder that holds its config.json; weights need not be there.
-
-    An adapter, perhaps the base of those `above`, has the config of the base that it names. Raises HubError like
-    `find_origin`.
-    """
+    """The name of the full model behind `name`, and a folder that holds its config.json; weights need not be there. An
+    adapter, perhaps the base of those `above`, has the config of the base that it names. Raises HubError like
+    `find_origin`."""
     base, adapter = _split(name)
     if base:
         return find_config(base, above)
@@ -169,7 +163,6 @@ def _converted(repo: Repo, pull: Pull) -> Origin:
 
 
 def _find_base(repo: Repo, base_name: str, allow_pickle: bool, open_repo: Opener, above: tuple[str, ...]) -> Origin:
-    """The origin of an adapter on `base_name`, by default on the base that it names itself."""
     fix = _name_it(repo)
     adapter = _read_adapter(repo)
     if not (base_name := base_name or _name_base(adapter, repo)):
@@ -185,7 +178,6 @@ def _find_base(repo: Repo, base_name: str, allow_pickle: bool, open_repo: Opener
 
 
 def _name_it(repo: Repo) -> str:
-    """What to do about an adapter's base."""
     return f"name the base: BASE+{repo.name}"
 
 
@@ -219,13 +211,10 @@ def _split(name: str) -> tuple[str, str]:
 
 CONVERSION_BOT = "SFconvertbot"
 PULLS_LOOKED_AT = 20
-"""Open pull requests of a repo that are searched for safetensors."""
 
 
 @dataclass(frozen=True)
 class Pull:
-    """An open pull request that adds safetensors."""
-
     number: int
     author: str
     commit: str
@@ -250,7 +239,6 @@ def find_conversion(repo: Repo) -> Pull | None:
 
 
 def remembered_conversion(repo: Repo) -> Pull | None:
-    """The pull request that `find_conversion` found for this commit last time."""
     record = _record_of(repo)
     return Pull(**json.loads(record.read_text(encoding="utf-8"))) if record.is_file() else None
 

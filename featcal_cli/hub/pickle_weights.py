@@ -25,11 +25,9 @@ if TYPE_CHECKING:
 
 
 def converted_copy(source: Path, key: str) -> Path:
-    """The folder of the model in `source` with its pickled weights as safetensors, made once per `key`.
-
-    File layout and tensor names stay; tensors that share memory are each written out. Pickles are read with
-    `weights_only=True`: raises HubError for one that holds more than tensors or cannot be read.
-    """
+    """The folder of the model in `source` with its pickled weights as safetensors, made once per `key`. File layout and
+    tensor names stay; tensors that share memory are each written out. Pickles are read with `weights_only=True`: raises
+    HubError for one that holds more than tensors or cannot be read."""
     target = cache_folder() / "converted" / key
     if not target.is_dir():
         with new_copy(target, "converted") as draft:
@@ -65,7 +63,6 @@ def new_copy(target: Path, kind: str) -> Iterator[Path]:
 
 
 def unwritable_cache(folder: Path, error: OSError) -> HubError:
-    """The error of featcal's own cache folder where nothing can be written."""
     what = f"the cache folder cannot be written: {name_reason(error)}"
     return HubError(what, where=str(folder), fix="point FEATCAL_CACHE to a folder that can be written")
 
@@ -78,7 +75,6 @@ def folder_key(folder: Path) -> str:
 
 
 def _convert(source: Path, draft: Path) -> None:
-    """Write the safetensors files, and the index if the pickles have one."""
     from safetensors.torch import save_file
 
     single, index = (source / name for name in PICKLES)

@@ -20,35 +20,26 @@ from featcal_cli.runtime.progress import announce, hub_host
 KEEP_ALL = "# nothing is ignored\n"
 """Sent in place of a repo's own .gitignore, which would quietly leave files out of the commit."""
 EMPTY = frozenset({".gitattributes"})
-"""The files of a repo that nobody has put anything into."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """Where a model is to be pushed, checked."""
-
     repo_id: str
-    """USER/NAME of a model repo, which may not exist yet."""
     user: str
-    """Whom the token belongs to."""
     private: bool
     """Whether only they and their organisation may see it."""
     create_pr: bool
-    """Whether to open a pull request instead of committing to main."""
     overwrite_repo: bool
     """Whether main may be committed to even though it holds a model."""
 
 
 @dataclass(frozen=True)
 class Pushed:
-    """A model that is on the Hub, and was read back."""
-
     url: str
     """The page of the repo, or of the pull request."""
     commit: str
     """40 hexadecimal digits."""
     pull_request: int | None
-    """Its number, where one was opened."""
 
 
 def check_target(
@@ -116,7 +107,6 @@ class _Push:
         self._api = HfApi()
 
     def run(self) -> Pushed:
-        """Look, upload, commit, read back."""
         earlier, head = self._look()
         _check_head(self._target, head, is_ours=earlier is not None)
         if earlier:
@@ -151,7 +141,6 @@ class _Push:
         return Pushed(page, commit, pull_request)
 
     def _create(self) -> remote.Head:
-        """The head of the new repo."""
         # None leaves it to what the organisation has as its default
         private, odd = self._target.private or None, None
         try:
@@ -218,10 +207,8 @@ class _Push:
         raise AssertionError("the last try returned or raised")
 
     def _find_after(self, error: Exception, pause: float) -> Pushed | None:
-        """Our commit, if it was made even though the client saw `error`; None where trying again does no harm.
-
-        Raises the error where trying again would do harm, or would not help.
-        """
+        """Our commit, if it was made even though the client saw `error`; None where trying again does no harm. Raises
+        the error where trying again would do harm, or would not help."""
         wait = pause if client.is_conflict(error) else client.worth_waiting(error, pause)
         if wait is None and not client.may_be_committed(error):
             raise error

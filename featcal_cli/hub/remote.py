@@ -23,13 +23,10 @@ from featcal_cli.hub.weight_files import OTHER_FORMATS
 from featcal_cli.runtime.errors import HubError
 
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json", *OTHER_FORMATS)
-"""Files that hold weights, or say where they are."""
 
 
 @dataclass(frozen=True)
 class Account:
-    """A user as their token shows them."""
-
     name: str
     """Their name, which is a namespace too; empty where the Hub tells none."""
     namespaces: frozenset[str]
@@ -39,10 +36,8 @@ class Account:
 
 
 def read_account(repo_id: str, *, create_pr: bool) -> Account:
-    """The account of the token in use, which is to push to `repo_id`.
-
-    Raises HubError where there is no token, it is not accepted, or it may only read.
-    """
+    """The account of the token in use, which is to push to `repo_id`. Raises HubError where there is no token, it is
+    not accepted, or it may only read."""
     where = f"--push-to {repo_id}"
     if get_token() is None:
         raise HubError("pushing needs a token, and there is none", where=where, fix=LOGIN)
@@ -79,22 +74,17 @@ def check_namespace(account: Account, repo_id: str) -> None:
 
 @dataclass(frozen=True)
 class Head:
-    """A branch or pull request as it is now."""
-
     commit: str
     """40 hexadecimal digits."""
     private: bool
     """Whether only some may see the repo."""
     files: Mapping[str, RepoFile]
-    """Every file by its path."""
 
     @property
     def has_model(self) -> bool:
-        """Whether there is a config or a weight file."""
         return "config.json" in self.files or bool(self.stale({}))
 
     def is_result_of(self, pushed: Mapping[str, RepoFile]) -> bool:
-        """Whether pushing these files would change nothing."""
         return not differences(pushed, self.files) and not self.stale(pushed)
 
     def stale(self, pushed: Mapping[str, RepoFile]) -> list[str]:
@@ -115,10 +105,8 @@ def read_head(repo_id: str, revision: str = "main") -> Head | None:
 
 
 def read_folder(folder: Path) -> dict[str, RepoFile]:
-    """Every file of a folder by its path, with both hashes; what is hidden is left out.
-
-    Raises HubError for a link that leads out of the folder or nowhere, for a linked folder, and for no file at all.
-    """
+    """Every file of a folder by its path, with both hashes; what is hidden is left out. Raises HubError for a link that
+    leads out of the folder or nowhere, for a linked folder, and for no file at all."""
     files, inside = {}, folder.resolve()
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder)
@@ -145,8 +133,6 @@ def differences(pushed: Mapping[str, RepoFile], listed: Mapping[str, RepoFile]) 
 
 
 class _Counted(io.BufferedReader):
-    """A file that tells how far it was read."""
-
     def __init__(self, file: Path, meter: Meter) -> None:
         super().__init__(io.FileIO(file))
         self._file, self._meter = str(file), meter

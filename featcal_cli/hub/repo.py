@@ -43,8 +43,6 @@ MAX_TEXT_BYTES = 10_000_000
 
 @dataclass(frozen=True)
 class RepoFile:
-    """One file of a repo, as its listing tells."""
-
     size: int
     """Bytes; 0 where the listing is what a cache holds."""
     oid: str | None = None
@@ -65,7 +63,6 @@ class Repo:
     commit: str | None
     """40 hexadecimal digits for a Hub repo, None for a folder."""
     folder: Path | None
-    """The folder, None for a Hub repo."""
 
     @property
     def pinned(self) -> str:
@@ -144,9 +141,7 @@ Opener = Callable[[str, Kind], Repo]
 
 def open_repo(name: str, kind: Kind = "model") -> Repo:
     """The repo that `name` says, at the commit that its revision is now: an existing folder, else `ID[@REVISION]`.
-
-    Offline, the commit is the one that was last seen. Raises HubError when it is not found or may not be read.
-    """
+    Offline, the commit is the one that was last seen. Raises HubError when it is not found or may not be read."""
     if (folder := existing_path(name)) is not None:
         if not folder.is_dir():
             raise HubError(f"{name} is a file, not a folder", where=name, fix="give the folder that it is in")

@@ -39,15 +39,12 @@ class Snapshot:
     name: str
     """What the user typed, without the revision: a Hub id or the path of a folder. For BASE+ADAPTER the adapter's."""
     folder: Path
-    """Local folder with all files of the model."""
     commit: str | None
     """40 hexadecimal digits for a Hub repo, None for a local folder; an adapter's own, if its base has one too."""
     notes: tuple[str, ...] = ()
-    """What the user should know about where the weights come from."""
     parts: str = ""
     """BASE@COMMIT+ADAPTER@COMMIT where the weights are those of a base with an adapter folded in."""
     trusted: bool = False
-    """The user has said that code from this repo may be run."""
 
     @property
     def pinned(self) -> str:
@@ -62,7 +59,6 @@ class Snapshot:
         return read_config(self.folder, self.name, trusted=self.trusted)
 
     def weights(self) -> list[Path]:
-        """The model's safetensors files, in shard order."""
         return weight_files(self.folder)
 
 
@@ -77,10 +73,8 @@ def resolve(name: str, *, allow_pickle: bool = False) -> Snapshot:
 
 
 def resolve_config(name: str) -> Snapshot:
-    """The snapshot of `name` with its config alone: no weights are downloaded, and none need be there.
-
-    An adapter has the config of the base that it names. Raises HubError like `resolve`.
-    """
+    """The snapshot of `name` with its config alone: no weights are downloaded, and none need be there. An adapter has
+    the config of the base that it names. Raises HubError like `resolve`."""
     return Snapshot(*find_config(name), None)
 
 
@@ -105,7 +99,6 @@ def fetch(origin: Origin, watch: Watch | None = None) -> Snapshot:
 
 
 def _fold(origin: Origin, base_origin: Origin, watch: Watch | None) -> Snapshot:
-    """The full model that an adapter makes of its base."""
     repo = origin.repo
     folder = repo.folder
     if folder is None:
@@ -122,7 +115,6 @@ def _fold(origin: Origin, base_origin: Origin, watch: Watch | None) -> Snapshot:
 
 
 def _key(origin: Origin) -> str:
-    """A file name that changes when the model does."""
     repo = origin.repo
     key = folder_key(repo.folder) if repo.folder else f"{repo.name.replace('/', '--')}--{repo.commit}"
     return f"{key}+{hashlib.sha256(_key(origin.base).encode()).hexdigest()[:32]}" if origin.base else key

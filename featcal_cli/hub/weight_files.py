@@ -40,8 +40,6 @@ BITS = {
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor of a file."""
-
     dtype: str
     """As safetensors calls it: F32, BF16, …"""
     shape: tuple[int, ...]
@@ -52,10 +50,8 @@ class Entry:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of the model in `folder`, in shard order; empty where it has none.
-
-    Raises HubError for an index that cannot be read or that names a file outside the folder.
-    """
+    """The safetensors files of the model in `folder`, in shard order; empty where it has none. Raises HubError for an
+    index that cannot be read or that names a file outside the folder."""
     single, index = (folder / name for name in SAFETENSORS)
     if single.exists():
         return [single]
@@ -97,10 +93,8 @@ def read_header(file: Path) -> dict[str, Entry]:
 
 
 def parse_header(read: Callable[[int, int], bytes], size: int) -> dict[str, Entry]:
-    """The tensors of a file of `size` bytes, by name; `read` returns its bytes from one offset up to another.
-
-    Raises ValueError for everything that safetensors refuses, and for a name that comes twice.
-    """
+    """The tensors of a file of `size` bytes, by name; `read` returns its bytes from one offset up to another. Raises
+    ValueError for everything that safetensors refuses, and for a name that comes twice."""
     content = read(0, min(FIRST_BYTES, size))
     if content[:8] == b"version ":  # of the Git LFS specification
         raise ValueError("it is a pointer of Git LFS, not the weights: run git lfs pull in its folder")

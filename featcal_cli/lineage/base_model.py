@@ -14,12 +14,9 @@ from featcal_cli.runtime.references import split_revision
 from featcal_cli.runtime.untrusted_text import show
 
 MAX_GENERATIONS = 8
-"""How far up the models that an expert comes from are followed."""
 MAX_MODELS = 50
-"""How many of them are looked at."""
 
 Parents = Mapping[str, Sequence[Finding]]
-"""Model → those that it was made from."""
 
 
 def find_stated_base(search: Search) -> Finding | Question | None:
@@ -45,10 +42,8 @@ def find_stated_base(search: Search) -> Finding | Question | None:
 
 
 def weigh_said_base(search: Search, base: Finding, experts: Sequence[str]) -> tuple[str, list[str]]:
-    """Where the base is known from, in words, and what the merged repo says against it; `experts` are those left.
-
-    A user's word counts; but an expert that is lost by it, or another base that the repo names, is said.
-    """
+    """Where the base is known from, in words, and what the merged repo says against it; `experts` are those left. A
+    user's word counts; but an expert that is lost by it, or another base that the repo names, is said."""
     if base.source != SAID:
         return base.source, []
     source, against, listed = SAID, [], list[str]()
@@ -69,10 +64,8 @@ def weigh_said_base(search: Search, base: Finding, experts: Sequence[str]) -> tu
 
 
 def find_base_of(search: Search, experts: Sequence[Finding]) -> Finding | Question:
-    """The base that is left over in the merged repo's card, or the nearest model that all experts come from.
-
-    Raises HubError.
-    """
+    """The base that is left over in the merged repo's card, or the nearest model that all experts come from. Raises
+    HubError."""
     for statement in search.statements:
         rest = [name for name in statement.experts if not any(search.means(name, expert.value) for expert in experts)]
         complete = statement.mixed and not any(expert.source == SAID for expert in experts)
@@ -93,10 +86,8 @@ def find_base_of(search: Search, experts: Sequence[Finding]) -> Finding | Questi
 
 
 def pick_base(search: Search, names: Sequence[str], statement: Statement) -> Finding | Question:
-    """The base of an unordered list of models that may hold it: the one that the others come from, nearest first.
-
-    A question where the list can be read in several ways.
-    """
+    """The base of an unordered list of models that may hold it: the one that the others come from, nearest first. A
+    question where the list can be read in several ways."""
     parents = {name: _ask_parents(search, name, statement.source) for name in names}
     inside = [name for name in names if any(_holds(_values(models), name) for models in parents.values())]
     outside = {name: models for name, models in parents.items() if name not in inside}
@@ -114,7 +105,6 @@ def pick_base(search: Search, names: Sequence[str], statement: Statement) -> Fin
 
 
 def ask_base(what: str, choices: Sequence[str], where: str) -> Question:
-    """The question which model is the base."""
     options = {choice: (("--base", choice),) for choice in dict.fromkeys(choices)}
     return Question(what, (("--base", "REPO"),), where, options)
 
@@ -189,7 +179,6 @@ def _lines_of(search: Search, parents: Parents) -> dict[str, list[str]]:
 
 
 def _shared(lines: Sequence[Sequence[str]]) -> list[str]:
-    """Those that are in all lines, in the order of the first."""
     first, *others = lines or [()]
     return [model for model in first if all(_holds(line, model) for line in others)]
 
@@ -208,7 +197,6 @@ def _describe(parents: Parents) -> str:
 
 
 def _distinct(parents: Parents) -> list[str]:
-    """Each parent once, at the revision that is named first."""
     distinct: dict[str, str] = {}
     for parent in (parent for models in parents.values() for parent in _values(models)):
         distinct.setdefault(split_revision(parent)[0].lower(), parent)

@@ -18,7 +18,6 @@ from featcal_cli.runtime.references import existing_path
 from featcal_cli.runtime.untrusted_text import load_documents, show
 
 MOST_CHOICES = 8
-"""Choices that a message lists."""
 FAMILIES = {
     "tanganke/clip-vit-*": (
         r"tanganke/(?P<base>clip-vit-(?:base-patch32|base-patch16|large-patch14))_(?P<task>[\w.-]+)",
@@ -45,8 +44,6 @@ TaskData = tuple[Data, str]
 
 
 class Known(NamedTuple):
-    """What is known of an expert by its name."""
-
     family: str
     base: str
     data: Data | None
@@ -66,7 +63,6 @@ def recall(expert: str) -> Known | None:
 
 @cache
 def _shipped_data(recipe: str) -> dict[str, Any]:
-    """Task → the keys of its data in a shipped recipe."""
     (content,) = load_documents(find_shipped(recipe).read_text(encoding="utf-8"))
     return {_plain(task): spec["data"] for task, spec in content["tasks"].items()}
 
@@ -114,7 +110,6 @@ def find_data(search: Search, task: str, expert: Finding, notes: list[str]) -> T
 def _ask(
     task: str, problem: str, choices: Sequence[str] = (), answer: str = "SOURCE", where: str = "", fix: str = ""
 ) -> Question:
-    """The question where a task's examples come from; `choices` are sources as a user would type them."""
     options = {source: (("--data", f"{task}={source}"),) for source in choices}
     return Question(problem, (("--data", f"{task}={answer}"),), where or f"data of {task}", options, fix)
 
@@ -130,7 +125,6 @@ def _holds(long: list[str], short: list[str]) -> bool:
 
 
 def _split(reference: str) -> dict[str, str | None]:
-    """A reference as keys of `Data`."""
     if existing_path(reference):
         return {"path": reference}
     name, _, revision = reference.partition("@")

@@ -12,7 +12,6 @@ from featcal_cli.runtime.errors import LineageError
 from featcal_cli.runtime.untrusted_text import show
 
 MAX_LAYERS = 10_000
-"""A layer_range beyond it is none."""
 
 _ENDPOINT_METHODS = ("slerp", "nearswap", "arcee_fusion")
 """Methods that go from one model to another: their `base_model` is where they start, and no ancestor of both.
@@ -31,11 +30,9 @@ class Statement:
     bases: Sequence[str] = ()
     """The common ancestor; more than one where the source names several."""
     experts: Sequence[str] = ()
-    """The models that were merged, in the source's order."""
     mixed: bool = False
     """Whether the base may be among the experts."""
     data: Mapping[str, Data] = field(default_factory=dict)
-    """Expert → its data."""
     tasks: Mapping[str, str] = field(default_factory=dict)
     """Expert → the name of its task, where the source names all of them."""
     note: str = ""
@@ -43,7 +40,6 @@ class Statement:
 
     @property
     def base(self) -> str | None:
-        """The base, where one alone is named."""
         return self.bases[0] if len(self.bases) == 1 else None
 
 
@@ -52,7 +48,6 @@ class MalformedError(ValueError):
 
 
 def is_mergekit(document: object) -> bool:
-    """Whether a YAML document is a mergekit configuration."""
     return isinstance(document, dict) and ("merge_method" in document or _is_mixture(document))
 
 
@@ -101,7 +96,6 @@ def _unfold(last: str, merges: Mapping[str, Statement]) -> Statement:
 
 
 def _read_stage(config: dict[Any, Any], where: str) -> Statement:
-    """One configuration."""
     if _is_mixture(config):
         what = "this is a mixture of experts: its experts lie side by side and were not averaged into one model"
         raise LineageError(what, where=where, fix=_OTHER_MERGE)
@@ -160,7 +154,6 @@ def _slices(parts: list[dict[Any, Any]]) -> list[dict[Any, Any]]:
 
 
 def _read_entry(entry: Mapping[Any, Any], where: str) -> str:
-    """The model of an entry of `models` or `sources`."""
     model = entry.get("model")
     if "merge_method" in entry or (isinstance(model, dict) and "merge_method" in model):
         what = "this is a merge of merges: a model of it is a configuration itself"

@@ -21,14 +21,12 @@ class Card:
     """A README.md, as far as it tells where a model or dataset comes from. What has a wrong type is left out."""
 
     base_models: Sequence[str]
-    """`base_model`, in the card's order."""
     relation: str
     """`base_model_relation`: merge, finetune, adapter or quantized."""
     datasets: Sequence[str]
     evaluations: Sequence[tuple[str, str | None]]
     """Dataset and config of every figure in the model-index."""
     configs: Sequence[str]
-    """A dataset's configs."""
     default_config: str | None
     bases_in_text: Sequence[str]
     """Every X of "using X as a base" that is a model and not prose, links taken off."""
@@ -67,7 +65,6 @@ def read_card(text: str) -> Card:
 
 
 def _read_names(metadata: Mapping[Any, Any], key: str, problems: list[str]) -> tuple[str, ...]:
-    """One name or a list of them, without repetitions."""
     value = metadata.get(key)
     listed = value if isinstance(value, list) else [] if value is None else [value]
     names = [name.strip() for name in listed if isinstance(name, str) and name.strip()]
@@ -101,7 +98,6 @@ def _is_config(name: Any) -> bool:
 
 
 def _dicts(value: Any) -> list[dict[Any, Any]]:
-    """The mappings in a list, or the one that stands alone."""
     return [entry for entry in (value if isinstance(value, list) else [value]) if isinstance(entry, dict)]
 
 

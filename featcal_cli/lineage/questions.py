@@ -25,17 +25,13 @@ _ORDER = ("--base", "--expert", "--data", "--skip-expert")
 _PLACEHOLDER = re.compile(r"(?:.*[=:])?(REPO|SOURCE|CONFIG)|TASK=.*")
 
 Option = tuple[str, str]
-"""An option of the command line and its value."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One part of a job, and how it is known."""
-
     role: str
     """merged, base, "expert TASK" or "data TASK"."""
     value: str
-    """As a user would type it."""
     source: str
     """The command line or recipe, or the file of a repo that says so."""
 
@@ -51,7 +47,6 @@ class Question:
     choices: Mapping[str, tuple[Option, ...]] = field(default_factory=dict)
     """What is likely, and the options that say so."""
     fix: str = ""
-    """What else would help."""
 
 
 class OpenQuestionsError(LineageError):
@@ -66,14 +61,12 @@ class OpenQuestionsError(LineageError):
         self._write(self.questions)
 
     def _write(self, questions: Sequence[Question]) -> None:
-        """The message about these questions."""
         what = _join_some([question.problem for question in questions])
         where = _join_some([question.where for question in questions if question.where])
         super().__init__(what, where=where, fix=self._find_fix())
 
     @property
     def command(self) -> str:
-        """The command line, quoted for a shell."""
         return " ".join(self.parts())
 
     def parts(self) -> list[str]:
@@ -106,7 +99,6 @@ class OpenQuestionsError(LineageError):
         return [*self._remaining_line()[1:], *(word for option in options for word in option)]
 
     def _options(self) -> list[Option]:
-        """What the command gets besides what was typed."""
         unnamed = {("--skip-expert", task) for task in self._unnamed()}
         options = [option for option in (*self._known, *self._asked()) if option not in unnamed]
         return sorted(dict.fromkeys(options), key=lambda option: _ORDER.index(option[0]))
@@ -165,16 +157,12 @@ class OpenQuestionsError(LineageError):
 
 
 Findings = Mapping[str, Finding]
-"""Task → expert."""
 Gone = Mapping[str, tuple[Finding, HubError]]
-"""Task → the expert that cannot be read, and why."""
 
 
 def ask_without(gone: Gone, count: int) -> list[Question]:
-    """Whether to go on without the experts that are gone, of `count` in all; where all are, what stands for them.
-
-    Where they are many, one question about all.
-    """
+    """Whether to go on without the experts that are gone, of `count` in all; where all are, what stands for them. Where
+    they are many, one question about all."""
     can_go_on = len(gone) < count
     questions = []
     for task, (expert, error) in gone.items():
@@ -242,7 +230,6 @@ def enumerate_names(names: Sequence[str], most: int | None = None) -> str:
 
 
 def _placeholders(value: str) -> Iterator[str]:
-    """What a user has to fill in."""
     if value.startswith("TASK="):
         yield "TASK"
     if match := re.search(r"(?:^|[=:])(REPO|SOURCE|CONFIG)$", value):
@@ -255,7 +242,6 @@ def write_command(draft: Draft, options: Iterable[Option] = ()) -> str:
 
 
 def _command_line(draft: Draft) -> list[str]:
-    """A command line that says what a draft says of models and data."""
     words = ["featcal", "calibrate", *([] if isinstance(draft.merged, str) else ["--merge"]), show_merged(draft.merged)]
     words += ["--base", draft.base] if draft.base else []
     tasks = draft.tasks.items()
@@ -268,14 +254,12 @@ def _command_line(draft: Draft) -> list[str]:
 
 
 def _reading_options(task: str, data: Data) -> list[str]:
-    """The options that say how a task's data is read, where --data does not."""
     words = ["--split", f"{task}={data.split}"] if data.split and data.dataset is None else []
     columns = ",".join(f"{role}:{column}" for role, column in data.columns.items())
     return [*words, "--columns", f"{task}={columns}"] if columns else words
 
 
 def show_merged(merged: str | Merge) -> str:
-    """The merged model as a user would type it."""
     if isinstance(merged, str):
         return merged
     return merged.method if merged.method == "average" else f"{merged.method}:{merged.scale:g}"

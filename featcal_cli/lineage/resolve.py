@@ -94,11 +94,8 @@ def find_lineage(
 
 
 def check_experts(draft: Draft, lineage: Lineage, open_repo: Opener) -> None:
-    """Look at all models of a job at the same time, before anything is computed.
-
-    Raises OpenQuestionsError that names all experts that are gone, and how to go on without them. What else is wrong is
-    left for whoever needs it.
-    """
+    """Look at all models of a job at the same time, before anything is computed. Raises OpenQuestionsError that names
+    all experts that are gone, and how to go on without them. What else is wrong is left for whoever needs it."""
     recipe = lineage.recipe
     experts = {task: spec.expert for task, spec in recipe.tasks.items()}
     models = [recipe.base, *experts.values(), *([recipe.merged] if isinstance(recipe.merged, str) else [])]
@@ -138,10 +135,8 @@ def _read_merged(search: Search) -> None:
 
 
 def _find_experts(search: Search, base: Base) -> tuple[Experts, Base]:
-    """Task → expert; and the base, which an unordered list of models may hold besides them.
-
-    No expert where nothing names one, or where it is asked which of the listed models is the base.
-    """
+    """Task → expert; and the base, which an unordered list of models may hold besides them. No expert where nothing
+    names one, or where it is asked which of the listed models is the base."""
     tasks = search.draft.tasks
     said: Experts = {task: Finding("expert", spec.expert, SAID) for task, spec in tasks.items() if spec.expert}
     if said and len(said) == len(tasks):
@@ -242,10 +237,8 @@ def _leave_out(search: Search, experts: Experts) -> dict[str, Finding]:
 
 
 def _take_gone(search: Search, experts: Experts, base: Base) -> Gone:
-    """Open the experts that something is still to be read from. Those that are gone are taken away and returned.
-
-    Raises HubError where the Hub cannot be reached.
-    """
+    """Open the experts that something is still to be read from. Those that are gone are taken away and returned. Raises
+    HubError where the Hub cannot be reached."""
     needed = {
         task: expert
         for task, expert in experts.items()
@@ -288,7 +281,6 @@ def _find_data(search: Search, experts: Findings) -> dict[str, TaskData | Questi
 
 
 def _said_data(search: Search, task: str, expert: str) -> TaskData | None:
-    """The data that the user or the merged repo's featcal.yaml names for an expert."""
     if (said := search.draft.tasks.get(task, TaskDraft()).data) and said.has_source:
         return said, SAID
     for statement in search.statements:
@@ -299,7 +291,6 @@ def _said_data(search: Search, task: str, expert: str) -> TaskData | None:
 
 
 def _ask_for_experts(search: Search, experts: Experts, base: Base) -> Iterator[Question]:
-    """Which experts are meant, where they are not known."""
     for task, expert in experts.items():
         if isinstance(expert, Question):
             data = () if search.draft.tasks.get(task, TaskDraft()).data else (("--data", f"{task}=SOURCE"),)
@@ -326,7 +317,6 @@ def _ask_ahead(search: Search, base: Question) -> Iterator[Question]:
 def _complete(
     search: Search, base: Finding, experts: Findings, data: Mapping[str, TaskData], against: Sequence[str]
 ) -> Lineage:
-    """What was found, as a recipe and with its sources."""
     draft = search.draft
     findings = [Finding("merged", show_merged(draft.merged), SAID), base]
     tasks = {}

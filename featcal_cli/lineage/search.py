@@ -25,7 +25,6 @@ from featcal_cli.runtime.untrusted_text import show
 Item = TypeVar("Item")
 
 AT_ONCE = 8
-"""Repos that are asked for at the same time."""
 
 _QUANTIZED = re.compile(
     r"[-_.](?:unsloth-)?(?:bnb-[48]bit|[48]bit|gptq|awq|gguf|exl[23]|int[48]|fp8|nf4)(?:[-_.][\w.-]*)?$", re.IGNORECASE
@@ -52,7 +51,6 @@ class Search:
 
     @property
     def merged(self) -> str:
-        """The merged model, for a message."""
         return "the merged model" if isinstance(self.draft.merged, Merge) else show_merged(self.draft.merged)
 
     def located(self, name: str) -> str | None:
@@ -64,7 +62,6 @@ class Search:
         return same_repo(self.located(name) or name, reference)
 
     def open(self, name: str, kind: Kind = "model") -> Repo:
-        """A repo. Raises HubError."""
         with self._lock:
             fresh = (name, kind) not in self._repos
             repo = self._repos.setdefault((name, kind), Future())
@@ -98,10 +95,7 @@ class Search:
     def find_parents(self, reference: str, source: str = SAID) -> list[Finding]:
         """The models that this one was made from, by its adapter config or its card: one, several for a merge, none
         where they do not tell. For a quantized copy stands the full model, and the merged one, which some cards name,
-        is none of them.
-
-        Raises HubError when the model cannot be opened.
-        """
+        is none of them. Raises HubError when the model cannot be opened."""
         if halves := split_model(reference):
             parents = [Finding("parent", self._find_full(halves[0], reference), "name")]
         else:
@@ -133,10 +127,8 @@ class Search:
         return f"{parents[0].value}+{reference}"
 
     def _find_full(self, name: str, child: str) -> str:
-        """The full model that a quantized copy was made of; any other name as it is.
-
-        Experts are often trained on such a copy; its weights are no numbers that could be an anchor.
-        """
+        """The full model that a quantized copy was made of; any other name as it is. Experts are often trained on such
+        a copy; its weights are no numbers that could be an anchor."""
         repo, _ = split_revision(name)
         if existing_path(name) or not (match := _QUANTIZED.search(repo)):
             return name
@@ -168,12 +160,10 @@ def named_by(name: str, source: str) -> Iterator[None]:
 
 
 def split_model(reference: str) -> tuple[str, str] | None:
-    """BASE and ADAPTER of BASE+ADAPTER; None for one model."""
     return split_adapter(reference, lambda name: existing_path(name) is not None)
 
 
 def opened_part(reference: str) -> str:
-    """What is opened of a model: of BASE+ADAPTER the adapter."""
     return (split_model(reference) or ("", reference))[1]
 
 
@@ -215,7 +205,6 @@ def do_at_once(do: Callable[[Item], object], items: Iterable[Item]) -> dict[Item
 
 
 def _adapter_base(repo: Repo) -> Sequence[str]:
-    """The model that an adapter was trained on, as its config says."""
     config = read_config(repo, ADAPTER_CONFIG)
     name, revision = config.get("base_model_name_or_path"), config.get("revision")
     if not isinstance(name, str) or not name:

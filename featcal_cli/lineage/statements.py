@@ -19,18 +19,14 @@ from featcal_cli.runtime.untrusted_text import load_documents, parse_json, show
 MERGEKIT_FILES = ("mergekit_config.yml", "mergekit_config.yaml", "mergekit_moe_config.yml")
 RECIPE_FILE = "featcal.yaml"
 STATING_FILES = (*MERGEKIT_FILES, "README.md", RECIPE_FILE)
-"""The files that may say what a model was merged from."""
 
 _RELATIONS = {"quantized": "a quantized copy of another", "adapter": "an adapter for another"}
 
 
 def read_statements(repo: Repo, command: str, notes: list[str], looked_at: list[str]) -> list[Statement]:
-    """What a merged repo says of its base and experts, the most trustworthy first.
-
-    `command` is what to type where the files are of no use; `notes` get what was decided, `looked_at` every source and
-    what it lacks, a phrase each. Raises LineageError for a repo that is no merge or one that cannot be calibrated, and
-    HubError.
-    """
+    """What a merged repo says of its base and experts, the most trustworthy first. `command` is what to type where the
+    files are of no use; `notes` get what was decided, `looked_at` every source and what it lacks, a phrase each. Raises
+    LineageError for a repo that is no merge or one that cannot be calibrated, and HubError."""
     if is_adapter(repo.files):
         what = f"{repo.name} is an adapter, not a merged model"
         fix = f"give the merged model; if it is BASE+ADAPTER, name what it was made from: {command}"
@@ -78,7 +74,6 @@ def names_itself(name: str, repo: Repo) -> bool:
 
 
 def read_config(repo: Repo, file: str) -> dict[str, Any]:
-    """What a JSON file of a repo holds; nothing where it is none. Raises HubError."""
     try:
         config = parse_json(repo.read_text(file) or "{}")
     except ValueError:
@@ -99,7 +94,6 @@ def _without_itself(statement: Statement, repo: Repo, notes: list[str]) -> State
 
 
 def _read_config(repo: Repo, command: str, looked_at: list[str]) -> Statement | None:
-    """mergekit's own file."""
     for name in MERGEKIT_FILES:
         if (text := repo.read_text(name)) is None:
             continue
@@ -155,10 +149,8 @@ def _read_recipe(repo: Repo, notes: list[str], looked_at: list[str]) -> Statemen
 
 
 def _anchored(data: Data, repo: Repo) -> Data:
-    """A foreign recipe's data, as this machine may open it: the recipe of a Hub repo never leads to files here.
-
-    Raises UnusableError.
-    """
+    """A foreign recipe's data, as this machine may open it: the recipe of a Hub repo never leads to files here. Raises
+    UnusableError."""
     if not all(part.isprintable() for part in (data.config, data.split) if part):
         raise UnusableError("has a name that cannot be shown")
     if data.path is None:
