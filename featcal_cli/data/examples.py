@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, islice, starmap
+from itertools import accumulate, chain, islice, starmap
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,6 @@ from transformers import PreTrainedModel
 from featcal_cli.data.batches import BadRowError, Batch, Reader, count_examples, forward_names, take_examples
 from featcal_cli.data.columns import (
     LABEL_NAMES,
-    Samples,
     check_columns,
     find_encoded_images,
     find_label_column,
@@ -76,20 +75,15 @@ class DrawnExamples:
 
     def cut(self, batch_size: int) -> TaskExamples:
         """The examples in batches. Raises DataError when they do not go together."""
+        lists = self.fitted, self.selection, self.held_out
+        sizes = [len(items) for items in lists]
+        starts = accumulate(sizes, initial=0)
+        fitted, selection, held_out = (self._cut(*part, batch_size) for part in zip(lists, starts, strict=False))
         return TaskExamples(
-            task=self.task,
-            batch_size=batch_size,
-            fitted=self._cut(self.fitted, batch_size, 0),
-            selection=self._cut(self.selection, batch_size, len(self.fitted)),
-            held_out=self._cut(self.held_out, batch_size, len(self.fitted) + len(self.selection)),
-            notes=self.notes,
-            fitted_count=len(self.fitted),
-            selection_count=len(self.selection),
-            held_out_count=len(self.held_out),
-            is_whole=self.is_whole,
+            self.task, batch_size, fitted, selection, held_out, self.notes, sizes[0], sizes[1], sizes[2], self.is_whole
         )
 
-    def _cut(self, items: Sequence[Any], batch_size: int, before: int) -> list[Batch]:
+    def _cut(self, items: Sequence[Any], before: int, batch_size: int) -> list[Batch]:
         starts = range(0, len(items), batch_size)
         batches = [self.reader.batch(items[start : start + batch_size]) for start in starts]
         for start, batch in zip(starts, batches, strict=True):
@@ -160,21 +154,15 @@ def _open_rows(data: Data, first: Sequence[Row], model: PreTrainedModel, folders
         raise DataError(what, where=where, fix=fix)
     samples = {name: [row.get(name) for row in first] for row in first for name in row}
     check_columns(data, samples, where)
-    if _reads_images(data, samples, model):
+    # a vision model, or a two-tower model whose data has images
+    has_two_towers = "pixel_values" in forward_names(model) and not model.can_generate()
+    names_image = "image" in data.columns or (not data.columns and find_encoded_images(samples))
+    if model.main_input_name == "pixel_values" or (has_two_towers and names_image):
         return open_images(data, samples, model, folders, where)
     if model.main_input_name == "input_ids":
         return open_text(data, samples, model, folders, where)
     what = f"the model reads {model.main_input_name}, for which there is no preprocessing here"
     raise DataError(what, where=where, fix="give a .safetensors file with one tensor a forward argument")
-
-
-def _reads_images(data: Data, samples: Samples, model: PreTrainedModel) -> bool:
-    """True for vision models, and for two-tower models whose data has images."""
-    if model.main_input_name == "pixel_values":
-        return True
-    if "pixel_values" not in forward_names(model) or model.can_generate():
-        return False
-    return "image" in data.columns or (not data.columns and bool(find_encoded_images(samples)))
 
 
 @dataclass

@@ -150,14 +150,9 @@ def open_images(
     column = data.columns.get("image") or find_image_column(samples, where)
     processor, source = load_image_processor(folders, where)
     path = local_path(data) if data.path is not None else None
-    return ImageReader(
-        chosen=f"column {column} (of {', '.join(samples)}), image processor from {source}",
-        column=column,
-        folder=path.parent if path and path.is_file() else path,
-        processor=processor,
-        model=model,
-        where=where,
-    )
+    folder = path.parent if path and path.is_file() else path
+    chosen = f"column {column} (of {', '.join(samples)}), image processor from {source}"
+    return ImageReader(chosen, column, folder, processor, model, where)
 
 
 def _check_file(file: Path) -> Path:

@@ -106,7 +106,12 @@ def open_file(file: Path, where: str) -> list[Table]:
             head = _read_head(file)
             if not head.startswith((b"PAR1", b"ARROW1")):
                 check_content(head, file.name, where)
-            return _open_parquet(file) if ending == ".parquet" else [_open_arrow(file)]
+            if ending == ".arrow":
+                return [_open_arrow(file)]
+            # one table a row group, because a row group is the least that can be read
+            opened = parquet.ParquetFile(file)
+            lengths = [opened.metadata.row_group(number).num_rows for number in range(opened.num_row_groups)]
+            return [Table(length, partial(read_group, opened, number)) for number, length in enumerate(lengths)]
         case ".csv" | ".tsv" as ending:
             rows = list(
                 map(
@@ -143,13 +148,6 @@ def _read_head(file: Path) -> bytes:
 
 def _hold(rows: Sequence[Row]) -> Table:
     return Table(len(rows), lambda positions: (rows[position] for position in positions))
-
-
-def _open_parquet(file: Path) -> list[Table]:
-    """One table a row group, because a row group is the least that can be read."""
-    opened = parquet.ParquetFile(file)
-    lengths = [opened.metadata.row_group(number).num_rows for number in range(opened.num_row_groups)]
-    return [Table(length, partial(read_group, opened, number)) for number, length in enumerate(lengths)]
 
 
 def read_group(

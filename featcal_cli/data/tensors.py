@@ -87,19 +87,15 @@ def open_tensors(data: Data, split: str | None, model: PreTrainedModel, where: s
         unknown = ", ".join(sorted(set(tensors) - names)) or "nothing but labels"
         fix = f"name the tensors after forward arguments: {', '.join(sorted(names))}"
         raise DataError(f"the model's forward does not take {unknown}", where=where, fix=fix)
-    tensors = {name: tensor.long() if _holds_ids(name, tensor) else tensor for name, tensor in tensors.items()}
     for name, tensor in tensors.items():
-        _check_kind(name, tensor, where)
+        is_whole = not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
+        if is_whole and name.endswith("_ids"):
+            tensors[name] = tensor.long()  # which embeddings want in 64 bits
+        _check_kind(name, tensors[name], where)
     _check_ids(tensors, model, where)
     _check_masks(tensors, where)
     chosen = f"tensors {', '.join(tensors)}, as they are" + (f" (without {label})" if labels is not None else "")
     return TensorReader(chosen, tensors, labels)
-
-
-def _holds_ids(name: str, tensor: Tensor) -> bool:
-    """Whether these are numbers of tokens or positions, which embeddings want in 64 bits."""
-    whole = not tensor.is_floating_point() and not tensor.is_complex() and tensor.dtype != torch.bool
-    return name.endswith("_ids") and whole
 
 
 def _check_lengths(tensors: Batch, where: str) -> None:

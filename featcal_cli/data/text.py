@@ -285,22 +285,21 @@ def open_text(data: Data, samples: Samples, model: PreTrainedModel, folders: Seq
     vocabulary = count_vocabulary(model)
     if tokenizer.pad_token_id is None or (vocabulary is not None and tokenizer.pad_token_id >= vocabulary):
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.convert_ids_to_tokens(0)
-    kind = _text_kind(model)
+    kind: TextKind
+    if model.config.is_encoder_decoder:
+        # Only a model that answers can take an answer; a classifier reads its text like an encoder.
+        kind = "encoder-decoder" if hasattr(model, "prepare_decoder_input_ids_from_labels") else "encoder"
+    else:  # a causal body without a head cannot generate, but its attention says what it is
+        causal = model.can_generate() or any(getattr(module, "is_causal", False) for module in model.modules())
+        kind = "causal" if causal else "encoder"
     roles = choose_text_roles(data, samples, kind, chat=bool(tokenizer.chat_template), where=where)
     about = find_about(data, roles, samples) if data.template is None else []
     formatter = RowFormatter(roles, about, data.template, kind, tokenizer)
     limits = (tokenizer.model_max_length, count_positions(model)[0], MAX_TOKENS)
     max_tokens = int(min(limit for limit in limits if isinstance(limit, int | float) and limit >= 1))
     used = _describe(formatter, data, samples, where)
-    return TextReader(
-        chosen=f"{used} (of {', '.join(samples)}), at most {max_tokens} tokens, tokenizer from {source}",
-        formatter=formatter,
-        tokenizer=tokenizer,
-        max_tokens=max_tokens,
-        model=model,
-        where=where,
-        names=forward_names(model),
-    )
+    chosen = f"{used} (of {', '.join(samples)}), at most {max_tokens} tokens, tokenizer from {source}"
+    return TextReader(chosen, formatter, tokenizer, max_tokens, model, where, forward_names(model))
 
 
 def _describe(formatter: RowFormatter, data: Data, samples: Samples, where: str) -> str:
@@ -318,12 +317,3 @@ def _describe(formatter: RowFormatter, data: Data, samples: Samples, where: str)
         command = name_columns(where, f"prompt:{roles.get('text', 'COLUMN')},response:{unused}")
         used += f"; {unused}, which may be the answer, is not read: to have it read, type {command}"
     return used
-
-
-def _text_kind(model: PreTrainedModel) -> TextKind:
-    if model.config.is_encoder_decoder:
-        # Only a model that answers can take an answer; a classifier reads its text like an encoder.
-        return "encoder-decoder" if hasattr(model, "prepare_decoder_input_ids_from_labels") else "encoder"
-    # A causal body without a head cannot generate, but its attention says what it is.
-    causal = model.can_generate() or any(getattr(module, "is_causal", False) for module in model.modules())
-    return "causal" if causal else "encoder"

@@ -220,7 +220,7 @@ class _Failures:
         self._lock = threading.Lock()
         self._failing: dict[tuple[str, str], tuple[float, float, int, float]] = {}
         """By method and address: when it failed first and last, how often, and for how long the Hub asked to wait."""
-        self._gave_up = self._was_silent = -MOMENT
+        self._gave_up = self.was_silent = -MOMENT
 
     def add(self, request: Any, asked: float = 0.0, silent: float = 0.0) -> bool:
         """Note one more failure, where the Hub asked to wait or was silent for so many seconds; whether it is for
@@ -237,11 +237,8 @@ class _Failures:
             if is_over:
                 self._gave_up = now
             if silent >= min(TIMEOUT, SHORTER_TIMEOUT):
-                self._was_silent = now
+                self.was_silent = now
             return is_over
-
-    def were_silent(self) -> bool:
-        return time.monotonic() - self._was_silent < MOMENT
 
     def remove(self, request: Any) -> None:
         with self._lock:
@@ -277,7 +274,7 @@ def _send(client: Any, request: Any, *, stream: bool = False, **options: Any) ->
     none after which the client tries again."""
     began = time.monotonic()
     if not any((request.extensions.get("timeout") or {}).values()):
-        is_short = request.method in ("GET", "HEAD") and _failures.were_silent()
+        is_short = request.method in ("GET", "HEAD") and time.monotonic() - _failures.was_silent < MOMENT
         seconds = min(TIMEOUT, SHORTER_TIMEOUT) if is_short else TIMEOUT
         request.extensions["timeout"] = dict.fromkeys(("connect", "read", "write", "pool"), seconds)
     try:

@@ -98,7 +98,12 @@ def _explain_reading(error: BaseException, subject: _Subject) -> HubError | None
     if isinstance(cause, errors.FileMetadataError) or (isinstance(cause, ODD) and _in_client(cause)):
         return message(f"{hub_host()} does not answer like a Hub{_about(subject)}", fix=CHECK_ENDPOINT)
     if isinstance(cause, OSError):
-        return _explain_disk(cause, subject)
+        if cause.errno is None:
+            what = f"{subject.name} could not be downloaded: what arrived is not what the Hub announced"
+            return message(what, fix="check the connection and the proxy, and run again")
+        what = f"{subject.name} could not be downloaded: {cause.strerror or type(cause).__name__}"
+        fix = "check the disk and who may write there, or point HF_HOME to a folder that can be written, and run again"
+        return HubError(what, where=str(cause.filename or constants.HF_HUB_CACHE), fix=fix)
     if type(cause).__name__.startswith("Xet") or (isinstance(cause, RuntimeError) and _in_client(cause)):
         what = f"{subject.file or 'a file'} of {repo} could not be downloaded ({type(cause).__name__})"
         return message(what, fix="check the connection and run again, or set HF_HUB_DISABLE_XET=1")
@@ -145,16 +150,6 @@ def _explain_silence(error: BaseException | None, subject: _Subject) -> HubError
         return HubError(f"{subject.name} did not arrive: {reason}", where=where, fix=fix)
     fix = "check the connection, the proxy and HF_ENDPOINT, and run again"
     return HubError(f"{reason}{missing}", where=where, fix=fix)
-
-
-def _explain_disk(error: OSError, subject: _Subject) -> HubError:
-    """The error of a file that arrived and could not be kept, or did not arrive whole."""
-    if error.errno is None:
-        what = f"{subject.name} could not be downloaded: what arrived is not what the Hub announced"
-        return HubError(what, where=subject.where, fix="check the connection and the proxy, and run again")
-    what = f"{subject.name} could not be downloaded: {error.strerror or type(error).__name__}"
-    fix = "check the disk and who may write there, or point HF_HOME to a folder that can be written, and run again"
-    return HubError(what, where=str(error.filename or constants.HF_HUB_CACHE), fix=fix)
 
 
 def _explain_writing(error: Exception, repo: str) -> HubError | None:

@@ -84,8 +84,11 @@ def find_data(search: Search, task: str, expert: Finding, notes: list[str]) -> T
     if by_name and by_name.data and (reference := find(str(by_name.data.dataset), None)):
         known = by_name.data.model_copy(update=_split(reference)), f"known family {by_name.family}"
     sources = {"datasets": card.datasets, "model-index": [dataset for dataset, _ in card.evaluations]}
-    if known and any(_same_dataset(name, str(known[0].dataset)) for names in sources.values() for name in names):
-        return known
+    if known:  # by its id, or by the name without an owner that it once had
+        ids = (str(known[0].dataset).lower(), str(known[0].dataset).lower().rpartition("/")[2])
+        named = (find(name, None) or name for names in sources.values() for name in names)
+        if any(name.partition("@")[0].lower() in ids for name in named):
+            return known
     problem = f"nothing says where the examples of {task} come from: {repo.name} names no dataset"
     passed_over: list[str] = []
     for key, names in sources.items():
@@ -112,12 +115,6 @@ def _ask(
 ) -> Question:
     options = {source: (("--data", f"{task}={source}"),) for source in choices}
     return Question(problem, (("--data", f"{task}={answer}"),), where or f"data of {task}", options, fix)
-
-
-def _same_dataset(name: str, known: str) -> bool:
-    """Whether a card means this dataset: by its id, or by the name without an owner that it once had."""
-    meant = (find(name, None) or name).partition("@")[0].lower()
-    return meant in (known.lower(), known.lower().rpartition("/")[2])
 
 
 def _holds(long: list[str], short: list[str]) -> bool:

@@ -49,13 +49,20 @@ def read_card(text: str) -> Card:
         name = re.sub(r"\s*\+\s*", "+", _LINK.sub(r"\1", match["name"])).strip(" `*_")
         if name and not re.search(r"\s", name) and ("/" in name or _LINK.match(match["name"])):
             bases.append(name)
+    results = (result for model in _dicts(metadata.get("model-index")) for result in _dicts(model.get("results")))
+    measured = (dataset for result in results for dataset in _dicts(result.get("dataset")))
+    evaluations = [
+        (dataset["type"].strip(), config if _is_config(config := dataset.get("config")) else None)
+        for dataset in measured
+        if isinstance(dataset.get("type"), str)
+    ]
     relation = metadata.get("base_model_relation")
     configs, default = _read_configs(metadata)
     return Card(
         base_models=_read_names(metadata, "base_model", problems),
         relation=relation if isinstance(relation, str) else "",
         datasets=_read_names(metadata, "datasets", problems),
-        evaluations=tuple(dict.fromkeys(_read_evaluations(metadata))),
+        evaluations=tuple(dict.fromkeys(evaluations)),
         configs=configs,
         default_config=default,
         bases_in_text=tuple(dict.fromkeys(bases)),
@@ -71,15 +78,6 @@ def _read_names(metadata: Mapping[Any, Any], key: str, problems: list[str]) -> t
     if len(names) < len(listed):
         problems.append(f"{key} holds something that is no name")
     return tuple(dict.fromkeys(names))
-
-
-def _read_evaluations(metadata: Mapping[Any, Any]) -> Iterator[tuple[str, str | None]]:
-    for model in _dicts(metadata.get("model-index")):
-        for result in _dicts(model.get("results")):
-            for dataset in _dicts(result.get("dataset")):
-                if isinstance(name := dataset.get("type"), str):
-                    config = dataset.get("config")
-                    yield name.strip(), config if _is_config(config) else None
 
 
 def _read_configs(metadata: Mapping[Any, Any]) -> tuple[tuple[str, ...], str | None]:

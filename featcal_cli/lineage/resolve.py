@@ -110,12 +110,11 @@ def check_experts(draft: Draft, lineage: Lineage, open_repo: Opener) -> None:
 
     errors = do_at_once(lambda repo: look_at(*repo), repos)
     read_in = {finding.role: finding for finding in lineage.findings}
-    gone = {
-        task: (read_in[f"expert {task}"], error)
-        for task, expert in experts.items()
-        if isinstance(error := errors.get((opened_part(expert), "model")), HubError)
-        and is_gone(error, opened_part(expert))
-    }
+    gone = {}
+    for task, expert in experts.items():
+        error = errors.get((opened_part(expert), "model"))
+        if isinstance(error, HubError) and is_gone(error, opened_part(expert)):
+            gone[task] = read_in[f"expert {task}"], error
     if gone:
         raise OpenQuestionsError(draft, ask_without(gone, len(experts)))
 
@@ -239,14 +238,12 @@ def _leave_out(search: Search, experts: Experts) -> dict[str, Finding]:
 def _take_gone(search: Search, experts: Experts, base: Base) -> Gone:
     """Open the experts that something is still to be read from. Those that are gone are taken away and returned. Raises
     HubError where the Hub cannot be reached."""
-    needed = {
-        task: expert
-        for task, expert in experts.items()
-        if isinstance(expert, Finding) and (base is None or _said_data(search, task, expert.value) is None)
-    }
-    search.read_ahead(expert.value for expert in needed.values())
+    located = {task: expert for task, expert in experts.items() if isinstance(expert, Finding)}
+    if base is not None:
+        located = {task: one for task, one in located.items() if _said_data(search, task, one.value) is None}
+    search.read_ahead(expert.value for expert in located.values())
     gone: dict[str, tuple[Finding, HubError]] = {}
-    for task, expert in needed.items():
+    for task, expert in located.items():
         try:
             search.read_expert(expert.value, expert.source)
         except HubError as error:

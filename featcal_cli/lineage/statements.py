@@ -43,7 +43,7 @@ def read_statements(repo: Repo, command: str, notes: list[str], looked_at: list[
     if names_own_repo:
         notes.append(f"the card of {repo.name} names the repo itself as its base, which is left out")
     card = replace(card, base_models=others, bases_in_text=others_in_text)
-    merge = _read_config(repo, command, looked_at) or _read_blocks(repo, card, looked_at)
+    merge = _read_mergekit(repo, command, looked_at) or _read_blocks(repo, card, looked_at)
     notes += [merge.note] if merge and merge.note else []
     recipe = _read_recipe(repo, notes, looked_at)
     statements = [_without_itself(statement, repo, notes) for statement in (merge, recipe) if statement]
@@ -93,7 +93,7 @@ def _without_itself(statement: Statement, repo: Repo, notes: list[str]) -> State
     return replace(statement, bases=bases, experts=experts, tasks=statement.tasks if plain else {})
 
 
-def _read_config(repo: Repo, command: str, looked_at: list[str]) -> Statement | None:
+def _read_mergekit(repo: Repo, command: str, looked_at: list[str]) -> Statement | None:
     for name in MERGEKIT_FILES:
         if (text := repo.read_text(name)) is None:
             continue

@@ -109,7 +109,7 @@ def test_a_hub_that_has_just_been_silent_is_not_waited_for_as_long_as_before(
 
     address = f"{hub.url}/api/models/{ORG}/nobody"
     assert get_session().get(address).is_error
-    monkeypatch.setattr("featcal_cli.hub.client._failures._was_silent", time.monotonic())
+    monkeypatch.setattr("featcal_cli.hub.client._failures.was_silent", time.monotonic())
     with pytest.raises(httpx.TimeoutException):
         get_session().get(address)
 
