@@ -9,10 +9,8 @@ import tokenizers
 import torch
 import transformers as tf
 from families_language import VISION_LANGUAGE
-from families_pairs import PAIRS
-from families_seq2seq import ENCODER_DECODERS, SOUND
-from families_text import CAUSAL, ENCODERS, MIXTURES
-from families_vision import VISION
+from families_text import CAUSAL, ENCODER_DECODERS, ENCODERS, MIXTURES, SOUND
+from families_vision import PAIRS, VISION
 from family import VOCABULARY, WIDTH, Family, images, text
 from safetensors.torch import save_file
 from torch import Tensor

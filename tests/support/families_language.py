@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import torch
-from families_seq2seq import SIZES, T5_SIZES
 from family import (
+    BART_SIZES,
     GROUPED_SIZES,
     IMAGE_TOKEN,
+    T5_SIZES,
     TEXT_SIZES,
     VISION_SIZES,
     VOCABULARY,
@@ -15,6 +16,7 @@ from family import (
     Family,
     after,
     before,
+    boxes,
     encoder_decoder,
     images,
     images_in_text,
@@ -50,7 +52,7 @@ _MLLAMA_VISION = {
     "max_num_tiles": 1, "supported_aspect_ratios": [[1, 1]],
 }  # fmt: skip
 _MLLAMA_TEXT = {**GROUPED_SIZES, "cross_attention_layers": [1], "rope_parameters": _ROPE}
-_BART = {**SIZES, "max_position_embeddings": 64}
+_BART = {**BART_SIZES, "max_position_embeddings": 64}
 _DONUT_VISION = {
     "model_type": "donut-swin", "image_size": 32, "patch_size": 4, "embed_dim": 16, "depths": [2, 2],
     "num_heads": [2, 4], "window_size": 4, "mlp_ratio": 2.0,
@@ -87,20 +89,21 @@ _SOUND_TOWER = {
     "num_mel_bins": 16, "encoder_layers": 2, "encoder_attention_heads": 4, "encoder_ffn_dim": 48, "d_model": WIDTH,
     "max_source_positions": 10,
 }  # fmt: skip
+_CLIP_STACKS = "model.vision_tower.encoder.layers.{} model.language_model.layers.{}"
+_QWEN_STACKS = "model.visual.blocks.{} model.language_model.layers.{}"
+_QWEN2_TEXT = {**GROUPED_SIZES, "rope_parameters": {**_ROPE, "mrope_section": [1, 1, 2]}}
+_QWEN3_TEXT = {**GROUPED_SIZES, "head_dim": 8, "rope_parameters": {**_ROPE, "mrope_section": [2, 1, 1]}}
 _IN_TEXT, _IN_LANGUAGE = padding_in("text_"), padding_in("language_model.")
 
 
 def _patches_in_text(count: int) -> Batch:
     """An image of 4 × 4 patches, which become 4 tokens."""
     batch = images_in_text(4)(count)
-    patches = torch.randn(count, 16, 3 * 2 * 4 * 4)
-    kinds = (batch["input_ids"] == IMAGE_TOKEN).int()
-    return {
-        **batch,
-        "pixel_values": patches,
+    batch |= {
+        "pixel_values": torch.randn(count, 16, 96),
         "image_grid_thw": torch.tensor([[1, 4, 4]] * count),
-        "mm_token_type_ids": kinds,
     }
+    return {**batch, "mm_token_type_ids": (batch["input_ids"] == IMAGE_TOKEN).int()}
 
 
 def _typed_images_in_text(count: int) -> Batch:
@@ -131,10 +134,6 @@ def _sounds_in_text(count: int) -> Batch:
     return {**batch, "input_features": torch.randn(count, 16, 20), "feature_attention_mask": mask}
 
 
-def _pages(count: int) -> Batch:
-    return {**pairs(count), "bbox": torch.randint(0, 30, (count, 9, 4)).sort(-1).values}
-
-
 def _read(count: int) -> Batch:
     return {**images(count), **prompt(count)}
 
@@ -148,10 +147,6 @@ def _read_patches(count: int) -> Batch:
     return {"flattened_patches": patches, "attention_mask": mask, **prompt(count)}
 
 
-def _read_images_in_text(count: int) -> Batch:
-    return {**images_in_text(17)(count), **prompt(count)}
-
-
 def _florence_padding(path: str, call: int, batch: Batch) -> Tensor | None:
     return None if "vision_tower" in path else encoder_decoder(path, call, batch)
 
@@ -159,19 +154,17 @@ def _florence_padding(path: str, call: int, batch: Batch) -> Tensor | None:
 VISION_LANGUAGE = [
     Family(
         "llava", "LlavaForConditionalGeneration", {"vision_config": _CLIP_TOWER, "text_config": _LLAMA,
-        "image_token_index": IMAGE_TOKEN}, images_in_text(16),
-        "model.vision_tower.encoder.layers.{} model.language_model.layers.{}", mask=_IN_LANGUAGE,
+        "image_token_index": IMAGE_TOKEN}, images_in_text(16), _CLIP_STACKS, mask=_IN_LANGUAGE,
     ),
     Family(
         "paligemma", "PaliGemmaForConditionalGeneration", {"vision_config": {**_SIGLIP_TOWER, "projection_dim": WIDTH},
         "text_config": _GEMMA, "projection_dim": WIDTH, "image_token_index": IMAGE_TOKEN}, images_in_text(16),
-        "model.vision_tower.encoder.layers.{} model.language_model.layers.{}", mask=_IN_LANGUAGE,
+        _CLIP_STACKS, mask=_IN_LANGUAGE,
     ),
     Family(
         "gemma3-vision", "Gemma3ForConditionalGeneration", {"vision_config": {**_SIGLIP_TOWER,
         "vision_use_head": False}, "text_config": _GEMMA3, "mm_tokens_per_image": 4, "image_token_id": IMAGE_TOKEN},
-        _typed_images_in_text, "model.vision_tower.encoder.layers.{} model.language_model.layers.{}",
-        mask=_IN_LANGUAGE,
+        _typed_images_in_text, _CLIP_STACKS, mask=_IN_LANGUAGE,
     ),
     Family(
         "smolvlm", "SmolVLMForConditionalGeneration", {"vision_config": VISION_SIZES, "text_config": _LLAMA,
@@ -185,20 +178,17 @@ VISION_LANGUAGE = [
     ),
     Family(
         "qwen2-vl", "Qwen2VLForConditionalGeneration", _QWEN_TOKENS | {"vision_config": _QWEN_VISION,
-        "text_config": {**GROUPED_SIZES, "rope_parameters": {**_ROPE, "mrope_section": [1, 1, 2]}}}, _patches_in_text,
-        "model.visual.blocks.{} model.language_model.layers.{}", mask=_IN_LANGUAGE,
+        "text_config": _QWEN2_TEXT}, _patches_in_text, _QWEN_STACKS, mask=_IN_LANGUAGE,
     ),
     Family(
         "qwen2.5-vl", "Qwen2_5_VLForConditionalGeneration", _QWEN_TOKENS | {"vision_config": {**_QWEN_LATER_VISION,
-        "window_size": 8, "fullatt_block_indexes": [1]}, "text_config": {**GROUPED_SIZES, "rope_parameters": {**_ROPE,
-        "mrope_section": [1, 1, 2]}}}, _patches_in_text, "model.visual.blocks.{} model.language_model.layers.{}",
+        "window_size": 8, "fullatt_block_indexes": [1]}, "text_config": _QWEN2_TEXT}, _patches_in_text, _QWEN_STACKS,
         mask=_IN_LANGUAGE,
     ),
     Family(
         "qwen3-vl", "Qwen3VLForConditionalGeneration", _QWEN_TOKENS | {"vision_config": {**_QWEN_LATER_VISION,
-        "num_position_embeddings": 16, "deepstack_visual_indexes": [0]}, "text_config": {**GROUPED_SIZES,
-        "head_dim": 8, "rope_parameters": {**_ROPE, "mrope_section": [2, 1, 1]}}}, _patches_in_text,
-        "model.visual.blocks.{} model.language_model.layers.{}", mask=_IN_LANGUAGE,
+        "num_position_embeddings": 16, "deepstack_visual_indexes": [0]}, "text_config": _QWEN3_TEXT}, _patches_in_text,
+        _QWEN_STACKS, mask=_IN_LANGUAGE,
     ),
     Family(
         "mllama", "MllamaForConditionalGeneration", {"vision_config": _MLLAMA_VISION, "text_config": _MLLAMA_TEXT,
@@ -222,7 +212,10 @@ VISION_LANGUAGE = [
         "git.image_encoder.vision_model.encoder.layers.{} git.encoder.layer.{}", mask=lambda path, call,
         batch: None if "image_encoder" in path else before(17)(path, call, batch),
     ),
-    Family("layoutlmv3", "LayoutLMv3Model", _LAYOUT, _pages, "encoder.layer.{}", mask=after(17)),
+    Family(
+        "layoutlmv3", "LayoutLMv3Model", _LAYOUT, lambda count: pairs(count) | boxes(count), "encoder.layer.{}",
+        mask=after(17),
+    ),
     Family(
         "trocr", "VisionEncoderDecoderModel", _TROCR, _read, "encoder.layers.{} decoder.model.decoder.layers.{}",
         mask=encoder_decoder,
@@ -238,7 +231,8 @@ VISION_LANGUAGE = [
     ),
     Family(
         "florence2", "Florence2ForConditionalGeneration", {"vision_config": _FLORENCE_VISION,
-        "text_config": {"model_type": "bart", **_BART}, "image_token_id": IMAGE_TOKEN}, _read_images_in_text,
+        "text_config": {"model_type": "bart", **_BART}, "image_token_id": IMAGE_TOKEN},
+        lambda count: images_in_text(17)(count) | prompt(count),
         "model.vision_tower.blocks.{}.0 model.language_model.{encoder,decoder}.layers.{}", mask=_florence_padding,
     ),
     Family(

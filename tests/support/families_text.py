@@ -1,9 +1,31 @@
-"""Tiny text models of one stack: encoders padded on the right, causal models padded on the left."""
+"""Tiny text models (encoders padded on the right, causal ones on the left, encoder-decoders), and models of sound."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
-from family import GROUPED_SIZES, TEXT_SIZES, VOCABULARY, WIDTH, Batch, Family, left_text, padding, text
+from family import (
+    BART_SIZES,
+    GROUPED_SIZES,
+    T5_SIZES,
+    TEXT_SIZES,
+    VOCABULARY,
+    WIDTH,
+    Batch,
+    Family,
+    alike,
+    audio,
+    boxes,
+    encoder_decoder,
+    left_text,
+    padding,
+    prompt,
+    sound_frames,
+    spectrograms,
+    text,
+    text_to_text,
+)
 from torch import Tensor
 
 _HEADS = {**GROUPED_SIZES, "head_dim": 8}
@@ -13,19 +35,27 @@ _GPT = {"vocab_size": VOCABULARY, "n_embd": WIDTH, "n_layer": 2, "n_head": 4, "b
 _ROPE = {"rope_type": "default", "rope_theta": 1e4}
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2}
 _LOCAL_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
-_SHARED_EXPERT = {**_EXPERTS, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 24}
+_NARROW = {"moe_intermediate_size": 24}
+_SHARED_EXPERT = {**_EXPERTS, **_NARROW, "shared_expert_intermediate_size": 24}
 _DEEPSEEK = {
-    **_EVERY_KEY, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "n_shared_experts": 1,
-    "moe_intermediate_size": 24, "first_k_dense_replace": 1, "kv_lora_rank": 8, "q_lora_rank": 12,
-    "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8,
+    **_EVERY_KEY, **_NARROW, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1,
+    "n_shared_experts": 1, "first_k_dense_replace": 1, "kv_lora_rank": 8, "q_lora_rank": 12, "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 4, "v_head_dim": 8,
 }  # fmt: skip
-_MODERNBERT = {**TEXT_SIZES, "cls_token_id": 1, "sep_token_id": 2, "num_hidden_layers": 3}
+_MODERNBERT = {
+    **TEXT_SIZES, "cls_token_id": 1, "sep_token_id": 2, "num_hidden_layers": 3, "global_attn_every_n_layers": 2,
+    "local_attention": 4,
+}  # fmt: skip
 _DEBERTA = {
     **TEXT_SIZES, "relative_attention": True, "pos_att_type": ["p2c", "c2p"], "position_biased_input": False,
     "type_vocab_size": 0,
 }  # fmt: skip
-_DEBERTA_V2 = {"position_buckets": 4, "norm_rel_ebd": "layer_norm", "share_att_key": True, "conv_kernel_size": 3}
+_DEBERTA_V2 = {
+    **_DEBERTA, "position_buckets": 4, "norm_rel_ebd": "layer_norm", "share_att_key": True, "conv_kernel_size": 3,
+}  # fmt: skip
 _DISTILBERT = {"dim": WIDTH, "n_layers": 2, "n_heads": 4, "hidden_dim": 48, "vocab_size": VOCABULARY}
+_ALBERT = {**TEXT_SIZES, "num_hidden_layers": 3, "embedding_size": 16}
+_ALBERT_GROUPS = {**_ALBERT, "num_hidden_layers": 4, "num_hidden_groups": 2, "inner_group_num": 2}
 _MOBILEBERT = {
     **TEXT_SIZES, "embedding_size": 16, "intra_bottleneck_size": 16, "num_feedforward_networks": 3,
     "trigram_input": False,
@@ -34,13 +64,11 @@ _XLNET = {"vocab_size": VOCABULARY, "d_model": WIDTH, "n_layer": 2, "n_head": 4,
 _GPT_NEO = {
     **TEXT_SIZES, "num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]], "window_size": 4,
 }  # fmt: skip
+_FALCON = {**TEXT_SIZES, "num_kv_heads": 2, "new_decoder_architecture": True}
 _OPT = {**TEXT_SIZES, "ffn_dim": 48, "word_embed_proj_dim": 16, "do_layer_norm_before": False}
-_MPT = {
-    "vocab_size": VOCABULARY, "d_model": WIDTH, "n_heads": 4, "n_layers": 2, "max_seq_len": 64, "expansion_ratio": 2,
-}  # fmt: skip
+_MPT = {"vocab_size": VOCABULARY, "d_model": WIDTH, "n_heads": 4, "n_layers": 2, "max_seq_len": 64}
 _DBRX = {
-    "d_model": WIDTH, "n_heads": 4, "n_layers": 2, "vocab_size": VOCABULARY, "max_seq_len": 64,
-    "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10000.0},
+    **_MPT, "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10000.0},
     "ffn_config": {"ffn_hidden_size": 24, "moe_num_experts": 4, "moe_top_k": 2, "hidden_size": WIDTH},
 }  # fmt: skip
 _JAMBA = {
@@ -51,6 +79,27 @@ _QWEN3_NEXT = {
     **_HEADS, **_SHARED_EXPERT, "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8,
     "linear_value_head_dim": 8, "layer_types": ["linear_attention", "full_attention"],
 }  # fmt: skip
+_FLAN = {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}
+_SWITCH = {"num_decoder_layers": 2, "num_experts": 3, "num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1}
+_NLLB_MOE = {"num_experts": 4, "encoder_sparse_step": 2, "decoder_sparse_step": 2}
+_LED = {"max_encoder_position_embeddings": 64, "max_decoder_position_embeddings": 64, "attention_window": 4}
+_T5GEMMA = {**_HEADS, "sliding_window": 4}
+_BERT = {"model_type": "bert", **TEXT_SIZES}
+_BERTS = {"encoder": _BERT, "decoder": {**_BERT, "is_decoder": True, "add_cross_attention": True}}
+_WHISPER = {
+    **BART_SIZES, "num_mel_bins": 16, "max_source_positions": 10, "max_target_positions": 32, "suppress_tokens": None,
+    "begin_suppress_tokens": None,
+}  # fmt: skip
+_NO_POSITIONS = {key: value for key, value in TEXT_SIZES.items() if key != "max_position_embeddings"}
+_SOUND = {
+    **_NO_POSITIONS, "conv_dim": [8, 8], "conv_kernel": [10, 4], "conv_stride": [5, 2], "num_feat_extract_layers": 2,
+    "num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2, "feat_extract_norm": "layer",
+}  # fmt: skip
+_WAV2VEC2_BERT = {
+    **_NO_POSITIONS, "feature_projection_input_dim": 16, "left_max_position_embeddings": 4,
+    "right_max_position_embeddings": 2, "conv_depthwise_kernel_size": 3,
+}  # fmt: skip
+_BLOCKS, _STACKS = "{encoder,decoder}.block.{}", "model.{encoder,decoder}.layers.{}"
 
 
 def _text_of_whole_windows(count: int) -> Batch:
@@ -67,38 +116,28 @@ def _tokens_at_first_call(path: str, call: int, batch: Batch) -> Tensor | None:
     return padding(path, call, batch) if call == 0 else None
 
 
-def _bboxes(count: int) -> Batch:
-    return {**text(count), "bbox": torch.randint(0, 30, (count, 9, 4)).sort(-1).values}
+def _hear(count: int) -> Batch:
+    return {"input_features": torch.randn(count, 16, 20), **prompt(count)}
 
 
 ENCODERS = [
-    Family("bert", "BertModel", TEXT_SIZES, text, "encoder.layer.{}"),
-    Family("roberta", "RobertaModel", TEXT_SIZES, text, "encoder.layer.{}"),
-    Family("roberta-prelayernorm", "RobertaPreLayerNormModel", TEXT_SIZES, text, "encoder.layer.{}"),
+    *alike(
+        "bert BertModel, roberta RobertaModel, roberta-prelayernorm RobertaPreLayerNormModel, data2vec-text "
+        "Data2VecTextModel, roformer RoFormerModel, megatron-bert MegatronBertModel, ernie ErnieModel",
+        TEXT_SIZES, text, "encoder.layer.{}",
+    ),
+    Family("mpnet", "MPNetModel", TEXT_SIZES, text, "encoder.layer.{}"),
+    Family("fnet", "FNetModel", TEXT_SIZES, _no_mask, "encoder.layer.{}"),
     Family("xlm-roberta", "XLMRobertaForSequenceClassification", TEXT_SIZES, text, "roberta.encoder.layer.{}"),
-    Family("data2vec-text", "Data2VecTextModel", TEXT_SIZES, text, "encoder.layer.{}"),
     # the embeddings of relative positions are as many as padding makes them
     Family("deberta", "DebertaModel", _DEBERTA, text, "encoder.layer.{}", stays=r"\.pos_"),
-    Family(
-        "deberta-v2", "DebertaV2Model", _DEBERTA | _DEBERTA_V2, text, "encoder.layer.{}", mask=_tokens_at_first_call,
-    ),
+    Family("deberta-v2", "DebertaV2Model", _DEBERTA_V2, text, "encoder.layer.{}", mask=_tokens_at_first_call),
     Family("distilbert", "DistilBertModel", _DISTILBERT, text, "transformer.layer.{}"),
-    # one block, called three times
-    Family(
-        "albert", "AlbertModel", TEXT_SIZES | {"num_hidden_layers": 3, "embedding_size": 16}, text,
-        "encoder.albert_layer_groups.0.albert_layers.0",
-    ),
-    # two blocks that take turns, then two others
-    Family(
-        "albert-groups", "AlbertModel", TEXT_SIZES | {"num_hidden_layers": 4, "embedding_size": 16,
-        "num_hidden_groups": 2, "inner_group_num": 2}, text, "encoder.albert_layer_groups.{}.albert_layers.{}",
-    ),
+    # one block, called three times; two blocks that take turns, then two others
+    Family("albert", "AlbertModel", _ALBERT, text, "encoder.albert_layer_groups.0.albert_layers.0"),
+    Family("albert-groups", "AlbertModel", _ALBERT_GROUPS, text, "encoder.albert_layer_groups.{}.albert_layers.{}"),
     Family("electra", "ElectraModel", TEXT_SIZES | {"embedding_size": 16}, text, "encoder.layer.{}"),
-    Family("mpnet", "MPNetModel", TEXT_SIZES, text, "encoder.layer.{}"),
-    Family(
-        "modernbert", "ModernBertModel", _MODERNBERT | {"global_attn_every_n_layers": 2, "local_attention": 4}, text,
-        "layers.{0,1,2}",
-    ),
+    Family("modernbert", "ModernBertModel", _MODERNBERT, text, "layers.{0,1,2}"),
     Family("nomic-bert", "NomicBertModel", TEXT_SIZES, text, "layers.{}"),
     Family("eurobert", "EuroBertModel", GROUPED_SIZES | {"mask_token_id": 3}, text, "layers.{}"),
     Family(
@@ -107,62 +146,59 @@ ENCODERS = [
     ),
     Family("big-bird", "BigBirdModel", TEXT_SIZES | {"attention_type": "original_full"}, text, "encoder.layer.{}"),
     Family("mobilebert", "MobileBertModel", _MOBILEBERT, text, "encoder.layer.{}"),
-    Family("layoutlm", "LayoutLMModel", TEXT_SIZES | {"max_2d_position_embeddings": 32}, _bboxes, "encoder.layer.{}"),
+    Family(
+        "layoutlm", "LayoutLMModel", TEXT_SIZES | {"max_2d_position_embeddings": 32},
+        lambda count: text(count) | boxes(count), "encoder.layer.{}",
+    ),
     Family("xlnet", "XLNetModel", _XLNET, left_text, "layer.{}"),
-    Family("roformer", "RoFormerModel", TEXT_SIZES, text, "encoder.layer.{}"),
-    Family("megatron-bert", "MegatronBertModel", TEXT_SIZES, text, "encoder.layer.{}"),
     Family("rembert", "RemBertModel", TEXT_SIZES | {"input_embedding_size": 16}, text, "encoder.layer.{}"),
-    Family("ernie", "ErnieModel", TEXT_SIZES, text, "encoder.layer.{}"),
     Family(
         "esm", "EsmModel", TEXT_SIZES | {"mask_token_id": 4, "position_embedding_type": "rotary"}, text,
         "encoder.layer.{}",
     ),
-    Family("fnet", "FNetModel", TEXT_SIZES, _no_mask, "encoder.layer.{}"),
 ]  # fmt: skip
 
 CAUSAL = [
-    Family("gpt2", "GPT2LMHeadModel", _GPT, left_text, "transformer.h.{}"),
+    *alike("gpt2 GPT2LMHeadModel, gpt-bigcode GPTBigCodeForCausalLM", _GPT, left_text, "transformer.h.{}"),
+    Family("openai-gpt", "OpenAIGPTLMHeadModel", _GPT, text, "transformer.h.{}"),
     Family("gpt-neo", "GPTNeoForCausalLM", _GPT_NEO, left_text, "transformer.h.{}"),
     Family("gpt-neox", "GPTNeoXForCausalLM", TEXT_SIZES | {"rotary_pct": 0.5}, left_text, "gpt_neox.layers.{}"),
     Family("gptj", "GPTJForCausalLM", _GPT | {"rotary_dim": 4, "n_positions": 64}, left_text, "transformer.h.{}"),
     Family("codegen", "CodeGenForCausalLM", _GPT | {"rotary_dim": 4}, left_text, "transformer.h.{}"),
-    Family("gpt-bigcode", "GPTBigCodeForCausalLM", _GPT, left_text, "transformer.h.{}"),
-    Family("openai-gpt", "OpenAIGPTLMHeadModel", _GPT, text, "transformer.h.{}"),
     Family("opt", "OPTForCausalLM", _OPT, left_text, "model.decoder.layers.{}"),
     Family("bloom", "BloomForCausalLM", TEXT_SIZES | {"n_layer": 2, "n_head": 4}, left_text, "transformer.h.{}"),
     Family("falcon", "FalconForCausalLM", TEXT_SIZES | {"bias": True}, left_text, "transformer.h.{}"),
-    Family(
-        "falcon-new", "FalconForCausalLM", TEXT_SIZES | {"num_kv_heads": 2, "new_decoder_architecture": True},
-        left_text, "transformer.h.{}",
+    Family("falcon-new", "FalconForCausalLM", _FALCON, left_text, "transformer.h.{}"),
+    Family("mpt", "MptForCausalLM", _MPT | {"expansion_ratio": 2}, left_text, "transformer.blocks.{}"),
+    *alike(
+        "llama LlamaForCausalLM, qwen3 Qwen3ForCausalLM, gemma GemmaForCausalLM, glm4 Glm4ForCausalLM, nemotron "
+        "NemotronForCausalLM", _HEADS, left_text, "model.layers.{}",
     ),
-    Family("mpt", "MptForCausalLM", _MPT, left_text, "transformer.blocks.{}"),
-    Family("llama", "LlamaForCausalLM", _HEADS, left_text, "model.layers.{}"),
-    Family("mistral", "MistralForCausalLM", _HEADS | {"sliding_window": 4}, left_text, "model.layers.{}"),
-    Family("qwen2", "Qwen2ForCausalLM", GROUPED_SIZES, left_text, "model.layers.{}"),
+    *alike(
+        "mistral MistralForCausalLM, gemma2 Gemma2ForCausalLM", _HEADS | {"sliding_window": 4}, left_text,
+        "model.layers.{}",
+    ),
+    *alike(
+        "qwen2 Qwen2ForCausalLM, phi3 Phi3ForCausalLM, olmo OlmoForCausalLM, olmo2 Olmo2ForCausalLM, granite "
+        "GraniteForCausalLM, smollm3 SmolLM3ForCausalLM, starcoder2 Starcoder2ForCausalLM",
+        GROUPED_SIZES, left_text, "model.layers.{}",
+    ),
+    *alike(
+        "olmo3 Olmo3ForCausalLM, cohere2 Cohere2ForCausalLM, exaone4 Exaone4ForCausalLM", GROUPED_SIZES | _SLIDING,
+        left_text, "model.layers.{}",
+    ),
+    *alike(
+        "phi PhiForCausalLM, stablelm StableLmForCausalLM", GROUPED_SIZES | {"qk_layernorm": True}, left_text,
+        "model.layers.{}",
+    ),
     Family(
         "qwen2-classifier", "Qwen2ForSequenceClassification", GROUPED_SIZES | _SLIDING | {"use_sliding_window": True},
         text, "model.layers.{}",
     ),
-    Family("qwen3", "Qwen3ForCausalLM", _HEADS, left_text, "model.layers.{}"),
-    Family("gemma", "GemmaForCausalLM", _HEADS, left_text, "model.layers.{}"),
-    Family("gemma2", "Gemma2ForCausalLM", _HEADS | {"sliding_window": 4}, left_text, "model.layers.{}"),
     Family("gemma3", "Gemma3ForCausalLM", _HEADS | _SLIDING, left_text, "model.layers.{}"),
-    Family("phi", "PhiForCausalLM", GROUPED_SIZES | {"qk_layernorm": True}, left_text, "model.layers.{}"),
-    Family("phi3", "Phi3ForCausalLM", GROUPED_SIZES, left_text, "model.layers.{}"),
     Family("persimmon", "PersimmonForCausalLM", TEXT_SIZES, left_text, "model.layers.{}"),
-    Family("olmo", "OlmoForCausalLM", GROUPED_SIZES, left_text, "model.layers.{}"),
-    Family("olmo2", "Olmo2ForCausalLM", GROUPED_SIZES, left_text, "model.layers.{}"),
-    Family("olmo3", "Olmo3ForCausalLM", GROUPED_SIZES | _SLIDING, left_text, "model.layers.{}"),
     # its norms of queries and keys have weights of two dimensions
     Family("cohere", "CohereForCausalLM", GROUPED_SIZES | {"use_qk_norm": True}, left_text, "model.layers.{}"),
-    Family("cohere2", "Cohere2ForCausalLM", GROUPED_SIZES | _SLIDING, left_text, "model.layers.{}"),
-    Family("granite", "GraniteForCausalLM", GROUPED_SIZES, left_text, "model.layers.{}"),
-    Family("stablelm", "StableLmForCausalLM", GROUPED_SIZES | {"qk_layernorm": True}, left_text, "model.layers.{}"),
-    Family("smollm3", "SmolLM3ForCausalLM", GROUPED_SIZES, left_text, "model.layers.{}"),
-    Family("starcoder2", "Starcoder2ForCausalLM", GROUPED_SIZES, left_text, "model.layers.{}"),
-    Family("glm4", "Glm4ForCausalLM", _HEADS, left_text, "model.layers.{}"),
-    Family("nemotron", "NemotronForCausalLM", _HEADS, left_text, "model.layers.{}"),
-    Family("exaone4", "Exaone4ForCausalLM", GROUPED_SIZES | _SLIDING, left_text, "model.layers.{}"),
     Family(
         "lfm2", "Lfm2ForCausalLM", GROUPED_SIZES | {"layer_types": ["conv", "full_attention"]}, text,
         "model.layers.{}",
@@ -171,23 +207,74 @@ CAUSAL = [
 ]  # fmt: skip
 
 MIXTURES = [
-    Family("mixtral", "MixtralForCausalLM", _HEADS | _LOCAL_EXPERTS, left_text, "model.layers.{}"),
-    Family("qwen2-moe", "Qwen2MoeForCausalLM", GROUPED_SIZES | _SHARED_EXPERT, left_text, "model.layers.{}"),
-    Family(
-        "qwen3-moe", "Qwen3MoeForCausalLM", _HEADS | _EXPERTS | {"moe_intermediate_size": 24}, left_text,
-        "model.layers.{}",
+    *alike(
+        "mixtral MixtralForCausalLM, phimoe PhimoeForCausalLM", _HEADS | _LOCAL_EXPERTS, left_text, "model.layers.{}",
     ),
+    Family("qwen2-moe", "Qwen2MoeForCausalLM", GROUPED_SIZES | _SHARED_EXPERT, left_text, "model.layers.{}"),
+    Family("qwen3-moe", "Qwen3MoeForCausalLM", _HEADS | _EXPERTS | _NARROW, left_text, "model.layers.{}"),
     Family("olmoe", "OlmoeForCausalLM", GROUPED_SIZES | _EXPERTS, left_text, "model.layers.{}"),
     Family("granitemoe", "GraniteMoeForCausalLM", GROUPED_SIZES | _LOCAL_EXPERTS, left_text, "model.layers.{}"),
     Family(
         "gpt-oss", "GptOssForCausalLM", _HEADS | _LOCAL_EXPERTS | _SLIDING | {"rope_parameters": _ROPE}, left_text,
         "model.layers.{}",
     ),
-    Family("phimoe", "PhimoeForCausalLM", _HEADS | _LOCAL_EXPERTS, left_text, "model.layers.{}"),
     Family("dbrx", "DbrxForCausalLM", _DBRX, left_text, "transformer.blocks.{}"),
-    Family("deepseek-v2", "DeepseekV2ForCausalLM", _DEEPSEEK, left_text, "model.layers.{}"),
-    Family("deepseek-v3", "DeepseekV3ForCausalLM", _DEEPSEEK, left_text, "model.layers.{}"),
+    *alike(
+        "deepseek-v2 DeepseekV2ForCausalLM, deepseek-v3 DeepseekV3ForCausalLM", _DEEPSEEK, left_text,
+        "model.layers.{}",
+    ),
     Family("jamba", "JambaForCausalLM", _JAMBA, text, "model.layers.{}"),
     # its gated norm is not a norm alone
     Family("qwen3-next", "Qwen3NextForCausalLM", _QWEN3_NEXT, text, "model.layers.{}", stays=r"linear_attn\.norm$"),
 ]  # fmt: skip
+
+ENCODER_DECODERS = [
+    *alike(
+        "t5 T5ForConditionalGeneration, mt5 MT5ForConditionalGeneration, umt5 UMT5ForConditionalGeneration", T5_SIZES,
+        text_to_text, _BLOCKS,
+    ),
+    Family("flan-t5", "T5ForConditionalGeneration", T5_SIZES | _FLAN, text_to_text, _BLOCKS),
+    Family("longt5", "LongT5ForConditionalGeneration", T5_SIZES | {"local_radius": 2}, text_to_text, _BLOCKS),
+    Family(
+        "switch-transformers", "SwitchTransformersForConditionalGeneration", T5_SIZES | _SWITCH, text_to_text, _BLOCKS,
+        stays=r"\.experts\.",
+    ),
+    *alike(
+        "bart BartForConditionalGeneration, mbart MBartForConditionalGeneration, marian MarianMTModel, pegasus "
+        "PegasusForConditionalGeneration, blenderbot BlenderbotForConditionalGeneration, m2m100 "
+        "M2M100ForConditionalGeneration", BART_SIZES | {"max_position_embeddings": 64}, text_to_text, _STACKS,
+    ),
+    Family(
+        "nllb-moe", "NllbMoeForConditionalGeneration", BART_SIZES | _NLLB_MOE | {"max_position_embeddings": 64},
+        text_to_text, _STACKS, stays=r"\.experts\.",
+    ),
+    Family(
+        "led", "LEDForConditionalGeneration", BART_SIZES | _LED, lambda count: _text_of_whole_windows(count)
+        | prompt(count), "led.{encoder,decoder}.layers.{}",
+    ),
+    Family(
+        "t5gemma", "T5GemmaForConditionalGeneration", {"encoder": _T5GEMMA, "decoder": _T5GEMMA}, text_to_text,
+        _STACKS,
+    ),
+    Family(
+        "encoder-decoder", "EncoderDecoderModel", _BERTS, text_to_text,
+        "encoder.encoder.layer.{} decoder.bert.encoder.layer.{}",
+    ),
+    Family("whisper", "WhisperForConditionalGeneration", _WHISPER, _hear, _STACKS),
+]  # fmt: skip
+ENCODER_DECODERS = [replace(family, mask=encoder_decoder) for family in ENCODER_DECODERS]
+
+SOUND = [
+    Family("wav2vec2", "Wav2Vec2ForCTC", _SOUND | {"do_stable_layer_norm": True}, audio, "wav2vec2.encoder.layers.{}"),
+    *alike("hubert HubertModel, unispeech-sat UniSpeechSatModel", _SOUND, audio, "encoder.layers.{}"),
+    # its attention reads the weights of its projections without calling them
+    Family("wavlm", "WavLMModel", _SOUND | {"num_buckets": 8, "max_bucket_distance": 16}, audio, "encoder.layers.{}"),
+    Family("data2vec-audio", "Data2VecAudioModel", _SOUND | {"conv_pos_kernel_size": 3}, audio, "encoder.layers.{}"),
+    # the embeddings of relative positions are as many as padding makes them
+    Family(
+        "wav2vec2-conformer", "Wav2Vec2ConformerModel", _SOUND | {"conv_depthwise_kernel_size": 3}, audio,
+        "encoder.layers.{}", stays=r"\.linear_pos",
+    ),
+]  # fmt: skip
+SOUND = [replace(family, mask=sound_frames([10, 4], [5, 2])) for family in SOUND]
+SOUND.append(Family("wav2vec2-bert", "Wav2Vec2BertModel", _WAV2VEC2_BERT, spectrograms, "encoder.layers.{}"))

@@ -25,6 +25,16 @@ TEXT_SIZES = {
 }  # fmt: skip
 GROUPED_SIZES = {**TEXT_SIZES, "num_key_value_heads": 2}
 """With fewer key and value heads than query heads."""
+BART_SIZES = {
+    "vocab_size": VOCABULARY, "d_model": WIDTH, "encoder_layers": 2, "decoder_layers": 2, "encoder_ffn_dim": 48,
+    "decoder_ffn_dim": 48, "encoder_attention_heads": 4, "decoder_attention_heads": 4, "pad_token_id": 0,
+    "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1, "forced_eos_token_id": 2,
+}  # fmt: skip
+T5_SIZES = {
+    "vocab_size": VOCABULARY, "d_model": WIDTH, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_heads": 4,
+    "pad_token_id": 0, "decoder_start_token_id": 0, "relative_attention_num_buckets": 8,
+    "relative_attention_max_distance": 16,
+}  # fmt: skip
 
 Batch = dict[str, Tensor]
 MaskRule = Callable[[str, int, Batch], Tensor | None]
@@ -68,6 +78,12 @@ class Family:
         return [name for pattern in self.blocks.split() for name in _unfold(pattern)]
 
 
+def alike(names: str, *shape: Any) -> list[Family]:
+    """Architectures that differ in name and class alone: `name Class, name Class, …`."""
+    pairs = (pair.split() for pair in names.split(", "))
+    return [Family(name, model, *shape) for name, model in pairs]
+
+
 def _unfold(pattern: str) -> list[str]:
     if not (choice := re.search(r"\{(.*?)\}", pattern)):
         return [pattern]
@@ -108,6 +124,11 @@ def videos(count: int) -> Batch:
 
 def pairs(count: int) -> Batch:
     return {**images(count), **text(count)}
+
+
+def boxes(count: int) -> Batch:
+    """Where the words stand on a page."""
+    return {"bbox": torch.randint(0, 30, (count, TOKENS, 4)).sort(-1).values}
 
 
 def images_in_text(image_tokens: int) -> Callable[[int], Batch]:

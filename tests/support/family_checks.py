@@ -14,7 +14,7 @@ import torch
 import transformers as tf
 from compatibility import check_row
 from families import Family, Saved, build_lively, save_family
-from families_seq2seq import SOUND
+from families_text import SOUND
 from oracle import calibrate_slowly, is_norm, modules_to_calibrate, normalise, record, to_float64, token_weights
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
