@@ -103,10 +103,10 @@ def zygote() -> Iterator[Zygote]:
 @pytest.fixture(scope="session")
 def bert_job(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with job.yaml, the recipe of a tiny BERT, and all that it names."""
-    from families import FAMILIES, save_family
+    from families import BY_NAME, save_family
 
     folder = tmp_path_factory.mktemp("job")
-    saved = save_family(folder, next(family for family in FAMILIES if family.name == "bert"))
+    saved = save_family(folder, BY_NAME["bert"])
     (folder / "job.yaml").write_text(json.dumps(saved.recipe()))
     return folder
 

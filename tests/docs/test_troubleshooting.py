@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -92,7 +91,7 @@ def hub_that_is_down(stage: Stage) -> Arguments:
     return {"--expert": "red=user/expert"}
 
 
-def dataset_of_two_configs(stage: Stage) -> Arguments:
+def dataset_of_two_configs(stage: Stage) -> Arguments | None:
     configs = "configs: [{config_name: red, data_files: a.txt}, {config_name: green, data_files: b.txt}]"
     return bad_data.hub_dataset("user/rows", README__md=f"---\n{configs}\n---\n", a__txt="w2", b__txt="w3")(stage)
 
@@ -116,7 +115,7 @@ def full_memory(stage: Stage) -> Arguments:
     return {"--device": "cpu"}
 
 
-def huge_weights(stage: Stage) -> Arguments:
+def huge_weights(stage: Stage) -> Arguments | None:
     """Finite, but what comes out of them is not."""
     return bad_models.tensors(lambda found: found["encoder.layer.0.output.dense.weight"].fill_(3e38))(stage)
 
@@ -182,7 +181,7 @@ WAYS: dict[str, Arrange] = {
     ),
     "names no dataset": options(data=None),
     "there is no model": options(expert="red=user/nothing"),
-    "is gated": partial(bad_surroundings.closed, kind="gated"),
+    "is gated": bad_surroundings.closed("gated"),
     "only pickled weights": bad_surroundings.pickles_on_the_hub,
     "cannot be reached": hub_that_is_down,
     "loading script": bad_data.hub_dataset("user/script", script__py="import os"),
@@ -229,7 +228,7 @@ def test_a_message_in_the_page_is_one_that_featcal_prints(
     stage: Stage, capsys: pytest.CaptureFixture[str], quote: Quote
 ) -> None:
     (arrange,) = [way for words, way in WAYS.items() if words in quote.lines[0]]
-    chosen = {"command": "calibrate", **good_arguments(stage.folder), **arrange(stage)}
+    chosen = {"command": "calibrate", **good_arguments(stage.folder), **(arrange(stage) or {})}
     run = featcal_inside(capsys, str(chosen.pop("command")), chosen)
     assert run.code == quote.code, run.stderr
     printed = run.stderr[run.stderr.index("error: ") :].splitlines()

@@ -11,7 +11,7 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 import torch
-from bad_input import LAUGHS, Arguments, Arrange, Case, Stage, of_images, options
+from bad_input import LAUGHS, Arguments, Arrange, Case, Stage, case, of_images, options
 from PIL import Image
 from safetensors.torch import save_file
 
@@ -19,14 +19,11 @@ arrow: Any = pyarrow  # has no types
 ESCAPE = "\x1b[31m"
 
 
-def tensors(**found: torch.Tensor) -> Arrange:
+@case
+def tensors(stage: Stage, /, **inputs: torch.Tensor) -> Arguments:
     """A file of model-ready inputs."""
-
-    def arrange(stage: Stage) -> Arguments:
-        save_file({name: value.clone() for name, value in found.items()}, stage.folder / "inputs.safetensors")
-        return {"--data": f"red={stage.folder / 'inputs.safetensors'}"}
-
-    return arrange
+    save_file({name: value.clone() for name, value in inputs.items()}, stage.folder / "inputs.safetensors")
+    return {"--data": f"red={stage.folder / 'inputs.safetensors'}"}
 
 
 def file(name: str, content: str | bytes) -> Arrange:
@@ -34,57 +31,49 @@ def file(name: str, content: str | bytes) -> Arrange:
     return lambda stage: {"--data": f"red={stage.write(name, content)}"}
 
 
-def pipe(stage: Stage) -> Arguments:
-    os.mkfifo(stage.folder / "pipe.jsonl")
-    return {"--data": f"red={stage.folder / 'pipe.jsonl'}"}
-
-
 def empty_folder(stage: Stage) -> Arguments:
     (stage.folder / "empty").mkdir()
     return {"--data": f"red={stage.folder / 'empty'}"}
 
 
-def hub_dataset(name: str, **files: str | bytes) -> Arrange:
-    """A dataset on the Hub; in the names of files, __ is a dot, and _in_ is a slash."""
+def pipe(stage: Stage) -> Arguments:
+    os.mkfifo(stage.folder / "pipe.jsonl")
+    return {"--data": f"red={stage.folder / 'pipe.jsonl'}"}
 
-    def arrange(stage: Stage) -> Arguments:
-        for path, content in files.items():
-            stage.write(f"data/{path.replace('_in_', '/').replace('__', '.')}", content)
-        return {"--data": f"red={stage.publish(name, 'data', 'dataset')}"}
 
-    return arrange
+@case
+def hub_dataset(stage: Stage, /, name: str, **files: str | bytes) -> Arguments:
+    """A dataset on the Hub; in the names of files, __ is a dot."""
+    for path, content in files.items():
+        stage.write(f"data/{path.replace('__', '.')}", content)
+    return {"--data": f"red={stage.publish(name, 'data', 'dataset')}"}
 
 
 def model_in_place_of_data(stage: Stage) -> Arguments:
     return {"--data": f"red={stage.publish('data/model', 'red')}"}
 
 
-def no_tokenizer(stage: Stage) -> Arguments:
+TEXTS = file("rows.jsonl", '{"text": "w2 w3"}\n' * 20)
+
+
+def no_tokenizer(stage: Stage) -> Arguments | None:
     for path in (stage.folder / "base").glob("tokenizer*"):
         path.unlink()
-    return file("rows.jsonl", '{"text": "w2 w3"}\n' * 20)(stage)
+    return TEXTS(stage)
 
 
-def broken_tokenizer(stage: Stage) -> Arguments:
-    stage.write("base/tokenizer.json", "[" * 100_000)
-    return file("rows.jsonl", '{"text": "w2 w3"}\n' * 20)(stage)
-
-
-def tokenizer_of_a_larger_model(stage: Stage) -> Arguments:
+def tokenizer_of_a_larger_model(stage: Stage) -> Arguments | None:
     tokenizer = stage.folder / "base" / "tokenizer.json"
     content = json.loads(tokenizer.read_text())
     content["model"]["vocab"]["w2"] = 1_000_000
     tokenizer.write_text(json.dumps(content))
-    return file("rows.jsonl", '{"text": "w2 w3"}\n' * 20)(stage)
+    return TEXTS(stage)
 
 
-def images(content: bytes, name: str = "0.png") -> Arrange:
+@case
+def images(stage: Stage, content: bytes, name: str = "0.png") -> Arguments:
     """A folder of one image."""
-
-    def arrange(stage: Stage) -> Arguments:
-        return of_images(stage, stage.write(f"images/{name}", content).parent)
-
-    return arrange
+    return of_images(stage, stage.write(f"images/{name}", content).parent)
 
 
 def png(width: int, height: int) -> bytes:
@@ -118,10 +107,8 @@ def images_that_are_names(stage: Stage) -> Arguments:
 
 def absurd_processor(stage: Stage) -> Arguments:
     stage.change("vit/base/preprocessor_config.json", size={"height": 10**6, "width": 10**6})
-    place = stage.folder / "images"
-    place.mkdir()
-    Image.new("RGB", (8, 8)).save(place / "0.png")
-    return of_images(stage, place)
+    Image.new("RGB", (8, 8)).save(file := stage.write("images/0.png", ""))
+    return of_images(stage, file.parent)
 
 
 def text_for_an_image_model(stage: Stage) -> Arguments:
@@ -157,7 +144,10 @@ CASES: list[Case] = [
     (tensors(labels=IDS[:, 0].contiguous()), ["nothing but labels"]),
     (tensors(input_ids=IDS[:0]), ["do not agree"]),
     (no_tokenizer, ["no tokenizer can be loaded"]),
-    (broken_tokenizer, ["no tokenizer can be loaded"]),
+    (
+        options({"base/tokenizer.json": "[" * 100_000, "rows.txt": "w2 w3\n" * 20}, data="red={}/rows.txt"),
+        ["no tokenizer can be loaded"],
+    ),
     (tokenizer_of_a_larger_model, ["token 1000000", "99 tokens"]),
     (images(b"no image"), ["rows cannot be used", "0.png", "example 1"]),
     (images(png(20_000, 20_000)), ["'0.png'", "red", "400000000 pixels", "example 1"]),

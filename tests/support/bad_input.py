@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate, ParamSpec
 
 import pytest
-from families import FAMILIES, save_family, save_tokenizer
+from families import BY_NAME, save_family, save_tokenizer
 from hub_server import HubServer
 from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 
@@ -38,11 +37,6 @@ class Stage:
         file = self.folder / path
         file.write_text(json.dumps({**json.loads(file.read_text()), **values}))
 
-    def copy(self, source: str, target: str) -> Path:
-        """A copy of a model's folder."""
-        shutil.copytree(self.folder / source, self.folder / target)
-        return self.folder / target
-
     def publish(self, name: str, source: str, kind: str = "model") -> str:
         """Put a folder on the Hub; return its name there."""
         self.hub.add_repo(name, self.folder / source, kind=kind)
@@ -52,13 +46,19 @@ class Stage:
 LAUGHS = "a0: &a0 [v]\n" + "\n".join(f"a{n}: &a{n} [{f'*a{n - 1}, ' * 9}]" for n in range(1, 12))
 MERGES = "a0: &a0 {k: v}\n" + "\n".join(f"a{n}: &a{n} {{<<: [{f'*a{n - 1}, ' * 9}]}}" for n in range(1, 12))
 """YAML that unfolds to more values than any memory holds, by aliases and by merge keys."""
-Arrange = Callable[[Stage], Arguments]
-"""Spoils the job, and returns what of the good arguments is to be another; None leaves an argument out."""
+Arrange = Callable[[Stage], Arguments | None]
+"""Spoils the job, and returns what of the good arguments is to be another, if any; None leaves an argument out."""
 Case = tuple[Arrange, list[str]]
 """With the words that the message must have."""
+P = ParamSpec("P")
 
 
-def options(files: Mapping[str, str] | None = None, /, **given: object) -> Arrange:
+def case(spoil: Callable[Concatenate[Stage, P], Arguments | None]) -> Callable[P, Arrange]:
+    """Of a function of the stage and of more, one of what is more."""
+    return lambda *args, **kwargs: lambda stage: spoil(stage, *args, **kwargs)
+
+
+def options(files: Mapping[str, str | bytes] | None = None, /, **given: object) -> Arrange:
     """Nothing but other arguments, and files that are there before; `max_drift` is --max-drift, and in a value (or the
     values of a list) {} is the stage's folder."""
 
@@ -84,22 +84,16 @@ def _spell(name: str) -> str:
 
 def save_stage(folder: Path) -> None:
     """The files of a good job."""
-    for name, place in (("bert", folder), ("vit", folder / "vit")):
-        save_family(place, next(family for family in FAMILIES if family.name == name), examples=6)
+    save_family(folder, BY_NAME["bert"], examples=6)
+    save_family(folder / "vit", BY_NAME["vit"], examples=6)
     save_tokenizer(folder / "base")
     ViTImageProcessorPil(size={"height": 32, "width": 32}).save_pretrained(folder / "vit" / "base")
 
 
 def good_arguments(folder: Path) -> Arguments:
     """A job that goes well."""
-    return {
-        "merged": folder / "merged",
-        "--base": folder / "base",
-        "--expert": f"red={folder / 'red'}",
-        "--data": f"red={folder / 'red.safetensors'}",
-        "-n": 4,
-        "-o": folder / "out",
-    }
+    models = {"merged": folder / "merged", "--base": folder / "base", "--expert": f"red={folder / 'red'}"}
+    return {**models, "--data": f"red={folder / 'red.safetensors'}", "-n": 4, "-o": folder / "out"}
 
 
 def of_images(stage: Stage, data: object) -> Arguments:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Callable
 from functools import partial
 
 import torch
-from bad_input import Arguments, Arrange, Case, Stage, options
+from bad_input import Arguments, Arrange, Case, Stage, case, options
 from hub_faults import Fault
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
@@ -21,6 +22,7 @@ ODD = (torch.int8, torch.uint8, torch.complex64, torch.float8_e5m2, torch.int32,
 """Dtypes that no weight has which could be calibrated."""
 OUTSIDE = ("pooler.dense.weight", "pooler.dense.bias", "embeddings.word_embeddings.weight", "embeddings.LayerNorm.bias")
 """Tensors outside of blocks."""
+DENSE = "encoder.layer.0.output.dense.weight"
 HUGE_WEIGHTS = (("merged", 1e30), ("red", 1e30), ("red", 1e38))
 
 
@@ -29,38 +31,30 @@ def base_of_another_architecture(stage: Stage) -> Arguments:
     return {"--base": stage.folder / "gpt2"}
 
 
-def expert_of_another_width(stage: Stage) -> Arguments:
-    BertModel(BertConfig(hidden_size=64, max_position_embeddings=64, **TINY)).save_pretrained(stage.folder / "wide")
-    return {"--expert": f"red={stage.folder / 'wide'}"}
+@case
+def expert_of_other_sizes(stage: Stage, /, **sizes: int) -> Arguments:
+    config = BertConfig(**{"hidden_size": 32, "max_position_embeddings": 64, **TINY, **sizes})
+    BertModel(config).save_pretrained(stage.folder / "other")
+    return {"--expert": f"red={stage.folder / 'other'}"}
 
 
-def expert_with_fewer_blocks(stage: Stage) -> Arguments:
-    config = BertConfig(hidden_size=32, max_position_embeddings=64, **{**TINY, "num_hidden_layers": 1})
-    BertModel(config).save_pretrained(stage.folder / "short")
-    return {"--expert": f"red={stage.folder / 'short'}"}
+expert_of_another_width, expert_with_fewer_blocks = (
+    expert_of_other_sizes(hidden_size=64), expert_of_other_sizes(num_hidden_layers=1),
+)  # fmt: skip
 
 
-def tensors(change: Callable[[Tensors], object], model: str = "red") -> Arrange:
+@case
+def tensors(stage: Stage, change: Callable[[Tensors], object], model: str = "red") -> None:
     """Other tensors in a model's file."""
-
-    def arrange(stage: Stage) -> Arguments:
-        file = stage.folder / model / "model.safetensors"
-        found = load_file(file)
-        change(found)
-        save_file(found, file, metadata={"format": "pt"})
-        return {}
-
-    return arrange
+    file = stage.folder / model / "model.safetensors"
+    change(content := load_file(file))
+    save_file(content, file, metadata={"format": "pt"})
 
 
-def config(model: str, **values: object) -> Arrange:
+@case
+def config(stage: Stage, /, model: str, **values: object) -> None:
     """Other keys in a model's config."""
-
-    def arrange(stage: Stage) -> Arguments:
-        stage.change(f"{model}/config.json", **values)
-        return {}
-
-    return arrange
+    stage.change(f"{model}/config.json", **values)
 
 
 merged_config = partial(config, "merged")
@@ -100,17 +94,13 @@ def huge(value: float) -> Callable[[Tensors], object]:
     return lambda found: found[EARLY].view(-1)[:1].fill_(value)
 
 
-def without_weights(name: str, *, keep_config: bool = True) -> Arrange:
+@case
+def without_weights(stage: Stage, name: str, *, keep_config: bool = True) -> None:
     """An expert whose weights are in a file of another name."""
-
-    def arrange(stage: Stage) -> Arguments:
-        stage.write(f"red/{name}", (stage.folder / "red" / "model.safetensors").read_bytes())
-        (stage.folder / "red" / "model.safetensors").unlink()
-        if not keep_config:
-            (stage.folder / "red" / "config.json").unlink()
-        return {}
-
-    return arrange
+    stage.write(f"red/{name}", (stage.folder / "red" / "model.safetensors").read_bytes())
+    (stage.folder / "red" / "model.safetensors").unlink()
+    if not keep_config:
+        (stage.folder / "red" / "config.json").unlink()
 
 
 def quantised_on_the_hub(stage: Stage) -> Arguments:
@@ -121,36 +111,26 @@ def quantised_on_the_hub(stage: Stage) -> Arguments:
     return {"--expert": "red=packed/red"}
 
 
-def adapter_on_a_quantised_base(stage: Stage) -> Arguments:
-    stage.copy("base", "packed")
+def adapter_on_a_quantised_base(stage: Stage) -> Arguments | None:
+    shutil.copytree(stage.folder / "base", stage.folder / "packed")
     stage.change("packed/config.json", quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True})
     return adapter(base_model_name_or_path=str(stage.folder / "packed"))(stage)
 
 
 def config_text(text: str) -> Arrange:
     """Another text in place of the merged model's config."""
-
-    def arrange(stage: Stage) -> Arguments:
-        stage.write("merged/config.json", text)
-        return {}
-
-    return arrange
+    return options({"merged/config.json": text})
 
 
-def no_config(stage: Stage) -> Arguments:
+def no_config(stage: Stage) -> None:
     (stage.folder / "merged" / "config.json").rename(stage.folder / "merged" / "model_index.json")
-    return {}
 
 
-def index(content: object) -> Arrange:
+@case
+def index(stage: Stage, content: object) -> None:
     """The expert in shards that an index names so."""
-
-    def arrange(stage: Stage) -> Arguments:
-        (stage.folder / "red" / "model.safetensors").rename(stage.folder / "red" / "a.safetensors")
-        stage.write(f"red/{INDEX}", content if isinstance(content, str) else json.dumps(content))
-        return {}
-
-    return arrange
+    (stage.folder / "red" / "model.safetensors").rename(stage.folder / "red" / "a.safetensors")
+    stage.write(f"red/{INDEX}", content if isinstance(content, str) else json.dumps(content))
 
 
 def shards(*files: object) -> Arrange:
@@ -158,29 +138,24 @@ def shards(*files: object) -> Arrange:
     return index({"metadata": {}, "weight_map": {str(number): file for number, file in enumerate(files)}})
 
 
-def a_tensor_in_two_shards(stage: Stage) -> Arguments:
+def a_tensor_in_two_shards(stage: Stage) -> None:
     shards("a.safetensors", "b.safetensors")(stage)
     whole = load_file(stage.folder / "red" / "a.safetensors")
     save_file({"embeddings.LayerNorm.bias": whole["embeddings.LayerNorm.bias"]}, stage.folder / "red/b.safetensors")
-    return {}
 
 
-def link(path: str, target: str) -> Arrange:
+@case
+def link(stage: Stage, path: str, target: str) -> None:
     """A link in the merged model's folder, in place of what may be there."""
-
-    def arrange(stage: Stage) -> Arguments:
-        stage.write("secret/note.txt", "private")
-        place = stage.folder / "merged" / path
-        place.unlink(missing_ok=True)
-        place.symlink_to(stage.folder / target)
-        return {}
-
-    return arrange
+    stage.write("secret/note.txt", "private")
+    place = stage.folder / "merged" / path
+    place.unlink(missing_ok=True)
+    place.symlink_to(stage.folder / target)
 
 
-def config_that_is_a_link(stage: Stage) -> Arguments:
+def config_that_is_a_link(stage: Stage) -> None:
     (stage.folder / "merged" / "config.json").rename(stage.folder / "config.json")
-    return link("config.json", "config.json")(stage)
+    link("config.json", "config.json")(stage)
 
 
 def link_in_what_a_merge_copies(stage: Stage) -> Arguments:
@@ -189,15 +164,12 @@ def link_in_what_a_merge_copies(stage: Stage) -> Arguments:
     return {"merged": None, "--merge": "average"}
 
 
-def pickled(content: object, *, allowed: bool = True) -> Arrange:
+@case
+def pickled(stage: Stage, content: object, *, allowed: bool = True) -> Arguments:
     """An expert that has nothing but a pickle."""
-
-    def arrange(stage: Stage) -> Arguments:
-        stage.write("old/config.json", (stage.folder / "red" / "config.json").read_bytes())
-        torch.save(content, stage.folder / "old" / "pytorch_model.bin")
-        return {"--expert": f"red={stage.folder / 'old'}", **({"--allow-pickle": ""} if allowed else {})}
-
-    return arrange
+    stage.write("old/config.json", (stage.folder / "red" / "config.json").read_bytes())
+    torch.save(content, stage.folder / "old" / "pytorch_model.bin")
+    return {"--expert": f"red={stage.folder / 'old'}", **({"--allow-pickle": ""} if allowed else {})}
 
 
 class Bomb:
@@ -207,28 +179,25 @@ class Bomb:
         return os.system, ("touch pwned",)
 
 
-def adapter(**config: object) -> Arrange:
+@case
+def adapter(stage: Stage, /, **config: object) -> Arguments:
     """The expert as an adapter, with other keys in its config."""
-
-    def arrange(stage: Stage) -> Arguments:
-        base = BertModel.from_pretrained(stage.folder / "base")
-        wrapped = get_peft_model(base, LoraConfig(r=2, target_modules=["query"]))
-        wrapped.peft_config["default"].base_model_name_or_path = str(stage.folder / "base")
-        wrapped.save_pretrained(stage.folder / "adapter")
-        stage.change("adapter/adapter_config.json", **config)
-        return {"--expert": f"red={stage.folder / 'adapter'}"}
-
-    return arrange
+    base = BertModel.from_pretrained(stage.folder / "base")
+    wrapped = get_peft_model(base, LoraConfig(r=2, target_modules=["query"]))
+    wrapped.peft_config["default"].base_model_name_or_path = str(stage.folder / "base")
+    wrapped.save_pretrained(stage.folder / "adapter")
+    stage.change("adapter/adapter_config.json", **config)
+    return {"--expert": f"red={stage.folder / 'adapter'}"}
 
 
-def adapter_on_itself(stage: Stage) -> Arguments:
+def adapter_on_itself(stage: Stage) -> Arguments | None:
     return adapter(base_model_name_or_path=str(stage.folder / "adapter"))(stage)
 
 
-def adapter_that_is_not_json(stage: Stage) -> Arguments:
-    found = adapter()(stage)
+def adapter_that_is_not_json(stage: Stage) -> Arguments | None:
+    arguments = adapter()(stage)
     stage.write("adapter/adapter_config.json", "[" * 100_000)
-    return found
+    return arguments
 
 
 CASES: list[Case] = [
@@ -237,19 +206,10 @@ CASES: list[Case] = [
     (base_of_another_architecture, ["base is of another architecture", "gpt2", "bert"]),
     (expert_of_another_width, ["expert red", "shape", "64", "32"]),
     (expert_with_fewer_blocks, ["expert red", "encoder.layer.1."]),
-    (
-        tensors(lambda found: found.pop("encoder.layer.1.attention.self.query.weight")),
-        ["expert red lacks", "encoder.layer.1.attention.self.query.weight"],
-    ),
+    (tensors(lambda found: found.pop(QUERY)), ["expert red lacks", QUERY]),
     (tensors(lambda found: found.pop("embeddings.word_embeddings.weight")), ["expert red lacks", "word_embeddings"]),
-    (
-        tensors(lambda found: found.pop("encoder.layer.0.output.dense.weight"), "merged"),
-        ["merged lacks", "encoder.layer.0.output.dense.weight"],
-    ),
-    (
-        tensors(lambda found: found["encoder.layer.0.output.dense.weight"].fill_(float("nan"))),
-        ["expert red", "NaN", "encoder.layer.0.output.dense.weight"],
-    ),
+    (tensors(lambda found: found.pop(DENSE), "merged"), ["merged lacks", DENSE]),
+    (tensors(lambda found: found[DENSE].fill_(float("nan"))), ["expert red", "NaN", DENSE]),
     (
         tensors(lambda found: found["embeddings.position_embeddings.weight"].fill_(float("inf"))),
         ["expert red", "infinity", "position_embeddings"],

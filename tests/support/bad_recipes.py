@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
-from bad_input import LAUGHS, MERGES, Arguments, Arrange, Case, Stage, options
+from bad_input import LAUGHS, MERGES, Arrange, Case, options
 
 
 def recipe(content: str | bytes, **others: object) -> Arrange:
     """A file given with -r, and other arguments."""
-
-    def arrange(stage: Stage) -> Arguments:
-        return {"-r": stage.write("r.yaml", content), **options(**others)(stage)}
-
-    return arrange
+    return options({"r.yaml": content}, r="{}/r.yaml", **others)
 
 
 def data(**keys: str) -> Arrange:
     """Text for the task red, with these keys in the recipe."""
-
-    def arrange(stage: Stage) -> Arguments:
-        stage.write("rows.jsonl", '{"text": "w2 w3", "other": "w4 w5"}\n' * 20)
-        listed = ", ".join(f"{key}: {value}" for key, value in keys.items())
-        content = f"tasks: {{red: {{data: {{path: rows.jsonl, {listed}}}}}}}"
-        return {"-r": stage.write("r.yaml", content), "--data": None}
-
-    return arrange
+    listed = ", ".join(f"{key}: {value}" for key, value in keys.items())
+    content = f"tasks: {{red: {{data: {{path: rows.jsonl, {listed}}}}}}}"
+    rows = '{"text": "w2 w3", "other": "w4 w5"}\n' * 20
+    return options({"r.yaml": content, "rows.jsonl": rows}, r="{}/r.yaml", data=None)
 
 
 CASES: list[Case] = [

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from bad_input import Arguments, Arrange, Case, Stage
+from bad_input import Arguments, Arrange, Case, Stage, case, options
 
 
 def written(header: object, data: bytes = bytes(16)) -> bytes:
@@ -65,38 +65,19 @@ LIES: dict[str, tuple[bytes, str]] = {
 
 def weights(content: bytes) -> Arrange:
     """The expert's file."""
-
-    def arrange(stage: Stage) -> Arguments:
-        stage.write("red/model.safetensors", content)
-        return {}
-
-    return arrange
+    return options({"red/model.safetensors": content})
 
 
-def inputs(content: bytes) -> Arrange:
-    """The task's model-ready inputs."""
-
-    def arrange(stage: Stage) -> Arguments:
-        stage.write("red.safetensors", content)
-        return {}
-
-    return arrange
-
-
-def on_the_hub(content: bytes) -> Arrange:
+@case
+def on_the_hub(stage: Stage, content: bytes) -> Arguments:
     """The expert's file, on the Hub."""
-
-    def arrange(stage: Stage) -> Arguments:
-        stage.write("red/model.safetensors", content)
-        return {"--expert": f"red={stage.publish('lies/red', 'red')}"}
-
-    return arrange
+    stage.write("red/model.safetensors", content)
+    return {"--expert": f"red={stage.publish('lies/red', 'red')}"}
 
 
-def cut_short(stage: Stage) -> Arguments:
+def cut_short(stage: Stage) -> None:
     file = stage.folder / "red" / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
-    return {}
 
 
 CASES: list[Case] = [
@@ -104,6 +85,6 @@ CASES: list[Case] = [
     *((weights(content), ["model.safetensors", reason]) for content, reason in LIES.values()),
     (weights(GOOD), ["expert red", "another architecture"]),
     (weights(written({"a\x1b[31m": entry(stop=8)})), ["model.safetensors", "a\\x1b[31m"]),
-    *((inputs(content), ["red.safetensors"]) for content, _ in list(LIES.values())[::4]),
+    *((options({"red.safetensors": content}), ["red.safetensors"]) for content, _ in list(LIES.values())[::4]),
     *((on_the_hub(content), ["lies/red", reason]) for content, reason in list(LIES.values())[2::6]),
 ]

@@ -17,12 +17,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 __all__ = [
-    "FAMILIES", "SPREAD", "VOCABULARY", "WIDTH", "Family", "Saved", "build_lively", "images", "save_family",
+    "BY_NAME", "FAMILIES", "SPREAD", "VOCABULARY", "WIDTH", "Family", "Saved", "build_lively", "images", "save_family",
     "save_tokenizer", "text",
 ]  # fmt: skip
 
 TASKS = ("red", "green", "blue")
 FAMILIES = [*VISION, *ENCODERS, *CAUSAL, *MIXTURES, *ENCODER_DECODERS, *SOUND, *PAIRS, *VISION_LANGUAGE]
+BY_NAME = {family.name: family for family in FAMILIES}
 SPREAD = {
     "bert", "albert", "fnet", "gpt2", "llama", "mixtral", "t5", "clip", "vit", "swin", "wav2vec2", "llava",
 }  # fmt: skip

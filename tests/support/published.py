@@ -12,7 +12,7 @@ from random import Random
 import pyarrow
 import pyarrow.parquet
 import yaml
-from families import FAMILIES, TASKS, VOCABULARY, save_family, save_tokenizer
+from families import BY_NAME, TASKS, VOCABULARY, save_family, save_tokenizer
 from hub_server import HubServer
 
 ROWS = 60
@@ -34,7 +34,7 @@ class Published:
 
 def write_merge(folder: Path) -> Path:
     """The files of such a merge, once for many publications."""
-    save_family(folder, next(family for family in FAMILIES if family.name == "bert"))
+    save_family(folder, BY_NAME["bert"])
     for name in ("base", "merged", *TASKS):
         save_tokenizer(folder / name)
     for task in TASKS:

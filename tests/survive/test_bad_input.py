@@ -27,7 +27,7 @@ CASES = [
 def test_bad_input_is_one_clear_message(
     stage: Stage, tmp_path: Path, capsys: pytest.CaptureFixture[str], arrange: Arrange, words: list[str]
 ) -> None:
-    chosen = {"command": "calibrate", **good_arguments(stage.folder), **arrange(stage)}
+    chosen = {"command": "calibrate", **good_arguments(stage.folder), **(arrange(stage) or {})}
     before = files_under(tmp_path)
     run = featcal_inside(capsys, str(chosen.pop("command")), chosen)
     assert run.code == 2, run.stderr
