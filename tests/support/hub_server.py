@@ -18,20 +18,7 @@ from typing import Any
 from urllib.parse import parse_qs, quote, unquote, urlsplit
 
 from hub_faults import Fault, Faults
-from hub_store import (
-    DATE,
-    Answer,
-    Blob,
-    Call,
-    Pull,
-    RefusedError,
-    Repo,
-    Request,
-    git_oid,
-    is_lfs,
-    refuse,
-    to_json,
-)
+from hub_store import DATE, Answer, Blob, Call, Pull, RefusedError, Repo, Request, git_oid, is_lfs, refuse, to_json
 from hub_uploads import Uploads
 
 from featcal_cli.runtime.untrusted_text import load_documents
@@ -128,8 +115,7 @@ class HubServer:
     ) -> int:
         """Open a pull request that lays the files of `folder` over main; return its number."""
         repo = self.repos[kind, repo_id]
-        number = len(repo.pulls) + 1
-        repo.pulls.append(Pull(number, title, author, status))
+        repo.pulls.append(Pull(number := len(repo.pulls) + 1, title, author, status))
         repo.commit(f"refs/pr/{number}", repo.commits[repo.refs["main"]] | self._read(folder))
         return number
 
@@ -231,11 +217,10 @@ class HubServer:
         if user is None:
             return refuse(401, "Invalid username or password.")
         role = self.role(call)
-        token: dict[str, Any] = {"displayName": "test", "role": role}
-        if role == "fineGrained":
-            entity = {"_id": "0" * 24, "type": "user", "name": user}
-            scope = {"entity": entity, "permissions": ["repo.content.read", "repo.write"]}
-            token["fineGrained"] = {"canReadGatedRepos": True, "global": [], "scoped": [scope]}
+        entity = {"_id": "0" * 24, "type": "user", "name": user}
+        scope = {"entity": entity, "permissions": ["repo.content.read", "repo.write"]}
+        rights = {"fineGrained": {"canReadGatedRepos": True, "global": [], "scoped": [scope]}}
+        token = {"displayName": "test", "role": role, **(rights if role == "fineGrained" else {})}
         orgs = [{"type": "org", "name": org, "roleInOrg": "write"} for org in sorted(self.orgs.get(user, ()))]
         auth = {"type": "access_token", "accessToken": token}
         return to_json({"type": "user", "name": user, "fullname": user, "orgs": orgs, "auth": auth})
@@ -251,21 +236,10 @@ class HubServer:
                 if "lfs" in entry:
                     sibling["lfs"] = {**entry["lfs"], "sha256": entry["lfs"]["oid"]}
         content = {
-            "_id": "0" * 24,
-            "id": repo.id,
-            "author": repo.id.split("/")[0],
-            "sha": commit,
-            "lastModified": DATE,
-            "createdAt": DATE,
-            "private": repo.private,
-            "gated": "manual" if repo.gated else False,
-            "disabled": False,
-            "downloads": 0,
-            "likes": 0,
-            "tags": [],
-            "cardData": _card_data(files),
-            "siblings": siblings,
-        }
+            "_id": "0" * 24, "id": repo.id, "author": repo.id.split("/")[0], "sha": commit, "lastModified": DATE,
+            "createdAt": DATE, "private": repo.private, "gated": "manual" if repo.gated else False, "disabled": False,
+            "downloads": 0, "likes": 0, "tags": [], "cardData": _card_data(files), "siblings": siblings,
+        }  # fmt: skip
         return to_json(content | ({"modelId": repo.id} if repo.kind == "model" else {}))
 
     def _tree(self, call: Call) -> Answer:
@@ -299,21 +273,15 @@ class HubServer:
 
     def _refs(self, call: Call) -> Answer:
         repo, _commit = self.open(call)
-        heads = {name: sha for name, sha in repo.refs.items() if not name.startswith("refs/")}
-        pulls = {name: sha for name, sha in repo.refs.items() if name.startswith("refs/pr/")}
-        content: dict[str, list[dict[str, str]]] = {
-            "branches": [
-                {"name": name, "ref": f"refs/heads/{name}", "targetCommit": sha} for name, sha in heads.items()
-            ],
-            "converts": [],
-            "tags": [
-                {"name": name.removeprefix("refs/tags/"), "ref": name, "targetCommit": sha}
-                for name, sha in repo.refs.items()
-                if name.startswith("refs/tags/")
-            ],
-        }
+        content: dict[str, list[dict[str, str]]] = {"branches": [], "converts": [], "tags": []}
         if call.query.get("include_prs"):
-            content["pullRequests"] = [{"name": name, "ref": name, "targetCommit": sha} for name, sha in pulls.items()]
+            content["pullRequests"] = []
+        for name, sha in repo.refs.items():
+            kind, short, ref = "branches", name, f"refs/heads/{name}"
+            if name.startswith("refs/"):
+                kind, ref = "tags" if name.startswith("refs/tags/") else "pullRequests", name
+                short = name.removeprefix("refs/tags/")
+            content.get(kind, []).append({"name": short, "ref": ref, "targetCommit": sha})
         return to_json(content)
 
     def _commits(self, call: Call) -> Answer:
@@ -326,26 +294,13 @@ class HubServer:
 
     def _discussions(self, call: Call) -> Answer:
         repo, _commit = self.open(call)
-        wanted = [
-            pull
-            for pull in repo.pulls
-            if call.query.get("type", "all") in ("all", "pull_request")
-            and (
-                call.query.get("status", "all") == "all" or (call.query["status"] == "open") == (pull.status == "open")
-            )
-            and call.query.get("author", pull.author) == pull.author
-        ]
+        author, status = call.query.get("author"), call.query.get("status", "all")
+        about = {"createdAt": DATE, "repo": {"name": repo.id, "type": repo.kind}, "isPullRequest": True}
         listed = [
-            {
-                "num": pull.number,
-                "title": pull.title,
-                "author": {"name": pull.author},
-                "createdAt": DATE,
-                "status": pull.status,
-                "repo": {"name": repo.id, "type": repo.kind},
-                "isPullRequest": True,
-            }
-            for pull in wanted
+            {"num": pull.number, "title": pull.title, "author": {"name": pull.author}, "status": pull.status, **about}
+            for pull in repo.pulls
+            if call.query.get("type", "all") in ("all", "pull_request") and author in (None, pull.author)
+            if status == "all" or (status == "open") == (pull.status == "open")
         ]
         return to_json({"discussions": listed, "count": len(listed), "start": 0})
 
@@ -354,9 +309,8 @@ class HubServer:
         blob = repo.commits[commit].get(call.found["path"])
         pinned = {"X-Repo-Commit": commit}
         if blob is None:
-            answer = refuse(404, "Entry not found", "EntryNotFound")
-            answer.headers |= pinned
-            return answer
+            missing = refuse(404, "Entry not found", "EntryNotFound")
+            return Answer(404, missing.body, missing.headers | pinned)
         if not is_lfs(call.found["path"], blob.size):
             return Answer(200, blob, pinned | {"ETag": f'"{blob.oid}"'})
         linked = {"X-Linked-Etag": f'"{blob.sha256}"', "X-Linked-Size": str(blob.size)}
@@ -366,9 +320,7 @@ class HubServer:
         path = self._store / call.found["sha256"]
         if not path.exists():
             return refuse(404, "no such file")
-        return Answer(
-            200, Blob(path, path.stat().st_size, "", call.found["sha256"]), {"ETag": f'"{call.found["sha256"]}"'}
-        )
+        return Answer(200, Blob(path, path.stat().st_size, "", path.name), {"ETag": f'"{path.name}"'})
 
 
 def _card_data(files: Mapping[str, Blob]) -> Any:
@@ -404,21 +356,6 @@ class _Handler(BaseHTTPRequestHandler):
         except (ConnectionError, FileNotFoundError):
             self.close_connection = True
 
-    def do_GET(self) -> None:
-        self._serve()
-
-    def do_HEAD(self) -> None:
-        self._serve()
-
-    def do_POST(self) -> None:
-        self._serve()
-
-    def do_PUT(self) -> None:
-        self._serve()
-
-    def do_DELETE(self) -> None:
-        self._serve()
-
     def _body(self) -> bytes:
         """The request's body, which a client that does not know its length sends in chunks."""
         if self.headers.get("Transfer-Encoding", "").lower() != "chunked":
@@ -434,8 +371,7 @@ class _Handler(BaseHTTPRequestHandler):
         body = self._body()
         headers = {key.title(): value for key, value in self.headers.items()}
         fault = self.server.hub.faults.take(self.command, urlsplit(self.path).path) or Fault()
-        if fault.seconds:
-            threading.Event().wait(fault.seconds)
+        threading.Event().wait(fault.seconds)  # tests may have replaced time.sleep
         if fault.action:
             fault.action()
         answer = self.server.hub.answer(self.command, self.path, headers, body) if fault.carried_out else Answer()
@@ -459,14 +395,7 @@ class _Handler(BaseHTTPRequestHandler):
                 answer.headers["Content-Range"] = f"bytes {start}-{stop - 1}/{len(answer)}"
         self._send(answer, start, stop, fault, len(body))
 
-    def _write(self, content: bytes, pause: float) -> None:
-        """Send an answer's body, all at once or byte by byte."""
-        if not pause:
-            self.wfile.write(content)
-            return
-        for byte in content:
-            self.wfile.write(bytes([byte]))
-            threading.Event().wait(pause)
+    do_GET = do_HEAD = do_POST = do_PUT = do_DELETE = _serve  # noqa: N815
 
     def _send(self, answer: Answer, start: int, stop: int, fault: Fault, received: int) -> None:
         content = b"" if self.command == "HEAD" else answer.part(start, stop)
@@ -482,7 +411,9 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_header("Accept-Ranges", "bytes")
             self.send_header("Content-Length", str(stop - start))
             self.end_headers()
-            self._write(content, fault.trickle)
+            for part in [bytes([byte]) for byte in content] if fault.trickle else [content]:
+                self.wfile.write(part)
+                threading.Event().wait(fault.trickle)
         if not whole:
             self.close_connection = True
         if fault.reset:
