@@ -94,10 +94,11 @@ def merge(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def zygote() -> Iterator[Zygote]:
     """Starts `featcal` in processes of its own, quickly."""
-    from zygote import started
+    from zygote import Zygote
 
-    with started() as running:
-        yield running
+    running = Zygote()
+    yield running
+    running.stop()
 
 
 @pytest.fixture(scope="session")

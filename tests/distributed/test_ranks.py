@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from families import FAMILIES, TASKS, Saved, save_family
+from families import BY_NAME, TASKS, Saved, save_family
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -26,7 +26,6 @@ from featcal_cli.workflows.verbs import calibrate
 
 pytestmark = pytest.mark.usefixtures("undrawn")
 
-BY_NAME = {family.name: family for family in FAMILIES}
 OPEN: dict[str, Any] = {"ridge": None, "rho": None, "alpha": None}
 PROGRAM = str(Path(__file__).parents[1] / "support" / "rank_jobs.py")
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
@@ -62,15 +61,9 @@ def torchrun(*program: object, largest: int | None = None) -> subprocess.Complet
         env={**os.environ, "GLOO_SOCKET_IFNAME": LOOPBACK, "OMP_NUM_THREADS": "1", "COLUMNS": "80"},
         capture_output=True,
         text=True,
-        timeout=900,
+        timeout=300,
         preexec_fn=None if largest is None else lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (largest, largest)),
     )
-
-
-def run_jobs(folder: Path, jobs: Mapping[str, Any]) -> subprocess.CompletedProcess[str]:
-    """Have two processes do them."""
-    (folder / "jobs.json").write_text(json.dumps(jobs), encoding="utf-8")
-    return torchrun(PROGRAM, folder / "jobs.json")
 
 
 def recipe_of(saved: Saved, kind: Kind) -> dict[str, Any]:
@@ -107,12 +100,11 @@ def families(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Saved]:
 def folder(families: dict[str, Saved], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where two processes have done all of KINDS, and an inspection."""
     folder = tmp_path_factory.mktemp("ranks")
-    jobs: dict[str, Any] = {
-        name: {"recipe": recipe_of(families[kind.family], kind), "options": kind.options}
-        for name, kind in KINDS.items()
-    }
-    jobs["inspection"] = {"recipe": recipe_of(families["bert"], KINDS["search"]), "inspect": True}
-    run = run_jobs(folder, jobs)
+    jobs: dict[str, Any] = {"inspection": {"recipe": recipe_of(families["bert"], KINDS["search"]), "inspect": True}}
+    for name, kind in KINDS.items():
+        jobs[name] = {"recipe": recipe_of(families[kind.family], kind), "options": kind.options}
+    (folder / "jobs.json").write_text(json.dumps(jobs), encoding="utf-8")
+    run = torchrun(PROGRAM, folder / "jobs.json")
     assert run.returncode == 0, run.stderr[-4000:]
     return folder
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import re
@@ -12,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from runpy import run_path
 from typing import Any, NamedTuple
 
 import jsonschema
@@ -19,6 +19,7 @@ import pytest
 import yaml
 from command_line import featcal_inside
 from hub_server import HubServer
+from published import write_card
 from recipe_world import World, save_model
 from safetensors.torch import load_file, save_file
 
@@ -86,8 +87,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models")
     for number, task in enumerate(TASKS):
         save_model(folder / f"clip-{task}", "clip", str(number))
-        card = {"base_model": BASE, "datasets": [TASKS[task]], "license": "mit"}
-        (folder / f"clip-{task}" / "README.md").write_text(f"---\n{yaml.safe_dump(card)}---\n")
+        write_card(folder / f"clip-{task}", base_model=BASE, datasets=[TASKS[task]], license="mit")
     files = [folder / f"clip-{task}" / "model.safetensors" for task in TASKS]
     experts = [load_file(file) for file in files]
     for name, tensor in experts[1].items():  # two of a kind, so that their mean is a merge worth having
@@ -96,11 +96,8 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copytree(folder / "clip-mnist", folder / "merged")
     mean = {name: (tensor + experts[1][name]) / 2 for name, tensor in experts[0].items()}
     save_file(mean, folder / "merged" / "model.safetensors", metadata={"format": "pt"})
-    merge = {
-        "merge_method": "task_arithmetic",
-        "base_model": BASE,
-        "models": [{"model": f"user/clip-{task}", "parameters": {"weight": 0.5}} for task in TASKS],
-    }
+    models = [{"model": f"user/clip-{task}", "parameters": {"weight": 0.5}} for task in TASKS]
+    merge = {"merge_method": "task_arithmetic", "base_model": BASE, "models": models}
     (folder / "merged" / "mergekit_config.yml").write_text(yaml.safe_dump(merge))
     (folder / "merged" / "README.md").write_text("# A merge\n")
     return folder
@@ -122,13 +119,10 @@ def world(hub: HubServer, files: Path, tmp_path: Path, monkeypatch: pytest.Monke
 def prepare(hub: HubServer, files: Path, text: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Put what a block takes for granted here: a recipe, a merge and its calibrated form, an earlier push."""
     tasks: dict[str, Any] = {
-        task: {
-            "expert": f"user/clip-{task}",
-            "data": {"dataset": TASKS[task], **({"config": "cropped_digits"} if task == "svhn" else {})},
-            "evaluate": {"prompts": ["a photo of {}"]},
-        }
-        for task in TASKS
+        task: {"expert": f"user/clip-{task}", "data": {"dataset": data}, "evaluate": {"prompts": ["a photo of {}"]}}
+        for task, data in TASKS.items()
     }
+    tasks["svhn"]["data"]["config"] = "cropped_digits"
     recipe = {"merged": "user/merged", "base": BASE, "tasks": tasks, "calibration": {"examples": 4}}
     Path("mine.yaml").write_text(yaml.safe_dump(recipe))
     if "./my-merge" in text:
@@ -144,13 +138,9 @@ def prepare(hub: HubServer, files: Path, text: str, capsys: pytest.CaptureFixtur
 
 @pytest.mark.parametrize("page", pages(), ids=lambda page: page.stem)
 def test_what_a_page_says_to_type_works(
-    page: Path,
-    world: Path,
-    files: Path,
-    hub: HubServer,
-    capsys: pytest.CaptureFixture[str],
+    page: Path, world: Path, files: Path, hub: HubServer, capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
-) -> None:
+) -> None:  # fmt: skip
     for block in find_blocks(page):
         if not (commands := to_run(block)):
             continue
@@ -184,24 +174,16 @@ def test_the_readme_s_python_works(world: Path, monkeypatch: pytest.MonkeyPatch)
     assert (world / "mended" / "model.safetensors").is_file()
 
 
-def load_generator() -> Any:
-    spec = importlib.util.spec_from_file_location("generate", ROOT / "docs" / "generate.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.mark.parametrize(
     ("file", "write"),
-    [
-        ("docs/cli.md", "describe_commands"),
-        ("docs/recipe.md", "describe_recipe"),
-        ("recipes/recipe.schema.json", "write_schema"),
-    ],
+    {
+        "docs/cli.md": "describe_commands",
+        "docs/recipe.md": "describe_recipe",
+        "recipes/recipe.schema.json": "write_schema",
+    }.items(),
 )
 def test_what_is_generated_is_up_to_date(file: str, write: str) -> None:
-    made = getattr(load_generator(), write)()
+    made = run_path(str(ROOT / "docs" / "generate.py"))[write]()
     assert (ROOT / file).read_text(encoding="utf-8") == made, "run: python docs/generate.py"
 
 

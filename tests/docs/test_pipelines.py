@@ -64,11 +64,8 @@ def run_workflow(folder: Path, inputs: Mapping[str, str], token: str) -> Outcome
         if "run" not in step or not holds(step.get("if", ""), known, failed=code != 0):
             continue
         variables = {**job["env"], **step.get("env", {})}
-        environment = environment_of(
-            folder,
-            GITHUB_STEP_SUMMARY=str(summary),
-            **{name: fill(text, known) for name, text in variables.items()},
-        )
+        variables = {name: fill(text, known) for name, text in variables.items()}
+        environment = environment_of(folder, GITHUB_STEP_SUMMARY=str(summary), **variables)
         assert not EXPRESSION.search(step["run"])  # what somebody typed is never read as shell
         line = ["bash", "--noprofile", "--norc", "-eo", "pipefail", "-c", step["run"]]
         done = subprocess.run(line, cwd=folder, env=environment, capture_output=True, text=True)
@@ -87,15 +84,14 @@ def read(file: Path) -> dict[str, Any]:
 def fill(text: object, known: Mapping[str, str]) -> str:
     """A text with its expressions replaced: names, and the first of several that is not empty."""
     return EXPRESSION.sub(
-        lambda found: next(filter(None, (known[name] for name in found[1].split(" || "))), ""), str(text)
+        lambda match: next(filter(None, (known[name] for name in match[1].split(" || "))), ""), str(text)
     )
 
 
 def holds(condition: str, known: Mapping[str, str], *, failed: bool) -> bool:
-    if not condition:
+    if not (expression := EXPRESSION.fullmatch(condition)):
+        assert not condition
         return not failed
-    expression = EXPRESSION.fullmatch(condition)
-    assert expression is not None
     if expression[1] == "always()":
         return True
     name, literal = expression[1].split(" != ")
@@ -105,16 +101,14 @@ def holds(condition: str, known: Mapping[str, str], *, failed: bool) -> bool:
 def run_script(folder: Path, token: str, **values: str) -> Outcome:
     environment = environment_of(folder, HF_TOKEN=token, **values)
     done = subprocess.run(["bash", str(SCRIPT)], cwd=folder, env=environment, capture_output=True, text=True)
-    summary = folder / "drift.md"
-    return Outcome(
-        done.returncode, folder, summary.read_text() if summary.exists() else "", [], done.stdout + done.stderr
-    )
+    summary = (folder / "drift.md").read_text() if (folder / "drift.md").exists() else ""
+    return Outcome(done.returncode, folder, summary, [], done.stdout + done.stderr)
 
 
 def check_proposed(hub: HubServer, outcome: Outcome, org: str) -> None:
     assert outcome.code == 0, outcome.said
-    (pull,) = hub.repos["model", f"{org}/merged"].pulls
     repo = hub.repos["model", f"{org}/merged"]
+    (pull,) = repo.pulls
     proposed = repo.commits[repo.refs[f"refs/pr/{pull.number}"]]
     assert {"README.md", "featcal_report.json", "featcal.yaml", "drift.png", "model.safetensors"} <= proposed.keys()
     assert not any(name.startswith(".featcal") for name in proposed)

@@ -102,9 +102,8 @@ def split_that_is_not_there(stage: Stage) -> Arguments:
     return {"--data": "red=user/splits::test"}
 
 
-def full_disk(stage: Stage) -> Arguments:
+def full_disk(stage: Stage) -> None:
     stage.patch.setattr("featcal_cli.workflows.preflight.free_bytes", lambda _: 1000)
-    return {}
 
 
 def full_memory(stage: Stage) -> Arguments:
@@ -113,11 +112,6 @@ def full_memory(stage: Stage) -> Arguments:
 
     stage.patch.setattr("featcal_cli.workflows.calibrate.calibrate_blocks", fail)
     return {"--device": "cpu"}
-
-
-def huge_weights(stage: Stage) -> Arguments | None:
-    """Finite, but what comes out of them is not."""
-    return bad_models.tensors(lambda found: found["encoder.layer.0.output.dense.weight"].fill_(3e38))(stage)
 
 
 def huge_pixels(stage: Stage) -> Arguments:
@@ -134,13 +128,12 @@ def unfinished_run(stage: Stage) -> Arguments:
     def fail(*_: object, **__: object) -> NoReturn:
         raise OutputError("cannot write: no space left on device")
 
-    job = {"merged": str(stage.folder / "merged"), "base": str(stage.folder / "base")}
+    job = {name: str(stage.folder / name) for name in ("merged", "base")}
     task = {"expert": str(stage.folder / "red"), "data": str(stage.folder / "red.safetensors")}
+    recipe = {**job, "tasks": {"red": task}, "calibration": {"examples": 4, "ridge": 0.05}}
     with pytest.MonkeyPatch.context() as patch, pytest.raises(OutputError):
         patch.setattr("featcal_cli.workflows.calibrate.write_output", fail)
-        calibrate(
-            {**job, "tasks": {"red": task}, "calibration": {"examples": 4, "ridge": 0.05}}, output=stage.folder / "out"
-        )
+        calibrate(recipe, output=stage.folder / "out")
     return {"--ridge": 0.1}
 
 
@@ -207,7 +200,7 @@ WAYS: dict[str, Arrange] = {
     "of disk are needed": full_disk,
     "does not suffice": full_memory,
     "are not finite at": huge_pixels,
-    "has a weight of": huge_weights,
+    "has a weight of": bad_models.tensors(lambda found: found[bad_models.DENSE].fill_(3e38)),
     "nothing but zeros": bad_models.tensors(bad_models.all_times(0.0)),
     "the output folder exists": options(o="{}/green"),
     "unfinished run": unfinished_run,

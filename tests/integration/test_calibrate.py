@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from families import FAMILIES, Saved, save_family
+from families import BY_NAME, Saved, save_family
 from hub_server import HubServer
 from jobs import Stopper
 from safetensors.torch import load_file, save_file
@@ -18,8 +17,6 @@ from featcal_cli.runtime.errors import OutputError
 from featcal_cli.workflows.verbs import calibrate
 
 pytestmark = pytest.mark.usefixtures("undrawn")
-
-BY_NAME = {family.name: family for family in FAMILIES}
 
 
 def calibrated(saved: Saved, output: Path, recipe: dict[str, Any] | None = None, **options: Any) -> dict[str, Tensor]:
@@ -49,19 +46,6 @@ def test_the_order_of_tasks_does_not_change_the_result(tmp_path: Path) -> None:
     assert relative_difference(there, back) <= 1e-5
 
 
-def test_an_interrupted_run_goes_on_from_the_last_finished_block(tmp_path: Path) -> None:
-    saved = save_family(tmp_path, BY_NAME["bert"])
-    calibrate(saved.recipe(), output=tmp_path / "whole")
-    with pytest.raises(KeyboardInterrupt):
-        calibrate(saved.recipe(), output=tmp_path / "resumed", listener=Stopper())
-    assert not (tmp_path / "resumed").exists()
-    result = calibrate(saved.recipe(), output=tmp_path / "resumed")
-    assert any("1 of 2 blocks were taken over" in note for note in result.report.notes)
-    whole, resumed = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("whole", "resumed"))
-    assert whole == resumed
-    assert not (tmp_path / ".resumed.featcal").exists()
-
-
 @pytest.mark.parametrize("same", [True, False])
 @pytest.mark.parametrize("anew", ["restart", "overwrite"])
 def test_finished_blocks_are_dropped_only_when_the_user_says_so(tmp_path: Path, anew: str, same: bool) -> None:
@@ -87,6 +71,7 @@ def test_where_the_result_is_to_go_may_change_after_an_interruption(
     recipe = {**saved.recipe(), "output": {"push_to": "alice/moved", "private": True}}
     result = calibrate(recipe, output=tmp_path / "out", push_anyway=True)
     assert any("1 of 2 blocks were taken over" in note for note in result.report.notes)
+    assert not (tmp_path / ".out.featcal").exists()
     assert len(hub.repos["model", "alice/moved"].log) == 1
 
 
@@ -110,15 +95,6 @@ def test_names_that_a_model_with_a_head_gave_its_backbone_stay(tmp_path: Path) -
     prefixed = calibrated(saved, tmp_path / "prefixed")
     assert prefixed.keys() == {f"bert.{name}" for name in plain}
     assert all(torch.equal(prefixed[f"bert.{name}"], value) for name, value in plain.items())
-
-
-def test_the_recipe_in_the_output_runs_the_job_again(tmp_path: Path) -> None:
-    saved = save_family(tmp_path, BY_NAME["vit"])
-    calibrate(saved.recipe(), output=tmp_path / "first")
-    shutil.copy(tmp_path / "first" / "featcal.yaml", tmp_path / "again.yaml")
-    calibrate(tmp_path / "again.yaml", output=tmp_path / "second")
-    first, second = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("first", "second"))
-    assert first == second
 
 
 def test_experts_may_be_stored_in_another_precision_than_merged(tmp_path: Path) -> None:

@@ -179,12 +179,7 @@ def test_it_writes_the_files_that_were_asked_for_and_no_others(
     ],
 )
 def test_a_file_that_cannot_be_written_is_refused_before_any_work(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: Capture,
-    option: str,
-    file: str,
-    word: str,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture, option: str, file: str, word: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
     recipe = write_recipe(tmp_path / "recipe.yaml")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from families import FAMILIES, TASKS, Family, Saved, save_family
+from families import BY_NAME, TASKS, Family, Saved, save_family
 from family import TEXT_SIZES
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -20,7 +20,6 @@ from featcal_cli.models.tracing import first_tensor
 from featcal_cli.reporting.inspection import Inspection
 from featcal_cli.workflows.inspect_drift import inspect_drift
 
-BY_NAME = {family.name: family for family in FAMILIES}
 CHOSEN = ["bert", "albert", "gpt2", "mixtral", "t5", "clip-vision", "wav2vec2", "llava"]
 OTHERS = [
     "roberta", "deberta-v2", "modernbert", "llama", "qwen2", "gemma2", "bart", "whisper", "vit", "swin", "qwen2-vl",
@@ -198,10 +197,7 @@ def test_no_more_than_one_block_of_model_base_and_one_expert_is_converted_at_onc
     shallow, deep = (
         save_family(tmp_path / str(blocks), bert_of(blocks), examples=4, dtype=torch.bfloat16) for blocks in (2, 5)
     )
-    model = bert_of(1).build()
-    size, head = (
-        sum(parameter.numel() * 4 for parameter in model.get_submodule(path).parameters())
-        for path in ("encoder.layer.0", "pooler")
-    )
+    parts = (bert_of(1).build().get_submodule(path) for path in ("encoder.layer.0", "pooler"))
+    size, head = (sum(parameter.numel() * 4 for parameter in part.parameters()) for part in parts)
     for saved, tasks in ((shallow, 1), (shallow, 3), (deep, 1)):
         assert most_at_once(saved, tasks, monkeypatch) == 3 * size + head  # the expert's, to see its answers

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers as tf
-from families import FAMILIES, Saved, save_family
+from families import BY_NAME, save_family
 from family import GROUPED_SIZES, TEXT_SIZES, VISION_SIZES
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
@@ -18,7 +18,6 @@ from featcal_cli.workflows.verbs import Result, calibrate
 
 pytestmark = pytest.mark.usefixtures("undrawn")
 
-BY_NAME = {family.name: family for family in FAMILIES}
 TASKS = ("red", "green")
 
 
@@ -58,6 +57,22 @@ def bert(seed: int, model_class: type[PreTrainedModel] = tf.BertModel, **config:
 
 def classifier(seed: int, labels: int, **config: Any) -> PreTrainedModel:
     return bert(seed, tf.BertForSequenceClassification, num_labels=labels, **config)
+
+
+def llama(seed: int, **config: Any) -> PreTrainedModel:
+    return shaken(tf.LlamaForCausalLM(tf.LlamaConfig(**{**GROUPED_SIZES, **config})), seed)
+
+
+def clip(seed: int) -> PreTrainedModel:
+    torch.manual_seed(seed)
+    config = tf.CLIPConfig(text_config=TEXT_SIZES, vision_config=VISION_SIZES, projection_dim=16)
+    return shaken(tf.CLIPModel(config), seed)
+
+
+def check_equal(*folders: Path) -> None:
+    """Their outputs hold the same numbers."""
+    one, other = (load_file(folder / "out" / "model.safetensors") for folder in folders)
+    assert all(torch.equal(one[name], other[name]) for name in one)
 
 
 def changed(folder: Path) -> set[str]:
@@ -104,16 +119,6 @@ def test_a_head_that_no_file_holds_decides_nothing(tmp_path: Path) -> None:
     assert results[0].report.measures["red"].models["merged"].output is None
 
 
-def check_equal(*folders: Path) -> None:
-    """Their outputs hold the same numbers."""
-    one, other = (load_file(folder / "out" / "model.safetensors") for folder in folders)
-    assert all(torch.equal(one[name], other[name]) for name in one)
-
-
-def llama(seed: int, **config: Any) -> PreTrainedModel:
-    return shaken(tf.LlamaForCausalLM(tf.LlamaConfig(**{**GROUPED_SIZES, **config})), seed)
-
-
 def test_a_resized_vocabulary_is_said_and_left_alone(tmp_path: Path) -> None:
     models = {"merged": llama(0), "base": llama(1), "red": llama(2), "green": llama(3, vocab_size=105)}
     result = run(tmp_path, text(), **models)
@@ -127,16 +132,6 @@ def test_tied_and_untied_embeddings_in_one_job(tmp_path: Path) -> None:
     run(tmp_path, text(), **models)
     assert "lm_head.weight" not in load_file(tmp_path / "out" / "model.safetensors")
     assert changed(tmp_path) and all(".layers." in name for name in changed(tmp_path))
-
-
-def clip(seed: int) -> PreTrainedModel:
-    torch.manual_seed(seed)
-    config = tf.CLIPConfig(text_config=TEXT_SIZES, vision_config=VISION_SIZES, projection_dim=16)
-    return shaken(tf.CLIPModel(config), seed)
-
-
-def vision(seed: int) -> PreTrainedModel:
-    return shaken(tf.CLIPVisionModel(tf.CLIPVisionConfig(**VISION_SIZES)), seed)
 
 
 def test_a_tower_whose_inputs_are_not_given_is_left_alone_and_said(tmp_path: Path) -> None:
@@ -159,34 +154,28 @@ def test_full_models_and_vision_towers_go_together(tmp_path: Path) -> None:
     torch.manual_seed(0)
     inputs = images()
     whole = {name: clip(seed) for seed, name in enumerate(("merged", "base", *TASKS))}
-    alone = {name: vision(seed) for seed, name in enumerate(whole)}
+    alone = {name: tf.CLIPVisionModel(tf.CLIPVisionConfig(**VISION_SIZES)) for name in whole}
     for name, model in alone.items():
         model.load_state_dict(whole[name].vision_model.state_dict())
-    results = []
+    plain: dict[str, torch.Tensor] = {}
     for wide in ((), ("merged",), ("base",), ("merged", "base"), tuple(whole)):
         (folder := tmp_path / "-".join(("wide", *wide))).mkdir()
         run(folder, inputs, **{name: whole[name] if name in wide else alone[name] for name in whole})
         tensors = load_file(folder / "out" / "model.safetensors")
-        results.append({key.removeprefix("vision_model."): tensors[key] for key in changed(folder)})
-    plain, *others = results
-    assert len(plain) == 32
-    for other in others:
-        assert other.keys() == plain.keys()
-        for key in plain:
-            torch.testing.assert_close(other[key], plain[key], rtol=1e-4, atol=1e-5)
+        vision = {key.removeprefix("vision_model."): tensors[key] for key in changed(folder)}
+        plain = plain or vision
+        assert len(plain) == 32
+        torch.testing.assert_close(vision, plain, rtol=1e-4, atol=1e-5)
 
 
 def test_flan_t5_by_the_papers_settings(tmp_path: Path) -> None:
     """Gated, with a head of its own: decoder blocks too, no norms, the head untouched."""
-    saved: Saved = save_family(tmp_path, BY_NAME["flan-t5"])
-    recipe: dict[str, Any] = saved.recipe()
-    recipe["calibration"] = {"examples": 12}
+    recipe = save_family(tmp_path, BY_NAME["flan-t5"]).recipe() | {"calibration": {"examples": 12}}
     report = calibrate(recipe, output=tmp_path / "out").report
     assert {key: report.settings[key] for key in ("ridge", "rho", "alpha")} == {"ridge": 1e-5, "rho": 2.0, "alpha": 0.6}
     names = changed(tmp_path)
     assert any(name.startswith("decoder.block.1.layer.1.EncDecAttention.k") for name in names)
     assert any("wi_0" in name for name in names) and any("wi_1" in name for name in names)
     assert not any("layer_norm" in name or "lm_head" in name or "shared" in name for name in names)
-    assert json.loads((tmp_path / "out" / "config.json").read_text()) == json.loads(
-        (tmp_path / "merged" / "config.json").read_text()
-    )
+    one, other = (json.loads((tmp_path / name / "config.json").read_text()) for name in ("out", "merged"))
+    assert one == other

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from command_line import Run, featcal_inside
-from families import FAMILIES, TASKS, Saved, save_family
+from families import BY_NAME, TASKS, Saved, save_family
 from jobs import Stopper
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -21,7 +21,6 @@ from featcal_cli.workflows.verbs import calibrate
 
 pytestmark = pytest.mark.usefixtures("undrawn")
 
-BY_NAME = {family.name: family for family in FAMILIES}
 NAMES = ("bert", "gpt2", "llama", "vit", "clip-vision", "albert", "opt", "t5")
 IN_DEFAULT_SUITE = 4
 CASES = 200

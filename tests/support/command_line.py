@@ -23,7 +23,7 @@ def featcal(*arguments: object, folder: Path | None = None, **environment: str) 
         env={**os.environ, "COLUMNS": "80", "OMP_NUM_THREADS": "1", **environment},
         capture_output=True,
         text=True,
-        timeout=900,
+        timeout=300,
     )
 
 

@@ -1,7 +1,6 @@
 """The table of architectures in the docs: a row is what a calibration reported, and the tests compare it.
 
-`WRITE_DOCS=1 pytest tests/integration/test_oracle.py tests/matrix/test_architectures.py -m "" -n 0` writes it anew
-(delete the file first to drop rows).
+`WRITE_DOCS=1 pytest tests/integration/test_oracle.py -m "" -n 0` writes it anew (delete the file first to drop rows).
 """
 
 from __future__ import annotations

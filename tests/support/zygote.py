@@ -8,8 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -76,17 +75,7 @@ class Zygote:
         return self._process.stdout.readline().strip()
 
 
-@contextmanager
-def started() -> Iterator[Zygote]:
-    """A zygote that ends with the context."""
-    zygote = Zygote()
-    try:
-        yield zygote
-    finally:
-        zygote.stop()
-
-
-def wait_until(happened: Callable[[], object], seconds: float = 180.0) -> bool:
+def wait_until(happened: Callable[[], object], seconds: float = 60.0) -> bool:
     """Whether it came to happen, asked all the time."""
     end = time.monotonic() + seconds
     while not (is_so := bool(happened())) and time.monotonic() < end:
@@ -94,7 +83,7 @@ def wait_until(happened: Callable[[], object], seconds: float = 180.0) -> bool:
     return is_so
 
 
-def wait_for(file: Path, text: str, seconds: float = 180.0) -> bool:
+def wait_for(file: Path, text: str, seconds: float = 60.0) -> bool:
     """Whether the text came to be in the file."""
     return wait_until(lambda: file.is_file() and text in file.read_text("utf-8", "replace"), seconds)
 
@@ -155,9 +144,9 @@ def _answer(value: object) -> None:
 
 def _run(order: dict[str, Any]) -> NoReturn:
     os.setsid()
-    for number, mode in ((0, os.O_RDONLY), (1, os.O_WRONLY), (2, os.O_WRONLY)):
-        name = os.devnull if number == 0 else order[("stdout", "stderr")[number - 1]]
-        os.dup2(os.open(name, mode | (os.O_CREAT | os.O_TRUNC if number else 0), 0o644), number)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    for number, name in ((1, order["stdout"]), (2, order["stderr"])):
+        os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644), number)
     run_main(order["folder"], order["arguments"], order["environment"])
 
 

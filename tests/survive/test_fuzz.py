@@ -104,10 +104,12 @@ def read(file: Path | None, keys: dict[str, Any]) -> Recipe | None:
 
 
 @FUZZ
-@given(some.one_of(texts, some.lists(snippets | texts, max_size=25).map("".join)))
-def test_any_text_is_a_recipe_or_refused(text: str) -> None:
+@given(some.one_of(texts, some.lists(snippets | texts, max_size=25).map("".join)), some.binary(max_size=60))
+def test_any_text_and_any_bytes_are_a_recipe_or_refused(text: str, content: bytes) -> None:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "r.yaml"
+        file.write_bytes(content)
+        read(file, {})
         file.write_bytes(text.encode("utf-8", "surrogatepass"))
         read(file, {})
         read(file, {"merged": "a/b", "base": "a/b", "calibration": {"examples": 3}})
@@ -116,15 +118,6 @@ def test_any_text_is_a_recipe_or_refused(text: str) -> None:
         json.dumps(load_documents(text), default=str, skipkeys=True)
     except ValueError as error:
         assert len(str(error)) < 300
-
-
-@FUZZ
-@given(some.binary(max_size=60))
-def test_any_bytes_are_a_recipe_or_refused(content: bytes) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "r.yaml"
-        file.write_bytes(content)
-        read(file, {})
 
 
 @FUZZ
@@ -152,13 +145,10 @@ GOOD_HEADER = {
     "c": entry(shape=[0, 5], start=22, stop=22, dtype="I64"),
 }
 sizes = some.one_of(some.integers(-5, 30), some.integers(-(2**70), 2**70), some.floats(), some.booleans())
-parts = some.fixed_dictionaries(
-    {
-        "dtype": some.sampled_from(["F32", "BF16", "U8", "BOOL", "F4", "F8_E4M3", "C64", "X"]) | values,
-        "shape": some.lists(sizes, max_size=4) | values,
-        "data_offsets": some.lists(sizes, min_size=2, max_size=2) | values,
-    }
-)
+dtypes = some.sampled_from(["F32", "BF16", "U8", "BOOL", "F4", "F8_E4M3", "C64", "X"]) | values
+offsets = some.lists(sizes, min_size=2, max_size=2) | values
+shapes = some.lists(sizes, max_size=4) | values
+parts = some.fixed_dictionaries({"dtype": dtypes, "shape": shapes, "data_offsets": offsets})
 headers = some.one_of(
     spoiled(GOOD_HEADER).map(lambda header: json.dumps(header).encode()),
     some.dictionaries(texts, parts | values, max_size=3).map(lambda header: json.dumps(header).encode()),

@@ -9,6 +9,7 @@ import shutil
 import time
 import tracemalloc
 import zipfile
+from functools import partial
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,6 @@ import pyarrow.parquet
 import pytest
 from bad_data import POSTSCRIPT, png
 from bad_input import Stage, files_under, good_arguments, of_images
-from bad_models import adapter
 from command_line import Run, featcal_inside
 from hub_faults import Fault
 from PIL import Image
@@ -28,7 +28,6 @@ from transformers import BertModel, ViTModel
 from featcal_cli.data.examples import DrawnExamples, draw_examples
 from featcal_cli.data.images import PIXELS_AT_ONCE
 from featcal_cli.data.local_tables import KEPT_CHARACTERS, LARGEST_IMAGE, open_file, shorten_row
-from featcal_cli.hub.model_source import find_config
 from featcal_cli.hub.snapshot import resolve
 from featcal_cli.lineage.model_card import read_card
 from featcal_cli.models.checkpoint_files import copy_checkpoint
@@ -50,6 +49,12 @@ def calibrate(stage: Stage, capsys: pytest.CaptureFixture[str], output: str = "o
     return run
 
 
+def check_same(stage: Stage, place: str) -> None:
+    """The same weights as in the first output."""
+    one, other = ((stage.folder / name / "model.safetensors").read_bytes() for name in ("out", place))
+    assert one == other
+
+
 def draw(stage: Stage, data: Data, *, images: bool = False, count: int = 4) -> DrawnExamples:
     base = stage.folder / "vit" / "base" if images else stage.folder / "base"
     model = (ViTModel if images else BertModel).from_pretrained(base)
@@ -69,17 +74,13 @@ def test_a_model_that_changes_between_two_requests_is_read_at_one_commit(
     save_file(tensors, stage.folder / "red" / "model.safetensors", metadata={"format": "pt", "marked": name})
     first = stage.hub.add_repo(name, stage.folder / "red")
     calibrate(stage, capsys)
-
-    def push() -> None:
-        stage.hub.add_repo(name, stage.folder / "green")
-
+    push = partial(stage.hub.add_repo, name, stage.folder / "green")
     stage.hub.fail(kind, Fault(action=push), path=name.partition("/")[2] if kind != "large file" else "", after=1)
     calibrate(stage, capsys, "again", expert=f"red={name}")
     assert stage.hub.faults.hits and stage.hub.repos["model", name].refs["main"] != first
     sources = json.loads((stage.folder / "again" / "featcal_report.json").read_text())["sources"]
     assert first in [source["commit"] for source in sources]
-    one, other = ((stage.folder / place / "model.safetensors").read_bytes() for place in ("out", "again"))
-    assert one == other
+    check_same(stage, "again")
 
 
 def test_a_dataset_that_changes_between_two_requests_is_read_at_one_commit(
@@ -90,16 +91,12 @@ def test_a_dataset_that_changes_between_two_requests_is_read_at_one_commit(
     stage.write("second/a.jsonl", rows.replace("w3", "w9"))
     first = stage.hub.add_repo("changing/rows", stage.folder / "first", kind="dataset")
     calibrate(stage, capsys, data=f"red=changing/rows@{first}")
-
-    def push() -> None:
-        stage.hub.add_repo("changing/rows", stage.folder / "second", kind="dataset")
-
+    push = partial(stage.hub.add_repo, "changing/rows", stage.folder / "second", kind="dataset")
     stage.hub.fail("dataset tree", Fault(action=push), path="rows")
     calibrate(stage, capsys, "again", data="red=changing/rows")
     assert stage.hub.faults.hits and stage.hub.repos["dataset", "changing/rows"].refs["main"] != first
     assert f"revision: {first}" in (stage.folder / "again" / "featcal.yaml").read_text()
-    one, other = ((stage.folder / place / "model.safetensors").read_bytes() for place in ("out", "again"))
-    assert one == other
+    check_same(stage, "again")
 
 
 # --- links ---
@@ -124,8 +121,7 @@ def test_links_to_weights_and_links_of_the_hubs_cache_are_followed(
     calibrate(stage, capsys, "cached", merged=snapshot)
     for place in ("linked", "cached"):
         assert not any(path.is_symlink() for path in (stage.folder / place).rglob("*"))
-        one, other = ((stage.folder / name / "model.safetensors").read_bytes() for name in ("out", place))
-        assert one == other
+        check_same(stage, place)
     assert (stage.folder / "cached" / "sub" / "words.txt").read_text() == "words"
 
 
@@ -143,9 +139,14 @@ def test_a_link_out_of_the_folder_is_not_copied_even_where_nobody_looked_before(
         copy_checkpoint(resolve(str(stage.folder / "models--a--b" / "snapshots" / "0123")), tmp_path / "other")
 
 
-def test_an_expert_that_is_only_read_may_hold_links(stage: Stage, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_expert_that_is_only_read_may_hold_links_and_nothing_is_written_outside_of_the_output(
+    stage: Stage, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (stage.folder / "red" / "notes.txt").symlink_to(stage.write("secret.txt", "for nobody"))
+    before = files_under(tmp_path)
     calibrate(stage, capsys)
+    new = files_under(tmp_path).keys() - before.keys()
+    assert new and all(path.is_relative_to(stage.folder / "out") for path in new)
     assert "for nobody" not in "".join(path.read_text(errors="ignore") for path in (stage.folder / "out").iterdir())
 
 
@@ -316,21 +317,6 @@ def test_names_are_shown_on_the_terminal_and_not_obeyed(stage: Stage, capsys: py
     assert not set(shown) & set(obeyed)
     written = [stage.folder / "out" / name for name in ("README.md", "featcal_report.json", "featcal.yaml")]
     assert not any(set(path.read_text(encoding="utf-8")) & set(obeyed) for path in written)
-
-
-def test_an_adapter_on_itself_has_no_config(stage: Stage) -> None:
-    adapter(base_model_name_or_path=str(stage.folder / "adapter"))(stage)
-    with pytest.raises(Exception, match="whose base is itself"):
-        find_config(str(stage.folder / "adapter"))
-
-
-def test_nothing_is_written_outside_of_the_output(
-    stage: Stage, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    before = files_under(tmp_path)
-    calibrate(stage, capsys)
-    new = files_under(tmp_path).keys() - before.keys()
-    assert new and all(path.is_relative_to(stage.folder / "out") for path in new)
 
 
 def test_a_huge_image_is_left_out_and_named(stage: Stage, capsys: pytest.CaptureFixture[str]) -> None:

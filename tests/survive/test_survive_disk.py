@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from itertools import count
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -129,6 +129,13 @@ def test_a_disk_that_is_full_loses_nothing(
     assert {Path(path).parts[0] for path in disk.files()} == {"out"}
 
 
+def stop_before_the_end(disk: SmallDisk, work: Work) -> None:
+    """All blocks are computed, and there is no room for the note."""
+    with pytest.MonkeyPatch.context() as patch:
+        act_before(patch, MOMENTS["note"].call, 1, disk.fill)
+        check_refusal(work("given"), FULL)
+
+
 def test_too_small_a_disk_is_seen_before_the_start_and_finished_blocks_count(
     disk: SmallDisk, expected: dict[str, dict[str, object]], work: Work
 ) -> None:
@@ -136,9 +143,7 @@ def test_too_small_a_disk_is_seen_before_the_start_and_finished_blocks_count(
     check_refusal(work("given"), "0.4 MB of disk are needed, and 0.0 MB are free")
     assert not disk.files()
     disk.clear()
-    with pytest.MonkeyPatch.context() as patch:
-        act_before(patch, "featcal_cli.workflows.output_files.FinishedOutput.write_note", 1, disk.fill)
-        check_refusal(work("given"), FULL)
+    stop_before_the_end(disk, work)
     disk.clear()
     disk.fill(leave=ENOUGH)
     done = work("given")
@@ -156,9 +161,7 @@ def test_a_disk_for_reading_only_is_refused_and_what_is_on_it_stays(
     check_refusal(work("given"), "Read-only file system")
     disk.protect(False)
     assert not disk.files()
-    with pytest.MonkeyPatch.context() as patch:
-        act_before(patch, "featcal_cli.workflows.output_files.FinishedOutput.write_note", 1, disk.fill)
-        check_refusal(work("given"), FULL)
+    stop_before_the_end(disk, work)
     kept = disk.files()
     disk.clear()
     disk.protect()
@@ -185,8 +188,9 @@ def test_a_log_that_cannot_be_written_stops_nothing(
 def test_results_that_cannot_be_printed_are_one_message(disk: SmallDisk, inputs: Path) -> None:
     disk.fill()
     for line in ("--version", f"modules {inputs / 'merged'}"):
+        command = [sys.executable, "-m", "featcal_cli", *line.split()]
         with Path("printed").open("wb") as stdout:
-            done = start(line, stdout)
+            done = subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, text=True)
         check_refusal(Run(done.returncode, "", done.stderr), FULL)
 
 
@@ -289,9 +293,3 @@ def act_before(patch: pytest.MonkeyPatch, place: str, number: int, act: Callable
         return original(*arguments, **options)
 
     patch.setattr(place, call)
-
-
-def start(line: str, stdout: IO[bytes]) -> subprocess.CompletedProcess[str]:
-    """The command as a process of its own, whose results go to a file."""
-    command = [sys.executable, "-m", "featcal_cli", *line.split()]
-    return subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, text=True, check=False)

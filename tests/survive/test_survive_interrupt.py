@@ -31,6 +31,7 @@ STALL = Fault(seconds=60.0, carried_out=False)
 """A server that says nothing, for longer than anybody waits here."""
 SECONDS = 2.0
 """In which an interrupted run is over."""
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Real:
@@ -59,8 +60,7 @@ Start = Callable[..., Real | Started]
 def expected(bert_job: Path, zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The output of that job, undisturbed."""
     folder = tmp_path_factory.mktemp("whole")
-    run = calibrate(zygote.start, folder, bert_job)
-    assert run.wait() == 0, run.stderr.read_text()
+    check_success(calibrate(zygote.start, folder, bert_job))
     return folder / "out"
 
 
@@ -68,9 +68,12 @@ def expected(bert_job: Path, zygote: Zygote, tmp_path_factory: pytest.TempPathFa
 def pushed(merge: Path, zygote: Zygote, hub_on_loopback: HubServer, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The output of a job whose models and rows are on the Hub, undisturbed."""
     folder = tmp_path_factory.mktemp("pushed")
-    run = push(zygote.start, folder, stock(hub_on_loopback, merge))
-    assert run.wait() == 0, run.stderr.read_text()
+    check_success(push(zygote.start, folder, stock(hub_on_loopback, merge)))
     return folder / "out"
+
+
+def check_success(run: Real | Started) -> None:
+    assert run.wait() == 0, run.stderr.read_text()
 
 
 def stock(hub: HubServer, merge: Path) -> str:
@@ -125,16 +128,9 @@ def stall(hub: HubServer, kind: str, path: str = "", after: int = 0) -> Callable
     ids=["looking for models", "downloading", "streaming", "uploading", "committing"],
 )
 def test_a_hub_that_stalls_holds_nobody_up(
-    zygote: Zygote,
-    hub: HubServer,
-    merge: Path,
-    pushed: Path,
-    tmp_path: Path,
-    kind: str,
-    path: str,
-    after: int,
+    zygote: Zygote, hub: HubServer, merge: Path, pushed: Path, tmp_path: Path, kind: str, path: str, after: int,
     real: bool,
-) -> None:
+) -> None:  # fmt: skip
     token = stock(hub, merge)
     names = {"weights": "blue/model.safetensors", "rows": "data/red/data/train-00000-of-00001.parquet"}
     contents = {name: sha256((merge / file).read_bytes()).hexdigest() for name, file in names.items()}
@@ -144,8 +140,7 @@ def test_a_hub_that_stalls_holds_nobody_up(
     assert interrupt(run)
     assert (tmp_path / "out").exists() == (kind in ("upload", "commit"))
     hub.faults.clear()
-    again = push(zygote.start, tmp_path, token)
-    assert again.wait() == 0, again.stderr.read_text()
+    check_success(push(zygote.start, tmp_path, token))
     assert result(tmp_path / "out") == result(pushed)
     assert not (tmp_path / ".out.featcal").exists()
     assert len(hub.repos["model", f"{ORG}/out"].log) == 1
@@ -154,10 +149,7 @@ def test_a_hub_that_stalls_holds_nobody_up(
 @pytest.mark.parametrize(
     ("moment", "number"),
     [
-        ('"reading examples"', signal.SIGINT),
-        ('"calibrating"', signal.SIGINT),
-        ('"finished": 1', signal.SIGINT),
-        ('"writing"', signal.SIGINT),
+        *((moment, signal.SIGINT) for moment in ('"reading examples"', '"calibrating"', '"finished": 1', '"writing"')),
         ('"reading examples"', signal.SIGTERM),
         ('"finished": 1', signal.SIGTERM),
         ('"writing"', signal.SIGHUP),
@@ -174,13 +166,12 @@ def test_a_computation_stops_where_it_is(
         if interrupt(run, number=number):
             break
         assert attempt < 9  # else it was faster
-    again = calibrate(zygote.start, folder, bert_job)
-    assert again.wait() == 0, again.stderr.read_text()
+    check_success(calibrate(zygote.start, folder, bert_job))
     assert result(folder / "out") == result(expected)
     assert not (folder / ".out.featcal").exists()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", SIGNALS)
 def test_impatience_changes_nothing(
     zygote: Zygote, hub: HubServer, merge: Path, tmp_path: Path, number: signal.Signals
 ) -> None:
@@ -194,21 +185,9 @@ def test_impatience_changes_nothing(
 def test_a_hang_up_that_is_ignored_stays_ignored(bert_job: Path, expected: Path, tmp_path: Path) -> None:
     """That is what nohup does."""
     log = tmp_path / "log.jsonl"
-    command = [
-        sys.executable,
-        "-m",
-        "featcal_cli",
-        "calibrate",
-        "-r",
-        bert_job / "job.yaml",
-        "-o",
-        "out",
-        "--log-file",
-        log,
-    ]
-    run = subprocess.Popen(
-        ["nohup", *map(str, command)], cwd=tmp_path, stderr=subprocess.DEVNULL, stdout=subprocess.PIPE
-    )
+    line = ["calibrate", "-r", str(bert_job / "job.yaml"), "-o", "out", "--log-file", str(log)]
+    command = ["nohup", sys.executable, "-m", "featcal_cli", *line]
+    run = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.DEVNULL, stdout=subprocess.PIPE)
     assert wait_for(log, '"calibrating"')
     run.send_signal(signal.SIGHUP)
     run.communicate()
@@ -223,7 +202,7 @@ def test_an_inspection_has_nothing_to_go_on_with(zygote: Zygote, bert_job: Path,
     assert interrupt(run, MEASURING)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", SIGNALS)
 @pytest.mark.parametrize(("loaded", "message"), [("typer.main", STARTING), ("yaml", STARTING), ("torch", CALIBRATING)])
 def test_a_start_is_over_as_soon(
     bert_job: Path, tmp_path: Path, loaded: str, message: str, number: signal.Signals
@@ -273,7 +252,7 @@ def test_a_second_run_on_an_output_stops_at_once_and_the_first_goes_on(
     (there := tmp_path / "there").mkdir()
     first = push(zygote.start, here, token)
     try:
-        assert waiting.wait(180)
+        assert waiting.wait(60)
         before = sorted(here.rglob("*"))
         began = time.monotonic()
         second = zygote.start(there, "calibrate", f"{ORG}/merged", "-o", here / "out")
@@ -284,5 +263,5 @@ def test_a_second_run_on_an_output_stops_at_once_and_the_first_goes_on(
         assert sorted(here.rglob("*")) == before
     finally:
         over.set()
-    assert first.wait() == 0, first.stderr.read_text()
+    check_success(first)
     assert result(here / "out") == result(pushed)

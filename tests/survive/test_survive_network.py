@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from hashlib import sha256
@@ -82,13 +81,6 @@ PUSHING = (
     (Place("model tree", f"{ORG}/out", 1), "reset midway"),
 )
 """What keeps failing when the output is finished."""
-
-
-@pytest.fixture
-def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Clients wait less between two tries."""
-    sleep = time.sleep
-    monkeypatch.setattr(time, "sleep", lambda seconds: sleep(min(seconds, 0.005)))
 
 
 @contextmanager

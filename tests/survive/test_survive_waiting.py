@@ -13,9 +13,10 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from subprocess import DEVNULL, PIPE
 
 import pytest
 from hub_faults import FAULTS, Fault
@@ -36,13 +37,16 @@ LONGEST = 60.0
 """Seconds that one request may keep a run waiting."""
 
 
-@dataclass
 class Spoken:
-    """What a process wrote to stderr, and when."""
+    """What the command wrote to stderr in a process of its own, and when."""
 
-    code: int
-    lines: list[tuple[float, str]]
-    ended: float
+    def __init__(self, folder: Path, *arguments: str) -> None:
+        command = [sys.executable, "-m", "featcal_cli", *arguments]
+        with subprocess.Popen(command, cwd=folder, stderr=PIPE, stdout=DEVNULL, stdin=DEVNULL, text=True) as process:
+            assert process.stderr is not None
+            self.lines = [(time.monotonic(), line.rstrip()) for line in process.stderr]
+            self.code = process.wait(10)
+        self.ended = time.monotonic()
 
     def longest_silence(self, began: float) -> float:
         """After that time: how long a process takes to start is another matter."""
@@ -52,20 +56,6 @@ class Spoken:
     def first(self, text: str) -> float:
         """When a line with this text came."""
         return next(at for at, line in self.lines if text in line)
-
-
-def listen(folder: Path, *arguments: str) -> Spoken:
-    """Run the command as a process of its own, and listen to it."""
-    command = [sys.executable, "-m", "featcal_cli", *arguments]
-    lines = []
-    with subprocess.Popen(
-        command, cwd=folder, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, stdin=subprocess.DEVNULL, text=True
-    ) as process:
-        assert process.stderr is not None
-        for line in process.stderr:
-            lines.append((time.monotonic(), line.rstrip()))
-        code = process.wait(60)
-    return Spoken(code, lines, time.monotonic())
 
 
 @pytest.mark.parametrize(
@@ -84,9 +74,8 @@ def test_a_hub_that_fails_for_ever_is_told_of_at_once_and_given_up_within_a_minu
     publish(hub, merge, ORG)
     failed: list[float] = []
     usual = FAULTS[fault] if isinstance(fault, str) else fault
-    noted = Fault(**{**usual.__dict__, "action": lambda: failed.append(time.monotonic())})
-    hub.fail(kind, noted, times=None)
-    spoken = listen(tmp_path, *command)
+    hub.fail(kind, replace(usual, action=lambda: failed.append(time.monotonic())), times=None)
+    spoken = Spoken(tmp_path, *command)
     text = "\n".join(line for _, line in spoken.lines)
     assert spoken.code == 2 and "error: " in text and "Traceback" not in text, text
     assert told in text, text
@@ -147,15 +136,10 @@ class Terminal:
         self.written = b""
         self._lead, follow = pty.openpty()
         plain = {name: value for name, value in os.environ.items() if name != "CI"}
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "featcal_cli", *arguments],
-            cwd=folder,
-            env={**plain, "COLUMNS": "80", "TERM": "xterm", **environment},
-            stdin=follow,
-            stdout=follow,
-            stderr=follow,
-            start_new_session=True,
-        )
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "featcal_cli", *arguments], cwd=folder, start_new_session=True,
+            env={**plain, "COLUMNS": "80", "TERM": "xterm", **environment}, stdin=follow, stdout=follow, stderr=follow,
+        )  # fmt: skip
         os.close(follow)
         self._reader = threading.Thread(target=self._read)
         self._reader.start()
@@ -166,16 +150,13 @@ class Terminal:
                 self.written += part
 
     def wait_until(self, happened: Callable[[], object]) -> None:
-        end = time.monotonic() + 180
+        end = time.monotonic() + 90
         while not happened():
-            assert time.monotonic() < end and self._process.poll() is None, self.written
+            assert time.monotonic() < end and self.process.poll() is None, self.written
             time.sleep(0.005)
 
-    def kill(self, number: signal.Signals) -> None:
-        self._process.send_signal(number)
-
     def wait(self) -> int:
-        code = self._process.wait(180)
+        code = self.process.wait(90)
         self._reader.join(10)
         os.close(self._lead)
         return code
@@ -189,12 +170,9 @@ def is_clean(lines: list[str]) -> bool:
 @pytest.mark.parametrize(
     ("moment", "number"),
     [
-        ("looking for models", signal.SIGINT),
-        ("downloading", signal.SIGTERM),
-        ("calibrating", signal.SIGINT),
+        *((moment, signal.SIGINT) for moment in ("looking for models", "calibrating", "uploading")),
+        *((moment, signal.SIGTERM) for moment in ("downloading", "uploading")),
         ("writing", signal.SIGHUP),
-        ("uploading", signal.SIGINT),
-        ("uploading", signal.SIGTERM),
     ],
 )
 def test_an_interrupt_leaves_one_line_on_a_terminal_and_no_bar(
@@ -216,7 +194,7 @@ def test_an_interrupt_leaves_one_line_on_a_terminal_and_no_bar(
         time.sleep(0.3)
     else:
         terminal.wait_until(lambda: log.exists() and f'"{moment}"' in log.read_text())
-    terminal.kill(number)
+    terminal.process.send_signal(number)
     code = terminal.wait()
     lines, visible = show(terminal.written)
     shown = [line for line in lines if line]
