@@ -95,7 +95,7 @@ class _Run:
 
 
 def find_architecture(model: PreTrainedModel, batches: Mapping[str, Batch], norms: str) -> Architecture:
-    """Run `model` on probes cut from one batch of each task; return its blocks in the order in which they ran.
+    """The blocks of `model` in the order in which they run on probes cut from one batch of each task.
 
     `norms`: auto or layernorm (norms with a bias), all, or none. Raises ArchitectureError when no blocks are found or
     their order differs between tasks, DataError when the model cannot run on a task's examples.
@@ -106,10 +106,7 @@ def find_architecture(model: PreTrainedModel, batches: Mapping[str, Batch], norm
             runs[frozenset(batch)] = _probe(model, task, batch)
     order = merge_orders([run.blocks for run in runs.values()])
     if not order:
-        raise ArchitectureError(
-            f"no list of transformer blocks was found in {type(model).__name__}",
-            fix="give a transformer checkpoint whose layers hold Linear modules",
-        )
+        raise no_blocks(type(model))
     by_task = {task: runs[frozenset(batch)] for task, batch in batches.items()}
     by_block = {name: run for run in reversed(runs.values()) for name in run.blocks}
     holders = _count_holders(model)
@@ -125,6 +122,12 @@ def find_architecture(model: PreTrainedModel, batches: Mapping[str, Batch], norm
     )
 
 
+def no_blocks(model_class: type, where: str = "") -> ArchitectureError:
+    """The error for a model of which nothing can be calibrated."""
+    what = f"no list of transformer blocks was found in {model_class.__name__}"
+    return ArchitectureError(what, where=where, fix="give a transformer checkpoint whose layers hold Linear modules")
+
+
 def _probe(model: PreTrainedModel, task: str, batch: Batch) -> _Run:
     """Run the model, or the tower that the inputs are for, on two probes."""
     problem: Exception | None = None
@@ -132,13 +135,11 @@ def _probe(model: PreTrainedModel, task: str, batch: Batch) -> _Run:
         for resize in ({ENCODER, DECODER}, {DECODER}, {ENCODER}, set[str]()):
             (first, second), axes = token_layout.make_probes(batch, resize)
             try:
-                traces = tuple(trace(module, probe, model.dtype).under(entry) for probe in (first, second))
+                traces = [trace(module, probe, model.dtype).under(entry) for probe in (first, second)]
             except FAILURES as error:
                 problem = problem or error
             else:
-                return _Run(
-                    entry, cast("tuple[Trace, Trace]", traces), axes, find_blocks(model, traces[0]), module, first
-                )
+                return _Run(entry, (traces[0], traces[1]), axes, find_blocks(model, traces[0]), module, first)
     shapes = {name: list(tensor.shape[1:]) for name, tensor in batch.items()}
     reason = (str(problem) or type(problem).__name__).splitlines()[0]
     raise DataError(
@@ -166,27 +167,22 @@ def _describe(model: nn.Module, name: str, run: _Run, norms: str, holders: Mappi
             continue
         kind, full = kind_of(module), f"{name}.{path}".rstrip(".")
         if kind is None:
-            skipped += [(f"{path}.{key}".lstrip("."), _reason(module, value)) for key, value in parameters.items()]
+            for key, value in parameters.items():
+                fused = value.ndim == 3 and not any("conv" in base.__name__.lower() for base in type(module).__mro__)
+                why = "the fused experts of a mixture are not calibrated" if fused else "neither a Linear nor a norm"
+                skipped.append((f"{path}.{key}".lstrip("."), why))
         elif any(holders[id(value)] > 1 for value in parameters.values()):
             skipped.append((path, "it shares its weight with another module"))
-        elif (
-            kind in LINEAR_KINDS or norms == "all" or (norms != "none" and kind == "layernorm" and "bias" in parameters)
-        ):
-            modules.append(Module(path, kind, _layouts(run, full, calls, axes), full in run.first.overwritten))
-        elif norms == "none":
+        elif kind not in LINEAR_KINDS and norms == "none":
             skipped.append((path, "norms are switched off"))
+        elif kind in LINEAR_KINDS or norms == "all" or (kind == "layernorm" and "bias" in parameters):
+            modules.append(Module(path, kind, _layouts(run, full, calls, axes), full in run.first.overwritten))
         else:
             skipped.append((path, "a norm without bias; --norms all calibrates it"))
     only_text = not any(tensor.is_floating_point() for tensor in run.probe.values())
     holds_text = layout.axis == OWN and (len(set(axes[OWN])) > 1 or only_text)
     start = _find_text(model, run, name) if holds_text else None
     return Block(name, tuple(modules), tuple(skipped), layout, calls, name in run.first.overwritten, holds_text, start)
-
-
-def _reason(module: nn.Module, parameter: nn.Parameter) -> str:
-    if parameter.ndim == 3 and not any("conv" in base.__name__.lower() for base in type(module).__mro__):
-        return "the fused experts of a mixture are not calibrated"
-    return "neither a Linear nor a norm"
 
 
 def _own_axis(run: _Run, block: str) -> tuple[Layout, Axes]:
@@ -242,9 +238,8 @@ def _before_the_end(run: _Run) -> set[str]:
 
 def _count_holders(model: nn.Module) -> Counter[int]:
     """How many modules hold each parameter."""
-    return Counter(
-        id(value) for module in model.modules() for value in module._parameters.values() if value is not None
-    )
+    held = (value for module in model.modules() for value in module._parameters.values())
+    return Counter(id(value) for value in held if value is not None)
 
 
 def _notes(model: nn.Module, blocks: Sequence[Block]) -> Iterator[str]:

@@ -39,10 +39,8 @@ def read_slots(snapshot: Snapshot) -> dict[str, Slot]:
 
 
 def names_on_disk(model: Model, parameters: Mapping[str, Tensor], entries: Mapping[str, Entry]) -> dict[str, Tensor]:
-    """`parameters`, named by module path, as the tensors that the model's files hold, in the files' dtypes.
-
-    Raises CheckpointError when a parameter has no place of the same shape in the files.
-    """
+    """`parameters`, named by module path, as the tensors that the model's files hold, in the files' dtypes. Raises
+    CheckpointError when a parameter has no place of the same shape in the files."""
     tensors = {}
     for name, tensor, stored in _match_names(model, parameters, entries):
         if stored is None or entries[stored].shape != tuple(tensor.shape):
@@ -57,11 +55,8 @@ def names_on_disk(model: Model, parameters: Mapping[str, Tensor], entries: Mappi
 
 
 def check_readable(model: Model, architecture: Architecture, entries: Mapping[str, Entry] | None) -> None:
-    """Raise CheckpointError where the files hold a parameter of a block in a dtype that only packed weights have.
-
-    `entries`: the files' tensors, by name; nothing is checked where they are not known. The model may be without
-    values.
-    """
+    """Raise CheckpointError where the files hold a parameter of a block in a dtype that only packed weights have. The
+    model may be without values; nothing is checked where the files' tensors, by name, are not known."""
     blocks = [path for block in architecture.blocks if (path := model.own_path(block.name)) is not None]
     inside = {
         f"{block}.{name}": value
@@ -76,13 +71,10 @@ def check_readable(model: Model, architecture: Architecture, entries: Mapping[st
 
 def check_writable(merged: Model, architecture: Architecture, entries: Mapping[str, Entry] | None) -> None:
     """Raise CheckpointError where a calibrated parameter could not be written to the files; likewise."""
-    paths = [f"{block.name}.{module.name}" for block in architecture.blocks for module in block.modules]
-    solved = {
-        f"{path}.{name}": value
-        for path in paths
-        for name, value in merged.module.get_submodule(path).named_parameters(recurse=False)
-    }
     if entries is not None:
+        paths = [f"{block.name}.{module.name}" for block in architecture.blocks for module in block.modules]
+        held = {path: merged.module.get_submodule(path).named_parameters(recurse=False) for path in paths}
+        solved = {f"{path}.{name}": value for path, own in held.items() for name, value in own}
         names_on_disk(merged, solved, entries)
 
 
@@ -110,14 +102,11 @@ def _match_names(
 
 
 def list_files(snapshot: Snapshot) -> tuple[list[str], list[str]]:
-    """The files of a checkpoint that are copied, and those that are left out, by their paths in its folder.
-
-    Left out: weights in other formats and safetensors files that the checkpoint's index does not list, which would
-    hold the old values; hidden files are in neither list.
-    """
+    """The files of a checkpoint that are copied, and those that are left out, by their paths in its folder: weights in
+    other formats and safetensors files that the checkpoint's index does not list, which would hold the old values.
+    Hidden files are in neither list."""
     weights = {file.name for file in snapshot.weights()}
-    copied: list[str] = []
-    left_out: list[str] = []
+    copied, left_out = list[str](), list[str]()
     for name in visible_files(snapshot.folder):
         stale = name.endswith(".safetensors") and name not in weights
         other = stale or any(PurePosixPath(name).match(pattern) for pattern in OTHER_FORMATS)

@@ -12,7 +12,7 @@ from transformers import AutoConfig, PreTrainedModel
 
 from featcal_cli.data.batches import Batch, forward_names
 from featcal_cli.hub.snapshot import Snapshot
-from featcal_cli.models.architecture import FAILURES, Architecture, Block, find_architecture, find_unreached
+from featcal_cli.models.architecture import FAILURES, Architecture, Block, find_architecture, find_unreached, no_blocks
 from featcal_cli.models.loading import find_class
 from featcal_cli.runtime.errors import ArchitectureError, CheckpointError, DataError
 
@@ -64,22 +64,18 @@ def take_inventory(snapshot: Snapshot, norms: str) -> Inventory:
         with torch.device("meta"):
             model = model_class(_config_for(model_class, config)).eval()
     except Exception as error:  # configs and classes raise many kinds for values that make no sense
-        raise CheckpointError(
-            f"no {model_class.__name__} can be built from the config: {error}",
-            where=f"{snapshot.name}/config.json",
-            fix="check the config",
-        ) from error
+        what = f"no {model_class.__name__} can be built from the config: {error}"
+        raise CheckpointError(what, where=f"{snapshot.name}/config.json", fix="check the config") from error
     architecture = run_without_values(model, norms)
     reached = architecture.blocks if architecture else ()
     blocks = [*reached, *find_unreached(model, reached, norms)]
     if not blocks:
-        raise ArchitectureError(
-            f"no list of transformer blocks was found in {model_class.__name__}",
-            where=snapshot.name,
-            fix="give a transformer checkpoint whose layers hold Linear modules",
-        )
+        raise no_blocks(model_class, snapshot.name)
     entries = [_describe(model, block, ran=block in reached) for block in blocks]
-    notes = [*(architecture.notes if architecture else ()), *_note_registered(entries)]
+    notes = [*(architecture.notes if architecture else ())]
+    if names := [block.name for block in entries if not block.ran]:
+        what = f"{names[0]} … {names[-1]}: listed as registered"
+        notes.append(f"{what}; a run on real inputs decides the order and what is called")
     total = sum(parameter.numel() for parameter in model.parameters())
     return Inventory(snapshot.name, model_class.__name__, total, entries, notes)
 
@@ -96,10 +92,8 @@ def _config_for(model_class: type[PreTrainedModel], config: Any) -> Any:
 def run_without_values(
     model: PreTrainedModel, norms: str, batches: Mapping[str, Batch] | None = None
 ) -> Architecture | None:
-    """What running a model without values on inputs without values shows; None for models that look at values.
-
-    The inputs have the shapes of `batches`, by task, where these are given; else they are made up.
-    """
+    """What running a model without values on inputs without values shows; None for models that look at values. The
+    inputs have the shapes of `batches`, by task, where these are given; else they are made up."""
     shapes = {
         task: {name: x.to("meta") for name, x in batch.items() if "mask" not in name}  # masks are looked at
         for task, batch in (batches or {}).items()
@@ -155,10 +149,3 @@ def _describe(model: nn.Module, block: Block, *, ran: bool) -> BlockEntry:
             parameters = model.get_submodule(f"{block.name}.{module.name}").parameters(recurse=False)
             modules.append(ModuleEntry(module.name, module.kind, sum(value.numel() for value in parameters)))
     return BlockEntry(block.name, modules, skipped, ran)
-
-
-def _note_registered(blocks: list[BlockEntry]) -> Iterator[str]:
-    if names := [block.name for block in blocks if not block.ran]:
-        yield (
-            f"{names[0]} … {names[-1]}: listed as registered; a run on real inputs decides the order and what is called"
-        )

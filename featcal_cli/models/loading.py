@@ -83,9 +83,7 @@ def share_model(model: Model) -> Model:
 
 def find_class(snapshot: Snapshot) -> type[PreTrainedModel]:
     """The class that a checkpoint's config names: of transformers, or of the repo's own code where that is trusted.
-
-    Raises CheckpointError when there is none.
-    """
+    Raises CheckpointError when there is none."""
     config = snapshot.config
     name, model_type = read_class_name(config), config.get("model_type")
     named = find_transformers_class(name)
@@ -123,12 +121,11 @@ def _check_type(model_type: Any, named: type[PreTrainedModel], snapshot: Snapsho
     known = isinstance(model_type, str) and model_type in transformers.CONFIG_MAPPING
     if model_type is None or known or model_type == getattr(named.config_class, "model_type", None):
         return
-    version = transformers.__version__
-    raise CheckpointError(
-        f"the config's model_type, {show(str(model_type))}, is none that transformers {version} knows",
-        where=f"{snapshot.name}/config.json",
-        fix=f"write the one of {named.__name__}, or update transformers",
+    what = (
+        f"the config's model_type, {show(str(model_type))}, is none that transformers {transformers.__version__} knows"
     )
+    fix = f"write the one of {named.__name__}, or update transformers"
+    raise CheckpointError(what, where=f"{snapshot.name}/config.json", fix=fix)
 
 
 def _load_class(snapshot: Snapshot, auto_map: Any, name: str) -> type[PreTrainedModel]:
@@ -147,10 +144,8 @@ def _load_class(snapshot: Snapshot, auto_map: Any, name: str) -> type[PreTrained
 
 
 def load_model(role: str, snapshot: Snapshot, model_class: type[PreTrainedModel]) -> Model:
-    """The checkpoint as `model_class`, in its own dtype, in evaluation mode, memory-mapped.
-
-    Raises CheckpointError when the files are unreadable, quantised, or of another architecture.
-    """
+    """The checkpoint as `model_class`, in its own dtype, in evaluation mode, memory-mapped. Raises CheckpointError when
+    the files are unreadable, quantised, or of another architecture."""
     check_unquantised(snapshot.config, role, snapshot.name)
     with quiet_transformers():
         try:
@@ -223,18 +218,15 @@ def _check_size(role: str, snapshot: Snapshot, described: PreTrainedModel, tenso
 def _describe_loaded(role: str, snapshot: Snapshot, module: PreTrainedModel, info: Mapping[str, Any]) -> Model:
     """The model that transformers has loaded, with what its loading `info` says."""
     mismatched = {key: tuple(shape) for key, shape, _ in info["mismatched_keys"]}
-    missing = frozenset({*info["missing_keys"], *mismatched})
-    unread = frozenset(info["unexpected_keys"])
+    missing, unread = frozenset({*info["missing_keys"], *mismatched}), frozenset(info["unexpected_keys"])
     return Model(role, snapshot, module.eval(), missing, mismatched=mismatched, unread=unread)
 
 
 def _unloadable(role: str, snapshot: Snapshot, model_class: type, error: Exception) -> CheckpointError:
     reason = (str(error).strip() or type(error).__name__).split("\n")[0]
-    return CheckpointError(
-        f"{role} cannot be loaded as {model_class.__name__}: {reason}",
-        where=snapshot.name,
-        fix="check that it is a checkpoint of the same architecture as the merged model",
-    )
+    what = f"{role} cannot be loaded as {model_class.__name__}: {reason}"
+    fix = "check that it is a checkpoint of the same architecture as the merged model"
+    return CheckpointError(what, where=snapshot.name, fix=fix)
 
 
 PROCESSORS = (

@@ -112,14 +112,10 @@ def find_blocks(model: nn.Module, run: Trace) -> list[str]:
             continue
         members = _members(name, module, run)
         residual = sum(member in run.residual for member in members)
-        if (
-            residual == 0
-            or 2 * residual < len(members)
-            or any(_is_stage(m, model.get_submodule(m), run) for m in members)
-        ):
-            continue
-        taken.append(name)
-        blocks += members
+        stages = (_is_stage(member, model.get_submodule(member), run) for member in members)
+        if residual > 0 and 2 * residual >= len(members) and not any(stages):
+            taken.append(name)
+            blocks += members
     started = {name: number for number, name in reversed(list(enumerate(run.calls)))}
     return sorted(blocks, key=started.__getitem__)
 

@@ -73,9 +73,6 @@ def describe_recipe(file: Path) -> str:
     return " ".join(line.lstrip("# ") for line in lines).partition(". ")[0] + "."
 
 
-OUTPUT_RECIPE = "featcal.yaml"
-"""What the recipe in an output folder is called: no output is named after it."""
-
 _COMMAND_LINE = "the command line"
 _COLUMNS_FORM = "ROLE:COLUMN[,ROLE:COLUMN…]"
 _NEXT_ROLE = re.compile(rf",(?=\s*(?:{'|'.join(ROLES)})\s*:)")
@@ -84,10 +81,7 @@ _NEXT_ROLE = re.compile(rf",(?=\s*(?:{'|'.join(ROLES)})\s*:)")
 
 def read_draft(file: Path | None, overrides: Mapping[str, Any]) -> Draft:
     """What `file` (if any) and, laid over it, the command line's `overrides` say, validated; parts may be missing.
-
-    `overrides` has the same nesting as the YAML; a value of None means "not given".
-    Raises RecipeError with the key, the reason and, for an unknown key, the nearest known one.
-    """
+    `overrides` has the same nesting as the YAML, with None for what is not given. Raises RecipeError."""
     if file is None:
         return _build_draft({}, overrides, None)
     raw = _read_yaml(file)
@@ -109,21 +103,12 @@ def complete_draft(draft: Draft) -> Recipe:
     if not draft.base:
         raise RecipeError("no base model given", fix="give --base REPO, or the key base: in a recipe")
     if not draft.tasks:
-        fix = "give --expert TASK=REPO, or the key tasks: in a recipe"
-        raise RecipeError("no experts given", fix=fix)
+        raise RecipeError("no experts given", fix="give --expert TASK=REPO, or the key tasks: in a recipe")
     for name, task in draft.tasks.items():
         if missing := "expert" if not task.expert else "data" if not (task.data and task.data.has_source) else "":
             fix = f"add --{missing} {name}=…"
             raise RecipeError(f"task {name} has no {missing}", where=f"tasks.{name}", fix=fix)
     return Recipe.model_validate(draft.model_dump(exclude_none=True))
-
-
-def build_recipe(file: Path | None, overrides: Mapping[str, Any]) -> Recipe:
-    """The recipe in `file` (if any) with the command line's `overrides` laid over it, validated and complete.
-
-    Raises RecipeError like `read_draft` and `complete_draft`.
-    """
-    return complete_draft(read_draft(file, overrides))
 
 
 def names_merged(file: Path) -> bool:
@@ -136,9 +121,8 @@ def collect_overrides(**options: Any) -> dict[str, Any]:
     merge = options.get("merge")
     if merge and options.get("merged"):
         raise RecipeError("both MERGED and --merge are given", where=_COMMAND_LINE, fix="give one of them")
-    tasks: dict[str, dict[str, Any]] = {}
-    for task, expert in read_tasks("--expert", "REPO", options.get("expert")).items():
-        tasks.setdefault(task, {})["expert"] = expert
+    experts = read_tasks("--expert", "REPO", options.get("expert"))
+    tasks: dict[str, dict[str, Any]] = {task: {"expert": expert} for task, expert in experts.items()}
     for task, source in read_tasks("--data", "SOURCE", options.get("data")).items():
         tasks.setdefault(task, {})["data"] = parse_source(source)
     for task, split in read_tasks("--split", "NAME", options.get("split")).items():
@@ -149,15 +133,13 @@ def collect_overrides(**options: Any) -> dict[str, Any]:
     for task, columns in _read_columns(options.get("columns")).items():
         tasks.setdefault(task, {}).setdefault("data", {})["columns"] = columns
     sections = {"calibration": Calibration.model_fields, "output": Output.model_fields}
+    given = {key: value for key, value in options.items() if value is not None}
     return {
         "merged": parse_merge(merge) if merge else options.get("merged"),
         "base": options.get("base"),
         "tasks": tasks or None,
         "skip_experts": options.get("skip_expert") or None,
-        **{
-            section: {key: options[key] for key in keys if options.get(key) is not None}
-            for section, keys in sections.items()
-        },
+        **{name: {key: given[key] for key in keys if key in given} for name, keys in sections.items()},
     }
 
 
@@ -211,9 +193,8 @@ def _name_option(place: Sequence[str], overrides: Mapping[str, Any]) -> str | No
             return None
     match place:
         case ["merged", *rest]:
-            return (
-                f"--merge ({rest[0] if rest else 'method'})" if isinstance(overrides["merged"], Mapping) else "MERGED"
-            )
+            built = isinstance(overrides["merged"], Mapping)
+            return f"--merge ({rest[0] if rest else 'method'})" if built else "MERGED"
         case ["base" | "skip_experts" as key, *_]:
             return "--base" if key == "base" else "--skip-expert"
         case ["calibration" | "output", key, *_]:
@@ -305,7 +286,7 @@ def _build_draft(raw: Mapping[str, Any], overrides: Mapping[str, Any], file: Pat
         draft = Draft.model_validate({key: value for key, value in keys.items() if value is not None})
     except ValidationError as error:
         raise _explain(error, where, overrides) from None
-    if file is not None and file.name != OUTPUT_RECIPE:
+    if file is not None and file.name != "featcal.yaml":  # no output is named after the recipe in another one's folder
         draft._file = file.stem
     return draft
 

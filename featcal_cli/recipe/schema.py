@@ -175,9 +175,8 @@ class Data(Section):
         try:
             return Data.model_validate({**self.model_dump(), **said.model_dump(exclude_none=True), "columns": columns})
         except ValidationError as error:
-            raise RecipeError(
-                first_complaint(error), where=f"data {self}", fix="leave that out, or give other data"
-            ) from None
+            fix = "leave that out, or give other data"
+            raise RecipeError(first_complaint(error), where=f"data {self}", fix=fix) from None
 
     @model_validator(mode="after")
     def _one_source(self) -> Data:
@@ -199,12 +198,11 @@ class Data(Section):
         return ":".join([f"{self.dataset}{revision}", *parts])
 
 
-Source = Annotated[
-    Data,
-    BeforeValidator(
-        lambda value: parse_source(value) if isinstance(value, str) else value, json_schema_input_type=str | Data
-    ),
-]
+def _parse_text(value: Any) -> Any:
+    return parse_source(value) if isinstance(value, str) else value
+
+
+Source = Annotated[Data, BeforeValidator(_parse_text, json_schema_input_type=str | Data)]
 
 
 class TaskDraft(Section):

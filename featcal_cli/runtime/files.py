@@ -39,8 +39,7 @@ def cache_folder() -> Path:
 
 
 def flush(path: Path) -> None:
-    """Have the system write a file, or a folder's list of files, to the disk: what is renamed before that is done may
-    be a name without a content once the power is back. Raises OSError."""
+    """Have the system write a file, or a folder's list of files, to the disk. Raises OSError."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -52,8 +51,8 @@ def flush(path: Path) -> None:
 
 
 def replace_durably(draft: Path, target: Path) -> None:
-    """Give a finished file its name: whatever happens then, even to the power, the name means what was there before or
-    all of the new file. Raises OSError."""
+    """Give a finished file its name, which means, even after a loss of power, what was there before or all of the new
+    file. Raises OSError."""
     flush(draft)
     draft.replace(target)
     flush(target.parent)
@@ -174,8 +173,6 @@ PIECES, PIECE = 512, 1 << 15
 """Of a file with more bytes than these pieces have together, so many evenly spread ones are hashed: few matrices of a
 model are small enough to lie between two of them."""
 
-Stamp = tuple[int, ...]
-
 
 def stamp_files(paths: Iterable[Path]) -> dict[str, str]:
     """What tells, also days later and in a copy, whether a file is the same: its size and time of change, and of a
@@ -212,18 +209,15 @@ class Unchanged:
             try:
                 now = take_stamp(file)
             except OSError as error:
-                return CheckpointError(
-                    f"{file.name} of {self._owners[file]} cannot be read any more: {name_reason(error)}",
-                    where=str(file),
-                    fix="put it back and run the same command again: finished blocks are taken over",
-                )
-            if now != before:
-                return CheckpointError(
-                    f"{file.name} of {self._owners[file]} was changed or replaced during the run",
-                    where=str(file),
-                    fix="let nothing write to what a run reads; put the file back and run the same command again, or "
-                    "give --restart to begin anew with the changed one",
-                )
+                what = f"cannot be read any more: {name_reason(error)}"
+                fix = "put it back and run the same command again: finished blocks are taken over"
+            else:
+                if now == before:
+                    continue
+                what = "was changed or replaced during the run"
+                fix = "let nothing write to what a run reads; put the file back and run the same command again, or "
+                fix += "give --restart to begin anew with the changed one"
+            return CheckpointError(f"{file.name} of {self._owners[file]} {what}", where=str(file), fix=fix)
         return None
 
 
@@ -240,7 +234,7 @@ def explain_losses(inputs: Sequence[Path]) -> Iterator[None]:
         raise CheckpointError(what, where=str(lost), fix=fix) from error
 
 
-def take_stamp(file: Path) -> Stamp:
+def take_stamp(file: Path) -> tuple[int, ...]:
     """What any change to a file changes: a write, a time that was set back, another file under its name. Raises
     OSError."""
     status = file.stat()
@@ -249,24 +243,21 @@ def take_stamp(file: Path) -> Stamp:
 
 def _describe(file: Path, with_content: bool) -> str:
     try:
-        status = file.stat()
-        text = f"{status.st_size} {status.st_mtime_ns}"
-        return f"{text} {_hash_pieces(file, status.st_size)}" if with_content else text
+        size, changed = file.stat().st_size, file.stat().st_mtime_ns
+        if not with_content:
+            return f"{size} {changed}"
+        digest = sha256()
+        with file.open("rb", buffering=0) as stream:
+            if size <= PIECES * PIECE:
+                while piece := stream.read(1 << 20):
+                    digest.update(piece)
+            else:
+                for number in range(PIECES):
+                    stream.seek(number * (size - PIECE) // (PIECES - 1), os.SEEK_SET)
+                    digest.update(stream.read(PIECE))
+        return f"{size} {changed} {digest.hexdigest()[:32]}"
     except OSError as error:  # it has just gone, or is not for us to read: whoever needs it will say so
         return name_reason(error)
-
-
-def _hash_pieces(file: Path, size: int) -> str:
-    digest = sha256()
-    with file.open("rb", buffering=0) as stream:
-        if size <= PIECES * PIECE:
-            while piece := stream.read(1 << 20):
-                digest.update(piece)
-        else:
-            for number in range(PIECES):
-                stream.seek(number * (size - PIECE) // (PIECES - 1), os.SEEK_SET)
-                digest.update(stream.read(PIECE))
-    return digest.hexdigest()[:32]
 
 
 LOCK = "lock"
@@ -280,11 +271,8 @@ def hold(folder: Path, target: Path) -> Iterator[None]:
     try:
         descriptor = _acquire(folder)
     except BlockingIOError:
-        raise OutputError(
-            f"another run is working on this output{_name_holder(folder)}",
-            where=str(target),
-            fix="wait for it, stop it, or give another --output",
-        ) from None
+        what = f"another run is working on this output{_name_holder(folder)}"
+        raise OutputError(what, where=str(target), fix="wait for it, stop it, or give another --output") from None
     except OSError as error:
         what = f"cannot write here: {name_reason(error)}"
         fix = "free disk space, or choose another --output" if error.errno in FULL else "choose another --output"
@@ -296,7 +284,7 @@ def hold(folder: Path, target: Path) -> Iterator[None]:
 
 
 def _acquire(folder: Path) -> int:
-    """The descriptor of the locked file. Raises BlockingIOError when it is locked already."""
+    """The descriptor of the locked file, which says whose it is. Raises BlockingIOError when it is locked already."""
     while True:
         folder.mkdir(parents=True, exist_ok=True)
         try:
@@ -305,28 +293,17 @@ def _acquire(folder: Path) -> int:
             continue
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if _is_still(descriptor, folder / LOCK):
-                _sign(descriptor)
-                return descriptor
+            with suppress(FileNotFoundError):  # the run before may have deleted the file meanwhile, or another be there
+                if os.path.samestat(os.fstat(descriptor), (folder / LOCK).stat()):
+                    with suppress(OSError):  # the disk is full: what has more to write will say so
+                        os.truncate(descriptor, 0)
+                        holder = {"process": os.getpid(), "machine": socket.gethostname()}
+                        os.write(descriptor, json.dumps(holder).encode())
+                    return descriptor
         except BaseException:
             os.close(descriptor)
             raise
         os.close(descriptor)
-
-
-def _sign(descriptor: int) -> None:
-    """Say in the lock who holds it, for others to name."""
-    with suppress(OSError):  # the disk is full: what has more to write will say so
-        os.truncate(descriptor, 0)
-        os.write(descriptor, json.dumps({"process": os.getpid(), "machine": socket.gethostname()}).encode())
-
-
-def _is_still(descriptor: int, file: Path) -> bool:
-    """Whether the file that was locked is the one of that name: the run before may have deleted it meanwhile."""
-    try:
-        return os.path.samestat(os.fstat(descriptor), file.stat())
-    except FileNotFoundError:
-        return False
 
 
 def _name_holder(folder: Path) -> str:

@@ -16,30 +16,18 @@ from featcal_cli.runtime.errors import RecipeError
 from featcal_cli.runtime.process import read_launch
 
 PACKAGES = (
-    "featcal-cli",
-    "datasets",
-    "huggingface_hub",
-    "numpy",
-    "peft",
-    "pillow",
-    "pyarrow",
-    "safetensors",
-    "tokenizers",
-)
+    "featcal-cli", "datasets", "huggingface_hub", "numpy", "peft", "pillow", "pyarrow", "safetensors", "tokenizers",
+)  # fmt: skip
 """Beside torch and transformers, what turns files into numbers."""
 GROUPS = Path("/sys/fs/cgroup")
 """Where Linux tells what a group of processes may use."""
-
-
 FEATURES_SHARE, DEVICE_SHARE = 4, 8
 """Part of the machine's and of a device's memory that the features of paused passes may take."""
 
 
 def choose_device(name: str) -> torch.device:
-    """The device of `auto`, `cpu` or `cuda[:K]`; of torchrun's processes each has a GPU of its own.
-
-    Raises RecipeError when it is not there.
-    """
+    """The device of `auto`, `cpu` or `cuda[:K]`; of torchrun's processes each has a GPU of its own. Raises RecipeError
+    when it is not there."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     launch = read_launch()
@@ -52,10 +40,8 @@ def choose_device(name: str) -> torch.device:
         device = torch.device(name)
     except RuntimeError:
         raise RecipeError(f"unknown device {name}", where="--device", fix="give auto, cpu or cuda[:K]") from None
-    if device.type not in ("cpu", "cuda"):
-        raise RecipeError(f"unsupported device {name}", where="--device", fix="give auto, cpu or cuda[:K]")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        count = torch.cuda.device_count()
+    count = torch.cuda.device_count()
+    if device.type == "cuda" and (device.index or 0) not in range(count):  # torch takes 999 for -25
         fix = f"start {count} with --nproc-per-node {count}" if launch.local_size > count > 0 else "give --device cpu"
         raise RecipeError(f"there is no device {name} here", where="--device", fix=fix)
     if device.type == "cuda" and launch.by_torchrun:
@@ -65,16 +51,16 @@ def choose_device(name: str) -> torch.device:
 
 def describe_environment(device: torch.device) -> dict[str, str]:
     """Versions and hardware that a result depends on."""
-    environment = {
+    size = read_launch().size
+    return {
         "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "platform": f"{platform.system()} {platform.machine()}",
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "threads": str(torch.get_num_threads()),
+        **({"ranks": str(size)} if size > 1 else {}),
     }
-    size = read_launch().size
-    return environment | ({"ranks": str(size)} if size > 1 else {})
 
 
 def read_versions() -> dict[str, str]:
@@ -83,8 +69,7 @@ def read_versions() -> dict[str, str]:
 
 
 def rooms_for_features(device: torch.device) -> tuple[int, int]:
-    """Bytes of the device's memory, 0 for a CPU, and of this machine's that features may take before they go
-    elsewhere."""
+    """Bytes of the device's memory, 0 for a CPU, and of this machine's that features may take."""
     host = memory_of(torch.device("cpu")) // FEATURES_SHARE
     return (0 if device.type == "cpu" else memory_of(device) // DEVICE_SHARE, host)
 
@@ -102,10 +87,8 @@ def memory_of(device: torch.device) -> int:
 
 def find_memory_limits(groups: str, folder: Path) -> Iterator[int]:
     """The bytes that a process may use by each of its control groups (a container, a job of a scheduler), and of those
-    that these lie in.
-
-    groups: what /proc/PID/cgroup says, a line of ID:CONTROLLERS:PATH each; folder: where they are mounted.
-    """
+    that these lie in. groups: what /proc/PID/cgroup says, a line of ID:CONTROLLERS:PATH each; folder: where they are
+    mounted."""
     for _, controllers, path in (line.split(":", 2) for line in groups.splitlines()):
         if not controllers:  # version 2
             top, name = folder, "memory.max"

@@ -59,10 +59,7 @@ def stop_when_signalled(message: str = STARTING) -> None:
 def interruptible(message: str = CALIBRATING) -> Iterator[None]:
     """Inside, an interrupt raises KeyboardInterrupt, as ever; where that does not come through (a client that waits for
     a server, a long computation), the process ends after a moment all the same, or at the second interrupt, with the
-    signal's exit code.
-
-    Only for the main thread; in others it does nothing.
-    """
+    signal's exit code. Only for the main thread; in others it does nothing."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -70,13 +67,21 @@ def interruptible(message: str = CALIBRATING) -> Iterator[None]:
     writer.setblocking(False)
     numbers = list_signals()
     threading.Thread(target=_watch, args=(reader, message, numbers), daemon=True).start()
-    interrupt = _Interrupt(message)
+    came: list[int] = []
+
+    def interrupt(number: int, _: object) -> NoReturn:
+        _came.append(number)
+        if came:
+            stop(message)
+        came.append(number)
+        raise KeyboardInterrupt
+
     handlers = {number: signal.signal(number, interrupt) for number in numbers}
     known = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
     try:
         yield
     except (KeyboardInterrupt, Exception):
-        if not interrupt.came:
+        if not came:
             raise
         handlers = dict.fromkeys(numbers, signal.SIG_IGN)  # it ends, and another interrupt would only disturb that
         for number in numbers:
@@ -88,21 +93,6 @@ def interruptible(message: str = CALIBRATING) -> Iterator[None]:
         for number, handler in handlers.items():
             signal.signal(number, handler)
         writer.close()
-
-
-class _Interrupt:
-    """Raises KeyboardInterrupt when a signal comes, and remembers that it did; ends the process when one more comes."""
-
-    def __init__(self, message: str) -> None:
-        self.came = False
-        self._message = message
-
-    def __call__(self, number: int, _: object) -> None:
-        _came.append(number)
-        if self.came:
-            stop(self._message)
-        self.came = True
-        raise KeyboardInterrupt
 
 
 def _watch(wakeups: socket.socket, message: str, numbers: list[signal.Signals]) -> None:

@@ -52,15 +52,12 @@ class Log(Listener):
             except OSError:  # a full disk: the run itself will say so where it matters
                 self._file = None
 
-    def end(self, code: int) -> None:
-        """The last line."""
+    def end(self, code: int, error: FeatCalError | None = None) -> None:
+        """The last line; before it what went wrong, if it was foreseen."""
+        if error is not None:
+            self.write("error", kind=type(error).__name__, what=error.what, where=error.where, fix=error.fix)
         seconds = round(time.monotonic() - self._began, 3)
         self.write("end", exit_code=code, seconds=seconds, peak_rss_bytes=peak_resident_bytes())
-
-    def end_with(self, error: FeatCalError) -> None:
-        """The last lines of a run that failed."""
-        self.write("error", kind=type(error).__name__, what=error.what, where=error.where, fix=error.fix)
-        self.end(error.exit_code)
 
     def stage(self, text: str) -> None:
         self.write("stage", text=text)
@@ -110,7 +107,7 @@ def recorded(shown: Listener, file: Path | None) -> Iterator[Log]:
             with heard(log.waiting):
                 yield log
         except FeatCalError as error:
-            log.end_with(error)
+            log.end(error.exit_code, error)
             raise
         except KeyboardInterrupt:
             log.write("interrupted")
@@ -120,7 +117,7 @@ def recorded(shown: Listener, file: Path | None) -> Iterator[Log]:
             raise  # whoever read our output has gone
         except Exception as error:
             if full := explain_full(error):
-                log.end_with(full)
+                log.end(full.exit_code, full)
                 raise full from error
             log.write("crash", traceback=traceback.format_exc())
             log.end(1)
@@ -144,10 +141,8 @@ def _opened(file: Path | None) -> Iterator[BinaryIO | None]:
         stream = os.fdopen(descriptor, "wb", buffering=0)
     except OSError as error:
         reason = "nobody reads from this pipe" if error.errno == errno.ENXIO else name_reason(error)
-        what = f"the log cannot be written: {reason}"
-        raise OutputError(
-            what, where=f"--log-file {file}", fix="give the path of a file in a folder that exists"
-        ) from None
+        what, fix = f"the log cannot be written: {reason}", "give the path of a file in a folder that exists"
+        raise OutputError(what, where=f"--log-file {file}", fix=fix) from None
     try:
         yield stream
     finally:
@@ -174,9 +169,7 @@ PACKAGES = (
 
 def write_crash(error: BaseException, recent: Sequence[str]) -> Path | None:
     """The file that was written, in the current folder or else the system's temporary one; None where neither can be.
-
-    recent: the last lines of the log.
-    """
+    recent: the last lines of the log."""
     text = redact("\n".join(_describe(error, recent)))
     name = f"featcal-crash-{time.strftime('%Y%m%d-%H%M%S')}.txt"
     for find_folder in (Path.cwd, lambda: Path(tempfile.gettempdir())):

@@ -23,6 +23,12 @@ _RESUMED = re.compile(r"Error while downloading from (?P<url>\S+): .*Trying to r
 _GIVES_UP = re.compile("Error while downloading from .*Max retries exceeded", re.DOTALL)
 _ADDRESS = re.compile(r"https?://[^\s'\")]+")
 _WAITS = re.compile(r"(?:Retrying in|Waiting) (?P<seconds>[\d.]+)s\b")
+_STATUSES = {
+    429: "refuses more requests for now",
+    **dict.fromkeys((502, 503, 504), "is busy"),
+    507: "has no room left",
+    511: "sends a page in place of what was asked for",
+}
 _USES_CACHE = re.compile(r"Could not reach the Hub .*Using cached commit hash for '(?P<repo>[^']+)'", re.DOTALL)
 
 
@@ -59,15 +65,7 @@ def name_hosts(text: str) -> str:
 
 def describe_status(status: int) -> str:
     """What an answer of this HTTP status says of whoever gave it."""
-    if status == 429:
-        return "refuses more requests for now (429)"
-    if status in (502, 503, 504):
-        return f"is busy ({status})"
-    if status == 507:
-        return "has no room left (507)"
-    if status == 511:
-        return "sends a page in place of what was asked for (511)"
-    return f"failed ({status})" if status >= 500 else f"refused ({status})"
+    return f"{_STATUSES.get(status) or ('failed' if status >= 500 else 'refused')} ({status})"
 
 
 def name_host(address: str, *, by_name: bool = False) -> str:

@@ -70,9 +70,8 @@ def parse_merge(text: str) -> dict[str, Any]:
     try:
         return {"method": method, "scale": float(scale)}
     except ValueError:
-        raise RecipeError(
-            f"the scale {scale!r} is not a number", where="--merge", fix="write e.g. task_arithmetic:0.3"
-        ) from None
+        what, fix = f"the scale {scale!r} is not a number", "write e.g. task_arithmetic:0.3"
+        raise RecipeError(what, where="--merge", fix=fix) from None
 
 
 def path_exists(path: Path) -> bool:

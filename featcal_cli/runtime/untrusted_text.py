@@ -50,7 +50,7 @@ class _UniqueLoader(_Loader):
 
 def load_documents(text: str, *, unique: bool = False) -> list[Any]:
     """The documents of a YAML text, empty ones left out; with `unique`, keys that come twice are refused. Raises
-    ValueError with a short reason for anything else."""
+    ValueError with a short reason."""
     if len(text) > MAX_CHARACTERS:
         raise ValueError(f"it is longer than {MAX_CHARACTERS:,} characters")
     try:
@@ -59,8 +59,7 @@ def load_documents(text: str, *, unique: bool = False) -> list[Any]:
     except _RefusedError:
         raise
     except _YAML_FAULTS as error:
-        mark = getattr(error, "problem_mark", None)
-        problem = getattr(error, "problem", None)
+        mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
         reason = f": {bare(problem)}" if problem else ""
         raise ValueError(f"it is not YAML (line {mark.line + 1}{reason})" if mark else "it is not YAML") from None
 
@@ -139,17 +138,13 @@ PATTERNS = (
 
 def redact(text: str) -> str:
     """The text without tokens, passwords in addresses, signatures of addresses, and values of secret variables."""
+    from huggingface_hub import get_token
+
     secrets = {value for name, value in os.environ.items() if SECRET_NAMES.search(name) and len(value) >= SHORTEST}
-    if token := _stored_token():
+    if token := get_token():
         secrets.add(token)
     for secret in sorted(secrets, key=len, reverse=True):
         text = text.replace(secret, HIDDEN)
     for pattern, hidden in PATTERNS:
         text = pattern.sub(hidden, text)
     return text
-
-
-def _stored_token() -> str | None:
-    from huggingface_hub import get_token
-
-    return get_token()

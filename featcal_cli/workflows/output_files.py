@@ -125,7 +125,7 @@ def _hash(text: str) -> str:
 
 
 def dump_recipe(recipe: Recipe) -> str:
-    """The recipe as YAML that `build_recipe` reads back; without `output`: running a job again need not publish it.
+    """The recipe as YAML that `as_draft` reads back; without `output`: running a job again need not publish it.
 
     The same recipe gives the same text: no date, and in the comments no path of this machine.
     """

@@ -13,7 +13,7 @@ import pyarrow.parquet
 import pytest
 from PIL import Image
 
-from featcal_cli.recipe.reading import build_recipe, find_recipe
+from featcal_cli.recipe.reading import as_draft, complete_draft
 from featcal_cli.reporting.report import Report
 from featcal_cli.workflows.verbs import calibrate
 
@@ -64,7 +64,7 @@ def change_images(images: list[bytes], change: Change) -> list[bytes]:
 
 def run(folder: Path, images: dict[str, list[bytes]]) -> Report:
     """Calibrate the demo's family on these images of its tasks, with settings that the tool chooses."""
-    recipe = build_recipe(find_recipe("demo"), {}).model_dump(exclude_none=True)
+    recipe = complete_draft(as_draft("demo")).model_dump(exclude_none=True)
     for task, rows in images.items():
         (folder / task).mkdir()
         pyarrow.parquet.write_table(

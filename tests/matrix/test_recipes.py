@@ -12,7 +12,7 @@ import yaml
 
 from featcal_cli.hub.model_names import repo_of
 from featcal_cli.lineage.expert_data import recall
-from featcal_cli.recipe.reading import as_draft, build_recipe, complete_draft, find_recipe, shipped_recipes
+from featcal_cli.recipe.reading import as_draft, complete_draft, shipped_recipes
 from featcal_cli.recipe.schema import Recipe
 
 
@@ -45,7 +45,7 @@ def recipe_of(name: str) -> Recipe:
 def test_the_shipped_recipes_are_these_valid_and_say_what_their_examples_are() -> None:
     assert {file.stem for file in shipped_recipes()} == {*PAPER, *OTHERS}
     for name in (*PAPER, *OTHERS):
-        for task in build_recipe(find_recipe(name), {}).tasks.values():
+        for task in recipe_of(name).tasks.values():
             assert task.data.path or (task.data.dataset and task.data.split), name
 
 
