@@ -1,11 +1,15 @@
-"""What two runs of one job must have in common, whatever happened on the way."""
+"""What runs come to: what two of one job must have in common, and what a refusal says."""
 
 from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
+from featcal_cli.runtime.errors import HubError
 from featcal_cli.workflows.workspace import NOTE
 
 TIMES = ("seconds", "peak_rss_bytes", "expert_bytes_read")
@@ -31,3 +35,11 @@ def result(folder: Path) -> dict[str, object]:
     card = (folder / "README.md").read_text().splitlines()
     files["README.md"] = [TIME.sub("", line) for line in card if not OF_THE_RUN.search(line)]
     return files
+
+
+def refusal_of(act: Callable[[], object]) -> str:
+    """The message of the HubError that `act` ends in, which says what is wrong, where, and how to fix it."""
+    with pytest.raises(HubError) as caught:
+        act()
+    assert caught.value.what and caught.value.where and caught.value.fix
+    return str(caught.value)

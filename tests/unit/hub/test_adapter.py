@@ -15,6 +15,7 @@ import torch
 import transformers as tf
 from families import VOCABULARY, save_tokenizer
 from hub_server import HubServer
+from outcome import refusal_of
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -97,13 +98,9 @@ def assert_equal(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
 def refusal(name: str | Path, **options: bool) -> str:
     """The message of the error that resolving ends in; nothing is left in the cache of folded copies."""
     before = copies()
-    with pytest.raises(HubError) as caught:
-        resolve(str(name), **options)
-    assert caught.value.what
-    assert caught.value.where
-    assert caught.value.fix
+    message = refusal_of(lambda: resolve(str(name), **options))
     assert copies() == before
-    return str(caught.value)
+    return message
 
 
 def copies() -> set[Path]:

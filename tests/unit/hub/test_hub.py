@@ -19,6 +19,7 @@ import torch
 from hub_faults import Fault
 from hub_server import HubServer
 from huggingface_hub import constants
+from outcome import refusal_of
 from safetensors.torch import load_file, save_file
 
 from featcal_cli.hub.download import download
@@ -77,12 +78,7 @@ def sharded(made: Path, single: str, save: Callable[[Any, Path], object]) -> Pat
 
 def refusal(name: str, **options: bool) -> str:
     """The message of the error that resolving ends in."""
-    with pytest.raises(HubError) as caught:
-        resolve(name, **options)
-    assert caught.value.what
-    assert caught.value.where
-    assert caught.value.fix
-    return str(caught.value)
+    return refusal_of(lambda: resolve(name, **options))
 
 
 def loaded(snapshot: Snapshot) -> dict[str, torch.Tensor]:

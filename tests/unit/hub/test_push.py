@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +18,7 @@ from hub_faults import FAULTS, WRITES, Fault
 from hub_server import HubServer
 from hub_store import Commit
 from huggingface_hub import constants
+from outcome import refusal_of
 from safetensors.torch import save_file
 
 from featcal_cli.hub.push import Pushed, Target, check_target, push
@@ -32,13 +32,7 @@ SLOW = 2.5
 """Seconds that a slow answer takes."""
 PATIENCE = 1.0
 """Seconds that a client waits for one."""
-
-
-@pytest.fixture(autouse=True)
-def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Clients wait less between two tries."""
-    sleep = time.sleep
-    monkeypatch.setattr(time, "sleep", lambda seconds: sleep(min(seconds, 0.005)))
+pytestmark = pytest.mark.usefixtures("hurried", "alice")
 
 
 @pytest.fixture
@@ -86,13 +80,9 @@ def send(folder: Path, repo_id: str, **options: Any) -> Pushed:
 
 def refusal(act: Callable[[], object]) -> str:
     """The message of the HubError that `act` ends in; it holds no token."""
-    with pytest.raises(HubError) as caught:
-        act()
-    assert caught.value.what
-    assert caught.value.where
-    assert caught.value.fix
-    assert os.environ.get("HF_TOKEN", "hf_") not in str(caught.value)
-    return str(caught.value)
+    message = refusal_of(act)
+    assert os.environ.get("HF_TOKEN", "hf_") not in message
+    return message
 
 
 def visible(folder: Path) -> dict[str, bytes]:
@@ -126,7 +116,6 @@ def model(folder: Path, **files: str) -> Path:
 # What a push does
 
 
-@pytest.mark.usefixtures("alice")
 def test_one_commit_holds_everything_that_is_not_hidden(hub: HubServer, folder: Path) -> None:
     target = aim("alice/out")
     assert all(request.method == "GET" for request in hub.requests)
@@ -138,7 +127,6 @@ def test_one_commit_holds_everything_that_is_not_hidden(hub: HubServer, folder: 
     assert resolve(f"alice/out@{pushed.commit}").commit == pushed.commit
 
 
-@pytest.mark.usefixtures("alice")
 def test_a_private_repo_is_seen_by_its_owner_only_and_a_public_one_is_not_promised_to_be(
     hub: HubServer, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -156,7 +144,6 @@ def test_a_private_repo_is_seen_by_its_owner_only_and_a_public_one_is_not_promis
     assert "or it is private" in refusal(lambda: resolve("alice/hidden"))
 
 
-@pytest.mark.usefixtures("alice")
 def test_a_repo_that_holds_a_model_is_committed_to_on_request_only(
     hub: HubServer, folder: Path, tmp_path: Path
 ) -> None:
@@ -175,7 +162,6 @@ def test_a_repo_that_holds_a_model_is_committed_to_on_request_only(
     assert "already holds a model" in refusal(lambda: push(folder, target, message="m"))
 
 
-@pytest.mark.usefixtures("alice")
 @pytest.mark.parametrize("owner", ["alice", "bob"])
 def test_a_pull_request_leaves_main_alone(hub: HubServer, folder: Path, tmp_path: Path, owner: str) -> None:
     head = hub.add_repo(f"{owner}/model", model(tmp_path / "old", **{"mine.txt": "kept"}))
@@ -186,7 +172,6 @@ def test_a_pull_request_leaves_main_alone(hub: HubServer, folder: Path, tmp_path
     assert stored(hub, f"{owner}/model", "refs/pr/1") == visible(folder) | {"mine.txt": b"kept"}
 
 
-@pytest.mark.usefixtures("alice")
 def test_overwriting_deletes_stale_weights_and_nothing_else(hub: HubServer, folder: Path, tmp_path: Path) -> None:
     stale = ("pytorch_model.bin", "model.gguf", "onnx/model.onnx", "model-00003-of-00003.safetensors")
     kept = ("mine.txt", "extra/notes.md", "vocab.json", ".gitignore")
@@ -202,7 +187,6 @@ def test_overwriting_deletes_stale_weights_and_nothing_else(hub: HubServer, fold
     assert stored(hub, "alice/same").items() >= visible(folder).items()
 
 
-@pytest.mark.usefixtures("alice")
 @pytest.mark.parametrize("create_pr", [False, True])
 def test_pushing_again_does_nothing(hub: HubServer, folder: Path, tmp_path: Path, create_pr: bool) -> None:
     hub.add_repo("alice/twice", model(tmp_path / "old"))
@@ -214,7 +198,6 @@ def test_pushing_again_does_nothing(hub: HubServer, folder: Path, tmp_path: Path
     assert commits(hub, "alice/twice") == 1
 
 
-@pytest.mark.usefixtures("alice")
 def test_a_repo_that_holds_the_finished_model_is_no_obstacle(hub: HubServer, folder: Path) -> None:
     send(folder, "alice/done")
     send(folder, "alice/done", finished=folder)
@@ -223,7 +206,6 @@ def test_a_repo_that_holds_the_finished_model_is_no_obstacle(hub: HubServer, fol
     assert "already holds a model" in refusal(lambda: aim("alice/done", finished=folder))
 
 
-@pytest.mark.usefixtures("alice")
 def test_a_hub_that_stores_something_else_is_found_out(hub: HubServer, folder: Path) -> None:
     hub.uploads.spoil = lambda path, content: content + b" " if path == "config.json" else content
     message = refusal(lambda: send(folder, "alice/spoilt"))
@@ -231,7 +213,6 @@ def test_a_hub_that_stores_something_else_is_found_out(hub: HubServer, folder: P
     assert str(folder) in message
 
 
-@pytest.mark.usefixtures("alice")
 def test_links_that_lead_out_are_not_followed(hub: HubServer, folder: Path, tmp_path: Path) -> None:
     (tmp_path / "secret.txt").write_text("secret")
     (tmp_path / "elsewhere").mkdir()
@@ -246,7 +227,6 @@ def test_links_that_lead_out_are_not_followed(hub: HubServer, folder: Path, tmp_
     assert "nothing to push" in refusal(lambda: send(tmp_path / "elsewhere", "alice/none"))
 
 
-@pytest.mark.usefixtures("alice")
 def test_metadata_that_the_hub_refuses_is_named(hub: HubServer, folder: Path) -> None:
     (folder / "README.md").write_text("---\nlicense: [nonsense\n---\n")
     assert "metadata of README.md" in refusal(lambda: send(folder, "alice/card"))
@@ -271,7 +251,6 @@ def test_a_token_is_needed_that_may_write_there(hub: HubServer, folder: Path, mo
     assert "does not accept the token" in refusal(lambda: push(folder, target, message="m"))
 
 
-@pytest.mark.usefixtures("alice")
 def test_namespaces_are_the_users_and_their_organisations(hub: HubServer, folder: Path) -> None:
     assert "neither alice nor an organisation" in refusal(lambda: aim("team/out"))
     hub.add_org("team", "alice")
@@ -286,7 +265,6 @@ def test_namespaces_are_the_users_and_their_organisations(hub: HubServer, folder
 # What goes wrong on the way
 
 
-@pytest.mark.usefixtures("alice")
 def test_an_interrupted_upload_goes_on_with_what_is_missing(hub: HubServer, folder: Path) -> None:
     hub.add_repo("alice/on", folder / "extra")
     hub.fail("upload", "500", after=1, times=None)
@@ -304,7 +282,6 @@ def test_an_interrupted_upload_goes_on_with_what_is_missing(hub: HubServer, fold
 REFUSAL = Fault(status=403, carried_out=False)
 
 
-@pytest.mark.usefixtures("alice")
 @pytest.mark.parametrize(
     ("kind", "fault"),
     [
@@ -319,7 +296,6 @@ def test_a_first_push_that_fails_leaves_no_empty_repo(hub: HubServer, folder: Pa
     assert str(folder) in message and not hub.repos
 
 
-@pytest.mark.usefixtures("alice")
 def test_a_repo_that_is_not_surely_ours_and_empty_is_not_deleted(hub: HubServer, folder: Path, tmp_path: Path) -> None:
     hub.fail("batch", REFUSAL, times=None)
     hub.fail("delete", REFUSAL)
@@ -336,7 +312,6 @@ def test_a_repo_that_is_not_surely_ours_and_empty_is_not_deleted(hub: HubServer,
     assert {name for _, name in hub.repos} == {f"alice/{name}" for name in ("kept", "perhaps", "old", "raced")}
 
 
-@pytest.mark.usefixtures("alice")
 @pytest.mark.parametrize("theirs", ["branch", "tag", "pull request", "commit", "unknown"])
 def test_a_new_repo_into_which_somebody_has_put_something_is_not_deleted(
     hub: HubServer, folder: Path, tmp_path: Path, theirs: str
@@ -362,7 +337,6 @@ def test_a_new_repo_into_which_somebody_has_put_something_is_not_deleted(
     assert "DELETE" not in {request.method for request in hub.requests}
 
 
-@pytest.mark.usefixtures("alice")
 @pytest.mark.parametrize("place", ["new", "old", "pull request"])
 def test_a_commit_that_may_have_arrived_is_told_and_found_by_the_next_push(
     hub: HubServer, folder: Path, place: str
@@ -385,7 +359,6 @@ def test_a_commit_that_may_have_arrived_is_told_and_found_by_the_next_push(
     assert [commit.sha for commit in hub.repos["model", name].log] == [pushed.commit]
 
 
-@pytest.mark.usefixtures("alice")
 def test_a_commit_that_cannot_be_read_back_is_not_said_to_be_missing(hub: HubServer, folder: Path) -> None:
     hub.fail("commit", Fault(action=lambda: hub.fail("model tree", "500", times=None)))
     message = refusal(lambda: send(folder, "alice/unread"))
@@ -398,7 +371,6 @@ def test_a_commit_that_cannot_be_read_back_is_not_said_to_be_missing(hub: HubSer
     assert [commit.sha for commit in hub.repos["model", "alice/page"].log] == [pushed.commit]
 
 
-@pytest.mark.usefixtures("alice")
 @pytest.mark.parametrize(("kind", "status"), [("upload", 401), ("upload part", 403), ("upload part", 410)])
 def test_an_upload_that_comes_too_late_for_its_address_gets_another_one(
     hub: HubServer, folder: Path, kind: str, status: int
@@ -426,7 +398,6 @@ SAID: dict[str, tuple[str, int, str, str, str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.usefixtures("alice")
 @pytest.mark.parametrize("case", SAID)
 def test_what_the_hub_says_of_a_refusal_is_passed_on(hub: HubServer, folder: Path, case: str) -> None:
     kind, status, said, told, fix = SAID[case]
@@ -438,7 +409,6 @@ def test_what_the_hub_says_of_a_refusal_is_passed_on(hub: HubServer, folder: Pat
     assert not hub.repos
 
 
-@pytest.mark.usefixtures("alice")
 def test_a_repo_is_created_whatever_the_answer_lacks(hub: HubServer, folder: Path) -> None:
     for number, fault in enumerate((Fault(status=409), Fault(body=b"{}"), Fault(body=b"<html>"))):
         hub.fail("create", fault)
@@ -448,7 +418,6 @@ def test_a_repo_is_created_whatever_the_answer_lacks(hub: HubServer, folder: Pat
     assert "does not answer like a Hub" in refusal(lambda: send(folder, "alice/none"))
 
 
-@pytest.mark.usefixtures("alice")
 def test_a_hub_that_is_busy_creating_something_else_is_asked_again_and_not_for_ever(
     hub: HubServer, folder: Path
 ) -> None:
@@ -461,7 +430,6 @@ def test_a_hub_that_is_busy_creating_something_else_is_asked_again_and_not_for_e
     assert [name for _, name in hub.repos] == ["alice/soon"]
 
 
-@pytest.mark.usefixtures("alice")
 def test_bytes_that_are_sent_are_told(hub: HubServer, folder: Path) -> None:
     told: list[tuple[str, int, int]] = []
     hub.uploads.part_size = 30_000
@@ -472,7 +440,6 @@ def test_bytes_that_are_sent_are_told(hub: HubServer, folder: Path) -> None:
     assert len(told) > 4 and all(sent <= total <= large for _, sent, total in told)
 
 
-@pytest.mark.usefixtures("alice")
 def test_a_hub_without_xet_is_pushed_to_over_http(
     hub: HubServer, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -485,7 +452,6 @@ def test_a_hub_without_xet_is_pushed_to_over_http(
     assert not constants.HF_HUB_DISABLE_XET
 
 
-@pytest.mark.usefixtures("alice")
 @pytest.mark.parametrize("create_pr", [False, True])
 @pytest.mark.parametrize("fault", ["lost reply", "reset midway", "truncated", "lost behind a gateway"])
 def test_a_commit_whose_answer_is_lost_is_not_made_twice(
@@ -502,7 +468,7 @@ def test_a_commit_whose_answer_is_lost_is_not_made_twice(
     assert push(folder, target, message="m") == pushed
 
 
-@pytest.mark.usefixtures("alice", "impatient")
+@pytest.mark.usefixtures("impatient")
 def test_a_late_pull_request_is_waited_for_and_not_opened_twice(hub: HubServer, folder: Path, tmp_path: Path) -> None:
     hub.add_repo("alice/late", model(tmp_path / "old"))
     hub.fail("commit", Fault(seconds=SLOW))
@@ -523,7 +489,6 @@ CASES = [
 ]
 
 
-@pytest.mark.usefixtures("alice")
 @pytest.mark.parametrize(("kind", "fault"), CASES)
 def test_whatever_fails_the_next_push_finishes_with_one_commit(
     hub: HubServer, folder: Path, request: pytest.FixtureRequest, kind: str, fault: str
@@ -557,7 +522,6 @@ def test_whatever_fails_the_next_push_finishes_with_one_commit(
         assert visible(folder).items() <= stored(hub, name, repo.log[0].revision).items()
 
 
-@pytest.mark.usefixtures("alice")
 @pytest.mark.parametrize("kind", ["preupload", "commit"])
 def test_a_repo_that_disappears_midway_is_missed(hub: HubServer, folder: Path, kind: str) -> None:
     target = aim("alice/gone")
@@ -569,7 +533,6 @@ def test_a_repo_that_disappears_midway_is_missed(hub: HubServer, folder: Path, k
     assert stored(hub, "alice/gone") == visible(folder)
 
 
-@pytest.mark.usefixtures("alice")
 def test_what_somebody_else_commits_meanwhile_is_not_overwritten(hub: HubServer, folder: Path, tmp_path: Path) -> None:
     other = model(tmp_path / "other", **{"theirs.txt": "new"})
     hub.add_repo("alice/busy", model(tmp_path / "old"))

@@ -116,39 +116,6 @@ TOLD = [
         ),
     ),
     Told(
-        "revisions-and-loras",
-        mergekit(listing("ties", "ORG/bert-math@v1", "ORG/base@v2+ORG/code-lora@v3", base="ORG/base@v2")),
-        {
-            "base": "ORG/base@v2",
-            "expert bert-math": "ORG/bert-math@v1",
-            "expert code-lora": "ORG/base@v2+ORG/code-lora@v3",
-            "data code-lora": "ORG/code-rows",
-        },
-        repos={
-            "ORG/bert-math@v1": expert("math", None),
-            "ORG/code-lora@v3": adapter("ORG/base", datasets=["ORG/code-rows"]),
-            **ROWS,
-        },
-    ),
-    Told(
-        "dict-references",
-        mergekit(
-            """
-merge_method: ties
-base_model: {model: {path: ORG/base, revision: v2}, lora: null, override_architecture: null}
-models:
-  - model: {model: {path: ORG/bert-math}, lora: null}
-  - model: {model: {path: ORG/base, revision: v2}, lora: {path: ORG/code-lora}}
-"""
-        ),
-        {"base": "ORG/base@v2", "expert bert-math": "ORG/bert-math", "expert code-lora": "ORG/base@v2+ORG/code-lora"},
-        repos={
-            "ORG/bert-math": expert("math", None),
-            "ORG/code-lora": adapter("ORG/base", datasets="ORG/code-rows"),
-            **ROWS,
-        },
-    ),
-    Told(
         "slerp-whose-card-calls-its-start-the-base",
         {**mergekit(SLERP), **card("Merged using [ORG/bert-math](https://x) as a base.")},
         repos=TWO,
@@ -157,12 +124,6 @@ models:
         "nuslerp-has-a-true-base",
         {"mergekit_config.yaml": listing("nuslerp", "ORG/bert-math", "ORG/bert-code", base="ORG/base")},
         sources={"base": "mergekit_config.yaml of ORG/merged"},
-    ),
-    Told(
-        "linear-without-base",
-        mergekit(LINEAR, base_model=["ORG/bert-code", "ORG/bert-math"]),
-        repos={**TWO, "ORG/bert-code": expert("code", "ORG/bert-code")},
-        sources={"base": "the card of ORG/bert-math (base_model)"},
     ),
     Told(
         "linear-whose-card-lists-one-model-more",
@@ -216,20 +177,6 @@ calibration: {examples: 7}
             base_model=["ORG/bert-math", "ORG/base", "ORG/bert-code"],
         ),
         sources={"base": "as a base", "expert math": "the card of ORG/merged (base_model)"},
-    ),
-    Told(
-        "unordered-list-told-apart-by-the-experts",
-        ONLY_CARD,
-        repos={**TWO, "ORG/base": card(base_model="ORG/older"), "ORG/bert-code": expert("code", None)},
-        sources={"base": "the card of ORG/bert-math (base_model)"},
-        note="ORG/base is the base by",
-    ),
-    Told(
-        "unordered-list-told-apart-by-an-adapter",
-        card(base_model=["ORG/base", "ORG/math-lora"]),
-        {"base": "ORG/base", "expert math-lora": "ORG/math-lora"},
-        repos={"ORG/base": card(), "ORG/math-lora": adapter("ORG/base", datasets=["ORG/math-rows"]), **ROWS},
-        sources={"base": "adapter_config.json of ORG/math-lora"},
     ),
     Told("unordered-list-with-the-base-said", ONLY_CARD, sources={"base": SAID}, draft={"base": "ORG/base"}),
     Told("gated-base-is-not-needed", ONLY_CARD, repos={**TWO, "gated ORG/base": card()}, note="ORG/base was not asked"),
@@ -343,18 +290,6 @@ REFUSED = [
     ),
     Refused("merge-of-merges", mergekit(f"name: first\n{TIES}\n---\n{LINEAR}"), ("merge of merges", "2"), repos={}),
     Refused(
-        "path-on-the-authors-machine",
-        mergekit(listing("ties", "ORG/bert-math", "./out/code", base="ORG/base")),
-        (
-            "'./out/code'",
-            "its author's machine",
-            CONFIG,
-            "featcal calibrate ORG/merged --base ORG/base --expert bert-math=ORG/bert-math --expert code=REPO "
-            "--data bert-math=ORG/math-rows --data code=SOURCE",
-        ),
-        repos=TWO,
-    ),
-    Refused(
         "models-is-a-number",
         {"mergekit_config.yml": "merge_method: ties\nmodels: 7\n"},
         ("models is not a list", "--base REPO --expert TASK=REPO --data TASK=SOURCE"),
@@ -370,36 +305,6 @@ REFUSED = [
         repos={},
     ),
     Refused(
-        "unordered-list-of-silent-models",
-        ONLY_CARD,
-        (
-            "which of ORG/bert-math, ORG/base and ORG/bert-code is the base",
-            "if it is the base, it needs none",
-            "featcal calibrate ORG/merged --base REPO --data base=SOURCE",
-        ),
-        repos={**SILENT, "ORG/base": card()},
-    ),
-    Refused(
-        "experts-disagree",
-        mergekit(LINEAR),
-        (
-            "ORG/bert-math comes from ORG/base",
-            "ORG/bert-code comes from ORG/other",
-            "featcal calibrate ORG/merged --base REPO --expert math=ORG/bert-math",
-        ),
-        repos={**TWO, "ORG/bert-code": expert("code", "ORG/other")},
-    ),
-    Refused(
-        "linear-of-silent-experts",
-        mergekit(LINEAR),
-        (
-            "nothing says what the base of ORG/merged is",
-            "mergekit_config.yml (no base)",
-            "the card of ORG/bert-math",
-            "ORG/merged --base REPO",
-        ),
-    ),
-    Refused(
         "an-expert-not-said-is-not-the-base",
         card(base_model=["ORG/bert-math", "ORG/bert-code", "ORG/bert-law"]),
         (
@@ -407,24 +312,6 @@ REFUSED = [
             "--expert m=ORG/bert-math --expert c=ORG/bert-code --base REPO --data m=ORG/math-rows",
         ),
         draft={"tasks": {"m": {"expert": "ORG/bert-math"}, "c": {"expert": "ORG/bert-code"}}},
-    ),
-    Refused(
-        "no-lineage-at-all",
-        {"config.json": '{"_name_or_path": "ORG/hint"}'},
-        (
-            "which experts ORG/merged was merged from",
-            "mergekit_config.yml (not there)",
-            "README.md (not there)",
-            "ORG/hint",
-            "featcal calibrate ORG/merged --base REPO --expert TASK=REPO --data TASK=SOURCE",
-        ),
-        repos={},
-    ),
-    Refused(
-        "a-missing-dataset",
-        mergekit(TIES),
-        ("no dataset ORG/math-rows", "named by the card of ORG/bert-math (datasets)", "fill in SOURCE", "math=SOURCE"),
-        repos={"ORG/bert-math": expert("math"), "ORG/bert-code": expert("code")},
     ),
     Refused(
         "experts-without-data",
@@ -436,23 +323,6 @@ REFUSED = [
             "--data math=SOURCE --data code=SOURCE",
         ),
         repos={"ORG/bert-math": {}, "ORG/bert-code": card(datasets=["/etc", "web text"])},
-    ),
-    Refused(
-        "several-datasets",
-        mergekit(TIES),
-        (
-            "several datasets for math: ORG/a, ORG/b",
-            "featcal calibrate ORG/merged --base ORG/base --expert math=ORG/bert-math --expert code=ORG/bert-code "
-            "--data code=ORG/code-rows --data math=SOURCE",
-        ),
-        repos={**TWO, "ORG/bert-math": card(datasets=["ORG/a", "ORG/b"])},
-        draft={"base": "ORG/base"},
-    ),
-    Refused(
-        "several-configs",
-        mergekit(TIES),
-        ("has several configs: easy, hard", "fill in CONFIG", "--data math=ORG/math-rows:CONFIG"),
-        repos={**TWO, "data ORG/math-rows": card(configs=[{"config_name": "easy"}, {"config_name": "hard"}])},
     ),
     Refused(
         "data-for-no-expert",

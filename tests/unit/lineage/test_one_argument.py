@@ -25,7 +25,7 @@ from families import TASKS, VOCABULARY, save_tokenizer
 from hub_faults import Fault
 from hub_server import HubServer
 from huggingface_hub import ModelCard, constants
-from published import Published, change_config, header_bytes, publish, write_card, write_merge
+from published import Published, change_config, header_bytes, publish, write_card
 from safetensors.torch import load_file
 from transformers import AutoModel, AutoTokenizer, BertConfig, BertModel
 
@@ -40,11 +40,6 @@ from featcal_cli.workflows.workspace import NOTE
 
 FIRST_BYTES = 100_000
 pytestmark = pytest.mark.usefixtures("undrawn")
-
-
-@pytest.fixture(scope="session")
-def merge(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_merge(tmp_path_factory.mktemp("merge"))
 
 
 @pytest.fixture
@@ -630,13 +625,6 @@ def assert_sound(cache: Path) -> None:
     for blob in cache.rglob("blobs/*"):
         if blob.suffix != ".incomplete" and len(blob.name) == 64:
             assert hashlib.sha256(blob.read_bytes()).hexdigest() == blob.name, blob
-
-
-@pytest.fixture
-def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Clients wait less between two tries."""
-    sleep = time.sleep
-    monkeypatch.setattr(time, "sleep", lambda seconds: sleep(min(seconds, 0.005)))
 
 
 @pytest.fixture(scope="session")

@@ -56,6 +56,8 @@ def test_a_merge_is_found_or_asked_for_in_one_round(merge: Merge, hub: HubServer
             find_lineage(draft)
         command = caught.value.command
         assert caught.value.fix.endswith(command)
+        for words in fill(merge.words, merge.name):
+            assert words in str(caught.value)
         asked = [" ".join(pair) for question in caught.value.questions for pair in question.options]
         assert sorted(asked) == sorted(fill(merge.asks, merge.name))
         skips = any(one.startswith("--skip-expert") for one in asked)
@@ -71,6 +73,9 @@ def test_a_merge_is_found_or_asked_for_in_one_round(merge: Merge, hub: HubServer
         assert values["base"] == fill(merge.base, merge.name)
         experts = {role: value for role, value in values.items() if role.startswith("expert ")}
         assert experts == {f"expert {task}": one for task, one in fill(merge.experts, merge.name).items()}
+    sources = {finding.role: finding.source for finding in lineage.findings}
+    for role, source in fill(merge.sources, merge.name).items():
+        assert source in sources[role]
     assert fill(merge.note, merge.name) in "\n".join(lineage.notes)
     assert not hub.sent("safetensors")
 
