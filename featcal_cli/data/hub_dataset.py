@@ -59,7 +59,7 @@ class HubSplit:
     files: list[HubFile]
     classes: list[str]
     """Folders of images, over all splits, so that one that a split lacks does not shift the others' numbers."""
-    features: list[Mapping[str, Any]]
+    features: Sequence[Mapping[str, Any]]
     system: Any
 
     @cached_property
@@ -113,7 +113,9 @@ def find_split(data: Data, split: str | None, note: Note = ignore) -> HubSplit:
     folders = {PurePosixPath(path).parent.name for listed in splits.values() for path in listed} - set(SPLIT_WORDS)
     # one folder alone tells nothing apart
     classes = sorted(folders) if images and len(folders) > 1 else []
-    return HubSplit(inner, options, kept, classes, _read_features(repo, name), system)
+    infos = _entries(_read_card(repo).get("dataset_info"))
+    columns = next((info.get("features") for info in infos if str(info.get("config_name", name)) == name), None)
+    return HubSplit(inner, options, kept, classes, _entries(columns) if isinstance(columns, list) else [], system)
 
 
 def use_copy(repo: Repo, data: Data, open_repo: Opener, note: Note) -> Repo:
@@ -256,14 +258,6 @@ def _converted_configs(paths: Sequence[str]) -> dict[str, dict[str, list[str]]]:
             return {}
         configs.setdefault(match[1], {}).setdefault(match[2], []).append(path)
     return configs
-
-
-def _read_features(repo: Repo, config: str) -> list[Mapping[str, Any]]:
-    for described in _entries(_read_card(repo).get("dataset_info")):
-        if str(described.get("config_name", config)) == config:
-            columns = described.get("features")
-            return list(_entries(columns)) if isinstance(columns, list) else []
-    return []
 
 
 def _choose_config(configs: Mapping[str, Config], data: Data) -> str:

@@ -135,7 +135,13 @@ def _draw_from_groups(split: HubSplit, count: int, columns: Collection[str] | No
     groups = _weighted_order(_open_groups(split, 2 * count, columns, random), lambda group: group.rows, random)
     if not groups:
         return
-    share, rows_each = _divide_budget(groups, count)
+    total = max(1, sum(group.size for group in groups))
+    budget = min(MOST_BYTES, max(FEWEST_BYTES, BUDGET_SHARE * total))
+    least = sum(group.size if group.rows <= PAGE_ROWS else min(group.size, 4 * PIECE_BYTES) for group in groups)
+    affordable = int(budget * len(groups) / total)
+    spread = min(FEWEST_GROUPS, int(MOST_BYTES_FOR_SPREAD * len(groups) / max(1, least)))
+    number = min(len(groups), count, max(affordable, spread, 1))
+    share, rows_each = budget / number, ceil(count / number)  # bytes that may be read of a group, rows to take from it
     picks = _pick_rows(groups, 2 * count, share, rows_each, random)
     with ThreadPoolExecutor(READERS) as pool:
         for start in range(0, len(picks), count):
@@ -157,33 +163,19 @@ def _open_groups(split: HubSplit, enough: int, columns: Collection[str] | None, 
     groups: list[RowGroup] = []
     for start in range(0, len(files), MOST_FILES):
         for file, footer in _in_parallel(read_footer, files[start : start + MOST_FILES]):
-            groups += _list_groups(file, footer, columns)
+            names = footer.schema.to_arrow_schema().names
+            # a column that there is not is for the caller to find missing, among all that there are
+            missing = set(columns or ()) - set(names) - set(chain.from_iterable(ABOUT_NAMES.values()))
+            wanted = None if columns is None or missing else sorted(set(columns) & set(names))
+            for number in range(footer.num_row_groups):
+                group = footer.row_group(number)
+                chunks = map(group.column, range(group.num_columns))
+                read = (chunk for chunk in chunks if wanted is None or chunk.path_in_schema.split(".")[0] in wanted)
+                size = sum(chunk.total_compressed_size for chunk in read)
+                groups.append(RowGroup(file, footer, number, wanted, group.num_rows, size))
         if sum(group.rows for group in groups) >= enough:
             break
     return groups
-
-
-def _list_groups(file: HubFile, footer: Any, columns: Collection[str] | None) -> Iterator[RowGroup]:
-    names = footer.schema.to_arrow_schema().names
-    # a column that there is not is for the caller to find missing, among all that there are
-    missing = set(columns or ()) - set(names) - set(chain.from_iterable(ABOUT_NAMES.values()))
-    wanted = None if columns is None or missing else sorted(set(columns) & set(names))
-    for number in range(footer.num_row_groups):
-        group = footer.row_group(number)
-        chunks = map(group.column, range(group.num_columns))
-        read = (chunk for chunk in chunks if wanted is None or chunk.path_in_schema.split(".")[0] in wanted)
-        yield RowGroup(file, footer, number, wanted, group.num_rows, sum(c.total_compressed_size for c in read))
-
-
-def _divide_budget(groups: Sequence[RowGroup], count: int) -> tuple[float, int]:
-    """The bytes that may be read of each group, and the rows to take from each, for `count` rows in all."""
-    total = max(1, sum(group.size for group in groups))
-    budget = min(MOST_BYTES, max(FEWEST_BYTES, BUDGET_SHARE * total))
-    least = sum(group.size if group.rows <= PAGE_ROWS else min(group.size, 4 * PIECE_BYTES) for group in groups)
-    affordable = int(budget * len(groups) / total)
-    spread = min(FEWEST_GROUPS, int(MOST_BYTES_FOR_SPREAD * len(groups) / max(1, least)))
-    number = min(len(groups), count, max(affordable, spread, 1))
-    return budget / number, ceil(count / number)
 
 
 def _pick_rows(

@@ -138,7 +138,14 @@ class ImageReader(Reader):
         if isinstance(value, bytes) and len(value) <= LARGEST_IMAGE:
             return BytesIO(value)
         if isinstance(value, str) and value and self.folder is not None:
-            return _check_file(self.folder / value)
+            file = self.folder / value
+            try:
+                status = file.stat()
+            except (OSError, ValueError) as error:
+                raise BadRowError(f"there is no image {show(file.name)}") from error
+            if S_ISREG(status.st_mode) and status.st_size <= LARGEST_IMAGE:
+                return file
+            raise BadRowError(f"{show(file.name)} is no image: it has {status.st_size:,} bytes, or is no plain file")
         kind = "only the name of a file" if isinstance(value, str) else type(value).__name__
         raise BadRowError(f"column {self.column} has no image" + (f" but {kind}" if value else ""))
 
@@ -153,17 +160,6 @@ def open_images(
     folder = path.parent if path and path.is_file() else path
     chosen = f"column {column} (of {', '.join(samples)}), image processor from {source}"
     return ImageReader(chosen, column, folder, processor, model, where)
-
-
-def _check_file(file: Path) -> Path:
-    """The file itself. Raises BadRowError unless it is one, and no larger than an image."""
-    try:
-        status = file.stat()
-    except (OSError, ValueError) as error:
-        raise BadRowError(f"there is no image {show(file.name)}") from error
-    if not S_ISREG(status.st_mode) or status.st_size > LARGEST_IMAGE:
-        raise BadRowError(f"{show(file.name)} is no image: it has {status.st_size:,} bytes, or is no plain file")
-    return file
 
 
 def _portions(items: Sequence[EncodedImage]) -> Iterator[list[EncodedImage]]:

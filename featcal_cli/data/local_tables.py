@@ -106,8 +106,13 @@ def open_file(file: Path, where: str) -> list[Table]:
             head = _read_head(file)
             if not head.startswith((b"PAR1", b"ARROW1")):
                 check_content(head, file.name, where)
-            if ending == ".arrow":
-                return [_open_arrow(file)]
+            if ending == ".arrow":  # what `datasets` saves to a disk, or a feather file
+                mapped = arrow.memory_map(str(file))
+                try:
+                    table = arrow.ipc.open_stream(mapped).read_all()
+                except arrow.ArrowInvalid:
+                    table = arrow.ipc.open_file(mapped).read_all()
+                return [Table(table.num_rows, lambda rows: (table.slice(at, 1).to_pylist()[0] for at in rows))]
             # one table a row group, because a row group is the least that can be read
             opened = parquet.ParquetFile(file)
             lengths = [opened.metadata.row_group(number).num_rows for number in range(opened.num_row_groups)]
@@ -169,16 +174,6 @@ def read_group(
         start += len(part)
         if not left:
             break
-
-
-def _open_arrow(file: Path) -> Table:
-    """What `datasets` saves to a disk, or a feather file."""
-    mapped = arrow.memory_map(str(file))
-    try:
-        table = arrow.ipc.open_stream(mapped).read_all()
-    except arrow.ArrowInvalid:
-        table = arrow.ipc.open_file(mapped).read_all()
-    return Table(table.num_rows, lambda positions: (table.slice(at, 1).to_pylist()[0] for at in positions))
 
 
 def _open_json(file: Path, where: str) -> Table:

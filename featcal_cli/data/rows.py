@@ -6,7 +6,7 @@ import csv
 import json
 import zlib
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate, groupby
 from pathlib import Path
@@ -83,7 +83,13 @@ def read_classes(data: Data, split: str | None, column: str) -> list[str] | None
                 classes = _classes_in_footer(stream, column)
             if classes is not None:
                 return classes
-        return _classes_in_card(hub_split.features, column)
+        for feature in hub_split.features:  # in the words of a card
+            match feature:
+                case {"name": str(name), "dtype": {"class_label": {"names": dict(names)}}} if name == column:
+                    return [str(names[key]) for key in sorted(names, key=int)]
+                case {"name": str(name), "dtype": {"class_label": {"names": list(names)}}} if name == column:
+                    return list(map(str, names))
+    return None
 
 
 @contextmanager
@@ -187,14 +193,3 @@ def _classes_in_footer(file: Path | Any, column: str) -> list[str] | None:
     except (ValueError, LookupError, TypeError):  # not written by `datasets`, or without this column, or no classes
         return None
     return list(map(str, names)) if isinstance(names, list) else None
-
-
-def _classes_in_card(features: Sequence[Mapping[str, Any]], column: str) -> list[str] | None:
-    """The classes of a column in the words of a card: {names: {"0": NAME, …}}, or a list."""
-    for feature in features:
-        match feature:
-            case {"name": str(name), "dtype": {"class_label": {"names": dict(names)}}} if name == column:
-                return [str(names[key]) for key in sorted(names, key=int)]
-            case {"name": str(name), "dtype": {"class_label": {"names": list(names)}}} if name == column:
-                return list(map(str, names))
-    return None

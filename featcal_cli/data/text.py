@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -213,7 +214,14 @@ class TextReader(Reader):
         """Unknown tokens, texts that are cut, and texts that are all alike. Raises DataError where most are unknown."""
         texts = [encoded["input_ids"] for encoded, _ in items]
         remarks = []
-        share, unknown = self._unknown_share([*texts, *(target for _, target in items)]), self.tokenizer.unk_token
+        unknown, unknown_id, share = self.tokenizer.unk_token, self.tokenizer.unk_token_id, 0.0
+        others = {self.tokenizer.eos_token_id, self.tokenizer.bos_token_id, self.tokenizer.pad_token_id}
+        if unknown_id is not None and unknown_id not in others:  # as some tokenizers without an unknown token say
+            around = self.tokenizer("")["input_ids"]  # what stands around any text, special or not
+            special = {*self.tokenizer.all_special_ids, *around} - {unknown_id}
+            tokens = chain.from_iterable([*texts, *(target for _, target in items)])
+            counts = Counter(token for token in tokens if token not in special)
+            share = counts[unknown_id] / max(1, counts.total())
         if share > MOST_UNKNOWN:
             raise DataError(
                 f"{share:.0%} of the tokens are {unknown}: the tokenizer does not know these texts",
@@ -228,17 +236,6 @@ class TextReader(Reader):
         if len(texts) > 1 and all(item == items[0] for item in items):
             remarks.append(f"all {len(texts)} examples become the same tokens: look whether it is the right column")
         return remarks
-
-    def _unknown_share(self, texts: Sequence[list[int]]) -> float:
-        """The share of tokens that the tokenizer does not know, of those that stand for text."""
-        unknown = self.tokenizer.unk_token_id
-        others = {self.tokenizer.eos_token_id, self.tokenizer.bos_token_id, self.tokenizer.pad_token_id}
-        if unknown is None or unknown in others:  # which some tokenizers without an unknown token say
-            return 0.0
-        around = self.tokenizer("")["input_ids"]  # what stands around any text, special or not
-        special = {*self.tokenizer.all_special_ids, *around} - {unknown}
-        counts = Counter(token for ids in texts for token in ids if token not in special)
-        return counts[unknown] / max(1, counts.total())
 
     def longest(self, items: Sequence[Tokens]) -> Sequence[Tokens]:
         return [max(items, key=lambda item: len(item[0]["input_ids"])), max(items, key=lambda item: len(item[1]))]

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
+    Tensors = Mapping[str, Tensor]
+
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 ADAPTER_PICKLE = "adapter_model.bin"
@@ -148,9 +150,7 @@ def fit_adapter(tensors: Mapping[str, Tensor], model_class: type[PreTrainedModel
     return fit
 
 
-def _fit(
-    tensors: Mapping[str, Tensor], model_class: type[PreTrainedModel], config: Any
-) -> tuple[Fit, dict[str, Tensor]]:
+def _fit(tensors: Tensors, model_class: type[PreTrainedModel], config: Any) -> tuple[Fit, dict[str, Tensor]]:
     """The fit, and the tensors that replace a parameter of another shape."""
     import torch
 

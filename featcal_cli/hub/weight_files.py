@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeGuard
@@ -84,12 +86,8 @@ def read_header(file: Path) -> dict[str, Entry]:
     """The tensors of a file on this machine, by name. Raises ValueError for one that is no safetensors file or is cut
     short, OSError for one that cannot be read."""
     with file.open("rb") as stream:
-
-        def read(start: int, stop: int) -> bytes:
-            stream.seek(start)
-            return stream.read(stop - start)
-
-        return parse_header(read, file.stat().st_size)
+        read = partial(os.pread, stream.fileno())
+        return parse_header(lambda start, stop: read(stop - start, start), file.stat().st_size)
 
 
 def parse_header(read: Callable[[int, int], bytes], size: int) -> dict[str, Entry]:

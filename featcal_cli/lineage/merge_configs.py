@@ -203,22 +203,19 @@ def read_pool(document: object, where: str) -> Statement | None:
         document = inner
     if not any(isinstance(document.get(key), str) and "pool" in document[key].lower() for key in ("_target_", "type")):
         return None
-    models = dict(_list_models(document.get("models"), document.get("base_model")))
+    # a mapping of name and reference, or a list of both
+    entries, models = document.get("models"), dict[str, str]()
+    if isinstance(entries, list):
+        entries = {entry.get("name"): entry for entry in entries if isinstance(entry, dict)}
+    for name, entry in entries.items() if isinstance(entries, dict) else ():
+        path = entry.get("pretrained_model_name_or_path", entry.get("path")) if isinstance(entry, dict) else entry
+        if isinstance(path, str) and re.fullmatch(r"\$\{\.*base_model\}", path):
+            path = document.get("base_model")
+        if isinstance(name, str) and isinstance(path, str) and path.strip():
+            models[name] = path.strip()
     bases = [model for name, model in models.items() if name in _POOL_BASES]
     experts = {name: model for name, model in models.items() if not re.fullmatch(r"_\w+_", name)}
     if not experts or len(models) < 2:
         return None
     tasks = {model: task for task, model in experts.items()}
     return Statement(where, bases[:1], tuple(tasks), tasks=tasks if len(tasks) == len(experts) else {})
-
-
-def _list_models(models: Any, base: Any) -> Iterator[tuple[str, str]]:
-    """Name and reference of every model, in either of the pool's forms: a mapping, or a list of name and path."""
-    if isinstance(models, list):
-        models = {entry.get("name"): entry for entry in models if isinstance(entry, dict)}
-    for name, entry in models.items() if isinstance(models, dict) else ():
-        path = entry.get("pretrained_model_name_or_path", entry.get("path")) if isinstance(entry, dict) else entry
-        if isinstance(path, str) and re.fullmatch(r"\$\{\.*base_model\}", path):
-            path = base
-        if isinstance(name, str) and isinstance(path, str) and path.strip():
-            yield name, path.strip()

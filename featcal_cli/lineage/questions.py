@@ -148,7 +148,10 @@ class OpenQuestionsError(LineageError):
                 f"and type: {self.command}"
             )
         elif options:
-            blanks = dict.fromkeys(word for _, value in options for word in _placeholders(value))
+            blanks: dict[str, None] = {}
+            for _, value in options:
+                blanks |= dict.fromkeys(["TASK"] if value.startswith("TASK=") else [])
+                blanks |= dict.fromkeys(re.findall(r"(?:^|[=:])(REPO|SOURCE|CONFIG)$", value))
             left_out = [value for name, value in options if name == "--skip-expert"]
             steps = [f"go on without {enumerate_names(left_out, MOST_PROBLEMS)}"] if left_out else []
             steps += [f"fill in {enumerate_names(list(blanks))}"] if blanks else []
@@ -229,13 +232,6 @@ def enumerate_names(names: Sequence[str], most: int | None = None) -> str:
     return " and ".join(filter(None, (", ".join(names[:-1]), *names[-1:])))
 
 
-def _placeholders(value: str) -> Iterator[str]:
-    if value.startswith("TASK="):
-        yield "TASK"
-    if match := re.search(r"(?:^|[=:])(REPO|SOURCE|CONFIG)$", value):
-        yield match[1]
-
-
 def write_command(draft: Draft, options: Iterable[Option] = ()) -> str:
     """`featcal calibrate …` with what `draft` says and further options, quoted for a shell."""
     return shlex.join([*_command_line(draft), *(word for option in options for word in option)])
@@ -249,14 +245,11 @@ def _command_line(draft: Draft) -> list[str]:
     words += [
         word for task, spec in tasks if spec.data and spec.data.has_source for word in ("--data", f"{task}={spec.data}")
     ]
-    words += [word for task, spec in tasks if spec.data for word in _reading_options(task, spec.data)]
+    for task, data in ((task, spec.data) for task, spec in tasks if spec.data):  # how it is read, beside --data
+        words += ["--split", f"{task}={data.split}"] if data.split and data.dataset is None else []
+        columns = ",".join(f"{role}:{column}" for role, column in data.columns.items())
+        words += ["--columns", f"{task}={columns}"] if columns else []
     return words + [word for task in draft.skip_experts or () for word in ("--skip-expert", task)]
-
-
-def _reading_options(task: str, data: Data) -> list[str]:
-    words = ["--split", f"{task}={data.split}"] if data.split and data.dataset is None else []
-    columns = ",".join(f"{role}:{column}" for role, column in data.columns.items())
-    return [*words, "--columns", f"{task}={columns}"] if columns else words
 
 
 def show_merged(merged: str | Merge) -> str:
