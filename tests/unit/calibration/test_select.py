@@ -124,31 +124,26 @@ def test_a_search_fills_in_what_the_user_leaves_open(bert: Saved, tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("calibration", "chosen_by"),
+    ("calibration", "few", "chosen_by"),
     [
-        ({"select": "auto"}, "the user"),
-        ({"select": "search"}, "the user"),
-        ({**OPEN, "select": "preset"}, "the paper's preset for encoder models"),
+        ({"select": "auto"}, False, "the user"),
+        ({"select": "search"}, False, "the user"),
+        ({**OPEN, "select": "preset"}, False, "the paper's preset for encoder models"),
+        (OPEN, True, "the paper's preset for encoder models: red has no further examples to choose them on"),
     ],
 )
-def test_nothing_is_searched_where_the_user_gives_everything_or_wants_the_preset(
-    bert: Saved, tmp_path: Path, calibration: dict[str, Any], chosen_by: str
+def test_nothing_is_searched_where_nothing_is_to_be_chosen_or_nothing_is_there_to_choose_on(
+    bert: Saved, tmp_path: Path, calibration: dict[str, Any], few: bool, chosen_by: str
 ) -> None:
-    stages = Stages()
-    settings = calibrate(bert.recipe(**calibration), output=tmp_path / "out", listener=stages).report.settings
-    assert chosen(settings) == asdict(PAPER["CLIP"]) and not stages.searched
-    assert (settings["chosen_by"], settings["candidates"]) == (chosen_by, [])
-    assert settings["guard"] == (calibration["select"] != "preset")
-
-
-def test_auto_takes_the_preset_where_there_is_nothing_to_choose_on_and_says_so(bert: Saved, tmp_path: Path) -> None:
-    recipe = {**bert.recipe(**OPEN), "tasks": without_further_rows(bert, tmp_path)}
-    stages = Stages()
+    recipe, stages = bert.recipe(**calibration), Stages()
+    if few:
+        recipe["tasks"] = without_further_rows(bert, tmp_path)
     settings = calibrate(recipe, output=tmp_path / "out", listener=stages).report.settings
-    assert chosen(settings) == {"ridge": 0.05, "rho": 2.0, "alpha": 0.3} and not stages.searched
-    assert "the paper's preset for encoder models" in settings["chosen_by"]
-    assert "no further examples" in settings["chosen_by"]
-    assert any(settings["chosen_by"] in note for note in stages.notes)
+    assert chosen(settings) == {"ridge": 0.05, "rho": 2.0, "alpha": 0.3} == asdict(PAPER["CLIP"])
+    assert not stages.searched and settings["candidates"] == []
+    assert settings["chosen_by"].partition(" (its rows")[0] == chosen_by
+    assert any(settings["chosen_by"] in note for note in stages.notes) or not few
+    assert few or settings["guard"] == (calibration["select"] != "preset")
 
 
 def test_auto_searches_where_that_is_affordable(tmp_path: Path) -> None:
@@ -159,22 +154,20 @@ def test_auto_searches_where_that_is_affordable(tmp_path: Path) -> None:
     assert stages.searched and report.settings["candidates"] and report.settings["guard"]
 
 
-def line(saved: Saved, tasks: Mapping[str, Any], output: Path, **options: object) -> dict[str, object]:
-    """A job as the options of `featcal calibrate`."""
-    parts: list[str] = [str(saved.folder / "merged"), "--base", str(saved.folder / "base"), "-n", "12"]
-    for task, spec in tasks.items():
-        parts += ["--expert", f"{task}={spec['expert']}", "--data", f"{task}={spec['data']}"]
-    for name, value in options.items():
-        parts += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
-    return {str(number): part for number, part in enumerate([*parts, "-o", str(output)])}
+def run_job(
+    capsys: pytest.CaptureFixture[str], saved: Saved, recipe: Mapping[str, Any], output: Path, **options: object
+) -> tuple[Run, str]:
+    """`featcal calibrate` with a recipe; and what it said in one line."""
+    (saved.folder / "job.yaml").write_text(yaml.safe_dump(recipe, sort_keys=False))
+    run = featcal_inside(capsys, "calibrate", {"-r": saved.folder / "job.yaml", "-o": output, **options})
+    return run, re.sub(r"\s+", " ", run.stderr)
 
 
 def test_a_search_without_further_rows_is_one_error(
     bert: Saved, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    options = line(bert, without_further_rows(bert, tmp_path), tmp_path / "out", select="search")
-    run = featcal_inside(capsys, "calibrate", options)
-    said = re.sub(r"\s+", " ", run.stderr)
+    recipe = {**bert.recipe(**OPEN, select="search"), "tasks": without_further_rows(bert, tmp_path)}
+    run, said = run_job(capsys, bert, recipe, tmp_path / "out")
     assert (run.code, run.stdout) == (2, "")
     assert said.count("red has no further examples") == 1 and "--select search" in said
     assert "--select preset" in said and "Traceback" not in said
@@ -223,11 +216,8 @@ def test_an_interrupted_run_takes_over_what_its_search_has_found(bert: Saved, se
 
 
 def test_what_a_search_of_another_job_has_found_is_not_taken_over(bert: Saved, tmp_path: Path) -> None:
-    for recipe, interrupt in (
-        (bert.recipe(**OPEN, select="search", seed=7), "calibrating"),
-        (bert.recipe(**OPEN, select="search"), "searching"),
-    ):
-        stages = Stages(interrupt)
+    for seed, interrupt in ((7, "calibrating"), (42, "searching")):
+        stages, recipe = Stages(interrupt), bert.recipe(**OPEN, select="search", seed=seed)
         with pytest.raises(KeyboardInterrupt):
             calibrate(recipe, output=tmp_path / "out", overwrite=True, listener=stages)
         assert stages.searched
@@ -288,9 +278,9 @@ def test_settings_are_searched_for_models_of_all_kinds(tmp_path: Path, name: str
     saved = save_family(tmp_path, BY_NAME[name])
     report = calibrate(saved.recipe(**OPEN, select="search"), output=tmp_path / "out").report
     candidates = report.settings["candidates"]
-    ended = [found for found in candidates if not found["dropped"]]
-    if min(found["score"] for found in ended) < 1:
-        assert chosen(report.settings) in [chosen(found) for found in ended]
+    ended = [each for each in candidates if not each["dropped"]]
+    if min(each["score"] for each in ended) < 1:
+        assert chosen(report.settings) in [chosen(each) for each in ended]
     else:  # random weights: an expert's features need not help
         assert chosen(report.settings) == asdict(CAUTIOUS)
     assert len(candidates) > 1
@@ -300,20 +290,14 @@ GROWING = {"ridge": 1e-5, "rho": 1.0, "alpha": 1.0, "select": "preset"}
 """Fits few rows to the letter, and with them nothing else."""
 
 
-def run_strictly(capsys: pytest.CaptureFixture[str], saved: Saved, output: Path, **options: object) -> tuple[Run, str]:
-    """The run, and what it said in one line."""
-    run = featcal_inside(capsys, "calibrate", line(saved, saved.recipe()["tasks"], output, **GROWING, **options))  # type: ignore[arg-type]
-    return run, re.sub(r"\s+", " ", run.stderr)
-
-
 def test_drift_that_grew_stops_a_strict_run_before_it_pushes(
     bert: Saved, hub: HubServer, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The output is there. Without --strict the mean, which grew too, stops the push, but not with --push-anyway."""
     monkeypatch.setenv("HF_TOKEN", hub.add_token("alice"))
-    output = tmp_path / "out"
+    output, push = tmp_path / "out", {"--push-to": "alice/strict"}
     for _ in range(2):
-        run, said = run_strictly(capsys, bert, output, strict=True, push_to="alice/strict")
+        run, said = run_job(capsys, bert, bert.recipe(**GROWING), output, **{**push, "--strict": ""})
         report = read_report(output)
         task = max(report.worse, key=lambda task: report.drift[task].after - report.drift[task].before)
         drift = report.drift[task]
@@ -322,10 +306,10 @@ def test_drift_that_grew_stops_a_strict_run_before_it_pushes(
         assert not hub.repos["model", "alice/strict"].log if ("model", "alice/strict") in hub.repos else True
     assert "nothing is computed again" in said
     written = weights(output)
-    run, said = run_strictly(capsys, bert, output, push_to="alice/strict")
+    run, said = run_job(capsys, bert, bert.recipe(**GROWING), output, **push)
     assert run.code == 3 and "nothing is computed again" in said and "--push-anyway" in said
     assert ("model", "alice/strict") not in hub.repos or not hub.repos["model", "alice/strict"].log
-    run, said = run_strictly(capsys, bert, output, push_to="alice/strict", push_anyway=True)
+    run, said = run_job(capsys, bert, bert.recipe(**GROWING), output, **{**push, "--push-anyway": ""})
     assert run.code == 0 and "nothing is computed again" in said
     assert len(hub.repos["model", "alice/strict"].log) == 1 and weights(output) == written
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]

@@ -29,9 +29,7 @@ def draw(
 ) -> tuple[Affine, Affine, list[dict[str, Any]]]:
     """Merged, base, and each task's rows and expert: models near each other, and features too."""
     generator = torch.Generator().manual_seed(rows + d_in)
-    merged = Affine(
-        torch.randn(d_out, d_in, generator=generator, dtype=dtype), torch.randn(d_out, generator=generator, dtype=dtype)
-    )
+    merged = Affine(*(torch.randn(*size, generator=generator, dtype=dtype) for size in ((d_out, d_in), (d_out,))))
 
     def near(other: Tensor) -> Tensor:
         return other + 0.1 * torch.randn(other.shape, generator=generator, dtype=dtype)
@@ -179,9 +177,8 @@ def test_norm_minimises_the_stated_objective() -> None:
         left = [torch.stack([z[:, k], torch.ones(40, dtype=torch.float64)], 1) / 40**0.5 for z in inputs]
         right = [e.weight[k] * z[:, k] / 40**0.5 + e.bias[k] / 40**0.5 for z, e in zip(inputs, experts, strict=True)]  # type: ignore[index]
         left.append(0.05**0.5 * torch.eye(2, dtype=torch.float64))
-        right.append(
-            0.05**0.5 * torch.stack([2 * merged.weight[k] - base.weight[k], 2 * merged.bias[k] - base.bias[k]])
-        )
+        anchor = torch.stack([2 * merged.weight[k] - base.weight[k], 2 * merged.bias[k] - base.bias[k]])
+        right.append(0.05**0.5 * anchor)
         expected = torch.linalg.lstsq(torch.cat(left), torch.cat(right)[:, None]).solution[:, 0]
         torch.testing.assert_close(torch.stack([found.weight[k], found.bias[k]]), expected)
 

@@ -70,14 +70,6 @@ def test_another_function_of_the_same_shapes_is_refused(tmp_path: Path, key: str
     assert raised.value.where == "expert red/config.json" and raised.value.fix
 
 
-def test_models_that_share_an_outline_are_compared_by_their_own_configs(tmp_path: Path) -> None:
-    config = tf.BertConfig(**TEXT_SIZES)
-    merged = outline("merged", tmp_path, config, tf.BertModel)
-    other = outline("expert red", tmp_path, config, tf.BertModel, num_attention_heads=8)
-    with pytest.raises(CheckpointError, match="num_attention_heads"):
-        compare_configs(merged, replace(other, module=merged.module))
-
-
 @pytest.mark.parametrize(
     ("values", "words"),
     [
@@ -105,8 +97,13 @@ def test_a_tower_of_a_whole_model_is_no_other_architecture(tmp_path: Path) -> No
     assert compare_configs(wide, replace(merged, role="expert red", part="vision_model")) == []
 
 
-def test_another_type_is_refused(tmp_path: Path) -> None:
+def test_another_type_is_refused_and_models_that_share_an_outline_are_compared_by_their_own_configs(
+    tmp_path: Path,
+) -> None:
     merged = outline("merged", tmp_path, tf.BertConfig(**TEXT_SIZES), tf.BertModel)
     other = outline("expert red", tmp_path, tf.RobertaConfig(**TEXT_SIZES), tf.BertModel)
     with pytest.raises(CheckpointError, match=r"another architecture than merged \(roberta, not bert\)"):
         compare_configs(merged, other)
+    other = outline("expert green", tmp_path, tf.BertConfig(**TEXT_SIZES), tf.BertModel, num_attention_heads=8)
+    with pytest.raises(CheckpointError, match="num_attention_heads"):
+        compare_configs(merged, replace(other, module=merged.module))
