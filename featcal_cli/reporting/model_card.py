@@ -55,7 +55,6 @@ def write_card(
     model_class: str = "AutoModel",
     processor_class: str | None = None,
     pipeline_tag: str | None = None,
-    library_name: str = "transformers",
 ) -> str:
     """The text of README.md, which shows drift.png where the report has curves.
 
@@ -64,14 +63,14 @@ def write_card(
     used where the merged card has none.
     """
     merged_data, body = _split_card(merged_readme or "")
-    data = _write_metadata(report, merged_data, target, pipeline_tag, library_name)
+    data = _write_metadata(report, merged_data, target, pipeline_tag)
     if results := list(_list_results(report, data.pipeline_tag)):
         data.model_name, data.eval_results = one_line((target or name).rpartition("/")[2]), results
     if MARK in body:
         # calibrated before: what its card says of that run is in its own repo, and cards do not grow with every run
         body = body.partition(f"\n{OWN_CARD}\n")[2]
     own_card = inert_document(body, level=3)
-    loading = _write_loading(target or name, [model_class, *([processor_class] if processor_class else [])])
+    loading = _write_loading(target or name, *filter(None, (model_class, processor_class)))
     sections = _write_sections(report, name, target, loading, data.license_name or data.license)
     text = "\n\n".join([MARK, *sections, *([OWN_CARD, own_card] if own_card else [])])
     return without_secrets(str(ModelCard(f"---\n{data.to_yaml()}\n---\n\n{text}\n")))
@@ -98,22 +97,29 @@ def _split_card(text: str) -> tuple[dict[str, Any], str]:
 
 
 def _write_metadata(
-    report: Report, merged: Mapping[str, Any], target: str | None, pipeline_tag: str | None, library_name: str
+    report: Report, merged: Mapping[str, Any], target: str | None, pipeline_tag: str | None
 ) -> ModelCardData:
     """The header. base_model lists merged first, to which the output is closest, then base and experts: the weights are
     computed from every one of them, and the Hub has one relation for the whole list."""
     models = [name for name in _find_repos(report, *MODELS) if name != target]
     languages = [code for code in _texts(merged.get("language")) if re.fullmatch(r"[a-z]{2,3}|code|multilingual", code)]
     pipelines = [tag for tag in _texts([merged.get("pipeline_tag"), pipeline_tag]) if re.fullmatch(r"[a-z0-9-]+", tag)]
+    licenses = {source.license for source in _find_sources(report, *MODELS)}
+    license_, _, license_name = ((licenses.pop() if len(licenses) == 1 else None) or "").partition(": ")
+    agree = LICENSE.fullmatch(license_) and license_name == one_line(license_name)
+    link = merged.get("license_link")
+    known = agree and license_name and isinstance(link, str) and re.fullmatch(r"https?://\S+|LICENSE(\.\w+)?", link)
     return ModelCardData(
         base_model=models or None,
         base_model_relation="merge" if models else None,
         datasets=_find_repos(report, "data") or None,
         language=languages or None,
-        library_name=library_name,
+        library_name="transformers",
         pipeline_tag=next(iter(pipelines), None),
         tags=_unique(["featcal", "merge", *_texts(merged.get("tags"))]),
-        **_agree_on_license(report, merged),
+        license=license_ if agree else None,
+        license_name=(agree and license_name) or None,
+        license_link=link if known else None,
     )
 
 
@@ -129,17 +135,6 @@ def _list_results(report: Report, pipeline_tag: str | None) -> Iterator[EvalResu
             metric_type={"spearman": "spearmanr"}.get(scores.metric, "accuracy"),
             metric_value=round(scores.scores[CALIBRATED].value, 5),
         )
-
-
-def _agree_on_license(report: Report, merged: Mapping[str, Any]) -> dict[str, Any]:
-    """The licence that all models of the run have, with the name and the link of one that is not a common one."""
-    licenses = {source.license for source in _find_sources(report, *MODELS)}
-    kind, _, name = ((licenses.pop() if len(licenses) == 1 else None) or "").partition(": ")
-    if not LICENSE.fullmatch(kind) or name != one_line(name):
-        return {}
-    link = merged.get("license_link")
-    known = name and isinstance(link, str) and re.fullmatch(r"https?://\S+|LICENSE(\.\w+)?", link)
-    return {"license": kind, "license_name": name or None, "license_link": link if known else None}
 
 
 def _texts(value: object) -> list[str]:
@@ -181,12 +176,21 @@ def _write_sections(report: Report, name: str, target: str | None, loading: str,
     yield f"## How it was made\n\n{_describe_settings(report)}"
     yield _describe_cost(report)
     if report.sources:
-        yield f"### Sources\n\n{_write_sources(report)}"
-    yield f"### Left as merged\n\n{_write_list(_list_left_alone(report))}"
+        lines = ["| role | source | commit | licence | found in |", "| --- | --- | --- | --- | --- |"]
+        for source in report.sources:
+            commit = f"`{source.commit[:12]}`" if source.commit and _on_hub(source) else "local"
+            cells = [inert(source.role), _link(source), commit, inert(source.license or "not said")]
+            lines.append(write_row([*cells, _show_message(source.found_in, report)]))
+        yield "\n".join(["### Sources\n", *lines])
+    skipped = Counter((entry["name"], entry["reason"]) for block in report.blocks for entry in block.skipped)
+    left = [
+        f"{inert(name)} in {count} block{'s' if count > 1 else ''}: {_show_message(reason, report)}"
+        for (name, reason), count in skipped.most_common()
+    ]
+    yield f"### Left as merged\n\n{_write_list(['embeddings, final norms, poolers and heads', *left])}"
     if report.notes:
         notes = [_show_message(note, report) for note in _unique(report.notes)]
         yield f"### Found and chosen on the way\n\n{_write_list(notes)}"
-    yield "### Run it again"
     yield from _write_rerun(report, target, name)
     yield f"## Limits\n\n{_write_list(list(_list_limits(report, agreed)))}"
     yield f"## Citation\n\n{_fence('bibtex', CITATION)}"
@@ -194,7 +198,10 @@ def _write_sections(report: Report, name: str, target: str | None, loading: str,
 
 def _summarise(report: Report) -> str:
     """What was done, in two sentences, and what came of it."""
-    merged = next(map(_link, _find_sources(report, "merged")), _name_merge(report))
+    merge = merge if isinstance(merge := report.recipe.get("merged"), Mapping) else {}
+    scale = f", scale {merge['scale']:g}" if "scale" in merge else ""
+    built = f"a merge of its experts ({inert(str(merge.get('method', 'unknown')))}{scale})"
+    merged = next(map(_link, _find_sources(report, "merged")), built)
     counts = report.settings["examples"].values()
     examples = f"{min(counts)}" if min(counts) == max(counts) else f"{min(counts)} to {max(counts)}"
     experts = "the expert's" if len(report.drift) == 1 else f"those of its {len(report.drift)} experts"
@@ -209,26 +216,30 @@ def _summarise(report: Report) -> str:
     )
 
 
-def _name_merge(report: Report) -> str:
-    """In words, the merge that featcal made itself."""
-    merge = merged if isinstance(merged := report.recipe.get("merged"), Mapping) else {}
-    scale = f", scale {merge['scale']:g}" if "scale" in merge else ""
-    return f"a merge of its experts ({inert(str(merge.get('method', 'unknown')))}{scale})"
-
-
-def _write_loading(place: str, loaders: Sequence[str]) -> str:
-    """The code that loads the output by these classes of transformers, the model's first."""
-    names = [name if name.isidentifier() else "AutoModel" for name in loaders]
+def _write_loading(place: str, *loaders: str) -> str:
+    """The code that loads the output by these classes of transformers: the model's, and a processor's if it has one."""
+    model, *processors = names = [name if name.isidentifier() else "AutoModel" for name in loaders]
     where = json.dumps(one_line(place), ensure_ascii=False)
-    model = f'model = {names[0]}.from_pretrained({where}, dtype="auto")'
-    processors = (f"processor = {name}.from_pretrained({where})" for name in names[1:])
-    return "\n".join([f"from transformers import {', '.join(names)}", "", model, *processors])
+    lines = [
+        f"from transformers import {', '.join(names)}",
+        "",
+        f'model = {model}.from_pretrained({where}, dtype="auto")',
+    ]
+    return "\n".join([*lines, *(f"processor = {name}.from_pretrained({where})" for name in processors)])
 
 
 def _write_drift(report: Report) -> Iterator[str]:
     """The parts of the section on drift, in order, with the accuracy where it was measured."""
-    on_fitted = ", on fitted rows" if len(report.fitted_tasks) == len(report.drift) else ""
-    yield f"## Drift from the experts{on_fitted}\n\n{_describe_measuring(report)}"
+    on_fitted, where = ", on fitted rows", "**the examples that were fitted**, because there were no others; "
+    where += "on new ones it will be larger."
+    if len(report.fitted_tasks) < len(report.drift):
+        marked = " Where a task is marked \\*, there were none, and **it is measured on the fitted ones**."
+        on_fitted, where = "", "examples that were not fitted." + (marked if report.fitted_tasks else "")
+    ranked = [inert(task) for task, scores in report.accuracy.items() if scores.metric == "spearman"]
+    ranks = f" (of {', '.join(ranked)}: 100 · Spearman's ρ)" if ranked else ""
+    scores = f" Accuracy is in percent, on labelled data{ranks}." if report.accuracy else ""
+    drift = f"Drift is mean ‖h − h_expert‖ / mean ‖h_expert‖ after the last block, on {where} 0 is the expert.{scores}"
+    yield f"## Drift from the experts{on_fitted}\n\n{drift}"
     yield "\n".join(_write_table(report))
     yield from _write_answers(report)
     if farther := [inert(task) for task, drift in report.drift.items() if drift.before > drift.base]:
@@ -236,17 +247,6 @@ def _write_drift(report: Report) -> Iterator[str]:
         yield f"{what}: there merging was worse than doing nothing, and a smaller merging scale usually helps."
     if report.curves:
         yield f"![Drift from each task's expert after every block, before and after calibration]({PICTURE})"
-
-
-def _describe_measuring(report: Report) -> str:
-    where = "**the examples that were fitted**, because there were no others; on new ones it will be larger."
-    if len(report.fitted_tasks) < len(report.drift):
-        marked = " Where a task is marked \\*, there were none, and **it is measured on the fitted ones**."
-        where = "examples that were not fitted." + (marked if report.fitted_tasks else "")
-    ranked = [inert(task) for task, scores in report.accuracy.items() if scores.metric == "spearman"]
-    ranks = f" (of {', '.join(ranked)}: 100 · Spearman's ρ)" if ranked else ""
-    scores = f" Accuracy is in percent, on labelled data{ranks}." if report.accuracy else ""
-    return f"Drift is mean ‖h − h_expert‖ / mean ‖h_expert‖ after the last block, on {where} 0 is the expert.{scores}"
 
 
 def _write_table(report: Report) -> Iterator[str]:
@@ -323,28 +323,11 @@ def _describe_cost(report: Report) -> str:
     )
 
 
-def _write_sources(report: Report) -> str:
-    lines = ["| role | source | commit | licence | found in |", "| --- | --- | --- | --- | --- |"]
-    for source in report.sources:
-        commit = f"`{source.commit[:12]}`" if source.commit and _on_hub(source) else "local"
-        cells = [inert(source.role), _link(source), commit, inert(source.license or "not said")]
-        lines.append(write_row([*cells, _show_message(source.found_in, report)]))
-    return "\n".join(lines)
-
-
-def _list_left_alone(report: Report) -> list[str]:
-    skipped = Counter((entry["name"], entry["reason"]) for block in report.blocks for entry in block.skipped)
-    return ["embeddings, final norms, poolers and heads"] + [
-        f"{inert(name)} in {count} block{'s' if count > 1 else ''}: {_show_message(reason, report)}"
-        for (name, reason), count in skipped.most_common()
-    ]
-
-
 def _write_rerun(report: Report, target: str | None, name: str) -> Iterator[str]:
     download = f"hf download {shlex.quote(one_line(target))} {RECIPE} --local-dir .\n" if target else ""
     command = f"{download}featcal calibrate -r {RECIPE} -o {shlex.quote(one_line(name) + '-again')}"
-    yield f"`{RECIPE}` names every model and dataset of the Hub by its commit; `{REPORT}` holds all its figures."
-    yield _fence("sh", command)
+    what = f"`{RECIPE}` names every model and dataset of the Hub by its commit; `{REPORT}` holds all its figures."
+    yield f"### Run it again\n\n{what}\n\n{_fence('sh', command)}"
     if not all(map(_on_hub, report.sources)):
         yield "What is marked local lay on the machine where this was made: in the recipe, put your own paths for it."
 
