@@ -80,8 +80,18 @@ def new_figure(width: float, height: float) -> Figure:
 
 
 def write_figure(figure: Figure, kind: Format = "png", colours: int = COLOURS) -> bytes:
-    """The figure's bytes: a PNG with a palette of `colours`, or an SVG without date, its text as paths."""
-    _settle(figure)
+    """The figure's bytes: a PNG with a palette of `colours`, or an SVG without date, its text as paths.
+
+    Where everything came to be is rounded: the last bits differ from one layout to the next.
+    """
+    figure.draw_without_rendering()
+    figure.set_layout_engine("none")
+    for part in figure.subfigs:
+        box = part.bbox_relative
+        box.p0, box.p1 = _round(box.p0), _round(box.p1)
+    for axes in [*figure.axes, *(axes for part in figure.subfigs for axes in part.axes)]:
+        box = axes.get_position()
+        axes.set_position((*_round(box.p0), *_round(box.size)))
     if kind == "svg":
         figure.savefig(drawn := io.BytesIO(), format="svg", metadata={"Date": None, "Creator": "featcal"})
         return drawn.getvalue()
@@ -91,18 +101,6 @@ def write_figure(figure: Figure, kind: Format = "png", colours: int = COLOURS) -
     image = image.quantize(colours, method, rounds, dither=Image.Dither.NONE)
     image.save(small := io.BytesIO(), format="png", optimize=True)
     return small.getvalue()
-
-
-def _settle(figure: Figure) -> None:
-    """Lay the figure out, and round where everything came to be: the last bits differ from one layout to the next."""
-    figure.draw_without_rendering()
-    figure.set_layout_engine("none")
-    for part in figure.subfigs:
-        box = part.bbox_relative
-        box.p0, box.p1 = _round(box.p0), _round(box.p1)
-    for axes in [*figure.axes, *(axes for part in figure.subfigs for axes in part.axes)]:
-        box = axes.get_position()
-        axes.set_position((*_round(box.p0), *_round(box.size)))
 
 
 def _round(place: Sequence[float]) -> tuple[float, float]:
@@ -143,38 +141,34 @@ def plot_drift(report: Report) -> bytes:
             place.remove()
         axes[0].set_ylim(bottom=0)
         handles, labels = axes[0].get_legend_handles_labels()
-        warning = _warn_of_fitted(report)
+        fitted = ": on new ones, drift is larger"
+        if len(report.fitted_tasks) < len(report.drift):
+            fitted = f": {shorten(', '.join(map(one_line, report.fitted_tasks)), 60)}"
+        warning = f"on fitted rows{fitted}" if report.fitted_tasks else None
         figure.legend(
             handles[::-1], labels[::-1], loc="outside upper center", ncols=3, frameon=False, fontsize=9, title=warning
         )
-        figure.supxlabel(_depth_label(report.curves, charts), fontsize=9)
+        label = "block, in forward order"
+        if any(len({block.rpartition(".")[0] for block in curve.blocks}) > 1 for curve in report.curves.values()):
+            label += " (upright lines: from one list of blocks to the next)"
+        if len(charts) < len(report.curves):
+            label += f"; of {len(report.curves)} tasks those with the largest drift are shown"
+        figure.supxlabel(label, fontsize=9)
         figure.supylabel("relative drift from the expert", fontsize=9)
         return write_figure(figure)
-
-
-def _warn_of_fitted(report: Report) -> str | None:
-    """The headline of a picture whose figures, or some of them, are of fitted rows."""
-    if not report.fitted_tasks:
-        return None
-    if len(report.fitted_tasks) == len(report.drift):
-        return "on fitted rows: on new ones, drift is larger"
-    return f"on fitted rows: {shorten(', '.join(map(one_line, report.fitted_tasks)), 60)}"
 
 
 def _choose_curves(curves: Mapping[str, DriftCurve]) -> dict[str, DriftCurve]:
     """The charts by title: the mean where all tasks run through the same blocks, and every task, as far as they fit."""
     tasks = {one_line(task): curve for task, curve in curves.items()}
     means = {}
-    if len(curves) > 1 and len({tuple(curve.blocks) for curve in curves.values()}) == 1:
-        means[f"mean of {len(curves)} tasks"] = _mean_curve(list(curves.values()))
+    (blocks, *others), count = {tuple(curve.blocks) for curve in curves.values()}, len(curves)
+    if count > 1 and not others:
+        columns = ([getattr(curve, field) for curve in curves.values()] for field in ("before", "after", "base"))
+        figures = ([sum(values) / count for values in zip(*column, strict=True)] for column in columns)
+        means[f"mean of {count} tasks"] = DriftCurve(list(blocks), *figures)
     worst = sorted(tasks, key=lambda task: -max(tasks[task].after, default=0))[: MOST_CURVES - len(means)]
     return means | {task: curve for task, curve in tasks.items() if task in worst}
-
-
-def _mean_curve(curves: Sequence[DriftCurve]) -> DriftCurve:
-    columns = ([getattr(curve, field) for curve in curves] for field in ("before", "after", "base"))
-    means = ([sum(values) / len(curves) for values in zip(*column, strict=True)] for column in columns)
-    return DriftCurve(curves[0].blocks, *means)
 
 
 def _draw_curves(axes: Axes, title: str, curve: DriftCurve, longest: int) -> None:
@@ -193,15 +187,6 @@ def _draw_curves(axes: Axes, title: str, curve: DriftCurve, longest: int) -> Non
     tidy_axes(axes)
 
 
-def _depth_label(curves: Mapping[str, DriftCurve], charts: Mapping[str, DriftCurve]) -> str:
-    label = "block, in forward order"
-    if any(len({block.rpartition(".")[0] for block in curve.blocks}) > 1 for curve in curves.values()):
-        label += " (upright lines: from one list of blocks to the next)"
-    if len(charts) < len(curves):
-        label += f"; of {len(curves)} tasks those with the largest drift are shown"
-    return label
-
-
 def plot_inspection(inspection: Inspection, kind: Format = "png") -> bytes:
     """A PNG or SVG: one map per model (tasks × blocks, relative drift, one scale), the mean over tasks of e, m and p
     after every block, and, for two to six tasks, the same for each.
@@ -211,7 +196,8 @@ def plot_inspection(inspection: Inspection, kind: Format = "png") -> bytes:
     if not inspection.tasks:
         raise ValueError("the inspection has no tasks")
     order, roles = order_blocks(inspection), list_roles(inspection)
-    tasks = _choose_rows(inspection)
+    worst = sorted(inspection.tasks, key=lambda name: -inspection.tasks[name].models["model"].last.relative)
+    tasks = {name: task for name, task in inspection.tasks.items() if name in worst[:MOST_ROWS]}
     charts = inspection.tasks if 2 <= len(inspection.tasks) <= MOST_CHARTS else {}
     heights = [0.95 + 0.2 * max(3, len(tasks)), 2.6]
     columns = 2 if len(charts) in (2, 4) else 3
@@ -226,12 +212,6 @@ def plot_inspection(inspection: Inspection, kind: Format = "png") -> bytes:
             _draw_tasks(next(parts), charts, order, roles, columns)
         figure.supxlabel(f"block: {shorten(describe_lists(order), 120)}", fontsize=9)
         return write_figure(figure, kind, MANY_COLOURS)
-
-
-def _choose_rows(inspection: Inspection) -> dict[str, TaskInspection]:
-    """The tasks of the maps, in their order."""
-    worst = sorted(inspection.tasks, key=lambda name: -inspection.tasks[name].models["model"].last.relative)
-    return {name: task for name, task in inspection.tasks.items() if name in worst[:MOST_ROWS]}
 
 
 def _draw_maps(
@@ -271,8 +251,10 @@ def _draw_means(part: SubFigure, inspection: Inspection, order: Sequence[str]) -
     grid = part.subplots(1, len(MEASURES), sharey=True, squeeze=False)
     for axes, (measure, (title, _)) in zip(grid.flat, MEASURES.items(), strict=True):
         for role in list_roles(inspection):
-            curves = [_finite(follow_drift(task.models[role], order, measure)) for task in inspection.tasks.values()]
-            _draw_curve(axes, _mean(curves), role, measure)
+            curves = (_finite(follow_drift(task.models[role], order, measure)) for task in inspection.tasks.values())
+            reached = ([value for value in values if isfinite(value)] for values in zip(*curves, strict=True))
+            means = [sum(values) / len(values) if values else nan for values in reached]
+            _draw_curve(axes, means, role, measure)
         axes.set_title(title, fontsize=9)
         _mark_blocks(axes, order)
         tidy_axes(axes)
@@ -323,12 +305,6 @@ def _mark_blocks(axes: Axes, order: Sequence[str], middle: float = 0.0) -> None:
     axes.set_xticks([tick + middle for tick in ticks], [order[tick].rpartition(".")[2] for tick in ticks], fontsize=8)
     for start in starts[1:]:
         axes.axvline(start - 0.5 + middle, color="#404040", linewidth=0.8)
-
-
-def _mean(curves: Sequence[Sequence[float]]) -> list[float]:
-    """Block by block, over the tasks that reach it."""
-    columns = ([value for value in values if isfinite(value)] for values in zip(*curves, strict=True))
-    return [sum(values) / len(values) if values else nan for values in columns]
 
 
 def _finite(values: Sequence[float | None]) -> list[float]:

@@ -49,13 +49,14 @@ def _hash(template: str, element: str) -> str:
 
 def _describe(inspection: Inspection) -> dict[str, Any]:
     """All that the page's script is given; lists where the order or a name counts, for a task may be `__proto__`."""
-    blocks = order_blocks(inspection)
+    blocks, roles = order_blocks(inspection), list_roles(inspection)
+    tags = {"model": "A", "other": "B"} if "other" in roles else {}  # the page's tables have room for no more
     models = [model for task in inspection.tasks.values() for model in task.models.values()]
     modules = list(dict.fromkeys(name for model in models for block in model.blocks for name in block.modules))
     return {
         "version": inspection.featcal_version,
         "schema": inspection.schema,
-        "roles": [[role, tag, _show(inspection.names[role])] for role, tag in _tags(inspection).items()],
+        "roles": [[role, tags.get(role, role), _show(inspection.names[role])] for role in roles],
         "blocks": [one_line(name) for name in blocks],
         "modules": [one_line(name) for name in modules],
         "tasks": [
@@ -67,7 +68,7 @@ def _describe(inspection: Inspection) -> dict[str, Any]:
             }
             for name, task in inspection.tasks.items()
         ],
-        "tiles": _tiles(inspection),
+        "tiles": _list_tiles(inspection),
         "summary": _summarise(inspection),
         "notes": [_show(note, 1000) for note in inspection.notes],
         "facts": [[key, _show(value)] for key, value in inspection.environment.items()]
@@ -115,19 +116,13 @@ def _clean(text: str) -> str:
     return without_paths(without_secrets(text))
 
 
-def _tags(inspection: Inspection) -> dict[str, str]:
-    """The roles that were measured on every task, with the short name that the page's tables have room for."""
-    short = {"model": "A", "other": "B"} if "other" in list_roles(inspection) else {}
-    return {role: short.get(role, role) for role in list_roles(inspection)}
-
-
 def _last(inspection: Inspection, role: str) -> dict[str, float]:
     return {name: task.models[role].last.relative for name, task in inspection.tasks.items()}
 
 
-def _tiles(inspection: Inspection) -> list[dict[str, str]]:
+def _list_tiles(inspection: Inspection) -> list[dict[str, str]]:
     """The mean drift after the last block of every model, and how it compares with the base's."""
-    means = {role: fmean(_last(inspection, role).values()) for role in _tags(inspection)}
+    means = {role: fmean(_last(inspection, role).values()) for role in list_roles(inspection)}
     notes = {role: _compare(mean, means["base"], "the base") for role, mean in means.items() if "base" in means}
     notes |= {"base": "the yardstick"}
     return [{"role": role, "value": _number(mean), "note": notes.get(role, "")} for role, mean in means.items()]
@@ -181,19 +176,15 @@ def _say_yardstick(inspection: Inspection, role: str) -> dict[str, Any]:
     if not farther:
         where = " on every task." if tasks > 1 else "."
         return {"warn": False, "parts": [name, " is at least as near to the expert as the base ", yardstick, where]}
-    parts = _say_where(farther, tasks)
+    parts: Sentence = ["On every task "] if tasks > 1 else []
+    if len(farther) < tasks:
+        parts = [f"On {len(farther)} of {tasks} tasks ("]
+        for number, task in enumerate(farther[:MOST_NAMES]):
+            parts += [", " if number else "", [_task(task)]]
+        parts.append(f" and {len(farther) - MOST_NAMES} more) " if len(farther) > MOST_NAMES else ") ")
     parts += [name, " is farther from the expert than the base ", yardstick, " is: by this measure merging did more "]
     parts += ["harm than good there. What usually helps is a smaller merging scale."]
     return {"warn": True, "parts": parts}
-
-
-def _say_where(tasks: list[str], of: int) -> Sentence:
-    if len(tasks) == of:
-        return ["On every task "] if of > 1 else []
-    parts: Sentence = [f"On {len(tasks)} of {of} tasks ("]
-    for number, task in enumerate(tasks[:MOST_NAMES]):
-        parts += [", " if number else "", [_task(task)]]
-    return [*parts, f" and {len(tasks) - MOST_NAMES} more) " if len(tasks) > MOST_NAMES else ") "]
 
 
 def _say_change(inspection: Inspection) -> dict[str, Any]:

@@ -12,13 +12,7 @@ from markdown_it import MarkdownIt
 from markdown_it.token import Token
 
 from featcal_cli.reporting.inspection import Inspection
-from featcal_cli.reporting.verdict import (
-    Column,
-    list_feature_columns,
-    list_output_columns,
-    list_roles,
-    write_verdict,
-)
+from featcal_cli.reporting.verdict import list_feature_columns, list_output_columns, list_roles, write_verdict
 from featcal_cli.runtime.errors import GateError
 
 LONGEST_NAME = 200
@@ -90,7 +84,9 @@ def inert_document(markdown: str, level: int) -> str:
     text = markdown.replace("\r\n", "\n").replace("\r", "\n").replace("\0", "")
     if len(text) > LONGEST_DOCUMENT:
         text = f"{text[:LONGEST_DOCUMENT].rpartition(chr(10))[0]}\n\n(cut here: the rest is left out)"
-    lines = _HOME_PATH.sub(r"\1", _without_comments(text)).split("\n")
+    # comments are looked for only where there is an end for them, or looking takes minutes
+    end = text.find("\n", last) + 1 or len(text) if (last := text.rfind("-->")) >= 0 else 0
+    lines = _HOME_PATH.sub(r"\1", _COMMENT.sub("", text[:end]) + text[end:]).split("\n")
     tokens = _PARSER.parse("\n".join(lines))
     code, cells = _lines_of(tokens, "fence", "code_block"), _lines_of(tokens, "tr_open")
     dropped = _move_headings(lines, tokens, level)
@@ -104,13 +100,6 @@ def inert_document(markdown: str, level: int) -> str:
         else:
             parts.append(_inert_span("\n".join(kept)))
     return "\n".join(parts).strip("\n")
-
-
-def _without_comments(text: str) -> str:
-    """The text without its comments; each is looked for only where there is an end for it, or looking takes minutes."""
-    last = text.rfind("-->")
-    end = text.find("\n", last) + 1 or len(text)
-    return text if last < 0 else _COMMENT.sub("", text[:end]) + text[end:]
 
 
 def _lines_of(tokens: list[Token], *kinds: str) -> set[int]:
@@ -158,7 +147,13 @@ def _inert_span(text: str) -> str:
         at = piece.end()
         match piece.lastgroup:
             case "ticks" if closing := re.compile(rf"(?<!`){piece['ticks']}(?!`)").search(text, at):
-                shown += _code_span(piece["ticks"], text[at : closing.start()])
+                if "<" in (content := text[at : closing.start()]):
+                    # shows the same to a reader who does not take it for code; \| is a bar in a table
+                    plain = content.replace("\\|", "|").replace("\n", " ")
+                    coded = "".join(char if char.isalnum() or char == " " else f"&#{ord(char)};" for char in plain)
+                    shown += f"<code>{coded}</code>"
+                else:
+                    shown += f"{piece['ticks']}{content}{piece['ticks']}"
                 at = closing.end()
             case "link" | "to":
                 shown += text[piece.start() : piece.start("to")]
@@ -181,15 +176,6 @@ def _inert_span(text: str) -> str:
     return shown + text[at:]
 
 
-def _code_span(ticks: str, content: str) -> str:
-    """A span of code; with a < in it, one that shows the same to a reader who does not take it for code."""
-    if "<" not in content:
-        return f"{ticks}{content}{ticks}"
-    content = content.replace("\\|", "|").replace("\n", " ")  # \| is a bar in a table
-    coded = "".join(char if char.isalnum() or char == " " else f"&#{ord(char)};" for char in content)
-    return f"<code>{coded}</code>"
-
-
 def _safe_target(to: str) -> str:
     """The destination of a link, without the angles around it; that of this page for one that leads to none."""
     plain = "".join(char for char in unescape(re.sub(r"\\(.)", r"\1", to.strip("<>"))) if char.isprintable())
@@ -205,34 +191,24 @@ COMMIT = re.compile(r"@([0-9a-f]{7})[0-9a-f]{33}\b")
 
 def write_summary(inspection: Inspection, exceeded: GateError | None = None) -> str:
     """The whole text, with a heading of the second level; exceeded: what the gate of `--max-drift` says."""
-    return "\n\n".join(_write_parts(inspection, exceeded)) + "\n"
-
-
-def _write_parts(inspection: Inspection, exceeded: GateError | None) -> Iterator[str]:
     names = {role: _show(inspection.names.get(role, role)) for role in list_roles(inspection)}
-    yield f"## Feature drift of {names.get('other', names['model'])}"
+    parts = [f"## Feature drift of {names.get('other', names['model'])}"]
     if exceeded is not None:
-        yield f"❌ **{_show(exceeded.what)}**  \n{_show(exceeded.where)}"
-    for is_warning, text in write_verdict(inspection, names, inert):
-        yield f"⚠️ {text}" if is_warning else text
+        parts.append(f"❌ **{_show(exceeded.what)}**  \n{_show(exceeded.where)}")
+    parts += [f"⚠️ {text}" if is_warning else text for is_warning, text in write_verdict(inspection, names, inert)]
     columns = [column for column in list_feature_columns(inspection) if column.measure == "drift"]
-    agreement = [column for column in list_output_columns(inspection) if column.measure == "agree"]
-    yield "\n".join(_write_table(inspection, [*columns, *agreement]))
-    notes = [
-        ", ".join(f"{role}: {name}" for role, name in names.items()),
-        "Drift is mean ‖h − h\\_expert‖ / mean ‖h\\_expert‖ after the last block; 0 is the expert itself.",
-        "Agree: share of the expert's first choices that its own head makes of the model's features too.",
-    ]
-    yield f"{notes[0]}. {' '.join(notes[1 : 3 if agreement else 2])}"
-
-
-def _write_table(inspection: Inspection, columns: list[Column]) -> Iterator[str]:
-    yield write_row(["task", *(f"{column.measure}, {column.role}" for column in columns)])
-    yield f"| --- |{' ---: |' * len(columns)}"
+    columns += (agreement := [column for column in list_output_columns(inspection) if column.measure == "agree"])
+    lines = [write_row(["task", *(f"{column.measure}, {column.role}" for column in columns)])]
+    lines.append(f"| --- |{' ---: |' * len(columns)}")
     for number, task in enumerate(inspection.tasks):
-        yield write_row([inert(task), *(column.write(column.values[number]) for column in columns)])
+        lines.append(write_row([inert(task), *(column.write(column.values[number]) for column in columns)]))
     if len(inspection.tasks) > 1:
-        yield write_row(["**mean**", *(column.write(column.mean) for column in columns)])
+        lines.append(write_row(["**mean**", *(column.write(column.mean) for column in columns)]))
+    about = ", ".join(f"{role}: {name}" for role, name in names.items())
+    about += ". Drift is mean ‖h − h\\_expert‖ / mean ‖h\\_expert‖ after the last block; 0 is the expert itself."
+    if agreement:
+        about += " Agree: share of the expert's first choices that its own head makes of the model's features too."
+    return "\n\n".join([*parts, "\n".join(lines), about]) + "\n"
 
 
 def write_row(cells: Iterable[str]) -> str:

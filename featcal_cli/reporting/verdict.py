@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from featcal_cli.lineage.questions import enumerate_names
-from featcal_cli.reporting.inspection import VISIBLE, BlockDrift, Inspection, ModelDrift, TaskInspection
+from featcal_cli.reporting.inspection import VISIBLE, Inspection, ModelDrift, TaskInspection
 from featcal_cli.reporting.report import Report
 from featcal_cli.runtime.errors import GateError, RecipeError
 
@@ -161,21 +161,17 @@ class Reading:
 
 def read_drift(drift: ModelDrift) -> Reading:
     """Where one model's drift on one task begins, where it grows most, and what it is made of in the end."""
-
-    def growth(block: BlockDrift) -> float:
-        return block.drift.amplification or 0.0
-
+    growth = {block.name: block.drift.amplification or 0.0 for block in drift.blocks}
     threshold = BEGINNING * max(block.drift.local or 0.0 for block in drift.blocks)
     threshold = threshold if isfinite(threshold) else 0.0
     begins = (block.name for block in drift.blocks if threshold and (block.drift.local or 0.0) >= threshold)
     first = {names[0] for names in split_lists([block.name for block in drift.blocks])}
-    growing = [block for block in drift.blocks if block.name not in first and growth(block) > 1]
-    steepest = max(growing, key=growth, default=None)
+    growing = [name for name in growth if name not in first and growth[name] > 1]
+    steepest = max(growing, key=growth.__getitem__, default=None)
     local, upstream = drift.last.local or 0.0, drift.last.upstream or 0.0
     whole = local + upstream
     shares = (local / whole, upstream / whole) if whole and isfinite(whole) else (None, None)
-    grows = (steepest.name, growth(steepest)) if steepest else (None, None)
-    return Reading(next(begins, None), *grows, *shares)
+    return Reading(next(begins, None), steepest, growth[steepest] if steepest else None, *shares)
 
 
 # Sentences
@@ -256,7 +252,9 @@ def find_excess(inspection: Inspection, limit: float) -> GateError | None:
     task, excess = max(over.items(), key=lambda item: item[1][-1])
     names, blocks = inspection.names, [block.name for block in inspection.tasks[task].models["model"].blocks]
     name = names.get("other", names["model"])
-    where, steepest = f"task {task}: after {blocks[-1]}", blocks[_find_steepest(excess)]
+    steps = [now - before for before, now in pairwise(excess)]
+    number = max(excess.index(inf) - 1, 0) if inf in excess else max(range(len(steps)), key=steps.__getitem__)
+    where, steepest = f"task {task}: after {blocks[-1]}", blocks[number]
     if isfinite(excess[-1]):
         by = f"by {excess[-1]:.3f}" + (f" more than {names['model']}" if "other" in names else "")
         what = f"{name} drifts from the expert of {task} {by}, which is over --max-drift {limit:g}"
@@ -278,49 +276,37 @@ def _count_others(what: str, count: int) -> str:
 
 def _follow_excess(task: TaskInspection) -> list[float]:
     """What is limited, before the first block and after each one; infinite where the model has no finite drift."""
-
-    def follow(drift: ModelDrift) -> list[float]:
-        return [drift.stem.relative, *(block.drift.relative for block in drift.blocks)]
-
-    model, other = task.models["model"], task.models.get("other")
-    drifts = follow(other or model)
-    limits = follow(model) if other else [0.0] * len(drifts)
+    limits, drifts = (
+        [drift.stem.relative, *(block.drift.relative for block in drift.blocks)]
+        for drift in (task.models["model"], task.models.get("other", task.models["model"]))
+    )
+    if "other" not in task.models:
+        limits = [0.0] * len(drifts)
     return [
         inf if not isfinite(drift) else drift - limit if isfinite(limit) else -inf
         for drift, limit in zip(drifts, limits, strict=True)
     ]
 
 
-def _find_steepest(excess: list[float]) -> int:
-    """The number of the block that adds most to the excess; of the first after which it is infinite, if any is."""
-    if inf in excess:
-        return max(excess.index(inf) - 1, 0)
-    steps = [now - before for before, now in pairwise(excess)]
-    return max(range(len(steps)), key=steps.__getitem__)
-
-
 def check_judged(examples: Mapping[str, TaskExamples]) -> None:
     """Raise RecipeError for --strict where a task has no rows that its drift can be judged on."""
-    for task, rows in examples.items():
-        if not rows.held_out_count:
-            raise _explain_unjudged(task, rows.fitted_count)
+    _check_held_out({task: rows.fitted_count for task, rows in examples.items() if not rows.held_out_count})
 
 
 def check_measured(report: Report) -> None:
     """The same for a calibration that is finished."""
-    for task, drift in report.drift.items():
-        if not drift.held_out:
-            raise _explain_unjudged(task, int(report.settings["examples"][task]))
+    _check_held_out({task: int(report.settings["examples"][task]) for task in report.fitted_tasks})
 
 
-def _explain_unjudged(task: str, rows: int) -> RecipeError:
-    """The error for a task of which all `rows` rows are fitted."""
-    fewer = f"fit fewer of them (-n {rows - max(4, rows // 5)}), " if rows >= 10 else ""
-    return RecipeError(
-        f"--strict has nothing to judge by: all {rows} rows of {task} are fitted, and none are held out",
-        where=f"--strict, task {task}",
-        fix=f"{fewer}give more different rows, or leave --strict out",
-    )
+def _check_held_out(fitted: Mapping[str, int]) -> None:
+    """fitted: by task of which all rows are fitted, how many they are."""
+    for task, rows in fitted.items():
+        fewer = f"fit fewer of them (-n {rows - max(4, rows // 5)}), " if rows >= 10 else ""
+        raise RecipeError(
+            f"--strict has nothing to judge by: all {rows} rows of {task} are fitted, and none are held out",
+            where=f"--strict, task {task}",
+            fix=f"{fewer}give more different rows, or leave --strict out",
+        )
 
 
 def check_grown(report: Report, output: Path) -> None:

@@ -12,7 +12,7 @@ import torch
 from featcal_cli import __version__
 from featcal_cli.calibration.hyperparameters import Choice
 from featcal_cli.calibration.results import BlockReport
-from featcal_cli.engine.drift_metrics import STEM, Drift, OutputShift
+from featcal_cli.engine.drift_metrics import STEM, Drift
 from featcal_cli.engine.job import CALIBRATED, Job
 from featcal_cli.lineage.questions import SAID
 from featcal_cli.reporting.inspection import BlockDrift, ModelDrift, OutputDrift, PlaceDrift, TaskInspection
@@ -42,6 +42,12 @@ def summarise(session: Session, plan: Preflight, outcome: Outcome) -> Report:
     chosen."""
     calibration, job, choice, step = plan.recipe.calibration, outcome.job, outcome.choice, outcome.step
     job.share_readings()
+    blocks = [  # of the changes of weights the share `step` is left
+        replace(
+            block, modules=[replace(module, relative_change=step * module.relative_change) for module in block.modules]
+        )
+        for block in outcome.blocks
+    ]
     return Report(
         featcal_version=__version__,
         recipe=plan.recipe.model_dump(mode="json", exclude_none=True),
@@ -57,7 +63,7 @@ def summarise(session: Session, plan: Preflight, outcome: Outcome) -> Report:
             "token_weights": "cls" if job.cls_blocks else "uniform",
             "examples": {task: examples.fitted_count for task, examples in plan.examples.items()},
         },
-        blocks=[_scale_changes(block, step) for block in outcome.blocks],
+        blocks=blocks,
         drift={task: read_drift(job, task, bool(rows.held_out_count)) for task, rows in plan.examples.items()},
         cost=add_up_cost(session, job),
         notes=list(session.notes),
@@ -65,12 +71,6 @@ def summarise(session: Session, plan: Preflight, outcome: Outcome) -> Report:
         curves={task: read_curve(job, task) for task in plan.examples},
         measures=describe_tasks(job, {task: f.held_out_count or f.fitted_count for task, f in plan.examples.items()}),
     )
-
-
-def _scale_changes(block: BlockReport, step: float) -> BlockReport:
-    """The block with the changes of weights of which that share is left."""
-    modules = [replace(module, relative_change=step * module.relative_change) for module in block.modules]
-    return replace(block, modules=modules)
 
 
 def add_up_cost(session: Session, job: Job) -> dict[str, Any]:
@@ -139,20 +139,15 @@ def _describe_model(job: Job, task: str, role: str) -> ModelDrift:
         }
         blocks.append(BlockDrift(block.name, _describe(after, before), modules))
         before = after
-    outputs, vectors = job.drift.outputs, job.drift.vectors
-    output = _describe_output(outputs.read(task, role) if outputs else None)
+    outputs, vectors, output = job.drift.outputs, job.drift.vectors, None
+    if outputs and (shift := outputs.read(task, role)) and shift.rows:
+        output = OutputDrift("features", shift.relative)
+        if shift.has_logits:
+            shares = (count / shift.rows for count in (shift.divergence_sum, shift.agreed, shift.certain))
+            output = OutputDrift("logits", shift.relative, *shares)
     return ModelDrift(stem, blocks, output, vectors.read(task, role) if vectors else None)
 
 
 def _describe(drift: Drift, before: Drift | None) -> PlaceDrift:
     amplification = drift.mean / before.mean if before and before.mean else None
     return PlaceDrift(drift.mean, drift.relative, drift.cosine, drift.local, drift.upstream, amplification)
-
-
-def _describe_output(shift: OutputShift | None) -> OutputDrift | None:
-    if shift is None or not shift.rows:
-        return None
-    if not shift.has_logits:
-        return OutputDrift("features", shift.relative)
-    shares = (shift.divergence_sum / shift.rows, shift.agreed / shift.rows, shift.certain / shift.rows)
-    return OutputDrift("logits", shift.relative, *shares)

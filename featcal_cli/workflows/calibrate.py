@@ -66,7 +66,10 @@ def halve_batches(examples: Mapping[str, TaskExamples], device: torch.device, ra
 
     Raises ShortageError where they cannot be smaller, and for one of several ranks, as the others know nothing of it.
     """
-    sizes = {task: _largest(found) for task, found in examples.items()}
+    sizes = {
+        task: max(count_examples(batch) for batch in (*rows.fitted, *rows.selection, *rows.held_out))
+        for task, rows in examples.items()
+    }
     largest = max(sizes.values())
     if ranks.size > 1:
         fix = f"give --batch-size {max(1, largest // 2)}, or use fewer processes on each machine"
@@ -79,18 +82,14 @@ def halve_batches(examples: Mapping[str, TaskExamples], device: torch.device, ra
         )
     return {
         task: replace(
-            found,
+            rows,
             batch_size=max(1, sizes[task] // 2),
-            fitted=_halve(found.fitted),
-            selection=_halve(found.selection),
-            held_out=_halve(found.held_out),
+            fitted=_halve(rows.fitted),
+            selection=_halve(rows.selection),
+            held_out=_halve(rows.held_out),
         )
-        for task, found in examples.items()
+        for task, rows in examples.items()
     }
-
-
-def _largest(found: TaskExamples) -> int:
-    return max(count_examples(batch) for batch in (*found.fitted, *found.selection, *found.held_out))
 
 
 def _halve(batches: list[Batch]) -> list[Batch]:
@@ -188,7 +187,12 @@ class Computation:
             setup = replace(setup, examples=halve_batches(setup.examples, session.device, self._ranks))
             size = max(examples.batch_size for examples in setup.examples.values())
             session.note(f"memory ran out: the block is computed again with at most {size} examples in a batch")
-        self._note_blocks(outcome, journal)
+        texts = [describe_guard(outcome.blocks), outcome.pulled, describe_ridges(outcome.blocks)]
+        texts.append(outcome.job.describe_precision())
+        if journal and journal.restored:
+            count = len(outcome.blocks)
+            texts.append(f"{journal.restored} of {count} blocks were taken over from an earlier run of this job")
+        session.note(*filter(None, texts))
         self._check_inputs()
         if (change := self._data.find_change()) is not None:
             session.note(f"{change.what}, after its rows were read")
@@ -237,14 +241,6 @@ class Computation:
         held_out = [task for task, rows in examples.items() if rows.held_out_count]
         self._session.listener.stage("checking the result")
         return Outcome(choice, job, blocks, *shrink_updates(job, blocks, journal, held_out, watch))
-
-    def _note_blocks(self, outcome: Outcome, journal: Journal | None) -> None:
-        """What is to be known of how the blocks were calibrated."""
-        job, blocks = outcome.job, outcome.blocks
-        texts = [describe_guard(blocks), outcome.pulled, describe_ridges(blocks), job.describe_precision()]
-        if journal and journal.restored:
-            texts.append(f"{journal.restored} of {len(blocks)} blocks were taken over from an earlier run of this job")
-        self._session.note(*filter(None, texts))
 
     def _choose(self, plan: Preflight, setup: Setup, journal: Journal | None) -> Choice:
         """The hyperparameters of the run, by a search or without."""

@@ -164,6 +164,8 @@ class _TaskMeasurement:
         return self.spec.evaluate
 
     def _measure_models(self, roles: Sequence[str]) -> Iterator[tuple[str, Score]]:
+        import torch
+
         from featcal_cli.evaluation.lm_eval_tasks import measure_tasks
 
         task, models, stage = self.task, self.models, self.session.listener.stage
@@ -176,7 +178,8 @@ class _TaskMeasurement:
             comparison = self._compare(roles)
             stage(f"evaluating {task}")
             yield from comparison.score(lambda count: stage(f"evaluating {task}: {count:,} examples")).items()
-        models.release(self.session.device)
+        if self.session.device.type == "cuda":  # of models that are let go
+            torch.cuda.empty_cache()
 
     def _open_task(self, role: str) -> LabelledTask:
         """The task, read with the preprocessors of this role's model."""

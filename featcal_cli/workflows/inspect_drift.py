@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -64,17 +65,18 @@ def inspect_drift(
     plan, job = _measure(session, compare, keep_finals=projection is not None)
     inspection = _describe(plan, session, job)
     if session.ranks.is_first:
-        if plot:
-            _write(plot, _draw_maps(inspection, Path(plot).suffix[1:]))
-        if projection:
-            _write(projection, _draw_projection(job, Path(projection).suffix[1:]))
-        if html:
-            _write(html, write_page(inspection))
-        if markdown:
-            _write(
-                markdown, write_summary(inspection, None if max_drift is None else find_excess(inspection, max_drift))
-            )
+        excess = None if max_drift is None else find_excess(inspection, max_drift)
+        _write(plot, partial(_draw_maps, inspection))
+        _write(projection, partial(_draw_projection, job))
+        _write(html, lambda _: write_page(inspection))
+        _write(markdown, lambda _: write_summary(inspection, excess))
     return inspection
+
+
+def _write(file: str | Path | None, make: Callable[[str], str | bytes]) -> None:
+    """Write what `make` makes of the kind of file, if one is wanted."""
+    if file:
+        write_requested(Path(file), make(Path(file).suffix[1:]), where=str(file))
 
 
 def _measure(session: Session, compare: str | None, *, keep_finals: bool) -> tuple[Preflight, Job]:
@@ -123,10 +125,6 @@ def _describe(plan: Preflight, session: Session, job: Job) -> Inspection:
         environment=describe_environment(session.device),
         cost={name: cost[name] for name in ("seconds", "peak_rss_bytes", "expert_bytes_read")},
     )
-
-
-def _write(file: str | Path, content: str | bytes) -> None:
-    write_requested(Path(file), content, where=str(file))
 
 
 def _draw_maps(inspection: Inspection, kind: Any) -> bytes:

@@ -9,7 +9,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import torch
 from transformers import PreTrainedModel
 
 from featcal_cli.evaluation.protocols import load_tower
@@ -102,11 +101,6 @@ class LazyModels:
     def folders(self, role: str, task: str) -> list[Path]:
         """Where the task's processor or tokenizer may lie: with the expert, the model itself, or base."""
         return [self.snapshot(holder, task).folder for holder in dict.fromkeys((EXPERT, role, BASE))]
-
-    def release(self, device: torch.device) -> None:
-        """Give back the device's memory that models took which are let go."""
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
 
     def _build(self) -> Snapshot:
         """The merged model, built of all experts in a temporary folder."""

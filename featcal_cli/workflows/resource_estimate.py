@@ -122,11 +122,6 @@ class Machine:
     resident: int
     """Bytes of the process now."""
 
-    @property
-    def has_device(self) -> bool:
-        """It computes on another device than the CPU."""
-        return self.device.type != "cpu"
-
 
 def estimate(
     merged: Model,
@@ -157,19 +152,22 @@ def estimate(
     precision = choose_precision(torch.float32, ridge or 0.0)
     systems = (_equation_bytes(model, block, needs, fitted, precision, guarded) for block in architecture.blocks)
     equations = max(systems, default=0)
-    blocks = [_bytes(model.get_submodule(block.name)) for block in architecture.blocks]
-    largest, stem = max(blocks, default=0), _stem_bytes(merged, architecture)
-    room, further_room = machine.rooms if machine.has_device else (sum(machine.rooms), 0)
+    blocks = [sum(x.nbytes for x in model.get_submodule(block.name).parameters()) for block in architecture.blocks]
+    inside = {id(x) for block in architecture.blocks for x in model.get_submodule(block.name).parameters()}
+    stem = sum(value.nbytes for value in merged.parameters_of(architecture.reached) if id(value) not in inside)
+    largest = max(blocks, default=0)
+    has_device = machine.device.type != "cpu"
+    room, further_room = machine.rooms if has_device else (sum(machine.rooms), 0)
     here, there = min(states, room), min(max(0, states - room), further_room)
     files = max(STEMS_HELD * stem, BLOCKS_HELD * largest)
-    block_in_use = int(largest * computing.itemsize / max(1, _item_size(model)))
-    on_device = BLOCKS_HELD * block_in_use if machine.has_device else 0
+    block_in_use = int(largest * computing.itemsize / max(1, next(model.parameters()).element_size()))
+    on_device = BLOCKS_HELD * block_in_use if has_device else 0
     on_host = machine.resident + sum(load.held_bytes for load in loads.values()) + files
-    own_stem = machine.has_device or model.dtype not in (torch.float32, torch.bfloat16)  # a converted one is not shared
+    own_stem = has_device or model.dtype not in (torch.float32, torch.bfloat16)  # a converted one is not shared
     watched = [(need, loads[task].watched / need.examples) for task, need in needs.items()]
     search = SearchNeeds(
         machine.memory,
-        features + equations + (on_device if machine.has_device else on_host),
+        features + equations + (on_device if has_device else on_host),
         block_in_use + stem * own_stem,
         sum(need.state_bytes * item / need.examples for need in needs.values()),
         sum(4 * count * need.state_bytes * item for need, count in watched),
@@ -178,9 +176,10 @@ def estimate(
     )
     computed = here + features + equations + on_device
     return Estimate(
-        host_bytes=on_host + (there if machine.has_device else computed),
-        device_bytes=max(computed, here + STEMS_HELD * stem) if machine.has_device else 0,
-        disk_bytes=_bytes(model) * (2 if built else 1) + sum(blocks) + states + SMALL_FILES - here - there,
+        host_bytes=on_host + (there if has_device else computed),
+        device_bytes=max(computed, here + STEMS_HELD * stem) if has_device else 0,
+        disk_bytes=sum(x.nbytes for x in model.parameters()) * (2 if built else 1)
+        + (sum(blocks) + states + SMALL_FILES - here - there),
         work=count_work(model, architecture, needs, fitted),
         search=search,
     )
@@ -188,15 +187,14 @@ def estimate(
 
 def _probe_tasks(model: nn.Module, architecture: Architecture, loads: Mapping[str, Load]) -> dict[str, BatchNeeds]:
     """What a batch of each task takes; of batches with equal shapes one is run."""
+    probed: dict[object, BatchNeeds] = {}
     needs: dict[str, BatchNeeds] = {}
     for task, load in loads.items():
-        same = next((done for done in needs if _shapes_of(loads[done].batch) == _shapes_of(load.batch)), None)
-        needs[task] = needs[same] if same else probe_batch(model, architecture, architecture.entries[task], load.batch)
+        shapes = frozenset((name, x.shape) for name, x in load.batch.items())
+        if shapes not in probed:
+            probed[shapes] = probe_batch(model, architecture, architecture.entries[task], load.batch)
+        needs[task] = probed[shapes]
     return needs
-
-
-def _shapes_of(batch: Batch) -> dict[str, torch.Size]:
-    return {name: x.shape for name, x in batch.items()}
 
 
 def _equation_bytes(
@@ -222,22 +220,7 @@ def _equation_bytes(
 
 def read_bytes(model: Model, architecture: Architecture) -> int:
     """Of the parameters that a calibration reads of this model."""
-    return sum(value.numel() * value.element_size() for value in model.parameters_of(architecture.reached))
-
-
-def _stem_bytes(model: Model, architecture: Architecture) -> int:
-    """Of the parameters that run before the last block ends, and lie in none."""
-    inside = {id(x) for block in architecture.blocks for x in model.module.get_submodule(block.name).parameters()}
-    stem = [value for value in model.parameters_of(architecture.reached) if id(value) not in inside]
-    return sum(value.numel() * value.element_size() for value in stem)
-
-
-def _item_size(model: nn.Module) -> int:
-    return next(model.parameters()).element_size()
-
-
-def _bytes(module: nn.Module) -> int:
-    return sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
+    return sum(value.nbytes for value in model.parameters_of(architecture.reached))
 
 
 class Input(NamedTuple):
@@ -252,15 +235,15 @@ class Input(NamedTuple):
 
 def find_inputs(model: nn.Module, block: Block, needs: Mapping[str, BatchNeeds]) -> list[Input]:
     """Every input of the block's Linear modules; modules of one parent that are as wide share theirs."""
-    found: dict[tuple[str, int], Input] = {}
+    inputs: dict[tuple[str, int], Input] = {}
     for module in block.modules:
         if module.kind in LINEAR_KINDS:
             path = f"{block.name}.{module.name}"
             d_out, d_in = read_parameters(model.get_submodule(path)).weight.shape
             key = (module.name.rpartition(".")[0], d_in)
             rows = tuple(need.rows.get(path, 0) / need.examples for need in needs.values())
-            found[key] = Input(d_in, d_out + (found[key].d_out if key in found else 0), rows)
-    return list(found.values())
+            inputs[key] = Input(d_in, d_out + (inputs[key].d_out if key in inputs else 0), rows)
+    return list(inputs.values())
 
 
 def count_work(model: nn.Module, architecture: Architecture, needs: Mapping[str, BatchNeeds], fitted: int) -> Work:
@@ -276,10 +259,10 @@ def count_work(model: nn.Module, architecture: Architecture, needs: Mapping[str,
                 continue
             products += d_in * d_in * total
             systems += 2 * primal_cost(d_in, d_out)
-            for each in filter(None, rows):
-                if is_residual_cheaper(round(each * fitted), d_in, d_out, outputs_known=True):
-                    products += 4 * d_in * d_out * each
+            for count in filter(None, rows):
+                if is_residual_cheaper(round(count * fitted), d_in, d_out, outputs_known=True):
+                    products += 4 * d_in * d_out * count
                 else:
-                    products += 2 * d_in * d_in * each
+                    products += 2 * d_in * d_in * count
                     systems += PRECISE_COST * 2 * d_out * d_in * d_in
     return Work(len(architecture.blocks), forward, products, systems)

@@ -81,7 +81,11 @@ def load_models(
         base = load_model("base", snapshots["base"], model_class)
         experts = {task: load_model(f"expert {task}", expert, model_class) for task, expert in tasks.items()}
         if read_launch().local_rank == 0:
-            _build_merged(merge, base, list(experts.values()), built)
+            first = next(iter(experts.values()))
+            slots = read_slots(first.snapshot)
+            groups = merge_weights(merge, base, list(experts.values()))
+            on_disk = (names_on_disk(first, group, slots) for group in groups)
+            build_checkpoint(built, first.snapshot, base.snapshot, on_disk)
         if ranks is not None:
             ranks.gather(None)  # now it is there
         merged = load_model("merged", Snapshot(name, built, None), model_class)
@@ -104,16 +108,16 @@ def set_up(session: Session, plan: Preflight, models: Models, scratch: Path | No
     return Setup(models, architecture, plan.examples, calibration, session.device, note, session.ranks, scratch)
 
 
-def _give_back_layer(layer: nn.Module, *_: object) -> None:  # what a hook returns would be the layer's output
-    memory_map.give_back(layer.parameters())
-
-
 @contextmanager
 def _layers_given_back(model: nn.Module) -> Iterator[None]:
     """Inside, the weights of each layer leave memory when it has run."""
+
+    def give_back(layer: nn.Module, *_: object) -> None:  # what a hook returns would be the layer's output
+        memory_map.give_back(layer.parameters())
+
     layers = {layer for module in model.modules() if isinstance(module, nn.ModuleList) for layer in module}
     handles = [
-        layer.register_forward_hook(_give_back_layer)
+        layer.register_forward_hook(give_back)
         for layer in layers
         if not any(layer is not other and layer in set(other.modules()) for other in layers)
     ]
@@ -253,23 +257,14 @@ class Setup:
 def _has_small_heads(experts: Iterable[Model], architecture: Architecture) -> bool:
     """Whether all that runs after an expert's blocks is small beside what must be read of it anyway: only then a
     calibration reads it, to measure what drift does to the expert's answers."""
-    return all(_head_bytes(expert, architecture) <= HEAD_SHARE * read_bytes(expert, architecture) for expert in experts)
-
-
-def _head_bytes(model: Model, architecture: Architecture) -> int:
-    """Of the parameters that run after the blocks alone: the merged model's kind of head, or the model's own."""
-    inside = set(map(id, model.parameters.values()))
-    own = [value for value in model.module.parameters() if id(value) not in inside] if model.body else []
-    stem = set(map(id, model.parameters_of(architecture.reached)))  # a head that is tied to it is read anyway
-    head = {id(value): value for value in (*model.parameters_of(architecture.head), *own) if id(value) not in stem}
-    return sum(value.numel() * value.element_size() for value in head.values())
-
-
-def _build_merged(merge: Merge, base: Model, experts: list[Model], folder: Path) -> None:
-    first = experts[0]
-    slots = read_slots(first.snapshot)
-    on_disk = (names_on_disk(first, group, slots) for group in merge_weights(merge, base, experts))
-    build_checkpoint(folder, first.snapshot, base.snapshot, on_disk)
+    for expert in experts:
+        inside = set(map(id, expert.parameters.values()))
+        own = [value for value in expert.module.parameters() if id(value) not in inside] if expert.body else []
+        stem = set(map(id, expert.parameters_of(architecture.reached)))  # a head that is tied to it is read anyway
+        head = {id(x): x for x in (*expert.parameters_of(architecture.head), *own) if id(x) not in stem}
+        if sum(value.nbytes for value in head.values()) > HEAD_SHARE * read_bytes(expert, architecture):
+            return False
+    return True
 
 
 def _choose_dtype(calibration: Calibration, merged: Model) -> torch.dtype:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 from math import prod
 from typing import Any
 
@@ -102,10 +103,12 @@ def choose_batch_sizes(
         shapes = tuple(sorted((name, x.shape) for name, x in batch.items()))
         if shapes not in known:
             needs = probe_batch(model, architecture, architecture.entries[task], batch)
-            size = limit_batch(
-                _rows_of(model, architecture, needs), needs.feature_bytes / needs.examples, device, memory
-            )
-            known[shapes] = size if _saw_all(needs, architecture, task) else min(size, PLAIN)
+            rows = _rows_of(model, architecture, needs)
+            size = limit_batch(rows, needs.feature_bytes / needs.examples, device, memory)
+            last = architecture.last_blocks.get(task, architecture.blocks[-1].name if architecture.blocks else "")
+            # a model that looks at values stops where it does so
+            saw_all = any(path.startswith(f"{last}.") for path in needs.rows)
+            known[shapes] = size if saw_all else min(size, PLAIN)
         sizes[task] = known[shapes]
     return sizes
 
@@ -128,18 +131,9 @@ def _rows_of(model: nn.Module, architecture: Architecture, needs: BatchNeeds) ->
     Stages of a pyramid have many rows or few, and a decoder may have but one.
     """
     calls = {f"{block.name}.{module.name}": block.calls for block in architecture.blocks for module in block.modules}
-    each = {path: rows / needs.examples / max(calls[path], 1) for path, rows in needs.rows.items()}
-    sizes = {path: sum(x.numel() for x in model.get_submodule(path).parameters()) for path in each}
+    at_once = {path: rows / needs.examples / max(calls[path], 1) for path, rows in needs.rows.items()}
+    sizes = {path: sum(x.numel() for x in model.get_submodule(path).parameters()) for path in at_once}
     work = {path: rows * sizes[path] for path, rows in needs.rows.items()}
-    done = 0
-    for path in sorted(each, key=lambda path: each[path]):
-        done += work[path]
-        if 2 * done >= sum(work.values()):
-            return each[path]
-    return 0.0
-
-
-def _saw_all(needs: BatchNeeds, architecture: Architecture, task: str) -> bool:
-    """Whether the probe came to the last block; a model that looks at values stops where it does so."""
-    last = architecture.last_blocks.get(task, architecture.blocks[-1].name if architecture.blocks else "")
-    return any(path.startswith(f"{last}.") for path in needs.rows)
+    ordered = sorted(at_once, key=at_once.__getitem__)
+    done = zip(ordered, accumulate(work[path] for path in ordered), strict=True)
+    return next((at_once[path] for path, total in done if 2 * total >= sum(work.values())), 0.0)
