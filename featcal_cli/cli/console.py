@@ -91,7 +91,9 @@ class Screen(Listener):
 
     def transfer(self, name: str, done: int, total: int, *, sent: bool = False) -> None:
         doing = f"{'uploading' if sent else 'downloading'} {escape(name)}"
-        self._bar.update(self._task, description=doing, total=total, completed=done, at=_size(done, total))
+        size, unit = (1e9, "GB") if total >= 1e9 else (1e6, "MB")
+        at = f"{done / size:.1f} of {total / size:.1f} {unit}"
+        self._bar.update(self._task, description=doing, total=total, completed=done, at=at)
 
     def progress(self, step: Step) -> None:
         at = step.task or step.module
@@ -106,15 +108,7 @@ class Screen(Listener):
         )
 
 
-def _size(done: int, total: int) -> str:
-    """12 of 345 MB."""
-    unit, name = (1e9, "GB") if total >= 1e9 else (1e6, "MB")
-    return f"{done / unit:.1f} of {total / unit:.1f} {name}"
-
-
 class _Clock(ProgressColumn):
-    """Time since the start, and the time that is left where it is known."""
-
     def render(self, task: Task) -> str:
         elapsed = timedelta(seconds=int(task.elapsed or 0))
         left = "" if task.time_remaining is None else f", {timedelta(seconds=int(task.time_remaining))} left"
@@ -126,16 +120,11 @@ def show_error(error: FeatCalError, who: str = "") -> None:
     ERR.print(f"{who}[bold red]error:[/bold red] {escape(error.what)}", soft_wrap=True)
     if error.where:
         ERR.print(f"  [dim]in:[/dim] {escape(error.where)}", soft_wrap=True)
-    if error.fix:
-        ERR.print(f"  [dim]fix:[/dim] {escape(_break_lines(error))}", soft_wrap=True)
-
-
-def _break_lines(error: FeatCalError) -> str:
-    """How to fix it; on a terminal a long command takes a line for each option, so that no word is broken."""
-    if not isinstance(error, OpenQuestionsError) or not ERR.is_terminal or len(error.fix) + 8 <= ERR.width:
-        return error.fix
-    lead = error.fix.removesuffix(error.command).rstrip()
-    return f"{lead}\n  " + " \\\n    ".join(error.parts())
+    if fix := error.fix:
+        if isinstance(error, OpenQuestionsError) and ERR.is_terminal and len(fix) + 8 > ERR.width:
+            # a long command takes a line for each option, so that no word is broken
+            fix = f"{fix.removesuffix(error.command).rstrip()}\n  " + " \\\n    ".join(error.parts())
+        ERR.print(f"  [dim]fix:[/dim] {escape(fix)}", soft_wrap=True)
 
 
 def show_crash(error: BaseException, file: Path | None) -> None:

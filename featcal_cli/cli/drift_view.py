@@ -69,15 +69,13 @@ def show_inspection(inspection: Inspection, out: Console) -> None:
 def _show_figures(inspection: Inspection, tasks: Sequence[str], out: Console) -> None:
     features, outputs = list_feature_columns(inspection), list_output_columns(inspection)
     if "other" in list_roles(inspection):
-        tables = [(features, FEATURES), (outputs, OUTPUTS)]
+        _print_tables(features, FEATURES, tasks, out)
+        _print_tables(outputs, OUTPUTS, tasks, out)
     else:
-        tables = [([*features, *outputs], f"{FEATURES} {OUTPUTS}")]
-    for columns, text in tables:
-        _print_tables(columns, tasks, out)
-        out.print(Text(text, "dim"))
+        _print_tables([*features, *outputs], f"{FEATURES} {OUTPUTS}", tasks, out)
 
 
-def _print_tables(columns: Sequence[Column], tasks: Sequence[str], out: Console) -> None:
+def _print_tables(columns: Sequence[Column], about: str, tasks: Sequence[str], out: Console) -> None:
     """Tables one below the other, each with as many columns as fit: a figure must not be cut."""
     names = max(map(cell_len, [*tasks, "mean"]))
     left = list(columns)
@@ -100,6 +98,7 @@ def _print_tables(columns: Sequence[Column], tasks: Sequence[str], out: Console)
             table.add_row(Text(name), *row)
         out.print()
         out.print(table)
+    out.print(Text(about, "dim"))
 
 
 def _write_figure(column: Column, value: float | None) -> Text:
@@ -153,7 +152,9 @@ def _show_bars(inspection: Inspection, tasks: Mapping[str, str], out: Console) -
     """
     order, roles = order_blocks(inspection), list_roles(inspection)
     lists, width = split_lists(order), max(map(cell_len, tasks.values())) + 1
-    size = _choose_size(lists, out.width - width - ROLE)
+    longest, room = max(map(len, lists)), out.width - width - ROLE
+    widths = {size: sum(-(-len(names) // size) + 1 for names in lists) - 1 for size in range(1, longest)}
+    size = next((size for size, needed in widths.items() if needed <= room), longest)
     bars = {
         (task, role): _group(follow_drift(drifts.models[role], order), lists, size)
         for task, drifts in inspection.tasks.items()
@@ -171,20 +172,15 @@ def _show_bars(inspection: Inspection, tasks: Mapping[str, str], out: Console) -
         for number, part in enumerate(bar):
             line.append(" " if number else "")
             for value in part:
-                line.append(*_draw_level(value, low, high))
+                if value is None or not isfinite(value):
+                    line.append(*((UNREACHED, "dim") if value is None else (UNKNOWN, "red")))
+                    continue
+                level = min(len(LEVELS) - 1, int((value - low) / (high - low) * len(LEVELS))) if high > low else 0
+                line.append(LEVELS[level], COLOURS[level])
         out.print(line)
     out.print(Text(" " * (width + ROLE) + _draw_ruler(lists, size), "dim", no_wrap=True))
     unreached = f"; {UNREACHED} not reached" if None in values else ""
     out.print(Text(f"blocks: {describe_lists(order)}{unreached}", "dim"))
-
-
-def _choose_size(lists: Sequence[Sequence[str]], room: int) -> int:
-    """How many neighbouring blocks share a character, so that all lists with a space between them fit into `room`."""
-    longest = max(map(len, lists))
-    for size in range(1, longest):
-        if sum(-(-len(names) // size) + 1 for names in lists) - 1 <= room:
-            return size
-    return longest
 
 
 def _group(values: Sequence[float | None], lists: Sequence[Sequence[str]], size: int) -> list[list[float | None]]:
@@ -192,15 +188,6 @@ def _group(values: Sequence[float | None], lists: Sequence[Sequence[str]], size:
     rest = iter(values)
     parts = [list(islice(rest, len(names))) for names in lists]
     return [[mean_known(part[at : at + size]) for at in range(0, len(part), size)] for part in parts]
-
-
-def _draw_level(value: float | None, low: float, high: float) -> tuple[str, str]:
-    if value is None:
-        return UNREACHED, "dim"
-    if not isfinite(value):
-        return UNKNOWN, "red"
-    level = min(len(LEVELS) - 1, int((value - low) / (high - low) * len(LEVELS))) if high > low else 0
-    return LEVELS[level], COLOURS[level]
 
 
 def _draw_ruler(lists: Sequence[Sequence[str]], size: int) -> str:

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from featcal_cli.cli.commands import app
 from featcal_cli.cli.options import check_words
@@ -85,15 +85,12 @@ def _call() -> None:
         except Exception as error:
             if not hasattr(error, "format_message"):
                 raise
-            raise _explain_usage(error) from None
-
-
-def _explain_usage(error: Any) -> Exception:
-    """What typer could not read, as a message like all others."""
-    context = getattr(error, "ctx", None)
-    command = "featcal" + (f" {context.info_name}" if context and context.parent else "")
-    what = error.format_message().strip().rstrip(".")
-    return RecipeError(what[:1].lower() + what[1:], where=command, fix=f"{command} --help shows what there is")
+            # what typer could not read, as a message like all others
+            context = getattr(error, "ctx", None)
+            command = "featcal" + (f" {context.info_name}" if context and context.parent else "")
+            what = error.format_message().strip().rstrip(".")
+            fix = f"{command} --help shows what there is"
+            raise RecipeError(what[:1].lower() + what[1:], where=command, fix=fix) from None
 
 
 def _leave(code: int) -> NoReturn:
@@ -136,14 +133,12 @@ def choose(error: LineageError, line: Sequence[str]) -> list[str] | None:
 
 
 def _is_attended(line: Sequence[str]) -> bool:
-    """Whether somebody sits there who wants to be asked."""
     launched = "LOCAL_RANK" in os.environ or os.environ.get("CI", "").lower() not in ("", "0", "false")
     silent = any(word in _SILENT or (word[:1] == "-" and word[:2] != "--" and "q" in word[1:]) for word in line)
     return not launched and not silent and sys.stdin is not None and sys.stdin.isatty() and sys.stderr.isatty()
 
 
 def _ask(question: Question) -> tuple[Option, ...] | None:
-    """The options of the choice; None where nothing is chosen."""
     choices = list(question.choices)
     _say(f"{question.problem}\n" + "\n".join(f"  {number}) {choice}" for number, choice in enumerate(choices, 1)))
     for _ in range(_ATTEMPTS):

@@ -205,7 +205,6 @@ def check_words(words: Sequence[str]) -> None:
 
 
 def check_finite(option: str, value: float | None) -> None:
-    """Raise RecipeError for a number that nothing can be compared with."""
     if value is not None and not math.isfinite(value):
         raise RecipeError(f"{value} is no finite number", where=option, fix=f"give {option} a number such as 0.8")
 

@@ -35,7 +35,6 @@ def show_calibration(report: Report, output: Path, pushed: Pushed | None, *, hin
 
 
 def show_drift(report: Report) -> None:
-    """The table of drift per task, before and after."""
     if report.has_grown or report.fitted_tasks or report.settings.get("step") == 0:
         colour = "bold red" if report.has_grown else "bold"
         OUT.print(f"[{colour}]{escape(report.headline[0].upper() + report.headline[1:])}[/]")
@@ -56,7 +55,6 @@ def _write_cells(row: DriftRow) -> list[str]:
 
 
 def warn_of_growth(report: Report) -> None:
-    """Say loudly where drift grew, on the whole or on a task."""
     if report.has_grown:
         headline = escape(report.headline.removeprefix("WARNING: "))
         ERR.print(f"[bold red]warning:[/bold red] {headline}: it is farther from the experts than the merged model")
@@ -66,7 +64,6 @@ def warn_of_growth(report: Report) -> None:
 
 
 def show_result(output: Path, pushed: Pushed | None, *, hints: bool) -> None:
-    """Where the output is, and what to try next."""
     OUT.print(f"\nThe calibrated model is in [bold]{escape(str(output))}[/bold]", soft_wrap=True)
     if pushed is not None:
         OUT.print(f"and on the Hub: {escape(pushed.url)}", soft_wrap=True)
@@ -84,12 +81,11 @@ def show_scores(tasks: Mapping[str, TaskScores], *, limited: bool) -> None:
         for task, task_scores in tasks.items()
     ]
     feet = ["mean", *map(_write_score, means.values())] if len(tasks) > 1 else ()
-    metrics = {task_scores.metric for task_scores in tasks.values()}
     metric = {
-        frozenset(["accuracy"]): "Accuracy",
-        frozenset(["spearman"]): "Spearman's ρ",
-        frozenset(["accuracy", "spearman"]): "Accuracy, and Spearman's ρ where it is marked",
-    }.get(frozenset(metrics), "Figures")
+        ("accuracy",): "Accuracy",
+        ("spearman",): "Spearman's ρ",
+        ("accuracy", "spearman"): "Accuracy, and Spearman's ρ where it is marked",
+    }.get(tuple(sorted({task_scores.metric for task_scores in tasks.values()})), "Figures")
     counts = [score.examples for task_scores in tasks.values() for score in task_scores.scores.values()]
     count = f"{min(counts):,}" if min(counts) == max(counts) else f"{min(counts):,} to {max(counts):,}"
     which = " chosen at random" if limited else ""
@@ -103,8 +99,6 @@ def _write_score(score: Score) -> str:
 
 
 def show_accuracy(rows: Sequence[Accuracy]) -> None:
-    """Test accuracy of experts, merged and calibrated model, in percent."""
-
     def write(name: str, expert: float, merged: float, calibrated: float) -> list[str]:
         values = (f"{100 * value:.1f}" for value in (expert, merged, calibrated))
         return [escape(name), *values, f"{100 * (calibrated - merged):+.1f}"]
@@ -121,7 +115,6 @@ def show_accuracy(rows: Sequence[Accuracy]) -> None:
 
 
 def show_preflight(preflight: Preflight) -> None:
-    """What a job would read, do and need."""
     rows = []
     for finding, commit in zip(preflight.findings, preflight.commits, strict=True):
         at = f" [dim]at {commit[:7]}[/dim]" if commit else ""
@@ -187,14 +180,12 @@ def _count(number: int) -> str:
 
 
 def show_recipes(files: Sequence[Path]) -> None:
-    """The shipped recipes and what comes beside them, each with what it is for."""
     purposes = {file.stem: describe_recipe(file) for file in files} | {"": ""} | COMPANIONS
     OUT.print(_make_list((f"[bold]{escape(name)}[/bold]", escape(purpose)) for name, purpose in purposes.items()))
     _hint("Print one: featcal recipes NAME. Run one: featcal calibrate -r NAME.")
 
 
 def show_demo(recipe: Path) -> None:
-    """What the demo is about to do, and the recipe that it runs."""
     ERR.print(
         "Five experts were fine-tuned from one small vision transformer, each for another question about "
         "handwritten digits, and merged by task arithmetic. [bold]featcal calibrate -r demo[/bold] mends the merged "
@@ -205,7 +196,6 @@ def show_demo(recipe: Path) -> None:
 
 
 def show_next() -> None:
-    """How to do with one's own model what the demo did."""
     _hint("Your own: featcal calibrate USER/MERGED --dry-run shows what it finds; then leave out --dry-run.")
 
 
@@ -226,7 +216,6 @@ def _make_table(
 
 
 def _make_list(rows: Iterable[tuple[str, str]]) -> Table:
-    """Names, and what is said of each."""
     table = Table(box=None, pad_edge=False, show_header=False)
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")

@@ -75,7 +75,6 @@ def measure_tasks(task: LabelledTask, model: Model, *, allow_code: bool) -> Scor
 
 
 def _read_score(results: Any, name: str, metric: str, task: str) -> Score:
-    """The figure of one of lm-eval's tasks."""
     figures = results["results"].get(name, {})
     kind, _, chosen = metric.partition(",")
     fitting = [key for key in figures if key == metric or (not chosen and key.split(",")[0] == kind)]
@@ -97,7 +96,6 @@ def _read_score(results: Any, name: str, metric: str, task: str) -> Score:
 
 
 def _explain(error: Exception, task: str, names: str) -> Exception:
-    """What lm-eval refuses, in our words."""
     text = str(error).strip()
     if "unsafe" in text.lower() or CODE_SWITCH in text:
         return _explain_code(names, task)

@@ -40,8 +40,6 @@ Answerer = Callable[[Batch], list[Any]]
 
 @dataclass(frozen=True)
 class LabelledTask:
-    """A task to be evaluated on."""
-
     name: str
     data: Data
     how: Evaluate
@@ -116,9 +114,13 @@ def _answer_with_head(expert: Model, body: Model | None, device: torch.device) -
         )
     module = expert.module
     if body is not None:
+
+        def explain(name: str) -> CheckpointError:
+            what = f"{body.role} has no {name} that fits the head of {expert.role}"
+            return CheckpointError(what, where=body.snapshot.name, fix="evaluate models of one architecture")
+
         module = load_model(expert.role, expert.snapshot, type(module)).module
-        source = dict(body.module.base_model.named_parameters())
-        _take_over(module.base_model, source, partial(_explain_body, expert, body))
+        _take_over(module.base_model, dict(body.module.base_model.named_parameters()), explain)
     module = module.to(device)
 
     def answer(batch: Batch) -> list[int]:
@@ -137,11 +139,6 @@ def _take_over(
         if name not in source or source[name].shape != parameter.shape:
             raise explain(name)
         parameter.data = source[name].data.to(parameter.dtype)
-
-
-def _explain_body(expert: Model, body: Model, name: str) -> CheckpointError:
-    what = f"{body.role} has no {name} that fits the head of {expert.role}"
-    return CheckpointError(what, where=body.snapshot.name, fix="evaluate models of one architecture")
 
 
 # Zero-shot: the class whose name base's text tower puts nearest to the image

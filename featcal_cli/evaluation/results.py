@@ -29,8 +29,6 @@ Numbers = NDArray[numpy.float64]
 
 @dataclass(frozen=True)
 class Score:
-    """What one model reaches on one task."""
-
     value: float
     """Accuracy, 0 to 1, or Spearman's ρ, −1 to 1."""
     low: float
@@ -62,7 +60,6 @@ def combine(scores: Sequence[Score]) -> Score:
 
 
 def make_normal_score(value: float, error: float, examples: int) -> Score:
-    """A figure whose error is normal."""
     return Score(value, value - NORMAL * error, value + NORMAL * error, error, examples)
 
 
@@ -95,8 +92,6 @@ EXPERT, MERGED, CALIBRATED = "expert", "merged", "calibrated"
 
 @dataclass(frozen=True)
 class TaskScores:
-    """All models on one task."""
-
     protocol: str
     """zero-shot, generation, lm-eval or heads."""
     metric: str

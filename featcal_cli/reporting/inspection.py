@@ -37,8 +37,6 @@ class PlaceDrift:
 
 @dataclass(frozen=True)
 class BlockDrift:
-    """One block, and the modules inside it."""
-
     name: str
     drift: PlaceDrift
     """Of the block's output."""
@@ -65,8 +63,6 @@ class OutputDrift:
 
 @dataclass(frozen=True)
 class ModelDrift:
-    """One model on one task."""
-
     stem: PlaceDrift
     """Before the first block."""
     blocks: list[BlockDrift]
@@ -83,8 +79,6 @@ class ModelDrift:
 
 @dataclass(frozen=True)
 class TaskInspection:
-    """One task."""
-
     examples: int
     models: dict[str, ModelDrift]
     """By role: model, base, and other where a second model is compared."""
@@ -105,7 +99,6 @@ class Inspection:
     schema: int = SCHEMA
 
     def to_json(self) -> str:
-        """The text that --json prints."""
         return json.dumps(_finite(asdict(self)), indent=2) + "\n"
 
 

@@ -212,7 +212,6 @@ def write_summary(inspection: Inspection, exceeded: GateError | None = None) -> 
 
 
 def write_row(cells: Iterable[str]) -> str:
-    """A line of a table."""
     return f"| {' | '.join(cells)} |"
 
 

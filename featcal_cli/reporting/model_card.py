@@ -250,7 +250,6 @@ def _write_drift(report: Report) -> Iterator[str]:
 
 
 def _write_table(report: Report) -> Iterator[str]:
-    """Drift per task, with the accuracy where it was measured, and the means."""
     heads = ["task", "merged", "calibrated", "change", "base"]
     if report.accuracy:
         heads = ["task", "drift: merged", "calibrated", "change", "base", "accuracy: expert", "merged", "calibrated"]

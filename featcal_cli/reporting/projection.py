@@ -104,7 +104,6 @@ def _coordinates(places: Tensor) -> tuple[list[float], list[float]]:
 
 
 def _explain(colours: Mapping[str, str]) -> list[Line2D]:
-    """What the legend holds: tasks by colour."""
     from matplotlib.lines import Line2D
 
     labels = [(shorten(one_line(without_secrets(task)), 24), colour) for task, colour in colours.items()]

@@ -39,8 +39,6 @@ class TaskDrift:
 
 @dataclass(frozen=True)
 class DriftRow:
-    """A line of the table of drift: a task's, or the mean of all."""
-
     task: str
     before: float
     after: float
@@ -70,8 +68,6 @@ class DriftCurve:
 
 @dataclass(frozen=True)
 class Source:
-    """A model or a dataset that a run read."""
-
     role: str
     """merged, base, expert TASK, or data TASK."""
     name: str
@@ -86,8 +82,6 @@ class Source:
 
 @dataclass(frozen=True)
 class Report:
-    """A whole run."""
-
     featcal_version: str
     recipe: dict[str, Any]
     environment: dict[str, str]
@@ -112,13 +106,11 @@ class Report:
         return {"headline": self.headline, **asdict(self)}
 
     def to_json(self) -> str:
-        """The text of featcal_report.json."""
         text = json.dumps(self.to_dict(), indent=2, ensure_ascii=False) + "\n"
         return text.encode("utf-8", "backslashreplace").decode()  # names in data may hold half characters
 
     @classmethod
     def from_json(cls, text: str) -> Report:
-        """What `to_json` wrote."""
         return TypeAdapter(cls).validate_python(json.loads(text))
 
     @property

@@ -103,7 +103,6 @@ class Column:
 
 
 def mean_known(values: Iterable[float | None]) -> float | None:
-    """The mean of those that are known; None where none is."""
     known = [value for value in values if value is not None]
     return sum(known) / len(known) if known else None
 
@@ -233,7 +232,6 @@ def write_verdict(
 
 
 def check_gate(inspection: Inspection, limit: float) -> None:
-    """Raise GateError (exit code 3) where `find_excess` finds one."""
     if (excess := find_excess(inspection, limit)) is not None:
         raise excess
 

@@ -26,8 +26,6 @@ from featcal_cli.workflows.session import Session
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a calibration came to."""
-
     choice: Choice
     job: Job
     blocks: list[BlockReport]
@@ -42,12 +40,10 @@ def summarise(session: Session, plan: Preflight, outcome: Outcome) -> Report:
     chosen."""
     calibration, job, choice, step = plan.recipe.calibration, outcome.job, outcome.choice, outcome.step
     job.share_readings()
-    blocks = [  # of the changes of weights the share `step` is left
-        replace(
-            block, modules=[replace(module, relative_change=step * module.relative_change) for module in block.modules]
-        )
-        for block in outcome.blocks
-    ]
+    blocks = []
+    for block in outcome.blocks:  # of the changes of weights the share `step` is left
+        modules = [replace(module, relative_change=step * module.relative_change) for module in block.modules]
+        blocks.append(replace(block, modules=modules))
     return Report(
         featcal_version=__version__,
         recipe=plan.recipe.model_dump(mode="json", exclude_none=True),
@@ -100,7 +96,6 @@ def _describe_sources(plan: Preflight) -> Iterator[Source]:
 
 
 def describe_tasks(job: Job, examples: Mapping[str, int]) -> dict[str, TaskInspection]:
-    """What the job has measured, by task and role."""
     return {
         task: TaskInspection(count, {role: _describe_model(job, task, role) for role in job.drift.runners})
         for task, count in examples.items()

@@ -55,7 +55,6 @@ SIGNS = ("can't allocate memory", "not enough memory", "out of memory", "could n
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error means that the memory of a device or of the machine did not suffice."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     return isinstance(error, RuntimeError) and any(sign in str(error).lower() for sign in SIGNS)
@@ -171,7 +170,6 @@ class Computation:
             files.check()
 
     def _solve(self, plan: Preflight, setup: Setup, journal: Journal | None, target: Target | None) -> Report:
-        """Calibrate what is loaded, and write it."""
         session, calibration, models = self._session, setup.calibration, setup.models
         session.note(*check_values(models.merged, [models.base, *models.experts.values()], setup.architecture))
         session.note(*setup.describe_merge(plan.recipe))
@@ -243,7 +241,6 @@ class Computation:
         return Outcome(choice, job, blocks, *shrink_updates(job, blocks, journal, held_out, watch))
 
     def _choose(self, plan: Preflight, setup: Setup, journal: Journal | None) -> Choice:
-        """The hyperparameters of the run, by a search or without."""
         calibration, kind, needs = setup.calibration, kind_of(setup.models.merged.module), plan.estimate
         choice = choose_hyperparameters(calibration, kind, setup.examples, needs.work, needs.search.fits)
         if isinstance(choice, SearchPlan):

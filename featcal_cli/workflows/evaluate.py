@@ -133,8 +133,6 @@ def name_roles(models: Sequence[str]) -> list[str]:
 
 @dataclass(frozen=True)
 class _TaskMeasurement:
-    """All models on one task."""
-
     session: Session
     models: LazyModels
     task: str

@@ -151,7 +151,6 @@ def _with_defaults(draft: Draft) -> Draft:
 
 
 def _check_file(file: Path, kinds: Sequence[str]) -> None:
-    """Raise OutputError unless such a file can be written."""
     if file.suffix not in kinds:
         raise OutputError(
             f"{file.name} is no {' or '.join(kinds)}", where=str(file), fix=f"name it {file.stem}{kinds[0]}"

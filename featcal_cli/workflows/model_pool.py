@@ -95,7 +95,6 @@ class LazyModels:
 
     @cached_property
     def base(self) -> Model:
-        """The base model. Raises HubError and CheckpointError."""
         return self.model(BASE)
 
     def folders(self, role: str, task: str) -> list[Path]:

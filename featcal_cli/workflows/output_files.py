@@ -27,8 +27,6 @@ ENDINGS = (".yaml", ".yml")
 
 
 class Note(NamedTuple):
-    """What an output says of how it was made."""
-
     card: dict[str, Any]
     """What its card is made of."""
     push: bool
@@ -67,7 +65,6 @@ class FinishedOutput:
         return write_card(report, name=self._target.name, target=repo_id, **about)
 
     def read_report(self) -> Report:
-        """The report that lies in the output."""
         return Report.from_json(self._read_report())
 
     def check_current(self) -> None:
@@ -147,7 +144,6 @@ def save_recipe(file: Path, recipe: Recipe, findings: Sequence[Finding], *, over
 
 
 def check_save(file: Path, *, overwrite: bool) -> None:
-    """Raise an error unless a recipe can be written there."""
     where = f"--save {file}"
     if file.suffix not in ENDINGS:
         raise RecipeError(f"{file.name} is no .yaml file", where=where, fix=f"name it {file.stem}.yaml")

@@ -53,8 +53,6 @@ class Transfer:
 
 @dataclass(frozen=True)
 class Preflight:
-    """A job that may start."""
-
     recipe: Recipe
     """Every Hub repo and dataset at the commit that it has now."""
     findings: Sequence[Finding]
@@ -80,7 +78,6 @@ class Preflight:
         return [known.get(finding.role) for finding in self.findings]
 
     def to_dict(self) -> dict[str, Any]:
-        """For --json."""
         return {
             "recipe": self.recipe.model_dump(mode="json", exclude_none=True),
             "findings": [asdict(finding) for finding in self.findings],

@@ -46,8 +46,6 @@ SMALL_FILES = 2**18
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a job will need."""
-
     host_bytes: int
     """Peak resident memory, weights that are read from disk included."""
     device_bytes: int
@@ -90,14 +88,11 @@ class SearchNeeds:
         return int(self.fixed + candidates * self.candidate + states + fitted * self.kept)
 
     def fits(self, candidates: int, fitted: int) -> bool:
-        """Whether there is memory for it."""
         return self.bytes_for(candidates, fitted) <= SPARE * self.memory
 
 
 @dataclass(frozen=True)
 class Load:
-    """The examples of one task, as work."""
-
     batch: Batch
     """One batch."""
     fitted: int
@@ -112,8 +107,6 @@ class Load:
 
 @dataclass(frozen=True)
 class Machine:
-    """Where a job computes."""
-
     device: torch.device
     memory: int
     """Bytes that the device has."""

@@ -130,8 +130,6 @@ def _layers_given_back(model: nn.Module) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Setup:
-    """Everything that a job is made of: models that are loaded, and examples that are read."""
-
     models: Models
     architecture: Architecture
     examples: Mapping[str, TaskExamples]

@@ -30,8 +30,6 @@ if TYPE_CHECKING:  # these import torch, which is not waited for before it is ne
 
 @dataclass(frozen=True)
 class Result:
-    """A finished calibration."""
-
     output: Path
     report: Report
     pushed: Pushed | None
@@ -247,14 +245,11 @@ class Accuracy:
 
 @dataclass(frozen=True)
 class DemoResult:
-    """What the demo shows."""
-
     output: Path
     report: Report
     accuracy: list[Accuracy]
 
     def to_dict(self) -> dict[str, Any]:
-        """For --json."""
         drift = {task: asdict(drift) for task, drift in self.report.drift.items()}
         return {"output": str(self.output), "accuracy": [asdict(row) for row in self.accuracy], "drift": drift}
 

@@ -63,7 +63,6 @@ def check_apart(target: Path, sources: Iterable[Path]) -> None:
 
 
 def _is_in(inner: Path, outer: Path) -> bool:
-    """Whether a path is another one, or below it."""
     inner, outer = inner.resolve(), outer.resolve()
     if inner.is_relative_to(outer):
         return True
