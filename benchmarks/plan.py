@@ -59,10 +59,11 @@ def as_if_on(place: Place) -> Iterator[None]:
     given: dict[str, object] = {
         "workflows.preflight.free_bytes": lambda _: 2**60,
         "workflows.preflight.memory_of": place.memory_of,
+        "workflows.resource_estimate.memory_of": place.memory_of,
         "runtime.hardware.memory_of": place.memory_of,
     }
     if place.card:
-        given["workflows.session.choose_device"] = torch.device
+        given["runtime.hardware.choose_device"] = torch.device
     with ExitStack() as stack:
         for name, value in given.items():
             stack.enter_context(patch(f"featcal_cli.{name}", value))

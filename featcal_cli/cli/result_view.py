@@ -21,7 +21,6 @@ from featcal_cli.runtime.files import tell_bytes
 if TYPE_CHECKING:  # these import torch
     from featcal_cli.hub.push import Pushed
     from featcal_cli.models.inventory import Inventory
-    from featcal_cli.recipe.schema import Calibration
     from featcal_cli.workflows.preflight import Preflight
     from featcal_cli.workflows.verbs import Accuracy
 
@@ -126,10 +125,17 @@ def show_preflight(preflight: Preflight) -> None:
     if not preflight.blocks:
         calibrated = "its blocks show only when it runs on values"
     device = f", {tell_bytes(needs.device_bytes)} on {preflight.device}" if needs.device_bytes else ""
+    calibration = preflight.recipe.calibration
+    given = {name: value for name in ("ridge", "rho", "alpha") if (value := getattr(calibration, name)) is not None}
+    settings = ", ".join(f"{name} {value:g}" for name, value in given.items())
+    if len(given) < 3:
+        searched = "searched, if that costs no more than calibrating"
+        rest = searched if calibration.select == "auto" else calibration.select
+        settings = f"{settings}; the rest {rest}" if settings else rest
     lines = (
         ("model", f"{preflight.model_class}, {_count(preflight.parameters)} parameters, {preflight.dtype}"),
         ("calibrated", calibrated),
-        ("settings", _describe_choice(preflight.recipe.calibration)),
+        ("settings", settings),
         ("download", f"{tell_bytes(missing)}; {tell_bytes(here)} are here already"),
         ("memory", f"about {tell_bytes(needs.host_bytes)}{device}, the weights that are read included"),
         ("disk", f"about {tell_bytes(needs.disk_bytes)} for the output while it is made"),
@@ -139,16 +145,6 @@ def show_preflight(preflight: Preflight) -> None:
     for name, text in lines:
         OUT.print(f"{name:<11} {escape(text)}")
     _hint("Nothing was downloaded but small files. Leave out --dry-run to start.")
-
-
-def _describe_choice(calibration: Calibration) -> str:
-    """How λ, ρ and α will be chosen."""
-    given = {name: value for name in ("ridge", "rho", "alpha") if (value := getattr(calibration, name)) is not None}
-    settings = ", ".join(f"{name} {value:g}" for name, value in given.items())
-    if len(given) == 3:
-        return settings
-    rest = "searched, if that costs no more than calibrating" if calibration.select == "auto" else calibration.select
-    return f"{settings}; the rest {rest}" if settings else rest
 
 
 def show_inventory(inventory: Inventory) -> None:

@@ -51,6 +51,9 @@ def _describe(inspection: Inspection) -> dict[str, Any]:
     """All that the page's script is given; lists where the order or a name counts, for a task may be `__proto__`."""
     blocks, roles = order_blocks(inspection), list_roles(inspection)
     tags = {"model": "A", "other": "B"} if "other" in roles else {}  # the page's tables have room for no more
+    means = {role: fmean(_last(inspection, role).values()) for role in roles}  # of the drift after the last block
+    beside = {role: _compare(mean, means["base"], "the base") for role, mean in means.items() if "base" in means}
+    beside |= {"base": "the yardstick"}
     models = [model for task in inspection.tasks.values() for model in task.models.values()]
     modules = list(dict.fromkeys(name for model in models for block in model.blocks for name in block.modules))
     return {
@@ -68,7 +71,7 @@ def _describe(inspection: Inspection) -> dict[str, Any]:
             }
             for name, task in inspection.tasks.items()
         ],
-        "tiles": _list_tiles(inspection),
+        "tiles": [{"role": role, "value": _number(mean), "note": beside.get(role, "")} for role, mean in means.items()],
         "summary": _summarise(inspection),
         "notes": [_show(note, 1000) for note in inspection.notes],
         "facts": [[key, _show(value)] for key, value in inspection.environment.items()]
@@ -118,14 +121,6 @@ def _clean(text: str) -> str:
 
 def _last(inspection: Inspection, role: str) -> dict[str, float]:
     return {name: task.models[role].last.relative for name, task in inspection.tasks.items()}
-
-
-def _list_tiles(inspection: Inspection) -> list[dict[str, str]]:
-    """The mean drift after the last block of every model, and how it compares with the base's."""
-    means = {role: fmean(_last(inspection, role).values()) for role in list_roles(inspection)}
-    notes = {role: _compare(mean, means["base"], "the base") for role, mean in means.items() if "base" in means}
-    notes |= {"base": "the yardstick"}
-    return [{"role": role, "value": _number(mean), "note": notes.get(role, "")} for role, mean in means.items()]
 
 
 def _compare(drift: float, other: float, whose: str) -> str:

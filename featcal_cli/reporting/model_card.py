@@ -191,7 +191,12 @@ def _write_sections(report: Report, name: str, target: str | None, loading: str,
     if report.notes:
         notes = [_show_message(note, report) for note in _unique(report.notes)]
         yield f"### Found and chosen on the way\n\n{_write_list(notes)}"
-    yield from _write_rerun(report, target, name)
+    download = f"hf download {shlex.quote(one_line(target))} {RECIPE} --local-dir .\n" if target else ""
+    command = f"{download}featcal calibrate -r {RECIPE} -o {shlex.quote(one_line(name) + '-again')}"
+    what = f"`{RECIPE}` names every model and dataset of the Hub by its commit; `{REPORT}` holds all its figures."
+    yield f"### Run it again\n\n{what}\n\n{_fence('sh', command)}"
+    if not all(map(_on_hub, report.sources)):
+        yield "What is marked local lay on the machine where this was made: in the recipe, put your own paths for it."
     yield f"## Limits\n\n{_write_list(list(_list_limits(report, agreed)))}"
     yield f"## Citation\n\n{_fence('bibtex', CITATION)}"
 
@@ -320,15 +325,6 @@ def _describe_cost(report: Report) -> str:
         f"memory{device} at the peak, and read {_show_size(cost['expert_bytes_read'])} of the experts' weights "
         f"(torch {machine['torch']}, transformers {machine['transformers']}, {machine['platform']})."
     )
-
-
-def _write_rerun(report: Report, target: str | None, name: str) -> Iterator[str]:
-    download = f"hf download {shlex.quote(one_line(target))} {RECIPE} --local-dir .\n" if target else ""
-    command = f"{download}featcal calibrate -r {RECIPE} -o {shlex.quote(one_line(name) + '-again')}"
-    what = f"`{RECIPE}` names every model and dataset of the Hub by its commit; `{REPORT}` holds all its figures."
-    yield f"### Run it again\n\n{what}\n\n{_fence('sh', command)}"
-    if not all(map(_on_hub, report.sources)):
-        yield "What is marked local lay on the machine where this was made: in the recipe, put your own paths for it."
 
 
 def _list_limits(report: Report, agreed: str | None) -> Iterator[str]:

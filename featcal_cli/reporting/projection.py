@@ -14,7 +14,6 @@ from featcal_cli.reporting.verdict import ROLES
 
 if TYPE_CHECKING:  # matplotlib takes long to import
     from matplotlib.axes import Axes
-    from matplotlib.lines import Line2D
 
 COLOURS = ("#e69f00", "#0072b2", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#b8a400", "#000000")
 """Of the first tasks: told apart by colour-blind readers."""
@@ -43,6 +42,8 @@ def plot_projection(points: Mapping[str, Mapping[str, Tensor]], kind: Format = "
     colours = {task: COLOURS[number] if number < len(COLOURS) else REST for number, task in enumerate(points)}
     shown = [role for role in ROLES if any(role in roles for roles in points.values())]
     with own_style():
+        from matplotlib.lines import Line2D
+
         figure = new_figure(max(4.4, 0.4 + 3.6 * max(1, len(shown))), 4.5)
         grid = figure.subplots(1, max(1, len(shown)), sharex=True, sharey=True, squeeze=False)
         for axes, role in zip(grid.flat, shown or ["expert"], strict=True):
@@ -56,7 +57,11 @@ def plot_projection(points: Mapping[str, Mapping[str, Tensor]], kind: Format = "
             axes.set_aspect("equal")
         figure.supxlabel(f"first direction ({100 * shares[0]:.0f} % of the experts' variance)", fontsize=9)
         figure.supylabel(f"second direction ({100 * shares[1]:.0f} %)", fontsize=9)
-        figure.legend(handles=_explain(colours), loc="outside upper center", ncols=5, frameon=False, fontsize=8)
+        labels = [(shorten(one_line(without_secrets(task)), 24), colour) for task, colour in colours.items()]
+        if (left := len(labels) - len(COLOURS)) > 0:
+            labels[len(COLOURS) :] = [(f"{left} other tasks", REST)]
+        handles = [Line2D([], [], color=colour, linewidth=5, label=label) for label, colour in labels]
+        figure.legend(handles=handles, loc="outside upper center", ncols=5, frameon=False, fontsize=8)
         return write_figure(figure, kind, MANY_COLOURS)
 
 
@@ -101,12 +106,3 @@ def _scatter(axes: Axes, places: Mapping[str, Tensor], role: str, colour: str) -
 
 def _coordinates(places: Tensor) -> tuple[list[float], list[float]]:
     return places[:, 0].tolist(), places[:, 1].tolist()
-
-
-def _explain(colours: Mapping[str, str]) -> list[Line2D]:
-    from matplotlib.lines import Line2D
-
-    labels = [(shorten(one_line(without_secrets(task)), 24), colour) for task, colour in colours.items()]
-    if (left := len(labels) - len(COLOURS)) > 0:
-        labels[len(COLOURS) :] = [(f"{left} other tasks", REST)]
-    return [Line2D([], [], color=colour, linewidth=5, label=label) for label, colour in labels]

@@ -40,7 +40,7 @@ from featcal_cli.reporting.verdict import check_judged
 from featcal_cli.runtime import memory_map
 from featcal_cli.runtime.distributed import Ranks
 from featcal_cli.runtime.errors import NumericsError, ShortageError
-from featcal_cli.runtime.files import Unchanged, explain_losses
+from featcal_cli.runtime.files import Unchanged
 from featcal_cli.workflows.build_report import Outcome, summarise
 from featcal_cli.workflows.evaluate import check_evaluable
 from featcal_cli.workflows.output import write_output
@@ -116,10 +116,6 @@ class Computation:
 
     def compute(self, target: Target | None) -> tuple[Report, Models]:
         """Calibrate, and write the output, which is pushed to `target` later. Raises FeatCalError."""
-        with explain_losses(self._session.draft.local_paths):
-            return self._compute(target)
-
-    def _compute(self, target: Target | None) -> tuple[Report, Models]:
         session, options = self._session, self._options
         self._data = Unchanged(name_local_files(session.draft))
         plan = prepare(session, self._workspace.target if self._ranks.is_first else None, hold_out=True)
@@ -141,10 +137,8 @@ class Computation:
         session.listener.stage("loading models")
         with self._workspace.scratch() as folder:
             scratch = self._ranks.of_machine(folder)
-            models = load_models(snapshots, merge, scratch / "merged", session.draft.name, self._ranks)
-            models = models.only(own)
-            setup = set_up(session, plan, models, scratch)
-            return self._solve(plan, setup, journal, target), models
+            models = load_models(snapshots, merge, scratch / "merged", session.draft.name, self._ranks).only(own)
+            return self._solve(plan, set_up(session, plan, models, scratch), journal, target), models
 
     def _open_journal(self, plan: Preflight) -> Journal | None:
         """The finished blocks of this very job, on the first rank. Raises OutputError for those of another one."""

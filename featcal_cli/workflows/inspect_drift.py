@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from featcal_cli import __version__
 from featcal_cli.recipe.reading import as_draft
-from featcal_cli.recipe.schema import Draft, Merge
+from featcal_cli.recipe.schema import Merge
 from featcal_cli.reporting.html_page import write_page
 from featcal_cli.reporting.inspection import Inspection
 from featcal_cli.reporting.markdown import write_summary
@@ -54,11 +54,14 @@ def inspect_drift(
     Raises FeatCalError (what, where, fix) when something that the user can fix is wrong.
     """
     wanted = ((plot, PICTURES), (projection, PICTURES), (html, PAGES), (markdown, TEXTS))
-    files = {Path(file): kind for file, kind in wanted if file}
-    for file, kinds in files.items():
-        _check_file(file, kinds)
-    options = RunOptions(device, batch_size, allow_pickle, trust_remote_code)
-    session = Session(_with_defaults(as_draft(recipe)), options, listener)
+    for file, kinds in wanted:
+        if file:
+            _check_file(Path(file), kinds)
+    draft = as_draft(recipe)
+    said = draft.calibration.model_fields_set
+    defaults = {name: value for name, value in (("examples", EXAMPLES), ("seed", SEED)) if name not in said}
+    draft = draft.model_copy(update={"calibration": draft.calibration.model_copy(update=defaults)})
+    session = Session(draft, RunOptions(device, batch_size, allow_pickle, trust_remote_code), listener)
     if isinstance(session.draft.merged, Merge):
         raise RecipeError("there is no model to inspect yet", where="merged", fix="name one, or calibrate first")
     session.find_models()
@@ -66,14 +69,16 @@ def inspect_drift(
     inspection = _describe(plan, session, job)
     if session.ranks.is_first:
         excess = None if max_drift is None else find_excess(inspection, max_drift)
-        _write(plot, partial(_draw_maps, inspection))
+        from featcal_cli.reporting.drift_plots import plot_inspection
+
+        _write(plot, partial(plot_inspection, inspection))
         _write(projection, partial(_draw_projection, job))
         _write(html, lambda _: write_page(inspection))
         _write(markdown, lambda _: write_summary(inspection, excess))
     return inspection
 
 
-def _write(file: str | Path | None, make: Callable[[str], str | bytes]) -> None:
+def _write(file: str | Path | None, make: Callable[[Any], str | bytes]) -> None:
     """Write what `make` makes of the kind of file, if one is wanted."""
     if file:
         write_requested(Path(file), make(Path(file).suffix[1:]), where=str(file))
@@ -127,12 +132,6 @@ def _describe(plan: Preflight, session: Session, job: Job) -> Inspection:
     )
 
 
-def _draw_maps(inspection: Inspection, kind: Any) -> bytes:
-    from featcal_cli.reporting.drift_plots import plot_inspection
-
-    return plot_inspection(inspection, kind)
-
-
 def _draw_projection(job: Job, kind: Any) -> bytes:
     import torch
 
@@ -141,13 +140,6 @@ def _draw_projection(job: Job, kind: Any) -> bytes:
     finals = job.drift.finals or {}
     points = {task: {role: torch.cat(parts) for role, parts in kept.items()} for task, kept in finals.items()}
     return plot_projection(points, kind)
-
-
-def _with_defaults(draft: Draft) -> Draft:
-    """The draft with fewer examples than calibration fits, and others, where it does not say how many and which."""
-    said = draft.calibration.model_fields_set
-    values = {name: value for name, value in (("examples", EXAMPLES), ("seed", SEED)) if name not in said}
-    return draft.model_copy(update={"calibration": draft.calibration.model_copy(update=values)})
 
 
 def _check_file(file: Path, kinds: Sequence[str]) -> None:

@@ -88,7 +88,8 @@ def check_built(
             if not torch.isfinite(tensor).all():
                 dtype = str(tensor.dtype).removeprefix("torch.")
                 raise NumericsError(f"the solution of {name} does not fit into {dtype}", fix="use a larger --ridge")
-            if not np.array_equal(np.memmap(folder / slot.file, np.uint8, "r", slot.start, slot.size), _bytes(tensor)):
+            written_bytes = np.memmap(folder / slot.file, np.uint8, "r", slot.start, slot.size)
+            if not np.array_equal(written_bytes, tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()):
                 raise _wrong(folder / slot.file, f"{name} is not what was calibrated")
     weights = {file.name for file in merged.snapshot.weights()}
     for copy in sorted(path for path in folder.rglob("*") if path.is_file()):
@@ -127,10 +128,6 @@ def _same_but_for(original: Path, copy: Path, spans: Sequence[tuple[int, int]]) 
         for start, stop in zip(starts, stops, strict=True)
         for at in range(start, stop, CHUNK)
     )
-
-
-def _bytes(tensor: Tensor) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
-    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
 
 
 def _wrong(place: Path, what: str) -> OutputError:

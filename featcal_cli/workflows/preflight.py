@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from huggingface_hub import constants
 
-from featcal_cli.calibration.hyperparameters import SearchPlan, kind_of, plan_search
 from featcal_cli.data.batches import Batch
 from featcal_cli.data.examples import DrawnExamples, TaskExamples, draw_examples
 from featcal_cli.data.hub_dataset import use_copy
@@ -30,9 +29,8 @@ from featcal_cli.models.loading import DTYPES, Model, find_class, load_outline
 from featcal_cli.recipe.schema import Data, Merge, Recipe
 from featcal_cli.runtime.errors import ArchitectureError, CheckpointError, OutputError
 from featcal_cli.runtime.files import check_links, tell_bytes
-from featcal_cli.runtime.hardware import disk_of, free_bytes, memory_of, rooms_for_features
-from featcal_cli.runtime.process import resident_bytes
-from featcal_cli.workflows.resource_estimate import Estimate, Load, Machine, estimate
+from featcal_cli.runtime.hardware import disk_of, free_bytes, memory_of
+from featcal_cli.workflows.resource_estimate import Estimate, estimate
 from featcal_cli.workflows.session import EXPERT, Session
 from featcal_cli.workflows.shape_probe import choose_batch_sizes
 from featcal_cli.workflows.workspace import Workspace
@@ -134,7 +132,7 @@ def prepare(
     if target is not None:
         check_writable(merged, architecture, headers["merged"])
     transfers = {role: _count_transfer(origin) for role, origin in origins.items()}
-    needs = _estimate(recipe, merged, architecture, examples, device, writes=target is not None)
+    needs = estimate(recipe, merged, architecture, examples, device, writes=target is not None)
     _check_disk(needs, transfers, target)
     if not session.ranks.is_first:
         session.notes.clear()  # the first one has them all
@@ -165,8 +163,11 @@ def _pin_all(
     session.listener.stage("finding models")
     origins = {role: session.find_origin(name) for role, name in {**name_models(recipe), **others}.items()}
     session.note(*dict.fromkeys(text for origin in origins.values() for text in origin.notes))
-    if published:
-        _check_links(origins)
+    if published:  # a link must not lead files of this machine into the output
+        copied = ["merged"] if "merged" in origins else ["base", next(role for role in origins if role != "base")]
+        for repo in (repo for role in copied for repo in origins[role].repos()):
+            if repo.folder:
+                check_links(repo.folder, skip=(*OTHER_FORMATS, "*.safetensors"))
     recipe = pin(recipe, origins, session)
     if ranks.is_first:
         ranks.broadcast((recipe, findings, {role: origins[role].pinned for role in others}))
@@ -182,36 +183,6 @@ def _find_blocks(merged: Model, longest: Mapping[str, Batch], norms: str) -> Arc
         fix = "give a transformer checkpoint whose layers hold Linear modules"
         raise ArchitectureError(what, where=merged.snapshot.name, fix=fix)
     return architecture
-
-
-def _estimate(
-    recipe: Recipe,
-    merged: Model,
-    architecture: Architecture,
-    examples: Mapping[str, TaskExamples],
-    device: torch.device,
-    *,
-    writes: bool,
-) -> Estimate:
-    """What the job takes; `writes`: it calibrates, and does not only measure."""
-    calibration = recipe.calibration
-    loads = {task: _load(rows, calibration.examples) for task, rows in examples.items()}
-    needs = estimate(
-        merged,
-        architecture,
-        loads,
-        Machine(device, memory_of(device), rooms_for_features(device), resident_bytes()),
-        ridge=calibration.ridge,
-        guarded=writes and calibration.select != "preset",
-        built=isinstance(recipe.merged, Merge),
-    )
-    if writes and calibration.is_open and all(rows.selection_count for rows in examples.values()):
-        fitted, shown = (max(getattr(load, key) for load in loads.values()) for key in ("fitted", "watched"))
-        kind = kind_of(merged.module)
-        search = plan_search(calibration, kind, fitted, shown, needs.work, needs.search.fits)
-        if isinstance(search, SearchPlan):
-            return needs.with_search(len(search.candidates), search.fitted)
-    return needs
 
 
 def name_models(recipe: Recipe) -> dict[str, str]:
@@ -239,14 +210,6 @@ def pin_data(task: str, data: Data, open_repo: Opener, note: Callable[[str], Non
     with naming_task(task):
         repo = use_copy(repo, data, open_repo, lambda text: note(f"{task}: {text}"))
     return data.model_copy(update={"revision": repo.commit})
-
-
-def _check_links(origins: Mapping[str, Origin]) -> None:
-    """Raise CheckpointError for a link that would lead files of this machine into the output."""
-    published = ["merged"] if "merged" in origins else ["base", next(role for role in origins if role != "base")]
-    for repo in (repo for role in published for repo in origins[role].repos()):
-        if repo.folder:
-            check_links(repo.folder, skip=(*OTHER_FORMATS, "*.safetensors"))
 
 
 Headers = Mapping[str, Entry] | None
@@ -339,17 +302,6 @@ def _count_transfer(origin: Origin) -> Transfer:
     sizes = [sum(repo.files[path].size for path in chosen if (path in missing) is wanted) for wanted in (True, False)]
     below = _count_transfer(origin.base) if origin.base else Transfer(0, 0)
     return Transfer(sizes[0] + below.missing, sizes[1] + below.here)
-
-
-def _load(examples: TaskExamples, wanted: int) -> Load:
-    """A task's examples as work: all `wanted`, of which some were read; fewer where the source has no more."""
-    batches = [*examples.fitted, *examples.selection, *examples.held_out]
-    held = sum(x.numel() * x.element_size() for batch in batches for x in batch.values())
-    scale = 1.0 if examples.is_whole else wanted / examples.fitted_count
-    watched = examples.held_out_count or examples.fitted_count
-    fitted, watched = (round(number * scale) for number in (examples.fitted_count, watched))
-    size = min(examples.batch_size, max(fitted, watched))
-    return Load(examples.fitted[0], fitted, watched, round(held * scale), size)
 
 
 def _check_disk(needs: Estimate, transfers: Mapping[str, Transfer], target: Path | None) -> None:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from featcal_cli.calibration.hyperparameters import Work
+from featcal_cli.calibration.hyperparameters import SearchPlan, Work, kind_of, plan_search
 from featcal_cli.calibration.linear_algebra import choose_precision
 from featcal_cli.calibration.normal_equations import (
     PRECISE_COST,
@@ -19,9 +19,13 @@ from featcal_cli.calibration.normal_equations import (
     primal_cost,
 )
 from featcal_cli.data.batches import Batch
+from featcal_cli.data.examples import TaskExamples
 from featcal_cli.models.architecture import Architecture, Block
 from featcal_cli.models.loading import Model
 from featcal_cli.models.module_kinds import LINEAR_KINDS, read_parameters
+from featcal_cli.recipe.schema import Merge, Recipe
+from featcal_cli.runtime.hardware import memory_of, rooms_for_features
+from featcal_cli.runtime.process import resident_bytes
 from featcal_cli.workflows.shape_probe import COMPUTE, BatchNeeds, probe_batch
 
 FITTED_PASSES, WATCHED_PASSES, JUDGED_PASSES = 2, 8, 3
@@ -54,13 +58,6 @@ class Estimate:
     """Output, journal, a merged model that is built, and features that do not fit in memory, together."""
     work: Work
     search: SearchNeeds
-
-    def with_search(self, candidates: int, fitted: int) -> Estimate:
-        """The same with a search before, of so many candidates on so many examples a task."""
-        needed = self.search.bytes_for(candidates, fitted)
-        if self.device_bytes:
-            return replace(self, device_bytes=max(self.device_bytes, needed))
-        return replace(self, host_bytes=max(self.host_bytes, needed))
 
 
 @dataclass(frozen=True)
@@ -105,28 +102,54 @@ class Load:
     """Examples in a whole batch."""
 
 
-@dataclass(frozen=True)
-class Machine:
-    device: torch.device
-    memory: int
-    """Bytes that the device has."""
-    rooms: tuple[int, int]
-    """Bytes that features may take, on the device and in the machine's memory."""
-    resident: int
-    """Bytes of the process now."""
-
-
 def estimate(
+    recipe: Recipe,
+    merged: Model,
+    architecture: Architecture,
+    examples: Mapping[str, TaskExamples],
+    device: torch.device,
+    *,
+    writes: bool,
+) -> Estimate:
+    """The needs of a job, given the outline of its merged model; `writes`: it calibrates, and does not only measure."""
+    calibration = recipe.calibration
+    loads = {task: _load(rows, calibration.examples) for task, rows in examples.items()}
+    guarded, built = writes and calibration.select != "preset", isinstance(recipe.merged, Merge)
+    needs = _add_up(merged, architecture, loads, device, ridge=calibration.ridge, guarded=guarded, built=built)
+    if writes and calibration.is_open and all(rows.selection_count for rows in examples.values()):
+        fitted, watched = (max(getattr(load, key) for load in loads.values()) for key in ("fitted", "watched"))
+        kind = kind_of(merged.module)
+        search = plan_search(calibration, kind, fitted, watched, needs.work, needs.search.fits)
+        if isinstance(search, SearchPlan):
+            needed = needs.search.bytes_for(len(search.candidates), search.fitted)
+            if needs.device_bytes:
+                return replace(needs, device_bytes=max(needs.device_bytes, needed))
+            return replace(needs, host_bytes=max(needs.host_bytes, needed))
+    return needs
+
+
+def _load(examples: TaskExamples, wanted: int) -> Load:
+    """A task's examples as work: all `wanted`, of which some were read; fewer where the source has no more."""
+    batches = [*examples.fitted, *examples.selection, *examples.held_out]
+    held = sum(x.nbytes for batch in batches for x in batch.values())
+    scale = 1.0 if examples.is_whole else wanted / examples.fitted_count
+    watched = examples.held_out_count or examples.fitted_count
+    fitted, watched = (round(number * scale) for number in (examples.fitted_count, watched))
+    size = min(examples.batch_size, max(fitted, watched))
+    return Load(examples.fitted[0], fitted, watched, round(held * scale), size)
+
+
+def _add_up(
     merged: Model,
     architecture: Architecture,
     loads: Mapping[str, Load],
-    machine: Machine,
+    device: torch.device,
     *,
     ridge: float | None,
     guarded: bool,
     built: bool,
 ) -> Estimate:
-    """The needs of calibrating a model, given its outline.
+    """The needs without a search.
 
     ridge: λ, where it is known; it decides what precision the equations need.
     guarded: updates are checked on as many examples as drift is measured on.
@@ -149,17 +172,17 @@ def estimate(
     inside = {id(x) for block in architecture.blocks for x in model.get_submodule(block.name).parameters()}
     stem = sum(value.nbytes for value in merged.parameters_of(architecture.reached) if id(value) not in inside)
     largest = max(blocks, default=0)
-    has_device = machine.device.type != "cpu"
-    room, further_room = machine.rooms if has_device else (sum(machine.rooms), 0)
+    has_device, rooms = device.type != "cpu", rooms_for_features(device)
+    room, further_room = rooms if has_device else (sum(rooms), 0)
     here, there = min(states, room), min(max(0, states - room), further_room)
     files = max(STEMS_HELD * stem, BLOCKS_HELD * largest)
     block_in_use = int(largest * computing.itemsize / max(1, next(model.parameters()).element_size()))
     on_device = BLOCKS_HELD * block_in_use if has_device else 0
-    on_host = machine.resident + sum(load.held_bytes for load in loads.values()) + files
+    on_host = resident_bytes() + sum(load.held_bytes for load in loads.values()) + files
     own_stem = has_device or model.dtype not in (torch.float32, torch.bfloat16)  # a converted one is not shared
     watched = [(need, loads[task].watched / need.examples) for task, need in needs.items()]
     search = SearchNeeds(
-        machine.memory,
+        memory_of(device),
         features + equations + (on_device if has_device else on_host),
         block_in_use + stem * own_stem,
         sum(need.state_bytes * item / need.examples for need in needs.values()),

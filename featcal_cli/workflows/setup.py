@@ -105,6 +105,7 @@ def set_up(session: Session, plan: Preflight, models: Models, scratch: Path | No
         check_alignment(architecture, merged, model)
         note(*describe_differences(merged, model, architecture))
     memory_map.give_back(merged.module.parameters())
+    scratch = scratch or Path(tempfile.gettempdir())
     return Setup(models, architecture, plan.examples, calibration, session.device, note, session.ranks, scratch)
 
 
@@ -138,7 +139,7 @@ class Setup:
     note: Callable[..., None]
     ranks: Ranks = field(default_factory=Ranks)
     """Those of the run, of which this one works on its own tasks."""
-    scratch: Path | None = None
+    scratch: Path = field(default_factory=lambda: Path(tempfile.gettempdir()))
     """The folder for features that fit nowhere else, by default the system's; it should lie on a disk."""
 
     def make_job(
@@ -159,7 +160,8 @@ class Setup:
         """
         models, examples, architecture = self.models, self.examples, self.architecture
         own = self.ranks.own(examples)
-        dtype = _choose_dtype(self.calibration, models.merged)
+        wanted = str(models.merged.module.dtype) if self.calibration.dtype == "auto" else self.calibration.dtype
+        dtype = torch.bfloat16 if wanted.endswith("bfloat16") else torch.float32
 
         def runner(model: Model) -> BlockRunner:
             return BlockRunner(model, architecture, self.device, dtype)
@@ -175,7 +177,6 @@ class Setup:
         experts = {task: runner(models.experts[task]) for task in own}
         fitted = {task: list(rows.fitted) if task in own else [] for task, rows in examples.items()}
         selection = {task: list(rows.selection) if task in own else [] for task, rows in examples.items()}
-        scratch = self.scratch or Path(tempfile.gettempdir())
         small_heads = all(self.ranks.gather(_has_small_heads(models.experts.values(), architecture)))
         drift = Measurement(
             {role: runners[id(model)] for role, model in roles.items()},
@@ -198,7 +199,7 @@ class Setup:
             checked=selection if guarded else {},
             second=Measurement(second, selection, last_block_only=True) if judged else None,
             cls_blocks=self._choose_cls_blocks(merged),
-            offloader=Offloader(self.device, *rooms_for_features(self.device), scratch),
+            offloader=Offloader(self.device, *rooms_for_features(self.device), self.scratch),
             ranks=self.ranks,
         )
 
@@ -263,9 +264,3 @@ def _has_small_heads(experts: Iterable[Model], architecture: Architecture) -> bo
         if sum(value.nbytes for value in head.values()) > HEAD_SHARE * read_bytes(expert, architecture):
             return False
     return True
-
-
-def _choose_dtype(calibration: Calibration, merged: Model) -> torch.dtype:
-    if calibration.dtype == "auto":
-        return torch.bfloat16 if merged.module.dtype == torch.bfloat16 else torch.float32
-    return torch.bfloat16 if calibration.dtype == "bfloat16" else torch.float32

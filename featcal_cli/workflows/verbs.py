@@ -16,16 +16,20 @@ from featcal_cli.recipe.schema import Recipe
 from featcal_cli.reporting.report import Report
 from featcal_cli.reporting.verdict import check_judged, check_measured
 from featcal_cli.runtime.errors import RecipeError
+from featcal_cli.runtime.files import explain_losses
 from featcal_cli.runtime.process import read_launch
 from featcal_cli.runtime.progress import Listener
 from featcal_cli.workflows.output_files import FinishedOutput, Note
 from featcal_cli.workflows.session import CalibrateOptions, RecipeSource, RunOptions, Session
-from featcal_cli.workflows.workspace import Workspace, check_name, check_output, default_output
+from featcal_cli.workflows.workspace import Workspace, check_apart, check_name, check_replaceable, default_output
 
 if TYPE_CHECKING:  # these import torch, which is not waited for before it is needed
     from featcal_cli.models.loading import Model
     from featcal_cli.workflows.preflight import Preflight
     from featcal_cli.workflows.setup import Models
+
+
+NO_MODELS = "an earlier run's output was pushed; no models were loaded"
 
 
 @dataclass(frozen=True)
@@ -40,17 +44,16 @@ class Result:
     @property
     def merged(self) -> Model:
         """The merged model. Raises ValueError where nothing was computed."""
-        return self._models().merged
+        if self.models is None:
+            raise ValueError(NO_MODELS)
+        return self.models.merged
 
     @property
     def experts(self) -> Mapping[str, Model]:
         """The experts by task. Raises ValueError where nothing was computed."""
-        return self._models().experts
-
-    def _models(self) -> Models:
         if self.models is None:
-            raise ValueError("an earlier run's output was pushed; no models were loaded")
-        return self.models
+            raise ValueError(NO_MODELS)
+        return self.models.experts
 
 
 def calibrate(
@@ -159,7 +162,9 @@ class CalibrationRun:
             self._note = note
             self._session.note(f"{self.target} was finished by an earlier run; nothing is computed again")
         else:
-            check_output(self.target, self._session.draft.local_paths, overwrite=options.overwrite)
+            check_name(self.target)
+            check_apart(self.target, self._session.draft.local_paths)
+            check_replaceable(self.target, overwrite=options.overwrite)
             self._output.remember_files()
         if wanted.push_to is None:
             return None
@@ -174,17 +179,27 @@ class CalibrationRun:
 
     def calibrate(self) -> Result:
         """Do it all. What is wrong with the inputs leaves nothing behind; finished blocks outlive everything else."""
+        session, models = self._session, None
         if self._ranks.is_first:
             check_name(self.target)
         with self._workspace.held() if self._ranks.is_first else nullcontext():
             target = self.check_output_and_hub()
             if self._ranks.broadcast(self._note is not None):
-                report, models = self._read_finished(), None
+                report = self._read_finished()
             else:
-                report, models = self._compute(target)
+                session.find_models()  # torch is imported meanwhile
+                from featcal_cli.workflows.calibrate import Computation
+
+                with explain_losses(session.draft.local_paths):
+                    computation = Computation(session, self._workspace, self._output, self._options)
+                    report, models = computation.compute(target)
             before = report
             if self._options.evaluate and not report.accuracy:
-                report = self._measure_accuracy(report)
+                from featcal_cli.workflows.evaluate import evaluate_models
+
+                recipe, others = Recipe.model_validate(report.recipe), {CALIBRATED: str(self.target)}
+                measured = evaluate_models(session, recipe, others, allow_code=self._options.allow_code)
+                report = replace(report, accuracy=dict(measured.tasks))
             pushed = None
             if self._ranks.is_first:
                 self._output.update_report_and_card(before, report, target.repo_id if target else None)
@@ -203,22 +218,6 @@ class CalibrationRun:
         if self._note is not None:
             drop_journal(self._workspace.journal, self._note.run)
         return report
-
-    def _compute(self, target: Target | None) -> tuple[Report, Models]:
-        """Calibrate; torch is imported while the models are looked for. Raises FeatCalError."""
-        self._session.find_models()
-        from featcal_cli.workflows.calibrate import Computation
-
-        return Computation(self._session, self._workspace, self._output, self._options).compute(target)
-
-    def _measure_accuracy(self, report: Report) -> Report:
-        """The report with the figures of expert, merged and calibrated model."""
-        from featcal_cli.workflows.evaluate import evaluate_models
-
-        recipe = Recipe.model_validate(report.recipe)
-        others = {CALIBRATED: str(self.target)}
-        measured = evaluate_models(self._session, recipe, others, allow_code=self._options.allow_code)
-        return replace(report, accuracy=dict(measured.tasks))
 
     def _push(self, target: Target, report: Report) -> Pushed | None:
         """Push the output, unless its drift speaks against that. Raises HubError."""
@@ -267,7 +266,8 @@ def run_demo(output: Path | None, device: str, listener: Listener) -> DemoResult
     listener.stage("measuring accuracy")
     session = Session("demo", RunOptions(device))
     measured = evaluate_models(session, session.find_models()[0], {CALIBRATED: str(done.output)})
-    rows = {
-        task: {role: score.value for role, score in scores.scores.items()} for task, scores in measured.tasks.items()
-    }
-    return DemoResult(done.output, done.report, [Accuracy(task, **row) for task, row in rows.items()])
+    accuracy = [
+        Accuracy(task, **{role: score.value for role, score in scores.scores.items()})
+        for task, scores in measured.tasks.items()
+    ]
+    return DemoResult(done.output, done.report, accuracy)

@@ -44,13 +44,6 @@ def check_name(target: Path) -> None:
         ) from None
 
 
-def check_output(target: Path, sources: Iterable[Path], *, overwrite: bool) -> None:
-    """Raise OutputError unless the output can be put at `target` without harm to anything else."""
-    check_name(target)
-    check_apart(target, sources)
-    check_replaceable(target, overwrite=overwrite)
-
-
 def check_apart(target: Path, sources: Iterable[Path]) -> None:
     """Raise OutputError for an output that would replace one of `sources` or the current folder, or lie in one of
     `sources`; by whatever links and names these are reached."""
@@ -87,26 +80,17 @@ def check_replaceable(target: Path, *, overwrite: bool) -> None:
 
 def find_others_files(folder: Path) -> list[str]:
     """The files of an output folder that featcal did not write, by their paths in it."""
-    listed = _read_names(folder / NOTE, WROTE)
-    return [
-        name
-        for name in _list_files(folder)
-        if Path(name).name not in LEFT_BY_SYSTEMS and not _is_ours(Path(name), listed)
-    ]
-
-
-def _is_ours(path: Path, listed: Collection[str] | None) -> bool:
+    listed, kinds = _read_names(folder / NOTE, WROTE), (*UNLISTED, *DESCRIBING, *PREPROCESSOR_FILES)
+    names = [name for name in _list_files(folder) if Path(name).name not in LEFT_BY_SYSTEMS]
     if listed is not None:
-        return path.as_posix() in listed
-    ours = (*UNLISTED, *DESCRIBING, *PREPROCESSOR_FILES)
-    return len(path.parts) == 1 and any(path.match(pattern) for pattern in ours)
+        return [name for name in names if name not in listed]
+    return [name for name in names if "/" in name or not any(map(Path(name).match, kinds))]
 
 
 def _list_files(folder: Path) -> list[str]:
     """Files and links in a folder, by their paths in it."""
-    return sorted(
-        path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_symlink() or not path.is_dir()
-    )
+    files = (path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir())
+    return sorted(path.relative_to(folder).as_posix() for path in files)
 
 
 def _read_names(file: Path, key: str | None = None) -> frozenset[str] | None:
@@ -159,10 +143,8 @@ class UnfinishedFolder:
 
     def clear(self) -> None:
         """Delete what is ours. Raises OSError."""
-        names = _read_names(self._list) or ()
-        _remove_files(
-            self.folder, [name for name in names if not (Path(name).is_absolute() or ".." in Path(name).parts)]
-        )
+        names = [Path(name) for name in _read_names(self._list) or ()]
+        _remove_files(self.folder, [name for name in names if not (name.is_absolute() or ".." in name.parts)])
         draft_of(self._list).unlink(missing_ok=True)
         if not self.folder.exists():
             self._list.unlink(missing_ok=True)
@@ -194,7 +176,11 @@ class Workspace:
         """
         missing = [path for path in (self.folder, *self.folder.parents) if not path.exists()]
         with hold(self.folder, self.target):
-            self._finish_publishing()
+            with self.writing():  # puts right what a run that was killed in the middle of `publish` left
+                if self.target.exists():
+                    self._remove_replaced()
+                elif self._replaced.exists():
+                    self._replaced.replace(self.target.resolve())
             try:
                 yield
             finally:
@@ -244,14 +230,6 @@ class Workspace:
                 where=str(self.target),
                 fix="free disk space and run the same command again, or choose another --output",
             ) from None
-
-    def _finish_publishing(self) -> None:
-        """Put right what a run that was killed in the middle of `publish` left."""
-        with self.writing():
-            if self.target.exists():
-                self._remove_replaced()
-            elif self._replaced.exists():
-                self._replaced.replace(self.target.resolve())
 
     def _remove_replaced(self) -> None:
         """Delete the output that was replaced, but for what is not ours in it. Raises OSError."""
