@@ -329,11 +329,7 @@ def recipes(name: options.RecipeName = None) -> None:
 
 
 @app.command()
-def modules(
-    model: options.Model,
-    norms: options.Norms = "auto",
-    json: options.Json = False,
-) -> None:
+def modules(model: options.Model, norms: options.Norms = "auto", json: options.Json = False) -> None:
     """Show what would be calibrated in a model, block by block; only its config is read.
 
     **Examples**

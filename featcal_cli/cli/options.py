@@ -145,8 +145,7 @@ AllowCode = Annotated[
     bool, _option(MACHINE, "--allow-code-execution", help="Let lm-eval's tasks run code that a model wrote.")
 ]
 EvaluateToo = Annotated[
-    bool,
-    _option(OUTPUT, "--evaluate", help="Afterwards measure experts, merged and calibrated as the recipe says."),
+    bool, _option(OUTPUT, "--evaluate", help="Afterwards measure experts, merged and calibrated as the recipe says.")
 ]
 RecipeName = Annotated[
     str | None, typer.Argument(metavar="NAME", help="Print this one.", autocompletion=_complete_recipe)

@@ -185,7 +185,7 @@ def show_demo(recipe: Path) -> None:
     ERR.print(
         "Five experts were fine-tuned from one small vision transformer, each for another question about "
         "handwritten digits, and merged by task arithmetic. [bold]featcal calibrate -r demo[/bold] mends the merged "
-        "model. The recipe:\n",
+        "model. The recipe:\n"
     )
     ERR.print(Syntax(recipe.read_text(encoding="utf-8"), "yaml", background_color="default", word_wrap=True))
     ERR.print()

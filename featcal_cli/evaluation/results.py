@@ -10,13 +10,12 @@ from dataclasses import asdict, dataclass
 from hashlib import sha256
 from math import sqrt
 from pathlib import Path
-from tempfile import NamedTemporaryFile
 from typing import Any
 
 import numpy
 from numpy.typing import NDArray
 
-from featcal_cli.runtime.files import cache_folder
+from featcal_cli.runtime.files import cache_folder, write_file
 
 RESAMPLES = 1000
 SEED = 0
@@ -155,12 +154,9 @@ class ScoreCache:
 
     def write(self, about: Mapping[str, Any], score: Score) -> None:
         """Write a figure down, whole or not at all."""
-        file = self._file(about)
         with suppress(OSError):
-            file.parent.mkdir(parents=True, exist_ok=True)
-            with NamedTemporaryFile("w", dir=file.parent, suffix=".part", delete=False, encoding="utf-8") as draft:
-                json.dump({"of": about, "score": asdict(score)}, draft)
-            Path(draft.name).replace(file)
+            self._folder.mkdir(parents=True, exist_ok=True)
+            write_file(self._file(about), json.dumps({"of": about, "score": asdict(score)}))
 
     def _file(self, about: Mapping[str, Any]) -> Path:
         text = json.dumps([VERSION, about], sort_keys=True)

@@ -137,7 +137,8 @@ class Computation:
         session.listener.stage("loading models")
         with self._workspace.scratch() as folder:
             scratch = self._ranks.of_machine(folder)
-            models = load_models(snapshots, merge, scratch / "merged", session.draft.name, self._ranks).only(own)
+            models = load_models(snapshots, merge, scratch / "merged", session.draft.name, self._ranks)
+            models = replace(models, experts={task: models.experts[task] for task in models.experts if task in own})
             return self._solve(plan, set_up(session, plan, models, scratch), journal, target), models
 
     def _open_journal(self, plan: Preflight) -> Journal | None:

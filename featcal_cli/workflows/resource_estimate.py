@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -239,14 +238,8 @@ def read_bytes(model: Model, architecture: Architecture) -> int:
     return sum(value.nbytes for value in model.parameters_of(architecture.reached))
 
 
-class Input(NamedTuple):
-    """An input that Linear modules of a block share."""
-
-    d_in: int
-    d_out: int
-    """Of all the modules together."""
-    rows: tuple[float, ...]
-    """Of one example of each task."""
+Input = tuple[int, int, tuple[float, ...]]
+"""An input that Linear modules of a block share: d_in, d_out of them all together, rows of one example of each task."""
 
 
 def find_inputs(model: nn.Module, block: Block, needs: Mapping[str, BatchNeeds]) -> list[Input]:
@@ -258,7 +251,7 @@ def find_inputs(model: nn.Module, block: Block, needs: Mapping[str, BatchNeeds])
             d_out, d_in = read_parameters(model.get_submodule(path)).weight.shape
             key = (module.name.rpartition(".")[0], d_in)
             rows = tuple(need.rows.get(path, 0) / need.examples for need in needs.values())
-            inputs[key] = Input(d_in, d_out + (inputs[key].d_out if key in inputs else 0), rows)
+            inputs[key] = (d_in, d_out + (inputs[key][1] if key in inputs else 0), rows)
     return list(inputs.values())
 
 

@@ -50,10 +50,6 @@ class Models:
     experts: Mapping[str, Model]
     """By task; of several ranks each has those of its own tasks."""
 
-    def only(self, tasks: Collection[str]) -> Models:
-        """The same without the experts of other tasks."""
-        return replace(self, experts={task: expert for task, expert in self.experts.items() if task in tasks})
-
 
 def fetch_models(session: Session, plan: Preflight, tasks: Collection[str] | None = None) -> dict[str, Snapshot]:
     """Every model of a job on this machine, by its role; with `tasks`, of the experts only theirs. Raises HubError."""

@@ -57,10 +57,8 @@ def make_inspection(compare: bool = True) -> Inspection:
 def said(inspection: Inspection) -> str:
     """The summary of the page as plain text."""
     (data,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', write_page(inspection))
-    flat = (
-        "".join(part if isinstance(part, str) else part[0] for part in p["parts"]) for p in json.loads(data)["summary"]
-    )
-    return "\n".join(flat)
+    parts = (paragraph["parts"] for paragraph in json.loads(data)["summary"])
+    return "\n".join("".join(part if isinstance(part, str) else part[0] for part in line) for line in parts)
 
 
 def test_the_page_is_one_small_file_that_names_no_other() -> None:

@@ -82,12 +82,6 @@ def test_where_merging_did_worse_than_no_merging_it_says_so_and_what_helps() -> 
     assert "fine (" not in text
 
 
-def test_a_drift_that_is_no_number_is_never_called_near() -> None:
-    text = show(set_last(make_inspection(["a"]), "a", "model", nan), 200)
-    assert "warning: user/model is farther" in text
-    assert "at least as near" not in text
-
-
 def test_two_models_are_compared_in_words_both_ways() -> None:
     inspection = make_inspection([f"t{number}" for number in range(9)], compare=True)
     inspection = set_last(inspection, "t3", "other", 1.53)

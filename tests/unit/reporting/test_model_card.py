@@ -159,27 +159,24 @@ def test_the_hub_accepts_the_card(hub: HubServer) -> None:
         ModelCard(write_card(make_report(), name="mended", target="me/mended", merged_readme=readme)).validate()
 
 
-def test_a_model_is_not_its_own_ancestor() -> None:
-    data = metadata(write_card(make_report(), name="merged", target="org/merged"))
-    assert data["base_model"] == ["org/base", "org/expert-a", "org/expert-b"]
+def test_a_model_is_not_its_own_ancestor_and_has_the_given_pipeline_where_the_merged_card_has_none() -> None:
+    card = write_card(make_report(), name="merged", target="org/merged", pipeline_tag="text-generation")
+    assert metadata(card)["base_model"] == ["org/base", "org/expert-a", "org/expert-b"]
+    assert metadata(card)["pipeline_tag"] == "text-generation"
 
 
-def test_the_pipeline_is_the_given_one_where_the_merged_card_has_none() -> None:
-    data = metadata(write_card(make_report(), name="mended", pipeline_tag="text-generation"))
-    assert data["pipeline_tag"] == "text-generation"
-
-
+MIT = "---\nlicense: mit\n---\n"
 OTHER = "---\nlicense: other\nlicense_name: {}\nlicense_link: https://example.com/{}\n---\n"
 
 
 @pytest.mark.parametrize(
     ("merged", "base", "expert", "carried"),
     [
-        ("---\nlicense: mit\n---\n", "---\nlicense: mit\n---\n", "---\nlicense: [mit]\n---\n", {"license": "mit"}),
-        ("---\nlicense: mit\n---\n", "---\nlicense: mit\n---\n", "---\nlicense: apache-2.0\n---\n", {}),
-        ("---\nlicense: mit\n---\n", "# no header", "---\nlicense: mit\n---\n", {}),
-        ("---\nlicense: mit\n---\n", None, "---\nlicense: mit\n---\n", {}),
-        ("---\nlicense: mit\n---\n", "---\nlicense: [mit, gpl]\n---\n", "---\nlicense: mit\n---\n", {}),
+        (MIT, MIT, "---\nlicense: [mit]\n---\n", {"license": "mit"}),
+        (MIT, MIT, "---\nlicense: apache-2.0\n---\n", {}),
+        (MIT, "# no header", MIT, {}),
+        (MIT, None, MIT, {}),
+        (MIT, "---\nlicense: [mit, gpl]\n---\n", MIT, {}),
         ("---\nlicense: 'm|<b>'\n---\n",) * 3 + ({},),
         ("---\nlicense: unknown\n---\n",) * 3 + ({},),
         ("---\n: [\n---\n",) * 3 + ({},),

@@ -23,10 +23,8 @@ LANGUAGE = ["text.layers.0", "text.layers.1", "text.layers.2"]
 
 def test_blocks_of_tasks_that_reach_different_ones_are_in_forward_order() -> None:
     text, both = make_inspection(["text"], LANGUAGE), make_inspection(["both"], [*VISION, *LANGUAGE])
-    for inspection in (
-        replace(text, tasks=text.tasks | both.tasks),
-        replace(text, tasks=both.tasks | text.tasks),
-    ):
+    for tasks in (text.tasks | both.tasks, both.tasks | text.tasks):
+        inspection = replace(text, tasks=tasks)
         order = order_blocks(inspection)
         assert order == [*VISION, *LANGUAGE]
         assert split_lists(order) == [VISION, LANGUAGE]

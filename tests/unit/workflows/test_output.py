@@ -39,13 +39,10 @@ def header_of(file: Path) -> bytes:
 @pytest.mark.parametrize(
     ("name", "layout"),
     [
-        ("clip-vision", "one file"),
-        ("bert", "sharded"),
-        ("gpt2", "sharded"),
-        ("gpt2", "bfloat16"),
+        ("clip-vision", "one file"), ("bert", "sharded"), ("gpt2", "sharded"), ("gpt2", "bfloat16"),
         ("llama", "bfloat16"),
     ],
-)
+)  # fmt: skip
 def test_only_calibrated_tensors_change(tmp_path: Path, name: str, layout: str) -> None:
     dtype = torch.bfloat16 if layout == "bfloat16" else torch.float32
     saved = save_family(tmp_path, BY_NAME[name], dtype=dtype)
