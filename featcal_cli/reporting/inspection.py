@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass, field
-from math import isfinite
 from typing import Any
 
 SCHEMA = 1
@@ -99,13 +98,6 @@ class Inspection:
     schema: int = SCHEMA
 
     def to_json(self) -> str:
-        return json.dumps(_finite(asdict(self)), indent=2) + "\n"
-
-
-def _finite(value: Any) -> Any:
-    """The same with None for what is no number: JSON has no word for it."""
-    if isinstance(value, dict):
-        return {key: _finite(part) for key, part in value.items()}
-    if isinstance(value, list):
-        return [_finite(part) for part in value]
-    return None if isinstance(value, float) and not isfinite(value) else value
+        # null for what is no finite number: JSON has no word for it
+        values = json.loads(json.dumps(asdict(self)), parse_constant=lambda _: None)
+        return json.dumps(values, indent=2) + "\n"

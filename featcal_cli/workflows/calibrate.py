@@ -111,13 +111,12 @@ class Computation:
         self._ranks = session.ranks
         self._inputs: list[Unchanged] = []
         """The files of the models, as they were when they were first read."""
-        self._data = Unchanged({})
+        self._data = Unchanged(name_local_files(session.draft))
         """Likewise those of examples."""
 
     def compute(self, target: Target | None) -> tuple[Report, Models]:
         """Calibrate, and write the output, which is pushed to `target` later. Raises FeatCalError."""
         session, options = self._session, self._options
-        self._data = Unchanged(name_local_files(session.draft))
         plan = prepare(session, self._workspace.target if self._ranks.is_first else None, hold_out=True)
         self._data.check()
         recipe = plan.recipe

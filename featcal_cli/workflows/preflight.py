@@ -17,7 +17,7 @@ from featcal_cli.data.rows import naming_task
 from featcal_cli.hub.download import DESCRIBING, chosen_files, download_describing, missing_files
 from featcal_cli.hub.model_config import UNPACKED, check_unquantised
 from featcal_cli.hub.model_source import Origin
-from featcal_cli.hub.repo import Opener, read_headers
+from featcal_cli.hub.repo import Opener, Repo, read_headers
 from featcal_cli.hub.snapshot import Snapshot
 from featcal_cli.hub.weight_files import OTHER_FORMATS, Entry
 from featcal_cli.lineage.questions import Finding
@@ -220,7 +220,7 @@ def _outline_models(origins: Mapping[str, Origin], trusted: bool) -> tuple[dict[
     """Every model without values, and what its files hold, by its role."""
     patterns = (*DESCRIBING, "*.py") if trusted else DESCRIBING
     snapshots = {
-        role: Snapshot(origin.name, _describe(origin.body, patterns), origin.repo.commit, trusted=trusted)
+        role: Snapshot(origin.name, _describe(origin.body.repo, patterns), origin.repo.commit, trusted=trusted)
         for role, origin in origins.items()
     }
     headers: dict[str, Headers] = {}
@@ -258,14 +258,9 @@ def _check_packing(role: str, origin: Origin, snapshot: Snapshot, tensors: Mappi
         raise CheckpointError(what, where=origin.body.name, fix=fix or UNPACKED)
 
 
-def _describe(origin: Origin, patterns: Sequence[str] = DESCRIBING) -> Path:
+def _describe(repo: Repo, patterns: Sequence[str] = DESCRIBING) -> Path:
     """A folder with what says how to build and feed one model, without its weights."""
-    return origin.repo.folder or download_describing(origin.repo, patterns)
-
-
-def _preprocessor_folders(origin: Origin) -> list[Path]:
-    """Where a model's processor and tokenizer may lie: an adapter brings its own, or uses its base's."""
-    return [_describe(origin), *(_preprocessor_folders(origin.base) if origin.base else ())]
+    return repo.folder or download_describing(repo, patterns)
 
 
 def _draw_examples(
@@ -284,7 +279,7 @@ def _draw_examples(
             task,
             spec.data,
             merged.module,
-            [folder for role in roles for folder in _preprocessor_folders(origins[role])],
+            [_describe(repo) for role in roles for repo in origins[role].repos()],  # an adapter may bring its own
             count=recipe.calibration.examples,
             seed=recipe.calibration.seed,
             hold_out=hold_out,
