@@ -133,11 +133,16 @@ def test_the_workflow_proposes_a_good_merge(hub: HubServer, merge: Path, tmp_pat
     assert token not in outcome.said
 
 
-def test_the_workflow_refuses_a_bad_merge(hub: HubServer, merge: Path, tmp_path: Path) -> None:
-    token = publish_merge(hub, merge, "flaw", good=False)
-    outcome = run_workflow(tmp_path, {"merged": "flaw/merged", "arguments": FAR}, token)
-    check_refused(hub, outcome, "flaw")
-    assert outcome.ran[-2:] == ["Check the drift", "Write the summary"]
+@pytest.mark.parametrize("way", ["workflow", "script"])
+def test_a_bad_merge_is_refused(hub: HubServer, merge: Path, tmp_path: Path, way: str) -> None:
+    token = publish_merge(hub, merge, f"bad-{way}", good=False)
+    name = f"bad-{way}/merged"
+    if way == "script":
+        outcome = run_script(tmp_path, token, MERGED=name, ARGUMENTS=FAR)
+    else:
+        outcome = run_workflow(tmp_path, {"merged": name, "arguments": FAR}, token)
+        assert outcome.ran[-2:] == ["Check the drift", "Write the summary"]
+    check_refused(hub, outcome, f"bad-{way}")
 
 
 def test_the_script_proposes_a_good_merge_and_does_so_once(hub: HubServer, merge: Path, tmp_path: Path) -> None:
@@ -149,11 +154,6 @@ def test_the_script_proposes_a_good_merge_and_does_so_once(hub: HubServer, merge
     again = run_script(tmp_path, token, **values)
     assert again.code == 0, again.said
     assert len(hub.repos["model", "shell/merged"].pulls) == 1
-
-
-def test_the_script_refuses_a_bad_merge(hub: HubServer, merge: Path, tmp_path: Path) -> None:
-    token = publish_merge(hub, merge, "shelf", good=False)
-    check_refused(hub, run_script(tmp_path, token, MERGED="shelf/merged", ARGUMENTS=FAR), "shelf")
 
 
 def test_the_script_says_what_it_was_not_told(tmp_path: Path) -> None:

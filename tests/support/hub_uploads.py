@@ -98,11 +98,10 @@ class Uploads:
         return Answer(200)
 
     def _validate(self, call: Call) -> Answer:
-        errors, warnings = check_card(json.loads(call.body)["content"])
-        content = {
-            key: [{"message": text} for text in texts] for key, texts in (("errors", errors), ("warnings", warnings))
-        }
-        return to_json(content, 400 if errors else 200)
+        errors, warnings = (
+            [{"message": text} for text in texts] for texts in check_card(json.loads(call.body)["content"])
+        )
+        return to_json({"errors": errors, "warnings": warnings}, 400 if errors else 200)
 
     def _preupload(self, call: Call) -> Answer:
         repo, commit, _user = self._open(call, pull="create_pr" in call.query)
@@ -154,10 +153,10 @@ class Uploads:
     def _put(self, call: Call) -> Answer:
         ticket = self._ticket(call)
         etag = {"ETag": f'"{hashlib.sha256(call.body).hexdigest()}"'}
-        if not call.found["part"]:
-            return self._finish(ticket, call.body) or Answer(200, headers=etag)
-        ticket.parts[int(call.found["part"])] = call.body
-        return Answer(200, headers=etag)
+        if part := call.found["part"]:
+            ticket.parts[int(part)] = call.body
+            return Answer(200, headers=etag)
+        return self._finish(ticket, call.body) or Answer(200, headers=etag)
 
     def _join(self, call: Call) -> Answer:
         """Put an upload's parts together."""
@@ -180,8 +179,7 @@ class Uploads:
 
     def _verify(self, call: Call) -> Answer:
         repo, _commit, _user = self._open(call, pull=True)
-        asked = json.loads(call.body)
-        there = asked["oid"] in repo.objects
+        there = json.loads(call.body)["oid"] in repo.objects
         return to_json({}) if there else refuse(404, "this object was not uploaded")
 
     def _commit(self, call: Call) -> Answer:
@@ -202,19 +200,14 @@ class Uploads:
             if pull:
                 repo.pulls.append(Pull(len(repo.pulls) + 1, told["summary"], user, "open"))
                 revision = f"refs/pr/{len(repo.pulls)}"
-            sha = self._add(repo, revision, head, files)
+            # the id depends on parent and place in history too
+            listed = "".join(f"{path} {blob.oid}\n" for path, blob in sorted(files.items()))
+            sha = hashlib.sha1(f"{head} {revision} {len(repo.log)}\n{listed}".encode()).hexdigest()
+            repo.commits[sha], repo.refs[revision] = files, sha
             repo.log.append(Commit(sha, head, revision, told["summary"], user))
         page = f"{self.hub.url}/{'datasets/' if repo.kind == 'dataset' else ''}{repo.id}"
         answer = {"success": True, "commitOid": sha, "commitUrl": f"{page}/commit/{sha}", "hookOutput": ""}
         return to_json(answer | ({"pullRequestUrl": f"{page}/discussions/{len(repo.pulls)}"} if pull else {}))
-
-    def _add(self, repo: Repo, revision: str, parent: str, files: dict[str, Blob]) -> str:
-        """Point `revision` at a new commit, whose id depends on its parent and place in history too."""
-        content = "".join(f"{path} {blob.oid}\n" for path, blob in sorted(files.items()))
-        sha = hashlib.sha1(f"{parent} {revision} {len(repo.log)}\n{content}".encode()).hexdigest()
-        repo.commits[sha] = files
-        repo.refs[revision] = sha
-        return sha
 
     def _apply(self, repo: Repo, before: Mapping[str, Blob], steps: list[dict[str, Any]]) -> dict[str, Blob]:
         """The files after a commit's steps."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import io
 import json
 import tarfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -54,7 +54,6 @@ class World:
 
     hub: HubServer
     folder: Path
-    made: dict[str, Path] = field(default_factory=dict)
 
     def publish(self, recipe: Draft) -> None:
         """Everything that a recipe names."""
@@ -64,7 +63,7 @@ class World:
         self.hub.add_repo(base, self._model(kind, "base"))
         for number, spec in enumerate(tasks):
             base_too, _, own = str(spec.expert).rpartition("+")
-            expert = self._adapter(base_too, number) if base_too else self._model(f"{kind}-expert", str(number % 3))
+            expert = self._adapter(base_too, number % 3) if base_too else self._model(f"{kind}-expert", str(number % 3))
             self.hub.add_repo(own, expert)
         if isinstance(recipe.merged, str):
             self.hub.add_repo(recipe.merged, self._model(f"{kind}-expert", "0"))
@@ -72,10 +71,14 @@ class World:
             self._add_dataset(dataset, [spec for spec in tasks if spec.data and spec.data.dataset == dataset])
 
     def _model(self, kind: str, name: str) -> Path:
-        return self._once(f"{kind}-{name}", lambda folder: save_model(folder, kind.partition("-")[0], name))
+        if not (folder := self.folder / f"{kind}-{name}").exists():
+            save_model(folder, kind.partition("-")[0], name)
+        return folder
 
     def _adapter(self, base: str, number: int) -> Path:
-        return self._once(f"adapter-{number % 3}", lambda folder: save_adapter(folder, base, number % 3))
+        if not (folder := self.folder / f"adapter-{number}").exists():
+            save_adapter(folder, base, number)
+        return folder
 
     def _add_dataset(self, dataset: str, specs: Sequence[TaskDraft]) -> None:
         place = self.folder / "data" / dataset.replace("/", "--")
@@ -93,12 +96,6 @@ class World:
             configs.append({"config_name": name, "data_files": entries})
         (place / "README.md").write_text(f"---\n{yaml.safe_dump({'configs': configs})}---\n")
         self.hub.add_repo(dataset, place, kind="dataset")
-
-    def _once(self, name: str, make: Callable[[Path], None]) -> Path:
-        if name not in self.made:
-            self.made[name] = self.folder / name
-            make(self.made[name])
-        return self.made[name]
 
 
 def save_model(folder: Path, kind: str, name: str) -> None:
@@ -191,40 +188,33 @@ def write_rows(folder: Path, dataset: str, spec: TaskDraft, split: str) -> Path:
     file = folder / f"{split}.parquet"
     if dataset == "nyu-mll/glue":
         assert spec.data is not None
-        write_table(file, list(glue_rows(str(spec.data.config), random)), {})
+        write_table(file, [write_glue(str(spec.data.config), number, random) for number in range(ROWS)], {})
     elif dataset in MERGEBENCH:
         write_table(file, [{column: write_text(random) for column in MERGEBENCH[dataset]} for _ in range(ROWS)], {})
     elif dataset == "HuggingFaceH4/ultrachat_200k":
-        write_table(file, [{"prompt": "a", "messages": write_chat(random)} for _ in range(ROWS)], {})
+        chats = [[{"role": role, "content": write_text(random)} for role in ("user", "assistant")] for _ in range(ROWS)]
+        write_table(file, [{"prompt": "a", "messages": chat} for chat in chats], {})
     else:
         further = {"image_id": "a", "label_cat_dog": 0} if dataset == "timm/oxford-iiit-pet" else {}
         labels: Sequence[Any] = [False, True] if dataset == "1aurent/PatchCamelyon" else range(CLASSES)
         if dataset == "nateraw/rendered-sst2":
             labels = range(2)
-        rows = [
-            {"image": {"bytes": draw(random), "path": None}, "label": random.choice(labels), **further}
-            for _ in range(ROWS)
-        ]
+        images = [{"bytes": draw(random), "path": None} for _ in range(ROWS)]
+        rows = [{"image": image, "label": random.choice(labels), **further} for image in images]
         names = [f"{spec.expert} {number}"[-12:] for number in range(len(labels))]
         write_table(file, rows, {} if labels[0] is False else {"label": {"names": names, "_type": "ClassLabel"}})
     return file
 
 
-def glue_rows(config: str, random: Random) -> Iterable[dict[str, Any]]:
-    """Rows of one of GLUE's tasks."""
-    for number in range(ROWS):
-        label = round(5 * random.random(), 2) if config == "stsb" else random.randrange(3 if config == "mnli" else 2)
-        yield {**{column: write_text(random) for column in GLUE[config]}, "label": label, "idx": number}
+def write_glue(config: str, number: int, random: Random) -> dict[str, Any]:
+    """A row of one of GLUE's tasks."""
+    label = round(5 * random.random(), 2) if config == "stsb" else random.randrange(3 if config == "mnli" else 2)
+    return {**{column: write_text(random) for column in GLUE[config]}, "label": label, "idx": number}
 
 
 def write_text(random: Random) -> str:
     """A few words."""
     return " ".join("".join(random.choices("abcdefgh", k=3)) for _ in range(4))
-
-
-def write_chat(random: Random) -> list[dict[str, str]]:
-    """A question and its answer."""
-    return [{"role": role, "content": write_text(random)} for role in ("user", "assistant")]
 
 
 def draw(random: Random) -> bytes:

@@ -15,21 +15,12 @@ import pytest
 from hub_faults import Fault
 from hub_server import HubServer
 from huggingface_hub import constants
-from outcome import result
-from published import publish
-from zygote import Started, Zygote, wait_for, wait_until
+from zygote import Started, Zygote, wait_until
 
 from featcal_cli.runtime.files import cache_folder
-from featcal_cli.runtime.interruption import CALIBRATING, EXIT_CODE
 
 ORG = "shared"
 MODELS = ("merged", "base", "red")
-
-
-def forget_downloads() -> None:
-    """Make this a machine that has downloaded nothing."""
-    for folder in (Path(constants.HF_HUB_CACHE), cache_folder()):
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 @pytest.fixture
@@ -37,7 +28,8 @@ def stocked(hub: HubServer, bert_job: Path) -> HubServer:
     """The Hub with the models, none of which is on this machine."""
     for name in MODELS:
         hub.add_repo(f"{ORG}/{name}", bert_job / name)
-    forget_downloads()
+    for folder in (Path(constants.HF_HUB_CACHE), cache_folder()):
+        shutil.rmtree(folder, ignore_errors=True)
     return hub
 
 
@@ -134,30 +126,3 @@ def test_two_runs_that_fill_one_cache_at_the_same_time_do_not_disturb_each_other
     assert weights[0] == weights[1]
     assert not list(cache_folder().glob("arriving/*"))
     assert left.exists()
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_dry_run_interrupted_run_run_and_push_in_one_sitting(
-    zygote: Zygote, hub: HubServer, merge: Path, tmp_path: Path, number: signal.Signals
-) -> None:
-    publish(hub, merge, ORG)
-    forget_downloads()
-    token = hub.add_token(ORG)
-
-    def start(output: str, *options: object) -> Started:
-        line = ("calibrate", f"{ORG}/merged", "-n", 16, "-o", output, "--log-file", "log.jsonl")
-        return zygote.start(tmp_path, *line, *options, HF_TOKEN=token)
-
-    check(start("out", "--dry-run"))
-    run = start("out")
-    assert wait_for(tmp_path / "log.jsonl", '"finished": 1')
-    run.kill(number)
-    assert run.wait() == (EXIT_CODE if number is signal.SIGINT else -number)
-    assert (CALIBRATING in run.stderr.read_text()) == (number is signal.SIGINT)
-    check(start("out"))
-    check(start("out", "--push-to", f"{ORG}/out"))
-    check(start("whole"))
-    pushed, whole = result(tmp_path / "out"), result(tmp_path / "whole")
-    assert pushed.pop("README.md") != whole.pop("README.md")  # a card says under which name to load the model
-    assert pushed == whole
-    assert len(hub.repos["model", f"{ORG}/out"].log) == 1
