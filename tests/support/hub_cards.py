@@ -6,6 +6,7 @@ import re
 from typing import Any
 
 import yaml
+from jsonschema import Draft202012Validator
 
 _LICENSES = """
 apache-2.0 mit openrail bigscience-openrail-m creativeml-openrail-m bigscience-bloom-rail-1.0 bigcode-openrail-m
@@ -18,76 +19,40 @@ openmdw-1.0 openrail++ osl-3.0 postgresql ofl-1.1 ncsa unlicense zlib pddl lgpl-
 fair-noncommercial-research-license llama2 llama3 llama3.1 llama3.2 llama3.3 llama4 grok2-community gemma unknown
 other
 """
-LICENSES = frozenset(_LICENSES.split())
-RELATIONS = ("adapter", "merge", "quantized", "finetune")
+Schema = dict[str, Any]
+
+
+def needs(*keys: str, **properties: Schema) -> Schema:
+    """A mapping with these keys, some of which are more."""
+    return {"type": "object", "required": list(keys), "properties": properties}
+
+
+def listed(**item: object) -> Schema:
+    """A text or a list of texts."""
+    text = {"type": "string", **item}
+    return {"anyOf": [text, {"type": "array", "items": text}]}
+
+
+REPO_IDS = listed(pattern=r"^(?!.*(?:--|\.\.))[\w][\w.-]{0,95}(?:/[\w][\w.-]{0,95})?\Z")
+METRICS = {"type": "array", "items": needs("type", "value")}
+RESULT = needs("task", "dataset", "metrics", task=needs("type"), dataset=needs("type", "name"), metrics=METRICS)
+MODEL = needs("name", name={"type": "string"}, results={"type": ["array", "null"], "items": RESULT})
 TEXTS = ("license_name", "license_link", "library_name", "pipeline_tag", "thumbnail")
-LISTS = ("license", "language", "base_model", "datasets", "tags", "metrics")
-"""Keys whose value is a text or a list of texts."""
-REPO_ID = re.compile(r"(?!.*(?:--|\.\.))[\w][\w.-]{0,95}(?:/[\w][\w.-]{0,95})?")
+CARD = needs(
+    **{key: {"type": "string"} for key in TEXTS},
+    license=listed(enum=_LICENSES.split()), language=listed(), metrics=listed(), tags=listed(maxLength=64),
+    base_model=REPO_IDS, datasets=REPO_IDS, base_model_relation={"enum": ["adapter", "merge", "quantized", "finetune"]},
+    **{"model-index": {"type": ["array", "null"], "items": MODEL}},
+)  # fmt: skip
 
 
 def check_card(content: str) -> tuple[list[str], list[str]]:
     """Errors and warnings about a README.md."""
     match = re.match(r"\s*---[ \t]*\r?\n(.*?)\r?\n---[ \t]*(?:\r?\n|$)", content, re.DOTALL)
-    if match is None:
-        return [], ["empty or missing yaml metadata in repo card"]
     try:
-        data = yaml.safe_load(match[1])
+        data = yaml.safe_load(match[1]) if match else None
     except yaml.YAMLError as error:
         return [f"Unable to parse YAML: {type(error).__name__}"], []
     if data is None:
         return [], ["empty or missing yaml metadata in repo card"]
-    if not isinstance(data, dict):
-        return ["the metadata must be a mapping"], []
-    return _check_types(data) + _check_values(data) + _check_results(data.get("model-index")), []
-
-
-def _check_types(data: dict[str, Any]) -> list[str]:
-    errors = [f'"{key}" must be a string' for key in TEXTS if not isinstance(data.get(key, ""), str)]
-    for key in LISTS:
-        value = data.get(key, [])
-        if not isinstance(value, str) and not (isinstance(value, list) and all(isinstance(i, str) for i in value)):
-            errors.append(f'"{key}" must be a string or an array of strings')
-    return errors
-
-
-def _check_values(data: dict[str, Any]) -> list[str]:
-    errors = [
-        f'"license" must be one of {sorted(LICENSES)}' for item in _listed(data.get("license")) if item not in LICENSES
-    ]
-    for key in ("base_model", "datasets"):
-        for item in _listed(data.get(key)):
-            if not REPO_ID.fullmatch(item):
-                errors.append(f'"{key}" with value "{item}" is not valid. Use an id from https://hf.co.')
-    if data.get("base_model_relation", "merge") not in RELATIONS:
-        errors.append(f'"base_model_relation" must be one of {list(RELATIONS)}')
-    errors += [f'the tag "{tag}" is too long' for tag in _listed(data.get("tags")) if len(tag) > 64]
-    return errors
-
-
-def _check_results(index: Any) -> list[str]:
-    """Errors of `model-index`, the evaluation results."""
-    if index is None:
-        return []
-    if not isinstance(index, list) or not all(isinstance(model, dict) for model in index):
-        return ['"model-index" must be an array of objects']
-    errors = []
-    for number, model in enumerate(index):
-        if not isinstance(model.get("name"), str):
-            errors.append(f'"model-index[{number}].name" is required')
-        for place, result in enumerate(model.get("results") or []):
-            where = f"model-index[{number}].results[{place}]"
-            task, dataset, metrics = (result.get(key) for key in ("task", "dataset", "metrics"))
-            if not isinstance(task, dict) or not isinstance(task.get("type"), str):
-                errors.append(f'"{where}.task.type" is required')
-            if not isinstance(dataset, dict) or not {"type", "name"} <= dataset.keys():
-                errors.append(f'"{where}.dataset" must have a type and a name')
-            if not isinstance(metrics, list) or not all({"type", "value"} <= metric.keys() for metric in metrics):
-                errors.append(f'"{where}.metrics" must have a type and a value each')
-    return errors
-
-
-def _listed(value: Any) -> list[str]:
-    """A text or a list of them as a list; what is neither was refused before."""
-    items = [value] if isinstance(value, str) else value if isinstance(value, list) else []
-    return [item for item in items if isinstance(item, str)]
+    return [f"{error.json_path}: {error.message}" for error in Draft202012Validator(CARD).iter_errors(data)], []

@@ -21,7 +21,7 @@ def test_metadata_is_checked() -> None:
         ("base_model_relation: cousin", "base_model_relation"),
         ("tags: 3", "tags"),
         ("a: [", "YAML"),
-        ("model-index: [{name: m, results: [{task: {}}]}]", "task.type"),
+        ("model-index: [{name: m, results: [{task: {}}]}]", ".task: 'type' is a required property"),
     ):
         content = f"---\n{metadata}\n---\n# A model\n"
         answer = session.post(f"{HfApi().endpoint}/api/validate-yaml", json={"content": content, "repoType": "model"})
