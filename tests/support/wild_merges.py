@@ -63,6 +63,7 @@ CHAT, CODE = model("ORG/Base-7B", data=["ORG/rows"]), model("ORG/Base-7B", data=
 TWO = {"ORG/Base-7B-chat": CHAT, "ORG/Base-7B-code": CODE}
 SILENT = {"ORG/Base-7B-chat": model(data="ORG/rows"), "ORG/Base-7B-code": model(data="ORG/rows")}
 BOTH = {"chat": "ORG/Base-7B-chat", "code": "ORG/Base-7B-code"}
+THREE = card(base_model=["ORG/Base-7B-chat", "ORG/Base-7B", "ORG/Base-7B-code"])
 TIES = dedent("""
     models:
       - model: ORG/Base-7B
@@ -143,6 +144,15 @@ MERGES = [
     Merge("mirror-of-the-base", listed("linear", *BOTH.values()), {"ORG/Base-7B-chat": model("ORG/copies-of-Base-7B", data="ORG/rows"), "ORG/Base-7B-code": CODE, "ORG/copies-of-Base-7B": model("ORG/Base-7B"), "ORG/Base-7B": card()}, "ORG/Base-7B", BOTH),
     Merge("an-expert-and-its-child", listed("linear", "ORG/Base-7B-Instruct", "ORG/Base-7B-Instruct-code"), {"ORG/Base-7B-Instruct": model("ORG/Base-7B", data="ORG/rows"), "ORG/Base-7B-Instruct-code": model("ORG/Base-7B-Instruct", data="ORG/rows")}, "ORG/Base-7B", {"instruct": "ORG/Base-7B-Instruct", "instruct-code": "ORG/Base-7B-Instruct-code"}),
     Merge("an-expert-that-is-a-merge", listed("slerp", "ORG/mix", "ORG/Base-7B-code", base_model="ORG/mix"), {**TWO, "ORG/mix": model("ORG/Base-7B-chat", "ORG/Base-7B", data="ORG/rows", base_model_relation="merge")}, "ORG/Base-7B", {"mix": "ORG/mix", "base-7b-code": "ORG/Base-7B-code"}),
+    Merge("modules", config("{merge_method: ties, base_model: ORG/Base-7B, modules: {vision: {models: [{model: ORG/Base-7B-chat}]}, text: {models: [{model: ORG/Base-7B-code}]}}}"), SILENT, "ORG/Base-7B", BOTH),
+    Merge("slerp-whose-card-calls-its-start-the-base", {**config(SLERP), **card("Merged using [ORG/Base-7B-chat](https://x) as a base.")}, TWO, "ORG/Base-7B", BOTH),
+    Merge("nuslerp-with-a-base", {"mergekit_config.yaml": listed("nuslerp", *BOTH.values(), base_model="ORG/Base-7B")["mergekit_config.yml"]}, SILENT, "ORG/Base-7B", BOTH, sources={"base": "mergekit_config.yaml of ORG/merged"}),
+    Merge("linear-whose-card-lists-one-model-more", {**listed("linear", *BOTH.values()), **THREE}, SILENT, "ORG/Base-7B", BOTH, note="the only model", sources={"base": "the card of ORG/merged (base_model)", "expert chat": "mergekit_config.yml of ORG/merged"}),
+    Merge("a-card-whose-text-names-the-base", card("This model was merged using the [TIES](https://arxiv.org) merge method using [ORG/Base-7B](https://hub/ORG/Base-7B) as a base.", base_model=["ORG/Base-7B-chat", "ORG/Base-7B", "ORG/Base-7B-code"]), SILENT, "ORG/Base-7B", BOTH, sources={"base": "as a base", "expert chat": "the card of ORG/merged (base_model)"}),
+    Merge("a-gated-base-is-not-needed", THREE, {**TWO, "gated ORG/Base-7B": card()}, "ORG/Base-7B", BOTH, note="ORG/Base-7B was not asked"),
+    Merge("an-expert-that-names-the-merged-repo", listed("linear", *BOTH.values()), {**TWO, "ORG/Base-7B-chat": model("ORG/merged", data="ORG/rows")}, "ORG/Base-7B", BOTH, sources={"base": "the card of ORG/Base-7B-code"}),
+    Merge("a-card-that-lists-its-own-repo", card(base_model=["ORG/merged", "ORG/Base-7B", *BOTH.values()]), TWO, "ORG/Base-7B", BOTH, note="the card of ORG/merged names the repo itself as its base, which is left out"),
+    Merge("an-older-revision-of-itself-as-the-base", listed("ties", *BOTH.values(), base_model="ORG/merged@v1"), SILENT, "ORG/merged@v1", BOTH),
     Merge("fusion-bench-pool", card(POOL), SILENT, "ORG/Base-7B", {"chat": "ORG/Base-7B-chat", "coder": "ORG/Base-7B-code"}),
     Merge("fusion-bench-pool-as-a-list", card("```yaml\ntype: huggingface_clip_vision_pool\nbase_model: ORG/Base-7B\nmodels:\n- {name: _pretrained_, path: '${...base_model}'}\n- {name: chat, path: ORG/Base-7B-chat}\n- {name: code, path: ORG/Base-7B-code}\n```\n"), SILENT, "ORG/Base-7B", BOTH),
     Merge("the-eight-clip-experts", card(base_model=[f"{B32}_{task}" for task in CLIP]), {f"{B32}_{task}": model("openai/clip-vit-base-patch32", data=[{"svhn": "ufldl-stanford/svhn", "mnist": "mnist"}.get(task, f"tanganke/{task.replace('-', '_')}")]) for task in CLIP}, "openai/clip-vit-base-patch32", {task: f"{B32}_{task}" for task in CLIP}),
@@ -159,6 +169,10 @@ MERGES = [
     Merge("one-base-model-only", card(base_model="ORG/Base-7B", base_model_relation="merge"), {}, "ORG/Base-7B", {}, ("--expert TASK=REPO", "--data TASK=SOURCE")),
     Merge("nothing-at-all", {"config.json": '{"_name_or_path": "ORG/hint"}'}, {}, "", {}, ("--base REPO", "--expert TASK=REPO", "--data TASK=SOURCE"), words=("which experts ORG/merged was merged from", "mergekit_config.yml (not there)", "README.md (not there)", "ORG/hint")),
     Merge("loaded-from-a-folder", {"config.json": '{"_name_or_path": "/content/model"}'}, {}, "", {}, ("--base REPO", "--expert TASK=REPO", "--data TASK=SOURCE")),
+    Merge("shifted-layers", config("{merge_method: linear, slices: [{sources: [{model: ORG/Base-7B-chat, layer_range: [0, 2]}, {model: ORG/Base-7B-code, layer_range: [1, 3]}]}]}"), {}, refused="shifted: .* 0–1 with 1–2"),
+    Merge("restacked-layers", config("{merge_method: linear, slices: [{sources: [{model: ORG/Base-7B-chat, layer_range: [0, 4]}]}, {sources: [{model: ORG/Base-7B-code, layer_range: [2, 6]}]}]}"), {}, refused="restacked: layers 2–5 of a model became 4 and up"),
+    Merge("stages-that-do-not-name-each-other", config("name: first\nmerge_method: ties\nbase_model: ORG/Base-7B\nmodels: [{model: ORG/Base-7B-chat}]\n---\nmerge_method: linear\nmodels: [{model: ORG/Base-7B-code}]\n"), {}, refused="merge of merges, 2"),
+    Merge("models-is-a-number", config("merge_method: ties\nmodels: 7\n"), {}, refused="models is not a list[^$]*--base REPO --expert TASK=REPO --data TASK=SOURCE"),
     Merge("frankenmerge", config("slices:\n- sources: [{model: ORG/Base-7B-chat, layer_range: [0, 24]}]\n- sources: [{model: ORG/Base-7B-code, layer_range: [8, 32]}]\nmerge_method: passthrough\ndtype: bfloat16\n"), {}, refused="passthrough"),
     Merge("mixture-of-experts", {"mergekit_moe_config.yml": "base_model: ORG/Base-7B\ngate_mode: hidden\nexperts:\n  - source_model: ORG/Base-7B-chat\n    positive_prompts: [chat]\n"}, {}, refused="mixture of experts"),
     Merge("mixture-in-the-card", card("```yaml\nbase_model: ORG/Base-7B\nexperts:\n  - source_model: ORG/Base-7B-chat\n    positive_prompts: [chat]\n```\n"), {}, refused="mixture of experts"),

@@ -29,6 +29,7 @@ from featcal_cli.lineage.search import is_gone
 from featcal_cli.runtime.errors import HubError
 from featcal_cli.runtime.progress import heard
 
+pytestmark = pytest.mark.usefixtures("hurried")
 OTHER_FORMATS = ("pytorch_model.bin", "tf_model.h5", "model.gguf", "onnx/model.onnx", "optimizer.pt", "model.ot")
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
 
@@ -104,7 +105,6 @@ def go_down(monkeypatch: pytest.MonkeyPatch) -> None:
         raise httpx.ConnectError("connection refused")
 
     monkeypatch.setattr(httpx.Client, "send", refuse)
-    monkeypatch.setattr("time.sleep", lambda _: None)
 
 
 def cached_file(snapshot: Snapshot, name: str) -> Path:
@@ -416,7 +416,6 @@ def test_a_file_that_the_run_did_not_download_is_not_deleted(
     spoilt = file.read_bytes()[:-1] + b"?"
     file.write_bytes(spoilt)
     hub.fail("large file", "reset", times=None)
-    monkeypatch.setattr("time.sleep", lambda _: None)
     with pytest.raises(HubError, match="did not arrive"):
         download(open_repo("user/mine"))
     assert file.read_bytes() == spoilt
@@ -493,7 +492,6 @@ def test_odd_answers_are_one_message_that_names_file_and_host_and_no_address(
 ) -> None:
     kind, fault, told = ODD_ANSWERS[case]
     name = case.replace(" ", "-")
-    monkeypatch.setattr("time.sleep", lambda _: None)
     monkeypatch.setattr("featcal_cli.hub.client.LONGEST_CRAWL", 0.05)
     hub.add_repo(f"user/{name}", folder)
     if isinstance(fault, Fault):
@@ -521,10 +519,7 @@ def test_odd_answers_are_one_message_that_names_file_and_host_and_no_address(
         ("large file", "truncated", "CDN stopped in the middle of a file, next try in 1 s"),
     ],
 )
-def test_waiting_is_announced(
-    hub: HubServer, folder: Path, monkeypatch: pytest.MonkeyPatch, kind: str, fault: str, waited: str
-) -> None:
-    monkeypatch.setattr("time.sleep", lambda _: None)
+def test_waiting_is_announced(hub: HubServer, folder: Path, kind: str, fault: str, waited: str) -> None:
     name = f"user/wait-{kind}-{fault}".replace(" ", "-")
     hub.add_repo(name, folder)
     hub.fail(kind, fault)
@@ -536,9 +531,8 @@ def test_waiting_is_announced(
 
 @pytest.mark.parametrize("status", [403, 404])
 def test_an_address_of_a_large_file_that_holds_no_more_is_asked_for_again(
-    hub: HubServer, folder: Path, monkeypatch: pytest.MonkeyPatch, status: int
+    hub: HubServer, folder: Path, status: int
 ) -> None:
-    monkeypatch.setattr("time.sleep", lambda _: None)
     name = f"user/lapsed-{status}"
     hub.add_repo(name, folder)
     hub.fail("large file", Fault(status=status, carried_out=False), times=2)
@@ -568,10 +562,7 @@ REFUSALS: dict[str, tuple[str, Fault, str, str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSALS)
-def test_what_the_hub_says_of_a_refusal_is_passed_on_short_and_inert(
-    hub: HubServer, folder: Path, monkeypatch: pytest.MonkeyPatch, case: str
-) -> None:
-    monkeypatch.setattr("time.sleep", lambda _: None)
+def test_what_the_hub_says_of_a_refusal_is_passed_on_short_and_inert(hub: HubServer, folder: Path, case: str) -> None:
     kind, fault, told, fix = REFUSALS[case]
     hub.add_repo(f"user/{case}", folder)
     hub.fail(kind, replace(fault, carried_out=False), times=None)

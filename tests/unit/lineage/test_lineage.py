@@ -58,7 +58,6 @@ ROWS = {"data ORG/math-rows": card(), "data ORG/code-rows": card()}
 TWO = {"ORG/bert-math": expert("math"), "ORG/bert-code": expert("code"), **ROWS}
 SILENT = {"ORG/bert-math": expert("math", None), "ORG/bert-code": expert("code", None), **ROWS}
 TIES = listing("ties", "ORG/bert-math", "ORG/bert-code", base="ORG/base")
-SLERP = listing("slerp", "ORG/bert-math", "ORG/bert-code", base="ORG/bert-math")
 LINEAR = listing("linear", "ORG/bert-math", "ORG/bert-code")
 ONLY_CARD = card(base_model=["ORG/bert-math", "ORG/base", "ORG/bert-code"], tags=["mergekit", "merge"])
 RESULT = {"dataset": {"name": "Code", "type": "ORG/code-rows", "config": "py", "split": "test"}}
@@ -109,29 +108,6 @@ TOLD = [
         },
     ),
     Told(
-        "modules",
-        mergekit(
-            "{merge_method: ties, base_model: ORG/base, modules: {vision: {models: [{model: ORG/bert-math}]}, "
-            "text: {models: [{model: ORG/bert-code}]}}}"
-        ),
-    ),
-    Told(
-        "slerp-whose-card-calls-its-start-the-base",
-        {**mergekit(SLERP), **card("Merged using [ORG/bert-math](https://x) as a base.")},
-        repos=TWO,
-    ),
-    Told(
-        "nuslerp-has-a-true-base",
-        {"mergekit_config.yaml": listing("nuslerp", "ORG/bert-math", "ORG/bert-code", base="ORG/base")},
-        sources={"base": "mergekit_config.yaml of ORG/merged"},
-    ),
-    Told(
-        "linear-whose-card-lists-one-model-more",
-        {**mergekit(LINEAR), **ONLY_CARD},
-        sources={"base": "the card of ORG/merged (base_model)", "expert math": CONFIG},
-        note="the only model",
-    ),
-    Told(
         "featcal-yaml",
         {
             "featcal.yaml": """
@@ -169,17 +145,7 @@ calibration: {examples: 7}
             "data code": "the card of",
         },
     ),
-    Told(
-        "card-text-names-the-base",
-        card(
-            "This model was merged using the [TIES](https://arxiv.org) merge method using "
-            "[ORG/base](https://hub/ORG/base) as a base.",
-            base_model=["ORG/bert-math", "ORG/base", "ORG/bert-code"],
-        ),
-        sources={"base": "as a base", "expert math": "the card of ORG/merged (base_model)"},
-    ),
     Told("unordered-list-with-the-base-said", ONLY_CARD, sources={"base": SAID}, draft={"base": "ORG/base"}),
-    Told("gated-base-is-not-needed", ONLY_CARD, repos={**TWO, "gated ORG/base": card()}, note="ORG/base was not asked"),
     Told(
         "built-from-experts",
         None,
@@ -273,29 +239,6 @@ calibration: {examples: 7}
 
 REFUSED = [
     Refused(
-        "shifted-layers",
-        mergekit(
-            "{merge_method: linear, slices: [{sources: [{model: ORG/bert-math, layer_range: [0, 2]}, "
-            "{model: ORG/bert-code, layer_range: [1, 3]}]}]}"
-        ),
-        ("shifted", "0–1 with 1–2"),
-    ),
-    Refused(
-        "restacked-layers",
-        mergekit(
-            "{merge_method: linear, slices: [{sources: [{model: ORG/bert-math, layer_range: [0, 4]}]}, "
-            "{sources: [{model: ORG/bert-code, layer_range: [2, 6]}]}]}"
-        ),
-        ("restacked", "layers 2–5 of a model became 4 and up"),
-    ),
-    Refused("merge-of-merges", mergekit(f"name: first\n{TIES}\n---\n{LINEAR}"), ("merge of merges", "2"), repos={}),
-    Refused(
-        "models-is-a-number",
-        {"mergekit_config.yml": "merge_method: ties\nmodels: 7\n"},
-        ("models is not a list", "--base REPO --expert TASK=REPO --data TASK=SOURCE"),
-        repos={},
-    ),
-    Refused(
         "two-bases-in-the-text",
         card("using ORG/x as a base, then using [ORG/y](https://hub) as a base", base_model=["a/b", "c/d"]),
         (
@@ -346,7 +289,6 @@ REFUSED = [
         draft={"merged": {"method": "average"}},
     ),
 ]
-ITSELF = card(base_model=["ORG/merged", "ORG/base", "ORG/bert-math", "ORG/bert-code"])
 REFUSED += [
     Refused(
         "a-card-that-names-its-own-repo-as-its-base",
@@ -396,23 +338,6 @@ REFUSED += [
     ),
 ]
 TOLD += [
-    Told(
-        "a-card-that-lists-its-own-repo",
-        ITSELF,
-        repos=TWO,
-        note="the card of ORG/merged names the repo itself as its base, which is left out",
-    ),
-    Told(
-        "an-expert-that-names-the-merged-repo-as-its-base",
-        mergekit(LINEAR),
-        repos={**TWO, "ORG/bert-math": expert("math", "ORG/merged")},
-        sources={"base": "the card of ORG/bert-code"},
-    ),
-    Told(
-        "an-older-revision-of-the-merged-repo-as-its-base",
-        mergekit(listing("ties", "ORG/bert-math", "ORG/bert-code", base="ORG/merged@v1")),
-        {"base": "ORG/merged@v1", **EXPERTS},
-    ),
     Told(
         "an-expert-given-as-the-base",
         mergekit(TIES),
