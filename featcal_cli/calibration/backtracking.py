@@ -36,11 +36,9 @@ TaskDrifts: TypeAlias = "Mapping[str, Mapping[float, Drift]]"
 def backtrack_block(
     solutions: Mapping[str, Solution], held_out: BlockEquations, merged: Mapping[str, Affine]
 ) -> tuple[dict[str, Solution], dict[str, float]]:
-    """Check every module's update on the equations of rows held out for it; call before anything is loaded.
-
-    merged: the modules' merged parameters. Returns the solutions to load, and by module the step t (1: the whole
-    update) that held-out rows chose. Raises NumericsError when features of held-out examples are not finite.
-    """
+    """Check every module's update on the equations of rows held out for it; call before anything is loaded. Returns the
+    solutions to load, and by module the step t (1: the whole update) that held-out rows chose. Raises NumericsError
+    when features of held-out examples are not finite."""
     linear = {name: equations for names, equations in held_out.linear.items() for name in names}
     steps: dict[str, float] = {}
     checked = dict(solutions)

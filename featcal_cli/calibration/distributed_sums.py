@@ -33,11 +33,9 @@ def sum_over_ranks(
     merged: Callable[[str], Affine],
     owners: Mapping[str, int] | None = None,
 ) -> None:
-    """Add up the equations of a block over all ranks, each on one of them, which alone keeps it; those of the rows held
-    out on the same one.
-
-    merged: a module's merged parameters. owners: who is to have each module, where these are the rows held out.
-    """
+    """Add up the equations of a block over all ranks, each on one of them, which alone keeps it, as those of the rows
+    held out. merged: a module's merged parameters. owners: who is to have each module, where these are the rows held
+    out."""
     linears = {names: linear.summarise() for names, linear in equations.linear.items()}
     norms = {name: norm.summarise() for name, norm in equations.norms.items()}
     summaries = ranks.gather(_BlockSummary(linears, norms, equations.skipped))
@@ -73,10 +71,8 @@ def _without(names: Names, skipped: Mapping[str, str]) -> Names:
 
 
 def _group_modules(summaries: Sequence[_BlockSummary], skipped: Mapping[str, str]) -> dict[Names, list[RankSummary]]:
-    """What each rank has of the modules that share an input, without those that are skipped.
-
-    Raises FeatCalError where modules share it on one rank and not on another.
-    """
+    """What each rank has of the modules that share an input, without those that are skipped. Raises FeatCalError where
+    modules share it on one rank and not on another."""
     of_ranks = [
         {left: summary for names, summary in each.linear.items() if (left := _without(names, skipped))}
         for each in summaries

@@ -28,11 +28,8 @@ COMMIT = re.compile(r"(?<=@)([0-9a-f]{7})[0-9a-f]{33}\b")
 def take_fingerprint(
     recipe: Recipe, folders: Iterable[Path], device: torch.device, examples: Mapping[str, TaskExamples]
 ) -> dict[str, Any]:
-    """Everything that decides the result of a job; where it goes does not.
-
-    folders: of models on this machine, which no commit pins; of each only what lies in it at once, as the output, and
-    the journal, may lie below.
-    """
+    """Everything that decides the result of a job; where it goes does not. folders: of models on this machine; of each
+    only what lies in it at once, as the output, and the journal, may lie below."""
     with ThreadPoolExecutor() as pool:
         hashes = dict(zip(examples, pool.map(_hash_examples, examples.values()), strict=True))
     return {

@@ -155,10 +155,8 @@ def choose_hyperparameters(
     work: Work,
     fits: Callable[[int, int], bool] = lambda *_: True,
 ) -> Choice | SearchPlan:
-    """The user's, or the paper's for what is left open; or the search to be made, if it is wanted or affordable.
-
-    fits: whether so many candidates have room in memory while they are fitted to so many examples a task.
-    """
+    """The user's, or the paper's for what is left open; or the search to be made, if it is wanted or affordable. fits:
+    whether so many candidates have room in memory while they are fitted to so many examples a task."""
     given = _given(calibration)
     if len(given) == len(asdict(CAUTIOUS)):
         return Choice(Hyperparameters(**given), "the user")

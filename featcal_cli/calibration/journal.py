@@ -37,11 +37,9 @@ class DamagedError(Exception):
 
 
 class Journal:
-    """One file a finished block (its new parameters by module path, its report), under a fingerprint of the job.
-
-    Every file holds a hash of the job and of its own content, and is on the disk before it has its name: after a loss
-    of power it is whole, not there, or known not to be whole.
-    """
+    """One file a finished block (its new parameters by module path, its report), under a fingerprint of the job. Every
+    file holds a hash of the job and of its own content: after a loss of power it is whole, not there, or known not to
+    be whole."""
 
     def __init__(
         self,
@@ -53,14 +51,10 @@ class Journal:
         note: Callable[[str], None] = lambda _: None,
         check_inputs: Callable[[], None] = lambda: None,
     ) -> None:
-        """Open the journal in `folder`; what is in it is dropped with `restart`, and what another job left
-        with `overwrite`.
-
-        note: is told what was damaged. check_inputs: raises where what blocks are computed from is no longer what the
-        fingerprint says; no block is kept then.
-
-        Raises OutputError where it holds finished blocks of a job with another fingerprint, and says what differs.
-        """
+        """Open the journal in `folder`; what is in it is dropped with `restart`, and what another job left with
+        `overwrite`. note: is told what was damaged. check_inputs: raises where what blocks are computed from is no
+        longer what the fingerprint says; no block is kept then. Raises OutputError where it holds blocks of a job with
+        another fingerprint, and says what differs."""
         self.folder = folder
         self.restored = 0
         """Blocks that were taken over from an earlier run."""

@@ -60,9 +60,7 @@ class LinearMoments:
         self, x_cal: Tensor, x_exp: Tensor, weights: Tensor | None = None, outputs: Mapping[str, Tensor] | None = None
     ) -> None:
         """Add the student's and the expert's inputs for the same rows [T, d_in], each counted `weights` [T] times.
-
-        outputs: what the expert's modules made of x_exp [T, d_out], as far as it is known.
-        """
+        outputs: what the expert's modules made of x_exp [T, d_out], as far as it is known."""
         x, x_exp = _at_least_float32(x_cal), _at_least_float32(x_exp)
         column = None if weights is None else weights.to(x)[:, None]
         weighted = x if column is None else x * column

@@ -29,11 +29,8 @@ UNWEIGHTED = ("k_proj", "v_proj", "key", "value")
 def collect_equations(
     visit: BlockVisit, role: str, hyperparameters: Hyperparameters, on_task: Callable[[str], None] = lambda _: None
 ) -> BlockEquations:
-    """Read every task's features of the block in one student, and make the block's equations of them.
-
-    `on_task` is told each task as it begins. Nothing needs an expert's block any more once its task is added. Of
-    several ranks each gets the equations that it is to solve.
-    """
+    """Read every task's features of the block in one student, and make the block's equations of them; of several ranks
+    each gets those that it is to solve. Nothing needs an expert's block any more once its task is added."""
     equations = BlockEquations(held_out=BlockEquations() if visit.checks else None)
     with visit.ranks.on_its_own():
         for task in visit.tasks:

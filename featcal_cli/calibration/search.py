@@ -41,10 +41,7 @@ class Search:
     """What became of those that go no further."""
 
     def run(self, watch: Watch) -> list[Trial]:
-        """Walk all blocks; return every candidate's end, the best first.
-
-        Raises NumericsError when none of them has a stable solution.
-        """
+        """Walk all blocks; return every candidate's end, the best first. Raises NumericsError when none is stable."""
         blocks = self.job.architecture.blocks
         behind: Block | None = None
         for number, visit in enumerate(forward_order(self.job)):
@@ -106,10 +103,8 @@ class Search:
         return Trial(candidate.hyperparameters, candidate.origin, finished, score, drift, dropped)
 
     def _score(self, role: str, place: str) -> float:
-        """How far outputs move from the block `place` on ("": the end), over the same for merged; mean over tasks.
-
-        It is the distance of the outputs; at the end, where they are logits, also that of the probabilities.
-        """
+        """How far outputs move from the block `place` on ("": the end; there also their probabilities), over the same
+        for merged; mean over tasks."""
         outputs = self.job.drift.outputs
         assert outputs is not None
         pairs = []
@@ -137,10 +132,8 @@ def _shift(shift: OutputShift, place: str) -> float:
 
 
 def mean_ratio(pairs: Iterable[tuple[float, float]]) -> float:
-    """The geometric mean of one over the other; 1 for nothing, infinite where one is not finite.
-
-    Pairs of which the other is not finite say nothing.
-    """
+    """The geometric mean of one over the other; 1 for nothing, infinite where one is not finite. Pairs of which the
+    other is not finite say nothing."""
     known = [(one, other) for one, other in pairs if isfinite(other)]
     logs = [log(max(one, SMALLEST) / max(other, SMALLEST)) if isfinite(one) else inf for one, other in known]
     return exp(sum(logs) / len(logs)) if logs else 1.0

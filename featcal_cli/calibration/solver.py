@@ -102,10 +102,8 @@ class LinearEquations:
                 self._pull[name].sum_over_ranks(partial(self._zeros_of, name), add_up)
 
     def solve(self, base: Mapping[str, Affine], *, bias: bool = True) -> dict[str, Solution]:
-        """W* and b* of every module (b as merged with `bias` False), given the base's parameters for the anchor.
-
-        Raises NumericsError when the equations have no stable solution.
-        """
+        """W* and b* of every module (b as merged with `bias` False), given the base's parameters for the anchor. Raises
+        NumericsError when the equations have no stable solution."""
         update_of, condition, ridge = self._factorise()
         solutions = {}
         for name, merged in self._merged.items():

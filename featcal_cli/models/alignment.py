@@ -174,11 +174,8 @@ _ACTIVATIONS = {
 
 
 def compare_configs(merged: Model, other: Model) -> list[str]:
-    """What the config of `other` says otherwise than merged's that matters little, in sentences.
-
-    Raises CheckpointError where it says that other is another function of weights of the same shapes, which shapes
-    alone do not tell.
-    """
+    """What the config of `other` says otherwise than merged's that matters little, in sentences. Raises CheckpointError
+    where it makes other another function of weights of the same shapes."""
     ours = merged.module.get_submodule(other.part).config if other.part else merged.module.config
     theirs = other.module.config
     if other.module is merged.module:  # they share an outline, as their files are alike

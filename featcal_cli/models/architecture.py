@@ -95,11 +95,9 @@ class _Run:
 
 
 def find_architecture(model: PreTrainedModel, batches: Mapping[str, Batch], norms: str) -> Architecture:
-    """The blocks of `model` in the order in which they run on probes cut from one batch of each task.
-
-    `norms`: auto or layernorm (norms with a bias), all, or none. Raises ArchitectureError when no blocks are found or
-    their order differs between tasks, DataError when the model cannot run on a task's examples.
-    """
+    """The blocks of `model` in the order in which they run on probes cut from one batch of each task. `norms`: auto or
+    layernorm (norms with a bias), all, or none. Raises ArchitectureError when no blocks are found or their order
+    differs between tasks, DataError when the model cannot run on a task's examples."""
     runs: dict[frozenset[str], _Run] = {}
     for task, batch in batches.items():
         if frozenset(batch) not in runs:

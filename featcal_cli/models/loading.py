@@ -169,11 +169,8 @@ def load_model(role: str, snapshot: Snapshot, model_class: type[PreTrainedModel]
 def load_outline(
     role: str, snapshot: Snapshot, model_class: type[PreTrainedModel], tensors: Mapping[str, Entry] | None
 ) -> Model:
-    """The checkpoint as `model_class`, on the meta device. Its folder need hold no more than the config.
-
-    `tensors` are those of its files' headers; where they are not known (None) the config is believed.
-    Raises CheckpointError like `load_model`.
-    """
+    """The checkpoint as `model_class`, on the meta device; its folder need hold no more than the config. `tensors`:
+    those of its files' headers; where they are not known (None) the config is believed. Raises CheckpointError."""
     with quiet_transformers():
         try:
             # what is of another architecture shows by what it lacks

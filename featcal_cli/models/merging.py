@@ -13,12 +13,9 @@ from featcal_cli.recipe.schema import Merge
 
 
 def merge_weights(merge: Merge, base: Model, experts: Sequence[Model]) -> Iterator[dict[str, Tensor]]:
-    """The merged parameters by module name, a block's worth at a time, as the first expert's class has them.
-
-    average: mean of the experts; task_arithmetic: base + scale · Σ (expert − base). Tensors that differ in shape
-    between the models, or that one of them lacks (heads), stay as in the first expert. Of parameters that are tied
-    there, one is yielded.
-    """
+    """The merged parameters by module name, a block's worth at a time, as the first expert's class has them. Tensors
+    that differ in shape between the models, or that one of them lacks (heads), stay as in the first expert. Of
+    parameters that are tied there, one is yielded."""
     states = [dict(model.module.state_dict()) for model in experts]
     once, every = (dict(experts[0].module.named_parameters(remove_duplicate=flag)) for flag in (True, False))
     tied = every.keys() - once.keys()

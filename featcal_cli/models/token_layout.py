@@ -64,11 +64,9 @@ class Layout:
     def flatten(
         self, x: Tensor, weights: Weights, lengths: Lengths, own_axis: str | None
     ) -> tuple[Tensor, Tensor | None] | None:
-        """Rows [T, d] of a feature [.., d] and their weights [T], without the rows of weight 0.
-
-        `own_axis`: the axis of the block's hidden states. Returns None when the rows cannot be matched to the tokens:
-        the shape breaks the rule, or tokens have weights and the rows are not theirs one by one.
-        """
+        """Rows [T, d] of a feature [.., d] and their weights [T], without the rows of weight 0. `own_axis`: the axis of
+        the block's hidden states. None when the shape breaks the rule, or tokens have weights and the rows are not
+        theirs one by one."""
         if self.dims is None or tuple(dim.size(lengths) for dim in self.dims) != tuple(x.shape[:-1]):
             return None
         rows = x.reshape(-1, x.shape[-1])

@@ -101,10 +101,8 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def find_blocks(model: nn.Module, run: Trace) -> list[str]:
-    """Members of the outermost lists that look like transformer blocks, in the order in which they ran.
-
-    They run, hold several Linear modules and keep the shape of the hidden states; stages give way to the blocks inside.
-    """
+    """Members of the outermost lists that look like transformer blocks, in the order in which they ran: they hold
+    several Linear modules and keep the shape of the hidden states; stages give way to the blocks inside."""
     taken: list[str] = []
     blocks: list[str] = []
     for name, module in model.named_modules():

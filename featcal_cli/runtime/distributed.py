@@ -22,11 +22,8 @@ Key = TypeVar("Key")
 
 
 class Ranks:
-    """The processes of a run. Whatever is called here, all of them call, in the same order.
-
-    Without torchrun there is one, and nothing here does anything. Everything raises LostRankError when another one has
-    ended.
-    """
+    """The processes of a run; one without torchrun, where nothing here does anything. Whatever is called here, all of
+    them call, in the same order. Everything raises LostRankError when another one has ended."""
 
     def __init__(self, size: int = 1, rank: int = 0, group: dist.ProcessGroup | None = None) -> None:
         self.rank = rank

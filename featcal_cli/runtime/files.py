@@ -135,10 +135,9 @@ def visible_files(folder: Path) -> list[str]:
 
 
 def copy_files(folder: Path, names: Iterable[str], target: Path, weights: Collection[str] = ()) -> None:
-    """Copy files of a model's folder, by their paths in it: what a link leads to, as a link would break, or let an
-    edit through to the original. Raises CheckpointError for a link out of the folder, and OSError.
-
-    weights: files that were read, and are tensors: they may lie anywhere."""
+    """Copy files of a model's folder, by their paths in it: what a link leads to, as a link would break, or let an edit
+    through to the original. weights: files that were read, and are tensors: they may lie anywhere. Raises
+    CheckpointError for a link out of the folder, and OSError."""
     for name in names:
         if (folder / name).is_symlink() and name not in weights:
             _check_link(folder, folder / name)

@@ -93,11 +93,8 @@ class CrashError(Exception):
 
 @contextmanager
 def recorded(shown: Listener, file: Path | None) -> Iterator[Log]:
-    """Inside, what a command does is written to the file, if there is one, after what is in it already; what libraries
-    warn of too. How it ends is the last line.
-
-    Raises OutputError for a file that cannot be written, and CrashError for what nobody foresaw.
-    """
+    """Inside, what a command does, and what libraries warn of, is added to the file, if there is one; how it ends is
+    the last line. Raises OutputError for a file that cannot be written, and CrashError for what nobody foresaw."""
     with _opened(file) as stream:
         log = Log(shown, stream)
         log.write("start", featcal=__version__, python=sys.version.split()[0], command=shlex.join(sys.argv))

@@ -30,10 +30,8 @@ def fetch_ahead(tensors: Iterable[Tensor]) -> None:
 
 
 def give_back(tensors: Iterable[Tensor]) -> int:
-    """Take tensors that lie in mapped files out of this process's memory; read again, they have the files' values.
-
-    Only for tensors that nobody has written to. Returns how many bytes left: none where they are not WORTHWHILE.
-    """
+    """Take tensors that lie in mapped files, and that nobody has written to, out of this process's memory; read again,
+    they have the files' values. Returns how many bytes left: none where they are not WORTHWHILE."""
     mapped, given = list(tensors), 0
     if sum(tensor.numel() * tensor.element_size() for tensor in mapped) < WORTHWHILE:
         return 0

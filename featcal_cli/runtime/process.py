@@ -86,11 +86,8 @@ def use_utf8() -> None:
 
 
 def open_streams() -> None:
-    """Let standard input, output and error be open, and take every letter.
-
-    A stream that was closed leads nowhere now: else the next file that is opened would have its number, and be written
-    to by whoever means the terminal. What is said on standard error never ends a run.
-    """
+    """Let standard input, output and error be open, and take every letter. A stream that was closed leads nowhere now:
+    else the next file that is opened would have its number. What is said on standard error never ends a run."""
     for number, mode in ((0, os.O_RDONLY), (1, os.O_WRONLY), (2, os.O_WRONLY)):
         try:
             os.fstat(number)
@@ -153,10 +150,8 @@ class _Import(threading.Thread):
 
 
 def start_importing(module: str) -> None:
-    """Begin to import a module, and return at once; only for a program that ends with `end_while_importing`.
-
-    Nothing is done where the module is there, or where torchrun started this process, which needs torch to begin with.
-    """
+    """Begin to import a module, and return at once; only for a program that ends with `end_while_importing`. Nothing is
+    done where the module is there, or where torchrun started this process, which needs torch to begin with."""
     global _importing
     if module in sys.modules or _importing is not None or read_launch().by_torchrun:
         return

@@ -125,10 +125,8 @@ def bare_model(text: str) -> str:
 
 def read_page(text: str) -> Page | None:
     """The repo that a web address leads to: https://HOST/USER/NAME, hf://datasets/USER/NAME, HOST/USER/NAME, also with
-    /tree/REVISION, /blob/…, /resolve/…, /viewer/CONFIG/SPLIT behind it; None for what is no address.
-
-    Raises RecipeError for other hosts, and for pages of the Hub that are no repo.
-    """
+    /tree/REVISION, /blob/…, /resolve/…, /viewer/CONFIG/SPLIT behind it; None for what is no address. Raises RecipeError
+    for other hosts, and for pages of the Hub that are no repo."""
     rest = _below_the_hub(text)
     if rest is None:
         return None
