@@ -75,7 +75,6 @@ class Journal:
             partial.write_text(seal(self.job, wanted), encoding="utf-8")
 
     def keep_search(self, trials: Any) -> None:
-        """Keep what a search has found, as JSON."""
         with self._writing(self.folder / SEARCH) as partial:
             partial.write_text(seal(self.job, trials), encoding="utf-8")
 
@@ -235,7 +234,7 @@ def _refuse(folder: Path, known: Mapping[str, Any], wanted: Mapping[str, Any]) -
 
 
 def _hash_block(job: str, number: int, report: str, parameters: Mapping[str, Tensor]) -> str:
-    """Of everything that a file of a finished block says, and of its place in the job."""
+    """Of everything that a finished block's file says, and of its place in the job."""
     import torch
 
     def hash_tensor(name: str) -> tuple[str, str]:
@@ -247,11 +246,6 @@ def _hash_block(job: str, number: int, report: str, parameters: Mapping[str, Ten
     with ThreadPoolExecutor() as pool:
         hashes = pool.map(hash_tensor, sorted(parameters))
         return sha256(json.dumps([job, number, report, *hashes]).encode()).hexdigest()
-
-
-def holds_blocks(folder: Path) -> bool:
-    """Whether a journal's folder holds anything that a later run can take over."""
-    return bool(list_entries(folder))
 
 
 def drop_journal(folder: Path, job: str | None = None) -> None:

@@ -80,18 +80,14 @@ class _Run:
     """What the probes of one kind of inputs showed."""
 
     entry: str
-    traces: tuple[Trace, Trace]
+    first: Trace
+    second: Trace
     axes: Axes
     blocks: list[str]
     module: nn.Module
     """What ran."""
     probe: Batch
     """What it ran on first."""
-
-    @property
-    def first(self) -> Trace:
-        """Of the first probe."""
-        return self.traces[0]
 
 
 def find_architecture(model: PreTrainedModel, batches: Mapping[str, Batch], norms: str) -> Architecture:
@@ -133,11 +129,11 @@ def _probe(model: PreTrainedModel, task: str, batch: Batch) -> _Run:
         for resize in ({ENCODER, DECODER}, {DECODER}, {ENCODER}, set[str]()):
             (first, second), axes = token_layout.make_probes(batch, resize)
             try:
-                traces = [trace(module, probe, model.dtype).under(entry) for probe in (first, second)]
+                one, other = (trace(module, probe, model.dtype).under(entry) for probe in (first, second))
             except FAILURES as error:
                 problem = problem or error
             else:
-                return _Run(entry, (traces[0], traces[1]), axes, find_blocks(model, traces[0]), module, first)
+                return _Run(entry, one, other, axes, find_blocks(model, one), module, first)
     shapes = {name: list(tensor.shape[1:]) for name, tensor in batch.items()}
     reason = (str(problem) or type(problem).__name__).splitlines()[0]
     raise DataError(
@@ -188,7 +184,7 @@ def _own_axis(run: _Run, block: str) -> tuple[Layout, Axes]:
     axes = dict(run.axes)
     if block not in run.first.shapes:
         return Layout(None), axes
-    first, second = (traced.shapes[block][0] for traced in run.traces)
+    first, second = run.first.shapes[block][0], run.second.shapes[block][0]
     layout = learn_layout(first, second, axes)
     is_batch = len(first) == len(second) == 3 and (first[0], second[0]) == token_layout.EXAMPLES  # [B, S, d]
     if layout.axis is None and is_batch:
@@ -220,7 +216,7 @@ def _find_text(model: nn.Module, run: _Run, block: str) -> int | None:
 
 def _layouts(run: _Run, path: str, block_calls: int, axes: Axes) -> tuple[Layout, ...]:
     """The layout of each call of a module in one run of its block."""
-    first, second = (traced.shapes.get(path, []) for traced in run.traces)
+    first, second = run.first.shapes.get(path, []), run.second.shapes.get(path, [])
     calls, rest = divmod(len(first), max(block_calls, 1))
     if len(first) != len(second) or rest:
         return (Layout(None),)
@@ -254,7 +250,7 @@ def _notes(model: nn.Module, blocks: Sequence[Block]) -> Iterator[str]:
 def find_unreached(model: nn.Module, blocks: Sequence[Block], norms: str) -> list[Block]:
     """Blocks that no run reached, as registered, in lists apart from those of `blocks`; what they call is unknown."""
     holders = _count_holders(model)
-    silent = _Run("", (Trace(model), Trace(model)), {}, [], model, {})
+    silent = _Run("", Trace(model), Trace(model), {}, [], model, {})
     return [
         _describe(model, f"{path}.{key}", silent, norms, holders)
         for path in unreached_lists(model, [block.name for block in blocks])

@@ -131,22 +131,16 @@ class _Patient(io.FileIO):
 
 TURN = 0.001
 """Seconds after which the importing thread lets the other one work, which waits for the Hub most of the time."""
-_importing: _Import | None = None
+_importing: threading.Thread | None = None
+_errors: list[BaseException] = []
+"""What went wrong on it."""
 
 
-class _Import(threading.Thread):
-    """Imports one module, and with it what that imports; keeps what goes wrong."""
-
-    def __init__(self, module: str) -> None:
-        super().__init__(name=f"import {module}", daemon=True)
-        self._module = module
-        self.error: BaseException | None = None
-
-    def run(self) -> None:
-        try:
-            import_module(self._module)
-        except BaseException as error:  # noqa: BLE001 - it is raised where the module is needed
-            self.error = error
+def _import(module: str) -> None:
+    try:
+        import_module(module)
+    except BaseException as error:  # noqa: BLE001 - it is raised where the module is needed
+        _errors.append(error)
 
 
 def start_importing(module: str) -> None:
@@ -160,7 +154,7 @@ def start_importing(module: str) -> None:
     from huggingface_hub.utils import httpx  # type: ignore[attr-defined]  # noqa: F401
 
     sys.setswitchinterval(TURN)
-    _importing = _Import(module)
+    _importing = threading.Thread(target=_import, args=(module,), name=f"import {module}", daemon=True)
     _importing.start()
 
 
@@ -170,10 +164,11 @@ def finish_importing() -> None:
     if _importing is None:
         return
     _importing.join()
-    error, _importing = _importing.error, None
+    _importing = None
     sys.setswitchinterval(0.005)
-    if error is None:
+    if not _errors:
         return
+    error = _errors.pop()
     if not isinstance(error, (ImportError, OSError)):
         raise error
     reason = (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -8,7 +8,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from featcal_cli.calibration.journal import drop_journal, holds_blocks
+from featcal_cli.calibration.journal import drop_journal, list_entries
 from featcal_cli.hub.download import DESCRIBING, PREPROCESSOR_FILES
 from featcal_cli.reporting.report import CARD, PICTURE, RECIPE, REPORT
 from featcal_cli.runtime.errors import OutputError
@@ -243,7 +243,7 @@ class Workspace:
             self._merged.clear()
             for name in (NOTE, REPORT, CARD):  # of one that was being rewritten
                 (self.folder / name).unlink(missing_ok=True)
-            if not holds_blocks(self.journal):
+            if not list_entries(self.journal):
                 drop_journal(self.journal)
             (self.folder / LOCK).unlink(missing_ok=True)
         for folder in (self.folder, *missing[1:]):
