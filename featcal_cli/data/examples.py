@@ -277,13 +277,7 @@ class LabelledRows:
 
 
 def open_labelled(
-    task: str,
-    data: Data,
-    split: str,
-    model: PreTrainedModel,
-    preprocessor_folders: Sequence[Path],
-    *,
-    limit: int | None = None,
+    task: str, data: Data, split: str, model: PreTrainedModel, folders: Sequence[Path], *, limit: int | None = None
 ) -> LabelledRows:
     """All rows of the split in order; or `limit` of them, chosen at random, always the same ones. Raises DataError for
     data that cannot be read or understood, or has no labels."""
@@ -300,6 +294,6 @@ def open_labelled(
     else:
         rows = islice(name_task(task, draw_rows(data.model_copy(update={"split": split}), limit, SEED)), limit)
     first = list(islice(rows, PEEKED_ROWS))
-    reader = _open_rows(data, first, model, preprocessor_folders, where)
+    reader = _open_rows(data, first, model, folders, where)
     column = find_label_column(data, first[0], where)
     return LabelledRows(reader, chain(first, rows), lambda row: row.get(column), column, where)

@@ -96,19 +96,13 @@ def group_by_name(files: Collection[File]) -> dict[str, list[File]]:
 def choose_split(splits: Collection[str], wanted: str | None, data: Data, note: Callable[[str], None]) -> str:
     """The split asked for; else train, the only one that begins so, validation, test, or the only one at all. `note` is
     told of a split that nobody asked for and that is not train. Raises DataError when there is none such."""
-    if wanted is None:
-        return _choose_default(splits, data, note)
-    for name in (wanted, SPLIT_WORDS.get(wanted, wanted)):
+    for name in ("train",) if wanted is None else (wanted, SPLIT_WORDS.get(wanted, wanted)):
         if name in splits:
             return name
-    fix = "name the whole split; -n says how many rows of it are read"
-    fix = fix if "[" in wanted else _name_split(list(splits), splits, data)
-    raise DataError(f"there is no split {wanted}", where=str(data), fix=fix)
-
-
-def _choose_default(splits: Collection[str], data: Data, note: Callable[[str], None]) -> str:
-    if "train" in splits:
-        return "train"
+    if wanted is not None:
+        fix = "name the whole split; -n says how many rows of it are read"
+        fix = fix if "[" in wanted else _name_split(list(splits), splits, data)
+        raise DataError(f"there is no split {wanted}", where=str(data), fix=fix)
     trains = [name for name in splits if name.lower().startswith("train")]
     if len(trains) == 1:
         chosen, why = trains[0], "the only one that begins with train"

@@ -135,12 +135,9 @@ def use_copy(repo: Repo, data: Data, open_repo: Opener, note: Note) -> Repo:
         copy = None
     paths = readable_files(copy.files) if copy else []
     if copy is None or not _converted_configs(paths):
-        raise DataError(
-            f"the dataset {why}; the Hub has no parquet copy of it either",
-            where=str(data),
-            fix="give another dataset, or convert this one to .parquet or .jsonl where you trust its script, and give "
-            "the folder: --data TASK=FOLDER",
-        )
+        what = f"the dataset {why}; the Hub has no parquet copy of it either"
+        fix = "give another dataset, or convert this one to .parquet or .jsonl where you trust its script, and give "
+        raise DataError(what, where=str(data), fix=f"{fix}the folder: --data TASK=FOLDER")
     read = f"{data.config}/" if data.config else ""
     is_partial = any(path.startswith(read) and "/partial-" in path for path in paths)
     part = ", which holds only the first part of it" if is_partial else ""
@@ -159,15 +156,9 @@ def explaining_hub(data: Data) -> Iterator[None]:
     except FeatCalError:
         raise
     except Exception as error:  # every library below has error kinds of its own, and wraps those of the others
-        raise (
-            _explain_hub(error, data)
-            or explain_full(error)
-            or DataError(
-                f"the dataset cannot be read: {first_line(error)}",
-                where=str(data),
-                fix="check that its files are whole, and config and split the right ones",
-            )
-        ) from error
+        fix = "check that its files are whole, and config and split the right ones"
+        unread = DataError(f"the dataset cannot be read: {first_line(error)}", where=str(data), fix=fix)
+        raise (_explain_hub(error, data) or explain_full(error) or unread) from error
 
 
 def first_line(error: BaseException) -> str:

@@ -118,12 +118,7 @@ def open_file(file: Path, where: str) -> list[Table]:
             lengths = [opened.metadata.row_group(number).num_rows for number in range(opened.num_row_groups)]
             return [Table(length, partial(read_group, opened, number)) for number, length in enumerate(lengths)]
         case ".csv" | ".tsv" as ending:
-            rows = list(
-                map(
-                    shorten_row,
-                    parse_csv(open_lines(file, where), where, "\t" if ending == ".tsv" else None),
-                )
-            )
+            rows = list(map(shorten_row, parse_csv(open_lines(file, where), where, "\t" if ending == ".tsv" else None)))
             check_first_line(rows, where)
             return [_hold(rows)]
         case ".jsonl" | ".ndjson" | ".json":

@@ -223,12 +223,9 @@ class TextReader(Reader):
             counts = Counter(token for token in tokens if token not in special)
             share = counts[unknown_id] / max(1, counts.total())
         if share > MOST_UNKNOWN:
-            raise DataError(
-                f"{share:.0%} of the tokens are {unknown}: the tokenizer does not know these texts",
-                where=self.where,
-                fix="give texts of the kind and language that the expert was trained on, or check that its tokenizer is"
-                " the model's own",
-            )
+            what = f"{share:.0%} of the tokens are {unknown}: the tokenizer does not know these texts"
+            fix = "give texts of the kind and language that the expert was trained on, or check that its tokenizer is"
+            raise DataError(what, where=self.where, fix=f"{fix} the model's own")
         if share > SOME_UNKNOWN:
             remarks.append(f"{share:.0%} of the tokens are unknown to the tokenizer ({unknown})")
         if cut := sum(len(ids) >= self.max_tokens for ids in texts):
@@ -256,11 +253,9 @@ class TextReader(Reader):
             raise BadRowError(f"the tokenizer cannot read it ({bare(first_line(error))})") from error
         vocabulary = count_vocabulary(self.model)
         if vocabulary is not None and (largest := max(encoded["input_ids"], default=0)) >= vocabulary:
-            raise DataError(
-                f"the tokenizer has token {largest}, but the model only {vocabulary} tokens",
-                where=self.where,
-                fix="put the merged model's own tokenizer files into the expert's folder, or check the pair",
-            )
+            what = f"the tokenizer has token {largest}, but the model only {vocabulary} tokens"
+            fix = "put the merged model's own tokenizer files into the expert's folder, or check the pair"
+            raise DataError(what, where=self.where, fix=fix)
         return {name: encoded[name] for name in encoded if name in self.names}
 
     def _decoder_input(self, targets: Sequence[list[int]]) -> Batch:

@@ -124,11 +124,9 @@ def parse_json_line(line: bytes, which: str, where: str) -> Row:
 
 def parse_csv(lines: Iterable[str], where: str, separator: str | None = None) -> Iterator[Row]:
     """The rows of a file whose first line names the columns. Every value is text: a type guessed from the first rows
-    breaks on the later ones. separator: None for what the first line tells.
-
-    A row with more values than there are columns is a BrokenRow. Raises DataError for a quote that is not closed, and
-    for a first line that names no columns.
-    """
+    breaks on the later ones. separator: None for what the first line tells. A row with more values than there are
+    columns is a BrokenRow. Raises DataError for a quote that is not closed, and for a first line that names no
+    columns."""
     csv.field_size_limit(2**31 - 1)  # the default refuses long documents
     raw: list[str] = []
 

@@ -112,11 +112,8 @@ def read_adapter(name: str, folder: Path) -> Adapter:
     if not isinstance(config, dict) or not config.get("peft_type"):
         fix = "give an adapter that was saved with peft, or a full model"
         raise refusal(f", but its {ADAPTER_CONFIG} names no peft_type", fix)
-    adapter, kind, update = (
-        Adapter(name, folder, config),
-        str(config["peft_type"]),
-        "update peft, or give the full model",
-    )
+    adapter, update = Adapter(name, folder, config), "update peft, or give the full model"
+    kind = str(config["peft_type"])
     if kind not in PeftType.__members__ or kind not in PEFT_TYPE_TO_CONFIG_MAPPING:
         raise refusal(f" of a kind that peft {__version__} does not know: {bare(kind)}", update)
     known = {field.name for field in fields(PEFT_TYPE_TO_CONFIG_MAPPING[kind])} | {"runtime_config"}

@@ -63,12 +63,10 @@ class Snapshot:
 
 
 def resolve(name: str, *, allow_pickle: bool = False) -> Snapshot:
-    """The local snapshot of `name`: an existing folder, else a Hub id `ID[@REVISION]`, downloaded where needed.
-
-    An adapter is folded into the base that it names, and `BASE+ADAPTER` into that base; the snapshot is a full model.
-    Pickled weights are read only with `allow_pickle`, and only where there are no safetensors to be had.
-    Raises HubError when the model is not found, not readable, not complete, or not a model.
-    """
+    """The local snapshot of `name`: an existing folder, else a Hub id `ID[@REVISION]`, downloaded where needed. An
+    adapter is folded into the base that it names, and `BASE+ADAPTER` into that base; the snapshot is a full model.
+    Pickled weights are read only with `allow_pickle`, and only where there are no safetensors to be had. Raises
+    HubError when the model is not found, not readable, not complete, or not a model."""
     return fetch(find_origin(name, allow_pickle=allow_pickle))
 
 

@@ -72,12 +72,10 @@ def _plain(task: str) -> str:
 
 
 def find_data(search: Search, task: str, expert: Finding, notes: list[str]) -> TaskData | Question:
-    """The data of a task, from its expert's repo and card, or the question where it comes from.
-
-    A card's `datasets` go before what its model-index was measured on; of several datasets, the one with the task's
-    name is taken. Where the card names the dataset of a well-known expert, its config, split and columns are known too.
-    `notes` get what was decided. Raises HubError where the Hub cannot be reached.
-    """
+    """The data of a task, from its expert's repo and card, or the question where it comes from. A card's `datasets` go
+    before what its model-index was measured on; of several datasets, the one with the task's name is taken. Where the
+    card names the dataset of a well-known expert, its config, split and columns are known too. `notes` get what was
+    decided. Raises HubError where the Hub cannot be reached."""
     repo, card = search.read_expert(expert.value, expert.source)
     known = None
     by_name = recall(expert.value)

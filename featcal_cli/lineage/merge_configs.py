@@ -52,12 +52,10 @@ def is_mergekit(document: object) -> bool:
 
 
 def read_mergekit(documents: list[Any], where: str) -> Statement:
-    """The merge that the documents of a config (`where` names it) describe.
-
-    Of merges that build on each other, the models of all are the experts. Raises MalformedError for what mergekit would
-    not read itself and for merges that are not connected, and LineageError with the reason for those that cannot be
-    calibrated: mixtures of experts, stacked or shifted layers.
-    """
+    """The merge that the documents of a config (`where` names it) describe. Of merges that build on each other, the
+    models of all are the experts. Raises MalformedError for what mergekit would not read itself and for merges that are
+    not connected, and LineageError with the reason for those that cannot be calibrated: mixtures of experts, stacked or
+    shifted layers."""
     stages: dict[str, Any] = {}
     for document in documents:
         if not isinstance(document, dict):

@@ -69,7 +69,7 @@ def names_itself(name: str, repo: Repo) -> bool:
     """Whether a file of a repo means the repo itself by a name, and no other revision of it."""
     reference = find(name, repo)
     if reference is None or repo.folder is not None:
-        return reference is not None and reference == str(repo.folder and repo.folder.resolve())
+        return repo.folder is not None and reference == str(repo.folder.resolve())
     return same_repo(reference, repo.name) and split_revision(reference)[1] in (None, "main", repo.commit)
 
 
