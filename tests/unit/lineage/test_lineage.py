@@ -235,109 +235,6 @@ calibration: {examples: 7}
         },
         repos={"tanganke/flan-t5-large_glue-cola_lora-16": {}, "tanganke/flan-t5-large_glue-stsb_lora-16": {}},
     ),
-]
-
-REFUSED = [
-    Refused(
-        "two-bases-in-the-text",
-        card("using ORG/x as a base, then using [ORG/y](https://hub) as a base", base_model=["a/b", "c/d"]),
-        (
-            "several bases in its card: ORG/x and ORG/y",
-            "fill in REPO and type: featcal calibrate ORG/merged --base REPO",
-        ),
-        repos={},
-    ),
-    Refused(
-        "an-expert-not-said-is-not-the-base",
-        card(base_model=["ORG/bert-math", "ORG/bert-code", "ORG/bert-law"]),
-        (
-            "nothing says what the base",
-            "--expert m=ORG/bert-math --expert c=ORG/bert-code --base REPO --data m=ORG/math-rows",
-        ),
-        draft={"tasks": {"m": {"expert": "ORG/bert-math"}, "c": {"expert": "ORG/bert-code"}}},
-    ),
-    Refused(
-        "experts-without-data",
-        mergekit(TIES),
-        (
-            "ORG/bert-math names no dataset",
-            "'/etc' is no dataset",
-            "featcal calibrate ORG/merged --base ORG/base --expert math=ORG/bert-math --expert code=ORG/bert-code "
-            "--data math=SOURCE --data code=SOURCE",
-        ),
-        repos={"ORG/bert-math": {}, "ORG/bert-code": card(datasets=["/etc", "web text"])},
-    ),
-    Refused(
-        "data-for-no-expert",
-        mergekit(TIES),
-        ("the task sums", "math and code", "--data sums=mine/rows --expert sums=REPO"),
-        repos=TWO,
-        draft={"tasks": {"sums": {"data": "mine/rows"}}},
-    ),
-    Refused(
-        "nobody-to-leave-out",
-        {},
-        ("there is no expert lost that could be left out: the experts are not known",),
-        repos={},
-        draft={"skip_experts": ["lost"]},
-    ),
-    Refused(
-        "built-from-nothing",
-        None,
-        ("which experts the merged model was merged from", "--merge average --base REPO --expert TASK=REPO"),
-        repos={},
-        draft={"merged": {"method": "average"}},
-    ),
-]
-REFUSED += [
-    Refused(
-        "a-card-that-names-its-own-repo-as-its-base",
-        card(base_model="https://huggingface.co/ORG/merged"),
-        ("README.md (its base_model is the repo itself", "calibrate ORG/merged --base REPO --expert TASK=REPO"),
-        repos={},
-    ),
-    Refused(
-        "a-config-that-names-its-own-repo-as-its-base",
-        mergekit(listing("ties", "ORG/bert-math", "ORG/bert-code", base="ORG/merged@main")),
-        ("nothing says what the base", "--base REPO"),
-    ),
-    Refused(
-        "an-expert-given-as-the-base-while-others-lack-data",
-        mergekit(TIES),
-        (
-            f"ORG/bert-code is listed as an expert by {CONFIG} and given as the base (--base): it is no expert then",
-            f"{CONFIG} names ORG/base as the base; ORG/bert-code is taken",
-            "--data math=SOURCE",
-        ),
-        repos={"ORG/bert-math": {}, "ORG/bert-code": {}},
-        draft={"base": "ORG/bert-code"},
-    ),
-    Refused(
-        "the-only-expert-given-as-the-base",
-        mergekit(listing("ties", "ORG/bert-math", base="ORG/base")),
-        ("ORG/bert-math is listed as an expert", "which experts ORG/merged was merged from", "--expert TASK=REPO"),
-        repos=TWO,
-        draft={"base": "ORG/bert-math"},
-    ),
-    Refused(
-        "data-for-an-expert-that-is-given-as-the-base",
-        mergekit(TIES),
-        ("for the task code", "those left are math; ORG/bert-code is the base", "fill in REPO and type: featcal"),
-        repos=TWO,
-        draft={"base": "ORG/bert-code", "tasks": {"code": {"data": "mine/rows"}}},
-    ),
-    Refused(
-        "all-experts-gone",
-        mergekit(TIES),
-        (
-            "the expert of math cannot be read: there is no model ORG/bert-math",
-            "featcal calibrate ORG/merged --base ORG/base --expert math=REPO --expert code=REPO "
-            "--data math=SOURCE --data code=SOURCE",
-        ),
-        repos={},
-    ),
-]
-TOLD += [
     Told(
         "an-expert-given-as-the-base",
         mergekit(TIES),
@@ -364,6 +261,73 @@ TOLD += [
         repos=TWO,
         sources={"base": "lists it as an expert"},
         draft={"base": "ORG/base"},
+    ),
+]
+
+REFUSED = [
+    Refused(
+        "two-bases-in-the-text",
+        card("using ORG/x as a base, then using [ORG/y](https://hub) as a base", base_model=["a/b", "c/d"]),
+        (
+            "several bases in its card: ORG/x and ORG/y",
+            "fill in REPO and type: featcal calibrate ORG/merged --base REPO",
+        ),
+        repos={},
+    ),
+    Refused(
+        "an-expert-not-said-is-not-the-base",
+        card(base_model=["ORG/bert-math", "ORG/bert-code", "ORG/bert-law"]),
+        (
+            "nothing says what the base",
+            "--expert m=ORG/bert-math --expert c=ORG/bert-code --base REPO --data m=ORG/math-rows",
+        ),
+        draft={"tasks": {"m": {"expert": "ORG/bert-math"}, "c": {"expert": "ORG/bert-code"}}},
+    ),
+    Refused(
+        "data-for-no-expert",
+        mergekit(TIES),
+        ("the task sums", "math and code", "--data sums=mine/rows --expert sums=REPO"),
+        repos=TWO,
+        draft={"tasks": {"sums": {"data": "mine/rows"}}},
+    ),
+    Refused(
+        "nobody-to-leave-out",
+        {},
+        ("there is no expert lost that could be left out: the experts are not known",),
+        repos={},
+        draft={"skip_experts": ["lost"]},
+    ),
+    Refused(
+        "built-from-nothing",
+        None,
+        ("which experts the merged model was merged from", "--merge average --base REPO --expert TASK=REPO"),
+        repos={},
+        draft={"merged": {"method": "average"}},
+    ),
+    Refused(
+        "an-expert-given-as-the-base-while-others-lack-data",
+        mergekit(TIES),
+        (
+            f"ORG/bert-code is listed as an expert by {CONFIG} and given as the base (--base): it is no expert then",
+            f"{CONFIG} names ORG/base as the base; ORG/bert-code is taken",
+            "--data math=SOURCE",
+        ),
+        repos={"ORG/bert-math": {}, "ORG/bert-code": {}},
+        draft={"base": "ORG/bert-code"},
+    ),
+    Refused(
+        "the-only-expert-given-as-the-base",
+        mergekit(listing("ties", "ORG/bert-math", base="ORG/base")),
+        ("ORG/bert-math is listed as an expert", "which experts ORG/merged was merged from", "--expert TASK=REPO"),
+        repos=TWO,
+        draft={"base": "ORG/bert-math"},
+    ),
+    Refused(
+        "data-for-an-expert-that-is-given-as-the-base",
+        mergekit(TIES),
+        ("for the task code", "those left are math; ORG/bert-code is the base", "fill in REPO and type: featcal"),
+        repos=TWO,
+        draft={"base": "ORG/bert-code", "tasks": {"code": {"data": "mine/rows"}}},
     ),
 ]
 
