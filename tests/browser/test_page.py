@@ -120,7 +120,7 @@ def opened(browser: Browser, tmp_path: Path) -> Iterator[Callable[..., Page]]:
         (file := tmp_path / "page.html").write_text(write_page(inspection), encoding="utf-8")
         contexts.append(context := browser.new_context(viewport={"width": width, "height": 900}, color_scheme="light"))
         page = context.new_page()
-        page.set_default_timeout(30_000)
+        page.set_default_timeout(5000)
         page.on("console", lambda said: complaints.append(f"console {said.type}: {said.text}"))
         page.on("pageerror", lambda error: complaints.append(f"error: {error}"))
         page.on("dialog", dismiss)
