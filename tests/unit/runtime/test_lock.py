@@ -24,9 +24,8 @@ with hold(Path(sys.argv[1]), Path("out")):
 
 def holder(folder: Path) -> subprocess.Popen[str]:
     """Another process, which holds the lock of a folder until its input ends."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", HOLD, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
+    command = [sys.executable, "-c", HOLD, str(folder)]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     assert process.stdout.readline() == "held\n"
     return process
