@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from featcal_cli.reporting.inspection import Inspection
-from featcal_cli.reporting.markdown import one_line, without_secrets
+from featcal_cli.reporting.markdown import plain
 from featcal_cli.reporting.verdict import (
     Column,
     abbreviate,
@@ -54,15 +54,15 @@ UNREACHED, UNKNOWN = "·", "?"
 
 def show_inspection(inspection: Inspection, out: Console) -> None:
     """Print the figures of every task, their heat bars over depth, where drift comes from, and what to worry about."""
-    tasks = {task: _fit(_clean(task), max(14, min(40, out.width - 64))) for task in inspection.tasks}
+    tasks = {task: _fit(plain(task), max(14, min(40, out.width - 64))) for task in inspection.tasks}
     for role in list_roles(inspection):
-        out.print(Text.assemble((f"{role:<7}", "bold"), _clean(inspection.names.get(role, ""))), soft_wrap=True)
+        out.print(Text.assemble((f"{role:<7}", "bold"), plain(inspection.names.get(role, ""))), soft_wrap=True)
     _show_figures(inspection, list(tasks.values()), out)
     _show_bars(inspection, tasks, out)
     _show_readings(inspection, tasks, out)
     out.print()
-    names = {role: _clean(inspection.names.get(role, role)) for role in list_roles(inspection)}
-    for is_warning, text in write_verdict(inspection, names, lambda task: _fit(_clean(task), 40)):
+    names = {role: plain(inspection.names.get(role, role)) for role in list_roles(inspection)}
+    for is_warning, text in write_verdict(inspection, names, lambda task: _fit(plain(task), 40)):
         out.print(Text.assemble(("warning:", "bold red"), f" {text}") if is_warning else Text(text))
 
 
@@ -129,10 +129,6 @@ def _show_readings(inspection: Inspection, tasks: dict[str, str], out: Console) 
     out.print("\nWhere it comes from:")
     out.print(table)
     out.print(Text(ORIGINS, "dim"))
-
-
-def _clean(text: str) -> str:
-    return one_line(without_secrets(text))
 
 
 def _fit(text: str, room: int) -> str:

@@ -72,17 +72,13 @@ def _bootstrap(rows: Numbers, measure: Callable[[Numbers], float]) -> Score:
 
 
 def _correlate_ranks(pairs: Numbers) -> float:
-    first, second = (_rank(column) for column in pairs.T)
-    first, second = first - first.mean(), second - second.mean()
+    ranks: list[Numbers] = []
+    for column in pairs.T:
+        _, inverse, counts = numpy.unique(column, return_inverse=True, return_counts=True)
+        ranks.append((numpy.cumsum(counts) - (counts - 1) / 2)[inverse])  # equal values at the mean of their ranks
+    first, second = (rank - rank.mean() for rank in ranks)
     size = sqrt(float(first @ first) * float(second @ second))
     return float(first @ second) / size if size else 0.0
-
-
-def _rank(values: Numbers) -> Numbers:
-    """The rank of each value, equal ones at the mean of theirs."""
-    _, inverse, counts = numpy.unique(values, return_inverse=True, return_counts=True)
-    ranks: Numbers = (numpy.cumsum(counts) - (counts - 1) / 2)[inverse]
-    return ranks
 
 
 EXPERT, MERGED, CALIBRATED = "expert", "merged", "calibrated"

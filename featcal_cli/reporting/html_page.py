@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 from featcal_cli.reporting.inspection import Inspection, ModelDrift, OutputDrift, PlaceDrift
-from featcal_cli.reporting.markdown import one_line, without_paths, without_secrets
+from featcal_cli.reporting.markdown import one_line, plain, without_paths, without_secrets
 from featcal_cli.reporting.verdict import find_farther, list_roles, order_blocks, read_drift
 
 TEMPLATE = Path(__file__).with_name("page.html")
@@ -64,7 +64,7 @@ def _describe(inspection: Inspection) -> dict[str, Any]:
         "modules": [one_line(name) for name in modules],
         "tasks": [
             {
-                "name": _task(name),
+                "name": plain(name),
                 "expert": _show(inspection.names.get(f"expert {name}", "")),
                 "examples": task.examples,
                 "models": {role: _pack(model, blocks, modules) for role, model in task.models.items()},
@@ -110,10 +110,6 @@ def _show(text: object, longest: int = 120) -> str:
     return one_line(_clean(str(text)), longest)
 
 
-def _task(name: str) -> str:
-    return one_line(without_secrets(name))
-
-
 def _clean(text: str) -> str:
     """Without what a page that is passed on should not tell: tokens, and the folders of this machine."""
     return without_paths(without_secrets(text))
@@ -156,9 +152,9 @@ def _say_worst(inspection: Inspection, role: str) -> Sentence:
     worst = max(drifts, key=lambda task: drifts[task])
     parts: Sentence = [[_show(inspection.names[role])], " is "]
     if len(drifts) > 1:
-        parts += ["farthest from its expert on ", [_task(worst)], f": drift {_number(drifts[worst])} at the end."]
+        parts += ["farthest from its expert on ", [plain(worst)], f": drift {_number(drifts[worst])} at the end."]
     else:
-        parts += [f"{_number(drifts[worst])} away from the expert of ", [_task(worst)], " at the end."]
+        parts += [f"{_number(drifts[worst])} away from the expert of ", [plain(worst)], " at the end."]
     reading = read_drift(inspection.tasks[worst].models[role])
     if reading.grows is not None and reading.growth is not None:
         parts += [" There it grows most in ", [one_line(reading.grows)], f", {_number(reading.growth)} times."]
@@ -175,7 +171,7 @@ def _say_yardstick(inspection: Inspection, role: str) -> dict[str, Any]:
     if len(farther) < tasks:
         parts = [f"On {len(farther)} of {tasks} tasks ("]
         for number, task in enumerate(farther[:MOST_NAMES]):
-            parts += [", " if number else "", [_task(task)]]
+            parts += [", " if number else "", [plain(task)]]
         parts.append(f" and {len(farther) - MOST_NAMES} more) " if len(farther) > MOST_NAMES else ") ")
     parts += [name, " is farther from the expert than the base ", yardstick, " is: by this measure merging did more "]
     parts += ["harm than good there. What usually helps is a smaller merging scale."]
@@ -190,5 +186,5 @@ def _say_change(inspection: Inspection) -> dict[str, Any]:
     parts: Sentence = [other, " is nearer to the expert than ", name, f" on {len(nearer)} of {len(first)} tasks"]
     if farther:
         change = _compare(second[farther[0]], first[farther[0]], "it")
-        parts += [f", and farther on {len(farther)}: most on ", [_task(farther[0])], f" ({change})" if change else ""]
+        parts += [f", and farther on {len(farther)}: most on ", [plain(farther[0])], f" ({change})" if change else ""]
     return {"warn": bool(farther), "parts": [*parts, "."]}

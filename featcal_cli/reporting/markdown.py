@@ -57,9 +57,14 @@ def one_line(text: str, longest: int = LONGEST_NAME) -> str:
     return shown if len(shown) <= longest else f"{shown[: longest - 1]}…"
 
 
+def plain(text: str, longest: int = LONGEST_NAME) -> str:
+    """`text` in one line, without secrets."""
+    return one_line(without_secrets(text), longest)
+
+
 def inert(text: str, longest: int = LONGEST_NAME) -> str:
     """`text` as one line of Markdown that shows exactly it, in a paragraph, a list item or a cell of a table."""
-    shown = re.sub(r"([\\`*_\[\]!#~$@{}])", r"\\\1", one_line(without_secrets(text), longest))
+    shown = re.sub(r"([\\`*_\[\]!#~$@{}])", r"\\\1", plain(text, longest))
     for char, entity in (("&", "&amp;"), ("<", "&lt;"), (">", "&gt;"), ("|", "&#124;"), ("://", "&#58;//")):
         shown = shown.replace(char, entity)
     return re.sub(r"^([-+=]+|\d+[.)])(?=\s|$)", lambda marker: f"{marker[0][:-1]}&#{ord(marker[0][-1])};", shown)

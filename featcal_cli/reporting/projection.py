@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from featcal_cli.reporting.drift_plots import MANY_COLOURS, Format, new_figure, own_style, shorten, write_figure
-from featcal_cli.reporting.markdown import one_line, without_secrets
+from featcal_cli.reporting.markdown import plain
 from featcal_cli.reporting.verdict import ROLES
 
 if TYPE_CHECKING:  # matplotlib takes long to import
@@ -57,7 +57,7 @@ def plot_projection(points: Mapping[str, Mapping[str, Tensor]], kind: Format = "
             axes.set_aspect("equal")
         figure.supxlabel(f"first direction ({100 * shares[0]:.0f} % of the experts' variance)", fontsize=9)
         figure.supylabel(f"second direction ({100 * shares[1]:.0f} %)", fontsize=9)
-        labels = [(shorten(one_line(without_secrets(task)), 24), colour) for task, colour in colours.items()]
+        labels = [(shorten(plain(task), 24), colour) for task, colour in colours.items()]
         if (left := len(labels) - len(COLOURS)) > 0:
             labels[len(COLOURS) :] = [(f"{left} other tasks", REST)]
         handles = [Line2D([], [], color=colour, linewidth=5, label=label) for label, colour in labels]

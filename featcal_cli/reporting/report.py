@@ -12,14 +12,8 @@ from featcal_cli.calibration.results import SHOWN, BlockReport
 from featcal_cli.evaluation.results import TaskScores
 from featcal_cli.reporting.inspection import VISIBLE, TaskInspection
 
-REPORT = "featcal_report.json"
-"""File name of the report in an output folder."""
-RECIPE = "featcal.yaml"
-"""File name of the resolved recipe in an output folder."""
-CARD = "README.md"
-"""File name of the model card in a repo or an output folder."""
-PICTURE = "drift.png"
-"""File name of the drift picture in an output folder."""
+REPORT, RECIPE, CARD, PICTURE = "featcal_report.json", "featcal.yaml", "README.md", "drift.png"
+"""File names in an output folder: report, resolved recipe, model card (in any repo), picture of the drift."""
 
 
 @dataclass(frozen=True)
@@ -56,13 +50,11 @@ class DriftRow:
 
 @dataclass(frozen=True)
 class DriftCurve:
-    """Relative drift of one task after every block, in forward order."""
+    """Relative drift of one task after every block, in forward order: of merged, calibrated and base."""
 
     blocks: list[str]
     before: list[float]
-    """Of the merged model."""
     after: list[float]
-    """Of the calibrated model."""
     base: list[float]
 
 
@@ -93,7 +85,6 @@ class Report:
     notes: list[str] = field(default_factory=list)
     """What was chosen without being told, and what was left alone."""
     sources: list[Source] = field(default_factory=list)
-    """Every model and dataset that was read."""
     curves: dict[str, DriftCurve] = field(default_factory=dict)
     """By task, drift over depth."""
     measures: dict[str, TaskInspection] = field(default_factory=dict)

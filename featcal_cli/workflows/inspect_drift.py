@@ -50,7 +50,7 @@ def inspect_drift(
 
     recipe: as for `calibrate`; its merged model is the one that is inspected, and so is `compare` if it is given.
     plot, projection (.png or .svg), html and markdown (.md): files to write, and all that is written.
-    max_drift: the limit of a gate, for what markdown says; `gate.check_gate` stops a program that is over it.
+    max_drift: the limit of a gate, for what markdown says; `verdict.check_gate` stops a program that is over it.
     Raises FeatCalError (what, where, fix) when something that the user can fix is wrong.
     """
     wanted = ((plot, PICTURES), (projection, PICTURES), (html, PAGES), (markdown, TEXTS))

@@ -90,7 +90,6 @@ class SearchNeeds:
 @dataclass(frozen=True)
 class Load:
     batch: Batch
-    """One batch."""
     fitted: int
     """Examples to fit."""
     watched: int
@@ -98,7 +97,6 @@ class Load:
     held_bytes: int
     """Of all the task's examples in memory."""
     batch_size: int
-    """Examples in a whole batch."""
 
 
 def estimate(

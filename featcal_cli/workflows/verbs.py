@@ -86,7 +86,7 @@ def calibrate(
     no rows are held out to judge it by. push_anyway: push even where the mean drift grew (`result.report.has_grown`,
     which only settings that you give can bring about); without it such an output is written and not pushed.
     evaluate: measure experts, merged and calibrated model as the recipe says, for report and card; allow_code as in
-    `evaluator.evaluate`.
+    `evaluate.evaluate`.
     Raises FeatCalError (what, where, fix) when something that the user can fix is wrong; then no output is written,
     unless it is the evaluation or the push that failed: they follow when the same job is run again.
     """
