@@ -121,7 +121,6 @@ def _measure_partial_updates(job: Job, blocks: Sequence[BlockReport], journal: J
             dict(students),
             job.drift.batches,
             outputs=OutputMeter() if job.drift.outputs is not None else None,
-            split=frozenset(students),
         ),
         second=replace(job.second, runners=dict(students), meter=DriftMeter()) if job.second else None,
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -15,7 +16,7 @@ from featcal_cli.engine.job import Job, Measurement
 from featcal_cli.engine.token_weights import token_weights
 from featcal_cli.models.architecture import Block
 from featcal_cli.models.token_layout import OWN, Layout, Lengths, Weights, token_lengths
-from featcal_cli.models.tracing import first_tensor
+from featcal_cli.models.tracing import first_tensor, tensors_in
 
 MODULE_ROWS = 256
 """Tokens of a batch, evenly spread, that drift inside blocks is measured on: all would cost as much as a pass."""
@@ -39,14 +40,25 @@ class DriftProbe:
     Branches do so at an earlier block, after which the expert's own blocks run.
     """
 
-    def __init__(self, job: Job, measurement: Measurement, task: str, batch: Batch) -> None:
-        """Start all passes and measure the drift of the stems; call inside `on_device` of all runners."""
+    def __init__(
+        self,
+        job: Job,
+        measurement: Measurement,
+        task: str,
+        batch: Batch,
+        started: Mapping[str, PausedForward] = MappingProxyType({}),
+    ) -> None:
+        """Start all passes but those that are `started`, and measure the drift of the stems; call inside `on_device` of
+        all runners."""
         self._job, self._measurement, self._task = job, measurement, task
         # what an expert's files do not hold is random in it, a head for example: its answers say nothing
         self._outputs = None if job.experts[task].model.missing else measurement.outputs
         self._runners: dict[str, BlockRunner] = {EXPERT: job.experts[task], **measurement.runners}
         entry = job.architecture.entries[task]
-        self._passes = {role: runner.start([batch], entry)[0] for role, runner in self._runners.items()}
+        self._passes = {
+            role: started[role] if role in started else runner.start([batch], entry)[0]
+            for role, runner in self._runners.items()
+        }
         keys = [(role, place) for place in ("", *sorted(measurement.branches)) for role in self._passes]
         keys = keys if self._outputs is not None else []
         self._followers = dict(zip(keys, job.experts[task].start([batch] * len(keys), entry), strict=True))
@@ -60,6 +72,14 @@ class DriftProbe:
         yield from self._passes.values()
         yield from self._followers.values()
 
+    @property
+    def tensors(self) -> Iterator[Tensor]:
+        """What the passes are paused with, and what the expert's block has returned."""
+        for paused in self:
+            yield from paused.tensors
+        if self._expert_run is not None:
+            yield from tensors_in(self._expert_run.output)
+
     def drop(self, role: str) -> None:
         """A model is measured no more."""
         self._passes.pop(role).close()
@@ -69,8 +89,12 @@ class DriftProbe:
 
     def run_expert(self, block: Block) -> None:
         """Run the block on the expert, if all passes are at it; the others follow in `go_through`."""
-        if self._is_at(block):
+        if self.is_at(block):
             self._expert_run = self._run(EXPERT, block)
+
+    def take_expert_output(self, output: Any) -> None:
+        """The same where the block was run on the expert already."""
+        self._expert_run = _Run(output, {})
 
     def go_through(self, block: Block, done: Sequence[Block]) -> None:
         """Take all passes through all calls of the block, if they are at it; drift is measured where the last one ends.
@@ -78,7 +102,7 @@ class DriftProbe:
         `done`: the blocks that were visited before.
         """
         passes, expert = self._passes, self._passes[EXPERT]
-        if not self._is_at(block):
+        if not self.is_at(block):
             return
         is_end = block.name == self._job.architecture.last_blocks[self._task]
         for number in range(block.calls):
@@ -96,12 +120,13 @@ class DriftProbe:
                 self._follow(block, runs[EXPERT].output, done)
                 for role, paused in passes.items():
                     paused.go_on(runs[role].output, done, last=is_end and block.calls == 1)
-            if not self._is_at(block):
+            if not self.is_at(block):
                 break
         if is_end or not self._measurement.last_block_only:
             self._measure(block, runs, on_expert, weights, lengths)
 
-    def _is_at(self, block: Block) -> bool:
+    def is_at(self, block: Block) -> bool:
+        """True when all passes are paused before this block."""
         return all(paused.is_at(block) for paused in self._passes.values())
 
     def _run(self, role: str, block: Block, given: PausedForward | None = None) -> _Run:

@@ -86,6 +86,11 @@ class Job:
         """Of all models but the experts whose features are collected or measured."""
         return list(dict.fromkeys((*self.students.values(), *self.drift.runners.values())))
 
+    @property
+    def measurements(self) -> list[Measurement]:
+        """What is measured, on different examples."""
+        return [self.drift] if self.second is None else [self.drift, self.second]
+
     def retire(self) -> None:
         """Leave all models as they were before; for those that another job is to run."""
         for runner in {*self.runners, self.merged, self.base, *self.experts.values()}:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from featcal_cli.data.batches import Batch, count_examples
 from featcal_cli.engine.block_runner import BlockRunner, PausedForward
-from featcal_cli.engine.drift_probe import DriftProbe
+from featcal_cli.engine.drift_probe import EXPERT, DriftProbe
 from featcal_cli.engine.hooks import CapturedRun, Features, run_captured, run_to_last_input
 from featcal_cli.engine.job import Job
 from featcal_cli.engine.token_weights import token_weights
@@ -21,7 +21,7 @@ from featcal_cli.models.architecture import Block
 from featcal_cli.models.token_layout import Lengths, Weights, token_lengths
 from featcal_cli.runtime import memory_map
 
-PassGroup = TypeVar("PassGroup", bound=Iterable[PausedForward])
+PassGroup = TypeVar("PassGroup", "PairedPass", DriftProbe)
 
 
 class Observation(NamedTuple):
@@ -54,10 +54,20 @@ class PairedPass:
     expert: PausedForward
     students: dict[str, PausedForward]
     """By role."""
+    probe: DriftProbe | None = None
+    """Where drift is measured on this very batch: it has the same passes, and those of the other models."""
 
     def __iter__(self) -> Iterator[PausedForward]:
         yield self.expert
         yield from self.students.values()
+
+    @property
+    def tensors(self) -> Iterator[Tensor]:
+        """What the passes are paused with."""
+        for paused in self:
+            yield from paused.tensors
+        if self.probe is not None:
+            yield from self.probe.tensors
 
 
 @dataclass
@@ -69,7 +79,7 @@ class Passes:
     checked: dict[str, list[PairedPass]]
     """On the examples that updates are checked on."""
     measured: dict[str, list[DriftProbe]]
-    """On the examples that drift is measured on."""
+    """On the examples that drift alone is measured on."""
 
     @property
     def pairs(self) -> list[PairedPass]:
@@ -78,8 +88,9 @@ class Passes:
 
     @property
     def probes(self) -> list[DriftProbe]:
-        """All of `measured`."""
-        return [probe for probes in self.measured.values() for probe in probes]
+        """All that measure drift."""
+        shared = [pair.probe for pair in self.pairs if pair.probe is not None]
+        return [*shared, *(probe for probes in self.measured.values() for probe in probes)]
 
 
 def forward_order(job: Job) -> Iterator[BlockVisit]:
@@ -119,12 +130,14 @@ def _start_passes(job: Job) -> Passes:
             with expert.on_device():
                 passes.fitted[task] = [_start_pair(job, task, batch) for batch in job.fitted.get(task, ())]
                 passes.checked[task] = [_start_pair(job, task, batch) for batch in job.checked.get(task, ())]
-                passes.measured[task] = [
-                    _offload(job, DriftProbe(job, measurement, task, batch))
-                    for measurement in (job.drift, job.second)
-                    if measurement is not None
+                paired = {id(batch) for batch in (*job.fitted.get(task, ()), *job.checked.get(task, ()))}
+                probes = (
+                    DriftProbe(job, measurement, task, batch)
+                    for measurement in job.measurements
                     for batch in measurement.batches.get(task, ())
-                ]
+                    if id(batch) not in paired
+                )
+                passes.measured[task] = [_offload(job, probe, probe) for probe in probes]
             expert.give_back()
     for runner in job.runners:
         runner.give_back()
@@ -136,22 +149,23 @@ def _start_pair(job: Job, task: str, batch: Batch) -> PairedPass:
     entry = job.architecture.entries[task]
     (expert,) = job.experts[task].start([batch], entry)
     students = {role: student.start([batch], entry)[0] for role, student in job.students.items()}
-    return _offload(job, PairedPass(expert, students))
+    probes = (
+        DriftProbe(job, measurement, task, batch, {EXPERT: expert, **students})
+        for measurement in job.measurements
+        if any(batch is measured for measured in measurement.batches.get(task, ()))
+    )
+    pair = PairedPass(expert, students, next(probes, None))
+    return _offload(job, pair, chain(pair, pair.probe or ()))
 
 
-def _offload(job: Job, passes: PassGroup) -> PassGroup:
+def _offload(job: Job, group: PassGroup, passes: Iterable[PausedForward]) -> PassGroup:
     """Let leave the device what the passes are paused with, and their inputs, which few models ask for again."""
     if job.offloader is not None:
-        paused = _tensors_of(passes)
+        paused = list(group.tensors)
         ids = set(map(id, paused))
         job.offloader.put(paused)
         job.offloader.put_aside(x for each in passes for x in each.batch.values() if id(x) not in ids)
-    return passes
-
-
-def _tensors_of(passes: Iterable[PausedForward]) -> list[Tensor]:
-    """What these are paused with."""
-    return [x for paused in passes for x in paused.tensors]
+    return group
 
 
 class BlockVisit:
@@ -230,8 +244,11 @@ class BlockVisit:
             captured, output = run_captured(self.expert(task), pair.expert, self.block)
             if len(pair.students) > 1:
                 self._captured[id(pair)] = captured
-            self._go_on(task, pair.expert, output)
-            self._advanced.add(id(pair))
+            if pair.probe is not None and pair.probe.is_at(self.block):
+                pair.probe.take_expert_output(output)
+            else:
+                self._go_on(task, pair.expert, output)
+                self._advanced.add(id(pair))
         student = pair.students[role]
         x_cal = run_to_last_input(self._job.students[role], student, self.block, captured.last_call)
         yield self._describe(x_cal, captured, student)
@@ -275,6 +292,9 @@ class BlockVisit:
             self._add_vectors(task, expert)
             with expert.on_device():
                 for pair in self._in_turn([*self._passes.fitted[task], *self._passes.checked[task]]):
+                    if pair.probe is not None and pair.probe.is_at(self.block):
+                        pair.probe.go_through(self.block, self._done)
+                        continue
                     for paused in pair.students.values() if id(pair) in self._advanced else pair:
                         while paused.is_at(self.block) and not self._is_last(task):
                             self._go_on(task, paused, paused.run_block(self.block))
@@ -300,8 +320,8 @@ class BlockVisit:
             if offloader is None:
                 yield group
                 continue
-            offloader.prefetch(x for following in groups[number + 1 : number + 2] for x in _tensors_of(following))
-            with offloader.lend(partial(_tensors_of, group)):
+            offloader.prefetch(x for following in groups[number + 1 : number + 2] for x in following.tensors)
+            with offloader.lend(partial(getattr, group, "tensors")):
                 yield group
 
     def _prefetch_after(self, task: str) -> None:

@@ -150,7 +150,8 @@ class Setup:
         """All models at the start, with the examples that they run on.
 
         students, watchers: by role, the models that are calibrated, and the others whose drift is measured. With
-        students it is measured on what is not fitted, if there is any; without, on all examples, and inside of blocks.
+        students it is measured on what is not fitted, if there is any; without, on all examples, inside of blocks, and
+        split into local mismatch and upstream propagation.
         guarded: updates are checked on the examples that are held out for that.
         judged: the last drift of the students, and of merged, is measured on these examples too.
         """
@@ -181,7 +182,7 @@ class Setup:
             outputs=OutputMeter() if small_heads or not students else None,
             vectors=None if students else VectorMeter(),  # a calibrated block is there when its experts' are gone
             finals={} if keep_finals else None,
-            split=frozenset(role for role, model in roles.items() if model is not models.base),
+            split=frozenset(role for role, model in roles.items() if model is not models.base and not students),
         )
         second = {role: drift.runners[role] for role in (*students, MERGED)} if judged else {}
         return Job(
