@@ -1,0 +1,62 @@
+"""What a calibration runs: every model as often as the fit and its figures need it, and no more."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from families import FAMILIES, save_family
+
+from featcal_cli.engine.block_runner import PausedForward
+from featcal_cli.models.architecture import Block
+from featcal_cli.workflows.inspect_drift import inspect_drift
+from featcal_cli.workflows.verbs import calibrate
+
+pytestmark = pytest.mark.usefixtures("undrawn")
+
+BY_NAME = {family.name: family for family in FAMILIES}
+
+
+@pytest.mark.parametrize("name", ["llama", "vit", "t5", "albert"])
+@pytest.mark.parametrize("rows", [8, 40], ids=["fitted", "held out"])
+def test_drift_of_a_calibration_is_what_a_look_at_its_output_finds(tmp_path: Path, name: str, rows: int) -> None:
+    """Figure by figure on the rows that were fitted, whose passes serve both; by its places on rows held out."""
+    saved = save_family(tmp_path / "saved", BY_NAME[name], examples=rows)
+    recipe = saved.recipe(examples=8)
+    done = calibrate(recipe, output=tmp_path / "out", batch_size=3)
+    seen = inspect_drift(recipe, compare=str(done.output), batch_size=3)
+    for task, drift in done.report.drift.items():
+        assert drift.held_out == (rows > 8)
+        measured = done.report.measures[task].models
+        for role, at in {"merged": "model", "calibrated": "other", "base": "base"}.items():
+            blocks = seen.tasks[task].models[at].blocks
+            assert [block.name for block in measured[role].blocks] == [block.name for block in blocks]
+            if not drift.held_out:
+                found = [block.drift.relative for block in measured[role].blocks]
+                assert found == pytest.approx([block.drift.relative for block in blocks], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("rows", "expected"),
+    [(8, [8 * 5, 8 * 5]), (16, [8 * 3 + 4 * 3 + 4 * 4, 8 * 2 + 4 * 2 + 4 * 4])],
+    ids=["fitted", "held out"],
+)
+def test_drift_costs_a_pass_of_merged_and_one_of_base(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: int, expected: list[int]
+) -> None:
+    """A row that is fitted and measured runs through a block in the expert, twice in the student, in merged and in
+    base; of rows that are held out, one half as fitted ones do, the other once in each of the four. The last block of
+    what was calibrated runs where it is measured alone."""
+    runs: Counter[str] = Counter()
+    run_block = PausedForward.run_block
+
+    def counted(paused: PausedForward, block: Block, *given: Any, **kept: Any) -> Any:
+        runs[block.name] += len(paused.hidden)
+        return run_block(paused, block, *given, **kept)
+
+    monkeypatch.setattr(PausedForward, "run_block", counted)
+    saved = save_family(tmp_path / "saved", BY_NAME["vit"], examples=rows)
+    calibrate(saved.recipe(examples=8, token_weights="uniform"), output=tmp_path / "out")
+    assert list(runs.values()) == [len(saved.inputs) * count for count in expected]
