@@ -54,6 +54,11 @@ class TaskExamples:
     is_whole: bool = False
     """All rows of the source were read: there are no others."""
 
+    @property
+    def measured_count(self) -> int:
+        """Examples that a calibration's drift is measured on: where none are held out, so many of the fitted ones."""
+        return self.held_out_count or min(self.fitted_count, most_held_out(self.fitted_count) // 2)
+
 
 @dataclass(frozen=True)
 class DrawnExamples:
@@ -247,7 +252,7 @@ def _notes(usable: _UsableRows, count: int, held_out: int) -> Iterator[str]:
     elif fitted < count:
         yield f"the source has {fitted} usable rows, so all of them are fitted ({count} were asked for)"
     if not held_out:
-        yield "no further rows to hold out, so drift is measured on the fitted rows"
+        yield "no further rows to hold out, so drift is measured on fitted rows"
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from featcal_cli.runtime.errors import FeatCalError, OutputError
 from featcal_cli.runtime.files import explain_full, name_reason
 from featcal_cli.runtime.interruption import exit_code
 from featcal_cli.runtime.process import peak_resident_bytes
-from featcal_cli.runtime.progress import Listener, Progress, heard
+from featcal_cli.runtime.progress import Listener, PhaseClock, Progress, heard
 from featcal_cli.runtime.untrusted_text import redact
 
 REMEMBERED = 200
@@ -38,6 +38,7 @@ class Log(Listener):
     def __init__(self, shown: Listener, file: BinaryIO | None) -> None:
         self._shown, self._file = shown, file
         self._began = time.monotonic()
+        self._clock = PhaseClock()
         self.recent: deque[str] = deque(maxlen=REMEMBERED)
         """The last lines."""
 
@@ -57,9 +58,11 @@ class Log(Listener):
         if error is not None:
             self.write("error", kind=type(error).__name__, what=error.what, where=error.where, fix=error.fix)
         seconds = round(time.monotonic() - self._began, 3)
-        self.write("end", exit_code=code, seconds=seconds, peak_rss_bytes=peak_resident_bytes())
+        phases = self._clock.read()
+        self.write("end", exit_code=code, seconds=seconds, phases=phases, peak_rss_bytes=peak_resident_bytes())
 
     def stage(self, text: str) -> None:
+        self._clock.begin(text)
         self.write("stage", text=text)
         self._shown.stage(text)
 

@@ -21,6 +21,7 @@ _FAILED = re.compile(r"HTTP Error (?P<status>\d+) thrown while requesting \w+ (?
 _BROKE = re.compile(r"thrown while requesting \w+ (?P<url>\S+)\s*\Z")
 _RESUMED = re.compile(r"Error while downloading from (?P<url>\S+): .*Trying to resume", re.DOTALL)
 _GIVES_UP = re.compile("Error while downloading from .*Max retries exceeded", re.DOTALL)
+_PHASE = re.compile(r"^(downloading|fetching|evaluating|pushing|searching settings)\b.*", re.DOTALL)
 _ADDRESS = re.compile(r"https?://[^\s'\")]+")
 _WAITS = re.compile(r"(?:Retrying in|Waiting) (?P<seconds>[\d.]+)s\b")
 _STATUSES = {
@@ -155,6 +156,24 @@ class Listener:
 
     def progress(self, progress: Progress) -> None:
         """A calibration moved on."""
+
+
+class PhaseClock:
+    """Adds up the seconds of a run by its phases, which its stages begin."""
+
+    def __init__(self) -> None:
+        self._phase, self._since = "starting", time.monotonic()
+        self._seconds: dict[str, float] = {}
+
+    def begin(self, stage: str) -> None:
+        """A stage begins; its phase is what its text says before it names something."""
+        self._seconds = self.read()
+        self._phase, self._since = _PHASE.sub(r"\1", stage), time.monotonic()
+
+    def read(self) -> dict[str, float]:
+        """Seconds by phase, in their order, up to now."""
+        here = self._seconds.get(self._phase, 0.0) + time.monotonic() - self._since
+        return {**self._seconds, self._phase: round(here, 3)}
 
 
 Watch: TypeAlias = "Callable[[Progress], None]"

@@ -65,7 +65,7 @@ def summarise(session: Session, plan: Preflight, outcome: Outcome) -> Report:
         notes=list(session.notes),
         sources=list(_describe_sources(plan)),
         curves={task: read_curve(job, task) for task in plan.examples},
-        measures=describe_tasks(job, {task: f.held_out_count or f.fitted_count for task, f in plan.examples.items()}),
+        measures=describe_tasks(job, {task: rows.measured_count for task, rows in plan.examples.items()}),
     )
 
 
@@ -76,6 +76,7 @@ def add_up_cost(session: Session, job: Job) -> dict[str, Any]:
     resident, on_device, by_rank = zip(*session.ranks.gather((peak_resident_bytes(), device, read)), strict=True)
     cost = {
         "seconds": time.monotonic() - session.started,
+        "phases": session.phases.read(),
         "peak_rss_bytes": max(resident),
         "peak_device_bytes": max(on_device),
         "expert_bytes_read": sum(by_rank),

@@ -133,7 +133,7 @@ class Computation:
         snapshots = fetch_models(session, plan, None if merge else own)
         weights = {file: role for role, snapshot in snapshots.items() for file in snapshot.weights()}
         self._inputs.append(Unchanged(weights))
-        session.listener.stage("loading models")
+        session.stage("loading models")
         with self._workspace.scratch() as folder:
             scratch = self._ranks.of_machine(folder)
             models = load_models(snapshots, merge, scratch / "merged", session.draft.name, self._ranks)
@@ -190,7 +190,7 @@ class Computation:
             session.note(f"{change.what}, after its rows were read")
         if target is not None and plan.recipe.local_paths:
             session.note(f"{RECIPE} and {REPORT} name folders of this machine, and are pushed with these names")
-        session.listener.stage("writing")
+        session.stage("writing")
         chosen = {**asdict(outcome.choice.hyperparameters), "chosen": calibration.is_answered_for}
         fixed = calibration.model_copy(update=chosen)
         plan = replace(plan, recipe=plan.recipe.model_copy(update={"calibration": fixed}))
@@ -217,7 +217,7 @@ class Computation:
             for rows in examples.values():  # the job has this rank's part of them
                 for batches in (rows.fitted, rows.selection, rows.held_out):
                     batches.clear()
-        self._session.listener.stage("calibrating")
+        self._session.stage("calibrating")
         watch = self._session.listener.progress
         try:
             blocks = calibrate_blocks(job, choice.hyperparameters, journal, bias=calibration.bias, watch=watch)
@@ -231,7 +231,7 @@ class Computation:
         if not calibration.is_answered_for:
             return Outcome(choice, job, blocks, 1.0, "")
         held_out = [task for task, rows in examples.items() if rows.held_out_count]
-        self._session.listener.stage("checking the result")
+        self._session.stage("checking the result")
         return Outcome(choice, job, blocks, *shrink_updates(job, blocks, journal, held_out, watch))
 
     def _choose(self, plan: Preflight, setup: Setup, journal: Journal | None) -> Choice:
@@ -254,7 +254,7 @@ class Computation:
         """What becomes of the candidates; what an interrupted run has found is taken over."""
         if (kept := self._ranks.broadcast(journal.recall_search() if journal else None)) is not None:
             return [Trial.from_dict(trial) for trial in kept]
-        self._session.listener.stage(f"searching settings ({len(search.candidates)} candidates)")
+        self._session.stage(f"searching settings ({len(search.candidates)} candidates)")
         branches = [setup.architecture.blocks[number - 1].name for number in search.cuts]
         job = setup.make_search_job(search.candidates, search.fitted, branches)
         trials = Search(job, search.candidates, setup.calibration.bias, search.cuts).run(
@@ -293,6 +293,8 @@ class Computation:
         files = tuple(sorted({*list_files(models.merged.snapshot)[0], *contents, NOTE}))
         note = Note(about, push=target is not None, files=files, run=journal.job)
         contents[NOTE] = self._output.write_note([text], note).encode()
-        for name in write_output(self._workspace, models.merged, read_groups, contents, self._check_inputs):
+        for name in write_output(
+            self._workspace, models.merged, read_groups, contents, self._check_inputs, self._session.stage
+        ):
             self._session.note(f"left out of the output: {name} (other weights than the calibrated ones)")
         drop_journal(journal.folder)

@@ -166,7 +166,7 @@ class _TaskMeasurement:
 
         from featcal_cli.evaluation.lm_eval_tasks import measure_tasks
 
-        task, models, stage = self.task, self.models, self.session.listener.stage
+        task, models, stage = self.task, self.models, self.session.stage
         if self._how.protocol == "lm-eval":
             for role in roles:
                 stage(f"evaluating {task}: {role}")

@@ -96,7 +96,7 @@ def _measure(session: Session, compare: str | None, *, keep_finals: bool) -> tup
         if examples.is_whole:
             session.note(f"{task}: the source has few rows, to most of which a calibration with it was fitted")
     snapshots = fetch_models(session, plan, session.ranks.own(plan.recipe.tasks))
-    session.listener.stage("loading models")
+    session.stage("loading models")
     models = load_models(snapshots, None, Path(), "")
     other = load_fitting(OTHER, snapshots[OTHER], models.merged) if compare else None
     setup = set_up(session, plan, models)
@@ -105,7 +105,7 @@ def _measure(session: Session, compare: str | None, *, keep_finals: bool) -> tup
         check_alignment(setup.architecture, models.merged, other)
     watchers = {MODEL: models.merged, BASE: models.base} | ({OTHER: other} if other else {})
     job = setup.make_job({}, watchers, keep_finals=keep_finals)
-    session.listener.stage("measuring")
+    session.stage("measuring")
     for number, visit in enumerate(forward_order(job)):
         session.listener.progress(Progress(visit.block.name, number, len(setup.architecture.blocks)))
     session.share_notes()

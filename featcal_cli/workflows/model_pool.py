@@ -70,7 +70,7 @@ class LazyModels:
         key = f"expert {task}" if role == EXPERT else role
         if key not in self._snapshots:
             if key in self._origins:
-                self._session.listener.stage(f"fetching {self._origins[key].name}")
+                self._session.stage(f"fetching {self._origins[key].name}")
                 self._snapshots[key] = self._session.fetch(self._origins[key])
             else:
                 self._snapshots[key] = self._build()
@@ -109,7 +109,7 @@ class LazyModels:
         parts = {BASE: self.snapshot(BASE)} | {
             f"expert {task}": self.snapshot(EXPERT, task) for task in self.recipe.tasks
         }
-        self._session.listener.stage("building the merged model")
+        self._session.stage("building the merged model")
         scratch = self._scratch.enter_context(TemporaryDirectory(prefix="featcal-", ignore_cleanup_errors=True))
         folder = Path(scratch) / MERGED
         name = self.name(MERGED)

@@ -28,12 +28,13 @@ def write_output(
     groups: Callable[[], Iterable[Mapping[str, Tensor]]],
     contents: Mapping[str, bytes],
     check_inputs: Callable[[], None],
+    stage: Callable[[str], None],
 ) -> list[str]:
     """Copy the merged checkpoint, put the calibrated tensors of the `groups` (by name on disk) into the copy, add
     `contents` by file name, look it all over, and let it take its place. Returns the files of merged that were left
     out.
 
-    check_inputs: raises where merged is no longer what it was. Raises OutputError."""
+    check_inputs: raises where merged is no longer what it was. stage: told when the look begins. Raises OutputError."""
     check_inputs()
     built = workspace.built.folder
     with workspace.writing():
@@ -44,6 +45,7 @@ def write_output(
             write_tensors(built, slots, group.items())
         for name, content in contents.items():
             (built / name).write_bytes(content)
+        stage("verifying")
         check_built(built, merged, groups(), contents)
     check_inputs()
     workspace.publish()

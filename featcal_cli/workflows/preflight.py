@@ -108,7 +108,7 @@ def prepare(
     Raises FeatCalError for whatever would stop the job later.
     """
     recipe, findings, origins = _pin_all(session, others or {}, published=target is not None)
-    stage, device = session.listener.stage, session.device
+    stage, device = session.stage, session.device
     stage("comparing models")
     outlines, headers = _outline_models(origins, session.options.trust_remote_code)
     merged = outlines["merged"]
@@ -116,6 +116,7 @@ def prepare(
     hold_out = hold_out and recipe.calibration.is_answered_for
     drawn = _draw_examples(session, recipe, origins, merged, sampled=SAMPLED if sample else None, hold_out=hold_out)
     longest = {task: examples.longest() for task, examples in drawn.items()}
+    stage("finding blocks")
     architecture = _find_blocks(merged, longest, recipe.calibration.norms)
     if session.options.batch_size:
         sizes = dict.fromkeys(drawn, session.options.batch_size)
@@ -160,7 +161,7 @@ def _pin_all(
     ranks = session.ranks
     if not ranks.is_first:
         recipe, findings, others = ranks.broadcast((recipe, findings, others))
-    session.listener.stage("finding models")
+    session.stage("finding models")
     origins = {role: session.find_origin(name) for role, name in {**name_models(recipe), **others}.items()}
     session.note(*dict.fromkeys(text for origin in origins.values() for text in origin.notes))
     if published:  # a link must not lead files of this machine into the output

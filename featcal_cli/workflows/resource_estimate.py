@@ -27,9 +27,9 @@ from featcal_cli.runtime.hardware import memory_of, rooms_for_features
 from featcal_cli.runtime.process import resident_bytes
 from featcal_cli.workflows.shape_probe import COMPUTE, BatchNeeds, probe_batch
 
-FITTED_PASSES, WATCHED_PASSES, JUDGED_PASSES = 2, 8, 3
+FITTED_PASSES, WATCHED_PASSES, JUDGED_PASSES = 2, 8, 1
 """Passes of a batch that are under way at once: expert and student; where drift is measured with merged and base, and a
-further one of the expert for each of them."""
+further one of the expert for each of them; of rows that updates are checked on, merged too."""
 FEATURES_HELD = 3
 """Times that the inputs of a block's modules are held for one batch: student's and expert's, the expert's outputs, and
 what is made of them."""
@@ -110,7 +110,7 @@ def estimate(
 ) -> Estimate:
     """The needs of a job, given the outline of its merged model; `writes`: it calibrates, and does not only measure."""
     calibration = recipe.calibration
-    loads = {task: _load(rows, calibration.examples) for task, rows in examples.items()}
+    loads = {task: _load(rows, calibration.examples, writes=writes) for task, rows in examples.items()}
     guarded, built = writes and calibration.select != "preset", isinstance(recipe.merged, Merge)
     needs = _add_up(merged, architecture, loads, device, ridge=calibration.ridge, guarded=guarded, built=built)
     if writes and calibration.is_open and all(rows.selection_count for rows in examples.values()):
@@ -125,12 +125,12 @@ def estimate(
     return needs
 
 
-def _load(examples: TaskExamples, wanted: int) -> Load:
+def _load(examples: TaskExamples, wanted: int, *, writes: bool) -> Load:
     """A task's examples as work: all `wanted`, of which some were read; fewer where the source has no more."""
     batches = [*examples.fitted, *examples.selection, *examples.held_out]
     held = sum(x.nbytes for batch in batches for x in batch.values())
     scale = 1.0 if examples.is_whole else wanted / examples.fitted_count
-    watched = examples.held_out_count or examples.fitted_count
+    watched = examples.measured_count if writes else examples.fitted_count
     fitted, watched = (round(number * scale) for number in (examples.fitted_count, watched))
     size = min(examples.batch_size, max(fitted, watched))
     return Load(examples.fitted[0], fitted, watched, round(held * scale), size)

@@ -18,7 +18,7 @@ from featcal_cli.recipe.reading import as_draft
 from featcal_cli.recipe.schema import Draft, Recipe
 from featcal_cli.runtime.distributed import join_ranks
 from featcal_cli.runtime.process import check_device, finish_importing
-from featcal_cli.runtime.progress import Listener
+from featcal_cli.runtime.progress import Listener, PhaseClock
 from featcal_cli.runtime.untrusted_text import visible
 
 if TYPE_CHECKING:  # it is not waited for before it is needed
@@ -61,6 +61,7 @@ class Session:
 
     def __init__(self, recipe: RecipeSource, options: RunOptions, listener: Listener | None = None) -> None:
         self.started = time.monotonic()
+        self.phases = PhaseClock()
         self.draft = as_draft(recipe)
         self.ranks = join_ranks()
         """All processes of this run; the first one speaks and writes."""
@@ -86,7 +87,7 @@ class Session:
         Raises FeatCalError.
         """
         if self._lineage is None:
-            self.listener.stage("finding models")
+            self.stage("finding models")
             lineage = self._find_lineage() if self.ranks.is_first else (Recipe.model_construct(), [])
             finish_importing()
             self._lineage = lineage
@@ -122,6 +123,11 @@ class Session:
         _, *others = self.ranks.gather(self.notes)
         if self.ranks.is_first:
             self.note(*dict.fromkeys(text for notes in others for text in notes if text not in self.notes))
+
+    def stage(self, text: str) -> None:
+        """Say that a new part of the work begins, from which on its time counts."""
+        self.phases.begin(text)
+        self.listener.stage(text)
 
     def note(self, *texts: str) -> None:
         """Remember sentences for the report, and show them."""

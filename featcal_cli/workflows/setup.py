@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from featcal_cli.data.batches import take_examples, take_range
+from featcal_cli.data.batches import Batch, take_examples, take_range
 from featcal_cli.data.examples import TaskExamples
 from featcal_cli.engine.block_runner import BlockRunner
 from featcal_cli.engine.drift_metrics import DriftMeter, OutputMeter, VectorMeter, limit_batches
@@ -57,7 +57,7 @@ def fetch_models(session: Session, plan: Preflight, tasks: Collection[str] | Non
     for role, origin in plan.origins.items():
         if tasks is not None and role.startswith(EXPERT) and role.removeprefix(EXPERT) not in tasks:
             continue
-        session.listener.stage(f"downloading {origin.name}" if plan.transfers[role].missing else "loading models")
+        session.stage(f"downloading {origin.name}" if plan.transfers[role].missing else "loading models")
         snapshots[role] = session.fetch(origin)
     return snapshots
 
@@ -92,6 +92,7 @@ def set_up(session: Session, plan: Preflight, models: Models, scratch: Path | No
     """The models and the examples together: the blocks that the examples reach are found in merged. Raises
     CheckpointError for a model that has not all of them."""
     calibration, note, merged = plan.recipe.calibration, session.note, models.merged
+    session.stage("finding blocks")
     with _layers_given_back(merged.module):  # the probes go through all of it
         first = {task: examples.fitted[0] for task, examples in plan.examples.items()}
         architecture = find_architecture(merged.module, first, calibration.norms)
@@ -150,8 +151,8 @@ class Setup:
         """All models at the start, with the examples that they run on.
 
         students, watchers: by role, the models that are calibrated, and the others whose drift is measured. With
-        students it is measured on what is not fitted, if there is any; without, on all examples, inside of blocks, and
-        split into local mismatch and upstream propagation.
+        students it is measured on what is not fitted, if there is any; otherwise on some of what is; without, on all
+        examples, inside of blocks, and split into local mismatch and upstream propagation.
         guarded: updates are checked on the examples that are held out for that.
         judged: the last drift of the students, and of merged, is measured on these examples too.
         """
@@ -167,13 +168,16 @@ class Setup:
         distinct = {id(model): model for model in (models.merged, models.base, *roles.values())}
         runners = {key: runner(model) for key, model in distinct.items()}  # never two of one model
         merged = runners[id(models.merged)]
-        measured = {
-            task: ((rows.held_out if students else []) or rows.fitted) if task in own else []
-            for task, rows in examples.items()
-        }
         experts = {task: runner(models.experts[task]) for task in own}
-        fitted = {task: list(rows.fitted) if task in own else [] for task, rows in examples.items()}
-        selection = {task: list(rows.selection) if task in own else [] for task, rows in examples.items()}
+        fitted, selection, measured = ({task: list[Batch]() for task in examples} for _ in range(3))
+        for task in own:
+            rows = examples[task]
+            fitted[task], selection[task], measured[task] = list(rows.fitted), list(rows.selection), rows.held_out
+            if not students:
+                measured[task] = rows.fitted
+            elif not rows.held_out_count:  # these are batches of their own, whose passes serve both
+                measured[task] = take_range(rows.fitted, 0, rows.measured_count)
+                fitted[task] = [*measured[task], *take_range(rows.fitted, rows.measured_count, rows.fitted_count)]
         small_heads = all(self.ranks.gather(_has_small_heads(models.experts.values(), architecture)))
         drift = Measurement(
             {role: runners[id(model)] for role, model in roles.items()},

@@ -168,7 +168,7 @@ class CalibrationRun:
             self._output.remember_files()
         if wanted.push_to is None:
             return None
-        self._session.listener.stage("checking the Hub")
+        self._session.stage("checking the Hub")
         return check_target(
             wanted.push_to,
             private=wanted.private,

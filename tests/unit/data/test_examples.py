@@ -244,7 +244,7 @@ def test_a_source_with_fewer_rows_is_fitted_whole_and_the_notes_say_so(at: Folde
     found = at.load(bert, at.rows(*text_rows(5)))
     assert (found.fitted_count, found.held_out_count, found.selection) == (5, 0, [])
     assert any("all of them are fitted (8 were asked for)" in note for note in found.notes)
-    assert any("drift is measured on the fitted rows" in note for note in found.notes)
+    assert any("drift is measured on fitted rows" in note for note in found.notes)
 
 
 @pytest.mark.parametrize(("rows", "halves"), [(9, (0, 0)), (10, (1, 1)), (11, (1, 2)), (16, (4, 4)), (99, (4, 4))])
@@ -290,7 +290,7 @@ def test_equal_rows_are_never_on_both_sides(at: Folder, bert: Any, different: in
     if different < 200:
         assert any("rows are equal to others" in note for note in found.notes)
     if different < 10:
-        assert any("drift is measured on the fitted rows" in note for note in found.notes)
+        assert any("drift is measured on fitted rows" in note for note in found.notes)
 
 
 def test_equal_tensors_and_images_are_never_on_both_sides(at: Folder, vit: Any) -> None:
