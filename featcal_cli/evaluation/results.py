@@ -28,6 +28,8 @@ Numbers = NDArray[numpy.float64]
 
 @dataclass(frozen=True)
 class Score:
+    """What one model reaches on one task."""
+
     value: float
     """Accuracy, 0 to 1, or Spearman's ρ, −1 to 1."""
     low: float
@@ -87,6 +89,8 @@ EXPERT, MERGED, CALIBRATED = "expert", "merged", "calibrated"
 
 @dataclass(frozen=True)
 class TaskScores:
+    """All models on one task."""
+
     protocol: str
     """zero-shot, generation, lm-eval or heads."""
     metric: str

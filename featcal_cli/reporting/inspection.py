@@ -36,6 +36,8 @@ class PlaceDrift:
 
 @dataclass(frozen=True)
 class BlockDrift:
+    """One block, and the modules inside it."""
+
     name: str
     drift: PlaceDrift
     """Of the block's output."""
@@ -62,6 +64,8 @@ class OutputDrift:
 
 @dataclass(frozen=True)
 class ModelDrift:
+    """One model on one task."""
+
     stem: PlaceDrift
     """Before the first block."""
     blocks: list[BlockDrift]
@@ -78,6 +82,8 @@ class ModelDrift:
 
 @dataclass(frozen=True)
 class TaskInspection:
+    """One task."""
+
     examples: int
     models: dict[str, ModelDrift]
     """By role: model, base, and other where a second model is compared."""

@@ -33,6 +33,8 @@ class TaskDrift:
 
 @dataclass(frozen=True)
 class DriftRow:
+    """A line of the table of drift: a task's, or the mean of all."""
+
     task: str
     before: float
     after: float
@@ -50,7 +52,7 @@ class DriftRow:
 
 @dataclass(frozen=True)
 class DriftCurve:
-    """Relative drift of one task after every block, in forward order: of merged, calibrated and base."""
+    """Relative drift of one task after every block, in forward order."""
 
     blocks: list[str]
     before: list[float]
@@ -60,6 +62,8 @@ class DriftCurve:
 
 @dataclass(frozen=True)
 class Source:
+    """A model or a dataset that a run read."""
+
     role: str
     """merged, base, expert TASK, or data TASK."""
     name: str
@@ -74,6 +78,8 @@ class Source:
 
 @dataclass(frozen=True)
 class Report:
+    """A whole run."""
+
     featcal_version: str
     recipe: dict[str, Any]
     environment: dict[str, str]

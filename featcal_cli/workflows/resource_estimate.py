@@ -49,6 +49,8 @@ SMALL_FILES = 2**18
 
 @dataclass(frozen=True)
 class Estimate:
+    """What a job will need."""
+
     host_bytes: int
     """Peak resident memory, weights that are read from disk included."""
     device_bytes: int
@@ -89,6 +91,8 @@ class SearchNeeds:
 
 @dataclass(frozen=True)
 class Load:
+    """The examples of one task, as work."""
+
     batch: Batch
     fitted: int
     """Examples to fit."""
