@@ -105,8 +105,7 @@ def prepare(
     target: the folder that will be written, if any. others: further models, by role. hold_out: where there are no
     further rows, some of the fitted ones are held out, if featcal is to choose settings.
 
-    Raises FeatCalError for whatever would stop the job later.
-    """
+    Raises FeatCalError for whatever would stop the job later."""
     recipe, findings, origins = _pin_all(session, others or {}, published=target is not None)
     stage, device = session.stage, session.device
     stage("comparing models")
