@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, constants
+from huggingface_hub import CommitOperationAdd, CommitOperationDelete, Discussion, HfApi, constants
 from huggingface_hub.errors import RepositoryNotFoundError
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # meant to be exported
 
@@ -126,13 +126,18 @@ class _Push:
         if head.is_result_of(self._files):
             return self._as_pushed(head.commit, None), head
         if self._target.create_pr:
-            whose: dict[str, Any] = {"author": self._target.user, "discussion_type": "pull_request"}
-            whose["discussion_status"] = "open"
-            for pull in client.patiently(lambda: list(self._api.get_repo_discussions(self._repo_id, **whose))):
+            for pull in client.patiently(self._list_pull_requests):
                 proposed = remote.read_head(self._repo_id, f"refs/pr/{pull.num}")
                 if proposed and proposed.is_result_of(self._files):
                     return self._as_pushed(proposed.commit, pull.num), head
         return None, head
+
+    def _list_pull_requests(self) -> list[Discussion]:
+        return list(
+            self._api.get_repo_discussions(
+                self._repo_id, author=self._target.user, discussion_type="pull_request", discussion_status="open"
+            )
+        )
 
     def _as_pushed(self, commit: str, pull_request: int | None) -> Pushed:
         page = f"{self._page}/discussions/{pull_request}" if pull_request else self._page
@@ -140,7 +145,8 @@ class _Push:
 
     def _create(self) -> remote.Head:
         # None leaves it to what the organisation has as its default
-        private, odd = self._target.private or None, None
+        private = self._target.private or None
+        odd: Exception | None = None
         try:
             client.patiently(lambda: self._api.create_repo(self._repo_id, private=private))
             self._created = "surely"
@@ -163,8 +169,13 @@ class _Push:
         additions = remote.counted_additions(self._folder, self._files, self._repo_id, self._watch)
 
         def preupload() -> None:
-            options: dict[str, Any] = {"create_pr": self._target.create_pr, "free_memory": False}
-            self._api.preupload_lfs_files(self._repo_id, additions, gitignore_content=KEEP_ALL, **options)
+            self._api.preupload_lfs_files(
+                self._repo_id,
+                additions,
+                create_pr=self._target.create_pr,
+                free_memory=False,
+                gitignore_content=KEEP_ALL,
+            )
 
         # the client tries again what passes, but at the same address
         with remote.told_xet(self._repo_id, self._watch):

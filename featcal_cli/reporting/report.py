@@ -56,7 +56,9 @@ class DriftCurve:
 
     blocks: list[str]
     before: list[float]
+    """Of the merged model."""
     after: list[float]
+    """Of the calibrated model."""
     base: list[float]
 
 
