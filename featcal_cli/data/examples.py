@@ -4,14 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, chain, islice, starmap
+from itertools import chain, islice, starmap
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
-from featcal_cli.data.batches import BadRowError, Batch, Reader, count_examples, forward_names, take_examples
+from featcal_cli.data.batches import (
+    BadRowError,
+    Batch,
+    Reader,
+    count_examples,
+    forward_names,
+    take_examples,
+    take_range,
+)
 from featcal_cli.data.columns import (
     LABEL_NAMES,
     check_columns,
@@ -55,9 +63,13 @@ class TaskExamples:
     """All rows of the source were read: there are no others."""
 
     @property
+    def measured(self) -> list[Batch]:
+        """Those that a calibration's drift is measured on: where none are held out, some of the fitted ones."""
+        return self.held_out or take_range(self.fitted, 0, self.measured_count)
+
+    @property
     def measured_count(self) -> int:
-        """Examples that a calibration's drift is measured on: where none are held out, so many of the fitted ones."""
-        return self.held_out_count or min(self.fitted_count, most_held_out(self.fitted_count) // 2)
+        return self.held_out_count or _count_measured(self.fitted_count)
 
 
 @dataclass(frozen=True)
@@ -80,12 +92,24 @@ class DrawnExamples:
 
     def cut(self, batch_size: int) -> TaskExamples:
         """The examples in batches. Raises DataError when they do not go together."""
-        lists = self.fitted, self.selection, self.held_out
-        sizes = [len(items) for items in lists]
-        starts = accumulate(sizes, initial=0)
-        fitted, selection, held_out = (self._cut(*part, batch_size) for part in zip(lists, starts, strict=False))
+        sizes = [len(items) for items in (self.fitted, self.selection, self.held_out)]
+        # where none are held out, the fitted ones that are measured have batches of their own: one pass for both
+        first = 0 if self.held_out else _count_measured(len(self.fitted))
+        measured = self._cut(self.fitted[:first], 0, batch_size)
+        lists = self.fitted[first:], self.selection, self.held_out
+        starts = first, sizes[0], sizes[0] + sizes[1]
+        rest, selection, held_out = (self._cut(*part, batch_size) for part in zip(lists, starts, strict=True))
         return TaskExamples(
-            self.task, batch_size, fitted, selection, held_out, self.notes, sizes[0], sizes[1], sizes[2], self.is_whole
+            self.task,
+            batch_size,
+            [*measured, *rest],
+            selection,
+            held_out,
+            self.notes,
+            sizes[0],
+            sizes[1],
+            sizes[2],
+            self.is_whole,
         )
 
     def _cut(self, items: Sequence[Any], before: int, batch_size: int) -> list[Batch]:
@@ -204,6 +228,11 @@ class _UsableRows:
 def most_held_out(count: int) -> int:
     """How many further examples of a task are held out where `count` are to be fitted, if there are so many."""
     return min(64, max(8, count // 4))
+
+
+def _count_measured(fitted: int) -> int:
+    """How many of so many fitted examples a calibration's drift is measured on, where none are held out."""
+    return min(fitted, most_held_out(fitted) // 2)
 
 
 def _read_usable(reader: Reader, rows: Iterable[Any], count: int, further: int, where: str) -> _UsableRows:

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from featcal_cli.data.batches import Batch, take_examples, take_range
+from featcal_cli.data.batches import take_examples, take_range
 from featcal_cli.data.examples import TaskExamples
 from featcal_cli.engine.block_runner import BlockRunner
 from featcal_cli.engine.drift_metrics import DriftMeter, OutputMeter, VectorMeter, limit_batches
@@ -169,8 +169,11 @@ class Setup:
         runners = {key: runner(model) for key, model in distinct.items()}  # never two of one model
         merged = runners[id(models.merged)]
         experts = {task: runner(models.experts[task]) for task in own}
-        parts = {task: _part(rows, bool(students)) if task in own else ([], [], []) for task, rows in examples.items()}
-        fitted, selection, measured = ({task: of_task[n] for task, of_task in parts.items()} for n in range(3))
+        fitted = {task: list(rows.fitted) if task in own else [] for task, rows in examples.items()}
+        selection = {task: list(rows.selection) if task in own else [] for task, rows in examples.items()}
+        measured = {
+            task: (rows.measured if students else rows.fitted) if task in own else [] for task, rows in examples.items()
+        }
         small_heads = all(self.ranks.gather(_has_small_heads(models.experts.values(), architecture)))
         drift = Measurement(
             {role: runners[id(model)] for role, model in roles.items()},
@@ -245,16 +248,6 @@ class Setup:
                 f"token weights: cls in {', '.join(sorted(blocks))}, because the output is read from the first token"
             )
         return frozenset(blocks)
-
-
-def _part(examples: TaskExamples, calibrates: bool) -> tuple[list[Batch], list[Batch], list[Batch]]:
-    """The batches to fit, to check updates on, and to measure drift on: all, where nothing is calibrated. Where no rows
-    are held out, some of the fitted ones are measured: these are batches of their own, whose passes serve both."""
-    fitted, selection, held_out = list(examples.fitted), list(examples.selection), examples.held_out
-    if not calibrates or held_out:
-        return fitted, selection, held_out if calibrates else fitted
-    measured = take_range(fitted, 0, examples.measured_count)
-    return [*measured, *take_range(fitted, examples.measured_count, examples.fitted_count)], selection, measured
 
 
 def _has_small_heads(experts: Iterable[Model], architecture: Architecture) -> bool:
