@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from copy import deepcopy
-from threading import Thread
 from typing import Any
 
 import torch
@@ -14,7 +13,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from featcal_cli.data.batches import Batch, forward_names
-from featcal_cli.engine.offload import Offloader
+from featcal_cli.engine.offload import Offloader, TouchMode
+from featcal_cli.engine.weight_uploads import Upload, uploader_of
 from featcal_cli.models.architecture import Architecture, Block
 from featcal_cli.models.loading import Model
 from featcal_cli.models.tracing import first_tensor, tensors_in
@@ -48,9 +48,11 @@ class BlockRunner:
         self._read: set[int] = set()
         self._moved: dict[int, tuple[Tensor, Tensor]] = {}
         """Tensors that have other data while they are on the device, by id: with the data that they get back."""
-        self._prefetch: Prefetch | None = None
-        self._prefetched: dict[int, Tensor] = {}
-        """Copies on the device of what is needed next, by the id of what they are copies of."""
+        self._own = {id(x): x for x in (*model.module.parameters(), *model.module.buffers())}
+        self._upload: tuple[str, Upload] | None = None
+        """What is on its way to the device, with the path of the module that it is for."""
+        self._uploaded: dict[int, Tensor] = {}
+        """Copies on the device that nothing has as its data yet, by the id of what they are copies of."""
         self._is_open = False
         self._undo = ExitStack()
         self._install()
@@ -86,7 +88,7 @@ class BlockRunner:
             for holder, data in self._moved.values():
                 holder.data = data
             self._moved.clear()
-            self._prefetched.clear()
+            self._uploaded.clear()
 
     def retire(self) -> None:
         """Leave the model as it was before it was made ready; it runs block by block no more."""
@@ -118,22 +120,29 @@ class BlockRunner:
     def prefetch(self, path: str) -> None:
         """Let what the module at `path` needs be read from the disk, and copied to a CUDA device, while other things
         are computed."""
-        memory_map.fetch_ahead(self._parameters_at(path))
+        own = self.model.own_path(path)
+        if own is None:
+            return
+        homes = {id(x): self._home(x) for x in self.model.module.get_submodule(own).parameters()}
+        memory_map.fetch_ahead(homes.values())
         if self.device.type == "cuda":
-            self._prefetch = Prefetch(self._parameters_at(path), self.device, self.dtype)
+            self._upload = own, uploader_of(self.device).begin(homes, self.dtype)
 
     def give_back(self, path: str | None = None) -> int:
         """Let the system have the memory of what was read from the disk for the module at `path`, or of everything;
         returns how many bytes it got."""
-        return memory_map.give_back(self.model.module.parameters() if path is None else self._parameters_at(path))
+        own = "" if path is None else self.model.own_path(path)
+        parameters = () if own is None else self.model.module.get_submodule(own).parameters()
+        return memory_map.give_back(self._home(parameter) for parameter in parameters)
 
     def replace(self, parameter: nn.Parameter, value: Tensor) -> None:
         """Give a parameter of this model a new value of the same shape, in the dtype that it has when it does not run.
 
         The old tensor stays untouched: other models may share it."""
-        value = value.to(self._home(parameter)).contiguous()
+        home = self._home(parameter)
+        value = value.to(home.dtype).contiguous()
         if id(parameter) in self._moved:
-            self._moved[id(parameter)] = (parameter, value)
+            self._moved[id(parameter)] = (parameter, value.to(home.device))
         parameter.data = value.to(parameter)
 
     def parameters_at_home(self, path: str) -> dict[str, Tensor]:
@@ -149,24 +158,39 @@ class BlockRunner:
     def _home(self, holder: Tensor) -> Tensor:
         return self._moved[id(holder)][1] if id(holder) in self._moved else holder.data
 
-    def _parameters_at(self, path: str) -> list[Tensor]:
-        own = self.model.own_path(path)
-        return [] if own is None else list(self.model.module.get_submodule(own).parameters())
+    def reach(self, tensors: Iterable[Tensor]) -> None:
+        """Move these to the device, if they are weights or buffers of this model or were offloaded; inside `on_device`.
+
+        Modules are brought when they are called; but their frames may go on long after that, and models look at weights
+        of modules that they do not call.
+        """
+        if self.device.type == "cpu":
+            return
+        touched = list(tensors)
+        for tensor in touched:
+            if id(tensor) in self._own and tensor.device != self.device:
+                self._move(tensor)
+        if self.offloader is not None:
+            self.offloader.reach(touched)
+
+    def within_reach(self) -> AbstractContextManager[object]:
+        """Inside, what code touches comes to the device."""
+        return nullcontext() if self.device.type == "cpu" else TouchMode(self.reach)
 
     def _bring(self, path: str, *, recurse: bool) -> None:
         module = self.model.module.get_submodule(path)
-        if self._prefetch is not None:
-            self._prefetched, self._prefetch = self._prefetch.take(), None
+        if self._upload is not None and self._upload[0] == path:
+            self._uploaded, self._upload = self._upload[1].take(), None
         for name, parameter in module.named_parameters(path, recurse=recurse):
             size = parameter.numel() * parameter.element_size()
-            self._move(parameter, self.dtype if parameter.is_floating_point() else parameter.dtype)
+            self._move(parameter)
             if id(parameter) not in self._read:
                 self._read.add(id(parameter))
                 self.bytes_read += size
                 if id(parameter) in self._needed:  # a head is only read to measure what drift does to its answers
                     self._check(name, parameter)
-        for _, buffer in module.named_buffers(path, recurse=recurse):
-            self._move(buffer, buffer.dtype)
+        for buffer in module.buffers(recurse):
+            self._move(buffer)
 
     def _check(self, name: str, parameter: Tensor) -> None:
         if parameter.is_floating_point() and not is_finite(parameter):
@@ -176,14 +200,17 @@ class BlockRunner:
                 fix="use another checkpoint; this one is broken",
             )
 
-    def _move(self, holder: Tensor, dtype: torch.dtype) -> None:
+    def _move(self, holder: Tensor) -> None:
+        computes = isinstance(holder, nn.Parameter) and holder.is_floating_point()
+        dtype = self.dtype if computes else holder.dtype
         if holder.device != self.device or holder.dtype != dtype:
-            home, copied = self._home(holder), self._prefetched.pop(id(holder), None)
+            home, copied = self._home(holder), self._uploaded.pop(id(holder), None)
             self._moved[id(holder)] = (holder, home)
             holder.data = copied if copied is not None and copied.dtype == dtype else home.to(self.device, dtype)
 
     def _prepare(self, batch: Batch, module: nn.Module) -> Batch:
         names = forward_names(module) if self.model.part or self.model.body else set(batch)
+        self.reach(batch.values())  # it may be that of a pass
         return {
             name: tensor.to(self.device, self.dtype) if tensor.is_floating_point() else tensor.to(self.device)
             for name, tensor in batch.items()
@@ -194,6 +221,8 @@ class BlockRunner:
         """Pause at blocks; bring everything outside of blocks when it is called, as whole as possible."""
         around = {name[:end] for name in self._blocks for end, letter in enumerate(name) if letter == "."} | {""}
         for name, module in self.model.module.named_modules():
+            if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and name.rpartition(".")[0] in around:
+                around.add(name)  # nobody calls a list: what is in it is called
             if name in self._blocks:
                 module.forward = _pausing(name, module.forward)
                 self._undo.callback(module.__dict__.pop, "forward")
@@ -204,7 +233,8 @@ class BlockRunner:
     def _bringing(self, name: str, *, recurse: bool) -> Callable[..., None]:
         def hook(*_: object) -> None:
             if self._is_open:
-                self._bring(name, recurse=recurse)
+                with torch._C.DisableTorchFunction():  # what is brought is not touched
+                    self._bring(name, recurse=recurse)
 
         return hook
 
@@ -259,8 +289,7 @@ class PausedForward(greenlet):
 
     def advance(self, *output: Any) -> None:
         """Go on to the next block, giving the paused block's output (nothing at the start)."""
-        offloader = self._runner.offloader
-        with torch.no_grad(), nullcontext() if offloader is None else offloader.within_reach():
+        with torch.no_grad(), self._runner.within_reach():
             result = self.switch(*output)
         if self.dead:
             self._block, self.output, self._args, self._kwargs = None, result, (), {}
@@ -280,6 +309,7 @@ class PausedForward(greenlet):
         """
         runner, given = self._runner, given or self
         runner.bring(block.name)
+        given._runner.reach(given.tensors)
         output = self._run(block, given)
         if runner.dtype == torch.bfloat16 and _are_finite(given.hidden) and not _are_finite((output, *kept)):
             for values in kept:
@@ -327,36 +357,6 @@ class StopBlock(Exception):  # noqa: N818 - not an error
     """Raised by a hook that has seen enough of a block's run."""
 
 
-class Prefetch:
-    """Copies on a CUDA device of tensors that will be needed next; they are read from the disk on the way."""
-
-    def __init__(self, tensors: Iterable[Tensor], device: torch.device, dtype: torch.dtype) -> None:
-        """`dtype`: for those of floating point."""
-        self._device, self._dtype = device, dtype
-        self._stream = torch.cuda.Stream(device)
-        self._copies: dict[int, tuple[Tensor, Tensor]] = {}
-        self._thread = Thread(target=self._copy, args=[[(id(x), x.data) for x in tensors]], daemon=True)
-        self._thread.start()
-
-    def take(self) -> dict[int, Tensor]:
-        """The copies, by the id of the tensor, for the stream that is current here."""
-        self._thread.join()
-        here = torch.cuda.current_stream(self._device)
-        here.wait_stream(self._stream)
-        for copy, _ in self._copies.values():
-            copy.record_stream(here)
-        return {key: copy for key, (copy, _) in self._copies.items()}
-
-    def _copy(self, tensors: list[tuple[int, Tensor]]) -> None:
-        try:
-            with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
-                for key, data in tensors:
-                    pinned = data.to(self._dtype if data.is_floating_point() else data.dtype).pin_memory()
-                    self._copies[key] = (pinned.to(self._device, non_blocking=True), pinned)
-        except torch.OutOfMemoryError:  # there was only room for so many: the others are moved when they are needed
-            return
-
-
 def is_finite(weight: Tensor) -> bool:
     """Whether all of a weight is finite: a sum is quick to tell; where it is not, it may only be large."""
     return bool(torch.isfinite(weight.sum(dtype=torch.float32)) or torch.isfinite(weight).all())
@@ -366,10 +366,9 @@ def _pausing(name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
     """The block's forward, which inside a PausedForward hands the call out and waits for the output."""
 
     def paused(*args: Any, **kwargs: Any) -> Any:
-        current = getcurrent()
-        if isinstance(current, PausedForward) and current.parent is not None:
-            return current.parent.switch((name, forward, args, kwargs))
-        return forward(*args, **kwargs)
+        runs_in = getcurrent().parent if isinstance(getcurrent(), PausedForward) else None
+        # (no frame of a pass may hold the pass: dropped, it would never be freed)
+        return forward(*args, **kwargs) if runs_in is None else runs_in.switch((name, forward, args, kwargs))
 
     return paused
 

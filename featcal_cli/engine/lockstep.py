@@ -159,12 +159,15 @@ def _start_pair(job: Job, task: str, batch: Batch) -> PairedPass:
 
 
 def _offload(job: Job, group: PassGroup, passes: Iterable[PausedForward]) -> PassGroup:
-    """Let leave the device what the passes are paused with, and their inputs, which few models ask for again."""
+    """Let leave the device what the passes are paused with, and their inputs, which few models ask for again; ids and
+    masks stay, as they say at every block which tokens count."""
     if job.offloader is not None:
+        all_passes = list(passes)
+        job.offloader.keep(x for each in all_passes for x in each.batch.values() if not x.is_floating_point())
         paused = list(group.tensors)
         ids = set(map(id, paused))
         job.offloader.put(paused)
-        job.offloader.put_aside(x for each in passes for x in each.batch.values() if id(x) not in ids)
+        job.offloader.put_aside(x for each in all_passes for x in each.batch.values() if id(x) not in ids)
     return group
 
 

@@ -8,7 +8,7 @@ import sys
 import tempfile
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from errno import ENOMEM
 from pathlib import Path
@@ -75,6 +75,11 @@ class Offloader:
         """Let these leave the device until they are lent. Raises OutputError when the disk is full."""
         self._settle(self._find(tensors))
 
+    def keep(self, tensors: Iterable[Tensor]) -> None:
+        """Let these stay on the device, whatever room there is."""
+        for piece in self._find(tensors):
+            piece.users += 1
+
     def put_aside(self, tensors: Iterable[Tensor]) -> None:
         """The same for tensors that nobody is likely to ask for again."""
         self._leave(self._find(tensors))
@@ -105,13 +110,10 @@ class Offloader:
             if piece.level == DISK and (storage := piece.storage()) is not None:
                 advise(storage.data_ptr(), storage.nbytes(), "MADV_WILLNEED")
 
-    def within_reach(self) -> AbstractContextManager[object]:
-        """Inside, a tensor that lies elsewhere comes to the device when it is touched: for the code of models between
-        blocks, whose frames hold tensors that nobody lends."""
-        away = self._device.type != "cpu" and any(self._used[HOST:])
-        return _TouchMode(self._reach) if away else nullcontext()
-
-    def _reach(self, tensors: Iterable[Tensor]) -> None:
+    def reach(self, tensors: Iterable[Tensor]) -> None:
+        """Have those that lie elsewhere on the device, though nobody lends them: frames of models hold them too."""
+        if self._device.type == "cpu" or not any(self._used[HOST:]):
+            return
         pieces = [piece for tensor in tensors if (piece := self._known(tensor)) and piece.level != DEVICE]
         if pieces:
             self._bring(pieces)
@@ -247,7 +249,7 @@ class _Piece:
         return list(alive.values())
 
 
-class _TouchMode(TorchFunctionMode):
+class TouchMode(TorchFunctionMode):
     """Tells of the tensors that each torch function is given, before it runs."""
 
     def __init__(self, tell: Callable[[Iterable[Tensor]], None]) -> None:

@@ -63,11 +63,10 @@ def find_cls_blocks(runner: BlockRunner, architecture: Architecture, task: str, 
     stacks = {block.name.rpartition(".")[0]: block for block in over_patches}
     alike = take_examples(batch, [0] * len(PERTURBED))
     cls_blocks = set()
-    with runner.on_device():
-        for block in stacks.values():
-            pooled = _pooled_after(runner, architecture, task, alike, block)
-            if pooled and _same(pooled, 1) and not _same(pooled, 2):
-                cls_blocks.add(block.name)
+    for block in stacks.values():
+        pooled = _pooled_after(runner, architecture, task, alike, block)
+        if pooled and _same(pooled, 1) and not _same(pooled, 2):
+            cls_blocks.add(block.name)
     return frozenset(cls_blocks)
 
 
@@ -79,15 +78,17 @@ def _pooled_after(
     runner: BlockRunner, architecture: Architecture, task: str, batch: Batch, block: Block
 ) -> list[Tensor]:
     """What the model returns once an example [B, k], with noise on the tokens PERTURBED of what leaves `block`."""
-    (paused,) = runner.start([batch], architecture.entries[task])
+    with runner.on_device():
+        (paused,) = runner.start([batch], architecture.entries[task])
     while (at := next((other for other in architecture.blocks if paused.is_at(other)), None)) is not None:
-        output = paused.run_block(at)
-        hidden = first_tensor(output)
-        if at is block and hidden is not None:
-            noise = torch.linspace(-1, 1, hidden.shape[-1]).to(hidden) * hidden.float().std().to(hidden)
-            for copy, tokens in zip(hidden.chunk(len(PERTURBED)), PERTURBED, strict=True):
-                copy[:, tokens] += noise
-        paused.advance(output)
+        with runner.on_device():  # one block at a time
+            output = paused.run_block(at)
+            hidden = first_tensor(output)
+            if at is block and hidden is not None:
+                noise = torch.linspace(-1, 1, hidden.shape[-1]).to(hidden) * hidden.float().std().to(hidden)
+                for copy, tokens in zip(hidden.chunk(len(PERTURBED)), PERTURBED, strict=True):
+                    copy[:, tokens] += noise
+            paused.advance(output)
     values = paused.output.values() if isinstance(paused.output, Mapping) else paused.output
     return [value for value in values if isinstance(value, Tensor) and value.ndim == 2]
 

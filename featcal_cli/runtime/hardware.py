@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import platform
 import shutil
@@ -13,6 +14,7 @@ import torch
 import transformers
 
 from featcal_cli.runtime.errors import RecipeError
+from featcal_cli.runtime.memory_map import trim_heap
 from featcal_cli.runtime.process import read_launch
 
 PACKAGES = (
@@ -44,9 +46,21 @@ def choose_device(name: str) -> torch.device:
     if device.type == "cuda" and (device.index or 0) not in range(count):  # torch takes 999 for -25
         fix = f"start {count} with --nproc-per-node {count}" if launch.local_size > count > 0 else "give --device cpu"
         raise RecipeError(f"there is no device {name} here", where="--device", fix=fix)
-    if device.type == "cuda" and launch.by_torchrun:
-        torch.cuda.set_device(device)  # what names none takes this one, and not a neighbour's
+    if device.type == "cuda":
+        if launch.by_torchrun:
+            torch.cuda.set_device(device)  # what names none takes this one, and not a neighbour's
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False  # float32 means float32
+        if device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())  # as tensors say it: cuda is not equal to cuda:0
     return device
+
+
+def release_memory(device: torch.device) -> None:
+    """Free what nobody uses any more, and let all of it be taken in other sizes."""
+    gc.collect()
+    trim_heap()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def describe_environment(device: torch.device) -> dict[str, str]:

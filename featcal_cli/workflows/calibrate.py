@@ -37,10 +37,10 @@ from featcal_cli.recipe.schema import Merge
 from featcal_cli.reporting.drift_plots import plot_drift
 from featcal_cli.reporting.report import CARD, PICTURE, RECIPE, REPORT, Report
 from featcal_cli.reporting.verdict import check_judged
-from featcal_cli.runtime import memory_map
 from featcal_cli.runtime.distributed import Ranks
 from featcal_cli.runtime.errors import NumericsError, ShortageError
 from featcal_cli.runtime.files import Unchanged
+from featcal_cli.runtime.hardware import release_memory
 from featcal_cli.workflows.build_report import Outcome, summarise
 from featcal_cli.workflows.evaluate import check_evaluable
 from featcal_cli.workflows.output import write_output
@@ -175,7 +175,7 @@ class Computation:
             except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error):
                     raise
-            memory_map.trim_heap()
+            release_memory(session.device)
             setup = replace(setup, examples=halve_batches(setup.examples, session.device, self._ranks))
             size = max(examples.batch_size for examples in setup.examples.values())
             session.note(f"memory ran out: the block is computed again with at most {size} examples in a batch")

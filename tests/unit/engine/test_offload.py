@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from featcal_cli.engine.job import CALIBRATED
 from featcal_cli.engine.lockstep import forward_order
-from featcal_cli.engine.offload import LEAST, TRIM_EVERY, Offloader, _TouchMode
+from featcal_cli.engine.offload import LEAST, TRIM_EVERY, Offloader, TouchMode
 from featcal_cli.runtime.errors import OutputError
 
 KIB = 1024
@@ -133,7 +133,7 @@ def test_what_a_paused_frame_touches_is_seen_before_it_is_used() -> None:
         seen.append((any(tensor is held for tensor in found), any(tensor is other for tensor in found)))
         held.zero_()
 
-    with _TouchMode(look):
+    with TouchMode(look):
         result = paused.switch()
     assert seen == [(True, False)]
     assert not result.any()

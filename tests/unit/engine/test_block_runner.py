@@ -1,0 +1,63 @@
+"""What a runner brings, checks and gives back, and that nothing of a pass stays when it is dropped."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+from families import FAMILIES, save_family
+from jobs import Prepared, prepare
+from safetensors.torch import load_file, save_file
+
+from featcal_cli.engine.block_runner import BlockRunner
+from featcal_cli.runtime import memory_map
+from featcal_cli.runtime.errors import NumericsError
+from featcal_cli.workflows.verbs import calibrate
+
+BY_NAME = {family.name: family for family in FAMILIES}
+LINUX = pytest.mark.skipif(not memory_map.MAPS.is_file(), reason="this system does not say what is mapped")
+
+
+def make_runner(prepared: Prepared, dtype: torch.dtype = torch.float32) -> BlockRunner:
+    return BlockRunner(prepared.models.merged, prepared.architecture, prepared.device, dtype)
+
+
+def test_what_lies_in_lists_is_checked_too(tmp_path: Path) -> None:
+    saved = save_family(tmp_path, BY_NAME["convnext"])
+    file = saved.folder / "red" / "model.safetensors"
+    tensors = load_file(file)
+    (name,) = (name for name in tensors if name.endswith("stages.1.downsampling_layer.1.weight"))
+    tensors[name][0, 0] = float("nan")
+    save_file(tensors, file, {"format": "pt"})
+    with pytest.raises(NumericsError, match=r"expert red has NaN or infinity in .*stages\.1\.downsampling_layer\.1"):
+        calibrate(saved.recipe(select="preset"), output=tmp_path / "out", device="cpu")
+
+
+@LINUX
+def test_files_pages_are_given_back_while_weights_have_other_data(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory_map, "WORTHWHILE", 0)
+    monkeypatch.setattr("featcal_cli.runtime.memory_map.mmap.PAGESIZE", 64)  # these weights fill no page
+    prepared = prepare(save_family(tmp_path, BY_NAME["llama"]))
+    runner, block = make_runner(prepared, torch.bfloat16), prepared.architecture.blocks[0].name
+    given: list[int] = []
+    monkeypatch.setattr(memory_map, "advise", lambda *args: given.append(args[1]))
+    with runner.on_device():
+        runner.bring(block)
+        assert next(runner.module(block).parameters()).dtype == torch.bfloat16
+        assert runner.give_back(block) == sum(given) > 0
+
+
+def test_nothing_is_left_of_a_pass_that_is_dropped(tmp_path: Path) -> None:
+    prepared = prepare(save_family(tmp_path, BY_NAME["bert"]))
+    runner, batch = make_runner(prepared), next(iter(prepared.examples.values())).fitted[0]
+    with runner.on_device():
+        passes = runner.start([batch], "")
+    hidden = weakref.ref(passes[0].hidden)
+    passes.clear()
+    gc.collect()
+    assert hidden() is None
