@@ -11,6 +11,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 import pytest
@@ -50,7 +51,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests in tests/matrix, survive, distributed, docs and browser carry the marker of that name."""
+    """Tests in tests/matrix, survive, distributed, docs, browser and cuda carry the marker of that name."""
     folder = Path(__file__).parent
     for item in items:
         kind = item.path.relative_to(folder).parts[0]
@@ -123,6 +124,27 @@ def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
 def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Draw no picture, which takes as long as calibrating a tiny model; what is tested is elsewhere in the output."""
     monkeypatch.setattr("featcal_cli.workflows.calibrate.plot_drift", lambda _: b"")
+
+
+@pytest.fixture(scope="session")
+def emulation(request: pytest.FixtureRequest) -> ModuleType:
+    """A CUDA device where there is none: its counters and limits. It changes torch, so that tests which need it run in
+    processes of their own, those of `pytest -m cuda`."""
+    from emulated_cuda import install
+
+    if request.config.option.markexpr != "cuda":
+        pytest.skip("changes torch for the whole process: give -m cuda")
+    try:
+        return install()
+    except (RuntimeError, OSError) as error:  # no compiler, no ninja, no headers, or a torch with CUDA
+        pytest.skip(f"no emulated CUDA device: {str(error).splitlines()[0]}")
+
+
+@pytest.fixture
+def device(emulation: ModuleType) -> ModuleType:
+    """The same, with nothing counted."""
+    emulation.reset()
+    return emulation
 
 
 @pytest.fixture(scope="session")

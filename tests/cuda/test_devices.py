@@ -1,0 +1,219 @@
+"""What is computed on a CUDA device is what the CPU computes, in every family and wherever features lie; every weight
+goes up once a visit, and nothing is read before it is there."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from families import FAMILIES, Family, Saved, save_family
+from family_checks import NO_HALF
+from recipe_world import TINY, save_tokenizer, shake
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from featcal_cli.engine import offload
+from featcal_cli.engine.block_runner import BlockRunner
+from featcal_cli.engine.lockstep import BlockVisit
+from featcal_cli.workflows import setup
+from featcal_cli.workflows.evaluate import evaluate
+from featcal_cli.workflows.inspect_drift import inspect_drift
+from featcal_cli.workflows.verbs import calibrate
+
+pytestmark = pytest.mark.usefixtures("undrawn")
+
+BY_NAME = {family.name: family for family in FAMILIES}
+PLACES = {"device": None, "host": (0, 1 << 30), "files": (0, 0)}
+"""Bytes that features may take on the device and on the host."""
+PRECISE = {"float32": 1e-5, "bfloat16": 1e-2}
+"""How near the CPU's weights are: the same sums in another order are rounded otherwise."""
+
+
+class Uploads:
+    """How often each weight or buffer went up to the device."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.openings: Counter[tuple[int, str, str]] = Counter()
+        """By the number of the opening of `on_device`, the model and the name in it."""
+        self.blocks: Counter[tuple[int, str, str]] = Counter()
+        """The same for what lies in blocks, by the number of the block's visit."""
+        self._opened = self._visits = 0
+        self._names: dict[int, dict[int, str]] = {}
+        move, begin, open_ = BlockRunner._move, BlockVisit.__init__, BlockRunner.on_device
+
+        def watched_move(runner: BlockRunner, holder: Tensor) -> None:
+            before = holder.data_ptr()
+            move(runner, holder)
+            if holder.is_cuda and holder.data_ptr() != before:
+                self._count(runner, holder)
+
+        def watched_visit(visit: BlockVisit, *args: Any) -> None:
+            self._visits += 1
+            begin(visit, *args)
+
+        @contextmanager
+        def watched_opening(runner: BlockRunner) -> Iterator[None]:
+            self._opened += not runner._is_open
+            with open_(runner):
+                yield
+
+        monkeypatch.setattr(BlockRunner, "_move", watched_move)
+        monkeypatch.setattr(BlockVisit, "__init__", watched_visit)
+        monkeypatch.setattr(BlockRunner, "on_device", watched_opening)
+
+    def _count(self, runner: BlockRunner, holder: Tensor) -> None:
+        if id(runner) not in self._names:
+            module: nn.Module = runner.model.module
+            named = (*module.named_parameters(), *module.named_buffers())
+            self._names[id(runner)] = {id(x): name for name, x in named}
+        name = self._names[id(runner)].get(id(holder), "")
+        model = f"{runner.model.role} {id(runner)}"
+        self.openings[self._opened, model, name] += 1
+        if self._visits and name.startswith(tuple(f"{block}." for block in runner._blocks)):
+            self.blocks[self._visits, model, name] += 1
+
+
+def weights(recipe: dict[str, Any], output: Path, device: str) -> dict[str, Tensor]:
+    """What a calibration there writes."""
+    calibrate(recipe, output=output, device=device, batch_size=5)
+    return load_file(output / "model.safetensors")
+
+
+def difference(values: dict[str, Tensor], others: dict[str, Tensor]) -> float:
+    """The largest of any tensor, relative."""
+    pairs = [(values[name].double(), others[name].double()) for name in others]
+    return max(float((x - y).norm() / y.norm().clamp_min(1e-12)) for x, y in pairs)
+
+
+def set_rooms(monkeypatch: pytest.MonkeyPatch, rooms: tuple[int, int] | None) -> None:
+    """Let features take no more than that; nothing is too small to be moved then."""
+    if rooms is not None:
+        monkeypatch.setattr(setup, "rooms_for_features", lambda _: rooms)
+        monkeypatch.setattr(offload, "LEAST", 1)
+
+
+def ways_of(saved: Saved) -> list[tuple[str, str]]:
+    """Where features lie, and in which precision the models run."""
+    return [(place, "float32") for place in PLACES] + [("device", "bfloat16")] * (saved.family.name not in NOT_HALF)
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+def test_a_family_has_the_cpus_weights(
+    tmp_path: Path, family: Family, device: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved = save_family(tmp_path, family)
+    plans = {dtype: saved.recipe(select="preset", dtype=dtype) for dtype in ("float32", "bfloat16")}
+    expected = {
+        dtype: weights(recipe, tmp_path / dtype, "cpu")
+        for dtype, recipe in plans.items()
+        if dtype == "float32" or family.name not in NOT_HALF
+    }
+    for place, dtype in ways_of(saved):
+        with monkeypatch.context() as patch:
+            set_rooms(patch, PLACES[place])
+            uploads = Uploads(patch)
+            device.reset()
+            found = weights(plans[dtype], tmp_path / f"{place} {dtype}", "cuda")
+        assert difference(found, expected[dtype]) <= PRECISE[dtype], (place, dtype)
+        assert not device.faults(), (place, dtype)
+        assert place != "device" or device.counts().get("pinned buffers", 0) <= 2
+        if dtype == "float32":  # blocks that are too large for bfloat16 are brought again, in float32
+            assert max(uploads.openings.values()) == 1
+            assert max(uploads.blocks.values()) == 1 or family.name in SHARED
+
+
+SHARED = {"albert", "albert-groups"}
+"""Their blocks run several times: the experts' are needed once more after the students' are updated."""
+NOT_HALF = {*NO_HALF, "siglip2"}
+"""The last one asks for a kernel that only CUDA has."""
+
+
+@pytest.mark.parametrize("name", ["bert", "t5"])
+def test_a_search_has_the_cpus_choice_and_weights(tmp_path: Path, name: str, device: ModuleType) -> None:
+    saved = save_family(tmp_path, BY_NAME[name], examples=40)
+    recipe = saved.recipe(select="search", examples=24)
+    for key in ("ridge", "rho", "alpha"):
+        del recipe["calibration"][key]  # type: ignore[attr-defined]
+    runs = [calibrate(recipe, output=tmp_path / where, device=where, batch_size=5) for where in ("cpu", "cuda")]
+    cpu, cuda = (load_file(run.output / "model.safetensors") for run in runs)
+    assert difference(cuda, cpu) <= PRECISE["float32"]
+    assert runs[0].report.settings == runs[1].report.settings
+    assert not device.faults()
+
+
+@pytest.mark.parametrize("name", ["clip", "t5"])
+def test_drift_is_that_of_the_cpu(tmp_path: Path, name: str, device: ModuleType) -> None:
+    saved = save_family(tmp_path, BY_NAME[name])
+    cpu, cuda = (inspect_drift(saved.recipe(), device=where, batch_size=5) for where in ("cpu", "cuda"))
+    check_numbers(asdict(cuda)["tasks"], asdict(cpu)["tasks"])
+    assert not device.faults()
+
+
+def check_numbers(found: Any, expected: Any) -> None:
+    """The same, but for what rounding does to numbers."""
+    if isinstance(expected, dict):
+        assert found.keys() == expected.keys()
+        for key in expected:
+            check_numbers(found[key], expected[key])
+    elif isinstance(expected, (list, tuple)):
+        assert len(found) == len(expected)
+        for ours, theirs in zip(found, expected, strict=True):
+            check_numbers(ours, theirs)
+    else:
+        assert found == (pytest.approx(expected, rel=1e-3, abs=1e-5) if isinstance(expected, float) else expected)
+
+
+def test_scores_are_those_of_the_cpu(tmp_path: Path, device: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    classes = ["cat", "dog", "hen"]
+    library: Any = transformers
+    config = library.BertConfig(
+        **TINY, vocab_size=100, max_position_embeddings=80, id2label=dict(enumerate(classes)),
+        label2id={name: number for number, name in enumerate(classes)},
+    )  # fmt: skip
+    for number, name in enumerate(("base", "expert", "merged")):
+        model = library.BertForSequenceClassification(config)
+        shake(model, number + 1)
+        model.save_pretrained(tmp_path / name)
+        save_tokenizer(tmp_path / name, chat=False)
+    texts = [f"{name} " * (number % 7 + 1) for number, name in enumerate(classes * 9)]
+    lines = [json.dumps({"text": text, "label": text.split()[0]}) for text in texts]
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "test.jsonl").write_text("\n".join(lines) + "\n")
+    task = {
+        "expert": str(tmp_path / "expert"),
+        "data": {"path": str(tmp_path / "data"), "split": "test"},
+        "evaluate": {"split": "test"},
+    }
+    recipe = {"merged": str(tmp_path / "merged"), "base": str(tmp_path / "base"), "tasks": {"it": task}}
+    found = []
+    for where in ("cuda", "cpu"):
+        monkeypatch.setenv("FEATCAL_CACHE", str(tmp_path / where))  # which knows the scores of the other
+        found.append(asdict(evaluate(recipe, device=where, batch_size=7))["tasks"])
+    assert device.counts()["kernels"] > 100
+    assert found[0] == found[1]
+    assert not device.faults()
+
+
+def test_batches_are_halved_where_the_device_has_no_room(tmp_path: Path, device: ModuleType) -> None:
+    saved, limit = save_family(tmp_path, BY_NAME["vit"]), device.limit()
+    recipe = saved.recipe(select="preset")
+    whole = calibrate(recipe, output=tmp_path / "whole", device="cuda", batch_size=12)
+    device.set_limit(device.peak() * 2 // 5)
+    try:
+        halved = calibrate(recipe, output=tmp_path / "halved", device="cuda", batch_size=12)
+    finally:
+        device.set_limit(limit)
+    assert any("memory ran out" in note for note in halved.report.notes)
+    expected, found = (load_file(run.output / "model.safetensors") for run in (whole, halved))
+    assert difference(found, expected) <= PRECISE["float32"]
+    assert not device.faults()
+    assert torch.cuda.memory_allocated() == 0
