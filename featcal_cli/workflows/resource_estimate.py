@@ -35,6 +35,9 @@ FEATURES_HELD = 3
 what is made of them."""
 BLOCKS_HELD = 4
 """Blocks in memory at once: of merged, base, an expert and the next one, and the student's new one."""
+BLOCKS_ON_DEVICE = 8
+"""The same on another device than the CPU: of merged, base, student and an expert, the next one of all but the student,
+and the student's new one."""
 STEMS_HELD = 3
 """Stems that run beside each other: of merged (the student's is the same), base and an expert."""
 SPARE = 0.9
@@ -178,7 +181,7 @@ def _add_up(
     here, there = min(states, room), min(max(0, states - room), further_room)
     files = max(STEMS_HELD * stem, BLOCKS_HELD * largest)
     block_in_use = int(largest * computing.itemsize / max(1, next(model.parameters()).element_size()))
-    on_device = BLOCKS_HELD * block_in_use if has_device else 0
+    on_device = BLOCKS_ON_DEVICE * block_in_use if has_device else 0
     on_host = resident_bytes() + sum(load.held_bytes for load in loads.values()) + files
     own_stem = has_device or model.dtype not in (torch.float32, torch.bfloat16)  # a converted one is not shared
     watched = [(need, loads[task].watched / need.examples) for task, need in needs.items()]
