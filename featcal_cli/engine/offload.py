@@ -325,7 +325,9 @@ def write_mapped(data: Tensor, folder: Path) -> Tensor:
 
 def _is_plain(tensor: Tensor) -> bool:
     """True for a tensor whose values are those of its memory, and that is no parameter."""
-    return type(tensor) is Tensor and tensor.layout is torch.strided and not (tensor.is_conj() or tensor.is_neg())
+    if type(tensor) is not Tensor or torch._C._functorch.is_functorch_wrapped_tensor(tensor):  # masks are made by vmap
+        return False
+    return tensor.layout is torch.strided and not (tensor.is_conj() or tensor.is_neg())
 
 
 def _count_holders(view: Tensor) -> int:
