@@ -94,6 +94,13 @@ class BlockRunner:
         """Leave the model as it was before it was made ready; it runs block by block no more."""
         self._undo.close()
 
+    def place(self, batch: Batch) -> Batch:
+        """The batch on the device, in the computing dtype."""
+        return {
+            name: tensor.to(self.device, self.dtype) if tensor.is_floating_point() else tensor.to(self.device)
+            for name, tensor in batch.items()
+        }
+
     def module(self, path: str) -> nn.Module:
         """The module that is at `path` in the merged model."""
         module: nn.Module = self.model.module.get_submodule(self.model.own_path(path) or "")
@@ -211,11 +218,7 @@ class BlockRunner:
     def _prepare(self, batch: Batch, module: nn.Module) -> Batch:
         names = forward_names(module) if self.model.part or self.model.body else set(batch)
         self.reach(batch.values())  # it may be that of a pass
-        return {
-            name: tensor.to(self.device, self.dtype) if tensor.is_floating_point() else tensor.to(self.device)
-            for name, tensor in batch.items()
-            if name in names
-        }
+        return self.place({name: tensor for name, tensor in batch.items() if name in names})
 
     def _install(self) -> None:
         """Pause at blocks; bring everything outside of blocks when it is called, as whole as possible."""

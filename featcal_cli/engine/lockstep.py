@@ -132,7 +132,7 @@ def _start_passes(job: Job) -> Passes:
                 passes.checked[task] = [_start_pair(job, task, batch) for batch in job.checked.get(task, ())]
                 paired = {id(batch) for batch in (*job.fitted.get(task, ()), *job.checked.get(task, ()))}
                 probes = (
-                    DriftProbe(job, measurement, task, batch)
+                    DriftProbe(job, measurement, task, job.merged.place(batch))
                     for measurement in job.measurements
                     for batch in measurement.batches.get(task, ())
                     if id(batch) not in paired
@@ -146,11 +146,11 @@ def _start_passes(job: Job) -> Passes:
 
 
 def _start_pair(job: Job, task: str, batch: Batch) -> PairedPass:
-    entry = job.architecture.entries[task]
-    (expert,) = job.experts[task].start([batch], entry)
-    students = {role: student.start([batch], entry)[0] for role, student in job.students.items()}
+    entry, placed = job.architecture.entries[task], job.merged.place(batch)  # once for all
+    (expert,) = job.experts[task].start([placed], entry)
+    students = {role: student.start([placed], entry)[0] for role, student in job.students.items()}
     probes = (
-        DriftProbe(job, measurement, task, batch, {EXPERT: expert, **students})
+        DriftProbe(job, measurement, task, placed, {EXPERT: expert, **students})
         for measurement in job.measurements
         if any(batch is measured for measured in measurement.batches.get(task, ()))
     )
