@@ -46,8 +46,10 @@ os.environ |= {
 }
 
 
-# what is started in the background ignores interrupts, and so would every process that a test starts and interrupts
+# what is started in the background ignores interrupts, and by nohup a terminal that goes; so would every process that a
+# test starts and interrupts
 signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
