@@ -203,7 +203,7 @@ def test_scores_are_those_of_the_cpu(tmp_path: Path, device: ModuleType, monkeyp
 
 def test_batches_are_halved_where_the_device_has_no_room(tmp_path: Path, device: ModuleType) -> None:
     saved, limit = save_family(tmp_path, BY_NAME["vit"]), device.limit()
-    recipe = saved.recipe(select="preset")
+    recipe, before = saved.recipe(select="preset"), torch.cuda.memory_allocated()  # of models that keep tables
     whole = calibrate(recipe, output=tmp_path / "whole", device="cuda", batch_size=12)
     device.set_limit(device.peak() // 2)
     try:
@@ -214,4 +214,4 @@ def test_batches_are_halved_where_the_device_has_no_room(tmp_path: Path, device:
     expected, found = (load_file(run.output / "model.safetensors") for run in (whole, halved))
     assert difference(found, expected) <= PRECISE["float32"]
     assert not device.faults()
-    assert torch.cuda.memory_allocated() == 0
+    assert torch.cuda.memory_allocated() == before

@@ -76,8 +76,9 @@ def test_freeing_what_another_stream_may_use_is_a_fault(device: ModuleType) -> N
 
 
 def test_memory_runs_out(device: ModuleType) -> None:
-    limit, rows = device.limit(), torch.empty(1000, device="cuda")
-    device.set_limit(5000)
+    limit, others = device.limit(), torch.cuda.memory_allocated()
+    rows = torch.empty(1000, device="cuda")
+    device.set_limit(others + 5000)
     try:
         with pytest.raises(torch.OutOfMemoryError):
             torch.empty(1000, device="cuda")
