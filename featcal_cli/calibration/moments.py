@@ -90,6 +90,11 @@ class LinearMoments:
         return torch.stack([each.value.sum() for each in sums if each.value is not None]).sum()
 
     @property
+    def gram(self) -> Tensor:
+        """G = E[x_cal x_calᵀ] [d_in, d_in]."""
+        return self.sum.full() / self.weight
+
+    @property
     def size(self) -> float:
         """‖G‖_F of G = E[x_cal x_calᵀ]."""
         return (self.kept or self.sum).norm() / self.weight
@@ -99,12 +104,22 @@ class LinearMoments:
         """μ_cal = E[x_cal] [d_in]."""
         return self._mean_of(self._x)
 
+    @property
+    def drift(self) -> Tensor:
+        """E[(x_exp − x_cal) x_calᵀ] [d_in, d_in]. Not where r is summed."""
+        return self._mean_of(self._dx)
+
+    @property
+    def mean_drift(self) -> Tensor:
+        """E[x_exp − x_cal] [d_in]. Not where r is summed."""
+        return self._mean_of(self._d)
+
     def add_drift(self, total: Sum, omega: float) -> Tensor:
         """Add ω E[(x_tgt − x_cal) x_calᵀ] [d_in, d_in] to a total; returns C = E[x_tgt x_calᵀ] in its precision. Not
         where r is summed."""
-        drift = in_sums(self._mean_of(self._dx), total.dtype)
+        drift = in_sums(self.drift, total.dtype)
         total.add(drift, omega * self._alpha)
-        return in_sums(self.sum.full() / self.weight, total.dtype).add_(drift, alpha=self._alpha)
+        return in_sums(self.gram, total.dtype).add_(drift, alpha=self._alpha)
 
     def add_pull(self, name: str, total: Sum, omega: float) -> None:
         """Add ω E[r xᵀ] of a module [d_out, d_in] to a total; where r is summed."""
@@ -118,7 +133,7 @@ class LinearMoments:
             return self._mean_of(self._r[name])
         weight = in_sums(expert)
         lacking = (weight - in_sums(merged)) @ self.mean
-        return lacking + self._alpha * (weight @ self._mean_of(self._d))
+        return lacking + self._alpha * (weight @ self.mean_drift)
 
     def _residual(self, pair: Pair, x_cal: Tensor, x_exp: Tensor, y_exp: Tensor | None) -> Tensor:
         """r [T, d_out]; y_exp: what the expert's module made of x_exp, bias included, where that is known."""
