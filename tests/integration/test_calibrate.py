@@ -97,6 +97,18 @@ def test_names_that_a_model_with_a_head_gave_its_backbone_stay(tmp_path: Path) -
     assert all(torch.equal(prefixed[f"bert.{name}"], value) for name, value in plain.items())
 
 
+def test_names_without_a_prefix_stay_where_the_config_names_a_model_with_a_head(tmp_path: Path) -> None:
+    saved = save_family(tmp_path, BY_NAME["bert"])
+    plain = calibrated(saved, tmp_path / "plain")
+    config = tmp_path / "merged" / "config.json"
+    config.write_text(config.read_text().replace('"BertModel"', '"BertForTokenClassification"'))
+    headed = calibrated(saved, tmp_path / "headed")
+    before = load_file(tmp_path / "merged" / "model.safetensors")
+    assert headed.keys() == plain.keys()
+    assert any(not torch.equal(headed[name], before[name]) for name in before)
+    assert all(torch.allclose(headed[name], plain[name], atol=1e-5) for name in plain)
+
+
 def test_experts_may_be_stored_in_another_precision_than_merged(tmp_path: Path) -> None:
     saved = save_family(tmp_path, BY_NAME["llama"])
     exact = calibrated(saved, tmp_path / "exact")
