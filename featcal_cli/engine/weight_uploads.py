@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from functools import cache
 
 import torch
@@ -33,11 +34,10 @@ class Uploader:
     def _copy_all(self, weights: Mapping[int, Tensor], dtype: torch.dtype) -> tuple[dict[int, Tensor], torch.Event]:
         copies = {}
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
-            try:
+            # where there is only room for so many, the others are moved when they are needed
+            with suppress(torch.OutOfMemoryError):
                 for key, weight in weights.items():
                     copies[key] = self._copy(weight, dtype if weight.is_floating_point() else weight.dtype)
-            except torch.OutOfMemoryError:  # there was only room for so many: the others are moved when they are needed
-                pass
             return copies, self._stream.record_event()
 
     def _copy(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
