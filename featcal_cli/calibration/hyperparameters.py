@@ -131,9 +131,9 @@ class Work:
     """Adding every task's moments to the equations, and solving them; whatever the number of examples."""
 
     def of_calibration(self, fitted: int, shown: int) -> float:
-        """Expert, student, student with the update; the same for the guard; six passes for drift, one more than are made
-        since it shares passes: what a search may cost stays what benchmarks/selection.py measured. On so many fitted
-        and held-out examples a task."""
+        """Expert, student, student with the update; the same for the guard; and six passes for drift, one more than
+        there are: what a search may cost stays what benchmarks/selection.py measured. On so many fitted and held-out
+        examples a task."""
         calibrated = (3 * self.forward + self.products) * (fitted + shown)
         return calibrated + 6 * shown * self.forward + self.systems
 
