@@ -32,6 +32,16 @@ class _Run(NamedTuple):
     """Outputs of modules, one a call, by the module's path inside the block [.., d_out]."""
 
 
+class _ExpertRun(NamedTuple):
+    """The last run of a block by the expert, and what is measured beside it; its pass has gone on."""
+
+    run: _Run
+    on_expert: dict[str, _Run]
+    """What the models of other roles make of the expert's input."""
+    weights: Weights
+    lengths: Lengths
+
+
 class DriftProbe:
     """Passes on one batch of a task, by role: its expert's, and those of every model that is measured.
 
@@ -63,8 +73,8 @@ class DriftProbe:
         keys = keys if self._outputs is not None else []
         self._followers = dict(zip(keys, job.experts[task].start([batch] * len(keys), entry), strict=True))
         """By role, and the block that they leave the expert's own features at ("": the last)."""
-        self._expert_run: _Run | None = None
-        """What the expert's block has returned, while the others are still before it."""
+        self._shown: _ExpertRun | None = None
+        """What the expert has shown of a block, while the others are still before it."""
         if not measurement.last_block_only:
             self._measure_stem()
 
@@ -77,8 +87,8 @@ class DriftProbe:
         """What the passes are paused with, and what the expert's block has returned."""
         for paused in self:
             yield from paused.tensors
-        if self._expert_run is not None:
-            yield from tensors_in(self._expert_run.output)
+        if self._shown is not None:
+            yield from tensors_in(self._shown.run.output)
 
     def drop(self, role: str) -> None:
         """A model is measured no more."""
@@ -87,47 +97,76 @@ class DriftProbe:
         for key in [key for key in self._followers if key[0] == role]:
             self._followers.pop(key).close()
 
-    def run_expert(self, block: Block) -> None:
-        """Run the block on the expert, if all passes are at it; the others follow in `go_through`."""
-        if self.is_at(block):
-            self._expert_run = self._run(EXPERT, block)
+    def run_expert(self, block: Block, done: Sequence[Block]) -> None:
+        """Take the expert through all calls of the block, if all passes are at it; the others follow in `go_through`.
 
-    def take_expert_output(self, output: Any) -> None:
-        """The same where the block was run on the expert already."""
-        self._expert_run = _Run(output, {})
+        `done`: the blocks that were visited before.
+        """
+        if self._shown is None and self.is_at(block):
+            for number in range(block.calls):
+                self._show(block, self._run(EXPERT, block), number, done)
+
+    def take_expert_output(self, block: Block, output: Any, done: Sequence[Block]) -> None:
+        """The same where the block, which is called once, was run on the expert already."""
+        self._show(block, _Run(output, {}), 0, done)
 
     def go_through(self, block: Block, done: Sequence[Block]) -> None:
         """Take all passes through all calls of the block, if they are at it; drift is measured where the last one ends.
 
         `done`: the blocks that were visited before.
         """
-        passes, expert = self._passes, self._passes[EXPERT]
-        if not self.is_at(block):
+        self.run_expert(block, done)
+        shown, self._shown = self._shown, None
+        if shown is None:
             return
-        is_end = block.name == self._job.architecture.last_blocks[self._task]
+        others = [role for role in self._passes if role != EXPERT]
+        runs: dict[str, _Run] = {}
         for number in range(block.calls):
-            expert_run, self._expert_run = self._expert_run or self._run(EXPERT, block), None
-            runs = {role: expert_run if role == EXPERT else self._run(role, block) for role in passes}
-            on_expert = {role: self._run(role, block, expert) for role in self._measurement.split & passes.keys()}
-            weights = token_weights(expert, block, cls_tokens=False)
-            lengths = token_lengths(expert.batch, expert.hidden)
-            is_last_call = number + 1 == block.calls
-            if is_end and is_last_call:
-                self._finish({role: run.output for role, run in runs.items()})
-            else:
-                if self._outputs is not None and block.name in self._measurement.branches and is_last_call:
-                    self._answer_all({role: run.output for role, run in runs.items()}, block.name)
-                self._follow(block, runs[EXPERT].output, done)
-                for role, paused in passes.items():
-                    paused.go_on(runs[role].output, done, last=is_end and block.calls == 1)
-            if not self.is_at(block):
-                break
-        if is_end or not self._measurement.last_block_only:
-            self._measure(block, runs, on_expert, weights, lengths)
+            if number:
+                self._go_on(runs, done)
+            runs = {role: self._run(role, block) for role in others} | {EXPERT: shown.run}
+        if self._is_end(block) or not self._measurement.last_block_only:
+            self._measure(block, runs, shown)  # before models go on, which may change their features in place
+        outputs = {role: run.output for role, run in runs.items()}
+        if self._is_end(block):
+            self._finish(outputs)
+            return
+        if self._has_branch(block):
+            self._answer_all(outputs, block.name)
+        self._go_on(runs, done)
 
     def is_at(self, block: Block) -> bool:
-        """True when all passes are paused before this block."""
-        return all(paused.is_at(block) for paused in self._passes.values())
+        """True when all passes are paused before this block, but for an expert that is through it already."""
+        return self._shown is not None or all(paused.is_at(block) for paused in self._passes.values())
+
+    def _go_on(self, runs: Mapping[str, _Run], done: Sequence[Block]) -> None:
+        """Let all but the expert go on with what the block has returned."""
+        for role, paused in self._passes.items():
+            if role != EXPERT:
+                paused.go_on(runs[role].output, done, last=False)
+
+    def _show(self, block: Block, run: _Run, number: int, done: Sequence[Block]) -> None:
+        """Keep what is measured of the expert's `number`-th call of the block, and let its passes go on, but after the
+        last call of the last block."""
+        expert = self._passes[EXPERT]
+        on_expert = {role: self._run(role, block, expert) for role in self._measurement.split & self._passes.keys()}
+        weights = token_weights(expert, block, cls_tokens=False)
+        self._shown = _ExpertRun(run, on_expert, weights, token_lengths(expert.batch, expert.hidden))
+        is_last_call = number + 1 == block.calls
+        if is_last_call and self._is_end(block):
+            return
+        staying = block.name if is_last_call and self._has_branch(block) else None
+        for (_, place), follower in self._followers.items():
+            if follower.is_at(block) and place != staying:
+                follower.advance(_with_own_hidden(run.output))
+                follower.run_through(done)
+        expert.go_on(_with_own_hidden(run.output), done, last=False)
+
+    def _is_end(self, block: Block) -> bool:
+        return block.name == self._job.architecture.last_blocks[self._task]
+
+    def _has_branch(self, block: Block) -> bool:
+        return self._outputs is not None and block.name in self._measurement.branches
 
     def _run(self, role: str, block: Block, given: PausedForward | None = None) -> _Run:
         """The block on the pass's arguments (or those of the pass `given`), with its modules' outputs if they count."""
@@ -150,15 +189,9 @@ class DriftProbe:
             rows = self._choose_rows(pair, block.layout, weights, lengths)
             self._measurement.meter.add(STEM, self._task, role, *rows)
 
-    def _measure(
-        self,
-        block: Block,
-        runs: Mapping[str, _Run],
-        on_expert: Mapping[str, _Run],
-        weights: Weights,
-        lengths: Lengths,
-    ) -> None:
+    def _measure(self, block: Block, runs: Mapping[str, _Run], shown: _ExpertRun) -> None:
         """Give the drift of the block's output, and of its modules' outputs, to the meter."""
+        on_expert, weights, lengths = shown.on_expert, shown.weights, shown.lengths
         add = self._measurement.meter.add
         for role in self._measurement.runners:
             trio = [runs[role], runs[EXPERT], *([on_expert[role]] if role in on_expert else [])]
@@ -183,13 +216,6 @@ class DriftProbe:
         if len(rows) < len(features):  # tokens and padding cannot be told apart: all rows count
             return [x.reshape(-1, x.shape[-1]) for x in features]
         return rows
-
-    def _follow(self, block: Block, output: Any, done: Sequence[Block]) -> None:
-        """Let the followers go on with what the expert's block returned."""
-        for follower in self._followers.values():
-            if follower.is_at(block):
-                follower.advance(_with_own_hidden(output))
-                follower.run_through(done)
 
     def _finish(self, outputs: Mapping[str, Any]) -> None:
         """Keep all last features, and run the rest of the expert's forward with them in place of its own."""

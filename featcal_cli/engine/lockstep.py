@@ -215,9 +215,8 @@ class BlockVisit:
             expert.bring(self.block.name)
             self.merged.bring(self.block.name)
             yield
-            if len(self._job.students) == 1 and self.block.calls == 1:
-                for probe in self._in_turn(self._passes.measured[task]):
-                    probe.run_expert(self.block)
+            if len(self._job.students) == 1:
+                self._finish_expert(task)
                 expert.give_back(self.block.name)
                 self._released.add(task)
 
@@ -248,7 +247,7 @@ class BlockVisit:
             if len(pair.students) > 1:
                 self._captured[id(pair)] = captured
             if pair.probe is not None and pair.probe.is_at(self.block):
-                pair.probe.take_expert_output(output)
+                pair.probe.take_expert_output(self.block, output, self._done)
             else:
                 self._go_on(task, pair.expert, output)
                 self._advanced.add(id(pair))
@@ -272,6 +271,17 @@ class BlockVisit:
             student.advance(output)
         expert.close()
         student.close()
+
+    def _finish_expert(self, task: str) -> None:
+        """Take the expert's passes through the block, those that are not through it."""
+        pairs = (*self._passes.fitted[task], *self._passes.checked[task])
+        for pair in self._in_turn([pair for pair in pairs if pair.expert.is_at(self.block)]):
+            if pair.probe is not None and pair.probe.is_at(self.block):
+                pair.probe.run_expert(self.block, self._done)
+            else:
+                self._go_through(task, pair.expert)
+        for probe in self._in_turn(self._passes.measured[task]):
+            probe.run_expert(self.block, self._done)
 
     def _describe(self, x_cal: Features, captured: CapturedRun, student: PausedForward) -> Observation:
         padding, weights = (token_weights(student, self.block, cls_tokens=cls) for cls in (False, self.cls_tokens))
@@ -299,8 +309,7 @@ class BlockVisit:
                         pair.probe.go_through(self.block, self._done)
                         continue
                     for paused in pair.students.values() if id(pair) in self._advanced else pair:
-                        while paused.is_at(self.block) and not self._is_last(task):
-                            self._go_on(task, paused, paused.run_block(self.block))
+                        self._go_through(task, paused)
                 for probe in self._in_turn(self._passes.measured[task]):
                     probe.go_through(self.block, self._done)
             if task not in self._released:
@@ -349,6 +358,11 @@ class BlockVisit:
                 stack.enter_context(runner.on_device())
                 runner.bring(name)
             vectors.add(task, name, models, expert, base)
+
+    def _go_through(self, task: str, paused: PausedForward) -> None:
+        """Take a pass that is at the block through it, unless nothing follows."""
+        while paused.is_at(self.block) and not self._is_last(task):
+            self._go_on(task, paused, paused.run_block(self.block))
 
     def _go_on(self, task: str, paused: PausedForward, output: Any) -> None:
         paused.go_on(output, self._done, last=self._is_last(task) and self.block.calls == 1)

@@ -27,6 +27,7 @@
 #include <mutex>
 #include <set>
 #include <string>
+#include <thread>
 #include <vector>
 
 namespace py = pybind11;
@@ -37,6 +38,7 @@ namespace {
 constexpr int STREAMS = 33;  // number 0 computes at once, the others are late
 constexpr int UNFILLED = 0xFF;  // bytes of NaN
 const c10::Device DEVICE(c10::kCUDA, 0);
+std::thread::id main_thread;  // the one that has imported this
 std::recursive_mutex mutex;
 using Lock = std::lock_guard<std::recursive_mutex>;
 
@@ -65,8 +67,9 @@ struct State {
   uint64_t clock = 1, numbers = 1;
   int streams = 0;
   size_t taken = 0, peak = 0, limit = size_t(1) << 33;
-  std::map<std::string, int64_t> counts;
+  std::map<std::string, int64_t> counts, places;
   std::vector<std::string> faults;
+  bool traced = false;  // every count is kept by its place too
 };
 
 State& state() {
@@ -82,21 +85,29 @@ struct Inside {
   ~Inside() { --inside; }
 };
 
+std::string tell_place() {
+  py::gil_scoped_acquire gil;
+  try {
+    return py::module_::import("emulated_cuda").attr("tell_place")().cast<std::string>();
+  } catch (py::error_already_set&) {
+    return "?";
+  }
+}
+
 void count(const char* what, int64_t by = 1) {
   if (inside) return;
+  std::string place = state().traced ? tell_place() : "";
   Lock lock(mutex);
   state().counts[what] += by;
+  if (state().traced) state().places[what + (": " + place)] += by;
+}
+
+void count_synchronisation() {  // what a thread of its own waits for keeps nobody else waiting
+  count(std::this_thread::get_id() == main_thread ? "synchronisations" : "synchronisations of other threads");
 }
 
 void fault(const std::string& what) {
-  std::string place = "?";
-  {
-    py::gil_scoped_acquire gil;
-    try {
-      place = py::module_::import("emulated_cuda").attr("tell_place")().cast<std::string>();
-    } catch (py::error_already_set&) {
-    }
-  }
+  std::string place = tell_place();
   Lock lock(mutex);
   state().faults.push_back(what + ": " + place);
 }
@@ -263,11 +274,11 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     if (before.stream) run_late(before.stream, before.number);
   }
   void synchronizeStream(const c10::Stream& stream) const override {
-    count("synchronisations");
+    count_synchronisation();
     synchronize((int)stream.id());
   }
   void synchronizeEvent(void* event) const override {
-    count("synchronisations");
+    count_synchronisation();
     if (event) synchronize(((Event*)event)->stream, ((Event*)event)->number);
   }
 };
@@ -338,7 +349,7 @@ Tensor& copy_(Tensor& self, const Tensor& source, bool non_blocking) {
     return self;
   }
   if (up && !pinned) count("copies up from pageable memory");
-  if (down) count("synchronisations");
+  if (down) count_synchronisation();
   if (current) {
     Lock lock(mutex);
     run_late(current);
@@ -377,7 +388,7 @@ Tensor empty_strided(at::IntArrayRef size, at::IntArrayRef stride, std::optional
 
 at::Scalar local_scalar_dense(const Tensor& self) {
   check_read(self, "item()");
-  count("synchronisations");
+  count_synchronisation();
   Inside guard;
   return at::native::_local_scalar_dense_cpu(view_on_cpu(self));
 }
@@ -426,7 +437,7 @@ void fall_back(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   }
   TORCH_CHECK(!(here && there),
               "Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cpu! (", name, ")");
-  if (waits) count("synchronisations");
+  if (waits) count_synchronisation();
   count("kernels");
   if (current) {
     Lock lock(mutex);
@@ -503,6 +514,7 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
 }
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
+  main_thread = std::this_thread::get_id();
   c10::SetAllocator(c10::kCUDA, &device_allocator, 100);
   at::setHostAllocator(c10::kCUDA, &pinned_allocator, 100);
   m.def("empty_pinned", [](std::vector<int64_t> size, py::object dtype) -> Tensor {
@@ -518,6 +530,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("taken", [] { return state().taken; });
   m.def("peak", [] { return state().peak; });
   m.def("counts", [] { Lock lock(mutex); return state().counts; });
+  m.def("trace", [](bool traced) { state().traced = traced; });
+  m.def("places", [] { Lock lock(mutex); return state().places; });
   m.def("faults", [] { Lock lock(mutex); return state().faults; });
-  m.def("reset", [] { Lock lock(mutex); state().counts.clear(); state().faults.clear(); state().peak = state().taken; });
+  m.def("reset", [] { Lock lock(mutex); state().counts.clear(); state().places.clear(); state().faults.clear(); state().peak = state().taken; });
 }
