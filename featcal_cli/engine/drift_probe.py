@@ -40,6 +40,8 @@ class _ExpertRun(NamedTuple):
     """What the models of other roles make of the expert's input."""
     weights: Weights
     lengths: Lengths
+    calls: int
+    """Of the block, one after the other: other blocks may run before it is called again."""
 
 
 class DriftProbe:
@@ -103,12 +105,13 @@ class DriftProbe:
         `done`: the blocks that were visited before.
         """
         if self._shown is None and self.is_at(block):
-            for number in range(block.calls):
-                self._show(block, self._run(EXPERT, block), number, done)
+            for call in range(1, block.calls + 1):
+                if self._passes[EXPERT].is_at(block):
+                    self._show(block, self._run(EXPERT, block), call, done)
 
     def take_expert_output(self, block: Block, output: Any, done: Sequence[Block]) -> None:
         """The same where the block, which is called once, was run on the expert already."""
-        self._show(block, _Run(output, {}), 0, done)
+        self._show(block, _Run(output, {}), 1, done)
 
     def go_through(self, block: Block, done: Sequence[Block]) -> None:
         """Take all passes through all calls of the block, if they are at it; drift is measured where the last one ends.
@@ -121,17 +124,18 @@ class DriftProbe:
             return
         others = [role for role in self._passes if role != EXPERT]
         runs: dict[str, _Run] = {}
-        for number in range(block.calls):
-            if number:
+        for call in range(shown.calls):
+            if call:
                 self._go_on(runs, done)
             runs = {role: self._run(role, block) for role in others} | {EXPERT: shown.run}
         if self._is_end(block) or not self._measurement.last_block_only:
             self._measure(block, runs, shown)  # before models go on, which may change their features in place
         outputs = {role: run.output for role, run in runs.items()}
-        if self._is_end(block):
+        is_last_call = shown.calls == block.calls
+        if is_last_call and self._is_end(block):
             self._finish(outputs)
             return
-        if self._has_branch(block):
+        if is_last_call and self._has_branch(block):
             self._answer_all(outputs, block.name)
         self._go_on(runs, done)
 
@@ -145,14 +149,14 @@ class DriftProbe:
             if role != EXPERT:
                 paused.go_on(runs[role].output, done, last=False)
 
-    def _show(self, block: Block, run: _Run, number: int, done: Sequence[Block]) -> None:
-        """Keep what is measured of the expert's `number`-th call of the block, and let its passes go on, but after the
-        last call of the last block."""
+    def _show(self, block: Block, run: _Run, call: int, done: Sequence[Block]) -> None:
+        """Keep what is measured of the expert's call of the block (the first is 1), and let its passes go on, but after
+        the last call of the last block."""
         expert = self._passes[EXPERT]
         on_expert = {role: self._run(role, block, expert) for role in self._measurement.split & self._passes.keys()}
         weights = token_weights(expert, block, cls_tokens=False)
-        self._shown = _ExpertRun(run, on_expert, weights, token_lengths(expert.batch, expert.hidden))
-        is_last_call = number + 1 == block.calls
+        self._shown = _ExpertRun(run, on_expert, weights, token_lengths(expert.batch, expert.hidden), call)
+        is_last_call = call == block.calls
         if is_last_call and self._is_end(block):
             return
         staying = block.name if is_last_call and self._has_branch(block) else None

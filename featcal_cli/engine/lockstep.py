@@ -261,16 +261,14 @@ class BlockVisit:
         entry, batch = self._job.architecture.entries[task], pair.expert.batch
         expert, student = (runner.start([batch], entry)[0] for runner in runners)
         others = [block for block in self._job.architecture.blocks if block is not self.block]
-        for _ in range(self.block.calls):
+        for call in range(1, self.block.calls + 1):
             expert.run_through(others)
             student.run_through(others)
             captured, expected = run_captured(runners[0], expert, self.block)
             own, output = run_captured(runners[1], student, self.block)
             yield self._describe(own.x, captured, student)
-            expert.advance(expected)
-            student.advance(output)
-        expert.close()
-        student.close()
+            expert.go_on(expected, (), last=call == self.block.calls)
+            student.go_on(output, (), last=call == self.block.calls)
 
     def _finish_expert(self, task: str) -> None:
         """Take the expert's passes through the block, those that are not through it."""
