@@ -34,6 +34,13 @@ class Sum:
         else:
             self.value = in_sums(self.value, self.dtype).add_(in_sums(term, self.dtype), alpha=scale)
 
+    def add_product(self, left: Tensor, right: Tensor, scale: float = 1.0) -> None:
+        """Add left · right times a number; in place where the factors are as precise as the sum."""
+        if self.value is not None and self.value.dtype == left.dtype == self.dtype:
+            self.value.addmm_(left, right, alpha=scale)
+        else:
+            self.add(left @ right, scale)
+
     def sum_over_ranks(self, zeros: Callable[[], Tensor], add_up: AddUp) -> None:
         """Become the sum of all ranks; `zeros` is what one that has no term has."""
         self.value = zeros() if self.value is None else in_sums(self.value, self.dtype).contiguous()
@@ -53,10 +60,12 @@ class Symmetric:
     def add_product(self, x: Tensor, weighted: Tensor) -> None:
         """Add xᵀ · weighted, which is symmetric: [T, d] and the same rows, each times its weight."""
         for number, (start, stop) in enumerate(zip(self.starts, self.stops, strict=True)):
-            term, panel = weighted[:, start:stop].T @ x[:, :stop], self.panels[number]
-            if panel is not None:
-                term = in_sums(panel, self._dtype).add_(in_sums(term, self._dtype))
-            self.panels[number] = term
+            left, right, panel = weighted[:, start:stop].T, x[:, :stop], self.panels[number]
+            if panel is not None and panel.dtype == x.dtype == self._dtype:
+                panel.addmm_(left, right)
+            else:
+                term = left @ right
+                self.panels[number] = term if panel is None else in_sums(panel, self._dtype).add_(term)
 
     def add(self, other: Symmetric, scale: float) -> None:
         """Add another such sum of the same width, times a number."""
@@ -109,6 +118,8 @@ WELL_CONDITIONED = 1e3
 six."""
 ROWS_SOLVED = 1024
 """Rows of a right-hand side that are solved for at a time."""
+SMALL_SYSTEM, FACTOR_PANEL = 1024, 384
+"""Width of a system that is factorised as a whole on a CPU, and the columns that are made at a time of a larger one."""
 MOST_RIDGES = 8
 """How often λ may be made ten times larger."""
 MANY_TASKS = 32
@@ -130,9 +141,8 @@ def factorise(gram: Tensor, ridge: float) -> tuple[Tensor, float]:
     more = ridge
     gram.diagonal().add_(ridge + EPSILON)
     for _ in range(MOST_RIDGES):
-        factor: Tensor
-        factor, failed = torch.linalg.cholesky_ex(gram)
-        if not failed and torch.isfinite(factor.diagonal()).all():
+        factor = _cholesky(gram)
+        if torch.isfinite(factor.diagonal()).all():
             return factor, more
         if not torch.isfinite(gram).all():
             what = f"the sums of features, with ridge {ridge:g} added, are not finite"
@@ -141,6 +151,24 @@ def factorise(gram: Tensor, ridge: float) -> tuple[Tensor, float]:
         gram.diagonal().add_(step)
         more += step
     raise NumericsError(f"the equations have no stable solution at ridge {more:g}", fix="use a larger --ridge")
+
+
+def _cholesky(gram: Tensor) -> Tensor:
+    """The lower factor [d, d], of which only what lies on and below the diagonal is set; there is NaN on its diagonal
+    where the matrix is not positive.
+
+    A large one in panels on a CPU: more than half of what LAPACK's takes is torch's clearing of the other half.
+    """
+    is_large = gram.device.type == "cpu" and len(gram) > SMALL_SYSTEM
+    width = FACTOR_PANEL if is_large else max(1, len(gram))
+    factor = torch.empty_like(gram)
+    for start in range(0, len(gram), width):
+        before, here, after = slice(start), slice(start, start + width), slice(start + width, None)
+        panel = torch.addmm(gram[start:, here], factor[start:, before], factor[here, before].T, alpha=-1)
+        top, failed = torch.linalg.cholesky_ex(panel[:width])
+        factor[here, here] = torch.where(failed == 0, top, torch.nan)
+        factor[after, here] = torch.linalg.solve_triangular(top.mT, panel[width:], upper=True, left=False)
+    return factor
 
 
 def solve_rows(rows: Tensor, factor: Tensor) -> Tensor:

@@ -43,16 +43,20 @@ class LinearMoments:
         alpha: float,
         pairs: Mapping[str, Pair] | None = None,
         *,
+        dtype: torch.dtype = ACCUMULATE,
         keep_rows: bool = False,
     ) -> None:
+        """dtype: of the sums of products; those of rows are always held in ACCUMULATE."""
         self._alpha = alpha
         self.pairs = dict(pairs or {})
         """By module, where r is summed."""
-        self.sum = Symmetric(d_in, device)
+        self.sum = Symmetric(d_in, device, dtype)
         """Σ x_cal x_calᵀ, of the rows as they are weighted; empty where rows are kept."""
         self.kept = Rows() if keep_rows else None
-        self._dx, self._x, self._d = Sum(), Sum(), Sum()
-        self._rx, self._r = ({name: Sum() for name in self.pairs} for _ in range(2))
+        self._dx, self._x, self._d = Sum(dtype), Sum(), Sum()
+        self._rx, self._r = ({name: Sum(precision) for name in self.pairs} for precision in (dtype, ACCUMULATE))
+        self._offsets: dict[tuple[str, bool], Tensor] = {}
+        """What x_cal is multiplied with in r [d_out, d_in], by module and whether the expert's outputs are known."""
         self.weight, self.rows = 0.0, 0
         """Σ of the rows' weights, and how many were seen."""
 
@@ -65,19 +69,19 @@ class LinearMoments:
         column = None if weights is None else weights.to(x)[:, None]
         weighted = x if column is None else x * column
         residuals = {
-            name: self._residual(pair, x, x_exp, (outputs or {}).get(name)) for name, pair in self.pairs.items()
+            name: self._residual(name, pair, x, x_exp, (outputs or {}).get(name)) for name, pair in self.pairs.items()
         }
         if self.kept is not None:
             self.kept.add(x, x.new_ones(len(x), 1) if column is None else column.sqrt(), residuals)
         else:
             self.sum.add_product(x, weighted)
             for name, r in residuals.items():
-                self._rx[name].add(r.T @ weighted)
+                self._rx[name].add_product(r.T, weighted)
         for name, r in residuals.items():
             self._r[name].add(_sum_rows(r if column is None else r * column))
         if not self.pairs:
             drift = x_exp - x
-            self._dx.add(drift.T @ weighted)
+            self._dx.add_product(drift.T, weighted)
             self._d.add(_sum_rows(drift if column is None else drift * column))
         self._x.add(_sum_rows(weighted))
         self.weight += float(len(x)) if weights is None else float(weights.sum())
@@ -106,8 +110,8 @@ class LinearMoments:
 
     @property
     def drift(self) -> Tensor:
-        """E[(x_exp − x_cal) x_calᵀ] [d_in, d_in]. Not where r is summed."""
-        return self._mean_of(self._dx)
+        """E[(x_exp − x_cal) x_calᵀ] [d_in, d_in], as precise as the sums. Not where r is summed."""
+        return self._mean_of(self._dx, self._dx.dtype)
 
     @property
     def mean_drift(self) -> Tensor:
@@ -135,18 +139,20 @@ class LinearMoments:
         lacking = (weight - in_sums(merged)) @ self.mean
         return lacking + self._alpha * (weight @ self.mean_drift)
 
-    def _residual(self, pair: Pair, x_cal: Tensor, x_exp: Tensor, y_exp: Tensor | None) -> Tensor:
+    def _residual(self, name: str, pair: Pair, x_cal: Tensor, x_exp: Tensor, y_exp: Tensor | None) -> Tensor:
         """r [T, d_out]; y_exp: what the expert's module made of x_exp, bias included, where that is known."""
         (weight, bias), merged = pair
+        known = y_exp is not None
+        if (name, known) not in self._offsets:
+            self._offsets[name, known] = weight.mul(1 - self._alpha if known else 1.0).sub_(merged)
+        offset = self._offsets[name, known]
         if y_exp is not None:
-            own = weight.mul(1 - self._alpha).sub_(merged)
-            return linear(x_cal, own, None if bias is None else -self._alpha * bias).add_(y_exp, alpha=self._alpha)
-        drift = linear(x_exp - x_cal, weight)
-        return linear(x_cal, weight - merged).add_(drift, alpha=self._alpha)
+            return linear(x_cal, offset, None if bias is None else -self._alpha * bias).add_(y_exp, alpha=self._alpha)
+        return linear(x_cal, offset).add_(linear(x_exp - x_cal, weight), alpha=self._alpha)
 
-    def _mean_of(self, total: Sum) -> Tensor:
+    def _mean_of(self, total: Sum, dtype: torch.dtype = ACCUMULATE) -> Tensor:
         assert total.value is not None
-        return in_sums(total.value) / self.weight
+        return in_sums(total.value, dtype) / self.weight
 
 
 @dataclass

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from featcal_cli.calibration.distributed_sums import sum_over_ranks
 from featcal_cli.calibration.hyperparameters import Hyperparameters
+from featcal_cli.calibration.linear_algebra import choose_precision
 from featcal_cli.calibration.moments import LinearMoments, NormMoments, Pair, TaskMoments
 from featcal_cli.calibration.solver import BlockEquations, DualEquations, LinearEquations, Names, NormEquations
 from featcal_cli.engine.block_runner import BlockRunner
@@ -142,7 +143,8 @@ def _choose_moments(
     if keep_rows or is_residual_cheaper(of_task, d_in, d_out, outputs_known=known):
         for name, (weight, bias) in of_expert.items():
             pairs[name] = Pair(Affine(weight.float(), bias), of_merged[name].weight.float())
-    return LinearMoments(d_in, first.device, hyperparameters.alpha, pairs, keep_rows=keep_rows)
+    precision = choose_precision(first.dtype, hyperparameters.ridge)
+    return LinearMoments(d_in, first.device, hyperparameters.alpha, pairs, dtype=precision, keep_rows=keep_rows)
 
 
 def _add_task(

@@ -146,7 +146,7 @@ class LinearEquations:
                 moments.add_pull(name, self._pull[name], omega)
             else:  # (W_i − W_merged) C; W_merged times the drift follows once, when all tasks are in
                 towards = self._cast(expert.weight) - self._cast(self._merged[name].weight)
-                self._pull[name].add(towards @ target, omega)
+                self._pull[name].add_product(towards, target, omega)
             if self._with_bias:
                 offset = self._cast(self._bias_offset(name, expert))
                 self._pull[name].add(torch.outer(offset, self._cast(moments.mean)), omega)

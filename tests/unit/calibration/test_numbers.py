@@ -14,7 +14,7 @@ from rich.console import Console
 from safetensors.torch import load_file, save_file
 
 from featcal_cli.calibration.hyperparameters import Hyperparameters
-from featcal_cli.calibration.linear_algebra import EPSILON, factorise
+from featcal_cli.calibration.linear_algebra import EPSILON, SMALL_SYSTEM, factorise, solve_rows
 from featcal_cli.calibration.moments import LinearMoments
 from featcal_cli.calibration.results import BlockReport, ModuleReport, describe_ridges
 from featcal_cli.calibration.solver import LinearEquations
@@ -81,6 +81,17 @@ def test_more_ridge_is_ten_times_as_much_each_time_until_it_suffices() -> None:
     torch.testing.assert_close(factor, expected)
     stable, same = factorise(torch.eye(2, dtype=torch.float64), 1e-4)
     assert same == 1e-4 and torch.isfinite(stable).all()
+
+
+@pytest.mark.parametrize("width", [7, SMALL_SYSTEM + 200])
+def test_a_factor_is_that_of_the_system_and_a_system_that_is_not_positive_has_none(width: int) -> None:
+    x = torch.randn(2 * width, width, dtype=torch.float64)
+    gram = x.T @ x / width
+    factor, _ = factorise(gram, 1e-4)  # which becomes the system
+    rows = torch.randn(3, width, dtype=torch.float64)
+    assert torch.dist(solve_rows(rows @ gram, factor), rows) < 1e-9 * rows.norm()
+    gram[-1, -1] = -1.0
+    assert factorise(gram, 1e-4)[1] > 1.0, "only a λ that outweighs the negative entry makes it positive"
 
 
 def test_what_took_more_ridge_is_told() -> None:
