@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from copy import deepcopy
@@ -14,10 +15,10 @@ from torch.utils._pytree import tree_map_only
 
 from featcal_cli.data.batches import Batch, forward_names
 from featcal_cli.engine.offload import Offloader, TouchMode
-from featcal_cli.engine.weight_uploads import Upload, uploader_of
+from featcal_cli.engine.weight_uploads import DeviceWeight, Upload, device_weights, is_finite
 from featcal_cli.models.architecture import Architecture, Block
 from featcal_cli.models.loading import Model
-from featcal_cli.models.tracing import first_tensor, tensors_in
+from featcal_cli.models.tracing import all_finite, first_tensor, tensors_in
 from featcal_cli.runtime import memory_map
 from featcal_cli.runtime.errors import CheckpointError, NumericsError
 
@@ -48,11 +49,12 @@ class BlockRunner:
         self._read: set[int] = set()
         self._moved: dict[int, tuple[Tensor, Tensor]] = {}
         """Tensors that have other data while they are on the device, by id: with the data that they get back."""
+        self._here: dict[int, DeviceWeight] = {}
+        """What they have there, unless it is new."""
         self._own = {id(x): x for x in (*model.module.parameters(), *model.module.buffers())}
-        self._upload: tuple[str, Upload] | None = None
-        """What is on its way to the device, with the path of the module that it is for."""
-        self._uploaded: dict[int, Tensor] = {}
-        """Copies on the device that nothing has as its data yet, by the id of what they are copies of."""
+        self._weights = device_weights(device) if device.type == "cuda" else None
+        self._uploads: deque[Upload | None] = deque(maxlen=2)
+        """What was let go to the device before it is needed: for the block in hand, and for the next."""
         self._is_open = False
         self._undo = ExitStack()
         self._install()
@@ -85,10 +87,11 @@ class BlockRunner:
             yield
         finally:
             self._is_open = False
+            self._fetch_new()
             for holder, data in self._moved.values():
                 holder.data = data
             self._moved.clear()
-            self._uploaded.clear()
+            self._here.clear()
 
     def retire(self) -> None:
         """Leave the model as it was before it was made ready; it runs block by block no more."""
@@ -130,10 +133,10 @@ class BlockRunner:
         own = self.model.own_path(path)
         if own is None:
             return
-        homes = {id(x): self._home(x) for x in self.model.module.get_submodule(own).parameters()}
-        memory_map.fetch_ahead(homes.values())
-        if self.device.type == "cuda":
-            self._upload = own, uploader_of(self.device).begin(homes, self.dtype)
+        parameters = list(self.model.module.get_submodule(own).parameters())
+        memory_map.fetch_ahead(map(self._home, parameters))
+        if self._weights is not None:
+            self._uploads.append(self._weights.begin((self._home(x), self._dtype_of(x)) for x in parameters))
 
     def give_back(self, path: str | None = None) -> int:
         """Let the system have the memory of what was read from the disk for the module at `path`, or of everything;
@@ -145,22 +148,35 @@ class BlockRunner:
     def replace(self, parameter: nn.Parameter, value: Tensor) -> None:
         """Give a parameter of this model a new value of the same shape, in the dtype that it has when it does not run.
 
-        The old tensor stays untouched: other models may share it."""
-        home = self._home(parameter)
-        value = value.to(home.dtype).contiguous()
+        The old tensor stays untouched: other models may share it. What was computed on the device is in host memory
+        only when it is asked for."""
+        value = value.to(self._home(parameter).dtype).contiguous()
         if id(parameter) in self._moved:
-            self._moved[id(parameter)] = (parameter, value.to(home.device))
+            self._moved[id(parameter)] = (parameter, value)
+            self._here.pop(id(parameter), None)
         parameter.data = value.to(parameter)
 
     def parameters_at_home(self, path: str) -> dict[str, Tensor]:
         """The parameters of the module at `path` in this model, by their names in it, as they are when idle."""
+        self._fetch_new()
         return {name: self._home(parameter) for name, parameter in self.module(path).named_parameters()}
 
     def forget(self, path: str, other: BlockRunner) -> None:
-        """Share the parameters of the module at `path` with another runner of the same model; call outside
-        `on_device`."""
+        """Have the parameters of another runner of the same model again in the module at `path`, which has been left;
+        inside `on_device` it gets them at the end."""
         for parameter, shared in zip(self.module(path).parameters(), other.module(path).parameters(), strict=True):
-            parameter.data = shared.data
+            if id(parameter) in self._moved:
+                self._moved[id(parameter)] = (parameter, other._home(shared))
+            else:
+                parameter.data = other._home(shared)
+
+    def _fetch_new(self) -> None:
+        """Have in host memory what was computed on the device for it."""
+        new = {key: home for key, (_, home) in self._moved.items() if home.device.type != "cpu"}
+        if new:
+            homes = list(new.values())
+            fetched = [home.cpu() for home in homes] if self._weights is None else self._weights.fetch(homes)
+            self._moved |= {key: (self._moved[key][0], home) for key, home in zip(new, fetched, strict=True)}
 
     def _home(self, holder: Tensor) -> Tensor:
         return self._moved[id(holder)][1] if id(holder) in self._moved else holder.data
@@ -176,7 +192,7 @@ class BlockRunner:
         touched = list(tensors)
         for tensor in touched:
             if id(tensor) in self._own and tensor.device != self.device:
-                self._move(tensor)
+                self._move([tensor])
         if self.offloader is not None:
             self.offloader.reach(touched)
 
@@ -186,34 +202,42 @@ class BlockRunner:
 
     def _bring(self, path: str, *, recurse: bool) -> None:
         module = self.model.module.get_submodule(path)
-        if self._upload is not None and self._upload[0] == path:
-            self._uploaded, self._upload = self._upload[1].take(), None
-        for name, parameter in module.named_parameters(path, recurse=recurse):
-            size = parameter.numel() * parameter.element_size()
-            self._move(parameter)
+        named = dict(module.named_parameters(path, recurse=recurse))
+        self._move([*named.values(), *module.buffers(recurse)])
+        for name, parameter in named.items():
             if id(parameter) not in self._read:
                 self._read.add(id(parameter))
-                self.bytes_read += size
+                self.bytes_read += self._home(parameter).nbytes
                 if id(parameter) in self._needed:  # a head is only read to measure what drift does to its answers
                     self._check(name, parameter)
-        for buffer in module.buffers(recurse):
-            self._move(buffer)
 
     def _check(self, name: str, parameter: Tensor) -> None:
-        if parameter.is_floating_point() and not is_finite(parameter):
+        here = self._here.get(id(parameter))
+        if parameter.is_floating_point() and not (is_finite(parameter) if here is None else here.is_finite):
             raise NumericsError(
                 f"{self.model.role} has NaN or infinity in {name}",
                 where=self.model.snapshot.name,
                 fix="use another checkpoint; this one is broken",
             )
 
-    def _move(self, holder: Tensor) -> None:
+    def _dtype_of(self, holder: Tensor) -> torch.dtype:
+        """That it has while it is on the device."""
         computes = isinstance(holder, nn.Parameter) and holder.is_floating_point()
-        dtype = self.dtype if computes else holder.dtype
-        if holder.device != self.device or holder.dtype != dtype:
-            home, copied = self._home(holder), self._uploaded.pop(id(holder), None)
+        return self.dtype if computes else holder.dtype
+
+    def _move(self, holders: Iterable[Tensor]) -> None:
+        """Let these have their data on the device, as far as they have not."""
+        moving = [x for x in holders if x.device != self.device or x.dtype != self._dtype_of(x)]
+        wanted = [(self._home(x), self._dtype_of(x)) for x in moving]
+        if self._weights is None or not moving:
+            taken: Sequence[DeviceWeight | None] = [None] * len(moving)
+        else:
+            taken = self._weights.take(wanted)
+        for holder, (home, dtype), here in zip(moving, wanted, taken, strict=True):
             self._moved[id(holder)] = (holder, home)
-            holder.data = copied if copied is not None and copied.dtype == dtype else home.to(self.device, dtype)
+            holder.data = home.to(self.device, dtype) if here is None else here.data
+            if here is not None:
+                self._here[id(holder)] = here
 
     def _prepare(self, batch: Batch, module: nn.Module) -> Batch:
         names = forward_names(module) if self.model.part or self.model.body else set(batch)
@@ -314,12 +338,12 @@ class PausedForward(greenlet):
         runner.bring(block.name)
         given._runner.reach(given.tensors)
         output = self._run(block, given)
-        if runner.dtype == torch.bfloat16 and _are_finite(given.hidden) and not _are_finite((output, *kept)):
+        if runner.dtype == torch.bfloat16 and all_finite(given.hidden) & ~all_finite((output, *kept)):  # one look
             for values in kept:
                 values.clear()
             with runner.precise(block.name):
                 output = self._run(block, given, torch.float32)
-            if _are_finite((output, *kept)):
+            if all_finite((output, *kept)):
                 runner.too_large.add(block.name)
         return output
 
@@ -360,11 +384,6 @@ class StopBlock(Exception):  # noqa: N818 - not an error
     """Raised by a hook that has seen enough of a block's run."""
 
 
-def is_finite(weight: Tensor) -> bool:
-    """Whether all of a weight is finite: a sum is quick to tell; where it is not, it may only be large."""
-    return bool(torch.isfinite(weight.sum(dtype=torch.float32)) or torch.isfinite(weight).all())
-
-
 def _pausing(name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
     """The block's forward, which inside a PausedForward hands the call out and waits for the output."""
 
@@ -378,8 +397,3 @@ def _pausing(name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
 
 def _cast(values: Any, dtype: torch.dtype) -> Any:
     return tree_map_only(Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, values)
-
-
-def _are_finite(values: Any) -> bool:
-    flags = [torch.isfinite(x).all() for x in tensors_in(values) if x.is_floating_point()]
-    return not flags or bool(torch.stack(flags).all())

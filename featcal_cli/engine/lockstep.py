@@ -296,7 +296,8 @@ class BlockVisit:
         self._job.drift.runners.pop(role, None)
 
     def finish(self) -> None:
-        """Take all passes through the block, the students' with the weights they have now, and measure their drift."""
+        """Take all passes through the block, the students' with the weights they have now, and measure their drift;
+        these weights are nobody's then, unless the block runs again."""
         job = self._job
         self._captured.clear()
         for task, expert in job.experts.items():
@@ -312,16 +313,15 @@ class BlockVisit:
                     probe.go_through(self.block, self._done)
             if task not in self._released:
                 expert.give_back(self.block.name)
-
-    def release(self) -> None:
-        """Give back the memory of all models' block: what students hold of it too, unless it runs again."""
-        job, name = self._job, self.block.name
         if not job.keep_blocks and all(block.calls == 1 for block in job.architecture.blocks):
             # (where one is called again, later passes start anew and come through all)
             for student in job.students.values():
-                student.forget(name, job.merged)
-        for runner in {*job.runners, job.merged, job.base}:
-            runner.give_back(name)
+                student.forget(self.block.name, job.merged)
+
+    def release(self) -> None:
+        """Give back the memory of all models' block."""
+        for runner in {*self._job.runners, self._job.merged, self._job.base}:
+            runner.give_back(self.block.name)
 
     def _in_turn(self, groups: Sequence[PassGroup]) -> Iterator[PassGroup]:
         """Each of them with the tensors of its passes at hand, while those of the next are fetched."""

@@ -9,7 +9,8 @@ from itertools import combinations
 import torch
 from torch import Tensor
 
-from featcal_cli.engine.block_runner import BlockRunner, is_finite
+from featcal_cli.engine.block_runner import BlockRunner
+from featcal_cli.engine.weight_uploads import is_finite
 from featcal_cli.models.architecture import Architecture, Block
 from featcal_cli.models.loading import Model
 from featcal_cli.models.module_kinds import LINEAR_KINDS

@@ -1,24 +1,99 @@
-"""Weights on their way to a CUDA device, beside what is computed there."""
+"""Weights on a CUDA device, each once however many models have it, and on their way there and back."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import cache
+from typing import TypeAlias
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
+
+from featcal_cli.engine.offload import CopyStream
 
 PIECE = 1 << 24
 """Bytes of a pinned buffer; larger weights go in pieces."""
 BUFFERS = 2
 """One is filled from the disk while the other's bytes travel."""
+Wanted: TypeAlias = "tuple[Tensor, torch.dtype]"
+"""A weight on the host, and in which dtype it is wanted on the device."""
+Key: TypeAlias = "tuple[object, ...]"
 
 
-class Uploader:
-    """Copies weights to one CUDA device: by one thread, on one stream, through pinned buffers that are used again."""
+@dataclass(eq=False)
+class DeviceWeight:
+    """A weight that is on the device for as long as somebody holds this."""
+
+    home: Tensor
+    """The weight on the host, whose memory can be no other weight's until then."""
+    data: Tensor
+    """Its copy on the device."""
+    is_finite: bool
+    """All of it is a number, as was seen on the way."""
+
+
+class DeviceWeights:
+    """The weights on one CUDA device, which all models share."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._uploader = _Uploader(device)
+        self._here: WeakValueDictionary[Key, DeviceWeight] = WeakValueDictionary()
+        self._coming: WeakValueDictionary[Key, Upload] = WeakValueDictionary()
+        self._copies = CopyStream(device)
+
+    def begin(self, wanted: Iterable[Wanted]) -> Upload | None:
+        """Begin to copy those that are neither here nor coming, after what was begun before; the copies are there for
+        `take` while somebody holds what is returned."""
+        keys = {_key(*one): one for one in wanted if one[0].device.type == "cpu"}
+        missing = {key: one for key, one in keys.items() if key not in self._here and key not in self._coming}
+        if not missing:
+            return None
+        upload = self._uploader.begin(missing)
+        self._coming.update(dict.fromkeys(missing, upload))
+        return upload
+
+    def take(self, wanted: Sequence[Wanted]) -> list[DeviceWeight | None]:
+        """These on the device, for the stream that is current here; None for those that it has no room for, and those
+        that are there themselves."""
+        upload = self.begin(wanted)
+        taken = [self._take(*one) for one in wanted]
+        del upload  # whose copies are wanted one by one
+        return taken
+
+    def _take(self, home: Tensor, dtype: torch.dtype) -> DeviceWeight | None:
+        key = _key(home, dtype)
+        weight = self._here.get(key)
+        if weight is None and (upload := self._coming.pop(key, None)) is not None:
+            weight = upload.take(key)
+            if weight is not None:
+                self._here[key] = weight
+        return weight
+
+    def fetch(self, weights: Sequence[Tensor]) -> list[Tensor]:
+        """New weights in host memory, to which those of a dtype go in one copy."""
+        flat = {
+            dtype: self._copies.to_host(torch.cat([weight.view(-1) for weight in weights if weight.dtype == dtype]))
+            for dtype in {weight.dtype for weight in weights}
+        }
+        self._copies.finish()
+        fetched = []
+        for weight in weights:
+            part, flat[weight.dtype] = flat[weight.dtype].tensor_split([weight.numel()])
+            fetched.append(part.view(weight.shape))
+        return fetched
+
+
+def _key(home: Tensor, dtype: torch.dtype) -> Key:
+    return home.data_ptr(), home.shape, home.stride(), home.dtype, dtype
+
+
+class _Uploader:
+    """Copies weights to the device: by one thread, on one stream, through pinned buffers that are used again."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -27,49 +102,54 @@ class Uploader:
         self._buffers: deque[tuple[Tensor, torch.Event | None]] = deque()
         """With what tells when its last bytes have left it, the one that has been used first in front."""
 
-    def begin(self, weights: Mapping[int, Tensor], dtype: torch.dtype) -> Upload:
-        """Begin to copy weights, after those that were begun before; those of floating point in `dtype`."""
-        return Upload(self._worker.submit(self._copy_all, weights, dtype), self._device)
+    def begin(self, wanted: dict[Key, Wanted]) -> Upload:
+        return Upload(self._worker.submit(self._copy_all, wanted), self._device)
 
-    def _copy_all(self, weights: Mapping[int, Tensor], dtype: torch.dtype) -> tuple[dict[int, Tensor], torch.Event]:
+    def _copy_all(self, wanted: dict[Key, Wanted]) -> tuple[dict[Key, DeviceWeight], torch.Event]:
         copies = {}
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             # where there is only room for so many, the others are moved when they are needed
             with suppress(torch.OutOfMemoryError):
-                for key, weight in weights.items():
-                    copies[key] = self._copy(weight, dtype if weight.is_floating_point() else weight.dtype)
+                for key, (home, dtype) in wanted.items():
+                    copies[key] = self._copy(home, dtype)
             return copies, self._stream.record_event()
 
-    def _copy(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        copy = torch.empty(weight.shape, dtype=dtype, device=self._device)
-        size = PIECE // dtype.itemsize
-        for source, target in zip(weight.reshape(-1).split(size), copy.view(-1).split(size), strict=True):
+    def _copy(self, home: Tensor, dtype: torch.dtype) -> DeviceWeight:
+        copy = torch.empty(home.shape, dtype=dtype, device=self._device)
+        size, finite = PIECE // dtype.itemsize, True
+        for source, target in zip(home.reshape(-1).split(size), copy.view(-1).split(size), strict=True):
             if len(self._buffers) < BUFFERS:
                 self._buffers.appendleft((torch.empty(PIECE, dtype=torch.uint8, pin_memory=True), None))
             buffer, left = self._buffers.popleft()
             if left is not None:
                 left.synchronize()
             staged = buffer[: target.nbytes].view(dtype).copy_(source)  # read from the disk, and converted
+            finite &= not dtype.is_floating_point or is_finite(staged)
             target.copy_(staged, non_blocking=True)
             self._buffers.append((buffer, self._stream.record_event()))
-        return copy
+        return DeviceWeight(home, copy, finite)
 
 
 class Upload:
-    """Some weights that an Uploader was given."""
+    """Some weights that are on their way."""
 
-    def __init__(self, copies: Future[tuple[dict[int, Tensor], torch.Event]], device: torch.device) -> None:
+    def __init__(self, copies: Future[tuple[dict[Key, DeviceWeight], torch.Event]], device: torch.device) -> None:
         self._copies, self._device = copies, device
 
-    def take(self) -> dict[int, Tensor]:
-        """The copies, by the keys of the weights, for the stream that is current here; fewer where memory ran out."""
+    def take(self, key: Key) -> DeviceWeight | None:
+        """One of them, for the stream that is current here; None where memory ran out."""
         copies, there = self._copies.result()
-        here = torch.cuda.current_stream(self._device)
-        here.wait_event(there)
-        for copy in copies.values():
-            copy.record_stream(here)  # it is of the other stream's memory, and must not be used again too early
-        return copies
+        if (weight := copies.pop(key, None)) is not None:
+            here = torch.cuda.current_stream(self._device)
+            here.wait_event(there)
+            weight.data.record_stream(here)  # it is of the other stream's memory, and must not be used again too early
+        return weight
 
 
-uploader_of = cache(Uploader)
-"""The one of a device, which all models share."""
+def is_finite(weight: Tensor) -> bool:
+    """Whether all of a weight is finite: a sum is quick to tell; where it is not, it may only be large."""
+    return bool(torch.isfinite(weight.sum(dtype=torch.float32)) or torch.isfinite(weight).all())
+
+
+device_weights = cache(DeviceWeights)
+"""Those of a device."""

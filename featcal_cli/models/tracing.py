@@ -100,6 +100,12 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
             yield from tensors_in(part)
 
 
+def all_finite(value: Any) -> Tensor:
+    """Whether all tensors in a forward's arguments or output are finite, on the device where they are []."""
+    flags = [torch.isfinite(x).all() for x in tensors_in(value) if x.is_floating_point()]
+    return torch.stack(flags).all() if flags else torch.tensor(True)
+
+
 def find_blocks(model: nn.Module, run: Trace) -> list[str]:
     """Members of the outermost lists that look like transformer blocks, in the order in which they ran: they hold
     several Linear modules and keep the shape of the hidden states; stages give way to the blocks inside."""
