@@ -1,11 +1,13 @@
 """The `featcal` command, which is also `python -m featcal_cli` (and torchrun's `-m`)."""
 
+import gc
 import os
 
 
 def main() -> None:
     """Run the command line. It takes a moment to be there, and may be interrupted even then."""
     use_large_pages()
+    gc.disable()  # nothing that is imported is garbage, and looking through it takes longer than some of it
     try:
         from featcal_cli.runtime.interruption import stop_when_signalled
 
@@ -16,15 +18,17 @@ def main() -> None:
         open_streams()
         from featcal_cli.cli.main import main
 
+        gc.freeze()
+        gc.enable()
         main()
     except (KeyboardInterrupt, SystemExit) as end:
         from featcal_cli.runtime.interruption import EXIT_CODE, STARTING, stop
 
         if isinstance(end, KeyboardInterrupt) or end.code == EXIT_CODE:
             stop(STARTING)
-        from featcal_cli.runtime.process import end_while_importing
+        from featcal_cli.runtime.process import end_at_once
 
-        end_while_importing(end.code if isinstance(end.code, int) else 0 if end.code is None else 1)
+        end_at_once(end.code)
         raise
 
 

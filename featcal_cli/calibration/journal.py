@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 
 FORMAT = 2
 """Of the files; those of another one are not taken over."""
+HASHERS = 4
+"""Threads that hash a block, at most; to begin one takes as long as to hash a megabyte."""
 SHOWN = 3
 """Differences between two jobs that a message names."""
 RECORD, SEARCH = "job.json", "search.kept.json"
@@ -243,7 +246,7 @@ def _hash_block(job: str, number: int, report: str, parameters: Mapping[str, Ten
         digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
         return name, digest.hexdigest()
 
-    with ThreadPoolExecutor() as pool:
+    with ThreadPoolExecutor(min(HASHERS, os.cpu_count() or 1)) as pool:
         hashes = pool.map(hash_tensor, sorted(parameters))
         return sha256(json.dumps([job, number, report, *hashes]).encode()).hexdigest()
 

@@ -24,6 +24,7 @@ def main() -> None:
     """Run the command line; errors that the user can fix become one message and exit code 2."""
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")  # it writes of every retry, with the address
+    os.environ.setdefault("HF_DEACTIVATE_ASYNC_LOAD", "1")  # threads to read what is mapped would only take time
     launch = Launch()
     try:
         launch = read_launch()

@@ -13,15 +13,12 @@ from pathlib import PurePosixPath
 from random import Random
 from typing import Any, TypeVar
 
-import pyarrow.parquet
-
 from featcal_cli.data.columns import ABOUT_NAMES
 from featcal_cli.data.hub_dataset import HubFile, HubSplit
-from featcal_cli.data.local_tables import IMAGE_FILES, LARGEST_IMAGE, read_group, shorten_row
+from featcal_cli.data.local_tables import IMAGE_FILES, LARGEST_IMAGE, open_parquet, read_group, shorten_row
 from featcal_cli.data.text_files import Row, decode_lines, parse_csv, parse_json_line
 from featcal_cli.runtime.errors import DataError
 
-parquet: Any = pyarrow.parquet  # has no types
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 LineParser = Callable[[bytes, HubFile], Row]
@@ -88,7 +85,7 @@ def read_hub_rows(split: HubSplit) -> Iterator[Row]:
     if split.format == "parquet":
         for file in split.files:
             with split.open(file, block_size=4 * PIECE_BYTES) as stream:
-                opened = parquet.ParquetFile(stream, pre_buffer=False)
+                opened = open_parquet(stream, pre_buffer=False)
                 for number in range(opened.num_row_groups):
                     # one group at a time: what is read ahead is lost when columns of several are read in turn
                     for batch in opened.iter_batches(batch_size=256, row_groups=[number]):
@@ -157,7 +154,7 @@ def _open_groups(split: HubSplit, enough: int, columns: Collection[str] | None, 
 
     def read_footer(file: HubFile) -> Any:
         with split.open(file, cache_type="none") as stream:
-            return parquet.ParquetFile(stream, pre_buffer=False).metadata
+            return open_parquet(stream, pre_buffer=False).metadata
 
     files = _weighted_order(split.files, lambda file: file.size, random)
     groups: list[RowGroup] = []
@@ -206,7 +203,7 @@ def _read_rows(split: HubSplit, share: float, group: RowGroup, rows: Sequence[in
     whole = _is_read_whole(group, share)
     options = {"pre_buffer": whole, "buffer_size": 0 if whole else PIECE_BYTES}
     with split.open(group.file, cache_type="none") as stream:
-        opened = parquet.ParquetFile(stream, metadata=group.footer, **options)
+        opened = open_parquet(stream, metadata=group.footer, **options)
         return list(map(shorten_row, read_group(opened, group.number, rows, group.columns, whole=whole)))
 
 

@@ -11,8 +11,6 @@ from functools import partial
 from pathlib import Path, PurePath
 from typing import Any
 
-import pyarrow.parquet
-
 from featcal_cli.data.text_files import (
     GZIP,
     HEAD_BYTES,
@@ -28,9 +26,6 @@ from featcal_cli.data.text_files import (
 )
 from featcal_cli.runtime.errors import DataError
 from featcal_cli.runtime.untrusted_text import parse_json
-
-arrow: Any = pyarrow  # has no types
-parquet: Any = pyarrow.parquet
 
 IMAGE_FILES = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".gif", ".tif", ".tiff")
 BASE64_BEGINNINGS = ("iVBORw0KGgo", "/9j/", "R0lGOD", "UklGR", "SUkqA", "TU0AK")
@@ -99,6 +94,13 @@ def is_table(file: PurePath) -> bool:
     return is_known and file.stem != "metadata" and not file.name.startswith("cache-")
 
 
+def open_parquet(source: Any, **options: Any) -> Any:
+    """A parquet file, a path or a stream, whose footer is read. Raises what its parser raises."""
+    from pyarrow import parquet  # it takes long to import, and most sources are none
+
+    return parquet.ParquetFile(source, **options)
+
+
 def open_file(file: Path, where: str) -> list[Table]:
     """The tables of one data file. Raises DataError for a file of another kind, and what its parser raises."""
     match _ending(file):
@@ -107,6 +109,8 @@ def open_file(file: Path, where: str) -> list[Table]:
             if not head.startswith((b"PAR1", b"ARROW1")):
                 check_content(head, file.name, where)
             if ending == ".arrow":  # what `datasets` saves to a disk, or a feather file
+                import pyarrow as arrow
+
                 mapped = arrow.memory_map(str(file))
                 try:
                     table = arrow.ipc.open_stream(mapped).read_all()
@@ -114,7 +118,7 @@ def open_file(file: Path, where: str) -> list[Table]:
                     table = arrow.ipc.open_file(mapped).read_all()
                 return [Table(table.num_rows, lambda rows: (table.slice(at, 1).to_pylist()[0] for at in rows))]
             # one table a row group, because a row group is the least that can be read
-            opened = parquet.ParquetFile(file)
+            opened = open_parquet(file)
             lengths = [opened.metadata.row_group(number).num_rows for number in range(opened.num_row_groups)]
             return [Table(length, partial(read_group, opened, number)) for number, length in enumerate(lengths)]
         case ".csv" | ".tsv" as ending:

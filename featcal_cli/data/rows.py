@@ -14,8 +14,6 @@ from random import Random
 from stat import S_ISDIR, S_ISREG
 from typing import Any
 
-import pyarrow.parquet
-
 from featcal_cli.data.columns import needed_columns
 from featcal_cli.data.file_formats import SPLIT_WORDS, choose_split, group_by_folder, group_by_name
 from featcal_cli.data.hub_dataset import Note, explaining_hub, find_split, first_line, ignore
@@ -27,13 +25,12 @@ from featcal_cli.data.local_tables import (
     is_table,
     open_file,
     open_images,
+    open_parquet,
     shorten_row,
 )
 from featcal_cli.data.text_files import Row
 from featcal_cli.recipe.schema import Data
 from featcal_cli.runtime.errors import DataError, HubError
-
-parquet: Any = pyarrow.parquet  # has no types
 
 
 def draw_rows(data: Data, count: int, seed: int, note: Note = ignore) -> Iterator[Row]:
@@ -187,7 +184,7 @@ def _explaining(where: str) -> Iterator[None]:
 
 def _classes_in_footer(file: Path | Any, column: str) -> list[str] | None:
     """The classes that `datasets` has noted in the footer of a parquet file."""
-    metadata = parquet.ParquetFile(file, pre_buffer=False).schema_arrow.metadata or {}
+    metadata = open_parquet(file, pre_buffer=False).schema_arrow.metadata or {}
     try:
         names = json.loads(metadata[b"huggingface"])["info"]["features"][column]["names"]
     except (ValueError, LookupError, TypeError):  # not written by `datasets`, or without this column, or no classes

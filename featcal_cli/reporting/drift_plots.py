@@ -10,6 +10,7 @@ from itertools import accumulate, pairwise
 from math import ceil, isfinite, nan
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
 from PIL import Image
 
 from featcal_cli.reporting.inspection import Inspection, TaskInspection
@@ -84,7 +85,8 @@ def write_figure(figure: Figure, kind: Format = "png", colours: int = COLOURS) -
 
     Where everything came to be is rounded: the last bits differ from one layout to the next.
     """
-    figure.draw_without_rendering()
+    layout: Any = figure.get_layout_engine()
+    layout.execute(figure)
     figure.set_layout_engine("none")
     for part in figure.subfigs:
         box = part.bbox_relative
@@ -95,8 +97,9 @@ def write_figure(figure: Figure, kind: Format = "png", colours: int = COLOURS) -
     if kind == "svg":
         figure.savefig(drawn := io.BytesIO(), format="svg", metadata={"Date": None, "Creator": "featcal"})
         return drawn.getvalue()
-    figure.savefig(drawn := io.BytesIO(), format="png")
-    image = Image.open(drawn).convert("RGB")
+    canvas: Any = figure.canvas
+    canvas.draw()
+    image = Image.fromarray(np.asarray(canvas.buffer_rgba())).convert("RGB")
     method, rounds = (Image.Quantize.MEDIANCUT, 0) if colours <= COLOURS else (Image.Quantize.MAXCOVERAGE, 2)
     image = image.quantize(colours, method, rounds, dither=Image.Dither.NONE)
     image.save(small := io.BytesIO(), format="png", optimize=True)

@@ -251,9 +251,8 @@ def _describe(file: Path, with_content: bool) -> str:
                 while piece := stream.read(1 << 20):
                     digest.update(piece)
             else:
-                for number in range(PIECES):
-                    stream.seek(number * (size - PIECE) // (PIECES - 1), os.SEEK_SET)
-                    digest.update(stream.read(PIECE))
+                places = (number * (size - PIECE) // (PIECES - 1) for number in range(PIECES))
+                digest.update(b"".join(os.pread(stream.fileno(), PIECE, place) for place in places))
         return f"{size} {changed} {digest.hexdigest()[:32]}"
     except OSError as error:  # it has just gone, or is not for us to read: whoever needs it will say so
         return name_reason(error)

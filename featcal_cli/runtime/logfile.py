@@ -24,7 +24,7 @@ from featcal_cli import __version__
 from featcal_cli.runtime.errors import FeatCalError, OutputError
 from featcal_cli.runtime.files import explain_full, name_reason
 from featcal_cli.runtime.interruption import exit_code
-from featcal_cli.runtime.process import peak_resident_bytes
+from featcal_cli.runtime.process import peak_resident_bytes, seconds_since_start
 from featcal_cli.runtime.progress import Listener, PhaseClock, Progress, heard
 from featcal_cli.runtime.untrusted_text import redact
 
@@ -37,8 +37,8 @@ class Log(Listener):
 
     def __init__(self, shown: Listener, file: BinaryIO | None) -> None:
         self._shown, self._file = shown, file
-        self._began = time.monotonic()
-        self._clock = PhaseClock()
+        self.began: float = time.monotonic() - seconds_since_start()
+        self._clock = PhaseClock(self.began)
         self.recent: deque[str] = deque(maxlen=REMEMBERED)
         """The last lines."""
 
@@ -57,7 +57,7 @@ class Log(Listener):
         """The last line; before it what went wrong, if it was foreseen."""
         if error is not None:
             self.write("error", kind=type(error).__name__, what=error.what, where=error.where, fix=error.fix)
-        seconds = round(time.monotonic() - self._began, 3)
+        seconds = round(time.monotonic() - self.began, 3)
         phases = self._clock.read()
         self.write("end", exit_code=code, seconds=seconds, phases=phases, peak_rss_bytes=peak_resident_bytes())
 

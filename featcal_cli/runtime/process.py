@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import atexit
 import codecs
+import gc
 import io
 import os
 import re
 import resource
 import sys
 import threading
+import time
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -70,6 +73,15 @@ def resident_bytes() -> int:
     if not status.is_file():
         return peak_resident_bytes()
     return int(status.read_text(encoding="ascii").split()[1]) * resource.getpagesize()
+
+
+def seconds_since_start() -> float:
+    """How long this process has been there; where the system does not tell (macOS), how long it has computed."""
+    status = Path("/proc/self/stat")
+    if not status.is_file():
+        return time.process_time()
+    began = int(status.read_text("ascii", "replace").rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - began
 
 
 GONE = 141
@@ -144,7 +156,7 @@ def _import(module: str) -> None:
 
 
 def start_importing(module: str) -> None:
-    """Begin to import a module, and return at once; only for a program that ends with `end_while_importing`. Nothing is
+    """Begin to import a module, and return at once; only for a program that ends with `end_at_once`. Nothing is
     done where the module is there, or where torchrun started this process, which needs torch to begin with."""
     global _importing
     if module in sys.modules or _importing is not None or read_launch().by_torchrun:
@@ -153,6 +165,7 @@ def start_importing(module: str) -> None:
     from huggingface_hub import HfApi, hf_hub_download, resolve_revision, snapshot_download  # noqa: F401
     from huggingface_hub.utils import httpx  # type: ignore[attr-defined]  # noqa: F401
 
+    gc.disable()
     sys.setswitchinterval(TURN)
     _importing = threading.Thread(target=_import, args=(module,), name=f"import {module}", daemon=True)
     _importing.start()
@@ -166,6 +179,8 @@ def finish_importing() -> None:
     _importing.join()
     _importing = None
     sys.setswitchinterval(0.005)
+    gc.freeze()  # modules stay: nobody need look through them for garbage
+    gc.enable()
     if not _errors:
         return
     error = _errors.pop()
@@ -177,10 +192,17 @@ def finish_importing() -> None:
     raise FeatCalError(f"a package that featcal needs cannot be imported: {reason}", where=package, fix=fix) from error
 
 
-def end_while_importing(code: int) -> None:
-    """End the process, where a thread still imports: the interpreter's own end would take away the ground under it."""
-    if _importing is None or not _importing.is_alive():
+def end_at_once(code: object) -> None:
+    """End the process with what is to be done at its end, but without taking modules and models to pieces, which takes
+    a second, and would take away the ground under a thread that still imports. Returns where what was printed cannot
+    be written, or the code is a message: the interpreter has words for it."""
+    if not (code is None or isinstance(code, int)):
         return
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
-    os._exit(code)
+    try:
+        if _importing is None or not _importing.is_alive():
+            atexit._run_exitfuncs()
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+    except OSError:
+        return
+    os._exit(code or 0)

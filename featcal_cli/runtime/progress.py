@@ -142,6 +142,9 @@ class _Ear(logging.Filter):
 class Listener:
     """Told what a run does, while it does it; this one shows nothing."""
 
+    began: float | None = None
+    """When what it is told of began, by the monotonic clock; None for when a run says so."""
+
     def stage(self, text: str) -> None:
         """A new part of the work begins."""
 
@@ -161,8 +164,9 @@ class Listener:
 class PhaseClock:
     """Adds up the seconds of a run by its phases, which its stages begin."""
 
-    def __init__(self) -> None:
-        self._phase, self._since = "starting", time.monotonic()
+    def __init__(self, began: float) -> None:
+        """began: by the monotonic clock."""
+        self._phase, self._since = "starting", began
         self._seconds: dict[str, float] = {}
 
     def begin(self, stage: str) -> None:

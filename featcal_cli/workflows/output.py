@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from featcal_cli.engine.block_runner import is_finite
 from featcal_cli.hub.download import PREPROCESSOR_FILES
 from featcal_cli.hub.snapshot import Snapshot
 from featcal_cli.models.checkpoint_files import copy_checkpoint, list_files, read_slots, write_tensors
@@ -87,7 +88,7 @@ def check_built(
         for name, tensor in group.items():
             slot = slots[name]
             written.setdefault(slot.file, []).append((slot.start, slot.start + slot.size))
-            if not torch.isfinite(tensor).all():
+            if not is_finite(tensor):
                 dtype = str(tensor.dtype).removeprefix("torch.")
                 raise NumericsError(f"the solution of {name} does not fit into {dtype}", fix="use a larger --ridge")
             written_bytes = np.memmap(folder / slot.file, np.uint8, "r", slot.start, slot.size)

@@ -60,8 +60,8 @@ class Session:
     """What a user asked for, on this machine, and who is told how it goes."""
 
     def __init__(self, recipe: RecipeSource, options: RunOptions, listener: Listener | None = None) -> None:
-        self.started = time.monotonic()
-        self.phases = PhaseClock()
+        self.started = listener.began if listener and listener.began is not None else time.monotonic()
+        self.phases = PhaseClock(self.started)
         self.draft = as_draft(recipe)
         self.ranks = join_ranks()
         """All processes of this run; the first one speaks and writes."""
