@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
@@ -78,21 +79,54 @@ def relate(distance: float, size: float, tokens: int) -> float:
     return inf if distance > TINY * tokens else 0.0
 
 
-class Meter(Generic[T]):
-    """Adds up readings by what they are of."""
+class Meter(ABC, Generic[T]):
+    """Adds up readings by what they are of. The sums stay on the device until somebody looks: then it is waited for
+    once."""
 
     def __init__(self) -> None:
         self.readings: dict[tuple[str, ...], T] = {}
+        """As they were when `settle` was last called."""
         self.elsewhere: dict[tuple[str, ...], T] = {}
         """What all ranks have measured, as far as it is known here."""
+        self._sums: dict[tuple[str, ...], Tensor] = {}
+        """What was added for each reading [numbers], in float64."""
+        self._counts: dict[tuple[str, ...], list[int]] = {}
+        """The same of what is known without the device."""
+        self._unread: set[tuple[str, ...]] = set()
+
+    def settle(self) -> None:
+        """Make readings of all that was added."""
+        unread = sorted(self._unread)
+        self._unread.clear()
+        for device in {self._sums[key].device for key in unread}:
+            keys = [key for key in unread if self._sums[key].device == device]
+            numbers = iter(torch.cat([self._sums[key] for key in keys]).tolist())
+            for key in keys:
+                self.readings[key] = self._read(
+                    key, self._counts[key], [next(numbers) for _ in range(len(self._sums[key]))]
+                )
 
     def share(self, ranks: Ranks) -> None:
         """Let every rank know what the others have measured by now."""
+        self.settle()
         self.elsewhere = ranks.unite(self.readings)
 
     def find(self, *key: str) -> T | None:
         """What was measured so far; None for nothing."""
+        self.settle()
         return self.readings.get(key) or self.elsewhere.get(key)
+
+    def _add(self, key: tuple[str, ...], counts: Sequence[int], numbers: Sequence[Tensor]) -> None:
+        """Add these to the sums of a reading."""
+        added = torch.stack([x.double() for x in numbers])
+        self._sums[key] = self._sums[key] + added if key in self._sums else added
+        known = self._counts.get(key, [0] * len(counts))
+        self._counts[key] = [one + other for one, other in zip(known, counts, strict=True)]
+        self._unread.add(key)
+
+    @abstractmethod
+    def _read(self, key: tuple[str, ...], counts: list[int], numbers: list[float]) -> T:
+        """A reading, of all that was added."""
 
 
 class DriftMeter(Meter[Drift]):
@@ -110,26 +144,27 @@ class DriftMeter(Meter[Drift]):
     ) -> None:
         """Add the same tokens of the model and of the task's expert [T, d] each.
 
-        `on_expert`: what the model's block makes of the expert's input, for the split. Raises NumericsError where the
-        expert's features vanish and that is refused.
+        `on_expert`: what the model's block makes of the expert's input, for the split.
         """
-        reading = self.readings.setdefault((place, task, role), Drift())
         hidden, expert = hidden.float(), expert.float()
         size, own = _norms(expert), _norms(hidden)
         cosine = torch.einsum("td,td->t", hidden, expert) / (size * own).clamp_min(TINY)
-        reading.distance += _sum(_norms(hidden - expert))
-        reading.size += _sum(size)
-        if self._refuse_vanishing and len(hidden) and size.max() <= TINY:
+        sums = [_sum(_norms(hidden - expert)), _sum(size), _sum(cosine), (size <= TINY).all()]
+        if on_expert is not None:
+            on_expert = on_expert.float()
+            sums += [_sum(_norms(on_expert - expert)), _sum(_norms(hidden - on_expert))]
+        self._add((place, task, role), [len(hidden)], sums)
+
+    def _read(self, key: tuple[str, ...], counts: list[int], numbers: list[float]) -> Drift:
+        """Raises NumericsError where the expert's features vanished in a batch, and that is refused."""
+        distance, size, cosine_sum, vanished, *split = numbers
+        local_sum, upstream_sum = split or (0.0, 0.0)
+        if self._refuse_vanishing and vanished and counts[0]:
+            place, task, _ = key
             where = "before the first block" if place == STEM else f"after {place}"
             what = f"the features of the expert of {task} are all zero {where}: there is nothing to calibrate to"
             raise NumericsError(what, where=f"expert {task}", fix="use another checkpoint; this one is broken")
-        reading.cosine_sum += _sum(cosine)
-        reading.tokens += len(hidden)
-        if on_expert is not None:
-            on_expert = on_expert.float()
-            reading.is_split = True
-            reading.local_sum += _sum(_norms(on_expert - expert))
-            reading.upstream_sum += _sum(_norms(hidden - on_expert))
+        return Drift(distance, size, cosine_sum, counts[0], local_sum, upstream_sum, is_split=bool(split))
 
     def read(self, place: str, task: str, role: str) -> Drift:
         """The drift measured so far."""
@@ -141,8 +176,8 @@ def _norms(rows: Tensor) -> Tensor:
     return norms
 
 
-def _sum(values: Tensor) -> float:
-    return float(values.sum(dtype=torch.float64))
+def _sum(values: Tensor) -> Tensor:
+    return values.sum(dtype=torch.float64)
 
 
 LOGIT_BYTES = 2**28
@@ -203,34 +238,41 @@ class OutputMeter(Meter[OutputShift]):
     def add(self, task: str, role: str, output: Any, expert: Any, batch: Batch, place: str = "") -> None:
         """Add one batch: what the expert returned for the model's features after the block `place` ("": the last one),
         and for its own."""
-        reading = self.readings.setdefault((task, role, place), OutputShift())
-        reading.has_logits = isinstance(getattr(expert, "logits", None), Tensor)
+        has_logits = isinstance(getattr(expert, "logits", None), Tensor)
         rows, rows_exp = (_choose_rows(_read_output(of), batch) for of in (output, expert))
-        if not torch.isfinite(rows_exp).all():
-            return  # a broken head of the expert says nothing of the features that it is given
+        # a broken head of the expert says nothing of the features that it is given
+        is_whole = torch.isfinite(rows_exp).all()
         for start in range(0, len(rows), ROWS_AT_ONCE):
-            _add_rows(reading, rows[start : start + ROWS_AT_ONCE], rows_exp[start : start + ROWS_AT_ONCE])
+            z, z_exp = (x[start : start + ROWS_AT_ONCE].float() for x in (rows, rows_exp))
+            numbers = [torch.where(is_whole, x, 0) for x in _compare_rows(z, z_exp, has_logits=has_logits)]
+            self._add((task, role, place), [has_logits], [is_whole * len(z), *numbers])
+
+    def _read(self, _: tuple[str, ...], counts: list[int], numbers: list[float]) -> OutputShift:
+        rows, distance, size, *of_logits = numbers
+        divergence_sum, variation_sum, agreed, certain = of_logits or (0.0, 0.0, 0.0, 0.0)
+        sums = distance, size, divergence_sum, variation_sum
+        return OutputShift(bool(counts[0]), *sums, agreed=int(agreed), certain=int(certain), rows=int(rows))
 
     def read(self, task: str, role: str, place: str = "") -> OutputShift | None:
         """What was measured so far; None for nothing."""
         return self.find(task, role, place)
 
 
-def _add_rows(reading: OutputShift, z: Tensor, z_exp: Tensor) -> None:
-    z, z_exp = z.float(), z_exp.float()
-    reading.rows += len(z)
-    reading.distance += float((z - z_exp).norm(dim=-1).sum(dtype=torch.float64))
-    reading.size += float(z_exp.norm(dim=-1).sum(dtype=torch.float64))
-    if not reading.has_logits:
+def _compare_rows(z: Tensor, z_exp: Tensor, *, has_logits: bool) -> Iterator[Tensor]:
+    """What some rows add to the sums of an OutputShift, from `distance` to `certain`."""
+    yield _sum((z - z_exp).norm(dim=-1))
+    yield _sum(z_exp.norm(dim=-1))
+    if not has_logits:
         return
     log_p, log_p_exp = z.log_softmax(-1), z_exp.log_softmax(-1)
-    divergence = torch.where(log_p_exp.exp() > 0, log_p_exp.exp() * (log_p_exp - log_p), 0.0)
-    reading.divergence_sum += float(divergence.sum(dtype=torch.float64))
-    reading.variation_sum += float((log_p_exp.exp() - log_p.exp()).abs().sum(dtype=torch.float64)) / 2
-    reading.agreed += int((z.argmax(-1) == z_exp.argmax(-1)).sum())
+    yield _sum(torch.where(log_p_exp.exp() > 0, log_p_exp.exp() * (log_p_exp - log_p), 0.0))
+    yield _sum((log_p_exp.exp() - log_p.exp()).abs()) / 2
+    yield (z.argmax(-1) == z_exp.argmax(-1)).sum()
     if z.shape[-1] > 1:
         best = z_exp.topk(2, dim=-1).values
-        reading.certain += int((best[:, 0] - best[:, 1] > 2 * (z - z_exp).abs().amax(-1)).sum())
+        yield (best[:, 0] - best[:, 1] > 2 * (z - z_exp).abs().amax(-1)).sum()
+    else:
+        yield z.new_zeros(())
 
 
 def _read_output(output: Any) -> Tensor:
@@ -276,13 +318,13 @@ class VectorMeter(Meter[TaskVector]):
         """Add the parameters of one block of every model, by role, as far as all have them in one shape."""
         for ours, theirs, start in _shared(block, models, expert, base):
             wanted = (theirs.float() - start.float()).flatten()
-            square = float(torch.dot(wanted, wanted))
             for role, parameter in ours.items():
                 moved = (parameter.float() - start.float()).flatten()
-                reading = self.readings.setdefault((task, role), TaskVector())
-                reading.product += float(torch.dot(moved, wanted))
-                reading.expert_square += square
-                reading.model_square += float(torch.dot(moved, moved))
+                products = torch.dot(moved, wanted), torch.dot(wanted, wanted), torch.dot(moved, moved)
+                self._add((task, role), [], products)
+
+    def _read(self, _: tuple[str, ...], __: list[int], numbers: list[float]) -> TaskVector:
+        return TaskVector(*numbers)
 
     def read(self, task: str, role: str) -> float | None:
         """The cosine so far; None for nothing."""

@@ -39,6 +39,13 @@ class Measurement:
     last_block_only: bool = False
     """Drift is measured after the last block alone."""
 
+    def settle(self) -> None:
+        """Make readings of all that was measured. Raises NumericsError for an expert whose features vanish, where that
+        is refused."""
+        for meter in (self.meter, self.outputs, self.vectors):
+            if meter is not None:
+                meter.settle()
+
     def share(self, ranks: Ranks) -> None:
         """Let every rank know what the others have measured by now."""
         for meter in (self.meter, self.outputs, self.vectors):

@@ -142,6 +142,8 @@ def _start_passes(job: Job) -> Passes:
     for runner in job.runners:
         runner.give_back()
     memory_map.trim_heap()  # all inputs have gone to files where a CPU is the device
+    for measurement in job.measurements:
+        measurement.settle()
     return passes
 
 
@@ -313,6 +315,8 @@ class BlockVisit:
                     probe.go_through(self.block, self._done)
             if task not in self._released:
                 expert.give_back(self.block.name)
+        for measurement in job.measurements:
+            measurement.settle()
         if not job.keep_blocks and all(block.calls == 1 for block in job.architecture.blocks):
             # (where one is called again, later passes start anew and come through all)
             for student in job.students.values():

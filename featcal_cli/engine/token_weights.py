@@ -10,7 +10,7 @@ from torch import Tensor
 from featcal_cli.data.batches import Batch, take_examples
 from featcal_cli.engine.block_runner import BlockRunner, PausedForward
 from featcal_cli.models.architecture import Architecture, Block
-from featcal_cli.models.token_layout import MASK, OWN, Weights, token_masks
+from featcal_cli.models.token_layout import MASK, OWN, Weights, counts_all, token_masks
 from featcal_cli.models.tracing import first_tensor
 
 OTHER_TOKENS = 0.01
@@ -41,13 +41,13 @@ def _own_mask(paused: PausedForward, block: Block) -> Tensor | None:
         return None  # patches beside a text, in a tower of their own
     if mask is None and ids is not None:
         mask = torch.ones_like(ids)
-    if mask is None or (ids is None and bool(mask.all())):
+    if mask is None or (ids is None and counts_all(mask)):
         return None
     frames, length = paused.hidden.shape[1], mask.shape[1]
     to_frames = getattr(paused.module, "_get_feature_vector_attention_mask", None)  # every audio model's own rule
     if frames == length:
-        own = mask.float()
-    elif block.text_start is not None:  # beside the text: patches, which count, or the model's own padding
+        return None if counts_all(mask) else mask.float()
+    if block.text_start is not None:  # beside the text: patches, which count, or the model's own padding
         patches = any(x.is_floating_point() for x in paused.batch.values())
         after = frames - length - block.text_start
         own = torch.nn.functional.pad(mask.float(), (block.text_start, after), value=float(patches))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Literal, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -63,11 +64,17 @@ def new_parameters(module: nn.Module, new: Affine) -> list[tuple[nn.Parameter, T
     return values if new.bias is None else [*values, (own["bias"], new.bias)]
 
 
+_ADDS_ONE: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
+"""Whether a norm scales by 1 + w, not by w."""
+
+
 def normalise(module: nn.Module, x: Tensor) -> Tensor:
     """z: what the norm computes before scale and bias, by its own forward, in float32 [.., d]."""
     x = x.float()
     neutral = {name: x.new_zeros(value.shape) for name, value in module.named_parameters(recurse=False)}
-    if not functional_call(module, neutral, (x[:1],)).any():  # else it is the 1 + w form
+    if module not in _ADDS_ONE:  # looking at values keeps a device waiting: once is enough
+        _ADDS_ONE[module] = bool(functional_call(module, neutral, (x[:1],)).any())
+    if not _ADDS_ONE[module]:
         neutral["weight"] = torch.ones_like(neutral["weight"])
     return functional_call(module, neutral, (x,))  # type: ignore[no-any-return]
 

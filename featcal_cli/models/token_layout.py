@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from featcal_cli.data.batches import Batch, count_examples, take_examples
 
@@ -199,8 +200,19 @@ def token_masks(batch: Batch) -> dict[str, Tensor | None]:
     masks: dict[str, Tensor | None] = {}
     for name, mask in batch.items():
         if name.endswith(MASK) and mask.ndim == 2:
-            masks[_axis_of(name)] = None if bool(mask.all()) else mask.float()
+            masks[_axis_of(name)] = None if counts_all(mask) else mask.float()
     return masks
+
+
+_COUNTS_ALL: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
+def counts_all(mask: Tensor) -> bool:
+    """Whether a batch's mask has no 0. It is looked at once: that keeps a device waiting, and every block asks."""
+    known: bool | None = _COUNTS_ALL.get(mask)
+    if known is None:
+        _COUNTS_ALL[mask] = known = bool(mask.all())
+    return known
 
 
 def token_lengths(batch: Batch, hidden: Tensor) -> dict[str, int]:
