@@ -135,9 +135,9 @@ class LinearMoments:
         """E[r] of a module [d_out], given its weights W_i and W_merged."""
         if self.pairs:
             return self._mean_of(self._r[name])
-        weight = in_sums(expert)
-        lacking = (weight - in_sums(merged)) @ self.mean
-        return lacking + self._alpha * (weight @ self.mean_drift)
+        target = self.mean + self._alpha * self.mean_drift
+        expert, merged, target, mean = (in_sums(x, self._dx.dtype) for x in (expert, merged, target, self.mean))
+        return in_sums(expert @ target - merged @ mean)
 
     def _residual(self, name: str, pair: Pair, x_cal: Tensor, x_exp: Tensor, y_exp: Tensor | None) -> Tensor:
         """r [T, d_out]; y_exp: what the expert's module made of x_exp, bias included, where that is known."""
