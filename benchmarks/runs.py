@@ -27,7 +27,7 @@ class Asked(NamedTuple):
 
 def run_stage(asked: Asked, folder: Path, examples: int) -> Measured:
     """featcal's calibration stage; its result is kept in the family's folder."""
-    _read_files(folder)
+    read_files(folder)
     return measure([sys.executable, str(HERE / "stage.py"), *_stage_arguments(asked, folder, examples, "ours")])
 
 
@@ -35,12 +35,12 @@ def run_official(asked: Asked, folder: Path, examples: int) -> Measured | None:
     """The official code's, if there is a clone of it."""
     if asked.official is None:
         return None
-    _read_files(folder)
+    read_files(folder)
     arguments = [asked.official, *_stage_arguments(asked, folder, examples, "official")]
     return measure([asked.official_python, str(HERE / "official.py"), *arguments])
 
 
-def _read_files(folder: Path) -> None:
+def read_files(folder: Path) -> None:
     """Have the family's weights in the system's memory: a stage begins with loaded models."""
     for file in folder.rglob("*.safetensors"):
         with file.open("rb") as opened:
