@@ -28,7 +28,7 @@ from yardsticks import merge_by_regression, operate
 from featcal_cli.calibration.hyperparameters import Hyperparameters
 from featcal_cli.calibration.linear_algebra import EPSILON
 from featcal_cli.calibration.moments import LinearMoments
-from featcal_cli.calibration.solver import Solution, precise, relative_change
+from featcal_cli.calibration.solver import DeviceSolution, precise, relative_change
 from featcal_cli.models.module_kinds import Affine
 
 SEEDS = (1, 2, 3)
@@ -55,10 +55,10 @@ class Together(PlainSystem):
         with_bias = with_bias or all(each.bias is not None for each in merged.values())
         super().__init__(merged, settings, with_bias=with_bias)
 
-    def solve(self, base: Mapping[str, Affine], *, bias: bool = True) -> dict[str, Solution]:
+    def solve(self, base: Mapping[str, Affine], *, bias: bool = True) -> dict[str, DeviceSolution]:
         if any(merged.bias is None for merged in self._merged.values()):
             return super().solve(base, bias=bias)
-        ridge, rho, corner = self._settings.ridge, self._settings.rho, self._mean.new_tensor([self._omega])
+        ridge, rho, corner = self._settings.ridge, self._settings.rho, self._omega.view(1)
         system = torch.cat([torch.cat([self._gram, self._mean[None]]), torch.cat([self._mean, corner])[:, None]], 1)
         factor = torch.linalg.cholesky(system + (ridge + EPSILON) * torch.eye(len(system), dtype=system.dtype))
         solutions = {}
@@ -67,7 +67,7 @@ class Together(PlainSystem):
             pull = torch.cat([self._pull[name], self._bias_pull[name][:, None]], 1)
             new = start + torch.cholesky_solve((pull + ridge * (1 - rho) * (anchor - start)).T, factor).T
             found = Affine(new[:, :-1], new[:, -1])
-            solutions[name] = Solution(found, math.nan, relative_change(merged, found))
+            solutions[name] = DeviceSolution(found, new.new_full((1, 1), math.nan), relative_change(merged, found))
         return solutions
 
 
@@ -84,7 +84,7 @@ class BySpectrum(PlainSystem):
     seen: ClassVar[list[float]] = []
     """Mean eigenvalues of the modules solved so far."""
 
-    def solve(self, base: Mapping[str, Affine], *, bias: bool = True) -> dict[str, Solution]:
+    def solve(self, base: Mapping[str, Affine], *, bias: bool = True) -> dict[str, DeviceSolution]:
         mean = float(self._gram.trace()) / len(self._gram)
         self.seen.append(mean)
         self._settings = replace(self._settings, ridge=self.times * self._settings.ridge * mean)
@@ -102,11 +102,11 @@ class Reweighted(PlainSystem):
         super().__init__(merged, settings, with_bias=with_bias)
         self._usual_trace = 0.0
 
-    def add_task(self, moments: LinearMoments, experts: Mapping[str, Affine], omega: float | None = None) -> float:
-        self._usual_trace += super().weigh(moments) * float(moments.gram.trace())
+    def add_task(self, moments: LinearMoments, experts: Mapping[str, Affine], omega: Tensor | None = None) -> Tensor:
+        self._usual_trace += float(super().weigh(moments) * moments.gram.trace())
         return super().add_task(moments, experts, omega)
 
-    def solve(self, base: Mapping[str, Affine], *, bias: bool = True) -> dict[str, Solution]:
+    def solve(self, base: Mapping[str, Affine], *, bias: bool = True) -> dict[str, DeviceSolution]:
         ridge = self._settings.ridge * float(self._gram.trace()) / self._usual_trace
         self._settings = replace(self._settings, ridge=ridge)
         return super().solve(base, bias=bias)
@@ -115,23 +115,24 @@ class Reweighted(PlainSystem):
 class ByTrace(Reweighted):
     """1/trace G."""
 
-    def weigh(self, moments: LinearMoments) -> float:
-        return 1 / max(float(moments.gram.trace()), EPSILON)
+    def weigh(self, moments: LinearMoments) -> Tensor:
+        return moments.gram.trace().clamp_min(EPSILON).reciprocal()
 
 
 class Equal(Reweighted):
     """1: a task with larger features counts more."""
 
-    def weigh(self, _: LinearMoments) -> float:
-        return 1.0
+    def weigh(self, moments: LinearMoments) -> Tensor:
+        return torch.ones_like(moments.size)
 
 
 class ByDrift(Reweighted):
     """More for the task whose input has drifted farther, in relation to its size."""
 
-    def weigh(self, moments: LinearMoments) -> float:
-        size = max(moments.size, EPSILON)
-        return (float(torch.linalg.matrix_norm(moments.drift)) / size + 0.05) / size
+    def weigh(self, moments: LinearMoments) -> Tensor:
+        size = moments.size.clamp_min(EPSILON)
+        drift: Tensor = torch.linalg.matrix_norm(moments.drift)
+        return (drift / size + 0.05) / size
 
 
 IDEAS: dict[str, type[PlainSystem]] = {

@@ -8,12 +8,13 @@ from contextlib import contextmanager
 from unittest.mock import patch
 
 import torch
+from torch import Tensor
 
 from featcal_cli.calibration import normal_equations as collect
 from featcal_cli.calibration.hyperparameters import Hyperparameters
 from featcal_cli.calibration.linear_algebra import EPSILON, factorise
 from featcal_cli.calibration.moments import LinearMoments
-from featcal_cli.calibration.solver import Solution, precise, relative_change
+from featcal_cli.calibration.solver import DeviceSolution, precise, relative_change
 from featcal_cli.models.module_kinds import Affine
 
 
@@ -28,17 +29,17 @@ class PlainSystem:
         first = next(iter(weights.values()))
         self._gram = first.new_zeros(first.shape[1], first.shape[1])
         self._mean = first.new_zeros(first.shape[1])
-        self._omega = 0.0
+        self._omega = first.new_zeros(())
         self._pull = {name: torch.zeros_like(weight) for name, weight in weights.items()}
         self._bias_pull = {name: weight.new_zeros(len(weight)) for name, weight in weights.items()}
         self.rows = 0
         """Rows of all tasks."""
 
-    def weigh(self, moments: LinearMoments) -> float:
+    def weigh(self, moments: LinearMoments) -> Tensor:
         """ω_i, the task's weight: 1/‖G_i‖."""
-        return 1.0 / max(moments.size, EPSILON)
+        return moments.size.clamp_min(EPSILON).reciprocal()
 
-    def add_task(self, moments: LinearMoments, experts: Mapping[str, Affine], omega: float | None = None) -> float:
+    def add_task(self, moments: LinearMoments, experts: Mapping[str, Affine], omega: Tensor | None = None) -> Tensor:
         """Add one task: its moments, and its expert's parameters by module name; returns ω_i, if not given."""
         omega = self.weigh(moments) if omega is None else omega
         alpha, gram, mean = self._settings.alpha, moments.gram, moments.mean
@@ -57,7 +58,7 @@ class PlainSystem:
                     self._pull[name] += omega * torch.outer(bias - merged.bias, mean)
         return omega
 
-    def solve(self, base: Mapping[str, Affine], *, bias: bool = True) -> dict[str, Solution]:
+    def solve(self, base: Mapping[str, Affine], *, bias: bool = True) -> dict[str, DeviceSolution]:
         """W* and b* of every module (b as merged with `bias` False), given the base's parameters for the anchor.
 
         Their condition number is not estimated. Raises NumericsError when there is no stable solution.
@@ -73,14 +74,14 @@ class PlainSystem:
                 bias_pull = self._bias_pull[name] - update @ self._mean + away * (anchor.bias - merged.bias)
                 new_bias = merged.bias + bias_pull / (self._omega + ridge)
             new = Affine(merged.weight + update, new_bias)
-            solutions[name] = Solution(new, math.nan, relative_change(merged, new))
+            solutions[name] = DeviceSolution(new, new.weight.new_full((1, 1), math.nan), relative_change(merged, new))
         return solutions
 
-    def objective(self, name: str, update: torch.Tensor, shift: torch.Tensor) -> tuple[float, float]:
+    def objective(self, name: str, update: Tensor, shift: Tensor) -> tuple[Tensor, Tensor]:
         """What the guard asks of held-out rows, as `LinearEquations` answers it; the pull must be `with_bias`."""
         curvature = ((update @ self._gram + 2 * torch.outer(shift, self._mean)) * update).sum()
         curvature = curvature + self._omega * shift.square().sum()
-        return float(curvature), float((update * self._pull[name]).sum() + shift @ self._bias_pull[name])
+        return curvature, (update * self._pull[name]).sum() + shift @ self._bias_pull[name]
 
 
 @contextmanager

@@ -5,22 +5,19 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 
-import torch
-
 from featcal_cli.calibration.backtracking import backtrack_block
 from featcal_cli.calibration.distributed_sums import BlockSolution, share_solutions
 from featcal_cli.calibration.hyperparameters import Hyperparameters
 from featcal_cli.calibration.journal import Journal, restore_block
 from featcal_cli.calibration.normal_equations import collect_equations, parameters_of
 from featcal_cli.calibration.results import BlockReport, ModuleReport
-from featcal_cli.calibration.solver import BlockEquations, Solution
+from featcal_cli.calibration.solver import BlockEquations, DeviceSolution, Solution, read_solutions
 from featcal_cli.engine.block_runner import BlockRunner
 from featcal_cli.engine.job import CALIBRATED, Job
 from featcal_cli.engine.lockstep import forward_order
 from featcal_cli.engine.weight_checks import name_huge_weight
 from featcal_cli.models.architecture import Block
 from featcal_cli.models.module_kinds import new_parameters
-from featcal_cli.runtime.errors import NumericsError
 from featcal_cli.runtime.progress import Progress, Watch
 
 
@@ -79,7 +76,7 @@ def solve_block(
     on_module: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Solution]:
     """New parameters of every module of the block, by its path inside the block; `on_module` is told what is solved."""
-    solutions: dict[str, Solution] = {}
+    solutions: dict[str, DeviceSolution] = {}
     with base.on_device():
         if equations.linear or equations.norms:
             base.bring(block.name)
@@ -91,12 +88,7 @@ def solve_block(
             solutions |= linear.solve(of_base, bias=bias)
         for name, norm in equations.norms.items():
             solutions[name] = norm.solve(parameters_of(base, block, name))
-    solutions = {name: solution for name, solution in solutions.items() if name not in equations.skipped}
-    for name, solution in solutions.items():
-        if not all(torch.isfinite(part).all() for part in solution.parameters if part is not None):
-            what = f"the solution of {block.name}.{name} is not finite"
-            raise NumericsError(what, fix="use a larger --ridge, or another --rho")
-    return solutions
+    return read_solutions(block.name, {name: each for name, each in solutions.items() if name not in equations.skipped})
 
 
 def load_block(student: BlockRunner, block: Block, solutions: Mapping[str, Solution]) -> None:

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from featcal_cli.calibration.journal import Journal
+from featcal_cli.calibration.linear_algebra import in_sums
 from featcal_cli.calibration.results import BlockReport
-from featcal_cli.calibration.solver import BlockEquations, Solution, precise, relative_change
+from featcal_cli.calibration.solver import BlockEquations, Solution, precise
 from featcal_cli.engine.block_runner import BlockRunner
 from featcal_cli.engine.drift_metrics import Drift, DriftMeter, OutputMeter
 from featcal_cli.engine.job import CALIBRATED, MERGED, Job, Measurement
@@ -40,27 +41,29 @@ def backtrack_block(
     solutions to load, and by module the step t (1: the whole update) that held-out rows chose. Raises NumericsError
     when features of held-out examples are not finite."""
     linear = {name: equations for names, equations in held_out.linear.items() for name in names}
-    steps: dict[str, float] = {}
-    checked = dict(solutions)
+    objectives: dict[str, Tensor] = {}
     for name, solution in solutions.items():
-        start = precise(merged[name])
-        update, shift = solution.parameters.minus(start)
+        update, shift = solution.parameters.minus(precise(merged[name]))
         if shift is None:
             shift = torch.zeros(len(update), dtype=update.dtype, device=update.device)
         if name in linear and linear[name].rows:
-            objective = linear[name].objective(name, update, shift)
+            objectives[name] = torch.stack(linear[name].objective(name, update, shift))
         elif name in held_out.norms and held_out.norms[name].rows:
-            objective = held_out.norms[name].objective(update, shift)
-        else:
-            continue
-        if not all(map(isfinite, objective)):
+            objectives[name] = torch.stack(held_out.norms[name].objective(update, shift))
+    values = torch.stack([in_sums(pair) for pair in objectives.values()]).tolist() if objectives else []  # one copy
+    steps: dict[str, float] = {}
+    checked = dict(solutions)
+    for name, (curvature, descent) in zip(objectives, values, strict=True):
+        if not isfinite(curvature) or not isfinite(descent):
             what = f"the features of held-out examples are not finite in {name}"
             raise NumericsError(what, fix="look for NaN in the examples; if there is none, use --dtype float32")
-        curvature, descent = objective
         steps[name] = step = min(STEPS, key=lambda t: t * t * curvature - 2 * t * descent)  # of equal ones the largest
         if step < 1:
-            new = Affine(start.weight + step * update, None if start.bias is None else start.bias + step * shift)
-            checked[name] = solution._replace(parameters=new, relative_change=relative_change(start, new))
+            start, solution = precise(merged[name]), solutions[name]
+            update, shift = solution.parameters.minus(start)
+            bias = start.bias if start.bias is None or shift is None else start.bias + step * shift
+            new, change = Affine(start.weight + step * update, bias), step * solution.relative_change
+            checked[name] = solution._replace(parameters=new, relative_change=change)
     return checked, steps
 
 

@@ -27,19 +27,19 @@ class Sum:
         self.value: Tensor | None = None
         self.dtype = dtype
 
-    def add(self, term: Tensor, scale: float = 1.0) -> None:
-        """Add a term times a number; the sum may keep the term."""
+    def add(self, term: Tensor, scale: Tensor | None = None) -> None:
+        """Add a term, times a number []; the sum may keep the term."""
         if self.value is None:
-            self.value = term if scale == 1.0 else in_sums(term, self.dtype) * scale
+            self.value = term if scale is None else in_sums(term, self.dtype) * scale
         else:
-            self.value = in_sums(self.value, self.dtype).add_(in_sums(term, self.dtype), alpha=scale)
+            self.value = _add_to(in_sums(self.value, self.dtype), term, scale)
 
-    def add_product(self, left: Tensor, right: Tensor, scale: float = 1.0) -> None:
-        """Add left · right times a number; in place where the factors are as precise as the sum."""
+    def add_product(self, left: Tensor, right: Tensor) -> None:
+        """Add left · right; in place where the factors are as precise as the sum."""
         if self.value is not None and self.value.dtype == left.dtype == self.dtype:
-            self.value.addmm_(left, right, alpha=scale)
+            self.value.addmm_(left, right)
         else:
-            self.add(left @ right, scale)
+            self.add(left @ right)
 
     def sum_over_ranks(self, zeros: Callable[[], Tensor], add_up: AddUp) -> None:
         """Become the sum of all ranks; `zeros` is what one that has no term has."""
@@ -65,14 +65,15 @@ class Symmetric:
                 panel.addmm_(left, right)
             else:
                 term = left @ right
-                self.panels[number] = term if panel is None else in_sums(panel, self._dtype).add_(term)
+                self.panels[number] = term if panel is None else _add_to(in_sums(panel, self._dtype), term)
 
-    def add(self, other: Symmetric, scale: float) -> None:
-        """Add another such sum of the same width, times a number."""
+    def add(self, other: Symmetric, scale: Tensor) -> None:
+        """Add another such sum of the same width, times a number []."""
         for number, term in enumerate(other.panels):
             if term is not None:
-                term, panel = in_sums(term, self._dtype), self.panels[number]
-                self.panels[number] = term * scale if panel is None else panel.add_(term, alpha=scale)
+                panel = self.panels[number]
+                new = in_sums(term, self._dtype) * scale if panel is None else _add_to(panel, term, scale)
+                self.panels[number] = new
 
     def sum_over_ranks(self, add_up: AddUp) -> None:
         """Become the sum of all ranks."""
@@ -82,14 +83,14 @@ class Symmetric:
             self.panels[number] = panel = in_sums(panel, self._dtype).contiguous()
             add_up(panel)
 
-    def norm(self) -> float:
-        """Frobenius norm of the whole."""
-        total = 0.0
+    def norm(self) -> Tensor:
+        """Frobenius norm of the whole []."""
+        squares = []
         for start, panel in zip(self.starts, self.panels, strict=True):
             if panel is not None:
-                flat, diagonal = panel.flatten(), panel[:, start:].flatten()
-                total += 2 * float(torch.dot(flat, flat)) - float(torch.dot(diagonal, diagonal))
-        return float(total**0.5)
+                diagonal = in_sums(_dot(panel[:, start:]))
+                squares.append(2 * in_sums(_dot(panel)) - diagonal if start else diagonal)
+        return torch.stack(squares).sum().sqrt()
 
     def full(self) -> Tensor:
         """The whole matrix [d, d]."""
@@ -104,6 +105,18 @@ class Symmetric:
 def sums_device(device: torch.device, dtype: torch.dtype = ACCUMULATE) -> torch.device:
     """Where sums over features of `device` are held: MPS has no float64."""
     return torch.device("cpu") if device.type == "mps" and dtype == torch.float64 else device
+
+
+def _add_to(total: Tensor, term: Tensor, scale: Tensor | None = None) -> Tensor:
+    """Add a term, which may be less precise, to a sum, times a number []; in place."""
+    term = term.to(total.device)
+    return total.add_(term) if scale is None else total.addcmul_(term, scale)
+
+
+def _dot(x: Tensor) -> Tensor:
+    """Sum of squares []."""
+    flat = x.flatten()
+    return torch.dot(flat, flat)
 
 
 def in_sums(x: Tensor, dtype: torch.dtype = ACCUMULATE) -> Tensor:
@@ -180,23 +193,31 @@ def solve_rows(rows: Tensor, factor: Tensor) -> Tensor:
     return rows
 
 
-def condition_number(system: Tensor, factor: Tensor, smallest: float | None = None) -> float:
-    """λ_max / λ_min of a factorised system, estimated, where λ_min is not known."""
-    largest = _largest_eigenvalue(lambda x: system @ x, system)
+def project_system(system: Tensor, factor: Tensor, smallest: float | None = None) -> Tensor:
+    """What `condition_number` needs of a factorised system [2, n, n], still on its device; `smallest`: λ_min, where it
+    is known."""
+    largest = _project(lambda x: torch.mv(system, x), system)
     if smallest is not None:
-        return largest / smallest
-    return largest * _largest_eigenvalue(lambda x: solve_rows(x[None].clone(), factor)[0], system)
+        return torch.stack([largest, torch.eye(LANCZOS_STEPS, dtype=largest.dtype, device=largest.device) / smallest])
+    return torch.stack([largest, _project(lambda x: solve_rows(x[None].clone(), factor)[0], system)])
 
 
-def _largest_eigenvalue(apply: Callable[[Tensor], Tensor], like: Tensor) -> float:
-    """Of a positive symmetric operator on vectors [d], from below, by the Lanczos method."""
+def condition_number(projected: Tensor) -> float:
+    """λ_max / λ_min of a system, estimated, of what `project_system` gave [.., n, n], on the CPU."""
+    return float(torch.linalg.eigvalsh((projected + projected.mT) / 2)[..., -1].prod())
+
+
+def _project(apply: Callable[[Tensor], Tensor], like: Tensor) -> Tensor:
+    """A positive symmetric operator on vectors [d] in the basis that the Lanczos method makes [LANCZOS_STEPS, its
+    square]: its largest eigenvalue is nearly the operator's, from below. Where the basis is all that the operator
+    reaches, the rest is zero."""
     x = torch.linspace(1.0, 2.0, len(like), dtype=like.dtype, device=like.device)
-    basis, images = x.new_empty(0, len(x)), x.new_empty(0, len(x))
-    for _ in range(LANCZOS_STEPS):
-        basis = torch.cat([basis, x[None] / x.norm()])
-        images = torch.cat([images, apply(basis[-1])[None]])
-        x = images[-1] - (basis @ images[-1]) @ basis
-        if x.norm() <= 1e-6 * images[-1].norm():
-            break
-    projected = (basis @ images.T).double().cpu()
-    return float(torch.linalg.eigvalsh((projected + projected.T) / 2)[-1])
+    basis, images = (x.new_zeros(LANCZOS_STEPS, len(x)) for _ in range(2))
+    least: Tensor | float = 0.0
+    for number in range(LANCZOS_STEPS):
+        length = torch.linalg.vector_norm(x)
+        basis[number] = torch.where(length > least, x / length, 0.0)
+        images[number] = image = apply(basis[number])
+        x = torch.addmv(image, basis[: number + 1].T, basis[: number + 1] @ image, alpha=-1)
+        least = 1e-6 * torch.linalg.vector_norm(image)
+    return basis @ images.T

@@ -57,8 +57,10 @@ class LinearMoments:
         self._rx, self._r = ({name: Sum(precision) for name in self.pairs} for precision in (dtype, ACCUMULATE))
         self._offsets: dict[tuple[str, bool], Tensor] = {}
         """What x_cal is multiplied with in r [d_out, d_in], by module and whether the expert's outputs are known."""
-        self.weight, self.rows = 0.0, 0
-        """Σ of the rows' weights, and how many were seen."""
+        self.weight: Tensor | float = 0.0
+        """Σ of the rows' weights []."""
+        self.rows = 0
+        """How many were seen."""
 
     def add(
         self, x_cal: Tensor, x_exp: Tensor, weights: Tensor | None = None, outputs: Mapping[str, Tensor] | None = None
@@ -84,7 +86,7 @@ class LinearMoments:
             self._dx.add_product(drift.T, weighted)
             self._d.add(_sum_rows(drift if column is None else drift * column))
         self._x.add(_sum_rows(weighted))
-        self.weight += float(len(x)) if weights is None else float(weights.sum())
+        self.weight += float(len(x)) if weights is None else in_sums(weights.sum())
         self.rows += len(x)
 
     @property
@@ -99,8 +101,8 @@ class LinearMoments:
         return self.sum.full() / self.weight
 
     @property
-    def size(self) -> float:
-        """‖G‖_F of G = E[x_cal x_calᵀ]."""
+    def size(self) -> Tensor:
+        """‖G‖_F of G = E[x_cal x_calᵀ] []."""
         return (self.kept or self.sum).norm() / self.weight
 
     @property
@@ -118,14 +120,14 @@ class LinearMoments:
         """E[x_exp − x_cal] [d_in]. Not where r is summed."""
         return self._mean_of(self._d)
 
-    def add_drift(self, total: Sum, omega: float) -> Tensor:
+    def add_drift(self, total: Sum, omega: Tensor) -> Tensor:
         """Add ω E[(x_tgt − x_cal) x_calᵀ] [d_in, d_in] to a total; returns C = E[x_tgt x_calᵀ] in its precision. Not
         where r is summed."""
         drift = in_sums(self.drift, total.dtype)
         total.add(drift, omega * self._alpha)
         return in_sums(self.gram, total.dtype).add_(drift, alpha=self._alpha)
 
-    def add_pull(self, name: str, total: Sum, omega: float) -> None:
+    def add_pull(self, name: str, total: Sum, omega: Tensor) -> None:
         """Add ω E[r xᵀ] of a module [d_out, d_in] to a total; where r is summed."""
         term = self._rx[name].value
         assert term is not None
@@ -172,10 +174,10 @@ class Rows:
         for name, r in residuals.items():
             self.residuals.setdefault(name, []).append(r)
 
-    def norm(self) -> float:
-        """Frobenius norm of Σ w x xᵀ, which is that of all rows' products with each other."""
+    def norm(self) -> Tensor:
+        """Frobenius norm of Σ w x xᵀ [], which is that of all rows' products with each other."""
         x = torch.cat(self.x) * torch.cat(self.roots)
-        return float(torch.linalg.matrix_norm(x @ x.T))
+        return in_sums(torch.linalg.matrix_norm(x @ x.T))
 
 
 class NormMoments:
@@ -184,14 +186,15 @@ class NormMoments:
     def __init__(self, d: int, device: torch.device) -> None:
         self._z = torch.zeros(d, dtype=ACCUMULATE, device=sums_device(device))
         self._zz = torch.zeros_like(self._z)
-        self.weight, self.rows = 0.0, 0
+        self.weight: Tensor | float = 0.0
+        self.rows = 0
 
     def add(self, z: Tensor, weights: Tensor | None = None) -> None:
         """Add normalised inputs z [T, d] (before scale and bias), each row counted `weights` [T] times."""
         weighted = z if weights is None else z * weights.to(z)[:, None]
         self._z += _sum_rows(weighted)
         self._zz += _sum_rows(weighted * z)
-        self.weight += float(len(z)) if weights is None else float(weights.sum())
+        self.weight += float(len(z)) if weights is None else in_sums(weights.sum())
         self.rows += len(z)
 
     @property
@@ -206,8 +209,9 @@ class NormMoments:
 
 
 def _sum_rows(x: Tensor) -> Tensor:
-    """[T, d] to [d]."""
-    return in_sums(x.sum(0))
+    """[T, d] to [d], where sums are held; what they are added to is as precise as they are."""
+    rows = x.sum(0)
+    return rows.to(sums_device(rows.device))
 
 
 def _at_least_float32(x: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import product
+from math import isfinite
 from typing import TypeAlias
 
 import torch
@@ -37,10 +38,11 @@ def collect_equations(
         for task in visit.tasks:
             on_task(task)
             with visit.expert_at(task):
-                _add_task(visit, role, task, hyperparameters, equations)
+                sums = [_add_task(visit, role, task, hyperparameters, equations)]
                 if equations.held_out is not None:
                     equations.held_out.skipped = dict(equations.skipped)
-                    _add_task(visit, role, task, hyperparameters, equations.held_out, equations.omegas)
+                    sums.append(_add_task(visit, role, task, hyperparameters, equations.held_out, equations.omegas))
+                check_features(visit, role, task, sums)
     if not visit.is_reached:
         equations.skipped = {module.name: "no expert's examples reach it" for module in visit.block.modules}
     if visit.ranks.size > 1:
@@ -91,28 +93,39 @@ def sum_rows(
                 skipped[module.name] = UNMATCHED
             for z, weights in normed or ():
                 norms.setdefault(module.name, NormMoments(z.shape[-1], z.device)).add(z, weights)
-        checks = [found.checksum for found in linear.values() if found.rows]
-        if checks and not torch.isfinite(torch.stack(checks)).all():
-            raise _find_infinity(visit, task, role, seen, "held-out " if checked else "")
     return sums
 
 
-def _find_infinity(visit: BlockVisit, task: str, role: str, seen: Observation, kind: str) -> NumericsError:
-    """The error for features that are not finite: whose, at which module, of which example of that kind."""
-    what, first = f"the features are too large in {visit.block.name}", seen.examples.start + 1
-    where = f"{task}: {kind}examples {first} to {seen.examples.stop}"
-    sides = ((f"the expert of {task}", seen.x_exp), (f"the {role} model", seen.x_cal))
-    for module, (who, features) in product(visit.block.modules, sides):
-        bad = [
-            int((~torch.isfinite(x)).flatten(1).any(1).int().argmax())
-            for x in features[module.name]
-            if not torch.isfinite(x).all()
-        ]
-        if bad:
-            rows = len(features[module.name][0])
-            what = f"the features of {who} are not finite at {visit.block.name}.{module.name}"
-            where = f"{task}: {kind}example {first + bad[0] * len(seen.examples) // rows}"
-            break
+def check_features(visit: BlockVisit, role: str, task: str, sums: Sequence[TaskMoments]) -> None:
+    """Raise NumericsError where the features that were summed are not finite: of one task's examples to fit, and of
+    those that updates are checked on, if there are any. A device is waited for once."""
+    summed = [(kind, moments) for kind, of in enumerate(sums) for moments in of.linear.values() if moments.rows]
+    checks = torch.stack([moments.checksum for _, moments in summed]).tolist() if summed else []
+    for (checked, _), check in zip(summed, checks, strict=True):
+        if not isfinite(check):
+            raise _find_infinity(visit, role, task, checked=bool(checked))
+
+
+def _find_infinity(visit: BlockVisit, role: str, task: str, *, checked: bool) -> NumericsError:
+    """The error for features that are not finite: whose, at which module, of which example. All are looked at again."""
+    kind = "held-out " if checked else ""
+    what, where = f"the features are too large in {visit.block.name}", f"{task}: {kind}examples"
+    for seen in visit.features(task, role, checked=checked, again=True):
+        sides = ((f"the expert of {task}", seen.x_exp), (f"the {role} model", seen.x_cal))
+        for module, (who, features) in product(visit.block.modules, sides):
+            bad = [
+                int((~torch.isfinite(x)).flatten(1).any(1).int().argmax())
+                for x in features[module.name]
+                if not torch.isfinite(x).all()
+            ]
+            if bad:
+                rows, number = len(features[module.name][0]), seen.examples.start + 1
+                what = f"the features of {who} are not finite at {visit.block.name}.{module.name}"
+                where = f"{task}: {kind}example {number + bad[0] * len(seen.examples) // rows}"
+                break
+        else:
+            continue
+        break
     return NumericsError(
         what, where=where, fix="look at this example, and take it out if need be; if it is fine, give --dtype float32"
     )
@@ -153,9 +166,10 @@ def _add_task(
     task: str,
     hyperparameters: Hyperparameters,
     equations: BlockEquations,
-    omegas: Mapping[tuple[str, str], float] | None = None,
-) -> None:
-    """Add one task's sums to the equations, with its expert's parameters; with `omegas`, those of held-out rows."""
+    omegas: Mapping[tuple[str, str], Tensor] | None = None,
+) -> TaskMoments:
+    """Add one task's sums, which are returned, to the equations, with its expert's parameters; with `omegas`, those of
+    held-out rows."""
 
     def find_group(names: Names) -> Names | None:  # a module that is skipped from this task on leaves its group smaller
         return next((group for group in equations.linear if set(names) <= set(group)), None)
@@ -188,6 +202,7 @@ def _add_task(
         if name not in equations.norms:
             equations.norms[name] = NormEquations(parameters_of(visit.merged, visit.block, name), hyperparameters)
         equations.norms[name].add_task(norm_moments, parameters_of(expert, visit.block, name))
+    return sums
 
 
 def _unpaired(modules: Mapping[str, Module], seen: Observation) -> dict[str, str]:

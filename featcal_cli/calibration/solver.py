@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from math import isfinite
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -20,10 +21,12 @@ from featcal_cli.calibration.linear_algebra import (
     condition_number,
     factorise,
     in_sums,
+    project_system,
     solve_rows,
 )
 from featcal_cli.calibration.moments import LinearMoments, NormMoments
 from featcal_cli.models.module_kinds import Affine
+from featcal_cli.runtime.errors import NumericsError
 
 Names: TypeAlias = "tuple[str, ...]"
 """Of modules that share an input (and its token weights), inside the block."""
@@ -38,6 +41,41 @@ class Solution(NamedTuple):
     """‖W* − W_merged‖ / ‖W_merged‖, Frobenius."""
     ridge: float | None = None
     """λ that it was solved with, where it was a Linear's."""
+
+
+class DeviceSolution(NamedTuple):
+    """The same before anybody has waited for it: its figures are on the device."""
+
+    parameters: Affine
+    projected: Tensor
+    """Of which `condition_number` is [.., n, n]."""
+    relative_change: Tensor
+    """[]."""
+    ridge: float | None = None
+
+    @property
+    def checksum(self) -> Tensor:
+        """A number that is finite where all parameters are []."""
+        weight, bias = self.parameters
+        return in_sums(weight.sum() if bias is None else weight.sum() + bias.sum())
+
+
+def read_solutions(block: str, solutions: Mapping[str, DeviceSolution]) -> dict[str, Solution]:
+    """A block's solutions with their figures, all in one copy. Raises NumericsError where one is not finite."""
+    if not solutions:
+        return {}
+    parts = [(each.checksum, each.relative_change, each.projected) for each in solutions.values()]
+    flat = [torch.cat([in_sums(part).flatten() for part in of_module]) for of_module in parts]
+    values = torch.cat(flat).cpu().split([len(of_module) for of_module in flat])
+    read = {}
+    for (name, solution), figures in zip(solutions.items(), values, strict=True):
+        checksum, change = figures[:2].tolist()
+        if not isfinite(checksum):
+            what = f"the solution of {block}.{name} is not finite"
+            raise NumericsError(what, fix="use a larger --ridge, or another --rho")
+        condition = condition_number(figures[2:].view(solution.projected.shape))
+        read[name] = Solution(solution.parameters, condition, change, solution.ridge)
+    return read
 
 
 class RankSummary(NamedTuple):
@@ -64,15 +102,15 @@ class LinearEquations:
         self._dtype = choose_precision(first.dtype, hyperparameters.ridge)
         self._gram = Symmetric(first.shape[1], first.device, self._dtype)
         self._mean = in_sums(first.new_zeros(first.shape[1]), self._dtype)
-        self._omega = 0.0
+        self._omega = in_sums(first.new_zeros(()))
         self._drift = Sum(self._dtype)
         self._pull = {name: Sum(self._dtype) for name in merged}
         self._bias_pull = {name: self._mean.new_zeros(len(each.weight)) for name, each in merged.items()}
         self.rows = 0
 
-    def add_task(self, moments: LinearMoments, experts: Mapping[str, Affine], omega: float | None = None) -> float:
-        """Add one task: its moments, and its expert's parameters by module name; returns ω_i, if not given."""
-        omega = 1.0 / max(moments.size, EPSILON) if omega is None else omega
+    def add_task(self, moments: LinearMoments, experts: Mapping[str, Affine], omega: Tensor | None = None) -> Tensor:
+        """Add one task: its moments, and its expert's parameters by module name; returns ω_i [], if not given."""
+        omega = moments.size.clamp_min(EPSILON).reciprocal() if omega is None else omega
         self._omega += omega
         self._mean += omega * self._cast(moments.mean)
         self.rows += moments.rows
@@ -86,11 +124,12 @@ class LinearEquations:
         """For `sum_over_ranks`."""
         sums = {"": self._drift, **self._pull}
         filled = frozenset(name for name, each in sums.items() if each.value is not None)
-        return RankSummary(self._omega, self.rows, filled)
+        return RankSummary(float(self._omega), self.rows, filled)
 
     def sum_over_ranks(self, names: Sequence[str], summaries: Sequence[RankSummary], add_up: AddUp) -> None:
         """Become the equations of all ranks, for the modules `names`; one tensor at a time."""
-        self._omega, self.rows = sum(each.weight for each in summaries), sum(each.rows for each in summaries)
+        self._omega.fill_(sum(each.weight for each in summaries))
+        self.rows = sum(each.rows for each in summaries)
         filled = frozenset().union(*(each.filled for each in summaries))
         add_up(self._mean)
         self._gram.sum_over_ranks(add_up)
@@ -101,10 +140,10 @@ class LinearEquations:
             if name in filled:
                 self._pull[name].sum_over_ranks(partial(self._zeros_of, name), add_up)
 
-    def solve(self, base: Mapping[str, Affine], *, bias: bool = True) -> dict[str, Solution]:
+    def solve(self, base: Mapping[str, Affine], *, bias: bool = True) -> dict[str, DeviceSolution]:
         """W* and b* of every module (b as merged with `bias` False), given the base's parameters for the anchor. Raises
         NumericsError when the equations have no stable solution."""
-        update_of, condition, ridge = self._factorise()
+        update_of, projected, ridge = self._factorise()
         solutions = {}
         for name, merged in self._merged.items():
             towards = _anchor_offset(merged.each(self._cast), base[name].each(self._cast), self._hyperparameters.rho)
@@ -119,12 +158,12 @@ class LinearEquations:
             # nothing that is loaded needs more than float32, but for weights that are float64, and a block's are many
             dtype = torch.promote_types(torch.float32, merged.weight.dtype)
             parameters = Affine(update.add_(weight), new_bias).each(partial(Tensor.to, dtype=dtype))
-            solutions[name] = Solution(parameters, condition, change, ridge)
+            solutions[name] = DeviceSolution(parameters, projected, change, ridge)
         return solutions
 
-    def objective(self, name: str, update: Tensor, shift: Tensor) -> tuple[float, float]:
+    def objective(self, name: str, update: Tensor, shift: Tensor) -> tuple[Tensor, Tensor]:
         """How Σ ω_i E‖W x_cal + b − W_i x_tgt − b_i‖² of a module changes with t · (update, shift) of its weight and
-        bias [d_out, d_in] and [d_out], as (a, c) of t² a − 2 t c; the pull must be `with_bias`."""
+        bias [d_out, d_in] and [d_out], as (a [], c []) of t² a − 2 t c; the pull must be `with_bias`."""
         update, shift = self._cast(update), self._cast(shift)
         curvature, descent = self._along(name, update)
         curvature += 2 * _dot(update @ self._mean, shift) + self._omega * _dot(shift, shift)
@@ -137,7 +176,7 @@ class LinearEquations:
             return in_sums(torch.zeros_like(self._bias_pull[name]))
         return in_sums(bias) - in_sums(merged)
 
-    def _add(self, moments: LinearMoments, experts: Mapping[str, Affine], omega: float) -> None:
+    def _add(self, moments: LinearMoments, experts: Mapping[str, Affine], omega: Tensor) -> None:
         """Add a task to what the weights are solved from."""
         self._gram.add(moments.sum, omega / moments.weight)
         target = None if moments.pairs else moments.add_drift(self._drift, omega)  # C
@@ -146,7 +185,7 @@ class LinearEquations:
                 moments.add_pull(name, self._pull[name], omega)
             else:  # (W_i − W_merged) C; W_merged times the drift follows once, when all tasks are in
                 towards = self._cast(expert.weight) - self._cast(self._merged[name].weight)
-                self._pull[name].add_product(towards, target, omega)
+                self._pull[name].add_product(towards.mul_(omega), target)
             if self._with_bias:
                 offset = self._cast(self._bias_offset(name, expert))
                 self._pull[name].add(torch.outer(offset, self._cast(moments.mean)), omega)
@@ -159,17 +198,17 @@ class LinearEquations:
         drift = merged @ self._cast(self._drift.value)
         return drift if pull is None else drift.add_(self._cast(pull))
 
-    def _factorise(self) -> tuple[Callable[[str, Tensor], Tensor], float, float]:
-        """What gives a module's update for where its anchor lies (anchor − merged), the condition number, and λ: larger
-        than asked for where the equations have no stable solution else."""
+    def _factorise(self) -> tuple[Callable[[str, Tensor], Tensor], Tensor, float]:
+        """What gives a module's update for where its anchor lies (anchor − merged), what `condition_number` needs, and
+        λ: larger than asked for where the equations have no stable solution else."""
         system = self._gram.full()
         factor, ridge = factorise(system, self._hyperparameters.ridge)
-        condition = condition_number(system, factor)
+        projected = project_system(system, factor)
 
         def update_of(name: str, towards: Tensor) -> Tensor:
             return solve_rows(self._pull_of(name).add(towards, alpha=ridge), factor)
 
-        return update_of, condition, ridge
+        return update_of, projected, ridge
 
     def _zeros_of(self, name: str) -> Tensor:
         return torch.zeros_like(self._cast(self._merged[name].weight))
@@ -177,7 +216,7 @@ class LinearEquations:
     def _cast(self, x: Tensor) -> Tensor:
         return in_sums(x, self._dtype)
 
-    def _along(self, name: str, update: Tensor) -> tuple[float, float]:
+    def _along(self, name: str, update: Tensor) -> tuple[Tensor, Tensor]:
         """⟨U, U G⟩ and ⟨U, pull⟩ of an update U."""
         return _dot(update @ self._gram.full(), update), _dot(update, self._pull_of(name))
 
@@ -213,14 +252,14 @@ class NormEquations:
         for total in (self._second, self._mean, self._scale_pull, self._bias_pull):
             add_up(total)
 
-    def objective(self, update: Tensor, shift: Tensor) -> tuple[float, float]:
-        """How Σ E‖γ z + β − γ_i z − β_i‖² changes with t · (update, shift) of scale and bias [d] each, as (a, c) of
-        t² a − 2 t c."""
+    def objective(self, update: Tensor, shift: Tensor) -> tuple[Tensor, Tensor]:
+        """How Σ E‖γ z + β − γ_i z − β_i‖² changes with t · (update, shift) of scale and bias [d] each, as (a [], c [])
+        of t² a − 2 t c."""
         curvature = _dot(update.square(), self._second) + 2 * _dot(update * shift, self._mean)
         descent = _dot(update, self._scale_pull) + _dot(shift, self._bias_pull)
         return curvature + self._tasks * _dot(shift, shift), descent
 
-    def solve(self, base: Affine) -> Solution:
+    def solve(self, base: Affine) -> DeviceSolution:
         """γ* and β*, given the base's for the anchor."""
         merged, ridge = self._merged, self._hyperparameters.ridge
         towards = _anchor_offset(merged, precise(base), self._hyperparameters.rho)
@@ -229,14 +268,14 @@ class NormEquations:
         if merged.bias is None or towards.bias is None:
             a11 = a11.clamp_min(EPSILON)
             new = Affine(merged.weight + pull / a11, merged.bias)
-            return Solution(new, float(a11.max() / a11.min()), relative_change(merged, new))
+            return DeviceSolution(new, (a11.max() / a11.min()).view(1, 1), relative_change(merged, new))
         bias_pull = self._bias_pull + ridge * towards.bias
         determinant = (a22 * a11 - a12.square()).clamp_min(EPSILON)
         scale = merged.weight + (a22 * pull - a12 * bias_pull) / determinant
         new = Affine(scale, merged.bias + (a11 * bias_pull - a12 * pull) / determinant)
         middle, spread = (a11 + a22) / 2, (((a11 - a22) / 2).square() + a12.square()).sqrt()
         conditions = (middle + spread) / (middle - spread).clamp_min(EPSILON)  # of [[a11, a12], [a12, a22]]
-        return Solution(new, float(conditions.max()), relative_change(merged, new))
+        return DeviceSolution(new, conditions.max().view(1, 1), relative_change(merged, new))
 
 
 def precise(parameters: Affine) -> Affine:
@@ -249,17 +288,19 @@ def _anchor_offset(merged: Affine, base: Affine, rho: float) -> Affine:
     return base.minus(merged).each(lambda difference: difference.mul_(1 - rho))
 
 
-def _dot(one: Tensor, two: Tensor) -> float:
-    return float((one * two).sum())
+def _dot(one: Tensor, two: Tensor) -> Tensor:
+    return one.mul(two).sum()
 
 
-def relative_change(merged: Affine, new: Affine) -> float:
-    """‖W* − W_merged‖ / ‖W_merged‖, Frobenius."""
+def relative_change(merged: Affine, new: Affine) -> Tensor:
+    """‖W* − W_merged‖ / ‖W_merged‖, Frobenius []."""
     return _relative_size(new.weight - merged.weight, merged.weight)
 
 
-def _relative_size(update: Tensor, merged: Tensor) -> float:
-    return float(torch.linalg.vector_norm(update) / torch.linalg.vector_norm(merged).clamp_min(EPSILON))
+def _relative_size(update: Tensor, merged: Tensor) -> Tensor:
+    change: Tensor = torch.linalg.vector_norm(update)
+    whole: Tensor = torch.linalg.vector_norm(merged)
+    return change / whole.clamp_min(EPSILON)
 
 
 @dataclass
@@ -270,8 +311,8 @@ class BlockEquations:
     norms: dict[str, NormEquations] = field(default_factory=dict)
     skipped: dict[str, str] = field(default_factory=dict)
     """Modules that cannot be calibrated, and why."""
-    omegas: dict[tuple[str, str], float] = field(default_factory=dict)
-    """ω_i of every task and Linear."""
+    omegas: dict[tuple[str, str], Tensor] = field(default_factory=dict)
+    """ω_i [] of every task and Linear."""
     held_out: BlockEquations | None = None
     """The same of the examples that updates are checked on, with the ω_i of those that are fitted."""
 
@@ -290,9 +331,9 @@ class DualEquations(LinearEquations):
         self._x: list[Tensor] = []
         self._residuals: dict[str, list[Tensor]] = {name: [] for name in merged}
 
-    def _add(self, moments: LinearMoments, experts: Mapping[str, Affine], omega: float) -> None:
+    def _add(self, moments: LinearMoments, experts: Mapping[str, Affine], omega: Tensor) -> None:
         assert moments.kept is not None
-        scale = torch.cat(moments.kept.roots) * (omega / moments.weight) ** 0.5
+        scale = torch.cat(moments.kept.roots) * (omega / moments.weight).sqrt()
         self._x.append(torch.cat(moments.kept.x) * scale)
         for name, expert in experts.items():
             lacking = torch.cat(moments.kept.residuals[name])
@@ -300,23 +341,23 @@ class DualEquations(LinearEquations):
                 lacking = lacking + self._bias_offset(name, expert).to(lacking)
             self._residuals[name].append(lacking * scale)
 
-    def _factorise(self) -> tuple[Callable[[str, Tensor], Tensor], float, float]:
+    def _factorise(self) -> tuple[Callable[[str, Tensor], Tensor], Tensor, float]:
         x, ridge = self._cast(torch.cat(self._x)), self._hyperparameters.ridge
         products = x @ x.T
         factor, ridge = factorise(products, ridge)
         # where no row reaches, the smallest eigenvalue is that of the ridge alone
-        condition = condition_number(products, factor, smallest=ridge + EPSILON)
+        projected = project_system(products, factor, smallest=ridge + EPSILON)
 
         def update_of(name: str, towards: Tensor) -> Tensor:
             share = ridge / (ridge + EPSILON)
             lacking = self._lacking_rows(name) - (x @ towards.T).mul_(share)
             return (solve_rows(lacking.T, factor) @ x).add_(towards, alpha=share)
 
-        return update_of, condition, ridge
+        return update_of, projected, ridge
 
-    def _along(self, name: str, update: Tensor) -> tuple[float, float]:
+    def _along(self, name: str, update: Tensor) -> tuple[Tensor, Tensor]:
         moved = self._cast(torch.cat(self._x)) @ update.T
-        return float(moved.square().sum()), float((moved * self._lacking_rows(name)).sum())
+        return _dot(moved, moved), _dot(moved, self._lacking_rows(name))
 
     def _lacking_rows(self, name: str) -> Tensor:
         return self._cast(torch.cat(self._residuals[name]))

@@ -222,16 +222,16 @@ class BlockVisit:
                 expert.give_back(self.block.name)
                 self._released.add(task)
 
-    def features(self, task: str, role: str, *, checked: bool = False) -> Iterator[Observation]:
+    def features(self, task: str, role: str, *, checked: bool = False, again: bool = False) -> Iterator[Observation]:
         """What every batch of the task shows of the block in one student, once for each of its calls; call inside
         `expert_at`.
 
         `checked`: the batches that updates are checked on, not those to fit. The expert runs once for all students, but
-        in a block that runs several times.
+        in a block that runs several times; and where they are looked at `again`, by passes of its own.
         """
         passes = self._passes.checked if checked else self._passes.fitted
         tokens = {other: sum(pair.students[role].token_count for pair in passes[other]) for other in self.tasks}
-        observe = self._observe_calls if self.block.calls > 1 else self._observe_call
+        observe = self._observe_calls if self.block.calls > 1 else partial(self._observe_call, again=again)
         stop = 0
         for number, pair in enumerate(self._in_turn(passes[task])):
             start, stop = stop, stop + count_examples(pair.expert.batch)
@@ -242,8 +242,14 @@ class BlockVisit:
             for shown in observe(task, role, pair):
                 yield shown._replace(first=number == 0, row_multiples=row_multiples, examples=range(start, stop))
 
-    def _observe_call(self, task: str, role: str, pair: PairedPass) -> Iterator[Observation]:
+    def _observe_call(self, task: str, role: str, pair: PairedPass, *, again: bool) -> Iterator[Observation]:
         captured = self._captured.get(id(pair))
+        if captured is None and again:
+            expert = self.expert(task)
+            (paused,) = expert.start([pair.expert.batch], self._job.architecture.entries[task])
+            paused.run_through([block for block in self._job.architecture.blocks if block is not self.block])
+            captured, _ = run_captured(expert, paused, self.block)
+            paused.close()
         if captured is None:
             captured, output = run_captured(self.expert(task), pair.expert, self.block)
             if len(pair.students) > 1:

@@ -64,7 +64,7 @@ def test_the_objective_of_a_linear_is_that_of_its_rows(bias: bool, weighted: boo
     merged, new = (affine(3, 5, bias=bias) for _ in range(2))
     system = SYSTEMS[way]({"m": merged}, Hyperparameters(0.05, 2.0, ALPHA), with_bias=True)
     expected = dict.fromkeys(STEPS, 0.0)
-    for omega in (0.5, 2.0, 0.1):
+    for omega in torch.tensor([0.5, 2.0, 0.1]).double():
         expert = affine(3, 5, bias=bias)
         x_cal, x_exp = torch.randn(2, ROWS, 5, dtype=torch.float64) + 0.5
         weights = torch.rand(ROWS, dtype=torch.float64) if weighted else torch.ones(ROWS, dtype=torch.float64)
@@ -73,9 +73,9 @@ def test_the_objective_of_a_linear_is_that_of_its_rows(bias: bool, weighted: boo
         target = apply(expert, ALPHA * x_exp + (1 - ALPHA) * x_cal)
         for t in STEPS:
             distance = (apply(between(merged, new, t), x_cal) - target).square().sum(1)
-            expected[t] += omega * float((weights * distance).sum() / weights.sum())
+            expected[t] += float(omega) * float((weights * distance).sum() / weights.sum())
     shift = torch.zeros(3).double() if new.bias is None or merged.bias is None else new.bias - merged.bias
-    curvature, descent = system.objective("m", new.weight - merged.weight, shift)
+    curvature, descent = map(float, system.objective("m", new.weight - merged.weight, shift))
     for t in STEPS:
         assert t * t * curvature - 2 * t * descent == pytest.approx(expected[t] - expected[0.0], rel=1e-10)
 
@@ -96,7 +96,7 @@ def test_the_objective_of_a_norm_is_that_of_its_rows(bias: bool) -> None:
             distance = (apply(between(merged, new, t), z) - apply(expert, z)).square().sum(1)
             expected[t] += float(distance.mean())
     shift = torch.zeros(5).double() if new.bias is None or merged.bias is None else new.bias - merged.bias
-    curvature, descent = system.objective(new.weight - merged.weight, shift)
+    curvature, descent = map(float, system.objective(new.weight - merged.weight, shift))
     for t in STEPS:
         assert t * t * curvature - 2 * t * descent == pytest.approx(expected[t] - expected[0.0], rel=1e-10)
 
@@ -107,7 +107,8 @@ def test_every_step_is_taken_where_it_is_best() -> None:
     for best, step in {1.5: 1.0, 0.9: 1.0, 0.6: 0.5, 0.45: 0.5, 0.3: 0.25, 0.1: 0.0, -0.5: 0.0}.items():
         expert = Affine(torch.full((1, 1), best), None)
         system = LinearEquations({"m": merged}, Hyperparameters(0.05, 1.0, 0.0), with_bias=True)
-        system.add_task(sum_up("drift", torch.ones(1, 1), torch.ones(1, 1), expert, merged, 0.0), {"m": expert}, 1.0)
+        one = torch.ones(1, 1)
+        system.add_task(sum_up("drift", one, one, expert, merged, 0.0), {"m": expert}, torch.tensor(1.0))
         solutions, held_out = {"m": Solution(new, 7.0, 1.0)}, BlockEquations(linear={("m",): system})
         held, steps = backtrack_block(solutions, held_out, {"m": merged})
         assert steps == {"m": step}
