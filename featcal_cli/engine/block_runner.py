@@ -53,7 +53,7 @@ class BlockRunner:
         """What they have there, unless it is new."""
         self._own = {id(x): x for x in (*model.module.parameters(), *model.module.buffers())}
         self._weights = device_weights(device) if device.type == "cuda" else None
-        self._uploads: deque[Upload | None] = deque(maxlen=2)
+        self._uploads: deque[Upload] = deque(maxlen=2)
         """What was let go to the device before it is needed: for the block in hand, and for the next."""
         self._is_open = False
         self._undo = ExitStack()
@@ -136,7 +136,8 @@ class BlockRunner:
         parameters = list(self.model.module.get_submodule(own).parameters())
         memory_map.fetch_ahead(map(self._home, parameters))
         if self._weights is not None:
-            self._uploads.append(self._weights.begin((self._home(x), self._dtype_of(x)) for x in parameters))
+            upload = self._weights.begin((self._home(x), self._dtype_of(x)) for x in parameters)
+            self._uploads += [] if upload is None else [upload]
 
     def give_back(self, path: str | None = None) -> int:
         """Let the system have the memory of what was read from the disk for the module at `path`, or of everything;

@@ -105,7 +105,7 @@ def forward_order(job: Job) -> Iterator[BlockVisit]:
     try:
         for block in job.architecture.blocks:
             with ExitStack() as stack:
-                for runner in job.runners:
+                for runner in {*job.runners, job.merged, job.base}:
                     stack.enter_context(runner.on_device())
                 visit = BlockVisit(job, block, passes, done)
                 yield visit

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from featcal_cli.data.preprocessors import load_tokenizer
-from featcal_cli.evaluation.protocols import LabelledTask
+from featcal_cli.evaluation.protocols import LabelledTask, on_device
 from featcal_cli.evaluation.results import RESAMPLES, Score, combine, make_normal_score, score_accuracy
 from featcal_cli.models.loading import Model
 from featcal_cli.recipe.schema import Evaluate
@@ -57,9 +57,8 @@ def measure_tasks(task: LabelledTask, model: Model, *, allow_code: bool) -> Scor
     tokenizer, _ = load_tokenizer(task.folders, f"{task.name}: {model.snapshot.name}")
     if allow_code:
         os.environ[CODE_SWITCH] = "1"
-    with quiet_transformers():
-        module = model.module.to(task.device)
-        harness: Any = HFLM(pretrained=module, tokenizer=tokenizer, batch_size=task.batch_size)
+    with quiet_transformers(), on_device(model.module, task.device):
+        harness: Any = HFLM(pretrained=model.module, tokenizer=tokenizer, batch_size=task.batch_size)
         try:
             results: Any = lm_eval.simple_evaluate(
                 model=harness,

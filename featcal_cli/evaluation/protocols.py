@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from math import isfinite
@@ -34,8 +35,32 @@ IMAGE_SIDE = ("vision", "visual")
 """What the names of a two-tower model's parameters that see images begin with."""
 SECONDS_BETWEEN_COUNTS = 5.0
 
-Answerer = Callable[[Batch], list[Any]]
-"""One model: a batch → an answer for each example."""
+GROUP_BYTES = 2**29
+"""Of batches that models answer in turn beside a CPU: each goes to the device for all of them, and leaves it."""
+
+
+@dataclass(frozen=True)
+class Answerer:
+    """One model."""
+
+    module: torch.nn.Module
+    """On the host."""
+    answer: Callable[[Batch], list[Any]]
+    """A batch → an answer for each example; both are on the device then."""
+
+
+@contextmanager
+def on_device(module: torch.nn.Module, device: torch.device) -> Iterator[None]:
+    """Inside, the weights and buffers of a model are on the device; enter it outside of torch's inference mode."""
+    tensors = [] if device.type == "cpu" else [*module.parameters(), *module.buffers()]
+    homes = [tensor.data for tensor in tensors]
+    try:
+        for tensor in tensors:
+            tensor.data = tensor.data.to(device)
+        yield
+    finally:
+        for tensor, home in zip(tensors, homes, strict=True):
+            tensor.data = home
 
 
 @dataclass(frozen=True)
@@ -72,12 +97,14 @@ class Comparison:
         right: list[Any] = []
         answers: dict[str, list[Any]] = {role: [] for role in self.answerers}
         last = time.monotonic()
-        for batch, labels in self.rows.batches(self.task.batch_size):
-            right += map(self.read_label, labels)
-            on_device = {name: value.to(self.task.device) for name, value in batch.items()}
-            with torch.inference_mode():
-                for role, answer in self.answerers.items():
-                    answers[role] += answer(on_device)
+        for group in self._read_groups():
+            for _, labels in group:
+                right += map(self.read_label, labels)
+            for role, answerer in self.answerers.items():
+                with on_device(answerer.module, self.task.device), torch.inference_mode():
+                    for batch, _ in group:
+                        placed = {name: value.to(self.task.device) for name, value in batch.items()}
+                        answers[role] += answerer.answer(placed)
             if time.monotonic() - last > SECONDS_BETWEEN_COUNTS:
                 tell(len(right))
                 last = time.monotonic()
@@ -89,6 +116,18 @@ class Comparison:
             for role, given in answers.items()
         }
 
+    def _read_groups(self) -> Iterator[list[tuple[Batch, list[Any]]]]:
+        """Batches with their labels, as many at a time as every model answers while it is on the device."""
+        most = 0 if self.task.device.type == "cpu" else GROUP_BYTES
+        group: list[tuple[Batch, list[Any]]] = []
+        for batch, labels in self.rows.batches(self.task.batch_size):
+            group.append((batch, labels))
+            if sum(value.nbytes for given, _ in group for value in given.values()) >= most:
+                yield group
+                group = []
+        if group:
+            yield group
+
 
 # An expert's own head
 
@@ -97,11 +136,11 @@ def compare_heads(task: LabelledTask, expert: Model, bodies: Mapping[str, Model 
     """The expert's head on several bodies, by role; None is its own. Raises CheckpointError and DataError."""
     rows = task.open(expert.module)
     numbers = getattr(expert.module.config, "label2id", None) or {}
-    answerers = {role: _answer_with_head(expert, body, task.device) for role, body in bodies.items()}
+    answerers = {role: _answer_with_head(expert, body) for role, body in bodies.items()}
     return Comparison(task, rows, lambda label: number_label(label, rows.column, numbers, rows.where), answerers)
 
 
-def _answer_with_head(expert: Model, body: Model | None, device: torch.device) -> Answerer:
+def _answer_with_head(expert: Model, body: Model | None) -> Answerer:
     """What the expert's head ranks first, on its own body or on another model's (everything inside `base_model`).
 
     Raises CheckpointError for an expert without a head, or when the two do not fit.
@@ -121,14 +160,13 @@ def _answer_with_head(expert: Model, body: Model | None, device: torch.device) -
 
         module = load_model(expert.role, expert.snapshot, type(module)).module
         _take_over(module.base_model, dict(body.module.base_model.named_parameters()), explain)
-    module = module.to(device)
 
     def answer(batch: Batch) -> list[int]:
         given = {name: value.to(module.dtype) if value.is_floating_point() else value for name, value in batch.items()}
         chosen: list[int] = module(**given).logits.argmax(-1).tolist()
         return chosen
 
-    return answer
+    return Answerer(module, answer)
 
 
 def _take_over(
@@ -169,7 +207,7 @@ def compare_zero_shot(task: LabelledTask, base: Model, towers: Mapping[str, PreT
         task,
         rows,
         partial(_read_class, {name: number for number, name in enumerate(classes)}, len(classes), rows),
-        {role: _answer_by_texts(tower.to(task.device), texts) for role, tower in towers.items()},
+        {role: _answer_by_texts(tower, texts) for role, tower in towers.items()},
     )
 
 
@@ -200,9 +238,9 @@ def _embed_classes(task: LabelledTask, base: Model, classes: Sequence[str], wher
     tokenizer, _ = load_tokenizer([base.snapshot.folder, *task.folders], where)
     prompts = task.how.prompts
     texts = [prompt.replace("{}", name) for name in classes for prompt in prompts]
-    module: Any = base.module.to(task.device)
+    module: Any = base.module
     directions = []
-    with torch.inference_mode():
+    with on_device(module, task.device), torch.inference_mode():
         for start in range(0, len(texts), TEXTS):
             tokens = tokenizer(texts[start : start + TEXTS], padding=True, truncation=True, return_tensors="pt")
             given = {name: tokens[name].to(task.device) for name in ("input_ids", "attention_mask")}
@@ -218,7 +256,7 @@ def _answer_by_texts(tower: Any, texts: Tensor) -> Answerer:
         chosen: list[int] = (features @ texts.T).argmax(-1).tolist()
         return chosen
 
-    return answer
+    return Answerer(tower, answer)
 
 
 def _pool(features: Any) -> Tensor:
@@ -262,7 +300,7 @@ def compare_generation(task: LabelledTask, models: Mapping[str, Model]) -> Compa
 
 def _answer_in_words(model: Model, tokenizer: Any, task: LabelledTask) -> Answerer:
     """What the model writes, the likeliest token at each step, without special tokens."""
-    module: Any = model.module.to(task.device)
+    module: Any = model.module
     limits = {"do_sample": False, "num_beams": 1, "max_new_tokens": task.how.max_new_tokens, "use_cache": True}
 
     def answer(batch: Batch) -> list[str]:
@@ -272,7 +310,7 @@ def _answer_in_words(model: Model, tokenizer: Any, task: LabelledTask) -> Answer
         answers: list[str] = tokenizer.batch_decode(written, skip_special_tokens=True)
         return answers
 
-    return answer
+    return Answerer(module, answer)
 
 
 def _read_answer(answers: Sequence[str] | str, rows: LabelledRows, label: Any) -> str:

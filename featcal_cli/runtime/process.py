@@ -54,6 +54,9 @@ def read_launch() -> Launch:
 
 def check_device(name: str) -> None:
     """Raise RecipeError for what cannot be a device; whether it is there, `hardware.choose_device` finds out."""
+    if name.partition(":")[0] == "mps":
+        what = "Apple's GPUs (mps) are not used: they have no float64, which small values of --ridge need"
+        raise RecipeError(what, where="--device", fix="give --device cpu")
     if not re.fullmatch(r"auto|cpu|cuda(:\d{1,3})?", name):
         raise RecipeError(f"unknown device {show(name)}", where="--device", fix="give auto, cpu or cuda[:K]")
 

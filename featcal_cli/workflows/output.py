@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from featcal_cli.engine.block_runner import is_finite
+from featcal_cli.engine.weight_uploads import is_finite
 from featcal_cli.hub.download import PREPROCESSOR_FILES
 from featcal_cli.hub.snapshot import Snapshot
 from featcal_cli.models.checkpoint_files import copy_checkpoint, list_files, read_slots, write_tensors

@@ -445,7 +445,23 @@ void fall_back(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   }
   {
     Inside guard;
+    // cpu_fallback's copies of slices are contiguous, and for these kernels round otherwise: slices are read in place
+    std::vector<Tensor> sliced;
+    size_t first = stack->size() - op.schema().arguments().size();
+    for (size_t number = 0; number < op.schema().arguments().size(); ++number) {
+      c10::IValue& value = (*stack)[first + number];
+      if (!value.isTensor() || op.schema().arguments()[number].alias_info()) continue;
+      Tensor x = value.toTensor();
+      if (!x.defined() || !x.is_cuda() || x.is_conj() || x.is_non_overlapping_and_dense()) continue;
+      sliced.push_back(x);
+      value = view_on_cpu(x);
+    }
     at::native::cpu_fallback(op, stack, true);
+    for (size_t number = stack->size() - op.schema().returns().size(); number < stack->size(); ++number) {
+      c10::IValue& value = (*stack)[number];  // where all that was given is slices, nothing says where it is wanted
+      if (!sliced.empty() && value.isTensor() && value.toTensor().defined() && value.toTensor().is_cpu())
+        value = value.toTensor().to(DEVICE);
+    }
   }
   for (const c10::IValue& value : torch::jit::last(*stack, op.schema().returns().size())) visit(value, mark_written);
 }
