@@ -14,8 +14,8 @@ ACCUMULATE = torch.float64
 """Precision of the sums. Products are made in the features' precision (at least float32), sums in this one."""
 PANELS = 8
 """A symmetric product is made in so many panels, of which only what lies on and below the diagonal is computed."""
-NARROWEST_PANEL = 64
-"""A matrix product loses speed when it is narrower."""
+NARROWEST_PANEL, NARROWEST_ON_DEVICE = 64, 1024
+"""A matrix product loses speed when it is narrower: on a CPU, and on other devices."""
 AddUp = Callable[[Tensor], None]
 """Replaces a tensor by its sum over several processes."""
 
@@ -47,11 +47,33 @@ class Sum:
         add_up(self.value)
 
 
+class RowSum:
+    """A running sum of rows; those of each batch are kept, and added up at the end."""
+
+    def __init__(self) -> None:
+        self._parts: list[Tensor] = []
+
+    def add(self, rows: Tensor) -> None:
+        """Add up rows [T, d]."""
+        total = rows.sum(0)
+        self._parts.append(total.to(sums_device(total.device)))
+
+    @property
+    def value(self) -> Tensor:
+        """[d]; there must be some."""
+        if len(self._parts) > 1 or self._parts[0].dtype != ACCUMULATE:
+            self._parts = [torch.stack(self._parts).sum(0, dtype=ACCUMULATE)]
+        return self._parts[0]
+
+    def __bool__(self) -> bool:
+        return bool(self._parts)
+
+
 class Symmetric:
     """A running sum Σ XᵀWX [d, d], of which the panels on and below the diagonal are computed and held."""
 
     def __init__(self, d: int, device: torch.device, dtype: torch.dtype = ACCUMULATE) -> None:
-        width = max(NARROWEST_PANEL, -(-d // PANELS))
+        width = max(NARROWEST_PANEL if device.type == "cpu" else NARROWEST_ON_DEVICE, -(-d // PANELS))
         self.starts = range(0, d, width)
         self.stops = [min(start + width, d) for start in self.starts]
         self.panels: list[Tensor | None] = [None] * len(self.stops)
@@ -210,14 +232,14 @@ def condition_number(projected: Tensor) -> float:
 def _project(apply: Callable[[Tensor], Tensor], like: Tensor) -> Tensor:
     """A positive symmetric operator on vectors [d] in the basis that the Lanczos method makes [LANCZOS_STEPS, its
     square]: its largest eigenvalue is nearly the operator's, from below. Where the basis is all that the operator
-    reaches, the rest is zero."""
+    reaches, the rest is nearly zero."""
     x = torch.linspace(1.0, 2.0, len(like), dtype=like.dtype, device=like.device)
-    basis, images = (x.new_zeros(LANCZOS_STEPS, len(x)) for _ in range(2))
-    least: Tensor | float = 0.0
+    basis, images = x.new_zeros(LANCZOS_STEPS, len(x)), []
+    least = torch.zeros_like(x[0])
     for number in range(LANCZOS_STEPS):
-        length = torch.linalg.vector_norm(x)
-        basis[number] = torch.where(length > least, x / length, 0.0)
-        images[number] = image = apply(basis[number])
+        torch.div(x, torch.maximum(torch.linalg.vector_norm(x), least), out=basis[number])
+        images.append(image := apply(basis[number]))
+        if not number:
+            least = 1e-6 * torch.linalg.vector_norm(image)  # where less is left there is nothing but rounding
         x = torch.addmv(image, basis[: number + 1].T, basis[: number + 1] @ image, alpha=-1)
-        least = 1e-6 * torch.linalg.vector_norm(image)
-    return basis @ images.T
+    return basis @ torch.stack(images).T

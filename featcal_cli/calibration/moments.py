@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from featcal_cli.calibration.linear_algebra import ACCUMULATE, Sum, Symmetric, in_sums, sums_device
+from featcal_cli.calibration.linear_algebra import ACCUMULATE, RowSum, Sum, Symmetric, in_sums
 from featcal_cli.models.module_kinds import Affine
 
 
@@ -53,8 +53,8 @@ class LinearMoments:
         self.sum = Symmetric(d_in, device, dtype)
         """Σ x_cal x_calᵀ, of the rows as they are weighted; empty where rows are kept."""
         self.kept = Rows() if keep_rows else None
-        self._dx, self._x, self._d = Sum(dtype), Sum(), Sum()
-        self._rx, self._r = ({name: Sum(precision) for name in self.pairs} for precision in (dtype, ACCUMULATE))
+        self._dx, self._x, self._d = Sum(dtype), RowSum(), RowSum()
+        self._rx, self._r = {name: Sum(dtype) for name in self.pairs}, {name: RowSum() for name in self.pairs}
         self._offsets: dict[tuple[str, bool], Tensor] = {}
         """What x_cal is multiplied with in r [d_out, d_in], by module and whether the expert's outputs are known."""
         self.weight: Tensor | float = 0.0
@@ -80,12 +80,12 @@ class LinearMoments:
             for name, r in residuals.items():
                 self._rx[name].add_product(r.T, weighted)
         for name, r in residuals.items():
-            self._r[name].add(_sum_rows(r if column is None else r * column))
+            self._r[name].add(r if column is None else r * column)
         if not self.pairs:
             drift = x_exp - x
             self._dx.add_product(drift.T, weighted)
-            self._d.add(_sum_rows(drift if column is None else drift * column))
-        self._x.add(_sum_rows(weighted))
+            self._d.add(drift if column is None else drift * column)
+        self._x.add(weighted)
         self.weight += float(len(x)) if weights is None else in_sums(weights.sum())
         self.rows += len(x)
 
@@ -93,7 +93,7 @@ class LinearMoments:
     def checksum(self) -> Tensor:
         """A number that is finite when all rows were, of the student and of the expert []."""
         sums = (self._x, self._d, *self._r.values())
-        return torch.stack([each.value.sum() for each in sums if each.value is not None]).sum()
+        return torch.cat([each.value for each in sums if each]).sum()
 
     @property
     def gram(self) -> Tensor:
@@ -108,17 +108,18 @@ class LinearMoments:
     @property
     def mean(self) -> Tensor:
         """μ_cal = E[x_cal] [d_in]."""
-        return self._mean_of(self._x)
+        return self._x.value / self.weight
 
     @property
     def drift(self) -> Tensor:
         """E[(x_exp − x_cal) x_calᵀ] [d_in, d_in], as precise as the sums. Not where r is summed."""
-        return self._mean_of(self._dx, self._dx.dtype)
+        assert self._dx.value is not None
+        return in_sums(self._dx.value, self._dx.dtype) / self.weight
 
     @property
     def mean_drift(self) -> Tensor:
         """E[x_exp − x_cal] [d_in]. Not where r is summed."""
-        return self._mean_of(self._d)
+        return self._d.value / self.weight
 
     def add_drift(self, total: Sum, omega: Tensor) -> Tensor:
         """Add ω E[(x_tgt − x_cal) x_calᵀ] [d_in, d_in] to a total; returns C = E[x_tgt x_calᵀ] in its precision. Not
@@ -136,7 +137,7 @@ class LinearMoments:
     def mean_residual(self, name: str, expert: Tensor, merged: Tensor) -> Tensor:
         """E[r] of a module [d_out], given its weights W_i and W_merged."""
         if self.pairs:
-            return self._mean_of(self._r[name])
+            return self._r[name].value / self.weight
         target = self.mean + self._alpha * self.mean_drift
         expert, merged, target, mean = (in_sums(x, self._dx.dtype) for x in (expert, merged, target, self.mean))
         return in_sums(expert @ target - merged @ mean)
@@ -151,10 +152,6 @@ class LinearMoments:
         if y_exp is not None:
             return linear(x_cal, offset, None if bias is None else -self._alpha * bias).add_(y_exp, alpha=self._alpha)
         return linear(x_cal, offset).add_(linear(x_exp - x_cal, weight), alpha=self._alpha)
-
-    def _mean_of(self, total: Sum, dtype: torch.dtype = ACCUMULATE) -> Tensor:
-        assert total.value is not None
-        return in_sums(total.value, dtype) / self.weight
 
 
 @dataclass
@@ -183,35 +180,28 @@ class Rows:
 class NormMoments:
     """Mean z̄ and second moment q [d], per coordinate, of the student's normalised input of one norm, for one task."""
 
-    def __init__(self, d: int, device: torch.device) -> None:
-        self._z = torch.zeros(d, dtype=ACCUMULATE, device=sums_device(device))
-        self._zz = torch.zeros_like(self._z)
+    def __init__(self) -> None:
+        self._z, self._zz = RowSum(), RowSum()
         self.weight: Tensor | float = 0.0
         self.rows = 0
 
     def add(self, z: Tensor, weights: Tensor | None = None) -> None:
         """Add normalised inputs z [T, d] (before scale and bias), each row counted `weights` [T] times."""
         weighted = z if weights is None else z * weights.to(z)[:, None]
-        self._z += _sum_rows(weighted)
-        self._zz += _sum_rows(weighted * z)
+        self._z.add(weighted)
+        self._zz.add(weighted * z)
         self.weight += float(len(z)) if weights is None else in_sums(weights.sum())
         self.rows += len(z)
 
     @property
     def mean(self) -> Tensor:
         """z̄ [d]."""
-        return self._z / self.weight
+        return self._z.value / self.weight
 
     @property
     def second(self) -> Tensor:
         """q = E[z²] [d]."""
-        return self._zz / self.weight
-
-
-def _sum_rows(x: Tensor) -> Tensor:
-    """[T, d] to [d], where sums are held; what they are added to is as precise as they are."""
-    rows = x.sum(0)
-    return rows.to(sums_device(rows.device))
+        return self._zz.value / self.weight
 
 
 def _at_least_float32(x: Tensor) -> Tensor:

@@ -92,7 +92,7 @@ def sum_rows(
             if normed is None:
                 skipped[module.name] = UNMATCHED
             for z, weights in normed or ():
-                norms.setdefault(module.name, NormMoments(z.shape[-1], z.device)).add(z, weights)
+                norms.setdefault(module.name, NormMoments()).add(z, weights)
     return sums
 
 

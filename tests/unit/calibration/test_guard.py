@@ -89,7 +89,7 @@ def test_the_objective_of_a_norm_is_that_of_its_rows(bias: bool) -> None:
     expected = dict.fromkeys(STEPS, 0.0)
     for _ in range(TASKS):
         expert, z = affine(5, 0, bias=bias), torch.randn(ROWS, 5, dtype=torch.float64) + 0.5
-        moments = NormMoments(5, torch.device("cpu"))
+        moments = NormMoments()
         moments.add(z)
         system.add_task(moments, expert)
         for t in STEPS:

@@ -167,7 +167,7 @@ def test_norm_minimises_the_stated_objective() -> None:
     inputs = [torch.randn(40, D, dtype=torch.float64) for _ in experts]
     system = NormEquations(merged, PAPER["CLIP"])
     for z, expert in zip(inputs, experts, strict=True):
-        moments = NormMoments(D, CPU)
+        moments = NormMoments()
         moments.add(z[:15])
         moments.add(z[15:])
         system.add_task(moments, expert)
@@ -187,7 +187,7 @@ def test_scale_without_bias_is_the_weighted_mean() -> None:
     torch.manual_seed(0)
     merged, base, expert = (Affine(torch.randn(D, dtype=torch.float64), None) for _ in range(3))
     z = torch.randn(40, D, dtype=torch.float64)
-    moments = NormMoments(D, CPU)
+    moments = NormMoments()
     moments.add(z)
     system = NormEquations(merged, PAPER["CLIP"])
     system.add_task(moments, expert)
