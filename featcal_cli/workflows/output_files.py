@@ -86,8 +86,8 @@ class FinishedOutput:
         Raises OutputError."""
         if (note := self.read()) is None:
             return
-        old, new = before.to_json(), after.to_json()
-        if old != new:
+        if after is not before:
+            old, new = before.to_json(), after.to_json()
             self._workspace.rewrite(NOTE, self.write_note([old, new], note))
             self._workspace.rewrite(REPORT, new)
         text = self.write_card(after, repo_id, note.card)
