@@ -79,8 +79,11 @@ class Layout:
         per_row = self._spread(x, weights)
         if per_row is None:
             return None
+        chosen = weights.get(self.axis or "")
+        if self.is_table or chosen is None or counts_all(chosen):
+            return rows, per_row
         kept = per_row > 0
-        return (rows, per_row) if bool(kept.all()) else (rows[kept], per_row[kept])
+        return rows[kept], per_row[kept]
 
     @property
     def is_table(self) -> bool:
