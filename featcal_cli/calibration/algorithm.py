@@ -14,7 +14,7 @@ from featcal_cli.calibration.results import BlockReport, ModuleReport
 from featcal_cli.calibration.solver import BlockEquations, DeviceSolution, Solution, read_solutions
 from featcal_cli.engine.block_runner import BlockRunner
 from featcal_cli.engine.job import CALIBRATED, Job
-from featcal_cli.engine.lockstep import forward_order
+from featcal_cli.engine.lockstep import BlockVisit, forward_order
 from featcal_cli.engine.weight_checks import name_huge_weight
 from featcal_cli.models.architecture import Block
 from featcal_cli.models.module_kinds import new_parameters
@@ -30,24 +30,30 @@ def calibrate_blocks(
     reports = []
     student, blocks = job.students[CALIBRATED], job.architecture.blocks
     for number, visit in enumerate(forward_order(job)):
-        block = visit.block
-        here = Progress(block.name, number, len(blocks))
         report = restore_block(journal, number, student, job.ranks)
         if report is None:
-            started = time.monotonic()
             nearby = blocks[max(0, number - 1) : number + 1]
             with name_huge_weight(nearby, (job.merged, job.base, *job.experts.values())):
-                equations = collect_equations(visit, CALIBRATED, hyperparameters, here.at_task(watch))
-                solution = solve_on_all_ranks(job, block, equations, bias, here.at_module(watch))
-            load_block(student, block, solution.solutions)
-            modules = _describe(block, solution, hyperparameters.ridge)
-            skipped = [{"name": name, "reason": why} for name, why in (*block.skipped, *equations.skipped.items())]
-            report = BlockReport(block.name, time.monotonic() - started, modules, skipped)
+                here = Progress(visit.block.name, number, len(blocks))
+                report = _calibrate_block(job, visit, hyperparameters, bias, here, watch)
             if journal is not None:
                 journal.write(number, report, student)
         reports.append(report)
-        watch(Progress(block.name, number + 1, len(blocks)))
+        watch(Progress(visit.block.name, number + 1, len(blocks)))
     return reports
+
+
+def _calibrate_block(
+    job: Job, visit: BlockVisit, hyperparameters: Hyperparameters, bias: bool, here: Progress, watch: Watch
+) -> BlockReport:
+    """Solve one block and load it; of its equations, which are large, nothing is left then."""
+    started, block = time.monotonic(), visit.block
+    equations = collect_equations(visit, CALIBRATED, hyperparameters, here.at_task(watch))
+    solution = solve_on_all_ranks(job, block, equations, bias, here.at_module(watch))
+    load_block(job.students[CALIBRATED], block, solution.solutions)
+    modules = _describe(block, solution, hyperparameters.ridge)
+    skipped = [{"name": name, "reason": why} for name, why in (*block.skipped, *equations.skipped.items())]
+    return BlockReport(block.name, time.monotonic() - started, modules, skipped)
 
 
 def solve_on_all_ranks(

@@ -64,36 +64,43 @@ def sum_rows(
     choose: makes the empty moments of the modules that share an input, from what the first batch shows and its rows.
     checked: over the examples that updates are checked on, not those to fit.
     """
-    modules = {module.name: module for module in visit.block.modules}
-    linear, norms, skipped = sums = TaskMoments({}, {}, dict(skipped))
+    sums = TaskMoments({}, {}, dict(skipped))
     for seen in visit.features(task, role, checked=checked):
-        skipped |= _unpaired(modules, seen)
-        for names in _shared_inputs(visit, seen, skipped):
-            first = modules[names[0]]
-            pair = [_rows(visit, first, x[names[0]], seen) for x in (seen.x_cal, seen.x_exp)]
-            if pair[0] is None or pair[1] is None:
-                skipped |= dict.fromkeys(names, UNMATCHED)
-                continue
-            if not pair[0]:
-                continue  # a table, which was counted before
-            if names not in linear:
-                linear[names] = choose(names, seen, sum(len(x) for x, _ in pair[0]))
-            outputs = {
-                name: _rows(visit, modules[name], seen.y_exp[name], seen)
-                for name in linear[names].pairs
-                if name in seen.y_exp
-            }
-            for call, ((x, weights), (target, _)) in enumerate(zip(pair[0], pair[1], strict=True)):
-                known = {name: found[call][0] for name, found in outputs.items() if found}
-                linear[names].add(x, target, weights, known)
-        for module in (m for m in visit.block.modules if m.kind not in LINEAR_KINDS and m.name not in skipped):
-            norm = visit.merged.module(f"{visit.block.name}.{module.name}")
-            normed = _rows(visit, module, [normalise(norm, x) for x in seen.x_cal[module.name]], seen)
-            if normed is None:
-                skipped[module.name] = UNMATCHED
-            for z, weights in normed or ():
-                norms.setdefault(module.name, NormMoments()).add(z, weights)
+        _add_batch(visit, seen, sums, choose)
+        del seen  # a batch's features are large, and the next one's are made before this name has them
     return sums
+
+
+def _add_batch(visit: BlockVisit, seen: Observation, sums: TaskMoments, choose: Choose) -> None:
+    """Add what one batch shows to a task's sums."""
+    modules = {module.name: module for module in visit.block.modules}
+    linear, norms, skipped = sums
+    skipped |= _unpaired(modules, seen)
+    for names in _shared_inputs(visit, seen, skipped):
+        first = modules[names[0]]
+        pair = [_rows(visit, first, x[names[0]], seen) for x in (seen.x_cal, seen.x_exp)]
+        if pair[0] is None or pair[1] is None:
+            skipped |= dict.fromkeys(names, UNMATCHED)
+            continue
+        if not pair[0]:
+            continue  # a table, which was counted before
+        if names not in linear:
+            linear[names] = choose(names, seen, sum(len(x) for x, _ in pair[0]))
+        outputs = {
+            name: _rows(visit, modules[name], seen.y_exp[name], seen)
+            for name in linear[names].pairs
+            if name in seen.y_exp
+        }
+        for call, ((x, weights), (target, _)) in enumerate(zip(pair[0], pair[1], strict=True)):
+            known = {name: found[call][0] for name, found in outputs.items() if found}
+            linear[names].add(x, target, weights, known)
+    for module in (m for m in visit.block.modules if m.kind not in LINEAR_KINDS and m.name not in skipped):
+        norm = visit.merged.module(f"{visit.block.name}.{module.name}")
+        normed = _rows(visit, module, [normalise(norm, x) for x in seen.x_cal[module.name]], seen)
+        if normed is None:
+            skipped[module.name] = UNMATCHED
+        for z, weights in normed or ():
+            norms.setdefault(module.name, NormMoments()).add(z, weights)
 
 
 def check_features(visit: BlockVisit, role: str, task: str, sums: Sequence[TaskMoments]) -> None:

@@ -241,6 +241,7 @@ class BlockVisit:
             row_multiples = (tokens[task] / here, sum(tokens.values()) / here)
             for shown in observe(task, role, pair):
                 yield shown._replace(first=number == 0, row_multiples=row_multiples, examples=range(start, stop))
+                del shown  # which is large, while the next pair is run
 
     def _observe_call(self, task: str, role: str, pair: PairedPass, *, again: bool) -> Iterator[Observation]:
         captured = self._captured.get(id(pair))
@@ -319,7 +320,9 @@ class BlockVisit:
                         self._go_through(task, paused)
                 for probe in self._in_turn(self._passes.measured[task]):
                     probe.go_through(self.block, self._done)
-            if task not in self._released:
+            if self._is_last(task):
+                expert.give_back()  # its head too, if its answers were asked for
+            elif task not in self._released:
                 expert.give_back(self.block.name)
         for measurement in job.measurements:
             measurement.settle()

@@ -37,6 +37,7 @@ from featcal_cli.recipe.schema import Merge
 from featcal_cli.reporting.drift_plots import plot_drift
 from featcal_cli.reporting.report import CARD, PICTURE, RECIPE, REPORT, Report
 from featcal_cli.reporting.verdict import check_judged
+from featcal_cli.runtime import memory_map
 from featcal_cli.runtime.distributed import Ranks
 from featcal_cli.runtime.errors import NumericsError, ShortageError
 from featcal_cli.runtime.files import Unchanged
@@ -191,6 +192,8 @@ class Computation:
         if target is not None and plan.recipe.local_paths:
             session.note(f"{RECIPE} and {REPORT} name folders of this machine, and are pushed with these names")
         session.stage("writing")
+        memory_map.give_back(models.merged.module.parameters())
+        memory_map.trim_heap()  # of calibrating; what is written is read block by block
         chosen = {**asdict(outcome.choice.hyperparameters), "chosen": calibration.is_answered_for}
         fixed = calibration.model_copy(update=chosen)
         plan = replace(plan, recipe=plan.recipe.model_copy(update={"calibration": fixed}))

@@ -19,7 +19,7 @@ from featcal_cli.runtime.errors import FeatCalError, NumericsError, OutputError
 from featcal_cli.runtime.files import copy_files, name_reason
 from featcal_cli.workflows.workspace import UnfinishedFolder, Workspace
 
-CHUNK = 1 << 26
+CHUNK = 1 << 24
 """Bytes of two files that are compared at a time."""
 
 
@@ -124,13 +124,13 @@ def _same_but_for(original: Path, copy: Path, spans: Sequence[tuple[int, int]]) 
     """Whether two files are alike outside of these spans of bytes, which are in order."""
     if original.stat().st_size != copy.stat().st_size:
         return False
-    one, two = (np.memmap(file, np.uint8, "r") for file in (original, copy))
-    starts, stops = [0, *(stop for _, stop in spans)], [*(start for start, _ in spans), len(one)]
-    return all(
-        np.array_equal(one[at : min(at + CHUNK, stop)], two[at : min(at + CHUNK, stop)])
-        for start, stop in zip(starts, stops, strict=True)
-        for at in range(start, stop, CHUNK)
-    )
+    starts, stops = [0, *(stop for _, stop in spans)], [*(start for start, _ in spans), original.stat().st_size]
+    for start, stop in zip(starts, stops, strict=True):
+        for at in range(start, stop, CHUNK):  # read, not mapped: what is mapped stays in memory
+            one, two = (np.fromfile(file, np.uint8, min(CHUNK, stop - at), offset=at) for file in (original, copy))
+            if not np.array_equal(one, two):
+                return False
+    return True
 
 
 def _wrong(place: Path, what: str) -> OutputError:

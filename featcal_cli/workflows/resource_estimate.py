@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
-from featcal_cli.calibration.hyperparameters import SearchPlan, Work, kind_of, plan_search
+from featcal_cli.calibration.hyperparameters import SearchPlan, Work, kind_of, plan_search, take_preset
 from featcal_cli.calibration.linear_algebra import choose_precision
 from featcal_cli.calibration.normal_equations import (
     PRECISE_COST,
@@ -19,33 +20,53 @@ from featcal_cli.calibration.normal_equations import (
 )
 from featcal_cli.data.batches import Batch
 from featcal_cli.data.examples import TaskExamples
-from featcal_cli.models.architecture import Architecture, Block
+from featcal_cli.engine.offload import LARGE
+from featcal_cli.models.architecture import Architecture
 from featcal_cli.models.loading import Model
-from featcal_cli.models.module_kinds import LINEAR_KINDS, read_parameters
-from featcal_cli.recipe.schema import Merge, Recipe
+from featcal_cli.recipe.schema import Calibration, Merge, Recipe
 from featcal_cli.runtime.hardware import memory_of, rooms_for_features
+from featcal_cli.runtime.memory_map import LARGEST_REUSED
 from featcal_cli.runtime.process import resident_bytes
-from featcal_cli.workflows.shape_probe import COMPUTE, BatchNeeds, probe_batch
+from featcal_cli.workflows.shape_probe import (
+    COMPUTE,
+    BatchNeeds,
+    BlockSums,
+    SummedInput,
+    find_inputs,
+    probe_batch,
+    sum_block,
+)
 
-FITTED_PASSES, WATCHED_PASSES, JUDGED_PASSES = 2, 8, 1
-"""Passes of a batch that are under way at once: expert and student; where drift is measured with merged and base, and a
-further one of the expert for each of them; of rows that updates are checked on, merged too."""
-FEATURES_HELD = 3
-"""Times that the inputs of a block's modules are held for one batch: student's and expert's, the expert's outputs, and
-what is made of them."""
-BLOCKS_HELD = 4
-"""Blocks in memory at once: of merged, base, an expert and the next one, and the student's new one."""
-BLOCKS_ON_DEVICE = 8
-"""The same on another device than the CPU: of merged, base, student and an expert, the next one of all but the student,
-and the student's new one."""
+PAIRED, PROBED, JUDGED, ANSWERED = 2, 4, 3, 4
+"""Passes of a batch that are under way at once: expert and student; where drift is measured merged and base too; of
+rows that updates are checked on, expert, student and merged; and a further one of the expert for each of them that is
+measured, where its head is small enough to see what drift does to its answers."""
+LENT_GROUPS = 2
+"""Batches whose passes are at hand at once, where they lie elsewhere: the one in turn and the next."""
+
+
+class BlockCounts(NamedTuple):
+    """Blocks in memory at once, beside those that are solved for."""
+
+    adding: int
+    """While features of the last task are added."""
+    solving: int
+    finishing: int
+    """While the student's new one is written, and run."""
+
+
+BLOCKS_HELD = BlockCounts(adding=2, solving=2, finishing=5)
+"""Of merged and of an expert or base; in the end of all three, and the student's, also as a file's bytes."""
+BLOCKS_ON_DEVICE = BlockCounts(adding=6, solving=5, finishing=6)
+"""Of merged, base and an expert, and the next one of each; the expert's is gone when that is solved for."""
+RUN_BESIDE = 4
+"""Models that are converted while they run: merged, student, base and an expert."""
 STEMS_HELD = 3
 """Stems that run beside each other: of merged (the student's is the same), base and an expert."""
 SPARE = 0.9
 """Part of a memory that a search may fill: the system and others have some of it."""
-SOLVING_PULLS = 3
-"""Matrices of a weight's size beside each other while it is solved for: merged, base and the anchor, or the update."""
-HALF = 0.6
-"""Part of a symmetric sum that is held."""
+HEAD_SHARE = 0.05
+"""Of an expert's stem and blocks."""
 SMALL_FILES = 2**18
 """Bytes of report, card, picture and records, and of what a disk takes for a file beyond its bytes."""
 
@@ -101,8 +122,16 @@ class Load:
     """Examples to fit."""
     watched: int
     """Examples that drift is measured on."""
+    is_shared: bool
+    """These are fitted too."""
     held_bytes: int
     """Of all the task's examples in memory."""
+    read_bytes: int
+    """Of those that are there already."""
+    placed_bytes: int
+    """Of all in the dtype that models run in."""
+    aside_bytes: int
+    """Of those that a CPU keeps in files when the passes have begun."""
     batch_size: int
 
 
@@ -116,10 +145,10 @@ def estimate(
     writes: bool,
 ) -> Estimate:
     """The needs of a job, given the outline of its merged model; `writes`: it calibrates, and does not only measure."""
-    calibration = recipe.calibration
-    loads = {task: _load(rows, calibration.examples, writes=writes) for task, rows in examples.items()}
+    calibration, computing = recipe.calibration, choose_dtype(recipe.calibration, merged.module)
+    loads = {task: _load(rows, calibration.examples, computing, writes=writes) for task, rows in examples.items()}
     guarded, built = writes and calibration.select != "preset", isinstance(recipe.merged, Merge)
-    needs = _add_up(merged, architecture, loads, device, ridge=calibration.ridge, guarded=guarded, built=built)
+    needs = _add_up(merged, architecture, loads, device, calibration, guarded=guarded, built=built)
     if writes and calibration.is_open and all(rows.selection_count for rows in examples.values()):
         fitted, watched = (max(getattr(load, key) for load in loads.values()) for key in ("fitted", "watched"))
         kind = kind_of(merged.module)
@@ -132,15 +161,63 @@ def estimate(
     return needs
 
 
-def _load(examples: TaskExamples, wanted: int, *, writes: bool) -> Load:
+def _load(examples: TaskExamples, wanted: int, computing: torch.dtype, *, writes: bool) -> Load:
     """A task's examples as work: all `wanted`, of which some were read; fewer where the source has no more."""
     batches = [*examples.fitted, *examples.selection, *examples.held_out]
-    held = sum(x.nbytes for batch in batches for x in batch.values())
+    tensors = [x for batch in batches for x in batch.values()]
+    held = sum(x.nbytes for x in tensors)
+    aside = sum(x.nbytes for x in tensors if x.is_floating_point() and x.nbytes >= LARGE)
+    placed = sum(x.numel() * (computing if x.is_floating_point() else x.dtype).itemsize for x in tensors)
     scale = 1.0 if examples.is_whole else wanted / examples.fitted_count
     watched = examples.measured_count if writes else examples.fitted_count
     fitted, watched = (round(number * scale) for number in (examples.fitted_count, watched))
     size = min(examples.batch_size, max(fitted, watched))
-    return Load(examples.fitted[0], fitted, watched, round(held * scale), size)
+    shared = writes and not examples.held_out_count
+    sizes = round(held * scale), held, round(placed * scale), round(aside * scale)
+    return Load(examples.fitted[0], fitted, watched, shared, *sizes, size)
+
+
+def choose_dtype(calibration: Calibration, model: nn.Module) -> torch.dtype:
+    """What models are run in."""
+    wanted = str(model.dtype) if calibration.dtype == "auto" else calibration.dtype
+    return torch.bfloat16 if wanted.endswith("bfloat16") else torch.float32
+
+
+def has_small_head(model: Model, architecture: Architecture) -> bool:
+    """Whether all that runs after a model's blocks is small beside what must be read of it anyway: only then a
+    calibration reads it, to measure what drift does to its answers."""
+    inside = set(map(id, model.parameters.values()))
+    own = [value for value in model.module.parameters() if id(value) not in inside] if model.body else []
+    stem = set(map(id, model.parameters_of(architecture.reached)))  # a head that is tied to it is read anyway
+    head = {id(x): x for x in (*model.parameters_of(architecture.head), *own) if id(x) not in stem}
+    return bool(sum(value.nbytes for value in head.values()) <= HEAD_SHARE * read_bytes(model, architecture))
+
+
+class Weights(NamedTuple):
+    """Bytes of one model, in the dtype of its files and in the one that it runs in."""
+
+    block: int
+    """Its largest."""
+    block_in_use: int
+    stem: int
+    stem_in_use: int
+
+    @property
+    def is_converted(self) -> bool:
+        return self.block != self.block_in_use or self.stem != self.stem_in_use
+
+
+def _weigh(merged: Model, architecture: Architecture, computing: torch.dtype) -> Weights:
+    model = merged.module
+    blocks = [list(model.get_submodule(block.name).parameters()) for block in architecture.blocks]
+    inside = {id(x) for block in blocks for x in block}
+    stem = [x for x in merged.parameters_of(architecture.reached) if id(x) not in inside]
+    largest = max(blocks, key=lambda block: sum(x.nbytes for x in block), default=[])
+    in_files, in_use = (
+        [sum(x.numel() * (itemsize or x.itemsize) for x in part) for part in (largest, stem)]
+        for itemsize in (0, computing.itemsize)
+    )
+    return Weights(in_files[0], in_use[0], in_files[1], in_use[1])
 
 
 def _add_up(
@@ -148,61 +225,88 @@ def _add_up(
     architecture: Architecture,
     loads: Mapping[str, Load],
     device: torch.device,
+    calibration: Calibration,
     *,
-    ridge: float | None,
     guarded: bool,
     built: bool,
 ) -> Estimate:
     """The needs without a search.
 
-    ridge: λ, where it is known; it decides what precision the equations need.
     guarded: updates are checked on as many examples as drift is measured on.
     built: the merged model is made first, and takes a place of its own.
     """
-    model = merged.module
-    needs = _probe_tasks(model, architecture, loads)
-    fitted = max(load.fitted for load in loads.values())
-    computing = torch.bfloat16 if model.dtype == torch.bfloat16 else torch.float32
-    item = computing.itemsize / COMPUTE
-    batches = {task: need.feature_bytes * loads[task].batch_size // need.examples for task, need in needs.items()}
-    features = FEATURES_HELD * max(batches.values())
-    held_out = WATCHED_PASSES + (FITTED_PASSES + JUDGED_PASSES if guarded else 0)
-    passes = {task: load.fitted * FITTED_PASSES + load.watched * held_out for task, load in loads.items()}
-    states = sum(int(count * needs[task].state_bytes * item) // needs[task].examples for task, count in passes.items())
-    precision = choose_precision(torch.float32, ridge or 0.0)
-    systems = (_equation_bytes(model, block, needs, fitted, precision, guarded) for block in architecture.blocks)
-    equations = max(systems, default=0)
-    blocks = [sum(x.nbytes for x in model.get_submodule(block.name).parameters()) for block in architecture.blocks]
-    inside = {id(x) for block in architecture.blocks for x in model.get_submodule(block.name).parameters()}
-    stem = sum(value.nbytes for value in merged.parameters_of(architecture.reached) if id(value) not in inside)
-    largest = max(blocks, default=0)
-    has_device, rooms = device.type != "cpu", rooms_for_features(device)
+    model, has_device = merged.module, device.type != "cpu"
+    weights, needs = (
+        _weigh(merged, architecture, choose_dtype(calibration, model)),
+        _probe_tasks(model, architecture, loads),
+    )
+    probed = PROBED + (ANSWERED if has_small_head(merged, architecture) else 0)
+    passes = _count_passes(needs, loads, choose_dtype(calibration, model), probed, guarded=guarded)
+    held = round(passes.states) + (sum(load.placed_bytes for load in loads.values()) if has_device else 0)
+    rooms = rooms_for_features(device)
     room, further_room = rooms if has_device else (sum(rooms), 0)
-    here, there = min(states, room), min(max(0, states - room), further_room)
-    files = max(STEMS_HELD * stem, BLOCKS_HELD * largest)
-    block_in_use = int(largest * computing.itemsize / max(1, next(model.parameters()).element_size()))
-    on_device = BLOCKS_ON_DEVICE * block_in_use if has_device else 0
-    on_host = resident_bytes() + sum(load.held_bytes for load in loads.values()) + files
-    own_stem = has_device or model.dtype not in (torch.float32, torch.bfloat16)  # a converted one is not shared
-    watched = [(need, loads[task].watched / need.examples) for task, need in needs.items()]
+    here, there = min(held, room), min(max(0, held - room), further_room)
+    adding, solving = _find_largest(
+        model, architecture, needs, loads, calibration, guarded=guarded, has_device=has_device
+    )
+    block, stem = (weights.block_in_use, weights.stem_in_use) if has_device else (weights.block, weights.stem)
+    count = BLOCKS_ON_DEVICE if has_device else BLOCKS_HELD
+    computing = max(count.adding * block + adding + min(passes.lent, held - here), count.solving * block + solving)
+    if weights.is_converted and not has_device:  # each model has its own, and blocks while they run
+        computing += RUN_BESIDE * weights.block_in_use + (len(loads) + RUN_BESIDE - 1) * weights.stem_in_use
+    computing = round(max(computing, STEMS_HELD * stem, count.finishing * block))
+    missing = sum(load.held_bytes - load.read_bytes for load in loads.values())
+    aside = 0 if has_device else sum(load.aside_bytes for load in loads.values())
+    on_host = resident_bytes() + missing - aside + LARGEST_REUSED
+    if has_device:
+        on_host += max(STEMS_HELD * weights.stem, BLOCKS_HELD.finishing * weights.block)
     search = SearchNeeds(
         memory_of(device),
-        features + equations + (on_device if has_device else on_host),
-        block_in_use + stem * own_stem,
-        sum(need.state_bytes * item / need.examples for need in needs.values()),
-        sum(4 * count * need.state_bytes * item for need, count in watched),
+        computing + (0 if has_device else on_host),
+        weights.block_in_use + weights.stem_in_use * (has_device or weights.is_converted),
+        passes.state,
+        passes.watched * 4,
         sum(need.feature_bytes / need.examples for need in needs.values()),
         room,
     )
-    computed = here + features + equations + on_device
+    sizes = [sum(x.nbytes for x in model.get_submodule(block.name).parameters()) for block in architecture.blocks]
     return Estimate(
-        host_bytes=on_host + (there if has_device else computed),
-        device_bytes=max(computed, here + STEMS_HELD * stem) if has_device else 0,
+        host_bytes=on_host + max(aside, there if has_device else here + computing),
+        device_bytes=here + computing if has_device else 0,
         disk_bytes=sum(x.nbytes for x in model.parameters()) * (2 if built else 1)
-        + (sum(blocks) + states + SMALL_FILES - here - there),
-        work=count_work(model, architecture, needs, fitted),
+        + (sum(sizes) + held - here - there + aside + SMALL_FILES),
+        work=count_work(model, architecture, needs, max(load.fitted for load in loads.values())),
         search=search,
     )
+
+
+class PassBytes(NamedTuple):
+    """What paused passes hold, in bytes."""
+
+    states: float
+    """All of them."""
+    lent: float
+    """Of the batches whose passes are at hand at once."""
+    state: float
+    """Of one example of every task, in one pass."""
+    watched: float
+    """Of all that drift is measured on, in one pass."""
+
+
+def _count_passes(
+    needs: Mapping[str, BatchNeeds], loads: Mapping[str, Load], computing: torch.dtype, probed: int, *, guarded: bool
+) -> PassBytes:
+    """probed: passes where drift is measured."""
+    states = lent = state = watched = 0.0
+    for task, load in loads.items():
+        example = needs[task].state_bytes * computing.itemsize / COMPUTE / needs[task].examples
+        further = probed - PAIRED * load.is_shared + JUDGED * guarded
+        states += example * (PAIRED * load.fitted + further * load.watched)
+        batch = example * min(load.batch_size, load.fitted)
+        lent = max(lent, LENT_GROUPS * batch * (probed if load.is_shared else PAIRED))
+        state += example
+        watched += example * load.watched
+    return PassBytes(states, lent, state, watched)
 
 
 def _probe_tasks(model: nn.Module, architecture: Architecture, loads: Mapping[str, Load]) -> dict[str, BatchNeeds]:
@@ -217,25 +321,36 @@ def _probe_tasks(model: nn.Module, architecture: Architecture, loads: Mapping[st
     return needs
 
 
-def _equation_bytes(
-    model: nn.Module, block: Block, needs: Mapping[str, BatchNeeds], fitted: int, precision: torch.dtype, guarded: bool
-) -> int:
-    """Of one block's systems of equations: while a task is summed, or while the largest one is solved."""
-    item, systems, task, solving, new = precision.itemsize, 0.0, 0.0, 0.0, 0.0
-    for d_in, d_out, rows in find_inputs(model, block, needs):
-        pulls = d_out * d_in
-        new += pulls * COMPUTE
-        if is_dual_cheaper(round(sum(rows) * fitted), d_in, d_out):
-            count = sum(rows) * fitted
-            systems += count * (d_in + d_out) * COMPUTE * (2 if guarded else 1)
-            solving = max(solving, (2 * count * count + count * (d_in + d_out) + SOLVING_PULLS * pulls) * item)
-            continue
-        by_rows = is_residual_cheaper(round(max(rows) * fitted), d_in, d_out, outputs_known=True)
-        square = d_in * d_in * (HALF if by_rows else HALF + 1)
-        systems += (square + pulls) * item * (2 if guarded else 1)
-        task += (square + (pulls if by_rows else 0)) * 2 * COMPUTE
-        solving = max(solving, (2 * d_in * d_in + SOLVING_PULLS * pulls) * item)
-    return int(systems + max(task, solving + new))
+def _find_largest(
+    model: nn.Module,
+    architecture: Architecture,
+    needs: Mapping[str, BatchNeeds],
+    loads: Mapping[str, Load],
+    calibration: Calibration,
+    *,
+    guarded: bool,
+    has_device: bool,
+) -> BlockSums:
+    """The most that any block's equations take at each time."""
+    computing, ridge = choose_dtype(calibration, model), calibration.ridge
+    if ridge is None:
+        preset = take_preset(calibration, kind_of(model)).hyperparameters.ridge
+        ridge = preset if calibration.select == "preset" else 0.0
+    precision, most = choose_precision(torch.float32, ridge), BlockSums(0.0, 0.0)
+    sizes = {task: min(load.batch_size, load.fitted) / needs[task].examples for task, load in loads.items()}
+    for block in architecture.blocks:
+        inputs = []
+        for d_in, d_out, widest, rows in find_inputs(model, block, needs):
+            fitted = [count * load.fitted for count, load in zip(rows, loads.values(), strict=True)]
+            at_once = max(
+                count * min(load.batch_size, load.fitted) for count, load in zip(rows, loads.values(), strict=True)
+            )
+            inputs.append(SummedInput(d_in, d_out, widest, fitted, at_once))
+        features = max(sizes[task] * need.inputs.get(block.name, 0) for task, need in needs.items())
+        both = 2 * features * computing.itemsize  # of student and expert
+        sums = sum_block(inputs, both, computing, precision, guarded=guarded, has_device=has_device)
+        most = BlockSums(*map(max, most, sums))
+    return most
 
 
 def read_bytes(model: Model, architecture: Architecture) -> int:
@@ -243,28 +358,11 @@ def read_bytes(model: Model, architecture: Architecture) -> int:
     return sum(value.nbytes for value in model.parameters_of(architecture.reached))
 
 
-Input = tuple[int, int, tuple[float, ...]]
-"""An input that Linear modules of a block share: d_in, d_out of them all together, rows of one example of each task."""
-
-
-def find_inputs(model: nn.Module, block: Block, needs: Mapping[str, BatchNeeds]) -> list[Input]:
-    """Every input of the block's Linear modules; modules of one parent that are as wide share theirs."""
-    inputs: dict[tuple[str, int], Input] = {}
-    for module in block.modules:
-        if module.kind in LINEAR_KINDS:
-            path = f"{block.name}.{module.name}"
-            d_out, d_in = read_parameters(model.get_submodule(path)).weight.shape
-            key = (module.name.rpartition(".")[0], d_in)
-            rows = tuple(need.rows.get(path, 0) / need.examples for need in needs.values())
-            inputs[key] = (d_in, d_out + (inputs[key][1] if key in inputs else 0), rows)
-    return list(inputs.values())
-
-
 def count_work(model: nn.Module, architecture: Architecture, needs: Mapping[str, BatchNeeds], fitted: int) -> Work:
     """The operations of a calibration that fits so many examples a task, in the ways that it will choose."""
     forward = products = systems = 0.0
     for block in architecture.blocks:
-        for d_in, d_out, rows in find_inputs(model, block, needs):
+        for d_in, d_out, _, rows in find_inputs(model, block, needs):
             total = sum(rows)
             forward += 2 * d_in * d_out * total
             if is_dual_cheaper(round(total * fitted), d_in, d_out):

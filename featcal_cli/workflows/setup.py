@@ -31,11 +31,8 @@ from featcal_cli.runtime.hardware import rooms_for_features
 from featcal_cli.runtime.process import read_launch
 from featcal_cli.workflows.output import build_checkpoint
 from featcal_cli.workflows.preflight import Preflight
-from featcal_cli.workflows.resource_estimate import read_bytes
+from featcal_cli.workflows.resource_estimate import choose_dtype, has_small_head
 from featcal_cli.workflows.session import EXPERT, Session
-
-HEAD_SHARE = 0.05
-"""Of an expert's stem and blocks."""
 
 
 @dataclass(frozen=True)
@@ -157,8 +154,7 @@ class Setup:
         """
         models, examples, architecture = self.models, self.examples, self.architecture
         own = self.ranks.own(examples)
-        wanted = str(models.merged.module.dtype) if self.calibration.dtype == "auto" else self.calibration.dtype
-        dtype = torch.bfloat16 if wanted.endswith("bfloat16") else torch.float32
+        dtype = choose_dtype(self.calibration, models.merged.module)
 
         def runner(model: Model) -> BlockRunner:
             return BlockRunner(model, architecture, self.device, dtype)
@@ -173,7 +169,9 @@ class Setup:
         measured = {
             task: (rows.measured if students else rows.fitted) if task in own else [] for task, rows in examples.items()
         }
-        small_heads = all(self.ranks.gather(_has_small_heads(models.experts.values(), architecture)))
+        small_heads = all(
+            self.ranks.gather(all(has_small_head(expert, architecture) for expert in models.experts.values()))
+        )
         drift = Measurement(
             {role: runners[id(model)] for role, model in roles.items()},
             limit_batches(measured, [merged, *experts.values()]),
@@ -247,16 +245,3 @@ class Setup:
                 f"token weights: cls in {', '.join(sorted(blocks))}, because the output is read from the first token"
             )
         return frozenset(blocks)
-
-
-def _has_small_heads(experts: Iterable[Model], architecture: Architecture) -> bool:
-    """Whether all that runs after an expert's blocks is small beside what must be read of it anyway: only then a
-    calibration reads it, to measure what drift does to the expert's answers."""
-    for expert in experts:
-        inside = set(map(id, expert.parameters.values()))
-        own = [value for value in expert.module.parameters() if id(value) not in inside] if expert.body else []
-        stem = set(map(id, expert.parameters_of(architecture.reached)))  # a head that is tied to it is read anyway
-        head = {id(x): x for x in (*expert.parameters_of(architecture.head), *own) if id(x) not in stem}
-        if sum(value.nbytes for value in head.values()) > HEAD_SHARE * read_bytes(expert, architecture):
-            return False
-    return True

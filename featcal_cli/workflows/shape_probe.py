@@ -1,22 +1,29 @@
-"""What a batch takes, found by running the outline of a model on its shapes; and how many examples make one."""
+"""What a batch takes, found by running the outline of a model on its shapes, and what the equations of it do; and how
+many examples make one."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from featcal_cli.calibration.linear_algebra import FACTOR_PANEL, ROWS_SOLVED, SMALL_SYSTEM
+from featcal_cli.calibration.normal_equations import is_dual_cheaper, is_residual_cheaper
 from featcal_cli.data.batches import Batch, count_examples
-from featcal_cli.models.architecture import FAILURES, Architecture
+from featcal_cli.models.architecture import FAILURES, Architecture, Block
+from featcal_cli.models.module_kinds import LINEAR_KINDS, read_parameters
 from featcal_cli.models.tracing import first_tensor, tensors_in
 
 COMPUTE = 4
 """Bytes of a float32, in which products of features are made."""
+
+HALF = 0.5625
+"""Part of a symmetric sum that is held, in panels."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +37,8 @@ class BatchNeeds:
     """Inputs of a block's modules, in one of its calls."""
     rows: Mapping[str, int]
     """Rows of each module's input, by its path in the model."""
+    inputs: Mapping[str, int]
+    """Numbers in the inputs of a block's modules, in one of its calls, by the block's name."""
 
 
 def probe_batch(model: nn.Module, architecture: Architecture, entry: str, batch: Batch) -> BatchNeeds:
@@ -73,10 +82,115 @@ def probe_batch(model: nn.Module, architecture: Architecture, entry: str, batch:
     finally:
         for handle in handles:
             handle.remove()
-    mask = sum(x.shape[0] * x.shape[1] ** 2 for name, x in batch.items() if "mask" in name and x.ndim == 2)
+    # where there is padding, every pass makes a mask of it
+    masks = (x for name, x in batch.items() if "mask" in name and x.ndim == 2 and not bool(x.all()))
+    mask = sum(x.shape[0] * x.shape[1] ** 2 for x in masks)
     calls = {block.name: max(block.calls, 1) for block in architecture.blocks}
-    largest = max((sum(x.numel() for x in seen.values()) // calls[block] for block, seen in inputs.items()), default=0)
-    return BatchNeeds(count_examples(batch), max(states.values(), default=0) + mask, largest * COMPUTE, rows)
+    numbers = {block: sum(x.numel() for x in seen.values()) // calls[block] for block, seen in inputs.items()}
+    largest = max(numbers.values(), default=0) * COMPUTE
+    return BatchNeeds(count_examples(batch), max(states.values(), default=0) + mask, largest, rows, numbers)
+
+
+Input = tuple[int, int, int, tuple[float, ...]]
+"""An input that Linear modules of a block share: d_in, d_out of them all together and of the widest, rows of one
+example of each task."""
+
+
+def find_inputs(model: nn.Module, block: Block, needs: Mapping[str, BatchNeeds]) -> list[Input]:
+    """Every input of the block's Linear modules; modules of one parent that are as wide share theirs."""
+    inputs: dict[tuple[str, int], Input] = {}
+    for module in block.modules:
+        if module.kind in LINEAR_KINDS:
+            path = f"{block.name}.{module.name}"
+            d_out, d_in = read_parameters(model.get_submodule(path)).weight.shape
+            key = (module.name.rpartition(".")[0], d_in)
+            rows = tuple(need.rows.get(path, 0) / need.examples for need in needs.values())
+            _, others, widest, _ = inputs.get(key, (d_in, 0, 0, rows))
+            inputs[key] = (d_in, d_out + others, max(d_out, widest), rows)
+    return list(inputs.values())
+
+
+@dataclass(frozen=True)
+class SummedInput:
+    """An input that Linear modules of a block share, and how many numbers its sums and its system hold."""
+
+    d_in: int
+    d_out: int
+    """Of all these modules together."""
+    widest: int
+    """Of the largest of them."""
+    rows: Sequence[float]
+    """Of each task, over all that is fitted."""
+    at_once: float
+    """Of a batch."""
+
+    @property
+    def is_dual(self) -> bool:
+        return is_dual_cheaper(round(sum(self.rows)), self.d_in, self.d_out)
+
+    def is_by_rows(self, outputs_known: bool) -> bool:
+        return is_residual_cheaper(round(max(self.rows)), self.d_in, self.d_out, outputs_known=outputs_known)
+
+    def adding(self, is_half: bool) -> float:
+        """While a batch is added, beside its features: what they are made into; float32."""
+        return self.at_once * (3 * self.d_in + 2 * self.d_out if is_half else self.d_in + self.d_out)
+
+    def factorising(self, has_device: bool) -> float:
+        """A system, its factor, and what it is made with: a part of the columns where they are many."""
+        size = round(sum(self.rows)) if self.is_dual else self.d_in
+        panel = size if has_device or size <= SMALL_SYSTEM else FACTOR_PANEL
+        return (2 * size + 3 * panel) * size
+
+    def solving(self, by_rows: bool) -> float:
+        """A system, its factor, and one module's update, where the anchor is, and what triangular solves make."""
+        size = round(sum(self.rows)) if self.is_dual else self.d_in
+        some = 2 * min(self.widest, ROWS_SOLVED) * size
+        return 2 * size * size + (2 if by_rows else 3) * self.widest * self.d_in + some
+
+
+class BlockSums(NamedTuple):
+    """Bytes that one block's equations take, beside its weights."""
+
+    adding: float
+    """While a task's features are added, those of a batch included."""
+    solving: float
+    """While the largest one is solved, all solutions included."""
+
+
+def sum_block(
+    inputs: Sequence[SummedInput],
+    features: float,
+    computing: torch.dtype,
+    precision: torch.dtype,
+    *,
+    guarded: bool,
+    has_device: bool,
+) -> BlockSums:
+    """Of the block with these inputs. features: bytes of one batch's; precision: that of the sums and the equations."""
+    item, is_half, times = precision.itemsize, computing.itemsize < COMPUTE, 2 if guarded else 1
+    offsets = COMPUTE * (3 if is_half else 1)  # in float32 beside the weights themselves where these are shorter
+    systems = moments = ending = solving = 0.0
+    for each in inputs:
+        pulls, square, by_rows = each.d_out * each.d_in, each.d_in**2, each.is_by_rows(not is_half)
+        if each.is_dual:
+            kept = (each.d_in + each.d_out) * COMPUTE
+            systems += sum(each.rows) * kept * times
+            moments += max(each.rows) * kept + pulls * offsets
+            ending = max(ending, max(each.rows) * kept)
+            by_rows = True
+        elif by_rows:
+            systems += (HALF * square + pulls) * item * times
+            moments += (HALF * square + pulls) * item + pulls * offsets
+        else:
+            systems += ((HALF + 1) * square + pulls) * item * times
+            moments += (HALF + 1) * square * item
+            ending = max(ending, (3 * square + each.widest * each.d_in) * item)
+        lent = sum(each.rows) * (each.d_in + each.widest) if each.is_dual else 0
+        solving = max(solving, (max(each.factorising(has_device), each.solving(by_rows)) + lent) * item)
+    outputs = 0.0 if is_half else sum(each.at_once * each.d_out for each in inputs) * COMPUTE
+    batch = features + outputs + max((each.adding(is_half) for each in inputs), default=0) * COMPUTE
+    new = sum(each.d_out * each.d_in for each in inputs) * COMPUTE
+    return BlockSums(systems + moments + max(batch, ending), systems + solving + new)
 
 
 PLAIN = 16
