@@ -12,7 +12,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from featcal_cli.calibration.linear_algebra import FACTOR_PANEL, ROWS_SOLVED, SMALL_SYSTEM
+from featcal_cli.calibration.linear_algebra import (
+    FACTOR_PANEL,
+    NARROWEST_ON_DEVICE,
+    NARROWEST_PANEL,
+    PANELS,
+    ROWS_SOLVED,
+    SMALL_SYSTEM,
+)
 from featcal_cli.calibration.normal_equations import is_dual_cheaper, is_residual_cheaper
 from featcal_cli.data.batches import Batch, count_examples
 from featcal_cli.models.architecture import FAILURES, Architecture, Block
@@ -21,9 +28,6 @@ from featcal_cli.models.tracing import first_tensor, tensors_in
 
 COMPUTE = 4
 """Bytes of a float32, in which products of features are made."""
-
-HALF = 0.5625
-"""Part of a symmetric sum that is held, in panels."""
 
 
 @dataclass(frozen=True)
@@ -148,6 +152,12 @@ class SummedInput:
         return 2 * size * size + (2 if by_rows else 3) * self.widest * self.d_in + some
 
 
+def _held_part(width: int, has_device: bool) -> float:
+    """Of a symmetric sum, which is held in panels."""
+    panels = -(-width // max(NARROWEST_ON_DEVICE if has_device else NARROWEST_PANEL, -(-width // PANELS)))
+    return (panels + 1) / (2 * panels)
+
+
 class BlockSums(NamedTuple):
     """Bytes that one block's equations take, beside its weights."""
 
@@ -171,6 +181,7 @@ def sum_block(
     offsets = COMPUTE * (3 if is_half else 1)  # in float32 beside the weights themselves where these are shorter
     systems = moments = ending = solving = 0.0
     for each in inputs:
+        held = each.d_in**2 * _held_part(each.d_in, has_device)
         pulls, square, by_rows = each.d_out * each.d_in, each.d_in**2, each.is_by_rows(not is_half)
         if each.is_dual:
             kept = (each.d_in + each.d_out) * COMPUTE
@@ -179,11 +190,11 @@ def sum_block(
             ending = max(ending, max(each.rows) * kept)
             by_rows = True
         elif by_rows:
-            systems += (HALF * square + pulls) * item * times
-            moments += (HALF * square + pulls) * item + pulls * offsets
+            systems += (held + pulls) * item * times
+            moments += (held + pulls) * item + pulls * offsets
         else:
-            systems += ((HALF + 1) * square + pulls) * item * times
-            moments += (HALF + 1) * square * item
+            systems += ((held + square) + pulls) * item * times
+            moments += (held + square) * item
             ending = max(ending, (3 * square + each.widest * each.d_in) * item)
         lent = sum(each.rows) * (each.d_in + each.widest) if each.is_dual else 0
         solving = max(solving, (max(each.factorising(has_device), each.solving(by_rows)) + lent) * item)
