@@ -27,7 +27,8 @@ def token_weights(paused: PausedForward, block: Block, *, cls_tokens: bool) -> W
         first = torch.full(paused.hidden.shape[:2], OTHER_TOKENS, device=paused.hidden.device)
         first[:, 0] = 1.0
         mask = weights[axis]
-        weights[axis] = first if mask is None else first * mask
+        weights[axis] = weighted = first if mask is None else first * mask
+        counts_all(weighted, mask is None)
     return weights
 
 

@@ -79,16 +79,25 @@ class Layout:
         per_row = self._spread(x, weights)
         if per_row is None:
             return None
-        chosen = weights.get(self.axis or "")
-        if self.is_table or chosen is None or counts_all(chosen):
-            return rows, per_row
-        kept = per_row > 0
-        return rows[kept], per_row[kept]
+        kept = self._find_counting(x, weights, per_row)
+        return (rows, per_row) if kept is None else (rows[kept], per_row[kept])
 
     @property
     def is_table(self) -> bool:
         """Rows that belong to no example, the same in every batch: relative positions."""
         return self.dims is not None and not any(dim.examples for dim in self.dims)
+
+    def _find_counting(self, x: Tensor, weights: Weights, per_row: Tensor) -> Tensor | None:
+        """Which rows of a feature [.., d] have a weight; None for all. One look serves all features of the same form:
+        it keeps a device waiting."""
+        chosen = weights.get(self.axis or "")
+        if chosen is None or self.is_table or counts_all(chosen):
+            return None
+        known: dict[object, Tensor] = _COUNTING.setdefault(chosen, {})
+        form = (self.dims, x.shape[:-1])
+        if form not in known:
+            known[form] = per_row.nonzero().view(-1)
+        return known[form]
 
     def _spread(self, x: Tensor, weights: Weights) -> Tensor | None:
         """The weights [B, length] of the one axis over all rows of a feature [.., d]; a table's rows have none."""
@@ -203,18 +212,32 @@ def token_masks(batch: Batch) -> dict[str, Tensor | None]:
     masks: dict[str, Tensor | None] = {}
     for name, mask in batch.items():
         if name.endswith(MASK) and mask.ndim == 2:
-            masks[_axis_of(name)] = None if counts_all(mask) else mask.float()
+            masks[_axis_of(name)] = None if counts_all(mask) else _as_float32(mask)
     return masks
 
 
+def _as_float32(mask: Tensor) -> Tensor:
+    if mask.dtype == torch.float32:
+        return mask
+    if mask not in _MASKS:
+        _MASKS[mask] = mask.float()
+    weights: Tensor = _MASKS[mask]
+    return weights
+
+
 _COUNTS_ALL: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+_COUNTING: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+_MASKS: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+"""What is known of masks: whether all counts; the rows that do, by the features' form; the same mask as float32."""
 
 
-def counts_all(mask: Tensor) -> bool:
-    """Whether a batch's mask has no 0. It is looked at once: that keeps a device waiting, and every block asks."""
-    known: bool | None = _COUNTS_ALL.get(mask)
+def counts_all(mask: Tensor, known: bool | None = None) -> bool:
+    """Whether a batch's mask or weights have no 0, if that is not `known`. They are looked at once: that keeps a device
+    waiting, and every block asks."""
+    known = _COUNTS_ALL.get(mask) if known is None else known
     if known is None:
-        _COUNTS_ALL[mask] = known = bool(mask.all())
+        known = bool(mask.all())
+    _COUNTS_ALL[mask] = known
     return known
 
 

@@ -20,6 +20,7 @@ from recipe_world import TINY, save_tokenizer, shake
 from safetensors.torch import load_file
 from torch import Tensor
 
+from featcal_cli.calibration import algorithm
 from featcal_cli.engine import lockstep, offload
 from featcal_cli.engine.block_runner import BlockRunner
 from featcal_cli.engine.job import Job
@@ -240,3 +241,27 @@ def test_batches_are_halved_where_the_device_has_no_room(tmp_path: Path, device:
     assert difference(found, expected) <= PRECISE
     assert not device.faults()
     assert torch.cuda.memory_allocated() == before
+
+
+@pytest.mark.parametrize("batch_size", [None, 5])
+def test_a_block_and_task_keeps_the_device_busy(
+    tmp_path: Path, device: ModuleType, monkeypatch: pytest.MonkeyPatch, batch_size: int | None
+) -> None:
+    """From block to block, all that is done included: on 40 examples a task, in one batch or in eight."""
+    saved, visits = save_family(tmp_path, BY_NAME["clip-vision"], examples=60), []
+    recipe: dict[str, Any] = saved.recipe(select="preset", examples=40)
+    recipe["tasks"] = {f"{task}-{number}": of for number in range(2) for task, of in recipe["tasks"].items()}
+    load = algorithm.load_block
+
+    def count_at_load(*args: Any) -> None:
+        visits.append(device.counts())
+        load(*args)
+
+    monkeypatch.setattr(algorithm, "load_block", count_at_load)
+    calibrate(recipe, output=tmp_path / "out", device="cuda", batch_size=batch_size)
+    first, second = visits
+    costs = {
+        what: (second[what] - first.get(what, 0)) / len(recipe["tasks"]) for what in ("synchronisations", "kernels")
+    }
+    assert 0 < costs["synchronisations"] <= 3
+    assert costs["kernels"] <= (700 if batch_size is None else 1500)
