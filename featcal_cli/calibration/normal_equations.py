@@ -43,6 +43,7 @@ def collect_equations(
                     equations.held_out.skipped = dict(equations.skipped)
                     sums.append(_add_task(visit, role, task, hyperparameters, equations.held_out, equations.omegas))
                 check_features(visit, role, task, sums)
+                del sums  # before the next task's are made
     if not visit.is_reached:
         equations.skipped = {module.name: "no expert's examples reach it" for module in visit.block.modules}
     if visit.ranks.size > 1:
