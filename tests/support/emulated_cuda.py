@@ -6,9 +6,13 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
+import importlib.util
 import os
+import shutil
 import sys
+import tempfile
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -18,6 +22,7 @@ from torch import Tensor
 from torch.utils._device import _device_constructors
 
 SOURCE = Path(__file__).with_suffix(".cpp")
+NAME = "emulated_cuda_native"
 FLAGS = ["-O1", "-g0", "-w"]
 
 
@@ -35,9 +40,23 @@ def build() -> ModuleType:
     folder = cache / "featcal-tests" / f"emulated-cuda-{torch.__version__}-{digest}"
     folder.mkdir(parents=True, exist_ok=True)
     os.environ.setdefault("MAX_JOBS", "1")
-    module: ModuleType = cpp_extension.load(
-        "emulated_cuda_native", [str(SOURCE)], build_directory=str(folder), extra_cflags=FLAGS
-    )
+    built = folder / f"{NAME}.so"
+    with (folder / "taken").open("w") as taken:
+        fcntl.flock(
+            taken, fcntl.LOCK_EX
+        )  # the system lets it go when whoever builds is ended, and torch's own lock stays
+        if not built.is_file():
+            with tempfile.TemporaryDirectory(dir=folder) as build_folder:
+                source = shutil.copy(SOURCE, build_folder)
+                module: ModuleType = cpp_extension.load(
+                    NAME, [source], build_directory=build_folder, extra_cflags=FLAGS
+                )
+                (Path(build_folder) / built.name).replace(built)
+                return module
+    spec = importlib.util.spec_from_file_location(NAME, built)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
     return module
 
 
