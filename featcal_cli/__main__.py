@@ -12,8 +12,9 @@ def main() -> None:
         from featcal_cli.runtime.interruption import stop_when_signalled
 
         stop_when_signalled()
-        from featcal_cli.runtime.process import open_streams, use_utf8
+        from featcal_cli.runtime.process import count_from_start, open_streams, use_utf8
 
+        count_from_start()
         use_utf8()
         open_streams()
         from featcal_cli.cli.main import main

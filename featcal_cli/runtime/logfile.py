@@ -24,7 +24,7 @@ from featcal_cli import __version__
 from featcal_cli.runtime.errors import FeatCalError, OutputError
 from featcal_cli.runtime.files import explain_full, name_reason
 from featcal_cli.runtime.interruption import exit_code
-from featcal_cli.runtime.process import peak_resident_bytes, seconds_since_start
+from featcal_cli.runtime.process import peak_resident_bytes, read_start
 from featcal_cli.runtime.progress import Listener, PhaseClock, Progress, heard
 from featcal_cli.runtime.untrusted_text import redact
 
@@ -37,7 +37,7 @@ class Log(Listener):
 
     def __init__(self, shown: Listener, file: BinaryIO | None) -> None:
         self._shown, self._file = shown, file
-        self.began: float = time.monotonic() - seconds_since_start()
+        self.began: float = read_start()
         self._clock = PhaseClock(self.began)
         self.recent: deque[str] = deque(maxlen=REMEMBERED)
         """The last lines."""

@@ -78,13 +78,23 @@ def resident_bytes() -> int:
     return int(status.read_text(encoding="ascii").split()[1]) * resource.getpagesize()
 
 
-def seconds_since_start() -> float:
-    """How long this process has been there; where the system does not tell (macOS), how long it has computed."""
-    status = Path("/proc/self/stat")
-    if not status.is_file():
-        return time.process_time()
-    began = int(status.read_text("ascii", "replace").rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
-    return time.clock_gettime(time.CLOCK_BOOTTIME) - began
+_began: float | None = None
+
+
+def count_from_start() -> None:
+    """Let the time of this process, which is featcal's own, be counted from its start; where the system does not tell
+    (macOS), from so long ago as it has computed."""
+    global _began
+    status, age = Path("/proc/self/stat"), time.process_time()
+    if status.is_file():
+        ticks = int(status.read_text("ascii", "replace").rpartition(")")[2].split()[19])
+        age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    _began = time.monotonic() - age
+
+
+def read_start() -> float:
+    """When the command began, by the monotonic clock: with this process, or now where another program calls it."""
+    return time.monotonic() if _began is None else _began
 
 
 GONE = 141

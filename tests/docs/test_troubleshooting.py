@@ -197,6 +197,7 @@ WAYS: dict[str, Arrange] = {
     ),
     "not a whole safetensors file": bad_tensors.cut_short,
     "there is no device": options(device="cuda:99"),
+    "Apple's GPUs (mps)": options(device="mps"),
     "of disk are needed": full_disk,
     "does not suffice": full_memory,
     "are not finite at": huge_pixels,

@@ -124,4 +124,5 @@ CASES: list[Case] = [
     (cache_that_cannot_be_written, ["cache folder", "FEATCAL_CACHE"]),
     (options(device="cuda:99"), ["cuda:99", "cpu"]),
     (options(device="cuda:999"), ["no device cuda:999", "cpu"]),
+    (options(device="mps"), ["mps", "float64", "cpu"]),
 ]
