@@ -111,9 +111,7 @@ class BlockRunner:
 
     def bring(self, path: str) -> None:
         """Move what the module at `path` needs to the device; its parameters are checked and counted the first time.
-
-        Raises NumericsError for a parameter that is not finite.
-        """
+        Raises NumericsError for one that is not finite."""
         self._bring(self.model.own_path(path) or "", recurse=True)
 
     @contextmanager

@@ -104,10 +104,9 @@ def prepare(
 
     target: the folder that will be written, if any. others: further models, by role. hold_out: where there are no
     further rows, some of the fitted ones are held out, if featcal is to choose settings.
-
     Raises FeatCalError for whatever would stop the job later."""
-    recipe, findings, origins = _pin_all(session, others or {}, published=target is not None)
-    stage, device = session.stage, session.device
+    stage, device, writes = session.stage, session.device, target is not None
+    recipe, findings, origins = _pin_all(session, others or {}, published=writes)
     stage("comparing models")
     outlines, headers = _outline_models(origins, session.options.trust_remote_code)
     merged = outlines["merged"]
@@ -130,10 +129,10 @@ def prepare(
         if outline is not merged:
             session.note(*compare_configs(merged, outline))
     session.note(*describe_unread(merged))
-    if target is not None:
+    if writes:
         check_writable(merged, architecture, headers["merged"])
     transfers = {role: _count_transfer(origin) for role, origin in origins.items()}
-    needs = estimate(recipe, merged, architecture, examples, device, writes=target is not None)
+    needs = estimate(recipe, merged, architecture, examples, device, writes=writes)
     _check_disk(needs, transfers, target)
     if not session.ranks.is_first:
         session.notes.clear()  # the first one has them all

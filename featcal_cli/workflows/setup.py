@@ -169,9 +169,8 @@ class Setup:
         measured = {
             task: (rows.measured if students else rows.fitted) if task in own else [] for task, rows in examples.items()
         }
-        small_heads = all(
-            self.ranks.gather(all(has_small_head(expert, architecture) for expert in models.experts.values()))
-        )
+        heads_here = all(has_small_head(expert, architecture) for expert in models.experts.values())
+        small_heads = all(self.ranks.gather(heads_here))
         drift = Measurement(
             {role: runners[id(model)] for role, model in roles.items()},
             limit_batches(measured, [merged, *experts.values()]),
