@@ -12,7 +12,7 @@ from torch import Tensor
 
 from featcal_cli.calibration import normal_equations as collect
 from featcal_cli.calibration.hyperparameters import Hyperparameters
-from featcal_cli.calibration.linear_algebra import EPSILON, factorise
+from featcal_cli.calibration.linear_algebra import EPSILON, factorise, in_sums
 from featcal_cli.calibration.moments import LinearMoments
 from featcal_cli.calibration.solver import DeviceSolution, precise, relative_change
 from featcal_cli.models.module_kinds import Affine
@@ -42,7 +42,7 @@ class PlainSystem:
     def add_task(self, moments: LinearMoments, experts: Mapping[str, Affine], omega: Tensor | None = None) -> Tensor:
         """Add one task: its moments, and its expert's parameters by module name; returns ω_i, if not given."""
         omega = self.weigh(moments) if omega is None else omega
-        alpha, gram, mean = self._settings.alpha, moments.gram, moments.mean
+        alpha, gram, drift, mean = self._settings.alpha, in_sums(moments.gram), in_sums(moments.drift), moments.mean
         self._omega += omega
         self._gram += omega * gram
         self._mean += omega * mean
@@ -50,7 +50,7 @@ class PlainSystem:
         for name, expert in experts.items():
             (weight, bias), merged = precise(expert), self._merged[name]
             towards = weight - merged.weight
-            self._pull[name] += omega * (towards @ gram + alpha * (weight @ moments.drift))
+            self._pull[name] += omega * (towards @ gram + alpha * (weight @ drift))
             self._bias_pull[name] += omega * (towards @ mean + alpha * (weight @ moments.mean_drift))
             if bias is not None and merged.bias is not None:
                 self._bias_pull[name] += omega * (bias - merged.bias)
