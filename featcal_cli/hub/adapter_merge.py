@@ -18,7 +18,7 @@ from featcal_cli.hub.adapter import (
     fit_adapter,
     peft_settings,
 )
-from featcal_cli.hub.pickle_weights import new_copy, read_pickle
+from featcal_cli.hub.weight_files import new_copy, read_pickle
 from featcal_cli.runtime.errors import HubError
 from featcal_cli.runtime.files import cache_folder, copy_files
 from featcal_cli.runtime.progress import quiet_transformers

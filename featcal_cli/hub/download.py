@@ -20,8 +20,8 @@ from huggingface_hub.utils.sha import git_hash
 from tqdm import tqdm
 
 from featcal_cli.hub.client import patiently
-from featcal_cli.hub.pickle_weights import unwritable_cache
 from featcal_cli.hub.repo import Repo, RepoFile
+from featcal_cli.hub.weight_files import unwritable_cache
 from featcal_cli.runtime.errors import HubError
 from featcal_cli.runtime.files import cache_folder, write_new
 

@@ -15,13 +15,14 @@ from featcal_cli.hub.adapter_merge import folded_copy
 from featcal_cli.hub.download import Watch, download
 from featcal_cli.hub.model_config import read_config
 from featcal_cli.hub.model_source import Origin, check_model, find_config, find_origin
-from featcal_cli.hub.pickle_weights import converted_copy, folder_key
 from featcal_cli.hub.weight_files import (
     OTHER_FORMATS,
     PICKLES,
     SAFETENSORS,
     Entry,
     check_distinct,
+    converted_copy,
+    folder_key,
     read_header,
     weight_files,
 )
