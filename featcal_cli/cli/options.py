@@ -69,8 +69,9 @@ MergeMethod = Annotated[
         MODELS,
         "--merge",
         metavar="METHOD",
-        values="average task_arithmetic:0.3",
-        help="Build the merged model: average or task_arithmetic:0.3.",
+        values="average task_arithmetic:0.3 ties:0.3:0.2 dare_ties:0.3:0.2",
+        help="Build the merged model: average, task_arithmetic:0.3, ties:0.3:0.2 (scale, density) or "
+        "dare_ties:0.3:0.2:42 (seed).",
     ),
 ]
 Recipe = Annotated[

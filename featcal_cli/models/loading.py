@@ -1,25 +1,23 @@
-"""Memory-mapped models, each in its class, their outlines without values, and what experts merge to."""
+"""Memory-mapped models, each in its class, and their outlines without values."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
-from itertools import groupby
 from math import prod
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 import transformers
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from featcal_cli.hub.model_config import check_unquantised, read_class_name
 from featcal_cli.hub.snapshot import Snapshot
 from featcal_cli.hub.weight_files import Entry
-from featcal_cli.recipe.schema import Merge
 from featcal_cli.runtime.errors import CheckpointError
 from featcal_cli.runtime.progress import quiet_transformers
 from featcal_cli.runtime.untrusted_text import bare, show
@@ -259,36 +257,3 @@ def find_pipeline_tag(model_class: type[PreTrainedModel]) -> str | None:
 def find_processor_class(folder: Path) -> str | None:
     """The Auto class that loads what makes the inputs of the model in `folder`; None where nothing there does."""
     return next((name for file, name in PROCESSORS if (folder / file).is_file()), None)
-
-
-def merge_weights(merge: Merge, base: Model, experts: Sequence[Model]) -> Iterator[dict[str, Tensor]]:
-    """The average of experts, or their task arithmetic: parameters by module name, a block's worth at a time, as the
-    first expert's class has them. Tensors that differ in shape between the models, or that one of them lacks (heads),
-    stay as in the first expert. Of parameters that are tied there, one is yielded."""
-    states = [dict(model.module.state_dict()) for model in experts]
-    once, every = (dict(experts[0].module.named_parameters(remove_duplicate=flag)) for flag in (True, False))
-    tied = every.keys() - once.keys()
-    base_state = base.module.state_dict()
-    unusable = base.missing.union(*(model.missing for model in experts))
-    for _, names in groupby((name for name in states[0] if name not in tied), _block_of):
-        group = {}
-        for name in names:
-            first = states[0][name]
-            sources = [state.get(name) for state in (base_state, *states)]
-            shared = name not in unusable and all(x is not None and x.shape == first.shape for x in sources)
-            if shared and first.is_floating_point():
-                group[name] = _merge_tensor(merge, base_state[name], [state[name] for state in states]).to(first.dtype)
-        yield group
-
-
-def _merge_tensor(merge: Merge, base: Tensor, experts: Sequence[Tensor]) -> Tensor:
-    total, average = torch.zeros(base.shape, dtype=torch.float32), merge.method == "average"
-    for expert in experts:
-        total += expert.float() / len(experts) if average else expert.float() - base.float()
-    return total if average else base.float() + merge.scale * total
-
-
-def _block_of(name: str) -> list[str]:
-    """The parts of a name up to the first number, or the first part where it has none."""
-    parts = name.split(".")
-    return parts[: next((i + 1 for i, part in enumerate(parts) if part.isdigit()), 1)]

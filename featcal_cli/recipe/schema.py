@@ -124,13 +124,44 @@ def _check_format(text: str) -> None:
         raise ValueError(f'answers is a list of texts, or a format with one {{}} as "{{:.1f}}", not {text!r}')
 
 
-class Merge(Section):
-    """A merged model that is built instead of named: θ_base + scale · Σ (θ_i − θ_base), or the experts' mean."""
+_MERGE_KEYS = {
+    "average": (),
+    "task_arithmetic": ("scale",),
+    "ties": ("scale", "density"),
+    "dare_ties": ("scale", "density", "seed"),
+}
+"""What each method reads, in the order in which a command line has it."""
 
-    method: Literal["average", "task_arithmetic"]
-    """`average`: the experts' mean. `task_arithmetic`: base + scale · Σ (expert − base)."""
+
+class Merge(Section):
+    """A merged model that is built instead of named: the experts' mean, or the base with some of Σ (expert − base)."""
+
+    method: Literal["average", "task_arithmetic", "ties", "dare_ties"]
+    """`average`: the experts' mean. `task_arithmetic`: base + scale · Σ (expert − base). `ties`: likewise, but of an
+    expert's steps only the largest count, and of these only those with the sign of their sum. `dare_ties`: of steps
+    that are kept at random, and divided by `density`, those with the sign of their sum."""
     scale: float = Field(default=0.3, gt=0, allow_inf_nan=False)
-    """Of task_arithmetic."""
+    """Of all but average."""
+    density: float = Field(default=0.2, gt=0, le=1, allow_inf_nan=False)
+    """Of ties and dare_ties: the share of an expert's steps that is kept."""
+    seed: int = Field(default=42, ge=0, lt=2**63)
+    """Of dare_ties."""
+
+    @model_validator(mode="after")
+    def _check_keys(self) -> Merge:
+        if unread := self.model_fields_set - {"method", "scale", *_MERGE_KEYS[self.method]}:
+            raise ValueError(f"{self.method} has no {min(unread)}")
+        return self
+
+    @model_serializer(mode="wrap")
+    def _as_read(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """The keys that the method reads."""
+        return {key: value for key, value in write(self).items() if key in ("method", *_MERGE_KEYS[self.method])}
+
+    def __str__(self) -> str:
+        """The method and its numbers, as in "ties 0.3 0.2"."""
+        numbers = (getattr(self, key) for key in _MERGE_KEYS[self.method])
+        return " ".join([self.method, *(f"{n:g}" if isinstance(n, float) else str(n) for n in numbers)])
 
 
 class Data(Section):
@@ -305,8 +336,7 @@ class Draft(Section):
         if isinstance(self.merged, Merge):
             if self._file:
                 return self._file
-            method, scale = self.merged.method, self.merged.scale
-            return method if method == "average" else f"{method}-{scale:g}"
+            return str(self.merged).replace(" ", "-")
         if existing_path(self.merged):
             return self.merged
         return self.merged.rpartition("+")[2].partition("@")[0]

@@ -204,8 +204,8 @@ def _write_sections(report: Report, name: str, target: str | None, loading: str,
 def _summarise(report: Report) -> str:
     """What was done, in two sentences, and what came of it."""
     merge = merge if isinstance(merge := report.recipe.get("merged"), Mapping) else {}
-    scale = f", scale {merge['scale']:g}" if "scale" in merge else ""
-    built = f"a merge of its experts ({inert(str(merge.get('method', 'unknown')))}{scale})"
+    numbers = [f"{key} {merge[key]}" for key in ("scale", "density", "seed") if key in merge]
+    built = f"a merge of its experts ({inert(', '.join([str(merge.get('method', 'unknown')), *numbers]))})"
     merged = next(map(_link, _find_sources(report, "merged")), built)
     counts = report.settings["examples"].values()
     examples = f"{min(counts)}" if min(counts) == max(counts) else f"{min(counts)} to {max(counts)}"

@@ -62,16 +62,25 @@ def parse_source(text: str, folder: Path = Path()) -> dict[str, str]:
     return {key: value for key, value in keys.items() if value}
 
 
+MERGE_NUMBERS = {"scale": float, "density": float, "seed": int}
+"""What may follow the name of a way to merge, in order."""
+
+
 def parse_merge(text: str) -> dict[str, Any]:
-    """`average` or `task_arithmetic:SCALE`, as keys of `Merge`."""
-    method, _, scale = text.partition(":")
-    if not scale:
-        return {"method": method}
-    try:
-        return {"method": method, "scale": float(scale)}
-    except ValueError:
-        what, fix = f"the scale {scale!r} is not a number", "write e.g. task_arithmetic:0.3"
-        raise RecipeError(what, where="--merge", fix=fix) from None
+    """`METHOD[:SCALE[:DENSITY[:SEED]]]` as keys of `Merge`. Raises RecipeError."""
+    method, *numbers = text.split(":")
+    if len(numbers) > len(MERGE_NUMBERS):
+        what, fix = f"cannot read the merge {text!r}", "write METHOD[:SCALE[:DENSITY[:SEED]]]"
+        raise RecipeError(what, where="--merge", fix=fix)
+    keys: dict[str, Any] = {"method": method}
+    for (key, kind), number in zip(MERGE_NUMBERS.items(), numbers, strict=False):
+        try:
+            keys |= {key: kind(number)} if number else {}
+        except ValueError:
+            what = f"the {key} {number!r} is not a {'whole ' if kind is int else ''}number"
+            fix = "write e.g. task_arithmetic:0.3, ties:0.3:0.2 or dare_ties:0.3:0.2:42"
+            raise RecipeError(what, where="--merge", fix=fix) from None
+    return keys
 
 
 def path_exists(path: Path) -> bool:

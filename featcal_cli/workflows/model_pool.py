@@ -53,7 +53,7 @@ class LazyModels:
         if role in self._origins:
             return self._origins[role].pinned
         merged = self.recipe.merged
-        return f"{merged.method} {merged.scale:g}" if isinstance(merged, Merge) else merged
+        return str(merged)
 
     def identify(self, role: str, task: str) -> list[Any]:
         """What changes when the model does: repos with their commits, folders with the stamps of their files."""

@@ -170,7 +170,9 @@ def _dump(recipe: Recipe, *, output: bool = False) -> str:
 def _name_merged(recipe: Recipe) -> str:
     """The merged model, in words where it has no name that others know."""
     if isinstance(recipe.merged, Merge):
-        return f"the {recipe.merged.method.replace('_', ' ')} of {len(recipe.tasks)} experts"
+        named = {"ties": "TIES merge", "dare_ties": "DARE-TIES merge"}
+        method = recipe.merged.method
+        return f"the {named.get(method, method.replace('_', ' '))} of {len(recipe.tasks)} experts"
     if existing_path(recipe.merged) or "+" in recipe.merged:
         return "a merged model"
     return bare(recipe.merged.partition("@")[0])

@@ -23,7 +23,8 @@ from featcal_cli.hub.snapshot import Snapshot
 from featcal_cli.models.alignment import check_alignment, describe_differences, load_fitting
 from featcal_cli.models.architecture import Architecture, find_architecture
 from featcal_cli.models.checkpoint_files import names_on_disk, read_slots
-from featcal_cli.models.loading import Model, find_class, load_model, merge_weights, share_model
+from featcal_cli.models.loading import Model, find_class, load_model, share_model
+from featcal_cli.models.merging import merge_weights
 from featcal_cli.recipe.schema import Calibration, Merge, Recipe
 from featcal_cli.runtime import memory_map
 from featcal_cli.runtime.distributed import Ranks

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from featcal_cli.recipe.reading import as_draft
+from featcal_cli.recipe.reading import as_draft, collect_overrides
 from featcal_cli.runtime.errors import RecipeError
 
 
@@ -21,6 +21,9 @@ from featcal_cli.runtime.errors import RecipeError
         ({"calibration": {"select": "best"}}, "select", "preset"),
         ({"tasks": {"red": {"data": {"dataset": "a/b", "path": "c"}}}}, "red", "either dataset or path"),
         ({"merged": {"method": "slerp"}}, "merged", "average"),
+        ({"merged": {"method": "ties", "density": 1.5}}, "density", "1"),
+        ({"merged": {"method": "ties", "seed": 1}}, "merged", "ties has no seed"),
+        ({"merged": {"method": "task_arithmetic", "density": 0.2}}, "merged", "task_arithmetic has no density"),
     ],
 )
 def test_keys_and_values_that_do_not_exist_are_refused(keys: dict[str, Any], where: str, said: str) -> None:
@@ -35,3 +38,25 @@ def test_what_is_said_is_what_the_recipe_holds() -> None:
     assert draft.tasks["red"].data is not None
     assert (draft.tasks["red"].data.dataset, draft.tasks["red"].data.config) == ("e/f", "g")
     assert draft.tasks["red"].data.split == "h"
+
+
+@pytest.mark.parametrize(
+    ("typed", "keys", "name"),
+    [
+        ("average", {"method": "average"}, "average"),
+        ("task_arithmetic:0.4", {"method": "task_arithmetic", "scale": 0.4}, "task_arithmetic-0.4"),
+        ("ties", {"method": "ties", "scale": 0.3, "density": 0.2}, "ties-0.3-0.2"),
+        ("ties:0.4:0.1", {"method": "ties", "scale": 0.4, "density": 0.1}, "ties-0.4-0.1"),
+        (
+            "dare_ties:1::7",
+            {"method": "dare_ties", "scale": 1.0, "density": 0.2, "seed": 7},
+            "dare_ties-1-0.2-7",
+        ),
+    ],
+)
+def test_a_merge_is_typed_in_one_word_and_holds_what_its_method_reads(
+    typed: str, keys: dict[str, Any], name: str
+) -> None:
+    draft = as_draft({key: value for key, value in collect_overrides(merge=typed).items() if value})
+    assert draft.model_dump()["merged"] == keys and draft.name == name
+    assert as_draft({"merged": keys}).merged == draft.merged

@@ -1,0 +1,158 @@
+"""What experts merge to, a tensor at a time: their average, task arithmetic, TIES, DARE-TIES."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from hashlib import sha256
+from itertools import groupby
+
+import torch
+from torch import Tensor
+
+from featcal_cli.models.loading import Model
+from featcal_cli.recipe.schema import Merge
+from featcal_cli.runtime import memory_map
+
+PART = 2**20
+"""Numbers of a tensor that are worked on at a time where experts lie side by side: it is what takes memory then."""
+BINS = 2**16
+"""Of a count of half of a float32's bits."""
+
+Sources = Sequence[Tensor]
+"""One parameter of base and of every expert, in one shape."""
+Trim = Callable[[str, Sources], Iterator[Tensor]]
+"""From a parameter's name and sources: its steps (expert − base) part by part, float32 [experts, ≤ PART], with 0 for
+those that are not kept."""
+Rule = Callable[[Merge, str, Sources], Tensor]
+"""From a parameter's name and sources: what it becomes, float32."""
+
+
+def merge_weights(merge: Merge, base: Model, experts: Sequence[Model]) -> Iterator[dict[str, Tensor]]:
+    """What experts merge to: parameters by module name, a block at a time, as the first expert's class has them.
+    Tensors that differ in shape between the models, or that one of them lacks (heads), stay as in the first expert. Of
+    parameters that are tied there, one is yielded.
+
+    `ties` reads all models three times before the first block, `dare_ties` once; nothing of it stays in memory.
+    """
+    parameters = _find_shared(base, experts)
+    combine: Rule = _combine
+    if merge.method in ("ties", "dare_ties"):
+        trim = _keep_largest(merge, parameters) if merge.method == "ties" else _keep_at_random(merge)
+        combine = _agree(trim, parameters)
+    for _, names in groupby(parameters, _block_of):
+        held = list(names)
+        yield {name: combine(merge, name, parameters[name]).to(parameters[name][1].dtype) for name in held}
+        memory_map.give_back(source for name in held for source in parameters[name])
+
+
+def _find_shared(base: Model, experts: Sequence[Model]) -> dict[str, Sources]:
+    """What base and all experts have in one shape, by its name in the first expert, and of tied parameters one."""
+    once, every = (dict(experts[0].module.named_parameters(remove_duplicate=flag)) for flag in (True, False))
+    left_out = {*base.missing.union(*(model.missing for model in experts)), *(every.keys() - once.keys())}
+    states = [model.module.state_dict() for model in (base, *experts)]
+    parameters: dict[str, Sources] = {}
+    for name, first in states[1].items():
+        sources = [state[name] for state in states if name in state and state[name].shape == first.shape]
+        if len(sources) == len(states) and first.is_floating_point() and name not in left_out:
+            parameters[name] = sources
+    return parameters
+
+
+def _combine(merge: Merge, _: str, sources: Sources) -> Tensor:
+    """The experts' mean, or base + scale · Σ (expert − base); float32."""
+    base, *experts = sources
+    total, average = torch.zeros(base.shape, dtype=torch.float32), merge.method == "average"
+    for expert in experts:
+        total += expert.float() / len(experts) if average else expert.float() - base.float()
+    return total if average else base.float() + merge.scale * total
+
+
+def _agree(trim: Trim, parameters: Mapping[str, Sources]) -> Rule:
+    """TIES' election and disjoint merge: base + scale · Σ of those kept steps whose sign is that of their sum. Where
+    the sum is 0, the sign is the one that more of the whole model's sums have."""
+    votes = 0
+    for name, sources in parameters.items():
+        votes += sum(int(_add(part).sign().sum()) for part in trim(name, sources))
+        memory_map.give_back(sources)
+
+    def combine(merge: Merge, name: str, sources: Sources) -> Tensor:
+        base, done = sources[0].reshape(-1), 0
+        merged = torch.empty(base.shape, dtype=torch.float32)
+        for part in trim(name, sources):
+            total, place = _add(part), slice(done, done := done + part.shape[1])
+            rises = total >= 0 if votes > 0 else total > 0
+            agreeing = torch.where(rises, part.clamp(min=0), part.clamp(max=0))
+            merged[place] = base[place].double() + merge.scale * _add(agreeing)
+        return merged.view(sources[0].shape)
+
+    return combine
+
+
+def _add(part: Tensor) -> Tensor:
+    """The sum over experts, in their order, float64."""
+    total = torch.zeros(part.shape[1], dtype=torch.float64)
+    for steps in part:
+        total += steps
+    return total
+
+
+def _keep_largest(merge: Merge, parameters: Mapping[str, Sources]) -> Trim:
+    """TIES' trim: of an expert's whole task vector the steps that are largest in magnitude."""
+    thresholds = _find_thresholds(merge, parameters)[:, None]
+    return lambda _, sources: (part * (part.abs() >= thresholds) for part in _steps(sources))
+
+
+def _keep_at_random(merge: Merge) -> Trim:
+    """DARE's drop and rescale: every step is kept with the probability `density`, and divided by it."""
+
+    def trim(name: str, sources: Sources) -> Iterator[Tensor]:
+        digest = sha256(f"{merge.seed} {name}".encode()).digest()  # a parameter's choice hangs on no other one
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little"))
+        for part in _steps(sources):
+            yield part * (torch.rand(part.shape, generator=generator) < merge.density) / merge.density
+
+    return trim
+
+
+def _steps(sources: Sources) -> Iterator[Tensor]:
+    """expert − base, float32, [experts, ≤ PART]."""
+    base, *experts = (source.reshape(-1) for source in sources)
+    for start in range(0, len(base), PART):
+        place = slice(start, start + PART)
+        yield torch.stack([expert[place].float() - base[place].float() for expert in experts])
+
+
+def _find_thresholds(merge: Merge, parameters: Mapping[str, Sources]) -> Tensor:
+    """By expert, the k-th smallest magnitude of its whole task vector of d numbers, k = d − ⌊density · d⌋, and 0 where
+    k is: what is not below it is kept; float32 [experts].
+
+    Positive float32 numbers are ordered as their bits are: one pass counts the upper half of all magnitudes' bits, and
+    another the lower half of those that the first left, which is exact in 2 · BINS counts an expert.
+    """
+    size = sum(sources[0].numel() for sources in parameters.values())
+    rank = size - int(merge.density * size)
+    counts = _count(parameters, None).cumsum(1)
+    upper = (counts < rank).sum(1)
+    below = torch.where(upper > 0, counts.gather(1, (upper - 1).clamp(min=0)[:, None])[:, 0], 0)
+    lower = (_count(parameters, upper).cumsum(1) < (rank - below)[:, None]).sum(1)
+    return (upper << 16 | lower).to(torch.int32).view(torch.float32)
+
+
+def _count(parameters: Mapping[str, Sources], wanted: Tensor | None) -> Tensor:
+    """How often each upper half of the bits occurs among the magnitudes of an expert's steps; or, among those whose
+    upper half is the `wanted` one of the expert [experts], each lower half; int64 [experts, BINS]."""
+    counts = torch.zeros(len(next(iter(parameters.values()))) - 1, BINS, dtype=torch.int64)
+    for sources in parameters.values():
+        for part in _steps(sources):
+            for expert, bits in enumerate(part.abs().view(torch.int32)):
+                upper = bits >> 16
+                halves = upper if wanted is None else (bits & BINS - 1)[upper == wanted[expert]]
+                counts[expert] += torch.bincount(halves, minlength=BINS)
+        memory_map.give_back(sources)
+    return counts
+
+
+def _block_of(name: str) -> list[str]:
+    """The parts of a name up to the first number, or the first part where it has none."""
+    parts = name.split(".")
+    return parts[: next((i + 1 for i, part in enumerate(parts) if part.isdigit()), 1)]
