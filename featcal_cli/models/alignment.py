@@ -11,8 +11,7 @@ from typing import Any
 
 from transformers import CONFIG_MAPPING, PreTrainedModel
 
-from featcal_cli.hub.model_config import read_class_name
-from featcal_cli.hub.snapshot import Snapshot
+from featcal_cli.hub.snapshot import Snapshot, read_class_name
 from featcal_cli.models.architecture import Architecture
 from featcal_cli.models.loading import Model, find_class, find_transformers_class, load_model
 from featcal_cli.runtime.errors import CheckpointError

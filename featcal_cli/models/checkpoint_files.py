@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 from transformers.core_model_loading import revert_weight_conversion
 
-from featcal_cli.hub.model_config import UNPACKED
-from featcal_cli.hub.snapshot import Snapshot
+from featcal_cli.hub.snapshot import UNPACKED, Snapshot
 from featcal_cli.hub.weight_files import OTHER_FORMATS, Entry, read_header
 from featcal_cli.models.architecture import Architecture
 from featcal_cli.models.loading import DTYPES, Model

@@ -15,8 +15,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
-from featcal_cli.hub.model_config import check_unquantised, read_class_name
-from featcal_cli.hub.snapshot import Snapshot
+from featcal_cli.hub.snapshot import Snapshot, check_unquantised, read_class_name
 from featcal_cli.hub.weight_files import Entry
 from featcal_cli.runtime.errors import CheckpointError
 from featcal_cli.runtime.progress import quiet_transformers
