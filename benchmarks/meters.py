@@ -5,7 +5,6 @@ The official repository's environment imports this too: nothing but torch is nee
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import platform
@@ -15,6 +14,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from runpy import run_path
 from typing import Any
 
 import torch
@@ -22,6 +22,8 @@ import torch
 SAMPLING = 0.01
 """Seconds between two looks at a process."""
 GEMM_TRIES = 5
+EnergyMeter: Any = run_path(str(Path(__file__).parents[1] / "featcal_cli/runtime/energy.py"))["EnergyMeter"]
+"""By its file: that environment lacks the package around it."""
 
 
 @dataclass(frozen=True)
@@ -82,8 +84,8 @@ class Clock:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
             torch.cuda.reset_peak_memory_stats(self._device)
-            self._energy = _Energy(self._device)
-            self._joules = self._energy.joules()
+            uuid = str(torch.cuda.get_device_properties(self._device).uuid)
+            self._energy = EnergyMeter(processors=False, gpu=uuid)
         self._started = time.perf_counter()
         return self
 
@@ -93,35 +95,11 @@ class Clock:
         self.seconds = time.perf_counter() - self._started
         if self._device.type == "cuda":
             self.device_bytes = torch.cuda.max_memory_allocated(self._device)
-            joules = self._energy.joules()
-            if joules is not None and self._joules is not None:
-                self.watt_hours = (joules - self._joules) / 3600
+            self.watt_hours = self._energy.read()["gpu_watt_hours"]
 
     def to_dict(self) -> dict[str, Any]:
         """To be printed."""
         return {"seconds": self.seconds, "device_bytes": self.device_bytes, "watt_hours": self.watt_hours}
-
-
-class _Energy:
-    """The GPU's own count of its energy, by NVML, which comes with its driver."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._card = ctypes.c_void_p()
-        self._nvml: ctypes.CDLL | None = None
-        try:
-            nvml = ctypes.CDLL("libnvidia-ml.so.1")
-        except OSError:  # there is none: nothing tells
-            return
-        name = f"GPU-{torch.cuda.get_device_properties(device).uuid}".encode()
-        if nvml.nvmlInit_v2() == 0 and nvml.nvmlDeviceGetHandleByUUID(name, ctypes.byref(self._card)) == 0:
-            self._nvml = nvml
-
-    def joules(self) -> float | None:
-        """Since the driver was loaded; None where nothing tells."""
-        count = ctypes.c_ulonglong()
-        if self._nvml is None or self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._card, ctypes.byref(count)):
-            return None
-        return count.value / 1000
 
 
 def gemm_speed(device: torch.device) -> float:

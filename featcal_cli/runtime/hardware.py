@@ -55,6 +55,13 @@ def choose_device(name: str) -> torch.device:
     return device
 
 
+def find_gpu(device: torch.device) -> str:
+    """The UUID of an NVIDIA GPU, as its driver names it after GPU-; empty for other devices."""
+    if device.type != "cuda":
+        return ""
+    return str(getattr(torch.cuda.get_device_properties(device), "uuid", ""))
+
+
 def release_memory(device: torch.device) -> None:
     """Free what nobody uses any more, and let all of it be taken in other sizes."""
     gc.collect()

@@ -221,7 +221,7 @@ class Computation:
                 for batches in (rows.fitted, rows.selection, rows.held_out):
                     batches.clear()
         self._session.stage("calibrating")
-        watch = self._session.listener.progress
+        watch = self._session.progress
         try:
             blocks = calibrate_blocks(job, choice.hyperparameters, journal, bias=calibration.bias, watch=watch)
         except RuntimeError as error:
@@ -260,9 +260,7 @@ class Computation:
         self._session.stage(f"searching settings ({len(search.candidates)} candidates)")
         branches = [setup.architecture.blocks[number - 1].name for number in search.cuts]
         job = setup.make_search_job(search.candidates, search.fitted, branches)
-        trials = Search(job, search.candidates, setup.calibration.bias, search.cuts).run(
-            self._session.listener.progress
-        )
+        trials = Search(job, search.candidates, setup.calibration.bias, search.cuts).run(self._session.progress)
         if journal:
             journal.keep_search([trial.to_dict() for trial in trials])
         return trials

@@ -107,7 +107,7 @@ def _measure(session: Session, compare: str | None, *, keep_finals: bool) -> tup
     job = setup.make_job({}, watchers, keep_finals=keep_finals)
     session.stage("measuring")
     for number, visit in enumerate(forward_order(job)):
-        session.listener.progress(Progress(visit.block.name, number, len(setup.architecture.blocks)))
+        session.progress(Progress(visit.block.name, number, len(setup.architecture.blocks)))
     session.share_notes()
     job.share_readings()
     return plan, job
@@ -128,7 +128,7 @@ def _describe(plan: Preflight, session: Session, job: Job) -> Inspection:
         notes=session.notes,
         recipe=plan.recipe.model_dump(mode="json", exclude_none=True),
         environment=describe_environment(session.device),
-        cost={name: cost[name] for name in ("seconds", "peak_rss_bytes", "expert_bytes_read")},
+        cost={name: figure for name, figure in cost.items() if isinstance(figure, float | int)},
     )
 
 

@@ -17,8 +17,9 @@ from featcal_cli.lineage.resolve import check_experts, find_lineage
 from featcal_cli.recipe.reading import as_draft
 from featcal_cli.recipe.schema import Draft, Recipe
 from featcal_cli.runtime.distributed import join_ranks
-from featcal_cli.runtime.process import check_device, finish_importing
-from featcal_cli.runtime.progress import Listener, PhaseClock
+from featcal_cli.runtime.energy import EnergyMeter
+from featcal_cli.runtime.process import check_device, finish_importing, read_launch
+from featcal_cli.runtime.progress import Listener, PhaseClock, Progress
 from featcal_cli.runtime.untrusted_text import visible
 
 if TYPE_CHECKING:  # it is not waited for before it is needed
@@ -66,6 +67,7 @@ class Session:
         self.ranks = join_ranks()
         """All processes of this run; the first one speaks and writes."""
         self.listener = listener if listener and self.ranks.is_first else Listener()
+        self.energy = EnergyMeter(processors=read_launch().local_rank == 0)  # one process on each machine counts them
         check_device(options.device)
         self.options = options
         self.notes: list[str] = []
@@ -77,9 +79,12 @@ class Session:
     @cached_property
     def device(self) -> torch.device:
         """What the models run on. Raises RecipeError where it is not there."""
-        from featcal_cli.runtime.hardware import choose_device
+        from featcal_cli.runtime.hardware import choose_device, find_gpu
 
-        return choose_device(self.options.device)
+        device = choose_device(self.options.device)
+        if gpu := find_gpu(device):
+            self.energy.count_gpu(gpu)
+        return device
 
     def find_models(self) -> tuple[Recipe, Sequence[Finding]]:
         """The whole recipe, and where each part of it was read: found by the first rank, once, before torch is needed.
@@ -127,7 +132,13 @@ class Session:
     def stage(self, text: str) -> None:
         """Say that a new part of the work begins, from which on its time counts."""
         self.phases.begin(text)
+        self.energy.read()
         self.listener.stage(text)
+
+    def progress(self, progress: Progress) -> None:
+        """Say how far a calibration is."""
+        self.energy.read()
+        self.listener.progress(progress)
 
     def note(self, *texts: str) -> None:
         """Remember sentences for the report, and show them."""
