@@ -23,7 +23,7 @@ import torch
 from lab import Lab, Scores, gain
 from plain import PlainSystem
 from torch import Tensor
-from yardsticks import merge_by_regression, operate
+from yardsticks import ProbSurgery, merge_by_regression, operate
 
 from featcal_cli.calibration.hyperparameters import Hyperparameters
 from featcal_cli.calibration.linear_algebra import EPSILON
@@ -259,6 +259,8 @@ def try_yardsticks(bench: Bench, usual: Mapping[Hyperparameters, list[Gain]], be
 
     bench.print_row("RegMean", measure(lambda lab: lab.score(merge_by_regression(lab, bench.examples))))
     bench.print_row("Surgery", measure(lambda lab: operate(lab, lab.models.merged.module, bench.examples)))
+    probable = measure(lambda lab: operate(lab, lab.models.merged.module, bench.examples, ProbSurgery))
+    bench.print_row("ProbSurgery", probable)
     bench.print_row(f"FeatCal: {show(best)}", usual[best])
     bench.print_row("Surgery on top of that", measure(operate_on_calibrated))
 
@@ -266,7 +268,7 @@ def try_yardsticks(bench: Bench, usual: Mapping[Hyperparameters, list[Gain]], be
 def print_curve(folder: Path, bench: Bench, best: list[Hyperparameters]) -> None:
     """Mean gains over the number of examples, as far as the data goes: mean and standard deviation over SEEDS."""
     named = {show(settings): settings for settings in best}
-    columns = [*named, "RegMean", "Surgery"]
+    columns = [*named, "RegMean", "Surgery", "ProbSurgery"]
     print(f"\n#### Mean gain by examples a task\n\n| | {' | '.join(columns)} |\n|---|{'---|' * len(columns)}")
     labs = [Lab(folder, SIZES[-1], seed) for seed in SEEDS]
     most = min(examples.fitted_count for examples in labs[0].plan.examples.values())
@@ -277,6 +279,7 @@ def print_curve(folder: Path, bench: Bench, best: list[Hyperparameters]) -> None
             scores = {name: lab.score(job.students[name].model.module) for name in named}
             scores["RegMean"] = lab.score(merge_by_regression(lab, size))
             scores["Surgery"] = operate(lab, lab.models.merged.module, size)
+            scores["ProbSurgery"] = operate(lab, lab.models.merged.module, size, ProbSurgery)
             for name, score in scores.items():
                 found[name].append(gain(score, bench.merged)[0])
         cells = [f"{bench.show(fmean(found[name]))} ± {bench.show(stdev(found[name]))[1:]}" for name in columns]

@@ -1,4 +1,5 @@
-"""Other methods on the same examples: RegMean, which merges the experts anew, and Surgery, which adds modules."""
+"""Other methods on the same examples: RegMean, which merges the experts anew, and Surgery and ProbSurgery, which add
+modules."""
 
 from __future__ import annotations
 
@@ -22,7 +23,9 @@ from featcal_cli.workflows.setup import Models, Setup
 OFF_DIAGONAL = 0.9
 """What RegMean scales the off-diagonals of its Gram matrices by."""
 RANK, STEPS, RATE = 16, 500, 1e-3
-"""Of Surgery's modules, and their training with Adam."""
+"""Of Surgery's modules, and their training with Adam; steps and rate of ProbSurgery's, too."""
+HIDDEN, DIVERGENCE = 128, 1e-4
+"""Width of ProbSurgery's hidden layer, and the weight of its divergence, as in its authors' code."""
 
 
 def sum_drift(names: tuple[str, ...], seen: Observation, _: int) -> LinearMoments:
@@ -80,9 +83,36 @@ class Surgery(nn.Module):
     def forward(self, h: Tensor) -> Tensor:
         return h - self.up(torch.relu(self.down(h)))  # type: ignore[no-any-return]
 
+    def loss(self, h: Tensor, wanted: Tensor) -> Tensor:
+        """Distance of the outputs for `h` from `wanted` [rows, d]."""
+        return (self(h) - wanted).abs().mean()  # type: ignore[no-any-return]
 
-def operate(lab: Lab, model: nn.Module, fitted: int) -> Scores:
-    """The scores of a model with a trained Surgery module before every expert's head."""
+
+class ProbSurgery(nn.Module):
+    """The same with a normal distribution in place of what is taken off, N(μ(h), σ²(h)): its mean is taken off when
+    the model is used, and a draw from it while the module is trained."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.down = nn.Linear(width, HIDDEN, bias=False)
+        self.mean, self.log_variance = (nn.Linear(HIDDEN, width, bias=False) for _ in range(2))
+        for layer in (self.mean, self.log_variance):
+            nn.init.zeros_(layer.weight)
+
+    def forward(self, h: Tensor) -> Tensor:
+        return h - self.mean(torch.relu(self.down(h)))  # type: ignore[no-any-return]
+
+    def loss(self, h: Tensor, wanted: Tensor) -> Tensor:
+        """Distance with a draw for every row, and DIVERGENCE · KL(N(μ, σ²) ‖ N(0, 1))."""
+        hidden = torch.relu(self.down(h))
+        mean, log_variance = self.mean(hidden), self.log_variance(hidden)
+        drawn = mean + torch.randn_like(mean) * (log_variance / 2).exp()
+        divergence = (mean**2 + log_variance.exp() - 1 - log_variance).sum(1).mean() / 2
+        return (h - drawn - wanted).abs().mean() + DIVERGENCE * divergence  # type: ignore[no-any-return]
+
+
+def operate(lab: Lab, model: nn.Module, fitted: int, kind_of_surgery: type[Surgery | ProbSurgery] = Surgery) -> Scores:
+    """The scores of a model with a trained module before every expert's head."""
     kind, scores = lab.family.kind, {}
     body = body_of(model, kind).state_dict()
     for task, examples in lab.plan.examples.items():
@@ -90,7 +120,7 @@ def operate(lab: Lab, model: nn.Module, fitted: int) -> Scores:
         head, batches = find_head(judge.expert, kind), take_range(examples.fitted, 0, fitted)
         wanted = last_features(judge.expert, head, batches)
         body_of(judge.expert, kind).load_state_dict(body)
-        surgery = train_surgery(last_features(judge.expert, head, batches), wanted)
+        surgery = train_surgery(kind_of_surgery, last_features(judge.expert, head, batches), wanted)
         head.register_forward_pre_hook(lambda _, args, surgery=surgery: (surgery(args[0]),))
         scores[task] = judge.score() if lab.family.higher_is_better else -judge.score()
     return scores
@@ -119,14 +149,14 @@ def last_features(expert: Any, head: nn.Module, batches: list[Batch]) -> Tensor:
     return torch.cat(seen)
 
 
-def train_surgery(h: Tensor, wanted: Tensor) -> Surgery:
+def train_surgery(kind: type[Surgery | ProbSurgery], h: Tensor, wanted: Tensor) -> Surgery | ProbSurgery:
     """A module that brings `h` nearer to `wanted` [rows, d], in L1 distance."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        surgery = Surgery(h.shape[1])
-    optimizer = torch.optim.Adam(surgery.parameters(), RATE)
-    for _ in range(STEPS):
-        optimizer.zero_grad()
-        (surgery(h) - wanted).abs().mean().backward()
-        optimizer.step()
+        surgery = kind(h.shape[1])
+        optimizer = torch.optim.Adam(surgery.parameters(), RATE)
+        for _ in range(STEPS):
+            optimizer.zero_grad()
+            surgery.loss(h, wanted).backward()
+            optimizer.step()
     return surgery.requires_grad_(False)
