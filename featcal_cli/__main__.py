@@ -9,7 +9,7 @@ def main() -> None:
     use_large_pages()
     gc.disable()  # nothing that is imported is garbage, and looking through it takes longer than some of it
     try:
-        from featcal_cli.runtime.interruption import stop_when_signalled
+        from featcal_cli.runtime.process import stop_when_signalled
 
         stop_when_signalled()
         from featcal_cli.runtime.process import count_from_start, open_streams, use_utf8
@@ -23,7 +23,7 @@ def main() -> None:
         gc.enable()
         main()
     except (KeyboardInterrupt, SystemExit) as end:
-        from featcal_cli.runtime.interruption import EXIT_CODE, STARTING, stop
+        from featcal_cli.runtime.process import EXIT_CODE, STARTING, stop
 
         if isinstance(end, KeyboardInterrupt) or end.code == EXIT_CODE:
             stop(STARTING)

@@ -20,9 +20,8 @@ from featcal_cli.recipe.reading import (
     shipped_recipes,
 )
 from featcal_cli.runtime.errors import RecipeError
-from featcal_cli.runtime.interruption import MEASURING, interruptible
 from featcal_cli.runtime.logfile import recorded
-from featcal_cli.runtime.process import check_surroundings, start_importing
+from featcal_cli.runtime.process import MEASURING, check_surroundings, interruptible, start_importing
 
 EPILOG = """
 **Exit codes**: 0 done, 2 something that you can mend (one message says what, where and how), 3 a gate was exceeded

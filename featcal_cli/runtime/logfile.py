@@ -23,8 +23,7 @@ from typing import Any, BinaryIO
 from featcal_cli import __version__
 from featcal_cli.runtime.errors import FeatCalError, OutputError
 from featcal_cli.runtime.files import explain_full, name_reason
-from featcal_cli.runtime.interruption import exit_code
-from featcal_cli.runtime.process import peak_resident_bytes, read_start
+from featcal_cli.runtime.process import exit_code, peak_resident_bytes, read_start
 from featcal_cli.runtime.progress import Listener, PhaseClock, Progress, heard
 from featcal_cli.runtime.untrusted_text import redact
 

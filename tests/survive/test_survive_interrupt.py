@@ -24,7 +24,7 @@ from outcome import result
 from published import publish
 from zygote import Started, Zygote, wait_for, wait_until
 
-from featcal_cli.runtime.interruption import CALIBRATING, EXIT_CODE, MEASURING, STARTING
+from featcal_cli.runtime.process import CALIBRATING, EXIT_CODE, MEASURING, STARTING
 
 ORG = "stalls"
 STALL = Fault(seconds=60.0, carried_out=False)
@@ -218,7 +218,7 @@ def test_a_start_is_over_as_soon(
 
 def test_what_does_not_hear_of_it_ends_all_the_same(tmp_path: Path) -> None:
     code = (
-        "import hashlib; from featcal_cli.runtime.interruption import interruptible\n"
+        "import hashlib; from featcal_cli.runtime.process import interruptible\n"
         "with interruptible():\n"
         "    print('computing', flush=True)\n"
         "    hashlib.pbkdf2_hmac('sha256', b'', b'', 2**31 - 1)\n"

@@ -26,7 +26,7 @@ from huggingface_hub.utils import httpx  # type: ignore[attr-defined]
 from published import publish
 
 from featcal_cli.hub.client import limit_waiting
-from featcal_cli.runtime.interruption import CALIBRATING
+from featcal_cli.runtime.process import CALIBRATING
 
 ORG = "waits"
 STALL = Fault(seconds=60.0, carried_out=False)
