@@ -29,22 +29,22 @@ Scores = dict[str, float]
 """By task: accuracy in percent, or minus the loss in nats a token; more is better."""
 
 
-def recipe_of(folder: Path) -> Draft:
-    """The recipe that calibrates a family's merged model."""
+def recipe_of(folder: Path, sources: Mapping[str, str] | None = None) -> Draft:
+    """The recipe that calibrates a family's merged model, on other examples than its own where `sources` says so."""
     tasks = {}
     for task in read_family(folder).tasks:
-        rows = next((folder / "data" / task).glob("train.*"))
-        tasks[task] = {"expert": str(folder / "experts" / task), "data": {"path": str(rows)}}
+        rows = (sources or {}).get(task) or str(next((folder / "data" / task).glob("train.*")))
+        tasks[task] = {"expert": str(folder / "experts" / task), "data": rows}
     return as_draft({"merged": str(folder / "merged"), "base": str(folder / "base"), "tasks": tasks})
 
 
 class Lab:
     """One family, loaded."""
 
-    def __init__(self, folder: Path, examples: int, seed: int = 42) -> None:
+    def __init__(self, folder: Path, examples: int, seed: int = 42, sources: Mapping[str, str] | None = None) -> None:
         """`examples` a task may be fitted; which ones they are, and which are held out, is the seed's choice."""
         self.folder, self.family = folder, read_family(folder)
-        draft = recipe_of(folder)
+        draft = recipe_of(folder, sources)
         chosen = draft.calibration.model_copy(update={"examples": examples, "seed": seed})
         session = Session(draft.model_copy(update={"calibration": chosen}), RunOptions("cpu", 64))
         self.plan = prepare(session)

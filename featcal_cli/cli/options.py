@@ -46,7 +46,7 @@ Sources = Annotated[
     _option(
         MODELS, "--data", metavar="TASK=SOURCE",
         help="Examples of a task, without labels: Hub dataset ID[:CONFIG[:SPLIT]], folder of images, "
-        ".jsonl, .csv, .parquet, or .safetensors of model-ready inputs.",
+        ".jsonl, .csv, .parquet, .safetensors of model-ready inputs, or self: its expert writes them.",
     ),
 ]  # fmt: skip
 SkipExperts = Annotated[

@@ -316,6 +316,9 @@ def open_labelled(
     """All rows of the split in order; or `limit` of them, chosen at random, always the same ones. Raises DataError for
     data that cannot be read or understood, or has no labels."""
     where = f"{task}: {data.model_copy(update={'split': split})}"
+    if data.is_self_written:
+        what, fix = "what an expert writes itself has no labels", f"name labelled data: --data {task}=SOURCE"
+        raise DataError(what, where=f"{task}: {data}", fix=fix)
     if is_tensor_file(data):
         opened = open_tensors(data, split, model, where)
         labels = opened.labels

@@ -7,17 +7,23 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
+from featcal_cli.hub.adapter import ADAPTER_CONFIG, is_adapter
 from featcal_cli.hub.model_names import find, repo_of, words
+from featcal_cli.hub.repo import Repo
+from featcal_cli.hub.snapshot import read_class_name
 from featcal_cli.lineage.model_card import Card, read_card
 from featcal_cli.lineage.questions import Finding, Question
 from featcal_cli.lineage.search import Search, is_gone, named_by
+from featcal_cli.lineage.statements import read_config
 from featcal_cli.recipe.reading import find_shipped
-from featcal_cli.recipe.schema import Data
+from featcal_cli.recipe.schema import SELF, Data
 from featcal_cli.runtime.errors import HubError
 from featcal_cli.runtime.references import existing_path
 from featcal_cli.runtime.untrusted_text import load_documents, show
 
 MOST_CHOICES = 8
+LANGUAGE_MODELS = ("ForCausalLM", "LMHeadModel")
+"""What the names of classes end with that write text on."""
 FAMILIES = {
     "tanganke/clip-vit-*": (
         r"tanganke/(?P<base>clip-vit-(?:base-patch32|base-patch16|large-patch14))_(?P<task>[\w.-]+)",
@@ -105,7 +111,20 @@ def find_data(search: Search, task: str, expert: Finding, notes: list[str]) -> T
             return _ask(task, f"{repo.name} names several datasets for {task}: {_join(usable)}", usable)
     if known:
         return known
+    if _is_language_model(repo):
+        notes += [
+            *passed_over,
+            f"{problem}: its expert is to write them, and real ones are better: --data {task}=SOURCE",
+        ]
+        return Data(dataset=SELF), "no data are named"
     return _ask(task, f"{problem} that could be opened ({passed_over[0]})" if passed_over else problem)
+
+
+def _is_language_model(repo: Repo) -> bool:
+    """Whether a repo says that it is one that writes text on, or an adapter for one."""
+    if is_adapter(repo.files):
+        return bool(read_config(repo, ADAPTER_CONFIG).get("task_type") == "CAUSAL_LM")
+    return read_class_name(read_config(repo, "config.json")).endswith(LANGUAGE_MODELS)
 
 
 def _ask(

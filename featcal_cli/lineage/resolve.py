@@ -99,7 +99,8 @@ def check_experts(draft: Draft, lineage: Lineage, open_repo: Opener) -> None:
     recipe = lineage.recipe
     experts = {task: spec.expert for task, spec in recipe.tasks.items()}
     models = [recipe.base, *experts.values(), *([recipe.merged] if isinstance(recipe.merged, str) else [])]
-    sources = ("@".join(filter(None, (spec.data.dataset, spec.data.revision))) for spec in recipe.tasks.values())
+    named = (spec.data for spec in recipe.tasks.values() if not spec.data.is_self_written)
+    sources = ("@".join(filter(None, (data.dataset, data.revision))) for data in named)
     repos: list[tuple[str, Kind]] = [(part, "model") for name in models for part in split_model(name) or (name,)]
     repos += [(name, "dataset") for name in sources if name]
 

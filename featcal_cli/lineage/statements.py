@@ -153,6 +153,8 @@ def _anchored(data: Data, repo: Repo) -> Data:
     UnusableError."""
     if not all(part.isprintable() for part in (data.config, data.split) if part):
         raise UnusableError("has a name that cannot be shown")
+    if data.is_self_written:
+        return data
     if data.path is None:
         name, _, revision = locate("@".join(filter(None, (data.dataset, data.revision))), None).partition("@")
         return data.model_copy(update={"dataset": name, "revision": revision or None})

@@ -40,6 +40,8 @@ Name = Annotated[str, AfterValidator(_check_name)]
 ModelName = Annotated[Name, AfterValidator(bare_model)]
 """A model's Hub id or path, or the address of its page, which becomes an id."""
 
+SELF = "self"
+"""The source of a task whose expert writes its examples itself."""
 ROLES = ("image", "text", "text_pair", "messages", "prompt", "response", "label")
 """What a column of a dataset can be."""
 
@@ -165,10 +167,10 @@ class Merge(Section):
 
 
 class Data(Section):
-    """Where a task's calibration examples come from: a Hub dataset or a local file or folder."""
+    """Where a task's calibration examples come from: a Hub dataset, a local file or folder, or the expert itself."""
 
     dataset: Name | None = None
-    """Hub dataset id."""
+    """Hub dataset id; or self: the expert, a causal language model, writes the examples."""
     path: Name | None = None
     """Local folder, .jsonl, .csv, .parquet or .safetensors file; relative paths start at the recipe's folder."""
     revision: Name | None = None
@@ -198,6 +200,11 @@ class Data(Section):
         """It says what is read, and not only how."""
         return not (self.dataset is None and self.path is None)
 
+    @property
+    def is_self_written(self) -> bool:
+        """The expert writes the examples itself."""
+        return self.dataset == SELF
+
     def read_as(self, said: Data | None) -> Data:
         """This source, read as the user has said. Raises RecipeError where that does not go."""
         if said is None or said.has_source:
@@ -219,6 +226,8 @@ class Data(Section):
         elif self.path and self.path.endswith(".safetensors") and how:
             what = f"{' and '.join(how)} cannot be set for a .safetensors file"
             raise ValueError(f"{what}, whose tensors are the model's arguments as they are")
+        elif self.is_self_written and (given := [*how, *(key for key in ("revision", "config") if getattr(self, key))]):
+            raise ValueError(f"{' and '.join(given)} cannot be set for what an expert writes itself")
         return self
 
     def __str__(self) -> str:
@@ -242,7 +251,7 @@ class TaskDraft(Section):
     expert: ModelName | None = None
     """The model that was fine-tuned on the task: Hub id[@revision] or folder; BASE+ADAPTER for a PEFT adapter."""
     data: Source | None = None
-    """Examples without labels: DATASET[:CONFIG[:SPLIT]], a path, or a group of keys."""
+    """Examples without labels: DATASET[:CONFIG[:SPLIT]], a path, self, or a group of keys."""
     evaluate: Evaluate | None = None
     """How the task's figure is measured by `featcal evaluate`; left out, with the expert's own head."""
 

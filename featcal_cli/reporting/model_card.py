@@ -16,7 +16,7 @@ from featcal_cli.calibration.results import describe_guard
 from featcal_cli.evaluation.results import CALIBRATED, EXPERT, MERGED
 from featcal_cli.hub.model_names import is_hub_id
 from featcal_cli.reporting.markdown import inert, inert_document, one_line, without_paths, without_secrets, write_row
-from featcal_cli.reporting.report import PICTURE, RECIPE, REPORT, DriftRow, Report, Source
+from featcal_cli.reporting.report import ITSELF, PICTURE, RECIPE, REPORT, DriftRow, Report, Source
 from featcal_cli.runtime.untrusted_text import split_front_matter
 
 MODELS = ("merged", "base", "expert")
@@ -181,6 +181,7 @@ def _write_sections(report: Report, name: str, target: str | None, loading: str,
         lines = ["| role | source | commit | licence | found in |", "| --- | --- | --- | --- | --- |"]
         for source in report.sources:
             commit = f"`{source.commit[:12]}`" if source.commit and _on_hub(source) else "local"
+            commit = "none" if source.name == ITSELF else commit
             cells = [inert(source.role), _link(source), commit, inert(source.license or "not said")]
             lines.append(write_row([*cells, _show_message(source.found_in, report)]))
         yield "\n".join(["### Sources\n", *lines])
@@ -197,7 +198,7 @@ def _write_sections(report: Report, name: str, target: str | None, loading: str,
     command = f"{download}featcal calibrate -r {RECIPE} -o {shlex.quote(one_line(name) + '-again')}"
     what = f"`{RECIPE}` names every model and dataset of the Hub by its commit; `{REPORT}` holds all its figures."
     yield f"### Run it again\n\n{what}\n\n{_fence('sh', command)}"
-    if not all(map(_on_hub, report.sources)):
+    if not all(_on_hub(source) or source.name == ITSELF for source in report.sources):
         yield "What is marked local lay on the machine where this was made: in the recipe, put your own paths for it."
     yield f"## Limits\n\n{_write_list(list(_list_limits(report, agreed)))}"
     yield f"## Citation\n\n{_fence('bibtex', CITATION)}"
@@ -335,6 +336,8 @@ def _list_limits(report: Report, agreed: str | None) -> Iterator[str]:
     yield "Drift was measured on few examples per task, and it is not accuracy: evaluate on your own data."
     yield "The experts are the aim: what they get wrong, this model may get wrong too."
     yield "Only Linear modules and norms inside of transformer blocks were calibrated."
+    if written := [source.role.partition(" ")[2] for source in _find_sources(report, "data") if source.name == ITSELF]:
+        yield f"The experts wrote the examples of {inert(', '.join(written))} themselves: real ones may serve better."
     models = _find_sources(report, *MODELS)
     if agreed:
         yield f"Licence: all models that it was made from say {inert(agreed)}. The datasets have their own."

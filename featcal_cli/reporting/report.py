@@ -62,6 +62,10 @@ class DriftCurve:
     base: list[float]
 
 
+ITSELF = "the expert itself"
+"""The name of a source of examples that the task's expert has written."""
+
+
 @dataclass(frozen=True)
 class Source:
     """A model or a dataset that a run read."""

@@ -17,7 +17,7 @@ from featcal_cli.engine.job import CALIBRATED, Job
 from featcal_cli.lineage.questions import SAID
 from featcal_cli.reporting.inspection import BlockDrift, ModelDrift, OutputDrift, PlaceDrift, TaskInspection
 from featcal_cli.reporting.model_card import read_license
-from featcal_cli.reporting.report import CARD, DriftCurve, Report, Source, TaskDrift
+from featcal_cli.reporting.report import CARD, ITSELF, DriftCurve, Report, Source, TaskDrift
 from featcal_cli.runtime.energy import add_energy
 from featcal_cli.runtime.hardware import describe_environment
 from featcal_cli.runtime.process import peak_resident_bytes
@@ -95,7 +95,7 @@ def _describe_sources(plan: Preflight) -> Iterator[Source]:
         agreed = licenses.pop() if len(licenses) == 1 else None
         yield Source(role, origin.name, origin.repo.commit, found_in.get(role, SAID), agreed)
     for task, spec in plan.recipe.tasks.items():
-        name = spec.data.dataset or str(spec.data.path)
+        name = ITSELF if spec.data.is_self_written else spec.data.dataset or str(spec.data.path)
         yield Source(f"data {task}", name, spec.data.revision, found_in.get(f"data {task}", SAID), None)
 
 

@@ -12,19 +12,15 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from featcal_cli.evaluation.protocols import load_tower
-from featcal_cli.evaluation.results import EXPERT, MERGED, stamp
-from featcal_cli.hub.model_source import Origin
+from featcal_cli.evaluation.results import EXPERT, MERGED
 from featcal_cli.hub.snapshot import Snapshot
 from featcal_cli.models.loading import Model, find_class, load_model
 from featcal_cli.recipe.schema import Merge, Recipe
-from featcal_cli.reporting.report import CARD, PICTURE, RECIPE, REPORT
 from featcal_cli.workflows.preflight import name_models, pin
-from featcal_cli.workflows.session import Session
+from featcal_cli.workflows.session import Session, identify
 from featcal_cli.workflows.setup import load_models
 
 BASE = "base"
-DESCRIPTIONS = (CARD, REPORT, RECIPE, PICTURE)
-"""Files that say something of a model and are no part of it."""
 
 
 class LazyModels:
@@ -60,9 +56,9 @@ class LazyModels:
         if role == EXPERT:
             role = f"expert {task}"
         if role in self._origins:
-            return _identify(self._origins[role])
+            return identify(self._origins[role])
         experts = [origin for role, origin in self._origins.items() if role.startswith("expert ")]
-        parts = [_identify(origin) for origin in (self._origins[BASE], *experts)]
+        parts = [identify(origin) for origin in (self._origins[BASE], *experts)]
         return [self.name(MERGED), *parts]
 
     def snapshot(self, role: str, task: str = "") -> Snapshot:
@@ -115,8 +111,3 @@ class LazyModels:
         name = self.name(MERGED)
         load_models(parts, merge, folder, name)
         return Snapshot(name, folder, None)
-
-
-def _identify(origin: Origin) -> list[Any]:
-    stamps = [stamp(repo.folder, skip=DESCRIPTIONS) for repo in origin.repos() if repo.folder]
-    return [origin.pinned, *stamps]

@@ -30,6 +30,7 @@ from featcal_cli.runtime.errors import ArchitectureError, CheckpointError, Outpu
 from featcal_cli.runtime.files import check_links, tell_bytes
 from featcal_cli.runtime.hardware import disk_of, free_bytes, memory_of
 from featcal_cli.workflows.resource_estimate import Estimate, estimate
+from featcal_cli.workflows.self_written import add_writing, open_self_written, reserve_examples, write_examples
 from featcal_cli.workflows.session import EXPERT, Session
 from featcal_cli.workflows.shape_probe import choose_batch_sizes
 from featcal_cli.workflows.workspace import Workspace
@@ -98,8 +99,9 @@ def prepare(
     hold_out: bool = False,
 ) -> Preflight:
     """Pin every repo, compare the models by their files' headers, read the examples (with `sample` only a few of them),
-    and work out what the job needs. Nothing is written but small files to the Hub's cache. The first rank finds out
-    what is meant, to the commit; the others take its word.
+    and work out what the job needs. Nothing is written but small files to the Hub's cache, and, unless it is a sample,
+    the examples that experts write themselves, when all else is known. The first rank finds out what is meant, to the
+    commit; the others take its word.
 
     target: the folder that will be written, if any. others: further models, by role. hold_out: where there are no
     further rows, some of the fitted ones are held out, if featcal is to choose settings.
@@ -111,28 +113,27 @@ def prepare(
     merged = outlines["merged"]
     stage("reading examples")
     hold_out = hold_out and recipe.calibration.is_answered_for
-    drawn = _draw_examples(session, recipe, origins, merged, sampled=SAMPLED if sample else None, hold_out=hold_out)
+    drawn = _draw_examples(session, recipe, origins, outlines, sampled=SAMPLED if sample else None, hold_out=hold_out)
+    to_write = {task: rows for task, rows in drawn.items() if recipe.tasks[task].data.is_self_written}
     longest = {task: examples.longest() for task, examples in drawn.items()}
     stage("finding blocks")
     architecture = _find_blocks(merged, longest, recipe.calibration.norms)
-    if session.options.batch_size:
-        sizes = dict.fromkeys(drawn, session.options.batch_size)
-    else:
+    sizes = dict.fromkeys(drawn, session.options.batch_size or 0)
+    if not session.options.batch_size:
         sizes = choose_batch_sizes(merged.module, architecture, longest, device, memory_of(device))
     # a task's encoded images are let go when its batches are made
     examples = {task: drawn.pop(task).cut(size) for task, size in sizes.items()}
-    for role, outline in outlines.items():
-        if role == "merged" or outline.module is not merged.module:  # else its files are alike
-            check_alignment(architecture, merged, outline)
-            check_readable(outline, architecture, headers[role])
-        if outline is not merged:
-            session.note(*compare_configs(merged, outline))
-    session.note(*describe_unread(merged))
+    _check_models(session, architecture, outlines, headers)
     if writes:
         check_writable(merged, architecture, headers["merged"])
     transfers = {role: _count_transfer(origin) for role, origin in origins.items()}
     needs = estimate(recipe, merged, architecture, examples, device, writes=writes)
+    needs = add_writing(needs, merged.module, device) if to_write else needs
     _check_disk(needs, transfers, target)
+    if to_write and not sample:
+        folders = {task: _find_folders(task, origins) for task in to_write}
+        written = write_examples(session, recipe, origins, merged.module, folders)
+        examples |= {task: rows.cut(sizes[task]) for task, rows in written.items()}
     if not session.ranks.is_first:
         session.notes.clear()  # the first one has them all
     return Preflight(
@@ -173,6 +174,20 @@ def _pin_all(
     return recipe, findings, origins
 
 
+def _check_models(
+    session: Session, architecture: Architecture, outlines: Mapping[str, Model], headers: Mapping[str, Headers]
+) -> None:
+    """Raise CheckpointError for a model that does not go with merged; note what differs and what is not read."""
+    merged = outlines["merged"]
+    for role, outline in outlines.items():
+        if role == "merged" or outline.module is not merged.module:  # else its files are alike
+            check_alignment(architecture, merged, outline)
+            check_readable(outline, architecture, headers[role])
+        if outline is not merged:
+            session.note(*compare_configs(merged, outline))
+    session.note(*describe_unread(merged))
+
+
 def _find_blocks(merged: Model, longest: Mapping[str, Batch], norms: str) -> Architecture:
     """The blocks of an outline. Raises ArchitectureError where there are none."""
     # a model that looks at values cannot run without them: then what is registered must do, and the run will tell
@@ -203,7 +218,7 @@ def pin(recipe: Recipe, origins: Mapping[str, Origin], session: Session) -> Reci
 def pin_data(task: str, data: Data, open_repo: Opener, note: Callable[[str], None]) -> Data:
     """The source with a dataset at the commit that it has now; of a loading script, the Hub's parquet copy, which
     `note` is told. Raises HubError, and DataError where there is no copy."""
-    if data.dataset is None:
+    if data.dataset is None or data.is_self_written:
         return data
     repo = open_repo(f"{data.dataset}@{data.revision}" if data.revision else data.dataset, "dataset")
     with naming_task(task):
@@ -266,26 +281,38 @@ def _draw_examples(
     session: Session,
     recipe: Recipe,
     origins: Mapping[str, Origin],
-    merged: Model,
+    outlines: Mapping[str, Model],
     *,
     sampled: int | None,
     hold_out: bool,
 ) -> dict[str, DrawnExamples]:
-    drawn = {}
+    """The examples by task; in the place of those that an expert is yet to write, as many without a meaning."""
+    drawn, merged, calibration = {}, outlines["merged"].module, recipe.calibration
     for task, spec in recipe.tasks.items():
-        roles = [role for role in (f"{EXPERT}{task}", "merged", "base") if role in origins]
-        drawn[task] = draw_examples(
-            task,
-            spec.data,
-            merged.module,
-            [_describe(repo) for role in roles for repo in origins[role].repos()],  # an adapter may bring its own
-            count=recipe.calibration.examples,
-            seed=recipe.calibration.seed,
-            hold_out=hold_out,
-            sampled=sampled,
-        )
+        folders = _find_folders(task, origins)
+        if spec.data.is_self_written:
+            expert = find_class(outlines[f"{EXPERT}{task}"].snapshot)
+            reader = open_self_written(task, expert, merged, folders)
+            drawn[task] = reserve_examples(task, reader, calibration.examples, sampled)
+        else:
+            drawn[task] = draw_examples(
+                task,
+                spec.data,
+                merged,
+                folders,
+                count=calibration.examples,
+                seed=calibration.seed,
+                hold_out=hold_out,
+                sampled=sampled,
+            )
         session.note(*drawn[task].notes)
     return drawn
+
+
+def _find_folders(task: str, origins: Mapping[str, Origin]) -> list[Path]:
+    """Where the task's preprocessors may lie: with its expert (an adapter may bring its own), merged or base."""
+    roles = [role for role in (f"{EXPERT}{task}", "merged", "base") if role in origins]
+    return [_describe(repo) for role in roles for repo in origins[role].repos()]
 
 
 def _count_transfer(origin: Origin) -> Transfer:

@@ -9,6 +9,7 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from featcal_cli.evaluation.results import stamp
 from featcal_cli.hub.model_source import Origin, find_origin
 from featcal_cli.hub.repo import Opener, open_repo
 from featcal_cli.hub.snapshot import Snapshot, fetch
@@ -16,6 +17,7 @@ from featcal_cli.lineage.questions import SAID, Finding
 from featcal_cli.lineage.resolve import check_experts, find_lineage
 from featcal_cli.recipe.reading import as_draft
 from featcal_cli.recipe.schema import Draft, Recipe
+from featcal_cli.reporting.report import CARD, PICTURE, RECIPE, REPORT
 from featcal_cli.runtime.distributed import join_ranks
 from featcal_cli.runtime.energy import EnergyMeter
 from featcal_cli.runtime.process import check_device, finish_importing, read_launch
@@ -29,6 +31,16 @@ RecipeSource = Draft | Mapping[str, Any] | str | Path
 """A Recipe or a Draft of one, its keys as a dict, a YAML file, or the name of a shipped recipe."""
 EXPERT = "expert "
 """What the role of an expert begins with; its task follows."""
+
+
+DESCRIPTIONS = (CARD, REPORT, RECIPE, PICTURE)
+"""Files that say something of a model and are no part of it."""
+
+
+def identify(origin: Origin) -> list[Any]:
+    """What changes when a model does: its repo with the commit, and the stamps of files on this machine."""
+    stamps = [stamp(repo.folder, skip=DESCRIPTIONS) for repo in origin.repos() if repo.folder]
+    return [origin.pinned, *stamps]
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,259 @@
+"""Examples that an expert writes itself, for merges that name no data: sampled from it once, and kept in the cache."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from hashlib import sha256
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedModel
+
+from featcal_cli.data.batches import text_config
+from featcal_cli.data.examples import DrawnExamples, draw_examples, most_held_out
+from featcal_cli.data.text import MAX_TOKENS, TextReader, open_text
+from featcal_cli.data.text_files import Row
+from featcal_cli.hub.model_source import Origin
+from featcal_cli.models.loading import find_class, load_model
+from featcal_cli.recipe.schema import SELF, Data, Recipe
+from featcal_cli.runtime import memory_map
+from featcal_cli.runtime.errors import DataError, OutputError
+from featcal_cli.runtime.files import cache_folder, name_reason, write_new
+from featcal_cli.runtime.process import resident_bytes
+from featcal_cli.runtime.progress import quiet_transformers
+from featcal_cli.workflows.resource_estimate import Estimate
+from featcal_cli.workflows.session import EXPERT, Session, identify
+
+VERSION = 1
+"""Of the way to write: rows that were written in another one are not read again."""
+AT_ONCE = 32
+"""Texts that are written together."""
+PASSES = 4
+"""Times as many as are needed may be tried: some are empty, or equal to others."""
+LOGITS = 3
+"""Times that a step's logits are held: as they are, as probabilities, and sorted or drawn from."""
+MARK = "featcal"
+"""Stands for the user's words while a chat template is taken to pieces."""
+
+
+def can_write(model_class: type[PreTrainedModel]) -> bool:
+    """Whether models of this class read text alone and write it on."""
+    names = inspect.signature(model_class.forward).parameters.keys()
+    reads_text = model_class.main_input_name == "input_ids" and not {"pixel_values", "input_features"} & names
+    return model_class.can_generate() and reads_text and "decoder_input_ids" not in names
+
+
+def open_self_written(
+    task: str, model_class: type[PreTrainedModel], model: PreTrainedModel, folders: Sequence[Path]
+) -> TextReader:
+    """The reader of what an expert of the class `model_class` writes, for `model`. Raises DataError for a class that
+    writes no text of its own accord."""
+    where = f"{task}: {SELF}"
+    if not can_write(model_class):
+        what = f"this expert cannot write examples: {model_class.__name__} is no causal language model"
+        raise DataError(what, where=where, fix=f"name some, of the kind it was made for: --data {task}=SOURCE")
+    return _open(task, model, folders)
+
+
+def _open(task: str, model: PreTrainedModel, folders: Sequence[Path]) -> TextReader:
+    return open_text(Data(dataset=SELF), {"text": [MARK]}, model, folders, f"{task}: {SELF}")
+
+
+def reserve_examples(task: str, reader: TextReader, count: int, sampled: int | None) -> DrawnExamples:
+    """As many examples as an expert is to write (`sampled`: so many to fit), each as long as can be and without any
+    meaning: for what depends on their shapes."""
+    kept = min(count, sampled or count)
+    inputs = {"input_ids": [0] * reader.max_tokens, "attention_mask": [1] * reader.max_tokens}
+    item = {name: values for name, values in inputs.items() if name in reader.names}, list[int]()
+    total = count + most_held_out(count)
+    note = f"{task}: its expert is to write {total} examples of at most {reader.max_tokens} tokens itself"
+    half = most_held_out(kept) // 2
+    lists = [item] * kept, [item] * half, [item] * (most_held_out(kept) - half)
+    return DrawnExamples(task, reader, *lists, notes=[note], rows_skipped=0, is_whole=False)
+
+
+def add_writing(needs: Estimate, model: PreTrainedModel, device: torch.device) -> Estimate:
+    """The needs of a job in which experts like `model` write first: a whole one, the keys and values of the texts under
+    way, and a step's logits."""
+    config, weights = text_config(model), sum(x.nbytes for x in model.parameters())
+    heads = getattr(config, "num_attention_heads", None) or 1
+    width = getattr(config, "head_dim", None) or getattr(config, "hidden_size", 0) // heads
+    cached = 2 * getattr(config, "num_hidden_layers", 0) * (getattr(config, "num_key_value_heads", None) or heads)
+    logits = LOGITS * torch.float32.itemsize * getattr(config, "vocab_size", 0)
+    whole = weights + AT_ONCE * (MAX_TOKENS * cached * width * model.dtype.itemsize + logits)
+    if device.type == "cpu":
+        return replace(needs, host_bytes=max(needs.host_bytes, resident_bytes() + whole))
+    return replace(needs, device_bytes=max(needs.device_bytes, whole))
+
+
+def write_examples(
+    session: Session,
+    recipe: Recipe,
+    origins: Mapping[str, Origin],
+    merged: PreTrainedModel,
+    folders: Mapping[str, Sequence[Path]],
+) -> dict[str, DrawnExamples]:
+    """What the experts of the tasks in `folders` write, each on the rank of its task; rows that an earlier run has kept
+    are read. folders: by task, where its tokenizer may lie. Raises FeatCalError."""
+    calibration = recipe.calibration
+    count, seed = calibration.examples, calibration.seed
+    written: dict[str, list[Row]] = {}
+    files: dict[str, Path] = {}
+    for task in folders:
+        reader = _open(task, merged, folders[task])
+        total, expert = count + most_held_out(count), origins[f"{EXPERT}{task}"]
+        about = [VERSION, identify(expert), total, seed, reader.max_tokens, reader.tokenizer.chat_template]
+        files[task] = cache_folder() / "self-written" / f"{sha256(json.dumps(about).encode()).hexdigest()[:32]}.jsonl"
+        if task in session.ranks.own(recipe.tasks):
+            written[task] = _read_kept(files[task]) or _write_rows(session, task, expert, reader, total, seed)
+    drawn = {}
+    for task, rows in session.ranks.unite(written).items():
+        _keep(rows, files[task])
+        data = Data(path=str(files[task]))
+        drawn[task] = draw_examples(task, data, merged, folders[task], count=count, seed=seed)
+        session.note(f"{task}: its expert has written the examples, which are in {data}", *drawn[task].notes)
+    return drawn
+
+
+def _write_rows(session: Session, task: str, origin: Origin, reader: TextReader, count: int, seed: int) -> list[Row]:
+    """So many rows of the whole expert, on the run's device. Raises FeatCalError."""
+    session.stage(f"downloading {origin.name}")
+    snapshot = session.fetch(origin)
+    session.stage(f"writing examples of {task}")
+    model: Any = load_model(f"{EXPERT}{task}", snapshot, find_class(snapshot)).module
+    tell = partial(_tell, session, task, count)
+    rows = Writer(model.to(session.device), reader).write(count, seed, tell)
+    memory_map.give_back(model.parameters())
+    return rows
+
+
+def _tell(session: Session, task: str, count: int, done: int) -> None:
+    session.stage(f"writing examples of {task}: {done} of {count}")
+
+
+def _read_kept(file: Path) -> list[Row]:
+    """The rows that an earlier run has written; none where there are none."""
+    try:
+        return [json.loads(line) for line in file.read_text(encoding="utf-8").split("\n") if line]
+    except (OSError, ValueError):
+        return []
+
+
+def _keep(rows: Sequence[Row], file: Path) -> None:
+    """Let the rows lie in the cache, for this run and the next to read. Raises OutputError."""
+    try:
+        if not file.exists():
+            write_new(file, "".join(json.dumps(row) + "\n" for row in rows))
+    except OSError as error:
+        fix = "free some disk space, or point FEATCAL_CACHE to a folder that can be written"
+        raise OutputError(f"cannot write: {name_reason(error)}", where=str(file), fix=fix) from error
+
+
+@dataclass(frozen=True)
+class Writer:
+    """An expert that writes: a conversation where it has a chat template, else whatever follows where texts begin."""
+
+    model: PreTrainedModel
+    """Whole, on the device where it writes."""
+    reader: TextReader
+
+    def write(self, count: int, seed: int, tell: Callable[[int], None]) -> list[Row]:
+        """So many different rows {messages} or {text}, the same ones for the same seed on the same device; `tell` hears
+        how many there are. Raises DataError for an expert that writes too few."""
+        rows: dict[str, Row] = {}
+        seeds = Random(seed)
+        write = self._write_texts if (turn := self._find_turn()) is None else lambda seed: self._converse(*turn, seed)
+        for _ in range(PASSES * -(-count // AT_ONCE)):
+            with torch.random.fork_rng(devices=self._devices), torch.inference_mode(), quiet_transformers():
+                for row in write(seeds.getrandbits(63)):
+                    rows.setdefault(json.dumps(row), row)
+            tell(min(len(rows), count))
+            if len(rows) >= count:
+                return list(rows.values())[:count]
+        what = f"the expert has written {len(rows)} different texts, and {count} are needed"
+        task = self.reader.where.partition(": ")[0]
+        raise DataError(what, where=self.reader.where, fix=f"name examples: --data {task}=SOURCE, or fewer with -n")
+
+    @property
+    def _devices(self) -> list[torch.device]:
+        return [self.model.device] if self.model.device.type == "cuda" else []
+
+    def _write_texts(self, seed: int) -> Iterator[Row]:
+        """Texts from where one begins: the token that stands there, else any token of the vocabulary."""
+        tokenizer = self.reader.tokenizer
+        start = next((x for x in (tokenizer.bos_token_id, tokenizer.eos_token_id) if x is not None), None)
+        random = Random(seed)
+        starts = [[random.randrange(len(tokenizer)) if start is None else start] for _ in range(AT_ONCE)]
+        for first, ids in zip(starts, self._sample(starts, self.reader.max_tokens - 1, seed), strict=True):
+            text = tokenizer.decode([*first, *ids], skip_special_tokens=True)
+            if (text := text.rstrip("\ufffd")).strip():  # the last letter may be there in part
+                yield {"text": text}
+
+    def _converse(self, prefix: list[int], end: str, seed: int) -> Iterator[Row]:
+        """Questions that the expert puts into the user's mouth, with its answers. prefix: the tokens before a question;
+        end: the text that follows one."""
+        tokenizer, most = self.reader.tokenizer, self.reader.max_tokens
+        asked = self._sample([prefix] * AT_ONCE, max(1, most // 2 - len(prefix)), seed)
+        questions = [tokenizer.decode(ids, skip_special_tokens=True).partition(end or "\0")[0] for ids in asked]
+        turns = [{"role": "user", "content": text.strip()} for text in questions if text.strip()]
+        prompts = [tokenizer.apply_chat_template([turn], tokenize=False, add_generation_prompt=True) for turn in turns]
+        ids = [self._encode(prompt) for prompt in prompts]
+        room = most - max(map(len, ids), default=most)
+        if room < 1:
+            return
+        for turn, answer in zip(turns, self._sample(ids, room, seed + 1), strict=True):
+            text = tokenizer.decode(answer, skip_special_tokens=True).rstrip("\ufffd").strip()
+            if text:
+                yield {"messages": [turn, {"role": "assistant", "content": text}]}
+
+    def _find_turn(self) -> tuple[list[int], str] | None:
+        """The tokens that a chat template puts before the user's words, and the text behind them; None where there is
+        no template, or nothing before them."""
+        if not self.reader.tokenizer.chat_template:
+            return None
+        try:
+            text = self.reader.tokenizer.apply_chat_template(
+                [{"role": "user", "content": MARK}], tokenize=False, add_generation_prompt=True
+            )
+        except Exception:  # noqa: BLE001 - a template is a program, and raises what it likes
+            return None
+        prefix, mark, end = str(text).rpartition(MARK)
+        ids = self._encode(prefix) if mark else []
+        return (ids, end.strip()) if ids else None
+
+    def _encode(self, text: str) -> list[int]:
+        ids: list[int] = self.reader.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return ids
+
+    def _sample(self, prompts: Sequence[list[int]], most: int, seed: int) -> list[list[int]]:
+        """What the model writes behind each prompt, up to `most` tokens, by its own probabilities; without the token
+        that ends it."""
+        if not prompts:
+            return []
+        tokenizer, model = self.reader.tokenizer, self.model
+        given: dict[str, Tensor] = tokenizer.pad(
+            {"input_ids": list(prompts)}, padding_side="left", return_attention_mask=True, return_tensors="pt"
+        ).to(model.device)
+        ends = self._ends()
+        settings = GenerationConfig(
+            do_sample=True, temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=most, use_cache=True,
+            eos_token_id=sorted(ends) or None, pad_token_id=tokenizer.pad_token_id,
+        )  # fmt: skip
+        torch.manual_seed(seed)
+        module: Any = model
+        module.generation_config = settings  # nothing of what the repo wants: penalties, greedy search
+        written = module.generate(**given)[:, given["input_ids"].shape[1] :].tolist()
+        return [ids[: next((place for place, x in enumerate(ids) if x in ends), len(ids))] for ids in written]
+
+    def _ends(self) -> set[int]:
+        """The tokens that end what is written: all that are no text."""
+        tokenizer, known = self.reader.tokenizer, getattr(self.model.config, "eos_token_id", None)
+        special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+        return {*special, *tokenizer.all_special_ids, *([known] if isinstance(known, int) else known or [])}

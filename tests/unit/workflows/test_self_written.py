@@ -1,0 +1,224 @@
+"""Examples that experts write themselves: what is written, when it is read again, and who is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hub_server import HubServer
+from hub_texts import publish_texts
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+from featcal_cli.lineage.questions import OpenQuestionsError
+from featcal_cli.lineage.resolve import find_lineage
+from featcal_cli.recipe.schema import Data, Draft
+from featcal_cli.runtime.errors import DataError, RecipeError
+from featcal_cli.workflows.evaluate import evaluate
+from featcal_cli.workflows.self_written import Writer, open_self_written
+from featcal_cli.workflows.verbs import Result, calibrate, dry_run
+
+pytestmark = pytest.mark.usefixtures("undrawn")
+
+WORDS = ("<pad>", "<s>", "</s>", "<turn>", "<end>", "user", "assistant", *(f"w{number}" for number in range(25)))
+CHAT = (
+    "<s>{% for m in messages %}<turn>{{ m['role'] }} {{ m['content'] }}<end>{% endfor %}"
+    "{% if add_generation_prompt %}<turn>assistant {% endif %}"
+)
+SIZES: dict[str, Any] = {
+    "vocab_size": len(WORDS), "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 16, "initializer_range": 0.3,
+    "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+}  # fmt: skip
+TASKS = ("math", "law")
+LLAMA = '{"architectures": ["LlamaForCausalLM"]}'
+
+
+def save_tokenizer(folder: Path, chat: str | None = None) -> None:
+    tokenizer = Tokenizer(WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = Whitespace()
+    names = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>"}
+    fast: Any = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names)
+    fast.add_special_tokens({"additional_special_tokens": ["<turn>", "<end>"]})
+    fast.chat_template = chat
+    fast.save_pretrained(folder)
+
+
+def build(seed: int = 0) -> LlamaForCausalLM:
+    torch.manual_seed(seed)
+    return LlamaForCausalLM(LlamaConfig(**SIZES)).eval()
+
+
+@pytest.fixture
+def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Folders of a merge of two language models, and a cache of their own; nothing names data."""
+    monkeypatch.setenv("FEATCAL_CACHE", str(tmp_path / "cache"))
+    for seed, name in enumerate(("base", "merged", *TASKS)):
+        build(seed).save_pretrained(tmp_path / name)
+        save_tokenizer(tmp_path / name)
+    return tmp_path
+
+
+def recipe(world: Path, **data: Any) -> dict[str, Any]:
+    tasks = {task: {"expert": str(world / task), **data} for task in TASKS}
+    settings = {"examples": 12, "select": "preset"}
+    return {"merged": str(world / "merged"), "base": str(world / "base"), "tasks": tasks, "calibration": settings}
+
+
+def kept(world: Path) -> list[list[dict[str, Any]]]:
+    files = sorted((world / "cache" / "self-written").glob("*"))
+    return [[json.loads(line) for line in file.read_text().splitlines()] for file in files]
+
+
+def writer(folder: Path, model: LlamaForCausalLM, chat: str | None = None) -> Writer:
+    save_tokenizer(folder, chat)
+    return Writer(model, open_self_written("task", type(model), model, [folder]))
+
+
+def test_experts_write_where_nothing_names_data_and_what_they_wrote_is_read_again(
+    world: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = dry_run(recipe(world), output=world / "out")
+    assert {str(spec.data) for spec in plan.recipe.tasks.values()} == {"self"} and not (world / "cache").exists()
+
+    first = calibrate(recipe(world), output=world / "out")
+    assert [len(rows) for rows in kept(world)] == [20, 20]
+    assert all(row.keys() == {"text"} for rows in kept(world) for row in rows)
+    assert first.report.settings["examples"] == dict.fromkeys(TASKS, 12)
+    assert all(drift.held_out for drift in first.report.drift.values())
+    assert {source.name for source in first.report.sources if source.role.startswith("data ")} == {"the expert itself"}
+    assert sum("its expert has written the examples" in note for note in first.report.notes) == 2
+    card = (world / "out" / "README.md").read_text()
+    assert "The experts wrote the examples of math, law themselves" in card and "| the expert itself | none |" in card
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("written a second time")
+
+    monkeypatch.setattr(Writer, "write", refuse)
+    again = calibrate(world / "out" / "featcal.yaml", output=world / "again")
+    assert tensors_of(again) == tensors_of(first)
+
+
+def tensors_of(result: Result) -> bytes:
+    return (result.output / "model.safetensors").read_bytes()
+
+
+def test_a_dry_run_says_who_is_to_write_and_counts_the_whole_expert(world: Path) -> None:
+    from featcal_cli.workflows.preflight import prepare
+    from featcal_cli.workflows.session import RunOptions, Session
+
+    session = Session(recipe(world, data="self"), RunOptions("cpu"))
+    prepare(session, sample=True)
+    assert "math: its expert is to write 20 examples of at most 16 tokens itself" in session.notes
+    assert not (world / "cache").exists()
+
+
+def test_the_same_seed_writes_the_same_rows_and_another_one_others(tmp_path: Path) -> None:
+    own = writer(tmp_path, build())
+    counts: list[int] = []
+    first = own.write(40, 1, counts.append)
+    assert first == own.write(40, 1, lambda _: None) != own.write(40, 2, lambda _: None)
+    assert counts[-1] == 40 and len({row["text"] for row in first}) == 40
+    before = torch.get_rng_state()
+    own.write(3, 1, lambda _: None)
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_tokens_are_drawn_by_the_models_own_probabilities_whatever_its_repo_wants(tmp_path: Path) -> None:
+    model = build()
+    assert model.generation_config is not None
+    model.generation_config.update(do_sample=False, temperature=0.1, top_k=2, repetition_penalty=9.0)
+    own = writer(tmp_path, model)
+    drawn = [ids[0] if ids else None for ids in own._sample([[1]] * 4000, 1, seed=3)]
+    with torch.inference_mode():
+        wanted = model.double()(torch.tensor([[1]])).logits[0, -1].softmax(-1).tolist()
+    ends = own._ends()
+    for number, share in enumerate(wanted):
+        if number not in ends:
+            assert drawn.count(number) / 4000 == pytest.approx(share, abs=0.03), number
+    assert drawn.count(None) / 4000 == pytest.approx(sum(wanted[number] for number in ends), abs=0.03)
+
+
+def test_with_a_chat_template_the_expert_writes_both_sides(tmp_path: Path) -> None:
+    own = writer(tmp_path, build(), CHAT)
+    tokenizer = own.reader.tokenizer
+    turn = own._find_turn()
+    assert turn is not None and tokenizer.convert_ids_to_tokens(turn[0]) == ["<s>", "<turn>", "user"]
+    for row in own.write(20, 1, lambda _: None):
+        asked, answer = row["messages"]
+        assert (asked["role"], answer["role"]) == ("user", "assistant") and asked["content"] and answer["content"]
+        assert not {"<turn>", "<end>", "<s>"} & set(f"{asked['content']} {answer['content']}".split())
+        assert len(tokenizer(tokenizer.apply_chat_template(row["messages"], tokenize=False))["input_ids"]) <= 2 + 16
+
+
+def test_an_expert_that_writes_the_same_again_and_again_is_refused(tmp_path: Path) -> None:
+    model = build()
+    with torch.no_grad():
+        model.lm_head.weight.zero_()[9] = 100 * model.model.norm(model.model.embed_tokens.weight[9])
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+        model.model.embed_tokens.weight[1] = model.model.embed_tokens.weight[9]
+    with pytest.raises(DataError, match="the expert has written 1 different texts, and 30 are needed"):
+        writer(tmp_path, model).write(30, 1, lambda _: None)
+
+
+def test_an_encoder_decoder_is_refused_with_what_to_give_instead(tmp_path: Path) -> None:
+    sizes = {"d_model": 8, "d_kv": 4, "d_ff": 8, "num_layers": 1, "num_heads": 2, "vocab_size": len(WORDS)}
+    for name in ("base", "merged", "math"):
+        T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0)).save_pretrained(tmp_path / name)
+        save_tokenizer(tmp_path / name)
+    tasks = {"math": {"expert": str(tmp_path / "math"), "data": "self"}}
+    with pytest.raises(DataError, match="T5ForConditionalGeneration is no causal language model") as caught:
+        calibrate({"merged": str(tmp_path / "merged"), "base": str(tmp_path / "base"), "tasks": tasks})
+    assert "--data math=SOURCE" in caught.value.fix
+
+
+def test_what_an_expert_writes_has_no_split_no_columns_and_no_labels(world: Path) -> None:
+    with pytest.raises(RecipeError, match="split cannot be set for what an expert writes itself"):
+        calibrate(recipe(world, data={"dataset": "self", "split": "train"}))
+    with pytest.raises(RecipeError, match="columns cannot be set"):
+        calibrate(recipe(world, data={"columns": {"text": "x"}}))
+    with pytest.raises(DataError, match="what an expert writes itself has no labels"):
+        evaluate(recipe(world, data="self", evaluate={"split": "test"}), device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("files", "writes"),
+    [
+        ({"config.json": LLAMA}, True),
+        ({"config.json": '{"architectures": ["GPT2LMHeadModel"]}'}, True),
+        ({"adapter_config.json": '{"task_type": "CAUSAL_LM", "base_model_name_or_path": "lm/base"}'}, True),
+        ({"config.json": '{"architectures": ["BertForSequenceClassification"]}'}, False),
+        (
+            {
+                "config.json": '{"architectures": ["LlamaForCausalLM"]}',
+                "README.md": "---\ndatasets: [lm/a, lm/b]\n---\n",
+            },
+            False,
+        ),
+    ],
+)
+def test_a_language_model_whose_card_names_no_data_is_to_write_them(
+    files: dict[str, str], writes: bool, hub: HubServer, tmp_path: Path
+) -> None:
+    publish_texts(hub, tmp_path, {"lm/merged": {}, "lm/base": {}, "lm/math": files})
+    draft = Draft.model_validate({"merged": "lm/merged", "base": "lm/base", "tasks": {"math": {"expert": "lm/math"}}})
+    if not writes:
+        with pytest.raises(OpenQuestionsError, match=r"nothing says|several datasets"):
+            find_lineage(draft)
+        return
+    lineage = find_lineage(draft)
+    assert lineage.recipe.tasks["math"].data == Data(dataset="self")
+    assert any("lm/math names no dataset: its expert is to write them" in note for note in lineage.notes)
