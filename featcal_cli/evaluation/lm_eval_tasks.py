@@ -68,7 +68,7 @@ def measure_tasks(task: LabelledTask, model: Model, *, allow_code: bool) -> Scor
                 apply_chat_template=bool(tokenizer.chat_template) if how.chat is None else how.chat,
                 confirm_run_unsafe_code=allow_code,
             )
-        except (KeyError, ValueError) as error:
+        except (ImportError, KeyError, ValueError) as error:
             raise _explain(error, task.name, ", ".join(how.lm_eval)) from error
     return combine([_read_score(results, name, metric, task.name) for name, metric in how.lm_eval.items()])
 
@@ -96,6 +96,9 @@ def _read_score(results: Any, name: str, metric: str, task: str) -> Score:
 
 def _explain(error: Exception, task: str, names: str) -> Exception:
     text = str(error).strip()
+    if isinstance(error, ImportError):
+        what = f"lm-eval needs further packages for one of {names} ({text})"
+        return RecipeError(what, where=f"tasks.{task}.evaluate.lm_eval", fix=f"type {INSTALL}")
     if "unsafe" in text.lower() or CODE_SWITCH in text:
         return _explain_code(names, task)
     if isinstance(error, KeyError) or "not found" in text.lower():

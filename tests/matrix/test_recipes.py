@@ -96,10 +96,10 @@ def test_every_key_is_explained_where_it_stands_first(file: Path) -> None:
 
 
 def keys_of(section: Mapping[str, Any]) -> Iterator[str]:
-    """Every key of a recipe but names: of tasks, of columns' roles, of lm-eval's tasks."""
+    """Every key of a recipe but names: of tasks, of columns' roles, of lm-eval's tasks, of tables."""
     for key, value in section.items():
         yield key
-        inside = value.values() if key == "tasks" else [value] if key not in ("columns", "lm_eval") else []
+        inside = value.values() if key in ("tasks", "paper") else [value] if key not in ("columns", "lm_eval") else []
         for part in inside:
             if isinstance(part, dict):
                 yield from keys_of(part)

@@ -13,7 +13,7 @@ from hub_server import HubServer
 from recipe_world import ROWS, World, write_table
 
 from featcal_cli.recipe.reading import find_recipe, read_draft, shipped_recipes
-from featcal_cli.recipe.schema import Draft
+from featcal_cli.recipe.schema import Draft, Evaluate
 from featcal_cli.workflows.evaluate import evaluate
 
 pytestmark = pytest.mark.usefixtures("undrawn")
@@ -65,10 +65,13 @@ def test_the_demo_is_evaluated(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_recipe_of_language_models_evaluates_with_lm_eval(world: World, tmp_path: Path) -> None:
-    """Of the three tasks the one that neither asks other hosts nor runs code."""
+    """Of the six benchmarks the one that neither asks other hosts nor runs code."""
     pytest.importorskip("lm_eval")
     recipe = read(LANGUAGE[1])
-    recipe = recipe.model_copy(update={"tasks": {"math": recipe.tasks["math"]}})
+    task = recipe.tasks["math"]
+    assert task.evaluate is not None
+    how = Evaluate(lm_eval={name: metric for name, metric in task.evaluate.lm_eval.items() if name == "gsm8k_cot"})
+    recipe = recipe.model_copy(update={"tasks": {"math": task.model_copy(update={"evaluate": how})}})
     world.publish(recipe)
     rows = [{"question": f"{number} + 1?", "answer": f"So it is.\n#### {number + 1}"} for number in range(4)]
     (tmp_path / "gsm8k" / "main").mkdir(parents=True)
