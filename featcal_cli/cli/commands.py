@@ -10,6 +10,7 @@ import typer
 
 from featcal_cli import __version__
 from featcal_cli.cli import options
+from featcal_cli.cli.reproduce import reproduce
 from featcal_cli.recipe.reading import (
     collect_overrides,
     find_recipe,
@@ -305,6 +306,9 @@ def evaluate(
             typer.echo(dumps(evaluation.to_dict(), indent=2))
         else:
             show_scores(evaluation.tasks, limited=limit is not None)
+
+
+app.command()(reproduce)
 
 
 @app.command()

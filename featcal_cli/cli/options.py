@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from featcal_cli.recipe.paper import CORRUPTIONS
 from featcal_cli.recipe.schema import Draft
 from featcal_cli.runtime.errors import OutputError, RecipeError
 from featcal_cli.runtime.untrusted_text import show
@@ -150,6 +151,29 @@ EvaluateToo = Annotated[
 ]
 RecipeName = Annotated[
     str | None, typer.Argument(metavar="NAME", help="Print this one.", autocompletion=_complete_recipe)
+]
+Table = Annotated[str, typer.Argument(metavar="TABLE", help="Of the paper: 1 to 4, 5 to 12, figure-3, figure-5.")]
+OnlyTasks = Annotated[
+    str | None, _option(METHOD, "--tasks", metavar="TASK,…", help="Score these tasks alone; all are merged and fitted.")
+]
+Budgets = Annotated[
+    str | None,
+    _option(METHOD, "--examples", "-n", metavar="N,…", help="Examples fitted per task [those of the table]."),
+]
+Seeds = Annotated[
+    str | None,
+    _option(METHOD, "--seeds", metavar="N,…", help="Seeds to calibrate with [the table's, or the recipe's]."),
+]
+Corruptions = Annotated[
+    list[str] | None,
+    _option(
+        METHOD, "--corrupt", metavar="KIND:SEVERITY", values=" ".join(f"{kind}:3" for kind in CORRUPTIONS),
+        help=f"Corrupt the images that are fitted, not those that are scored: {', '.join(CORRUPTIONS)}, each 1 to 5; "
+        "repeat.",
+    ),
+]  # fmt: skip
+TableFolder = Annotated[
+    Path | None, _option(OUTPUT, "--output", "-o", metavar="DIR", help="Folder of tables and models [./reproduction].")
 ]
 Plot = Annotated[Path | None, _option(OUTPUT, metavar="FILE", help="Draw the drift: .png or .svg.")]
 Projection = Annotated[

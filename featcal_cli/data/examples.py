@@ -188,6 +188,9 @@ def _open_rows(data: Data, first: Sequence[Row], model: PreTrainedModel, folders
     names_image = "image" in data.columns or (not data.columns and find_encoded_images(samples))
     if model.main_input_name == "pixel_values" or (has_two_towers and names_image):
         return open_images(data, samples, model, folders, where)
+    if data.corrupt:
+        what = f"corrupt: {data.corrupt} is for images, and these rows have none that the model reads"
+        raise DataError(what, where=where, fix="leave corrupt out of the task's data")
     if model.main_input_name == "input_ids":
         return open_text(data, samples, model, folders, where)
     what = f"the model reads {model.main_input_name}, for which there is no preprocessing here"
@@ -313,8 +316,9 @@ class LabelledRows:
 def open_labelled(
     task: str, data: Data, split: str, model: PreTrainedModel, folders: Sequence[Path], *, limit: int | None = None
 ) -> LabelledRows:
-    """All rows of the split in order; or `limit` of them, chosen at random, always the same ones. Raises DataError for
-    data that cannot be read or understood, or has no labels."""
+    """All rows of the split in order; or `limit` of them, chosen at random, always the same ones; none is corrupted.
+    Raises DataError for data that cannot be read or understood, or has no labels."""
+    data = data.model_copy(update={"corrupt": None})
     where = f"{task}: {data.model_copy(update={'split': split})}"
     if data.is_self_written:
         what, fix = "what an expert writes itself has no labels", f"name labelled data: --data {task}=SOURCE"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,32 +59,39 @@ def evaluate_models(
     limit: int | None = None,
     batch_size: int | None = None,
     allow_code: bool = False,
+    tasks: Collection[str] | None = None,
+    roles: Collection[str] | None = None,
 ) -> Evaluation:
-    """Expert, merged and `others` (by role) on the tasks of a whole recipe. Raises FeatCalError."""
+    """Expert, merged and `others` (by role) on the tasks of a whole recipe; only some of either, where `tasks` and
+    `roles` say so. Raises FeatCalError."""
     from featcal_cli.runtime.hardware import describe_environment
     from featcal_cli.workflows.model_pool import LazyModels
 
+    if tasks is not None:
+        chosen = {task: spec.evaluate if task in tasks else None for task, spec in recipe.tasks.items()}
+        specs = {task: spec.model_copy(update={"evaluate": chosen[task]}) for task, spec in recipe.tasks.items()}
+        recipe = recipe.model_copy(update={"tasks": specs})
     check_evaluable(session, recipe, allow_code=allow_code)
     started = time.monotonic()
     cache = ScoreCache()
-    with closing(LazyModels(session, recipe, others)) as models:
+    with closing(LazyModels(session, recipe, others, roles)) as models:
         recipe = models.recipe
         wanted = {task: spec for task, spec in recipe.tasks.items() if spec.evaluate is not None}
-        if left_out := [task for task in recipe.tasks if task not in wanted]:
+        if left_out := [task for task in recipe.tasks if task not in wanted and tasks is None]:
             session.note(f"not evaluated, as the recipe does not say how: {', '.join(left_out)}")
         size = batch_size or BATCH[session.device.type]
-        tasks = {
+        scores = {
             task: _TaskMeasurement(session, models, task, spec, limit, size, allow_code).measure(cache)
             for task, spec in wanted.items()
         }
     if reused := cache.reused:
-        figures = len(tasks) * len(models.roles)
+        figures = len(scores) * len(models.roles)
         session.note(f"{reused} of {figures} figures were taken over from an earlier evaluation")
     experts = ", ".join(spec.expert for spec in recipe.tasks.values())
     return Evaluation(
         featcal_version=__version__,
         names={role: experts if role == EXPERT else models.name(role) for role in models.roles},
-        tasks=tasks,
+        tasks=scores,
         notes=session.notes,
         recipe=recipe.model_dump(mode="json", exclude_none=True),
         environment=describe_environment(session.device),
@@ -210,6 +217,6 @@ class _TaskMeasurement:
         return {
             **about,
             "beside": self.models.identify(EXPERT if how.protocol == "heads" else "base", self.task),
-            "data": data.model_dump(mode="json", exclude_none=True),
+            "data": data.model_dump(mode="json", exclude_none=True, exclude={"corrupt"}),
             "files": stamp(local_path(data)) if data.path else [],
         }

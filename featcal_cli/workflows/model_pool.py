@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import ExitStack
 from functools import cached_property
 from pathlib import Path
@@ -26,14 +26,17 @@ BASE = "base"
 class LazyModels:
     """Base, experts, merged and further models. Nothing is downloaded for a figure that is known."""
 
-    def __init__(self, session: Session, recipe: Recipe, others: Mapping[str, str]) -> None:
-        """others: further models by role. Raises HubError for one that there is not."""
+    def __init__(
+        self, session: Session, recipe: Recipe, others: Mapping[str, str], roles: Collection[str] | None = None
+    ) -> None:
+        """others: further models by role; roles: those whose figures are wanted, None for all. Raises HubError for a
+        model that there is not."""
         self._session = session
         named = {**name_models(recipe), **others}
         self._origins = {role: session.find_origin(name) for role, name in named.items()}
         self.recipe = pin(recipe, self._origins, session)
         """Every repo and dataset at the commit that it has now."""
-        self.roles = [EXPERT, MERGED, *others]
+        self.roles = [role for role in (EXPERT, MERGED, *others) if roles is None or role in roles]
         """Whose figures are wanted."""
         self._snapshots: dict[str, Snapshot] = {}
         self._models: dict[str, Model] = {}

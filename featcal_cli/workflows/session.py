@@ -67,6 +67,8 @@ class CalibrateOptions:
     push_anyway: bool = False
     evaluate: bool = False
     allow_code: bool = False
+    keep_finished: bool = False
+    """Take over an output that an earlier run of this very job has finished."""
 
 
 class Session:

@@ -156,7 +156,7 @@ class CalibrationRun:
             return None
         options, wanted = self._options, self._session.draft.output
         note = None if options.overwrite or options.restart else self._output.read()
-        if note is not None and (note.push or wanted.push_to or options.evaluate):
+        if note is not None and (note.push or wanted.push_to or options.evaluate or options.keep_finished):
             if not note.push:
                 self._output.check_current()
             self._note = note

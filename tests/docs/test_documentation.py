@@ -225,7 +225,7 @@ def test_the_schema_knows_the_shipped_recipes(file: Path) -> None:
     [
         ({"tasks": {"a": {"experts": "user/a"}}}, ["tasks", "a"]),
         ({"calibration": {"alpha": 2}}, ["calibration", "alpha"]),
-        ({"merged": {"method": "ties"}}, ["merged", "method"]),
+        ({"merged": {"method": "slerp"}}, ["merged", "method"]),
     ],
 )
 def test_the_schema_refuses_what_featcal_refuses(recipe: dict[str, Any], place: list[str]) -> None:
