@@ -22,9 +22,10 @@ import transformers as tf
 from safetensors.torch import save_file
 from torch import Tensor
 
-from featcal_cli.engine.drift_metrics import DriftMeter, OutputMeter, VectorMeter
+from featcal_cli.engine.drift_metrics import DriftMeter, ExampleMeter, OutputMeter, ShareMeter
 from featcal_cli.engine.job import Job
 from featcal_cli.engine.lockstep import forward_order
+from featcal_cli.engine.weight_checks import VectorMeter
 from featcal_cli.hub.snapshot import resolve
 from featcal_cli.models.loading import find_class
 from featcal_cli.workflows.inspect_drift import BASE, MODEL
@@ -81,9 +82,17 @@ def load_job(folder: Path) -> Job:
     return set_up(session, plan, models).make_job({}, watchers)
 
 
-def walk(job: Job) -> None:
-    """All that inspect-drift measures."""
-    drift = replace(job.drift, meter=DriftMeter(modules=True), vectors=VectorMeter(), outputs=OutputMeter())
+def walk(job: Job, *, shares: bool) -> None:
+    """All that inspect-drift measures, with or without each block's share of the last drift."""
+    drift = replace(
+        job.drift,
+        meter=DriftMeter(modules=True),
+        vectors=VectorMeter(),
+        outputs=OutputMeter(),
+        examples=ExampleMeter(),
+        shares=ShareMeter(),
+        switched=job.drift.switched if shares else {},
+    )
     for _ in forward_order(replace(job, drift=drift)):  # nothing is added to what an earlier walk has measured
         pass
 
@@ -129,26 +138,33 @@ def clock(work: Callable[[], None]) -> float:
     return time.perf_counter() - start
 
 
-def measure(folder: Path, repeats: int) -> tuple[float, float]:
-    """Seconds of the bare passes and of the walk, the best of each; the first round warms both and is not counted."""
+def measure(folder: Path, repeats: int) -> list[float]:
+    """Seconds of the bare passes, of the walk without shares, and of the whole; the best of each. The first round warms
+    all and is not counted."""
     job, models = load_job(folder), load(folder)
     batches = job.drift.batches["task"]
     calls = [record(models["expert"], [block.name for block in job.architecture.blocks], batch) for batch in batches]
-    rounds = [(clock(lambda: run_bare(models, batches, calls)), clock(lambda: walk(job))) for _ in range(repeats + 1)]
-    bare, walked = zip(*rounds[1:], strict=True)
-    return min(bare), min(walked)
+    ways = (
+        lambda: run_bare(models, batches, calls),
+        lambda: walk(job, shares=False),
+        lambda: walk(job, shares=True),
+    )
+    rounds = [[clock(way) for way in ways] for _ in range(repeats + 1)]
+    return [min(times) for times in zip(*rounds[1:], strict=True)]
 
 
 @torch.no_grad()
 def main() -> None:
     """Make, time, compare."""
     repeats = int(sys.argv[1]) if len(sys.argv) > 1 else 5
-    print(f"{'model':<30}{'bare passes':>14}{'walk':>10}{'ratio':>7}")
+    print(f"{'model':<30}{'bare passes':>14}{'no shares':>12}{'ratio':>7}{'all':>10}{'ratio':>7}")
     for name, (model_class, config, inputs) in MODELS.items():
         with tempfile.TemporaryDirectory() as folder:
             make(Path(folder), model_class, config, inputs())
-            bare, walked = measure(Path(folder), repeats)
-        print(f"{name:<30}{bare:>12.2f} s{walked:>8.2f} s{walked / bare:>7.2f}", flush=True)
+            bare, few, walked = measure(Path(folder), repeats)
+        print(
+            f"{name:<30}{bare:>12.2f} s{few:>10.2f} s{few / bare:>7.2f}{walked:>8.2f} s{walked / few:>7.2f}", flush=True
+        )
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ from featcal_cli.reporting.verdict import (
     order_blocks,
     read_drift,
     split_lists,
+    write_diagnostics,
     write_verdict,
 )
 
@@ -40,6 +41,11 @@ ORIGINS = (
     "begins: first block with half of the largest local mismatch (what the block itself does differently). grows: "
     "block with the largest drift ‖e‖ against that of the block before. local, upstream: what the drift after the last "
     "block is made of, its own mismatch and what earlier drift becomes in it."
+)
+DIAGNOSTICS = (
+    "share: of the drift after the last block, what begins at a block, as later ones carry it. residual cosine: of "
+    "what blocks add with the drift that they pass on; below 0 they take it away. B: output drift / drift of the last "
+    "feature, per example. cosine: per example."
 )
 GAP = 2
 """Between two columns."""
@@ -60,6 +66,7 @@ def show_inspection(inspection: Inspection, out: Console) -> None:
     _show_figures(inspection, list(tasks.values()), out)
     _show_bars(inspection, tasks, out)
     _show_readings(inspection, tasks, out)
+    _show_diagnostics(inspection, out)
     out.print()
     names = {role: plain(inspection.names.get(role, role)) for role in list_roles(inspection)}
     for is_warning, text in write_verdict(inspection, names, lambda task: _fit(plain(task), 40)):
@@ -129,6 +136,21 @@ def _show_readings(inspection: Inspection, tasks: dict[str, str], out: Console) 
     out.print("\nWhere it comes from:")
     out.print(table)
     out.print(Text(ORIGINS, "dim"))
+
+
+def _show_diagnostics(inspection: Inspection, out: Console) -> None:
+    """What else was measured, a line each."""
+    lines = list(write_diagnostics(inspection))
+    if not lines:
+        return
+    table = Table(box=None, pad_edge=False, show_header=False)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for what, figures in lines:
+        table.add_row(what, figures)
+    out.print("\nIn the mean over tasks:")
+    out.print(table)
+    out.print(Text(DIAGNOSTICS, "dim"))
 
 
 def _fit(text: str, room: int) -> str:

@@ -320,15 +320,15 @@ class PausedForward(greenlet):
         if self.dead:
             self._block, self.output, self._args, self._kwargs = None, result, (), {}
         else:
-            self._block, self._forward, self._args, self._kwargs = result
+            self._block, self._args, self._kwargs = result
 
     def is_at(self, block: Block) -> bool:
         """True when the pass is paused before this block."""
         return self._block is not None and self._block == self._runner.model.own_path(block.name)
 
     def run_block(self, block: Block, given: PausedForward | None = None, kept: Sequence[list[Any]] = ()) -> Any:
-        """Run the block that the pass is paused at, on its arguments (or those of the pass `given`, of another model),
-        and return its output, None where a hook raised StopBlock; the pass stays paused.
+        """Run the block that the pass is paused at, on its arguments (or those of the pass `given`, of another model,
+        which is at this block), and return its output, None where a hook raised StopBlock; passes stay paused.
 
         kept: what hooks keep of this run. Where bfloat16 is too small for a feature, the lists are emptied and the
         block runs in float32.
@@ -354,7 +354,7 @@ class PausedForward(greenlet):
             args, kwargs = _cast((args, kwargs), dtype)
         try:
             with torch.no_grad():
-                output = self._forward(*args, **kwargs)
+                output = self._runner.module(block.name).forward(*args, **kwargs)  # none of a pass: it does not pause
         except StopBlock:
             return None
         return output if dtype is None else _cast(output, self._runner.dtype)
@@ -389,7 +389,7 @@ def _pausing(name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
     def paused(*args: Any, **kwargs: Any) -> Any:
         runs_in = getcurrent().parent if isinstance(getcurrent(), PausedForward) else None
         # (no frame of a pass may hold the pass: dropped, it would never be freed)
-        return forward(*args, **kwargs) if runs_in is None else runs_in.switch((name, forward, args, kwargs))
+        return forward(*args, **kwargs) if runs_in is None else runs_in.switch((name, args, kwargs))
 
     return paused
 

@@ -1,9 +1,9 @@
-"""Drift of features from the experts', what it does to the experts' own heads, and task vectors."""
+"""Drift of features from the experts', what it is made of, and what it does to the experts' own heads."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import inf
 from typing import Any, Generic, TypeVar
@@ -11,8 +11,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from featcal_cli.data.batches import Batch, count_examples, take_examples
-from featcal_cli.engine.block_runner import BlockRunner
+from featcal_cli.data.batches import Batch, count_examples
 from featcal_cli.models.token_layout import token_masks
 from featcal_cli.models.tracing import first_tensor
 from featcal_cli.runtime.distributed import Ranks
@@ -45,6 +44,12 @@ class Drift:
     """Σ ‖p‖₂."""
     is_split: bool = False
     """m and p were measured."""
+    residual_sum: float = 0.0
+    """Σ ‖r‖₂, of p = e_in + r: what the block's branches make of the drift e_in of its input (paper, equation 28)."""
+    skip_cosine_sum: float = 0.0
+    """Σ cos(r, e_in)."""
+    has_residual: bool = False
+    """r was measured."""
 
     @property
     def relative(self) -> float:
@@ -65,6 +70,16 @@ class Drift:
     def upstream(self) -> float | None:
         """mean ‖p‖₂ / mean ‖h_exp‖₂; None where it was not measured."""
         return relate(self.upstream_sum, self.size, self.tokens) if self.is_split else None
+
+    @property
+    def residual(self) -> float | None:
+        """mean ‖r‖₂ / mean ‖h_exp‖₂; None where it was not measured."""
+        return relate(self.residual_sum, self.size, self.tokens) if self.has_residual else None
+
+    @property
+    def residual_cosine(self) -> float | None:
+        """Mean cosine of r and the drift of the block's input; None where it was not measured."""
+        return self.skip_cosine_sum / self.tokens if self.has_residual and self.tokens else None
 
     @property
     def cosine(self) -> float:
@@ -140,35 +155,57 @@ class DriftMeter(Meter[Drift]):
         self._refuse_vanishing = refuse_vanishing
 
     def add(
-        self, place: str, task: str, role: str, hidden: Tensor, expert: Tensor, on_expert: Tensor | None = None
+        self,
+        place: str,
+        task: str,
+        role: str,
+        hidden: Tensor,
+        expert: Tensor,
+        on_expert: Tensor | None = None,
+        *given: Tensor,
     ) -> None:
         """Add the same tokens of the model and of the task's expert [T, d] each.
 
-        `on_expert`: what the model's block makes of the expert's input, for the split.
+        `on_expert`: what the model's block makes of the expert's input, for the split. `given`: the inputs of the
+        model's block and of the expert's, where they have the output's shape, for the residual term.
         """
         hidden, expert = hidden.float(), expert.float()
-        size, own = _norms(expert), _norms(hidden)
-        cosine = torch.einsum("td,td->t", hidden, expert) / (size * own).clamp_min(TINY)
-        sums = [_sum(_norms(hidden - expert)), _sum(size), _sum(cosine), (size <= TINY).all()]
+        size = _norms(expert)
+        sums = [_sum(_norms(hidden - expert)), _sum(size), _sum(cosines(hidden, expert)), (size <= TINY).all()]
         if on_expert is not None:
             on_expert = on_expert.float()
-            sums += [_sum(_norms(on_expert - expert)), _sum(_norms(hidden - on_expert))]
+            upstream = hidden - on_expert
+            sums += [_sum(_norms(on_expert - expert)), _sum(_norms(upstream))]
+            if given:
+                drift = given[0].float() - given[1].float()
+                residual = upstream - drift
+                sums += [_sum(_norms(residual)), _sum(cosines(residual, drift))]
         self._add((place, task, role), [len(hidden)], sums)
 
     def _read(self, key: tuple[str, ...], counts: list[int], numbers: list[float]) -> Drift:
         """Raises NumericsError where the expert's features vanished in a batch, and that is refused."""
         distance, size, cosine_sum, vanished, *split = numbers
-        local_sum, upstream_sum = split or (0.0, 0.0)
         if self._refuse_vanishing and vanished and counts[0]:
             place, task, _ = key
             where = "before the first block" if place == STEM else f"after {place}"
             what = f"the features of the expert of {task} are all zero {where}: there is nothing to calibrate to"
             raise NumericsError(what, where=f"expert {task}", fix="use another checkpoint; this one is broken")
-        return Drift(distance, size, cosine_sum, counts[0], local_sum, upstream_sum, is_split=bool(split))
+        drift = Drift(distance, size, cosine_sum, counts[0])
+        if split:
+            drift.is_split, drift.local_sum, drift.upstream_sum, *residual = True, *split
+            if residual:
+                drift.has_residual, drift.residual_sum, drift.skip_cosine_sum = True, *residual
+        return drift
 
     def read(self, place: str, task: str, role: str) -> Drift:
         """The drift measured so far."""
         return self.find(place, task, role) or Drift()
+
+
+def cosines(rows: Tensor, others: Tensor) -> Tensor:
+    """The cosine of each row [T, d] with the other's [T]; 0 for a zero vector."""
+    products = torch.einsum("td,td->t", rows, others)
+    return products / (_norms(rows) * _norms(others)).clamp_min(TINY)
 
 
 def _norms(rows: Tensor) -> Tensor:
@@ -180,8 +217,6 @@ def _sum(values: Tensor) -> Tensor:
     return values.sum(dtype=torch.float64)
 
 
-LOGIT_BYTES = 2**28
-"""Of one batch that outputs are compared on."""
 ROWS_AT_ONCE = 1024
 """Predictions whose probabilities are computed together: a vocabulary is long."""
 
@@ -216,36 +251,28 @@ class OutputShift:
         return self.variation_sum / self.rows if self.rows else 0.0
 
 
-def limit_batches(batches: Mapping[str, Sequence[Batch]], runners: Iterable[BlockRunner]) -> dict[str, list[Batch]]:
-    """The batches of each task, cut so that any of the models' logits on one of them take no more than LOGIT_BYTES."""
-    heads = [runner.model.module.get_output_embeddings() for runner in runners]
-    choices = max((len(head.weight) for head in heads if hasattr(head, "weight")), default=0)
-    return {task: [part for batch in of_task for part in _cut(batch, choices)] for task, of_task in batches.items()}
-
-
-def _cut(batch: Batch, choices: int) -> Iterator[Batch]:
-    ids = batch.get("decoder_input_ids", batch.get("input_ids"))
-    example_bytes = 4 * choices * (ids.shape[1] if ids is not None and ids.ndim == 2 else 1)
-    count = count_examples(batch)
-    size = max(1, min(count, LOGIT_BYTES // example_bytes if example_bytes else count))
-    for start in range(0, count, size):
-        yield batch if size == count else take_examples(batch, range(start, min(count, start + size)))
-
-
 class OutputMeter(Meter[OutputShift]):
     """Adds up what models' last features make of the experts' outputs, by task, role and place."""
 
-    def add(self, task: str, role: str, output: Any, expert: Any, batch: Batch, place: str = "") -> None:
+    def add(self, task: str, role: str, output: Any, expert: Any, batch: Batch, place: str = "") -> Tensor | None:
         """Add one batch: what the expert returned for the model's features after the block `place` ("": the last one),
-        and for its own."""
+        and for its own. Returns ‖z − z_exp‖₂ of each example [examples]; None where predictions are not theirs."""
         has_logits = isinstance(getattr(expert, "logits", None), Tensor)
         rows, rows_exp = (_choose_rows(_read_output(of), batch) for of in (output, expert))
         # a broken head of the expert says nothing of the features that it is given
         is_whole = torch.isfinite(rows_exp).all()
+        distances = []
         for start in range(0, len(rows), ROWS_AT_ONCE):
             z, z_exp = (x[start : start + ROWS_AT_ONCE].float() for x in (rows, rows_exp))
-            numbers = [torch.where(is_whole, x, 0) for x in _compare_rows(z, z_exp, has_logits=has_logits)]
+            distances.append((z - z_exp).norm(dim=-1))
+            compared = _compare_rows(z, z_exp, distances[-1], has_logits=has_logits)
+            numbers = [torch.where(is_whole, x, 0) for x in compared]
             self._add((task, role, place), [has_logits], [is_whole * len(z), *numbers])
+        count, z = count_examples(batch), _read_output(expert)
+        if len(z) != count or not distances:
+            return None
+        owners = torch.arange(count, device=z.device).view(-1, *[1] * (z.ndim - 1)).expand(*z.shape[:-1], 1)
+        return add_by_example(torch.cat(distances) ** 2, _choose_rows(owners, batch)[:, 0], count).sqrt()
 
     def _read(self, _: tuple[str, ...], counts: list[int], numbers: list[float]) -> OutputShift:
         rows, distance, size, *of_logits = numbers
@@ -258,9 +285,9 @@ class OutputMeter(Meter[OutputShift]):
         return self.find(task, role, place)
 
 
-def _compare_rows(z: Tensor, z_exp: Tensor, *, has_logits: bool) -> Iterator[Tensor]:
-    """What some rows add to the sums of an OutputShift, from `distance` to `certain`."""
-    yield _sum((z - z_exp).norm(dim=-1))
+def _compare_rows(z: Tensor, z_exp: Tensor, distances: Tensor, *, has_logits: bool) -> Iterator[Tensor]:
+    """What some rows, which are at `distances`, add to the sums of an OutputShift, from `distance` to `certain`."""
+    yield _sum(distances)
     yield _sum(z_exp.norm(dim=-1))
     if not has_logits:
         return
@@ -294,52 +321,79 @@ def _choose_rows(z: Tensor, batch: Batch) -> Tensor:
     return z.reshape(-1, z.shape[-1])
 
 
-@dataclass
-class TaskVector:
-    """Sums over parameters for the cosine of (expert − base) and (model − base)."""
+class ExampleMeter:
+    """Keeps figures of every single example, by task, role and kind: COSINE, DRIFT and SHIFT, as far as they are known.
+    What belongs to one example stands at one place in each."""
 
-    product: float = 0.0
-    expert_square: float = 0.0
-    model_square: float = 0.0
+    def __init__(self) -> None:
+        self._kept: dict[tuple[str, str, str], list[Tensor]] = {}
+
+    def add(self, task: str, role: str, kind: str, values: Tensor) -> None:
+        """Add the figures of a batch [examples]."""
+        self._kept.setdefault((task, role, kind), []).append(values)
+
+    def share(self, ranks: Ranks) -> None:
+        """Let every rank know what the others have measured by now."""
+        self._kept = ranks.unite({key: [torch.cat(parts).cpu()] for key, parts in self._kept.items()})
+
+    def read(self, task: str, role: str, kind: str) -> list[float]:
+        """The figures so far; none where nothing was measured."""
+        return [value for part in self._kept.get((task, role, kind), []) for value in part.tolist()]
+
+
+COSINE, DRIFT, SHIFT = "cosine", "drift", "shift"
+"""Kinds of figures: an example's mean cosine(h, h_exp), its ‖e‖₂, over all its tokens that count, and ‖z − z_exp‖₂."""
+
+
+def add_by_example(values: Tensor, owners: Tensor, count: int) -> Tensor:
+    """The sums of the values [T] of each of `count` examples [count]; `owners` [T]: which example each is of."""
+    of_each = owners == torch.arange(count, device=owners.device)[:, None]
+    return torch.where(of_each, values.double(), 0.0).sum(1)  # (index_add would sum in any order on a GPU)
+
+
+OUTSIDE = ""
+"""The place of what lies outside of blocks, embeddings for example."""
+
+
+@dataclass
+class Share:
+    """One block's part t of the final drift e: its local mismatch, as the model's later blocks carry it to the end
+    (paper, P m of Proposition 2). Summed over all tokens added."""
+
+    projection: float = 0.0
+    """Σ ⟨t, e⟩."""
+    square: float = 0.0
+    """Σ ‖e‖₂²."""
+    length: float = 0.0
+    """Σ ‖t‖₂."""
+    size: float = 0.0
+    """Σ ‖h_exp‖₂."""
+    tokens: int = 0
+    examples: int = 0
 
     @property
-    def cosine(self) -> float:
-        """0 where one of the two has not moved from the base."""
-        size = (self.expert_square * self.model_square) ** 0.5
-        return self.product / size if size else 0.0
+    def share(self) -> float | None:
+        """Σ ⟨t, e⟩ / Σ ‖e‖₂², which adds up to 1 over blocks and OUTSIDE; None where nothing drifted."""
+        return self.projection / self.square if self.square else None
+
+    @property
+    def carried(self) -> float:
+        """mean ‖t‖₂ / mean ‖h_exp‖₂."""
+        return relate(self.length, self.size, self.tokens)
 
 
-class VectorMeter(Meter[TaskVector]):
-    """Adds up task vectors by task and role, a block at a time: no two models' weights are ever needed whole."""
+class ShareMeter(Meter[Share]):
+    """Adds up parts of the final drift by block (or OUTSIDE), task and role."""
 
-    def add(
-        self, task: str, block: str, models: Mapping[str, BlockRunner], expert: BlockRunner, base: BlockRunner
-    ) -> None:
-        """Add the parameters of one block of every model, by role, as far as all have them in one shape."""
-        for ours, theirs, start in _shared(block, models, expert, base):
-            wanted = (theirs.float() - start.float()).flatten()
-            for role, parameter in ours.items():
-                moved = (parameter.float() - start.float()).flatten()
-                products = torch.dot(moved, wanted), torch.dot(wanted, wanted), torch.dot(moved, moved)
-                self._add((task, role), [], products)
+    def add(self, place: str, task: str, role: str, part: Tensor, drift: Tensor, expert: Tensor, examples: int) -> None:
+        """Add the same tokens, of so many examples, of the part, of the whole drift and of the expert's feature [T, d],
+        in float64."""
+        sums = [(part * drift).sum(), drift.square().sum(), _sum(_norms(part)), _sum(_norms(expert))]
+        self._add((place, task, role), [len(part), examples], sums)
 
-    def _read(self, _: tuple[str, ...], __: list[int], numbers: list[float]) -> TaskVector:
-        return TaskVector(*numbers)
+    def _read(self, _: tuple[str, ...], counts: list[int], numbers: list[float]) -> Share:
+        return Share(*numbers, *counts)  # type: ignore[arg-type]  # its fields in order
 
-    def read(self, task: str, role: str) -> float | None:
-        """The cosine so far; None for nothing."""
-        vector = self.find(task, role)
-        return None if vector is None else vector.cosine
-
-
-def _shared(
-    block: str, models: Mapping[str, BlockRunner], expert: BlockRunner, base: BlockRunner
-) -> Iterator[tuple[dict[str, Tensor], Tensor, Tensor]]:
-    """Every parameter of the block that all have: of the models by role, of the expert, of the base."""
-    ours = {role: dict(runner.module(block).named_parameters()) for role, runner in models.items()}
-    theirs, start = (dict(runner.module(block).named_parameters()) for runner in (expert, base))
-    for name, first in start.items():
-        of_models = {role: parameters[name].detach() for role, parameters in ours.items() if name in parameters}
-        shapes = {x.shape for x in (*of_models.values(), first, theirs.get(name, first))}
-        if len(of_models) == len(ours) and name in theirs and len(shapes) == 1 and first.is_floating_point():
-            yield of_models, theirs[name].detach(), first.detach()
+    def read(self, place: str, task: str, role: str) -> Share | None:
+        """What was measured so far; None for nothing."""
+        return self.find(place, task, role)

@@ -1,4 +1,4 @@
-"""Expert and models side by side on one batch that drift is measured on."""
+"""Expert and models side by side on one batch that drift is measured on; and passes that switch between them."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch import Tensor
 
 from featcal_cli.data.batches import Batch, count_examples
 from featcal_cli.engine.block_runner import BlockRunner, PausedForward
-from featcal_cli.engine.drift_metrics import STEM
+from featcal_cli.engine.drift_metrics import COSINE, DRIFT, OUTSIDE, SHIFT, STEM, add_by_example, cosines
 from featcal_cli.engine.job import Job, Measurement
-from featcal_cli.engine.token_weights import token_weights
+from featcal_cli.engine.token_weights import choose_rows, token_weights
 from featcal_cli.models.architecture import Block
-from featcal_cli.models.token_layout import OWN, Layout, Lengths, Weights, token_lengths
+from featcal_cli.models.token_layout import Layout, Lengths, Weights, token_lengths
 from featcal_cli.models.tracing import first_tensor, tensors_in
 
 MODULE_ROWS = 256
@@ -36,6 +36,8 @@ class _ExpertRun(NamedTuple):
     """The last run of a block by the expert, and what is measured beside it; its pass has gone on."""
 
     run: _Run
+    given: Tensor
+    """The expert's hidden states before the block."""
     on_expert: dict[str, _Run]
     """What the models of other roles make of the expert's input."""
     weights: Weights
@@ -90,7 +92,7 @@ class DriftProbe:
         for paused in self:
             yield from paused.tensors
         if self._shown is not None:
-            yield from tensors_in(self._shown.run.output)
+            yield from tensors_in((self._shown.run.output, self._shown.given))
 
     def drop(self, role: str) -> None:
         """A model is measured no more."""
@@ -155,7 +157,8 @@ class DriftProbe:
         expert = self._passes[EXPERT]
         on_expert = {role: self._run(role, block, expert) for role in self._measurement.split & self._passes.keys()}
         weights = token_weights(expert, block, cls_tokens=False)
-        self._shown = _ExpertRun(run, on_expert, weights, token_lengths(expert.batch, expert.hidden), call)
+        given, lengths = expert.hidden, token_lengths(expert.batch, expert.hidden)
+        self._shown = _ExpertRun(run, given, on_expert, weights, lengths, call)
         is_last_call = call == block.calls
         if is_last_call and self._is_end(block):
             return
@@ -200,7 +203,12 @@ class DriftProbe:
         for role in self._measurement.runners:
             trio = [runs[role], runs[EXPERT], *([on_expert[role]] if role in on_expert else [])]
             outputs = [hidden for run in trio if (hidden := first_tensor(run.output)) is not None]
+            given = [self._passes[role].hidden, shown.given] if len(outputs) == 3 else []
+            if len({x.shape for x in (*outputs, *given)}) == 1:
+                outputs += given
             add(block.name, self._task, role, *self._choose_rows(outputs, block.layout, weights, lengths))
+            if self._is_end(block):
+                self._keep_examples(role, outputs[:2], block.layout, weights, lengths)
             for module in block.modules:
                 calls = [run.modules.get(module.name, []) for run in trio]
                 for layout, *inner in zip(module.layouts, *calls, strict=False):
@@ -209,17 +217,26 @@ class DriftProbe:
                         step = -(-len(rows[0]) // MODULE_ROWS)
                         add(f"{block.name}.{module.name}", self._task, role, *(x[::step] for x in rows))
 
+    def _keep_examples(
+        self, role: str, features: Sequence[Tensor], layout: Layout, weights: Weights, lengths: Lengths
+    ) -> None:
+        """Keep how near each example's last feature is to the expert's: of the model and of the expert."""
+        count = count_examples(self._passes[EXPERT].batch)
+        owners = layout.find_owners(features[0], count)
+        if self._measurement.examples is None or owners is None:
+            return
+        h, h_exp, owned = self._choose_rows([*features, owners], layout, weights, lengths)
+        h, h_exp, owned = h.float(), h_exp.float(), owned[:, 0]
+        tokens = owned.bincount(minlength=count)
+        cosine = add_by_example(cosines(h, h_exp), owned, count) / tokens
+        distance = add_by_example((h - h_exp).square().sum(-1), owned, count).sqrt()
+        self._measurement.examples.add(self._task, role, COSINE, cosine)
+        self._measurement.examples.add(self._task, role, DRIFT, distance)
+
     def _choose_rows(
         self, features: Sequence[Tensor], layout: Layout, weights: Weights, lengths: Lengths
     ) -> list[Tensor]:
-        """The tokens [T, d] of one feature of several models: the first of each example, or all but padding."""
-        if self._job.cls_blocks and layout.axis == OWN:
-            return [x[:, 0] for x in features]
-        flattened = [layout.flatten(x, weights, lengths, layout.axis) for x in features]
-        rows = [pair[0] for pair in flattened if pair is not None]
-        if len(rows) < len(features):  # tokens and padding cannot be told apart: all rows count
-            return [x.reshape(-1, x.shape[-1]) for x in features]
-        return rows
+        return choose_rows(features, layout, weights, lengths, first_only=bool(self._job.cls_blocks))
 
     def _finish(self, outputs: Mapping[str, Any]) -> None:
         """Keep all last features, and run the rest of the expert's forward with them in place of its own."""
@@ -235,7 +252,10 @@ class DriftProbe:
         assert self._outputs is not None
         batch, expert = self._passes[EXPERT].batch, self._answer(EXPERT, place, outputs[EXPERT])
         for role in self._measurement.runners:
-            self._outputs.add(self._task, role, self._answer(role, place, outputs[role]), expert, batch, place)
+            answer = self._answer(role, place, outputs[role])
+            shifts = self._outputs.add(self._task, role, answer, expert, batch, place)
+            if self._measurement.examples is not None and shifts is not None and not place:
+                self._measurement.examples.add(self._task, role, SHIFT, shifts)
 
     def _answer(self, role: str, place: str, output: Any) -> Any:
         follower = self._followers.pop((role, place))
@@ -243,6 +263,119 @@ class DriftProbe:
         follower.run_through(self._job.architecture.blocks)
         answer, follower.output = follower.output, None  # logits are large
         return answer
+
+
+class SwitchProbe:
+    """Passes on a few examples that show what becomes of every block's local mismatch after the last block.
+
+    For each block a further pass of the expert, in which the model's blocks run from this one on. The last features of
+    two that switch one block apart differ by that block's local mismatch, as the model's later blocks carry it (paper,
+    P m of Proposition 2, without Jacobians). These differences, and what the model's embeddings and all else outside of
+    blocks do, add up to the last drift: each begins with what the one before ends with.
+    """
+
+    def __init__(self, job: Job, measurement: Measurement, task: str, batch: Batch) -> None:
+        """Start all passes; call inside `on_device` of all runners."""
+        self._job, self._measurement, self._task = job, measurement, task
+        entry, names = job.architecture.entries[task], [block.name for block in job.architecture.blocks]
+        self._order = {name: number for number, name in enumerate(names)}
+        reached = names[: self._order[job.architecture.last_blocks[task]] + 1]
+        self._models = {role: measurement.runners[role].start([batch], entry)[0] for role in sorted(measurement.split)}
+        count = len(self._models) * sum(name.startswith(entry) for name in reached)
+        self._expert, *self._waiting = job.experts[task].start([batch] * (1 + count), entry)
+        self._switched: dict[str, dict[str, PausedForward]] = {role: {} for role in self._models}
+        """By role, and the first block that is the model's, in forward order."""
+
+    def __iter__(self) -> Iterator[PausedForward]:
+        yield self._expert
+        yield from self._models.values()
+        yield from self._waiting
+        for passes in self._switched.values():
+            yield from passes.values()
+
+    @property
+    def tensors(self) -> Iterator[Tensor]:
+        """What the passes are paused with."""
+        for paused in self:
+            yield from paused.tensors
+
+    def go_through(self, block: Block, done: Sequence[Block]) -> None:
+        """Take all passes through all calls of the block, if they are at it. `done`: the blocks that were visited
+        before, which may run again."""
+        if not self._expert.is_at(block):
+            return
+        for passes in self._switched.values():
+            passes[block.name] = self._waiting.pop()
+        outputs: list[Any] = []
+        self._run(self._expert, block, done, kept=outputs)
+        if block.name == self._job.architecture.last_blocks[self._task]:
+            self._measure(block, done, outputs[-1])
+            for paused in self:
+                paused.close()
+            return
+        self._lead_waiting(outputs)
+        for role, paused in self._models.items():
+            self._run(paused, block, done)
+            for start, switched in self._switched[role].items():
+                self._run(switched, block, done, role, start)
+
+    def _run(
+        self,
+        paused: PausedForward,
+        block: Block,
+        done: Sequence[Block],
+        role: str = EXPERT,
+        start: str = "",
+        kept: list[Any] | None = None,
+    ) -> Any:
+        """Take a pass to the next block that was not visited before, and return what the last one run has returned; at
+        the task's last block it stays there. From the block `start` on the blocks are those of the model `role`."""
+        calls, last = 0, self._job.architecture.last_blocks[self._task]
+        while (at := next((other for other in (block, *done) if paused.is_at(other)), None)) is not None:
+            is_models = role in self._models and self._order[at.name] >= self._order[start]
+            output = (self._models[role] if is_models else paused).run_block(at, paused)
+            if kept is not None:
+                kept.append(output)
+            calls += at is block
+            if calls == block.calls and at is block and block.name == last:
+                return output
+            paused.advance(_with_own_hidden(output))
+        return output
+
+    def _lead_waiting(self, outputs: Sequence[Any]) -> None:
+        """Give the passes that have not switched what the expert's blocks have returned, as one tensor for all, unless
+        models go on to change it in place."""
+        for output in outputs:
+            shared, version = _with_own_hidden(output), None
+            for paused in self._waiting:
+                hidden = first_tensor(shared)
+                if version is not None and hidden is not None and hidden._version != version:
+                    shared = _with_own_hidden(output)
+                    hidden = first_tensor(shared)
+                version = None if hidden is None else hidden._version
+                paused.advance(shared)
+
+    def _measure(self, block: Block, done: Sequence[Block], output: Any) -> None:
+        """Give every block's part of the last drift to the meter. `output`: the expert's."""
+        assert self._measurement.shares is not None
+        weights = token_weights(self._expert, block, cls_tokens=False)
+        lengths = token_lengths(self._expert.batch, self._expert.hidden)
+
+        def rows_of(last: Any) -> Tensor:
+            hidden, first_only = first_tensor(last), bool(self._job.cls_blocks)
+            assert hidden is not None
+            return choose_rows([hidden], block.layout, weights, lengths, first_only=first_only)[0].double()
+
+        expert = rows_of(output)
+        count, add = count_examples(self._expert.batch), self._measurement.shares.add
+        for role, paused in self._models.items():
+            before = rows_of(self._run(paused, block, done))
+            drift, place = before - expert, OUTSIDE
+            for start, switched in self._switched[role].items():
+                after = rows_of(self._run(switched, block, done, role, start))
+                add(place, self._task, role, before - after, drift, expert, count)
+                before, place = after, start
+            add(place, self._task, role, before - expert, drift, expert, count)
 
 
 def _with_own_hidden(output: Any) -> Any:

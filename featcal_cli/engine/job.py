@@ -9,8 +9,9 @@ from torch import Tensor
 
 from featcal_cli.data.batches import Batch
 from featcal_cli.engine.block_runner import BlockRunner
-from featcal_cli.engine.drift_metrics import DriftMeter, OutputMeter, VectorMeter
+from featcal_cli.engine.drift_metrics import DriftMeter, ExampleMeter, OutputMeter, ShareMeter
 from featcal_cli.engine.offload import Offloader
+from featcal_cli.engine.weight_checks import VectorMeter
 from featcal_cli.models.architecture import Architecture
 from featcal_cli.runtime.distributed import Ranks
 
@@ -32,6 +33,12 @@ class Measurement:
     branches: frozenset[str] = frozenset()
     """Blocks after which the rest of the expert is run on every model's features too, for `outputs`."""
     vectors: VectorMeter | None = None
+    examples: ExampleMeter | None = None
+    """Where it is given, it gets figures of every example's last feature, and of the outputs made of it."""
+    shares: ShareMeter | None = None
+    """Where it is given, it gets each block's part of the last drift, on the examples of `switched`."""
+    switched: Mapping[str, Sequence[Batch]] = field(default_factory=dict)
+    """By task; few, as a pass for each block runs on them, of every model whose drift is split."""
     finals: dict[str, dict[str, list[Tensor]]] | None = None
     """Where it is given, it gets every example's last feature [examples, d], by task and role."""
     split: frozenset[str] = frozenset()
@@ -42,13 +49,13 @@ class Measurement:
     def settle(self) -> None:
         """Make readings of all that was measured. Raises NumericsError for an expert whose features vanish, where that
         is refused."""
-        for meter in (self.meter, self.outputs, self.vectors):
+        for meter in (self.meter, self.outputs, self.vectors, self.shares):
             if meter is not None:
                 meter.settle()
 
     def share(self, ranks: Ranks) -> None:
         """Let every rank know what the others have measured by now."""
-        for meter in (self.meter, self.outputs, self.vectors):
+        for meter in (self.meter, self.outputs, self.vectors, self.shares, self.examples):
             if meter is not None:
                 meter.share(ranks)
         if self.finals is not None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from featcal_cli.data.batches import Batch, count_examples
 from featcal_cli.engine.block_runner import BlockRunner, PausedForward
-from featcal_cli.engine.drift_probe import EXPERT, DriftProbe
+from featcal_cli.engine.drift_probe import EXPERT, DriftProbe, SwitchProbe
 from featcal_cli.engine.hooks import CapturedRun, Features, run_captured, run_to_last_input
 from featcal_cli.engine.job import Job
 from featcal_cli.engine.token_weights import token_weights
@@ -21,7 +21,7 @@ from featcal_cli.models.architecture import Block
 from featcal_cli.models.token_layout import Lengths, Weights, token_lengths
 from featcal_cli.runtime import memory_map
 
-PassGroup = TypeVar("PassGroup", "PairedPass", DriftProbe)
+PassGroup = TypeVar("PassGroup", "PairedPass", DriftProbe, SwitchProbe)
 
 
 class Observation(NamedTuple):
@@ -80,6 +80,8 @@ class Passes:
     """On the examples that updates are checked on."""
     measured: dict[str, list[DriftProbe]]
     """On the examples that drift alone is measured on."""
+    switched: dict[str, list[SwitchProbe]]
+    """On the few examples that the last drift is traced to its blocks on."""
 
     @property
     def pairs(self) -> list[PairedPass]:
@@ -114,13 +116,13 @@ def forward_order(job: Job) -> Iterator[BlockVisit]:
             visit.release()
             done.append(block)
     finally:
-        for paused in chain(*passes.pairs, *passes.probes):
+        for paused in chain(*passes.pairs, *passes.probes, *chain.from_iterable(passes.switched.values())):
             paused.close()
 
 
 def _start_passes(job: Job) -> Passes:
     """All passes, paused before their first blocks."""
-    passes = Passes({}, {}, {})
+    passes = Passes({}, {}, {}, {})
     with ExitStack() as stack:
         for runner in job.runners:
             stack.enter_context(runner.on_device())
@@ -138,6 +140,10 @@ def _start_passes(job: Job) -> Passes:
                     if id(batch) not in paired
                 )
                 passes.measured[task] = [_offload(job, probe, probe) for probe in probes]
+                traced = (
+                    SwitchProbe(job, job.drift, task, job.merged.place(x)) for x in job.drift.switched.get(task, ())
+                )
+                passes.switched[task] = [_offload(job, probe, probe) for probe in traced]
             expert.give_back()
     for runner in job.runners:
         runner.give_back()
@@ -320,6 +326,8 @@ class BlockVisit:
                         self._go_through(task, paused)
                 for probe in self._in_turn(self._passes.measured[task]):
                     probe.go_through(self.block, self._done)
+                for traced in self._in_turn(self._passes.switched[task]):
+                    traced.go_through(self.block, self._done)
             if self._is_last(task):
                 expert.give_back()  # its head too, if its answers were asked for
             elif task not in self._released:

@@ -10,7 +10,7 @@ from torch import Tensor
 from featcal_cli.data.batches import Batch, take_examples
 from featcal_cli.engine.block_runner import BlockRunner, PausedForward
 from featcal_cli.models.architecture import Architecture, Block
-from featcal_cli.models.token_layout import MASK, OWN, Weights, counts_all, token_masks
+from featcal_cli.models.token_layout import MASK, OWN, Layout, Lengths, Weights, counts_all, token_masks
 from featcal_cli.models.tracing import first_tensor
 
 OTHER_TOKENS = 0.01
@@ -55,6 +55,22 @@ def _own_mask(paused: PausedForward, block: Block) -> Tensor | None:
     else:
         own = mask.new_empty(0, 0).float() if to_frames is None else to_frames(frames, mask).float()
     return None if own.numel() and bool(own.all()) else own
+
+
+def choose_rows(
+    features: Sequence[Tensor], layout: Layout, weights: Weights, lengths: Lengths, *, first_only: bool
+) -> list[Tensor]:
+    """The tokens [T, d] of one feature of several models: the first of each example, or all but padding.
+
+    first_only: of patches the first counts alone.
+    """
+    if first_only and layout.axis == OWN:
+        return [x[:, 0] for x in features]
+    flattened = [layout.flatten(x, weights, lengths, layout.axis) for x in features]
+    rows = [pair[0] for pair in flattened if pair is not None]
+    if len(rows) < len(features):  # tokens and padding cannot be told apart: all rows count
+        return [x.reshape(-1, x.shape[-1]) for x in features]
+    return rows
 
 
 def find_cls_blocks(runner: BlockRunner, architecture: Architecture, task: str, batch: Batch) -> frozenset[str]:

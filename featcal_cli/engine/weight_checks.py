@@ -1,15 +1,17 @@
-"""Weights with which nothing can be calibrated, and merges that were not made of these experts."""
+"""What weights alone say: which are broken, which merges were not made of these experts, task vectors."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import combinations
 
 import torch
 from torch import Tensor
 
 from featcal_cli.engine.block_runner import BlockRunner
+from featcal_cli.engine.drift_metrics import Meter
 from featcal_cli.engine.weight_uploads import is_finite
 from featcal_cli.models.architecture import Architecture, Block
 from featcal_cli.models.loading import Model
@@ -208,3 +210,54 @@ def _rounding(values: Tensor, model: Model) -> float:
     """The sum of squares that storing values in the model's dtype adds."""
     spacing = torch.finfo(model.module.dtype).eps * torch.exp2(values.abs().clamp_min(1e-30).log2().floor())
     return float((spacing.square() / 12).sum())
+
+
+@dataclass
+class TaskVector:
+    """Sums over parameters for the cosine of (expert − base) and (model − base)."""
+
+    product: float = 0.0
+    expert_square: float = 0.0
+    model_square: float = 0.0
+
+    @property
+    def cosine(self) -> float:
+        """0 where one of the two has not moved from the base."""
+        size = (self.expert_square * self.model_square) ** 0.5
+        return self.product / size if size else 0.0
+
+
+class VectorMeter(Meter[TaskVector]):
+    """Adds up task vectors by task and role, a block at a time: no two models' weights are ever needed whole."""
+
+    def add(
+        self, task: str, block: str, models: Mapping[str, BlockRunner], expert: BlockRunner, base: BlockRunner
+    ) -> None:
+        """Add the parameters of one block of every model, by role, as far as all have them in one shape."""
+        for ours, theirs, start in _shared(block, models, expert, base):
+            wanted = (theirs.float() - start.float()).flatten()
+            for role, parameter in ours.items():
+                moved = (parameter.float() - start.float()).flatten()
+                products = torch.dot(moved, wanted), torch.dot(wanted, wanted), torch.dot(moved, moved)
+                self._add((task, role), [], products)
+
+    def _read(self, _: tuple[str, ...], __: list[int], numbers: list[float]) -> TaskVector:
+        return TaskVector(*numbers)
+
+    def read(self, task: str, role: str) -> float | None:
+        """The cosine so far; None for nothing."""
+        vector = self.find(task, role)
+        return None if vector is None else vector.cosine
+
+
+def _shared(
+    block: str, models: Mapping[str, BlockRunner], expert: BlockRunner, base: BlockRunner
+) -> Iterator[tuple[dict[str, Tensor], Tensor, Tensor]]:
+    """Every parameter of the block that all have: of the models by role, of the expert, of the base."""
+    ours = {role: dict(runner.module(block).named_parameters()) for role, runner in models.items()}
+    theirs, start = (dict(runner.module(block).named_parameters()) for runner in (expert, base))
+    for name, first in start.items():
+        of_models = {role: parameters[name].detach() for role, parameters in ours.items() if name in parameters}
+        shapes = {x.shape for x in (*of_models.values(), first, theirs.get(name, first))}
+        if len(of_models) == len(ours) and name in theirs and len(shapes) == 1 and first.is_floating_point():
+            yield of_models, theirs[name].detach(), first.detach()

@@ -82,6 +82,14 @@ class Layout:
         kept = self._find_counting(x, weights, per_row)
         return (rows, per_row) if kept is None else (rows[kept], per_row[kept])
 
+    def find_owners(self, x: Tensor, count: int) -> Tensor | None:
+        """Which of `count` examples each row of a feature [.., d] is of [.., 1]; None where the rows do not show it."""
+        for at, dim in enumerate(self.dims if self.dims is not None and len(self.dims) == x.ndim - 1 else ()):
+            if dim.examples and x.shape[at] % count == 0:
+                owners = torch.arange(x.shape[at], device=x.device) // (x.shape[at] // count)
+                return owners.view([-1 if place == at else 1 for place in range(x.ndim)]).expand(*x.shape[:-1], 1)
+        return None
+
     @property
     def is_table(self) -> bool:
         """Rows that belong to no example, the same in every batch: relative positions."""

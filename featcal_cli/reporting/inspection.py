@@ -32,6 +32,11 @@ class PlaceDrift:
     """mean ‖p‖₂ / mean ‖h_expert‖₂; None before the first block."""
     amplification: float | None = None
     """‖e‖ of this block / ‖e‖ of the one before, mean norms; None where there is none before, or it is 0."""
+    residual: float | None = None
+    """mean ‖r‖₂ / mean ‖h_expert‖₂, of p = e_in + r (paper, equation 28): e_in is the drift of the block's input, which
+    a skip connection carries on, r what its branches add; None where input and output have different shapes."""
+    residual_cosine: float | None = None
+    """Mean cosine of r and e_in: below 0 the branches take drift away, above they add to it; None like residual."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +48,11 @@ class BlockDrift:
     """Of the block's output."""
     modules: dict[str, PlaceDrift] = field(default_factory=dict)
     """Of the modules' outputs, by their path inside the block."""
+    share: float | None = None
+    """Of the drift after the last block, what begins here: t, this block's local mismatch as the model's later blocks
+    carry it (paper, P m of Proposition 2), is Σ ⟨t, e⟩ / Σ ‖e‖² of it. With `outside` they add up to 1."""
+    carried: float | None = None
+    """mean ‖t‖₂ / mean ‖h_expert‖₂ after the last block."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +70,9 @@ class OutputDrift:
     certain: float | None = None
     """Share of predictions that the drift cannot change: the expert's margin exceeds 2 ‖z − z_expert‖∞ (paper,
     equation 44); None without logits."""
+    sensitivity_median: float | None = None
+    """Of ‖z − z_expert‖₂ / ‖e‖₂, over examples: a lower bound of the head's B (paper, Proposition 3)."""
+    sensitivity_max: float | None = None
 
 
 @dataclass(frozen=True)
@@ -73,6 +86,10 @@ class ModelDrift:
     output: OutputDrift | None
     task_vector_cosine: float | None
     """Cosine of (expert − base) and (model − base), over the parameters of all blocks; None for the base itself."""
+    outside: float | None = None
+    """Share of the last drift that what lies outside of blocks brings in, embeddings for example."""
+    cosine_percentiles: list[float] = field(default_factory=list)
+    """Of the cosine of h and h_expert after the last block, each example's mean: percentiles 0, 5, 10, … 100."""
 
     @property
     def last(self) -> PlaceDrift:
@@ -87,6 +104,27 @@ class TaskInspection:
     examples: int
     models: dict[str, ModelDrift]
     """By role: model, base, and other where a second model is compared."""
+    traced: int = 0
+    """Examples that shares are measured on."""
+
+
+@dataclass(frozen=True)
+class Gain:
+    """What the other model has more than the first on one task."""
+
+    cosine: float
+    """After the last block."""
+    result: float
+    """Accuracy, or share of predictions that are the expert's: each 0 to 1."""
+
+
+@dataclass(frozen=True)
+class Gains:
+    """Nearer features against better results."""
+
+    measure: str
+    """accuracy, from the models' own reports, or agreement with the expert."""
+    tasks: dict[str, Gain]
 
 
 @dataclass(frozen=True)
@@ -101,6 +139,8 @@ class Inspection:
     recipe: dict[str, Any]
     environment: dict[str, str]
     cost: dict[str, float]
+    gains: Gains | None = None
+    """Where two models are compared."""
     schema: int = SCHEMA
 
     def to_json(self) -> str:

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from itertools import groupby, pairwise, takewhile
 from math import inf, isfinite, isinf, isnan
 from pathlib import Path
+from statistics import StatisticsError, correlation, fmean
 from typing import TYPE_CHECKING, Literal
 
 from featcal_cli.lineage.questions import enumerate_names
-from featcal_cli.reporting.inspection import VISIBLE, Inspection, ModelDrift, TaskInspection
+from featcal_cli.reporting.inspection import VISIBLE, Gains, Inspection, ModelDrift, TaskInspection
 from featcal_cli.reporting.report import Report
 from featcal_cli.runtime.errors import GateError, RecipeError
 
@@ -23,6 +24,8 @@ BEGINNING = 0.5
 """Drift begins at the first block with this share of the largest local mismatch."""
 MOST_LISTS = 8
 """Lists of blocks that are told apart; beyond, all blocks are one list."""
+MOST_SHARES = 5
+"""Blocks whose share is written, the largest; the others have the rest."""
 MOST_TASKS = 5
 """Tasks that a sentence names; the others are counted."""
 
@@ -171,6 +174,69 @@ def read_drift(drift: ModelDrift) -> Reading:
     whole = local + upstream
     shares = (local / whole, upstream / whole) if whole and isfinite(whole) else (None, None)
     return Reading(next(begins, None), steepest, growth[steepest] if steepest else None, *shares)
+
+
+# Means over tasks
+
+
+def average_shares(inspection: Inspection, role: str) -> dict[str, float]:
+    """Share of the last drift by block, "" for what lies outside of blocks, largest first; they add up to 1. A task
+    that does not reach a block has no share of it."""
+    drifts = [task.models[role] for task in inspection.tasks.values() if task.models[role].outside is not None]
+    sums: dict[str, float] = {}
+    for drift in drifts:
+        for name, share in (("", drift.outside), *((block.name, block.share) for block in drift.blocks)):
+            sums[name] = sums.get(name, 0.0) + (share or 0.0) / len(drifts)
+    return dict(sorted(sums.items(), key=lambda item: -abs(item[1])))
+
+
+def count_gains(gains: Gains) -> tuple[int, int, float | None]:
+    """On how many tasks the cosine rose, and the result; and the correlation of both gains, None where there is none,
+    or fewer than three tasks."""
+    pairs = [(gain.cosine, gain.result) for gain in gains.tasks.values()]
+    risen, better = (sum(gain > 0 for gain in column) for column in zip(*pairs, strict=True))
+    try:
+        return risen, better, correlation(*zip(*pairs, strict=True)) if len(pairs) > 2 else None
+    except StatisticsError:  # one of them is the same everywhere
+        return risen, better, None
+
+
+def write_diagnostics(inspection: Inspection) -> Iterator[tuple[str, str]]:
+    """Further measures in a line each, means over tasks: what it is, and the figures of every model but the base."""
+    roles = [role for role in list_roles(inspection) if role != "base"]
+    order = order_blocks(inspection)
+    for role in roles:
+        shares = list(average_shares(inspection, role).items())
+        texts = [f"{abbreviate(name, order) if name else 'outside'} {_percent(share)}" for name, share in shares]
+        if shares:
+            yield f"share, {role}", ", ".join(texts[:MOST_SHARES])
+
+    def compare(read: Callable[[ModelDrift], Iterable[float | None]], total: Callable[..., float] = fmean) -> list[str]:
+        """One figure of every role, with the role before it where there are two."""
+        texts = []
+        for role in roles:
+            models = (task.models[role] for task in inspection.tasks.values())
+            values = [value for model in models for value in read(model) if value is not None and isfinite(value)]
+            texts += [f"{role} {total(values):.3g}" if len(roles) > 1 else f"{total(values):.3g}"] if values else []
+        return texts
+
+    if texts := compare(lambda drift: [block.drift.residual_cosine for block in drift.blocks]):
+        yield "residual cosine", ", ".join(texts)
+    if texts := compare(lambda drift: [drift.output.sensitivity_median if drift.output else None]):
+        most = compare(lambda drift: [drift.output.sensitivity_max if drift.output else None], max)
+        yield "B, median", f"{', '.join(texts)}; largest {', '.join(most)}"
+    if texts := compare(lambda drift: drift.cosine_percentiles[10:11]):
+        worst = compare(lambda drift: drift.cosine_percentiles[1:2])
+        yield "cosine, median", f"{', '.join(texts)}; 5th percentile {', '.join(worst)}"
+    if inspection.gains:
+        count = len(inspection.gains.tasks)
+        risen, better, together = count_gains(inspection.gains)
+        text = f"cosine on {risen} of {count} tasks, {inspection.gains.measure} on {better}"
+        yield "gained", text + ("" if together is None else f"; correlation of both gains {together:.2f}")
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.0f} %"
 
 
 # Sentences

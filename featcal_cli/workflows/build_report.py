@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from math import isfinite
+from statistics import median
 from typing import Any
 
 import torch
@@ -12,7 +14,7 @@ import torch
 from featcal_cli import __version__
 from featcal_cli.calibration.hyperparameters import Choice
 from featcal_cli.calibration.results import BlockReport
-from featcal_cli.engine.drift_metrics import STEM, Drift
+from featcal_cli.engine.drift_metrics import COSINE, DRIFT, OUTSIDE, SHIFT, STEM, Drift
 from featcal_cli.engine.job import CALIBRATED, Job
 from featcal_cli.lineage.questions import SAID
 from featcal_cli.reporting.inspection import BlockDrift, ModelDrift, OutputDrift, PlaceDrift, TaskInspection
@@ -101,9 +103,16 @@ def _describe_sources(plan: Preflight) -> Iterator[Source]:
 
 def describe_tasks(job: Job, examples: Mapping[str, int]) -> dict[str, TaskInspection]:
     return {
-        task: TaskInspection(count, {role: _describe_model(job, task, role) for role in job.drift.runners})
+        task: TaskInspection(
+            count, {role: _describe_model(job, task, role) for role in job.drift.runners}, _count_traced(job, task)
+        )
         for task, count in examples.items()
     }
+
+
+def _count_traced(job: Job, task: str) -> int:
+    shares = [job.drift.shares.read(OUTSIDE, task, role) for role in job.drift.split] if job.drift.shares else []
+    return max((share.examples for share in shares if share), default=0)
 
 
 def read_drift(job: Job, task: str, held_out: bool) -> TaskDrift:
@@ -125,7 +134,7 @@ def read_curve(job: Job, task: str) -> DriftCurve:
 
 def _describe_model(job: Job, task: str, role: str) -> ModelDrift:
     before = job.drift.meter.read(STEM, task, role)
-    stem = _describe(before, None)
+    stem, shares = _describe(before, None), job.drift.shares
     blocks = []
     for block in job.architecture.blocks:
         after = job.drift.meter.read(block.name, task, role)
@@ -136,17 +145,44 @@ def _describe_model(job: Job, task: str, role: str) -> ModelDrift:
             for module in block.modules
             if (inside := job.drift.meter.read(f"{block.name}.{module.name}", task, role)).tokens
         }
-        blocks.append(BlockDrift(block.name, _describe(after, before), modules))
+        part = shares.read(block.name, task, role) if shares else None
+        traced = (part.share, part.carried) if part else ()
+        blocks.append(BlockDrift(block.name, _describe(after, before), modules, *traced))
         before = after
-    outputs, vectors, output = job.drift.outputs, job.drift.vectors, None
+    outside = shares.read(OUTSIDE, task, role) if shares else None
+    return ModelDrift(
+        stem,
+        blocks,
+        _describe_output(job, task, role),
+        job.drift.vectors.read(task, role) if job.drift.vectors else None,
+        outside.share if outside else None,
+        _find_percentiles(job.drift.examples.read(task, role, COSINE)) if job.drift.examples else [],
+    )
+
+
+def _describe_output(job: Job, task: str, role: str) -> OutputDrift | None:
+    outputs, examples, output = job.drift.outputs, job.drift.examples, None
     if outputs and (shift := outputs.read(task, role)) and shift.rows:
         output = OutputDrift("features", shift.relative)
         if shift.has_logits:
             shares = (count / shift.rows for count in (shift.divergence_sum, shift.agreed, shift.certain))
             output = OutputDrift("logits", shift.relative, *shares)
-    return ModelDrift(stem, blocks, output, vectors.read(task, role) if vectors else None)
+    if output and examples:
+        shifts, drifts = (examples.read(task, role, kind) for kind in (SHIFT, DRIFT))
+        ratios = [z / e for z, e in zip(shifts, drifts, strict=False) if e and isfinite(z / e)]
+        if ratios and len(shifts) == len(drifts):
+            return replace(output, sensitivity_median=median(ratios), sensitivity_max=max(ratios))
+    return output
+
+
+def _find_percentiles(values: Sequence[float]) -> list[float]:
+    """Percentiles 0, 5, … 100 of those that are finite."""
+    finite = torch.tensor([value for value in values if isfinite(value)], dtype=torch.float64)
+    steps = torch.linspace(0, 1, 21, dtype=torch.float64)
+    return finite.quantile(steps).tolist() if len(finite) else []
 
 
 def _describe(drift: Drift, before: Drift | None) -> PlaceDrift:
     amplification = drift.mean / before.mean if before and before.mean else None
-    return PlaceDrift(drift.mean, drift.relative, drift.cosine, drift.local, drift.upstream, amplification)
+    split = drift.local, drift.upstream, amplification, drift.residual, drift.residual_cosine
+    return PlaceDrift(drift.mean, drift.relative, drift.cosine, *split)

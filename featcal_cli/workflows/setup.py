@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -11,14 +11,14 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from featcal_cli.data.batches import take_examples, take_range
+from featcal_cli.data.batches import Batch, count_examples, take_examples, take_range
 from featcal_cli.data.examples import TaskExamples
 from featcal_cli.engine.block_runner import BlockRunner
-from featcal_cli.engine.drift_metrics import DriftMeter, OutputMeter, VectorMeter, limit_batches
+from featcal_cli.engine.drift_metrics import DriftMeter, ExampleMeter, OutputMeter, ShareMeter
 from featcal_cli.engine.job import MERGED, Job, Measurement
 from featcal_cli.engine.offload import Offloader
 from featcal_cli.engine.token_weights import find_cls_blocks
-from featcal_cli.engine.weight_checks import describe_merge_fit
+from featcal_cli.engine.weight_checks import VectorMeter, describe_merge_fit
 from featcal_cli.hub.snapshot import Snapshot
 from featcal_cli.models.alignment import check_alignment, describe_differences, load_fitting
 from featcal_cli.models.architecture import Architecture, find_architecture
@@ -178,9 +178,13 @@ class Setup:
             DriftMeter(modules=not students, refuse_vanishing=bool(students)),
             outputs=OutputMeter() if small_heads or not students else None,
             vectors=None if students else VectorMeter(),  # a calibrated block is there when its experts' are gone
+            examples=None if students else ExampleMeter(),
             finals={} if keep_finals else None,
             split=frozenset(role for role, model in roles.items() if model is not models.base and not students),
         )
+        if not students:
+            drift.shares, counts = ShareMeter(), (len(architecture.blocks), len(roles), len(drift.split))
+            drift.switched = {task: choose_switched(batches, *counts) for task, batches in measured.items()}
         second = {role: drift.runners[role] for role in (*students, MERGED)} if judged else {}
         return Job(
             architecture=architecture,
@@ -245,3 +249,40 @@ class Setup:
                 f"token weights: cls in {', '.join(sorted(blocks))}, because the output is read from the first token"
             )
         return frozenset(blocks)
+
+
+LOGIT_BYTES = 2**28
+"""Of one batch that outputs are compared on."""
+
+
+def limit_batches(batches: Mapping[str, Sequence[Batch]], runners: Iterable[BlockRunner]) -> dict[str, list[Batch]]:
+    """The batches of each task, cut so that any of the models' logits on one of them take no more than LOGIT_BYTES."""
+    heads = [runner.model.module.get_output_embeddings() for runner in runners]
+    choices = max((len(head.weight) for head in heads if hasattr(head, "weight")), default=0)
+    return {task: [part for batch in of_task for part in _cut(batch, choices)] for task, of_task in batches.items()}
+
+
+def _cut(batch: Batch, choices: int) -> Iterator[Batch]:
+    ids = batch.get("decoder_input_ids", batch.get("input_ids"))
+    example_bytes = 4 * choices * (ids.shape[1] if ids is not None and ids.ndim == 2 else 1)
+    count = count_examples(batch)
+    size = max(1, min(count, LOGIT_BYTES // example_bytes if example_bytes else count))
+    for start in range(0, count, size):
+        yield batch if size == count else take_examples(batch, range(start, min(count, start + size)))
+
+
+SWITCHED = 16
+"""Examples of a task, at most, that models which switch run on."""
+SWITCH_COST = 1 / 3
+"""Of the passes that are run anyway: so much more they may cost."""
+
+
+def choose_switched(batches: Sequence[Batch], blocks: int, models: int, split: int) -> list[Batch]:
+    """The task's first examples, as many as SWITCH_COST allows, but one at least, in batches that have no more passes
+    at hand than others: for `blocks` blocks and `models` models that are measured, of which `split` are split."""
+    examples, largest = sum(map(count_examples, batches)), max(map(count_examples, batches), default=0)
+    usual = 1 + models + split  # forwards an example: expert, models, and their blocks on the expert's input
+    further = 1 + split * (1 + (blocks + 1) / 2)
+    count = min(SWITCHED, max(1, int(SWITCH_COST * examples * usual / further)))
+    size = max(1, 2 * usual * largest // (1 + split * (1 + blocks)))
+    return [part for start in range(0, count, size) for part in take_range(batches, start, min(count, start + size))]

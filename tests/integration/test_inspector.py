@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
 import torch
 from families import BY_NAME, TASKS, Family, Saved, save_family
 from family import TEXT_SIZES
-from torch import Tensor
+from safetensors.torch import save_file
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from featcal_cli.engine.block_runner import BlockRunner
 from featcal_cli.hub.snapshot import resolve
 from featcal_cli.models.loading import find_class
 from featcal_cli.models.tracing import first_tensor
-from featcal_cli.reporting.inspection import Inspection
+from featcal_cli.reporting.inspection import Inspection, ModelDrift
 from featcal_cli.workflows.inspect_drift import inspect_drift
 
 CHOSEN = ["bert", "albert", "gpt2", "mixtral", "t5", "clip-vision", "wav2vec2", "llava"]
@@ -36,7 +41,7 @@ class Seen:
     hidden: Tensor | None = None
 
 
-def watch(model: PreTrainedModel, names: list[str], batch: dict[str, Tensor]) -> tuple[dict[str, Seen], Any]:
+def watch(model: nn.Module, names: list[str], batch: dict[str, Tensor]) -> tuple[dict[str, Seen], Any]:
     """Arguments and output of every block (of its last call), and the model's output."""
     seen = {name: Seen() for name in names}
     handles = []
@@ -109,6 +114,143 @@ def test_every_figure_is_that_of_whole_models(tmp_path: Path, name: str) -> None
         cosine = float(torch.cosine_similarity(h, h_exp, dim=-1).mean())
         assert block.drift.cosine == pytest.approx(cosine, abs=1e-5)
         assert block.modules
+
+
+def check_shares(
+    drift: ModelDrift,
+    model: nn.Module,
+    expert: nn.Module,
+    batch: dict[str, Tensor],
+    rows: Callable[[Tensor], Tensor],
+    prefix: str = "",
+) -> None:
+    """Compare with whole forwards of experts that have the model's weights from a block on. `rows`: what counts."""
+    names = [block.name.removeprefix(prefix) for block in drift.blocks]
+
+    def run(switched: nn.Module) -> Tensor:
+        hidden = watch(switched, names[-1:], batch)[0][names[-1]].hidden
+        assert hidden is not None
+        return rows(hidden.double())
+
+    ends = [run(model)]
+    for at in range(len(names) + 1):
+        switched = deepcopy(expert)
+        for name in names[at:]:
+            switched.get_submodule(name).load_state_dict(model.get_submodule(name).state_dict())
+        ends.append(run(switched))
+    e = ends[0] - ends[-1]
+    shares = [drift.outside, *(block.share for block in drift.blocks)]
+    for share, (before, after) in zip(shares, pairwise(ends), strict=True):
+        assert share == pytest.approx(float(((before - after) * e).sum() / e.square().sum()), rel=1e-3, abs=1e-5)
+    for block, (before, after) in zip(drift.blocks, pairwise(ends[1:]), strict=True):
+        assert block.carried == pytest.approx(norm(before - after) / norm(ends[-1]), rel=1e-3, abs=1e-5)
+    assert sum(share or 0.0 for share in shares) == pytest.approx(1, abs=1e-12)
+
+
+@pytest.mark.parametrize("name", ["vit", "llama", "t5", "albert", "swin", "llava"])
+def test_shares_are_those_of_experts_with_the_models_later_blocks_and_add_up(tmp_path: Path, name: str) -> None:
+    family = BY_NAME[name]
+    saved = save_family(tmp_path, family)
+    found = inspect(saved, compare=str(tmp_path / "base"))
+    for task, inputs in saved.inputs.items():
+        drifts, traced = found.tasks[task].models, found.tasks[task].traced
+        batch = {key: value[: len(value) // 20 * traced] for key, value in inputs.items()}
+
+        def rows(hidden: Tensor, block: str = family.block_names[-1], batch: dict[str, Tensor] = batch) -> Tensor:
+            return rows_of(hidden, family, block, batch)
+
+        for role, folder in {"model": "merged", "other": "base"}.items():
+            check_shares(drifts[role], load(tmp_path / folder), load(tmp_path / task), batch, rows)
+        assert drifts["base"].outside is None and drifts["base"].blocks[0].share is None
+
+
+def test_tasks_that_end_at_different_blocks_have_shares_of_their_own_blocks(tmp_path: Path) -> None:
+    saved = save_family(tmp_path, BY_NAME["clip"])
+    towers = {"red": ("vision_model.", ["pixel_values"]), "green": ("text_model.", ["input_ids", "attention_mask"])}
+    for task, (_, names) in towers.items():
+        save_file({name: saved.inputs[task][name] for name in names}, tmp_path / f"{task}.safetensors")
+    recipe: dict[str, Any] = saved.recipe(examples=20)
+    recipe["tasks"] = {task: recipe["tasks"][task] for task in towers}
+    found = inspect_drift(recipe, batch_size=3)
+    for task, (tower, names) in towers.items():
+        drift, traced = found.tasks[task].models["model"], found.tasks[task].traced
+        assert drift.blocks and all(block.name.startswith(tower) for block in drift.blocks)
+        batch = {name: saved.inputs[task][name][:traced] for name in names}
+        model, expert = (load(tmp_path / name).get_submodule(tower[:-1]) for name in ("merged", task))
+
+        def rows(hidden: Tensor, batch: dict[str, Tensor] = batch) -> Tensor:
+            return hidden[batch["attention_mask"].bool()] if "attention_mask" in batch else hidden[:, 0]
+
+        check_shares(drift, model, expert, batch, rows, tower)
+
+
+@pytest.mark.parametrize("name", ["vit", "llama", "t5", "swin"])
+def test_the_residual_term_is_what_branches_add_to_the_drift_of_the_input(tmp_path: Path, name: str) -> None:
+    family = BY_NAME[name]
+    saved = save_family(tmp_path, family)
+    found = inspect(saved)
+    task, batch = next(iter(saved.inputs.items()))
+    model, expert = load(tmp_path / "merged"), load(tmp_path / task)
+    ours, _ = watch(model, family.block_names, batch)
+    theirs, _ = watch(expert, family.block_names, batch)
+    for block in found.tasks[task].models["model"].blocks:
+        with torch.no_grad():
+            run = model.get_submodule(block.name)
+            crossed = first_tensor(run(*theirs[block.name].args, **theirs[block.name].kwargs or {}))
+        h, h_exp = ours[block.name].hidden, theirs[block.name].hidden
+        given, given_exp = (
+            first_tensor((*x[block.name].args, *(x[block.name].kwargs or {}).values())) for x in (ours, theirs)
+        )
+        assert (
+            h is not None and h_exp is not None and crossed is not None and given is not None and given_exp is not None
+        )
+        if h.shape != given.shape:
+            assert block.drift.residual is None and block.drift.residual_cosine is None
+            continue
+        features = (h, h_exp, crossed, given, given_exp)
+        h, h_exp, crossed, given, given_exp = (rows_of(x, family, block.name, batch) for x in features)
+        skipped = given - given_exp
+        r = h - crossed - skipped
+        assert block.drift.residual == pytest.approx(norm(r) / norm(h_exp), rel=1e-4, abs=1e-6)
+        cosine = torch.nn.functional.cosine_similarity(r, skipped, dim=-1, eps=1e-30).mean()
+        assert block.drift.residual_cosine == pytest.approx(float(cosine), abs=1e-4)
+
+
+@pytest.mark.parametrize("name", ["vit", "llama", "t5"])
+def test_figures_of_single_examples_are_those_of_one_example_at_a_time(tmp_path: Path, name: str) -> None:
+    family = BY_NAME[name]
+    saved = save_family(tmp_path, family)
+    found = inspect(saved)
+    task, batch = next(iter(saved.inputs.items()))
+    model, expert = load(tmp_path / "merged"), load(tmp_path / task)
+    last, cosines, ratios = family.block_names[-1], [], []
+    for number in range(20):
+        one = {key: value[number : number + 1] for key, value in batch.items()}
+        ours, _ = watch(model, [last], one)
+        theirs, wanted = watch(expert, [last], one)
+
+        def swap(_: Any, __: Any, output: Any, ours: dict[str, Seen] = ours) -> Any:
+            hidden = ours[last].hidden
+            return (hidden, *output[1:]) if isinstance(output, tuple) else hidden
+
+        handle = expert.get_submodule(last).register_forward_hook(swap)
+        _, swapped = watch(expert, [], one)
+        handle.remove()
+        hidden = (ours[last].hidden, theirs[last].hidden)
+        h, h_exp = (rows_of(x, family, last, one) for x in hidden if x is not None)
+        cosines.append(float(torch.cosine_similarity(h, h_exp, dim=-1).mean()))
+        z, z_exp = (x.logits if hasattr(x, "logits") else x.pooler_output for x in (swapped, wanted))
+        mask = family.mask(f"{last}.anything", 0, one)
+        moved = z - z_exp
+        if moved.ndim == 3 and mask is not None:
+            moved = moved[mask.bool()]
+        ratios.append(float(moved.norm() / (h - h_exp).norm()))
+    drift = found.tasks[task].models["model"]
+    quantiles = torch.tensor(cosines).quantile(torch.linspace(0, 1, 21)).tolist()
+    assert drift.cosine_percentiles == pytest.approx(quantiles, abs=1e-5)
+    assert drift.output is not None
+    assert drift.output.sensitivity_median == pytest.approx(median(ratios), rel=1e-4)
+    assert drift.output.sensitivity_max == pytest.approx(max(ratios), rel=1e-4)
 
 
 @pytest.mark.parametrize("name", ["bert", "t5", "llama", "llava", "qwen2-classifier"])
