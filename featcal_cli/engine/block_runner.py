@@ -269,11 +269,13 @@ class BlockRunner:
 
         Blocks keep their own dtype, which is what is solved for; they are converted while they run.
         """
-        inside = tuple(f"{block}." for block in self._blocks)
+        inside, read = tuple(f"{block}." for block in self._blocks), []
         for name, parameter in self.model.module.named_parameters():
             is_stem = id(parameter) not in self._head and not name.startswith(inside)
             if parameter.is_floating_point() and is_stem:
+                read.append(parameter.data)
                 parameter.data = parameter.data.to(self.dtype)
+        memory_map.give_back(read)
         with torch.device("meta"):
             plan = type(self.model.module)._from_config(deepcopy(self.model.module.config), dtype=self.dtype)
         dtypes = {name: buffer.dtype for name, buffer in plan.named_buffers()}

@@ -31,7 +31,8 @@ LEAST = mmap.PAGESIZE
 LARGE = 1 << 20
 """Bytes from which a file is worth its while for what nobody asks for any more."""
 TRIM_EVERY = 16 << 20
-"""Bytes that go to files between one trimming of the heap and the next."""
+"""Bytes that leave a CPU's memory between one trimming of the heap and the next: they leave gaps between those that
+stay."""
 
 
 class Offloader:
@@ -153,6 +154,7 @@ class Offloader:
 
     def _forget(self, key: int) -> None:
         piece = self._pieces.pop(key)
+        self._untrimmed += piece.bytes if self._device.type == "cpu" and piece.level == DEVICE else 0
         self._used[piece.level] -= self._weigh(piece, piece.level)
         self._left[piece.level].pop(piece, None)
 
@@ -172,6 +174,7 @@ class Offloader:
 
     def _settle(self, pieces: Sequence[_Piece]) -> None:
         """Leave them where they lie if there is room."""
+        self._trim()
         for piece in reversed(pieces):  # masks and the like follow hidden states: they go first, and once for all
             if piece.users:
                 continue
@@ -218,7 +221,9 @@ class Offloader:
         for tensor in tensors:
             place = tensor.storage_offset(), tensor.shape, tensor.stride()
             tensor.data = torch.empty(0, dtype=tensor.dtype, device=moved.device).set_(moved.untyped_storage(), *place)
-        self._untrimmed += piece.bytes if level == DISK else 0
+        self._trim()
+
+    def _trim(self) -> None:
         if self._untrimmed >= TRIM_EVERY:
             self._untrimmed = 0
             trim_heap()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from math import inf
 from typing import NamedTuple
 
 import torch
@@ -19,7 +20,7 @@ from featcal_cli.calibration.normal_equations import (
     primal_cost,
 )
 from featcal_cli.data.batches import Batch
-from featcal_cli.data.examples import TaskExamples
+from featcal_cli.data.examples import TaskExamples, most_held_out
 from featcal_cli.engine.offload import LARGE
 from featcal_cli.models.architecture import Architecture
 from featcal_cli.models.loading import Model
@@ -65,6 +66,8 @@ STEMS_HELD = 3
 """Stems that run beside each other: of merged (the student's is the same), base and an expert."""
 SPARE = 0.9
 """Part of a memory that a search may fill: the system and others have some of it."""
+HEAP_GAPS = 2 * LARGEST_REUSED
+"""Bytes that the heap keeps free: a piece of the largest size, and gaps between features that took others' places."""
 HEAD_SHARE = 0.05
 """Of an expert's stem and blocks."""
 SMALL_FILES = 2**18
@@ -151,13 +154,11 @@ def estimate(
     needs = _add_up(merged, architecture, loads, device, calibration, guarded=guarded, built=built)
     if writes and calibration.is_open and all(rows.selection_count for rows in examples.values()):
         fitted, watched = (max(getattr(load, key) for load in loads.values()) for key in ("fitted", "watched"))
-        kind = kind_of(merged.module)
-        search = plan_search(calibration, kind, fitted, watched, needs.work, needs.search.fits)
+        search = plan_search(calibration, kind_of(merged.module), fitted, watched, needs.work, needs.search.fits)
         if isinstance(search, SearchPlan):
+            place = "device_bytes" if needs.device_bytes else "host_bytes"
             needed = needs.search.bytes_for(len(search.candidates), search.fitted)
-            if needs.device_bytes:
-                return replace(needs, device_bytes=max(needs.device_bytes, needed))
-            return replace(needs, host_bytes=max(needs.host_bytes, needed))
+            return replace(needs, **{place: max(getattr(needs, place), needed)})
     return needs
 
 
@@ -169,12 +170,13 @@ def _load(examples: TaskExamples, wanted: int, computing: torch.dtype, *, writes
     aside = sum(x.nbytes for x in tensors if x.is_floating_point() and x.nbytes >= LARGE)
     placed = sum(x.numel() * (computing if x.is_floating_point() else x.dtype).itemsize for x in tensors)
     scale = 1.0 if examples.is_whole else wanted / examples.fitted_count
-    watched = examples.measured_count if writes else examples.fitted_count
-    fitted, watched = (round(number * scale) for number in (examples.fitted_count, watched))
-    size = min(examples.batch_size, max(fitted, watched))
+    fitted = round(examples.fitted_count * scale)
+    watched = examples.measured_count if writes else fitted
+    if writes and not examples.is_whole:  # what was read holds out more of its few rows
+        watched = most_held_out(wanted) // 2
     shared = writes and not examples.held_out_count
     sizes = round(held * scale), held, round(placed * scale), round(aside * scale)
-    return Load(examples.fitted[0], fitted, watched, shared, *sizes, size)
+    return Load(examples.fitted[0], fitted, watched, shared, *sizes, min(examples.batch_size, fitted))
 
 
 def choose_dtype(calibration: Calibration, model: nn.Module) -> torch.dtype:
@@ -236,19 +238,15 @@ def _add_up(
     built: the merged model is made first, and takes a place of its own.
     """
     model, has_device = merged.module, device.type != "cpu"
-    weights, needs = (
-        _weigh(merged, architecture, choose_dtype(calibration, model)),
-        _probe_tasks(model, architecture, loads),
-    )
+    dtype, needs = choose_dtype(calibration, model), _probe_tasks(model, architecture, loads)
+    weights = _weigh(merged, architecture, dtype)
     probed = PROBED + (ANSWERED if has_small_head(merged, architecture) else 0)
-    passes = _count_passes(needs, loads, choose_dtype(calibration, model), probed, guarded=guarded)
+    passes = _count_passes(needs, loads, dtype.itemsize, probed, JUDGED * guarded, inf if has_device else LARGE)
     held = round(passes.states) + (sum(load.placed_bytes for load in loads.values()) if has_device else 0)
     rooms = rooms_for_features(device)
     room, further_room = rooms if has_device else (sum(rooms), 0)
     here, there = min(held, room), min(max(0, held - room), further_room)
-    adding, solving = _find_largest(
-        model, architecture, needs, loads, calibration, guarded=guarded, has_device=has_device
-    )
+    adding, solving = _find_largest(model, architecture, needs, loads, calibration, guarded, has_device)
     block, stem = (weights.block_in_use, weights.stem_in_use) if has_device else (weights.block, weights.stem)
     count = BLOCKS_ON_DEVICE if has_device else BLOCKS_HELD
     computing = max(count.adding * block + adding + min(passes.lent, held - here), count.solving * block + solving)
@@ -257,7 +255,7 @@ def _add_up(
     computing = round(max(computing, STEMS_HELD * stem, count.finishing * block))
     missing = sum(load.held_bytes - load.read_bytes for load in loads.values())
     aside = 0 if has_device else sum(load.aside_bytes for load in loads.values())
-    on_host = resident_bytes() + missing - aside + LARGEST_REUSED
+    on_host = resident_bytes() + missing - aside + HEAP_GAPS
     if has_device:
         on_host += max(STEMS_HELD * weights.stem, BLOCKS_HELD.finishing * weights.block)
     search = SearchNeeds(
@@ -274,7 +272,7 @@ def _add_up(
         host_bytes=on_host + max(aside, there if has_device else here + computing),
         device_bytes=here + computing if has_device else 0,
         disk_bytes=sum(x.nbytes for x in model.parameters()) * (2 if built else 1)
-        + (sum(sizes) + held - here - there + aside + SMALL_FILES),
+        + (sum(sizes) + held - here - there + aside + round(passes.aside) + SMALL_FILES),
         work=count_work(model, architecture, needs, max(load.fitted for load in loads.values())),
         search=search,
     )
@@ -285,6 +283,8 @@ class PassBytes(NamedTuple):
 
     states: float
     """All of them."""
+    aside: float
+    """What they hold and do not ask for, which a CPU keeps in files where it is large."""
     lent: float
     """Of the batches whose passes are at hand at once."""
     state: float
@@ -294,19 +294,22 @@ class PassBytes(NamedTuple):
 
 
 def _count_passes(
-    needs: Mapping[str, BatchNeeds], loads: Mapping[str, Load], computing: torch.dtype, probed: int, *, guarded: bool
+    needs: Mapping[str, BatchNeeds], loads: Mapping[str, Load], itemsize: int, probed: int, judged: int, large: float
 ) -> PassBytes:
-    """probed: passes where drift is measured."""
-    states = lent = state = watched = 0.0
+    """probed, judged: passes where drift is measured, and updates are checked; large: bytes of a batch from which what
+    passes do not ask for goes to files."""
+    states = aside = lent = state = watched = 0.0
     for task, load in loads.items():
-        example = needs[task].state_bytes * computing.itemsize / COMPUTE / needs[task].examples
-        further = probed - PAIRED * load.is_shared + JUDGED * guarded
-        states += example * (PAIRED * load.fitted + further * load.watched)
-        batch = example * min(load.batch_size, load.fitted)
-        lent = max(lent, LENT_GROUPS * batch * (probed if load.is_shared else PAIRED))
+        need, scale = needs[task], itemsize / COMPUTE / needs[task].examples
+        passes = PAIRED * load.fitted + (probed - PAIRED * load.is_shared + judged) * load.watched
+        is_aside = need.begun_bytes * scale * load.batch_size >= large
+        aside += need.begun_bytes * scale * passes * is_aside
+        example = (need.state_bytes + need.begun_bytes * (not is_aside)) * scale
+        states += example * passes
+        lent = max(lent, LENT_GROUPS * example * load.batch_size * (probed if load.is_shared else PAIRED))
         state += example
         watched += example * load.watched
-    return PassBytes(states, lent, state, watched)
+    return PassBytes(states, aside, lent, state, watched)
 
 
 def _probe_tasks(model: nn.Module, architecture: Architecture, loads: Mapping[str, Load]) -> dict[str, BatchNeeds]:
@@ -327,7 +330,6 @@ def _find_largest(
     needs: Mapping[str, BatchNeeds],
     loads: Mapping[str, Load],
     calibration: Calibration,
-    *,
     guarded: bool,
     has_device: bool,
 ) -> BlockSums:
@@ -337,17 +339,15 @@ def _find_largest(
         preset = take_preset(calibration, kind_of(model)).hyperparameters.ridge
         ridge = preset if calibration.select == "preset" else 0.0
     precision, most = choose_precision(torch.float32, ridge), BlockSums(0.0, 0.0)
-    sizes = {task: min(load.batch_size, load.fitted) / needs[task].examples for task, load in loads.items()}
+    sizes = {task: load.batch_size / needs[task].examples for task, load in loads.items()}
     for block in architecture.blocks:
         inputs = []
         for d_in, d_out, widest, rows in find_inputs(model, block, needs):
-            fitted = [count * load.fitted for count, load in zip(rows, loads.values(), strict=True)]
-            at_once = max(
-                count * min(load.batch_size, load.fitted) for count, load in zip(rows, loads.values(), strict=True)
-            )
-            inputs.append(SummedInput(d_in, d_out, widest, fitted, at_once))
-        features = max(sizes[task] * need.inputs.get(block.name, 0) for task, need in needs.items())
-        both = 2 * features * computing.itemsize  # of student and expert
+            of_tasks = list(zip(rows, loads.values(), strict=True))
+            fitted, at_once = ([n * getattr(load, x) for n, load in of_tasks] for x in ("fitted", "batch_size"))
+            inputs.append(SummedInput(d_in, d_out, widest, fitted, max(at_once)))
+        numbers = max(sizes[task] * need.inputs.get(block.name, 0) for task, need in needs.items())
+        both = 2 * numbers * computing.itemsize  # of student and expert
         sums = sum_block(inputs, both, computing, precision, guarded=guarded, has_device=has_device)
         most = BlockSums(*map(max, most, sums))
     return most

@@ -36,7 +36,9 @@ class BatchNeeds:
 
     examples: int
     state_bytes: int
-    """Held by a pass that is paused before a block."""
+    """Of what a block is called with, which a pass that is paused before it holds."""
+    begun_bytes: int
+    """Of what a pass was begun with: it holds that to its end, and asks for it no more."""
     feature_bytes: int
     """Inputs of a block's modules, in one of its calls."""
     rows: Mapping[str, int]
@@ -49,15 +51,15 @@ def probe_batch(model: nn.Module, architecture: Architecture, entry: str, batch:
     """Run the outline on the batch's shapes, and add up what its blocks are given; up to where the model looks at
     values, if it does."""
     states: dict[str, int] = {}
+    embedded: dict[str, int] = {}
     inputs: dict[str, dict[int, Tensor]] = {}
     rows: dict[str, int] = {}
     handles = []
 
     def at_block(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         hidden = first_tensor((*args, *kwargs.values()))
-        # what the model embedded at first is held as long as its forward runs
-        embedded = hidden.numel() * COMPUTE if hidden is not None else 0
-        states[name] = embedded + sum(tensor.numel() * COMPUTE for tensor in tensors_in((args, kwargs)))
+        embedded[name] = hidden.numel() * COMPUTE if hidden is not None else 0
+        states[name] = sum(tensor.numel() * COMPUTE for tensor in tensors_in((args, kwargs)))
 
     def at_module(block: str, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         if (x := first_tensor((*args, *kwargs.values()))) is not None:
@@ -92,7 +94,8 @@ def probe_batch(model: nn.Module, architecture: Architecture, entry: str, batch:
     calls = {block.name: max(block.calls, 1) for block in architecture.blocks}
     numbers = {block: sum(x.numel() for x in seen.values()) // calls[block] for block, seen in inputs.items()}
     largest = max(numbers.values(), default=0) * COMPUTE
-    return BatchNeeds(count_examples(batch), max(states.values(), default=0) + mask, largest, rows, numbers)
+    state, begun = max(states.values(), default=0) + mask, max(embedded.values(), default=0)
+    return BatchNeeds(count_examples(batch), state, begun, largest, rows, numbers)
 
 
 Input = tuple[int, int, int, tuple[float, ...]]
