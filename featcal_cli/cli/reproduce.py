@@ -101,7 +101,7 @@ def show_reproduction(result: Reproduction, folder: str) -> None:
     from featcal_cli.cli.console import ERR, OUT, escape
     from featcal_cli.reporting.reproduction import (
         MEAN,
-        describe_agreement,
+        describe_figures,
         list_skipped,
         write_measured,
         write_number,
@@ -121,13 +121,13 @@ def show_reproduction(result: Reproduction, folder: str) -> None:
                 if line.recipe == recipe and not line.skipped:
                     table.add_row(*write(escape(line.name), line.figures[column]))
             OUT.print(table)
-    OUT.print(f"\n{describe_agreement(result)} ± is half of it; σ, over seeds.", soft_wrap=True)
+    OUT.print(f"\n{describe_figures(result)}")
     for line in result.lines:
         for column, figure in line.figures.items():
             if figure.misprint and not line.skipped:
-                OUT.print(f"* {escape(line.name)}, {escape(column)}: {escape(figure.misprint)}", soft_wrap=True)
-    for reason, names in list_skipped(result.lines).items():
-        OUT.print(f"not measured: {escape(', '.join(names))}: {escape(reason)}", soft_wrap=True)
+                OUT.print(f"* a misprint, it seems: {escape(line.name)}, {escape(column)}: {escape(figure.misprint)}")
+    for reason in list_skipped(result.lines):
+        OUT.print(f"Not measured: {escape(reason)}.")
     for note in result.notes:
-        ERR.print(f"[dim]{escape(note)}[/dim]", soft_wrap=True)
+        OUT.print(f"Note: {escape(note)}.")
     ERR.print(f"[dim]All columns: {escape(folder)}/{result.table}.md, .json and .png[/dim]", soft_wrap=True)

@@ -65,6 +65,8 @@ class Line:
     """Calibrated with so far."""
     skipped: str = ""
     """Why it is not measured, where it is not to be."""
+    is_printed: bool = True
+    """The paper has this very row, with these settings."""
 
     @property
     def name(self) -> str:
@@ -93,7 +95,8 @@ class Reproduction:
     @property
     def agreement(self) -> tuple[int, int]:
         """How many of the paper's figures lie in the intervals, and of how many."""
-        answers = [figure.agrees for line in self.lines for figure in line.figures.values() if not figure.misprint]
+        figures = [figure for line in self.lines if line.is_printed for figure in line.figures.values()]
+        answers = [figure.agrees for figure in figures if not figure.misprint]
         return answers.count(True), len(answers) - answers.count(None)
 
     def to_dict(self) -> dict[str, Any]:
@@ -121,29 +124,23 @@ def write_measured(figure: Figure) -> str:
     return text + (f" (σ {figure.spread:.1f})" if figure.spread is not None else "")
 
 
-def list_skipped(lines: Iterable[Line]) -> dict[str, list[str]]:
-    """By reason, the rows that are not measured."""
-    reasons: dict[str, list[str]] = {}
-    for line in lines:
-        if line.skipped and line.name not in (names := reasons.setdefault(line.skipped, [])):
-            names.append(line.name)
-    return reasons
+def list_skipped(lines: Iterable[Line]) -> list[str]:
+    """Why rows are not measured, each reason once."""
+    return list(dict.fromkeys(line.skipped for line in lines if line.skipped))
 
 
-def describe_agreement(result: Reproduction) -> str:
-    """In a sentence, how many figures are the paper's."""
+def describe_figures(result: Reproduction) -> str:
+    """In a sentence or two, how many of the paper's figures were met, and how the signs are read."""
     agreed, count = result.agreement
-    return f"{agreed} of {count} figures of the paper lie in the 95 % interval of what was measured."
+    met = f"{agreed} of {count} figures of the paper lie in the 95 % interval of what was measured. " if count else ""
+    return f"{met}± is half of the interval, by bootstrap over test examples; σ is the deviation over seeds."
 
 
 def write_reproduction(result: Reproduction) -> str:
     """The table as Markdown: of each row what was measured, what the paper prints, and the difference."""
     parts = [f"# {result.table.replace('-', ' ').capitalize()} of arXiv 2605.13030, measured by featcal"]
     parts += [f"- {inert(note)}" for note in result.notes]
-    parts.append(
-        f"{describe_agreement(result)} ± is half of it: by bootstrap over test examples, σ the standard deviation over "
-        "seeds. Figures are in percent, but for costs."
-    )
+    parts.append(f"{describe_figures(result)} Figures are in percent, but for costs.")
     for recipe, columns in result.columns.items():
         rows = [line for line in result.lines if line.recipe == recipe]
         heads = ["", "", *map(inert, columns)]
@@ -158,7 +155,7 @@ def write_reproduction(result: Reproduction) -> str:
         ]  # fmt: skip
         parts += ["Misprints of the paper, it seems:", "\n".join(doubts)] if doubts else []
     if skipped := list_skipped(result.lines):
-        parts += ["## Not measured", "\n".join(f"- {inert(', '.join(skipped[why]))}: {inert(why)}" for why in skipped)]
+        parts += ["## Not measured", "\n".join(f"- {inert(reason)}" for reason in skipped)]
     return "\n\n".join(parts) + "\n"
 
 

@@ -161,6 +161,31 @@ class Listener:
         """A calibration moved on."""
 
 
+class OneOfMany(Listener):
+    """For one run after the other: each counts its own time, and what several note is passed on once."""
+
+    def __init__(self, shown: Listener) -> None:
+        self._shown = shown
+        self._noted: set[str] = set()
+
+    def stage(self, text: str) -> None:
+        self._shown.stage(text)
+
+    def note(self, text: str) -> None:
+        if text not in self._noted:
+            self._noted.add(text)
+            self._shown.note(text)
+
+    def waiting(self, text: str) -> None:
+        self._shown.waiting(text)
+
+    def transfer(self, name: str, done: int, total: int, *, sent: bool = False) -> None:
+        self._shown.transfer(name, done, total, sent=sent)
+
+    def progress(self, progress: Progress) -> None:
+        self._shown.progress(progress)
+
+
 class PhaseClock:
     """Adds up the seconds of a run by its phases, which its stages begin."""
 

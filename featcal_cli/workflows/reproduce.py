@@ -29,7 +29,7 @@ from featcal_cli.reporting.reproduction import (
 from featcal_cli.runtime.errors import RecipeError
 from featcal_cli.runtime.files import write_requested
 from featcal_cli.runtime.process import read_launch
-from featcal_cli.runtime.progress import Listener
+from featcal_cli.runtime.progress import Listener, OneOfMany
 from featcal_cli.workflows.evaluate import evaluate_models
 from featcal_cli.workflows.session import CalibrateOptions, RunOptions, Session
 from featcal_cli.workflows.verbs import CalibrationRun
@@ -49,10 +49,10 @@ COSTS: Mapping[str, Callable[[Mapping[str, Any]], float | None]] = {
 ROLES = {"experts": EXPERT, "merged": MERGED, "featcal": CALIBRATED}
 """Method of a row → the role of its model in an evaluation; others keep their name."""
 NOT_RUN = {
-    "surgery": "another method; its figures are the paper's",
-    "probsurgery": "another method; its figures are the paper's",
-    "best": "the best of base and experts in each column, no model",
-    "multitask": "no public checkpoint is known",
+    "surgery": "Surgery and ProbSurgery are other methods",
+    "probsurgery": "Surgery and ProbSurgery are other methods",
+    "best": "the best of base and experts in each column is no model",
+    "multitask": "no public checkpoint of the multi-task model is known",
 }
 
 
@@ -92,7 +92,7 @@ def reproduce(
     selection, folder, started = selection or Selection(), output or OUTPUT, time.monotonic()
     name, drafts = find_table(table, recipe)
     check_name(folder)
-    run = _Run(selection, folder / CELLS, options or RunOptions(), listener or Listener())
+    run = _Run(selection, folder / CELLS, options or RunOptions(), OneOfMany(listener or Listener()))
     parts = [_Part(title, draft, draft.paper[name], run) for title, draft in drafts.items()]
     _check_wanted(parts, selection)
 
@@ -176,7 +176,7 @@ def _describe(selection: Selection) -> Iterator[str]:
     if selection.tasks:
         yield f"scored on {', '.join(selection.tasks)} alone; means are over these, the paper's too where it has them"
     if selection.examples or selection.corruptions:
-        yield "where the table has no row with this number of examples or this corruption, the paper's are at its own"
+        yield "where the paper has no row with these examples or this corruption, its figure is of the row without them"
 
 
 def _write(folder: Path, result: Reproduction) -> None:
@@ -326,6 +326,7 @@ class _Part:
                 paper_spread=row.spread,
                 seeds=[seed for at, seed in self._scores if at == number and seed is not None],
                 skipped=self.skipped[number],
+                is_printed=row in self.table.rows and bool(row.figures),
             )
             for number, row in enumerate(self.rows)
         ]

@@ -72,7 +72,7 @@ def test_a_table_holds_what_evaluate_measures_beside_the_papers(
     assert table["average + featcal, examples 4"]["figures"]["mnist"]["value"] is not None
     assert table["wudi + featcal, examples 4"]["figures"]["mnist"]["value"] is None
     assert (
-        "does not build wudi" in table["wudi"]["skipped"] and "another method" in table["average + surgery"]["skipped"]
+        "does not build wudi" in table["wudi"]["skipped"] and "other methods" in table["average + surgery"]["skipped"]
     )
     assert list(table[""]["columns"][RECIPE]) == ["svhn", "mnist", "mean"]
     text = (paper / "table-1.md").read_text()
