@@ -21,6 +21,8 @@ PACKAGES = (
     "featcal-cli", "datasets", "huggingface_hub", "numpy", "peft", "pillow", "pyarrow", "safetensors", "tokenizers",
 )  # fmt: skip
 """Beside torch and transformers, what turns files into numbers."""
+SIGNS = ("can't allocate memory", "not enough memory", "out of memory", "could not create a primitive")
+"""What torch says of it in a plain RuntimeError, which is all that a CPU's allocator and oneDNN raise."""
 GROUPS = Path("/sys/fs/cgroup")
 """Where Linux tells what a group of processes may use."""
 FEATURES_SHARE, DEVICE_SHARE = 4, 8
@@ -60,6 +62,12 @@ def find_gpu(device: torch.device) -> str:
     if device.type != "cuda":
         return ""
     return str(getattr(torch.cuda.get_device_properties(device), "uuid", ""))
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and any(sign in str(error).lower() for sign in SIGNS)
 
 
 def release_memory(device: torch.device) -> None:

@@ -41,7 +41,7 @@ from featcal_cli.runtime import memory_map
 from featcal_cli.runtime.distributed import Ranks
 from featcal_cli.runtime.errors import NumericsError, ShortageError
 from featcal_cli.runtime.files import Unchanged
-from featcal_cli.runtime.hardware import release_memory
+from featcal_cli.runtime.hardware import is_out_of_memory, release_memory
 from featcal_cli.workflows.build_report import Outcome, summarise
 from featcal_cli.workflows.evaluate import check_evaluable
 from featcal_cli.workflows.output import write_output
@@ -50,15 +50,6 @@ from featcal_cli.workflows.preflight import Preflight, prepare
 from featcal_cli.workflows.session import CalibrateOptions, Session
 from featcal_cli.workflows.setup import Models, Setup, fetch_models, load_models, set_up
 from featcal_cli.workflows.workspace import NOTE, Workspace, check_apart
-
-SIGNS = ("can't allocate memory", "not enough memory", "out of memory", "could not create a primitive")
-"""What torch says of it in a plain RuntimeError, which is all that a CPU's allocator and oneDNN raise."""
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
-        return True
-    return isinstance(error, RuntimeError) and any(sign in str(error).lower() for sign in SIGNS)
 
 
 def halve_batches(examples: Mapping[str, TaskExamples], device: torch.device, ranks: Ranks) -> dict[str, TaskExamples]:

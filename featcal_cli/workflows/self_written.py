@@ -18,14 +18,16 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from featcal_cli.data.batches import text_config
 from featcal_cli.data.examples import DrawnExamples, draw_examples, most_held_out
+from featcal_cli.data.hub_dataset import first_line
 from featcal_cli.data.text import MAX_TOKENS, TextReader, open_text
 from featcal_cli.data.text_files import Row
 from featcal_cli.hub.model_source import Origin
 from featcal_cli.models.loading import find_class, load_model
 from featcal_cli.recipe.schema import SELF, Data, Recipe
 from featcal_cli.runtime import memory_map
-from featcal_cli.runtime.errors import DataError, OutputError
+from featcal_cli.runtime.errors import DataError, FeatCalError, OutputError, ShortageError
 from featcal_cli.runtime.files import cache_folder, name_reason, write_new
+from featcal_cli.runtime.hardware import is_out_of_memory, release_memory
 from featcal_cli.runtime.process import resident_bytes
 from featcal_cli.runtime.progress import quiet_transformers
 from featcal_cli.workflows.resource_estimate import Estimate
@@ -125,12 +127,24 @@ def write_examples(
 def _write_rows(session: Session, task: str, origin: Origin, reader: TextReader, count: int, seed: int) -> list[Row]:
     """So many rows of the whole expert, on the run's device. Raises FeatCalError."""
     session.stage(f"downloading {origin.name}")
-    snapshot = session.fetch(origin)
+    snapshot, device = session.fetch(origin), session.device
     session.stage(f"writing examples of {task}")
     model: Any = load_model(f"{EXPERT}{task}", snapshot, find_class(snapshot)).module
-    tell = partial(_tell, session, task, count)
-    rows = Writer(model.to(session.device), reader).write(count, seed, tell)
-    memory_map.give_back(model.parameters())
+    fix = f"name examples: --data {task}=SOURCE"
+    try:
+        rows = Writer(model.to(device), reader).write(count, seed, partial(_tell, session, task, count))
+    except FeatCalError:
+        raise
+    except Exception as error:  # what it is like, or its tokenizer, may make any part of transformers raise anything
+        if is_out_of_memory(error):
+            what = f"the memory of {device} does not suffice for a whole expert that writes {AT_ONCE} texts at a time"
+            raise ShortageError(what, where=f"{task}: {SELF}", fix=fix) from error
+        what = f"this expert cannot write examples: {first_line(error)}"
+        raise DataError(what, where=f"{task}: {SELF}", fix=fix) from error
+    if device.type == "cpu":
+        memory_map.give_back(model.parameters())
+    del model
+    release_memory(device)
     return rows
 
 

@@ -16,7 +16,8 @@ from safetensors.torch import load_file, save_file
 from featcal_cli.data.examples import TaskExamples
 from featcal_cli.runtime.distributed import Ranks
 from featcal_cli.runtime.errors import ShortageError
-from featcal_cli.workflows.calibrate import halve_batches, is_out_of_memory
+from featcal_cli.runtime.hardware import is_out_of_memory
+from featcal_cli.workflows.calibrate import halve_batches
 from featcal_cli.workflows.verbs import calibrate
 
 CPU = torch.device("cpu")

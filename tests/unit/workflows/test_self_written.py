@@ -24,7 +24,7 @@ from transformers import (
 from featcal_cli.lineage.questions import OpenQuestionsError
 from featcal_cli.lineage.resolve import find_lineage
 from featcal_cli.recipe.schema import Data, Draft
-from featcal_cli.runtime.errors import DataError, RecipeError
+from featcal_cli.runtime.errors import DataError, RecipeError, ShortageError
 from featcal_cli.workflows.evaluate import evaluate
 from featcal_cli.workflows.self_written import Writer, open_self_written
 from featcal_cli.workflows.verbs import Result, calibrate, dry_run
@@ -172,6 +172,24 @@ def test_an_expert_that_writes_the_same_again_and_again_is_refused(tmp_path: Pat
         model.model.embed_tokens.weight[1] = model.model.embed_tokens.weight[9]
     with pytest.raises(DataError, match="the expert has written 1 different texts, and 30 are needed"):
         writer(tmp_path, model).write(30, 1, lambda _: None)
+
+
+def test_a_broken_expert_and_too_little_memory_are_one_message(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = build(2)
+    with torch.no_grad():
+        broken.lm_head.weight.fill_(float("nan"))
+    broken.save_pretrained(world / "math")
+    with pytest.raises(DataError, match=r"this expert cannot write examples: .*nan") as caught:
+        calibrate(recipe(world), output=world / "out")
+    assert "--data math=SOURCE" in caught.value.fix
+
+    def run_out(*_: object) -> None:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(Writer, "write", run_out)
+    with pytest.raises(ShortageError, match="the memory of cpu does not suffice for a whole expert"):
+        calibrate(recipe(world), output=world / "out")
+    assert not (world / "out").exists() and not kept(world)
 
 
 def test_an_encoder_decoder_is_refused_with_what_to_give_instead(tmp_path: Path) -> None:
