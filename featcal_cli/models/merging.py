@@ -13,8 +13,9 @@ from featcal_cli.models.loading import Model
 from featcal_cli.recipe.schema import Merge
 from featcal_cli.runtime import memory_map
 
-PART = 2**20
-"""Numbers of a tensor that are worked on at a time where experts lie side by side: it is what takes memory then."""
+PART = 2**17
+"""Numbers of a tensor that are worked on at a time where experts lie side by side: few take little memory, and fit a
+processor's cache."""
 BINS = 2**16
 """Of a count of half of a float32's bits."""
 
@@ -72,28 +73,29 @@ def _agree(trim: Trim, parameters: Mapping[str, Sources]) -> Rule:
     the sum is 0, the sign is the one that more of the whole model's sums have."""
     votes = 0
     for name, sources in parameters.items():
-        votes += sum(int(_add(part).sign().sum()) for part in trim(name, sources))
+        votes += sum(int(torch.add(*_add(part)).sign().sum()) for part in trim(name, sources))
         memory_map.give_back(sources)
 
     def combine(merge: Merge, name: str, sources: Sources) -> Tensor:
         base, done = sources[0].reshape(-1), 0
         merged = torch.empty(base.shape, dtype=torch.float32)
         for part in trim(name, sources):
-            total, place = _add(part), slice(done, done := done + part.shape[1])
+            upward, downward = _add(part)
+            total, place = upward + downward, slice(done, done := done + len(upward))
             rises = total >= 0 if votes > 0 else total > 0
-            agreeing = torch.where(rises, part.clamp(min=0), part.clamp(max=0))
-            merged[place] = base[place].double() + merge.scale * _add(agreeing)
+            merged[place] = base[place].double() + merge.scale * torch.where(rises, upward, downward)
         return merged.view(sources[0].shape)
 
     return combine
 
 
-def _add(part: Tensor) -> Tensor:
-    """The sum over experts, in their order, float64."""
-    total = torch.zeros(part.shape[1], dtype=torch.float64)
-    for steps in part:
-        total += steps
-    return total
+def _add(part: Tensor) -> tuple[Tensor, Tensor]:
+    """The sum of all steps upward [≤ PART], and of all downward, over experts in their order, float64."""
+    sums = torch.zeros(2, part.shape[1], dtype=torch.float64)
+    for upward, downward in zip(part.clamp(min=0), part.clamp(max=0), strict=True):
+        sums[0] += upward
+        sums[1] += downward
+    return sums[0], sums[1]
 
 
 def _keep_largest(merge: Merge, parameters: Mapping[str, Sources]) -> Trim:
@@ -119,7 +121,8 @@ def _steps(sources: Sources) -> Iterator[Tensor]:
     base, *experts = (source.reshape(-1) for source in sources)
     for start in range(0, len(base), PART):
         place = slice(start, start + PART)
-        yield torch.stack([expert[place].float() - base[place].float() for expert in experts])
+        origin = base[place].float()
+        yield torch.stack([expert[place].float() - origin for expert in experts])
 
 
 def _find_thresholds(merge: Merge, parameters: Mapping[str, Sources]) -> Tensor:
