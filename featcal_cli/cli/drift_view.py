@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import islice
 from math import isfinite
+from textwrap import wrap
 
 from rich.cells import cell_len
 from rich.console import Console
@@ -143,13 +144,11 @@ def _show_diagnostics(inspection: Inspection, out: Console) -> None:
     lines = list(write_diagnostics(inspection))
     if not lines:
         return
-    table = Table(box=None, pad_edge=False, show_header=False)
-    table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")
-    for what, figures in lines:
-        table.add_row(what, figures)
+    room = max(len(what) for what, _ in lines) + GAP
     out.print("\nIn the mean over tasks:")
-    out.print(table)
+    for what, figures in lines:
+        for number, part in enumerate(wrap(figures, max(1, out.width - room))):
+            out.print(Text(f"{'' if number else what:<{room}}{part}"))
     out.print(Text(DIAGNOSTICS, "dim"))
 
 

@@ -71,6 +71,7 @@ def _describe(inspection: Inspection) -> dict[str, Any]:
             }
             for name, task in inspection.tasks.items()
         ],
+        "gains": _pack_gains(inspection),
         "tiles": [{"role": role, "value": _number(mean), "note": beside.get(role, "")} for role, mean in means.items()],
         "summary": _summarise(inspection),
         "notes": [_show(note, 1000) for note in inspection.notes],
@@ -88,13 +89,32 @@ def _pack(model: ModelDrift, blocks: list[str], modules: list[str]) -> dict[str,
     drifts = [block.drift if block else None for block in reached]
     return {
         "stem": _round(model.stem.relative),
-        "blocks": [[*_figures(d), _round(d.distance), _round(d.amplification)] if d else None for d in drifts],
+        "blocks": [[*_figures(d), *map(_round, _further_figures(d))] if d else None for d in drifts],
+        "shares": list(map(_round, (model.outside, *(block.share if block else None for block in reached)))),
+        "cosines": list(map(_round, model.cosine_percentiles)),
+        "bound": [_round(output.sensitivity_median), _round(output.sensitivity_max)],
         "modules": [[[numbers[n], *_figures(drift)] for n, drift in b.modules.items()] if b else [] for b in reached],
         "last": _figures(model.last),
         "kind": output.kind or None,
         "output": list(map(_round, (output.relative, output.divergence, output.agreement, output.certain))),
         "vector": _round(model.task_vector_cosine),
     }
+
+
+def _pack_gains(inspection: Inspection) -> dict[str, Any] | None:
+    """By task's number, what the other model's cosine and result are more."""
+    if inspection.gains is None:
+        return None
+    gains = [inspection.gains.tasks.get(task) for task in inspection.tasks]
+    points = [
+        [_round(gain.cosine), _round(gain.result)] if gain and math.isfinite(gain.cosine + gain.result) else None
+        for gain in gains
+    ]
+    return {"measure": inspection.gains.measure, "points": points}
+
+
+def _further_figures(drift: PlaceDrift) -> tuple[float | None, ...]:
+    return drift.distance, drift.amplification, drift.residual, drift.residual_cosine
 
 
 def _figures(drift: PlaceDrift) -> list[float | None]:

@@ -99,6 +99,17 @@ def test_without_logits_there_are_no_columns_for_them() -> None:
     assert not {"KL", "agree", "certain"} & set(text.splitlines()[3].split())
 
 
+def test_further_measures_are_a_line_each_with_the_largest_shares_first() -> None:
+    text = show(make_inspection(["a", "b", "c"], 9, compare=True))
+    lines = " ".join(text.partition("In the mean over tasks:")[2].split())
+    assert re.search(r"share, model outside 10 %, 0 10 %, 1 10 %, 2 10 %, 3 10 % share, other", lines)
+    assert "residual cosine model -0.25, other -0.25 B, median" in lines
+    assert re.search(r"B, median model 0\.25\d, other 0\.15\d; largest model 1\.02, other 0\.612", lines)
+    assert re.search(r"cosine, median model 0\.495, other 0\.697; 5th percentile model 0\.040\d, other 0\.424", lines)
+    assert "gained cosine on 2 of 3 tasks, agreement on 2; correlation of both gains 1.00" in lines
+    assert "gained" not in show(make_inspection(["a"]))
+
+
 def test_names_are_inert_and_tokens_are_not_shown() -> None:
     token = "hf_" + "aB3dE6gH" * 3
     inspection = make_inspection([f"task {token}"])
