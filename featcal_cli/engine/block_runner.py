@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from copy import deepcopy
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from greenlet import GreenletExit, getcurrent, greenlet
@@ -18,7 +18,7 @@ from featcal_cli.engine.offload import Offloader, TouchMode
 from featcal_cli.engine.weight_uploads import DeviceWeight, Upload, device_weights, is_finite
 from featcal_cli.models.architecture import Architecture, Block
 from featcal_cli.models.loading import Model
-from featcal_cli.models.tracing import all_finite, first_tensor, tensors_in
+from featcal_cli.models.tracing import all_finite, tensors_in
 from featcal_cli.runtime import memory_map
 from featcal_cli.runtime.errors import CheckpointError, NumericsError
 
@@ -27,8 +27,7 @@ class BlockRunner:
     """Runs one model's forward passes, each paused before every block until it is told to go on.
 
     A pass is a coroutine around the model's own forward: it hands out the block's arguments and goes on with the output
-    it is given. So every architecture is run by its own code, exactly once, and whatever happens between blocks (masks,
-    position biases, downsampling, cross-attention states) needs no knowledge here.
+    it is given. So every architecture is run by its own code, and what happens between blocks needs no knowledge here.
     """
 
     def __init__(self, model: Model, architecture: Architecture, device: torch.device, dtype: torch.dtype) -> None:
@@ -183,8 +182,7 @@ class BlockRunner:
     def reach(self, tensors: Iterable[Tensor]) -> None:
         """Move these to the device, if they are weights or buffers of this model or were offloaded; inside `on_device`.
 
-        Modules are brought when they are called; but their frames may go on long after that, and models look at weights
-        of modules that they do not call.
+        (Modules are brought when they are called; but models look at weights of modules that they do not call.)
         """
         if self.device.type == "cpu":
             return
@@ -283,6 +281,15 @@ class BlockRunner:
             buffer.data = buffer.data.to(dtypes.get(name, buffer.dtype))
 
 
+class BlockCall(NamedTuple):
+    """How a model calls a block."""
+
+    block: str
+    """Its path in that model."""
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
 class PausedForward(greenlet):
     """One forward pass over one batch, paused before a block until `advance` gives it that block's output."""
 
@@ -293,47 +300,40 @@ class PausedForward(greenlet):
         self.batch = batch
         self.output: Any = None
         """What the model returned, when the pass is through."""
+        self.call: BlockCall | None = None
+        """The call of a block that it is paused before."""
         self._runner = runner
-        self._block: str | None = None
-        self._args: tuple[Any, ...] = ()
-        self._kwargs: dict[str, Any] = {}
 
     @property
     def tensors(self) -> Iterator[Tensor]:
         """What the paused block was called with."""
-        return tensors_in((self._args, self._kwargs))
+        return tensors_in(self.call)
 
     @property
     def hidden(self) -> Tensor:
         """The hidden states among them."""
-        hidden = first_tensor((*self._args, *self._kwargs.values()))
-        assert hidden is not None
-        return hidden
+        return next(self.tensors)
 
     @property
     def token_count(self) -> int:
         """Rows of these hidden states."""
         return self.hidden.shape[:-1].numel()
 
-    def advance(self, *output: Any) -> None:
-        """Go on to the next block, giving the paused block's output (nothing at the start)."""
-        with torch.no_grad(), self._runner.within_reach():
+    def advance(self, *output: Any, gradients: bool = False) -> None:
+        """Go on to the next block, giving the paused block's output (nothing at the start). gradients: what is computed
+        of it on the way can be differentiated."""
+        with torch.set_grad_enabled(gradients), self._runner.within_reach():
             result = self.switch(*output)
-        if self.dead:
-            self._block, self.output, self._args, self._kwargs = None, result, (), {}
-        else:
-            self._block, self._args, self._kwargs = result
+        self.call, self.output = (None, result) if self.dead else (result, None)
 
     def is_at(self, block: Block) -> bool:
         """True when the pass is paused before this block."""
-        return self._block is not None and self._block == self._runner.model.own_path(block.name)
+        return self.call is not None and self.call.block == self._runner.model.own_path(block.name)
 
     def run_block(self, block: Block, given: PausedForward | None = None, kept: Sequence[list[Any]] = ()) -> Any:
         """Run the block that the pass is paused at, on its arguments (or those of the pass `given`, of another model,
-        which is at this block), and return its output, None where a hook raised StopBlock; passes stay paused.
-
-        kept: what hooks keep of this run. Where bfloat16 is too small for a feature, the lists are emptied and the
-        block runs in float32.
+        which is at this block), and return its output, None where a hook raised StopBlock; passes stay paused. kept:
+        what hooks keep of it. Where bfloat16 is too small for a feature, this is emptied and the block runs in float32.
         """
         runner, given = self._runner, given or self
         runner.bring(block.name)
@@ -349,7 +349,8 @@ class PausedForward(greenlet):
         return output
 
     def _run(self, block: Block, given: PausedForward, dtype: torch.dtype | None = None) -> Any:
-        args, kwargs = given._args, given._kwargs
+        assert given.call is not None
+        args, kwargs = given.call.args, given.call.kwargs
         if block.overwritten:
             args, kwargs = tree_map_only(Tensor, Tensor.clone, (args, kwargs))
         if dtype is not None:
@@ -376,7 +377,7 @@ class PausedForward(greenlet):
 
     def close(self) -> None:
         """End the pass where it is; the rest of the model does not run."""
-        self._block, self._args, self._kwargs = None, (), {}
+        self.call = None
         if not self.dead:
             self.throw(GreenletExit)
 
@@ -391,7 +392,7 @@ def _pausing(name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
     def paused(*args: Any, **kwargs: Any) -> Any:
         runs_in = getcurrent().parent if isinstance(getcurrent(), PausedForward) else None
         # (no frame of a pass may hold the pass: dropped, it would never be freed)
-        return forward(*args, **kwargs) if runs_in is None else runs_in.switch((name, args, kwargs))
+        return forward(*args, **kwargs) if runs_in is None else runs_in.switch(BlockCall(name, args, kwargs))
 
     return paused
 

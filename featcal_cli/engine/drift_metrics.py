@@ -258,7 +258,7 @@ class OutputMeter(Meter[OutputShift]):
         """Add one batch: what the expert returned for the model's features after the block `place` ("": the last one),
         and for its own. Returns ‖z − z_exp‖₂ of each example [examples]; None where predictions are not theirs."""
         has_logits = isinstance(getattr(expert, "logits", None), Tensor)
-        rows, rows_exp = (_choose_rows(_read_output(of), batch) for of in (output, expert))
+        rows, rows_exp = (choose_rows(read_output(of), batch) for of in (output, expert))
         # a broken head of the expert says nothing of the features that it is given
         is_whole = torch.isfinite(rows_exp).all()
         distances = []
@@ -302,7 +302,7 @@ def _compare_rows(z: Tensor, z_exp: Tensor, distances: Tensor, *, has_logits: bo
         yield z.new_zeros(())
 
 
-def _read_output(output: Any) -> Tensor:
+def read_output(output: Any) -> Tensor:
     """Logits, else pooled features, else hidden states [.., d]."""
     for name in ("logits", "pooler_output", "image_embeds", "text_embeds", "last_hidden_state"):
         if isinstance(tensor := getattr(output, name, None), Tensor):
@@ -312,7 +312,7 @@ def _read_output(output: Any) -> Tensor:
     return tensor
 
 
-def _choose_rows(z: Tensor, batch: Batch) -> Tensor:
+def choose_rows(z: Tensor, batch: Batch) -> Tensor:
     """The predictions [rows, d] that count: one an example, or one a token that is no padding."""
     if z.ndim == 3:
         masks = [mask for mask in token_masks(batch).values() if mask is not None and mask.shape == z.shape[:2]]

@@ -1,0 +1,245 @@
+"""How far a change of each module's output moves an expert's answers: gradients of them, sent back block by block."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from math import ceil
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_map_only
+
+from featcal_cli.data.batches import Batch, count_examples
+from featcal_cli.engine.block_runner import BlockCall, BlockRunner
+from featcal_cli.engine.drift_metrics import choose_rows, read_output
+from featcal_cli.models.architecture import Architecture, Block
+from featcal_cli.models.module_kinds import LINEAR_KINDS
+from featcal_cli.models.tracing import tensors_in
+
+WIDEST_SQUARE, SKETCH_ROWS = 1024, 256
+"""Outputs up to so wide have all products of their gradients summed; wider ones so many random combinations of them."""
+ENOUGH_GRADIENTS, MOST_PROJECTIONS = 128, 4
+"""Random projections of each example's answers are taken until a task has so many, or each example so many."""
+MOST_ROWS = 1 << 14
+"""Tokens of a task that are looked at: a language model's examples are long."""
+PREDICTIONS = 64
+"""Of an example that are projected: a causal model makes one a token, each over its whole vocabulary."""
+KEPT_BYTES = 1 << 28
+"""What blocks are called with is kept of so many batches at a time."""
+
+
+class GradientSums:
+    """Σ g gᵀ of the gradients g [.., d_out] at the outputs of modules, by their paths in merged: [d_out, d_out], or for
+    wide ones a sketch R [SKETCH_ROWS, d_out] with E[RᵀR] = Σ g gᵀ."""
+
+    def __init__(self, generator: torch.Generator) -> None:
+        self.sums: dict[str, Tensor] = {}
+        self._generator = generator
+
+    def add(self, name: str, gradient: Tensor) -> None:
+        """Add the gradient at one output [.., d_out]."""
+        rows = gradient.reshape(-1, gradient.shape[-1]).float()
+        if rows.shape[1] <= WIDEST_SQUARE:
+            term = rows.T @ rows
+        else:
+            signs = torch.randint(0, 2, (SKETCH_ROWS, len(rows)), generator=self._generator).to(rows)
+            term = (signs.mul_(2).sub_(1) @ rows).div_(SKETCH_ROWS**0.5)
+        self.sums[name] = self.sums[name].add_(term) if name in self.sums else term
+
+
+@dataclass
+class _Step:
+    """One call of a block by a pass that is traced."""
+
+    call: BlockCall
+    leaves: list[Tensor]
+    """Floating-point tensors of its output, which what follows was computed from."""
+    gradients: list[list[Tensor | None]]
+    """At the leaves, by projection."""
+
+
+class TracedPass:
+    """An expert's forward pass over one batch, of which random projections of the answers are sent back."""
+
+    def __init__(self, expert: BlockRunner, entry: str, batch: Batch, projections: int) -> None:
+        (self._paused,) = expert.start([batch], entry)
+        self._expert, self._projections = expert, projections
+        self.steps: list[_Step] = []
+
+    @property
+    def bytes_a_block(self) -> int:
+        """Of what a block is called with."""
+        return sum(tensor.nbytes for tensor in self._paused.tensors)
+
+    @property
+    def batch(self) -> Batch:
+        return self._paused.batch
+
+    def run(self, block: Block) -> None:
+        """Take the pass through the calls of a block that it is at, if it is."""
+        while (call := self._paused.call) is not None and self._paused.is_at(block):
+            output = tree_map_only(Tensor, _as_leaf, self._paused.run_block(block))
+            leaves = [x for x in tree_flatten(output)[0] if isinstance(x, Tensor) and x.requires_grad]
+            self.steps.append(_Step(call, leaves, [[None] * len(leaves) for _ in range(self._projections)]))
+            # a model may change in place what a block has returned, which a leaf does not bear
+            self._paused.advance(tree_map_only(Tensor, torch.clone, output), gradients=True)
+
+    @property
+    def is_through(self) -> bool:
+        return self._paused.dead
+
+    def project(self, generator: torch.Generator) -> None:
+        """Send random projections of what the model has returned back to what the last blocks have."""
+        rows = choose_rows(read_output(self._paused.output), self.batch)
+        most = PREDICTIONS * count_examples(self.batch)
+        if len(rows) > most:
+            rows = rows[torch.randperm(len(rows), generator=generator)[:most].to(rows.device)]
+        for projection in range(self._projections):
+            direction = torch.randn(rows.shape, generator=generator).to(rows)
+            self._send_back([(rows, direction)], projection)
+
+    def go_back(self, block: Block, sums: GradientSums) -> None:
+        """Send the gradients back through the last step that is left, of that block; its modules' are added to the
+        sums."""
+        step = self.steps.pop()
+        if all(gradient is None for gradients in step.gradients for gradient in gradients):
+            return  # nothing of it reaches the answers
+        given = {id(x): x for x in tensors_in(step.call) if x.is_floating_point()}
+        copies = {key: _as_leaf(x) for key, x in given.items()}
+        with self._run_again(step.call, block, copies) as (output, inside):
+            returned = [x for x in tree_flatten(output)[0] if isinstance(x, Tensor) and x.is_floating_point()]
+            origins = [(x, copies[key]) for key, x in given.items() if x.requires_grad]
+            wanted = [*(y for _, y in inside), *(copy for _, copy in origins)]
+            for projection, gradients in enumerate(step.gradients):
+                ends = [(x, g) for x, g in zip(returned, gradients, strict=True) if g is not None and x.requires_grad]
+                at = _differentiate(ends, wanted, again=projection + 1 < self._projections)
+                for (name, _), gradient in zip(inside, at, strict=False):
+                    if gradient is not None:
+                        sums.add(name, gradient)
+                before = zip((x for x, _ in origins), at[len(inside) :], strict=True)
+                self._send_back([(x, gradient) for x, gradient in before if gradient is not None], projection)
+
+    @contextmanager
+    def _run_again(
+        self, call: BlockCall, block: Block, copies: Mapping[int, Tensor]
+    ) -> Iterator[tuple[Any, list[tuple[str, Tensor]]]]:
+        """Run a block as it was called, on copies of its tensors: its output and those of its Linear modules, by their
+        paths, which can be differentiated inside."""
+        inside: list[tuple[str, Tensor]] = []
+        with ExitStack() as hooks, ExitStack() as precision:
+            for module in (module for module in block.modules if module.kind in LINEAR_KINDS):
+                path = f"{block.name}.{module.name}"
+                hook = self._expert.module(path).register_forward_hook(partial(_keep_output, inside, path))
+                hooks.callback(hook.remove)
+            dtype = None
+            if block.name in self._expert.too_large:
+                precision.enter_context(self._expert.precise(block.name))
+                dtype = torch.float32
+            self._expert.bring(block.name)
+            with torch.enable_grad():
+                args, kwargs = tree_map_only(Tensor, partial(_give, copies, dtype), (call.args, call.kwargs))
+                output = self._expert.module(block.name).forward(
+                    *args, **kwargs
+                )  # outside of a pass, so it does not pause
+            hooks.close()
+            yield output, inside
+
+    def _send_back(self, ends: Sequence[tuple[Tensor, Tensor]], projection: int) -> None:
+        """Add what gradients at some tensors are at the leaves of the steps that are left."""
+        leaves = [leaf for step in self.steps for leaf in step.leaves]
+        at = iter(_differentiate([(x, g) for x, g in ends if x.requires_grad], leaves, again=True))
+        for step in self.steps:
+            for number in range(len(step.leaves)):
+                if (gradient := next(at, None)) is not None:
+                    known = step.gradients[projection][number]
+                    step.gradients[projection][number] = gradient if known is None else known + gradient
+
+
+def _differentiate(
+    ends: Sequence[tuple[Tensor, Tensor]], wanted: Sequence[Tensor], *, again: bool
+) -> Sequence[Tensor | None]:
+    """The gradients at the `wanted` tensors of what has the gradients of `ends`; None where nothing depends on them.
+    again: it will be asked for once more."""
+    if not ends or not wanted:
+        return [None] * len(wanted)
+    outputs, gradients = zip(*ends, strict=True)
+    return torch.autograd.grad(outputs, wanted, gradients, retain_graph=again, allow_unused=True)
+
+
+def measure_output_gradients(
+    expert: BlockRunner, architecture: Architecture, entry: str, batches: Sequence[Batch], seed: int
+) -> dict[str, Tensor]:
+    """Σ g gᵀ (or a sketch R of it) by the path of each Linear module in merged, where g [d_out] is the gradient of a
+    random projection of the expert's answers to some batches at the module's output; on the CPU.
+
+    There is none of modules that do not reach the answers. A block is run forwards, and once more with gradients, on
+    one batch after the other, so that its weights are brought once for KEPT_BYTES of what blocks are called with.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    sums = GradientSums(generator)
+    chosen = list(_choose_batches(batches))
+    projections = min(MOST_PROJECTIONS, max(1, ceil(ENOUGH_GRADIENTS / max(1, sum(map(count_examples, chosen))))))
+    with expert.on_device():
+        while chosen:
+            passes: list[TracedPass] = []
+            kept = 0
+            while chosen and kept < KEPT_BYTES:
+                passes.append(TracedPass(expert, entry, expert.place(chosen.pop(0)), projections))
+                kept += passes[-1].bytes_a_block * len(architecture.blocks)
+            _trace(architecture.blocks, expert, passes, generator, sums)
+    expert.give_back()
+    return {name: total.cpu() for name, total in sums.sums.items()}
+
+
+def _choose_batches(batches: Sequence[Batch]) -> Iterator[Batch]:
+    """The first ones, with no more than MOST_ROWS tokens."""
+    rows = 0
+    for batch in batches:
+        ids = batch.get("input_ids")
+        rows += ids.numel() if ids is not None else 0
+        if rows > MOST_ROWS and rows > (ids.numel() if ids is not None else 0):
+            return
+        yield batch
+
+
+def _trace(
+    blocks: Sequence[Block],
+    expert: BlockRunner,
+    passes: Sequence[TracedPass],
+    generator: torch.Generator,
+    sums: GradientSums,
+) -> None:
+    """Run passes to their ends and the gradients of their answers back, block by block."""
+    by_path = {path: block for block in blocks if (path := expert.model.own_path(block.name)) is not None}
+    while not all(traced.is_through for traced in passes):
+        for block in blocks:
+            for traced in passes:
+                traced.run(block)
+            expert.give_back(block.name)
+    for traced in passes:
+        traced.project(generator)
+    while any(traced.steps for traced in passes):
+        for traced in (traced for traced in passes if traced.steps):
+            block = by_path[traced.steps[-1].call.block]
+            traced.go_back(block, sums)
+        expert.give_back(block.name)
+
+
+def _as_leaf(x: Tensor) -> Tensor:
+    return x.detach().requires_grad_() if x.is_floating_point() else x
+
+
+def _give(copies: Mapping[int, Tensor], dtype: torch.dtype | None, x: Tensor) -> Tensor:
+    """What a block is called with in place of a tensor: as a block may change it in place, no leaf."""
+    copy = copies.get(id(x))
+    return x if copy is None else copy.clone() if dtype is None else copy.to(dtype, copy=True)
+
+
+def _keep_output(kept: list[tuple[str, Tensor]], path: str, _: object, __: object, y: Any) -> None:
+    """The hook."""
+    if isinstance(y, Tensor) and y.requires_grad:
+        kept.append((path, y))
