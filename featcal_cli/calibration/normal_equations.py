@@ -15,6 +15,7 @@ from featcal_cli.calibration.distributed_sums import sum_over_ranks
 from featcal_cli.calibration.hyperparameters import Hyperparameters
 from featcal_cli.calibration.linear_algebra import choose_precision
 from featcal_cli.calibration.moments import LinearMoments, NormMoments, Pair, TaskMoments
+from featcal_cli.calibration.output_metric import MetricEquations
 from featcal_cli.calibration.solver import BlockEquations, DualEquations, LinearEquations, Names, NormEquations
 from featcal_cli.engine.block_runner import BlockRunner
 from featcal_cli.engine.lockstep import BlockVisit, Observation
@@ -158,7 +159,8 @@ def _choose_moments(
     d_in, d_out = first.shape[1], sum(len(module.weight) for module in of_merged.values())
     of_task, in_all = (round(rows * part) for part in seen.row_multiples)
     keep_rows = form is DualEquations or (form is None and is_dual_cheaper(in_all, d_in, d_out))
-    keep_rows = keep_rows and visit.ranks.size == 1  # rows of several ranks do not add up
+    # rows of several ranks do not add up, and a metric of the outputs wants G itself
+    keep_rows = keep_rows and visit.ranks.size == 1 and visit.gradients(task) is None
     known = all(name in seen.y_exp for name in names)
     pairs: dict[str, Pair] = {}
     if keep_rows or is_residual_cheaper(of_task, d_in, d_out, outputs_known=known):
@@ -189,7 +191,7 @@ def _add_task(
     def parameters(runner: BlockRunner, names: Iterable[str]) -> dict[str, Affine]:
         return {name: parameters_of(runner, visit.block, name) for name in names}
 
-    expert = visit.expert(task)
+    expert, gradients = visit.expert(task), visit.gradients(task)
     sums = sum_rows(visit, role, task, equations.skipped, choose, checked=omegas is not None)
     equations.skipped |= sums.skipped
     for names, moments in sums.linear.items():
@@ -201,10 +203,15 @@ def _add_task(
         group = find_group(names) or names
         if group not in equations.linear:
             form = LinearEquations if moments.kept is None else DualEquations
+            form = form if gradients is None else MetricEquations
             of_merged = parameters(visit.merged, group)
             equations.linear[group] = form(of_merged, hyperparameters, with_bias=omegas is not None)
         omega = omegas.get((task, names[0])) if omegas else None
-        omega = equations.linear[group].add_task(moments, parameters(expert, names), omega)
+        linear = equations.linear[group]
+        if isinstance(linear, MetricEquations):
+            omega = linear.add_task_in(gradients or {}, moments, parameters(expert, names), omega)
+        else:
+            omega = linear.add_task(moments, parameters(expert, names), omega)
         equations.omegas |= {(task, name): omega for name in names}
     for name, norm_moments in sums.norms.items():
         if name not in equations.norms:

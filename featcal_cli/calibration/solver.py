@@ -150,8 +150,7 @@ class LinearEquations:
             update = update_of(name, towards.weight)
             new_bias = None if merged.bias is None else self._cast(merged.bias)
             if bias and new_bias is not None and towards.bias is not None:
-                pull = self._bias_pull[name] - update @ self._mean + ridge * towards.bias
-                new_bias = new_bias + pull / (self._omega + ridge)
+                new_bias = new_bias + self._bias_of(name, update, towards.bias, ridge)
             del towards  # matrices of language models are large: no more of them are held than must be
             weight = self._cast(merged.weight)
             change = _relative_size(update, weight)
@@ -168,6 +167,14 @@ class LinearEquations:
         curvature, descent = self._along(name, update)
         curvature += 2 * _dot(update @ self._mean, shift) + self._omega * _dot(shift, shift)
         return curvature, descent + _dot(shift, self._bias_pull[name])
+
+    def bias_pull_of(self, name: str) -> Tensor:
+        """Σ ω_i E[W_i x_tgt + b_i − W_merged x_cal − b_merged] [d_out]."""
+        return self._cast(self._bias_pull[name])
+
+    def _bias_of(self, name: str, update: Tensor, towards: Tensor, ridge: float) -> Tensor:
+        """b* − b_merged [d_out], given the update of the weight and where the anchor lies."""
+        return (self._bias_pull[name] - update @ self._mean + ridge * towards) / (self._omega + ridge)
 
     def _bias_offset(self, name: str, expert: Affine) -> Tensor:
         """b_i − b_merged, 0 where one has none."""
@@ -190,7 +197,7 @@ class LinearEquations:
                 offset = self._cast(self._bias_offset(name, expert))
                 self._pull[name].add(torch.outer(offset, self._cast(moments.mean)), omega)
 
-    def _pull_of(self, name: str) -> Tensor:
+    def pull_of(self, name: str) -> Tensor:
         """Σ ω_i E[(W_i x_tgt − W_merged x_cal) x_calᵀ] [d_out, d_in]."""
         merged, pull = self._cast(self._merged[name].weight), self._pull[name].value
         if self._drift.value is None:
@@ -206,7 +213,7 @@ class LinearEquations:
         projected = project_system(system, factor)
 
         def update_of(name: str, towards: Tensor) -> Tensor:
-            return solve_rows(self._pull_of(name).add(towards, alpha=ridge), factor)
+            return solve_rows(self.pull_of(name).add(towards, alpha=ridge), factor)
 
         return update_of, projected, ridge
 
@@ -218,7 +225,7 @@ class LinearEquations:
 
     def _along(self, name: str, update: Tensor) -> tuple[Tensor, Tensor]:
         """⟨U, U G⟩ and ⟨U, pull⟩ of an update U."""
-        return _dot(update @ self._gram.full(), update), _dot(update, self._pull_of(name))
+        return _dot(update @ self._gram.full(), update), _dot(update, self.pull_of(name))
 
 
 class NormEquations:

@@ -90,6 +90,9 @@ class Job:
     """Blocks in which the first token counts 1 and every other OTHER_TOKENS."""
     offloader: Offloader | None = None
     """What moves the tensors of paused passes; None to leave them on the device, all of them."""
+    gradients: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)
+    """By task and Linear module: Σ g gᵀ of gradients of the expert's answers at its output, or a sketch of it; empty
+    where errors are measured on features alone."""
     keep_blocks: bool = False
     """Students hold all that is loaded into them to the end; else each block only until it is left."""
     ranks: Ranks = field(default_factory=Ranks)

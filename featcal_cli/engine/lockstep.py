@@ -210,6 +210,15 @@ class BlockVisit:
         """The expert of a task."""
         return self._job.experts[task]
 
+    def gradients(self, task: str) -> dict[str, Tensor] | None:
+        """What the job knows of a task's gradients in this block, by module name; None where it measures features."""
+        known, start = self._job.gradients.get(task), f"{self.block.name}."
+        return (
+            None
+            if known is None
+            else {path.removeprefix(start): sums for path, sums in known.items() if path.startswith(start)}
+        )
+
     @contextmanager
     def expert_at(self, task: str) -> Iterator[None]:
         """Inside, the expert of a task has the block on the device; the next expert's is fetched meanwhile.
