@@ -160,7 +160,7 @@ def _choose_moments(
     of_task, in_all = (round(rows * part) for part in seen.row_multiples)
     keep_rows = form is DualEquations or (form is None and is_dual_cheaper(in_all, d_in, d_out))
     # rows of several ranks do not add up, and a metric of the outputs wants G itself
-    keep_rows = keep_rows and visit.ranks.size == 1 and visit.gradients(task) is None
+    keep_rows = keep_rows and visit.ranks.size == 1 and not visit.has_metric
     known = all(name in seen.y_exp for name in names)
     pairs: dict[str, Pair] = {}
     if keep_rows or is_residual_cheaper(of_task, d_in, d_out, outputs_known=known):

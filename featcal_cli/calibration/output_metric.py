@@ -150,7 +150,8 @@ class MetricEquations(LinearEquations):
         mean = metrics[0].full()
         for metric in metrics[1:]:
             mean += metric.full()
-        return torch.linalg.cholesky(mean / len(metrics))
+        factor: Tensor = torch.linalg.cholesky(mean / len(metrics))
+        return factor
 
     def _bias_of(self, name: str, update: Tensor, towards: Tensor, ridge: float) -> Tensor:
         """(Σ ω_i S_i + λ)⁻¹ (Σ ω_i S_i (r̄_i − U μ_i) + λ (b_anc − b_merged)) [d_out]."""

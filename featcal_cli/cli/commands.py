@@ -84,6 +84,7 @@ def calibrate(
     rho: options.Rho = None,
     alpha: options.Alpha = None,
     select: options.Select = None,
+    metric: options.Metric = None,
     norms: options.Norms = None,
     bias: options.Bias = None,
     token_weights: options.TokenWeights = None,
@@ -129,8 +130,8 @@ def calibrate(
 
     overrides = collect_overrides(
         merged=merged, merge=merge, base=base, expert=expert, data=data, skip_expert=skip_expert, columns=columns,
-        split=split, examples=examples, dtype=dtype, ridge=ridge, rho=rho, alpha=alpha, select=select, norms=norms,
-        bias=bias, token_weights=token_weights, seed=seed, push_to=push_to, private=private,
+        split=split, examples=examples, dtype=dtype, ridge=ridge, rho=rho, alpha=alpha, select=select, metric=metric,
+        norms=norms, bias=bias, token_weights=token_weights, seed=seed, push_to=push_to, private=private,
     )  # fmt: skip
     draft = read_draft(find_recipe(recipe) if recipe else None, overrides)
     if save and not dry_run:

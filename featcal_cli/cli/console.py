@@ -100,7 +100,7 @@ class Screen(Listener):
         number = min(step.finished + 1, step.blocks)
         self._bar.update(
             self._task,
-            description=f"block {number}/{step.blocks}",
+            description=f"{'block' if step.block else 'expert'} {number}/{step.blocks}",
             total=step.blocks,
             completed=step.finished,
             at=escape(at if len(at) < 24 else at[:23] + "…"),

@@ -104,6 +104,14 @@ Select = Annotated[
         "preset (the paper's method to the letter).",
     ),
 ]  # fmt: skip
+Metric = Annotated[
+    str | None,
+    _option(
+        METHOD, metavar="KIND", values="auto features output",
+        help="What an error is measured by: features (the paper's), output (what it does to the expert's answers), or "
+        "auto: output where featcal chooses λ, ρ or α.",
+    ),
+]  # fmt: skip
 Norms = Annotated[
     str | None,
     _option(

@@ -268,11 +268,11 @@ class OutputMeter(Meter[OutputShift]):
             compared = _compare_rows(z, z_exp, distances[-1], has_logits=has_logits)
             numbers = [torch.where(is_whole, x, 0) for x in compared]
             self._add((task, role, place), [has_logits], [is_whole * len(z), *numbers])
-        count, z = count_examples(batch), _read_output(expert)
+        count, z = count_examples(batch), read_output(expert)
         if len(z) != count or not distances:
             return None
         owners = torch.arange(count, device=z.device).view(-1, *[1] * (z.ndim - 1)).expand(*z.shape[:-1], 1)
-        return add_by_example(torch.cat(distances) ** 2, _choose_rows(owners, batch)[:, 0], count).sqrt()
+        return add_by_example(torch.cat(distances) ** 2, choose_rows(owners, batch)[:, 0], count).sqrt()
 
     def _read(self, _: tuple[str, ...], counts: list[int], numbers: list[float]) -> OutputShift:
         rows, distance, size, *of_logits = numbers

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
+from safetensors import safe_open
 from torch import Tensor
 
 from featcal_cli.data.batches import Batch
@@ -12,7 +14,7 @@ from featcal_cli.engine.block_runner import BlockRunner
 from featcal_cli.engine.drift_metrics import DriftMeter, ExampleMeter, OutputMeter, ShareMeter
 from featcal_cli.engine.offload import Offloader
 from featcal_cli.engine.weight_checks import VectorMeter
-from featcal_cli.models.architecture import Architecture
+from featcal_cli.models.architecture import Architecture, Block
 from featcal_cli.runtime.distributed import Ranks
 
 CALIBRATED, MERGED = "calibrated", "merged"
@@ -90,9 +92,9 @@ class Job:
     """Blocks in which the first token counts 1 and every other OTHER_TOKENS."""
     offloader: Offloader | None = None
     """What moves the tensors of paused passes; None to leave them on the device, all of them."""
-    gradients: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)
-    """By task and Linear module: Σ g gᵀ of gradients of the expert's answers at its output, or a sketch of it; empty
-    where errors are measured on features alone."""
+    gradients: Mapping[str, Path] = field(default_factory=dict)
+    """By task, the safetensors file of what gradients of its expert's answers are at the outputs of Linear modules;
+    empty where errors are measured on features alone."""
     keep_blocks: bool = False
     """Students hold all that is loaded into them to the end; else each block only until it is left."""
     ranks: Ranks = field(default_factory=Ranks)
@@ -107,6 +109,15 @@ class Job:
     def measurements(self) -> list[Measurement]:
         """What is measured, on different examples."""
         return [self.drift] if self.second is None else [self.drift, self.second]
+
+    def read_gradients(self, task: str, block: Block) -> dict[str, Tensor] | None:
+        """Those of a task in a block, by the module's name in it, on the device; None where there are none."""
+        if task not in self.gradients:
+            return None
+        start = f"{block.name}."
+        with safe_open(self.gradients[task], "pt", device=str(self.merged.device)) as file:
+            names = [name for name in file.keys() if name.startswith(start)]  # noqa: SIM118 - it is no mapping
+            return {name.removeprefix(start): file.get_tensor(name) for name in names}
 
     def retire(self) -> None:
         """Leave all models as they were before; for those that another job is to run."""

@@ -190,6 +190,7 @@ class BlockVisit:
         self.cls_tokens = block.name in job.cls_blocks
         """The first token counts most in this block."""
         self.ranks = job.ranks
+        self.has_metric = bool(job.gradients)
         fitted = passes.fitted.items()
         is_here = {task: all(paused.is_at(block) for pair in pairs for paused in pair) for task, pairs in fitted}
         of_ranks = job.ranks.gather(is_here)
@@ -211,13 +212,8 @@ class BlockVisit:
         return self._job.experts[task]
 
     def gradients(self, task: str) -> dict[str, Tensor] | None:
-        """What the job knows of a task's gradients in this block, by module name; None where it measures features."""
-        known, start = self._job.gradients.get(task), f"{self.block.name}."
-        return (
-            None
-            if known is None
-            else {path.removeprefix(start): sums for path, sums in known.items() if path.startswith(start)}
-        )
+        """Of a task at the Linear modules of this block, by name; None where errors are measured on features alone."""
+        return self._job.read_gradients(task, self.block)
 
     @contextmanager
     def expert_at(self, task: str) -> Iterator[None]:

@@ -90,7 +90,7 @@ class TracedPass:
 
     @property
     def is_through(self) -> bool:
-        return self._paused.dead
+        return bool(self._paused.dead)
 
     def project(self, generator: torch.Generator) -> None:
         """Send random projections of what the model has returned back to what the last blocks have."""

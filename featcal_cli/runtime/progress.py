@@ -213,6 +213,7 @@ class Progress:
     """Where a calibration is; handed to whoever shows it."""
 
     block: str
+    """Empty while experts' answers are looked at; then they are what is counted."""
     finished: int
     """Blocks finished."""
     blocks: int

@@ -19,6 +19,7 @@ from featcal_cli.calibration.hyperparameters import (
     Trial,
     check_search,
     choose_hyperparameters,
+    choose_metric,
     kind_of,
     take_best,
     take_preset,
@@ -186,6 +187,7 @@ class Computation:
         memory_map.give_back(models.merged.module.parameters())
         memory_map.trim_heap()  # of calibrating; what is written is read block by block
         chosen = {**asdict(outcome.choice.hyperparameters), "chosen": calibration.is_answered_for}
+        chosen["metric"] = outcome.metric
         fixed = calibration.model_copy(update=chosen)
         plan = replace(plan, recipe=plan.recipe.model_copy(update={"calibration": fixed}))
         report = summarise(session, plan, outcome)
@@ -195,6 +197,7 @@ class Computation:
 
     def _calibrate(self, plan: Preflight, setup: Setup, journal: Journal | None) -> Outcome:
         """Choose settings and calibrate all blocks; what the journal holds of either is taken over."""
+        setup = self._measure_gradients(setup)
         calibration, models, examples = setup.calibration, setup.models, setup.examples
         choice = self._choose(plan, setup, journal)
         unchecked = [task for task, rows in examples.items() if not rows.selection_count]
@@ -227,6 +230,25 @@ class Computation:
         held_out = [task for task, rows in examples.items() if rows.held_out_count]
         self._session.stage("checking the result")
         return Outcome(choice, job, blocks, *shrink_updates(job, blocks, journal, held_out, watch))
+
+    def _measure_gradients(self, setup: Setup) -> Setup:
+        """With what errors are to be measured by decided on; where it is the experts' answers, with their gradients.
+        Raises RecipeError or NumericsError where that is asked for and cannot be had."""
+        session, calibration = self._session, setup.calibration
+        metric = choose_metric(calibration, len(setup.examples), self._ranks.size)
+        if metric == "output":
+            session.stage("measuring how experts answer")
+            try:
+                setup = replace(setup, gradients=setup.measure_gradients(session.listener.progress))
+            except RuntimeError as error:
+                if is_out_of_memory(error):
+                    raise
+                if calibration.metric == "output":
+                    what = f"an expert's answers cannot be differentiated: {error}"
+                    raise NumericsError(what, fix="use --metric features") from error
+                metric = "features"
+                session.note(f"metric: features, because an expert's answers cannot be differentiated: {error}")
+        return replace(setup, calibration=calibration.model_copy(update={"metric": metric}))
 
     def _choose(self, plan: Preflight, setup: Setup, journal: Journal | None) -> Choice:
         calibration, kind, needs = setup.calibration, kind_of(setup.models.merged.module), plan.estimate

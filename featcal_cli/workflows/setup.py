@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 from featcal_cli.data.batches import Batch, count_examples, take_examples, take_range
@@ -17,6 +18,7 @@ from featcal_cli.engine.block_runner import BlockRunner
 from featcal_cli.engine.drift_metrics import DriftMeter, ExampleMeter, OutputMeter, ShareMeter
 from featcal_cli.engine.job import MERGED, Job, Measurement
 from featcal_cli.engine.offload import Offloader
+from featcal_cli.engine.output_gradients import measure_output_gradients
 from featcal_cli.engine.token_weights import find_cls_blocks
 from featcal_cli.engine.weight_checks import VectorMeter, describe_merge_fit
 from featcal_cli.hub.snapshot import Snapshot
@@ -30,6 +32,7 @@ from featcal_cli.runtime import memory_map
 from featcal_cli.runtime.distributed import Ranks
 from featcal_cli.runtime.hardware import rooms_for_features
 from featcal_cli.runtime.process import read_launch
+from featcal_cli.runtime.progress import Progress, Watch
 from featcal_cli.workflows.output import build_checkpoint
 from featcal_cli.workflows.preflight import Preflight
 from featcal_cli.workflows.resource_estimate import choose_dtype, has_small_head
@@ -135,6 +138,26 @@ class Setup:
     """Those of the run, of which this one works on its own tasks."""
     scratch: Path = field(default_factory=lambda: Path(tempfile.gettempdir()))
     """The folder for features that fit nowhere else, by default the system's; it should lie on a disk."""
+    gradients: Mapping[str, Path] = field(default_factory=dict)
+    """By task, the file of what `measure_gradients` found."""
+
+    def measure_gradients(self, watch: Watch) -> dict[str, Path]:
+        """How far each module's output moves its expert's answers, on the examples to fit: a safetensors file a task,
+        in `scratch`. Raises RuntimeError for a model that cannot be differentiated."""
+        dtype, files = choose_dtype(self.calibration, self.models.merged.module), {}
+        for number, (task, examples) in enumerate(self.examples.items()):
+            watch(Progress("", number, len(self.examples), task))
+            expert = BlockRunner(share_model(self.models.experts[task]), self.architecture, self.device, dtype)
+            try:
+                entry = self.architecture.entries[task]
+                sums = measure_output_gradients(
+                    expert, self.architecture, entry, examples.fitted, self.calibration.seed
+                )
+            finally:
+                expert.retire()
+            files[task] = self.scratch / f"gradients-{number}.safetensors"
+            save_file({name: total.contiguous() for name, total in sums.items()}, files[task])
+        return files
 
     def make_job(
         self,
@@ -199,6 +222,7 @@ class Setup:
             cls_blocks=self._choose_cls_blocks(merged),
             offloader=Offloader(self.device, *rooms_for_features(self.device), self.scratch),
             ranks=self.ranks,
+            gradients=self.gradients,
         )
 
     def describe_merge(self, recipe: Recipe) -> list[str]:
