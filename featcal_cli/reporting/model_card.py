@@ -21,6 +21,11 @@ from featcal_cli.runtime.untrusted_text import split_front_matter
 
 MODELS = ("merged", "base", "expert")
 HUB = "https://huggingface.co"
+METRICS = {
+    "features": "Errors are measured on features, as in the paper.",
+    "output": "Errors are measured by what they do to each expert's answers (`--metric output`).",
+}
+"""What the card says of the metric; reports of earlier versions name none."""
 MARK = "<!-- This card was written by featcal. -->"
 ENERGIES = {"gpu_watt_hours": "the GPU's energy", "cpu_watt_hours": "the processors' energy"}
 """Of a report's cost, what each key counts."""
@@ -305,6 +310,7 @@ def _describe_settings(report: Report) -> str:
     sentences = [
         f"λ (ridge) = {settings['ridge']:g}, ρ (rho) = {settings['rho']:g}, α (alpha) = {settings['alpha']:g}; chosen "
         f"by: {_show_message(settings['chosen_by'], report)}.",
+        METRICS.get(str(settings.get("metric")), METRICS["features"]),
         f"Norms: {inert(str(settings['norms']))}; biases: {'calibrated' if settings['bias'] else 'as merged'}; token "
         f"weights: {inert(str(settings['token_weights']))}.",
         f"In {len(report.blocks)} blocks, {len(modules)} modules were calibrated ({kinds or 'none'}).",

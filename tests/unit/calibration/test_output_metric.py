@@ -1,0 +1,169 @@
+"""Errors in each task's own metric: the equations are solved as they stand, and gradients make the metric."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from summing import sum_up
+from torch import Tensor
+from torch.nn.functional import linear
+
+from featcal_cli.calibration import output_metric
+from featcal_cli.calibration.hyperparameters import Hyperparameters
+from featcal_cli.calibration.linear_algebra import EPSILON
+from featcal_cli.calibration.output_metric import SENSITIVITY, MetricEquations, OutputMetric
+from featcal_cli.calibration.solver import LinearEquations
+from featcal_cli.models.module_kinds import Affine
+from featcal_cli.runtime.errors import NumericsError
+
+SETTINGS = [Hyperparameters(0.05, 2.0, 0.3), Hyperparameters(1e-3, 1.0, 0.6), Hyperparameters(1e-5, 0.5, 0.15)]
+TASKS, ROWS, D_IN, D_OUT = 3, 30, 9, 6
+
+
+def draw(*, sketched: bool = False) -> tuple[Affine, Affine, list[dict[str, Any]]]:
+    """Merged, base, and each task's rows, expert and gradients: Σ g gᵀ of 4 rows, or these rows."""
+    generator = torch.Generator().manual_seed(3)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    merged = Affine(normal(D_OUT, D_IN), normal(D_OUT))
+
+    def near(other: Affine) -> Affine:
+        return other.each(lambda x: x + 0.3 * normal(*x.shape))
+
+    tasks = []
+    for _ in range(TASKS):
+        x_cal, g = normal(ROWS, D_IN), normal(4, D_OUT) * torch.arange(1, 1 + D_OUT)
+        x_exp = x_cal + 0.3 * normal(ROWS, D_IN)
+        tasks.append({"x_cal": x_cal, "x_exp": x_exp, "expert": near(merged), "g": g if sketched else g.T @ g})
+    return merged, near(merged), tasks
+
+
+def metric_of(gradients: Tensor) -> Tensor:
+    """S [d, d] as it is defined."""
+    m = gradients if gradients.shape == (D_OUT, D_OUT) else gradients.T @ gradients
+    return (1 - SENSITIVITY) * torch.eye(D_OUT).double() + SENSITIVITY * m / m.diagonal().mean()
+
+
+def add_all(system: MetricEquations, merged: Affine, tasks: list[dict[str, Any]], alpha: float) -> None:
+    for task in tasks:
+        rows = {name: task[name] for name in ("x_cal", "x_exp", "expert")}
+        moments = sum_up("drift", **rows, merged=merged, alpha=alpha, batches=2)
+        system.add_task_in({"m": task["g"]}, moments, {"m": task["expert"]})
+
+
+def solve_plainly(merged: Affine, base: Affine, tasks: list[dict[str, Any]], settings: Hyperparameters) -> Affine:
+    """W* and b* by one large dense system each: vec(S W G) = (S ⊗ G) vec(W) by rows."""
+    ridge, rho = settings.ridge, settings.rho
+    left = (ridge + EPSILON) * torch.eye(D_OUT * D_IN).double()
+    towards = (1 - rho) * (base.weight - merged.weight)
+    right = ridge * towards
+    outer, parts = ridge * torch.eye(D_OUT).double(), []
+    for task in tasks:
+        x, target = task["x_cal"], settings.alpha * task["x_exp"] + (1 - settings.alpha) * task["x_cal"]
+        gram, metric = x.T @ x / ROWS, metric_of(task["g"])
+        omega = 1 / gram.norm()
+        lacking = linear(target, task["expert"].weight) - linear(x, merged.weight)
+        left = left + omega * torch.kron(metric, gram)
+        right = right + omega * metric @ (lacking.T @ x / ROWS)
+        outer = outer + omega * metric
+        parts.append((omega * metric, lacking.mean(0) + task["expert"].bias - merged.bias, x.mean(0)))
+    update = torch.linalg.solve(left, right.flatten()).view(D_OUT, D_IN)
+    assert merged.bias is not None and base.bias is not None
+    pull = ridge * (1 - rho) * (base.bias - merged.bias) + sum(s @ (r - update @ mean) for s, r, mean in parts)
+    return Affine(merged.weight + update, merged.bias + torch.linalg.solve(outer, pull))
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+@pytest.mark.parametrize("sketched", [False, True])
+def test_the_equations_are_solved_as_they_stand(
+    sketched: bool, settings: Hyperparameters, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(output_metric, "TOLERANCE", 1e-10)
+    merged, base, tasks = draw(sketched=sketched)
+    system = MetricEquations({"m": merged}, settings)
+    add_all(system, merged, tasks, settings.alpha)
+    solved, expected = system.solve({"m": base})["m"].parameters, solve_plainly(merged, base, tasks, settings)
+    for ours, plain in zip(solved, expected, strict=True):
+        assert ours is not None and plain is not None
+        assert (ours - plain).norm() <= 1e-6 * plain.norm()
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+def test_the_update_is_as_precise_as_its_tolerance_says(settings: Hyperparameters) -> None:
+    merged, base, tasks = draw()
+    system = MetricEquations({"m": merged}, settings)
+    add_all(system, merged, tasks, settings.alpha)
+    weight = system.solve({"m": base})["m"].parameters.weight
+    expected = solve_plainly(merged, base, tasks, settings).weight
+    assert (weight - expected).norm() <= 0.02 * (expected - merged.weight).norm()
+
+
+def test_without_gradients_the_equations_are_the_papers() -> None:
+    """A module that does not reach the answers has S = I."""
+    merged, base, tasks = draw()
+    system, plain = (form({"m": merged}, SETTINGS[0]) for form in (MetricEquations, LinearEquations))
+    for task in tasks:
+        rows = {name: task[name] for name in ("x_cal", "x_exp", "expert")}
+        moments = sum_up("drift", **rows, merged=merged, alpha=0.3)
+        assert isinstance(system, MetricEquations)
+        system.add_task_in({}, moments, {"m": task["expert"]})
+        plain.add_task(moments, {"m": task["expert"]})
+    solved, expected = (each.solve({"m": base})["m"].parameters for each in (system, plain))
+    for ours, theirs in zip(solved, expected, strict=True):
+        assert ours is not None and theirs is not None
+        assert (ours - theirs).norm() <= 1e-6 * theirs.norm()
+
+
+def test_who_is_indifferent_gives_way() -> None:
+    """Two tasks want opposite things of an output that only one of them looks at: it gets what it wants."""
+    merged = Affine(torch.zeros(2, 3), torch.zeros(2))
+    x = torch.eye(3).repeat(20, 1)
+    looks_at = {"first": torch.tensor([[100.0, 0.0], [0.0, 0.0]]), "second": torch.tensor([[0.0, 0.0], [0.0, 100.0]])}
+    system = MetricEquations({"m": merged}, Hyperparameters(1e-4, 1.0, 1.0))
+    for wanted, gradients in zip((1.0, -1.0), looks_at.values(), strict=True):
+        expert = Affine(torch.full((2, 3), wanted), torch.zeros(2))
+        system.add_task_in({"m": gradients}, sum_up("drift", x, x, expert, merged, 1.0), {"m": expert})
+    weight = system.solve({"m": merged})["m"].parameters.weight
+    # rows of S are 0.1 and 1.9: each output goes to (1.9 − 0.1) / 2 of what the task that looks at it wants
+    assert torch.allclose(weight, torch.tensor([[0.9] * 3, [-0.9] * 3]), atol=2e-3)
+
+
+def test_the_guard_looks_at_the_same_metric() -> None:
+    """The objective is Σ ω_i E of squares in the metric of S_i, weights and biases together."""
+    merged, new, tasks = draw()
+    assert merged.bias is not None and new.bias is not None
+    system = MetricEquations({"m": merged}, SETTINGS[0], with_bias=True)
+    add_all(system, merged, tasks, 0.3)
+    update, shift = new.weight - merged.weight, new.bias - merged.bias
+    curvature, descent = map(float, system.objective("m", update, shift))
+    expected = dict.fromkeys((0.0, 0.5, 1.0), 0.0)
+    for task in tasks:
+        x, metric = task["x_cal"], metric_of(task["g"])
+        target = linear(0.3 * task["x_exp"] + 0.7 * x, task["expert"].weight, task["expert"].bias)
+        omega = float(1 / (x.T @ x / ROWS).norm())
+        for t in expected:
+            error = linear(x, merged.weight + t * update, merged.bias + t * shift) - target
+            expected[t] += omega * float(((error @ metric) * error).sum() / ROWS)
+    for t in expected:
+        assert t * t * curvature - 2 * t * descent == pytest.approx(expected[t] - expected[0.0], rel=1e-6)
+
+
+def test_a_metric_and_its_matrix_are_one() -> None:
+    for _, _, tasks in (draw(), draw(sketched=True)):
+        for task in tasks:
+            metric, x = OutputMetric(task["g"], D_OUT, torch.float64), torch.randn(D_OUT, 4).double()
+            assert torch.allclose(metric(x), metric_of(task["g"]) @ x)
+            assert torch.allclose(metric.full(), metric_of(task["g"]))
+
+
+def test_equations_that_are_not_solved_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(output_metric, "MOST_STEPS", 1)
+    merged, base, tasks = draw()
+    system = MetricEquations({"m": merged}, SETTINGS[2])
+    add_all(system, merged, tasks, 0.3)
+    with pytest.raises(NumericsError, match="were not solved in 1 steps"):
+        system.solve({"m": base})

@@ -1,0 +1,115 @@
+"""Gradients of experts' answers, sent back block by block, are those that a whole backward pass gives."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from families import BY_NAME, SPREAD, save_family
+from jobs import prepare
+from torch import Tensor
+
+from featcal_cli.data.batches import Batch, count_examples, forward_names
+from featcal_cli.engine import output_gradients
+from featcal_cli.engine.block_runner import BlockRunner
+from featcal_cli.engine.drift_metrics import choose_rows, read_output
+from featcal_cli.engine.output_gradients import GradientSums, measure_output_gradients
+from featcal_cli.models.architecture import Architecture
+from featcal_cli.models.loading import Model, share_model
+from featcal_cli.models.module_kinds import LINEAR_KINDS
+
+EXAMPLES, SEED = 4, 7
+PROJECTIONS = output_gradients.MOST_PROJECTIONS
+"""So few examples get the most."""
+
+
+def measure_plainly(
+    expert: Model, architecture: Architecture, entry: str, batches: Sequence[Batch]
+) -> dict[str, Tensor]:
+    """The same by hooks on the whole model and one backward pass a projection, in float64 sums."""
+    generator, sums = torch.Generator().manual_seed(SEED), {}
+
+    def add(path: str, gradient: Tensor) -> None:
+        rows = gradient.reshape(-1, gradient.shape[-1]).double()
+        sums[path] = sums.get(path, 0) + rows.T @ rows
+
+    def watch(path: str, _: object, __: object, y: Tensor) -> None:
+        if y.requires_grad:
+            y.register_hook(partial(add, path))
+
+    handles = []
+    for block in architecture.blocks:
+        for module in (module for module in block.modules if module.kind in LINEAR_KINDS):
+            path = f"{block.name}.{module.name}"
+            child = expert.module.get_submodule(expert.own_path(path) or "")
+            handles.append(child.register_forward_hook(partial(watch, path)))
+    own = expert.own_path(entry) if entry else ""
+    model = expert.module.get_submodule(own or "")
+    for parameter in model.parameters():
+        parameter.requires_grad_(parameter.is_floating_point())
+    for batch in batches:
+        given = {name: x for name, x in batch.items() if name in forward_names(model)}
+        rows = choose_rows(read_output(model(**given)), given)
+        most = output_gradients.PREDICTIONS * count_examples(batch)
+        assert len(rows) <= most
+        for projection in range(PROJECTIONS):
+            direction = torch.randn(rows.shape, generator=generator)
+            (rows * direction).sum().backward(retain_graph=projection + 1 < PROJECTIONS)
+    for handle in handles:
+        handle.remove()
+    model.requires_grad_(False)
+    return sums
+
+
+@pytest.mark.parametrize("name", sorted(SPREAD))
+def test_they_are_those_of_a_whole_backward_pass(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever lies between blocks, however often they run; also where batches go in several groups."""
+    prepared = prepare(save_family(tmp_path, BY_NAME[name]), batch_size=2, examples=EXAMPLES)
+    task = next(iter(prepared.examples))
+    expert, entry = prepared.models.experts[task], prepared.architecture.entries[task]
+    batches = prepared.examples[task].fitted
+    expected = measure_plainly(share_model(expert), prepared.architecture, entry, batches)
+    for kept_bytes in (output_gradients.KEPT_BYTES, 1):
+        monkeypatch.setattr(output_gradients, "KEPT_BYTES", kept_bytes)
+        runner = BlockRunner(share_model(expert), prepared.architecture, prepared.device, torch.float32)
+        measured = measure_output_gradients(runner, prepared.architecture, entry, batches, SEED)
+        runner.retire()
+        assert measured.keys() == expected.keys()
+        for path, sums in measured.items():
+            assert (sums - expected[path]).norm() <= 1e-4 * expected[path].norm(), path
+
+
+def test_they_are_the_same_for_a_seed(tmp_path: Path) -> None:
+    prepared = prepare(save_family(tmp_path, BY_NAME["vit"]), examples=EXAMPLES)
+    task = next(iter(prepared.examples))
+    entry, batches = prepared.architecture.entries[task], prepared.examples[task].fitted
+    measured = []
+    for seed in (1, 1, 2):
+        model = share_model(prepared.models.experts[task])
+        runner = BlockRunner(model, prepared.architecture, prepared.device, torch.float32)
+        measured.append(measure_output_gradients(runner, prepared.architecture, entry, batches, seed))
+        runner.retire()
+    first, again, other = measured
+    assert all(torch.equal(first[path], again[path]) for path in first)
+    assert not any(torch.equal(first[path], other[path]) for path in first)
+
+
+def test_a_sketch_of_wide_outputs_is_right_on_average() -> None:
+    """E[RᵀR] = Σ g gᵀ: the mean over sketches comes nearer to it as they grow more."""
+    wide = output_gradients.WIDEST_SQUARE + 1
+    rows = torch.randn(5, wide, generator=torch.Generator().manual_seed(0))
+    exact, generator = rows.T @ rows, torch.Generator().manual_seed(1)
+    distances, total = [], torch.zeros_like(exact)
+    for count in range(1, 17):
+        sums = GradientSums(generator)
+        for part in rows.split(2):
+            sums.add("m", part)
+        sketch = sums.sums["m"]
+        assert sketch.shape == (output_gradients.SKETCH_ROWS, wide)
+        total += sketch.T @ sketch
+        distances.append(float((total / count - exact).norm() / exact.norm()))
+    assert distances[0] < 0.25
+    assert distances[-1] < 0.4 * distances[0]
