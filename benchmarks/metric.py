@@ -37,10 +37,10 @@ def calibrate(lab: Lab, metric: str, examples: int, folder: Path) -> tuple[dict[
     """What all of GRID make of the test rows, and the seconds that calibrating took."""
     few = {task: replace(rows, fitted=take_range(rows.fitted, 0, examples)) for task, rows in lab.plan.examples.items()}
     calibration, cpu = lab.plan.recipe.calibration, torch.device("cpu")
-    setup = Setup(lab.models, lab.architecture, few, calibration, cpu, lambda _: None, scratch=folder)
+    setup = Setup(lab.models, lab.architecture, few, calibration, cpu, lambda _: None)
     started = time.perf_counter()
     if metric == "output":
-        setup = replace(setup, gradients=setup.measure_gradients(lambda _: None))
+        setup = replace(setup, gradients=setup.measure_gradients(folder, lambda _: None))
     roles = {str(settings): settings for settings in GRID}
     job = setup.make_search_job(roles, examples)
     job.keep_blocks = True

@@ -171,17 +171,6 @@ def choose_hyperparameters(
     return take_preset(calibration, kind, plan) if isinstance(plan, str) else plan
 
 
-def choose_metric(calibration: Calibration, tasks: int, ranks: int) -> str:
-    """What errors are measured by, `features` or `output`. With one task nobody has to give way, and the two are nearly
-    the same. Raises RecipeError where the metric of the outputs is asked for and several processes share the tasks."""
-    if calibration.metric == "output" and ranks > 1:
-        fix = "run it in one process, or use --metric features"
-        raise RecipeError("errors are measured on outputs in one process only", where="--metric output", fix=fix)
-    if calibration.metric != "auto":
-        return calibration.metric
-    return "output" if calibration.is_open and tasks > 1 and ranks == 1 else "features"
-
-
 def take_preset(calibration: Calibration, kind: str, reason: str = "") -> Choice:
     """The paper's for what the user leaves open, because of the `reason`, if there is one."""
     chosen_by = f"{_by_user(calibration)}the paper's preset for {kind} models" + (f": {reason}" if reason else "")

@@ -107,9 +107,8 @@ Select = Annotated[
 Metric = Annotated[
     str | None,
     _option(
-        METHOD, metavar="KIND", values="auto features output",
-        help="What an error is measured by: features (the paper's), output (what it does to the expert's answers), or "
-        "auto: output where featcal chooses λ, ρ or α.",
+        METHOD, metavar="KIND", values="features output",
+        help="What an error is measured by: features (the paper's), or output (what it does to the expert's answers).",
     ),
 ]  # fmt: skip
 Norms = Annotated[

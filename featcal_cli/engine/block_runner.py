@@ -311,7 +311,7 @@ class PausedForward(greenlet):
 
     @property
     def hidden(self) -> Tensor:
-        """The hidden states among them."""
+        """The first of these."""
         return next(self.tensors)
 
     @property
@@ -320,8 +320,7 @@ class PausedForward(greenlet):
         return self.hidden.shape[:-1].numel()
 
     def advance(self, *output: Any, gradients: bool = False) -> None:
-        """Go on to the next block, giving the paused block's output (nothing at the start). gradients: what is computed
-        of it on the way can be differentiated."""
+        """Go on to the next block, giving the paused block's output (nothing at the start), with gradients or not."""
         with torch.set_grad_enabled(gradients), self._runner.within_reach():
             result = self.switch(*output)
         self.call, self.output = (None, result) if self.dead else (result, None)
@@ -390,8 +389,8 @@ def _pausing(name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
     """The block's forward, which inside a PausedForward hands the call out and waits for the output."""
 
     def paused(*args: Any, **kwargs: Any) -> Any:
+        # no frame of a pass may hold the pass: dropped, it would never be freed
         runs_in = getcurrent().parent if isinstance(getcurrent(), PausedForward) else None
-        # (no frame of a pass may hold the pass: dropped, it would never be freed)
         return forward(*args, **kwargs) if runs_in is None else runs_in.switch(BlockCall(name, args, kwargs))
 
     return paused

@@ -291,9 +291,8 @@ class Calibration(Section):
     chosen: bool = False
     """The settings given here were chosen by featcal (its `featcal.yaml` says so), not by the user: as where they are
     left out, rows are held out of few ones, and a result whose mean drift grew on them is pulled back."""
-    metric: Literal["auto", "features", "output"] = "auto"
-    """What a task's error is measured by: `features` as in the paper, `output` what it does to the expert's answers;
-    `auto` is the latter where settings are left to featcal and there are several tasks."""
+    metric: Literal["features", "output"] = "features"
+    """What a task's error is measured by: `features` as in the paper, `output`: what it does to experts' answers."""
     norms: Literal["auto", "layernorm", "all", "none"] = "auto"
     """Which norms are calibrated: `auto` and `layernorm` those with a bias, `all` RMSNorm too."""
     bias: bool = True

@@ -37,11 +37,6 @@ class Outcome:
     pulled: str
     """Why it is less than 1, in a sentence."""
 
-    @property
-    def metric(self) -> str:
-        """What errors were measured by."""
-        return "output" if self.job.gradients else "features"
-
 
 def summarise(session: Session, plan: Preflight, outcome: Outcome) -> Report:
     """The report of a calibration that is through, on every rank; `plan` holds the recipe with the settings that were
@@ -62,7 +57,7 @@ def summarise(session: Session, plan: Preflight, outcome: Outcome) -> Report:
             "candidates": [trial.to_dict() for trial in choice.candidates],
             "guard": bool(job.checked),
             "step": step,
-            "metric": outcome.metric,
+            "metric": calibration.metric,
             "norms": calibration.norms,
             "bias": calibration.bias,
             "token_weights": "cls" if job.cls_blocks else "uniform",

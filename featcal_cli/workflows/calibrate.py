@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from itertools import pairwise
 from typing import Any
@@ -19,7 +21,6 @@ from featcal_cli.calibration.hyperparameters import (
     Trial,
     check_search,
     choose_hyperparameters,
-    choose_metric,
     kind_of,
     take_best,
     take_preset,
@@ -40,7 +41,7 @@ from featcal_cli.reporting.report import CARD, PICTURE, RECIPE, REPORT, Report
 from featcal_cli.reporting.verdict import check_judged
 from featcal_cli.runtime import memory_map
 from featcal_cli.runtime.distributed import Ranks
-from featcal_cli.runtime.errors import NumericsError, ShortageError
+from featcal_cli.runtime.errors import NumericsError, RecipeError, ShortageError
 from featcal_cli.runtime.files import Unchanged
 from featcal_cli.runtime.hardware import is_out_of_memory, release_memory
 from featcal_cli.workflows.build_report import Outcome, summarise
@@ -51,6 +52,9 @@ from featcal_cli.workflows.preflight import Preflight, prepare
 from featcal_cli.workflows.session import CalibrateOptions, Session
 from featcal_cli.workflows.setup import Models, Setup, fetch_models, load_models, set_up
 from featcal_cli.workflows.workspace import NOTE, Workspace, check_apart
+
+GRADIENTS = "gradients"
+"""The folder, beside the journal, of what is needed of experts' answers during a run."""
 
 
 def halve_batches(examples: Mapping[str, TaskExamples], device: torch.device, ranks: Ranks) -> dict[str, TaskExamples]:
@@ -120,6 +124,9 @@ class Computation:
         check_search(recipe.calibration, plan.examples)
         if options.strict:
             check_judged(plan.examples)
+        if recipe.calibration.metric == "output" and self._ranks.size > 1:
+            fix = "run it in one process, or use --metric features"
+            raise RecipeError("outputs are a metric in one process only", where="--metric output", fix=fix)
         own = self._ranks.own(recipe.tasks)
         journal = self._open_journal(plan)
         merge = recipe.merged if isinstance(recipe.merged, Merge) else None
@@ -187,7 +194,6 @@ class Computation:
         memory_map.give_back(models.merged.module.parameters())
         memory_map.trim_heap()  # of calibrating; what is written is read block by block
         chosen = {**asdict(outcome.choice.hyperparameters), "chosen": calibration.is_answered_for}
-        chosen["metric"] = outcome.metric
         fixed = calibration.model_copy(update=chosen)
         plan = replace(plan, recipe=plan.recipe.model_copy(update={"calibration": fixed}))
         report = summarise(session, plan, outcome)
@@ -197,7 +203,10 @@ class Computation:
 
     def _calibrate(self, plan: Preflight, setup: Setup, journal: Journal | None) -> Outcome:
         """Choose settings and calibrate all blocks; what the journal holds of either is taken over."""
-        setup = self._measure_gradients(setup)
+        with self._with_gradients(setup) as ready:
+            return self._calibrate_with(plan, ready, journal)
+
+    def _calibrate_with(self, plan: Preflight, setup: Setup, journal: Journal | None) -> Outcome:
         calibration, models, examples = setup.calibration, setup.models, setup.examples
         choice = self._choose(plan, setup, journal)
         unchecked = [task for task, rows in examples.items() if not rows.selection_count]
@@ -231,24 +240,28 @@ class Computation:
         self._session.stage("checking the result")
         return Outcome(choice, job, blocks, *shrink_updates(job, blocks, journal, held_out, watch))
 
-    def _measure_gradients(self, setup: Setup) -> Setup:
-        """With what errors are to be measured by decided on; where it is the experts' answers, with their gradients.
-        Raises RecipeError or NumericsError where that is asked for and cannot be had."""
-        session, calibration = self._session, setup.calibration
-        metric = choose_metric(calibration, len(setup.examples), self._ranks.size)
-        if metric == "output":
-            session.stage("measuring how experts answer")
+    @contextmanager
+    def _with_gradients(self, setup: Setup) -> Iterator[Setup]:
+        """Inside, with how experts' answers depend on their modules, where errors are measured by that. Raises
+        NumericsError where it cannot be known."""
+        if setup.calibration.metric == "features":
+            yield setup
+            return
+        folder = setup.scratch / GRADIENTS
+        shutil.rmtree(folder, ignore_errors=True)  # of a run that was killed
+        folder.mkdir()
+        try:
+            self._session.stage("measuring how experts answer")
             try:
-                setup = replace(setup, gradients=setup.measure_gradients(session.listener.progress))
+                gradients = setup.measure_gradients(folder, self._session.listener.progress)
             except RuntimeError as error:
                 if is_out_of_memory(error):
                     raise
-                if calibration.metric == "output":
-                    what = f"an expert's answers cannot be differentiated: {error}"
-                    raise NumericsError(what, fix="use --metric features") from error
-                metric = "features"
-                session.note(f"metric: features, because an expert's answers cannot be differentiated: {error}")
-        return replace(setup, calibration=calibration.model_copy(update={"metric": metric}))
+                what = f"experts' answers cannot be differentiated: {error}"
+                raise NumericsError(what, fix="use --metric features") from error
+            yield replace(setup, gradients=gradients)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
 
     def _choose(self, plan: Preflight, setup: Setup, journal: Journal | None) -> Choice:
         calibration, kind, needs = setup.calibration, kind_of(setup.models.merged.module), plan.estimate

@@ -22,6 +22,7 @@ from featcal_cli.calibration.normal_equations import (
 from featcal_cli.data.batches import Batch
 from featcal_cli.data.examples import TaskExamples, most_held_out
 from featcal_cli.engine.offload import LARGE
+from featcal_cli.engine.output_gradients import KEPT_BYTES, SKETCH_ROWS, WIDEST_SQUARE
 from featcal_cli.models.architecture import Architecture
 from featcal_cli.models.loading import Model
 from featcal_cli.recipe.schema import Calibration, Merge, Recipe
@@ -252,7 +253,10 @@ def _add_up(
     computing = max(count.adding * block + adding + min(passes.lent, held - here), count.solving * block + solving)
     if weights.is_converted and not has_device:  # each model has its own, and blocks while they run
         computing += RUN_BESIDE * weights.block_in_use + (len(loads) + RUN_BESIDE - 1) * weights.stem_in_use
-    computing = round(max(computing, STEMS_HELD * stem, count.finishing * block))
+    gradients = _count_gradients(model, architecture, needs) if calibration.metric == "output" else 0
+    computing = round(
+        max(computing, STEMS_HELD * stem, count.finishing * block, gradients + KEPT_BYTES * bool(gradients))
+    )
     missing = sum(load.held_bytes - load.read_bytes for load in loads.values())
     aside = 0 if has_device else sum(load.aside_bytes for load in loads.values())
     on_host = resident_bytes() + missing - aside + HEAP_GAPS
@@ -272,7 +276,7 @@ def _add_up(
         host_bytes=on_host + max(aside, there if has_device else here + computing),
         device_bytes=here + computing if has_device else 0,
         disk_bytes=sum(x.nbytes for x in model.parameters()) * (2 if built else 1)
-        + (sum(sizes) + held - here - there + aside + round(passes.aside) + SMALL_FILES),
+        + (sum(sizes) + held - here - there + aside + round(passes.aside) + gradients * len(loads) + SMALL_FILES),
         work=count_work(model, architecture, needs, max(load.fitted for load in loads.values())),
         search=search,
     )
@@ -349,8 +353,21 @@ def _find_largest(
         numbers = max(sizes[task] * need.inputs.get(block.name, 0) for task, need in needs.items())
         both = 2 * numbers * computing.itemsize  # of student and expert
         sums = sum_block(inputs, both, computing, precision, guarded=guarded, has_device=has_device)
+        if calibration.metric == "output":  # every task's G is kept, and once more as a whole for those that are solved
+            grams = [each.d_in**2 * precision.itemsize * len(loads) for each in inputs]
+            kept = sum(grams) * (1 + guarded)
+            sums = BlockSums(sums.adding + kept, sums.solving + kept + max(grams, default=0))
         most = BlockSums(*map(max, most, sums))
     return most
+
+
+def _count_gradients(model: nn.Module, architecture: Architecture, needs: Mapping[str, BatchNeeds]) -> int:
+    """Bytes of what is known of one expert's answers, where errors are measured by them."""
+    numbers = 0
+    for block in architecture.blocks:
+        for _, d_out, widest, _ in find_inputs(model, block, needs):
+            numbers += d_out * (widest if widest <= WIDEST_SQUARE else SKETCH_ROWS)
+    return numbers * COMPUTE
 
 
 def read_bytes(model: Model, architecture: Architecture) -> int:

@@ -141,21 +141,24 @@ class Setup:
     gradients: Mapping[str, Path] = field(default_factory=dict)
     """By task, the file of what `measure_gradients` found."""
 
-    def measure_gradients(self, watch: Watch) -> dict[str, Path]:
-        """How far each module's output moves its expert's answers, on the examples to fit: a safetensors file a task,
-        in `scratch`. Raises RuntimeError for a model that cannot be differentiated."""
+    def measure_gradients(self, folder: Path, watch: Watch) -> dict[str, Path]:
+        """How far each module's output moves its expert's answers, on the examples to fit: a safetensors file a task in
+        the folder. Raises RuntimeError where answers say nothing, or a model cannot be differentiated."""
         dtype, files = choose_dtype(self.calibration, self.models.merged.module), {}
         for number, (task, examples) in enumerate(self.examples.items()):
+            model, entry = self.models.experts[task], self.architecture.entries[task]
+            if model.missing:
+                raise RuntimeError(f"the head of the expert of {task} is in no file, and random")
             watch(Progress("", number, len(self.examples), task))
-            expert = BlockRunner(share_model(self.models.experts[task]), self.architecture, self.device, dtype)
+            expert = BlockRunner(share_model(model), self.architecture, self.device, dtype)
             try:
-                entry = self.architecture.entries[task]
-                sums = measure_output_gradients(
-                    expert, self.architecture, entry, examples.fitted, self.calibration.seed
-                )
+                seed = self.calibration.seed
+                sums = measure_output_gradients(expert, self.architecture, entry, examples.fitted, seed)
             finally:
                 expert.retire()
-            files[task] = self.scratch / f"gradients-{number}.safetensors"
+            if not all(total.isfinite().all() for total in sums.values()):
+                raise RuntimeError(f"gradients of the expert of {task} are not finite")
+            files[task] = folder / f"{number}.safetensors"
             save_file({name: total.contiguous() for name, total in sums.items()}, files[task])
         return files
 

@@ -14,6 +14,7 @@ from family import GROUPED_SIZES, TEXT_SIZES, VISION_SIZES
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
+from featcal_cli.runtime.errors import NumericsError
 from featcal_cli.workflows.verbs import Result, calibrate
 
 pytestmark = pytest.mark.usefixtures("undrawn")
@@ -31,7 +32,11 @@ def shaken(model: PreTrainedModel, seed: int) -> PreTrainedModel:
 
 
 def run(
-    folder: Path, inputs: dict[str, dict[str, torch.Tensor]], select: str = "auto", **models: PreTrainedModel
+    folder: Path,
+    inputs: dict[str, dict[str, torch.Tensor]],
+    select: str = "auto",
+    metric: str = "features",
+    **models: PreTrainedModel,
 ) -> Result:
     """Save `merged`, `base` and an expert a task, and calibrate."""
     for name, model in models.items():
@@ -40,7 +45,8 @@ def run(
         save_file(tensors, folder / f"{task}.safetensors")
     tasks = {task: {"expert": str(folder / task), "data": str(folder / f"{task}.safetensors")} for task in inputs}
     recipe = {"merged": str(folder / "merged"), "base": str(folder / "base"), "tasks": tasks}
-    return calibrate({**recipe, "calibration": {"examples": 6, "select": select}}, output=folder / "out")
+    calibration = {"examples": 6, "select": select, "metric": metric}
+    return calibrate({**recipe, "calibration": calibration}, output=folder / "out")
 
 
 def text(count: int = 8) -> dict[str, dict[str, torch.Tensor]]:
@@ -117,6 +123,14 @@ def test_a_head_that_no_file_holds_decides_nothing(tmp_path: Path) -> None:
     assert len({str(result.report.settings["candidates"]) for result in results}) == 1
     check_equal(tmp_path / "1", tmp_path / "2")
     assert results[0].report.measures["red"].models["merged"].output is None
+
+
+def test_a_head_that_no_file_holds_is_no_metric(tmp_path: Path) -> None:
+    models = {"merged": classifier(0, 3), "base": bert(1), "red": bert(2), "green": bert(3)}
+    with pytest.raises(NumericsError, match="the head of the expert of red is in no file") as error:
+        run(tmp_path, text(), metric="output", **models)
+    assert "--metric features" in error.value.fix
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_resized_vocabulary_is_said_and_left_alone(tmp_path: Path) -> None:

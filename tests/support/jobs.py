@@ -49,7 +49,7 @@ class Stopper(Listener):
     """Interrupts a run after its first block."""
 
     def progress(self, progress: Progress) -> None:
-        if progress.finished == 1:
+        if progress.block and progress.finished == 1:
             raise KeyboardInterrupt
 
 

@@ -30,11 +30,12 @@ def measure_plainly(
     expert: Model, architecture: Architecture, entry: str, batches: Sequence[Batch]
 ) -> dict[str, Tensor]:
     """The same by hooks on the whole model and one backward pass a projection, in float64 sums."""
-    generator, sums = torch.Generator().manual_seed(SEED), {}
+    generator = torch.Generator().manual_seed(SEED)
+    sums: dict[str, Tensor] = {}
 
     def add(path: str, gradient: Tensor) -> None:
         rows = gradient.reshape(-1, gradient.shape[-1]).double()
-        sums[path] = sums.get(path, 0) + rows.T @ rows
+        sums[path] = sums[path] + rows.T @ rows if path in sums else rows.T @ rows
 
     def watch(path: str, _: object, __: object, y: Tensor) -> None:
         if y.requires_grad:
