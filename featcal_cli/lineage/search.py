@@ -14,9 +14,8 @@ from featcal_cli.hub.client import is_lapsed
 from featcal_cli.hub.model_names import UnusableError, find, locate, same_repo
 from featcal_cli.hub.repo import Kind, Opener, Repo
 from featcal_cli.lineage.merge_configs import Statement
-from featcal_cli.lineage.model_card import Card, read_card
 from featcal_cli.lineage.questions import SAID, Finding, show_merged
-from featcal_cli.lineage.statements import names_itself, read_config
+from featcal_cli.lineage.statements import Card, names_itself, read_card, read_config
 from featcal_cli.recipe.schema import Draft, Merge
 from featcal_cli.runtime.errors import HubError
 from featcal_cli.runtime.references import existing_path, looks_like_path, split_revision

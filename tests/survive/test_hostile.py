@@ -29,7 +29,7 @@ from featcal_cli.data.examples import DrawnExamples, draw_examples
 from featcal_cli.data.images import PIXELS_AT_ONCE
 from featcal_cli.data.local_tables import KEPT_CHARACTERS, LARGEST_IMAGE, open_file, shorten_row
 from featcal_cli.hub.snapshot import resolve
-from featcal_cli.lineage.model_card import read_card
+from featcal_cli.lineage.statements import read_card
 from featcal_cli.models.checkpoint_files import copy_checkpoint
 from featcal_cli.recipe.schema import Data
 from featcal_cli.reporting.markdown import inert_document
