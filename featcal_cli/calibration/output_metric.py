@@ -25,7 +25,7 @@ from featcal_cli.runtime.errors import NumericsError
 
 SENSITIVITY = 0.9
 """κ: how much of S is what gradients say; the rest is the identity, as few of them say nothing of most directions."""
-TOLERANCE, MOST_STEPS = 1e-3, 200
+TOLERANCE, MOST_STEPS = 1e-2, 200
 """Of conjugate gradients: the residual at which they end, over the right-hand side, and the most of them."""
 
 WIDEST_FACTOR = 4096
