@@ -196,21 +196,9 @@ class Setup:
         measured = {
             task: (rows.measured if students else rows.fitted) if task in own else [] for task, rows in examples.items()
         }
-        heads_here = all(has_small_head(expert, architecture) for expert in models.experts.values())
-        small_heads = all(self.ranks.gather(heads_here))
-        drift = Measurement(
-            {role: runners[id(model)] for role, model in roles.items()},
-            limit_batches(measured, [merged, *experts.values()]),
-            DriftMeter(modules=not students, refuse_vanishing=bool(students)),
-            outputs=OutputMeter() if small_heads or not students else None,
-            vectors=None if students else VectorMeter(),  # a calibrated block is there when its experts' are gone
-            examples=None if students else ExampleMeter(),
-            finals={} if keep_finals else None,
-            split=frozenset(role for role, model in roles.items() if model is not models.base and not students),
-        )
-        if not students:
-            drift.shares, counts = ShareMeter(), (len(architecture.blocks), len(roles), len(drift.split))
-            drift.switched = {task: choose_switched(batches, *counts) for task, batches in measured.items()}
+        by_role = {role: runners[id(model)] for role, model in roles.items()}
+        drift = self._prepare_drift(by_role, measured, [merged, *experts.values()], is_inspected=not students)
+        drift.finals = {} if keep_finals else None
         second = {role: drift.runners[role] for role in (*students, MERGED)} if judged else {}
         return Job(
             architecture=architecture,
@@ -227,6 +215,35 @@ class Setup:
             ranks=self.ranks,
             gradients=self.gradients,
         )
+
+    def _prepare_drift(
+        self,
+        runners: dict[str, BlockRunner],
+        measured: Mapping[str, Sequence[Batch]],
+        answering: Sequence[BlockRunner],
+        *,
+        is_inspected: bool,
+    ) -> Measurement:
+        """What is measured of the models, by role: their drift, or all that there is to say where they are inspected;
+        answering: the models whose answers limit the size of a batch."""
+        blocks = self.architecture.blocks
+        heads_here = all(has_small_head(expert, self.architecture) for expert in self.models.experts.values())
+        small_heads = all(self.ranks.gather(heads_here))
+        base = self.models.base
+        split = frozenset(role for role, runner in runners.items() if is_inspected and runner.model is not base)
+        drift = Measurement(
+            runners,
+            limit_batches(measured, answering),
+            DriftMeter(modules=is_inspected, refuse_vanishing=not is_inspected),
+            outputs=OutputMeter() if small_heads or is_inspected else None,
+            vectors=VectorMeter() if is_inspected else None,  # a calibrated block is there when its experts' are gone
+            examples=ExampleMeter() if is_inspected else None,
+            split=split,
+        )
+        if is_inspected:
+            drift.shares, counts = ShareMeter(), (len(blocks), len(runners), len(split))
+            drift.switched = {task: choose_switched(batches, *counts) for task, batches in measured.items()}
+        return drift
 
     def describe_merge(self, recipe: Recipe) -> list[str]:
         """What is odd about the models as a merge, in sentences; nothing where not all experts are here."""
