@@ -259,16 +259,15 @@ def list_signals() -> list[signal.Signals]:
 
 
 def stop_when_signalled(message: str = STARTING) -> None:
-    """From now on SIGTERM and SIGHUP end this process at once, with a word of it; Ctrl-C raises KeyboardInterrupt, as
-    ever. Only for the main thread."""
+    """From now on Ctrl-C, SIGTERM and SIGHUP end this process at once, with a word of it: libraries that are being
+    imported make other errors of a KeyboardInterrupt. Only for the main thread."""
 
     def handle(number: int, _: object) -> NoReturn:
         _came.append(number)
         stop(message)
 
     for number in list_signals():
-        if number != signal.SIGINT:
-            signal.signal(number, handle)
+        signal.signal(number, handle)
 
 
 @contextmanager
