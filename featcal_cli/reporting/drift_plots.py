@@ -6,7 +6,7 @@ import io
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from math import ceil, isfinite, nan
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -14,13 +14,14 @@ import numpy as np
 from PIL import Image
 
 from featcal_cli.reporting.inspection import Inspection, TaskInspection
-from featcal_cli.reporting.markdown import one_line, without_paths, without_secrets
+from featcal_cli.reporting.markdown import clean, label_roles, one_line
 from featcal_cli.reporting.report import DriftCurve, Report
-from featcal_cli.reporting.verdict import describe_lists, follow_drift, list_roles, order_blocks, split_lists
+from featcal_cli.reporting.verdict import describe_lists, follow_drift, order_blocks, split_lists
 
 if TYPE_CHECKING:  # matplotlib takes long to import
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure, SubFigure
+    from matplotlib.lines import Line2D
 
 Format = Literal["png", "svg"]
 DOTS_PER_INCH = 140
@@ -33,7 +34,7 @@ MANY_COLOURS = 256
 
 
 LINES = {
-    "base": ("base", "#8c8c8c", ":", 1.2),
+    "base": ("base model", "#8c8c8c", ":", 1.2),
     "before": ("merged", "#d55e00", "--", 1.6),
     "after": ("calibrated", "#0072b2", "-", 2.0),
 }
@@ -43,12 +44,19 @@ MOST_CURVES = 24
 ROLE_COLOURS = {"model": "#d55e00", "other": "#0072b2", "base": "#8c8c8c"}
 """Of the roles: told apart by colour-blind readers."""
 MEASURES: dict[str, tuple[str, Literal["-", "--", ":"]]] = {
-    "relative": ("e, drift", "-"),
-    "local": ("m, local mismatch", "--"),
-    "upstream": ("p, upstream propagation", ":"),
+    "relative": ("drift", "-"),
+    "local": ("local: from the block itself", "--"),
+    "upstream": ("inherited: from the blocks before", ":"),
 }
 """Field of PlaceDrift: what it is called, stroke."""
+DRIFT = "relative drift"
+"""The title of an axis."""
+AFTER_BLOCKS = "Drift from the expert after every block"
 SCALE = "viridis_r"
+DARK = 0.6
+"""Share of the scale from which white ink is read better than black."""
+MOST_WRITTEN = 36
+"""Cells side by side, of all maps, up to which each has its figure."""
 MOST_ROWS = 24
 """Of the tasks beyond, those with the largest drift have a row in the maps."""
 MOST_CHARTS = 6
@@ -147,17 +155,16 @@ def plot_drift(report: Report) -> bytes:
         fitted = ": on new ones, drift is larger"
         if len(report.fitted_tasks) < len(report.drift):
             fitted = f": {shorten(', '.join(map(one_line, report.fitted_tasks)), 60)}"
-        warning = f"on fitted rows{fitted}" if report.fitted_tasks else None
-        figure.legend(
-            handles[::-1], labels[::-1], loc="outside upper center", ncols=3, frameon=False, fontsize=9, title=warning
-        )
-        label = "block, in forward order"
+        title = AFTER_BLOCKS + (f"\non fitted rows{fitted}" if report.fitted_tasks else "")
+        style: dict[str, Any] = {"frameon": False, "fontsize": 9, "title": title, "title_fontsize": 10}
+        figure.legend(handles[::-1], labels[::-1], loc="outside upper center", ncols=3, **style)
+        label = "block"
         if any(len({block.rpartition(".")[0] for block in curve.blocks}) > 1 for curve in report.curves.values()):
             label += " (upright lines: from one list of blocks to the next)"
         if len(charts) < len(report.curves):
             label += f"; of {len(report.curves)} tasks those with the largest drift are shown"
         figure.supxlabel(label, fontsize=9)
-        figure.supylabel("relative drift from the expert", fontsize=9)
+        figure.supylabel(DRIFT, fontsize=9)
         return write_figure(figure)
 
 
@@ -175,62 +182,58 @@ def _choose_curves(curves: Mapping[str, DriftCurve]) -> dict[str, DriftCurve]:
 
 
 def _draw_curves(axes: Axes, title: str, curve: DriftCurve, longest: int) -> None:
-    from matplotlib.ticker import MaxNLocator
-
-    depth = range(1, len(curve.blocks) + 1)
-    mark = "o" if len(depth) <= 12 else ""
+    mark = "o" if len(curve.blocks) <= 12 else ""
     for field, (label, colour, stroke, width) in LINES.items():
-        values = getattr(curve, field)
-        axes.plot(depth, values, stroke, color=colour, linewidth=width, marker=mark, markersize=3, label=label)
-    for number, (left, right) in enumerate(pairwise(curve.blocks), 1):
-        if left.rpartition(".")[0] != right.rpartition(".")[0]:  # encoder to decoder, vision to language
-            axes.axvline(number + 0.5, color="#b0b0b0", linewidth=0.8)
+        axes.plot(getattr(curve, field), stroke, color=colour, linewidth=width, marker=mark, markersize=3, label=label)
     axes.set_title(shorten(title, longest), fontsize=9, parse_math=False)
-    axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True, min_n_ticks=1))
+    _mark_blocks(axes, curve.blocks)
     tidy_axes(axes)
 
 
 def plot_inspection(inspection: Inspection, kind: Format = "png") -> bytes:
-    """A PNG or SVG: one map per model (tasks × blocks, relative drift, one scale), the mean over tasks of e, m and p
-    after every block, and, for two to six tasks, the same for each.
+    """A PNG or SVG: one map per model (tasks × blocks, relative drift, one scale), the mean over tasks of drift and its
+    local and inherited parts after every block, and, for two to six tasks, the same for each.
 
     The same inspection gives the same bytes. Raises ValueError for an inspection without tasks.
     """
     if not inspection.tasks:
         raise ValueError("the inspection has no tasks")
-    order, roles = order_blocks(inspection), list_roles(inspection)
+    order = order_blocks(inspection)
     worst = sorted(inspection.tasks, key=lambda name: -inspection.tasks[name].models["model"].last.relative)
     tasks = {name: task for name, task in inspection.tasks.items() if name in worst[:MOST_ROWS]}
     charts = inspection.tasks if 2 <= len(inspection.tasks) <= MOST_CHARTS else {}
-    heights = [0.95 + 0.2 * max(3, len(tasks)), 2.6]
+    heights = [1.1 + 0.2 * max(3, len(tasks)), 2.8]
     columns = 2 if len(charts) in (2, 4) else 3
     if charts:
-        heights.append(0.35 + 1.8 * ceil(len(charts) / columns))
+        heights.append(0.6 + 1.8 * ceil(len(charts) / columns))
     with own_style():
         figure = new_figure(10.4, sum(heights))
         parts = figure.subfigures(len(heights), 1, height_ratios=heights, squeeze=False).flat
         _draw_maps(next(parts), inspection, tasks, order)
         _draw_means(next(parts), inspection, order)
         if charts:
-            _draw_tasks(next(parts), charts, order, roles, columns)
-        figure.supxlabel(f"block: {shorten(describe_lists(order), 120)}", fontsize=9)
+            _draw_tasks(next(parts), inspection, order, columns)
+        figure.supxlabel(f"blocks: {shorten(describe_lists(order), 120)}", fontsize=9)
         return write_figure(figure, kind, MANY_COLOURS)
 
 
 def _draw_maps(
     part: SubFigure, inspection: Inspection, tasks: Mapping[str, TaskInspection], order: Sequence[str]
 ) -> None:
-    roles = list_roles(inspection)
+    roles = label_roles(inspection)
     maps = {role: [_finite(follow_drift(task.models[role], order)) for task in tasks.values()] for role in roles}
     top = max((value for rows in maps.values() for row in rows for value in row if isfinite(value)), default=0.0)
     grid = part.subplots(1, len(roles), sharey=True, squeeze=False)
-    for axes, role in zip(grid.flat, roles, strict=True):
+    for axes, (role, label) in zip(grid.flat, roles.items(), strict=True):
         drawn = axes.pcolormesh(
             maps[role], cmap=SCALE, vmin=0, vmax=top or 1.0, edgecolors="white",
             linewidth=0.6 if len(order) <= MOST_FRAMED else 0.0, antialiased=len(order) <= MOST_FRAMED,
         )  # fmt: skip
         axes.set_facecolor("#dddddd")  # shows where a task does not reach
-        axes.set_title(f"{role}: {_name(inspection.names.get(role, ''), 30)}", fontsize=9, parse_math=False)
+        if len(order) * len(roles) <= MOST_WRITTEN:
+            _write_figures(axes, maps[role], top)
+        axes.set_title(shorten(label, 36), fontsize=9, parse_math=False)
+        axes.set_xlabel("block", fontsize=9)
         axes.set_yticks([row + 0.5 for row in range(len(tasks))], [_name(task, 22) for task in tasks], fontsize=8)
         for label in axes.get_yticklabels():
             label.set_parse_math(False)
@@ -241,44 +244,64 @@ def _draw_maps(
     bar = part.colorbar(drawn, ax=list(grid.flat), pad=0.01, aspect=max(6, len(tasks)))
     bar.outline.set_visible(False)
     bar.ax.tick_params(labelsize=8)
+    bar.set_label(DRIFT, fontsize=9)
     left = len(inspection.tasks) - len(tasks)
     part.suptitle(
-        "Relative drift from the expert after every block"
-        + (f" ({left} tasks with less are left out)" if left else ""),
+        AFTER_BLOCKS + (f" ({left} tasks with less are left out)" if left else ""),
         fontsize=10,
     )
 
 
+def _write_figures(axes: Axes, rows: Sequence[Sequence[float]], top: float) -> None:
+    """Every cell's value in it, where it is known."""
+    for row, values in enumerate(rows):
+        for column, value in enumerate(values):
+            if isfinite(value):
+                ink = "white" if value > DARK * top else "black"
+                axes.text(column + 0.5, row + 0.52, f"{value:.2f}", color=ink, fontsize=6, ha="center", va="center")
+
+
 def _draw_means(part: SubFigure, inspection: Inspection, order: Sequence[str]) -> None:
-    """e, m and p side by side, every model in each."""
+    """Drift and its two parts side by side, every model in each."""
+    roles = label_roles(inspection)
     grid = part.subplots(1, len(MEASURES), sharey=True, squeeze=False)
     for axes, (measure, (title, _)) in zip(grid.flat, MEASURES.items(), strict=True):
-        for role in list_roles(inspection):
+        for role in roles:
             curves = (_finite(follow_drift(task.models[role], order, measure)) for task in inspection.tasks.values())
             reached = ([value for value in values if isfinite(value)] for values in zip(*curves, strict=True))
             means = [sum(values) / len(values) if values else nan for values in reached]
             _draw_curve(axes, means, role, measure)
         axes.set_title(title, fontsize=9)
+        axes.set_xlabel("block", fontsize=9)
         _mark_blocks(axes, order)
         tidy_axes(axes)
     grid[0, 0].set_ylim(bottom=0)
+    grid[0, 0].set_ylabel(DRIFT, fontsize=9)
     count = len(inspection.tasks)
     tasks = f"mean of {count} tasks" if count > 1 else _name(next(iter(inspection.tasks)), 60)
-    part.suptitle(f"Drift e and what it is made of, {tasks}", fontsize=10, parse_math=False)
-    handles, labels = grid[0, 0].get_legend_handles_labels()
-    part.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False, fontsize=9)
+    part.suptitle(f"Drift and where it comes from, {tasks}", fontsize=10, parse_math=False)
+    part.legend(handles=_make_keys(roles), loc="outside lower center", ncols=3, frameon=False, fontsize=9)
 
 
-def _draw_tasks(
-    part: SubFigure, tasks: Mapping[str, TaskInspection], order: Sequence[str], roles: Sequence[str], columns: int
-) -> None:
-    """One chart a task: e, m and p of the models, and e of the base."""
+def _make_keys(roles: Mapping[str, str]) -> list[Line2D]:
+    """The models' colours, for a legend."""
     from matplotlib.lines import Line2D
 
+    return [
+        Line2D([], [], color=ROLE_COLOURS[role], linewidth=2.5, label=shorten(label, 36))
+        for role, label in roles.items()
+    ]
+
+
+def _draw_tasks(part: SubFigure, inspection: Inspection, order: Sequence[str], columns: int) -> None:
+    """One chart a task: drift of the models and its two parts, and drift of the base model."""
+    from matplotlib.lines import Line2D
+
+    tasks, roles = inspection.tasks, label_roles(inspection)
     grid = part.subplots(ceil(len(tasks) / columns), columns, sharex=True, sharey=True, squeeze=False)
     places = list(grid.flat)
     for axes, (name, task) in zip(places, tasks.items(), strict=False):
-        for role in roles[::-1]:
+        for role in list(roles)[::-1]:
             for measure in MEASURES if role != "base" else ("relative",):
                 _draw_curve(axes, _finite(follow_drift(task.models[role], order, measure)), role, measure)
         axes.set_title(_name(name, 40), fontsize=9, parse_math=False)
@@ -286,16 +309,22 @@ def _draw_tasks(
         tidy_axes(axes)
     for axes in places[len(tasks) :]:
         axes.remove()
+    for axes in places[max(0, len(tasks) - columns) : len(tasks)]:  # the lowest of every column
+        axes.set_xlabel("block", fontsize=9)
+        axes.tick_params(labelbottom=True)
+    for row in grid:
+        row[0].set_ylabel(DRIFT, fontsize=9)
     places[0].set_ylim(bottom=0)
     part.suptitle("Task by task", fontsize=10)
     strokes = [Line2D([], [], color="#404040", linestyle=stroke, label=title) for title, stroke in MEASURES.values()]
-    part.legend(handles=strokes, loc="outside lower center", ncols=3, frameon=False, fontsize=9)
+    keys = [*_make_keys(roles), *strokes]
+    part.legend(handles=keys, loc="outside lower center", ncols=len(keys), frameon=False, fontsize=8)
 
 
 def _draw_curve(axes: Axes, values: Sequence[float], role: str, measure: str) -> None:
     stroke, width, mark = MEASURES[measure][1], 1.2 if role == "base" else 1.8, "o" if len(values) <= 12 else ""
     style: dict[str, Any] = {"color": ROLE_COLOURS[role], "linewidth": width, "marker": mark, "markersize": 2.5}
-    axes.plot(range(len(values)), values, stroke, label=role, **style)
+    axes.plot(range(len(values)), values, stroke, **style)
 
 
 def _mark_blocks(axes: Axes, order: Sequence[str], middle: float = 0.0) -> None:
@@ -317,4 +346,4 @@ def _finite(values: Sequence[float | None]) -> list[float]:
 
 def _name(text: str, longest: int) -> str:
     """For a picture, which is passed on: without tokens and the folders of this machine."""
-    return shorten(one_line(without_paths(without_secrets(text))), longest)
+    return shorten(one_line(clean(text)), longest)

@@ -80,6 +80,11 @@ def without_paths(text: str) -> str:
     return _PATH.sub(r"\1", text)
 
 
+def clean(text: str) -> str:
+    """Without what is not passed on: tokens, and the folders of this machine."""
+    return without_paths(without_secrets(text))
+
+
 def inert_document(markdown: str, level: int) -> str:
     """A whole Markdown document that can follow a heading of `level` - 1 in another one.
 
@@ -188,6 +193,16 @@ def _safe_target(to: str) -> str:
     if scheme and scheme[1].lower() not in _SAFE_SCHEMES:
         return "./#"
     return quote(to[1:-1], safe="/:?#&=+,;@%") if to.startswith("<") else to
+
+
+def label_roles(inspection: Inspection) -> dict[str, str]:
+    """What every role is called where others read it: without tokens and the folders of this machine."""
+    labels = {role: one_line(clean(inspection.names.get(role, role)), 120) for role in list_roles(inspection)}
+    if "base" in labels:
+        labels["base"] = "base model"
+    if labels.get("other") == labels["model"]:
+        labels |= {"model": f"A: {labels['model']}", "other": f"B: {labels['other']}"}
+    return labels
 
 
 LONGEST_TEXT = 400

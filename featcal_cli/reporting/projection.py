@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from math import ceil
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -15,21 +16,26 @@ from featcal_cli.reporting.verdict import ROLES
 if TYPE_CHECKING:  # matplotlib takes long to import
     from matplotlib.axes import Axes
 
-COLOURS = ("#e69f00", "#0072b2", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#b8a400", "#000000")
-"""Of the first tasks: told apart by colour-blind readers."""
+COLOURS = ("#e69f00", "#0072b2", "#882255", "#00b0a0", "#111111", "#d55e00", "#cc79a7", "#7fb800")
+"""Of the first tasks: far apart for readers with every kind of colour vision, and no two of one hue."""
 REST = "#b0b0b0"
 """Of all tasks beyond."""
-MARKS = {"expert": ("o", "●"), "model": ("^", "▲"), "other": ("s", "■"), "base": ("x", "×")}
-"""Of the roles: matplotlib's name, and how a title shows it."""
+MARKS = {"model": "^", "other": "s", "base": "x"}
+"""Of the roles, by matplotlib's names; the expert's points are rings."""
+WIDTH = 3.6
+"""Of a chart, inches."""
 NOTHING = 1e-12
 """A direction with a smaller share of the variance is rounding."""
 
 
-def plot_projection(points: Mapping[str, Mapping[str, Tensor]], kind: Format = "png") -> bytes:
+def plot_projection(
+    points: Mapping[str, Mapping[str, Tensor]], kind: Format = "png", names: Mapping[str, str] | None = None
+) -> bytes:
     """A PNG or SVG of `points[task][role]` [examples, d], final features of expert, model, other and base.
 
-    The plane is that of the largest variance among the experts' features of all tasks; one chart a model, the experts'
-    points in each. The same points give the same bytes. Raises ValueError where no task has features of its expert.
+    The plane is that of the largest variance among the experts' features of all tasks; one chart a model, called as
+    `names` say, with the experts' points in each. The same points give the same bytes. Raises ValueError where no task
+    has features of its expert.
     """
     experts = [roles["expert"] for roles in points.values() if "expert" in roles]
     if not experts:
@@ -41,28 +47,49 @@ def plot_projection(points: Mapping[str, Mapping[str, Tensor]], kind: Format = "
     }
     colours = {task: COLOURS[number] if number < len(COLOURS) else REST for number, task in enumerate(points)}
     shown = [role for role in ROLES if any(role in roles for roles in points.values())]
+    middles, spans = _measure_window([places for roles in placed.values() for places in roles.values()])
+    labels = [(shorten(plain(task), 24), colour) for task, colour in colours.items()]
+    if (left := len(labels) - len(COLOURS)) > 0:
+        labels[len(COLOURS) :] = [(f"{left} other tasks", REST)]
+    columns = (3 if max(len(label) for label, _ in labels) <= 12 else 2) * max(1, len(shown))
     with own_style():
         from matplotlib.lines import Line2D
 
-        figure = new_figure(max(4.4, 0.4 + 3.6 * max(1, len(shown))), 4.5)
+        rows = ceil(len(labels) / columns) + ceil(3 / columns)
+        height = WIDTH * spans[1] / spans[0] + 0.8 + 0.2 * rows
+        figure = new_figure(0.4 + WIDTH * max(1, len(shown)), height)
         grid = figure.subplots(1, max(1, len(shown)), sharex=True, sharey=True, squeeze=False)
         for axes, role in zip(grid.flat, shown or ["expert"], strict=True):
-            for task, places in list(placed.items())[::-1]:  # the grey ones first, below
-                _scatter(axes, places, role, colours[task])
-            axes.set_title(
-                "   ".join(f"{MARKS[name][1]} {name}" for name in dict.fromkeys(("expert", role))), fontsize=9
-            )
-            axes.set_xticks([])
-            axes.set_yticks([])
-            axes.set_aspect("equal")
-        figure.supxlabel(f"first direction ({100 * shares[0]:.0f} % of the experts' variance)", fontsize=9)
-        figure.supylabel(f"second direction ({100 * shares[1]:.0f} %)", fontsize=9)
-        labels = [(shorten(plain(task), 24), colour) for task, colour in colours.items()]
-        if (left := len(labels) - len(COLOURS)) > 0:
-            labels[len(COLOURS) :] = [(f"{left} other tasks", REST)]
+            _draw_points(axes, placed, role, colours)
+            axes.set_title(shorten((names or {}).get(role, role), 36), fontsize=9, parse_math=False)
+            axes.set(xticks=[], yticks=[], aspect="equal")
+            axes.set_xlabel(f"first direction ({100 * shares[0]:.0f} % of the experts' variance)", fontsize=8)
+            axes.set_xlim(middles[0] - spans[0] / 2, middles[0] + spans[0] / 2)
+            axes.set_ylim(middles[1] - spans[1] / 2, middles[1] + spans[1] / 2)
+        grid[0, 0].set_ylabel(f"second direction ({100 * shares[1]:.0f} %)", fontsize=8)
         handles = [Line2D([], [], color=colour, linewidth=5, label=label) for label, colour in labels]
-        figure.legend(handles=handles, loc="outside upper center", ncols=5, frameon=False, fontsize=8)
+        grey: dict[str, Any] = {"color": "#404040", "markersize": 5}
+        marks = [Line2D([], [], marker="o", linestyle="", fillstyle="none", label="expert", **grey)]
+        marks += [
+            Line2D([], [], marker=MARKS[role], linestyle="", label=shorten((names or {}).get(role, role), 24), **grey)
+            for role in shown
+        ]
+        marks += [Line2D([], [], linewidth=1.6, label="from the expert's mean to the model's", **grey)]
+        style: dict[str, Any] = {"frameon": False, "fontsize": 8}
+        title = {"title": "Where each model puts the examples of every task", "title_fontsize": 10}
+        figure.legend(handles=handles, loc="outside upper center", ncols=min(columns, len(handles)), **title, **style)
+        figure.legend(handles=marks, loc="outside lower center", ncols=len(marks) if shown[1:] else 2, **style)
         return write_figure(figure, kind, MANY_COLOURS)
+
+
+def _measure_window(places: Sequence[Tensor]) -> tuple[list[float], list[float]]:
+    """Middle and width of what is shown, across and up: all points with a margin, at most twice as wide as high, or
+    half."""
+    every = torch.cat(list(places))
+    low, high = every.min(dim=0).values, every.max(dim=0).values
+    spans = (1.08 * (high - low)).clamp(min=1e-9)
+    spans = torch.maximum(spans, spans.flip(dims=[0]) / 2)
+    return ((low + high) / 2).tolist(), spans.tolist()
 
 
 def find_plane(features: Tensor) -> tuple[Tensor, Tensor, list[float]]:
@@ -92,17 +119,26 @@ def _clean(features: Tensor) -> Tensor:
     return features[features.isfinite().all(dim=1)]
 
 
-def _scatter(axes: Axes, places: Mapping[str, Tensor], role: str, colour: str) -> None:
-    """One task: the expert's points faint, the model's strong, a line from middle to middle."""
-    if "expert" in places:
-        axes.plot(*_coordinates(places["expert"]), "o", color=colour, markersize=4, alpha=0.35, markeredgewidth=0)
-    if role in places and role != "expert":
-        axes.plot(*_coordinates(places[role]), MARKS[role][0], color=colour, markersize=3.5, alpha=0.9)
-        if "expert" in places and len(places["expert"]) and len(places[role]):
-            ends = torch.stack([places[which].mean(dim=0) for which in ("expert", role)])
-            axes.plot(*_coordinates(ends), color="white", linewidth=3.0)
-            axes.plot(*_coordinates(ends), color=colour, linewidth=1.5)
-
-
-def _coordinates(places: Tensor) -> tuple[list[float], list[float]]:
-    return places[:, 0].tolist(), places[:, 1].tolist()
+def _draw_points(axes: Axes, placed: Mapping[str, Mapping[str, Tensor]], role: str, colours: Mapping[str, str]) -> None:
+    """The experts' points as rings, the model's above them, of all tasks in turn so that none covers another; and a
+    line from middle to middle."""
+    for name, mark in (("expert", "o"), (role, MARKS.get(role, ""))):
+        rows = [
+            (number, *place, colours[task])
+            for task, roles in placed.items()
+            if name in roles
+            for number, place in enumerate(roles[name].tolist())
+        ]
+        _, x, y, inks = zip(*sorted(rows, key=lambda row: row[0]), strict=True) if rows else ((), (), (), ())
+        if name == "expert":
+            axes.scatter(x, y, s=16, marker=mark, facecolors="none", edgecolors=inks, linewidths=0.8, alpha=0.8)
+        else:
+            axes.scatter(x, y, s=13, marker=mark, c=inks, linewidths=0.8 if mark == "x" else 0, alpha=0.7)
+    for task, roles in placed.items():
+        if role != "expert" and all(which in roles and len(roles[which]) for which in ("expert", role)):
+            ends = torch.stack([roles[which].mean(dim=0) for which in ("expert", role)])
+            x, y = ends[:, 0].tolist(), ends[:, 1].tolist()
+            axes.plot(x, y, color="white", linewidth=2.2)
+            axes.plot(x, y, color=colours[task], linewidth=1.6)
+            axes.plot(x[:1], y[:1], "o", color="white", markeredgecolor=colours[task], markersize=5)
+            axes.plot(x[1:], y[1:], MARKS[role], color=colours[task], markersize=5)

@@ -17,7 +17,7 @@ from featcal_cli.recipe.reading import as_draft
 from featcal_cli.recipe.schema import Merge
 from featcal_cli.reporting.html_page import write_page
 from featcal_cli.reporting.inspection import Gain, Gains, Inspection, TaskInspection
-from featcal_cli.reporting.markdown import write_summary
+from featcal_cli.reporting.markdown import label_roles, write_summary
 from featcal_cli.reporting.report import REPORT
 from featcal_cli.reporting.verdict import find_excess
 from featcal_cli.runtime.errors import HubError, OutputError, RecipeError
@@ -78,7 +78,7 @@ def inspect_drift(
         from featcal_cli.reporting.drift_plots import plot_inspection
 
         _write(plot, partial(plot_inspection, inspection))
-        _write(projection, partial(_draw_projection, job))
+        _write(projection, partial(_draw_projection, job, label_roles(inspection)))
         _write(html, lambda _: write_page(inspection))
         _write(markdown, lambda _: write_summary(inspection, excess))
     return inspection
@@ -180,14 +180,14 @@ def _read_accuracies(plan: Preflight) -> list[dict[str, tuple[tuple[str, ...], f
     return scores
 
 
-def _draw_projection(job: Job, kind: Any) -> bytes:
+def _draw_projection(job: Job, names: Mapping[str, str], kind: Any) -> bytes:
     import torch
 
     from featcal_cli.reporting.projection import plot_projection
 
     finals = job.drift.finals or {}
     points = {task: {role: torch.cat(parts) for role, parts in kept.items()} for task, kept in finals.items()}
-    return plot_projection(points, kind)
+    return plot_projection(points, kind, names)
 
 
 def _check_file(file: Path, kinds: Sequence[str]) -> None:
