@@ -253,6 +253,20 @@ def find_pipeline_tag(model_class: type[PreTrainedModel]) -> str | None:
     return FEATURES.get(model_class.main_input_name)
 
 
+def find_auto_class(model_class: type[PreTrainedModel]) -> str:
+    """The Auto class that loads a checkpoint of this class as this class; its own name where none does."""
+    from transformers.pipelines import SUPPORTED_TASKS
+
+    kind = model_class.config_class.model_type if model_class.config_class else None
+    tasks: dict[str, Any] = SUPPORTED_TASKS
+    for auto in (transformers.AutoModel, *(auto for task in tasks.values() for auto in task["pt"])):
+        heads = getattr(auto, "_model_mapping", None)
+        names = heads._model_mapping.get(kind) if heads is not None else None
+        if model_class.__name__ == (names[0] if isinstance(names, tuple) else names):
+            return str(auto.__name__)
+    return model_class.__name__
+
+
 def find_processor_class(folder: Path) -> str | None:
     """The Auto class that loads what makes the inputs of the model in `folder`; None where nothing there does."""
     return next((name for file, name in PROCESSORS if (folder / file).is_file()), None)

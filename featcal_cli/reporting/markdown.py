@@ -1,17 +1,20 @@
-"""Text of others made inert; an inspection as Markdown for a pipeline's summary."""
+"""Text of others made inert; an inspection as Markdown for a pipeline's summary, and the tables of a report."""
 
 from __future__ import annotations
 
 import re
 import unicodedata
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from html import unescape
 from urllib.parse import quote
 
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
 
+from featcal_cli.evaluation.results import CALIBRATED, EXPERT, MERGED, Score, average_tasks
+from featcal_cli.lineage.questions import enumerate_names
 from featcal_cli.reporting.inspection import Inspection
+from featcal_cli.reporting.report import DriftRow, Report
 from featcal_cli.reporting.verdict import list_feature_columns, list_output_columns, list_roles, write_verdict
 from featcal_cli.runtime.errors import GateError
 
@@ -195,6 +198,19 @@ def _safe_target(to: str) -> str:
     return quote(to[1:-1], safe="/:?#&=+,;@%") if to.startswith("<") else to
 
 
+def join_notes(notes: Iterable[str], tasks: Collection[str]) -> list[str]:
+    """The notes in their order; those that say the same of several tasks are one."""
+    said: dict[str, list[str]] = {}
+    for note in notes:
+        task = next((task for task in tasks if note.startswith(f"{task}: ")), None)
+        if task is None:
+            said.setdefault(note, [])
+        else:  # each task's own expert is the same of all
+            text = re.sub(r"(image processor|tokenizer) from \S+$", r"\1 from its expert", note[len(task) + 2 :])
+            said.setdefault(text, []).append(task)
+    return [f"{enumerate_names(list(dict.fromkeys(named)))}: {text}" if named else text for text, named in said.items()]
+
+
 def label_roles(inspection: Inspection) -> dict[str, str]:
     """What every role is called where others read it: without tokens and the folders of this machine."""
     labels = {role: one_line(clean(inspection.names.get(role, role)), 120) for role in list_roles(inspection)}
@@ -238,3 +254,53 @@ def write_row(cells: Iterable[str]) -> str:
 def _show(text: str) -> str:
     """As others may read it: of folders the last part, of commits the first digits."""
     return inert(COMMIT.sub(r"@\1", without_paths(text)), LONGEST_TEXT)
+
+
+def write_accuracy(report: Report) -> Iterator[str]:
+    """What expert, merged and calibrated model reach on labelled data, where it was measured."""
+    if not report.accuracy:
+        return
+    ranked = [inert(task) for task, scores in report.accuracy.items() if scores.metric == "spearman"]
+    ranks = f" (of {', '.join(ranked)}: 100 · Spearman's ρ)" if ranked else ""
+    roles = (EXPERT, MERGED, CALIBRATED)
+    rows = [["task", *roles], ["---", *["---:"] * len(roles)]]
+    for task, scores in report.accuracy.items():
+        rows.append([inert(task), *(write_percent(scores.scores[role]) for role in roles)])
+    if len(report.accuracy) > 1:
+        means = average_tasks(report.accuracy)
+        rows.append(["**mean**", *(write_percent(means[role]) for role in roles)])
+    about = f"In percent, on labelled data{ranks}; ± is half of the 95 % interval, by bootstrap over examples."
+    yield f"## Accuracy\n\n{about}"
+    yield "\n".join(map(write_row, rows))
+
+
+def write_percent(score: Score) -> str:
+    return f"{100 * score.value:.1f} ±{100 * (score.high - score.low) / 2:.1f}"
+
+
+def write_drift_table(report: Report) -> Iterator[str]:
+    heads = ["task", "merged", "calibrated", "change", "base model"]
+    yield write_row(heads)
+    yield f"| --- |{' ---: |' * (len(heads) - 1)}"
+    for row in report.drift_rows:
+        yield write_row([inert(row.task) + (" \\*" if row.is_marked else ""), *write_drift_cells(row)])
+    if len(report.drift) > 1:
+        yield write_row(["**mean**", *write_drift_cells(report.mean_drift)])
+
+
+def write_drift_cells(row: DriftRow) -> list[str]:
+    return [cell.replace("-", "−") for cell in row.cells]
+
+
+def write_answers(report: Report) -> Iterator[str]:
+    """What drift does to the answers of the experts that give some, run with their own heads; nothing for the rest."""
+    rows = []
+    for task, measured in report.measures.items():
+        before, after = (model.output if (model := measured.models.get(r)) else None for r in (MERGED, CALIBRATED))
+        if before and after and before.agreement is not None and after.agreement is not None:
+            agreed = f"{100 * before.agreement:.0f} % → {100 * after.agreement:.0f} %"
+            rows.append(write_row([inert(task), agreed, f"{before.divergence:.3f} → {after.divergence:.3f}"]))
+    if rows:
+        about = "What each expert's own head makes of the model's last features, merged → calibrated:\n"
+        heads = "| task | same first choice as the expert | KL from the expert, nats |\n| --- | ---: | ---: |"
+        yield "\n".join([about, heads, *rows])

@@ -13,10 +13,23 @@ from typing import Any
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from featcal_cli.calibration.results import describe_guard
-from featcal_cli.evaluation.results import CALIBRATED, EXPERT, MERGED
+from featcal_cli.evaluation.results import CALIBRATED, EXPERT, MERGED, average_tasks
 from featcal_cli.hub.model_names import is_hub_id
-from featcal_cli.reporting.markdown import inert, inert_document, one_line, without_paths, without_secrets, write_row
-from featcal_cli.reporting.report import ITSELF, PICTURE, RECIPE, REPORT, DriftRow, Report, Source
+from featcal_cli.reporting.markdown import (
+    inert,
+    inert_document,
+    join_notes,
+    one_line,
+    without_paths,
+    without_secrets,
+    write_accuracy,
+    write_answers,
+    write_drift_cells,
+    write_drift_table,
+    write_percent,
+    write_row,
+)
+from featcal_cli.reporting.report import ITSELF, PICTURE, RECIPE, REPORT, Report, Source
 from featcal_cli.runtime.untrusted_text import split_front_matter
 
 MODELS = ("merged", "base", "expert")
@@ -38,6 +51,8 @@ TASK_TYPES = {
     "lm-eval": "text-generation",
 }
 """The Hub's names of what a protocol measures; heads do what the model is for."""
+VARIABLES = {"AutoTokenizer": "tokenizer", "AutoImageProcessor": "image_processor"}
+"""What the code of a card calls what these classes load; everything else is a processor."""
 LISTED = 12
 """Lines of a list that are shown."""
 CITATION = """\
@@ -77,7 +92,7 @@ def write_card(
         # calibrated before: what its card says of that run is in its own repo, and cards do not grow with every run
         body = body.partition(f"\n{OWN_CARD}\n")[2]
     own_card = inert_document(body, level=3)
-    loading = _write_loading(target or name, *filter(None, (model_class, processor_class)))
+    loading = _write_loading(target or name, pipeline_tag, model_class, processor_class)
     sections = _write_sections(report, name, target, loading, data.license_name or data.license)
     text = "\n\n".join([MARK, *sections, *([OWN_CARD, own_card] if own_card else [])])
     return without_secrets(str(ModelCard(f"---\n{data.to_yaml()}\n---\n\n{text}\n")))
@@ -178,18 +193,12 @@ def _write_sections(report: Report, name: str, target: str | None, loading: str,
         worse = ", ".join(map(inert, report.worse))
         yield f"> **Warning:** drift grew on {worse}: there this model is further from its expert than the merged one."
     yield _summarise(report)
-    yield from _write_drift(report)
     yield f"## Use\n\n{_fence('python', loading)}"
+    yield from write_accuracy(report)
+    yield from _write_drift(report)
     yield f"## How it was made\n\n{_describe_settings(report)}"
     yield _describe_cost(report)
-    if report.sources:
-        lines = ["| role | source | commit | licence | found in |", "| --- | --- | --- | --- | --- |"]
-        for source in report.sources:
-            commit = f"`{source.commit[:12]}`" if source.commit and _on_hub(source) else "local"
-            commit = "none" if source.name == ITSELF else commit
-            cells = [inert(source.role), _link(source), commit, inert(source.license or "not said")]
-            lines.append(write_row([*cells, _show_message(source.found_in, report)]))
-        yield "\n".join(["### Sources\n", *lines])
+    yield from _write_sources(report)
     skipped = Counter((entry["name"], entry["reason"]) for block in report.blocks for entry in block.skipped)
     left = [
         f"{inert(name)} in {count} block{'s' if count > 1 else ''}: {_show_message(reason, report)}"
@@ -197,14 +206,14 @@ def _write_sections(report: Report, name: str, target: str | None, loading: str,
     ]
     yield f"### Left as merged\n\n{_write_list(['embeddings, final norms, poolers and heads', *left])}"
     if report.notes:
-        notes = [_show_message(note, report) for note in _unique(report.notes)]
-        yield f"### Found and chosen on the way\n\n{_write_list(notes)}"
+        notes = [_show_message(note, report) for note in join_notes(report.notes, report.drift)]
+        yield f"### Notes\n\n{_write_list(notes)}"
     download = f"hf download {shlex.quote(one_line(target))} {RECIPE} --local-dir .\n" if target else ""
     command = f"{download}featcal calibrate -r {RECIPE} -o {shlex.quote(one_line(name) + '-again')}"
     what = f"`{RECIPE}` names every model and dataset of the Hub by its commit; `{REPORT}` holds all its figures."
     yield f"### Run it again\n\n{what}\n\n{_fence('sh', command)}"
     if not all(_on_hub(source) or source.name == ITSELF for source in report.sources):
-        yield "What is marked local lay on the machine where this was made: in the recipe, put your own paths for it."
+        yield "Sources marked local are files of the machine where this was made: put your own paths in the recipe."
     yield f"## Limits\n\n{_write_list(list(_list_limits(report, agreed)))}"
     yield f"## Citation\n\n{_fence('bibtex', CITATION)}"
 
@@ -218,88 +227,77 @@ def _summarise(report: Report) -> str:
     counts = report.settings["examples"].values()
     examples = f"{min(counts)}" if min(counts) == max(counts) else f"{min(counts)} to {max(counts)}"
     experts = "the expert's" if len(report.drift) == 1 else f"those of its {len(report.drift)} experts"
-    before, after, change, _ = _write_cells(report.mean_drift)
-    return (
-        f"This is {merged}, mended by featcal {inert(report.featcal_version)}: "
-        f"its weights were calibrated, in closed form and without gradients, to bring its features closer to "
-        f"{experts}, on {examples} unlabelled examples per task ([FeatCal](https://arxiv.org/abs/2605.13030)). Files, "
-        "tensor names, shapes and dtypes are the merged model's, so whatever loads that one loads this one.\n\n"
+    before, after, change, _ = write_drift_cells(report.mean_drift)
+    text = (
+        f"This is {merged}, calibrated by featcal {inert(report.featcal_version)} ([FeatCal](https://arxiv.org/abs/"
+        f"2605.13030)): its weights were changed in closed form, without gradients, so that its features come closer "
+        f"to {experts}. This took {examples} unlabelled examples per task. File names, tensor names, shapes and dtypes "
+        "are those of the merged model, so it loads wherever that one does.\n\n"
         f"Mean drift from the experts, {inert(report.measured_on)}: **{before} → {after}** ({change})."
-        + (" No update helped: all weights are the merged model's." if report.settings.get("step") == 0 else "")
     )
+    if report.accuracy and (means := average_tasks(report.accuracy)).keys() >= {EXPERT, MERGED, CALIBRATED}:
+        shown = {role: write_percent(score) for role, score in means.items()}
+        measure = "accuracy" if all(one.metric != "spearman" for one in report.accuracy.values()) else "score"
+        text += f" Mean {measure}: **{shown[MERGED]} → {shown[CALIBRATED]}** % (experts: {shown[EXPERT]} %)."
+    return text + (" No update helped: all weights are the merged model's." if report.settings.get("step") == 0 else "")
 
 
-def _write_loading(place: str, *loaders: str) -> str:
-    """The code that loads the output by these classes of transformers: the model's, and a processor's if it has one."""
-    model, *processors = names = [name if name.isidentifier() else "AutoModel" for name in loaders]
+def _write_loading(place: str, purpose: str | None, model: str, processor: str | None) -> str:
+    """The code that loads the output by these classes of transformers, and as a pipeline where it can be one."""
     where = json.dumps(one_line(place), ensure_ascii=False)
+    names = [name if name.isidentifier() else "AutoModel" for name in (model, processor) if name]
+    ready = processor is not None and purpose is not None and names[0].startswith("Auto")
     lines = [
-        f"from transformers import {', '.join(names)}",
+        f"from transformers import {', '.join([*names, *(['pipeline'] if ready else [])])}",
         "",
-        f'model = {model}.from_pretrained({where}, dtype="auto")',
+        f'model = {names[0]}.from_pretrained({where}, dtype="auto")',
     ]
-    return "\n".join([*lines, *(f"processor = {name}.from_pretrained({where})" for name in processors)])
+    lines += [f"{VARIABLES.get(name, 'processor')} = {name}.from_pretrained({where})" for name in names[1:]]
+    if ready:
+        lines += ["", f"pipe = pipeline({json.dumps(purpose)}, model={where})  # or all in one"]
+    return "\n".join(lines)
+
+
+def _write_sources(report: Report) -> Iterator[str]:
+    """A table of models and datasets, each once, with all that it was used as."""
+    sources: dict[tuple[str, str | None], list[Source]] = {}
+    for source in report.sources:
+        sources.setdefault((source.name, source.commit), []).append(source)
+    places = _unique(source.found_in for source in report.sources)
+    heads = ["source", "used as", "commit", "licence", *(["found in"] if len(places) > 1 else [])]
+    lines = [write_row(heads), write_row(["---"] * len(heads))]
+    for same in sources.values():
+        first = same[0]
+        commit = f"`{first.commit[:7]}`" if first.commit and _on_hub(first) else "local"
+        commit = "none" if first.name == ITSELF else commit
+        roles = ", ".join(inert(source.role) for source in same)
+        cells = [_link(first), roles, commit, inert(first.license or "not said")]
+        if len(places) > 1:
+            cells.append("; ".join(_show_message(place, report) for place in _unique(one.found_in for one in same)))
+        lines.append(write_row(cells))
+    if sources:
+        said = f"\n\nFound in: {_show_message(places[0], report)}." if len(places) == 1 else ""
+        yield "\n".join(["### Sources\n", *lines]) + said
 
 
 def _write_drift(report: Report) -> Iterator[str]:
-    """The parts of the section on drift, in order, with the accuracy where it was measured."""
+    """The parts of the section on drift, in order."""
     on_fitted, where = ", on fitted rows", "**the examples that were fitted**, because there were no others; "
     where += "on new ones it will be larger."
     if len(report.fitted_tasks) < len(report.drift):
         marked = " Where a task is marked \\*, there were none, and **it is measured on the fitted ones**."
         on_fitted, where = "", "examples that were not fitted." + (marked if report.fitted_tasks else "")
-    ranked = [inert(task) for task, scores in report.accuracy.items() if scores.metric == "spearman"]
-    ranks = f" (of {', '.join(ranked)}: 100 · Spearman's ρ)" if ranked else ""
-    scores = f" Accuracy is in percent, on labelled data{ranks}." if report.accuracy else ""
-    drift = f"Drift is mean ‖h − h_expert‖ / mean ‖h_expert‖ after the last block, on {where} 0 is the expert.{scores}"
+    drift = f"Drift is mean ‖h − h_expert‖ / mean ‖h_expert‖ after the last block, on {where} 0 is the expert."
     yield f"## Drift from the experts{on_fitted}\n\n{drift}"
-    yield "\n".join(_write_table(report))
-    yield from _write_answers(report)
+    yield "\n".join(write_drift_table(report))
+    if report.curves:
+        before, after, *_ = report.mean_drift.cells
+        what = "Line charts of the drift from each expert after every block, of base, merged and calibrated model"
+        yield f"![{what}. The mean after the last block is {before} merged, and {after} calibrated.]({PICTURE})"
+    yield from write_answers(report)
     if farther := [inert(task) for task, drift in report.drift.items() if drift.before > drift.base]:
         what = f"On {', '.join(farther)} the merged model is farther from its expert than the base model is"
         yield f"{what}: there merging was worse than doing nothing, and a smaller merging scale usually helps."
-    if report.curves:
-        yield f"![Drift from each task's expert after every block, before and after calibration]({PICTURE})"
-
-
-def _write_table(report: Report) -> Iterator[str]:
-    heads = ["task", "merged", "calibrated", "change", "base"]
-    if report.accuracy:
-        heads = ["task", "drift: merged", "calibrated", "change", "base", "accuracy: expert", "merged", "calibrated"]
-    yield write_row(heads)
-    yield f"| --- |{' ---: |' * (len(heads) - 1)}"
-    for row in report.drift_rows:
-        mark = " \\*" if row.is_marked else ""
-        yield write_row([inert(row.task) + mark, *_write_cells(row), *_write_scores(report, [row.task])])
-    if len(report.drift) > 1:
-        yield write_row(["**mean**", *_write_cells(report.mean_drift), *_write_scores(report, list(report.drift))])
-
-
-def _write_cells(row: DriftRow) -> list[str]:
-    return [cell.replace("-", "−") for cell in row.cells]
-
-
-def _write_scores(report: Report, tasks: Sequence[str]) -> list[str]:
-    """The mean accuracies in percent; dashes where one of the tasks was not evaluated, nothing where none was."""
-    if not report.accuracy or not report.accuracy.keys() >= set(tasks):
-        return ["–"] * 3 if report.accuracy else []
-    scores = [report.accuracy[task].scores for task in tasks]
-    means = (sum(score[role].value for score in scores) / len(tasks) for role in (EXPERT, MERGED, CALIBRATED))
-    return [f"{100 * mean:.1f}" for mean in means]
-
-
-def _write_answers(report: Report) -> Iterator[str]:
-    """What drift does to the answers of the experts that give some, run with their own heads; nothing for the rest."""
-    rows = []
-    for task, measured in report.measures.items():
-        before, after = (model.output if (model := measured.models.get(r)) else None for r in (MERGED, CALIBRATED))
-        if before and after and before.agreement is not None and after.agreement is not None:
-            agreed = f"{100 * before.agreement:.0f} % → {100 * after.agreement:.0f} %"
-            rows.append(write_row([inert(task), agreed, f"{before.divergence:.3f} → {after.divergence:.3f}"]))
-    if rows:
-        about = "With its last features put under each expert's own head, merged → calibrated:\n"
-        heads = "| task | same first choice as the expert | KL from the expert, nats |\n| --- | ---: | ---: |"
-        yield "\n".join([about, heads, *rows])
 
 
 def _describe_settings(report: Report) -> str:

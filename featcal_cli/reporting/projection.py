@@ -137,8 +137,8 @@ def _draw_points(axes: Axes, placed: Mapping[str, Mapping[str, Tensor]], role: s
     for task, roles in placed.items():
         if role != "expert" and all(which in roles and len(roles[which]) for which in ("expert", role)):
             ends = torch.stack([roles[which].mean(dim=0) for which in ("expert", role)])
-            x, y = ends[:, 0].tolist(), ends[:, 1].tolist()
-            axes.plot(x, y, color="white", linewidth=2.2)
-            axes.plot(x, y, color=colours[task], linewidth=1.6)
-            axes.plot(x[:1], y[:1], "o", color="white", markeredgecolor=colours[task], markersize=5)
-            axes.plot(x[1:], y[1:], MARKS[role], color=colours[task], markersize=5)
+            across, up = ends[:, 0].tolist(), ends[:, 1].tolist()
+            axes.plot(across, up, color="white", linewidth=2.2)
+            axes.plot(across, up, color=colours[task], linewidth=1.6)
+            axes.plot(across[:1], up[:1], "o", color="white", markeredgecolor=colours[task], markersize=5)
+            axes.plot(across[1:], up[1:], MARKS[role], color=colours[task], markersize=5)

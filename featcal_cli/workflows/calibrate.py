@@ -34,7 +34,7 @@ from featcal_cli.engine.job import CALIBRATED, MERGED
 from featcal_cli.engine.weight_checks import check_values
 from featcal_cli.hub.push import Target
 from featcal_cli.models.checkpoint_files import list_files, names_on_disk, read_slots
-from featcal_cli.models.loading import find_pipeline_tag, find_processor_class
+from featcal_cli.models.loading import find_auto_class, find_pipeline_tag, find_processor_class
 from featcal_cli.recipe.schema import Merge
 from featcal_cli.reporting.drift_plots import plot_drift
 from featcal_cli.reporting.report import CARD, PICTURE, RECIPE, REPORT, Report
@@ -306,7 +306,7 @@ class Computation:
         repo = plan.origins["merged"].repo if "merged" in plan.origins else None
         about: dict[str, Any] = {
             "merged_readme": repo.read_text(CARD) if repo else None,
-            "model_class": type(models.merged.module).__name__,
+            "model_class": find_auto_class(type(models.merged.module)),
             "processor_class": find_processor_class(models.merged.snapshot.folder),
             "pipeline_tag": find_pipeline_tag(type(models.merged.module)),
         }

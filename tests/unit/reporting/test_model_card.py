@@ -263,19 +263,37 @@ def test_growing_drift_is_said_at_the_top() -> None:
     assert "grew" not in write_card(report, name="mended")
 
 
-def test_accuracy_has_columns_where_it_was_measured() -> None:
+def test_accuracy_has_a_table_with_intervals_where_it_was_measured() -> None:
     scores = {
         role: Score(value, value - 0.1, value + 0.1, 0.05, 100)
         for role, value in (("expert", 0.9), ("merged", 0.5), ("calibrated", 0.75))
     }
     measured = make_report(accuracy={"digit": TaskScores("heads", "accuracy", "data", "test", scores)})
     card = write_card(measured, name="mended", pipeline_tag="image-classification")
-    assert "| digit | 0.800 | 0.600 | −25 % | 1.200 | 90.0 | 50.0 | 75.0 |" in card
+    assert "| digit | 90.0 ±10.0 | 50.0 ±10.0 | 75.0 ±10.0 |" in card
+    assert "Mean accuracy: **50.0 ±9.8 → 75.0 ±9.8** % (experts: 90.0 ±9.8 %)" in card
+    assert "## Accuracy" not in write_card(make_report(), name="mended")
     data: Any = ModelCard(card).data
     (result,) = data.eval_results
     assert (result.task_type, result.metric_type, result.metric_value) == ("image-classification", "accuracy", 0.75)
     assert Report.from_json(measured.to_json()) == measured
-    assert "| **mean** | 0.800 | 0.600 | −25 % | 1.200 | – | – | – |" in card
+    assert "| **mean** | 0.800 | 0.600 | −25 % | 1.200 |" in card
+
+
+def test_every_source_has_one_line_and_notes_that_say_the_same_are_one() -> None:
+    report = make_report(notes=["digit: column text, tokenizer from a", "letter: column text, tokenizer from b", "all"])
+    report.sources[3] = replace(report.sources[2], role="expert letter")
+    card = write_card(report, name="mended")
+    assert card.count(f"](https://huggingface.co/org/expert-a/tree/{COMMIT}) | expert digit, expert letter |") == 1
+    assert "- digit and letter: column text, tokenizer from its expert\n- all\n" in card
+
+
+def test_the_code_has_a_pipeline_where_one_can_be_made_and_calls_things_what_they_are() -> None:
+    loaders = {"model_class": "AutoModelForCausalLM", "processor_class": "AutoTokenizer"}
+    card = write_card(make_report(), name="mended", pipeline_tag="text-generation", **loaders)
+    assert 'tokenizer = AutoTokenizer.from_pretrained("mended")' in card
+    assert 'pipe = pipeline("text-generation", model="mended")' in card
+    assert "pipeline(" not in write_card(make_report(), name="mended", pipeline_tag="text-generation")
 
 
 def test_the_commands_are_those_of_the_place() -> None:
