@@ -13,7 +13,7 @@ from featcal_cli.calibration.normal_equations import collect_equations, paramete
 from featcal_cli.calibration.results import BlockReport, ModuleReport
 from featcal_cli.calibration.solver import BlockEquations, DeviceSolution, Solution, read_solutions
 from featcal_cli.engine.block_runner import BlockRunner
-from featcal_cli.engine.job import CALIBRATED, Job
+from featcal_cli.engine.job import CALIBRATED, MERGED, Job
 from featcal_cli.engine.lockstep import BlockVisit, forward_order
 from featcal_cli.engine.weight_checks import name_huge_weight
 from featcal_cli.models.architecture import Block
@@ -30,6 +30,8 @@ def calibrate_blocks(
     reports = []
     student, blocks = job.students[CALIBRATED], job.architecture.blocks
     for number, visit in enumerate(forward_order(job)):
+        if number:
+            watch(_tell_finished(job, number))
         report = restore_block(journal, number, student, job.ranks)
         if report is None:
             nearby = blocks[max(0, number - 1) : number + 1]
@@ -39,8 +41,17 @@ def calibrate_blocks(
             if journal is not None:
                 journal.write(number, report, student)
         reports.append(report)
-        watch(Progress(visit.block.name, number + 1, len(blocks)))
+    watch(_tell_finished(job, len(blocks)))
     return reports
+
+
+def _tell_finished(job: Job, count: int) -> Progress:
+    """So many blocks are finished; with what was measured of drift after the last of them, for no further pass."""
+    blocks, read = job.architecture.blocks, job.drift.meter.read
+    name = blocks[count - 1].name
+    drifts = {task: (read(name, task, MERGED), read(name, task, CALIBRATED)) for task in job.drift.batches}
+    known = {task: (ours.relative, new.relative) for task, (ours, new) in drifts.items() if ours.tokens and new.tokens}
+    return Progress(name, count, len(blocks), drifts=known)
 
 
 def _calibrate_block(

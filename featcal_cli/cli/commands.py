@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from json import dumps
 from typing import Annotated, Any
 
@@ -24,12 +24,7 @@ from featcal_cli.runtime.errors import RecipeError
 from featcal_cli.runtime.logfile import recorded
 from featcal_cli.runtime.process import MEASURING, check_surroundings, interruptible, start_importing
 
-EPILOG = """
-**Exit codes**: 0 done, 2 something that you can mend (one message says what, where and how), 3 a gate was exceeded
-(--max-drift, --strict), 130 interrupted (the same command goes on; 143 by SIGTERM, 129 by SIGHUP), 141 whoever read
-the results has gone (`| head`), 1 a bug (a report of it is written).
-
-**Environment**: HF_TOKEN, HF_HOME, HF_ENDPOINT and HF_HUB_OFFLINE as for every client of the Hub.
+HELP = """Calibrate merged models: move their features back to the experts', in closed form, without gradients.
 
 **Examples**
 
@@ -39,12 +34,20 @@ the results has gone (`| head`), 1 a bug (a report of it is written).
 
     featcal inspect-drift user/merged --max-drift 0.8
 """
+EPILOG = """
+**Exit codes**: 0 done; 2 something that you can fix (one message says what, where and how); 3 a limit was exceeded
+(--max-drift, --strict); 130 interrupted, and the same command goes on from there (143 by SIGTERM, 129 by SIGHUP); 141
+the reader of the output has gone (`| head`); 1 a bug (a report of it is written).
+
+**Environment**: HF_TOKEN, HF_HOME, HF_ENDPOINT and HF_HUB_OFFLINE, as for every client of the Hub.
+"""
 app = typer.Typer(
+    cls=options.Group,
     no_args_is_help=True,
     add_completion=True,
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
-    help="Mend merged models: calibrate their features to the experts', in closed form, without gradients.",
+    help=HELP,
     epilog=EPILOG,
 )
 
@@ -66,7 +69,7 @@ def _root(
     check_surroundings()
 
 
-@app.command()
+@app.command(cls=options.Command)
 def calibrate(
     merged: options.Merged = None,
     base: options.Base = None,
@@ -110,7 +113,7 @@ def calibrate(
     push_anyway: options.PushAnyway = False,
     commit_message: options.CommitMessage = None,
 ) -> None:
-    """Calibrate a merged model to its experts' features, write the mended model to a folder, and push it to the Hub.
+    """Calibrate a merged model to its experts' features, write the result to a folder, and push it to the Hub.
 
     **Examples**
 
@@ -168,15 +171,15 @@ def calibrate(
             pushed = asdict(result.pushed) if result.pushed else None
             typer.echo(dumps({"output": str(result.output), "pushed": pushed, **result.report.to_dict()}, indent=2))
         else:
-            result_view.show_calibration(result.report, result.output, result.pushed, hints=not quiet)
+            hint = None if quiet else result_view.suggest_again(result.output)
+            result_view.show_calibration(result.report, result.output, result.pushed, screen.seconds, hint)
         if strict:
             check_grown(result.report, result.output)
         if not push_anyway:
             check_pushable(result.report, result.output, draft.output.push_to)
-        result_view.warn_of_growth(result.report)
 
 
-@app.command("inspect-drift")
+@app.command("inspect-drift", cls=options.Command)
 def inspect_drift(
     model: options.Model,
     base: options.Base = None,
@@ -205,7 +208,7 @@ def inspect_drift(
     quiet: options.Quiet = False,
     log_file: options.LogFile = None,
 ) -> None:
-    """Show how far a model's features are from each expert's, block by block, and where that comes from.
+    """Show how far a model's features have drifted from each expert's, block by block, and where that begins.
 
     **Examples**
 
@@ -246,7 +249,7 @@ def inspect_drift(
             check_gate(inspection, max_drift)
 
 
-@app.command()
+@app.command(cls=options.Command)
 def evaluate(
     models: options.Evaluated = None,
     base: options.Base = None,
@@ -267,7 +270,7 @@ def evaluate(
     quiet: options.Quiet = False,
     log_file: options.LogFile = None,
 ) -> None:
-    """Measure how well models do a recipe's tasks: each expert its own, the merged one and every MODEL all of them.
+    """Measure models on a recipe's tasks: each expert on its own task, the merged model and every MODEL on all.
 
     **Examples**
 
@@ -283,7 +286,7 @@ def evaluate(
     screen = Screen(quiet=quiet or json)
     with recorded(screen, log_file) as log:
         with interruptible(), screen.live():
-            from featcal_cli.cli.result_view import show_scores
+            from featcal_cli.cli.result_view import show_evaluation
             from featcal_cli.workflows.evaluate import evaluate as run
             from featcal_cli.workflows.evaluate import find_own_recipe
 
@@ -306,13 +309,13 @@ def evaluate(
         if json:
             typer.echo(dumps(evaluation.to_dict(), indent=2))
         else:
-            show_scores(evaluation.tasks, limited=limit is not None)
+            show_evaluation(evaluation, screen.seconds)
 
 
-app.command()(reproduce)
+app.command(cls=options.Command)(reproduce)
 
 
-@app.command()
+@app.command(cls=options.Command)
 def recipes(name: options.RecipeName = None) -> None:
     """List the recipes that come with the package, or print one.
 
@@ -332,7 +335,7 @@ def recipes(name: options.RecipeName = None) -> None:
         show_recipes(shipped_recipes())
 
 
-@app.command()
+@app.command(cls=options.Command)
 def modules(model: options.Model, norms: options.Norms = "auto", json: options.Json = False) -> None:
     """Show what would be calibrated in a model, block by block; only its config is read.
 
@@ -362,10 +365,10 @@ def modules(model: options.Model, norms: options.Norms = "auto", json: options.J
         show_inventory(inventory)
 
 
-@app.command()
+@app.command(cls=options.Command)
 def demo(
     device: options.Device = "auto",
-    output: options.Folder = None,
+    output: options.DemoFolder = None,
     json: options.Json = False,
     quiet: options.Quiet = False,
 ) -> None:
@@ -390,9 +393,5 @@ def demo(
     if json:
         typer.echo(dumps(result.to_dict(), indent=2))
         return
-    result_view.show_drift(result.report)
-    result_view.show_accuracy(result.accuracy)
-    result_view.show_result(result.output, None, hints=not quiet)
-    result_view.warn_of_growth(result.report)
-    if not quiet:
-        result_view.show_next()
+    report = replace(result.report, accuracy=dict(result.scores))
+    result_view.show_calibration(report, result.output, None, screen.seconds, None if quiet else result_view.OWN_MODEL)

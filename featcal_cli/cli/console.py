@@ -2,32 +2,48 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from datetime import timedelta
+from math import ceil, isfinite
 from pathlib import Path
+from textwrap import wrap
 
-from rich.console import Console
+from rich.console import Console, Group, RenderableType
 from rich.markup import escape as escape_markup
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
+from rich.table import Column, Table
+from rich.text import Text
 
 from featcal_cli.lineage.questions import OpenQuestionsError
 from featcal_cli.runtime.errors import FeatCalError
-from featcal_cli.runtime.process import peak_resident_bytes
-from featcal_cli.runtime.progress import Listener
+from featcal_cli.runtime.process import peak_resident_bytes, read_start
+from featcal_cli.runtime.progress import Listener, tell_change
 from featcal_cli.runtime.progress import Progress as Step
 from featcal_cli.runtime.untrusted_text import visible
 
 NARROWEST = 60
 """Columns: figures that are cut off say nothing, and lines that are too long the terminal breaks itself."""
+ROOMY = 100
+"""Columns from which on the bar also shows how much memory the run takes."""
 LONGEST_SILENCE = 8.0
 """Seconds after which a run that shows no bar, in a file or pipe, says what it is at."""
+MOST_TASKS, MOST_LEVELS, LONGEST_NAME = 8, 16, 24
+"""Tasks whose drift is shown as it falls, the blocks of each, and columns of a name."""
+LEVELS = "▁▂▃▄▅▆▇█"
+ROUNDING = 1e-6
+"""Of a level."""
 OUT = Console(soft_wrap=False, highlight=False)
 ERR = Console(stderr=True, highlight=False)
 if OUT.width < NARROWEST:
     OUT.width = NARROWEST
+_COMMIT = re.compile(r"@([0-9a-f]{7})[0-9a-f]{33}\b")
+_COMMAND = re.compile(r"(?P<text>.*): (?P<command>(?:featcal|pip|torchrun) [^;]+)", re.DOTALL)
+_QUOTED = re.compile(r"`[^`]*`")
+_BLANK = "\0"
+"""In place of a blank at which no line may end."""
 
 
 def escape(text: str) -> str:
@@ -35,24 +51,74 @@ def escape(text: str) -> str:
     return escape_markup(visible(text))
 
 
+def shorten_commits(text: str) -> str:
+    """`text` with seven digits of every commit; for what is read, and not for what is typed again."""
+    return _COMMIT.sub(r"@\1", text)
+
+
+def fold(text: str, width: int, first: str = "", rest: str = "    ") -> list[str]:
+    """Lines of at most `width` columns, which begin with `first` and then `rest`. No word is broken, nor what stands
+    between backticks, which is meant to be copied."""
+    kept = _QUOTED.sub(lambda quoted: quoted[0].replace(" ", _BLANK), visible(text))
+    lines = wrap(
+        kept,
+        max(width, NARROWEST),
+        initial_indent=first,
+        subsequent_indent=rest,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    return [line.replace(_BLANK, " ") for line in lines or [first]]
+
+
+def draw_levels(values: Iterable[float], high: float) -> str:
+    """A sign for each value on a scale from 0 to `high`."""
+    return "".join(LEVELS[find_level(value, high)] for value in values)
+
+
+def find_level(value: float, high: float) -> int:
+    """Which of LEVELS a value has on a scale from 0 to `high`: equal parts of it, each with its upper end."""
+    share = value / high if high and isfinite(value) else 1.0
+    return min(len(LEVELS) - 1, max(0, ceil(share * len(LEVELS) - ROUNDING) - 1))
+
+
+class _Bar(Progress):
+    """The bar, and what was measured so far below it."""
+
+    below: RenderableType | None = None
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        yield from super().get_renderables()
+        if self.below is not None:
+            yield self.below
+
+
 class Screen(Listener):
-    """A listener that shows a run as it goes: stages and notes as lines, the calibration as a live bar."""
+    """A listener that shows a run as it goes: notes as lines, and below them what it is at as a live bar."""
 
     def __init__(self, *, quiet: bool = False) -> None:
         self._quiet = quiet
-        self._bar = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=None),
-            TextColumn("{task.fields[at]}"),
-            _Clock(),
-            TextColumn("{task.fields[memory]}"),
-            console=ERR,
-            expand=True,
-            transient=True,
-            disable=quiet or not ERR.is_interactive,
-        )
-        self._spoke = time.monotonic()
-        self._task = self._bar.add_task("starting", total=None, at="", memory="")
+        self._began, self._spoke = read_start(), time.monotonic()
+        columns: list[ProgressColumn] = [
+            TextColumn("{task.description}", table_column=Column(no_wrap=True, overflow="ellipsis", max_width=40)),
+            BarColumn(bar_width=None, table_column=Column(ratio=1, min_width=8)),
+            TextColumn("{task.fields[at]}", table_column=Column(no_wrap=True, overflow="ellipsis", max_width=20)),
+            _Clock(self._began),
+        ]
+        if ERR.width >= ROOMY:
+            columns.append(TextColumn("{task.fields[memory]}", table_column=Column(no_wrap=True)))
+        shown = not quiet and ERR.is_interactive
+        self._bar = _Bar(*columns, console=ERR, expand=True, transient=True, disable=not shown)
+        self._doing = ""
+        """What progress is of, in a word."""
+        self._drifts: dict[str, list[tuple[float, float]]] = {}
+        """By task, drift of the merged and of the calibrated model after every block so far."""
+        self._task = self._bar.add_task("loading libraries", total=None, at="", memory="")
+
+    @property
+    def seconds(self) -> float:
+        """Since the command began."""
+        return time.monotonic() - self._began
 
     @contextmanager
     def live(self) -> Iterator[Screen]:
@@ -73,18 +139,22 @@ class Screen(Listener):
                 (task,) = self._bar.tasks
                 at = " ".join(text for text in (task.description, task.fields["at"]) if text)
                 with suppress(OSError):  # nobody reads it
-                    self._print(f"{at}, {timedelta(seconds=int(task.elapsed or 0))}")
+                    self._print(f"{at}, {_write_clock(self.seconds)}")
 
     def _print(self, text: str) -> None:
         self._spoke = time.monotonic()
-        self._bar.console.print(f"[dim]· {text}[/dim]")
+        for line in fold(text, ERR.width, "· ", "  "):
+            self._bar.console.print(f"[dim]{escape(line)}[/dim]", soft_wrap=True)
 
     def stage(self, text: str) -> None:
-        self._bar.update(self._task, description=escape(text), total=None, completed=0, at="", memory="")
+        self._doing = text.partition(" ")[0]
+        self._drifts.clear()
+        self._bar.below = None
+        self._bar.reset(self._task, description=escape(text), total=None, at="", memory="")
 
     def note(self, text: str) -> None:
         if not self._quiet:
-            self._print(escape(text))
+            self._print(shorten_commits(text))
 
     def waiting(self, text: str) -> None:
         self.note(text)
@@ -96,43 +166,88 @@ class Screen(Listener):
         self._bar.update(self._task, description=doing, total=total, completed=done, at=at)
 
     def progress(self, step: Step) -> None:
-        at = step.task or step.module
         number = min(step.finished + 1, step.blocks)
         self._bar.update(
             self._task,
-            description=f"{'block' if step.block else 'expert'} {number}/{step.blocks}",
+            description=f"{self._doing} · {'block' if step.block else 'expert'} {number}/{step.blocks}",
             total=step.blocks,
             completed=step.finished,
-            at=escape(at if len(at) < 24 else at[:23] + "…"),
-            memory=f"{peak_resident_bytes() / 2**30:.1f} GiB",
+            at=escape(step.task or step.module),
+            memory=f"{peak_resident_bytes() / 2**30:.1f} GiB memory",
         )
+        for task, pair in step.drifts.items():
+            self._drifts.setdefault(task, []).append(pair)
+        if step.drifts and not self._bar.disable:
+            self._bar.below = show_falling_drift(self._drifts)
+
+
+def show_falling_drift(drifts: Mapping[str, Sequence[tuple[float, float]]]) -> Group:
+    """Drift of every task after the last block so far, merged against calibrated, and the latter after every block."""
+    name = Column(no_wrap=True, overflow="ellipsis", max_width=LONGEST_NAME)
+    table = Table.grid(name, "", "", Column(justify="right"), padding=(0, 2))
+    high = max((value for pairs in drifts.values() for pair in pairs for value in pair if isfinite(value)), default=0.0)
+
+    def add(name: str, levels: str, before: float, after: float) -> None:
+        table.add_row(Text(visible(name)), levels, f"{before:.3f} → {after:.3f}", tell_change(before, after))
+
+    for task, pairs in list(drifts.items())[:MOST_TASKS]:
+        add(task, draw_levels((after for _, after in pairs[-MOST_LEVELS:]), high), *pairs[-1])
+    if len(drifts) > MOST_TASKS:
+        before, after = (sum(pairs[-1][side] for pairs in drifts.values()) / len(drifts) for side in (0, 1))
+        add(f"mean of {len(drifts)}", "", before, after)
+    return Group(Text("drift of the finished blocks, merged → calibrated", "dim"), table)
 
 
 class _Clock(ProgressColumn):
-    def render(self, task: Task) -> str:
-        elapsed = timedelta(seconds=int(task.elapsed or 0))
-        left = "" if task.time_remaining is None else f", {timedelta(seconds=int(task.time_remaining))} left"
-        return f"{elapsed}{left}"
+    """Time since the command began; what is left of this stage, where that can be told."""
+
+    def __init__(self, began: float) -> None:
+        super().__init__(Column(no_wrap=True))
+        self._began = began
+
+    def render(self, task: Task) -> Text:
+        left = task.time_remaining
+        rest = f" · {_write_clock(left)} left" if left and task.total else ""
+        return Text(f"{_write_clock(time.monotonic() - self._began)}{rest}")
+
+
+def _write_clock(seconds: float) -> str:
+    hours, minutes, rest = int(seconds) // 3600, int(seconds) // 60 % 60, int(seconds) % 60
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 def show_error(error: FeatCalError, who: str = "") -> None:
-    """One message: what, where, how to mend it; `who` says it, where there are several."""
-    ERR.print(f"{who}[bold red]error:[/bold red] {escape(error.what)}", soft_wrap=True)
+    """One message: what, where, how to fix it; `who` says it, where there are several. A command at the end is a line
+    of its own, to be copied."""
+    _print_part(f"{who}error:", error.what, "bold red")
     if error.where:
-        ERR.print(f"  [dim]in:[/dim] {escape(error.where)}", soft_wrap=True)
-    if fix := error.fix:
-        if isinstance(error, OpenQuestionsError) and ERR.is_terminal and len(fix) + 8 > ERR.width:
-            # a long command takes a line for each option, so that no word is broken
-            fix = f"{fix.removesuffix(error.command).rstrip()}\n  " + " \\\n    ".join(error.parts())
-        ERR.print(f"  [dim]fix:[/dim] {escape(fix)}", soft_wrap=True)
+        _print_part("  in:", error.where)
+    if not error.fix:
+        return
+    fix = error.fix.removesuffix(error.command).rstrip() if isinstance(error, OpenQuestionsError) else error.fix
+    command = error.command if fix != error.fix and isinstance(error, OpenQuestionsError) else ""
+    if not command and (parts := _COMMAND.fullmatch(fix)):
+        fix, command = f"{parts['text']}:", parts["command"]
+    _print_part("  fix:", fix)
+    if command and isinstance(error, OpenQuestionsError) and ERR.is_terminal and len(command) + 4 > ERR.width:
+        command = " \\\n      ".join(error.parts())  # a line for each option, so that no word is broken
+    if command:
+        ERR.print(f"    {escape(command)}", soft_wrap=True)
+
+
+def _print_part(head: str, text: str, style: str = "dim") -> None:
+    """A part of a message in lines that fit, its head in a style."""
+    first, *rest = fold(text, ERR.width, f"{head} ")
+    ERR.print(f"[{style}]{escape(head)}[/]{escape(first.removeprefix(head))}", soft_wrap=True)
+    for line in rest:
+        ERR.print(escape(line), soft_wrap=True)
 
 
 def show_crash(error: BaseException, file: Path | None) -> None:
     """What nobody foresaw, and where it is written down."""
     lines = str(error).strip().splitlines()
     what = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
-    ERR.print(f"[bold red]bug:[/bold red] featcal stopped where it should not have: {escape(what)}", soft_wrap=True)
+    _print_part("bug:", f"featcal stopped where it should not have: {what}", "bold red")
     if file is not None:
-        advice = f"{file} says what happened, without secrets: look it over and attach it to an issue"
-        ERR.print(f"  [dim]report:[/dim] {escape(advice)}", soft_wrap=True)
-    ERR.print("  [dim]fix:[/dim] what was finished is kept: the same command goes on from there", soft_wrap=True)
+        _print_part("  report:", f"{file} says what happened, without secrets: look it over and attach it to an issue")
+    _print_part("  fix:", "finished work is kept: run the same command again to go on from there")

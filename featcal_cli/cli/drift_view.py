@@ -7,11 +7,13 @@ from itertools import islice
 from math import isfinite
 from textwrap import wrap
 
+from rich.box import SIMPLE_HEAD
 from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from featcal_cli.cli.console import LEVELS, find_level, shorten_commits
 from featcal_cli.reporting.inspection import Inspection
 from featcal_cli.reporting.markdown import plain
 from featcal_cli.reporting.verdict import (
@@ -50,7 +52,6 @@ DIAGNOSTICS = (
 )
 GAP = 2
 """Between two columns."""
-LEVELS = "▁▂▃▄▅▆▇█"
 COLOURS = ("#1f78b4", "#4a87a8", "#6f8f95", "#8f917c", "#a98d5f", "#bd8344", "#cb7326", "#d55e00")
 """Of the levels: blue to orange, told apart by colour-blind readers, on dark and on light ground."""
 ROLE = 6
@@ -63,7 +64,10 @@ def show_inspection(inspection: Inspection, out: Console) -> None:
     """Print the figures of every task, their heat bars over depth, where drift comes from, and what to worry about."""
     tasks = {task: _fit(plain(task), max(14, min(40, out.width - 64))) for task in inspection.tasks}
     for role in list_roles(inspection):
-        out.print(Text.assemble((f"{role:<7}", "bold"), plain(inspection.names.get(role, ""))), soft_wrap=True)
+        out.print(
+            Text.assemble((f"{role:<7}", "bold"), shorten_commits(plain(inspection.names.get(role, "")))),
+            soft_wrap=True,
+        )
     _show_figures(inspection, list(tasks.values()), out)
     _show_bars(inspection, tasks, out)
     _show_readings(inspection, tasks, out)
@@ -88,8 +92,8 @@ def _print_tables(columns: Sequence[Column], about: str, tasks: Sequence[str], o
     names = max(map(cell_len, [*tasks, "mean"]))
     left = list(columns)
     while left:
-        table = Table(box=None, pad_edge=False, show_footer=len(tasks) > 1)
-        table.add_column("\ntask", "mean", no_wrap=True)
+        table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, GAP - 1, 0, 0))
+        table.add_column("\ntask", no_wrap=True)
         shown: list[list[Text]] = []
         room = out.width - names
         while left:
@@ -98,11 +102,11 @@ def _print_tables(columns: Sequence[Column], about: str, tasks: Sequence[str], o
             width = max(len(column.measure), len(column.role), *map(len, [*cells, foot])) + GAP
             if shown and width > room:
                 break
-            table.add_column(f"{column.measure}\n{column.role}", foot, justify="right", no_wrap=True)
+            table.add_column(f"{column.measure}\n{column.role}", justify="right", no_wrap=True)
             room -= width
-            shown.append(cells)
+            shown.append([*cells, foot])
             del left[0]
-        for name, *row in zip(tasks, *shown, strict=True):
+        for name, *row in zip([*tasks, *(["mean"] if len(tasks) > 1 else [])], *shown, strict=False):
             table.add_row(Text(name), *row)
         out.print()
         out.print(table)
@@ -118,7 +122,7 @@ def _show_readings(inspection: Inspection, tasks: dict[str, str], out: Console) 
     """Local mismatch against upstream propagation, in one line a task and model."""
     order = order_blocks(inspection)
     judged = [role for role in list_roles(inspection) if role != "base"]
-    table = Table(box=None, pad_edge=False)
+    table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, GAP - 1, 0, 0))
     table.add_column("task", no_wrap=True)
     if len(judged) > 1:
         table.add_column("")
@@ -179,9 +183,9 @@ def _show_bars(inspection: Inspection, tasks: Mapping[str, str], out: Console) -
     }
     values = [value for bar in bars.values() for part in bar for value in part]
     finite = [value for value in values if value is not None and isfinite(value)]
-    low, high = min(finite, default=0.0), max(finite, default=0.0)
+    high = max(finite, default=0.0)
     grouped = f"; each sign is the mean of {size} neighbouring blocks" if size > 1 else ""
-    out.print(f"\nDrift after every block, {low:.3g} {LEVELS[0]} to {high:.3g} {LEVELS[-1]}{grouped}:")
+    out.print(f"\nDrift after every block, 0 {LEVELS[0]} to {high:.3g} {LEVELS[-1]}{grouped}:")
     for (task, role), bar in bars.items():
         name = tasks[task] if role == roles[0] else ""
         line = Text(name + " " * (width - cell_len(name)), no_wrap=True)
@@ -192,7 +196,7 @@ def _show_bars(inspection: Inspection, tasks: Mapping[str, str], out: Console) -
                 if value is None or not isfinite(value):
                     line.append(*((UNREACHED, "dim") if value is None else (UNKNOWN, "red")))
                     continue
-                level = min(len(LEVELS) - 1, int((value - low) / (high - low) * len(LEVELS))) if high > low else 0
+                level = find_level(value, high)
                 line.append(LEVELS[level], COLOURS[level])
         out.print(line)
     out.print(Text(" " * (width + ROLE) + _draw_ruler(lists, size), "dim", no_wrap=True))

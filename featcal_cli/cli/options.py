@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from copy import copy
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand, TyperGroup
 
 from featcal_cli.recipe.paper import CORRUPTIONS
 from featcal_cli.recipe.schema import Draft
@@ -15,8 +17,8 @@ from featcal_cli.runtime.errors import OutputError, RecipeError
 from featcal_cli.runtime.untrusted_text import show
 
 MODELS, METHOD, MACHINE, OUTPUT, HUB = (
-    "Models and data (what is left out is found in the merged repo)",
-    "Method (what is left out is chosen)",
+    "Models and data (the rest is looked up in the merged repo)",
+    "Method (the rest is chosen for you)",
     "Machine",
     "Output",
     "Hub",
@@ -28,6 +30,41 @@ def _option(group: str, *names: str, help: str, values: str = "", **settings: An
     offered = values.split()
     complete = (lambda incomplete: [value for value in offered if value.startswith(incomplete)]) if offered else None
     return typer.Option(*names, help=help, rich_help_panel=group, autocompletion=complete, **settings)
+
+
+class _WithExamples:
+    """A command whose help ends with its examples as they are typed (Markdown would join their lines), and shows no
+    types where there is nothing to type."""
+
+    help: str | None
+    params: list[Any]
+
+    def get_params(self, ctx: Any) -> Any:
+        params = super().get_params(ctx)  # type: ignore[misc]
+        for param in params:
+            if param.param_type_name == "argument" or (getattr(param, "is_flag", False) and param.metavar is None):
+                param.display_type_rich = lambda **_: ""
+        return params
+
+    def get_help_option(self, ctx: Any) -> Any:
+        option = super().get_help_option(ctx)  # type: ignore[misc]
+        if option is not None and any(getattr(param, "rich_help_panel", None) == OUTPUT for param in self.params):
+            option.rich_help_panel = OUTPUT  # not alone in a panel, before all others
+        return option
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        described = copy(self)
+        described.help, _, examples = (self.help or "").partition("**Examples**")
+        super(_WithExamples, described).format_help(ctx, formatter)  # type: ignore[misc]
+        typer.echo(f" Examples\n\n{examples.strip(chr(10))}\n")
+
+
+class Command(_WithExamples, TyperCommand):
+    """One verb."""
+
+
+class Group(_WithExamples, TyperGroup):
+    """All verbs."""
 
 
 def _complete_recipe(incomplete: str) -> list[str]:
@@ -46,13 +83,13 @@ Sources = Annotated[
     list[str] | None,
     _option(
         MODELS, "--data", metavar="TASK=SOURCE",
-        help="Examples of a task, without labels: Hub dataset ID[:CONFIG[:SPLIT]], folder of images, "
-        ".jsonl, .csv, .parquet, .safetensors of model-ready inputs, or self: its expert writes them.",
+        help="Unlabelled examples of a task: Hub dataset ID[:CONFIG[:SPLIT]], folder of images, .jsonl, .csv or "
+        ".parquet file, .safetensors of model-ready inputs, or self (the expert writes them).",
     ),
 ]  # fmt: skip
 SkipExperts = Annotated[
     list[str] | None,
-    _option(MODELS, "--skip-expert", metavar="TASK", help="Go on without this expert, e.g. one that is gone; repeat."),
+    _option(MODELS, "--skip-expert", metavar="TASK", help="Leave this expert out, e.g. one that is gone; repeat."),
 ]
 Columns = Annotated[
     list[str] | None,
@@ -76,13 +113,13 @@ MergeMethod = Annotated[
     ),
 ]
 Recipe = Annotated[
-    str | None, _option(MODELS, "--recipe", "-r", metavar="FILE", help="A recipe, or its name; options override it.")
+    str | None, _option(MODELS, "--recipe", "-r", metavar="FILE", help="A recipe or its name; options override it.")
 ]
 AllowPickle = Annotated[
     bool, _option(MODELS, "--allow-pickle", help="Read pickled .bin weights (tensors only, no code).")
 ]
 TrustRemoteCode = Annotated[
-    bool, _option(MODELS, "--trust-remote-code", help="Run model code that lies in a repo. Read it first.")
+    bool, _option(MODELS, "--trust-remote-code", help="Run the model code of a repo. Read it first.")
 ]
 Examples = Annotated[
     int | None, _option(METHOD, "--examples", "-n", metavar="N", help="Examples fitted per task [256].")
@@ -91,7 +128,7 @@ Measured = Annotated[
     int | None, _option(METHOD, "--examples", "-n", metavar="N", help="Examples measured per task [64].")
 ]
 MeasuredSeed = Annotated[
-    int | None, _option(METHOD, "--seed", metavar="N", help="Seed of the choice of examples [43: not calibration's].")
+    int | None, _option(METHOD, "--seed", metavar="N", help="Seed for sampling examples [43; calibrate uses 42].")
 ]
 Ridge = Annotated[float | None, _option(METHOD, metavar="F", help="λ: weight of the anchor.")]
 Rho = Annotated[float | None, _option(METHOD, metavar="F", help="ρ: anchor = ρ·merged + (1−ρ)·base.")]
@@ -100,15 +137,15 @@ Select = Annotated[
     str | None,
     _option(
         METHOD, metavar="KIND", values="auto search preset",
-        help="How λ, ρ and α are chosen: auto (search on held-out examples where that is affordable), search, or "
-        "preset (the paper's method to the letter).",
+        help="How λ, ρ and α are chosen: auto (a search on held-out examples, if it takes no longer than "
+        "calibrating), search, or preset (exactly the paper's method).",
     ),
 ]  # fmt: skip
 Metric = Annotated[
     str | None,
     _option(
         METHOD, metavar="KIND", values="features output",
-        help="What an error is measured by: features (the paper's), or output (what it does to the expert's answers).",
+        help="How errors are measured: features (as in the paper) or output (by their effect on the expert's answers).",
     ),
 ]  # fmt: skip
 Norms = Annotated[
@@ -127,20 +164,23 @@ TokenWeights = Annotated[
         help="auto, uniform, or cls: the first token counts most in the last block.",
     ),
 ]
-Seed = Annotated[int | None, _option(METHOD, metavar="N", help="Seed of the choice of examples [42].")]
-Device = Annotated[str, _option(MACHINE, metavar="NAME", values="auto cpu cuda", help="auto, cpu or cuda[:K].")]
+Seed = Annotated[int | None, _option(METHOD, metavar="N", help="Seed for sampling examples [42].")]
+Device = Annotated[
+    str,
+    _option(MACHINE, metavar="NAME", values="auto cpu cuda", help="auto, cpu or cuda[:K] [auto].", show_default=False),
+]
 Dtype = Annotated[
     str | None,
     _option(
         MACHINE,
         metavar="NAME",
         values="auto float32 bfloat16",
-        help="Of the forward passes: auto, float32 or bfloat16.",
+        help="Precision of forward passes: auto, float32 or bfloat16.",
     ),
 ]
 BatchSize = Annotated[
     int | None,
-    _option(MACHINE, metavar="N", min=1, help="Examples per forward pass [by their tokens and this machine's memory]."),
+    _option(MACHINE, metavar="N", min=1, help="Examples per forward pass [chosen by their length and the memory]."),
 ]
 Compare = Annotated[str | None, _option(MODELS, metavar="MODEL2", help="Show a second model against the same experts.")]
 Evaluated = Annotated[
@@ -148,76 +188,79 @@ Evaluated = Annotated[
 ]
 Limit = Annotated[
     int | None,
-    _option(METHOD, metavar="N", min=1, help="Examples per task, chosen at random [all; of lm-eval, its first N]."),
+    _option(METHOD, metavar="N", min=1, help="Examples per task, randomly chosen (lm-eval: the first N) [all]."),
 ]
 AllowCode = Annotated[
-    bool, _option(MACHINE, "--allow-code-execution", help="Let lm-eval's tasks run code that a model wrote.")
+    bool, _option(MACHINE, "--allow-code-execution", help="Let lm-eval tasks run code that a model wrote.")
 ]
 EvaluateToo = Annotated[
-    bool, _option(OUTPUT, "--evaluate", help="Afterwards measure experts, merged and calibrated as the recipe says.")
+    bool, _option(OUTPUT, "--evaluate", help="Also measure the accuracy of experts, merged and calibrated model.")
 ]
 RecipeName = Annotated[
-    str | None, typer.Argument(metavar="NAME", help="Print this one.", autocompletion=_complete_recipe)
+    str | None, typer.Argument(metavar="NAME", help="Print this recipe.", autocompletion=_complete_recipe)
 ]
-Table = Annotated[str, typer.Argument(metavar="TABLE", help="Of the paper: 1 to 4, 5 to 12, figure-3, figure-5.")]
+Table = Annotated[str, typer.Argument(metavar="TABLE", help="A table of the paper: 1 to 12, figure-3 or figure-5.")]
 OnlyTasks = Annotated[
-    str | None, _option(METHOD, "--tasks", metavar="TASK,…", help="Score these tasks alone; all are merged and fitted.")
+    str | None,
+    _option(METHOD, "--tasks", metavar="TASK,…", help="Evaluate only these tasks; all are merged and fitted."),
 ]
 Budgets = Annotated[
     str | None,
-    _option(METHOD, "--examples", "-n", metavar="N,…", help="Examples fitted per task [those of the table]."),
+    _option(METHOD, "--examples", "-n", metavar="N,…", help="Examples fitted per task [as in the table]."),
 ]
 Seeds = Annotated[
     str | None,
-    _option(METHOD, "--seeds", metavar="N,…", help="Seeds to calibrate with [the table's, or the recipe's]."),
+    _option(METHOD, "--seeds", metavar="N,…", help="Seeds to calibrate with [as in the table or recipe]."),
 ]
 Corruptions = Annotated[
     list[str] | None,
     _option(
         METHOD, "--corrupt", metavar="KIND:SEVERITY", values=" ".join(f"{kind}:3" for kind in CORRUPTIONS),
-        help=f"Corrupt the images that are fitted, not those that are scored: {', '.join(CORRUPTIONS)}, each 1 to 5; "
-        "repeat.",
+        help=f"Corrupt the fitted images, not the test images: {', '.join(CORRUPTIONS)}, severity 1 to 5; repeat.",
     ),
 ]  # fmt: skip
 TableFolder = Annotated[
     Path | None, _option(OUTPUT, "--output", "-o", metavar="DIR", help="Folder of tables and models [./reproduction].")
 ]
-Plot = Annotated[Path | None, _option(OUTPUT, metavar="FILE", help="Draw the drift: .png or .svg.")]
+Plot = Annotated[Path | None, _option(OUTPUT, metavar="FILE", help="Draw the drift as .png or .svg.")]
 Projection = Annotated[
-    Path | None, _option(OUTPUT, metavar="FILE", help="Draw the final features in two dimensions: .png or .svg.")
+    Path | None, _option(OUTPUT, metavar="FILE", help="Draw the final features in two dimensions, as .png or .svg.")
 ]
-Html = Annotated[Path | None, _option(OUTPUT, metavar="FILE", help="Write one page that needs no network.")]
+Html = Annotated[Path | None, _option(OUTPUT, metavar="FILE", help="Write a page that needs no network.")]
 Markdown = Annotated[
-    Path | None, _option(OUTPUT, metavar="FILE", help="Write a verdict and a table, for a pipeline's summary.")
+    Path | None, _option(OUTPUT, metavar="FILE", help="Write verdict and table as Markdown, for a pipeline.")
 ]
 MaxDrift = Annotated[
     float | None,
     _option(
         OUTPUT, metavar="F", min=0.0,
-        help="Exit with 3 if a task drifts more; with --compare, if MODEL2 is worse than MODEL by more.",
+        help="Exit with 3 if a task's drift is above F; with --compare, if MODEL2's is higher than MODEL's by more.",
     ),
 ]  # fmt: skip
 Folder = Annotated[
     Path | None, _option(OUTPUT, "--output", "-o", metavar="DIR", help="Output folder [./NAME-featcal].")
 ]
+DemoFolder = Annotated[
+    Path | None, _option(OUTPUT, "--output", "-o", metavar="DIR", help="Output folder [./featcal-demo].")
+]
 Strict = Annotated[bool, _option(OUTPUT, "--strict", help="Exit with 3, and do not push, if drift grew on a task.")]
 Overwrite = Annotated[bool, _option(OUTPUT, "--overwrite", help="Replace the output folder, or the file of --save.")]
-Restart = Annotated[bool, _option(OUTPUT, "--restart", help="Begin anew, whatever an interrupted run has finished.")]
+Restart = Annotated[
+    bool, _option(OUTPUT, "--restart", help="Start over, even if an interrupted run finished some blocks.")
+]
 LogFile = Annotated[
     Path | None,
-    _option(OUTPUT, "--log-file", metavar="FILE", help="Add what happens to this file, a line of JSON each."),
+    _option(OUTPUT, "--log-file", metavar="FILE", help="Append what happens to this file, one JSON object per line."),
 ]
-DryRun = Annotated[
-    bool, _option(OUTPUT, "--dry-run", help="Find, compare and estimate everything; download no weights.")
-]
+DryRun = Annotated[bool, _option(OUTPUT, "--dry-run", help="Check and estimate everything; download no weights.")]
 Save = Annotated[
     Path | None,
-    _option(OUTPUT, "--save", metavar="FILE", help="With --dry-run, write the job that was found as a recipe."),
+    _option(OUTPUT, "--save", metavar="FILE", help="With --dry-run, write the whole job as a recipe."),
 ]
 Json = Annotated[bool, _option(OUTPUT, "--json", help="Print the result as JSON on stdout.")]
 Quiet = Annotated[bool, _option(OUTPUT, "--quiet", "-q", help="Show only the result.")]
 PushTo = Annotated[str | None, _option(HUB, metavar="USER/NAME", help="Push the result to this repo.")]
-Private = Annotated[bool | None, _option(HUB, "--private", help="Make the repo private, if it is new.")]
+Private = Annotated[bool | None, _option(HUB, "--private", help="Make a new repo private.")]
 CreatePr = Annotated[bool, _option(HUB, "--create-pr", help="Open a pull request instead of committing.")]
 OverwriteRepo = Annotated[bool, _option(HUB, "--overwrite-repo", help="Commit to a repo that already holds a model.")]
 PushAnyway = Annotated[bool, _option(HUB, "--push-anyway", help="Push even if the mean drift grew.")]

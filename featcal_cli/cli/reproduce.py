@@ -6,12 +6,12 @@ from json import dumps
 from typing import TYPE_CHECKING
 
 import typer
-from rich.table import Table
 
 from featcal_cli.cli import options
 from featcal_cli.runtime.errors import RecipeError
 from featcal_cli.runtime.logfile import recorded
 from featcal_cli.runtime.process import interruptible, start_importing
+from featcal_cli.runtime.progress import tell_seconds
 
 if TYPE_CHECKING:  # what it imports is not waited for before it is needed
     from featcal_cli.reporting.reproduction import Figure, Reproduction
@@ -35,9 +35,9 @@ def reproduce(
     quiet: options.Quiet = False,
     log_file: options.LogFile = None,
 ) -> None:
-    """Calibrate and evaluate what a table of the paper holds, and put the paper's figures beside.
+    """Calibrate and evaluate the models of a table of the paper, and show the paper's figures beside the measured ones.
 
-    What is finished is kept: the same command goes on where it was cut short. The folder gets the table as Markdown,
+    Finished work is kept: the same command goes on where it was interrupted. The folder gets the table as Markdown,
     JSON and a picture, and every calibrated model.
 
     **Examples**
@@ -70,7 +70,7 @@ def reproduce(
         if json:
             typer.echo(dumps(result.to_dict(), indent=2))
         else:
-            show_reproduction(result, str(output or OUTPUT))
+            show_reproduction(result, str(output or OUTPUT), screen.seconds)
 
 
 def _split(text: str | None) -> list[str]:
@@ -96,9 +96,10 @@ def _read_corruptions(texts: list[str] | None) -> list[str]:
         raise RecipeError(str(error), where="--corrupt", fix="write --corrupt gaussian_noise:3") from None
 
 
-def show_reproduction(result: Reproduction, folder: str) -> None:
+def show_reproduction(result: Reproduction, folder: str, seconds: float) -> None:
     """The means, or the costs, of what was measured, and what was not; tasks are in the files."""
-    from featcal_cli.cli.console import ERR, OUT, escape
+    from featcal_cli.cli.console import OUT, escape, fold
+    from featcal_cli.cli.result_view import make_table
     from featcal_cli.reporting.reproduction import (
         MEAN,
         describe_figures,
@@ -114,13 +115,9 @@ def show_reproduction(result: Reproduction, folder: str) -> None:
     for recipe, columns in result.columns.items():
         for column in [MEAN] if MEAN in columns else columns:
             OUT.print(f"\n{escape(recipe)}, {escape(column)}:")
-            table = Table(box=None, pad_edge=False)
-            for head in ("model", "measured", "paper", "difference"):
-                table.add_column(head, justify="right" if table.columns else "left", overflow="fold")
-            for line in result.lines:
-                if line.recipe == recipe and not line.skipped:
-                    table.add_row(*write(escape(line.name), line.figures[column]))
-            OUT.print(table)
+            lines = [line for line in result.lines if line.recipe == recipe and not line.skipped]
+            rows = [write(escape(line.name), line.figures[column]) for line in lines]
+            OUT.print(make_table(("model", "measured", "paper", "difference"), rows, overflow="fold"))
     OUT.print(f"\n{describe_figures(result)}")
     for line in result.lines:
         for column, figure in line.figures.items():
@@ -130,4 +127,13 @@ def show_reproduction(result: Reproduction, folder: str) -> None:
         OUT.print(f"Not measured: {escape(reason)}.")
     for note in result.notes:
         OUT.print(f"Note: {escape(note)}.")
-    ERR.print(f"[dim]All columns: {escape(folder)}/{result.table}.md, .json and .png[/dim]", soft_wrap=True)
+    measured = sum(not line.skipped for line in result.lines)
+    rows_of_all = f"{measured} of {len(result.lines)} rows"
+    OUT.print()
+    for text in fold(
+        f"{rows_of_all} of table {result.table} were measured in {tell_seconds(seconds)}; all columns are in "
+        f"{folder}/{result.table}.md, .json and .png.",
+        OUT.width,
+        rest="",
+    ):
+        OUT.print(escape(text), soft_wrap=True)

@@ -3,148 +3,232 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import groupby, zip_longest
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
+from string import ascii_uppercase
 from typing import TYPE_CHECKING
 
+from rich.box import SIMPLE_HEAD
 from rich.console import OverflowMethod
 from rich.syntax import Syntax
 from rich.table import Table
 
-from featcal_cli.cli.console import ERR, OUT, escape
-from featcal_cli.evaluation.results import Score, TaskScores, average_tasks
+from featcal_cli.cli.console import ERR, OUT, escape, fold, shorten_commits
+from featcal_cli.evaluation.results import CALIBRATED, EXPERT, MERGED, Evaluation, Score, TaskScores, average_tasks
+from featcal_cli.lineage.questions import SAID
 from featcal_cli.recipe.reading import COMPANIONS, describe_recipe
 from featcal_cli.reporting.report import CARD, RECIPE, DriftRow, Report
 from featcal_cli.runtime.files import tell_bytes
+from featcal_cli.runtime.progress import tell_change, tell_seconds
 
 if TYPE_CHECKING:  # these import torch
     from featcal_cli.hub.push import Pushed
     from featcal_cli.models.inventory import Inventory
     from featcal_cli.workflows.preflight import Preflight
-    from featcal_cli.workflows.verbs import Accuracy
+
+RECIPE_LINES = 5
+"""Of the demo's recipe that are shown."""
+OWN_MODEL = "", "featcal calibrate USER/MERGED --dry-run   # next: a model of your own"
+"""A hint for who has seen the demo."""
 
 
-def show_calibration(report: Report, output: Path, pushed: Pushed | None, *, hints: bool) -> None:
-    """What a calibration reached, and where it is."""
+def show_calibration(
+    report: Report, output: Path, pushed: Pushed | None, seconds: float, hint: tuple[str, str] | None
+) -> None:
+    """What a calibration reached, where it is, and how long it took. hint: what to do next, and the command for it."""
+    if hint:
+        ERR.print()
     show_drift(report)
     if report.accuracy:
-        show_scores(report.accuracy, limited=False)
-    show_result(output, pushed, hints=hints)
+        show_scores(report.accuracy, {}, limited=False)
+    OUT.print()
+    if hint:
+        text, command = hint
+        if text:
+            _hint(text)
+        _hint_command(command)
+    warn_of_growth(report)
+    places = [str(output), *([pushed.url] if pushed else [])]
+    gains = [_describe_drift(report), *_describe_accuracy(report.accuracy)]
+    _conclude(f"{' and '.join(gains)} in {tell_seconds(seconds)}; the calibrated model is in {' and at '.join(places)}")
+
+
+def suggest_again(output: Path) -> tuple[str, str]:
+    """A hint for who has calibrated."""
+    text = f"Load it like the merged model; {output}/{CARD} shows how. The same job again:"
+    return text, f"featcal calibrate -r {shlex.quote(f'{output}/{RECIPE}')} -o NEW"
+
+
+def _conclude(sentence: str) -> None:
+    """The last line of a run."""
+    for line in fold(f"{sentence}.", OUT.width, rest=""):
+        OUT.print(escape(line), soft_wrap=True)
+
+
+def _describe_drift(report: Report) -> str:
+    mean = report.mean_drift
+    change = tell_change(mean.before, mean.after)
+    if change in ("0 %", "new"):
+        return "Mean drift stayed as it was" if change == "0 %" else "Mean drift grew"
+    return f"Mean drift {'fell' if change[0] == '-' else 'grew'} by {change[1:]}"
+
+
+def _describe_accuracy(tasks: Mapping[str, TaskScores]) -> Iterator[str]:
+    """What the calibrated model gains over merged, if both were evaluated."""
+    if not tasks:
+        return
+    means = average_tasks(tasks)
+    lost, gained = (100 * (means[role].value - means[MERGED].value) for role in (EXPERT, CALIBRATED))
+    word = "accuracy" if {scores.metric for scores in tasks.values()} == {"accuracy"} else "the mean score"
+    share = f" ({100 * gained / lost:.0f} % of what merging lost)" if lost > 0 and gained > 0 else ""
+    yield f"{word} {'fell' if gained < 0 else 'rose'} by {abs(gained):.1f} points{share}"
 
 
 def show_drift(report: Report) -> None:
     if report.has_grown or report.fitted_tasks or report.settings.get("step") == 0:
         colour = "bold red" if report.has_grown else "bold"
         OUT.print(f"[{colour}]{escape(report.headline[0].upper() + report.headline[1:])}[/]")
-    where = "held-out examples" if not report.fitted_tasks else "the fitted rows, of which it says little for new ones"
+    where = "held-out examples" if not report.fitted_tasks else "the fitted rows, so it says little for new ones"
     if 0 < len(report.fitted_tasks) < len(report.drift):
-        where = "held-out examples (* on fitted rows, which says little of new ones)"
-    OUT.print(f"Feature drift from each expert after the last block, on {where}; 0 is the expert itself:")
+        where = "held-out examples (*: on fitted rows, so it says little for new ones)"
+    OUT.print(f"Drift of the last block's features on {where}; 0 is the expert itself:")
     heads = ("task", "merged", "calibrated", "change", "base")
     rows = [[escape(row.task) + ("*" if row.is_marked else ""), *_write_cells(row)] for row in report.drift_rows]
-    OUT.print(_make_table(heads, rows, ["mean", *_write_cells(report.mean_drift)] if len(rows) > 1 else ()))
+    OUT.print(make_table(heads, rows + ([["mean", *_write_cells(report.mean_drift)]] if len(rows) > 1 else [])))
 
 
 def _write_cells(row: DriftRow) -> list[str]:
     before, after, change, base = row.cells
-    if row.before:
-        change = f"[{'green' if row.after <= row.before else 'red'}]{change}[/]"
+    if change.startswith(("-", "+", "new")):
+        change = f"[{'green' if change[0] == '-' else 'red'}]{change}[/]"
+    values = (row.before, row.after, row.base)
+    before, after, base = (
+        _mark_best(cell, value, values) for cell, value in zip((before, after, base), values, strict=True)
+    )
     return [before, after, change, base]
+
+
+def _mark_best(cell: str, value: float, values: Iterable[float]) -> str:
+    """The smallest value bold."""
+    return f"[bold]{cell}[/]" if value == min(values) else cell
 
 
 def warn_of_growth(report: Report) -> None:
     if report.has_grown:
-        headline = escape(report.headline.removeprefix("WARNING: "))
-        ERR.print(f"[bold red]warning:[/bold red] {headline}: it is farther from the experts than the merged model")
+        headline = report.headline.removeprefix("WARNING: ")
+        _warn(f"{headline}: it is farther from the experts than the merged model")
     if report.worse:
-        worse = escape(", ".join(report.worse))
-        ERR.print(f"[bold red]warning:[/bold red] drift grew on {worse}: see if it should be published")
+        _warn(f"drift grew on {', '.join(report.worse)}: see if it should be published")
 
 
-def show_result(output: Path, pushed: Pushed | None, *, hints: bool) -> None:
-    OUT.print(f"\nThe calibrated model is in [bold]{escape(str(output))}[/bold]", soft_wrap=True)
-    if pushed is not None:
-        OUT.print(f"and on the Hub: {escape(pushed.url)}", soft_wrap=True)
-    if hints:
-        _hint(f"Load it like the merged one; {output}/{CARD} shows how.")
-        _hint(f"Run the job again: featcal calibrate -r {shlex.quote(f'{output}/{RECIPE}')} -o NEW")
+def _warn(text: str) -> None:
+    first, *rest = fold(text, ERR.width, "warning: ")
+    ERR.print(f"[bold red]warning:[/bold red]{escape(first.removeprefix('warning:'))}", soft_wrap=True)
+    for line in rest:
+        ERR.print(escape(line), soft_wrap=True)
 
 
-def show_scores(tasks: Mapping[str, TaskScores], *, limited: bool) -> None:
-    """The table of tasks and models, in percent, and how it is to be read. limited: not all examples were wanted."""
+def show_evaluation(evaluation: Evaluation, seconds: float) -> None:
+    """The table, and in a sentence which model is best."""
+    show_scores(evaluation.tasks, evaluation.names, limited=evaluation.limit is not None)
+    OUT.print()
+    means = average_tasks(evaluation.tasks)
+    others = {role: means[role].value for role in means if role not in (EXPERT, MERGED)}
+    count = f"{len(evaluation.tasks)} task{'s' if len(evaluation.tasks) > 1 else ''}"
+    if not others or MERGED not in means:
+        _conclude(f"{len(means)} models were measured on {count} in {tell_seconds(seconds)}")
+        return
+    best = max(others, key=lambda role: others[role])
+    gain = 100 * (others[best] - means[MERGED].value)
+    side = f"{abs(gain):.1f} points {'above' if gain > 0 else 'below'}" if f"{abs(gain):.1f}" != "0.0" else "as good as"
+    _conclude(f"{best} is {side} merged on {count}, measured in {tell_seconds(seconds)}")
+
+
+def show_scores(tasks: Mapping[str, TaskScores], names: Mapping[str, str], *, limited: bool) -> None:
+    """The table of tasks and models, in percent, and how it is to be read. names: by role, what the model is. limited:
+    not all examples were wanted."""
     means = average_tasks(tasks)
+    others = [role for role in means if role not in (EXPERT, MERGED)]
     rows = [
-        [escape(task) + (" (ρ)" if task_scores.metric == "spearman" else "")]
-        + [_write_score(task_scores.scores[role]) for role in means]
-        for task, task_scores in tasks.items()
+        _write_scores(escape(task) + (" (ρ)" if of_task.metric == "spearman" else ""), of_task.scores, means, others)
+        for task, of_task in tasks.items()
     ]
-    feet = ["mean", *map(_write_score, means.values())] if len(tasks) > 1 else ()
+    rows += [_write_scores("mean", means, means, others)] if len(tasks) > 1 else []
     metric = {
         ("accuracy",): "Accuracy",
         ("spearman",): "Spearman's ρ",
-        ("accuracy", "spearman"): "Accuracy, and Spearman's ρ where it is marked",
-    }.get(tuple(sorted({task_scores.metric for task_scores in tasks.values()})), "Figures")
-    counts = [score.examples for task_scores in tasks.values() for score in task_scores.scores.values()]
+        ("accuracy", "spearman"): "Accuracy, and Spearman's ρ where marked,",
+    }.get(tuple(sorted({of_task.metric for of_task in tasks.values()})), "Scores")
+    counts = [score.examples for of_task in tasks.values() for score in of_task.scores.values()]
     count = f"{min(counts):,}" if min(counts) == max(counts) else f"{min(counts):,} to {max(counts):,}"
-    which = " chosen at random" if limited else ""
-    OUT.print(f"\n{metric}, in percent, on {count} labelled examples a task{which}:")
-    OUT.print(_make_table(["task", *map(escape, means)], rows, feet, overflow="fold"))
-    OUT.print("± is half of the 95 % interval, by bootstrap over examples.")
+    which = "randomly chosen " if limited else ""
+    is_long = sum(max(len(role), 10) + 2 for role in means) + max(map(len, tasks)) + 8 > OUT.width
+    letters = (
+        dict(zip(others, ascii_uppercase, strict=False)) if is_long and len(others) <= len(ascii_uppercase) else {}
+    )
+    OUT.print(f"\n{metric} in percent, ± 95 % interval, on {count} {which}labelled examples per task:")
+    heads = [letters.get(role, role) for role in means] + (["gain"] if len(others) == 1 else [])
+    OUT.print(make_table(["task", *map(escape, heads)], rows, overflow="fold"))
+    for role, letter in letters.items():
+        OUT.print(f"{letter}: {escape(shorten_commits(names.get(role, role)))}", soft_wrap=True)
 
 
-def _write_score(score: Score) -> str:
-    return f"{100 * score.value:.1f} ±{100 * (score.high - score.low) / 2:.1f}"
-
-
-def show_accuracy(rows: Sequence[Accuracy]) -> None:
-    def write(name: str, expert: float, merged: float, calibrated: float) -> list[str]:
-        values = (f"{100 * value:.1f}" for value in (expert, merged, calibrated))
-        return [escape(name), *values, f"{100 * (calibrated - merged):+.1f}"]
-
-    accuracies = [(row.expert, row.merged, row.calibrated) for row in rows]
-    expert, merged, calibrated = (sum(column) / len(rows) for column in zip(*accuracies, strict=True))
-    OUT.print("\nAccuracy in percent on test images that calibration never saw:")
-    cells = [write(row.task, *accuracy) for row, accuracy in zip(rows, accuracies, strict=True)]
-    feet = write("mean", expert, merged, calibrated)
-    OUT.print(_make_table(("task", "expert", "merged", "calibrated", "gain"), cells, feet))
-    if expert > merged:
-        share = 100 * (calibrated - merged) / (expert - merged)
-        OUT.print(f"{share:.0f} % of what merging lost is recovered.")
+def _write_scores(name: str, scores: Mapping[str, Score], roles: Iterable[str], others: Sequence[str]) -> list[str]:
+    """A row: the best of what is no expert is bold; where there is one other model, what it gains over merged."""
+    best = max((scores[role].value for role in roles if role != EXPERT), default=None)
+    cells = [name]
+    for role in roles:
+        score = scores[role]
+        text = f"{100 * score.value:.1f} ±{100 * (score.high - score.low) / 2:.1f}"
+        cells.append(f"[bold]{text}[/]" if role != EXPERT and score.value == best and others else text)
+    if len(others) == 1 and MERGED in scores:
+        gain = f"{100 * (scores[others[0]].value - scores[MERGED].value):+.1f}"
+        cells.append("0.0" if gain in ("+0.0", "-0.0") else gain)
+    return cells
 
 
 def show_preflight(preflight: Preflight) -> None:
-    rows = []
-    for finding, commit in zip(preflight.findings, preflight.commits, strict=True):
-        at = f" [dim]at {commit[:7]}[/dim]" if commit else ""
-        rows.append((escape(finding.role), f"{escape(finding.value)}{at}\n[dim]from {escape(finding.source)}[/dim]"))
-    OUT.print(_make_list(rows))
+    """What a job would read, by where it is said, and what it would take."""
+    for source, findings in _group_by_source(preflight).items():
+        OUT.print(f"{'Given:' if source == SAID else f'From {escape(source)}:'}")
+        for role, value in findings:
+            OUT.print(f"  {escape(role):<14} {value}", soft_wrap=True)
     needs, transfers = preflight.estimate, preflight.transfers.values()
     missing, here = (sum(getattr(transfer, key) for transfer in transfers) for key in ("missing", "here"))
     calibrated = f"{preflight.modules} modules in {preflight.blocks} blocks; all models fit together"
     if not preflight.blocks:
-        calibrated = "its blocks show only when it runs on values"
+        calibrated = "known when it runs: the model cannot be traced without its weights"
     device = f", {tell_bytes(needs.device_bytes)} on {preflight.device}" if needs.device_bytes else ""
     calibration = preflight.recipe.calibration
     given = {name: value for name in ("ridge", "rho", "alpha") if (value := getattr(calibration, name)) is not None}
     settings = ", ".join(f"{name} {value:g}" for name, value in given.items())
     if len(given) < 3:
-        searched = "searched, if that costs no more than calibrating"
+        searched = "searched, if that takes no longer than calibrating"
         rest = searched if calibration.select == "auto" else calibration.select
         settings = f"{settings}; the rest {rest}" if settings else rest
     lines = (
         ("model", f"{preflight.model_class}, {_count(preflight.parameters)} parameters, {preflight.dtype}"),
         ("calibrated", calibrated),
         ("settings", settings),
-        ("download", f"{tell_bytes(missing)}; {tell_bytes(here)} are here already"),
-        ("memory", f"about {tell_bytes(needs.host_bytes)}{device}, the weights that are read included"),
+        ("download", f"{tell_bytes(missing)}; {tell_bytes(here)} are here already" if missing else "nothing"),
+        ("memory", f"about {tell_bytes(needs.host_bytes)}{device}, with the weights that are read"),
         ("disk", f"about {tell_bytes(needs.disk_bytes)} for the output while it is made"),
-        ("push", f"to {preflight.recipe.output.push_to or 'nowhere: the result stays in its folder'}"),
+        ("push", f"to {preflight.recipe.output.push_to}" if preflight.recipe.output.push_to else "no"),
     )
     OUT.print()
     for name, text in lines:
         OUT.print(f"{name:<11} {escape(text)}")
-    _hint("Nothing was downloaded but small files. Leave out --dry-run to start.")
+    _hint("Only small files were downloaded. Leave out --dry-run to start.")
+
+
+def _group_by_source(preflight: Preflight) -> dict[str, list[tuple[str, str]]]:
+    """Role and value of what is known of a job, by where it is said."""
+    groups: dict[str, list[tuple[str, str]]] = {}
+    for finding, commit in zip(preflight.findings, preflight.commits, strict=True):
+        at = f" [dim]at {commit[:7]}[/dim]" if commit else ""
+        groups.setdefault(finding.source, []).append((finding.role, f"{escape(finding.value)}{at}"))
+    return groups
 
 
 def show_inventory(inventory: Inventory) -> None:
@@ -178,34 +262,42 @@ def _count(number: int) -> str:
 def show_recipes(files: Sequence[Path]) -> None:
     purposes = {file.stem: describe_recipe(file) for file in files} | {"": ""} | COMPANIONS
     OUT.print(_make_list((f"[bold]{escape(name)}[/bold]", escape(purpose)) for name, purpose in purposes.items()))
-    _hint("Print one: featcal recipes NAME. Run one: featcal calibrate -r NAME.")
+    _hint("Print one, or calibrate with it:")
+    _hint_command("featcal recipes NAME")
+    _hint_command("featcal calibrate -r NAME")
 
 
 def show_demo(recipe: Path) -> None:
-    ERR.print(
-        "Five experts were fine-tuned from one small vision transformer, each for another question about "
-        "handwritten digits, and merged by task arithmetic. [bold]featcal calibrate -r demo[/bold] mends the merged "
-        "model. The recipe:\n"
-    )
-    ERR.print(Syntax(recipe.read_text(encoding="utf-8"), "yaml", background_color="default", word_wrap=True))
+    for line in fold(
+        "Five experts were fine-tuned from one small vision transformer, each for another question about handwritten "
+        "digits, and merged by task arithmetic. The demo calibrates the merged model. Its recipe begins:",
+        ERR.width,
+        rest="",
+    ):
+        ERR.print(line)
+    lines = (line.partition(" #")[0].rstrip() for line in recipe.read_text(encoding="utf-8").splitlines())
+    first = [line for line in lines if line and not line.startswith("#")][:RECIPE_LINES]
+    ERR.print(Syntax("\n".join(f"  {line}" for line in first), "yaml", background_color="default"))
+    _hint("The rest of it:")
+    _hint_command("featcal recipes demo")
     ERR.print()
 
 
-def show_next() -> None:
-    _hint("Your own: featcal calibrate USER/MERGED --dry-run shows what it finds; then leave out --dry-run.")
-
-
 def _hint(text: str) -> None:
-    ERR.print(f"[dim]{escape(text)}[/dim]", soft_wrap=True)
+    for line in fold(text, ERR.width, rest=""):
+        ERR.print(f"[dim]{escape(line)}[/dim]", soft_wrap=True)
 
 
-def _make_table(
-    heads: Iterable[str], rows: Iterable[Sequence[str]], feet: Sequence[str], overflow: OverflowMethod = "ellipsis"
-) -> Table:
-    """Names to the left, figures to the right, and their means below, if there are any."""
-    table = Table(box=None, pad_edge=False, show_footer=bool(feet))
-    for head, foot in zip_longest(heads, feet, fillvalue=""):
-        table.add_column(head, foot, justify="right" if table.columns else "left", overflow=overflow)
+def _hint_command(command: str) -> None:
+    """A line of its own, never wrapped: to be copied."""
+    ERR.print(f"  {escape(command)}", soft_wrap=True)
+
+
+def make_table(heads: Iterable[str], rows: Iterable[Sequence[str]], overflow: OverflowMethod = "ellipsis") -> Table:
+    """Names to the left, figures to the right, a thin rule under the heads."""
+    table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
+    for head in heads:
+        table.add_column(head, justify="right" if table.columns else "left", overflow=overflow)
     for row in rows:
         table.add_row(*row)
     return table

@@ -11,6 +11,7 @@ from pydantic import TypeAdapter
 from featcal_cli.calibration.results import SHOWN, BlockReport
 from featcal_cli.evaluation.results import TaskScores
 from featcal_cli.reporting.inspection import VISIBLE, TaskInspection
+from featcal_cli.runtime.progress import tell_change
 
 REPORT, RECIPE, CARD, PICTURE = "featcal_report.json", "featcal.yaml", "README.md", "drift.png"
 """File names in an output folder: report, resolved recipe, model card (in any repo), picture of the drift."""
@@ -45,9 +46,7 @@ class DriftRow:
     @property
     def cells(self) -> list[str]:
         """Before, after, change and base."""
-        change = f"{100 * (self.after - self.before) / self.before:+.0f} %" if self.before else ""
-        change = change or ("0 %" if self.after == 0 else "new")
-        return [f"{self.before:.3f}", f"{self.after:.3f}", change, f"{self.base:.3f}"]
+        return [f"{self.before:.3f}", f"{self.after:.3f}", tell_change(self.before, self.after), f"{self.base:.3f}"]
 
 
 @dataclass(frozen=True)

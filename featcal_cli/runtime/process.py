@@ -189,6 +189,11 @@ def start_importing(module: str) -> None:
     _importing.start()
 
 
+def is_importing() -> bool:
+    """What was begun is not there yet."""
+    return _importing is not None and _importing.is_alive()
+
+
 def finish_importing() -> None:
     """Wait until what was begun is there. Raises FeatCalError where a package that featcal needs does not work."""
     global _importing

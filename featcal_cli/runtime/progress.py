@@ -6,9 +6,9 @@ import logging
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 from urllib.parse import urlsplit
 
@@ -186,6 +186,23 @@ class OneOfMany(Listener):
         self._shown.progress(progress)
 
 
+def tell_seconds(seconds: float) -> str:
+    """As 8 s, 2 min 5 s, or 3 h 7 min."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s" if whole else f"{seconds:.1f} s"
+    hours, minutes = whole // 3600, whole // 60 % 60
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {whole % 60} s"
+
+
+def tell_change(before: float, after: float) -> str:
+    """How much more or less a drift is, in percent; "new" where there was none that three digits show."""
+    if f"{before:.3f}" == "0.000":
+        return "0 %" if f"{after:.3f}" == "0.000" else "new"
+    percent = f"{100 * (after - before) / before:+.0f} %"
+    return "0 %" if percent in ("+0 %", "-0 %") else percent
+
+
 class PhaseClock:
     """Adds up the seconds of a run by its phases, which its stages begin."""
 
@@ -221,6 +238,8 @@ class Progress:
     """Whose features are being read."""
     module: str = ""
     """What is being solved."""
+    drifts: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    """By task, drift of the merged and of the calibrated model after `block`, where that was just measured."""
 
     def at_task(self, watch: Watch) -> Callable[[str], None]:
         """Tells `watch` that the features of a task are being read."""

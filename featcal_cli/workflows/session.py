@@ -20,7 +20,7 @@ from featcal_cli.recipe.schema import Draft, Recipe
 from featcal_cli.reporting.report import CARD, PICTURE, RECIPE, REPORT
 from featcal_cli.runtime.distributed import join_ranks
 from featcal_cli.runtime.energy import EnergyMeter
-from featcal_cli.runtime.process import check_device, finish_importing, read_launch
+from featcal_cli.runtime.process import check_device, finish_importing, is_importing, read_launch
 from featcal_cli.runtime.progress import Listener, PhaseClock, Progress
 from featcal_cli.runtime.untrusted_text import visible
 
@@ -100,23 +100,25 @@ class Session:
             self.energy.count_gpu(gpu)
         return device
 
-    def find_models(self) -> tuple[Recipe, Sequence[Finding]]:
+    def find_models(self, *, note_findings: bool = True) -> tuple[Recipe, Sequence[Finding]]:
         """The whole recipe, and where each part of it was read: found by the first rank, once, before torch is needed.
 
-        Raises FeatCalError.
+        note_findings: say each as it is found; else the caller shows them. Raises FeatCalError.
         """
         if self._lineage is None:
             self.stage("finding models")
-            lineage = self._find_lineage() if self.ranks.is_first else (Recipe.model_construct(), [])
+            lineage = self._find_lineage(note_findings) if self.ranks.is_first else (Recipe.model_construct(), [])
+            if is_importing():
+                self.stage("loading libraries")
             finish_importing()
             self._lineage = lineage
         return self._lineage
 
-    def _find_lineage(self) -> tuple[Recipe, Sequence[Finding]]:
+    def _find_lineage(self, note_findings: bool) -> tuple[Recipe, Sequence[Finding]]:
         noted: set[Finding] = set()
 
         def note_finding(finding: Finding) -> None:
-            if finding.source != SAID and finding not in noted:
+            if note_findings and finding.source != SAID and finding not in noted:
                 noted.add(finding)
                 self.note(f"{finding.role}: {finding.value} (from {finding.source})")
 

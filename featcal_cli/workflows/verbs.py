@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from featcal_cli.calibration.journal import drop_journal
-from featcal_cli.evaluation.results import CALIBRATED
+from featcal_cli.evaluation.results import CALIBRATED, TaskScores
 from featcal_cli.hub.push import Pushed, Target, check_target, push
 from featcal_cli.recipe.schema import Recipe
 from featcal_cli.reporting.report import Report
@@ -127,7 +127,7 @@ def dry_run(
     options = CalibrateOptions(overwrite=overwrite, create_pr=create_pr, overwrite_repo=overwrite_repo)
     run = CalibrationRun(session, output, options)
     run.check_output_and_hub()
-    session.find_models()
+    session.find_models(note_findings=False)
     from featcal_cli.workflows.preflight import prepare
 
     plan = prepare(session, run.target, sample=True, hold_out=True)
@@ -246,7 +246,16 @@ class Accuracy:
 class DemoResult:
     output: Path
     report: Report
-    accuracy: list[Accuracy]
+    scores: Mapping[str, TaskScores]
+    """By task, of expert, merged and calibrated model."""
+
+    @property
+    def accuracy(self) -> list[Accuracy]:
+        """The same, without intervals."""
+        return [
+            Accuracy(task, **{role: score.value for role, score in scores.scores.items()})
+            for task, scores in self.scores.items()
+        ]
 
     def to_dict(self) -> dict[str, Any]:
         drift = {task: asdict(drift) for task, drift in self.report.drift.items()}
@@ -266,8 +275,4 @@ def run_demo(output: Path | None, device: str, listener: Listener) -> DemoResult
     listener.stage("measuring accuracy")
     session = Session("demo", RunOptions(device))
     measured = evaluate_models(session, session.find_models()[0], {CALIBRATED: str(done.output)})
-    accuracy = [
-        Accuracy(task, **{role: score.value for role, score in scores.scores.items()})
-        for task, scores in measured.tasks.items()
-    ]
-    return DemoResult(done.output, done.report, accuracy)
+    return DemoResult(done.output, done.report, measured.tasks)

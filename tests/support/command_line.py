@@ -15,9 +15,15 @@ import pytest
 from featcal_cli.cli.main import main
 
 
+def unfold(text: str) -> str:
+    """What was printed to stderr without the breaks of its lines: those that go on are indented."""
+    text = text.replace(" \\\n      --", " --")
+    return re.sub(r"\n(?: {4}|  (?!in:|fix:|report:| ))(?=\S)", " ", text)
+
+
 def featcal(*arguments: object, folder: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
     """The finished process, with what it wrote to stdout and stderr; `folder` is where it ran."""
-    return subprocess.run(
+    run = subprocess.run(
         [sys.executable, "-m", "featcal_cli", *map(str, arguments)],
         cwd=folder,
         env={**os.environ, "COLUMNS": "80", "OMP_NUM_THREADS": "1", **environment},
@@ -25,6 +31,8 @@ def featcal(*arguments: object, folder: Path | None = None, **environment: str) 
         text=True,
         timeout=300,
     )
+    run.stderr = unfold(run.stderr)
+    return run
 
 
 @dataclass(frozen=True)
@@ -34,6 +42,9 @@ class Run:
     code: int
     stdout: str
     stderr: str
+    """With a message in a line for each of its parts."""
+    shown: str
+    """The same as it was printed."""
 
 
 def featcal_inside(capsys: pytest.CaptureFixture[str], command: str, arguments: Mapping[str, object]) -> Run:
@@ -48,7 +59,7 @@ def featcal_inside(capsys: pytest.CaptureFixture[str], command: str, arguments: 
         patch.setattr(sys, "argv", ["featcal", *line])
         main()
     written = capsys.readouterr()
-    return Run(int(stopped.value.code or 0), written.out, written.err)
+    return Run(int(stopped.value.code or 0), written.out, unfold(written.err), written.err)
 
 
 def check_refusal(run: Run, reason: str = "") -> None:

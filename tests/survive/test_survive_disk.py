@@ -191,7 +191,7 @@ def test_results_that_cannot_be_printed_are_one_message(disk: SmallDisk, inputs:
         command = [sys.executable, "-m", "featcal_cli", *line.split()]
         with Path("printed").open("wb") as stdout:
             done = subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, text=True)
-        check_refusal(Run(done.returncode, "", done.stderr), FULL)
+        check_refusal(Run(done.returncode, "", done.stderr, done.stderr), FULL)
 
 
 def test_a_crash_report_goes_where_there_is_room(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import shutil
@@ -16,14 +17,17 @@ import yaml
 from command_line import featcal, featcal_inside
 from families import FAMILIES, save_family
 from hub_server import HubServer
+from outcome import TIME
 from PIL import Image
+from rich.console import Console
 from safetensors.torch import load_file
 from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 
+from featcal_cli.cli.console import show_error, show_falling_drift
 from featcal_cli.lineage.resolve import find_lineage
 from featcal_cli.recipe.reading import collect_overrides, read_draft
 from featcal_cli.recipe.schema import Data
-from featcal_cli.runtime.errors import RecipeError
+from featcal_cli.runtime.errors import FeatCalError, RecipeError
 
 VIT = next(family for family in FAMILIES if family.name == "vit")
 LOCAL = {"merged": "merged", "--base": "base", "--expert": "red=red", "--data": "red=red.safetensors", "-n": 8}
@@ -56,7 +60,11 @@ def test_results_go_to_stdout_and_the_rest_to_stderr(folder: Path, capsys: pytes
     assert "token weights: cls" in run.stderr and "README.md shows how" in run.stderr.replace("\n", " ")
     assert max(map(len, run.stdout.splitlines())) <= 80
     quiet = featcal_inside(capsys, "calibrate", {**LOCAL, "-o": "out", "-q": "", "--overwrite": ""})
-    assert (quiet.code, quiet.stderr, quiet.stdout) == (0, "", run.stdout)
+    assert (quiet.code, quiet.stderr, TIME.sub("", quiet.stdout)) == (0, "", TIME.sub("", run.stdout))
+    assert re.fullmatch(
+        r"Mean drift fell by \d+ % in .* s; the calibrated model is in out\.", run.stdout.splitlines()[-1]
+    )
+    assert run.shown.splitlines()[-1] == "  featcal calibrate -r out/featcal.yaml -o NEW"
     printed = featcal_inside(capsys, "calibrate", {**LOCAL, "-o": "out", "--json": "", "--overwrite": ""})
     assert printed.code == 0 and printed.stderr == ""
     report = json.loads(printed.stdout)
@@ -222,3 +230,45 @@ def test_options_are_named_as_they_were_typed_and_keys_as_they_were_written(tmp_
     with pytest.raises(RecipeError, match=r"--alpha: input should be") as typed:
         read_draft(file, collect_overrides(alpha=3.0))
     assert typed.value.where == "the command line" and typed.value.fix == "change --alpha"
+
+
+def test_drift_is_told_after_every_block(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In the log; the last block's is what the report says."""
+    run = featcal_inside(capsys, "calibrate", {**LOCAL, "-o": "out", "--log-file": "log.jsonl", "-q": ""})
+    assert run.code == 0, run.stderr
+    lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    report = json.loads((folder / "out" / "featcal_report.json").read_text())
+    told = [line for line in lines if line["event"] == "drift"]
+    assert [line["block"] for line in told] == [block["name"] for block in report["blocks"]]
+    curve = report["curves"]["red"]
+    drifts = [line["tasks"]["red"] for line in told]
+    assert [drift["merged"] for drift in drifts] == curve["before"][-len(drifts) :]
+    assert [drift["calibrated"] for drift in drifts] == curve["after"][-len(drifts) :]
+
+
+def test_falling_drift_is_shown_of_many_tasks_in_few_lines() -> None:
+    drifts = {f"task {number}": [(0.4, 0.2), (0.8, 0.4)] for number in range(20)}
+    out = Console(file=io.StringIO(), width=80, highlight=False)
+    out.print(show_falling_drift(drifts))
+    assert isinstance(out.file, io.StringIO)
+    lines = [line.rstrip() for line in out.file.getvalue().splitlines()]
+    assert lines[1] == "task 0      ▂▄  0.800 → 0.400  -50 %"
+    assert lines[-1] == "mean of 20      0.800 → 0.400  -50 %"
+    assert len(lines) == 10
+
+
+def test_help_shows_examples_as_they_are_typed(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = featcal_inside(capsys, "calibrate", {"--help": ""}).stdout
+    assert "--base openai/clip-vit-base-patch32 \\\n      --expert mnist=" in shown
+    assert "<bool>" not in shown and "<str>" not in shown
+    assert "featcal inspect-drift user/merged --max-drift 0.8\n" in featcal_inside(capsys, "--help", {}).stdout
+
+
+def test_a_message_breaks_no_command(capsys: pytest.CaptureFixture[str]) -> None:
+    what = "word " * 20 + "`featcal recipes clip-vit-b32-8` shows one"
+    command = "pip install --force-reinstall " + "long-name-of-a-package-" * 4
+    show_error(FeatCalError(what, where="here", fix=f"install it again: {command}"))
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[-2:] == ["  fix: install it again:", f"    {command}"]
+    assert any("`featcal recipes clip-vit-b32-8`" in line for line in lines)
+    assert max(map(len, lines[:-1])) <= 80

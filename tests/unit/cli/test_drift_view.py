@@ -12,7 +12,8 @@ from inspections import make_inspection, set_last
 from rich.cells import cell_len
 from rich.console import Console
 
-from featcal_cli.cli.drift_view import LEVELS, show_inspection
+from featcal_cli.cli.console import LEVELS
+from featcal_cli.cli.drift_view import show_inspection
 from featcal_cli.reporting.inspection import Inspection
 
 
@@ -37,7 +38,7 @@ def test_no_figure_is_cut_and_no_line_too_long(tasks: int, blocks: int, compare:
     text = show(inspection, width)
     assert max(map(cell_len, text.splitlines())) <= width
     assert "\x1b" not in text
-    assert not re.search(r"[\u2500-\u257f]", text)  # lines of boxes
+    assert not re.search(r"[\u2501-\u257f]", text)  # boxes; a thin rule is under heads
     for task in inspection.tasks.values():
         for role in task.models:
             assert re.search(rf" {task.models[role].last.relative:.3f}\b", text)
@@ -45,10 +46,10 @@ def test_no_figure_is_cut_and_no_line_too_long(tasks: int, blocks: int, compare:
         assert len(read_bars(text, role)) == tasks
 
 
-def test_a_bar_has_a_character_a_block_from_the_smallest_to_the_largest_drift() -> None:
+def test_a_bar_has_a_character_a_block_on_a_scale_from_0_to_the_largest_drift() -> None:
     text = show(make_inspection(["a"], 8, levels={"model": 0.8, "base": 0.8}))
     assert read_bars(text, "model") == [LEVELS]
-    assert "0.1 ▁ to 0.8 █" in text
+    assert "0 ▁ to 0.8 █" in text
     assert "encoder.layers.0 … 7" in text
     assert "neighbouring" not in text
 

@@ -468,7 +468,7 @@ def test_the_table_fits_and_the_json_holds_every_figure(
     shown = featcal_inside(capsys, "evaluate", {"": bert / "body", "-r": recipe, "--device": "cpu"})
     assert shown.code == 0, shown.stderr
     heads = next(line.split() for line in shown.stdout.splitlines() if line.startswith("task"))
-    assert heads == ["task", "expert", "merged", "body"]
+    assert heads == ["task", "expert", "merged", "body", "gain"]
     assert max(map(len, shown.stdout.splitlines())) <= 80
     printed = featcal_inside(capsys, "evaluate", {"": bert / "body", "-r": recipe, "--json": "", "--device": "cpu"})
     told = json.loads(printed.stdout)
