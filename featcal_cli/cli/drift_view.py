@@ -41,12 +41,12 @@ OUTPUTS = (
     "choice. certain: choices that this drift cannot change."
 )
 ORIGINS = (
-    "begins: first block with half of the largest local mismatch (what the block itself does differently). grows: "
-    "block with the largest drift ‖e‖ against that of the block before. local, upstream: what the drift after the last "
-    "block is made of, its own mismatch and what earlier drift becomes in it."
+    "begins: first block with half of the largest local drift (what the block itself does differently). grows: block "
+    "with the largest drift ‖e‖ against that of the block before. local, inherited: what the drift after the last "
+    "block is made of, its own part and what it makes of the drift before it."
 )
 DIAGNOSTICS = (
-    "share: of the drift after the last block, what begins at a block, as later ones carry it. residual cosine: of "
+    "share: of the drift after the last block, what begins in a block, or outside of all. residual cosine: of "
     "what blocks add with the drift that they pass on; below 0 they take it away. B: output drift / drift of the last "
     "feature, per example. cosine: per example."
 )
@@ -119,7 +119,7 @@ def _write_figure(column: Column, value: float | None) -> Text:
 
 
 def _show_readings(inspection: Inspection, tasks: dict[str, str], out: Console) -> None:
-    """Local mismatch against upstream propagation, in one line a task and model."""
+    """Local against inherited drift, in one line a task and model."""
     order = order_blocks(inspection)
     judged = [role for role in list_roles(inspection) if role != "base"]
     table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, GAP - 1, 0, 0))
@@ -129,7 +129,7 @@ def _show_readings(inspection: Inspection, tasks: dict[str, str], out: Console) 
     table.add_column("begins at", overflow="fold")
     table.add_column("grows most at", overflow="fold")
     table.add_column("local", justify="right", no_wrap=True)
-    table.add_column("upstream", justify="right", no_wrap=True)
+    table.add_column("inherited", justify="right", no_wrap=True)
     for task, name in tasks.items():
         for role in judged:
             reading = read_drift(inspection.tasks[task].models[role])

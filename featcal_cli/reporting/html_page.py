@@ -7,21 +7,25 @@ import hashlib
 import json
 import math
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import yaml
 
-from featcal_cli.reporting.inspection import Inspection, ModelDrift, OutputDrift, PlaceDrift
-from featcal_cli.reporting.markdown import one_line, plain, without_paths, without_secrets
-from featcal_cli.reporting.verdict import find_farther, list_roles, order_blocks, read_drift
+from featcal_cli.reporting.inspection import Inspection, ModelDrift, OutputDrift, PlaceDrift, compare_drift
+from featcal_cli.reporting.markdown import clean, join_notes, one_line, plain
+from featcal_cli.reporting.verdict import find_farther, list_roles, order_blocks, read_drift, write_verdict
+from featcal_cli.runtime.files import tell_bytes
 
 TEMPLATE = Path(__file__).with_name("page.html")
 DIGITS = 4
 """Significant digits of the figures in the page; --json has all of them."""
-MOST_NAMES = 3
-"""Of the tasks that a sentence names."""
+MARK = "\x1f"
+"""Around names in sentences."""
+HEADLINE = re.compile(r"(.*) \((?:mean )?drift [^()]*\)(.*)\.")
+"""A sentence that compares two models; the tiles have its figures."""
 
 Sentence = list["str | list[str]"]
 """Its parts in order: plain words, and in a list of one a name, which the page sets apart from the words."""
@@ -51,33 +55,38 @@ def _describe(inspection: Inspection) -> dict[str, Any]:
     """All that the page's script is given; lists where the order or a name counts, for a task may be `__proto__`."""
     blocks, roles = order_blocks(inspection), list_roles(inspection)
     tags = {"model": "A", "other": "B"} if "other" in roles else {}  # the page's tables have room for no more
-    means = {role: fmean(_last(inspection, role).values()) for role in roles}  # of the drift after the last block
-    beside = {role: _compare(mean, means["base"], "the base") for role, mean in means.items() if "base" in means}
-    beside |= {"base": "the yardstick"}
+    names = {role: "base model" if role == "base" else _show(inspection.names[role]) for role in roles}
     models = [model for task in inspection.tasks.values() for model in task.models.values()]
     modules = list(dict.fromkeys(name for model in models for block in model.blocks for name in block.modules))
+    headline, *summary = _summarise(inspection, names)
+    base = [["base model", _show(inspection.names["base"])]] if "base" in roles else []
+    facts: list[tuple[str, object]] = list(inspection.environment.items())
+    for key, value in inspection.cost.items():
+        size = key.endswith("_bytes")
+        facts.append((key.removesuffix("_bytes"), tell_bytes(value) if size else _round(value)))
+    for name, task in inspection.tasks.items():
+        expert = inspection.names.get(f"expert {name}")
+        facts.append((plain(name), f"{task.examples} examples" + (f", expert {expert}" if expert else "")))
     return {
         "version": inspection.featcal_version,
         "schema": inspection.schema,
-        "roles": [[role, tags.get(role, role), _show(inspection.names[role])] for role in roles],
+        "roles": [[role, tags.get(role, role), names[role]] for role in roles],
         "blocks": [one_line(name) for name in blocks],
         "modules": [one_line(name) for name in modules],
         "tasks": [
             {
                 "name": plain(name),
-                "expert": _show(inspection.names.get(f"expert {name}", "")),
-                "examples": task.examples,
                 "models": {role: _pack(model, blocks, modules) for role, model in task.models.items()},
             }
             for name, task in inspection.tasks.items()
         ],
         "gains": _pack_gains(inspection),
-        "tiles": [{"role": role, "value": _number(mean), "note": beside.get(role, "")} for role, mean in means.items()],
-        "summary": _summarise(inspection),
-        "notes": [_show(note, 1000) for note in inspection.notes],
-        "facts": [[key, _show(value)] for key, value in inspection.environment.items()]
-        + [[key, _round(value)] for key, value in inspection.cost.items()],
-        "recipe": _clean(yaml.safe_dump(inspection.recipe, sort_keys=False, allow_unicode=True, width=100)),
+        "headline": headline["parts"],
+        "tiles": _make_tiles(inspection, names, tags),
+        "summary": summary,
+        "notes": [_show(note, 1000) for note in join_notes(inspection.notes, inspection.tasks)],
+        "facts": base + [[key.replace("_", " "), _show(value)] for key, value in facts],
+        "recipe": clean(yaml.safe_dump(inspection.recipe, sort_keys=False, allow_unicode=True, width=100)),
     }
 
 
@@ -127,84 +136,62 @@ def _round(value: float | None) -> float | None:
 
 
 def _show(text: object, longest: int = 120) -> str:
-    return one_line(_clean(str(text)), longest)
+    return one_line(clean(str(text)), longest)
 
 
-def _clean(text: str) -> str:
-    """Without what a page that is passed on should not tell: tokens, and the folders of this machine."""
-    return without_paths(without_secrets(text))
+def _make_tiles(inspection: Inspection, names: Mapping[str, str], tags: Mapping[str, str]) -> list[list[str]]:
+    """The mean drift of every model, and first, where there are two, what the second gains: tag, name, value, note."""
+    means = {role: fmean(_last(inspection, role).values()) for role in names}
+    tiles = []
+    for role, mean in means.items():
+        note = compare_drift(mean, means["base"], "the base model") if "base" in means else ""
+        note = "the yardstick" if role == "base" else note
+        tiles.append([tags.get(role, role), names[role], _number(mean), note])
+    if "other" in names:
+        change = means["other"] / means["model"] - 1 if means["model"] else math.nan
+        nearer, count = len(find_farther(inspection, "model", than="other")), len(inspection.tasks)
+        value = f"{100 * change:+.0f} %".replace("-", "−") if math.isfinite(change) else "–"
+        tiles.insert(0, ["B to A", "change of mean drift", value, f"B is nearer on {nearer} of {count} tasks"])
+    return tiles
 
 
 def _last(inspection: Inspection, role: str) -> dict[str, float]:
     return {name: task.models[role].last.relative for name, task in inspection.tasks.items()}
 
 
-def _compare(drift: float, other: float, whose: str) -> str:
-    """How much farther or nearer; empty where that is no finite number."""
-    change = drift / other - 1 if other else math.nan
-    if not math.isfinite(change):
-        return ""
-    if abs(change) < 0.0005:
-        return f"as far as {whose}"
-    word = "farther" if change > 0 else "nearer"
-    return f"{100 * abs(change):.{1 if abs(change) < 0.1 else 0}f} % {word} than {whose}"
-
-
 def _number(value: float) -> str:
     return f"{value:.3g}" if abs(value) < 0.0995 else f"{value:.2f}"
 
 
-def _summarise(inspection: Inspection) -> list[dict[str, Any]]:
-    """What a reader needs first, in words; `warn` marks the paragraphs that say something went wrong."""
-    roles = list_roles(inspection)
-    paragraphs = []
-    for role in (role for role in roles if role != "base"):
-        if "base" in roles:
-            paragraphs.append(_say_yardstick(inspection, role))
-        paragraphs.append({"warn": False, "parts": _say_worst(inspection, role)})
-    if "other" in roles:
-        paragraphs.append(_say_change(inspection))
-    return paragraphs
+def _summarise(inspection: Inspection, names: Mapping[str, str]) -> list[dict[str, Any]]:
+    """What a reader needs in words, the headline first; `warn` marks the paragraphs that say something went wrong."""
+    marked = {role: _mark(name) for role, name in names.items()}
+    sentences = list(write_verdict(inspection, marked, lambda task: _mark(plain(task))))
+    headline = f"How far {marked.get('other', marked['model'])} is from its experts"
+    if said := next((match for _, text in sentences if (match := HEADLINE.fullmatch(text))), None):
+        sentences.remove((False, said[0]))
+        headline = said[1] + said[2]
+    judged = [(False, _say_worst(inspection, role, marked[role])) for role in names if role != "base"]
+    return [
+        {"warn": is_warning, "parts": _split_names(text)}
+        for is_warning, text in [(False, headline), *sorted(sentences, key=lambda one: not one[0]), *judged]
+    ]
 
 
-def _say_worst(inspection: Inspection, role: str) -> Sentence:
+def _say_worst(inspection: Inspection, role: str, name: str) -> str:
     drifts = _last(inspection, role)
     worst = max(drifts, key=lambda task: drifts[task])
-    parts: Sentence = [[_show(inspection.names[role])], " is "]
-    if len(drifts) > 1:
-        parts += ["farthest from its expert on ", [plain(worst)], f": drift {_number(drifts[worst])} at the end."]
-    else:
-        parts += [f"{_number(drifts[worst])} away from the expert of ", [plain(worst)], " at the end."]
+    text = f"{name} is farthest from its expert on {_mark(plain(worst))} (drift {_number(drifts[worst])})"
     reading = read_drift(inspection.tasks[worst].models[role])
     if reading.grows is not None and reading.growth is not None:
-        parts += [" There it grows most in ", [one_line(reading.grows)], f", {_number(reading.growth)} times."]
-    return parts
+        text += f"; there it grows most in {_mark(one_line(reading.grows))}, {_number(reading.growth)} times"
+    return f"{text}."
 
 
-def _say_yardstick(inspection: Inspection, role: str) -> dict[str, Any]:
-    name, yardstick = [_show(inspection.names[role])], [_show(inspection.names["base"])]
-    farther, tasks = list(find_farther(inspection, role, than="base")), len(inspection.tasks)
-    if not farther:
-        where = " on every task." if tasks > 1 else "."
-        return {"warn": False, "parts": [name, " is at least as near to the expert as the base ", yardstick, where]}
-    parts: Sentence = ["On every task "] if tasks > 1 else []
-    if len(farther) < tasks:
-        parts = [f"On {len(farther)} of {tasks} tasks ("]
-        for number, task in enumerate(farther[:MOST_NAMES]):
-            parts += [", " if number else "", [plain(task)]]
-        parts.append(f" and {len(farther) - MOST_NAMES} more) " if len(farther) > MOST_NAMES else ") ")
-    parts += [name, " is farther from the expert than the base ", yardstick, " is: by this measure merging did more "]
-    parts += ["harm than good there. What usually helps is a smaller merging scale."]
-    return {"warn": True, "parts": parts}
+def _mark(name: str) -> str:
+    """A name set apart in a sentence, by characters that no name has: they are no printable ones."""
+    return f"{MARK}{name}{MARK}"
 
 
-def _say_change(inspection: Inspection) -> dict[str, Any]:
-    first, second = _last(inspection, "model"), _last(inspection, "other")
-    name, other = ([_show(inspection.names[role])] for role in ("model", "other"))
-    nearer = find_farther(inspection, "model", than="other")
-    farther = list(find_farther(inspection, "other", than="model"))
-    parts: Sentence = [other, " is nearer to the expert than ", name, f" on {len(nearer)} of {len(first)} tasks"]
-    if farther:
-        change = _compare(second[farther[0]], first[farther[0]], "it")
-        parts += [f", and farther on {len(farther)}: most on ", [plain(farther[0])], f" ({change})" if change else ""]
-    return {"warn": bool(farther), "parts": [*parts, "."]}
+def _split_names(text: str) -> Sentence:
+    return [[part] if number % 2 else part for number, part in enumerate(text.split(MARK)) if part]

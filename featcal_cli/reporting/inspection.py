@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass, field
+from math import isfinite, nan
 from typing import Any
 
 SCHEMA = 1
@@ -147,3 +148,14 @@ class Inspection:
         # null for what is no finite number: JSON has no word for it
         values = json.loads(json.dumps(asdict(self)), parse_constant=lambda _: None)
         return json.dumps(values, indent=2) + "\n"
+
+
+def compare_drift(drift: float, other: float, name: str, experts: str = "the experts") -> str:
+    """How much nearer or farther than `name` one is in percent; empty where that is no finite number."""
+    change = drift / other - 1 if other else nan
+    if not isfinite(change):
+        return ""
+    if abs(change) < VISIBLE:
+        return f"as near to {experts} as {name}"
+    how = f"farther from {experts}" if change > 0 else f"nearer to {experts}"
+    return f"{100 * abs(change):.{1 if abs(change) < 0.1 else 0}f} % {how} than {name}"

@@ -11,7 +11,7 @@ from statistics import StatisticsError, correlation, fmean
 from typing import TYPE_CHECKING, Literal
 
 from featcal_cli.lineage.questions import enumerate_names
-from featcal_cli.reporting.inspection import VISIBLE, Gains, Inspection, ModelDrift, TaskInspection
+from featcal_cli.reporting.inspection import VISIBLE, Gains, Inspection, ModelDrift, TaskInspection, compare_drift
 from featcal_cli.reporting.report import Report
 from featcal_cli.runtime.errors import GateError, RecipeError
 
@@ -207,9 +207,9 @@ def write_diagnostics(inspection: Inspection) -> Iterator[tuple[str, str]]:
     order = order_blocks(inspection)
     for role in roles:
         shares = list(average_shares(inspection, role).items())
-        texts = [f"{abbreviate(name, order) if name else 'outside'} {_percent(share)}" for name, share in shares]
+        places = [(f"block {abbreviate(name, order)}" if name else "outside", share) for name, share in shares]
         if shares:
-            yield f"share, {role}", ", ".join(texts[:MOST_SHARES])
+            yield f"share, {role}", ", ".join(f"{name} {_percent(share)}" for name, share in places[:MOST_SHARES])
 
     def compare(read: Callable[[ModelDrift], Iterable[float | None]], total: Callable[..., float] = fmean) -> list[str]:
         """One figure of every role, with the role before it where there are two."""
@@ -265,33 +265,32 @@ def find_vanished(inspection: Inspection) -> list[str]:
 def write_verdict(
     inspection: Inspection, names: Mapping[str, str], show_task: Callable[[str], str]
 ) -> Iterator[tuple[bool, str]]:
-    """Sentences, and whether each is a warning: every model against the base, and one model against the other.
+    """Sentences, and whether each is a warning: one model against the other, and every model against the base.
 
-    names: what each role is called; show_task: what a task is.
+    names: what each role but the base is called; show_task: what a task is.
     """
-
-    def enumerate_tasks(tasks: Mapping[str, float]) -> str:
-        """Some of the tasks, with how much farther each is, and how many more there are."""
-        texts = [f"{show_task(task)} (by {Column('', '', []).write(more)})" for task, more in tasks.items()]
-        return enumerate_names(texts, MOST_TASKS)
-
-    roles, vanished = list_roles(inspection), find_vanished(inspection)
+    roles, vanished, tasks = list_roles(inspection), find_vanished(inspection), inspection.tasks.values()
+    names = {**names, "base": "the base model"}
+    pairs = [("other", "model")] if "other" in roles else []
+    if "base" in roles and len(vanished) < len(tasks):
+        pairs += [(role, "base") for role in roles if role != "base"]
+    experts, mean = ("the experts", "mean drift") if len(tasks) > 1 else ("the expert", "drift")
+    for role, than in pairs:
+        farther = find_farther(inspection, role, than)
+        drift, other = (fmean(task.models[one].last.relative for task in tasks) for one in (role, than))
+        if compared := compare_drift(drift, other, names[than], experts):
+            rest = "" if farther or len(tasks) == 1 else ", and farther on no task"
+            yield False, f"{names[role]} is {compared} ({mean} {drift:.3f} against {other:.3f}){rest}."
+        if farther:
+            texts = [f"{show_task(task)} (by {Column('', '', []).write(more)})" for task, more in farther.items()]
+            why = ": there merging did worse than no merging. A smaller merging scale usually helps."
+            what = (
+                f"{names[role]} is farther from the expert than {names[than]} on {enumerate_names(texts, MOST_TASKS)}"
+            )
+            yield than == "base", what + (why if than == "base" else ".")
     for task in vanished:
         why = "no drift from it means anything. Use another checkpoint."
         yield True, f"the features of the expert of {show_task(task)} are all zero, or nearly: {why}"
-    compared = "base" in roles and len(vanished) < len(inspection.tasks)
-    for role in (role for role in roles if compared and role != "base"):
-        if farther := find_farther(inspection, role, "base"):
-            what = f"{names[role]} is farther from the expert than the base {names['base']} is"
-            why = "there merging did worse than no merging. A smaller merging scale usually helps."
-            yield True, f"{what}, on {enumerate_tasks(farther)}: {why}"
-        else:
-            yield False, f"{names[role]} is at least as near to every expert as the base {names['base']} is."
-    if "other" in roles:
-        for word, role, than in (("farther", "other", "model"), ("nearer", "model", "other")):
-            if tasks := find_farther(inspection, role, than):
-                what = f"{names['other']} is {word} {'from' if word == 'farther' else 'to'} the expert than"
-                yield False, f"{what} {names['model']} on {enumerate_tasks(tasks)}."
 
 
 # Gates
