@@ -142,9 +142,9 @@ def _show(text: object, longest: int = 120) -> str:
 def _make_tiles(inspection: Inspection, names: Mapping[str, str], tags: Mapping[str, str]) -> list[list[str]]:
     """The mean drift of every model, and first, where there are two, what the second gains: tag, name, value, note."""
     means = {role: fmean(_last(inspection, role).values()) for role in names}
-    tiles = []
+    experts, tiles = "the experts" if len(inspection.tasks) > 1 else "the expert", []
     for role, mean in means.items():
-        note = compare_drift(mean, means["base"], "the base model") if "base" in means else ""
+        note = compare_drift(mean, means["base"], "the base model", experts) if "base" in means else ""
         note = "the yardstick" if role == "base" else note
         tiles.append([tags.get(role, role), names[role], _number(mean), note])
     if "other" in names:
@@ -181,11 +181,14 @@ def _summarise(inspection: Inspection, names: Mapping[str, str]) -> list[dict[st
 def _say_worst(inspection: Inspection, role: str, name: str) -> str:
     drifts = _last(inspection, role)
     worst = max(drifts, key=lambda task: drifts[task])
-    text = f"{name} is farthest from its expert on {_mark(plain(worst))} (drift {_number(drifts[worst])})"
     reading = read_drift(inspection.tasks[worst].models[role])
+    grows = ""
     if reading.grows is not None and reading.growth is not None:
-        text += f"; there it grows most in {_mark(one_line(reading.grows))}, {_number(reading.growth)} times"
-    return f"{text}."
+        grows = f"grows most in {_mark(one_line(reading.grows))}, {_number(reading.growth)} times"
+    if len(drifts) == 1:
+        return f"The drift of {name} {grows or 'grows in no block'}."
+    text = f"{name} is farthest from its expert on {_mark(plain(worst))} (drift {_number(drifts[worst])})"
+    return f"{text}; there it {grows}." if grows else f"{text}."
 
 
 def _mark(name: str) -> str:
