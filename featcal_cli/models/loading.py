@@ -259,7 +259,8 @@ def find_auto_class(model_class: type[PreTrainedModel]) -> str:
 
     kind = model_class.config_class.model_type if model_class.config_class else None
     tasks: dict[str, Any] = SUPPORTED_TASKS
-    for auto in (transformers.AutoModel, *(auto for task in tasks.values() for auto in task["pt"])):
+    pipelines = (auto for task in tasks.values() for auto in task["pt"])
+    for auto in (transformers.AutoModel, transformers.AutoModelForSeq2SeqLM, *pipelines):
         heads = getattr(auto, "_model_mapping", None)
         names = heads._model_mapping.get(kind) if heads is not None else None
         if model_class.__name__ == (names[0] if isinstance(names, tuple) else names):

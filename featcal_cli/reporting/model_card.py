@@ -53,6 +53,8 @@ TASK_TYPES = {
 """The Hub's names of what a protocol measures; heads do what the model is for."""
 VARIABLES = {"AutoTokenizer": "tokenizer", "AutoImageProcessor": "image_processor"}
 """What the code of a card calls what these classes load; everything else is a processor."""
+FEATURES = ("feature-extraction", "image-feature-extraction")
+"""The Hub's names of what models without a head are for."""
 LISTED = 12
 """Lines of a list that are shown."""
 CITATION = """\
@@ -247,6 +249,8 @@ def _write_loading(place: str, purpose: str | None, model: str, processor: str |
     where = json.dumps(one_line(place), ensure_ascii=False)
     names = [name if name.isidentifier() else "AutoModel" for name in (model, processor) if name]
     ready = processor is not None and purpose is not None and names[0].startswith("Auto")
+    if purpose in FEATURES and names[0] != "AutoModel":
+        ready = False  # that pipeline would leave the head out
     lines = [
         f"from transformers import {', '.join([*names, *(['pipeline'] if ready else [])])}",
         "",

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import transformers
 import yaml
 from hub_server import HubServer
 from huggingface_hub import ModelCard
@@ -17,6 +18,7 @@ from markdown_it.token import Token
 
 from featcal_cli.calibration.results import BlockReport, ModuleReport
 from featcal_cli.evaluation.results import Score, TaskScores
+from featcal_cli.models.loading import find_auto_class
 from featcal_cli.reporting.markdown import inert_document, one_line
 from featcal_cli.reporting.model_card import MARK, OWN_CARD, read_license, write_card
 from featcal_cli.reporting.report import DriftCurve, Report, Source, TaskDrift
@@ -294,6 +296,22 @@ def test_the_code_has_a_pipeline_where_one_can_be_made_and_calls_things_what_the
     assert 'tokenizer = AutoTokenizer.from_pretrained("mended")' in card
     assert 'pipe = pipeline("text-generation", model="mended")' in card
     assert "pipeline(" not in write_card(make_report(), name="mended", pipeline_tag="text-generation")
+    loaders["model_class"] = "AutoModelForSeq2SeqLM"
+    assert "pipeline(" not in write_card(make_report(), name="mended", pipeline_tag="feature-extraction", **loaders)
+
+
+@pytest.mark.parametrize(
+    ("name", "auto"),
+    [
+        ("ViTForImageClassification", "AutoModelForImageClassification"),
+        ("T5ForConditionalGeneration", "AutoModelForSeq2SeqLM"),
+        ("LlamaForCausalLM", "AutoModelForCausalLM"),
+        ("CLIPVisionModel", "AutoModel"),
+        ("CLIPVisionModelWithProjection", "CLIPVisionModelWithProjection"),  # AutoModel loads another class
+    ],
+)
+def test_the_auto_class_is_one_that_loads_the_same_class(name: str, auto: str) -> None:
+    assert find_auto_class(getattr(transformers, name)) == auto
 
 
 def test_the_commands_are_those_of_the_place() -> None:
