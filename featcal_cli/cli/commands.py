@@ -10,6 +10,7 @@ import typer
 
 from featcal_cli import __version__
 from featcal_cli.cli import options
+from featcal_cli.cli.doctor import doctor
 from featcal_cli.cli.reproduce import reproduce
 from featcal_cli.recipe.reading import (
     collect_overrides,
@@ -37,7 +38,8 @@ HELP = """Calibrate merged models: move their features back to the experts', in 
 EPILOG = """
 **Exit codes**: 0 done; 2 something that you can fix (one message says what, where and how); 3 a limit was exceeded
 (--max-drift, --strict); 130 interrupted, and the same command goes on from there (143 by SIGTERM, 129 by SIGHUP); 141
-the reader of the output has gone (`| head`); 1 a bug (a report of it is written).
+the reader of the output has gone (`| head`); 1 a bug (a report of it is written), or a problem
+that `featcal doctor` found.
 
 **Environment**: HF_TOKEN, HF_HOME, HF_ENDPOINT and HF_HUB_OFFLINE, as for every client of the Hub.
 """
@@ -313,6 +315,7 @@ def evaluate(
 
 
 app.command(cls=options.Command)(reproduce)
+app.command(cls=options.Command)(doctor)
 
 
 @app.command(cls=options.Command)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from featcal_cli.cli import completion
 from featcal_cli.recipe.paper import CORRUPTIONS
 from featcal_cli.recipe.schema import Draft
 from featcal_cli.runtime.errors import OutputError, RecipeError
@@ -25,10 +26,18 @@ MODELS, METHOD, MACHINE, OUTPUT, HUB = (
 )
 
 
-def _option(group: str, *names: str, help: str, values: str = "", **settings: Any) -> Any:  # noqa: A002 - typer's word
-    """An option; `values` are what a shell offers for it."""
+def _option(
+    group: str,
+    *names: str,
+    help: str,  # noqa: A002 - typer's word
+    values: str = "",
+    complete: Callable[..., list[str]] | None = None,
+    **settings: Any,
+) -> Any:
+    """An option; a shell offers `values` for it, or what `complete` finds."""
     offered = values.split()
-    complete = (lambda incomplete: [value for value in offered if value.startswith(incomplete)]) if offered else None
+    if offered:
+        complete = lambda incomplete: [value for value in offered if value.startswith(incomplete)]  # noqa: E731
     return typer.Option(*names, help=help, rich_help_panel=group, autocompletion=complete, **settings)
 
 
@@ -67,39 +76,66 @@ class Group(_WithExamples, TyperGroup):
     """All verbs."""
 
 
-def _complete_recipe(incomplete: str) -> list[str]:
-    from featcal_cli.recipe.reading import COMPANIONS, shipped_recipes
-
-    return [name for name in (*(file.stem for file in shipped_recipes()), *COMPANIONS) if name.startswith(incomplete)]
-
-
-Merged = Annotated[str | None, typer.Argument(metavar="MERGED", help="The merged model: Hub id[@revision] or folder.")]
-Model = Annotated[str, typer.Argument(metavar="MODEL", help="Hub id[@revision] or folder.")]
-Base = Annotated[str | None, _option(MODELS, metavar="REPO", help="The model that the experts were fine-tuned from.")]
+Merged = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="MERGED",
+        autocompletion=completion.complete_model,
+        help="The merged model: Hub id[@revision] or folder.",
+    ),
+]
+Model = Annotated[
+    str, typer.Argument(metavar="MODEL", autocompletion=completion.complete_model, help="Hub id[@revision] or folder.")
+]
+Base = Annotated[
+    str | None,
+    _option(
+        MODELS,
+        complete=completion.complete_model,
+        metavar="REPO",
+        help="The model that the experts were fine-tuned from.",
+    ),
+]
 Experts = Annotated[
-    list[str] | None, _option(MODELS, "--expert", metavar="TASK=REPO", help="An expert; repeat for each task.")
+    list[str] | None,
+    _option(
+        MODELS,
+        "--expert",
+        complete=completion.complete_expert,
+        metavar="TASK=REPO",
+        help="An expert; repeat for each task.",
+    ),
 ]
 Sources = Annotated[
     list[str] | None,
     _option(
-        MODELS, "--data", metavar="TASK=SOURCE",
+        MODELS, "--data", complete=completion.complete_data, metavar="TASK=SOURCE",
         help="Unlabelled examples of a task: Hub dataset ID[:CONFIG[:SPLIT]], folder of images, .jsonl, .csv or "
         ".parquet file, .safetensors of model-ready inputs, or self (the expert writes them).",
     ),
 ]  # fmt: skip
 SkipExperts = Annotated[
     list[str] | None,
-    _option(MODELS, "--skip-expert", metavar="TASK", help="Leave this expert out, e.g. one that is gone; repeat."),
+    _option(
+        MODELS,
+        "--skip-expert",
+        complete=completion.complete_task,
+        metavar="TASK",
+        help="Leave this expert out, e.g. one that is gone; repeat.",
+    ),
 ]
 Columns = Annotated[
     list[str] | None,
     _option(
-        MODELS, "--columns", metavar="TASK=ROLE:COLUMN,…",
+        MODELS, "--columns", complete=completion.complete_key, metavar="TASK=ROLE:COLUMN,…",
         help="Columns of a task's data by role: image, text, text_pair, messages, prompt, response, label.",
     ),
 ]  # fmt: skip
 Splits = Annotated[
-    list[str] | None, _option(MODELS, "--split", metavar="TASK=NAME", help="The split of a task's data.")
+    list[str] | None,
+    _option(
+        MODELS, "--split", complete=completion.complete_key, metavar="TASK=NAME", help="The split of a task's data."
+    ),
 ]
 MergeMethod = Annotated[
     str | None,
@@ -113,7 +149,15 @@ MergeMethod = Annotated[
     ),
 ]
 Recipe = Annotated[
-    str | None, _option(MODELS, "--recipe", "-r", metavar="FILE", help="A recipe or its name; options override it.")
+    str | None,
+    _option(
+        MODELS,
+        "--recipe",
+        "-r",
+        complete=completion.complete_recipe,
+        metavar="FILE",
+        help="A recipe or its name; options override it.",
+    ),
 ]
 AllowPickle = Annotated[
     bool, _option(MODELS, "--allow-pickle", help="Read pickled .bin weights (tensors only, no code).")
@@ -182,9 +226,20 @@ BatchSize = Annotated[
     int | None,
     _option(MACHINE, metavar="N", min=1, help="Examples per forward pass [chosen by their length and the memory]."),
 ]
-Compare = Annotated[str | None, _option(MODELS, metavar="MODEL2", help="Show a second model against the same experts.")]
+Compare = Annotated[
+    str | None,
+    _option(
+        MODELS,
+        complete=completion.complete_model,
+        metavar="MODEL2",
+        help="Show a second model against the same experts.",
+    ),
+]
 Evaluated = Annotated[
-    list[str] | None, typer.Argument(metavar="MODEL...", help="Hub ids[@revision] or folders to compare.")
+    list[str] | None,
+    typer.Argument(
+        metavar="MODEL...", autocompletion=completion.complete_model, help="Hub ids[@revision] or folders to compare."
+    ),
 ]
 Limit = Annotated[
     int | None,
@@ -197,12 +252,18 @@ EvaluateToo = Annotated[
     bool, _option(OUTPUT, "--evaluate", help="Also measure the accuracy of experts, merged and calibrated model.")
 ]
 RecipeName = Annotated[
-    str | None, typer.Argument(metavar="NAME", help="Print this recipe.", autocompletion=_complete_recipe)
+    str | None, typer.Argument(metavar="NAME", help="Print this recipe.", autocompletion=completion.complete_shipped)
 ]
 Table = Annotated[str, typer.Argument(metavar="TABLE", help="A table of the paper: 1 to 12, figure-3 or figure-5.")]
 OnlyTasks = Annotated[
     str | None,
-    _option(METHOD, "--tasks", metavar="TASK,…", help="Evaluate only these tasks; all are merged and fitted."),
+    _option(
+        METHOD,
+        "--tasks",
+        complete=completion.complete_task,
+        metavar="TASK,…",
+        help="Evaluate only these tasks; all are merged and fitted.",
+    ),
 ]
 Budgets = Annotated[
     str | None,

@@ -25,6 +25,10 @@ from featcal_cli.runtime.errors import HubError
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json", *OTHER_FORMATS)
 
 
+RIGHTS = frozenset({"repo.write", "discussion.write"})
+"""To commit, and to open a pull request."""
+
+
 @dataclass(frozen=True)
 class Account:
     name: str
@@ -33,6 +37,8 @@ class Account:
     """Every namespace that they may write to, in lower case."""
     reads_only: frozenset[str]
     """Namespaces of organisations in which they have no right to write, in lower case."""
+    rights: frozenset[str]
+    """Those of RIGHTS that the token has in some namespace."""
 
 
 def read_account(repo_id: str, *, create_pr: bool) -> Account:
@@ -42,23 +48,29 @@ def read_account(repo_id: str, *, create_pr: bool) -> Account:
     if get_token() is None:
         raise HubError("pushing needs a token, and there is none", where=where, fix=LOGIN)
     with explained_writing(repo_id):
-        user = patiently(HfApi().whoami)
+        account = describe_account(patiently(HfApi().whoami))
+    needed = RIGHTS if create_pr else {"repo.write"}
+    if account.rights.isdisjoint(needed):
+        fix = "make one with write access on the Hub's settings page, and set HF_TOKEN to it"
+        raise HubError(f"the token of {account.name} may only read", where=where, fix=fix)
+    return account
+
+
+def describe_account(user: Mapping[str, Any]) -> Account:
+    """What the Hub tells of the user of a token, and what that token may do."""
     name = str(user.get("name") or "")
     token = (user.get("auth") or {}).get("accessToken") or {}
     fine_grained = token.get("fineGrained") or {}
     scopes = fine_grained.get("scoped") or []
     permissions = {permission for scope in scopes for permission in scope.get("permissions") or []}
     permissions |= set(fine_grained.get("global") or [])
-    needed = {"repo.write", "discussion.write"} if create_pr else {"repo.write"}
-    role = token.get("role")
-    if role == "read" or (role == "fineGrained" and permissions.isdisjoint(needed)):
-        fix = "make one with write access on the Hub's settings page, and set HF_TOKEN to it"
-        raise HubError(f"the token of {name} may only read", where=where, fix=fix)
+    granted = {"read": frozenset[str](), "fineGrained": RIGHTS & permissions}
     roles = {str(org.get("name", "")).lower(): org.get("roleInOrg") for org in user.get("orgs") or []}
     # a fine-grained token shows only the organisations that it was made for, some of them as scopes alone
     scoped = {str((scope.get("entity") or {}).get("name", "")).split("/")[0].lower() for scope in scopes}
     reads_only = frozenset(org for org, role in roles.items() if role == "read")
-    return Account(name, frozenset({name.lower(), *roles, *scoped}), reads_only)
+    rights = granted.get(str(token.get("role")), RIGHTS)
+    return Account(name, frozenset({name.lower(), *roles, *scoped}), reads_only, rights)
 
 
 def check_namespace(account: Account, repo_id: str) -> None:

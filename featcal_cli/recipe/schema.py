@@ -369,7 +369,8 @@ class Draft(Section):
 
 
 class Recipe(Draft):
-    """One job: the merged model, its base, the tasks, the settings."""
+    """One job, complete: the merged model, its base, the tasks, the settings. Raises pydantic's ValidationError for a
+    key that is unknown or does not fit."""
 
     base: ModelName
     tasks: Mapping[Name, Task] = Field(min_length=1)

@@ -75,20 +75,25 @@ def calibrate(
     trust_remote_code: bool = False,
     listener: Listener | None = None,
 ) -> Result:
-    """Calibrate a merged model, write the result to `output` (by default ./NAME-featcal), and push it if the recipe
-    says so.
+    """Calibrate a merged model, write it to a folder, and push it if the recipe says where to.
 
-    recipe: a Recipe or a Draft of one, its keys as a dict, a YAML file, or the name of a shipped recipe; what it leaves
-    open is looked for in the merged model's repo. Where an earlier run with the same arguments was cut short, its
-    finished blocks are taken over, unless `restart` is given; where it finished its output and could not push it, that
-    output is pushed and nothing is computed.
-    strict: where drift grew on a task (`result.report.worse`), the output is written and not pushed; RecipeError where
-    no rows are held out to judge it by. push_anyway: push even where the mean drift grew (`result.report.has_grown`,
-    which only settings that you give can bring about); without it such an output is written and not pushed.
-    evaluate: measure experts, merged and calibrated model as the recipe says, for report and card; allow_code as in
-    `evaluate.evaluate`.
-    Raises FeatCalError (what, where, fix) when something that the user can fix is wrong; then no output is written,
-    unless it is the evaluation or the push that failed: they follow when the same job is run again.
+    recipe: a Recipe or Draft, a dict of its keys, the path of a YAML file, or the name of a shipped recipe. What it
+    leaves out is looked up in the merged model's repo.
+    output: the folder; by default ./NAME-featcal. overwrite: replace it if it exists.
+    restart: start over. Otherwise a run that was interrupted goes on from its last finished block, and one that only
+    failed to push is pushed without computing anything.
+    strict: do not push if drift grew on any task (`result.report.worse`).
+    push_anyway: push even if the mean drift grew (`result.report.has_grown`). It can grow only with settings that you
+    gave yourself.
+    evaluate: also measure experts, merged and calibrated model, as the recipe says, for the report and the card.
+    allow_code: let lm-eval tasks run code that a model wrote.
+    device: auto, cpu or cuda[:K]. batch_size: examples per forward pass; by default as many as fit.
+    allow_pickle: read pickled weights. trust_remote_code: run a repo's own model code.
+    listener: is told of stages, notes and progress.
+
+    The options of a push (create_pr, overwrite_repo, commit_message) are described in `featcal calibrate --help`.
+    Raises FeatCalError, with what is wrong, where, and how to fix it. Then there is no output, except where the
+    evaluation or the push failed: run the same job again to do only what is missing.
     """
     session = Session(recipe, RunOptions(device, batch_size, allow_pickle, trust_remote_code), listener)
     options = CalibrateOptions(
@@ -119,7 +124,7 @@ def dry_run(
     trust_remote_code: bool = False,
     listener: Listener | None = None,
 ) -> Preflight:
-    """Everything that `calibrate` would find out before it downloads weights; the arguments are the same.
+    """Find, compare and estimate what `calibrate` would, and download only small files. Takes the same arguments.
 
     Raises FeatCalError for whatever would stop the job.
     """

@@ -167,11 +167,12 @@ def run_line(words: list[str], capsys: pytest.CaptureFixture[str], told: str) ->
         Path(after).write_text(run.stdout, encoding="utf-8")
 
 
-def test_the_readme_s_python_works(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("page", "output"), [("README.md", "mended"), ("docs/api.md", "calibrated")])
+def test_the_python_of_a_page_works(page: str, output: str, world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(world)
-    for code in re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL):
-        exec(compile(code, "README.md", "exec"), {})
-    assert (world / "mended" / "model.safetensors").is_file()
+    for code in re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(encoding="utf-8"), re.DOTALL):
+        exec(compile(code, page, "exec"), {})
+    assert (world / output / "model.safetensors").is_file()
 
 
 @pytest.mark.parametrize(
@@ -244,12 +245,25 @@ def test_the_schema_refuses_what_featcal_refuses(recipe: dict[str, Any], place: 
         ("calibrate --select ", {"auto", "search", "preset"}),
         ("inspect-drift --dtype b", {"bfloat16"}),
         ("recipes clip-vit-b", {"clip-vit-b32-8", "clip-vit-b32-14", "clip-vit-b32-20"}),
+        ("calibrate -r clip-vit-b", {"clip-vit-b32-8", "clip-vit-b32-14", "clip-vit-b32-20"}),
+        ("calibrate -r clip-vit-b32-8 --skip-expert m", {"mnist"}),
+        ("calibrate -r clip-vit-b32-8 --split m", {"mnist="}),
+        ("calibrate --expert red=user/red --data r", {"red="}),
+        ("calibrate a", {"a/merged", "a/red"}),
+        ("calibrate a/m", {"a/merged"}),
+        ("calibrate --base a/r", {"a/red"}),
+        ("calibrate --expert red=", {"red=a/merged", "red=a/red"}),
+        ("calibrate --data red=", {"red=a/rows"}),
         ("insp", {"inspect-drift"}),
     ],
 )
-def test_a_shell_completes(typed: str, offered: set[str]) -> None:
+def test_a_shell_completes(typed: str, offered: set[str], tmp_path: Path) -> None:
+    for name in ("models--a--merged", "models--a--red", "datasets--a--rows"):
+        (tmp_path / "hub" / name).mkdir(parents=True)
     words = f"featcal {typed}"
     asked = {"_FEATCAL_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
     line = [str(Path(sys.executable).parent / "featcal")]
-    done = subprocess.run(line, env={**os.environ, **asked}, capture_output=True, text=True)
+    watched = {"HF_HOME": str(tmp_path), "PYTHONPROFILEIMPORTTIME": "1"}
+    done = subprocess.run(line, env={**os.environ, **asked, **watched}, capture_output=True, text=True)
     assert set(done.stdout.split()) == offered, done.stderr
+    assert not re.search(r"\| +(torch|httpx2?)$", done.stderr, re.MULTILINE)
