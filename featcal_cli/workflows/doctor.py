@@ -13,7 +13,7 @@ from typing import Literal
 
 from huggingface_hub import HfApi, constants, get_token, is_offline_mode
 from huggingface_hub.errors import HfHubHTTPError
-from huggingface_hub.utils import build_hf_headers, get_session
+from huggingface_hub.utils import build_hf_headers, get_session  # type: ignore[attr-defined]
 from packaging.requirements import Requirement
 
 from featcal_cli.hub.client import blame, patiently, root_of
