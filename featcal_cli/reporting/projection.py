@@ -16,7 +16,7 @@ from featcal_cli.reporting.verdict import ROLES
 if TYPE_CHECKING:  # matplotlib takes long to import
     from matplotlib.axes import Axes
 
-COLOURS = ("#e69f00", "#0072b2", "#882255", "#00b0a0", "#111111", "#d55e00", "#cc79a7", "#7fb800")
+COLOURS = ("#e69f00", "#0072b2", "#882255", "#00b0a0", "#111111", "#d55e00", "#a06060", "#406000")
 """Of the first tasks: far apart for readers with every kind of colour vision, and no two of one hue."""
 REST = "#b0b0b0"
 """Of all tasks beyond."""
