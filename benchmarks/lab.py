@@ -6,6 +6,7 @@ It runs featcal's own blocks, moments and solver, in memory: nothing is written,
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 
@@ -17,6 +18,7 @@ from featcal_cli.calibration.algorithm import load_block, solve_block
 from featcal_cli.calibration.backtracking import backtrack_block
 from featcal_cli.calibration.hyperparameters import Hyperparameters
 from featcal_cli.calibration.normal_equations import collect_equations, parameters_of
+from featcal_cli.data.batches import take_range
 from featcal_cli.engine.job import Job
 from featcal_cli.engine.lockstep import forward_order
 from featcal_cli.recipe.reading import as_draft
@@ -52,6 +54,15 @@ class Lab:
         self.architecture = set_up(session, self.plan, self.models).architecture
         self._judges: dict[str, Judge] = {task: load_judge(folder, self.family, task) for task in self.family.tasks}
 
+    def set_up(self, fitted: int, gradients: Path | None = None) -> Setup:
+        """What jobs are made from, with the first `fitted` examples; gradients: an empty folder for those."""
+        calibration, cpu = self.plan.recipe.calibration, torch.device("cpu")
+        few = {
+            task: replace(rows, fitted=take_range(rows.fitted, 0, fitted)) for task, rows in self.plan.examples.items()
+        }
+        setup = Setup(self.models, self.architecture, few, calibration, cpu, lambda _: None)
+        return replace(setup, gradients=setup.measure_gradients(gradients, lambda _: None)) if gradients else setup
+
     def calibrate(
         self,
         candidates: Mapping[str, Hyperparameters],
@@ -60,14 +71,15 @@ class Lab:
         guarded: bool = False,
         systems: Mapping[str, type[PlainSystem]] | None = None,
         at_depth: Callable[[Hyperparameters, float], Hyperparameters] = lambda settings, _: settings,
+        gradients: Path | None = None,
     ) -> Job:
         """All candidates calibrated on the first `fitted` examples; the job's students are the results, by name.
 
+        gradients: an empty folder, for candidates in the metric of outputs.
         systems: another closed form for some of them. at_depth: settings of a block, given its depth, 0 … 1.
         """
-        calibration, cpu = self.plan.recipe.calibration, torch.device("cpu")
-        setup = Setup(self.models, self.architecture, self.plan.examples, calibration, cpu, lambda _: None)
-        job = setup.make_search_job(candidates, fitted)
+        calibration = self.plan.recipe.calibration
+        job = self.set_up(fitted, gradients).make_search_job(candidates, fitted)
         job.keep_blocks = True
         if guarded:
             job.checked = {task: found.selection for task, found in self.plan.examples.items()}

@@ -18,38 +18,24 @@ from pathlib import Path
 from statistics import fmean, stdev
 from tempfile import TemporaryDirectory
 
-import torch
 from experiments import SEEDS, TRIED, Gain, show
 from lab import Lab, Scores, gain
 
-from featcal_cli.calibration.algorithm import load_block, solve_block
-from featcal_cli.calibration.hyperparameters import Hyperparameters
-from featcal_cli.calibration.normal_equations import collect_equations
-from featcal_cli.data.batches import take_range
-from featcal_cli.engine.lockstep import forward_order
-from featcal_cli.workflows.setup import Setup
+from featcal_cli.calibration.hyperparameters import FEATCAL, Hyperparameters
 
 GRID = (*TRIED, Hyperparameters(1e-3, 1.0, 0.15))
 METRICS = ("features", "output")
+DEFAULT = replace(FEATCAL, metric="features")
+"""As it stands in GRID."""
 
 
 def calibrate(lab: Lab, metric: str, examples: int, folder: Path) -> tuple[dict[Hyperparameters, Scores], float]:
     """What all of GRID make of the test rows, and the seconds that calibrating took."""
-    few = {task: replace(rows, fitted=take_range(rows.fitted, 0, examples)) for task, rows in lab.plan.examples.items()}
-    calibration, cpu = lab.plan.recipe.calibration, torch.device("cpu")
-    setup = Setup(lab.models, lab.architecture, few, calibration, cpu, lambda _: None)
     started = time.perf_counter()
-    if metric == "output":
-        setup = replace(setup, gradients=setup.measure_gradients(folder, lambda _: None))
-    roles = {str(settings): settings for settings in GRID}
-    job = setup.make_search_job(roles, examples)
-    job.keep_blocks = True
-    for visit in forward_order(job):
-        for role, settings in roles.items():
-            equations = collect_equations(visit, role, settings)
-            load_block(job.students[role], visit.block, solve_block(visit.block, equations, job.base, calibration.bias))
+    roles = {str(settings): replace(settings, metric=metric) for settings in GRID}
+    job = lab.calibrate(roles, examples, gradients=folder if metric == "output" else None)
     seconds = time.perf_counter() - started
-    scores = {settings: lab.score(job.students[role].model.module) for role, settings in roles.items()}
+    scores = {settings: lab.score(job.students[str(settings)].model.module) for settings in GRID}
     job.retire()
     return scores, seconds
 
@@ -71,7 +57,9 @@ def print_table(lab: Lab, gains: dict[tuple[str, Hyperparameters], list[Gain]], 
             )
         print(f"| {show(settings)} | {' | '.join(cells)} |")
     best = [max(fmean(one for one, _ in gains[metric, settings]) for settings in GRID) for metric in METRICS]
-    print(f"\nBest: {best[0]:+.{digits}f} and {best[1]:+.{digits}f}, {best[1] / best[0]:.2f} times.", flush=True)
+    default = fmean(one for one, _ in gains["output", DEFAULT])
+    print(f"\nBest: {best[0]:+.{digits}f} and {best[1]:+.{digits}f}, {best[1] / best[0]:.2f} times.")
+    print(f"{show(DEFAULT)} by outputs: {100 * default / max(best):.0f} % of the best.", flush=True)
 
 
 def main() -> None:

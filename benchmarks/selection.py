@@ -1,45 +1,46 @@
-"""How near `--select auto` comes to the best settings of a grid, and what it costs.
+"""How near featcal's own choice, and that of a search, come to the best settings of a grid, and what they cost.
 
-    python benchmarks/selection.py FOLDER [-n EXAMPLES] [--rounds N]
+    python benchmarks/selection.py FOLDER [-n EXAMPLES]
 
-FOLDER is a family (see benchmarks/family_*.py). The grid is calibrated without the guard, on all examples; `auto` and
-`preset` are whole runs of `featcal_cli.calibrate`, in turns, of which the fastest counts. Test rows and labels are
-read by the judges only, after everything is chosen. Prints Markdown for docs/experiments.md.
+FOLDER is a family (see family_*.py). The grid, in both metrics, is calibrated without the guard; `auto`,
+`search` and `preset` are whole runs of `featcal_cli.calibrate`; three choices of the examples (SEEDS). Test rows and
+labels are read by the judges only, after everything is chosen. Prints Markdown for docs/experiments.md.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import tempfile
 import time
+from collections import defaultdict
 from pathlib import Path
+from statistics import fmean
 
+from experiments import SEEDS, Gain
 from judge import load_model
 from lab import Lab, Scores, gain, recipe_of
 
 from featcal_cli import calibrate
-from featcal_cli.calibration.hyperparameters import Hyperparameters
+from featcal_cli.calibration.hyperparameters import METRICS, Hyperparameters
 from featcal_cli.reporting.report import Report
 
-RIDGES, RHOS, ALPHAS = (1e-5, 1e-3, 0.05, 0.5), (0.5, 1.0, 2.0), (0.15, 0.3, 0.6, 1.0)
+RIDGES, ALPHAS = (1e-5, 1e-3, 0.05), (0.15, 0.3, 0.6)
+GRID = [Hyperparameters(ridge, 1.0, alpha, metric) for metric in METRICS for ridge in RIDGES for alpha in ALPHAS]
+WAYS = ("preset", "auto", "search")
 
 
 def run_grid(lab: Lab, fitted: int) -> dict[Hyperparameters, Scores]:
-    """The scores of every setting of the grid; a few at a time, because each holds weights of its own."""
-    grid = [Hyperparameters(*point) for point in itertools.product(RIDGES, RHOS, ALPHAS)]
-    found: dict[Hyperparameters, Scores] = {}
-    for start in range(0, len(grid), 12):
-        named = {str(settings): settings for settings in grid[start : start + 12]}
-        job = lab.calibrate(named, fitted)
-        found |= {settings: lab.score(job.students[name].model.module) for name, settings in named.items()}
-    return found
+    """The scores of every setting of the grid."""
+    named = {str(settings): settings for settings in GRID}
+    with tempfile.TemporaryDirectory() as folder:
+        job = lab.calibrate(named, fitted, gradients=Path(folder))
+    return {settings: lab.score(job.students[name].model.module) for name, settings in named.items()}
 
 
-def run_command(lab: Lab, examples: int, select: str) -> tuple[float, Report, Scores]:
+def run_command(lab: Lab, examples: int, select: str, seed: int) -> tuple[float, Report, Scores]:
     """Seconds, report and scores of one whole run."""
     draft = recipe_of(lab.folder)
-    calibration = draft.calibration.model_copy(update={"examples": examples, "select": select})
+    calibration = draft.calibration.model_copy(update={"examples": examples, "select": select, "seed": seed})
     with tempfile.TemporaryDirectory() as folder:
         started = time.perf_counter()
         done = calibrate(draft.model_copy(update={"calibration": calibration}), output=Path(folder) / "out")
@@ -48,31 +49,34 @@ def run_command(lab: Lab, examples: int, select: str) -> tuple[float, Report, Sc
 
 def main() -> None:
     """Print the figures of one family."""
-    parser = argparse.ArgumentParser(description="How near --select auto comes to the best of a grid.")
+    parser = argparse.ArgumentParser(description="How near auto and a search come to the best of a grid.")
     parser.add_argument("folder", type=Path)
-    parser.add_argument("-n", "--examples", type=int, default=256)
-    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("-n", "--examples", type=int, default=64)
     given = parser.parse_args()
-    lab = Lab(given.folder, given.examples)
-    merged = lab.score(lab.models.merged.module)
-    seconds: dict[str, list[float]] = {"preset": [], "auto": []}
-    for _, select in itertools.product(range(given.rounds), seconds):
-        took, report, scores = run_command(lab, given.examples, select)
-        seconds[select].append(took)
-        if select == "preset":
-            preset = scores
-    chosen = report.settings
-    grid = {settings: gain(found, merged) for settings, found in run_grid(lab, given.examples).items()}
-    order = sorted(grid, key=lambda settings: grid[settings], reverse=True)
-    best, auto = grid[order[0]][0], gain(scores, merged)
-    ratio = min(seconds["auto"]) / min(seconds["preset"])
-    print(f"### {lab.family.name}: {len(merged)} tasks, {given.examples} examples a task\n")
-    print("| settings | mean gain | of the best | worst task |\n|---|---|---|---|")
-    rows = [("auto: λ {ridge:g}, ρ {rho:g}, α {alpha:g}".format(**chosen), auto), ("preset", gain(preset, merged))]
-    rows += [(f"grid: λ {s.ridge:g}, ρ {s.rho:g}, α {s.alpha:g}", grid[s]) for s in (*order[:3], *order[-2:])]
-    for name, (mean, worst) in rows:
-        print(f"| {name} | {mean:+.3g} | {100 * mean / best:.0f} % | {worst:+.3g} |")
-    print(f"\nWhole runs: preset {min(seconds['preset']):.1f} s, auto {ratio:.2f} times as long.")
+    gains: dict[str, list[Gain]] = defaultdict(list)
+    seconds: dict[str, list[float]] = defaultdict(list)
+    chosen: dict[str, list[str]] = defaultdict(list)
+    for seed in SEEDS:
+        lab = Lab(given.folder, given.examples, seed)
+        merged = lab.score(lab.models.merged.module)
+        for select in WAYS:
+            took, report, scores = run_command(lab, given.examples, select, seed)
+            seconds[select].append(took)
+            gains[select].append(gain(scores, merged))
+            names = ("ridge", "rho", "alpha", "metric")
+            chosen[select].append(str(Hyperparameters(*(report.settings[name] for name in names))))
+        for settings, scores in run_grid(lab, given.examples).items():
+            gains[str(settings)].append(gain(scores, merged))
+    means = {name: (fmean(mean for mean, _ in each), fmean(worst for _, worst in each)) for name, each in gains.items()}
+    best = max(mean for name, (mean, _) in means.items() if name not in WAYS)
+    print(f"**{lab.family.name}**, {given.examples} examples a task\n")
+    print("| settings | mean gain | of the best of the grid | worst task | time |\n|---|---|---|---|---|")
+    least = fmean(seconds["preset"])
+    for name, (mean, worst) in sorted(means.items(), key=lambda item: (item[0] not in WAYS, -item[1][0])):
+        time_taken = f"{fmean(seconds[name]) / least:.2f} ×" if name in WAYS else ""
+        print(f"| {name} | {mean:+.3g} | {100 * mean / best:.0f} % | {worst:+.3g} | {time_taken} |")
+    for select, choices in chosen.items():
+        print(f"\n`{select}` took {'; '.join(dict.fromkeys(choices))}.", flush=True)
 
 
 if __name__ == "__main__":

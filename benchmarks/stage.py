@@ -50,7 +50,8 @@ def run_stage(session: Session, plan: Preflight, models: Models, result: Path) -
     job = replace(job, drift=Measurement({}, {}))
     for found in plan.examples.values():  # the job has them
         found.fitted.clear()
-    calibrate_blocks(job, Hyperparameters(**PAPER), Journal(result, {}), bias=calibration.bias, watch=lambda _: None)
+    settings = Hyperparameters(PAPER["ridge"], PAPER["rho"], PAPER["alpha"])
+    calibrate_blocks(job, settings, Journal(result, {}), bias=calibration.bias, watch=lambda _: None)
     return job
 
 

@@ -31,7 +31,8 @@ NOISE = 1e-6
 PARTIAL = {step: f"{step:g} of all updates" for step in STEPS if 0 < step < 1}
 """The role of the student that has that share of all updates."""
 TaskDrifts: TypeAlias = "Mapping[str, Mapping[float, Drift]]"
-"""Drift after the last block, by task and step."""
+"""Drift after the last block, by task and step; where errors are measured by what they do to answers, that of answers,
+of the tasks that have some."""
 
 
 def backtrack_block(
@@ -71,7 +72,8 @@ def shrink_updates(
     job: Job, blocks: Sequence[BlockReport], journal: Journal | None, held_out: Collection[str], watch: Watch
 ) -> tuple[float, str]:
     """The largest t of STEPS for which W_merged + t (W* − W_merged), in all modules, has no larger mean drift over
-    tasks than merged; and what was done, in a sentence, where t is not 1. The readings of the job become those of it.
+    tasks than merged (of answers, where errors are measured by what they do to these); and what was done, in a
+    sentence, where t is not 1. The readings of the job become those of it.
 
     The mean is looked at on the rows that the job has measured, on the other half of the held-out rows, and on both
     together. Nothing is computed where it did not grow: the job has measured merged and the whole updates.
@@ -94,7 +96,8 @@ def shrink_updates(
     if step < 1:
         _take_over(job, partial if step else job, PARTIAL.get(step, MERGED))
     before, after, now = (_mean(measured, t, measured) for t in (0.0, 1.0, step))
-    return step, _describe(step, "held-out rows" if held_out else "the fitted rows", before, after, now)
+    what = "mean distance of answers" if job.gradients else "mean drift"
+    return step, _describe(what, step, "held-out rows" if held_out else "the fitted rows", before, after, now)
 
 
 def interpolate(merged: Tensor, new: Tensor, step: float) -> Tensor:
@@ -123,9 +126,11 @@ def _measure_partial_updates(job: Job, blocks: Sequence[BlockReport], journal: J
         drift=Measurement(
             dict(students),
             job.drift.batches,
-            outputs=OutputMeter() if job.drift.outputs is not None else None,
+            outputs=_renew(job.drift),
         ),
-        second=replace(job.second, runners=dict(students), meter=DriftMeter()) if job.second else None,
+        second=replace(job.second, runners=dict(students), meter=DriftMeter(), outputs=_renew(job.second))
+        if job.second
+        else None,
     )
     for number, visit in enumerate(forward_order(partial)):
         watch(Progress(visit.block.name, number, len(blocks)))
@@ -137,6 +142,11 @@ def _measure_partial_updates(job: Job, blocks: Sequence[BlockReport], journal: J
     for task, expert in partial.experts.items():
         job.experts[task].bytes_read += expert.bytes_read
     return partial
+
+
+def _renew(measurement: Measurement) -> OutputMeter | None:
+    """An empty meter of outputs, where they are measured."""
+    return OutputMeter() if measurement.outputs is not None else None
 
 
 def _read_updates(
@@ -153,9 +163,17 @@ def _read_updates(
 
 
 def _read_drifts(job: Job, measured: Measurement, roles: Mapping[float, str]) -> dict[str, dict[float, Drift]]:
-    """What was measured of the drift after the last block."""
-    last_blocks, read = job.architecture.last_blocks.items(), measured.meter.read
-    return {task: {step: read(last, task, role) for step, role in roles.items()} for task, last in last_blocks}
+    """What was measured of the drift after the last block, or of that of answers."""
+    drifts = {}
+    for task, last in job.architecture.last_blocks.items():
+        drifts[task] = {step: measured.meter.read(last, task, role) for step, role in roles.items()}
+        if job.gradients and measured.outputs is not None:
+            shifts = {step: measured.outputs.read(task, role) for step, role in roles.items()}
+            answers = {
+                step: Drift(shift.distance, shift.size, tokens=shift.rows) for step, shift in shifts.items() if shift
+            }
+            drifts[task] = answers if len(answers) == len(roles) else drifts[task]
+    return drifts
 
 
 def _sum_drifts(job: Job, roles: Mapping[float, str]) -> dict[str, dict[float, Drift]]:
@@ -200,12 +218,10 @@ def _take_over(job: Job, partial: Job, role: str) -> None:
         ours.outputs.readings |= {(task, CALIBRATED, at): x for (task, who, at), x in shifts.items() if who == role}
 
 
-def _describe(step: float, rows: str, before: float, after: float, now: float) -> str:
+def _describe(what: str, step: float, rows: str, before: float, after: float, now: float) -> str:
     if step == 1:
         return ""
     where = "one half of the held-out rows" if after <= before else rows
-    left = f"{step:g} of each is left, and it is {now:.3f}" if step else "the output has the merged model's weights"
-    return (
-        f"guard: mean drift grew on {where} (from {before:.3f} to {after:.3f} on those that are reported), so all "
-        f"updates were pulled back together: {left}"
-    )
+    left = f"reduced to {step:g}, and it is {now:.3f}" if step else "undone: the output has the merged model's weights"
+    grown = f"{what} grew on {where} (from {before:.3f} to {after:.3f} on the reported ones)"
+    return f"{grown}, so all updates were {left}"

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from math import ceil, log2
+from math import ceil, log, log2
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -24,11 +24,18 @@ class Hyperparameters:
     """ρ: anchor = ρ · merged + (1 − ρ) · base."""
     alpha: float
     """α: target features = α · expert + (1 − α) · calibrated."""
+    metric: str = "features"
+    """What errors are measured by: the paper's features, or "output", what they do to each expert's answers."""
 
     def __str__(self) -> str:
-        return f"λ {self.ridge:g}, ρ {self.rho:g}, α {self.alpha:g}"
+        metric = ", output metric" if self.metric == "output" else ""
+        return f"λ {self.ridge:g}, ρ {self.rho:g}, α {self.alpha:g}{metric}"
 
 
+METRICS = ("output", "features")
+"""The preferred one first."""
+OPEN = ("ridge", "rho", "alpha")
+"""What a user may leave open."""
 PAPER = {
     "CLIP": Hyperparameters(ridge=0.05, rho=2.0, alpha=0.3),
     "FLAN-T5": Hyperparameters(ridge=1e-5, rho=2.0, alpha=0.6),
@@ -38,24 +45,17 @@ PAPER = {
 """The paper's, by the models that it has them for."""
 PRESETS = {"encoder": "CLIP", "encoder-decoder": "FLAN-T5", "causal": "Llama-3.2-3B"}
 """Whose hyperparameters a kind of model has under `preset`."""
-GRID = (
-    Hyperparameters(1e-5, 1.0, 0.3),
-    Hyperparameters(0.5, 2.0, 0.6),
-    Hyperparameters(1e-3, 1.0, 0.6),
-    Hyperparameters(0.05, 2.0, 0.6),
-)
-"""Tried besides the paper's, the most promising first. Below a λ of 0.01 the anchor, and so ρ, hardly counts."""
+FEATCAL = Hyperparameters(1e-3, 1.0, 0.3, "output")
+"""Where errors are measured by what they do to answers: at least nine tenths of what the best of a grid gains, on every
+family of benchmarks/ (docs/experiments.md)."""
+DRAWN = 6
+"""Points that a search tries besides."""
+LEAST, MOST = (1e-5, 0.5, 0.1), (1.0, 2.0, 0.7)
+"""The box of λ, ρ and α that they fill; λ in equal ratios."""
 CAUTIOUS = Hyperparameters(ridge=100.0, rho=1.0, alpha=0.15)
 """Leaves weights nearly as merged: for where nothing that was tried is better than that."""
-BUDGET, BUDGET_IF_WANTED = 1.0, 2.0
-"""What a search may cost, in calibrations; and where the user asks for one."""
-SHARES = (4, 6, 8)
-"""One fitted example of so many is searched with, if that is affordable with ENOUGH candidates."""
-ENOUGH_CANDIDATES, FEWEST_CANDIDATES, FEWEST_EXAMPLES = 6, 4, 16
-"""With fewer of them a search says little."""
-TOLERANCE = 0.15
-"""Of what the best candidate gains over merged. With few examples too large a λ and too small an α look best, so of
-those that come this near to it the one that trusts the examples most is taken."""
+ENOUGH_EXAMPLES, SHARE = 64, 4
+"""A search fits every candidate to one example of so many, but to as many as these where there are as many."""
 FINALISTS = 4
 """Candidates that go to the end: on the way, α looks best smaller than it is."""
 
@@ -66,7 +66,9 @@ class Candidate:
 
     hyperparameters: Hyperparameters
     origin: str
-    """Where they come from: a grid, the paper, the user."""
+    """Where they come from: a preset, or drawn."""
+    place: int
+    """In the list of candidates, from 1."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,11 @@ class Trial(Candidate):
     merged model's is 1, less is better. None where it was not judged, or is not finite."""
     drift: float | None
     """Drift of those features over merged's, mean over tasks."""
+    error: float | None
+    """Standard error of how much its log score differs from the best one's, over examples; None where that is not
+    known."""
+    worse: int
+    """Tasks whose outputs move farther than with merged's features, by more than a standard error."""
     dropped: str
     """Why it did not go on; empty for those that came to the end."""
 
@@ -92,7 +99,8 @@ class Trial(Candidate):
     def from_dict(cls, values: Mapping[str, Any]) -> Trial:
         """The reverse."""
         rest = dict(values)
-        return cls(Hyperparameters(*(rest.pop(name) for name in ("ridge", "rho", "alpha"))), **rest)
+        names = ("ridge", "rho", "alpha", "metric")
+        return cls(Hyperparameters(*(rest.pop(name) for name in names)), **rest)
 
 
 @dataclass(frozen=True)
@@ -118,63 +126,28 @@ class SearchPlan:
     """Examples of a task that candidates are fitted to."""
 
 
-@dataclass(frozen=True)
-class Work:
-    """What a calibration computes, in operations; a float64 one counts as PRECISE_COST of them."""
-
-    blocks: int
-    forward: float
-    """One example of every task through all blocks once."""
-    products: float
-    """The sums of one example of every task."""
-    systems: float
-    """Adding every task's moments to the equations, and solving them; whatever the number of examples."""
-
-    def of_calibration(self, fitted: int, shown: int) -> float:
-        """Expert, student, student with the update; the same for the guard; and six passes for drift, one more than
-        there are: what a search may cost stays what benchmarks/selection.py measured. On so many fitted and held-out
-        examples a task."""
-        calibrated = (3 * self.forward + self.products) * (fitted + shown)
-        return calibrated + 6 * shown * self.forward + self.systems
-
-    def of_search(self, fitted: int, shown: int, count: int, cuts: Mapping[int, int]) -> float:
-        """Experts and merged once; every one of `count` candidates fitted, measured, and at cuts the rest of the expert
-        on its features."""
-        counts = []
-        for number in range(self.blocks):
-            count = cuts.get(number, count)
-            counts.append(count)
-        each = fitted * (2 * self.forward + self.products) + shown * self.forward + self.systems
-        branched = sum((counts[number - 1] + 2) * (self.blocks - number) / self.blocks for number in cuts)
-        return (fitted + (3 + branched) * shown) * self.forward + sum(counts) / self.blocks * each
-
-
 def choose_hyperparameters(
-    calibration: Calibration,
-    kind: str,
-    examples: Mapping[str, TaskExamples],
-    work: Work,
-    fits: Callable[[int, int], bool] = lambda *_: True,
+    calibration: Calibration, kind: str, examples: Mapping[str, TaskExamples], metrics: Sequence[str], blocks: int
 ) -> Choice | SearchPlan:
-    """The user's, or the paper's for what is left open; or the search to be made, if it is wanted or affordable. fits:
-    whether so many candidates have room in memory while they are fitted to so many examples a task."""
+    """The user's; for what is left open featcal's or the paper's; or the search to be made, if it is asked for.
+
+    metrics: what errors may be measured by, the preferred one first.
+    """
     given = _given(calibration)
-    if len(given) == len(asdict(CAUTIOUS)):
-        return Choice(Hyperparameters(**given), "the user")
-    if calibration.select == "preset":
-        return take_preset(calibration, kind)
-    if reason := _find_unsearchable(examples):
-        return take_preset(calibration, kind, reason)
-    fitted = max(of_task.fitted_count for of_task in examples.values())
-    shown = min(of_task.selection_count for of_task in examples.values())
-    plan = plan_search(calibration, kind, fitted, shown, work, fits)
-    return take_preset(calibration, kind, plan) if isinstance(plan, str) else plan
+    if len(given) == len(OPEN):
+        return Choice(Hyperparameters(**given, metric=metrics[0]), "the user")
+    if calibration.select == "search":
+        fitted = max(of_task.fitted_count for of_task in examples.values())
+        return plan_search(calibration, kind, fitted, metrics, blocks)
+    return take_preset(calibration, kind, metrics[0])
 
 
-def take_preset(calibration: Calibration, kind: str, reason: str = "") -> Choice:
-    """The paper's for what the user leaves open, because of the `reason`, if there is one."""
-    chosen_by = f"{_by_user(calibration)}the paper's preset for {kind} models" + (f": {reason}" if reason else "")
-    return Choice(replace(PAPER[PRESETS[kind]], **_given(calibration)), chosen_by)
+def take_preset(calibration: Calibration, kind: str, metric: str) -> Choice:
+    """For what the user leaves open, featcal's in the metric of outputs, and the paper's in that of features."""
+    preset, whose = FEATCAL, "featcal's preset"
+    if metric == "features":
+        preset, whose = PAPER[PRESETS[kind]], f"the paper's preset for {kind} models"
+    return Choice(replace(preset, **_given(calibration)), _by_user(calibration) + whose)
 
 
 def take_best(calibration: Calibration, trials: Sequence[Trial]) -> Choice:
@@ -190,12 +163,15 @@ def take_best(calibration: Calibration, trials: Sequence[Trial]) -> Choice:
 
 
 def pick_trial(trials: Sequence[Trial]) -> Trial:
-    """Of the candidates that came to the end, the one to calibrate with: the best, or one that hardly differs from it
-    and has the smallest λ, then the largest α."""
+    """Of the candidates that came to the end, the one to calibrate with: of those that make the fewest tasks worse, and
+    whose score is no more than its standard error from the best one's of these, the one that was listed first; so
+    presets, unless others are surely better."""
     ended = [(trial.score, trial) for trial in trials if trial.score is not None and not trial.dropped]
+    fewest = min(trial.worse for _, trial in ended)
+    ended = [(score, trial) for score, trial in ended if trial.worse == fewest]
     best = min(score for score, _ in ended)
-    near = [trial for score, trial in ended if score <= best + TOLERANCE * max(0.0, 1 - best)]
-    return min(near, key=lambda trial: (trial.hyperparameters.ridge, -trial.hyperparameters.alpha))
+    near = [trial for score, trial in ended if log(score) - log(best) <= (trial.error or 0.0)]
+    return min(near, key=lambda trial: trial.place)
 
 
 def check_search(calibration: Calibration, examples: Mapping[str, TaskExamples]) -> None:
@@ -215,41 +191,51 @@ def _find_unsearchable(examples: Mapping[str, TaskExamples]) -> str:
     return f"{task} has no further examples to choose them on (its rows are fewer than {FEWEST_ROWS}, or equal)"
 
 
-def list_candidates(kind: str, given: Mapping[str, float]) -> dict[str, Candidate]:
-    """What a search tries: the paper's and a grid, with what the user has fixed."""
-    paper = {PRESETS[kind]: PAPER[PRESETS[kind]], **PAPER}
-    listed = [(values, f"the paper: {name}") for name, values in paper.items()] + [(values, "grid") for values in GRID]
+def list_candidates(kind: str, given: Mapping[str, Any], metrics: Sequence[str]) -> dict[str, Candidate]:
+    """What a search tries, the presets first: in each metric, then points that fill the box of LEAST and MOST evenly
+    (Halton's), in the first metric; with what the user has fixed."""
+    paper = PRESETS[kind]
+    presets = {"output": (FEATCAL, "featcal's preset"), "features": (PAPER[paper], f"the paper: {paper}")}
+    listed = [presets[metric] for metric in metrics]
+    listed += [(replace(point, metric=metrics[0]), "drawn") for point in draw_points(DRAWN)]
     origins: dict[Hyperparameters, str] = {}
     for values, origin in listed:
         origins.setdefault(replace(values, **given), origin)
-    return {str(values): Candidate(values, origin) for values, origin in origins.items()}
+    return {
+        str(values): Candidate(values, origin, place) for place, (values, origin) in enumerate(origins.items(), start=1)
+    }
 
 
-def plan_search(
-    calibration: Calibration, kind: str, fitted: int, shown: int, work: Work, fits: Callable[[int, int], bool]
-) -> SearchPlan | str:
-    """The largest search within the budget, or the smallest if the user wants one; else, in words, why there is none.
-    fitted, shown: examples a task that are fitted and held out."""
-    candidates, wanted = list_candidates(kind, _given(calibration)), calibration.select == "search"
-    allowed = (BUDGET_IF_WANTED if wanted else BUDGET) * work.of_calibration(fitted, shown)
-    most = len(candidates)
-    sizes = [(count, share) for share in SHARES for count in range(most, min(ENOUGH_CANDIDATES, most) - 1, -1)]
-    sizes += [(count, SHARES[-1]) for count in range(ENOUGH_CANDIDATES - 1, min(FEWEST_CANDIDATES, most) - 1, -1)]
-    crowded = False
-    for count, share in sizes:
-        few = max(fitted // share, min(FEWEST_EXAMPLES, fitted))
-        cuts = _plan_cuts(work.blocks, count)
-        if work.of_search(few, shown, count, cuts) > allowed:
-            continue
-        if wanted or fits(count, few):
-            break
-        crowded = True
-    else:
-        if crowded:
-            return "a search needs more memory than there is"
-        if not wanted:
-            return f"with {fitted} examples a task a search would cost more than the calibration itself"
-    return SearchPlan(dict(list(candidates.items())[:count]), cuts, few)
+def draw_points(count: int) -> list[Hyperparameters]:
+    """Points of Halton's sequence in the box."""
+    points = []
+    for number in range(1, count + 1):
+        ridge, rho, alpha = (_reverse_digits(number, base) for base in (2, 3, 5))
+        points.append(
+            Hyperparameters(
+                float(f"{LEAST[0] * (MOST[0] / LEAST[0]) ** ridge:.2g}"),
+                round(LEAST[1] + (MOST[1] - LEAST[1]) * rho, 2),
+                round(LEAST[2] + (MOST[2] - LEAST[2]) * alpha, 2),
+            )
+        )
+    return points
+
+
+def _reverse_digits(number: int, base: int) -> float:
+    """Halton's: the digits of a number, read backwards behind the point."""
+    value, place = 0.0, 1.0 / base
+    while number:
+        number, digit = divmod(number, base)
+        value, place = value + digit * place, place / base
+    return value
+
+
+def plan_search(calibration: Calibration, kind: str, fitted: int, metrics: Sequence[str], blocks: int) -> SearchPlan:
+    """The search for up to `fitted` examples a task: the same on every machine."""
+    candidates = list_candidates(kind, _given(calibration), metrics)
+    return SearchPlan(
+        candidates, _plan_cuts(blocks, len(candidates)), min(fitted, max(ENOUGH_EXAMPLES, fitted // SHARE))
+    )
 
 
 def _plan_cuts(blocks: int, count: int) -> dict[int, int]:
@@ -259,9 +245,9 @@ def _plan_cuts(blocks: int, count: int) -> dict[int, int]:
     return {place: max(FINALISTS, keep) for place, keep in places if 0 < place < blocks}
 
 
-def _given(calibration: Calibration) -> dict[str, float]:
+def _given(calibration: Calibration) -> dict[str, Any]:
     """What the user has fixed."""
-    values = {name: getattr(calibration, name) for name in asdict(CAUTIOUS)}
+    values = {name: getattr(calibration, name) for name in OPEN}
     return {name: value for name, value in values.items() if value is not None}
 
 

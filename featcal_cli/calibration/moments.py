@@ -47,7 +47,7 @@ class LinearMoments:
         keep_rows: bool = False,
     ) -> None:
         """dtype: of the sums of products; those of rows are always held in ACCUMULATE."""
-        self._alpha = alpha
+        self.alpha = alpha
         self.pairs = dict(pairs or {})
         """By module, where r is summed."""
         self.sum = Symmetric(d_in, device, dtype)
@@ -61,6 +61,9 @@ class LinearMoments:
         """Σ of the rows' weights []."""
         self.rows = 0
         """How many were seen."""
+        self.gradients: Mapping[str, Tensor] = {}
+        """R [r, d_out] of the modules by name, with RᵀR the directions of their outputs that move answers, where errors
+        are measured by that; a module that does not reach them has none."""
 
     def add(
         self, x_cal: Tensor, x_exp: Tensor, weights: Tensor | None = None, outputs: Mapping[str, Tensor] | None = None
@@ -125,8 +128,8 @@ class LinearMoments:
         """Add ω E[(x_tgt − x_cal) x_calᵀ] [d_in, d_in] to a total; returns C = E[x_tgt x_calᵀ] in its precision. Not
         where r is summed."""
         drift = in_sums(self.drift, total.dtype)
-        total.add(drift, omega * self._alpha)
-        return in_sums(self.gram, total.dtype).add_(drift, alpha=self._alpha)
+        total.add(drift, omega * self.alpha)
+        return in_sums(self.gram, total.dtype).add_(drift, alpha=self.alpha)
 
     def add_pull(self, name: str, total: Sum, omega: Tensor) -> None:
         """Add ω E[r xᵀ] of a module [d_out, d_in] to a total; where r is summed."""
@@ -138,7 +141,7 @@ class LinearMoments:
         """E[r] of a module [d_out], given its weights W_i and W_merged."""
         if self.pairs:
             return self._r[name].value / self.weight
-        target = self.mean + self._alpha * self.mean_drift
+        target = self.mean + self.alpha * self.mean_drift
         expert, merged, target, mean = (in_sums(x, self._dx.dtype) for x in (expert, merged, target, self.mean))
         return in_sums(expert @ target - merged @ mean)
 
@@ -147,11 +150,11 @@ class LinearMoments:
         (weight, bias), merged = pair
         known = y_exp is not None
         if (name, known) not in self._offsets:
-            self._offsets[name, known] = weight.mul(1 - self._alpha if known else 1.0).sub_(merged)
+            self._offsets[name, known] = weight.mul(1 - self.alpha if known else 1.0).sub_(merged)
         offset = self._offsets[name, known]
         if y_exp is not None:
-            return linear(x_cal, offset, None if bias is None else -self._alpha * bias).add_(y_exp, alpha=self._alpha)
-        return linear(x_cal, offset).add_(linear(x_exp - x_cal, weight), alpha=self._alpha)
+            return linear(x_cal, offset, None if bias is None else -self.alpha * bias).add_(y_exp, alpha=self.alpha)
+        return linear(x_cal, offset).add_(linear(x_exp - x_cal, weight), alpha=self.alpha)
 
 
 @dataclass

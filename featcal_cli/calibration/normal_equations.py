@@ -160,13 +160,13 @@ def _choose_moments(
     of_task, in_all = (round(rows * part) for part in seen.row_multiples)
     keep_rows = form is DualEquations or (form is None and is_dual_cheaper(in_all, d_in, d_out))
     # rows of several ranks do not add up, and a metric of the outputs wants G itself
-    keep_rows = keep_rows and visit.ranks.size == 1 and not visit.has_metric
+    keep_rows = keep_rows and visit.ranks.size == 1 and hyperparameters.metric == "features"
     known = all(name in seen.y_exp for name in names)
     pairs: dict[str, Pair] = {}
     if keep_rows or is_residual_cheaper(of_task, d_in, d_out, outputs_known=known):
         for name, (weight, bias) in of_expert.items():
             pairs[name] = Pair(Affine(weight.float(), bias), of_merged[name].weight.float())
-    precision = choose_precision(first.dtype, hyperparameters.ridge)
+    precision = choose_precision(first.dtype, hyperparameters.ridge, hyperparameters.metric)
     return LinearMoments(d_in, first.device, hyperparameters.alpha, pairs, dtype=precision, keep_rows=keep_rows)
 
 
@@ -191,7 +191,8 @@ def _add_task(
     def parameters(runner: BlockRunner, names: Iterable[str]) -> dict[str, Affine]:
         return {name: parameters_of(runner, visit.block, name) for name in names}
 
-    expert, gradients = visit.expert(task), visit.gradients(task)
+    expert, by_answers = visit.expert(task), hyperparameters.metric == "output"
+    gradients = visit.gradients(task) if by_answers else {}
     sums = sum_rows(visit, role, task, equations.skipped, choose, checked=omegas is not None)
     equations.skipped |= sums.skipped
     for names, moments in sums.linear.items():
@@ -203,15 +204,12 @@ def _add_task(
         group = find_group(names) or names
         if group not in equations.linear:
             form = LinearEquations if moments.kept is None else DualEquations
-            form = form if gradients is None else MetricEquations
+            form = MetricEquations if by_answers else form
             of_merged = parameters(visit.merged, group)
             equations.linear[group] = form(of_merged, hyperparameters, with_bias=omegas is not None)
         omega = omegas.get((task, names[0])) if omegas else None
-        linear = equations.linear[group]
-        if isinstance(linear, MetricEquations):
-            omega = linear.add_task_in(gradients or {}, moments, parameters(expert, names), omega)
-        else:
-            omega = linear.add_task(moments, parameters(expert, names), omega)
+        moments.gradients = gradients
+        omega = equations.linear[group].add_task(moments, parameters(expert, names), omega)
         equations.omegas |= {(task, name): omega for name in names}
     for name, norm_moments in sums.norms.items():
         if name not in equations.norms:

@@ -55,16 +55,20 @@ def describe_ridges(blocks: Sequence[BlockReport]) -> str:
         f"{block.name}.{module.name} ({module.ridge:g})" for block in blocks for module in block.modules if module.ridge
     ]
     more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    what = "more ridge than asked for, as the equations had no stable solution else"
+    what = "a larger ridge than requested, because the equations had no stable solution with it"
     return f"{what}: {', '.join(names[:SHOWN])}{more}" if names else ""
 
 
 def describe_guard(blocks: Sequence[BlockReport]) -> str:
-    """How many updates the guard pulled back, in a sentence; empty where it was off."""
+    """How many updates did not hold on held-out rows, in a sentence; empty where none were checked."""
     steps = [module.step for block in blocks for module in block.modules if module.step is not None]
     if not steps:
         return ""
-    held = Counter("merged" if step == 0 else f"{step:g} of the update" for step in steps if step < 1)
-    how = ", ".join(f"{count} to {where}" for where, count in held.items())
-    told = f"guard: {held.total()} of {len(steps)} updates were pulled back on held-out rows"
-    return f"{told} ({how})" if how else told
+    held = Counter(step for step in steps if step < 1)
+    if not held:
+        return f"all {len(steps)} updates hold on new data"
+    what = f"{held.total()} of {len(steps)} updates did not hold on new data"
+    if set(held) == {0.0}:
+        return f"{what} and were undone"
+    parts = [f"{count} were {f'reduced to {step:g}' if step else 'undone'}" for step, count in sorted(held.items())]
+    return f"{what}: {', '.join(parts)}"

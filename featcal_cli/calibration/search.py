@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from math import exp, inf, isfinite, log
+
+import torch
+from torch import Tensor
 
 from featcal_cli.calibration.algorithm import load_block, solve_on_all_ranks
 from featcal_cli.calibration.hyperparameters import Candidate, Trial
 from featcal_cli.calibration.normal_equations import collect_equations
-from featcal_cli.engine.drift_metrics import OutputShift
+from featcal_cli.engine.drift_metrics import DRIFT, SHIFT, OutputShift
 from featcal_cli.engine.job import MERGED, Job
 from featcal_cli.engine.lockstep import BlockVisit, forward_order
 from featcal_cli.models.architecture import Block
@@ -21,6 +24,8 @@ SMALLEST = 1e-6
 DISTANCE_SHARE = 0.75
 """Of the distance of logits in a score, as a power; the rest is the total variation distance of the probabilities:
 nearer to what users count, but coarse on few examples. (Their divergence is decided by the surest mistakes.)"""
+RESAMPLED = 500
+"""Choices of the examples, with replacement, that standard errors are taken over."""
 
 
 @dataclass
@@ -52,8 +57,9 @@ class Search:
                 self._solve(visit, role, behind)
             behind = visit.block
         self.job.share_readings()
+        best = min(self.job.students, key=lambda role: self._score(role, ""))
         for role in self.job.students:
-            self.trials[role] = self._describe(role, "", len(blocks), "")
+            self.trials[role] = self._describe(role, "", len(blocks), "", best)
         watch(Progress(blocks[-1].name, len(blocks), len(blocks)))
         trials = [*self.trials.values()]
         trials.sort(key=lambda trial: (-trial.blocks, inf if trial.score is None else trial.score))
@@ -93,14 +99,35 @@ class Search:
         self.trials[role] = self._describe(role, behind.name if behind else None, finished, reason)
         visit.drop(role)
 
-    def _describe(self, role: str, place: str | None, finished: int, dropped: str) -> Trial:
-        """What became of a candidate; it is judged after the block `place` ("": at the end), if at all."""
+    def _describe(self, role: str, place: str | None, finished: int, dropped: str, best: str | None = None) -> Trial:
+        """What became of a candidate; it is judged after the block `place` ("": at the end), if at all. best: the role
+        of the one with the best score, where there is one."""
         candidate, judged = self.candidates[role], [inf, inf]
         if place is not None:
             drifts = [pair for task in self.job.drift.batches for pair in self._drifts(role, task, place)]
             judged = [self._score(role, place), mean_ratio(drifts)]
         score, drift = (value if isfinite(value) else None for value in judged)
-        return Trial(candidate.hyperparameters, candidate.origin, finished, score, drift, dropped)
+        error, worse = None, 0
+        if score is not None and best is not None:
+            error = torch.stack(list(self._resample(role, best))).mean(0).std().item()
+            worse = sum(bool(logs.mean() > logs.std()) for logs in self._resample(role, MERGED))
+        settings, origin, number = candidate.hyperparameters, candidate.origin, candidate.place
+        return Trial(settings, origin, number, finished, score, drift, error, worse, dropped)
+
+    def _resample(self, role: str, other: str) -> Iterator[Tensor]:
+        """For each task the log of how much farther its outputs move (or features, where it has no outputs) with one
+        model's features than with the other's, on RESAMPLED choices of the same examples [RESAMPLED]."""
+        examples = self.job.drift.examples
+        assert examples is not None
+        generator = torch.Generator().manual_seed(0)
+        for task in self.job.drift.batches:
+            kind = SHIFT if examples.read(task, MERGED, SHIFT) else DRIFT
+            ours, theirs = (
+                torch.tensor(examples.read(task, who, kind), dtype=torch.float64).clamp_min(SMALLEST)
+                for who in (role, other)
+            )
+            chosen = torch.randint(len(ours), (RESAMPLED, len(ours)), generator=generator)
+            yield (ours[chosen].mean(1) / theirs[chosen].mean(1)).log()
 
     def _score(self, role: str, place: str) -> float:
         """How far outputs move from the block `place` on ("": the end; there also their probabilities), over the same

@@ -99,7 +99,7 @@ class LinearEquations:
         self._merged = dict(merged)
         self._hyperparameters, self._with_bias = hyperparameters, with_bias
         first = next(iter(merged.values())).weight
-        self._dtype = choose_precision(first.dtype, hyperparameters.ridge)
+        self._dtype = choose_precision(first.dtype, hyperparameters.ridge, hyperparameters.metric)
         self._gram = Symmetric(first.shape[1], first.device, self._dtype)
         self._mean = in_sums(first.new_zeros(first.shape[1]), self._dtype)
         self._omega = in_sums(first.new_zeros(()))
@@ -115,8 +115,7 @@ class LinearEquations:
         self._mean += omega * self._cast(moments.mean)
         self.rows += moments.rows
         for name, expert in experts.items():
-            residual = moments.mean_residual(name, expert.weight, self._merged[name].weight)
-            self._bias_pull[name] += omega * self._cast(residual + self._bias_offset(name, expert))
+            self._bias_pull[name] += self._bias_pull_of_task(moments, name, expert, omega)
         self._add(moments, experts, omega)
         return omega
 
@@ -168,13 +167,14 @@ class LinearEquations:
         curvature += 2 * _dot(update @ self._mean, shift) + self._omega * _dot(shift, shift)
         return curvature, descent + _dot(shift, self._bias_pull[name])
 
-    def bias_pull_of(self, name: str) -> Tensor:
-        """Σ ω_i E[W_i x_tgt + b_i − W_merged x_cal − b_merged] [d_out]."""
-        return self._cast(self._bias_pull[name])
-
     def _bias_of(self, name: str, update: Tensor, towards: Tensor, ridge: float) -> Tensor:
         """b* − b_merged [d_out], given the update of the weight and where the anchor lies."""
         return (self._bias_pull[name] - update @ self._mean + ridge * towards) / (self._omega + ridge)
+
+    def _bias_pull_of_task(self, moments: LinearMoments, name: str, expert: Affine, omega: Tensor) -> Tensor:
+        """ω E[W_i x_tgt + b_i − W_merged x_cal − b_merged] [d_out]."""
+        residual = moments.mean_residual(name, expert.weight, self._merged[name].weight)
+        return omega * self._cast(residual + self._bias_offset(name, expert))
 
     def _bias_offset(self, name: str, expert: Affine) -> Tensor:
         """b_i − b_merged, 0 where one has none."""

@@ -141,7 +141,7 @@ def calibrate(
     draft = read_draft(find_recipe(recipe) if recipe else None, overrides)
     if save and not dry_run:
         fix = "add --dry-run; a run itself leaves its recipe in the output folder, as featcal.yaml"
-        raise RecipeError("--save goes with --dry-run alone", where=f"--save {save}", fix=fix)
+        raise RecipeError("--save works only with --dry-run", where=f"--save {save}", fix=fix)
     if save:
         check_save(save, overwrite=overwrite)
     place = {"--output": output or default_output(draft.name)}

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from math import ceil, isfinite
 from pathlib import Path
-from textwrap import wrap
 
+from rich.cells import cell_len
 from rich.console import Console, Group, RenderableType
 from rich.markup import escape as escape_markup
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
@@ -32,6 +32,10 @@ LONGEST_SILENCE = 8.0
 """Seconds after which a run that shows no bar, in a file or pipe, says what it is at."""
 MOST_TASKS, MOST_LEVELS, LONGEST_NAME = 8, 16, 24
 """Tasks whose drift is shown as it falls, the blocks of each, and columns of a name."""
+MOST_LINES = 6
+"""Of a message."""
+LONGEST_WORD, FITTED = 60, 40
+"""Columns of a word in what a message says is wrong, such as a path; longer ones are cut in the middle to FITTED."""
 LEVELS = "▁▂▃▄▅▆▇█"
 ROUNDING = 1e-6
 """Of a level."""
@@ -58,17 +62,27 @@ def shorten_commits(text: str) -> str:
 
 def fold(text: str, width: int, first: str = "", rest: str = "    ") -> list[str]:
     """Lines of at most `width` columns, which begin with `first` and then `rest`. No word is broken, nor what stands
-    between backticks, which is meant to be copied."""
-    kept = _QUOTED.sub(lambda quoted: quoted[0].replace(" ", _BLANK), visible(text))
-    lines = wrap(
-        kept,
-        max(width, NARROWEST),
-        initial_indent=first,
-        subsequent_indent=rest,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
-    return [line.replace(_BLANK, " ") for line in lines or [first]]
+    between backticks, which is meant to be copied; what is longer than a line is left to the terminal."""
+    width, lines, line, is_empty = max(width, NARROWEST), [], first, True
+    shown = visible(text).replace("\n", " ")
+    for word in _QUOTED.sub(lambda quoted: quoted[0].replace(" ", _BLANK), shown).split(" "):
+        joined = f"{line}{'' if is_empty else ' '}{word}"
+        if is_empty or cell_len(joined) <= width or cell_len(f"{rest}{word}") > width:
+            line, is_empty = joined, False
+        else:
+            lines.append(line)
+            line = f"{rest}{word}"
+    return [kept.replace(_BLANK, " ").rstrip() for kept in [*lines, line]]
+
+
+def fit(text: str, room: int) -> str:
+    """Cut in the middle to `room` columns: long names differ at their ends."""
+    if cell_len(text) <= room:
+        return text
+    start, end = text[: room // 2], text[-(room // 2) :]
+    while cell_len(start) + cell_len(end) + 1 > room:
+        start, end = (start[:-1], end) if cell_len(start) >= cell_len(end) else (start, end[1:])
+    return f"{start}…{end}"
 
 
 def draw_levels(values: Iterable[float], high: float) -> str:
@@ -217,27 +231,54 @@ def _write_clock(seconds: float) -> str:
 
 
 def show_error(error: FeatCalError, who: str = "") -> None:
-    """One message: what, where, how to fix it; `who` says it, where there are several. A command at the end is a line
-    of its own, to be copied."""
-    _print_part(f"{who}error:", error.what, "bold red")
-    if error.where:
-        _print_part("  in:", error.where)
-    if not error.fix:
-        return
-    fix = error.fix.removesuffix(error.command).rstrip() if isinstance(error, OpenQuestionsError) else error.fix
-    command = error.command if fix != error.fix and isinstance(error, OpenQuestionsError) else ""
-    if not command and (parts := _COMMAND.fullmatch(fix)):
-        fix, command = f"{parts['text']}:", parts["command"]
-    _print_part("  fix:", fix)
-    if command and isinstance(error, OpenQuestionsError) and ERR.is_terminal and len(command) + 4 > ERR.width:
-        command = " \\\n      ".join(error.parts())  # a line for each option, so that no word is broken
-    if command:
-        ERR.print(f"    {escape(command)}", soft_wrap=True)
+    """One message in at most MOST_LINES: what, where, how to fix it; `who` says it, where there are several. A command
+    at the end is a line of its own, to be copied, and is never cut; nor are several questions, each of which counts."""
+    fix, command = _split_command(error)
+    what = " ".join(fit(word, FITTED) if cell_len(word) > LONGEST_WORD else word for word in error.what.split(" "))
+    heads = (f"{who}error:", "  in:", "  fix:")
+    parts = [fold(text, ERR.width, f"{head} ") for head, text in zip(heads, (what, error.where, fix), strict=True)]
+    room = MOST_LINES - bool(command)
+    if _count_lines(*parts) > room and not isinstance(error, OpenQuestionsError):
+        parts[1] = [fit(f"{heads[1]} {visible(error.where)}", ERR.width)]
+        parts[0] = _cut(parts[0], max(MOST_LINES // 2, room - _count_lines(*parts[1:])))
+        parts[2] = _cut(parts[2], room - _count_lines(*parts[:2]))
+    for head, text, lines in zip(heads, (what, error.where, fix), parts, strict=True):
+        if text:
+            _print_part(head, lines, "bold red" if head == heads[0] else "dim")
+    for line in command:
+        ERR.print(f"    {escape(line)}", soft_wrap=True)
 
 
-def _print_part(head: str, text: str, style: str = "dim") -> None:
-    """A part of a message in lines that fit, its head in a style."""
-    first, *rest = fold(text, ERR.width, f"{head} ")
+def _split_command(error: FeatCalError) -> tuple[str, list[str]]:
+    """How to fix it, and the lines of the command that ends it, if there is one."""
+    if isinstance(error, OpenQuestionsError) and error.fix.endswith(error.command):
+        parts = error.parts()
+        if not ERR.is_terminal or cell_len(error.command) + 4 <= ERR.width:
+            parts = [error.command]
+        # a long one takes a line for each option, so that no word is broken
+        lines = [f"{'  ' if number else ''}{part} \\" for number, part in enumerate(parts)]
+        return error.fix.removesuffix(error.command).rstrip(), [*lines[:-1], lines[-1].removesuffix(" \\")]
+    if parted := _COMMAND.fullmatch(error.fix):
+        return f"{parted['text']}:", [parted["command"]]
+    return error.fix, []
+
+
+def _count_lines(*parts: Sequence[str]) -> int:
+    """As a terminal shows them."""
+    return sum(-(-cell_len(line) // ERR.width) for lines in parts for line in lines)
+
+
+def _cut(lines: list[str], room: int) -> list[str]:
+    """As many as there is room for, but at least one."""
+    kept = list(lines)
+    while len(kept) > 1 and _count_lines(kept) > room:
+        kept.pop()
+    return kept if len(kept) == len(lines) else [*kept[:-1], f"{kept[-1][: ERR.width - 2]} …"]
+
+
+def _print_part(head: str, lines: Sequence[str], style: str = "dim") -> None:
+    """A part of a message, its head in a style."""
+    first, *rest = lines
     ERR.print(f"[{style}]{escape(head)}[/]{escape(first.removeprefix(head))}", soft_wrap=True)
     for line in rest:
         ERR.print(escape(line), soft_wrap=True)
@@ -247,7 +288,9 @@ def show_crash(error: BaseException, file: Path | None) -> None:
     """What nobody foresaw, and where it is written down."""
     lines = str(error).strip().splitlines()
     what = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
-    _print_part("bug:", f"featcal stopped where it should not have: {what}", "bold red")
+    said = {"bug:": f"featcal stopped where it should not have: {what}"}
     if file is not None:
-        _print_part("  report:", f"{file} says what happened, without secrets: look it over and attach it to an issue")
-    _print_part("  fix:", "finished work is kept: run the same command again to go on from there")
+        said["  report:"] = f"{file} says what happened, without secrets: look it over and attach it to an issue"
+    said["  fix:"] = "finished work is kept: run the same command again to go on from there"
+    for head, text in said.items():
+        _print_part(head, fold(text, ERR.width, f"{head} "), "bold red" if head == "bug:" else "dim")

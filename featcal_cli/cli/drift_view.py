@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from featcal_cli.cli.console import LEVELS, find_level, shorten_commits
+from featcal_cli.cli.console import LEVELS, find_level, fit, shorten_commits
 from featcal_cli.reporting.inspection import Inspection
 from featcal_cli.reporting.markdown import plain
 from featcal_cli.reporting.verdict import (
@@ -62,7 +62,7 @@ UNREACHED, UNKNOWN = "·", "?"
 
 def show_inspection(inspection: Inspection, out: Console) -> None:
     """Print the figures of every task, their heat bars over depth, where drift comes from, and what to worry about."""
-    tasks = {task: _fit(plain(task), max(14, min(40, out.width - 64))) for task in inspection.tasks}
+    tasks = {task: fit(plain(task), max(14, min(40, out.width - 64))) for task in inspection.tasks}
     for role in list_roles(inspection):
         out.print(
             Text.assemble((f"{role:<7}", "bold"), shorten_commits(plain(inspection.names.get(role, "")))),
@@ -74,7 +74,7 @@ def show_inspection(inspection: Inspection, out: Console) -> None:
     _show_diagnostics(inspection, out)
     out.print()
     names = {role: plain(inspection.names.get(role, role)) for role in list_roles(inspection)}
-    for is_warning, text in write_verdict(inspection, names, lambda task: _fit(plain(task), 40)):
+    for is_warning, text in write_verdict(inspection, names, lambda task: fit(plain(task), 40)):
         out.print(Text.assemble(("warning:", "bold red"), f" {text}") if is_warning else Text(text))
 
 
@@ -154,16 +154,6 @@ def _show_diagnostics(inspection: Inspection, out: Console) -> None:
         for number, part in enumerate(wrap(figures, max(1, out.width - room))):
             out.print(Text(f"{'' if number else what:<{room}}{part}"))
     out.print(Text(DIAGNOSTICS, "dim"))
-
-
-def _fit(text: str, room: int) -> str:
-    """Cut in the middle to `room` columns: long names differ at their ends."""
-    if cell_len(text) <= room:
-        return text
-    start, end = text[: room // 2], text[-(room // 2) :]
-    while cell_len(start) + cell_len(end) + 1 > room:
-        start, end = (start[:-1], end) if cell_len(start) >= cell_len(end) else (start, end[1:])
-    return f"{start}…{end}"
 
 
 def _show_bars(inspection: Inspection, tasks: Mapping[str, str], out: Console) -> None:

@@ -90,7 +90,7 @@ def _call() -> None:
             context = getattr(error, "ctx", None)
             command = "featcal" + (f" {context.info_name}" if context and context.parent else "")
             what = error.format_message().strip().rstrip(".")
-            fix = f"{command} --help shows what there is"
+            fix = f"see what there is: {command} --help"
             raise RecipeError(what[:1].lower() + what[1:], where=command, fix=fix) from None
 
 

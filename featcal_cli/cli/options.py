@@ -181,15 +181,16 @@ Select = Annotated[
     str | None,
     _option(
         METHOD, metavar="KIND", values="auto search preset",
-        help="How λ, ρ and α are chosen: auto (a search on held-out examples, if it takes no longer than "
-        "calibrating), search, or preset (exactly the paper's method).",
+        help="How λ, ρ and α are chosen: auto (featcal's own), search (on held-out examples), or preset (exactly the "
+        "paper's method).",
     ),
 ]  # fmt: skip
 Metric = Annotated[
     str | None,
     _option(
-        METHOD, metavar="KIND", values="features output",
-        help="How errors are measured: features (as in the paper) or output (by their effect on the expert's answers).",
+        METHOD, metavar="KIND", values="auto features output",
+        help="How errors are measured: features (as in the paper), output (by their effect on the expert's answers), "
+        "or auto (output where settings are left to featcal).",
     ),
 ]  # fmt: skip
 Norms = Annotated[

@@ -67,11 +67,11 @@ def _conclude(sentence: str) -> None:
 
 
 def _describe_drift(report: Report) -> str:
-    mean = report.mean_drift
-    change = tell_change(mean.before, mean.after)
+    before, after = report.mean_judged
+    change, what = tell_change(before, after), f"Mean {report.judged_by}"
     if change in ("0 %", "new"):
-        return "Mean drift stayed as it was" if change == "0 %" else "Mean drift grew"
-    return f"Mean drift {'fell' if change[0] == '-' else 'grew'} by {change[1:]}"
+        return f"{what} stayed as it was" if change == "0 %" else f"{what} grew"
+    return f"{what} {'fell' if change[0] == '-' else 'grew'} by {change[1:]}"
 
 
 def _describe_accuracy(tasks: Mapping[str, TaskScores]) -> Iterator[str]:
@@ -92,10 +92,11 @@ def show_drift(report: Report) -> None:
     where = "held-out examples" if not report.fitted_tasks else "the fitted rows, so it says little for new ones"
     if 0 < len(report.fitted_tasks) < len(report.drift):
         where = "held-out examples (*: on fitted rows, so it says little for new ones)"
-    OUT.print(f"Drift of the last block's features on {where}; 0 is the expert itself:")
+    what = "Distance of answers from each expert's" if report.answers else "Drift of the last block's features"
+    OUT.print(f"{what} on {where}; 0 is the expert itself:")
     heads = ("task", "merged", "calibrated", "change", "base")
-    rows = [[escape(row.task) + ("*" if row.is_marked else ""), *_write_cells(row)] for row in report.drift_rows]
-    OUT.print(make_table(heads, rows + ([["mean", *_write_cells(report.mean_drift)]] if len(rows) > 1 else [])))
+    rows = [[escape(row.task) + ("*" if row.is_marked else ""), *_write_cells(row)] for row in report.judged_rows]
+    OUT.print(make_table(heads, rows))
 
 
 def _write_cells(row: DriftRow) -> list[str]:
@@ -119,7 +120,7 @@ def warn_of_growth(report: Report) -> None:
         headline = report.headline.removeprefix("WARNING: ")
         _warn(f"{headline}: it is farther from the experts than the merged model")
     if report.worse:
-        _warn(f"drift grew on {', '.join(report.worse)}: see if it should be published")
+        _warn(f"{report.judged_by} grew on {', '.join(report.worse)}: see if it should be published")
 
 
 def _warn(text: str) -> None:
@@ -204,8 +205,7 @@ def show_preflight(preflight: Preflight) -> None:
     given = {name: value for name in ("ridge", "rho", "alpha") if (value := getattr(calibration, name)) is not None}
     settings = ", ".join(f"{name} {value:g}" for name, value in given.items())
     if len(given) < 3:
-        searched = "searched, if that takes no longer than calibrating"
-        rest = searched if calibration.select == "auto" else calibration.select
+        rest = {"auto": "featcal's own", "search": "searched", "preset": "the paper's"}[calibration.select]
         settings = f"{settings}; the rest {rest}" if settings else rest
     lines = (
         ("model", f"{preflight.model_class}, {_count(preflight.parameters)} parameters, {preflight.dtype}"),

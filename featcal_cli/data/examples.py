@@ -276,15 +276,15 @@ def _notes(usable: _UsableRows, count: int, held_out: int) -> Iterator[str]:
         yield f"{len(usable.bad)} rows cannot be used and were left out; the first: {usable.bad[0]}"
     if usable.copies:
         more = f", so {usable.left_out} of them are left out" if usable.left_out else ""
-        yield f"{usable.copies} rows are equal to others; equal rows are never both fitted and held out{more}"
+        yield f"{usable.copies} rows equal others; equal rows are never both fitted and held out{more}"
     fitted = len(usable.fitted)
     if fitted < count and held_out:
         rows = fitted + held_out + usable.left_out
-        yield f"the source has {rows} usable rows: {fitted} are fitted ({count} were asked for) and {held_out} held out"
+        yield f"only {rows} usable rows: {fitted} are fitted ({count} requested) and {held_out} held out"
     elif fitted < count:
-        yield f"the source has {fitted} usable rows, so all of them are fitted ({count} were asked for)"
+        yield f"only {fitted} usable row{'s' if fitted > 1 else ''} ({count} requested): nothing is held out"
     if not held_out:
-        yield "no further rows to hold out, so drift is measured on fitted rows"
+        yield "drift is measured on the fitted rows, as no others are left, and updates are not checked"
 
 
 @dataclass(frozen=True)

@@ -279,7 +279,7 @@ def _find_splits(config: Config, paths: Sequence[str], data: Data) -> dict[str, 
     if "data_files" in config:
         patterns: dict[str, list[str]] = sanitize_patterns(config["data_files"])
         if outside := [pattern for listed in patterns.values() for pattern in listed if "://" in pattern]:
-            what = f"the dataset's files lie elsewhere ({outside[0]}), and nothing but the Hub is asked"
+            what = f"the dataset's files are not on the Hub but at {outside[0]}, which is not asked"
             raise DataError(what, where=str(data), fix="give a dataset that holds its files itself")
         splits = _match_all(patterns, inside)
     else:  # by the names of folders and files, as `datasets` reads them

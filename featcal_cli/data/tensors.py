@@ -146,13 +146,13 @@ def _check_ids(tensors: Batch, model: PreTrainedModel, where: str) -> None:
             row = _first_row(wrong)
             number = int(ids[row][wrong[row]].flatten()[0])
             allowed = f"0 to {limit - 1}" if limit is not None else "0 and above"
-            what = f"{name} of example {row + 1} has {number}, and the model knows {allowed}"
+            what = f"{name} of example {row + 1} holds {number}, but the model knows only {allowed}"
             fix = "write the ids that this model's own tokenizer gives, and mask padding with attention_mask"
             raise DataError(what, where=where, fix=fix)
     for name in IDS[:2]:
         if is_hard and positions is not None and name in tensors and tensors[name].shape[-1] > positions:
             length = f"{tensors[name].shape[-1]:,}"
-            what = f"{name} has {length} tokens an example, and the model positions for {positions:,}"
+            what = f"{name} has {length} tokens per example, but the model has only {positions:,} positions"
             raise DataError(what, where=where, fix=f"cut the examples to {positions:,} tokens")
 
 

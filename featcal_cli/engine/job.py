@@ -93,8 +93,8 @@ class Job:
     offloader: Offloader | None = None
     """What moves the tensors of paused passes; None to leave them on the device, all of them."""
     gradients: Mapping[str, Path] = field(default_factory=dict)
-    """By task, the safetensors file of what gradients of its expert's answers are at the outputs of Linear modules;
-    empty where errors are measured on features alone."""
+    """By task, the safetensors file of what `measure_output_gradients` found, by module; empty where errors are
+    measured on features alone."""
     keep_blocks: bool = False
     """Students hold all that is loaded into them to the end; else each block only until it is left."""
     ranks: Ranks = field(default_factory=Ranks)
@@ -110,10 +110,8 @@ class Job:
         """What is measured, on different examples."""
         return [self.drift] if self.second is None else [self.drift, self.second]
 
-    def read_gradients(self, task: str, block: Block) -> dict[str, Tensor] | None:
-        """Those of a task in a block, by the module's name in it, on the device; None where there are none."""
-        if task not in self.gradients:
-            return None
+    def read_gradients(self, task: str, block: Block) -> dict[str, Tensor]:
+        """Those of a task in a block, by the module's name in it, on the device."""
         start = f"{block.name}."
         with safe_open(self.gradients[task], "pt", device=str(self.merged.device)) as file:
             names = [name for name in file.keys() if name.startswith(start)]  # noqa: SIM118 - it is no mapping

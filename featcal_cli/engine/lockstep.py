@@ -190,7 +190,6 @@ class BlockVisit:
         self.cls_tokens = block.name in job.cls_blocks
         """The first token counts most in this block."""
         self.ranks = job.ranks
-        self.has_metric = bool(job.gradients)
         fitted = passes.fitted.items()
         is_here = {task: all(paused.is_at(block) for pair in pairs for paused in pair) for task, pairs in fitted}
         of_ranks = job.ranks.gather(is_here)
@@ -211,8 +210,8 @@ class BlockVisit:
         """The expert of a task."""
         return self._job.experts[task]
 
-    def gradients(self, task: str) -> dict[str, Tensor] | None:
-        """Of a task at the Linear modules of this block, by name; None where errors are measured on features alone."""
+    def gradients(self, task: str) -> dict[str, Tensor]:
+        """Of a task at the Linear modules of this block, by name."""
         return self._job.read_gradients(task, self.block)
 
     @contextmanager

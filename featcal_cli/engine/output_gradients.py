@@ -22,6 +22,9 @@ from featcal_cli.models.tracing import tensors_in
 
 WIDEST_SQUARE, SKETCH_ROWS = 1024, 256
 """Outputs up to so wide have all products of their gradients summed; wider ones so many random combinations of them."""
+DIRECTIONS, SPARE_DIRECTIONS = 128, 16
+"""Of a module's output that are told apart in the end, those that move answers most; and how many more are looked at to
+find them."""
 ENOUGH_GRADIENTS, MOST_PROJECTIONS = 128, 4
 """Random projections of each example's answers are taken until a task has so many, or each example so many."""
 MOST_ROWS = 1 << 14
@@ -33,8 +36,8 @@ KEPT_BYTES = 1 << 28
 
 
 class GradientSums:
-    """Σ g gᵀ of the gradients g [.., d_out] at the outputs of modules, by their paths in merged: [d_out, d_out], or for
-    wide ones a sketch R [SKETCH_ROWS, d_out] with E[RᵀR] = Σ g gᵀ."""
+    """M = Σ g gᵀ of the gradients g [.., d_out] at the outputs of modules, by their paths in merged: [d_out, d_out], or
+    for wide ones a sketch R [SKETCH_ROWS, d_out] with E[RᵀR] = M."""
 
     def __init__(self, generator: torch.Generator) -> None:
         self.sums: dict[str, Tensor] = {}
@@ -49,6 +52,29 @@ class GradientSums:
             signs = torch.randint(0, 2, (SKETCH_ROWS, len(rows)), generator=self._generator).to(rows)
             term = (signs.mul_(2).sub_(1) @ rows).div_(SKETCH_ROWS**0.5)
         self.sums[name] = self.sums[name].add_(term) if name in self.sums else term
+
+    def factor(self, name: str) -> Tensor:
+        """R [r, d_out] of the r ≤ DIRECTIONS largest eigenvalues of M over its mean diagonal, which is RᵀR in these
+        directions. What is not finite stays so."""
+        total = self.sums[name]
+        d = total.shape[1]
+        is_square = total.shape[0] == d
+        if not total.isfinite().all():
+            return torch.full_like(total[:1], torch.nan)
+        size = total.trace() if is_square else total.square().sum()
+        scale = torch.where(size > 0, (d / size).sqrt(), 0.0)
+        if not is_square:  # the eigenvectors of RᵀR by those of R Rᵀ, which is small
+            _, basis = torch.linalg.eigh(total @ total.T)
+            sketched: Tensor = scale * (basis[:, -DIRECTIONS:].T @ total)
+            return sketched
+        basis = torch.eye(d).to(total)
+        if d > DIRECTIONS + SPARE_DIRECTIONS:
+            basis = torch.randn(d, DIRECTIONS + SPARE_DIRECTIONS, generator=self._generator).to(total)
+            for _ in range(2):
+                basis, _ = torch.linalg.qr(total @ basis)
+        values, vectors = torch.linalg.eigh(basis.T @ total @ basis)
+        largest: Tensor = basis @ vectors[:, -DIRECTIONS:] * values[-DIRECTIONS:].clamp_min(0).sqrt()
+        return scale * largest.T
 
 
 @dataclass
@@ -173,8 +199,9 @@ def _differentiate(
 def measure_output_gradients(
     expert: BlockRunner, architecture: Architecture, entry: str, batches: Sequence[Batch], seed: int
 ) -> dict[str, Tensor]:
-    """Σ g gᵀ (or a sketch R of it) by the path of each Linear module in merged, where g [d_out] is the gradient of a
-    random projection of the expert's answers to some batches at the module's output; on the CPU.
+    """By the path of each Linear module in merged, R [r, d_out] with RᵀR the mean of g gᵀ over its mean diagonal, as
+    far as few directions hold it (`GradientSums.factor`), where g [d_out] is the gradient of a random projection of
+    the expert's answers to some batches at the module's output; on the CPU.
 
     There is none of modules that do not reach the answers. A block is run forwards, and once more with gradients, on
     one batch after the other, so that its weights are brought once for KEPT_BYTES of what blocks are called with.
@@ -192,7 +219,7 @@ def measure_output_gradients(
                 kept += passes[-1].bytes_a_block * len(architecture.blocks)
             _trace(architecture.blocks, expert, passes, generator, sums)
     expert.give_back()
-    return {name: total.cpu() for name, total in sums.sums.items()}
+    return {name: sums.factor(name).cpu() for name in sums.sums}
 
 
 def _choose_batches(batches: Sequence[Batch]) -> Iterator[Batch]:

@@ -102,7 +102,7 @@ def name_huge_weight(blocks: Sequence[Block], runners: Iterable[BlockRunner]) ->
                 name, value = _find_largest(runner, block)
                 if value > HUGE:
                     what = f"{runner.model.role} has a weight of {value:.3g} in {name}"
-                    what += ", which no sum of features survives"
+                    what += ", which is too large to compute with"
                     raise NumericsError(what, where=runner.model.snapshot.name, fix=FIX) from error
         if error.where:
             raise

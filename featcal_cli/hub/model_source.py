@@ -173,7 +173,9 @@ def _find_base(repo: Repo, base_name: str, allow_pickle: bool, open_repo: Opener
         base = _find(base_name, allow_pickle, open_repo, above)
     except HubError as error:
         what = f"{repo.name} is an adapter, and its base cannot be used: {error.what}"
-        raise HubError(what, where=error.where, fix=f"{error.fix}; or {fix}") from error
+        raise HubError(
+            what, where=error.where, fix=error.fix if fix in error.fix else f"{error.fix}; or {fix}"
+        ) from error
     return Origin(repo, "adapter", base, base.notes)
 
 

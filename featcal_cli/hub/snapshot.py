@@ -233,8 +233,8 @@ def _check_value(key: str, value: Any, where: str, trusted: bool) -> None:
         limit = MOST_LAYERS if _LAYERS.search(key) else LARGEST_SIZE if _SIZES.search(key) else None
         too_few = key in _NEVER_ZERO and not isinstance(value, bool) and value < 1
         if too_few or (limit is not None and value > limit):
-            how = "few" if too_few else "many"
-            what = f"config.json says {bare(key)} {bare(str(value))}, and no model has so {how}"
+            how = "small" if too_few else "large"
+            what = f"config.json says {bare(key)} {bare(str(value))}, which is too {how} for any model"
             raise CheckpointError(what, where=where, fix="use the config.json that belongs to the weights")
     elif key in ("dtype", "torch_dtype") and isinstance(value, str) and not _DTYPES.fullmatch(value):
         what = f"config.json says {key} {show(value)}, which is no kind of number"

@@ -133,7 +133,7 @@ def parse_header(read: Callable[[int, int], bytes], size: int) -> dict[str, Entr
         for name in header:
             name.encode()  # half characters have no place in a file
     except (ValueError, RecursionError, AttributeError, TypeError):
-        raise ValueError("its header makes no sense") from None
+        raise ValueError("its header is invalid") from None
     if is_repeated:
         raise ValueError("its header names something twice")
     tensors = {name: _parse_entry(name, entry, start) for name, entry in header.items()}
@@ -156,7 +156,7 @@ def _parse_entry(name: str, entry: Any, start: int) -> Entry:
         raise ValueError(f"the tensor {show(name)} is not described")
     dtype, shape, offsets = (entry.get(key) for key in ("dtype", "shape", "data_offsets"))
     if not (_are_counts(shape) and _are_counts(offsets) and len(offsets) == 2 and offsets[0] <= offsets[1]):
-        raise ValueError(f"shape or place of the tensor {show(name)} make no sense")
+        raise ValueError(f"the tensor {show(name)} has an invalid shape or position")
     if not isinstance(dtype, str) or dtype not in BITS:
         raise ValueError(f"the tensor {show(name)} is of an unknown dtype")
     size = offsets[1] - offsets[0]

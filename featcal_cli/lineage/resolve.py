@@ -147,7 +147,7 @@ def _find_experts(search: Search, base: Base) -> tuple[Experts, Base]:
         if said and (without := [task for task in tasks if task not in said and not _names_base(task, base)]):
             what = f"nothing says which expert the task {without[0]} has"
             command = write_command(search.draft, [("--expert", f"{task}=REPO") for task in without])
-            raise LineageError(what, where=SAID, fix=f"fill in REPO and type {command}")
+            raise LineageError(what, where=SAID, fix=f"fill in REPO and type: {command}")
         return said, base
     renamed: dict[str, str] = {}
     for task in tasks:

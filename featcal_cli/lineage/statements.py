@@ -204,7 +204,7 @@ def _read_mergekit(repo: Repo, command: str, looked_at: list[str]) -> Statement 
         try:
             statement = read_mergekit(load_documents(text), where)
         except ValueError as error:
-            raise LineageError(f"{name} cannot be used: {error}", where=where, fix=f"type {command}") from None
+            raise LineageError(f"{name} cannot be used: {error}", where=where, fix=f"type: {command}") from None
         looked_at += [] if statement.base else [f"{name} (no base)"]
         return statement
     looked_at.append(f"{MERGEKIT_FILES[0]} (not there)")

@@ -188,7 +188,7 @@ def compare_configs(merged: Model, other: Model) -> list[str]:
         text = f"{bare(key)} {bare(_show(own))}, merged's {bare(_show(wanted))}"
         last = key.rpartition(".")[2]
         if not (NOTED.fullmatch(last) or NOTED.fullmatch(key) or _are_near(last, own, wanted)):
-            what = f"{other.role} is another function than merged, of weights of the same shapes: config.json says "
+            what = f"{other.role} and merged would compute different things with the same weights: config.json says "
             fix = "use models fine-tuned from the same base; if the config.json is wrong, correct it in a copy"
             raise CheckpointError(what + text, where=f"{other.snapshot.name}/config.json", fix=fix)
         notes.append(f"{other.role} says {text}; its features are computed as it says")

@@ -148,7 +148,7 @@ def read_tasks(option: str, form: str, values: Sequence[str] | None) -> dict[str
     read: dict[str, str] = {}
     for task, value in _split_tasks(option, form, values):
         if task in read:
-            raise RecipeError(f"task {task} has two of them", where=option, fix="name every task once")
+            raise RecipeError(f"task {task} is given twice", where=option, fix="name every task once")
         read[task] = value
     return read
 
@@ -244,7 +244,7 @@ def _check_keys(section: Mapping[Any, Any], where: str) -> None:
     for key, value in section.items():
         if not isinstance(key, str):
             kind = "yes or no" if isinstance(key, bool) else "a number" if isinstance(key, (int, float)) else "a value"
-            what = f"a key is no text: YAML reads it as {kind} ({bare(str(key))})"
+            what = f"YAML reads the key {bare(str(key))} as {kind}, not as text"
             raise RecipeError(what, where=where, fix="put this key in quotation marks")
         if isinstance(value, dict):
             _check_keys(value, f"{where}, {bare(key)}")

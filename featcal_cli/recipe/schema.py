@@ -181,7 +181,7 @@ class Data(Section):
     split: Name | None = None
     """Left out, train where there is one."""
     columns: dict[str, str] = Field(default_factory=dict)
-    """Role (image, text, text_pair, messages, prompt, response, label) → column; found by itself when left out."""
+    """Role (image, text, text_pair, messages, prompt, response, label) → column; detected when left out."""
     template: str | None = None
     """Text built from several columns, e.g. "{premise} {hypothesis}"."""
     corrupt: Corruption | None = None
@@ -279,7 +279,7 @@ class Calibration(Section):
     examples: int = Field(default=256, ge=1, le=10**9)
     """Fitted examples per task."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Of the forward passes; `auto` is the merged model's own, float16 as float32."""
+    """Precision of the forward passes; `auto` is the merged model's own, float16 as float32."""
     ridge: float | None = Field(default=None, ge=0, le=1e9, allow_inf_nan=False)
     """λ: weight of the anchor."""
     rho: float | None = Field(default=None, ge=0, le=1e6, allow_inf_nan=False)
@@ -287,25 +287,31 @@ class Calibration(Section):
     alpha: float | None = Field(default=None, ge=0, le=1, allow_inf_nan=False)
     """α: target features = α · expert + (1 − α) · calibrated."""
     select: Literal["auto", "preset", "search"] = "auto"
-    """How settings that are left out are chosen; `preset` is the paper's method to the letter, without the guard."""
+    """How settings that are left out are chosen; `preset` is exactly the paper's method: no update is checked."""
     chosen: bool = False
-    """The settings given here were chosen by featcal (its `featcal.yaml` says so), not by the user: as where they are
-    left out, rows are held out of few ones, and a result whose mean drift grew on them is pulled back."""
-    metric: Literal["features", "output"] = "features"
-    """What a task's error is measured by: `features` as in the paper, `output`: what it does to experts' answers."""
+    """The settings given here were chosen by featcal and not by the user, as its `featcal.yaml` says. The result is
+    then checked as where they are left out: updates are reduced if it is further from the experts on held-out rows."""
+    metric: Literal["auto", "features", "output"] = "auto"
+    """How a task's error is measured: `features` as in the paper, `output` by its effect on the expert's answers;
+    `auto`: `output` where featcal chooses settings and it can be measured, else `features`."""
     norms: Literal["auto", "layernorm", "all", "none"] = "auto"
     """Which norms are calibrated: `auto` and `layernorm` those with a bias, `all` RMSNorm too."""
     bias: bool = True
     """Calibrate the biases of Linear modules."""
     token_weights: Literal["auto", "uniform", "cls"] = "auto"
-    """How tokens count: `uniform` all alike; `cls` the first one most, in the last block; `auto` chooses."""
+    """How tokens count: `uniform` all equally; `cls` the first one most, in the last block; `auto` chooses."""
     seed: int = Field(default=42, ge=-(2**63), lt=2**63)
-    """Of the choice of examples."""
+    """Seed for sampling examples."""
 
     @property
     def is_open(self) -> bool:
         """Settings are left to a search."""
         return self.select != "preset" and None in (self.ridge, self.rho, self.alpha)
+
+    @property
+    def is_by_answers(self) -> bool:
+        """Errors are to be measured by what they do to experts' answers."""
+        return self.metric == "output" or (self.metric == "auto" and self.is_open)
 
     @property
     def is_answered_for(self) -> bool:
@@ -333,9 +339,9 @@ class Draft(Section):
     base: ModelName | None = None
     """The model that the experts were fine-tuned from; left out, it is found in the merged repo."""
     tasks: Mapping[Name, TaskDraft] = {}
-    """By name; left out, they are found in the merged repo."""
+    """By name; when left out, they are found in the merged repo."""
     skip_experts: tuple[Name, ...] | None = None
-    """Tasks to go on without, where an expert is gone."""
+    """Tasks to leave out, e.g. where an expert is gone."""
     calibration: Calibration = Calibration()
     """The settings of the method."""
     output: Output = Output()

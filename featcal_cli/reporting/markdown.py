@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from html import unescape
 from urllib.parse import quote
 
@@ -198,6 +198,10 @@ def _safe_target(to: str) -> str:
     return quote(to[1:-1], safe="/:?#&=+,;@%") if to.startswith("<") else to
 
 
+NAMED_TASKS = 3
+"""More of them are named together, where a note is of all."""
+
+
 def join_notes(notes: Iterable[str], tasks: Collection[str]) -> list[str]:
     """The notes in their order; those that say the same of several tasks are one."""
     said: dict[str, list[str]] = {}
@@ -208,7 +212,12 @@ def join_notes(notes: Iterable[str], tasks: Collection[str]) -> list[str]:
         else:  # each task's own expert is the same of all
             text = re.sub(r"(image processor|tokenizer) from \S+$", r"\1 from its expert", note[len(task) + 2 :])
             said.setdefault(text, []).append(task)
-    return [f"{enumerate_names(list(dict.fromkeys(named)))}: {text}" if named else text for text, named in said.items()]
+
+    def name(named: Sequence[str]) -> str:
+        distinct = list(dict.fromkeys(named))
+        return f"all {len(tasks)} tasks" if len(distinct) == len(tasks) > NAMED_TASKS else enumerate_names(distinct)
+
+    return [f"{name(named)}: {text}" if named else text for text, named in said.items()]
 
 
 def label_roles(inspection: Inspection) -> dict[str, str]:

@@ -193,7 +193,8 @@ def _write_sections(report: Report, name: str, target: str | None, loading: str,
         yield f"> **Warning:** {headline}: this model is further from its experts than the merged one."
     if report.worse:
         worse = ", ".join(map(inert, report.worse))
-        yield f"> **Warning:** drift grew on {worse}: there this model is further from its expert than the merged one."
+        what = f"{report.judged_by} grew on {worse}"
+        yield f"> **Warning:** {what}: there this model is further from its expert than the merged one."
     yield _summarise(report)
     yield f"## Use\n\n{_fence('python', loading)}"
     yield from write_accuracy(report)
@@ -321,7 +322,7 @@ def _describe_settings(report: Report) -> str:
         sentences.append(f"{guarded[0].upper()}{guarded[1:]}.")
     if 0 < (step := settings.get("step", 1.0)) < 1:
         pulled = f"All updates were pulled back together, to {step:g} of themselves"
-        sentences.append(f"{pulled}, as mean drift grew on held-out rows.")
+        sentences.append(f"{pulled}, as the mean {report.judged_by} grew on held-out rows.")
     if changes:
         middle, most = (f"{100 * change:.0f} %" for change in (changes[len(changes) // 2], changes[-1]))
         sentences.append(f"Their weights moved by {middle} (median) and by {most} at most.")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from pydantic import TypeAdapter
@@ -81,6 +81,10 @@ class Source:
     """As the source's own card says it, if it does."""
 
 
+JUDGED = ("merged", "calibrated")
+"""The roles of `measures` that are compared."""
+
+
 @dataclass(frozen=True)
 class Report:
     """A whole run."""
@@ -133,9 +137,51 @@ class Report:
         return DriftRow("mean", *means)
 
     @property
+    def answers(self) -> dict[str, tuple[float, float]]:
+        """By task, how far answers are from the expert's, ‖z − z_exp‖ over ‖z_exp‖, before and after; empty unless
+        errors are measured by that, and all tasks have answers."""
+        if self.settings.get("metric") != "output":
+            return {}
+        outputs = {
+            task: tuple(drift.output.relative for role in JUDGED if (drift := measured.models[role]).output)
+            for task, measured in self.measures.items()
+        }
+        known = {task: (pair[0], pair[1]) for task, pair in outputs.items() if len(pair) == len(JUDGED)}
+        return known if known.keys() == self.drift.keys() else {}
+
+    @property
+    def judged(self) -> dict[str, tuple[float, float]]:
+        """By task, what the result is judged by, before and after: the distance of answers, else drift."""
+        return self.answers or {task: (drift.before, drift.after) for task, drift in self.drift.items()}
+
+    @property
+    def judged_rows(self) -> list[DriftRow]:
+        """The table of what the result is judged by, with the mean where there are several tasks."""
+        shown = self.measures if self.answers else {}
+        bases = {task: measured.models["base"].output for task, measured in shown.items()}
+        rows = [
+            replace(row, before=before, after=after, base=base.relative if (base := bases.get(row.task)) else row.base)
+            for row, (before, after) in zip(self.drift_rows, self.judged.values(), strict=True)
+        ]
+        means = (sum(getattr(row, name) for row in rows) / len(rows) for name in ("before", "after", "base"))
+        return [*rows, DriftRow("mean", *means)] if len(rows) > 1 else rows
+
+    @property
+    def mean_judged(self) -> tuple[float, float]:
+        """Of all tasks, each weighing the same."""
+        before, after = (sum(values) / len(values) for values in zip(*self.judged.values(), strict=True))
+        return before, after
+
+    @property
+    def judged_by(self) -> str:
+        """What that is called."""
+        return "distance of answers" if self.answers else "drift"
+
+    @property
     def has_grown(self) -> bool:
-        """The mean drift grew by what can be seen, or is no number."""
-        return not self.mean_drift.after < self.mean_drift.before + VISIBLE
+        """The mean of what the result is judged by grew by what can be seen, or is no number."""
+        before, after = self.mean_judged
+        return not after < before + VISIBLE
 
     @property
     def fitted_tasks(self) -> list[str]:
@@ -154,14 +200,15 @@ class Report:
 
     @property
     def headline(self) -> str:
-        """What came of it, in a line: the mean drift, and what it was measured on."""
-        before, after, *_ = self.mean_drift.cells
+        """What came of it, in a line: what it is judged by, on average, and what that was measured on."""
+        before, after = (f"{value:.3f}" for value in self.mean_judged)
+        what = f"mean {self.judged_by}"
         if self.settings.get("step") == 0:
-            return f"no update helps: these are the merged model's weights, with mean drift {before} {self.measured_on}"
-        change = "WARNING: mean drift grew" if self.has_grown else "mean drift went"
+            return f"no update helps: these are the merged model's weights, with {what} {before} {self.measured_on}"
+        change = f"WARNING: {what} grew" if self.has_grown else f"{what} went"
         return f"{change} from {before} to {after} {self.measured_on}"
 
     @property
     def worse(self) -> list[str]:
-        """Tasks whose drift grew by what can be seen, or is no number."""
-        return [task for task, drift in self.drift.items() if not drift.after < drift.before + VISIBLE]
+        """Tasks of which what the result is judged by grew by what can be seen, or is no number."""
+        return [task for task, (before, after) in self.judged.items() if not after < before + VISIBLE]

@@ -376,10 +376,10 @@ def check_grown(report: Report, output: Path) -> None:
     """Raise GateError (exit code 3) for a calibration after which drift is larger than before on a task."""
     if not report.worse:
         return
-    task = max(report.worse, key=lambda task: report.drift[task].after - report.drift[task].before)
-    drift, also = report.drift[task], _count_others("it did", len(report.worse) - 1)
+    task = max(report.worse, key=lambda task: report.judged[task][1] - report.judged[task][0])
+    (before, after), also = report.judged[task], _count_others("it did", len(report.worse) - 1)
     raise GateError(
-        f"drift grew on {task}, from {drift.before:.3f} to {drift.after:.3f}{also}",
+        f"{report.judged_by} grew on {task}, from {before:.3f} to {after:.3f}{also}",
         where=str(output),
         fix="give more examples (-n) or another --alpha; or leave --strict out, with which it is not pushed",
     )

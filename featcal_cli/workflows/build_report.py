@@ -57,7 +57,6 @@ def summarise(session: Session, plan: Preflight, outcome: Outcome) -> Report:
             "candidates": [trial.to_dict() for trial in choice.candidates],
             "guard": bool(job.checked),
             "step": step,
-            "metric": calibration.metric,
             "norms": calibration.norms,
             "bias": calibration.bias,
             "token_weights": "cls" if job.cls_blocks else "uniform",

@@ -16,6 +16,7 @@ from featcal_cli.calibration.algorithm import calibrate_blocks
 from featcal_cli.calibration.backtracking import interpolate, shrink_updates
 from featcal_cli.calibration.fingerprint import name_local_files, take_fingerprint
 from featcal_cli.calibration.hyperparameters import (
+    METRICS,
     Choice,
     SearchPlan,
     Trial,
@@ -23,7 +24,6 @@ from featcal_cli.calibration.hyperparameters import (
     choose_hyperparameters,
     kind_of,
     take_best,
-    take_preset,
 )
 from featcal_cli.calibration.journal import Journal, drop_journal
 from featcal_cli.calibration.results import describe_guard, describe_ridges
@@ -41,7 +41,7 @@ from featcal_cli.reporting.report import CARD, PICTURE, RECIPE, REPORT, Report
 from featcal_cli.reporting.verdict import check_judged
 from featcal_cli.runtime import memory_map
 from featcal_cli.runtime.distributed import Ranks
-from featcal_cli.runtime.errors import NumericsError, RecipeError, ShortageError
+from featcal_cli.runtime.errors import FeatCalError, NumericsError, RecipeError, ShortageError
 from featcal_cli.runtime.files import Unchanged
 from featcal_cli.runtime.hardware import is_out_of_memory, release_memory
 from featcal_cli.workflows.build_report import Outcome, summarise
@@ -124,9 +124,9 @@ class Computation:
         check_search(recipe.calibration, plan.examples)
         if options.strict:
             check_judged(plan.examples)
-        if recipe.calibration.metric == "output" and self._ranks.size > 1:
-            fix = "run it in one process, or use --metric features"
-            raise RecipeError("outputs are a metric in one process only", where="--metric output", fix=fix)
+        if recipe.calibration.is_by_answers and self._ranks.size > 1:
+            what, fix = "outputs are a metric in one process only", "run it in one process, or use --metric features"
+            self._go_on_by_features(RecipeError(what, where="--metric output", fix=fix))
         own = self._ranks.own(recipe.tasks)
         journal = self._open_journal(plan)
         merge = recipe.merged if isinstance(recipe.merged, Merge) else None
@@ -170,7 +170,7 @@ class Computation:
         session.share_notes()
         while True:
             try:
-                outcome = self._calibrate(plan, setup, journal)
+                outcome = self._calibrate(setup, journal)
                 break
             except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error):
@@ -178,7 +178,7 @@ class Computation:
             release_memory(session.device)
             setup = replace(setup, examples=halve_batches(setup.examples, session.device, self._ranks))
             size = max(examples.batch_size for examples in setup.examples.values())
-            session.note(f"memory ran out: the block is computed again with at most {size} examples in a batch")
+            session.note(f"memory ran out: the block is computed again with at most {size} examples per batch")
         texts = [describe_guard(outcome.blocks), outcome.pulled, describe_ridges(outcome.blocks)]
         texts.append(outcome.job.describe_precision())
         if journal and journal.restored:
@@ -201,18 +201,20 @@ class Computation:
             self._write(journal, models, report, plan, target, outcome.step)
         return report
 
-    def _calibrate(self, plan: Preflight, setup: Setup, journal: Journal | None) -> Outcome:
+    def _calibrate(self, setup: Setup, journal: Journal | None) -> Outcome:
         """Choose settings and calibrate all blocks; what the journal holds of either is taken over."""
         with self._with_gradients(setup) as ready:
-            return self._calibrate_with(plan, ready, journal)
+            return self._calibrate_with(ready, journal)
 
-    def _calibrate_with(self, plan: Preflight, setup: Setup, journal: Journal | None) -> Outcome:
+    def _calibrate_with(self, setup: Setup, journal: Journal | None) -> Outcome:
         calibration, models, examples = setup.calibration, setup.models, setup.examples
-        choice = self._choose(plan, setup, journal)
+        choice = self._choose(setup, journal)
+        if choice.hyperparameters.metric == "features":
+            setup = replace(setup, gradients={})  # a search may have chosen it
         unchecked = [task for task, rows in examples.items() if not rows.selection_count]
         guarded = calibration.select != "preset" and not unchecked
         if unchecked and calibration.select != "preset":
-            self._session.note(f"guard: off, because {unchecked[0]} has no held-out rows to check updates on")
+            self._session.note(f"updates are not checked on new data: {unchecked[0]} has no held-out rows")
         job = setup.make_job(
             {CALIBRATED: models.student},
             {MERGED: models.merged, "base": models.base},
@@ -243,8 +245,8 @@ class Computation:
     @contextmanager
     def _with_gradients(self, setup: Setup) -> Iterator[Setup]:
         """Inside, with how experts' answers depend on their modules, where errors are measured by that. Raises
-        NumericsError where it cannot be known."""
-        if setup.calibration.metric == "features":
+        NumericsError where it is asked for and cannot be known."""
+        if not setup.calibration.is_by_answers or self._ranks.size > 1:
             yield setup
             return
         folder = setup.scratch / GRADIENTS
@@ -258,24 +260,31 @@ class Computation:
                 if is_out_of_memory(error):
                     raise
                 what = f"experts' answers cannot be differentiated: {error}"
-                raise NumericsError(what, fix="use --metric features") from error
+                self._go_on_by_features(NumericsError(what, fix="use --metric features"))
+                gradients = {}
             yield replace(setup, gradients=gradients)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
-    def _choose(self, plan: Preflight, setup: Setup, journal: Journal | None) -> Choice:
-        calibration, kind, needs = setup.calibration, kind_of(setup.models.merged.module), plan.estimate
-        choice = choose_hyperparameters(calibration, kind, setup.examples, needs.work, needs.search.fits)
+    def _go_on_by_features(self, error: FeatCalError) -> None:
+        """Say why errors are not measured by what they do to answers; raises the error where the user asks for that."""
+        if self._session.draft.calibration.metric == "output":
+            raise error
+        self._session.note(f"errors are measured by features: {error.what}")
+
+    def _choose(self, setup: Setup, journal: Journal | None) -> Choice:
+        calibration, kind = setup.calibration, kind_of(setup.models.merged.module)
+        metrics = [name for name in METRICS if calibration.metric in (name, "auto")]
+        if not setup.gradients:
+            metrics = ["features"]
+        blocks = len(setup.architecture.blocks)
+        choice = choose_hyperparameters(calibration, kind, setup.examples, metrics, blocks)
         if isinstance(choice, SearchPlan):
-            try:
-                choice = take_best(calibration, self._search(choice, setup, journal))
-            except NumericsError as error:
-                if calibration.select == "search":
-                    raise
-                choice = take_preset(calibration, kind, f"a search failed, {error.what}")
+            choice = take_best(calibration, self._search(choice, setup, journal))
         used = choice.hyperparameters
         self._session.note(
-            f"settings: ridge {used.ridge:g}, rho {used.rho:g}, alpha {used.alpha:g}, chosen by {choice.chosen_by}"
+            f"settings: ridge {used.ridge:g}, rho {used.rho:g}, alpha {used.alpha:g}, metric {used.metric}, chosen by "
+            f"{choice.chosen_by}"
         )
         return choice
 

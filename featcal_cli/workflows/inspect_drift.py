@@ -196,4 +196,4 @@ def _check_file(file: Path, kinds: Sequence[str]) -> None:
             f"{file.name} is no {' or '.join(kinds)}", where=str(file), fix=f"name it {file.stem}{kinds[0]}"
         )
     if not file.resolve().parent.is_dir():
-        raise OutputError(f"there is no folder {file.parent}", where=str(file), fix="make it, or choose another")
+        raise OutputError(f"there is no folder {file.parent}", where=str(file), fix="create it, or choose another")

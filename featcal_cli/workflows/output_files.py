@@ -154,7 +154,7 @@ def check_save(file: Path, *, overwrite: bool) -> None:
             if not overwrite:
                 raise OutputError("the file exists", where=where, fix="give --overwrite, or another --save")
         if not file.resolve().parent.is_dir():
-            raise OutputError(f"there is no folder {file.parent}", where=where, fix="make it, or choose another")
+            raise OutputError(f"there is no folder {file.parent}", where=where, fix="create it, or choose another")
     except (OSError, ValueError) as error:
         raise OutputError(f"this cannot be a file: {error}", where=where[:80], fix="choose another --save") from None
 

@@ -305,7 +305,7 @@ def _draw_examples(
                 hold_out=hold_out,
                 sampled=sampled,
             )
-        session.note(*drawn[task].notes)
+    session.note_of_tasks(list(drawn), [note for examples in drawn.values() for note in examples.notes])
     return drawn
 
 

@@ -10,23 +10,16 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from featcal_cli.calibration.hyperparameters import SearchPlan, Work, kind_of, plan_search, take_preset
+from featcal_cli.calibration.hyperparameters import METRICS, kind_of, plan_search, take_preset
 from featcal_cli.calibration.linear_algebra import choose_precision
-from featcal_cli.calibration.normal_equations import (
-    PRECISE_COST,
-    dual_cost,
-    is_dual_cheaper,
-    is_residual_cheaper,
-    primal_cost,
-)
 from featcal_cli.data.batches import Batch
 from featcal_cli.data.examples import TaskExamples, most_held_out
 from featcal_cli.engine.offload import LARGE
-from featcal_cli.engine.output_gradients import KEPT_BYTES, SKETCH_ROWS, WIDEST_SQUARE
+from featcal_cli.engine.output_gradients import DIRECTIONS, KEPT_BYTES, SKETCH_ROWS, WIDEST_SQUARE
 from featcal_cli.models.architecture import Architecture
 from featcal_cli.models.loading import Model
 from featcal_cli.recipe.schema import Calibration, Merge, Recipe
-from featcal_cli.runtime.hardware import memory_of, rooms_for_features
+from featcal_cli.runtime.hardware import rooms_for_features
 from featcal_cli.runtime.memory_map import LARGEST_REUSED
 from featcal_cli.runtime.process import resident_bytes
 from featcal_cli.workflows.shape_probe import (
@@ -65,8 +58,6 @@ RUN_BESIDE = 4
 """Models that are converted while they run: merged, student, base and an expert."""
 STEMS_HELD = 3
 """Stems that run beside each other: of merged (the student's is the same), base and an expert."""
-SPARE = 0.9
-"""Part of a memory that a search may fill: the system and others have some of it."""
 HEAP_GAPS = 2 * LARGEST_REUSED
 """Bytes that the heap keeps free: a piece of the largest size, and gaps between features that took others' places."""
 HEAD_SHARE = 0.05
@@ -85,7 +76,6 @@ class Estimate:
     """Peak memory on the device; 0 where it is the CPU."""
     disk_bytes: int
     """Output, journal, a merged model that is built, and features that do not fit in memory, together."""
-    work: Work
     search: SearchNeeds
 
 
@@ -93,8 +83,6 @@ class Estimate:
 class SearchNeeds:
     """What a search for settings needs of the memory in which it computes."""
 
-    memory: int
-    """All that there is."""
     fixed: int
     """Whatever it tries."""
     candidate: int
@@ -112,9 +100,6 @@ class SearchNeeds:
         """With so many candidates, fitted to so many examples a task."""
         states = min(self.room, candidates * (fitted * self.states + self.watched))
         return int(self.fixed + candidates * self.candidate + states + fitted * self.kept)
-
-    def fits(self, candidates: int, fitted: int) -> bool:
-        return self.bytes_for(candidates, fitted) <= SPARE * self.memory
 
 
 @dataclass(frozen=True)
@@ -153,13 +138,12 @@ def estimate(
     loads = {task: _load(rows, calibration.examples, computing, writes=writes) for task, rows in examples.items()}
     guarded, built = writes and calibration.select != "preset", isinstance(recipe.merged, Merge)
     needs = _add_up(merged, architecture, loads, device, calibration, guarded=guarded, built=built)
-    if writes and calibration.is_open and all(rows.selection_count for rows in examples.values()):
-        fitted, watched = (max(getattr(load, key) for load in loads.values()) for key in ("fitted", "watched"))
-        search = plan_search(calibration, kind_of(merged.module), fitted, watched, needs.work, needs.search.fits)
-        if isinstance(search, SearchPlan):
-            place = "device_bytes" if needs.device_bytes else "host_bytes"
-            needed = needs.search.bytes_for(len(search.candidates), search.fitted)
-            return replace(needs, **{place: max(getattr(needs, place), needed)})
+    if writes and calibration.is_open and calibration.select == "search":
+        fitted, kind = max(load.fitted for load in loads.values()), kind_of(merged.module)
+        search = plan_search(calibration, kind, fitted, METRICS, len(architecture.blocks))
+        place = "device_bytes" if needs.device_bytes else "host_bytes"
+        needed = needs.search.bytes_for(len(search.candidates), search.fitted)
+        return replace(needs, **{place: max(getattr(needs, place), needed)})
     return needs
 
 
@@ -253,17 +237,14 @@ def _add_up(
     computing = max(count.adding * block + adding + min(passes.lent, held - here), count.solving * block + solving)
     if weights.is_converted and not has_device:  # each model has its own, and blocks while they run
         computing += RUN_BESIDE * weights.block_in_use + (len(loads) + RUN_BESIDE - 1) * weights.stem_in_use
-    gradients = _count_gradients(model, architecture, needs) if calibration.metric == "output" else 0
-    computing = round(
-        max(computing, STEMS_HELD * stem, count.finishing * block, gradients + KEPT_BYTES * bool(gradients))
-    )
+    summed, kept = _count_gradients(model, architecture, needs) if calibration.is_by_answers else (0, 0)
+    computing = round(max(computing, STEMS_HELD * stem, count.finishing * block, summed + KEPT_BYTES * bool(summed)))
     missing = sum(load.held_bytes - load.read_bytes for load in loads.values())
     aside = 0 if has_device else sum(load.aside_bytes for load in loads.values())
     on_host = resident_bytes() + missing - aside + HEAP_GAPS
     if has_device:
         on_host += max(STEMS_HELD * weights.stem, BLOCKS_HELD.finishing * weights.block)
     search = SearchNeeds(
-        memory_of(device),
         computing + (0 if has_device else on_host),
         weights.block_in_use + weights.stem_in_use * (has_device or weights.is_converted),
         passes.state,
@@ -276,8 +257,7 @@ def _add_up(
         host_bytes=on_host + max(aside, there if has_device else here + computing),
         device_bytes=here + computing if has_device else 0,
         disk_bytes=sum(x.nbytes for x in model.parameters()) * (2 if built else 1)
-        + (sum(sizes) + held - here - there + aside + round(passes.aside) + gradients * len(loads) + SMALL_FILES),
-        work=count_work(model, architecture, needs, max(load.fitted for load in loads.values())),
+        + (sum(sizes) + held - here - there + aside + round(passes.aside) + kept * len(loads) + SMALL_FILES),
         search=search,
     )
 
@@ -338,11 +318,10 @@ def _find_largest(
     has_device: bool,
 ) -> BlockSums:
     """The most that any block's equations take at each time."""
-    computing, ridge = choose_dtype(calibration, model), calibration.ridge
-    if ridge is None:
-        preset = take_preset(calibration, kind_of(model)).hyperparameters.ridge
-        ridge = preset if calibration.select == "preset" else 0.0
-    precision, most = choose_precision(torch.float32, ridge), BlockSums(0.0, 0.0)
+    computing, metric = choose_dtype(calibration, model), METRICS[not calibration.is_by_answers]
+    preset = take_preset(calibration, kind_of(model), metric).hyperparameters.ridge
+    searched = calibration.is_open and calibration.select == "search" and calibration.ridge is None
+    precision, most = choose_precision(torch.float32, 0.0 if searched else preset, metric), BlockSums(0.0, 0.0)
     sizes = {task: load.batch_size / needs[task].examples for task, load in loads.items()}
     for block in architecture.blocks:
         inputs = []
@@ -353,7 +332,7 @@ def _find_largest(
         numbers = max(sizes[task] * need.inputs.get(block.name, 0) for task, need in needs.items())
         both = 2 * numbers * computing.itemsize  # of student and expert
         sums = sum_block(inputs, both, computing, precision, guarded=guarded, has_device=has_device)
-        if calibration.metric == "output":  # every task's G is kept, and once more as a whole for those that are solved
+        if calibration.is_by_answers:  # every task's G is kept, and once more as a whole for those that are solved
             grams = [each.d_in**2 * precision.itemsize * len(loads) for each in inputs]
             kept = sum(grams) * (1 + guarded)
             sums = BlockSums(sums.adding + kept, sums.solving + kept + max(grams, default=0))
@@ -361,37 +340,17 @@ def _find_largest(
     return most
 
 
-def _count_gradients(model: nn.Module, architecture: Architecture, needs: Mapping[str, BatchNeeds]) -> int:
-    """Bytes of what is known of one expert's answers, where errors are measured by them."""
-    numbers = 0
+def _count_gradients(model: nn.Module, architecture: Architecture, needs: Mapping[str, BatchNeeds]) -> tuple[int, int]:
+    """Bytes of one expert's gradients, where errors are measured by what they do to answers: as they are summed, and as
+    they are kept."""
+    summed = kept = 0
     for block in architecture.blocks:
         for _, d_out, widest, _ in find_inputs(model, block, needs):
-            numbers += d_out * (widest if widest <= WIDEST_SQUARE else SKETCH_ROWS)
-    return numbers * COMPUTE
+            summed += d_out * (widest if widest <= WIDEST_SQUARE else SKETCH_ROWS)
+            kept += d_out * min(widest, DIRECTIONS)
+    return summed * COMPUTE, kept * COMPUTE
 
 
 def read_bytes(model: Model, architecture: Architecture) -> int:
     """Of the parameters that a calibration reads of this model."""
     return sum(value.nbytes for value in model.parameters_of(architecture.reached))
-
-
-def count_work(model: nn.Module, architecture: Architecture, needs: Mapping[str, BatchNeeds], fitted: int) -> Work:
-    """The operations of a calibration that fits so many examples a task, in the ways that it will choose."""
-    forward = products = systems = 0.0
-    for block in architecture.blocks:
-        for d_in, d_out, _, rows in find_inputs(model, block, needs):
-            total = sum(rows)
-            forward += 2 * d_in * d_out * total
-            if is_dual_cheaper(round(total * fitted), d_in, d_out):
-                products += 4 * d_in * d_out * total
-                systems += 2 * dual_cost(total * fitted, d_in, d_out)
-                continue
-            products += d_in * d_in * total
-            systems += 2 * primal_cost(d_in, d_out)
-            for count in filter(None, rows):
-                if is_residual_cheaper(round(count * fitted), d_in, d_out, outputs_known=True):
-                    products += 4 * d_in * d_out * count
-                else:
-                    products += 2 * d_in * d_in * count
-                    systems += PRECISE_COST * 2 * d_out * d_in * d_in
-    return Work(len(architecture.blocks), forward, products, systems)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from pathlib import Path
@@ -17,6 +17,7 @@ from featcal_cli.lineage.questions import SAID, Finding
 from featcal_cli.lineage.resolve import check_experts, find_lineage
 from featcal_cli.recipe.reading import as_draft
 from featcal_cli.recipe.schema import Draft, Recipe
+from featcal_cli.reporting.markdown import join_notes
 from featcal_cli.reporting.report import CARD, PICTURE, RECIPE, REPORT
 from featcal_cli.runtime.distributed import join_ranks
 from featcal_cli.runtime.energy import EnergyMeter
@@ -160,4 +161,10 @@ class Session:
         """Remember sentences for the report, and show them."""
         for text in map(visible, texts):
             self.notes.append(text)
+            self.listener.note(text)
+
+    def note_of_tasks(self, tasks: Collection[str], texts: Sequence[str]) -> None:
+        """The same of sentences that begin with a task; those that several tasks share are shown once."""
+        self.notes += map(visible, texts)
+        for text in join_notes(map(visible, texts), tasks):
             self.listener.note(text)

@@ -200,6 +200,7 @@ class Setup:
         drift = self._prepare_drift(by_role, measured, [merged, *experts.values()], is_inspected=not students)
         drift.finals = {} if keep_finals else None
         second = {role: drift.runners[role] for role in (*students, MERGED)} if judged else {}
+        outputs = OutputMeter() if self.gradients else None  # what errors are measured by judges the result, too
         return Job(
             architecture=architecture,
             students={role: runners[id(model)] for role, model in students.items()},
@@ -209,7 +210,7 @@ class Setup:
             fitted=fitted if students else {},
             drift=drift,
             checked=selection if guarded else {},
-            second=Measurement(second, selection, last_block_only=True) if judged else None,
+            second=Measurement(second, selection, outputs=outputs, last_block_only=True) if judged else None,
             cls_blocks=self._choose_cls_blocks(merged),
             offloader=Offloader(self.device, *rooms_for_features(self.device), self.scratch),
             ranks=self.ranks,
@@ -228,14 +229,15 @@ class Setup:
         answering: the models whose answers limit the size of a batch."""
         blocks = self.architecture.blocks
         heads_here = all(has_small_head(expert, self.architecture) for expert in self.models.experts.values())
-        small_heads = all(self.ranks.gather(heads_here))
+        # for gradients of answers heads were read anyway
+        are_answers_read = all(self.ranks.gather(heads_here or bool(self.gradients)))
         base = self.models.base
         split = frozenset(role for role, runner in runners.items() if is_inspected and runner.model is not base)
         drift = Measurement(
             runners,
             limit_batches(measured, answering),
             DriftMeter(modules=is_inspected, refuse_vanishing=not is_inspected),
-            outputs=OutputMeter() if small_heads or is_inspected else None,
+            outputs=OutputMeter() if are_answers_read or is_inspected else None,
             vectors=VectorMeter() if is_inspected else None,  # a calibrated block is there when its experts' are gone
             examples=ExampleMeter() if is_inspected else None,
             split=split,
@@ -273,7 +275,9 @@ class Setup:
         job = replace(self, models=shared, examples=few, note=lambda *_: None).make_job(
             {role: share_model(merged) for role in students}, {MERGED: shared.merged}
         )
-        drift = replace(job.drift, outputs=OutputMeter(), split=frozenset(), branches=frozenset(branches))
+        drift = replace(
+            job.drift, outputs=OutputMeter(), examples=ExampleMeter(), split=frozenset(), branches=frozenset(branches)
+        )
         return replace(job, drift=drift)
 
     def _choose_cls_blocks(self, merged: BlockRunner) -> frozenset[str]:

@@ -139,7 +139,7 @@ def dry_run(
     if strict:
         check_judged(plan.examples)
     if plan.recipe.calibration.select == "search" and plan.recipe.calibration.is_open:
-        session.note("whether examples are left to search with is seen when all are read")
+        session.note("whether there are enough examples for a search is known once all are read")
     return plan
 
 

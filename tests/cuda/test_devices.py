@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -39,6 +39,9 @@ PLACES = {"device": None, "host": (0, 1 << 30), "files": (0, 0)}
 PRECISE = 1e-5
 """How near the CPU's weights are, in bfloat16 too: the emulation rounds as the CPU does, where it reads the same memory
 (torch's linear of a slice is a product and a sum, each rounded, and of a copy of it is rounded once)."""
+
+PRECISE_BY_ANSWERS = 1e-4
+"""The same where the equations are approached in float32 by steps of which each hangs on those before."""
 
 
 class Uploads:
@@ -147,6 +150,32 @@ def test_a_family_has_the_cpus_weights(
             uploads.check()
 
 
+@pytest.fixture
+def gradients_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A torch that was built without CUDA sends no gradients back on its tensors."""
+    measure = setup.Setup.measure_gradients
+
+    def measure_on_cpu(ready: setup.Setup, *args: Any) -> dict[str, Path]:
+        return measure(replace(ready, device=torch.device("cpu")), *args)
+
+    monkeypatch.setattr(setup.Setup, "measure_gradients", measure_on_cpu)
+
+
+@pytest.mark.usefixtures("gradients_on_cpu")
+@pytest.mark.parametrize("name", sorted(SPREAD))
+def test_errors_by_answers_give_the_cpus_weights(tmp_path: Path, name: str, device: ModuleType) -> None:
+    saved = save_family(tmp_path, BY_NAME[name])
+    recipe = saved.recipe(ridge=None, rho=None, alpha=None)
+    before = torch.cuda.memory_allocated()
+    runs = [calibrate(recipe, output=tmp_path / where, device=where, batch_size=5) for where in ("cpu", "cuda")]
+    assert [run.report.settings["metric"] for run in runs] == ["output", "output"]
+    cpu, cuda = (load_file(run.output / "model.safetensors") for run in runs)
+    assert difference(cuda, cpu) <= PRECISE_BY_ANSWERS
+    assert torch.cuda.memory_allocated() == before
+    assert not device.faults()
+
+
+@pytest.mark.usefixtures("gradients_on_cpu")
 @pytest.mark.parametrize("name", ["bert", "t5"])
 def test_a_search_has_the_cpus_choice_and_weights(
     tmp_path: Path, name: str, device: ModuleType, monkeypatch: pytest.MonkeyPatch

@@ -187,7 +187,7 @@ WAYS: dict[str, Arrange] = {
     "of shape": bad_models.expert_of_another_width,
     "lacks the tensor": bad_models.expert_with_fewer_blocks,
     "of another architecture": bad_models.base_of_another_architecture,
-    "is another function": bad_models.config("red", num_attention_heads=8),
+    "would compute different things": bad_models.config("red", num_attention_heads=8),
     "is quantised": bad_models.merged_config(quantization_config={"quant_method": "gptq", "bits": 4}),
     "does not say which base": bad_models.adapter(base_model_name_or_path=None),
     "needs code from the repo": bad_models.merged_config(architectures=["NewModel"], auto_map={"AutoModel": "e.E"}),

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 from families import BY_NAME, save_family
 from jobs import Stopper
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from featcal_cli.recipe.reading import as_draft, complete_draft
 from featcal_cli.reporting.report import Report
+from featcal_cli.runtime.errors import NumericsError
 from featcal_cli.workflows.verbs import calibrate
 
 pytestmark = pytest.mark.usefixtures("undrawn")
@@ -58,3 +59,20 @@ def test_an_interrupted_run_ends_in_the_same_weights(name: str, tmp_path: Path) 
     assert any(not first[key].equal(merged[key]) for key in merged)
     assert all(other[key].equal(first[key]) for other in others for key in first)
     assert not list(tmp_path.glob(".*.featcal")) and whole.report.settings["metric"] == "output"
+
+
+def test_where_answers_say_nothing_features_count_and_it_is_said(tmp_path: Path) -> None:
+    """An expert's files hold no pooler, which is random then; asked for by name, the metric is an error."""
+    saved = save_family(tmp_path, BY_NAME["bert"])
+    file = saved.folder / "red" / "model.safetensors"
+    tensors = {name: tensor for name, tensor in load_file(file).items() if not name.startswith("pooler")}
+    save_file(tensors, file, metadata={"format": "pt"})
+    settings: dict[str, Any] = {"examples": 8, "ridge": None, "rho": None, "alpha": None}
+    report = calibrate(saved.recipe(**settings), output=tmp_path / "auto").report
+    assert report.settings["metric"] == "features" and not report.answers
+    said = [note for note in report.notes if note.startswith("errors are measured by features: ")]
+    assert len(said) == 1 and "the head of the expert of red is in no file, and random" in said[0]
+    with pytest.raises(NumericsError, match="is in no file, and random") as error:
+        calibrate(saved.recipe(**settings, metric="output"), output=tmp_path / "asked")
+    assert "--metric features" in error.value.fix
+    assert not (tmp_path / "asked").exists()

@@ -184,7 +184,7 @@ def test_full_models_and_vision_towers_go_together(tmp_path: Path) -> None:
 
 def test_flan_t5_by_the_papers_settings(tmp_path: Path) -> None:
     """Gated, with a head of its own: decoder blocks too, no norms, the head untouched."""
-    recipe = save_family(tmp_path, BY_NAME["flan-t5"]).recipe() | {"calibration": {"examples": 12}}
+    recipe = save_family(tmp_path, BY_NAME["flan-t5"]).recipe() | {"calibration": {"examples": 12, "select": "preset"}}
     report = calibrate(recipe, output=tmp_path / "out").report
     assert {key: report.settings[key] for key in ("ridge", "rho", "alpha")} == {"ridge": 1e-5, "rho": 2.0, "alpha": 0.6}
     names = changed(tmp_path)

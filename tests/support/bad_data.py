@@ -134,11 +134,11 @@ CASES: list[Case] = [
     (file("rows.csv", f"{ESCAPE}a,b\n" + "1,2\n" * 20), ["no column holds text"]),
     (tensors(pixel_values=torch.zeros(4, 3, 8, 8)), ["pixel_values"]),
     (tensors(attention_mask=torch.ones(4, 9, dtype=torch.long)), ["cannot run", "input_ids"]),
-    (tensors(input_ids=torch.full((4, 9), 1000)), ["has 1000", "knows 0 to"]),
+    (tensors(input_ids=torch.full((4, 9), 1000)), ["holds 1000", "knows only 0 to"]),
     (tensors(input_ids=torch.ones(4, 3000, dtype=torch.long)), ["3,000 tokens", "cut the examples"]),
     (tensors(input_ids=torch.ones(4, 0, dtype=torch.long)), ["holds nothing"]),
     (pipe, ["is a pipe", "into a file"]),
-    (tensors(input_ids=torch.full((4, 9), -1)), ["has -1"]),
+    (tensors(input_ids=torch.full((4, 9), -1)), ["holds -1"]),
     (tensors(input_ids=IDS, attention_mask=IDS[:4]), ["do not agree"]),
     (tensors(input_ids=IDS, attention_mask=torch.zeros_like(IDS)), ["padding", "red"]),
     (tensors(labels=IDS[:, 0].contiguous()), ["nothing but labels"]),
@@ -171,7 +171,7 @@ CASES: list[Case] = [
             README__md="---\nconfigs: [{config_name: a, data_files: 'https://x/y.txt'}]\n---\n",
             a__txt="w2",
         ),
-        ["lie elsewhere", "https://x/y.txt"],
+        ["not on the Hub", "https://x/y.txt"],
     ),
     (
         hub_dataset(

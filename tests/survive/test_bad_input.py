@@ -34,6 +34,9 @@ def test_bad_input_is_one_clear_message(
     assert run.stdout == ""
     assert run.stderr.count("error:") == 1 and "Traceback" not in run.stderr
     assert "fix:" in run.stderr
+    message = run.shown[run.shown.index("error:") :].splitlines()
+    # but for commands, which are never cut
+    assert sum(-(-len(line) // 80) for line in message if not line.startswith("    featcal ")) <= 6, run.shown
     assert "\x1b" not in run.stderr
     for word in words:
         assert word in run.stderr, run.stderr

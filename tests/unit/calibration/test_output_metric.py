@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -13,17 +14,16 @@ from torch.nn.functional import linear
 from featcal_cli.calibration import output_metric
 from featcal_cli.calibration.hyperparameters import Hyperparameters
 from featcal_cli.calibration.linear_algebra import EPSILON
-from featcal_cli.calibration.output_metric import SENSITIVITY, MetricEquations, OutputMetric
+from featcal_cli.calibration.output_metric import MOST_STEPS, SENSITIVITY, MetricEquations, OutputMetric
 from featcal_cli.calibration.solver import LinearEquations
 from featcal_cli.models.module_kinds import Affine
-from featcal_cli.runtime.errors import NumericsError
 
 SETTINGS = [Hyperparameters(0.05, 2.0, 0.3), Hyperparameters(1e-3, 1.0, 0.6), Hyperparameters(1e-5, 0.5, 0.15)]
 TASKS, ROWS, D_IN, D_OUT = 3, 30, 9, 6
 
 
 def draw(*, sketched: bool = False) -> tuple[Affine, Affine, list[dict[str, Any]]]:
-    """Merged, base, and each task's rows, expert and gradients: Σ g gᵀ of 4 rows, or these rows."""
+    """Merged, base, and each task's rows, expert and R: of as many rows as there are outputs, or of fewer."""
     generator = torch.Generator().manual_seed(3)
 
     def normal(*shape: int) -> Tensor:
@@ -36,23 +36,26 @@ def draw(*, sketched: bool = False) -> tuple[Affine, Affine, list[dict[str, Any]
 
     tasks = []
     for _ in range(TASKS):
-        x_cal, g = normal(ROWS, D_IN), normal(4, D_OUT) * torch.arange(1, 1 + D_OUT)
+        x_cal, g = normal(ROWS, D_IN), normal(2 if sketched else D_OUT, D_OUT) * torch.arange(1, 1 + D_OUT)
+        g *= ((0.7 if sketched else 1.0) * D_OUT / g.square().sum()).sqrt()  # of what the mean diagonal is 1 of
         x_exp = x_cal + 0.3 * normal(ROWS, D_IN)
-        tasks.append({"x_cal": x_cal, "x_exp": x_exp, "expert": near(merged), "g": g if sketched else g.T @ g})
+        tasks.append({"x_cal": x_cal, "x_exp": x_exp, "expert": near(merged), "g": g})
     return merged, near(merged), tasks
 
 
 def metric_of(gradients: Tensor) -> Tensor:
     """S [d, d] as it is defined."""
-    m = gradients if gradients.shape == (D_OUT, D_OUT) else gradients.T @ gradients
-    return (1 - SENSITIVITY) * torch.eye(D_OUT).double() + SENSITIVITY * m / m.diagonal().mean()
+    m, d = gradients.T @ gradients, gradients.shape[1]
+    rest = (1 - m.trace() / d) * torch.eye(d).double()
+    return (1 - SENSITIVITY) * torch.eye(d).double() + SENSITIVITY * (m + rest)
 
 
 def add_all(system: MetricEquations, merged: Affine, tasks: list[dict[str, Any]], alpha: float) -> None:
     for task in tasks:
         rows = {name: task[name] for name in ("x_cal", "x_exp", "expert")}
         moments = sum_up("drift", **rows, merged=merged, alpha=alpha, batches=2)
-        system.add_task_in({"m": task["g"]}, moments, {"m": task["expert"]})
+        moments.gradients = {"m": task["g"]}
+        system.add_task(moments, {"m": task["expert"]})
 
 
 def solve_plainly(merged: Affine, base: Affine, tasks: list[dict[str, Any]], settings: Hyperparameters) -> Affine:
@@ -83,6 +86,7 @@ def test_the_equations_are_solved_as_they_stand(
     sketched: bool, settings: Hyperparameters, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(output_metric, "TOLERANCE", 1e-10)
+    monkeypatch.setattr(output_metric, "MOST_STEPS", 500)
     merged, base, tasks = draw(sketched=sketched)
     system = MetricEquations({"m": merged}, settings)
     add_all(system, merged, tasks, settings.alpha)
@@ -93,13 +97,30 @@ def test_the_equations_are_solved_as_they_stand(
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
-def test_the_update_is_as_precise_as_its_tolerance_says(settings: Hyperparameters) -> None:
+def test_every_step_lowers_the_error_and_few_are_near_the_end(
+    settings: Hyperparameters, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In what is minimised, with the anchor; the steps begin at merged, where the error is that of no update."""
     merged, base, tasks = draw()
-    system = MetricEquations({"m": merged}, settings)
-    add_all(system, merged, tasks, settings.alpha)
-    weight = system.solve({"m": base})["m"].parameters.weight
-    expected = solve_plainly(merged, base, tasks, settings).weight
-    assert (weight - expected).norm() <= 0.02 * (expected - merged.weight).norm()
+    best = solve_plainly(merged, base, tasks, settings).weight - merged.weight
+    towards = (1 - settings.rho) * (base.weight - merged.weight)
+    errors = []
+    for steps in (1, 2, 4, MOST_STEPS):
+        monkeypatch.setattr(output_metric, "MOST_STEPS", steps)
+        system = MetricEquations({"m": merged}, settings)
+        add_all(system, merged, tasks, settings.alpha)
+        update = system.solve({"m": base}, bias=False)["m"].parameters.weight - merged.weight
+        errors.append(
+            [
+                float(curvature - 2 * descent + settings.ridge * (of - towards).square().sum())
+                for of in (update, best)
+                for curvature, descent in [system.objective("m", of, torch.zeros(D_OUT).double())]
+            ]
+        )
+    ours, (least, *_) = zip(*errors, strict=True)
+    none = settings.ridge * float(towards.square().sum())
+    assert all(now <= before + 1e-12 for before, now in pairwise((none, *ours)))
+    assert ours[-1] - least <= 0.02 * (none - least)
 
 
 def test_without_gradients_the_equations_are_the_papers() -> None:
@@ -109,8 +130,7 @@ def test_without_gradients_the_equations_are_the_papers() -> None:
     for task in tasks:
         rows = {name: task[name] for name in ("x_cal", "x_exp", "expert")}
         moments = sum_up("drift", **rows, merged=merged, alpha=0.3)
-        assert isinstance(system, MetricEquations)
-        system.add_task_in({}, moments, {"m": task["expert"]})
+        system.add_task(moments, {"m": task["expert"]})
         plain.add_task(moments, {"m": task["expert"]})
     solved, expected = (each.solve({"m": base})["m"].parameters for each in (system, plain))
     for ours, theirs in zip(solved, expected, strict=True):
@@ -122,11 +142,13 @@ def test_who_is_indifferent_gives_way() -> None:
     """Two tasks want opposite things of an output that only one of them looks at: it gets what it wants."""
     merged = Affine(torch.zeros(2, 3), torch.zeros(2))
     x = torch.eye(3).repeat(20, 1)
-    looks_at = {"first": torch.tensor([[100.0, 0.0], [0.0, 0.0]]), "second": torch.tensor([[0.0, 0.0], [0.0, 100.0]])}
+    looks_at = {"first": torch.tensor([[2**0.5, 0.0]]), "second": torch.tensor([[0.0, 2**0.5]])}
     system = MetricEquations({"m": merged}, Hyperparameters(1e-4, 1.0, 1.0))
     for wanted, gradients in zip((1.0, -1.0), looks_at.values(), strict=True):
         expert = Affine(torch.full((2, 3), wanted), torch.zeros(2))
-        system.add_task_in({"m": gradients}, sum_up("drift", x, x, expert, merged, 1.0), {"m": expert})
+        moments = sum_up("drift", x, x, expert, merged, 1.0)
+        moments.gradients = {"m": gradients}
+        system.add_task(moments, {"m": expert})
     weight = system.solve({"m": merged})["m"].parameters.weight
     # rows of S are 0.1 and 1.9: each output goes to (1.9 − 0.1) / 2 of what the task that looks at it wants
     assert torch.allclose(weight, torch.tensor([[0.9] * 3, [-0.9] * 3]), atol=2e-3)
@@ -155,15 +177,7 @@ def test_the_guard_looks_at_the_same_metric() -> None:
 def test_a_metric_and_its_matrix_are_one() -> None:
     for _, _, tasks in (draw(), draw(sketched=True)):
         for task in tasks:
-            metric, x = OutputMetric(task["g"], D_OUT, torch.float64), torch.randn(D_OUT, 4).double()
+            metric, x = OutputMetric(task["g"], torch.float64), torch.randn(D_OUT, 4).double()
             assert torch.allclose(metric(x), metric_of(task["g"]) @ x)
-            assert torch.allclose(metric.full(), metric_of(task["g"]))
-
-
-def test_equations_that_are_not_solved_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(output_metric, "MOST_STEPS", 1)
-    merged, base, tasks = draw()
-    system = MetricEquations({"m": merged}, SETTINGS[2])
-    add_all(system, merged, tasks, 0.3)
-    with pytest.raises(NumericsError, match="were not solved in 1 steps"):
-        system.solve({"m": base})
+            assert torch.allclose(metric(x[:, 0]), metric_of(task["g"]) @ x[:, 0])
+            assert metric_of(task["g"]).diagonal().mean() == pytest.approx(1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections import Counter
+from dataclasses import replace
 from hashlib import sha256
 from math import inf, nan
 from pathlib import Path
@@ -44,12 +45,14 @@ def quiet(_: Progress) -> None:
 
 def start(prepared: Prepared, names: list[str], cuts: dict[int, int] | None = None) -> Search:
     """A search among some of CANDIDATES."""
-    candidates = {name: Candidate(CANDIDATES[name], "the test") for name in names}
+    candidates = {name: Candidate(CANDIDATES[name], "the test", place) for place, name in enumerate(names)}
     return Search(prepared.to_search(names, FITTED, cuts or {}), candidates, True, cuts or {})
 
 
 def by_settings(trials: list[Trial]) -> dict[str, Trial]:
-    return {name: trial for name, values in CANDIDATES.items() for trial in trials if trial.hyperparameters == values}
+    """Without what is said of a candidate beside others."""
+    alone = [replace(trial, place=0, error=None) for trial in trials]
+    return {name: trial for name, values in CANDIDATES.items() for trial in alone if trial.hyperparameters == values}
 
 
 @pytest.fixture(scope="module")

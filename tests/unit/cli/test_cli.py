@@ -17,7 +17,6 @@ import yaml
 from command_line import featcal, featcal_inside
 from families import FAMILIES, save_family
 from hub_server import HubServer
-from outcome import TIME
 from PIL import Image
 from rich.console import Console
 from safetensors.torch import load_file
@@ -60,9 +59,9 @@ def test_results_go_to_stdout_and_the_rest_to_stderr(folder: Path, capsys: pytes
     assert "token weights: cls" in run.stderr and "README.md shows how" in run.stderr.replace("\n", " ")
     assert max(map(len, run.stdout.splitlines())) <= 80
     quiet = featcal_inside(capsys, "calibrate", {**LOCAL, "-o": "out", "-q": "", "--overwrite": ""})
-    assert (quiet.code, quiet.stderr, TIME.sub("", quiet.stdout)) == (0, "", TIME.sub("", run.stdout))
+    assert (quiet.code, quiet.stderr, quiet.stdout.partition(" in ")[0]) == (0, "", run.stdout.partition(" in ")[0])
     assert re.fullmatch(
-        r"Mean drift fell by \d+ % in .* s; the calibrated model is in out\.", run.stdout.splitlines()[-1]
+        r"Mean distance of answers fell by \d+ % in .* s; the calibrated model is in out\.", run.stdout.splitlines()[-1]
     )
     assert run.shown.splitlines()[-1] == "  featcal calibrate -r out/featcal.yaml -o NEW"
     printed = featcal_inside(capsys, "calibrate", {**LOCAL, "-o": "out", "--json": "", "--overwrite": ""})

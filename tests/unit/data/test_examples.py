@@ -243,8 +243,8 @@ def test_only_the_row_groups_that_hold_chosen_rows_are_read(at: Folder, bert: An
 def test_a_source_with_fewer_rows_is_fitted_whole_and_the_notes_say_so(at: Folder, bert: Any) -> None:
     found = at.load(bert, at.rows(*text_rows(5)))
     assert (found.fitted_count, found.held_out_count, found.selection) == (5, 0, [])
-    assert any("all of them are fitted (8 were asked for)" in note for note in found.notes)
-    assert any("drift is measured on fitted rows" in note for note in found.notes)
+    assert any("(8 requested): nothing is held out" in note for note in found.notes)
+    assert any("drift is measured on the fitted rows" in note for note in found.notes)
 
 
 @pytest.mark.parametrize(("rows", "halves"), [(9, (0, 0)), (10, (1, 1)), (11, (1, 2)), (16, (4, 4)), (99, (4, 4))])
@@ -273,7 +273,7 @@ def test_about_a_fifth_is_held_out_where_there_are_too_few_rows(
     assert (found.fitted_count, found.selection_count, found.held_out_count) == parts
     assert sum(map(len, sides_of(found, "input_ids"))) == min(rows, sum(parts))
     if parts[1] > 0 and parts[0] < count:
-        assert any(f"{parts[0]} are fitted ({count} were asked for)" in note for note in found.notes)
+        assert any(f"{parts[0]} are fitted ({count} requested)" in note for note in found.notes)
     assert at.load(bert, data, count=count, seed=3).fitted_count == min(rows, count)
 
 
@@ -288,9 +288,9 @@ def test_equal_rows_are_never_on_both_sides(at: Folder, bert: Any, different: in
     if hold_out or different == 200:
         assert bool(sides[2]) == (different >= 10)
     if different < 200:
-        assert any("rows are equal to others" in note for note in found.notes)
+        assert any("rows equal others" in note for note in found.notes)
     if different < 10:
-        assert any("drift is measured on fitted rows" in note for note in found.notes)
+        assert any("drift is measured on the fitted rows" in note for note in found.notes)
 
 
 def test_equal_tensors_and_images_are_never_on_both_sides(at: Folder, vit: Any) -> None:
@@ -593,13 +593,16 @@ def test_tensors_are_taken_in_file_order_and_need_no_preprocessor(at: Folder, vi
         ({"input_ids": torch.ones(0, 3).long()}, "do not agree"),
         ({"input_ids": torch.tensor(1)}, "do not agree"),
         ({"labels": torch.tensor([1, 2])}, "nothing but labels"),
-        ({"input_ids": torch.ones(4, 17).long()}, "17 tokens an example, and the model positions for 16"),
+        ({"input_ids": torch.ones(4, 17).long()}, "17 tokens per example, but the model has only 16 positions"),
         ({"input_ids": IDS[:, :0]}, r"input_ids \[4, 0\] holds nothing"),
-        ({"input_ids": IDS.index_fill(0, torch.tensor([1]), 64)}, "of example 2 has 64, and the model knows 0 to 63"),
-        ({"input_ids": -IDS}, "of example 1 has -1"),
+        (
+            {"input_ids": IDS.index_fill(0, torch.tensor([1]), 64)},
+            "of example 2 holds 64, but the model knows only 0 to 63",
+        ),
+        ({"input_ids": -IDS}, "of example 1 holds -1"),
         ({"input_ids": IDS.float()}, "ids are whole numbers"),
         ({"input_ids": IDS[:, 0].contiguous()}, "without a dimension of tokens"),
-        ({"input_ids": IDS, "token_type_ids": 2 * IDS}, "token_type_ids of example 1 has 2"),
+        ({"input_ids": IDS, "token_type_ids": 2 * IDS}, "token_type_ids of example 1 holds 2"),
         ({"input_ids": IDS, "attention_mask": HALF_MASK}, "of example 3 is all 0"),
         ({"input_ids": IDS, "attention_mask": IDS[:, :5].contiguous()}, "differ"),
         ({"input_ids": IDS, "attention_mask": 5 * IDS}, "holds 5 to 5"),
@@ -625,7 +628,7 @@ def test_positions_of_roberta_begin_behind_the_paddings(at: Folder) -> None:
     assert count_positions(roberta) == (14, True)
     roberta(input_ids=torch.full((1, 14), 5))
     too_long = at.tensors(input_ids=torch.full((4, 15), 5))
-    refused(at, roberta, too_long, "15 tokens an example, and the model positions for 14")
+    refused(at, roberta, too_long, "15 tokens per example, but the model has only 14 positions")
     [batch] = at.load(roberta, at.rows({"text": "w1 " * 600})).fitted
     assert batch["input_ids"].shape == (1, 14)
 

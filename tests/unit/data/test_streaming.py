@@ -458,7 +458,7 @@ def test_a_commit_is_read_even_when_the_branch_has_moved_on(hub: HubServer, publ
         ({"README.md": "---\nconfigs:\n- {config_name: a, data_files: a/*}\n---\n"}, {},
          r"no file[^$]*card names: a/\*"),
         ({"README.md": "---\nconfigs:\n- {config_name: a, data_files: 'https://a.org/a.csv'}\n---\n"}, {},
-         r"lie elsewhere \(https://a.org/a.csv\)"),
+         r"not on the Hub but at https://a.org/a.csv"),
         ({}, {"dataset": "/a/b"}, "for a file or folder write path: "),
     ],
 )  # fmt: skip
