@@ -35,7 +35,8 @@ MOST_TASKS, MOST_LEVELS, LONGEST_NAME = 8, 16, 24
 MOST_LINES = 6
 """Of a message."""
 LONGEST_WORD, FITTED = 60, 40
-"""Columns of a word in what a message says is wrong, such as a path; longer ones are cut in the middle to FITTED."""
+"""Columns of a word in what a message says is wrong, such as a path; longer ones are cut in the middle to FITTED, where
+the message would not fit else."""
 LEVELS = "▁▂▃▄▅▆▇█"
 ROUNDING = 1e-6
 """Of a level."""
@@ -234,12 +235,16 @@ def show_error(error: FeatCalError, who: str = "") -> None:
     """One message in at most MOST_LINES: what, where, how to fix it; `who` says it, where there are several. A command
     at the end is a line of its own, to be copied, and is never cut; nor are several questions, each of which counts."""
     fix, command = _split_command(error)
-    what = " ".join(fit(word, FITTED) if cell_len(word) > LONGEST_WORD else word for word in error.what.split(" "))
-    heads = (f"{who}error:", "  in:", "  fix:")
+    what, heads = error.what, (f"{who}error:", "  in:", "  fix:")
     parts = [fold(text, ERR.width, f"{head} ") for head, text in zip(heads, (what, error.where, fix), strict=True)]
     room = MOST_LINES - bool(command)
-    if _count_lines(*parts) > room and not isinstance(error, OpenQuestionsError):
+    is_cut = not isinstance(error, OpenQuestionsError)
+    if _count_lines(*parts) > room and is_cut:
         parts[1] = [fit(f"{heads[1]} {visible(error.where)}", ERR.width)]
+    if _count_lines(*parts) > room and is_cut:
+        what = " ".join(fit(word, FITTED) if cell_len(word) > LONGEST_WORD else word for word in what.split(" "))
+        parts[0] = fold(what, ERR.width, f"{heads[0]} ")
+    if _count_lines(*parts) > room and is_cut:
         parts[0] = _cut(parts[0], max(MOST_LINES // 2, room - _count_lines(*parts[1:])))
         parts[2] = _cut(parts[2], room - _count_lines(*parts[:2]))
     for head, text, lines in zip(heads, (what, error.where, fix), parts, strict=True):
