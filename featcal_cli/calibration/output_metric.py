@@ -11,6 +11,7 @@ want different things it decides who gives way in which direction.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from math import isfinite
 from typing import NamedTuple
 
 import torch
@@ -29,6 +30,7 @@ from featcal_cli.calibration.linear_algebra import (
 from featcal_cli.calibration.moments import LinearMoments
 from featcal_cli.calibration.solver import LinearEquations
 from featcal_cli.models.module_kinds import Affine
+from featcal_cli.runtime.errors import NumericsError
 
 SENSITIVITY = 0.9
 """κ: how much of S is what gradients say; the rest is the identity, as few of them say nothing of most directions."""
@@ -191,13 +193,16 @@ def approach_by_conjugate_gradients(
     system_of: Callable[[Tensor], Tensor], right: Tensor, precondition: Callable[[Tensor], Tensor], steps: int
 ) -> Tensor:
     """From 0 towards x with system_of(x) = right, like `right`, until the residual is within TOLERANCE, or for so many
-    steps, for a positive symmetric operator and an approximate inverse of it, which returns a new tensor."""
+    steps, for a positive symmetric operator and an approximate inverse of it, which returns a new tensor. Raises
+    NumericsError where `right` is not finite, or too large."""
     x, residual = torch.zeros_like(right), right.clone()
-    enough = TOLERANCE * torch.linalg.vector_norm(right)
+    enough = TOLERANCE * float(torch.linalg.vector_norm(right))
+    if not isfinite(enough):
+        raise NumericsError("equations in the metric of outputs are not finite", fix="use --metric features")
     direction: Tensor | None = None
     product = right.new_zeros(())
     for _ in range(steps):
-        if torch.linalg.vector_norm(residual) <= enough:
+        if float(torch.linalg.vector_norm(residual)) <= enough:
             break
         step = precondition(residual)
         previous, product = product, (residual * step).sum()

@@ -251,7 +251,7 @@ def show_error(error: FeatCalError, who: str = "") -> None:
         if text:
             _print_part(head, lines, "bold red" if head == heads[0] else "dim")
     for line in command:
-        ERR.print(f"    {escape(line)}", soft_wrap=True)
+        ERR.print(f"    {visible(line)}", soft_wrap=True, markup=False)
 
 
 def _split_command(error: FeatCalError) -> tuple[str, list[str]]:

@@ -7,7 +7,7 @@
 #   MERGED       the merged model: Hub id[@revision] or folder
 #   PUSH_TO      the repo that gets the result [MERGED]; "none": nothing is pushed
 #   PUSH_OPTIONS how it is pushed [--create-pr]; e.g. --private for a new repo
-#   MAX_DRIFT    how much farther from an expert the calibrated model may be than the merged one, on any task [0]
+#   MAX_DRIFT    how much farther from an expert the calibrated model may be than the merged one, on any task [0.05]
 #   ARGUMENTS    further arguments of featcal calibrate, e.g. --expert mnist=user/clip-mnist --data mnist=ylecun/mnist -n 128
 #   WORK         a folder for this merge, with calibrated/, drift.html and drift.md in the end [.]
 #   HF_TOKEN     a token of the Hub that may write to PUSH_TO
@@ -18,7 +18,7 @@ set -euo pipefail
 
 : "${MERGED:?MERGED is not set: give the merged model, user/name or a folder}"
 PUSH_TO=${PUSH_TO:-$MERGED}
-MAX_DRIFT=${MAX_DRIFT:-0}
+MAX_DRIFT=${MAX_DRIFT:-0.05}
 read -ra arguments <<< "${ARGUMENTS:-}"
 read -ra push_options <<< "${PUSH_OPTIONS---create-pr}"
 mkdir -p "${WORK:=.}"

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from command_line import Run, check_refusal, featcal_inside
+from command_line import Run, check_refusal, featcal_inside, unfold
 from hub_faults import Fault
 from hub_server import HubServer
 from huggingface_hub import constants
@@ -191,7 +191,7 @@ def test_results_that_cannot_be_printed_are_one_message(disk: SmallDisk, inputs:
         command = [sys.executable, "-m", "featcal_cli", *line.split()]
         with Path("printed").open("wb") as stdout:
             done = subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, text=True)
-        check_refusal(Run(done.returncode, "", done.stderr, done.stderr), FULL)
+        check_refusal(Run(done.returncode, "", unfold(done.stderr), done.stderr), FULL)
 
 
 def test_a_crash_report_goes_where_there_is_room(

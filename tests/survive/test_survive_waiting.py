@@ -82,9 +82,9 @@ def test_a_hub_that_fails_for_ever_is_told_of_at_once_and_given_up_within_a_minu
     if isinstance(fault, str):
         assert spoken.first(told) - failed[0] < SHORTLY, text
     # the Hub that does not answer does not note when it was asked
-    assert spoken.longest_silence(failed[0] if failed else spoken.first("expert red: ")) < SILENCE, text
+    assert spoken.longest_silence(failed[0] if failed else spoken.lines[0][0]) < SILENCE, text
     assert spoken.ended - (failed[0] if failed else spoken.first(told)) < LONGEST, text
-    if kind == "dataset tree":
+    if kind == "dataset tree" and "--dry-run" not in command:  # which says all that it found at its end
         assert spoken.first("expert red: ") < spoken.first(told), text
     assert "http:" not in text, text
 
