@@ -241,7 +241,7 @@ def show_error(error: FeatCalError, who: str = "") -> None:
     is_cut = not isinstance(error, OpenQuestionsError)
     if _count_lines(*parts) > room and is_cut:
         parts[1] = [fit(f"{heads[1]} {visible(error.where)}", ERR.width)]
-    if _count_lines(*parts) > room and is_cut:
+    if _count_lines(*parts) > room:
         what = " ".join(fit(word, FITTED) if cell_len(word) > LONGEST_WORD else word for word in what.split(" "))
         parts[0] = fold(what, ERR.width, f"{heads[0]} ")
     if _count_lines(*parts) > room and is_cut:
