@@ -1,4 +1,4 @@
-"""Updates that are worse than merged on rows that were not fitted are pulled back: each alone, then all together."""
+"""Updates that are worse than merged on rows that were not fitted are reduced: each alone, then all together."""
 
 from __future__ import annotations
 

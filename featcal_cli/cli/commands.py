@@ -125,7 +125,8 @@ def calibrate(
 
         featcal calibrate user/merged --base openai/clip-vit-base-patch32 \\
           --expert mnist=user/clip-mnist --data mnist=ylecun/mnist \\
-          --expert svhn=user/clip-svhn --data svhn=ufldl-stanford/svhn:cropped_digits
+          --expert svhn=user/clip-svhn \\
+          --data svhn=ufldl-stanford/svhn:cropped_digits
     """
     from featcal_cli.cli import result_view
     from featcal_cli.cli.console import Screen
@@ -139,11 +140,8 @@ def calibrate(
         norms=norms, bias=bias, token_weights=token_weights, seed=seed, push_to=push_to, private=private,
     )  # fmt: skip
     draft = read_draft(find_recipe(recipe) if recipe else None, overrides)
-    if save and not dry_run:
-        fix = "add --dry-run; a run itself leaves its recipe in the output folder, as featcal.yaml"
-        raise RecipeError("--save works only with --dry-run", where=f"--save {save}", fix=fix)
     if save:
-        check_save(save, overwrite=overwrite)
+        check_save(save, overwrite=overwrite, dry_run=dry_run)
     place = {"--output": output or default_output(draft.name)}
     options.check_files({**place, "--log-file": log_file, "--save": save}, draft, recipe)
     screen = Screen(quiet=quiet or json)

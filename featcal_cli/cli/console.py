@@ -114,6 +114,7 @@ class Screen(Listener):
     def __init__(self, *, quiet: bool = False) -> None:
         self._quiet = quiet
         self._began, self._spoke = read_start(), time.monotonic()
+        self._has_noted = False
         columns: list[ProgressColumn] = [
             TextColumn("{task.description}", table_column=Column(no_wrap=True, overflow="ellipsis", max_width=40)),
             BarColumn(bar_width=None, table_column=Column(ratio=1, min_width=8)),
@@ -137,7 +138,8 @@ class Screen(Listener):
 
     @contextmanager
     def live(self) -> Iterator[Screen]:
-        """Show the bar while this context lasts; where nobody sees one, a line from time to time."""
+        """Show the bar while this context lasts; where nobody sees one, a line from time to time. A blank line parts
+        what was said from what follows."""
         over = threading.Event()
         if not (self._quiet or ERR.is_interactive):
             threading.Thread(target=self._speak_up, args=(over,), daemon=True).start()
@@ -146,6 +148,8 @@ class Screen(Listener):
                 yield self
         finally:
             over.set()
+        if self._has_noted:
+            ERR.print()
 
     def _speak_up(self, over: threading.Event) -> None:
         """Say what the run is at, whenever nothing else was said for a while."""
@@ -157,7 +161,7 @@ class Screen(Listener):
                     self._print(f"{at}, {_write_clock(self.seconds)}")
 
     def _print(self, text: str) -> None:
-        self._spoke = time.monotonic()
+        self._spoke, self._has_noted = time.monotonic(), True
         for line in fold(text, ERR.width, "· ", "  "):
             self._bar.console.print(f"[dim]{escape(line)}[/dim]", soft_wrap=True)
 

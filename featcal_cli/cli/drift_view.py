@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 from math import isfinite
 from textwrap import wrap
@@ -50,6 +50,8 @@ DIAGNOSTICS = (
     "what blocks add with the drift that they pass on; below 0 they take it away. B: output drift / drift of the last "
     "feature, per example. cosine: per example."
 )
+SMALLER = ("drift", "output", "KL")
+"""Measures of which the smallest figure is the best; of the others it is the largest."""
 GAP = 2
 """Between two columns."""
 COLOURS = ("#1f78b4", "#4a87a8", "#6f8f95", "#8f917c", "#a98d5f", "#bd8344", "#cb7326", "#d55e00")
@@ -90,7 +92,7 @@ def _show_figures(inspection: Inspection, tasks: Sequence[str], out: Console) ->
 def _print_tables(columns: Sequence[Column], about: str, tasks: Sequence[str], out: Console) -> None:
     """Tables one below the other, each with as many columns as fit: a figure must not be cut."""
     names = max(map(cell_len, [*tasks, "mean"]))
-    left = list(columns)
+    left, best = list(columns), _find_best(columns)
     while left:
         table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, GAP - 1, 0, 0))
         table.add_column("\ntask", no_wrap=True)
@@ -98,13 +100,16 @@ def _print_tables(columns: Sequence[Column], about: str, tasks: Sequence[str], o
         room = out.width - names
         while left:
             column = left[0]
-            *cells, foot = (_write_figure(column, value) for value in [*column.values, column.mean])
-            width = max(len(column.measure), len(column.role), *map(len, [*cells, foot])) + GAP
+            cells = [
+                _write_figure(column, value, first)
+                for value, first in zip(_list_figures(column), best[column.measure], strict=True)
+            ]
+            width = max(len(column.measure), len(column.role), *map(len, cells)) + GAP
             if shown and width > room:
                 break
             table.add_column(f"{column.measure}\n{column.role}", justify="right", no_wrap=True)
             room -= width
-            shown.append([*cells, foot])
+            shown.append(cells)
             del left[0]
         for name, *row in zip([*tasks, *(["mean"] if len(tasks) > 1 else [])], *shown, strict=False):
             table.add_row(Text(name), *row)
@@ -113,9 +118,29 @@ def _print_tables(columns: Sequence[Column], about: str, tasks: Sequence[str], o
     out.print(Text(about, "dim"))
 
 
-def _write_figure(column: Column, value: float | None) -> Text:
-    colour = "" if column.kind != "difference" else "red" if (value or 0) > 0 else "green"
-    return Text(column.write(value), colour)
+def _list_figures(column: Column) -> list[float | None]:
+    return [*column.values, column.mean]
+
+
+def _find_best(columns: Sequence[Column]) -> dict[str, list[float | None]]:
+    """By measure, the best of the models' figures on every task and in the mean; None where only one is measured."""
+    rivals: dict[str, list[list[float | None]]] = {}
+    for column in columns:
+        rivals.setdefault(column.measure, []).append(_list_figures(column))
+
+    def choose(measure: str, figures: Sequence[float | None]) -> float | None:
+        known = [figure for figure in figures if figure is not None]
+        return (min if measure in SMALLER else max)(known) if len(known) > 1 else None
+
+    return {name: [choose(name, row) for row in zip(*figures, strict=True)] for name, figures in rivals.items()}
+
+
+def _write_figure(column: Column, value: float | None, best: float | None) -> Text:
+    """A figure, bold where it is the best of several; of a difference, green where it is better."""
+    style = "bold" if value is not None and value == best else ""
+    if column.kind == "difference":
+        style = "red" if (value or 0) > 0 else "green"
+    return Text(column.write(value), style)
 
 
 def _show_readings(inspection: Inspection, tasks: dict[str, str], out: Console) -> None:
@@ -130,14 +155,23 @@ def _show_readings(inspection: Inspection, tasks: dict[str, str], out: Console) 
     table.add_column("grows most at", overflow="fold")
     table.add_column("local", justify="right", no_wrap=True)
     table.add_column("inherited", justify="right", no_wrap=True)
-    for task, name in tasks.items():
-        for role in judged:
-            reading = read_drift(inspection.tasks[task].models[role])
-            begins = abbreviate(reading.begins, order) if reading.begins else "–"
-            grows = f"{abbreviate(reading.grows, order)} (×{reading.growth:.2f})" if reading.grows else "–"
-            shares = ["–" if share is None else f"{100 * share:.0f} %" for share in (reading.local, reading.upstream)]
-            cells = [name if role == judged[0] else "", *([role] if len(judged) > 1 else []), begins, grows, *shares]
-            table.add_row(*map(Text, cells))
+    readings = {
+        (task, role): read_drift(drifts.models[role]) for task, drifts in inspection.tasks.items() for role in judged
+    }
+
+    def add(name: str, role: str, *cells: str, shares: Iterable[float | None]) -> None:
+        figures = ["–" if share is None else f"{100 * share:.0f} %" for share in shares]
+        heads = [name if role == judged[0] else "", *([role] if len(judged) > 1 else [])]
+        table.add_row(*map(Text, [*heads, *cells, *figures]))
+
+    for (task, role), reading in readings.items():
+        begins = abbreviate(reading.begins, order) if reading.begins else "–"
+        grows = f"{abbreviate(reading.grows, order)} (×{reading.growth:.2f})" if reading.grows else "–"
+        add(tasks[task], role, begins, grows, shares=(reading.local, reading.upstream))
+    for role in judged if len(tasks) > 1 else ():
+        of_role = [reading for (_, other), reading in readings.items() if other == role]
+        shares = (mean_known(getattr(reading, name) for reading in of_role) for name in ("local", "upstream"))
+        add("mean", role, "", "", shares=shares)
     out.print("\nWhere it comes from:")
     out.print(table)
     out.print(Text(ORIGINS, "dim"))

@@ -114,11 +114,12 @@ def show_reproduction(result: Reproduction, folder: str, seconds: float) -> None
 
     for recipe, columns in result.columns.items():
         for column in [MEAN] if MEAN in columns else columns:
-            OUT.print(f"\n{escape(recipe)}, {escape(column)}:")
+            OUT.print(f"{escape(recipe)}, {escape(column)}:")
             lines = [line for line in result.lines if line.recipe == recipe and not line.skipped]
             rows = [write(escape(line.name), line.figures[column]) for line in lines]
             OUT.print(make_table(("model", "measured", "paper", "difference"), rows, overflow="fold"))
-    OUT.print(f"\n{describe_figures(result)}")
+            OUT.print()
+    OUT.print(describe_figures(result))
     for line in result.lines:
         for column, figure in line.figures.items():
             if figure.misprint and not line.skipped:

@@ -37,10 +37,9 @@ def show_calibration(
     report: Report, output: Path, pushed: Pushed | None, seconds: float, hint: tuple[str, str] | None
 ) -> None:
     """What a calibration reached, where it is, and how long it took. hint: what to do next, and the command for it."""
-    if hint:
-        ERR.print()
     show_drift(report)
     if report.accuracy:
+        OUT.print()
         show_scores(report.accuracy, {}, limited=False)
     OUT.print()
     if hint:
@@ -89,14 +88,14 @@ def show_drift(report: Report) -> None:
     if report.has_grown or report.fitted_tasks or report.settings.get("step") == 0:
         colour = "bold red" if report.has_grown else "bold"
         OUT.print(f"[{colour}]{escape(report.headline[0].upper() + report.headline[1:])}[/]")
-    where = "held-out examples" if not report.fitted_tasks else "the fitted rows, so it says little for new ones"
-    if 0 < len(report.fitted_tasks) < len(report.drift):
-        where = "held-out examples (*: on fitted rows, so it says little for new ones)"
-    what = "Distance of answers from each expert's" if report.answers else "Drift of the last block's features"
-    OUT.print(f"{what} on {where}; 0 is the expert itself:")
+    where = "fitted rows" if len(report.fitted_tasks) == len(report.drift) else "held-out examples"
+    what = "Distance of answers from the experts'" if report.answers else "Drift of the last block's features"
+    OUT.print(f"{what} on {where}; 0 is the expert:")
     heads = ("task", "merged", "calibrated", "change", "base")
     rows = [[escape(row.task) + ("*" if row.is_marked else ""), *_write_cells(row)] for row in report.judged_rows]
     OUT.print(make_table(heads, rows))
+    if report.fitted_tasks:
+        OUT.print(f"{'*: ' if where == 'held-out examples' else ''}on fitted rows, which say little for new ones")
 
 
 def _write_cells(row: DriftRow) -> list[str]:
@@ -168,7 +167,7 @@ def show_scores(tasks: Mapping[str, TaskScores], names: Mapping[str, str], *, li
     letters = (
         dict(zip(others, ascii_uppercase, strict=False)) if is_long and len(others) <= len(ascii_uppercase) else {}
     )
-    OUT.print(f"\n{metric} in percent, ± 95 % interval, on {count} {which}labelled examples per task:")
+    OUT.print(f"{metric} in percent, ± 95 % interval, on {count} {which}labelled examples per task:")
     heads = [letters.get(role, role) for role in means] + (["gain"] if len(others) == 1 else [])
     OUT.print(make_table(["task", *map(escape, heads)], rows, overflow="fold"))
     for role, letter in letters.items():
@@ -219,7 +218,8 @@ def show_preflight(preflight: Preflight) -> None:
     OUT.print()
     for name, text in lines:
         OUT.print(f"{name:<11} {escape(text)}")
-    _hint("Only small files were downloaded. Leave out --dry-run to start.")
+    downloaded = "Only small files were downloaded. " if transfers else ""
+    _hint(f"{downloaded}Leave out --dry-run to start.")
 
 
 def _group_by_source(preflight: Preflight) -> dict[str, list[tuple[str, str]]]:
@@ -262,6 +262,7 @@ def _count(number: int) -> str:
 def show_recipes(files: Sequence[Path]) -> None:
     purposes = {file.stem: describe_recipe(file) for file in files} | {"": ""} | COMPANIONS
     OUT.print(_make_list((f"[bold]{escape(name)}[/bold]", escape(purpose)) for name, purpose in purposes.items()))
+    ERR.print()
     _hint("Print one, or calibrate with it:")
     _hint_command("featcal recipes NAME")
     _hint_command("featcal calibrate -r NAME")

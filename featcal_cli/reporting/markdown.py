@@ -14,7 +14,7 @@ from markdown_it.token import Token
 from featcal_cli.evaluation.results import CALIBRATED, EXPERT, MERGED, Score, average_tasks
 from featcal_cli.lineage.questions import enumerate_names
 from featcal_cli.reporting.inspection import Inspection
-from featcal_cli.reporting.report import DriftRow, Report
+from featcal_cli.reporting.report import PICTURE, DriftRow, Report
 from featcal_cli.reporting.verdict import list_feature_columns, list_output_columns, list_roles, write_verdict
 from featcal_cli.runtime.errors import GateError
 
@@ -287,21 +287,46 @@ def write_percent(score: Score) -> str:
     return f"{100 * score.value:.1f} ±{100 * (score.high - score.low) / 2:.1f}"
 
 
-def write_drift_table(report: Report) -> Iterator[str]:
+def write_distances(report: Report) -> Iterator[str]:
+    """How far merged and calibrated are from the experts: what the result is judged by, then drift of features."""
+    on_fitted, where = ", on fitted rows", "**the examples that were fitted**, because there were no others; "
+    where += "on new ones it will be larger."
+    if len(report.fitted_tasks) < len(report.drift):
+        marked = " Where a task is marked \\*, there were none, and **it is measured on the fitted ones**."
+        on_fitted, where = "", "examples that were not fitted." + (marked if report.fitted_tasks else "")
+    answers = "\n".join(_write_answers(report))
+    if report.answers:
+        what = "This is mean ‖z − z_expert‖ / mean ‖z_expert‖, where z is what each expert's own head makes of the last"
+        yield f"## Distance of answers from the experts'{on_fitted}\n\n{what} features, on {where} 0 is the expert."
+        yield from filter(None, (_write_drift_table(report.judged_rows), answers))
+    drift = f"Drift is mean ‖h − h_expert‖ / mean ‖h_expert‖ after the last block, on {where} 0 is the expert."
+    yield f"## Drift from the experts{on_fitted}\n\n{drift}"
+    yield _write_drift_table(report.drift_rows)
+    if report.curves:
+        before, after, *_ = report.drift_rows[-1].cells
+        what = "Line charts of the drift from each expert after every block, of base, merged and calibrated model"
+        yield f"![{what}. The mean after the last block is {before} merged, and {after} calibrated.]({PICTURE})"
+    if answers and not report.answers:
+        yield answers
+    if farther := [inert(row.task) for row in report.judged_rows[: len(report.drift)] if row.before > row.base]:
+        what = f"On {', '.join(farther)} the merged model is farther from its expert than the base model is"
+        yield f"{what}: there merging was worse than doing nothing, and a smaller merging scale usually helps."
+
+
+def _write_drift_table(rows: Sequence[DriftRow]) -> str:
     heads = ["task", "merged", "calibrated", "change", "base model"]
-    yield write_row(heads)
-    yield f"| --- |{' ---: |' * (len(heads) - 1)}"
-    for row in report.drift_rows:
-        yield write_row([inert(row.task) + (" \\*" if row.is_marked else ""), *write_drift_cells(row)])
-    if len(report.drift) > 1:
-        yield write_row(["**mean**", *write_drift_cells(report.mean_drift)])
+    lines = [write_row(heads), f"| --- |{' ---: |' * (len(heads) - 1)}"]
+    for number, row in enumerate(rows):
+        name = "**mean**" if 0 < number == len(rows) - 1 else inert(row.task) + (" \\*" if row.is_marked else "")
+        lines.append(write_row([name, *write_drift_cells(row)]))
+    return "\n".join(lines)
 
 
 def write_drift_cells(row: DriftRow) -> list[str]:
     return [cell.replace("-", "−") for cell in row.cells]
 
 
-def write_answers(report: Report) -> Iterator[str]:
+def _write_answers(report: Report) -> Iterator[str]:
     """What drift does to the answers of the experts that give some, run with their own heads; nothing for the rest."""
     rows = []
     for task, measured in report.measures.items():
@@ -312,4 +337,4 @@ def write_answers(report: Report) -> Iterator[str]:
     if rows:
         about = "What each expert's own head makes of the model's last features, merged → calibrated:\n"
         heads = "| task | same first choice as the expert | KL from the expert, nats |\n| --- | ---: | ---: |"
-        yield "\n".join([about, heads, *rows])
+        yield from (about, heads, *rows)

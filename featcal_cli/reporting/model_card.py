@@ -23,13 +23,12 @@ from featcal_cli.reporting.markdown import (
     without_paths,
     without_secrets,
     write_accuracy,
-    write_answers,
+    write_distances,
     write_drift_cells,
-    write_drift_table,
     write_percent,
     write_row,
 )
-from featcal_cli.reporting.report import ITSELF, PICTURE, RECIPE, REPORT, Report, Source
+from featcal_cli.reporting.report import ITSELF, RECIPE, REPORT, Report, Source
 from featcal_cli.runtime.untrusted_text import split_front_matter
 
 MODELS = ("merged", "base", "expert")
@@ -198,7 +197,7 @@ def _write_sections(report: Report, name: str, target: str | None, loading: str,
     yield _summarise(report)
     yield f"## Use\n\n{_fence('python', loading)}"
     yield from write_accuracy(report)
-    yield from _write_drift(report)
+    yield from write_distances(report)
     yield f"## How it was made\n\n{_describe_settings(report)}"
     yield _describe_cost(report)
     yield from _write_sources(report)
@@ -230,13 +229,14 @@ def _summarise(report: Report) -> str:
     counts = report.settings["examples"].values()
     examples = f"{min(counts)}" if min(counts) == max(counts) else f"{min(counts)} to {max(counts)}"
     experts = "the expert's" if len(report.drift) == 1 else f"those of its {len(report.drift)} experts"
-    before, after, change, _ = write_drift_cells(report.mean_drift)
+    before, after, change, _ = write_drift_cells(report.judged_rows[-1])
+    whose = "experts'" if report.answers else "experts"
     text = (
         f"This is {merged}, calibrated by featcal {inert(report.featcal_version)} ([FeatCal](https://arxiv.org/abs/"
         f"2605.13030)): its weights were changed in closed form, without gradients, so that its features come closer "
         f"to {experts}. This took {examples} unlabelled examples per task. File names, tensor names, shapes and dtypes "
         "are those of the merged model, so it loads wherever that one does.\n\n"
-        f"Mean drift from the experts, {inert(report.measured_on)}: **{before} → {after}** ({change})."
+        f"Mean {report.judged_by} from the {whose}, {inert(report.measured_on)}: **{before} → {after}** ({change})."
     )
     if report.accuracy and (means := average_tasks(report.accuracy)).keys() >= {EXPERT, MERGED, CALIBRATED}:
         shown = {role: write_percent(score) for role, score in means.items()}
@@ -285,26 +285,6 @@ def _write_sources(report: Report) -> Iterator[str]:
         yield "\n".join(["### Sources\n", *lines]) + said
 
 
-def _write_drift(report: Report) -> Iterator[str]:
-    """The parts of the section on drift, in order."""
-    on_fitted, where = ", on fitted rows", "**the examples that were fitted**, because there were no others; "
-    where += "on new ones it will be larger."
-    if len(report.fitted_tasks) < len(report.drift):
-        marked = " Where a task is marked \\*, there were none, and **it is measured on the fitted ones**."
-        on_fitted, where = "", "examples that were not fitted." + (marked if report.fitted_tasks else "")
-    drift = f"Drift is mean ‖h − h_expert‖ / mean ‖h_expert‖ after the last block, on {where} 0 is the expert."
-    yield f"## Drift from the experts{on_fitted}\n\n{drift}"
-    yield "\n".join(write_drift_table(report))
-    if report.curves:
-        before, after, *_ = report.mean_drift.cells
-        what = "Line charts of the drift from each expert after every block, of base, merged and calibrated model"
-        yield f"![{what}. The mean after the last block is {before} merged, and {after} calibrated.]({PICTURE})"
-    yield from write_answers(report)
-    if farther := [inert(task) for task, drift in report.drift.items() if drift.before > drift.base]:
-        what = f"On {', '.join(farther)} the merged model is farther from its expert than the base model is"
-        yield f"{what}: there merging was worse than doing nothing, and a smaller merging scale usually helps."
-
-
 def _describe_settings(report: Report) -> str:
     settings = report.settings
     modules = [module for block in report.blocks for module in block.modules]
@@ -321,8 +301,8 @@ def _describe_settings(report: Report) -> str:
     if guarded := describe_guard(report.blocks):
         sentences.append(f"{guarded[0].upper()}{guarded[1:]}.")
     if 0 < (step := settings.get("step", 1.0)) < 1:
-        pulled = f"All updates were pulled back together, to {step:g} of themselves"
-        sentences.append(f"{pulled}, as the mean {report.judged_by} grew on held-out rows.")
+        grown = f"the mean {report.judged_by} grew on held-out rows"
+        sentences.append(f"All updates were reduced to {step:g}, because {grown}.")
     if changes:
         middle, most = (f"{100 * change:.0f} %" for change in (changes[len(changes) // 2], changes[-1]))
         sentences.append(f"Their weights moved by {middle} (median) and by {most} at most.")
@@ -342,7 +322,8 @@ def _describe_cost(report: Report) -> str:
 
 
 def _list_limits(report: Report, agreed: str | None) -> Iterator[str]:
-    yield "Drift was measured on few examples per task, and it is not accuracy: evaluate on your own data."
+    judged_by = report.judged_by.capitalize()
+    yield f"{judged_by} was measured on few examples per task, and it is not accuracy: evaluate on your own data."
     yield "The experts are the aim: what they get wrong, this model may get wrong too."
     yield "Only Linear modules and norms inside of transformer blocks were calibrated."
     if written := [source.role.partition(" ")[2] for source in _find_sources(report, "data") if source.name == ITSELF]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -47,6 +48,13 @@ class DriftRow:
     def cells(self) -> list[str]:
         """Before, after, change and base."""
         return [f"{self.before:.3f}", f"{self.after:.3f}", tell_change(self.before, self.after), f"{self.base:.3f}"]
+
+
+def _add_mean(tasks: Iterable[DriftRow]) -> list[DriftRow]:
+    """The rows and, where there are several, their mean, in which all weigh the same."""
+    rows = list(tasks)
+    means = (sum(getattr(row, name) for row in rows) / len(rows) for name in ("before", "after", "base"))
+    return [*rows, DriftRow("mean", *means)] if len(rows) > 1 else rows
 
 
 @dataclass(frozen=True)
@@ -122,19 +130,12 @@ class Report:
 
     @property
     def drift_rows(self) -> list[DriftRow]:
-        """The table of drift, without the mean."""
+        """The table of drift; the last row is the mean, or the only task's."""
         mixed = len(self.fitted_tasks) < len(self.drift)
-        return [
+        return _add_mean(
             DriftRow(task, drift.before, drift.after, drift.base, mixed and not drift.held_out)
             for task, drift in self.drift.items()
-        ]
-
-    @property
-    def mean_drift(self) -> DriftRow:
-        """Of all tasks, each weighing the same."""
-        drifts, count = self.drift.values(), len(self.drift)
-        means = (sum(getattr(drift, name) for drift in drifts) / count for name in ("before", "after", "base"))
-        return DriftRow("mean", *means)
+        )
 
     @property
     def answers(self) -> dict[str, tuple[float, float]]:
@@ -156,21 +157,20 @@ class Report:
 
     @property
     def judged_rows(self) -> list[DriftRow]:
-        """The table of what the result is judged by, with the mean where there are several tasks."""
-        shown = self.measures if self.answers else {}
-        bases = {task: measured.models["base"].output for task, measured in shown.items()}
-        rows = [
-            replace(row, before=before, after=after, base=base.relative if (base := bases.get(row.task)) else row.base)
-            for row, (before, after) in zip(self.drift_rows, self.judged.values(), strict=True)
-        ]
-        means = (sum(getattr(row, name) for row in rows) / len(rows) for name in ("before", "after", "base"))
-        return [*rows, DriftRow("mean", *means)] if len(rows) > 1 else rows
+        """The table of what the result is judged by; the last row is the mean, or the only task's."""
+        if not self.answers:
+            return self.drift_rows
+        bases = {task: measured.models["base"].output for task, measured in self.measures.items()}
+        return _add_mean(
+            replace(row, before=before, after=after, base=base.relative if (base := bases[row.task]) else row.base)
+            for row, (before, after) in zip(self.drift_rows, self.answers.values(), strict=False)
+        )
 
     @property
     def mean_judged(self) -> tuple[float, float]:
         """Of all tasks, each weighing the same."""
-        before, after = (sum(values) / len(values) for values in zip(*self.judged.values(), strict=True))
-        return before, after
+        mean = self.judged_rows[-1]
+        return mean.before, mean.after
 
     @property
     def judged_by(self) -> str:

@@ -143,8 +143,11 @@ def save_recipe(file: Path, recipe: Recipe, findings: Sequence[Finding], *, over
     write_requested(file, content, where=f"--save {file}")
 
 
-def check_save(file: Path, *, overwrite: bool) -> None:
+def check_save(file: Path, *, overwrite: bool, dry_run: bool = True) -> None:
     where = f"--save {file}"
+    if not dry_run:
+        fix = "add --dry-run; a run itself leaves its recipe in the output folder, as featcal.yaml"
+        raise RecipeError("--save works only with --dry-run", where=where, fix=fix)
     if file.suffix not in ENDINGS:
         raise RecipeError(f"{file.name} is no .yaml file", where=where, fix=f"name it {file.stem}.yaml")
     try:

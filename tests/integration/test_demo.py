@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
+import pytest
 from command_line import featcal
 from transformers import AutoModelForImageClassification
 
+from featcal_cli.cli.console import OUT
+from featcal_cli.cli.result_view import OWN_MODEL, show_calibration
+from featcal_cli.evaluation.results import CALIBRATED, EXPERT, MERGED, Score, TaskScores
+from featcal_cli.reporting.report import REPORT, Report
+
+ROLES = (EXPERT, MERGED, CALIBRATED)
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_the_demo_mends_the_merged_model(tmp_path: Path) -> None:
+def test_the_demo_mends_the_merged_model_and_shows_it_on_one_screen(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = featcal("demo", "--json", folder=tmp_path, OMP_NUM_THREADS="2")
     assert run.returncode == 0, run.stderr
     assert run.stderr == ""
@@ -26,6 +36,17 @@ def test_the_demo_mends_the_merged_model(tmp_path: Path) -> None:
     assert all(row["calibrated"] >= row["merged"] - 0.01 for row in rows)
     assert all(drift["held_out"] and drift["after"] < drift["before"] for drift in shown["drift"].values())
     AutoModelForImageClassification.from_pretrained(tmp_path / "featcal-demo")
+    scores = {
+        row["task"]: TaskScores(
+            "heads", "accuracy", "data", "test", {role: Score(row[role], 0.8, 1.0, 0.05, 500) for role in ROLES}
+        )
+        for row in rows
+    }
+    report = Report.from_json((tmp_path / "featcal-demo" / REPORT).read_text())
+    monkeypatch.setattr(OUT, "width", 80)
+    show_calibration(replace(report, accuracy=scores), Path("featcal-demo"), None, 10.0, OWN_MODEL)
+    shown = capsys.readouterr()
+    assert len((shown.err + shown.out).splitlines()) + 1 <= 24  # and a blank one above them
 
 
 def test_the_demo_fits_in_the_package() -> None:

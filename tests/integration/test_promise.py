@@ -142,7 +142,7 @@ def check_promise(folder: Path, seed: int) -> float:
         )
         assert after <= before * (1 + 1e-6), (seed, rows)
     for of_answers, reported in (
-        (False, (report.mean_drift.before, report.mean_drift.after)),
+        (False, (report.drift_rows[-1].before, report.drift_rows[-1].after)),
         (True, mean(report.answers)),
     ):
         measured = tuple(
@@ -154,19 +154,19 @@ def check_promise(folder: Path, seed: int) -> float:
 
 
 WORSE = 0
-"""The number of a family whose updates are pulled back to a half."""
+"""The number of a family whose updates are reduced to a half."""
 HOPELESS = 2
 """Of one that no update helps."""
 
 
-def test_what_is_pulled_back_is_said_and_is_the_same_after_an_interruption_and_from_its_own_recipe(
+def test_what_is_reduced_is_said_and_is_the_same_after_an_interruption_and_from_its_own_recipe(
     tmp_path: Path,
 ) -> None:
     saved, recipe = random_job(tmp_path / "family", WORSE)
     report = calibrate(recipe, output=tmp_path / "whole").report
     assert report.settings["step"] in (0.25, 0.5)
     assert any("so all updates were reduced to" in note for note in report.notes)
-    assert "pulled back together" in (tmp_path / "whole" / "README.md").read_text()
+    assert "All updates were reduced to" in (tmp_path / "whole" / "README.md").read_text()
     with pytest.raises(KeyboardInterrupt):
         calibrate(recipe, output=tmp_path / "resumed", listener=Stopper())
     calibrate(recipe, output=tmp_path / "resumed")

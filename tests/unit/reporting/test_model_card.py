@@ -19,6 +19,7 @@ from markdown_it.token import Token
 from featcal_cli.calibration.results import BlockReport, ModuleReport
 from featcal_cli.evaluation.results import Score, TaskScores
 from featcal_cli.models.loading import find_auto_class
+from featcal_cli.reporting.inspection import ModelDrift, OutputDrift, PlaceDrift, TaskInspection
 from featcal_cli.reporting.markdown import inert_document, one_line
 from featcal_cli.reporting.model_card import MARK, OWN_CARD, read_license, write_card
 from featcal_cli.reporting.report import DriftCurve, Report, Source, TaskDrift
@@ -263,6 +264,27 @@ def test_growing_drift_is_said_at_the_top() -> None:
     assert "drift grew on letter" in card[: card.index("## ")]
     assert "| letter \\* | 0.500 | 0.700 | +40 % | 1.200 |" in card  # not held out
     assert "grew" not in write_card(report, name="mended")
+
+
+def test_what_the_result_is_judged_by_comes_first() -> None:
+    place = PlaceDrift(1.0, 1.0, 0.5)
+    measures = {
+        task: TaskInspection(
+            8,
+            {
+                role: ModelDrift(place, [], OutputDrift("logits", distance, 0.1, 0.5), None)
+                for role, distance in (("merged", 0.4), ("calibrated", 0.3), ("base", 0.9))
+            },
+        )
+        for task in ("digit", "letter")
+    }
+    report = make_report()
+    card = write_card(replace(report, measures=measures, settings={**report.settings, "metric": "output"}), name="x")
+    assert "Mean distance of answers from the experts', on held-out rows: **0.400 → 0.300** (−25 %)" in card
+    answers, _, features = card.partition("## Distance of answers")[2].partition("## Drift from the experts")
+    assert "| **mean** | 0.400 | 0.300 | −25 % | 0.900 |" in answers and "| digit | 50 % → 50 % |" in answers
+    assert "| **mean** | 0.800 | 0.600 | −25 % | 1.200 |" in features
+    assert "Distance of answers" not in write_card(replace(report, measures=measures), name="x")
 
 
 def test_accuracy_has_a_table_with_intervals_where_it_was_measured() -> None:
