@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 
+from torch import Tensor, nn
+
 from featcal_cli.calibration.backtracking import backtrack_block
 from featcal_cli.calibration.distributed_sums import BlockSolution, share_solutions
 from featcal_cli.calibration.hyperparameters import Hyperparameters
@@ -17,7 +19,7 @@ from featcal_cli.engine.job import CALIBRATED, MERGED, Job
 from featcal_cli.engine.lockstep import BlockVisit, forward_order
 from featcal_cli.engine.weight_checks import name_huge_weight
 from featcal_cli.models.architecture import Block
-from featcal_cli.models.module_kinds import new_parameters
+from featcal_cli.models.module_kinds import ParameterPart, new_parameters
 from featcal_cli.runtime.progress import Progress, Watch
 
 
@@ -110,9 +112,17 @@ def solve_block(
 
 def load_block(student: BlockRunner, block: Block, solutions: Mapping[str, Solution]) -> None:
     """Put all new parameters of a block into the student together."""
+    wholes: dict[nn.Parameter, Tensor] = {}
     for name, solution in solutions.items():
         for parameter, value in new_parameters(student.module(f"{block.name}.{name}"), solution.parameters):
-            student.replace(parameter, value)
+            if not isinstance(parameter, ParameterPart):
+                student.replace(parameter, value)
+                continue
+            if parameter.whole not in wholes:
+                wholes[parameter.whole] = student.copy(parameter.whole)
+            parameter.place.of(wholes[parameter.whole]).copy_(value)
+    for parameter, value in wholes.items():
+        student.replace(parameter, value)
 
 
 def _describe(block: Block, solution: BlockSolution, asked: float) -> list[ModuleReport]:

@@ -136,9 +136,7 @@ def _measure_partial_updates(job: Job, blocks: Sequence[BlockReport], journal: J
         watch(Progress(visit.block.name, number, len(blocks)))
         for path, merged, new in _read_updates(partial, blocks[number], journal, number):
             for step, role in PARTIAL.items():
-                module, _, name = path.rpartition(".")
-                parameter = students[role].module(module).get_parameter(name)
-                students[role].replace(parameter, interpolate(merged, new, step))
+                students[role].replace(students[role].parameter(path), interpolate(merged, new, step))
     for task, expert in partial.experts.items():
         job.experts[task].bytes_read += expert.bytes_read
     return partial
@@ -154,12 +152,12 @@ def _read_updates(
 ) -> Iterator[tuple[str, Tensor, Tensor]]:
     """Path, merged and calibrated value of every calibrated parameter of a block, from the first rank's journal."""
     calibrated = journal.tensors(number) if journal else {}
-    for module in report.modules:
-        for name, merged in partial.merged.parameters_at_home(f"{report.name}.{module.name}").items():
-            path = f"{report.name}.{module.name}.{name}"
-            new = calibrated[path] if journal else torch.empty_like(merged, memory_format=torch.contiguous_format)
-            partial.ranks.copy(new)
-            yield path, merged, new
+    places = (f"{report.name}.{module.name}" for module in report.modules)
+    named = {path: merged for place in places for path, merged in partial.merged.parameters_at_home(place).items()}
+    for path, merged in named.items():
+        new = calibrated[path] if journal else torch.empty_like(merged, memory_format=torch.contiguous_format)
+        partial.ranks.copy(new)
+        yield path, merged, new
 
 
 def _read_drifts(job: Job, measured: Measurement, roles: Mapping[float, str]) -> dict[str, dict[float, Drift]]:

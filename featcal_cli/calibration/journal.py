@@ -100,9 +100,9 @@ class Journal:
 
         self._check_inputs()
         parameters = {
-            f"{place}.{name}": value.cpu().contiguous()
-            for place in (f"{report.name}.{module.name}" for module in report.modules)
-            for name, value in student.parameters_at_home(place).items()
+            name: value.cpu().contiguous()
+            for module in report.modules
+            for name, value in student.parameters_at_home(f"{report.name}.{module.name}").items()
         }
         text = report.to_json()
         about = {"job": self.job, "report": text, "hash": _hash_block(self.job, number, text, parameters)}
@@ -121,8 +121,7 @@ class Journal:
                 self._note(f"{what}: computed again from there on")
             return None
         for name, value in parameters.items():
-            path, _, key = name.rpartition(".")
-            student.replace(getattr(student.module(path), key), value)
+            student.replace(student.parameter(name), value)
         self.restored += 1
         return report
 
@@ -211,11 +210,10 @@ def restore_block(journal: Journal | None, number: int, student: BlockRunner, ra
     if report is None or ranks.size == 1:
         return report
     for module in report.modules:
-        place = f"{report.name}.{module.name}"
-        for name, value in student.parameters_at_home(place).items():
+        for name, value in student.parameters_at_home(f"{report.name}.{module.name}").items():
             restored = value.clone(memory_format=torch.contiguous_format)
             ranks.copy(restored)
-            student.replace(student.module(place).get_parameter(name), restored)
+            student.replace(student.parameter(name), restored)
     return report
 
 

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from copy import deepcopy
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from greenlet import GreenletExit, getcurrent, greenlet
@@ -16,9 +16,9 @@ from torch.utils._pytree import tree_map_only
 from featcal_cli.data.batches import Batch, forward_names
 from featcal_cli.engine.offload import Offloader, TouchMode
 from featcal_cli.engine.weight_uploads import DeviceWeight, Upload, device_weights, is_finite
-from featcal_cli.models.architecture import Architecture, Block
+from featcal_cli.models.architecture import Architecture, Block, held_parameters, module_at
 from featcal_cli.models.loading import Model
-from featcal_cli.models.tracing import all_finite, tensors_in
+from featcal_cli.models.tracing import BlockCall, StopBlock, all_finite, cast_floats, tensors_in
 from featcal_cli.runtime import memory_map
 from featcal_cli.runtime.errors import CheckpointError, NumericsError
 
@@ -45,6 +45,7 @@ class BlockRunner:
         self._needed = set(map(id, (*model.parameters_of(architecture.reached), *inside)))
         """What lies in blocks, or runs before the last one ends."""
         self._head = set(map(id, model.parameters_of(architecture.head))) - self._needed
+        self._functional = architecture.functional
         self._read: set[int] = set()
         self._moved: dict[int, tuple[Tensor, Tensor]] = {}
         """Tensors that have other data while they are on the device, by id: with the data that they get back."""
@@ -104,9 +105,15 @@ class BlockRunner:
         }
 
     def module(self, path: str) -> nn.Module:
-        """The module that is at `path` in the merged model."""
-        module: nn.Module = self.model.module.get_submodule(self.model.own_path(path) or "")
-        return module
+        """The module that is at `path` in the merged model, or one with what a function multiplies with there."""
+        block, module = self._functional.get(path, (path, None))
+        found: nn.Module = self.model.module.get_submodule(self.model.own_path(block) or "")
+        return found if module is None else module_at(found, module)
+
+    def parameter(self, path: str) -> nn.Parameter:
+        """The parameter that is at `path` in the merged model."""
+        module, _, name = path.rpartition(".")
+        return self.module(module).get_parameter(name)
 
     def bring(self, path: str) -> None:
         """Move what the module at `path` needs to the device; its parameters are checked and counted the first time.
@@ -155,9 +162,16 @@ class BlockRunner:
         parameter.data = value.to(parameter)
 
     def parameters_at_home(self, path: str) -> dict[str, Tensor]:
-        """The parameters of the module at `path` in this model, by their names in it, as they are when idle."""
+        """The parameters of the module at `path` in this model, as they are when idle, by their paths in merged."""
         self._fetch_new()
-        return {name: self._home(parameter) for name, parameter in self.module(path).named_parameters()}
+        block, module = self._functional.get(path, (path, None))
+        held = self.module(block)
+        named = held.named_parameters() if module is None else held_parameters(held, module)
+        return {f"{block}.{name}": self._home(parameter) for name, parameter in named}
+
+    def copy(self, parameter: nn.Parameter) -> Tensor:
+        """A parameter as it is when idle, on the device."""
+        return self._home(parameter).to(self.device, copy=True)
 
     def forget(self, path: str, other: BlockRunner) -> None:
         """Have the parameters of another runner of the same model again in the module at `path`, which has been left;
@@ -281,15 +295,6 @@ class BlockRunner:
             buffer.data = buffer.data.to(dtypes.get(name, buffer.dtype))
 
 
-class BlockCall(NamedTuple):
-    """How a model calls a block."""
-
-    block: str
-    """Its path in that model."""
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-
-
 class PausedForward(greenlet):
     """One forward pass over one batch, paused before a block until `advance` gives it that block's output."""
 
@@ -353,13 +358,13 @@ class PausedForward(greenlet):
         if block.overwritten:
             args, kwargs = tree_map_only(Tensor, Tensor.clone, (args, kwargs))
         if dtype is not None:
-            args, kwargs = _cast((args, kwargs), dtype)
+            args, kwargs = cast_floats((args, kwargs), dtype)
         try:
             with torch.no_grad():
                 output = self._runner.module(block.name).forward(*args, **kwargs)  # none of a pass: it does not pause
         except StopBlock:
             return None
-        return output if dtype is None else _cast(output, self._runner.dtype)
+        return output if dtype is None else cast_floats(output, self._runner.dtype)
 
     def run_through(self, blocks: Sequence[Block]) -> None:
         """Run these blocks, to the first that is none of them."""
@@ -381,10 +386,6 @@ class PausedForward(greenlet):
             self.throw(GreenletExit)
 
 
-class StopBlock(Exception):  # noqa: N818 - not an error
-    """Raised by a hook that has seen enough of a block's run."""
-
-
 def _pausing(name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
     """The block's forward, which inside a PausedForward hands the call out and waits for the output."""
 
@@ -394,7 +395,3 @@ def _pausing(name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
         return forward(*args, **kwargs) if runs_in is None else runs_in.switch(BlockCall(name, args, kwargs))
 
     return paused
-
-
-def _cast(values: Any, dtype: torch.dtype) -> Any:
-    return tree_map_only(Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, values)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from typing import Any, NamedTuple
@@ -10,10 +11,11 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from featcal_cli.engine.block_runner import BlockRunner, PausedForward, StopBlock
+from featcal_cli.engine.block_runner import BlockRunner, PausedForward
 from featcal_cli.models.architecture import Block, Module
-from featcal_cli.models.module_kinds import LINEAR_KINDS
-from featcal_cli.models.tracing import first_tensor
+from featcal_cli.models.module_kinds import LINEAR_KINDS, View
+from featcal_cli.models.products import ProductWatch
+from featcal_cli.models.tracing import StopBlock, first_tensor
 
 Features = dict[str, list[Tensor]]
 """Inputs of each module that ran in a block, one a call, by the module's path inside the block [.., d_in]."""
@@ -39,7 +41,12 @@ def run_captured(runner: BlockRunner, paused: PausedForward, block: Block) -> tu
         _keep_inputs(hooks, runner, block, inputs, calls)
         for module in block.modules:
             child = runner.module(f"{block.name}.{module.name}")
-            if module.kind in LINEAR_KINDS and runner.dtype == torch.float32 and type(child).forward in PLAIN_FORWARDS:
+            if (
+                module.functional is None
+                and module.kind in LINEAR_KINDS
+                and runner.dtype == torch.float32
+                and type(child).forward in PLAIN_FORWARDS
+            ):
                 kept = outputs.setdefault(module.name, [])
                 hook = child.register_forward_hook(lambda _, __, y, kept=kept: kept.append((y, y._version)))
                 hooks.callback(hook.remove)
@@ -69,10 +76,31 @@ def _keep_inputs(
     last_call: tuple[str, int] | None = None,
 ) -> None:
     """Have the modules of a block put what they are given into `inputs`, and their names into `calls`."""
+    functional: dict[View, Callable[..., None]] = {}
     for module in block.modules:
         keep = partial(_keep, module, inputs.setdefault(module.name, []), calls, last_call)
+        if module.functional is not None:
+            functional[module.functional.weight] = keep
+            continue
         child = runner.module(f"{block.name}.{module.name}")
         hooks.callback(child.register_forward_pre_hook(keep, with_kwargs=True).remove)
+    if functional:
+        hooks.enter_context(watch_products(runner, block, lambda weight, x, _: functional[weight](None, (x,), {})))
+
+
+def watch_products(
+    runner: BlockRunner,
+    block: Block,
+    before: Callable[[View, Tensor, View | None], None] = lambda *_: None,
+    after: Callable[[View, Tensor], None] | None = None,
+) -> ProductWatch:
+    """Inside, both are told of what the block's functions multiply with that stands for a module."""
+    held, weights = (
+        runner.module(block.name),
+        {module.functional.weight for module in block.modules if module.functional},
+    )
+    parameters = {weight.parameter: held.get_parameter(weight.parameter) for weight in weights}
+    return ProductWatch(parameters, before, after, weights)
 
 
 def _keep(
@@ -80,7 +108,7 @@ def _keep(
     inputs: list[Tensor],
     calls: list[str],
     last_call: tuple[str, int] | None,
-    _: nn.Module,
+    _: nn.Module | None,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> None:

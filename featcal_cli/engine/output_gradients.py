@@ -14,11 +14,12 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 from featcal_cli.data.batches import Batch, count_examples
-from featcal_cli.engine.block_runner import BlockCall, BlockRunner
+from featcal_cli.engine.block_runner import BlockRunner
 from featcal_cli.engine.drift_metrics import choose_rows, read_output
+from featcal_cli.engine.hooks import watch_products
 from featcal_cli.models.architecture import Architecture, Block
-from featcal_cli.models.module_kinds import LINEAR_KINDS
-from featcal_cli.models.tracing import tensors_in
+from featcal_cli.models.module_kinds import LINEAR_KINDS, read_parameters
+from featcal_cli.models.tracing import BlockCall, tensors_in
 
 WIDEST_SQUARE, SKETCH_ROWS = 1024, 256
 """Outputs up to so wide have all products of their gradients summed; wider ones so many random combinations of them."""
@@ -145,7 +146,8 @@ class TracedPass:
                 at = _differentiate(ends, wanted, again=projection + 1 < self._projections)
                 for (name, _), gradient in zip(inside, at, strict=False):
                     if gradient is not None:
-                        sums.add(name, gradient)
+                        width = len(read_parameters(self._expert.module(name)).weight)
+                        sums.add(name, gradient.reshape(-1, width))  # a function may return [.., heads, d]
                 before = zip((x for x, _ in origins), at[len(inside) :], strict=True)
                 self._send_back([(x, gradient) for x, gradient in before if gradient is not None], projection)
 
@@ -157,15 +159,22 @@ class TracedPass:
         paths, which can be differentiated inside."""
         inside: list[tuple[str, Tensor]] = []
         with ExitStack() as hooks, ExitStack() as precision:
-            for module in (module for module in block.modules if module.kind in LINEAR_KINDS):
+            linear = [module for module in block.modules if module.kind in LINEAR_KINDS]
+            for module in (module for module in linear if module.functional is None):
                 path = f"{block.name}.{module.name}"
                 hook = self._expert.module(path).register_forward_hook(partial(_keep_output, inside, path))
                 hooks.callback(hook.remove)
+            paths = {x.functional.weight: f"{block.name}.{x.name}" for x in linear if x.functional is not None}
             dtype = None
             if block.name in self._expert.too_large:
                 precision.enter_context(self._expert.precise(block.name))
                 dtype = torch.float32
             self._expert.bring(block.name)
+            if paths:
+                watch = watch_products(
+                    self._expert, block, after=lambda weight, y: _keep_output(inside, paths[weight], None, None, y)
+                )
+                hooks.enter_context(watch)
             with torch.enable_grad():
                 args, kwargs = tree_map_only(Tensor, partial(_give, copies, dtype), (call.args, call.kwargs))
                 output = self._expert.module(block.name).forward(

@@ -113,7 +113,7 @@ def _find_largest(runner: BlockRunner, block: Block) -> tuple[str, float]:
     """The largest weight of a block, with the name of its parameter; 0 where the model has no such block."""
     has_block = runner.model.own_path(block.name) is not None
     sizes = {
-        f"{block.name}.{name}": float(value.abs().max())
+        name: float(value.abs().max())
         for name, value in (runner.parameters_at_home(block.name).items() if has_block else ())
         if value.is_floating_point() and value.numel()
     }

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import cast
 
 from torch import Tensor, nn
@@ -15,13 +16,14 @@ from transformers import PreTrainedModel
 
 from featcal_cli.data.batches import Batch, forward_names
 from featcal_cli.models import token_layout
-from featcal_cli.models.module_kinds import LINEAR_KINDS, Kind, kind_of
+from featcal_cli.models.module_kinds import LINEAR_KINDS, Functional, Kind, ParameterPart, Projection, kind_of
 from featcal_cli.models.token_layout import DECODER, ENCODER, OWN, Axes, Layout, learn_layout
 from featcal_cli.models.tracing import Trace, find_blocks, first_tensor, merge_orders, trace, unreached_lists
 from featcal_cli.runtime.errors import ArchitectureError, DataError
 
 FAILURES = (TypeError, ValueError, RuntimeError, IndexError, AttributeError, KeyError)
 """What a model raises on inputs that it cannot take."""
+ROUTER = "it is the router of a mixture: the choice of experts stays as merged"
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,8 @@ class Module:
     """Of the input of each of its calls in one run of the block; empty for a module that is never called."""
     overwritten: bool
     """The block changes this module's input in place after the module has read it."""
+    functional: Functional | None = None
+    """What does its work, where that is a function and no call of a module; with paths inside the block."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +77,13 @@ class Architecture:
     """Paths of those that run after it only."""
     notes: tuple[str, ...] = ()
     """What no example reaches, and other things that the user should know."""
+
+    @property
+    def functional(self) -> dict[str, tuple[str, Module]]:
+        """The modules whose work functions do, with their blocks' names, by their paths in the model."""
+        return {
+            f"{block.name}.{x.name}": (block.name, x) for block in self.blocks for x in block.modules if x.functional
+        }
 
 
 @dataclass
@@ -155,6 +166,11 @@ def _describe(model: nn.Module, name: str, run: _Run, norms: str, holders: Mappi
     modules, skipped = [], []
     calls = run.first.calls.count(name)
     layout, axes = _own_axis(run, name)
+    biases = {
+        work.bias.parameter
+        for path, work in run.first.functional.items()
+        if work.bias and path not in run.first.routers
+    }
     for path, module in model.get_submodule(name).named_modules():
         parameters = dict(module.named_parameters(recurse=False))
         if not parameters:
@@ -162,21 +178,69 @@ def _describe(model: nn.Module, name: str, run: _Run, norms: str, holders: Mappi
         kind, full = kind_of(module), f"{name}.{path}".rstrip(".")
         if kind is None:
             for key, value in parameters.items():
-                fused = value.ndim == 3 and not any("conv" in base.__name__.lower() for base in type(module).__mro__)
-                why = "the fused experts of a mixture are not calibrated" if fused else "neither a Linear nor a norm"
-                skipped.append((f"{path}.{key}".lstrip("."), why))
+                inner = f"{path}.{key}".lstrip(".")
+                parts = {
+                    part: functional.inside(f"{name}.")
+                    for part, functional in run.first.functional.items()
+                    if functional.weight.parameter == f"{name}.{inner}"
+                }
+                if f"{name}.{inner}" in biases:
+                    continue  # what it is added to says all
+                if reason := _explain_skipped(module, value, holders, parts, run.first):
+                    skipped.append((inner, reason))
+                    continue
+                for part, functional in parts.items():
+                    layouts, overwritten = _layouts(run, part, calls, axes), part in run.first.overwritten
+                    modules.append(Module(part.removeprefix(f"{name}."), "linear", layouts, overwritten, functional))
         elif any(holders[id(value)] > 1 for value in parameters.values()):
             skipped.append((path, "it shares its weight with another module"))
         elif kind not in LINEAR_KINDS and norms == "none":
             skipped.append((path, "norms are switched off"))
         elif kind in LINEAR_KINDS or norms == "all" or (kind == "layernorm" and "bias" in parameters):
-            modules.append(Module(path, kind, _layouts(run, full, calls, axes), full in run.first.overwritten))
+            layouts, overwritten = _layouts(run, full, calls, axes), full in run.first.overwritten
+            work = run.first.functional.get(full) if full not in run.first.calls else None
+            inside = work and work.inside(f"{name}.")
+            modules.append(Module(path, kind, layouts, overwritten, inside))
         else:
             skipped.append((path, "a norm without bias; --norms all calibrates it"))
     only_text = not any(tensor.is_floating_point() for tensor in run.probe.values())
     holds_text = layout.axis == OWN and (len(set(axes[OWN])) > 1 or only_text)
     start = _find_text(model, run, name) if holds_text else None
     return Block(name, tuple(modules), tuple(skipped), layout, calls, name in run.first.overwritten, holds_text, start)
+
+
+def _explain_skipped(
+    module: nn.Module, value: Tensor, holders: Mapping[int, int], parts: Mapping[str, Functional], run: Trace
+) -> str:
+    """Why a parameter of a module that is no Linear and no norm stays as merged; empty where functions multiply with
+    these parts of it."""
+    is_convolution = any("conv" in base.__name__.lower() for base in type(module).__mro__)
+    if not parts:
+        fused = value.ndim == 3 and not is_convolution and (bool(run.routed) or not run.calls)
+        return "the fused experts of a mixture are not calibrated" if fused else "neither a Linear nor a norm"
+    if run.routers & parts.keys():
+        return ROUTER
+    if run.routed.keys() & parts.keys():
+        return "the fused experts of a mixture are not calibrated"
+    if holders[id(value)] > 1:
+        return "it shares its weight with another module"
+    if sum(prod(part.weight.size) for part in parts.values()) > value.numel():
+        return "it is multiplied with in parts that overlap"
+    return ""
+
+
+def module_at(block: nn.Module, module: Module) -> nn.Module:
+    """What a block calls by this name, or a module with what a function multiplies with there."""
+    functional = module.functional
+    if functional is None or functional.is_module:
+        return block.get_submodule(module.name)
+    return Projection(block, functional)
+
+
+def held_parameters(block: nn.Module, module: Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """The parameters of a block in which a module has its weights, by their paths in the block."""
+    for name, x in module_at(block, module).named_parameters(recurse=False):
+        yield (x.place.parameter, x.whole) if isinstance(x, ParameterPart) else (f"{module.name}.{name}", x)
 
 
 def _own_axis(run: _Run, block: str) -> tuple[Layout, Axes]:

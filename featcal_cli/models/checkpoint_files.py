@@ -12,7 +12,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from featcal_cli.hub.snapshot import UNPACKED, Snapshot
 from featcal_cli.hub.weight_files import OTHER_FORMATS, Entry, read_header
-from featcal_cli.models.architecture import Architecture
+from featcal_cli.models.architecture import Architecture, held_parameters
 from featcal_cli.models.loading import DTYPES, Model
 from featcal_cli.runtime.errors import CheckpointError
 from featcal_cli.runtime.files import copy_files, visible_files
@@ -71,9 +71,12 @@ def check_readable(model: Model, architecture: Architecture, entries: Mapping[st
 def check_writable(merged: Model, architecture: Architecture, entries: Mapping[str, Entry] | None) -> None:
     """Raise CheckpointError where a calibrated parameter could not be written to the files; likewise."""
     if entries is not None:
-        paths = [f"{block.name}.{module.name}" for block in architecture.blocks for module in block.modules]
-        held = {path: merged.module.get_submodule(path).named_parameters(recurse=False) for path in paths}
-        solved = {f"{path}.{name}": value for path, own in held.items() for name, value in own}
+        solved = {
+            f"{block.name}.{path}": parameter
+            for block in architecture.blocks
+            for module in block.modules
+            for path, parameter in held_parameters(merged.module.get_submodule(block.name), module)
+        }
         names_on_disk(merged, solved, entries)
 
 

@@ -12,7 +12,15 @@ from transformers import AutoConfig, PreTrainedModel
 
 from featcal_cli.data.batches import Batch, forward_names
 from featcal_cli.hub.snapshot import Snapshot
-from featcal_cli.models.architecture import FAILURES, Architecture, Block, find_architecture, find_unreached, no_blocks
+from featcal_cli.models.architecture import (
+    FAILURES,
+    Architecture,
+    Block,
+    find_architecture,
+    find_unreached,
+    module_at,
+    no_blocks,
+)
 from featcal_cli.models.loading import find_class
 from featcal_cli.runtime.errors import ArchitectureError, CheckpointError, DataError
 
@@ -146,6 +154,6 @@ def _describe(model: nn.Module, block: Block, *, ran: bool) -> BlockEntry:
         if ran and not module.layouts:
             skipped.append({"name": module.name, "reason": "never called"})
         else:
-            parameters = model.get_submodule(f"{block.name}.{module.name}").parameters(recurse=False)
+            parameters = module_at(model.get_submodule(block.name), module).parameters(recurse=False)
             modules.append(ModuleEntry(module.name, module.kind, sum(value.numel() for value in parameters)))
     return BlockEntry(block.name, modules, skipped, ran)

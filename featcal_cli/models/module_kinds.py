@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, replace
+from math import prod
 from typing import Literal, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -62,6 +64,85 @@ def new_parameters(module: nn.Module, new: Affine) -> list[tuple[nn.Parameter, T
     own = dict(module.named_parameters(recurse=False))
     values = [(own["weight"], new.weight.T if isinstance(module, Conv1D) else new.weight)]
     return values if new.bias is None else [*values, (own["bias"], new.bias)]
+
+
+@dataclass(frozen=True)
+class View:
+    """A vector or matrix inside a parameter: some of its rows, one of its matrices, the whole, perhaps transposed."""
+
+    parameter: str
+    """Its path."""
+    offset: int
+    """Of its first number in the parameter."""
+    size: tuple[int, ...]
+    """[d] or [d_out, d_in]."""
+    stride: tuple[int, ...]
+
+    def of(self, parameter: Tensor) -> Tensor:
+        """The view of a parameter, which lies in memory in one piece."""
+        return parameter.as_strided(self.size, self.stride, parameter.storage_offset() + self.offset)
+
+    def name(self, shape: torch.Size) -> str:
+        """The path and, in brackets, which part of a parameter of this shape it is: of the first dimension, else of all
+        its numbers."""
+        numbers, step = prod(self.size), shape[1:].numel()
+        if numbers == shape.numel():
+            return self.parameter
+        if len(shape) > 2 and numbers == step and self.offset % step == 0:
+            return f"{self.parameter}[{self.offset // step}]"
+        if (
+            numbers % step == 0
+            and self.offset % step == 0
+            and 1 in self.stride[-2:]
+            and step in (*self.stride, *self.size)
+        ):
+            return f"{self.parameter}[{self.offset // step}:{(self.offset + numbers) // step}]"
+        return f"{self.parameter}[{self.offset}+{'x'.join(map(str, self.size))}]"
+
+
+class Functional(NamedTuple):
+    """What a function multiplies with and adds, where no Linear is called for it."""
+
+    weight: View
+    bias: View | None
+    is_module: bool
+    """They are those of a Linear which is not called, not parts of other parameters."""
+
+    def under(self, prefix: str) -> Functional:
+        """The same as seen from where the paths begin with a prefix."""
+        return self._rename(lambda path: prefix + path)
+
+    def inside(self, prefix: str) -> Functional:
+        """The same as seen from what the prefix leads to."""
+        return self._rename(lambda path: path.removeprefix(prefix))
+
+    def _rename(self, change: Callable[[str], str]) -> Functional:
+        bias = self.bias and replace(self.bias, parameter=change(self.bias.parameter))
+        return self._replace(weight=replace(self.weight, parameter=change(self.weight.parameter)), bias=bias)
+
+
+class ParameterPart(nn.Parameter):
+    """A part of a parameter, in the same memory."""
+
+    whole: nn.Parameter
+    place: View
+    """Where in it; with its path in the block."""
+
+
+class Projection(nn.Module):
+    """What a block's function multiplies with, in the form of a Linear."""
+
+    def __init__(self, block: nn.Module, functional: Functional) -> None:
+        super().__init__()
+        self.weight = _part_of(block, functional.weight)
+        self.bias = None if functional.bias is None else _part_of(block, functional.bias)
+
+
+def _part_of(block: nn.Module, view: View) -> ParameterPart:
+    whole = block.get_parameter(view.parameter)
+    part = ParameterPart(view.of(whole.detach()), requires_grad=False)
+    part.whole, part.place = whole, view
+    return part
 
 
 _ADDS_ONE: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()

@@ -5,13 +5,16 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from graphlib import CycleError, TopologicalSorter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 from transformers.pytorch_utils import Conv1D
 
 from featcal_cli.data.batches import Batch
+from featcal_cli.models.module_kinds import Functional, View
+from featcal_cli.models.products import ProductWatch, Routing
 from featcal_cli.runtime.errors import ArchitectureError
 
 
@@ -27,20 +30,63 @@ class Trace:
         """Members of lists whose output has the shape of their input."""
         self.overwritten: set[str] = set()
         """Modules whose input was changed in place after they had received it."""
+        self.functional: dict[str, Functional] = {}
+        """What functions multiplied with, by its path (that of a Linear that is not called, or of its parameter)."""
+        self.routed: dict[str, torch.Size] = {}
+        """Those that a mixture gives some tokens, with the shape of the features [.., d] that these were taken from."""
+        self.routers: set[str] = set()
+        """What a mixture's choice of experts is made from."""
+        self.routing = Routing(on_decision=self._decide)
+        self._running: list[str] = []
+        self._deciding: set[str] = set()
+        self._latest = ("", 0)
+        self._model = model
+        self._widths = {name: x.out_features for name, x in model.named_modules() if isinstance(x, nn.Linear)}
         self._lists = {name for name, module in model.named_modules() if isinstance(module, CONTAINERS)}
         self._pending: dict[str, list[tuple[Tensor, int]]] = {}
         self._flow: dict[str, tuple[Tensor | None, Tensor | None]] = {}
 
     def before(self, name: str, arguments: tuple[Any, ...]) -> None:
         self.calls.append(name)
+        self._running.append(name)
+        self._receive(name, arguments, self._widths.get(name, 0))
+        if name.rpartition(".")[0] in self._lists:
+            self._flow[name] = (first_tensor(arguments), None)
+
+    def _receive(self, name: str, arguments: Any, width: int) -> None:
+        """width: d_out of a Linear, else 0."""
         hidden = first_tensor(arguments)
         if hidden is not None:
+            if (route := self.routing.find(hidden)) is not None:
+                self.routed[name] = route.shape
+            self._latest = (name, hidden.shape[:-1].numel() * width) if width else self._latest
             self.shapes.setdefault(name, []).append(hidden.shape)
             self._pending.setdefault(name, []).append((hidden, hidden._version))
-        if name.rpartition(".")[0] in self._lists:
-            self._flow[name] = (hidden, None)
+
+    def multiply(self, weight: View, x: Tensor, bias: View | None) -> None:
+        """A function multiplies x [.., d_in] with what lies in a parameter, and adds a bias that is known."""
+        holder, _, key = weight.parameter.rpartition(".")
+        module, shape = self._model.get_submodule(holder), self._model.get_parameter(weight.parameter).shape
+        is_module = key == "weight" and isinstance(module, nn.Linear) and weight.size == shape
+        if isinstance(module, (nn.Linear, Conv1D)) and self._running[-1:] == [holder]:
+            return  # it does so itself
+        name = holder if is_module else weight.name(shape)
+        known = self.functional.setdefault(name, Functional(weight, bias, is_module))
+        if known.weight == weight:
+            self._receive(name, x, weight.size[0])
+
+    def _decide(self, scores: Tensor) -> None:
+        """A function chooses by its largest scores: a mixture by those that the latest Linear made."""
+        name, numbers = self._latest
+        if scores.numel() == numbers and scores.is_floating_point():
+            self.routers.add(name)
+        self._deciding.add(self._running[-1].rpartition(".")[0] if self._running else "")
 
     def after(self, name: str, output: Any) -> None:
+        self._running.pop()
+        if name in self._deciding:
+            self._deciding.discard(name)
+            self.routing.clear()
         for inner in [path for path in self._pending if path.startswith(f"{name}.") or not name]:
             if any(hidden._version != version for hidden, version in self._pending.pop(inner)):
                 self.overwritten.add(inner)
@@ -57,6 +103,9 @@ class Trace:
             self.shapes = {f"{path}.{name}".rstrip("."): shapes for name, shapes in self.shapes.items()}
             self.residual = {f"{path}.{name}" for name in self.residual}
             self.overwritten = {f"{path}.{name}".rstrip(".") for name in self.overwritten}
+            self.functional = {f"{path}.{name}": value.under(f"{path}.") for name, value in self.functional.items()}
+            self.routed = {f"{path}.{name}": shape for name, shape in self.routed.items()}
+            self.routers = {f"{path}.{name}" for name in self.routers}
             self._flow = {f"{path}.{name}": flow for name, flow in self._flow.items()}
         return self
 
@@ -78,12 +127,25 @@ def trace(model: nn.Module, batch: Batch, dtype: torch.dtype) -> Trace:
         )
         handles += [before, module.register_forward_hook(lambda _, __, output, n=name: traced.after(n, output))]
     try:
-        with torch.no_grad():
+        with torch.no_grad(), ProductWatch(dict(model.named_parameters()), traced.multiply, routing=traced.routing):
             model(**{key: x.to(dtype) if x.is_floating_point() else x for key, x in batch.items()})
     finally:
         for handle in handles:
             handle.remove()
     return traced
+
+
+class BlockCall(NamedTuple):
+    """How a model calls a block."""
+
+    block: str
+    """Its path in that model."""
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+class StopBlock(Exception):  # noqa: N818 - not an error
+    """Raised by a hook that has seen enough of a block's run."""
 
 
 def first_tensor(value: Any) -> Tensor | None:
@@ -98,6 +160,11 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, (Mapping, tuple, list)):
         for part in value.values() if isinstance(value, Mapping) else value:
             yield from tensors_in(part)
+
+
+def cast_floats(value: Any, dtype: torch.dtype) -> Any:
+    """A forward's arguments or output with its floating-point tensors in a dtype."""
+    return tree_map_only(Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, value)
 
 
 def all_finite(value: Any) -> Tensor:

@@ -4,6 +4,7 @@ many examples make one."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import accumulate
 from math import prod
@@ -22,8 +23,9 @@ from featcal_cli.calibration.linear_algebra import (
 )
 from featcal_cli.calibration.normal_equations import is_dual_cheaper, is_residual_cheaper
 from featcal_cli.data.batches import Batch, count_examples
-from featcal_cli.models.architecture import FAILURES, Architecture, Block
-from featcal_cli.models.module_kinds import LINEAR_KINDS, read_parameters
+from featcal_cli.models.architecture import FAILURES, Architecture, Block, module_at
+from featcal_cli.models.module_kinds import LINEAR_KINDS, View, read_parameters
+from featcal_cli.models.products import ProductWatch
 from featcal_cli.models.tracing import first_tensor, tensors_in
 
 COMPUTE = 4
@@ -54,6 +56,7 @@ def probe_batch(model: nn.Module, architecture: Architecture, entry: str, batch:
     embedded: dict[str, int] = {}
     inputs: dict[str, dict[int, Tensor]] = {}
     rows: dict[str, int] = {}
+    functional: dict[View, tuple[str, str]] = {}
     handles = []
 
     def at_block(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -61,8 +64,8 @@ def probe_batch(model: nn.Module, architecture: Architecture, entry: str, batch:
         embedded[name] = hidden.numel() * COMPUTE if hidden is not None else 0
         states[name] = sum(tensor.numel() * COMPUTE for tensor in tensors_in((args, kwargs)))
 
-    def at_module(block: str, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        if (x := first_tensor((*args, *kwargs.values()))) is not None:
+    def at_module(block: str, name: str, *given: object) -> None:
+        if (x := first_tensor(given)) is not None:
             inputs.setdefault(block, {})[id(x)] = x
             rows[name] = rows.get(name, 0) + prod(x.shape[:-1])
 
@@ -71,8 +74,13 @@ def probe_batch(model: nn.Module, architecture: Architecture, entry: str, batch:
         handles.append(hook(lambda _, a, k, n=block.name: at_block(n, a, k), with_kwargs=True))
         for module in block.modules:
             path = f"{block.name}.{module.name}"
+            if module.functional is not None:
+                functional[module.functional.under(f"{block.name}.").weight] = (block.name, path)
+                continue
             hook = model.get_submodule(path).register_forward_pre_hook
             handles.append(hook(lambda _, a, k, b=block.name, n=path: at_module(b, n, a, k), with_kwargs=True))
+    parameters = {weight.parameter: model.get_parameter(weight.parameter) for weight in functional}
+    watch = ProductWatch(parameters, lambda weight, x, _: at_module(*functional[weight], x), weights=functional)
     dtype = next(model.parameters()).dtype
     shapes = {
         name: x.to("meta", dtype if x.is_floating_point() else x.dtype)
@@ -80,7 +88,7 @@ def probe_batch(model: nn.Module, architecture: Architecture, entry: str, batch:
         if "mask" not in name
     }
     try:
-        with torch.no_grad():
+        with torch.no_grad(), watch if functional else nullcontext():
             model.get_submodule(entry)(**shapes)
     except FAILURES:
         # the model looks at values: what it saw until then, and the plain size of its input, must do
@@ -109,7 +117,7 @@ def find_inputs(model: nn.Module, block: Block, needs: Mapping[str, BatchNeeds])
     for module in block.modules:
         if module.kind in LINEAR_KINDS:
             path = f"{block.name}.{module.name}"
-            d_out, d_in = read_parameters(model.get_submodule(path)).weight.shape
+            d_out, d_in = read_parameters(module_at(model.get_submodule(block.name), module)).weight.shape
             key = (module.name.rpartition(".")[0], d_in)
             rows = tuple(need.rows.get(path, 0) / need.examples for need in needs.values())
             _, others, widest, _ = inputs.get(key, (d_in, 0, 0, rows))
@@ -260,7 +268,9 @@ def _rows_of(model: nn.Module, architecture: Architecture, needs: BatchNeeds) ->
     """
     calls = {f"{block.name}.{module.name}": block.calls for block in architecture.blocks for module in block.modules}
     at_once = {path: rows / needs.examples / max(calls[path], 1) for path, rows in needs.rows.items()}
-    sizes = {path: sum(x.numel() for x in model.get_submodule(path).parameters()) for path in at_once}
+    parts = {f"{block.name}.{x.name}": (block.name, x) for block in architecture.blocks for x in block.modules}
+    modules = {path: module_at(model.get_submodule(parts[path][0]), parts[path][1]) for path in at_once}
+    sizes = {path: sum(x.numel() for x in module.parameters()) for path, module in modules.items()}
     work = {path: rows * sizes[path] for path, rows in needs.rows.items()}
     ordered = sorted(at_once, key=at_once.__getitem__)
     done = zip(ordered, accumulate(work[path] for path in ordered), strict=True)

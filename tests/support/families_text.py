@@ -150,7 +150,7 @@ ENCODERS = [
         "layoutlm", "LayoutLMModel", TEXT_SIZES | {"max_2d_position_embeddings": 32},
         lambda count: text(count) | boxes(count), "encoder.layer.{}",
     ),
-    Family("xlnet", "XLNetModel", _XLNET, left_text, "layer.{}"),
+    Family("xlnet", "XLNetModel", _XLNET, left_text, "layer.{}", functional=r"rel_attn\.[qkvo]$"),
     Family("rembert", "RemBertModel", TEXT_SIZES | {"input_embedding_size": 16}, text, "encoder.layer.{}"),
     Family(
         "esm", "EsmModel", TEXT_SIZES | {"mask_token_id": 4, "position_embedding_type": "rotary"}, text,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from family import TEXT_SIZES, VISION_SIZES, WIDTH, Batch, Family, alike, images, padding_in, pairs, text, videos
+from family import CROSS, TEXT_SIZES, VISION_SIZES, WIDTH, Batch, Family, alike, images, padding_in, pairs, text, videos
 from torch import Tensor
 
 _MLP = {**VISION_SIZES, "mlp_ratio": 2}
@@ -110,6 +110,16 @@ _VIT_AND_BERT = {
     "vision_config": {"model_type": "vit", **VISION_SIZES}, "text_config": {"model_type": "bert", **TEXT_SIZES},
     "projection_dim": 16,
 }  # fmt: skip
+_BRIDGE = {
+    "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "text_config": {**TEXT_SIZES, "hidden_size": 64},
+    "vision_config": {"hidden_size": 64, "num_hidden_layers": 2, "image_size": 32, "patch_size": 8},
+}  # fmt: skip
+_BRIDGE_BLOCKS = " ".join(
+    f"text_model.encoder.layer.{n} vision_model.visual.transformer.resblocks.{n} cross_modal_text_layers.{n} "
+    f"cross_modal_image_layers.{n}"
+    for n in range(2)
+)
 _TOWERS, _IMAGES = "{vision,text}_model.encoder.layers.{}", "vision_model.encoder.layers.{}"
 _LAST_IMAGES, _IN_TEXT = "vision_model.encoder.layers.1", padding_in("text_")
 
@@ -128,6 +138,11 @@ def _flexible_padding(path: str, _call: int, batch: Batch) -> Tensor | None:
 
 def _sounds_and_text(count: int) -> Batch:
     return {**text(count), "input_features": torch.randn(count, 1, 64, 8)}
+
+
+def _bridge_padding(path: str, _call: int, batch: Batch) -> Tensor | None:
+    """Text has padding, also where images attend to it; images have none."""
+    return batch["attention_mask"] if ("text" in path) != bool(CROSS.search(path)) else None
 
 
 PAIRS = [
@@ -154,6 +169,10 @@ PAIRS = [
     Family(
         "siglip2", "Siglip2Model", {"vision_config": _PATCHES, "text_config": _SIGLIP_TEXT}, _flexible_images,
         _TOWERS, mask=_flexible_padding,
+    ),
+    Family(
+        "bridgetower", "BridgeTowerModel", _BRIDGE, pairs, _BRIDGE_BLOCKS, "cross_modal_image_layers.1",
+        _bridge_padding, functional=r"in_proj_(weight|bias)$",
     ),
     Family(
         "clap", "ClapModel", _CLAP, _sounds_and_text,

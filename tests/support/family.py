@@ -65,6 +65,8 @@ class Family:
     mask: MaskRule = padding
     stays: str = r"(?!)"
     """Pattern of the paths of modules that run and yet stay as merged."""
+    functional: str = r"(?!)"
+    """Pattern of the paths of parameters that functions multiply with; a bias beside one is named `_bias`."""
 
     def build(self) -> PreTrainedModel:
         """A fresh model."""
@@ -170,7 +172,7 @@ def _mask_of(lengths: Tensor, size: int) -> Tensor:
 
 # Rules for the rows.
 
-_CROSS = re.compile(
+CROSS = re.compile(
     r"(encoder_attn|EncDecAttention|cross_attn|crossattention|cross_attention|encoder_decoder_attention)\b.*"
     r"\.(k|v|k_proj|v_proj|k_norm|key|value)$"
 )
@@ -178,7 +180,7 @@ _CROSS = re.compile(
 
 def encoder_decoder(path: str, _call: int, batch: Batch) -> Tensor | None:
     """The decoder's own tokens, but the encoder's for the keys and values of cross-attention."""
-    in_decoder = "decoder" in path.split(".") and not _CROSS.search(path)
+    in_decoder = "decoder" in path.split(".") and not CROSS.search(path)
     return batch.get("decoder_attention_mask" if in_decoder else "attention_mask")
 
 
@@ -186,7 +188,7 @@ def padding_in(part: str) -> MaskRule:
     """Tokens of `attention_mask` where the path has this part, every row elsewhere and in cross-attention."""
 
     def rule(path: str, _call: int, batch: Batch) -> Tensor | None:
-        return batch["attention_mask"] if part in path and not _CROSS.search(path) else None
+        return batch["attention_mask"] if part in path and not CROSS.search(path) else None
 
     return rule
 

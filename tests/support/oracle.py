@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -55,11 +56,13 @@ def calibrate_slowly(
             if path not in features[0]:
                 continue  # nothing in the examples calls it
             shares = [
-                _share(path, family, family.cls == block, expert.get_submodule(path), cal[path], exp[path], batch)
+                _share(path, family, family.cls == block, module_at(expert, path), cal[path], exp[path], batch)
                 for expert, cal, exp, batch in zip(experts, features, targets, examples, strict=True)
             ]
-            module, anchor = student.get_submodule(path), base.get_submodule(path)
-            if isinstance(module, (nn.Linear, Conv1D)):
+            module, anchor = module_at(student, path), module_at(base, path)
+            if isinstance(module, Matrix):
+                new |= module.as_parameters(_linear(path, module, anchor, shares, ridge, rho, alpha))
+            elif isinstance(module, (nn.Linear, Conv1D)):
                 new |= _linear(path, module, anchor, shares, ridge, rho, alpha)
             else:
                 new |= _norm(path, module, anchor, shares, ridge, rho)
@@ -88,7 +91,37 @@ def modules_to_calibrate(model: PreTrainedModel, block: str, family: Family, *, 
         if isinstance(module, (nn.Linear, Conv1D)) or (is_norm(module) and (all_norms or _bias(module) is not None))
         if all(owners[id(parameter)] == 1 for parameter in module.parameters(recurse=False))
         and not re.search(family.stays, path)
+    ] + [
+        path
+        for path, _ in model.get_submodule(block).named_parameters(prefix=block)
+        if re.search(family.functional, path) and not path.endswith("_bias")
     ]
+
+
+class Matrix:
+    """A parameter that a function multiplies with: [d_out, d_in]; of XLNet [d_in, heads, d] and [d_out, heads, d]."""
+
+    def __init__(self, model: PreTrainedModel, path: str) -> None:
+        self.path, self.parameter = path, model.get_parameter(path)
+        names = dict(model.named_parameters())
+        self.bias: Any = names.get(path.replace("_weight", "_bias")) if path.endswith("_weight") else None
+        flat = self.parameter.data.reshape(len(self.parameter), -1)
+        self.is_transposed = self.parameter.ndim == 3 and not path.endswith(".o")
+        self.weight = flat.T if self.is_transposed else flat
+
+    def get_parameter(self, _: str) -> Any:
+        return nn.Parameter(self.weight)
+
+    def as_parameters(self, result: dict[str, Tensor]) -> dict[str, Tensor]:
+        weight = result[f"{self.path}.weight"]
+        weight = (weight.T if self.is_transposed else weight).reshape(self.parameter.shape)
+        bias = {} if self.bias is None else {self.path.replace("_weight", "_bias"): result[f"{self.path}.bias"]}
+        return {self.path: weight, **bias}
+
+
+def module_at(model: PreTrainedModel, path: str) -> Any:
+    """The module at this path, or what stands for the parameter there."""
+    return Matrix(model, path) if path in dict(model.named_parameters()) else model.get_submodule(path)
 
 
 def is_norm(module: nn.Module) -> bool:
@@ -110,11 +143,56 @@ def record(model: PreTrainedModel, block: str, batch: Mapping[str, Tensor]) -> d
                 kept.setdefault(path, []).append(x.detach().double().clone())
 
             handles.append(module.register_forward_pre_hook(keep, with_kwargs=True))
-    with torch.no_grad(), mock.patch.object(nn.functional, "softmax", _softmax):
+    functional: dict[str, list[Tensor]] = {}
+    with torch.no_grad(), mock.patch.object(nn.functional, "softmax", _softmax), _functions(model, block, functional):
         model(**{name: value.double() if value.is_floating_point() else value for name, value in batch.items()})
     for handle in handles:
         handle.remove()
+    for path, calls in functional.items():
+        module = model.get_submodule(path.rpartition(".")[0])
+        if not isinstance(module, (nn.Linear, Conv1D)):
+            kept[path] = calls
+        elif path.endswith(".weight") and path.removesuffix(".weight") not in kept:
+            kept[path.removesuffix(".weight")] = calls
     return kept
+
+
+@contextmanager
+def _functions(model: PreTrainedModel, block: str, kept: dict[str, list[Tensor]]) -> Iterator[None]:
+    """Inside, what functions multiply with the block's parameters, as a whole, is kept."""
+    names = {
+        x.data_ptr(): name for name, x in model.named_parameters() if name.startswith(f"{block}." if block else "")
+    }
+    linear, einsum, attend = nn.functional.linear, torch.einsum, nn.functional.multi_head_attention_forward
+    queries: list[torch.Size] = []
+
+    def keep(x: Tensor, weight: Tensor) -> None:
+        if x.ndim == 2 and queries:  # what attention has flattened
+            x = x.view(*queries[-1][:2], -1)
+        if name := names.get(weight.data_ptr()):
+            kept.setdefault(name, []).append(x.detach().double().clone())
+
+    def keep_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        keep(x, weight)
+        return linear(x, weight, bias)
+
+    def keep_einsum(form: str, x: Tensor, *weight: Tensor) -> Tensor:
+        for w in weight:
+            keep(x.flatten(2) if form == "ibnd,hnd->ibh" else x, w)
+        return einsum(form, x, *weight)
+
+    def keep_attention(query: Tensor, *args: Any, **kwargs: Any) -> Any:
+        queries.append(query.shape)
+        output = attend(query, *args, **kwargs)
+        queries.pop()
+        return output
+
+    with (
+        mock.patch.object(nn.functional, "linear", keep_linear),
+        mock.patch.object(torch, "einsum", keep_einsum),
+        mock.patch.object(nn.functional, "multi_head_attention_forward", keep_attention),
+    ):
+        yield
 
 
 def _softmax(x: Tensor, dim: int, dtype: torch.dtype | None = None, **_: Any) -> Tensor:

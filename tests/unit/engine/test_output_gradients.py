@@ -5,19 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 from families import BY_NAME, SPREAD, save_family
 from jobs import prepare
-from torch import Tensor
+from torch import Tensor, nn
 
 from featcal_cli.data.batches import Batch, count_examples, forward_names
 from featcal_cli.engine import output_gradients
 from featcal_cli.engine.block_runner import BlockRunner
 from featcal_cli.engine.drift_metrics import choose_rows, read_output
 from featcal_cli.engine.output_gradients import GradientSums, measure_output_gradients
-from featcal_cli.models.architecture import Architecture
+from featcal_cli.models.architecture import Architecture, module_at
 from featcal_cli.models.loading import Model, share_model
 from featcal_cli.models.module_kinds import LINEAR_KINDS
 
@@ -41,10 +42,22 @@ def measure_plainly(
         if y.requires_grad:
             y.register_hook(partial(add, path))
 
+    linear, functional = nn.functional.linear, {}
+
+    def multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        y = linear(x, weight, bias)
+        if path := functional.get(weight.data_ptr()):
+            watch(path, None, None, y)
+        return y
+
     handles = []
     for block in architecture.blocks:
         for module in (module for module in block.modules if module.kind in LINEAR_KINDS):
             path = f"{block.name}.{module.name}"
+            if module.functional is not None:
+                held = expert.module.get_submodule(expert.own_path(block.name) or "")
+                functional[module_at(held, module).get_parameter("weight").data_ptr()] = path
+                continue
             child = expert.module.get_submodule(expert.own_path(path) or "")
             handles.append(child.register_forward_hook(partial(watch, path)))
     own = expert.own_path(entry) if entry else ""
@@ -53,7 +66,8 @@ def measure_plainly(
         parameter.requires_grad_(parameter.is_floating_point())
     for batch in batches:
         given = {name: x for name, x in batch.items() if name in forward_names(model)}
-        rows = choose_rows(read_output(model(**given)), given)
+        with mock.patch.object(nn.functional, "linear", multiply):
+            rows = choose_rows(read_output(model(**given)), given)
         most = output_gradients.PREDICTIONS * count_examples(batch)
         assert len(rows) <= most
         for projection in range(PROJECTIONS):
@@ -65,7 +79,7 @@ def measure_plainly(
     return sums
 
 
-@pytest.mark.parametrize("name", sorted(SPREAD))
+@pytest.mark.parametrize("name", sorted({*SPREAD, "bridgetower"}))
 def test_they_are_those_of_a_whole_backward_pass(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever lies between blocks, however often they run; also where batches go in several groups."""
     prepared = prepare(save_family(tmp_path, BY_NAME[name]), batch_size=2, examples=EXAMPLES)

@@ -1,0 +1,216 @@
+"""Products of features with matrices that lie in parameters, and the ways of tokens to the experts of mixtures: caught
+at the functions that make them, whichever module calls these."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Collection, Mapping, Sequence
+from math import prod
+from types import FunctionType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from featcal_cli.models.module_kinds import View
+
+DECISIONS = {torch.topk, Tensor.topk, torch.argmax, Tensor.argmax}
+GATHERS, SPLITS = {Tensor.__getitem__}, {torch.split, Tensor.split}
+SCALINGS = {torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__}
+ROUTING = {*DECISIONS, *GATHERS, *SPLITS, *SCALINGS}
+"""Functions by which mixtures choose experts, give them their tokens, and weigh what they return."""
+
+
+class Route:
+    """Which tokens some rows [n, d] are."""
+
+    def __init__(self, rows: Tensor, shape: torch.Size, whole: tuple[Route, int] | None = None) -> None:
+        self.rows = rows
+        """Their numbers among all tokens [n]."""
+        self.shape = shape
+        """Of the features of all tokens [.., d]."""
+        self.gate: Tensor | None = None
+        """What the mixture multiplies with what becomes of them [n]."""
+        self.whole = whole
+        """The route that it is a part of, and where it begins in it."""
+
+    def gates(self) -> Tensor | None:
+        """`gate`, of the whole route if need be."""
+        if self.gate is None and self.whole is not None and (gates := self.whole[0].gates()) is not None:
+            return gates[self.whole[1] : self.whole[1] + len(self.rows)]
+        return self.gate
+
+
+class Routing:
+    """What the mixtures of one run decide, and which tokens their experts are given by it."""
+
+    def __init__(self, decided: Sequence[Any] = (), on_decision: Callable[[Tensor], None] = lambda _: None) -> None:
+        """decided: what another run decided, which counts here, too. on_decision: is told what it is made from."""
+        self.decisions: list[Any] = []
+        self._decided, self._on_decision = decided, on_decision
+        self._routes: list[Route] = []
+        self._parts: list[tuple[Tensor, Route]] = []
+
+    def clear(self) -> None:
+        """What was decided counts no more."""
+        self.decisions.clear()
+        self._routes.clear()
+        self._parts.clear()
+
+    def find(self, x: Tensor) -> Route | None:
+        """Which tokens the rows of x [n, d] are; None where they are all of them."""
+        if x.ndim != 2:
+            return None
+        part = next((route for tensor, route in self._parts if tensor is x), None)
+        return part or next((route for route in reversed(self._routes) if len(route.rows) == len(x)), None)
+
+    def run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call one of the ROUTING functions."""
+        result = func(*args, **kwargs)
+        if func in DECISIONS:
+            self._on_decision(args[0])
+            result = self._decided[len(self.decisions)] if len(self.decisions) < len(self._decided) else result
+            self.decisions.append(result)
+        elif not self.decisions:
+            return result
+        elif func in GATHERS:
+            self._gather(args[0], args[1], result)
+        elif func in SPLITS and (whole := self.find(args[0])) is not None:
+            start = 0
+            for part in result:
+                self._parts.append((part, Route(whole.rows[start : start + len(part)], whole.shape, (whole, start))))
+                start += len(part)
+        elif func in SCALINGS and isinstance(args[1], Tensor):
+            for x, gate in (args, args[::-1]):
+                if gate.ndim == 2 and gate.shape[1] == 1 < x.shape[-1] and (scaled := self.find(x)) is not None:
+                    scaled.gate = gate[:, 0]
+        return result
+
+    def _gather(self, source: Tensor, index: Any, result: Tensor) -> None:
+        parts = [part for part in (index if isinstance(index, tuple) else (index,)) if part is not None]
+        if source.ndim < 2 or len(parts) != 1 or not isinstance(parts[0], Tensor) or not source.is_floating_point():
+            return
+        rows = parts[0]
+        if rows.dtype == torch.bool:
+            rows = rows.flatten().nonzero()[:, 0] if rows.shape == source.shape[:-1] else rows
+        if rows.ndim == 1 and rows.dtype == torch.int64 and result.numel() == len(rows) * source.shape[-1]:
+            self._routes.append(Route(rows, source.shape))
+
+
+MATRIX_PRODUCTS = {torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm}
+"""x W."""
+
+
+class Product(NamedTuple):
+    """x Wᵀ + b."""
+
+    x: Tensor
+    """[.., d_in]."""
+    weight: Tensor
+    """[d_out, d_in], in the memory of the parameter that it lies in."""
+    bias: Tensor | None
+    """[d_out], where it is added at once."""
+
+
+class ProductWatch(TorchFunctionMode):
+    """While it is active, tells of every product with a matrix that lies in one of some parameters."""
+
+    def __init__(
+        self,
+        parameters: Mapping[str, Tensor],
+        before: Callable[[View, Tensor, View | None], None],
+        after: Callable[[View, Tensor], None] | None = None,
+        weights: Collection[View] | None = None,
+        routing: Routing | None = None,
+    ) -> None:
+        """parameters: by their paths. before: is told the weight, x [.., d_in], and the bias where it lies in one of
+        them too; after: the weight, and what was made of it; of these `weights` alone, where they are given. routing:
+        is told what a mixture decides."""
+        super().__init__()
+        self._parameters, self._before, self._after, self._weights = parameters, before, after, weights
+        self._routing = routing
+        self._attending = torch.Size([0])
+        """Of the queries that multi-head attention was called with last, without the last dimension."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is functional.multi_head_attention_forward:
+            self._attending = args[0].shape[:-1]
+            with self:
+                return _attend(*args, **kwargs)
+        if self._routing is not None and func in ROUTING:
+            return self._routing.run(func, args, kwargs)
+        product = self._read(func, args, kwargs)
+        weight = None if product is None else self._find(product.weight)
+        if product is None or weight is None or (self._weights is not None and weight not in self._weights):
+            return func(*args, **kwargs)
+        x = product.x
+        if x.ndim == 2 and len(x) == self._attending.numel():  # attention has made one dimension of two
+            x = x.view(*self._attending, -1)
+        self._before(weight, x, None if product.bias is None else self._find(product.bias))
+        result = func(*args, **kwargs)
+        if self._after is not None:
+            self._after(weight, result)
+        return result
+
+    def _read(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Product | None:
+        if func is functional.linear:
+            given = dict(zip(("input", "weight", "bias"), args, strict=False)) | dict(kwargs)
+            return Product(given["input"], given["weight"], given.get("bias"))
+        if func in MATRIX_PRODUCTS and len(args) == 2 and args[1].ndim == 2:
+            return Product(args[0], args[1].T, None)
+        if func is torch.addmm and len(args) == 3 and not kwargs:
+            return Product(args[1], args[2].T, args[0])
+        if func is torch.einsum and len(args) == 3:
+            return next((read for x, w in ((1, 2), (2, 1)) if (read := self._read_einsum(args, x, w))), None)
+        return None
+
+    def _read_einsum(self, args: tuple[Any, ...], x_at: int, weight_at: int) -> Product | None:
+        """Where the sum is over the last dimensions of x [.., *in], and those of the output [.., *out] are its last."""
+        x, weight, (inputs, _, out) = args[x_at], args[weight_at], args[0].replace(" ", "").partition("->")
+        if not isinstance(weight, Tensor) or self._find(weight) is None:
+            return None
+        of_x, of_weight = (inputs.split(",")[at - 1] for at in (x_at, weight_at))
+        summed, made = ([letter for letter in of_weight if (letter in of_x) == is_in] for is_in in (True, False))
+        rows = [letter for letter in of_x if letter not in summed]
+        whole = "".join(rows + made) == out and sorted(rows + summed) == sorted(of_x) and "." not in inputs
+        if not whole or set(summed) & set(out):
+            return None
+        at = [of_weight.index(letter) for letter in made + summed]
+        matrix = weight.permute(at)
+        sizes = [prod(matrix.shape[: len(made)]), prod(matrix.shape[len(made) :])]
+        dims = range(len(made)), range(len(made), matrix.ndim)
+        strides = [stride for part in dims if (stride := _stride_of(part, matrix)) is not None]
+        if len(strides) < len(dims):
+            return None
+        rows_first = x.permute([of_x.index(letter) for letter in rows + summed])
+        flat = rows_first.reshape(*rows_first.shape[: len(rows)], sizes[1])
+        return Product(flat, weight.as_strided(sizes, strides), None)
+
+    def _find(self, x: Tensor) -> View | None:
+        """Where a tensor lies in the parameters, if it does."""
+        storage = x.untyped_storage()._cdata
+        for name, parameter in self._parameters.items():
+            offset = int(x.storage_offset()) - int(parameter.storage_offset())
+            if parameter.untyped_storage()._cdata == storage and 0 <= offset < parameter.numel():
+                return View(name, offset, tuple(x.shape), x.stride())
+        return None
+
+
+def _stride_of(dims: range, x: Tensor) -> int | None:
+    """Of these neighbouring dimensions as one; None where they cannot be."""
+    apart = any(x.stride(one) != x.stride(two) * x.shape[two] for one, two in itertools.pairwise(dims))
+    return None if apart else x.stride(dims[-1]) if dims else 1
+
+
+_attend = FunctionType(
+    functional.multi_head_attention_forward.__code__,
+    {**vars(functional), "has_torch_function": lambda _: False},
+    "multi_head_attention_forward",
+    functional.multi_head_attention_forward.__defaults__,
+)
+"""It as it is, but that a watch looks into it and does not get it as a whole."""

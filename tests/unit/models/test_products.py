@@ -1,0 +1,72 @@
+"""Products are caught at the functions that make them, with the part of a parameter that they are made with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from featcal_cli.models.module_kinds import View
+from featcal_cli.models.products import ProductWatch
+
+WIDE = nn.Parameter(torch.randn(12, 6))
+DEEP = nn.Parameter(torch.randn(3, 6, 4))
+X = torch.randn(2, 5, 6)
+
+
+@pytest.mark.parametrize(
+    ("multiply", "name", "weight"),
+    [
+        (lambda: linear(X, WIDE), "wide", WIDE),
+        (lambda: linear(X, WIDE[4:8]), "wide[4:8]", WIDE[4:8]),
+        (lambda: linear(X, WIDE.chunk(3)[1]), "wide[4:8]", WIDE[4:8]),
+        (lambda: X @ WIDE[:4].T, "wide[0:4]", WIDE[:4]),
+        (lambda: X @ DEEP[1], "deep[1]", DEEP[1].T),
+        (lambda: X.matmul(DEEP[torch.tensor(2)]), "deep[2]", DEEP[2].T),
+        (lambda: torch.addmm(torch.zeros(4), X[0], DEEP[1]), "deep[1]", DEEP[1].T),
+        (lambda: torch.einsum("bsd,ed->bse", X, WIDE), "wide", WIDE),
+        (lambda: torch.einsum("ed,bsd->bse", WIDE, X), "wide", WIDE),
+        (lambda: torch.einsum("bsd,hde->bshe", X, DEEP), "", None),  # d_out has no one stride
+        (lambda: torch.einsum("hsd,hde->hse", X.repeat(2, 1, 1)[:3], DEEP), "", None),  # a matrix for each h
+        (lambda: linear(X, WIDE * 2), "", None),
+    ],
+)
+def test_a_product_tells_which_part_of_which_parameter_it_is_made_with(
+    multiply: Callable[[], Tensor], name: str, weight: Tensor | None
+) -> None:
+    parameters = {"wide": WIDE, "deep": DEEP}
+    seen: list[tuple[View, Tensor]] = []
+    results: list[Tensor] = []
+    with (
+        torch.no_grad(),
+        ProductWatch(parameters, lambda w, x, _: seen.append((w, x)), lambda _, y: results.append(y)),
+    ):
+        result = multiply()
+    assert [view.name(parameters[view.parameter].shape) for view, _ in seen] == [name] * bool(name)
+    for (view, x), y in zip(seen, results, strict=True):
+        assert weight is not None and torch.equal(view.of(parameters[view.parameter]), weight)
+        assert y is result
+        torch.testing.assert_close(linear(x, weight), result)
+
+
+def test_attention_is_looked_into_with_its_rows_by_length_and_example() -> None:
+    attention = nn.MultiheadAttention(8, 2, bias=True).eval()
+    x = torch.randn(5, 3, 8)
+    seen: dict[str, tuple[torch.Size, View | None]] = {}
+
+    def keep(weight: View, x: Tensor, bias: View | None) -> None:
+        seen[weight.parameter] = (x.shape, bias)
+
+    with torch.no_grad():
+        expected, _ = attention(x, x, x, need_weights=False)
+        with ProductWatch(dict(attention.named_parameters()), keep):
+            output, _ = attention(x, x, x, need_weights=False)
+    torch.testing.assert_close(output, expected)
+    assert {name: shape for name, (shape, _) in seen.items()} == {
+        "in_proj_weight": (5, 3, 8),
+        "out_proj.weight": (5, 3, 8),
+    }
+    assert [bias and bias.parameter for _, bias in seen.values()] == ["in_proj_bias", "out_proj.bias"]
