@@ -214,7 +214,8 @@ def inspect_drift(
 
         featcal inspect-drift user/merged
 
-        featcal inspect-drift user/merged --compare user/merged-featcal --html drift.html
+        featcal inspect-drift user/merged --compare user/merged-featcal \\
+          --html drift.html
 
         featcal inspect-drift user/merged --max-drift 0.8
     """

@@ -7,8 +7,42 @@ from contextlib import suppress
 from pathlib import Path
 
 import typer
+from typer import _completion_shared as scripts
 
 from featcal_cli.runtime.errors import FeatCalError
+
+BASH = """
+%(complete_func)s() {
+    # bash ends words at = and :, so TASK=REPO reaches us in parts: they are one word again
+    local IFS=$'\\n' words=() i
+    for ((i = 0; i <= COMP_CWORD; i++)); do
+        if [[ $i -gt 0 && ( ${COMP_WORDS[i]} == [=:]* || ${COMP_WORDS[i-1]} == *[=:] ) ]]; then
+            words[-1]+=${COMP_WORDS[i]}
+        else
+            words+=("${COMP_WORDS[i]}")
+        fi
+    done
+    COMPREPLY=( $( env COMP_WORDS="${words[*]}" \\
+                   COMP_CWORD=$((${#words[@]} - 1)) \\
+                   %(autocomplete_var)s=complete_bash $1 ) )
+    # only what follows the last of these signs is put in
+    local last=${COMP_WORDS[COMP_CWORD]}
+    [[ $last == [=:]* ]] && last=
+    local before=${words[-1]%%"$last"}
+    before=${before#--*=}
+    COMPREPLY=( "${COMPREPLY[@]#"$before"}" )
+    [[ ${COMPREPLY[*]} == *= ]] && compopt -o nospace
+    return 0
+}
+
+complete -o default -F %(complete_func)s %(prog_name)s
+"""
+"""Typer's script, but for words with = and :."""
+
+
+def teach_bash() -> None:
+    """Let `--install-completion` and `--show-completion` give BASH; where typer has moved its scripts, its own."""
+    getattr(scripts, "_completion_scripts", {})["bash"] = BASH
 
 
 def complete_shipped(incomplete: str) -> list[str]:
@@ -56,13 +90,14 @@ def _complete_pair(ctx: typer.Context, incomplete: str, kind: str) -> list[str]:
 
 
 def _name_tasks(ctx: typer.Context) -> list[str]:
-    from featcal_cli.recipe.reading import find_recipe, read_draft
+    from featcal_cli.recipe.reading import collect_overrides, find_recipe, read_draft
 
     typed = [pair for option in ("expert", "data") for pair in ctx.params.get(option) or ()]
     tasks = {pair.partition("=")[0]: None for pair in typed}
     if recipe := ctx.params.get("recipe"):
         with suppress(FeatCalError, OSError):
-            tasks |= dict.fromkeys(read_draft(find_recipe(recipe), {}).tasks)
+            named = collect_overrides(merged="named/later")  # the recipe need not say it
+            tasks |= dict.fromkeys(read_draft(find_recipe(recipe), named).tasks)
     return list(tasks)
 
 

@@ -239,7 +239,7 @@ Compare = Annotated[
 Evaluated = Annotated[
     list[str] | None,
     typer.Argument(
-        metavar="MODEL...", autocompletion=completion.complete_model, help="Hub ids[@revision] or folders to compare."
+        metavar="MODEL", autocompletion=completion.complete_model, help="Hub ids[@revision] or folders to compare."
     ),
 ]
 Limit = Annotated[

@@ -10,6 +10,7 @@ from string import ascii_uppercase
 from typing import TYPE_CHECKING
 
 from rich.box import SIMPLE_HEAD
+from rich.cells import cell_len
 from rich.console import OverflowMethod
 from rich.syntax import Syntax
 from rich.table import Table
@@ -21,6 +22,7 @@ from featcal_cli.recipe.reading import COMPANIONS, describe_recipe
 from featcal_cli.reporting.report import CARD, RECIPE, DriftRow, Report
 from featcal_cli.runtime.files import tell_bytes
 from featcal_cli.runtime.progress import tell_change, tell_seconds
+from featcal_cli.runtime.untrusted_text import visible
 
 if TYPE_CHECKING:  # these import torch
     from featcal_cli.hub.push import Pushed
@@ -190,10 +192,11 @@ def _write_scores(name: str, scores: Mapping[str, Score], roles: Iterable[str], 
 
 def show_preflight(preflight: Preflight) -> None:
     """What a job would read, by where it is said, and what it would take."""
+    width = max(cell_len(visible(finding.role)) for finding in preflight.findings)
     for source, findings in _group_by_source(preflight).items():
         OUT.print(f"{'Given:' if source == SAID else f'From {escape(source)}:'}")
         for role, value in findings:
-            OUT.print(f"  {escape(role):<14} {value}", soft_wrap=True)
+            OUT.print(f"  {escape(role)}{' ' * (width - cell_len(visible(role)))}  {value}", soft_wrap=True)
     needs, transfers = preflight.estimate, preflight.transfers.values()
     missing, here = (sum(getattr(transfer, key) for transfer in transfers) for key in ("missing", "here"))
     calibrated = f"{preflight.modules} modules in {preflight.blocks} blocks; all models fit together"
@@ -218,7 +221,7 @@ def show_preflight(preflight: Preflight) -> None:
     OUT.print()
     for name, text in lines:
         OUT.print(f"{name:<11} {escape(text)}")
-    downloaded = "Only small files were downloaded. " if transfers else ""
+    downloaded = "Only small files were downloaded. " if any(preflight.commits) else ""
     _hint(f"{downloaded}Leave out --dry-run to start.")
 
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import pty
 import re
+import select
 import shutil
 import subprocess
 import sys
@@ -22,6 +25,7 @@ from rich.console import Console
 from safetensors.torch import load_file
 from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 
+from featcal_cli.cli.commands import app
 from featcal_cli.cli.console import show_error, show_falling_drift
 from featcal_cli.lineage.resolve import find_lineage
 from featcal_cli.recipe.reading import collect_overrides, read_draft
@@ -261,6 +265,10 @@ def test_help_shows_examples_as_they_are_typed(capsys: pytest.CaptureFixture[str
     assert "--base openai/clip-vit-base-patch32 \\\n      --expert mnist=" in shown
     assert "<bool>" not in shown and "<str>" not in shown
     assert "featcal inspect-drift user/merged --max-drift 0.8\n" in featcal_inside(capsys, "--help", {}).stdout
+    for command in app.registered_commands:
+        name = str(command.name or getattr(command.callback, "__name__", ""))
+        examples = featcal_inside(capsys, name, {"--help": ""}).stdout.partition(" Examples\n")[2]
+        assert f"featcal {name}" in examples and max(map(len, examples.splitlines())) <= 80
 
 
 def test_a_message_breaks_no_command(capsys: pytest.CaptureFixture[str]) -> None:
@@ -271,3 +279,34 @@ def test_a_message_breaks_no_command(capsys: pytest.CaptureFixture[str]) -> None
     assert lines[-2:] == ["  fix: install it again:", f"    {command}"]
     assert any("`featcal recipes clip-vit-b32-8`" in line for line in lines)
     assert max(map(len, lines[:-1])) <= 80
+
+
+def test_bash_completes_what_follows_the_sign_of_a_task(tmp_path: Path) -> None:
+    """In a real prompt, which ends words at = and at :."""
+    (tmp_path / "hub" / "models--a--merged").mkdir(parents=True)
+    (tmp_path / "r.yaml").write_text("tasks: {red: {}, blue: {}}")
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    asked = {"PATH": path, "HF_HOME": str(tmp_path), "PS1": "$ ", "TERM": "dumb"}
+    ours, theirs = pty.openpty()
+    bash = subprocess.Popen(
+        ["bash", "--norc", "--noprofile", "-i"], cwd=tmp_path, env={**os.environ, **asked}, start_new_session=True,
+        stdin=theirs, stdout=theirs, stderr=theirs,
+    )  # fmt: skip
+
+    def type_in(text: str, shown: str) -> None:
+        os.write(ours, text.encode())
+        seen, end = "", time.monotonic() + 60
+        while shown not in seen:
+            assert select.select([ours], [], [], max(0.0, end - time.monotonic()))[0], seen
+            seen += os.read(ours, 1 << 16).decode()
+
+    try:
+        type_in('eval "$(featcal --show-completion)" && echo rea""dy\n', "ready")
+        type_in("featcal calibrate -r r.yaml --expert r\t", "--expert red=")
+        type_in("a/m\t", "a/merged ")
+        type_in("--data=b\t", "--data=blue=")
+    finally:
+        bash.kill()
+        bash.wait()
+        os.close(ours)
+        os.close(theirs)
