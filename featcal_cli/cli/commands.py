@@ -291,7 +291,7 @@ def evaluate(
             from featcal_cli.workflows.evaluate import evaluate as run
             from featcal_cli.workflows.evaluate import find_own_recipe
 
-            start_importing("featcal_cli.workflows.model_pool")
+            start_importing("featcal_cli.workflows.setup")
             given = list(models or [])
             file = find_recipe(recipe) if recipe else find_own_recipe(given)
             merged = given.pop(0) if given and not merge and not (file and names_merged(file)) else None

@@ -14,8 +14,8 @@ from rich.table import Table
 from rich.text import Text
 
 from featcal_cli.cli.console import LEVELS, find_level, fit, shorten_commits
-from featcal_cli.reporting.inspection import Inspection
 from featcal_cli.reporting.markdown import plain
+from featcal_cli.reporting.report import Inspection
 from featcal_cli.reporting.verdict import (
     Column,
     abbreviate,

@@ -14,8 +14,8 @@ from random import Random
 from typing import Any, TypeVar
 
 from featcal_cli.data.columns import ABOUT_NAMES
+from featcal_cli.data.file_formats import IMAGE_FILES, LARGEST_IMAGE, open_parquet, read_group, shorten_row
 from featcal_cli.data.hub_dataset import HubFile, HubSplit
-from featcal_cli.data.local_tables import IMAGE_FILES, LARGEST_IMAGE, open_parquet, read_group, shorten_row
 from featcal_cli.data.text_files import Row, decode_lines, parse_csv, parse_json_line
 from featcal_cli.runtime.errors import DataError
 

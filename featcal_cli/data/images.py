@@ -22,11 +22,10 @@ from PIL import Image, ImageOps
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from featcal_cli.data.batches import BadRowError, Batch, Reader, decoder_prompt, forward_names
+from featcal_cli.data.batches import BadRowError, Batch, Reader, decoder_prompt, forward_names, load_image_processor
 from featcal_cli.data.columns import Samples, find_image_column, is_array
+from featcal_cli.data.file_formats import LARGEST_IMAGE, is_base64
 from featcal_cli.data.hub_dataset import first_line
-from featcal_cli.data.local_tables import LARGEST_IMAGE, is_base64
-from featcal_cli.data.preprocessors import load_image_processor
 from featcal_cli.data.rows import local_path
 from featcal_cli.data.text_files import BrokenRow, Row
 from featcal_cli.recipe.schema import Data

@@ -15,19 +15,22 @@ from stat import S_ISDIR, S_ISREG
 from typing import Any
 
 from featcal_cli.data.columns import needed_columns
-from featcal_cli.data.file_formats import SPLIT_WORDS, choose_split, group_by_folder, group_by_name
-from featcal_cli.data.hub_dataset import Note, explaining_hub, find_split, first_line, ignore
-from featcal_cli.data.hub_rows import draw_hub_rows, read_hub_rows
-from featcal_cli.data.local_tables import (
+from featcal_cli.data.file_formats import (
     IMAGE_FILES,
+    SPLIT_WORDS,
     TABLE_FILES,
     Table,
+    choose_split,
+    group_by_folder,
+    group_by_name,
     is_table,
     open_file,
     open_images,
     open_parquet,
     shorten_row,
 )
+from featcal_cli.data.hub_dataset import Note, explaining_hub, find_split, first_line, ignore
+from featcal_cli.data.hub_rows import draw_hub_rows, read_hub_rows
 from featcal_cli.data.text_files import Row
 from featcal_cli.recipe.schema import Data
 from featcal_cli.runtime.errors import DataError, HubError

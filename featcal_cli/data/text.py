@@ -20,6 +20,7 @@ from featcal_cli.data.batches import (
     count_vocabulary,
     decoder_prompt,
     forward_names,
+    load_tokenizer,
 )
 from featcal_cli.data.columns import (
     WORDS_NAMES,
@@ -34,7 +35,6 @@ from featcal_cli.data.columns import (
     template_fields,
 )
 from featcal_cli.data.hub_dataset import first_line
-from featcal_cli.data.preprocessors import load_tokenizer
 from featcal_cli.data.text_files import BrokenRow, Row
 from featcal_cli.recipe.schema import Data
 from featcal_cli.runtime.errors import DataError

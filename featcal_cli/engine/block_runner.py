@@ -19,7 +19,7 @@ from featcal_cli.engine.weight_uploads import DeviceWeight, Upload, device_weigh
 from featcal_cli.models.architecture import Architecture, Block, held_parameters, module_at
 from featcal_cli.models.loading import Model
 from featcal_cli.models.tracing import BlockCall, StopBlock, all_finite, cast_floats, tensors_in
-from featcal_cli.runtime import memory_map
+from featcal_cli.runtime import hardware
 from featcal_cli.runtime.errors import CheckpointError, NumericsError
 
 
@@ -138,7 +138,7 @@ class BlockRunner:
         if own is None:
             return
         parameters = list(self.model.module.get_submodule(own).parameters())
-        memory_map.fetch_ahead(map(self._home, parameters))
+        hardware.fetch_ahead(map(self._home, parameters))
         if self._weights is not None:
             upload = self._weights.begin((self._home(x), self._dtype_of(x)) for x in parameters)
             self._uploads += [] if upload is None else [upload]
@@ -148,7 +148,7 @@ class BlockRunner:
         returns how many bytes it got."""
         own = "" if path is None else self.model.own_path(path)
         parameters = () if own is None else self.model.module.get_submodule(own).parameters()
-        return memory_map.give_back(self._home(parameter) for parameter in parameters)
+        return hardware.give_back(self._home(parameter) for parameter in parameters)
 
     def replace(self, parameter: nn.Parameter, value: Tensor) -> None:
         """Give a parameter of this model a new value of the same shape, in the dtype that it has when it does not run.
@@ -287,7 +287,7 @@ class BlockRunner:
             if parameter.is_floating_point() and is_stem:
                 read.append(parameter.data)
                 parameter.data = parameter.data.to(self.dtype)
-        memory_map.give_back(read)
+        hardware.give_back(read)
         with torch.device("meta"):
             plan = type(self.model.module)._from_config(deepcopy(self.model.module.config), dtype=self.dtype)
         dtypes = {name: buffer.dtype for name, buffer in plan.named_buffers()}

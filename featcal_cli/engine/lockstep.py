@@ -19,7 +19,7 @@ from featcal_cli.engine.job import Job
 from featcal_cli.engine.token_weights import token_weights
 from featcal_cli.models.architecture import Block
 from featcal_cli.models.token_layout import Lengths, Weights, token_lengths
-from featcal_cli.runtime import memory_map
+from featcal_cli.runtime import hardware
 
 PassGroup = TypeVar("PassGroup", "PairedPass", DriftProbe, SwitchProbe)
 
@@ -100,7 +100,7 @@ def forward_order(job: Job) -> Iterator[BlockVisit]:
 
     All models but the experts are on the device during a visit, one block each; of the experts one at a time.
     """
-    memory_map.reuse_memory()
+    hardware.reuse_memory()
     with job.ranks.on_its_own():
         passes = _start_passes(job)
     done: list[Block] = []
@@ -147,7 +147,7 @@ def _start_passes(job: Job) -> Passes:
             expert.give_back()
     for runner in job.runners:
         runner.give_back()
-    memory_map.trim_heap()  # all inputs have gone to files where a CPU is the device
+    hardware.trim_heap()  # all inputs have gone to files where a CPU is the device
     for measurement in job.measurements:
         measurement.settle()
     return passes

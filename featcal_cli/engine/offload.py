@@ -22,7 +22,7 @@ from torch.utils.weak import TensorWeakRef
 from featcal_cli.models.tracing import tensors_in
 from featcal_cli.runtime.errors import OutputError
 from featcal_cli.runtime.files import name_reason
-from featcal_cli.runtime.memory_map import advise, trim_heap
+from featcal_cli.runtime.hardware import advise, trim_heap
 
 DEVICE, HOST, DISK = range(3)
 """Where memory may lie, the nearest first."""

@@ -16,7 +16,7 @@ from featcal_cli.engine.weight_uploads import is_finite
 from featcal_cli.models.architecture import Architecture, Block
 from featcal_cli.models.loading import Model
 from featcal_cli.models.module_kinds import LINEAR_KINDS
-from featcal_cli.runtime import memory_map
+from featcal_cli.runtime import hardware
 from featcal_cli.runtime.errors import CheckpointError, NumericsError
 
 VANISHING = 1e-12
@@ -82,7 +82,7 @@ def _broken_outside(model: Model, architecture: Architecture) -> Iterator[str]:
     for name, value in model.module.named_parameters():
         if value.is_floating_point() and not name.startswith(inside) and name not in model.missing:
             broken = not is_finite(value)
-            memory_map.give_back([value])
+            hardware.give_back([value])
             if broken:
                 yield name
     for name, value in model.module.named_buffers():

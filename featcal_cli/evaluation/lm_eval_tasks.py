@@ -8,7 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import Any
 
-from featcal_cli.data.preprocessors import load_tokenizer
+from featcal_cli.data.batches import load_tokenizer
 from featcal_cli.evaluation.protocols import LabelledTask, on_device
 from featcal_cli.evaluation.results import RESAMPLES, Score, combine, make_normal_score, score_accuracy
 from featcal_cli.models.loading import Model

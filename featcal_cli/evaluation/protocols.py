@@ -16,10 +16,9 @@ from torch import Tensor
 from torch.nn.functional import normalize
 from transformers import PreTrainedModel
 
-from featcal_cli.data.batches import Batch
+from featcal_cli.data.batches import Batch, load_tokenizer
 from featcal_cli.data.columns import number_label
 from featcal_cli.data.examples import LabelledRows, open_labelled
-from featcal_cli.data.preprocessors import load_tokenizer
 from featcal_cli.data.rows import read_classes
 from featcal_cli.evaluation.results import Score, score_accuracy, score_spearman
 from featcal_cli.hub.snapshot import Snapshot

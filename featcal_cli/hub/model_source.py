@@ -1,4 +1,5 @@
-"""Where a model's weights come from, before they are downloaded; pull requests that offer them as safetensors."""
+"""Where a model's weights come from, before they are downloaded; pull requests that offer them as safetensors; and what
+of a name in a card or config may be believed."""
 
 from __future__ import annotations
 
@@ -22,15 +23,15 @@ from featcal_cli.hub.adapter import (
     split_adapter,
 )
 from featcal_cli.hub.client import patiently, unreachable
-from featcal_cli.hub.model_names import UnusableError, locate
 from featcal_cli.hub.repo import Opener, Repo, RepoFile, open_repo
 from featcal_cli.hub.weight_files import PICKLES, SAFETENSORS
-from featcal_cli.runtime.errors import HubError
+from featcal_cli.runtime.errors import HubError, RecipeError
 from featcal_cli.runtime.files import cache_folder, write_new
-from featcal_cli.runtime.references import existing_path
+from featcal_cli.runtime.references import existing_path, looks_like_path, read_page, split_revision
 from featcal_cli.runtime.untrusted_text import show
 
 Form = Literal["safetensors", "pickle", "adapter"]
+_REVISION = re.compile(r"(?!.*\.\.)\w[\w./-]{0,199}", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -262,3 +263,78 @@ def _search(name: str, files: Mapping[str, RepoFile]) -> Pull | None:
         if info.sha and are_same and not offered.keys().isdisjoint(SAFETENSORS):
             return Pull(pull.num, pull.author, info.sha)
     return None
+
+
+class UnusableError(ValueError):
+    """A name that leads to nothing this machine may open; the message is the end of a sentence that begins with it."""
+
+
+def locate(text: str, repo: Repo | None) -> str:
+    """What a file in `repo` names, as a user would type it: `ID[@REVISION]`, BASE+ADAPTER, or an absolute path. A repo
+    on the Hub names repos on the Hub, never a path of this machine; a folder may also name paths, from itself on (or,
+    where the text can be nothing else, from where the command runs). Raises UnusableError."""
+    folder = repo.folder if repo else None
+    if folder and (path := existing_path(str(folder / text))):
+        return str(path.resolve())
+    reference = "+".join(_locate_part(part, folder) for part in text.split("+"))
+    if "+" in reference and existing_path(reference):
+        raise UnusableError("is also the name of a folder here, which hides it")
+    return reference
+
+
+def find(text: str, repo: Repo | None) -> str | None:
+    """What `locate` gives; None where it raises."""
+    try:
+        return locate(text, repo)
+    except UnusableError:
+        return None
+
+
+def _locate_part(text: str, folder: Path | None) -> str:
+    if folder:
+        path = existing_path(str(folder / text)) or (existing_path(text) if looks_like_path(text) else None)
+        if path:
+            return str(path.resolve())
+    try:
+        page = read_page(text)
+    except RecipeError:
+        raise UnusableError("is an address outside of the Hub") from None
+    text = page.reference if page else text
+    name, revision = split_revision(text)
+    if not is_hub_id(name) or (revision is not None and not _REVISION.fullmatch(revision)):
+        raise UnusableError("is not there" if folder else "is a path on its author's machine, or no name at all")
+    # a folder of the same name may lie here: the Hub's repo is meant
+    if not existing_path(text):
+        return text
+    if "@" not in text and not existing_path(f"{text}@main"):
+        return f"{text}@main"
+    raise UnusableError("is also the name of a folder here, which hides it")
+
+
+def is_hub_id(name: str) -> bool:
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # public by its docs
+
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return False
+    return True
+
+
+def repo_of(reference: str) -> str:
+    """The repo or folder that `ID[@REVISION]` names, of BASE+ADAPTER the adapter's."""
+    if existing_path(reference):
+        return reference
+    return split_revision(reference.rpartition("+")[2])[0]
+
+
+def same_repo(one: str, other: str) -> bool:
+    """Whether two references name one repo, at whatever revision; with adapters, the same on the same base."""
+    return _without_revisions(one) == _without_revisions(other)
+
+
+def _without_revisions(reference: str) -> str:
+    if existing_path(reference):
+        return reference
+    return "+".join(split_revision(part)[0] for part in reference.lower().split("+"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from featcal_cli.hub.model_names import UnusableError, find, locate, same_repo
+from featcal_cli.hub.model_source import UnusableError, find, locate, same_repo
 from featcal_cli.lineage.expert_data import recall
 from featcal_cli.lineage.merge_configs import Statement
 from featcal_cli.lineage.questions import SAID, Finding, Question, enumerate_names

@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from featcal_cli.hub.adapter import ADAPTER_CONFIG, is_adapter
-from featcal_cli.hub.model_names import UnusableError, locate, name_tasks, repo_of, same_name
+from featcal_cli.hub.model_source import UnusableError, locate, repo_of
 from featcal_cli.hub.repo import Kind, Opener, open_repo
 from featcal_cli.lineage.base_model import find_base_of, find_stated_base, pick_base, weigh_said_base
 from featcal_cli.lineage.expert_data import TaskData, find_data
@@ -27,7 +27,7 @@ from featcal_cli.lineage.questions import (
     show_merged,
     write_command,
 )
-from featcal_cli.lineage.search import Search, do_at_once, is_gone, opened_part, split_model
+from featcal_cli.lineage.search import Search, do_at_once, is_gone, name_tasks, opened_part, same_name, split_model
 from featcal_cli.lineage.statements import STATING_FILES, read_statements
 from featcal_cli.recipe.schema import Draft, Merge, Recipe, TaskDraft
 from featcal_cli.runtime.errors import HubError, LineageError, RecipeError

@@ -6,12 +6,14 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
+from itertools import count
+from pathlib import Path
 from threading import Lock, Thread
 from typing import TypeVar
 
 from featcal_cli.hub.adapter import ADAPTER_CONFIG, is_adapter, split_adapter
 from featcal_cli.hub.client import is_lapsed
-from featcal_cli.hub.model_names import UnusableError, find, locate, same_repo
+from featcal_cli.hub.model_source import UnusableError, find, locate, repo_of, same_repo
 from featcal_cli.hub.repo import Kind, Opener, Repo
 from featcal_cli.lineage.merge_configs import Statement
 from featcal_cli.lineage.questions import SAID, Finding, show_merged
@@ -25,6 +27,7 @@ Item = TypeVar("Item")
 
 AT_ONCE = 8
 
+_SEPARATORS = re.compile(r"([-_.])")
 _QUANTIZED = re.compile(
     r"[-_.](?:unsloth-)?(?:bnb-[48]bit|[48]bit|gptq|awq|gguf|exl[23]|int[48]|fp8|nf4)(?:[-_.][\w.-]*)?$", re.IGNORECASE
 )
@@ -209,3 +212,47 @@ def _adapter_base(repo: Repo) -> Sequence[str]:
     if not isinstance(name, str) or not name:
         return []
     return [f"{name}@{revision}" if isinstance(revision, str) and revision else name]
+
+
+def name_tasks(references: Sequence[str]) -> list[str]:
+    """A task name for each expert, in their order.
+
+    The names of the repos (of BASE+ADAPTER the adapter's), in lower case, without the words at their start and end
+    that all of them share; a word ends at - _ or a dot, and one word always stays. One expert alone keeps its whole
+    name. Names that would be the same get their owner's, then their number.
+
+        org/vit_mnist, org/vit_sun397           → mnist, sun397
+        org/t5_glue-cola_lora, org/t5_glue-sst2_lora → cola, sst2
+        a/math, b/math                          → a, b
+    """
+    paths = [repo_of(reference).lower().replace("\\", "/").rstrip("/") for reference in references]
+    full = [re.sub(r"[^\w.-]+", "-", path) for path in paths]
+    names = _strip_shared([Path(path).name for path in paths])
+    if len(set(names)) < len(names):
+        names = _strip_shared(full)
+    names = [re.sub(r"[^\w.-]+", "-", name).strip("-_.") or "task" for name in names]
+    unique: list[str] = []
+    for name in names:
+        numbered = (f"{name}-{number}" for number in count(1))
+        taken = {*unique, *names}
+        unique.append(name if names.count(name) == 1 else next(other for other in numbered if other not in taken))
+    return unique
+
+
+def same_name(one: str, other: str) -> bool:
+    """Whether two names differ in nothing but case and - for _ or a dot."""
+    return words(one) == words(other)
+
+
+def words(name: str) -> list[str]:
+    return [word for word in re.split(r"[-_.\s]+", name.lower()) if word]
+
+
+def _strip_shared(names: list[str]) -> list[str]:
+    if len(names) < 2:
+        return names
+    pieces = [_SEPARATORS.split(name) for name in names]  # word, separator, word, …
+    for end in (0, -1):
+        while min(map(len, pieces)) > 1 and len({piece[end] for piece in pieces}) == 1:
+            pieces = [piece[2:] if end == 0 else piece[:-2] for piece in pieces]
+    return ["".join(piece) for piece in pieces]

@@ -9,7 +9,7 @@ from textwrap import dedent
 from typing import Any
 
 from featcal_cli.hub.adapter import ADAPTER_CONFIG, is_adapter
-from featcal_cli.hub.model_names import UnusableError, find, is_hub_id, locate, same_repo
+from featcal_cli.hub.model_source import UnusableError, find, is_hub_id, locate, same_repo
 from featcal_cli.hub.repo import Repo
 from featcal_cli.lineage.merge_configs import MalformedError, Statement, is_mergekit, read_mergekit, read_pool
 from featcal_cli.recipe.schema import Data, Draft

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from featcal_cli.models.loading import Model
 from featcal_cli.recipe.schema import Merge
-from featcal_cli.runtime import memory_map
+from featcal_cli.runtime import hardware
 
 PART = 2**17
 """Numbers of a tensor that are worked on at a time where experts lie side by side: few take little memory, and fit a
@@ -43,7 +43,7 @@ def merge_weights(merge: Merge, base: Model, experts: Sequence[Model]) -> Iterat
     for _, names in groupby(parameters, _block_of):
         held = list(names)
         yield {name: combine(merge, name, parameters[name]).to(parameters[name][1].dtype) for name in held}
-        memory_map.give_back(source for name in held for source in parameters[name])
+        hardware.give_back(source for name in held for source in parameters[name])
 
 
 def _find_shared(base: Model, experts: Sequence[Model]) -> dict[str, Sources]:
@@ -74,7 +74,7 @@ def _agree(trim: Trim, parameters: Mapping[str, Sources]) -> Rule:
     votes = 0
     for name, sources in parameters.items():
         votes += sum(int(torch.add(*_add(part)).sign().sum()) for part in trim(name, sources))
-        memory_map.give_back(sources)
+        hardware.give_back(sources)
 
     def combine(merge: Merge, name: str, sources: Sources) -> Tensor:
         base, done = sources[0].reshape(-1), 0
@@ -151,7 +151,7 @@ def _count(parameters: Mapping[str, Sources], wanted: Tensor | None) -> Tensor:
                 upper = bits >> 16
                 halves = upper if wanted is None else (bits & BINS - 1)[upper == wanted[expert]]
                 counts[expert] += torch.bincount(halves, minlength=BINS)
-        memory_map.give_back(sources)
+        hardware.give_back(sources)
     return counts
 
 

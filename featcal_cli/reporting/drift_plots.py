@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from PIL import Image
 
-from featcal_cli.reporting.inspection import Inspection, TaskInspection
 from featcal_cli.reporting.markdown import clean, label_roles, one_line
-from featcal_cli.reporting.report import DriftCurve, Report
+from featcal_cli.reporting.report import DriftCurve, Inspection, Report, TaskInspection
 from featcal_cli.reporting.verdict import describe_lists, follow_drift, order_blocks, split_lists
 
 if TYPE_CHECKING:  # matplotlib takes long to import

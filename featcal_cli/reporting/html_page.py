@@ -14,8 +14,8 @@ from typing import Any
 
 import yaml
 
-from featcal_cli.reporting.inspection import Inspection, ModelDrift, OutputDrift, PlaceDrift, compare_drift
 from featcal_cli.reporting.markdown import clean, join_notes, one_line, plain
+from featcal_cli.reporting.report import Inspection, ModelDrift, OutputDrift, PlaceDrift, compare_drift
 from featcal_cli.reporting.verdict import find_farther, list_roles, order_blocks, read_drift, write_verdict
 from featcal_cli.runtime.files import tell_bytes
 

@@ -13,8 +13,7 @@ from markdown_it.token import Token
 
 from featcal_cli.evaluation.results import CALIBRATED, EXPERT, MERGED, Score, average_tasks
 from featcal_cli.lineage.questions import enumerate_names
-from featcal_cli.reporting.inspection import Inspection
-from featcal_cli.reporting.report import PICTURE, DriftRow, Report
+from featcal_cli.reporting.report import PICTURE, DriftRow, Inspection, Report
 from featcal_cli.reporting.verdict import list_feature_columns, list_output_columns, list_roles, write_verdict
 from featcal_cli.runtime.errors import GateError
 

@@ -14,7 +14,7 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from featcal_cli.calibration.results import describe_guard
 from featcal_cli.evaluation.results import CALIBRATED, EXPERT, MERGED, average_tasks
-from featcal_cli.hub.model_names import is_hub_id
+from featcal_cli.hub.model_source import is_hub_id
 from featcal_cli.reporting.markdown import (
     inert,
     inert_document,

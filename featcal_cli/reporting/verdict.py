@@ -11,8 +11,7 @@ from statistics import StatisticsError, correlation, fmean
 from typing import TYPE_CHECKING, Literal
 
 from featcal_cli.lineage.questions import enumerate_names
-from featcal_cli.reporting.inspection import VISIBLE, Gains, Inspection, ModelDrift, TaskInspection, compare_drift
-from featcal_cli.reporting.report import Report
+from featcal_cli.reporting.report import VISIBLE, Gains, Inspection, ModelDrift, Report, TaskInspection, compare_drift
 from featcal_cli.runtime.errors import GateError, RecipeError
 
 if TYPE_CHECKING:  # it imports torch

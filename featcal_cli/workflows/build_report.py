@@ -17,9 +17,20 @@ from featcal_cli.calibration.results import BlockReport
 from featcal_cli.engine.drift_metrics import COSINE, DRIFT, OUTSIDE, SHIFT, STEM, Drift
 from featcal_cli.engine.job import CALIBRATED, Job
 from featcal_cli.lineage.questions import SAID
-from featcal_cli.reporting.inspection import BlockDrift, ModelDrift, OutputDrift, PlaceDrift, TaskInspection
 from featcal_cli.reporting.model_card import read_license
-from featcal_cli.reporting.report import CARD, ITSELF, DriftCurve, Report, Source, TaskDrift
+from featcal_cli.reporting.report import (
+    CARD,
+    ITSELF,
+    BlockDrift,
+    DriftCurve,
+    ModelDrift,
+    OutputDrift,
+    PlaceDrift,
+    Report,
+    Source,
+    TaskDrift,
+    TaskInspection,
+)
 from featcal_cli.runtime.energy import add_energy
 from featcal_cli.runtime.hardware import describe_environment
 from featcal_cli.runtime.process import peak_resident_bytes

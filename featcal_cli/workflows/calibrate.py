@@ -33,20 +33,19 @@ from featcal_cli.data.examples import TaskExamples
 from featcal_cli.engine.job import CALIBRATED, MERGED
 from featcal_cli.engine.weight_checks import check_values
 from featcal_cli.hub.push import Target
-from featcal_cli.models.checkpoint_files import list_files, names_on_disk, read_slots
 from featcal_cli.models.loading import find_auto_class, find_pipeline_tag, find_processor_class
 from featcal_cli.recipe.schema import Merge
 from featcal_cli.reporting.drift_plots import plot_drift
 from featcal_cli.reporting.report import CARD, PICTURE, RECIPE, REPORT, Report
 from featcal_cli.reporting.verdict import check_judged
-from featcal_cli.runtime import memory_map
+from featcal_cli.runtime import hardware
 from featcal_cli.runtime.distributed import Ranks
 from featcal_cli.runtime.errors import FeatCalError, NumericsError, RecipeError, ShortageError
 from featcal_cli.runtime.files import Unchanged
 from featcal_cli.runtime.hardware import is_out_of_memory, release_memory
 from featcal_cli.workflows.build_report import Outcome, summarise
 from featcal_cli.workflows.evaluate import check_evaluable
-from featcal_cli.workflows.output import write_output
+from featcal_cli.workflows.output import list_files, names_on_disk, read_slots, write_output
 from featcal_cli.workflows.output_files import FinishedOutput, Note, dump_recipe
 from featcal_cli.workflows.preflight import Preflight, prepare
 from featcal_cli.workflows.session import CalibrateOptions, Session
@@ -191,8 +190,8 @@ class Computation:
         if target is not None and plan.recipe.local_paths:
             session.note(f"{RECIPE} and {REPORT} name folders of this machine, and are pushed with these names")
         session.stage("writing")
-        memory_map.give_back(models.merged.module.parameters())
-        memory_map.trim_heap()  # of calibrating; what is written is read block by block
+        hardware.give_back(models.merged.module.parameters())
+        hardware.trim_heap()  # of calibrating; what is written is read block by block
         chosen = {**asdict(outcome.choice.hyperparameters), "chosen": calibration.is_answered_for}
         fixed = calibration.model_copy(update=chosen)
         plan = replace(plan, recipe=plan.recipe.model_copy(update={"calibration": fixed}))

@@ -22,13 +22,13 @@ from featcal_cli.hub.weight_files import OTHER_FORMATS, Entry
 from featcal_cli.lineage.questions import Finding
 from featcal_cli.models.alignment import check_alignment, compare_configs, describe_unread, load_fitting
 from featcal_cli.models.architecture import Architecture
-from featcal_cli.models.checkpoint_files import check_readable, check_writable
 from featcal_cli.models.inventory import list_registered, run_without_values
 from featcal_cli.models.loading import DTYPES, Model, find_class, load_outline
 from featcal_cli.recipe.schema import Data, Merge, Recipe
 from featcal_cli.runtime.errors import ArchitectureError, CheckpointError, OutputError
 from featcal_cli.runtime.files import check_links, tell_bytes
 from featcal_cli.runtime.hardware import disk_of, free_bytes, memory_of
+from featcal_cli.workflows.output import check_readable, check_writable
 from featcal_cli.workflows.resource_estimate import Estimate, estimate
 from featcal_cli.workflows.self_written import add_writing, open_self_written, reserve_examples, write_examples
 from featcal_cli.workflows.session import EXPERT, Session

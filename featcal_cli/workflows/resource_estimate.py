@@ -19,8 +19,7 @@ from featcal_cli.engine.output_gradients import DIRECTIONS, KEPT_BYTES, SKETCH_R
 from featcal_cli.models.architecture import Architecture
 from featcal_cli.models.loading import Model
 from featcal_cli.recipe.schema import Calibration, Merge, Recipe
-from featcal_cli.runtime.hardware import rooms_for_features
-from featcal_cli.runtime.memory_map import LARGEST_REUSED
+from featcal_cli.runtime.hardware import LARGEST_REUSED, rooms_for_features
 from featcal_cli.runtime.process import resident_bytes
 from featcal_cli.workflows.shape_probe import (
     COMPUTE,

@@ -24,7 +24,7 @@ from featcal_cli.data.text_files import Row
 from featcal_cli.hub.model_source import Origin
 from featcal_cli.models.loading import find_class, load_model
 from featcal_cli.recipe.schema import SELF, Data, Recipe
-from featcal_cli.runtime import memory_map
+from featcal_cli.runtime import hardware
 from featcal_cli.runtime.errors import DataError, FeatCalError, OutputError, ShortageError
 from featcal_cli.runtime.files import cache_folder, name_reason, write_new
 from featcal_cli.runtime.hardware import is_out_of_memory, release_memory
@@ -142,7 +142,7 @@ def _write_rows(session: Session, task: str, origin: Origin, reader: TextReader,
         what = f"this expert cannot write examples: {first_line(error)}"
         raise DataError(what, where=f"{task}: {SELF}", fix=fix) from error
     if device.type == "cpu":
-        memory_map.give_back(model.parameters())
+        hardware.give_back(model.parameters())
     del model
     release_memory(device)
     return rows

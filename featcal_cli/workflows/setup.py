@@ -24,16 +24,15 @@ from featcal_cli.engine.weight_checks import VectorMeter, describe_merge_fit
 from featcal_cli.hub.snapshot import Snapshot
 from featcal_cli.models.alignment import check_alignment, describe_differences, load_fitting
 from featcal_cli.models.architecture import Architecture, find_architecture
-from featcal_cli.models.checkpoint_files import names_on_disk, read_slots
 from featcal_cli.models.loading import Model, find_class, load_model, share_model
 from featcal_cli.models.merging import merge_weights
 from featcal_cli.recipe.schema import Calibration, Merge, Recipe
-from featcal_cli.runtime import memory_map
+from featcal_cli.runtime import hardware
 from featcal_cli.runtime.distributed import Ranks
 from featcal_cli.runtime.hardware import rooms_for_features
 from featcal_cli.runtime.process import read_launch
 from featcal_cli.runtime.progress import Progress, Watch
-from featcal_cli.workflows.output import build_checkpoint
+from featcal_cli.workflows.output import build_checkpoint, names_on_disk, read_slots
 from featcal_cli.workflows.preflight import Preflight
 from featcal_cli.workflows.resource_estimate import choose_dtype, has_small_head
 from featcal_cli.workflows.session import EXPERT, Session
@@ -101,7 +100,7 @@ def set_up(session: Session, plan: Preflight, models: Models, scratch: Path | No
     for model in (models.base, *models.experts.values()):
         check_alignment(architecture, merged, model)
         note(*describe_differences(merged, model, architecture))
-    memory_map.give_back(merged.module.parameters())
+    hardware.give_back(merged.module.parameters())
     scratch = scratch or Path(tempfile.gettempdir())
     return Setup(models, architecture, plan.examples, calibration, session.device, note, session.ranks, scratch)
 
@@ -111,7 +110,7 @@ def _layers_given_back(model: nn.Module) -> Iterator[None]:
     """Inside, the weights of each layer leave memory when it has run."""
 
     def give_back(layer: nn.Module, *_: object) -> None:  # what a hook returns would be the layer's output
-        memory_map.give_back(layer.parameters())
+        hardware.give_back(layer.parameters())
 
     layers = {layer for module in model.modules() if isinstance(module, nn.ModuleList) for layer in module}
     handles = [
@@ -291,7 +290,7 @@ class Setup:
             if "pixel_values" in batch and last_blocks[task] not in blocks:
                 with _layers_given_back(merged.model.module):
                     blocks |= find_cls_blocks(merged, self.architecture, task, batch)
-        memory_map.give_back(merged.model.module.parameters())
+        hardware.give_back(merged.model.module.parameters())
         if blocks:
             self.note(
                 f"token weights: cls in {', '.join(sorted(blocks))}, because the output is read from the first token"

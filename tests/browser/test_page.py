@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from featcal_cli.reporting.html_page import TEMPLATE, write_page
-from featcal_cli.reporting.inspection import (
+from featcal_cli.reporting.report import (
     BlockDrift,
     Gain,
     Gains,

@@ -10,8 +10,7 @@ import pytest
 from transformers import Wav2Vec2Config, Wav2Vec2Model
 
 from featcal_cli.data.examples import draw_examples
-from featcal_cli.data.file_formats import FORMATS
-from featcal_cli.data.local_tables import IMAGE_FILES, TABLE_FILES
+from featcal_cli.data.file_formats import FORMATS, IMAGE_FILES, TABLE_FILES
 from featcal_cli.recipe.schema import ROLES, Data
 
 PAGE = (Path(__file__).parents[2] / "docs" / "data.md").read_text(encoding="utf-8")

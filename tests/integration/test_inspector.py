@@ -22,7 +22,7 @@ from featcal_cli.engine.block_runner import BlockRunner
 from featcal_cli.hub.snapshot import resolve
 from featcal_cli.models.loading import find_class
 from featcal_cli.models.tracing import first_tensor
-from featcal_cli.reporting.inspection import Inspection, ModelDrift
+from featcal_cli.reporting.report import Inspection, ModelDrift
 from featcal_cli.workflows.inspect_drift import inspect_drift
 
 CHOSEN = ["bert", "albert", "gpt2", "mixtral", "t5", "clip-vision", "wav2vec2", "llava"]

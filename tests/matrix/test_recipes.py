@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 import yaml
 
-from featcal_cli.hub.model_names import repo_of
+from featcal_cli.hub.model_source import repo_of
 from featcal_cli.lineage.expert_data import recall
 from featcal_cli.recipe.reading import as_draft, complete_draft, shipped_recipes
 from featcal_cli.recipe.schema import Recipe

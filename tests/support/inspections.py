@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from math import isfinite
 
-from featcal_cli.reporting.inspection import (
+from featcal_cli.reporting.report import (
     BlockDrift,
     Gain,
     Gains,

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from featcal_cli.cli.console import LEVELS
 from featcal_cli.cli.drift_view import show_inspection
-from featcal_cli.reporting.inspection import Inspection
+from featcal_cli.reporting.report import Inspection
 
 
 def show(inspection: Inspection, width: int = 80, *, terminal: bool = False) -> str:

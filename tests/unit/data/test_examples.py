@@ -33,12 +33,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from transformers.models.detr.image_processing_pil_detr import DetrImageProcessorPil
 from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 
-from featcal_cli.data import local_tables
+from featcal_cli.data import file_formats
 from featcal_cli.data.batches import Batch, count_positions
 from featcal_cli.data.columns import number_label
 from featcal_cli.data.examples import TaskExamples, draw_examples, open_labelled
+from featcal_cli.data.file_formats import KEPT_CHARACTERS, open_file, shorten_row
 from featcal_cli.data.images import DECODED_AT_ONCE, to_rgb
-from featcal_cli.data.local_tables import KEPT_CHARACTERS, open_file, shorten_row
 from featcal_cli.recipe.schema import Data
 from featcal_cli.runtime.errors import DataError
 
@@ -561,7 +561,7 @@ def test_a_file_that_grows_is_read_as_it_was_and_one_that_is_replaced_is_said_to
         list(table.read([5]))
     file.write_text(OBJECTS)
     before = SimpleNamespace(st_size=len(lines(ROWS[:6])), st_mtime_ns=0)  # the other rows come while it is read
-    monkeypatch.setattr(local_tables, "os", SimpleNamespace(fstat=lambda _: before))
+    monkeypatch.setattr(file_formats, "os", SimpleNamespace(fstat=lambda _: before))
     assert [table.length for table in open_file(file, "a")] == [6]
 
 

@@ -13,12 +13,12 @@ from jobs import Prepared, prepare
 from safetensors.torch import load_file, save_file
 
 from featcal_cli.engine.block_runner import BlockRunner
-from featcal_cli.runtime import memory_map
+from featcal_cli.runtime import hardware
 from featcal_cli.runtime.errors import NumericsError
 from featcal_cli.workflows.verbs import calibrate
 
 BY_NAME = {family.name: family for family in FAMILIES}
-LINUX = pytest.mark.skipif(not memory_map.MAPS.is_file(), reason="this system does not say what is mapped")
+LINUX = pytest.mark.skipif(not hardware.MAPS.is_file(), reason="this system does not say what is mapped")
 
 
 def make_runner(prepared: Prepared, dtype: torch.dtype = torch.float32) -> BlockRunner:
@@ -40,12 +40,12 @@ def test_what_lies_in_lists_is_checked_too(tmp_path: Path) -> None:
 def test_files_pages_are_given_back_while_weights_have_other_data(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(memory_map, "WORTHWHILE", 0)
-    monkeypatch.setattr("featcal_cli.runtime.memory_map.mmap.PAGESIZE", 64)  # these weights fill no page
+    monkeypatch.setattr(hardware, "WORTHWHILE", 0)
+    monkeypatch.setattr("featcal_cli.runtime.hardware.mmap.PAGESIZE", 64)  # these weights fill no page
     prepared = prepare(save_family(tmp_path, BY_NAME["llama"]))
     runner, block = make_runner(prepared, torch.bfloat16), prepared.architecture.blocks[0].name
     given: list[int] = []
-    monkeypatch.setattr(memory_map, "advise", lambda *args: given.append(args[1]))
+    monkeypatch.setattr(hardware, "advise", lambda *args: given.append(args[1]))
     with runner.on_device():
         runner.bring(block)
         assert next(runner.module(block).parameters()).dtype == torch.bfloat16

@@ -16,7 +16,7 @@ from featcal_cli.calibration.hyperparameters import Hyperparameters
 from featcal_cli.calibration.journal import Journal
 from featcal_cli.engine.block_runner import BlockRunner
 from featcal_cli.models.loading import Model
-from featcal_cli.runtime import memory_map
+from featcal_cli.runtime import hardware
 from featcal_cli.workflows.resource_estimate import read_bytes
 from featcal_cli.workflows.verbs import calibrate
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("undrawn")
 
 BY_NAME = {family.name: family for family in FAMILIES}
 SETTINGS = Hyperparameters(0.05, 2.0, 0.3)
-LINUX = pytest.mark.skipif(not memory_map.MAPS.is_file(), reason="this system does not say what is mapped")
+LINUX = pytest.mark.skipif(not hardware.MAPS.is_file(), reason="this system does not say what is mapped")
 
 
 @pytest.mark.parametrize("name", ["llama", "clip", "bert", "t5"])
@@ -103,8 +103,8 @@ def test_pages_that_are_given_back_leave_memory_and_keep_their_values(tmp_path: 
     before = resident_of(tmp_path)
     total = x.double().sum()
     assert resident_of(tmp_path) >= before + 15_000_000
-    memory_map.fetch_ahead([x])
-    memory_map.give_back([x, y, torch.ones(100_000)])
+    hardware.fetch_ahead([x])
+    hardware.give_back([x, y, torch.ones(100_000)])
     assert resident_of(tmp_path) <= before + 100_000
     assert x.double().sum() == total and bool((y == 1).all())
 
@@ -113,7 +113,7 @@ def test_pages_that_are_given_back_leave_memory_and_keep_their_values(tmp_path: 
 def test_memory_that_is_no_file_is_left_alone() -> None:
     x = torch.randn(1_000_000)
     copy = x.clone()
-    memory_map.give_back([x])
+    hardware.give_back([x])
     assert torch.equal(x, copy)
 
 
@@ -130,7 +130,7 @@ def resident_of(folder: Path) -> int:
 
 @LINUX
 def test_at_the_end_no_experts_block_is_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory_map, "WORTHWHILE", 0)
+    monkeypatch.setattr(hardware, "WORTHWHILE", 0)
     saved = save_family(tmp_path / "saved", BY_NAME["llama"])
     prepared = prepare(saved)
     calibrate_blocks(

@@ -13,11 +13,11 @@ from bad_input import LAUGHS, MERGES
 from hub_server import HubServer
 from hub_texts import Files, card, fill, publish_texts
 
-from featcal_cli.hub.model_names import name_tasks
 from featcal_cli.hub.repo import Kind, Repo, open_repo
 from featcal_cli.lineage.merge_configs import MalformedError, read_mergekit
 from featcal_cli.lineage.questions import OpenQuestionsError
 from featcal_cli.lineage.resolve import Lineage, find_lineage
+from featcal_cli.lineage.search import name_tasks
 from featcal_cli.lineage.statements import read_card
 from featcal_cli.recipe.schema import Draft
 from featcal_cli.runtime.errors import FeatCalError, HubError, LineageError, RecipeError

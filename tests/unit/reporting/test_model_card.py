@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import transformers
 import yaml
+from featcal_cli.reporting.inspection import ModelDrift, OutputDrift, PlaceDrift, TaskInspection
 from hub_server import HubServer
 from huggingface_hub import ModelCard
 from markdown_it import MarkdownIt
@@ -19,7 +20,6 @@ from markdown_it.token import Token
 from featcal_cli.calibration.results import BlockReport, ModuleReport
 from featcal_cli.evaluation.results import Score, TaskScores
 from featcal_cli.models.loading import find_auto_class
-from featcal_cli.reporting.inspection import ModelDrift, OutputDrift, PlaceDrift, TaskInspection
 from featcal_cli.reporting.markdown import inert_document, one_line
 from featcal_cli.reporting.model_card import MARK, OWN_CARD, read_license, write_card
 from featcal_cli.reporting.report import DriftCurve, Report, Source, TaskDrift
