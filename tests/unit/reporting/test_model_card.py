@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import transformers
 import yaml
-from featcal_cli.reporting.inspection import ModelDrift, OutputDrift, PlaceDrift, TaskInspection
 from hub_server import HubServer
 from huggingface_hub import ModelCard
 from markdown_it import MarkdownIt
@@ -22,7 +21,16 @@ from featcal_cli.evaluation.results import Score, TaskScores
 from featcal_cli.models.loading import find_auto_class
 from featcal_cli.reporting.markdown import inert_document, one_line
 from featcal_cli.reporting.model_card import MARK, OWN_CARD, read_license, write_card
-from featcal_cli.reporting.report import DriftCurve, Report, Source, TaskDrift
+from featcal_cli.reporting.report import (
+    DriftCurve,
+    ModelDrift,
+    OutputDrift,
+    PlaceDrift,
+    Report,
+    Source,
+    TaskDrift,
+    TaskInspection,
+)
 
 COMMIT = "01234567" * 5
 HOSTILE = {
