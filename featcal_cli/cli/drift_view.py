@@ -123,14 +123,17 @@ def _list_figures(column: Column) -> list[float | None]:
 
 
 def _find_best(columns: Sequence[Column]) -> dict[str, list[float | None]]:
-    """By measure, the best of the models' figures on every task and in the mean; None where only one is measured."""
+    """By measure, the best of the models' figures on every task and in the mean; None where only one is measured,
+    and for task vectors, of which no direction is better."""
     rivals: dict[str, list[list[float | None]]] = {}
     for column in columns:
         rivals.setdefault(column.measure, []).append(_list_figures(column))
 
     def choose(measure: str, figures: Sequence[float | None]) -> float | None:
         known = [figure for figure in figures if figure is not None]
-        return (min if measure in SMALLER else max)(known) if len(known) > 1 else None
+        if measure == "vector" or len(known) < 2:
+            return None
+        return (min if measure in SMALLER else max)(known)
 
     return {name: [choose(name, row) for row in zip(*figures, strict=True)] for name, figures in rivals.items()}
 

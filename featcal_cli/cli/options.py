@@ -305,7 +305,9 @@ Folder = Annotated[
 DemoFolder = Annotated[
     Path | None, _option(OUTPUT, "--output", "-o", metavar="DIR", help="Output folder [./featcal-demo].")
 ]
-Strict = Annotated[bool, _option(OUTPUT, "--strict", help="Exit with 3, and do not push, if drift grew on a task.")]
+Strict = Annotated[
+    bool, _option(OUTPUT, "--strict", help="Exit with 3, and do not push, if a task got farther from its expert.")
+]
 Overwrite = Annotated[bool, _option(OUTPUT, "--overwrite", help="Replace the output folder, or the file of --save.")]
 Restart = Annotated[
     bool, _option(OUTPUT, "--restart", help="Start over, even if an interrupted run finished some blocks.")
@@ -325,7 +327,9 @@ PushTo = Annotated[str | None, _option(HUB, metavar="USER/NAME", help="Push the 
 Private = Annotated[bool | None, _option(HUB, "--private", help="Make a new repo private.")]
 CreatePr = Annotated[bool, _option(HUB, "--create-pr", help="Open a pull request instead of committing.")]
 OverwriteRepo = Annotated[bool, _option(HUB, "--overwrite-repo", help="Commit to a repo that already holds a model.")]
-PushAnyway = Annotated[bool, _option(HUB, "--push-anyway", help="Push even if the mean drift grew.")]
+PushAnyway = Annotated[
+    bool, _option(HUB, "--push-anyway", help="Push even if, on average, tasks got farther from their experts.")
+]
 CommitMessage = Annotated[str | None, _option(HUB, metavar="TEXT", help="Message of the commit.")]
 
 

@@ -190,8 +190,8 @@ def _draw_curves(axes: Axes, title: str, curve: DriftCurve, longest: int) -> Non
 
 
 def plot_inspection(inspection: Inspection, kind: Format = "png") -> bytes:
-    """A PNG or SVG: one map per model (tasks × blocks, relative drift, one scale), the mean over tasks of drift and its
-    local and inherited parts after every block, and, for two to six tasks, the same for each.
+    """A PNG or SVG: one map per model (tasks and mean × blocks, relative drift, one scale), the mean over tasks of
+    drift and its local and inherited parts after every block, and, for two to six tasks, the same for each.
 
     The same inspection gives the same bytes. Raises ValueError for an inspection without tasks.
     """
@@ -201,7 +201,7 @@ def plot_inspection(inspection: Inspection, kind: Format = "png") -> bytes:
     worst = sorted(inspection.tasks, key=lambda name: -inspection.tasks[name].models["model"].last.relative)
     tasks = {name: task for name, task in inspection.tasks.items() if name in worst[:MOST_ROWS]}
     charts = inspection.tasks if 2 <= len(inspection.tasks) <= MOST_CHARTS else {}
-    heights = [1.1 + 0.2 * max(3, len(tasks)), 2.8]
+    heights = [1.1 + 0.2 * max(3, len(tasks) + 1), 2.8]
     columns = 2 if len(charts) in (2, 4) else 3
     if charts:
         heights.append(0.6 + 1.8 * ceil(len(charts) / columns))
@@ -221,6 +221,11 @@ def _draw_maps(
 ) -> None:
     roles = label_roles(inspection)
     maps = {role: [_finite(follow_drift(task.models[role], order)) for task in tasks.values()] for role in roles}
+    names = [_name(task, 22) for task in tasks]
+    if len(inspection.tasks) > 1:
+        names.append("mean")
+        for role, rows in maps.items():
+            rows.append(_average(inspection, role, order))
     top = max((value for rows in maps.values() for row in rows for value in row if isfinite(value)), default=0.0)
     grid = part.subplots(1, len(roles), sharey=True, squeeze=False)
     for axes, (role, label) in zip(grid.flat, roles.items(), strict=True):
@@ -233,7 +238,9 @@ def _draw_maps(
             _write_figures(axes, maps[role], top)
         axes.set_title(shorten(label, 36), fontsize=9, parse_math=False)
         axes.set_xlabel("block", fontsize=9)
-        axes.set_yticks([row + 0.5 for row in range(len(tasks))], [_name(task, 22) for task in tasks], fontsize=8)
+        axes.set_yticks([row + 0.5 for row in range(len(names))], names, fontsize=8)
+        if len(names) > len(tasks):
+            axes.axhline(len(tasks), color="white", linewidth=3)
         for label in axes.get_yticklabels():
             label.set_parse_math(False)
         axes.tick_params(length=0)
@@ -266,10 +273,7 @@ def _draw_means(part: SubFigure, inspection: Inspection, order: Sequence[str]) -
     grid = part.subplots(1, len(MEASURES), sharey=True, squeeze=False)
     for axes, (measure, (title, _)) in zip(grid.flat, MEASURES.items(), strict=True):
         for role in roles:
-            curves = (_finite(follow_drift(task.models[role], order, measure)) for task in inspection.tasks.values())
-            reached = ([value for value in values if isfinite(value)] for values in zip(*curves, strict=True))
-            means = [sum(values) / len(values) if values else nan for values in reached]
-            _draw_curve(axes, means, role, measure)
+            _draw_curve(axes, _average(inspection, role, order, measure), role, measure)
         axes.set_title(title, fontsize=9)
         axes.set_xlabel("block", fontsize=9)
         _mark_blocks(axes, order)
@@ -280,6 +284,13 @@ def _draw_means(part: SubFigure, inspection: Inspection, order: Sequence[str]) -
     tasks = f"mean of {count} tasks" if count > 1 else _name(next(iter(inspection.tasks)), 60)
     part.suptitle(f"Drift and where it comes from, {tasks}", fontsize=10, parse_math=False)
     part.legend(handles=_make_keys(roles), loc="outside lower center", ncols=3, frameon=False, fontsize=9)
+
+
+def _average(inspection: Inspection, role: str, order: Sequence[str], measure: str = "relative") -> list[float]:
+    """The mean over the tasks that reach it, after every block; nan after one that none reaches."""
+    curves = (_finite(follow_drift(task.models[role], order, measure)) for task in inspection.tasks.values())
+    reached = ([value for value in values if isfinite(value)] for values in zip(*curves, strict=True))
+    return [sum(values) / len(values) if values else nan for values in reached]
 
 
 def _make_keys(roles: Mapping[str, str]) -> list[Line2D]:

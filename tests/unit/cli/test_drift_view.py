@@ -125,6 +125,20 @@ def test_names_are_inert_and_tokens_are_not_shown() -> None:
     assert ":smile: [bold]b[/bold]" in text
 
 
+def test_the_best_figure_of_several_models_is_bold_and_all_tables_have_a_mean(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    inspection = make_inspection(["a", "b"], compare=True)
+    lines = show(inspection, terminal=True).splitlines()
+    features, answers = (line for line in lines if line.startswith("a ") and "model" not in line)
+    bold = [re.findall(r"\x1b\[1m *([\d.]+)(?: %)?\x1b", line) for line in (features, answers)]
+    other = inspection.tasks["a"].models["other"]
+    assert other.output is not None
+    nearest = [f"{value:.3f}" for value in (other.last.relative, other.last.cosine)]
+    assert bold[0] == nearest and bold[1][0] == f"{other.output.relative:.3f}" and len(bold[1]) >= 2
+    assert sum(line.startswith("mean ") for line in lines) == 3
+
+
 def test_colour_is_only_for_terminals_that_want_it(monkeypatch: pytest.MonkeyPatch) -> None:
     inspection = make_inspection(["a"], compare=True)
     monkeypatch.setenv("TERM", "xterm-256color")

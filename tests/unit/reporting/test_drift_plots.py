@@ -71,10 +71,10 @@ def test_the_same_figures_give_the_same_picture_whatever_the_style(
     assert plot(make(["a", "c"], 4)) != first
 
 
-def test_the_maps_have_a_cell_for_every_task_and_block_of_every_model() -> None:
+def test_the_maps_have_a_cell_for_every_task_their_mean_and_every_block_of_every_model() -> None:
     drawn = plot_inspection(make_inspection(["a", "b", "c"], 5, compare=True), "svg").decode()
     maps = re.findall(r'<g id="QuadMesh_\d">(.*?)</g>', drawn, re.DOTALL)
-    assert [len(re.findall("<path", cells)) for cells in maps[:3]] == [15, 15, 15]
+    assert [len(re.findall("<path", cells)) for cells in maps[:3]] == [20, 20, 20]
     assert "<dc:date>" not in drawn
 
 
