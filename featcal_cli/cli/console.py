@@ -27,7 +27,7 @@ from featcal_cli.runtime.untrusted_text import visible
 NARROWEST = 60
 """Columns: figures that are cut off say nothing, and lines that are too long the terminal breaks itself."""
 ROOMY = 100
-"""Columns from which on the bar also shows how much memory the run takes."""
+"""Columns from which on the bar also shows how much memory the run takes, and longer names."""
 LONGEST_SILENCE = 8.0
 """Seconds after which a run that shows no bar, in a file or pipe, says what it is at."""
 MOST_TASKS, MOST_LEVELS, LONGEST_NAME = 8, 16, 24
@@ -118,7 +118,10 @@ class Screen(Listener):
         columns: list[ProgressColumn] = [
             TextColumn("{task.description}", table_column=Column(no_wrap=True, overflow="ellipsis", max_width=40)),
             BarColumn(bar_width=None, table_column=Column(ratio=1, min_width=8)),
-            TextColumn("{task.fields[at]}", table_column=Column(no_wrap=True, overflow="ellipsis", max_width=20)),
+            TextColumn(
+                "{task.fields[at]}",
+                table_column=Column(no_wrap=True, overflow="ellipsis", max_width=20 if ERR.width < ROOMY else 40),
+            ),
             _Clock(self._began),
         ]
         if ERR.width >= ROOMY:
@@ -197,10 +200,10 @@ class Screen(Listener):
         for task, pair in step.drifts.items():
             self._drifts.setdefault(task, []).append(pair)
         if step.drifts and not self._bar.disable:
-            self._bar.below = show_falling_drift(self._drifts)
+            self._bar.below = show_falling_drift(self._drifts, by_answers=step.by_answers)
 
 
-def show_falling_drift(drifts: Mapping[str, Sequence[tuple[float, float]]]) -> Group:
+def show_falling_drift(drifts: Mapping[str, Sequence[tuple[float, float]]], *, by_answers: bool) -> Group:
     """Drift of every task after the last block so far, merged against calibrated, and the latter after every block."""
     name = Column(no_wrap=True, overflow="ellipsis", max_width=LONGEST_NAME)
     table = Table.grid(name, "", "", Column(justify="right"), padding=(0, 2))
@@ -214,7 +217,8 @@ def show_falling_drift(drifts: Mapping[str, Sequence[tuple[float, float]]]) -> G
     if len(drifts) > MOST_TASKS:
         before, after = (sum(pairs[-1][side] for pairs in drifts.values()) / len(drifts) for side in (0, 1))
         add(f"mean of {len(drifts)}", "", before, after)
-    return Group(Text("drift of the finished blocks, merged → calibrated", "dim"), table)
+    about = "; it may grow where answers come nearer" if by_answers else " after the finished blocks"
+    return Group(Text(f"drift of features, merged → calibrated{about}", "dim"), table)
 
 
 class _Clock(ProgressColumn):

@@ -240,6 +240,8 @@ class Progress:
     """What is being solved."""
     drifts: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     """By task, drift of the merged and of the calibrated model after `block`, where that was just measured."""
+    by_answers: bool = False
+    """Errors are measured by what they do to answers; features may move away where these come nearer."""
 
     def at_task(self, watch: Watch) -> Callable[[str], None]:
         """Tells `watch` that the features of a task are being read."""

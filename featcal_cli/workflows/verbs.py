@@ -83,8 +83,8 @@ def calibrate(
     restart: start over. Otherwise a run that was interrupted goes on from its last finished block, and one that only
     failed to push is pushed without computing anything.
     strict: do not push if any task got farther from its expert (`result.report.worse`).
-    push_anyway: push even if tasks did on average (`result.report.has_grown`). That can happen only with settings that you
-    gave yourself.
+    push_anyway: push even if tasks did on average (`result.report.has_grown`). That can happen only with settings
+    that you gave yourself.
     evaluate: also measure experts, merged and calibrated model, as the recipe says, for the report and the card.
     allow_code: let lm-eval tasks run code that a model wrote.
     device: auto, cpu or cuda[:K]. batch_size: examples per forward pass; by default as many as fit.

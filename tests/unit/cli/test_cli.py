@@ -252,9 +252,10 @@ def test_drift_is_told_after_every_block(folder: Path, capsys: pytest.CaptureFix
 def test_falling_drift_is_shown_of_many_tasks_in_few_lines() -> None:
     drifts = {f"task {number}": [(0.4, 0.2), (0.8, 0.4)] for number in range(20)}
     out = Console(file=io.StringIO(), width=80, highlight=False)
-    out.print(show_falling_drift(drifts))
+    out.print(show_falling_drift(drifts, by_answers=True))
     assert isinstance(out.file, io.StringIO)
     lines = [line.rstrip() for line in out.file.getvalue().splitlines()]
+    assert lines[0] == "drift of features, merged → calibrated; it may grow where answers come nearer"
     assert lines[1] == "task 0      ▂▄  0.800 → 0.400  -50 %"
     assert lines[-1] == "mean of 20      0.800 → 0.400  -50 %"
     assert len(lines) == 10
