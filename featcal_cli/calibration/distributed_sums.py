@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from featcal_cli.calibration.grouped_equations import GroupedEquations
 from featcal_cli.calibration.hyperparameters import Hyperparameters
 from featcal_cli.calibration.solver import BlockEquations, LinearEquations, Names, NormEquations, RankSummary, Solution
 from featcal_cli.models.module_kinds import Affine
@@ -50,7 +51,8 @@ def sum_over_ranks(
         linear = of_rank.pop(names, None)
         if linear is None:
             of_merged = {name: merged(name) for name in names}
-            linear = LinearEquations(of_merged, hyperparameters, with_bias=owners is not None)
+            form = GroupedEquations if of_merged[names[0]].weight.ndim == 3 else LinearEquations
+            linear = form(of_merged, hyperparameters, with_bias=owners is not None)
         linear.sum_over_ranks(names, of_ranks, partial(ranks.add_up, to=owner))
         chosen |= dict.fromkeys(names, owner)
         if owner == ranks.rank:

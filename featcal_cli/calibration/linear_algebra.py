@@ -173,29 +173,34 @@ def choose_precision(dtype: torch.dtype, ridge: float, metric: str) -> torch.dty
 
 
 def factorise(gram: Tensor, ridge: float) -> tuple[Tensor, float]:
-    """Cholesky factor of gram + (λ + ε) I, which `gram` becomes, and λ: ten times the one that is given, a hundred
-    times, …, where the system has no stable solution with it. Raises NumericsError when the features are not finite."""
+    """Cholesky factor of gram + (λ + ε) I [d, d], or of many [g, d, d], which `gram` becomes, and λ: ten times the one
+    that is given, a hundred times, …, where the system has no stable solution with it. Raises NumericsError when the
+    features are not finite."""
     more = ridge
-    gram.diagonal().add_(ridge + EPSILON)
+    diagonal = gram.diagonal(dim1=-2, dim2=-1)
+    diagonal.add_(ridge + EPSILON)
     for _ in range(MOST_RIDGES):
         factor = _cholesky(gram)
-        if torch.isfinite(factor.diagonal()).all():
+        if torch.isfinite(factor.diagonal(dim1=-2, dim2=-1)).all():
             return factor, more
         if not torch.isfinite(gram).all():
             what = f"the sums of features, with ridge {ridge:g} added, are not finite"
             raise NumericsError(what, fix="look for features that are too large; or give --dtype float32")
         step = 10 * max(more, EPSILON) - more
-        gram.diagonal().add_(step)
+        diagonal.add_(step)
         more += step
     raise NumericsError(f"the equations have no stable solution at ridge {more:g}", fix="use a larger --ridge")
 
 
 def _cholesky(gram: Tensor) -> Tensor:
-    """The lower factor [d, d], of which only what lies on and below the diagonal is set; there is NaN on its diagonal
-    where the matrix is not positive.
+    """The lower factor [d, d], of which only what lies on and below the diagonal is set, or many [g, d, d] at once;
+    there is NaN on its diagonal where the matrix is not positive.
 
     A large one in panels on a CPU: more than half of what LAPACK's takes is torch's clearing of the other half.
     """
+    if gram.ndim == 3:
+        factors, failures = torch.linalg.cholesky_ex(gram)
+        return torch.where(failures[:, None, None] == 0, factors, torch.nan)
     is_large = gram.device.type == "cpu" and len(gram) > SMALL_SYSTEM
     width = FACTOR_PANEL if is_large else max(1, len(gram))
     factor = torch.empty_like(gram)

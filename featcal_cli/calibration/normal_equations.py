@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import product
-from math import isfinite
+from math import isfinite, prod
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from featcal_cli.calibration.distributed_sums import sum_over_ranks
+from featcal_cli.calibration.grouped_equations import GroupedEquations, GroupedMoments
 from featcal_cli.calibration.hyperparameters import Hyperparameters
 from featcal_cli.calibration.linear_algebra import choose_precision
 from featcal_cli.calibration.moments import LinearMoments, NormMoments, Pair, TaskMoments
@@ -20,7 +21,8 @@ from featcal_cli.calibration.solver import BlockEquations, DualEquations, Linear
 from featcal_cli.engine.block_runner import BlockRunner
 from featcal_cli.engine.lockstep import BlockVisit, Observation
 from featcal_cli.models.architecture import Block, Module
-from featcal_cli.models.module_kinds import LINEAR_KINDS, Affine, normalise, read_parameters
+from featcal_cli.models.module_kinds import LINEAR_KINDS, Affine, normalise, read_parameters, read_patches
+from featcal_cli.models.token_layout import Layout, Weights
 from featcal_cli.runtime.errors import NumericsError
 
 Choose: TypeAlias = "Callable[[Names, Observation, int], LinearMoments]"
@@ -156,6 +158,9 @@ def _choose_moments(
         for runner in (visit.merged, visit.expert(task))
     )
     first = of_merged[names[0]].weight
+    if first.ndim == 3:
+        precision = choose_precision(first.dtype, hyperparameters.ridge, "features")
+        return GroupedMoments(first.shape, first.device, hyperparameters.alpha, precision)
     d_in, d_out = first.shape[1], sum(len(module.weight) for module in of_merged.values())
     of_task, in_all = (round(rows * part) for part in seen.row_multiples)
     keep_rows = form is DualEquations or (form is None and is_dual_cheaper(in_all, d_in, d_out))
@@ -205,6 +210,7 @@ def _add_task(
         if group not in equations.linear:
             form = LinearEquations if moments.kept is None else DualEquations
             form = MetricEquations if by_answers else form
+            form = GroupedEquations if isinstance(moments, GroupedMoments) else form
             of_merged = parameters(visit.merged, group)
             equations.linear[group] = form(of_merged, hyperparameters, with_bias=omegas is not None)
         omega = omegas.get((task, names[0])) if omegas else None
@@ -236,6 +242,8 @@ def _shared_inputs(visit: BlockVisit, seen: Observation, skipped: Mapping[str, s
     for module in visit.block.modules:
         if module.kind in LINEAR_KINDS and module.name not in skipped:
             inputs = [id(x) for x in seen.x_cal[module.name]]
+            if module.kind == "convolution":  # which reads patches of its own
+                inputs = [id(module)]
             groups.setdefault((*inputs, _is_weighted(visit, module)), []).append(module.name)
     return [tuple(names) for names in groups.values()]
 
@@ -250,12 +258,47 @@ def _rows(
     """Rows and their weights of every call of a module; None when they cannot be matched to tokens."""
     weights = seen.weights if _is_weighted(visit, module) else seen.padding
     axis = visit.block.layout.axis
-    found = [
-        layout.flatten(x, weights, seen.lengths, axis)
-        for layout, x in zip(module.layouts, features, strict=True)
-        if seen.first or not layout.is_table  # the same rows in every batch: they count once
-    ]
+    if module.kind == "convolution":
+        held = visit.merged.module(f"{visit.block.name}.{module.name}")
+        found = [
+            _choose_patches(read_patches(held, x), layout, weights, seen, axis) if x.ndim == held.weight.ndim else None
+            for layout, x in zip(module.layouts, features, strict=True)
+        ]
+    else:
+        found = [
+            layout.flatten(x, weights, seen.lengths, axis)
+            for layout, x in zip(module.layouts, features, strict=True)
+            if seen.first or not layout.is_table  # the same rows in every batch: they count once
+        ]
     return None if any(rows is None for rows in found) else [rows for rows in found if rows is not None]
+
+
+MOST_NUMBERS, LEAST_PATCHES = 1 << 21, 64
+"""In the patches of an example that are looked at; and how many patches are in any case, if it has so many."""
+
+
+def _choose_patches(
+    patches: Tensor, layout: Layout, weights: Weights, seen: Observation, axis: str | None
+) -> tuple[Tensor, Tensor | None] | None:
+    """Rows [T, d] of the patches [B, *positions, C, *kernel] at the positions that count, and their weights [T]; None
+    where positions cannot be matched to tokens. Where an example has many, some are drawn by its number: the same in
+    every model, and in batches of any size."""
+    sizes = patches.shape[: patches.ndim // 2]
+    rows, width = prod(sizes), prod(patches.shape[patches.ndim // 2 :])
+    counted = layout.flatten(torch.arange(rows, device=patches.device).view(*sizes, 1), weights, seen.lengths, axis)
+    if counted is None:
+        return None
+    numbers, of_rows = counted[0].view(-1), counted[1]
+    count, most = len(seen.examples), max(LEAST_PATCHES, MOST_NUMBERS // width)
+    if rows > most * count and rows % count == 0:
+        generators = (torch.Generator().manual_seed(number) for number in seen.examples)
+        drawn = torch.stack([torch.rand(rows // count, generator=generator) for generator in generators])
+        scores = torch.full((rows,), torch.inf, device=patches.device)
+        scores[numbers] = drawn.to(scores).flatten()[numbers]
+        least = scores.view(count, -1).topk(most, largest=False).values[:, -1:]
+        chosen = (scores.view(count, -1) <= least.clamp_max(1.0)).flatten()[numbers]
+        numbers, of_rows = numbers[chosen], None if of_rows is None else of_rows[chosen]
+    return patches[torch.unravel_index(numbers, sizes)].flatten(1), of_rows
 
 
 PRECISE_COST = 2

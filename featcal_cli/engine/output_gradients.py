@@ -18,7 +18,7 @@ from featcal_cli.engine.block_runner import BlockRunner
 from featcal_cli.engine.drift_metrics import choose_rows, read_output
 from featcal_cli.engine.hooks import watch_products
 from featcal_cli.models.architecture import Architecture, Block
-from featcal_cli.models.module_kinds import LINEAR_KINDS, read_parameters
+from featcal_cli.models.module_kinds import LINEAR_KINDS, channels_last, read_parameters
 from featcal_cli.models.tracing import BlockCall, tensors_in
 
 WIDEST_SQUARE, SKETCH_ROWS = 1024, 256
@@ -146,8 +146,10 @@ class TracedPass:
                 at = _differentiate(ends, wanted, again=projection + 1 < self._projections)
                 for (name, _), gradient in zip(inside, at, strict=False):
                     if gradient is not None:
-                        width = len(read_parameters(self._expert.module(name)).weight)
-                        sums.add(name, gradient.reshape(-1, width))  # a function may return [.., heads, d]
+                        module = self._expert.module(name)
+                        gradient = channels_last(module, gradient)
+                        # a function may return [.., heads, d]
+                        sums.add(name, gradient.reshape(-1, read_parameters(module).weight[..., 0].numel()))
                 before = zip((x for x, _ in origins), at[len(inside) :], strict=True)
                 self._send_back([(x, gradient) for x, gradient in before if gradient is not None], projection)
 

@@ -16,7 +16,15 @@ from transformers import PreTrainedModel
 
 from featcal_cli.data.batches import Batch, forward_names
 from featcal_cli.models import token_layout
-from featcal_cli.models.module_kinds import LINEAR_KINDS, Functional, Kind, ParameterPart, Projection, kind_of
+from featcal_cli.models.module_kinds import (
+    LINEAR_KINDS,
+    Functional,
+    Kind,
+    ParameterPart,
+    Projection,
+    kind_of,
+    rows_shape,
+)
 from featcal_cli.models.token_layout import DECODER, ENCODER, OWN, Axes, Layout, learn_layout
 from featcal_cli.models.tracing import Trace, find_blocks, first_tensor, merge_orders, trace, unreached_lists
 from featcal_cli.runtime.errors import ArchitectureError, DataError
@@ -197,7 +205,7 @@ def _describe(model: nn.Module, name: str, run: _Run, norms: str, holders: Mappi
         elif kind not in LINEAR_KINDS and norms == "none":
             skipped.append((path, "norms are switched off"))
         elif kind in LINEAR_KINDS or norms == "all" or (kind == "layernorm" and "bias" in parameters):
-            layouts, overwritten = _layouts(run, full, calls, axes), full in run.first.overwritten
+            layouts, overwritten = _layouts(run, full, calls, axes, module), full in run.first.overwritten
             work = run.first.functional.get(full) if full not in run.first.calls else None
             inside = work and work.inside(f"{name}.")
             modules.append(Module(path, kind, layouts, overwritten, inside))
@@ -278,9 +286,9 @@ def _find_text(model: nn.Module, run: _Run, block: str) -> int | None:
     return start if start >= 0 else None
 
 
-def _layouts(run: _Run, path: str, block_calls: int, axes: Axes) -> tuple[Layout, ...]:
-    """The layout of each call of a module in one run of its block."""
-    first, second = run.first.shapes.get(path, []), run.second.shapes.get(path, [])
+def _layouts(run: _Run, path: str, block_calls: int, axes: Axes, module: nn.Module | None = None) -> tuple[Layout, ...]:
+    """The layout of what each call of a module reads in one run of its block."""
+    first, second = ([rows_shape(module, shape) for shape in of.shapes.get(path, [])] for of in (run.first, run.second))
     calls, rest = divmod(len(first), max(block_calls, 1))
     if len(first) != len(second) or rest:
         return (Layout(None),)

@@ -1,4 +1,4 @@
-"""The modules that can be calibrated: what kind each is, by what it computes, and its parameters."""
+"""The modules that can be calibrated: what kind each is, by what it computes, its parameters, and what it reads."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from transformers.pytorch_utils import Conv1D
 
-Kind = Literal["linear", "conv1d", "layernorm", "rmsnorm"]
-LINEAR_KINDS = ("linear", "conv1d")
+Kind = Literal["linear", "conv1d", "convolution", "layernorm", "rmsnorm"]
+LINEAR_KINDS = ("linear", "conv1d", "convolution")
+"""Conv1D is GPT-2's name for a Linear; a convolution is one map of the patches of its input."""
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 def kind_of(module: nn.Module) -> Kind | None:
@@ -23,12 +25,21 @@ def kind_of(module: nn.Module) -> Kind | None:
         return "linear"
     if isinstance(module, Conv1D):
         return "conv1d"
+    if isinstance(module, CONVOLUTIONS):
+        return "convolution" if _is_plain(module) else None
     weight = getattr(module, "weight", None)
     if not isinstance(weight, nn.Parameter) or weight.ndim != 1 or not weight.is_floating_point():
         return None
     if {name for name, _ in module.named_parameters(recurse=False)} - {"weight", "bias"} or any(module.children()):
         return None
     return _norm_kind(module, len(weight))
+
+
+def _is_plain(module: nn.Module) -> bool:
+    """Whether a convolution computes what torch's does, with a weight that is its parameter."""
+    plain = {kind.forward for kind in CONVOLUTIONS} | {kind._conv_forward for kind in CONVOLUTIONS}
+    computes = type(module).forward in plain and type(module)._conv_forward in plain  # type: ignore[attr-defined]
+    return computes and isinstance(module._parameters.get("weight"), nn.Parameter)
 
 
 def _norm_kind(module: nn.Module, width: int) -> Kind | None:
@@ -54,15 +65,21 @@ def _norm_kind(module: nn.Module, width: int) -> Kind | None:
 
 def read_parameters(module: nn.Module) -> Affine:
     """Weight [d_out, d_in] and bias [d_out] of a Linear or a Conv1D (which stores its weight transposed), or scale [d]
-    and bias [d] of a norm."""
+    and bias [d] of a norm. A convolution's d_in is that of a patch; of one with groups, the weight is
+    [groups, d_out / groups, d_in / groups]."""
     own = {name: parameter.detach() for name, parameter in module.named_parameters(recurse=False)}
-    return Affine(own["weight"].T if isinstance(module, Conv1D) else own["weight"], own.get("bias"))
+    weight = own["weight"].T if isinstance(module, Conv1D) else own["weight"]
+    if isinstance(module, CONVOLUTIONS):
+        weight = weight.flatten(1)
+        weight = weight if module.groups == 1 else weight.unflatten(0, (module.groups, -1))
+    return Affine(weight, own.get("bias"))
 
 
 def new_parameters(module: nn.Module, new: Affine) -> list[tuple[nn.Parameter, Tensor]]:
-    """The parameters of a Linear, Conv1D or norm, each with its new value."""
+    """The parameters of a Linear, Conv1D, convolution or norm, each with its new value."""
     own = dict(module.named_parameters(recurse=False))
-    values = [(own["weight"], new.weight.T if isinstance(module, Conv1D) else new.weight)]
+    weight = new.weight.T if isinstance(module, Conv1D) else new.weight.reshape(own["weight"].shape)
+    values = [(own["weight"], weight)]
     return values if new.bias is None else [*values, (own["bias"], new.bias)]
 
 
@@ -145,6 +162,37 @@ def _part_of(block: nn.Module, view: View) -> ParameterPart:
     return part
 
 
+def rows_shape(module: nn.Module | None, shape: torch.Size) -> torch.Size:
+    """The shape [.., d] of the rows that a module reads, given the shape of its input: a convolution reads patches, at
+    positions that lie before the channels."""
+    if not isinstance(module, CONVOLUTIONS) or len(shape) != module.weight.ndim:
+        return shape
+    with torch.device("meta"):
+        patches = read_patches(module, torch.empty(shape))
+    return patches.flatten(module.weight.ndim - 1).shape
+
+
+def read_patches(module: nn.Module, x: Tensor) -> Tensor:
+    """What a convolution multiplies its weight with, of an input [B, C, *size]: [B, *positions, C, *kernel], a view of
+    the padded input. Where padding makes more positions than the input has, the last are left out: models that pad so
+    look back only, and drop them."""
+    assert isinstance(module, CONVOLUTIONS)
+    mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
+    sizes, spatial = x.shape[2:], range(2, x.ndim)
+    patches = nn.functional.pad(x, module._reversed_padding_repeated_twice, mode=mode)
+    for dim, size, kernel, step, apart in zip(
+        spatial, sizes, module.kernel_size, module.stride, module.dilation, strict=True
+    ):
+        patches = patches.unfold(dim, (kernel - 1) * apart + 1, step)[..., ::apart]
+        patches = patches.narrow(dim, 0, min(size, patches.shape[dim]))
+    return patches.movedim(1, x.ndim - 1)
+
+
+def channels_last(module: nn.Module, y: Tensor) -> Tensor:
+    """A module's output, or a gradient at it, as [.., d_out]."""
+    return y.movedim(1, -1) if isinstance(module, CONVOLUTIONS) else y
+
+
 _ADDS_ONE: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 """Whether a norm scales by 1 + w, not by w."""
 
@@ -161,7 +209,8 @@ def normalise(module: nn.Module, x: Tensor) -> Tensor:
 
 
 class Affine(NamedTuple):
-    """Parameters of one module: a Linear's weight [d_out, d_in] or a norm's scale [d], and the bias if it has one."""
+    """Parameters of one module: a Linear's weight [d_out, d_in], that of a convolution with groups [groups, d_out /
+    groups, d_in / groups], or a norm's scale [d]; and the bias if it has one."""
 
     weight: Tensor
     bias: Tensor | None

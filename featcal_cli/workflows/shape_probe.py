@@ -24,7 +24,7 @@ from featcal_cli.calibration.linear_algebra import (
 from featcal_cli.calibration.normal_equations import is_dual_cheaper, is_residual_cheaper
 from featcal_cli.data.batches import Batch, count_examples
 from featcal_cli.models.architecture import FAILURES, Architecture, Block, module_at
-from featcal_cli.models.module_kinds import LINEAR_KINDS, View, read_parameters
+from featcal_cli.models.module_kinds import LINEAR_KINDS, View, read_parameters, rows_shape
 from featcal_cli.models.products import ProductWatch
 from featcal_cli.models.tracing import first_tensor, tensors_in
 
@@ -64,10 +64,10 @@ def probe_batch(model: nn.Module, architecture: Architecture, entry: str, batch:
         embedded[name] = hidden.numel() * COMPUTE if hidden is not None else 0
         states[name] = sum(tensor.numel() * COMPUTE for tensor in tensors_in((args, kwargs)))
 
-    def at_module(block: str, name: str, *given: object) -> None:
+    def at_module(block: str, name: str, held: nn.Module | None, *given: object) -> None:
         if (x := first_tensor(given)) is not None:
             inputs.setdefault(block, {})[id(x)] = x
-            rows[name] = rows.get(name, 0) + prod(x.shape[:-1])
+            rows[name] = rows.get(name, 0) + prod(rows_shape(held, x.shape)[:-1])
 
     for block in architecture.blocks:
         hook = model.get_submodule(block.name).register_forward_pre_hook
@@ -78,9 +78,9 @@ def probe_batch(model: nn.Module, architecture: Architecture, entry: str, batch:
                 functional[module.functional.under(f"{block.name}.").weight] = (block.name, path)
                 continue
             hook = model.get_submodule(path).register_forward_pre_hook
-            handles.append(hook(lambda _, a, k, b=block.name, n=path: at_module(b, n, a, k), with_kwargs=True))
+            handles.append(hook(lambda held, a, k, b=block.name, n=path: at_module(b, n, held, a, k), with_kwargs=True))
     parameters = {weight.parameter: model.get_parameter(weight.parameter) for weight in functional}
-    watch = ProductWatch(parameters, lambda weight, x, _: at_module(*functional[weight], x), weights=functional)
+    watch = ProductWatch(parameters, lambda weight, x, _: at_module(*functional[weight], None, x), weights=functional)
     dtype = next(model.parameters()).dtype
     shapes = {
         name: x.to("meta", dtype if x.is_floating_point() else x.dtype)
@@ -117,7 +117,7 @@ def find_inputs(model: nn.Module, block: Block, needs: Mapping[str, BatchNeeds])
     for module in block.modules:
         if module.kind in LINEAR_KINDS:
             path = f"{block.name}.{module.name}"
-            d_out, d_in = read_parameters(module_at(model.get_submodule(block.name), module)).weight.shape
+            *_, d_out, d_in = read_parameters(module_at(model.get_submodule(block.name), module)).weight.shape
             key = (module.name.rpartition(".")[0], d_in)
             rows = tuple(need.rows.get(path, 0) / need.examples for need in needs.values())
             _, others, widest, _ = inputs.get(key, (d_in, 0, 0, rows))

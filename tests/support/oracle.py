@@ -3,6 +3,7 @@ every feature kept, the equations as the paper prints them. Shares no code with 
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,6 +21,9 @@ from transformers.pytorch_utils import Conv1D
 EPSILON = 1e-8
 OTHER_TOKENS = 0.01
 """Weight of a token that is not the first, where only the first is read."""
+
+
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d)
 
 
 @dataclass(frozen=True)
@@ -62,6 +66,8 @@ def calibrate_slowly(
             module, anchor = module_at(student, path), module_at(base, path)
             if isinstance(module, Matrix):
                 new |= module.as_parameters(_linear(path, module, anchor, shares, ridge, rho, alpha))
+            elif isinstance(module, CONVOLUTIONS):
+                new |= _convolution(path, module, anchor, shares, ridge, rho, alpha)
             elif isinstance(module, (nn.Linear, Conv1D)):
                 new |= _linear(path, module, anchor, shares, ridge, rho, alpha)
             else:
@@ -88,7 +94,8 @@ def modules_to_calibrate(model: PreTrainedModel, block: str, family: Family, *, 
     return [
         path
         for path, module in model.get_submodule(block).named_modules(prefix=block)
-        if isinstance(module, (nn.Linear, Conv1D)) or (is_norm(module) and (all_norms or _bias(module) is not None))
+        if isinstance(module, (nn.Linear, Conv1D, *CONVOLUTIONS))
+        or (is_norm(module) and (all_norms or _bias(module) is not None))
         if all(owners[id(parameter)] == 1 for parameter in module.parameters(recurse=False))
         and not re.search(family.stays, path)
     ] + [
@@ -132,15 +139,16 @@ def is_norm(module: nn.Module) -> bool:
 
 
 def record(model: PreTrainedModel, block: str, batch: Mapping[str, Tensor]) -> dict[str, list[Tensor]]:
-    """The input of every call of every Linear, Conv1D and norm of the block, in one forward of the model."""
+    """The input of every call of every Linear, Conv1D and norm of the block, in one forward of the model, and the
+    patches of every convolution."""
     kept: dict[str, list[Tensor]] = {}
     handles = []
     for path, module in model.get_submodule(block).named_modules(prefix=block):
-        if isinstance(module, (nn.Linear, Conv1D)) or is_norm(module):
+        if isinstance(module, (nn.Linear, Conv1D, *CONVOLUTIONS)) or is_norm(module):
 
-            def keep(_: nn.Module, args: Any, kwargs: Any, path: str = path) -> None:
-                x = args[0] if args else next(iter(kwargs.values()))
-                kept.setdefault(path, []).append(x.detach().double().clone())
+            def keep(module: nn.Module, args: Any, kwargs: Any, path: str = path) -> None:
+                x = (args[0] if args else next(iter(kwargs.values()))).detach().double().clone()
+                kept.setdefault(path, []).append(patches(module, x) if isinstance(module, CONVOLUTIONS) else x)
 
             handles.append(module.register_forward_pre_hook(keep, with_kwargs=True))
     functional: dict[str, list[Tensor]] = {}
@@ -193,6 +201,27 @@ def _functions(model: PreTrainedModel, block: str, kept: dict[str, list[Tensor]]
         mock.patch.object(nn.functional, "multi_head_attention_forward", keep_attention),
     ):
         yield
+
+
+def patches(module: Any, x: Tensor) -> Tensor:
+    """[B, *positions, C · kernel] of x [B, C, *size], position by position; no more positions than x has."""
+    padded = nn.functional.pad(x, [side for size in reversed(module.padding) for side in (size, size)])
+    counts = [
+        min(size, (size + 2 * pad - apart * (kernel - 1) - 1) // step + 1)
+        for size, pad, apart, kernel, step in zip(
+            x.shape[2:], module.padding, module.dilation, module.kernel_size, module.stride, strict=True
+        )
+    ]
+    rows = []
+    for position in itertools.product(*map(range, counts)):
+        window = [
+            slice(at * step, at * step + apart * (kernel - 1) + 1, apart)
+            for at, step, apart, kernel in zip(
+                position, module.stride, module.dilation, module.kernel_size, strict=True
+            )
+        ]
+        rows.append(padded[(slice(None), slice(None), *window)].flatten(1))
+    return torch.stack(rows, 1).unflatten(1, counts)
 
 
 def _softmax(x: Tensor, dim: int, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
@@ -277,6 +306,36 @@ def _linear(
             total = total + omega * (share.expert.bias.data + _weight(share.expert) @ target - solved @ mean)
         result[f"{path}.bias"] = total / (sum(omegas) + ridge)
     return result
+
+
+def _convolution(
+    path: str, module: Any, anchor: Any, shares: Sequence[Share], ridge: float, rho: float, alpha: float
+) -> dict[str, Tensor]:
+    """Group by group, as Linears of its patches."""
+    results = []
+    for group in range(module.groups):
+        student, base, *experts = (
+            _part_of(each, group) for each in (module, anchor, *(share.expert for share in shares))
+        )
+        width = student.in_features
+        columns = slice(group * width, (group + 1) * width)
+        of_group = [
+            Share(expert, share.x_cal[:, columns], share.x_exp[:, columns], share.weights)
+            for expert, share in zip(experts, shares, strict=True)
+        ]
+        results.append(_linear(path, student, base, of_group, ridge, rho, alpha))
+    whole = {name: torch.cat([result[name] for result in results]) for name in results[0]}
+    return whole | {f"{path}.weight": whole[f"{path}.weight"].view(module.weight.shape)}
+
+
+def _part_of(module: Any, group: int) -> nn.Linear:
+    """A group's weights as a Linear."""
+    weight = module.weight.data.chunk(module.groups)[group].flatten(1)
+    part = nn.Linear(weight.shape[1], weight.shape[0], bias=module.bias is not None, dtype=torch.float64)
+    part.weight.data = weight
+    if module.bias is not None:
+        part.bias.data = module.bias.data.chunk(module.groups)[group]
+    return part
 
 
 def _norm(path: str, module: Any, anchor: Any, shares: Sequence[Share], ridge: float, rho: float) -> dict[str, Tensor]:

@@ -1,0 +1,129 @@
+"""The normal equations of a convolution with groups: each is a small Linear by itself, and all are solved at once.
+
+Errors are measured by features whatever the metric: one of the outputs would tie all groups together in one system.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from featcal_cli.calibration.hyperparameters import Hyperparameters
+from featcal_cli.calibration.linear_algebra import EPSILON, AddUp, Sum, factorise, in_sums
+from featcal_cli.calibration.moments import LinearMoments
+from featcal_cli.calibration.solver import LinearEquations, RankSummary
+from featcal_cli.models.module_kinds import Affine
+
+
+class GroupedMoments(LinearMoments):
+    """Moments of the patches that one convolution reads, for one task: of each of g groups [d] by itself."""
+
+    def __init__(self, weight: torch.Size, device: torch.device, alpha: float, dtype: torch.dtype) -> None:
+        """weight: the shape [g, d_out / g, d] of the convolution's."""
+        self._groups, _, d = weight
+        super().__init__(d, device, alpha, dtype=dtype)
+        self._products = Sum(dtype)
+
+    def add(
+        self, x_cal: Tensor, x_exp: Tensor, weights: Tensor | None = None, _: Mapping[str, Tensor] | None = None
+    ) -> None:
+        """Add the student's and the expert's patches for the same rows [T, g · d], each counted `weights` [T] times."""
+        x, target = (rows.to(torch.promote_types(rows.dtype, torch.float32)) for rows in (x_cal, x_exp))
+        column = x.new_ones(len(x), 1) if weights is None else weights.to(x)[:, None]
+        drift, weighted = target - x, x * column
+        by_group = self._by_group(weighted)
+        self._products.add(by_group.mT @ self._by_group(x))
+        self._dx.add(self._by_group(drift).mT @ by_group)
+        self._x.add(weighted)
+        self._d.add(drift * column)
+        self.weight += in_sums(column.sum())
+        self.rows += len(x)
+
+    def _by_group(self, rows: Tensor) -> Tensor:
+        """[g, T, d] of [T, g · d]."""
+        return rows.view(len(rows), self._groups, -1).transpose(0, 1)
+
+    @property
+    def gram(self) -> Tensor:
+        """G = E[x_cal x_calᵀ] [g, d, d]."""
+        assert self._products.value is not None
+        return in_sums(self._products.value, self._products.dtype) / self.weight
+
+    @property
+    def size(self) -> Tensor:
+        """‖G‖_F [g]."""
+        return in_sums(torch.linalg.matrix_norm(self.gram))
+
+
+class GroupedEquations(LinearEquations):
+    """The normal equations of one convolution with g groups, summed over tasks: g systems [d, d], each with its ω."""
+
+    def __init__(
+        self, merged: Mapping[str, Affine], hyperparameters: Hyperparameters, *, with_bias: bool = False
+    ) -> None:
+        super().__init__(merged, hyperparameters, with_bias=with_bias)
+        ((name, (weight, _)),) = merged.items()
+        groups, d_out, d = weight.shape
+        self._omega = self._omega.new_zeros(groups)
+        self._mean = self._mean.new_zeros(groups, d)
+        self._bias_pull = {name: self._mean.new_zeros(groups * d_out)}
+        self._grams = self._mean.new_zeros(groups, d, d)
+
+    def add_task(self, moments: LinearMoments, experts: Mapping[str, Affine], omega: Tensor | None = None) -> Tensor:
+        """The same as of `LinearEquations`, with ω_i [g]."""
+        ((name, expert),) = experts.items()
+        omega = moments.size.clamp_min(EPSILON).reciprocal() if omega is None else omega
+        weight, merged = self._cast(expert.weight), self._cast(self._merged[name].weight)
+        gram, scale = self._cast(moments.gram), self._cast(omega)[:, None]
+        mean = self._cast(moments.mean).view_as(self._mean)
+        target = mean + moments.alpha * self._cast(moments.mean_drift).view_as(mean)
+        lacking = torch.einsum("god,gd->go", weight, target) - torch.einsum("god,gd->go", merged, mean)
+        offset = self._cast(self._bias_offset(name, expert)).view_as(lacking)
+        pull = (weight - merged) @ gram + moments.alpha * (weight @ self._cast(moments.drift))
+        if self._with_bias:
+            pull += offset[..., None] * mean[:, None]
+        self._omega += omega
+        self._mean += scale * mean
+        self._grams += scale[..., None] * gram
+        self._pull[name].add(scale[..., None] * pull)
+        self._bias_pull[name] += (scale * (lacking + offset)).flatten()
+        self.rows += moments.rows
+        return omega
+
+    def summarise(self) -> RankSummary:
+        return RankSummary(float(self._omega.sum()), self.rows, frozenset())
+
+    def sum_over_ranks(self, names: Sequence[str], summaries: Sequence[RankSummary], add_up: AddUp) -> None:
+        (name,) = names
+        self.rows = sum(summary.rows for summary in summaries)
+        for total in (self._omega, self._mean, self._grams, self._bias_pull[name]):
+            add_up(total)
+        self._pull[name].sum_over_ranks(lambda: torch.zeros_like(self._cast(self._merged[name].weight)), add_up)
+
+    def objective(self, name: str, update: Tensor, shift: Tensor) -> tuple[Tensor, Tensor]:
+        update, shift = self._cast(update), self._cast(shift)
+        if self._merged[name].bias is None:
+            shift = torch.zeros_like(self._bias_pull[name])
+        moved, by_group = torch.einsum("god,gd->go", update, self._mean), shift.view(len(update), -1)
+        curvature = ((update @ self._grams) * update).sum() + 2 * (moved * by_group).sum()
+        curvature += (self._omega[:, None] * by_group.square()).sum()
+        return curvature, (update * self.pull_of(name)).sum() + shift.dot(self._bias_pull[name])
+
+    def _bias_of(self, name: str, update: Tensor, towards: Tensor, ridge: float) -> Tensor:
+        moved = torch.einsum("god,gd->go", update, self._mean)
+        asked = (self._bias_pull[name] + ridge * towards).view_as(moved)
+        return ((asked - moved) / (self._omega[:, None] + ridge)).flatten()
+
+    def _factorise(self) -> tuple[Callable[[str, Tensor], Tensor], Tensor, float]:
+        system = self._grams.clone()
+        factor, ridge = factorise(system, self._hyperparameters.ridge)
+        values = torch.linalg.eigvalsh(system)
+        worst = (values[:, -1] / values[:, 0].clamp_min(EPSILON * ridge)).max()
+
+        def update_of(name: str, towards: Tensor) -> Tensor:
+            right = self.pull_of(name).add(towards, alpha=ridge)
+            return torch.cholesky_solve(right.mT, factor).mT
+
+        return update_of, worst.view(1, 1), ridge
