@@ -212,7 +212,7 @@ def patches(module: Any, x: Tensor) -> Tensor:
             x.shape[2:], module.padding, module.dilation, module.kernel_size, module.stride, strict=True
         )
     ]
-    rows = []
+    rows: list[Tensor] = []
     for position in itertools.product(*map(range, counts)):
         window = [
             slice(at * step, at * step + apart * (kernel - 1) + 1, apart)
@@ -221,7 +221,7 @@ def patches(module: Any, x: Tensor) -> Tensor:
             )
         ]
         rows.append(padded[(slice(None), slice(None), *window)].flatten(1))
-    return torch.stack(rows, 1).unflatten(1, counts)
+    return torch.stack(rows, 1).view(len(x), *counts, -1)
 
 
 def _softmax(x: Tensor, dim: int, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
