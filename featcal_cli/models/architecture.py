@@ -48,6 +48,11 @@ class Module:
     functional: Functional | None = None
     """What does its work, where that is a function and no call of a module; with paths inside the block."""
 
+    @property
+    def why_silent(self) -> str:
+        """The reason for leaving it as merged where no call of it was seen."""
+        return "a convolution that is not called as a module" if self.kind == "convolution" else "never called"
+
 
 @dataclass(frozen=True)
 class Block:

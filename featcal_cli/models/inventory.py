@@ -152,7 +152,7 @@ def _describe(model: nn.Module, block: Block, *, ran: bool) -> BlockEntry:
     modules, skipped = [], [{"name": name, "reason": reason} for name, reason in block.skipped]
     for module in block.modules:
         if ran and not module.layouts:
-            skipped.append({"name": module.name, "reason": "never called"})
+            skipped.append({"name": module.name, "reason": module.why_silent})
         else:
             parameters = module_at(model.get_submodule(block.name), module).parameters(recurse=False)
             modules.append(ModuleEntry(module.name, module.kind, sum(value.numel() for value in parameters)))

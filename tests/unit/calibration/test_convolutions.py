@@ -101,16 +101,16 @@ def test_groups_are_linears_of_their_own(bias: bool) -> None:
             moments.add(x_cal[turn], x_exp[turn], weights[turn])
         whole.add_task(moments, {"m": expert})
     solution = whole.solve({"m": base})["m"].parameters
-    shift = torch.zeros(groups) if merged.bias is None else solution.bias - merged.bias
-    objective = torch.stack(whole.objective("m", solution.weight - merged.weight, shift))
+    update, shift = solution.minus(merged)
+    objective = torch.stack(whole.objective("m", update, torch.zeros(groups) if shift is None else shift))
     sums = torch.zeros(2, dtype=torch.float64)
     for group in range(groups):
         equations = LinearEquations({"m": part(merged, group)}, settings, with_bias=True)
         columns = slice(group * d, (group + 1) * d)
         for expert, (x_cal, x_exp, weights) in zip(experts, features, strict=True):
             cal, exp, of_merged = x_cal[:, columns], x_exp[:, columns], part(merged, group)
-            moments = sum_up("drift", cal, exp, part(expert, group), of_merged, settings.alpha, weights)
-            equations.add_task(moments, {"m": part(expert, group)})
+            alone = sum_up("drift", cal, exp, part(expert, group), of_merged, settings.alpha, weights)
+            equations.add_task(alone, {"m": part(expert, group)})
         expected = equations.solve({"m": part(base, group)})["m"].parameters
         torch.testing.assert_close(part(solution, group).weight, expected.weight, rtol=1e-5, atol=1e-6)
         if bias:

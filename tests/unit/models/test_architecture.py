@@ -41,7 +41,7 @@ def test_blocks_are_the_layers_in_execution_order(family: Family) -> None:
         (nn.BatchNorm1d(8), None),
         (nn.GroupNorm(2, 8), None),
         (nn.PReLU(8), None),
-        (nn.Conv1d(8, 4, 1), None),
+        (nn.Conv1d(8, 4, 1), "convolution"),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else None,
 )
