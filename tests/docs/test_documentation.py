@@ -175,6 +175,16 @@ def test_the_python_of_a_page_works(page: str, output: str, world: Path, monkeyp
     assert (world / output / "model.safetensors").is_file()
 
 
+@pytest.mark.parametrize("page", pages(), ids=lambda page: page.stem)
+def test_what_a_page_says_to_type_fits_a_terminal(page: Path) -> None:
+    fence = ""
+    for line in page.read_text(encoding="utf-8").splitlines():
+        if line.startswith("```"):
+            fence = "" if fence else line
+        elif fence in ("```sh", "```python", "```yaml") or (not fence and line.startswith("    ")):
+            assert len(line.removeprefix("" if fence else "    ")) <= 80, line
+
+
 @pytest.mark.parametrize(
     ("file", "write"),
     {
