@@ -9,7 +9,7 @@ from compatibility import read_rows
 from families import FAMILIES, SPREAD, Family
 from family_checks import check_family
 
-DEFAULT = {*SPREAD, "bridgetower"}
+DEFAULT = {*SPREAD, "bridgetower", "segformer"}
 """With fused attention, which no module does."""
 FAR_APART = [pytest.param(family, marks=[] if family.name in DEFAULT else pytest.mark.matrix) for family in FAMILIES]
 
