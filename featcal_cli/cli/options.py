@@ -296,7 +296,8 @@ MaxDrift = Annotated[
     float | None,
     _option(
         OUTPUT, metavar="F", min=0.0,
-        help="Exit with 3 if a task's drift is above F; with --compare, if MODEL2's is higher than MODEL's by more.",
+        help="Exit with 3 if a task's drift is above F; with --compare, if MODEL2's answers (features, where there are "
+        "none) are farther from the expert's than MODEL's by more.",
     ),
 ]  # fmt: skip
 Folder = Annotated[

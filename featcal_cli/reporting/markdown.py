@@ -241,7 +241,8 @@ def write_summary(inspection: Inspection, exceeded: GateError | None = None) -> 
         parts.append(f"❌ **{_show(exceeded.what)}**  \n{_show(exceeded.where)}")
     parts += [f"⚠️ {text}" if is_warning else text for is_warning, text in write_verdict(inspection, names, inert)]
     columns = [column for column in list_feature_columns(inspection) if column.measure == "drift"]
-    columns += (agreement := [column for column in list_output_columns(inspection) if column.measure == "agree"])
+    columns += [column for column in list_output_columns(inspection) if column.measure in ("output", "agree")]
+    measures = {column.measure for column in columns}
     lines = [write_row(["task", *(f"{column.measure}, {column.role}" for column in columns)])]
     lines.append(f"| --- |{' ---: |' * len(columns)}")
     for number, task in enumerate(inspection.tasks):
@@ -250,7 +251,9 @@ def write_summary(inspection: Inspection, exceeded: GateError | None = None) -> 
         lines.append(write_row(["**mean**", *(column.write(column.mean) for column in columns)]))
     about = ", ".join(f"{role}: {name}" for role, name in names.items())
     about += ". Drift is mean ‖h − h\\_expert‖ / mean ‖h\\_expert‖ after the last block; 0 is the expert itself."
-    if agreement:
+    if "output" in measures:
+        about += " Output is the same distance of answers, which the expert's own head makes of the model's features."
+    if "agree" in measures:
         about += " Agree: share of the expert's first choices that its own head makes of the model's features too."
     return "\n\n".join([*parts, "\n".join(lines), about]) + "\n"
 

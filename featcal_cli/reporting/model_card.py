@@ -233,9 +233,10 @@ def _summarise(report: Report) -> str:
     whose = "experts'" if report.answers else "experts"
     text = (
         f"This is {merged}, calibrated by featcal {inert(report.featcal_version)} ([FeatCal](https://arxiv.org/abs/"
-        f"2605.13030)): its weights were changed in closed form, without gradients, so that its features come closer "
-        f"to {experts}. This took {examples} unlabelled examples per task. File names, tensor names, shapes and dtypes "
-        "are those of the merged model, so it loads wherever that one does.\n\n"
+        f"2605.13030)): its weights were changed in closed form, without gradients, so that its "
+        f"{'answers' if report.answers else 'features'} come closer to {experts}. This took {examples} unlabelled "
+        "examples per task. File names, tensor names, shapes and dtypes are those of the merged model, so it loads "
+        "wherever that one does.\n\n"
         f"Mean {report.judged_by} from the {whose}, {inert(report.measured_on)}: **{before} → {after}** ({change})."
     )
     if report.accuracy and (means := average_tasks(report.accuracy)).keys() >= {EXPERT, MERGED, CALIBRATED}:

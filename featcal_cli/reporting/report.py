@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
-from math import isfinite, nan
+from math import inf, isfinite, nan
+from statistics import StatisticsError, correlation
 from typing import Any
 
 from pydantic import TypeAdapter
@@ -115,6 +116,16 @@ class TaskInspection:
     traced: int = 0
     """Examples that shares are measured on."""
 
+    @property
+    def answers_farther(self) -> float | None:
+        """How much farther the answers of `other` are from the expert's than those of `model`, both relative; infinite
+        where they are no finite numbers, None where there are not two models with answers."""
+        outputs = [self.models[role].output for role in ("model", "other") if role in self.models]
+        distances = [output.relative for output in outputs if output is not None]
+        if len(distances) < 2 or not isfinite(distances[0]):
+            return None
+        return distances[1] - distances[0] if isfinite(distances[1]) else inf
+
 
 @dataclass(frozen=True)
 class Gain:
@@ -133,6 +144,16 @@ class Gains:
     measure: str
     """accuracy, from the models' own reports, or agreement with the expert."""
     tasks: dict[str, Gain]
+
+    def count(self) -> tuple[int, int, float | None]:
+        """On how many tasks the cosine rose, and the result; and the correlation of both gains, None where there is
+        none, or fewer than three tasks."""
+        pairs = [(gain.cosine, gain.result) for gain in self.tasks.values()]
+        risen, better = (sum(gain > 0 for gain in column) for column in zip(*pairs, strict=True))
+        try:
+            return risen, better, correlation(*zip(*pairs, strict=True)) if len(pairs) > 2 else None
+        except StatisticsError:  # one of them is the same everywhere
+            return risen, better, None
 
 
 @dataclass(frozen=True)

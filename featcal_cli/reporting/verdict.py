@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from itertools import groupby, pairwise, takewhile
 from math import inf, isfinite, isinf, isnan
 from pathlib import Path
-from statistics import StatisticsError, correlation, fmean
+from statistics import fmean
 from typing import TYPE_CHECKING, Literal
 
 from featcal_cli.lineage.questions import enumerate_names
-from featcal_cli.reporting.report import VISIBLE, Gains, Inspection, ModelDrift, Report, TaskInspection, compare_drift
+from featcal_cli.reporting.report import VISIBLE, Inspection, ModelDrift, Report, TaskInspection, compare_drift
 from featcal_cli.runtime.errors import GateError, RecipeError
 
 if TYPE_CHECKING:  # it imports torch
@@ -189,17 +189,6 @@ def average_shares(inspection: Inspection, role: str) -> dict[str, float]:
     return dict(sorted(sums.items(), key=lambda item: -abs(item[1])))
 
 
-def count_gains(gains: Gains) -> tuple[int, int, float | None]:
-    """On how many tasks the cosine rose, and the result; and the correlation of both gains, None where there is none,
-    or fewer than three tasks."""
-    pairs = [(gain.cosine, gain.result) for gain in gains.tasks.values()]
-    risen, better = (sum(gain > 0 for gain in column) for column in zip(*pairs, strict=True))
-    try:
-        return risen, better, correlation(*zip(*pairs, strict=True)) if len(pairs) > 2 else None
-    except StatisticsError:  # one of them is the same everywhere
-        return risen, better, None
-
-
 def write_diagnostics(inspection: Inspection) -> Iterator[tuple[str, str]]:
     """Further measures in a line each, means over tasks: what it is, and the figures of every model but the base."""
     roles = [role for role in list_roles(inspection) if role != "base"]
@@ -229,7 +218,7 @@ def write_diagnostics(inspection: Inspection) -> Iterator[tuple[str, str]]:
         yield "cosine, median", f"{', '.join(texts)}; 5th percentile {', '.join(worst)}"
     if inspection.gains:
         count = len(inspection.gains.tasks)
-        risen, better, together = count_gains(inspection.gains)
+        risen, better, together = inspection.gains.count()
         text = f"cosine on {risen} of {count} tasks, {inspection.gains.measure} on {better}"
         yield "gained", text + ("" if together is None else f"; correlation of both gains {together:.2f}")
 
@@ -304,20 +293,27 @@ def find_excess(inspection: Inspection, limit: float) -> GateError | None:
     """The error for the task that is farthest over `limit`; None where none is.
 
     What is limited is the model's relative drift after the last block; where two models are compared, how much farther
-    from the expert the second is than the first. What does not show in three digits is not over it, and a drift that is
-    no finite number is over every limit.
+    from the expert's the second one's answers are than the first's, or features where there are no answers. What does
+    not show in three digits is not over it, and a drift that is no finite number is over every limit.
     """
     excesses = {name: _follow_excess(task) for name, task in inspection.tasks.items()}
-    over = {task: excess for task, excess in excesses.items() if excess[-1] - limit >= VISIBLE}
+    answers = {name: task.answers_farther for name, task in inspection.tasks.items() if isfinite(excesses[name][-1])}
+    lasts = {name: excess[-1] if (far := answers.get(name)) is None else far for name, excess in excesses.items()}
+    over = [name for name, last in lasts.items() if last - limit >= VISIBLE]
     if not over:
         return None
-    task, excess = max(over.items(), key=lambda item: item[1][-1])
+    task = max(over, key=lambda name: lasts[name])
+    excess = excesses[task]
     names, blocks = inspection.names, [block.name for block in inspection.tasks[task].models["model"].blocks]
     name = names.get("other", names["model"])
     steps = [now - before for before, now in pairwise(excess)]
     number = max(excess.index(inf) - 1, 0) if inf in excess else max(range(len(steps)), key=steps.__getitem__)
     where, steepest = f"task {task}: after {blocks[-1]}", blocks[number]
-    if isfinite(excess[-1]):
+    if answers.get(task) is not None:
+        what = f"answers of {name} on {task} are farther from the expert's than those of {names['model']} by "
+        what += f"{lasts[task]:.3f}, which is over --max-drift {limit:g}"
+        where, fix = f"task {task}", "calibrate with more examples or another --alpha, or allow more drift"
+    elif isfinite(excess[-1]):
         by = f"by {excess[-1]:.3f}" + (f" more than {names['model']}" if "other" in names else "")
         what = f"{name} drifts from the expert of {task} {by}, which is over --max-drift {limit:g}"
         where += f"; the block that adds most is {steepest}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from math import inf, nan
 from pathlib import Path
 from statistics import fmean
@@ -19,7 +19,7 @@ from PIL import Image
 
 from featcal_cli.recipe.reading import read_draft
 from featcal_cli.reporting.report import BlockDrift, Inspection, ModelDrift, OutputDrift, PlaceDrift, TaskInspection
-from featcal_cli.reporting.verdict import check_gate
+from featcal_cli.reporting.verdict import check_gate, find_excess
 from featcal_cli.runtime.errors import GateError
 from featcal_cli.workflows.inspect_drift import inspect_drift
 from featcal_cli.workflows.verbs import calibrate
@@ -205,11 +205,29 @@ def test_a_comparison_fails_only_when_the_second_model_is_the_worse(demo: Demo, 
     run = inspect(capsys, demo.calibrated, demo.recipe, compare=demo.merged, max_drift=0.02, json="")
     assert run.code == 3 and json.loads(run.stdout).keys() == compared.keys()
     shown = " ".join(run.stderr.split())
-    assert re.search(
-        r"drifts from the expert of (\w+) by 0\.\d{3} more than .* task \1: after vit\.layers\.2; .* vit", shown
-    )
+    assert re.search(r"answers of .* on (\w+) are farther from the expert's than .* by 0\.\d{3}, .* task \1 ", shown)
     better = inspect(capsys, demo.merged, demo.recipe, compare=demo.calibrated, max_drift=0, quiet="")
     assert (better.code, better.stderr) == (0, "")
+
+
+def test_a_comparison_looks_at_answers_and_at_features_where_there_are_none() -> None:
+    inspection = make_inspection(["task"], 4, compare=True)
+    task = inspection.tasks["task"]
+    model, other = task.models["model"], task.models["other"]
+    given = model.output
+    assert given is not None
+
+    def judge(answers: float | None, features: float) -> GateError | None:
+        output = None if answers is None else replace(given, relative=answers)
+        models = {**task.models, "other": replace(other, output=output)}
+        changed = replace(inspection, tasks={"task": replace(task, models=models)})
+        return find_excess(set_last(changed, "task", "other", features), 0.05)
+
+    near, far = given.relative, model.last.relative
+    assert judge(near, far + 1) is None
+    assert "answers of user/other on task" in str(judge(near + 0.1, far - 0.1))
+    assert judge(None, far) is None and "expert of task by 0.100 more" in str(judge(None, far + 0.1))
+    assert judge(inf, far) is not None
 
 
 def test_the_gate_names_the_block_that_adds_most() -> None:

@@ -46,6 +46,7 @@ def test_answers_are_told_where_there_are_some() -> None:
     inspection = with_answers(make_inspection(["a"]), 0.75)
     head, row = cells(write_summary(inspection))
     assert head[-1] == "agree, model" and row[-1] == "75 %"
+    assert head[-2] == "output, model" and row[-2] == "0.100"
     assert "Agree" in write_summary(inspection)
     assert "Agree" not in write_summary(with_answers(inspection, None))
 
