@@ -14,10 +14,8 @@ import torch
 from judge import Judge, body_of, load_judge, read_family
 from plain import PlainSystem, in_place
 
-from featcal_cli.calibration.algorithm import load_block, solve_block
-from featcal_cli.calibration.backtracking import backtrack_block
+from featcal_cli.calibration.algorithm import solve_parts
 from featcal_cli.calibration.hyperparameters import Hyperparameters
-from featcal_cli.calibration.normal_equations import collect_equations, parameters_of
 from featcal_cli.data.batches import take_range
 from featcal_cli.engine.job import Job
 from featcal_cli.engine.lockstep import forward_order
@@ -85,16 +83,11 @@ class Lab:
             job.checked = {task: found.selection for task, found in self.plan.examples.items()}
         last = max(1, len(self.architecture.blocks) - 1)
         for number, visit in enumerate(forward_order(job)):
-            block = visit.block
             for name, settings in candidates.items():
                 here = at_depth(settings, number / last)
                 with in_place((systems or {}).get(name)):
-                    moments = collect_equations(visit, name, here)
-                solutions = solve_block(block, moments, job.base, calibration.bias)
-                if moments.held_out is not None:
-                    own = {module: parameters_of(job.merged, block, module) for module in solutions}
-                    solutions, _ = backtrack_block(solutions, moments.held_out, own)
-                load_block(job.students[name], block, solutions)
+                    for _ in solve_parts(job, visit, name, here, calibration.bias):
+                        pass
         return job
 
     def score(self, model: torch.nn.Module) -> Scores:

@@ -16,7 +16,8 @@ from featcal_cli.calibration.moments import LinearMoments
 from featcal_cli.calibration.normal_equations import parameters_of, sum_rows
 from featcal_cli.calibration.solver import precise
 from featcal_cli.data.batches import Batch, take_range
-from featcal_cli.engine.lockstep import Observation, forward_order
+from featcal_cli.engine.hooks import Observation
+from featcal_cli.engine.lockstep import forward_order
 from featcal_cli.models.module_kinds import Affine, new_parameters, read_parameters
 from featcal_cli.workflows.setup import Models, Setup
 

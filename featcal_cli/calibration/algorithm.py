@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 from torch import Tensor, nn
 
@@ -59,14 +59,34 @@ def _tell_finished(job: Job, count: int) -> Progress:
 def _calibrate_block(
     job: Job, visit: BlockVisit, hyperparameters: Hyperparameters, bias: bool, here: Progress, watch: Watch
 ) -> BlockReport:
-    """Solve one block and load it; of its equations, which are large, nothing is left then."""
+    """Solve one block and load it."""
     started, block = time.monotonic(), visit.block
-    equations = collect_equations(visit, CALIBRATED, hyperparameters, here.at_task(watch))
-    solution = solve_on_all_ranks(job, block, equations, bias, here.at_module(watch))
-    load_block(job.students[CALIBRATED], block, solution.solutions)
+    solution = BlockSolution()
+    for part in solve_parts(job, visit, CALIBRATED, hyperparameters, bias, here.at_task(watch), here.at_module(watch)):
+        solution.add(part)
     modules = _describe(block, solution, hyperparameters.ridge)
-    skipped = [{"name": name, "reason": why} for name, why in (*block.skipped, *equations.skipped.items())]
+    skipped = [{"name": name, "reason": why} for name, why in (*block.skipped, *solution.skipped.items())]
     return BlockReport(block.name, time.monotonic() - started, modules, skipped)
+
+
+def solve_parts(
+    job: Job,
+    visit: BlockVisit,
+    role: str,
+    hyperparameters: Hyperparameters,
+    bias: bool,
+    on_task: Callable[[str], None] = lambda _: None,
+    on_module: Callable[[str], None] = lambda _: None,
+) -> Iterator[BlockSolution]:
+    """Solve a block in one student, whole or the modules of one depth after the other, and load each part before the
+    next is looked at. Of the equations, which are large, nothing is left then."""
+    for part in visit.parts(by_depth=hyperparameters.order == "module"):
+        equations = collect_equations(visit, role, hyperparameters, on_task)
+        solution = solve_on_all_ranks(job, part, equations, bias, on_module)
+        solution.skipped.update(equations.skipped)
+        del equations
+        load_block(job.students[role], part, solution.solutions)
+        yield solution
 
 
 def solve_on_all_ranks(

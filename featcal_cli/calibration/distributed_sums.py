@@ -99,6 +99,13 @@ class BlockSolution:
     """Rows of all tasks."""
     steps: dict[str, float] = field(default_factory=dict)
     """The share of the update that held-out rows left standing, where it was checked."""
+    skipped: dict[str, str] = field(default_factory=dict)
+    """Modules that stay as merged, with the reasons."""
+
+    def add(self, other: BlockSolution) -> None:
+        """Of further modules of the block."""
+        for ours, others in zip(vars(self).values(), vars(other).values(), strict=True):
+            ours.update(others)
 
 
 def share_solutions(ranks: Ranks, solve: Callable[[], BlockSolution], device: torch.device) -> BlockSolution:

@@ -27,9 +27,14 @@ class Hyperparameters:
     metric: str = "features"
     """What errors are measured by: the paper's features, or "output", what they do to each expert's answers."""
 
+    order: str = "block"
+    """What is solved from the same features: the paper's whole block, or a "module" (with those beside it), the
+    features of which are those that the modules before it give once they are calibrated."""
+
     def __str__(self) -> str:
+        order = ", module by module" if self.order == "module" else ""
         metric = ", output metric" if self.metric == "output" else ""
-        return f"λ {self.ridge:g}, ρ {self.rho:g}, α {self.alpha:g}{metric}"
+        return f"λ {self.ridge:g}, ρ {self.rho:g}, α {self.alpha:g}{order}{metric}"
 
 
 METRICS = ("output", "features")
@@ -45,9 +50,11 @@ PAPER = {
 """The paper's, by the models that it has them for."""
 PRESETS = {"encoder": "CLIP", "encoder-decoder": "FLAN-T5", "causal": "Llama-3.2-3B"}
 """Whose hyperparameters a kind of model has under `preset`."""
-FEATCAL = Hyperparameters(1e-3, 1.0, 0.3, "output")
-"""Where errors are measured by what they do to answers: at least nine tenths of what the best of a grid gains, on every
-family of benchmarks/ (docs/experiments.md)."""
+FEATCAL = {
+    "module": Hyperparameters(ridge=1e-4, rho=1.0, alpha=0.5, metric="output", order="module"),
+    "block": Hyperparameters(ridge=1e-3, rho=1.0, alpha=0.3, metric="output", order="block"),
+}
+"""featcal's, by order: near the best of a grid on every family of benchmarks/ (docs/experiments.md)."""
 DRAWN = 6
 """Points that a search tries besides."""
 LEAST, MOST = (1e-5, 0.5, 0.1), (1.0, 2.0, 0.7)
@@ -99,7 +106,7 @@ class Trial(Candidate):
     def from_dict(cls, values: Mapping[str, Any]) -> Trial:
         """The reverse."""
         rest = dict(values)
-        names = ("ridge", "rho", "alpha", "metric")
+        names = ("ridge", "rho", "alpha", "metric", "order")
         return cls(Hyperparameters(*(rest.pop(name) for name in names)), **rest)
 
 
@@ -135,7 +142,7 @@ def choose_hyperparameters(
     """
     given = _given(calibration)
     if len(given) == len(OPEN):
-        return Choice(Hyperparameters(**given, metric=metrics[0]), "the user")
+        return Choice(Hyperparameters(**given, metric=metrics[0], order=calibration.solving_order), "the user")
     if calibration.select == "search":
         fitted = max(of_task.fitted_count for of_task in examples.values())
         return plan_search(calibration, kind, fitted, metrics, blocks)
@@ -143,9 +150,9 @@ def choose_hyperparameters(
 
 
 def take_preset(calibration: Calibration, kind: str, metric: str) -> Choice:
-    """For what the user leaves open, featcal's in the metric of outputs, and the paper's in that of features."""
-    preset, whose = FEATCAL, "featcal's preset"
-    if metric == "features":
+    """For what the user leaves open, featcal's; the paper's where nothing else is not the paper's either."""
+    preset, whose = replace(FEATCAL[calibration.solving_order], metric=metric), "featcal's preset"
+    if metric == "features" and calibration.solving_order == "block":
         preset, whose = PAPER[PRESETS[kind]], f"the paper's preset for {kind} models"
     return Choice(replace(preset, **_given(calibration)), _by_user(calibration) + whose)
 
@@ -191,13 +198,14 @@ def _find_unsearchable(examples: Mapping[str, TaskExamples]) -> str:
     return f"{task} has no further examples to choose them on (its rows are fewer than {FEWEST_ROWS}, or equal)"
 
 
-def list_candidates(kind: str, given: Mapping[str, Any], metrics: Sequence[str]) -> dict[str, Candidate]:
-    """What a search tries, the presets first: in each metric, then points that fill the box of LEAST and MOST evenly
-    (Halton's), in the first metric; with what the user has fixed."""
-    paper = PRESETS[kind]
-    presets = {"output": (FEATCAL, "featcal's preset"), "features": (PAPER[paper], f"the paper: {paper}")}
-    listed = [presets[metric] for metric in metrics]
-    listed += [(replace(point, metric=metrics[0]), "drawn") for point in draw_points(DRAWN)]
+def list_candidates(kind: str, calibration: Calibration, metrics: Sequence[str]) -> dict[str, Candidate]:
+    """What a search tries: featcal's preset and the paper's, as far as the user has fixed nothing else, then points
+    that fill the box of LEAST and MOST evenly (Halton's), with the first metric and the order of the former."""
+    paper, order, given = PRESETS[kind], calibration.solving_order, _given(calibration)
+    listed = [(replace(FEATCAL[order], metric=metrics[0]), "featcal's preset")]
+    if "features" in metrics and calibration.order != "module":
+        listed.append((PAPER[paper], f"the paper: {paper}"))
+    listed += [(replace(point, metric=metrics[0], order=order), "drawn") for point in draw_points(DRAWN)]
     origins: dict[Hyperparameters, str] = {}
     for values, origin in listed:
         origins.setdefault(replace(values, **given), origin)
@@ -232,7 +240,7 @@ def _reverse_digits(number: int, base: int) -> float:
 
 def plan_search(calibration: Calibration, kind: str, fitted: int, metrics: Sequence[str], blocks: int) -> SearchPlan:
     """The search for up to `fitted` examples a task: the same on every machine."""
-    candidates = list_candidates(kind, _given(calibration), metrics)
+    candidates = list_candidates(kind, calibration, metrics)
     return SearchPlan(
         candidates, _plan_cuts(blocks, len(candidates)), min(fitted, max(ENOUGH_EXAMPLES, fitted // SHARE))
     )

@@ -19,7 +19,8 @@ from featcal_cli.calibration.moments import LinearMoments, NormMoments, Pair, Ta
 from featcal_cli.calibration.output_metric import MetricEquations
 from featcal_cli.calibration.solver import BlockEquations, DualEquations, LinearEquations, Names, NormEquations
 from featcal_cli.engine.block_runner import BlockRunner
-from featcal_cli.engine.lockstep import BlockVisit, Observation
+from featcal_cli.engine.hooks import Observation
+from featcal_cli.engine.lockstep import BlockVisit
 from featcal_cli.models.architecture import Block, Module
 from featcal_cli.models.module_kinds import LINEAR_KINDS, Affine, normalise, read_parameters, read_patches
 from featcal_cli.models.token_layout import Layout, Weights
@@ -34,8 +35,9 @@ UNWEIGHTED = ("k_proj", "v_proj", "key", "value")
 def collect_equations(
     visit: BlockVisit, role: str, hyperparameters: Hyperparameters, on_task: Callable[[str], None] = lambda _: None
 ) -> BlockEquations:
-    """Read every task's features of the block in one student, and make the block's equations of them; of several ranks
-    each gets those that it is to solve. Nothing needs an expert's block any more once its task is added."""
+    """Read every task's features of the visit's part of the block in one student, and make its equations of them; of
+    several ranks each gets those that it is to solve. Nothing needs an expert's part any more once its task is added.
+    """
     equations = BlockEquations(held_out=BlockEquations() if visit.checks else None)
     with visit.ranks.on_its_own():
         for task in visit.tasks:
@@ -48,7 +50,7 @@ def collect_equations(
                 check_features(visit, role, task, sums)
                 del sums  # before the next task's are made
     if not visit.is_reached:
-        equations.skipped = {module.name: "no expert's examples reach it" for module in visit.block.modules}
+        equations.skipped = {module.name: "no expert's examples reach it" for module in visit.part.modules}
     if visit.ranks.size > 1:
         visit.merged.bring(visit.block.name)
         sum_over_ranks(equations, visit.ranks, hyperparameters, partial(parameters_of, visit.merged, visit.block))
@@ -77,7 +79,7 @@ def sum_rows(
 
 def _add_batch(visit: BlockVisit, seen: Observation, sums: TaskMoments, choose: Choose) -> None:
     """Add what one batch shows to a task's sums."""
-    modules = {module.name: module for module in visit.block.modules}
+    modules = {module.name: module for module in visit.part.modules}
     linear, norms, skipped = sums
     skipped |= _unpaired(modules, seen)
     for names in _shared_inputs(visit, seen, skipped):
@@ -98,7 +100,7 @@ def _add_batch(visit: BlockVisit, seen: Observation, sums: TaskMoments, choose: 
         for call, ((x, weights), (target, _)) in enumerate(zip(pair[0], pair[1], strict=True)):
             known = {name: found[call][0] for name, found in outputs.items() if found}
             linear[names].add(x, target, weights, known)
-    for module in (m for m in visit.block.modules if m.kind not in LINEAR_KINDS and m.name not in skipped):
+    for module in (m for m in visit.part.modules if m.kind not in LINEAR_KINDS and m.name not in skipped):
         norm = visit.merged.module(f"{visit.block.name}.{module.name}")
         normed = _rows(visit, module, [normalise(norm, x) for x in seen.x_cal[module.name]], seen)
         if normed is None:
@@ -123,7 +125,7 @@ def _find_infinity(visit: BlockVisit, role: str, task: str, *, checked: bool) ->
     what, where = f"the features are too large in {visit.block.name}", f"{task}: {kind}examples"
     for seen in visit.features(task, role, checked=checked, again=True):
         sides = ((f"the expert of {task}", seen.x_exp), (f"the {role} model", seen.x_cal))
-        for module, (who, features) in product(visit.block.modules, sides):
+        for module, (who, features) in product(visit.part.modules, sides):
             bad = [
                 int((~torch.isfinite(x)).flatten(1).any(1).int().argmax())
                 for x in features[module.name]
@@ -239,7 +241,7 @@ def _unpaired(modules: Mapping[str, Module], seen: Observation) -> dict[str, str
 def _shared_inputs(visit: BlockVisit, seen: Observation, skipped: Mapping[str, str]) -> list[Names]:
     """Linear modules by the inputs that they share, those with other token weights apart."""
     groups: dict[tuple[object, ...], list[str]] = {}
-    for module in visit.block.modules:
+    for module in visit.part.modules:
         if module.kind in LINEAR_KINDS and module.name not in skipped:
             inputs = [id(x) for x in seen.x_cal[module.name]]
             if module.kind == "convolution":  # which reads patches of its own

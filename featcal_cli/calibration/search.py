@@ -9,9 +9,8 @@ from math import exp, inf, isfinite, log
 import torch
 from torch import Tensor
 
-from featcal_cli.calibration.algorithm import load_block, solve_on_all_ranks
+from featcal_cli.calibration.algorithm import solve_parts
 from featcal_cli.calibration.hyperparameters import Candidate, Trial
-from featcal_cli.calibration.normal_equations import collect_equations
 from featcal_cli.engine.drift_metrics import DRIFT, SHIFT, OutputShift
 from featcal_cli.engine.job import MERGED, Job
 from featcal_cli.engine.lockstep import BlockVisit, forward_order
@@ -73,18 +72,16 @@ class Search:
     def _solve(self, visit: BlockVisit, role: str, behind: Block | None) -> None:
         """Calibrate the block in one student; one that has no stable solution is out."""
         try:
-            equations = collect_equations(visit, role, self.candidates[role].hyperparameters)
-            solutions = solve_on_all_ranks(self.job, visit.block, equations, self.bias).solutions
-            ridge = self.candidates[role].hyperparameters.ridge
-            if any(solution.ridge is not None and solution.ridge > ridge for solution in solutions.values()):
-                what = f"the equations have no stable solution at ridge {ridge:g}"
-                raise NumericsError(what, fix="use a larger --ridge")
+            settings = self.candidates[role].hyperparameters
+            for part in solve_parts(self.job, visit, role, settings, self.bias):
+                ridges = [solution.ridge for solution in part.solutions.values() if solution.ridge is not None]
+                if any(ridge > settings.ridge for ridge in ridges):
+                    what = f"the equations have no stable solution at ridge {settings.ridge:g}"
+                    raise NumericsError(what, fix="use a larger --ridge")
         except NumericsError as error:
             if len(self.job.students) == 1:
                 raise
             self._drop(visit, role, behind, str(error))
-            return
-        load_block(self.job.students[role], visit.block, solutions)
 
     def _cut(self, visit: BlockVisit, behind: Block, keep: int) -> None:
         """Let the best go on."""

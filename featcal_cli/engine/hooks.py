@@ -15,12 +15,36 @@ from featcal_cli.engine.block_runner import BlockRunner, PausedForward
 from featcal_cli.models.architecture import Block, Module
 from featcal_cli.models.module_kinds import LINEAR_KINDS, View
 from featcal_cli.models.products import ProductWatch
+from featcal_cli.models.token_layout import Lengths, Weights
 from featcal_cli.models.tracing import StopBlock, first_tensor
 
 Features = dict[str, list[Tensor]]
 """Inputs of each module that ran in a block, one a call, by the module's path inside the block [.., d_in]."""
 PLAIN_FORWARDS = (nn.Linear.forward, Conv1D.forward)
 """Of modules whose output is W x + b and nothing else."""
+
+
+class Observation(NamedTuple):
+    """What one batch (or one call of the block on it) shows of a block."""
+
+    x_cal: Features
+    """A student's module inputs, before the block's update."""
+    x_exp: Features
+    """The expert's."""
+    padding: Weights
+    """1 for the tokens that count and 0 for padding, by axis."""
+    weights: Weights
+    """The same, with the first token counting most where the output is read from it."""
+    lengths: Lengths
+    first: bool
+    """The task's first batch."""
+    y_exp: Features
+    """Outputs of the expert's Linear modules [.., d_out], like its inputs; none that are rounded to less than float32.
+    """
+    examples: range
+    """Which of the task's these are."""
+    row_multiples: tuple[float, float]
+    """Total tokens of the task, and of all tasks, divided by this batch's."""
 
 
 class CapturedRun(NamedTuple):
@@ -32,8 +56,11 @@ class CapturedRun(NamedTuple):
     """The module that was called last, and its how many-eth call that was."""
 
 
-def run_captured(runner: BlockRunner, paused: PausedForward, block: Block) -> tuple[CapturedRun, Any]:
-    """Run the block that the pass is at: what its modules were given and returned, and its output."""
+def run_captured(
+    runner: BlockRunner, paused: PausedForward, block: Block, *, to_end: bool = True
+) -> tuple[CapturedRun, Any]:
+    """Run the block that the pass is at: what its modules were given and returned, and its output; or, not `to_end`,
+    until the last of these modules has returned."""
     inputs: Features = {}
     outputs: dict[str, list[tuple[Tensor, int]]] = {}
     calls: list[str] = []
@@ -50,11 +77,25 @@ def run_captured(runner: BlockRunner, paused: PausedForward, block: Block) -> tu
                 kept = outputs.setdefault(module.name, [])
                 hook = child.register_forward_hook(lambda _, __, y, kept=kept: kept.append((y, y._version)))
                 hooks.callback(hook.remove)
+        if not to_end:
+            _stop_after(hooks, runner, block, calls)
         output = paused.run_block(block, kept=[calls, *inputs.values(), *outputs.values()])
     unchanged = {name: [y for y, version in kept if y._version == version] for name, kept in outputs.items()}
     y = {name: kept for name, kept in unchanged.items() if len(kept) == len(inputs[name])}
     last = calls[-1] if calls else ""
     return CapturedRun(inputs, y, (last, calls.count(last))), output
+
+
+def _stop_after(hooks: ExitStack, runner: BlockRunner, block: Block, calls: list[str]) -> None:
+    """Have the run end when the modules of a block have returned as often as they are called."""
+    expected = sum(len(module.layouts) for module in block.modules)
+
+    def stop(*_: object) -> None:
+        if len(calls) == expected:
+            raise StopBlock
+
+    for module in (module for module in block.modules if module.functional is None):
+        hooks.callback(runner.module(f"{block.name}.{module.name}").register_forward_hook(stop).remove)
 
 
 def run_to_last_input(runner: BlockRunner, paused: PausedForward, block: Block, last_call: tuple[str, int]) -> Features:

@@ -7,44 +7,21 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from torch import Tensor
 
 from featcal_cli.data.batches import Batch, count_examples
 from featcal_cli.engine.block_runner import BlockRunner, PausedForward
 from featcal_cli.engine.drift_probe import EXPERT, DriftProbe, SwitchProbe
-from featcal_cli.engine.hooks import CapturedRun, Features, run_captured, run_to_last_input
+from featcal_cli.engine.hooks import CapturedRun, Features, Observation, run_captured, run_to_last_input
 from featcal_cli.engine.job import Job
 from featcal_cli.engine.token_weights import token_weights
-from featcal_cli.models.architecture import Block
-from featcal_cli.models.token_layout import Lengths, Weights, token_lengths
+from featcal_cli.models.architecture import Block, Module
+from featcal_cli.models.token_layout import token_lengths
 from featcal_cli.runtime import hardware
 
 PassGroup = TypeVar("PassGroup", "PairedPass", DriftProbe, SwitchProbe)
-
-
-class Observation(NamedTuple):
-    """What one batch (or one call of the block on it) shows of a block."""
-
-    x_cal: Features
-    """A student's module inputs, before the block's update."""
-    x_exp: Features
-    """The expert's."""
-    padding: Weights
-    """1 for the tokens that count and 0 for padding, by axis."""
-    weights: Weights
-    """The same, with the first token counting most where the output is read from it."""
-    lengths: Lengths
-    first: bool
-    """The task's first batch."""
-    y_exp: Features
-    """Outputs of the expert's Linear modules [.., d_out], like its inputs; none that are rounded to less than float32.
-    """
-    examples: range
-    """Which of the task's these are."""
-    row_multiples: tuple[float, float]
-    """Total tokens of the task, and of all tasks, divided by this batch's."""
 
 
 @dataclass(frozen=True)
@@ -184,6 +161,8 @@ class BlockVisit:
 
     def __init__(self, job: Job, block: Block, passes: Passes, done: Sequence[Block]) -> None:
         self.block = block
+        self.part = block
+        """The block with the modules that are looked at."""
         self.merged = job.merged
         self.checks = bool(job.checked)
         """Updates are checked on further examples."""
@@ -199,12 +178,22 @@ class BlockVisit:
         self.is_reached = any(task not in elsewhere for reached in of_ranks for task in reached)
         """Some task's examples do, on whichever rank."""
         self._job, self._passes, self._done = job, passes, done
-        self._captured: dict[int, CapturedRun] = {}
-        """What the expert showed on a batch, for the students that are still to come."""
+        self._is_last_part = True
+        self._captured: dict[tuple[int, tuple[Module, ...]], CapturedRun] = {}
+        """What modules of the expert showed on a batch, for the students that are still to come."""
+        self._outputs: dict[int, Any] = {}
+        """What the expert's block returned, where its pass waits for further students."""
         self._advanced: set[int] = set()
         """Pairs whose expert is through the block."""
         self._released: set[str] = set()
         """Tasks whose expert has nothing more to do with the block."""
+
+    def parts(self, *, by_depth: bool) -> Iterator[Block]:
+        """The modules to look at together: all, or by their depth; what is loaded of one part is seen by the next."""
+        parts = self.block.by_depth if by_depth else (self.block,)
+        for number, part in enumerate(parts, start=1):
+            self.part, self._is_last_part = part, number == len(parts)
+            yield part
 
     def expert(self, task: str) -> BlockRunner:
         """The expert of a task."""
@@ -227,7 +216,7 @@ class BlockVisit:
             expert.bring(self.block.name)
             self.merged.bring(self.block.name)
             yield
-            if len(self._job.students) == 1:
+            if len(self._job.students) == 1 and self._is_last_part:
                 self._finish_expert(task)
                 expert.give_back(self.block.name)
                 self._released.add(task)
@@ -236,8 +225,8 @@ class BlockVisit:
         """What every batch of the task shows of the block in one student, once for each of its calls; call inside
         `expert_at`.
 
-        `checked`: the batches that updates are checked on, not those to fit. The expert runs once for all students, but
-        in a block that runs several times; and where they are looked at `again`, by passes of its own.
+        `checked`: the batches that updates are checked on, not those to fit. The expert runs once a part for all
+        students, but in a block that runs several times; and where they are looked at `again`, by passes of its own.
         """
         passes = self._passes.checked if checked else self._passes.fitted
         tokens = {other: sum(pair.students[role].token_count for pair in passes[other]) for other in self.tasks}
@@ -254,25 +243,32 @@ class BlockVisit:
                 del shown  # which is large, while the next pair is run
 
     def _observe_call(self, task: str, role: str, pair: PairedPass, *, again: bool) -> Iterator[Observation]:
-        captured = self._captured.get(id(pair))
+        captured = self._captured.get((id(pair), self.part.modules))
         if captured is None and again:
             expert = self.expert(task)
             (paused,) = expert.start([pair.expert.batch], self._job.architecture.entries[task])
             paused.run_through([block for block in self._job.architecture.blocks if block is not self.block])
-            captured, _ = run_captured(expert, paused, self.block)
+            captured, _ = run_captured(expert, paused, self.part)
             paused.close()
         if captured is None:
-            captured, output = run_captured(self.expert(task), pair.expert, self.block)
-            if len(pair.students) > 1:
-                self._captured[id(pair)] = captured
-            if pair.probe is not None and pair.probe.is_at(self.block):
-                pair.probe.take_expert_output(self.block, output, self._done)
-            else:
-                self._go_on(task, pair.expert, output)
-                self._advanced.add(id(pair))
+            to_end = self._is_last_part and id(pair) not in self._outputs
+            captured, output = run_captured(self.expert(task), pair.expert, self.part, to_end=to_end)
+            if len(pair.students) > 1:  # others may have other parts: the expert stays
+                self._captured[id(pair), self.part.modules] = captured
+                self._outputs |= {id(pair): output} if to_end else {}
+            elif to_end:
+                self._advance_expert(task, pair, output)
         student = pair.students[role]
-        x_cal = run_to_last_input(self._job.students[role], student, self.block, captured.last_call)
+        x_cal = run_to_last_input(self._job.students[role], student, self.part, captured.last_call)
         yield self._describe(x_cal, captured, student)
+
+    def _advance_expert(self, task: str, pair: PairedPass, output: Any) -> None:
+        """Take the expert's pass through the block, of which this is the output."""
+        if pair.probe is not None and pair.probe.is_at(self.block):
+            pair.probe.take_expert_output(self.block, output, self._done)
+        else:
+            self._go_on(task, pair.expert, output)
+            self._advanced.add(id(pair))
 
     def _observe_calls(self, task: str, role: str, pair: PairedPass) -> Iterator[Observation]:
         """The same for a block that runs several times: by passes of their own, in which no call is updated yet."""
@@ -283,8 +279,8 @@ class BlockVisit:
         for call in range(1, self.block.calls + 1):
             expert.run_through(others)
             student.run_through(others)
-            captured, expected = run_captured(runners[0], expert, self.block)
-            own, output = run_captured(runners[1], student, self.block)
+            captured, expected = run_captured(runners[0], expert, self.part)
+            own, output = run_captured(runners[1], student, self.part)
             yield self._describe(own.x, captured, student)
             expert.go_on(expected, (), last=call == self.block.calls)
             student.go_on(output, (), last=call == self.block.calls)
@@ -323,6 +319,8 @@ class BlockVisit:
             self._add_vectors(task, expert)
             with expert.on_device():
                 for pair in self._in_turn([*self._passes.fitted[task], *self._passes.checked[task]]):
+                    if id(pair) in self._outputs:
+                        self._advance_expert(task, pair, self._outputs.pop(id(pair)))
                     if pair.probe is not None and pair.probe.is_at(self.block):
                         pair.probe.go_through(self.block, self._done)
                         continue
@@ -362,8 +360,9 @@ class BlockVisit:
     def _prefetch_after(self, task: str) -> None:
         """Have the block that is needed after this task's read from the disk already."""
         job = self._job
-        if later := self.tasks[self.tasks.index(task) + 1 :]:
-            job.experts[later[0]].prefetch(self.block.name)
+        later = self.tasks[self.tasks.index(task) + 1 :]
+        if later or not self._is_last_part:
+            job.experts[(later or self.tasks)[0]].prefetch(self.block.name)
             return
         blocks = job.architecture.blocks
         for block in blocks[blocks.index(self.block) + 1 :][:1]:

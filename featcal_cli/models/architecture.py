@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import cast
 
@@ -47,6 +47,8 @@ class Module:
     """The block changes this module's input in place after the module has read it."""
     functional: Functional | None = None
     """What does its work, where that is a function and no call of a module; with paths inside the block."""
+    depth: int = 0
+    """How many of the block's modules, one after the other, change its input when they are calibrated."""
 
     @property
     def why_silent(self) -> str:
@@ -73,6 +75,13 @@ class Block:
     """Its own token axis holds the text: beside other things in one sequence, or padded by the model."""
     text_start: int | None
     """Where the text begins in that sequence, where that could be found out."""
+
+    @property
+    def by_depth(self) -> tuple[Block, ...]:
+        """The block with the modules of one depth at a time, in the order in which they run."""
+        depths = sorted({module.depth for module in self.modules})
+        parts = (tuple(module for module in self.modules if module.depth == depth) for depth in depths)
+        return tuple(replace(self, modules=modules) for modules in parts) or (self,)
 
 
 @dataclass(frozen=True)
@@ -219,6 +228,7 @@ def _describe(model: nn.Module, name: str, run: _Run, norms: str, holders: Mappi
     only_text = not any(tensor.is_floating_point() for tensor in run.probe.values())
     holds_text = layout.axis == OWN and (len(set(axes[OWN])) > 1 or only_text)
     start = _find_text(model, run, name) if holds_text else None
+    modules = _count_depths(name, modules, run.first.depths)
     return Block(name, tuple(modules), tuple(skipped), layout, calls, name in run.first.overwritten, holds_text, start)
 
 
@@ -254,6 +264,19 @@ def held_parameters(block: nn.Module, module: Module) -> Iterator[tuple[str, nn.
     """The parameters of a block in which a module has its weights, by their paths in the block."""
     for name, x in module_at(block, module).named_parameters(recurse=False):
         yield (x.place.parameter, x.whole) if isinstance(x, ParameterPart) else (f"{module.name}.{name}", x)
+
+
+def _count_depths(block: str, modules: Sequence[Module], traced: Mapping[str, int]) -> list[Module]:
+    """The modules with their depths in the block: those of Linear modules are counted, and a norm has that of the next
+    ones to come, else of the last."""
+    start = traced.get(block, 0)  # what comes from elsewhere, as an encoder's output, changes nothing in the block
+    of_modules = {module.name: max(start, traced.get(f"{block}.{module.name}", start)) for module in modules}
+    linear = sorted({of_modules[module.name] for module in modules if module.kind in LINEAR_KINDS})
+    steps = {depth: number for number, depth in enumerate(linear)}
+    following = {
+        name: next((x for x in linear if x >= depth), max(linear, default=0)) for name, depth in of_modules.items()
+    }
+    return [replace(module, depth=steps.get(following[module.name], 0)) for module in modules]
 
 
 def _own_axis(run: _Run, block: str) -> tuple[Layout, Axes]:

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers.pytorch_utils import Conv1D
 
 from featcal_cli.data.batches import Batch
@@ -42,6 +43,9 @@ class Trace:
         self._latest = ("", 0)
         self._model = model
         self._widths = {name: x.out_features for name, x in model.named_modules() if isinstance(x, nn.Linear)}
+        self.depths: dict[str, int] = {}
+        """How many products with weights, one after the other, lead to what a module is first given."""
+        self.depth = Depth()
         self._lists = {name for name, module in model.named_modules() if isinstance(module, CONTAINERS)}
         self._pending: dict[str, list[tuple[Tensor, int]]] = {}
         self._flow: dict[str, tuple[Tensor | None, Tensor | None]] = {}
@@ -62,6 +66,7 @@ class Trace:
             self._latest = (name, hidden.shape[:-1].numel() * width) if width else self._latest
             self.shapes.setdefault(name, []).append(hidden.shape)
             self._pending.setdefault(name, []).append((hidden, hidden._version))
+            self.depths.setdefault(name, self.depth.of(hidden))
 
     def multiply(self, weight: View, x: Tensor, bias: View | None) -> None:
         """A function multiplies x [.., d_in] with what lies in a parameter, and adds a bias that is known."""
@@ -106,12 +111,40 @@ class Trace:
             self.functional = {f"{path}.{name}": value.under(f"{path}.") for name, value in self.functional.items()}
             self.routed = {f"{path}.{name}": shape for name, shape in self.routed.items()}
             self.routers = {f"{path}.{name}" for name in self.routers}
+            self.depths = {f"{path}.{name}".rstrip("."): depth for name, depth in self.depths.items()}
             self._flow = {f"{path}.{name}": flow for name, flow in self._flow.items()}
         return self
 
     def is_chain(self, members: list[str]) -> bool:
         """True when each member was given the tensor that the one before returned."""
         return all(self._flow[a][1] is self._flow[b][0] for a, b in itertools.pairwise(members))
+
+
+class Depth(TorchDispatchMode):
+    """Inside, through how many products with weights, one after the other, every tensor is computed."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._of_storages: dict[int, int] = {}
+
+    def of(self, x: Tensor) -> int:
+        return self._of_storages.get(x.untyped_storage()._cdata, 0)
+
+    def add_one(self, y: Tensor) -> None:
+        """This is what a product with a weight has made."""
+        self._of_storages[y.untyped_storage()._cdata] = self.of(y) + 1
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        given = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+        depth = max((self._of_storages.get(storage, 0) for storage in given), default=0)
+        depth += func is torch.ops.aten.convolution.default
+        for y in tree_leaves(output):
+            if isinstance(y, Tensor):  # memory that is new may have been another tensor's before
+                storage = y.untyped_storage()._cdata
+                known = self._of_storages.get(storage, 0) if storage in given else 0
+                self._of_storages[storage] = max(depth, known)
+        return output
 
 
 CONTAINERS = (nn.ModuleList, nn.Sequential)
@@ -126,8 +159,11 @@ def trace(model: nn.Module, batch: Batch, dtype: torch.dtype) -> Trace:
             lambda _, args, kwargs, n=name: traced.before(n, (*args, *kwargs.values())), with_kwargs=True
         )
         handles += [before, module.register_forward_hook(lambda _, __, output, n=name: traced.after(n, output))]
+    products = ProductWatch(
+        dict(model.named_parameters()), traced.multiply, lambda _, y: traced.depth.add_one(y), routing=traced.routing
+    )
     try:
-        with torch.no_grad(), ProductWatch(dict(model.named_parameters()), traced.multiply, routing=traced.routing):
+        with torch.no_grad(), products, traced.depth:
             model(**{key: x.to(dtype) if x.is_floating_point() else x for key, x in batch.items()})
     finally:
         for handle in handles:

@@ -294,6 +294,9 @@ class Calibration(Section):
     metric: Literal["auto", "features", "output"] = "auto"
     """How a task's error is measured: `features` as in the paper, `output` by its effect on the expert's answers;
     `auto`: `output` where featcal chooses settings and it can be measured, else `features`."""
+    order: Literal["auto", "block", "module"] = "auto"
+    """What is solved at once: as in the paper a whole `block`, or a `module`, on features that the modules calibrated
+    before it give; `auto`: `module` where featcal chooses settings, else `block`."""
     norms: Literal["auto", "layernorm", "all", "none"] = "auto"
     """Which norms are calibrated: `auto` and `layernorm` those with a bias, `all` RMSNorm too."""
     bias: bool = True
@@ -312,6 +315,13 @@ class Calibration(Section):
     def is_by_answers(self) -> bool:
         """Errors are to be measured by what they do to experts' answers."""
         return self.metric == "output" or (self.metric == "auto" and self.is_open)
+
+    @property
+    def solving_order(self) -> str:
+        """`block` or `module`."""
+        if self.order != "auto":
+            return self.order
+        return "module" if self.is_open else "block"
 
     @property
     def is_answered_for(self) -> bool:

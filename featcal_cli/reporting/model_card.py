@@ -37,7 +37,11 @@ METRICS = {
     "features": "Errors are measured on features, as in the paper.",
     "output": "Errors are measured by what they do to each expert's answers (`--metric output`).",
 }
-"""What the card says of the metric; reports of earlier versions name none."""
+ORDERS = {
+    "block": "The modules of a block were solved together, as in the paper.",
+    "module": "Modules were solved one after another, each on what the calibrated ones before it give.",
+}
+"""What the card says of metric and order; reports of earlier versions name none."""
 MARK = "<!-- This card was written by featcal. -->"
 ENERGIES = {"gpu_watt_hours": "the GPU's energy", "cpu_watt_hours": "the processors' energy"}
 """Of a report's cost, what each key counts."""
@@ -295,6 +299,7 @@ def _describe_settings(report: Report) -> str:
         f"λ (ridge) = {settings['ridge']:g}, ρ (rho) = {settings['rho']:g}, α (alpha) = {settings['alpha']:g}; chosen "
         f"by: {_show_message(settings['chosen_by'], report)}.",
         METRICS.get(str(settings.get("metric")), METRICS["features"]),
+        ORDERS.get(str(settings.get("order")), ORDERS["block"]),
         f"Norms: {inert(str(settings['norms']))}; biases: {'calibrated' if settings['bias'] else 'as merged'}; token "
         f"weights: {inert(str(settings['token_weights']))}.",
         f"In {len(report.blocks)} blocks, {len(modules)} modules were calibrated ({kinds or 'none'}).",

@@ -282,8 +282,8 @@ class Computation:
             choice = take_best(calibration, self._search(choice, setup, journal))
         used = choice.hyperparameters
         self._session.note(
-            f"settings: ridge {used.ridge:g}, rho {used.rho:g}, alpha {used.alpha:g}, metric {used.metric}, chosen by "
-            f"{choice.chosen_by}"
+            f"settings: ridge {used.ridge:g}, rho {used.rho:g}, alpha {used.alpha:g}, metric {used.metric}, order "
+            f"{used.order}, chosen by {choice.chosen_by}"
         )
         return choice
 

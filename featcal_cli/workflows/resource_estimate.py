@@ -322,7 +322,9 @@ def _find_largest(
     searched = calibration.is_open and calibration.select == "search" and calibration.ridge is None
     precision, most = choose_precision(torch.float32, 0.0 if searched else preset, metric), BlockSums(0.0, 0.0)
     sizes = {task: load.batch_size / needs[task].examples for task, load in loads.items()}
-    for block in architecture.blocks:
+    by_depth = calibration.solving_order == "module"
+    parts = (part for block in architecture.blocks for part in (block.by_depth if by_depth else (block,)))
+    for block in parts:
         inputs = []
         for d_in, d_out, widest, rows in find_inputs(model, block, needs):
             of_tasks = list(zip(rows, loads.values(), strict=True))

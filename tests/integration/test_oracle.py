@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 from compatibility import read_rows
-from families import FAMILIES, SPREAD, Family
-from family_checks import check_family
+from families import BY_NAME, FAMILIES, SPREAD, Family, save_family
+from family_checks import check_family, check_oracle
+
+from featcal_cli.workflows.verbs import calibrate
 
 DEFAULT = {*SPREAD, "bridgetower", "segformer"}
 """With fused attention, which no module does."""
@@ -18,6 +20,36 @@ FAR_APART = [pytest.param(family, marks=[] if family.name in DEFAULT else pytest
 @pytest.mark.parametrize("family", FAR_APART, ids=lambda family: family.name)
 def test_a_family_is_calibrated_as_the_oracle_does_it(tmp_path: Path, family: Family) -> None:
     check_family(tmp_path, family)
+
+
+TURNS = {
+    "bert": (
+        "query|key|value",
+        r"attention\.output\.dense",
+        r"attention\.output\.LayerNorm|intermediate",
+        r"^\.output",
+    ),
+    "t5": (
+        r"SelfAttention\.[qkv]|EncDecAttention\.[kv]",
+        r"SelfAttention\.o",
+        r"EncDecAttention\.q",
+        r"EncDecAttention\.o",
+        "wi",
+        "wo",
+    ),
+    "llama": ("[qkv]_proj|input_layernorm", "o_proj", "gate|up|post_attention", "down"),
+    "clip-vision": ("[qkv]_proj|layer_norm1", "out_proj", "fc1|layer_norm2", "fc2"),
+}
+"""What is solved at once where it is solved module by module, by the paths inside a block."""
+
+
+@pytest.mark.usefixtures("undrawn")
+@pytest.mark.parametrize("name", TURNS)
+def test_modules_are_solved_on_what_those_before_them_give(tmp_path: Path, name: str) -> None:
+    saved = save_family(tmp_path, BY_NAME[name])
+    result = calibrate(saved.recipe(select="preset", order="module"), output=tmp_path / "out", batch_size=5)
+    check_oracle(saved, result, turns=TURNS[name])
+    assert result.report.settings["order"] == "module"
 
 
 def test_the_table_in_the_docs_has_a_row_for_every_family() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from featcal_cli.runtime.errors import NumericsError
 from featcal_cli.workflows.verbs import Result, calibrate
 
-SETTINGS = {"ridge": 0.05, "rho": 2.0, "alpha": 0.3}
+SETTINGS: dict[str, Any] = {"ridge": 0.05, "rho": 2.0, "alpha": 0.3}
 FITTED, PADDING = 12, 3
 MASKED = {
     "attention_mask": ("input_ids", "input_values", "input_features", "flattened_patches"),
@@ -113,7 +113,7 @@ def check_norms(family: Family) -> None:
             torch.testing.assert_close(y, z * ((z * y).sum(0) / (z * z).sum(0)), rtol=1e-4, atol=1e-4)
 
 
-def check_oracle(saved: Saved, result: Result, *, all_norms: bool = False) -> None:
+def check_oracle(saved: Saved, result: Result, *, all_norms: bool = False, turns: Sequence[str] = ("",)) -> None:
     """The updates are the oracle's; the report lists every module that it calibrated, and no other changed."""
 
     def load(path: str | Path) -> Any:
@@ -122,7 +122,8 @@ def check_oracle(saved: Saved, result: Result, *, all_norms: bool = False) -> No
     family, report = saved.family, result.report
     experts = [load(task) for task in saved.inputs]
     batches = [{name: tensor[:FITTED] for name, tensor in inputs.items()} for inputs in saved.inputs.values()]
-    expected = calibrate_slowly(load("merged"), load("base"), experts, batches, family, all_norms=all_norms, **SETTINGS)
+    models = load("merged"), load("base"), experts
+    expected = calibrate_slowly(*models, batches, family, all_norms=all_norms, turns=turns, **SETTINGS)
     merged = {name: parameter.detach().double() for name, parameter in load("merged").named_parameters()}
     calibrated = load(result.output).named_parameters()
     updates = {name: parameter.detach().double() - merged[name] for name, parameter in calibrated}

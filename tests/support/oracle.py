@@ -47,18 +47,20 @@ def calibrate_slowly(
     rho: float,
     alpha: float,
     all_norms: bool = False,
+    turns: Sequence[str] = ("",),
 ) -> dict[str, Tensor]:
-    """The calibrated parameters of the student's blocks by name, in float64; the student is changed."""
+    """The calibrated parameters of the student's blocks by name, in float64; the student is changed. turns: patterns of
+    paths inside blocks: what matches one is solved at once, on the features that those before it have left."""
     for model in (student, base, *experts):
         to_float64(model)
     found: dict[str, Tensor] = {}
-    for block in family.block_names:
+    for block, turn in itertools.product(family.block_names, turns):
         features = [record(student, block, batch) for batch in examples]
         targets = [record(expert, block, batch) for expert, batch in zip(experts, examples, strict=True)]
         new: dict[str, Tensor] = {}
         for path in modules_to_calibrate(student, block, family, all_norms=all_norms):
-            if path not in features[0]:
-                continue  # nothing in the examples calls it
+            if path not in features[0] or not re.search(turn, path.removeprefix(block)):
+                continue  # nothing in the examples calls it, or it has another turn
             shares = [
                 _share(path, family, family.cls == block, module_at(expert, path), cal[path], exp[path], batch)
                 for expert, cal, exp, batch in zip(experts, features, targets, examples, strict=True)

@@ -110,7 +110,10 @@ def test_what_the_user_gives_is_kept_by_every_candidate(kind: str) -> None:
     given = {"ridge": 0.123, "rho": 1.5, "alpha": 0.7}
     for names in ((), ("ridge",), ("rho",), ("alpha",), ("ridge", "alpha"), ("rho", "alpha")):
         fixed = {name: given[name] for name in names}
-        settings = [vars(candidate.hyperparameters) for candidate in list_candidates(kind, fixed, METRICS).values()]
+        settings = [
+            vars(candidate.hyperparameters)
+            for candidate in list_candidates(kind, Calibration.model_validate(fixed), METRICS).values()
+        ]
         assert all(each[name] == fixed[name] for each in settings for name in names)
         assert all(len({each[name] for each in settings}) > 1 for name in given.keys() - fixed.keys())
         assert len({tuple(each.values()) for each in settings}) == len(settings)
@@ -152,10 +155,10 @@ def test_what_is_left_open_is_featcals_own_choice(bert: Saved, tmp_path: Path) -
     """Without a search, in the metric of outputs; and the recipe that comes out says so."""
     stages = Stages()
     report = calibrate(bert.recipe(**OPEN), output=tmp_path / "out", listener=stages).report
-    assert chosen(report.settings) == chosen(asdict(FEATCAL)) and report.settings["metric"] == "output"
+    assert chosen(report.settings) == chosen(asdict(FEATCAL["module"])) and report.settings["metric"] == "output"
     assert not stages.searched and report.settings["chosen_by"] == "featcal's preset" and report.settings["guard"]
     written = yaml.safe_load((tmp_path / "out" / "featcal.yaml").read_text())["calibration"]
-    assert {**chosen(written), "metric": written["metric"]} == {**chosen(asdict(FEATCAL)), "metric": "output"}
+    assert {**chosen(written), "metric": written["metric"]} == {**chosen(asdict(FEATCAL["module"])), "metric": "output"}
 
 
 def run_job(
@@ -359,6 +362,6 @@ def test_a_search_is_the_same_on_every_machine(fitted: int, few: int) -> None:
     assert isinstance(plan, SearchPlan)
     assert (len(plan.candidates), plan.cuts, plan.fitted) == (8, {6: 4}, few)
     points = [candidate.hyperparameters for candidate in plan.candidates.values()]
-    assert points[:2] == [FEATCAL, PAPER["CLIP"]]
+    assert points[:2] == [FEATCAL["module"], PAPER["CLIP"]]
     tenths = {round(log10(point.ridge)) for point in points[2:]}
-    assert len(tenths) >= 4 and {point.metric for point in points[2:]} == {"output"}
+    assert len(tenths) >= 4 and {(point.metric, point.order) for point in points[2:]} == {("output", "module")}
