@@ -98,15 +98,19 @@ def name_huge_weight(blocks: Sequence[Block], runners: Iterable[BlockRunner]) ->
         yield
     except NumericsError as error:
         for runner in runners:
-            for block in blocks:
-                name, value = _find_largest(runner, block)
-                if value > HUGE:
-                    what = f"{runner.model.role} has a weight of {value:.3g} in {name}"
-                    what += ", which is too large to compute with"
-                    raise NumericsError(what, where=runner.model.snapshot.name, fix=FIX) from error
+            check_no_huge_weight(blocks, runner)
         if error.where:
             raise
         raise NumericsError(error.what, where=f"block {blocks[-1].name}", fix=error.fix) from error
+
+
+def check_no_huge_weight(blocks: Sequence[Block], runner: BlockRunner) -> None:
+    """Raise NumericsError where these blocks of a model have a weight that is too large to compute with."""
+    for block in blocks:
+        name, value = _find_largest(runner, block)
+        if value > HUGE:
+            what = f"{runner.model.role} has a weight of {value:.3g} in {name}, which is too large to compute with"
+            raise NumericsError(what, where=runner.model.snapshot.name, fix=FIX)
 
 
 def _find_largest(runner: BlockRunner, block: Block) -> tuple[str, float]:

@@ -20,7 +20,7 @@ from featcal_cli.engine.job import MERGED, Job, Measurement
 from featcal_cli.engine.offload import Offloader
 from featcal_cli.engine.output_gradients import measure_output_gradients
 from featcal_cli.engine.token_weights import find_cls_blocks
-from featcal_cli.engine.weight_checks import VectorMeter, describe_merge_fit
+from featcal_cli.engine.weight_checks import VectorMeter, check_no_huge_weight, describe_merge_fit
 from featcal_cli.hub.snapshot import Snapshot
 from featcal_cli.models.alignment import check_alignment, describe_differences, load_fitting
 from featcal_cli.models.architecture import Architecture, find_architecture
@@ -142,7 +142,8 @@ class Setup:
 
     def measure_gradients(self, folder: Path, watch: Watch) -> dict[str, Path]:
         """How far each module's output moves its expert's answers, on the examples to fit: a safetensors file a task in
-        the folder. Raises RuntimeError where answers say nothing, or a model cannot be differentiated."""
+        the folder. Raises RuntimeError where answers say nothing, or a model cannot be differentiated, and
+        NumericsError for weights that are too large."""
         dtype, files = choose_dtype(self.calibration, self.models.merged.module), {}
         for number, (task, examples) in enumerate(self.examples.items()):
             model, entry = self.models.experts[task], self.architecture.entries[task]
@@ -153,10 +154,11 @@ class Setup:
             try:
                 seed = self.calibration.seed
                 sums = measure_output_gradients(expert, self.architecture, entry, examples.fitted, seed)
+                if not all(total.isfinite().all() for total in sums.values()):
+                    check_no_huge_weight(self.architecture.blocks, expert)
+                    raise RuntimeError(f"gradients of the expert of {task} are not finite")
             finally:
                 expert.retire()
-            if not all(total.isfinite().all() for total in sums.values()):
-                raise RuntimeError(f"gradients of the expert of {task} are not finite")
             files[task] = folder / f"{number}.safetensors"
             save_file({name: total.contiguous() for name, total in sums.items()}, files[task])
         return files

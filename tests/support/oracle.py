@@ -207,11 +207,12 @@ def _functions(model: PreTrainedModel, block: str, kept: dict[str, list[Tensor]]
 
 def patches(module: Any, x: Tensor) -> Tensor:
     """[B, *positions, C · kernel] of x [B, C, *size], position by position; no more positions than x has."""
-    padded = nn.functional.pad(x, [side for size in reversed(module.padding) for side in (size, size)])
+    padding = [0] * len(x.shape[2:]) if module.padding == "valid" else module.padding
+    padded = nn.functional.pad(x, [side for size in reversed(padding) for side in (size, size)])
     counts = [
         min(size, (size + 2 * pad - apart * (kernel - 1) - 1) // step + 1)
         for size, pad, apart, kernel, step in zip(
-            x.shape[2:], module.padding, module.dilation, module.kernel_size, module.stride, strict=True
+            x.shape[2:], padding, module.dilation, module.kernel_size, module.stride, strict=True
         )
     ]
     rows: list[Tensor] = []

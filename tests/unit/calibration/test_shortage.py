@@ -58,7 +58,7 @@ def test_only_errors_about_memory_count() -> None:
 
 
 EXAMPLES = 1000
-SPARE = 200 << 20
+SPARE = 160 << 20
 """Bytes beyond what is taken when calibration begins: enough for passes, not for one batch of all examples."""
 SCRIPT = """
 import resource, sys
