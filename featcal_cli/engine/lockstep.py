@@ -358,10 +358,10 @@ class BlockVisit:
                 yield group
 
     def _prefetch_after(self, task: str) -> None:
-        """Have the block that is needed after this task's read from the disk already."""
+        """Have the block that is needed after this task's read already; of further students it is this one again."""
         job = self._job
         later = self.tasks[self.tasks.index(task) + 1 :]
-        if later or not self._is_last_part:
+        if later or not self._is_last_part or len(job.students) > 1:
             job.experts[(later or self.tasks)[0]].prefetch(self.block.name)
             return
         blocks = job.architecture.blocks
