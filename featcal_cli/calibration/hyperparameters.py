@@ -150,7 +150,7 @@ def choose_hyperparameters(
 
 
 def take_preset(calibration: Calibration, kind: str, metric: str) -> Choice:
-    """For what the user leaves open, featcal's; the paper's where nothing else is not the paper's either."""
+    """For what the user leaves open, featcal's; where metric and order are the paper's, the paper's."""
     preset, whose = replace(FEATCAL[calibration.solving_order], metric=metric), "featcal's preset"
     if metric == "features" and calibration.solving_order == "block":
         preset, whose = PAPER[PRESETS[kind]], f"the paper's preset for {kind} models"
@@ -199,8 +199,9 @@ def _find_unsearchable(examples: Mapping[str, TaskExamples]) -> str:
 
 
 def list_candidates(kind: str, calibration: Calibration, metrics: Sequence[str]) -> dict[str, Candidate]:
-    """What a search tries: featcal's preset and the paper's, as far as the user has fixed nothing else, then points
-    that fill the box of LEAST and MOST evenly (Halton's), with the first metric and the order of the former."""
+    """What a search tries: featcal's preset; the paper's, where the user allows its metric and order; and points that
+    fill the box of LEAST and MOST evenly (Halton's), in featcal's metric and order. All have what the user has fixed.
+    """
     paper, order, given = PRESETS[kind], calibration.solving_order, _given(calibration)
     listed = [(replace(FEATCAL[order], metric=metrics[0]), "featcal's preset")]
     if "features" in metrics and calibration.order != "module":

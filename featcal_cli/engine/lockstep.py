@@ -319,8 +319,11 @@ class BlockVisit:
             self._add_vectors(task, expert)
             with expert.on_device():
                 for pair in self._in_turn([*self._passes.fitted[task], *self._passes.checked[task]]):
-                    if id(pair) in self._outputs:
-                        self._advance_expert(task, pair, self._outputs.pop(id(pair)))
+                    output = self._outputs.pop(id(pair), None)
+                    if output is not None and pair.expert.is_at(
+                        self.block
+                    ):  # the last of several students may go on alone
+                        self._advance_expert(task, pair, output)
                     if pair.probe is not None and pair.probe.is_at(self.block):
                         pair.probe.go_through(self.block, self._done)
                         continue

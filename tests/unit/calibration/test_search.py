@@ -208,6 +208,9 @@ def test_a_candidate_without_a_stable_solution_is_dropped_with_the_reason(
         assert "no stable solution at ridge -1" in found["broken"].dropped and found["broken"].blocks == 0
         if "endless" in names:
             assert "too large" in found["endless"].dropped
+    assert (
+        by_settings(start(prepared, ["broken", "strong"]).run(quiet))["strong"] == expected["strong"]
+    )  # goes on alone
     monkeypatch.setitem(CANDIDATES, "broken too", Hyperparameters(-2.0, 1.0, 0.3))
     with pytest.raises(NumericsError, match="no stable solution"):
         start(prepared, ["broken", "broken too"]).run(quiet)
