@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import product
@@ -16,18 +17,21 @@ from featcal_cli.calibration.grouped_equations import GroupedEquations, GroupedM
 from featcal_cli.calibration.hyperparameters import Hyperparameters
 from featcal_cli.calibration.linear_algebra import choose_precision
 from featcal_cli.calibration.moments import LinearMoments, NormMoments, Pair, TaskMoments
-from featcal_cli.calibration.output_metric import MetricEquations
+from featcal_cli.calibration.output_metric import MetricEquations, weigh_tokens
 from featcal_cli.calibration.solver import BlockEquations, DualEquations, LinearEquations, Names, NormEquations
 from featcal_cli.engine.block_runner import BlockRunner
 from featcal_cli.engine.hooks import Observation
 from featcal_cli.engine.lockstep import BlockVisit
+from featcal_cli.engine.token_weights import routed_rows
 from featcal_cli.models.architecture import Block, Module
 from featcal_cli.models.module_kinds import LINEAR_KINDS, Affine, normalise, read_parameters, read_patches
-from featcal_cli.models.token_layout import Layout, Weights
+from featcal_cli.models.token_layout import Layout, Weights, counts_all
 from featcal_cli.runtime.errors import NumericsError
 
 Choose: TypeAlias = "Callable[[Names, Observation, int], LinearMoments]"
 UNMATCHED = "its rows cannot be matched to tokens"
+LEAST_ROUTED = 32
+"""Tokens of all tasks from which an expert of a mixture is calibrated."""
 UNWEIGHTED = ("k_proj", "v_proj", "key", "value")
 """Key and value projections count every token alike even where the first counts most: attention reads them all."""
 
@@ -51,10 +55,31 @@ def collect_equations(
                 del sums  # before the next task's are made
     if not visit.is_reached:
         equations.skipped = {module.name: "no expert's examples reach it" for module in visit.part.modules}
+    else:
+        equations.skipped |= _take_out_starved(visit, equations)
     if visit.ranks.size > 1:
         visit.merged.bring(visit.block.name)
         sum_over_ranks(equations, visit.ranks, hyperparameters, partial(parameters_of, visit.merged, visit.block))
     return equations
+
+
+def _take_out_starved(visit: BlockVisit, equations: BlockEquations) -> dict[str, str]:
+    """Take the equations of a mixture's experts out that too few tokens of all tasks, on all ranks, are routed to; why
+    they stay as merged."""
+    if not visit.is_routed:
+        return {}
+    here = {name: linear.rows for names, linear in equations.linear.items() for name in names}
+    rows = Counter[str]()
+    for of_rank in visit.ranks.gather(here):
+        rows.update(of_rank)
+    few = {
+        module.name: f"{rows[module.name]} tokens are routed to it; it takes {LEAST_ROUTED} to calibrate it"
+        for module in visit.part.modules
+        if rows[module.name] < LEAST_ROUTED and module.name not in equations.skipped
+    }
+    for held in filter(None, (equations, equations.held_out)):
+        held.linear = {names: linear for names, linear in held.linear.items() if not set(names) <= few.keys()}
+    return few
 
 
 def parameters_of(runner: BlockRunner, block: Block, module: str) -> Affine:
@@ -63,50 +88,62 @@ def parameters_of(runner: BlockRunner, block: Block, module: str) -> Affine:
 
 
 def sum_rows(
-    visit: BlockVisit, role: str, task: str, skipped: Mapping[str, str], choose: Choose, *, checked: bool = False
+    visit: BlockVisit,
+    role: str,
+    task: str,
+    skipped: Mapping[str, str],
+    choose: Choose,
+    *,
+    checked: bool = False,
+    sizes: Mapping[str, Tensor] | None = None,
 ) -> TaskMoments:
     """Add up the rows of one task's features of the block in one student and its expert, but for modules in `skipped`.
 
     choose: makes the empty moments of the modules that share an input, from what the first batch shows and its rows.
     checked: over the examples that updates are checked on, not those to fit.
+    sizes: of gradients at tokens [n, longest], by module, where rows count by them (`OutputGradients`).
     """
     sums = TaskMoments({}, {}, dict(skipped))
     for seen in visit.features(task, role, checked=checked):
-        _add_batch(visit, seen, sums, choose)
+        _add_batch(visit, seen, sums, choose, sizes or {})
         del seen  # a batch's features are large, and the next one's are made before this name has them
     return sums
 
 
-def _add_batch(visit: BlockVisit, seen: Observation, sums: TaskMoments, choose: Choose) -> None:
+def _add_batch(
+    visit: BlockVisit, seen: Observation, sums: TaskMoments, choose: Choose, sizes: Mapping[str, Tensor]
+) -> None:
     """Add what one batch shows to a task's sums."""
     modules = {module.name: module for module in visit.part.modules}
     linear, norms, skipped = sums
     skipped |= _unpaired(modules, seen)
     for names in _shared_inputs(visit, seen, skipped):
         first = modules[names[0]]
-        pair = [_rows(visit, first, x[names[0]], seen) for x in (seen.x_cal, seen.x_exp)]
+        weights = _token_weights(visit, first, seen, [sizes[name] for name in names if name in sizes])
+        pair = [_rows(visit, first, x[names[0]], seen, weights) for x in (seen.x_cal, seen.x_exp)]
         if pair[0] is None or pair[1] is None:
             skipped |= dict.fromkeys(names, UNMATCHED)
             continue
-        if not pair[0]:
-            continue  # a table, which was counted before
+        if not pair[0] or (first.is_routed and not any(len(x) for x, _ in pair[0])):
+            continue  # a table, which was counted before, or an expert that is given nothing but padding
         if names not in linear:
             linear[names] = choose(names, seen, sum(len(x) for x, _ in pair[0]))
         outputs = {
-            name: _rows(visit, modules[name], seen.y_exp[name], seen)
+            name: _rows(visit, modules[name], seen.y_exp[name], seen, weights)
             for name in linear[names].pairs
             if name in seen.y_exp
         }
-        for call, ((x, weights), (target, _)) in enumerate(zip(pair[0], pair[1], strict=True)):
+        for call, ((x, of_rows), (target, _)) in enumerate(zip(pair[0], pair[1], strict=True)):
             known = {name: found[call][0] for name, found in outputs.items() if found}
-            linear[names].add(x, target, weights, known)
+            linear[names].add(x, target, of_rows, known)
     for module in (m for m in visit.part.modules if m.kind not in LINEAR_KINDS and m.name not in skipped):
         norm = visit.merged.module(f"{visit.block.name}.{module.name}")
-        normed = _rows(visit, module, [normalise(norm, x) for x in seen.x_cal[module.name]], seen)
+        weights = _token_weights(visit, module, seen, ())
+        normed = _rows(visit, module, [normalise(norm, x) for x in seen.x_cal[module.name]], seen, weights)
         if normed is None:
             skipped[module.name] = UNMATCHED
-        for z, weights in normed or ():
-            norms.setdefault(module.name, NormMoments()).add(z, weights)
+        for z, of_rows in normed or ():
+            norms.setdefault(module.name, NormMoments()).add(z, of_rows)
 
 
 def check_features(visit: BlockVisit, role: str, task: str, sums: Sequence[TaskMoments]) -> None:
@@ -199,12 +236,14 @@ def _add_task(
         return {name: parameters_of(runner, visit.block, name) for name in names}
 
     expert, by_answers = visit.expert(task), hyperparameters.metric == "output"
-    gradients = visit.gradients(task) if by_answers else {}
-    sums = sum_rows(visit, role, task, equations.skipped, choose, checked=omegas is not None)
+    gradients = visit.gradients(task, "factors") if by_answers else {}
+    checked = omegas is not None
+    sizes = visit.gradients(task, "checked" if checked else "fitted") if by_answers else {}
+    sums = sum_rows(visit, role, task, equations.skipped, choose, checked=checked, sizes=sizes)
     equations.skipped |= sums.skipped
     for names, moments in sums.linear.items():
         if not moments.rows:
-            if omegas is not None:
+            if checked or visit.is_routed:
                 continue
             what, fix = "no token of the examples counts: all is padding", "give examples with an attention_mask"
             raise NumericsError(what, where=task, fix=fix)
@@ -214,7 +253,7 @@ def _add_task(
             form = MetricEquations if by_answers else form
             form = GroupedEquations if isinstance(moments, GroupedMoments) else form
             of_merged = parameters(visit.merged, group)
-            equations.linear[group] = form(of_merged, hyperparameters, with_bias=omegas is not None)
+            equations.linear[group] = form(of_merged, hyperparameters, with_bias=checked)
         omega = omegas.get((task, names[0])) if omegas else None
         moments.gradients = gradients
         omega = equations.linear[group].add_task(moments, parameters(expert, names), omega)
@@ -233,7 +272,7 @@ def _unpaired(modules: Mapping[str, Module], seen: Observation) -> dict[str, str
         ours, theirs = ([x.shape for x in features[name]] for features in (seen.x_cal, seen.x_exp))
         if not (ours or theirs or module.layouts):
             skipped[name] = module.why_silent
-        elif ours != theirs or len(ours) != len(module.layouts):
+        elif ours != theirs or (len(ours) != len(module.layouts) and not module.is_routed):
             skipped[name] = "it is called differently in different models or batches"
     return skipped
 
@@ -242,8 +281,8 @@ def _shared_inputs(visit: BlockVisit, seen: Observation, skipped: Mapping[str, s
     """Linear modules by the inputs that they share, those with other token weights apart."""
     groups: dict[tuple[object, ...], list[str]] = {}
     for module in visit.part.modules:
-        if module.kind in LINEAR_KINDS and module.name not in skipped:
-            inputs = [id(x) for x in seen.x_cal[module.name]]
+        inputs = [id(x) for x in seen.x_cal[module.name]]
+        if module.kind in LINEAR_KINDS and module.name not in skipped and (inputs or not module.is_routed):
             if module.kind == "convolution":  # which reads patches of its own
                 inputs = [id(module)]
             groups.setdefault((*inputs, _is_weighted(visit, module)), []).append(module.name)
@@ -254,13 +293,29 @@ def _is_weighted(visit: BlockVisit, module: Module) -> bool:
     return visit.cls_tokens and module.name.rpartition(".")[2] not in UNWEIGHTED
 
 
+def _token_weights(visit: BlockVisit, module: Module, seen: Observation, sizes: Sequence[Tensor]) -> Weights:
+    """How much each token counts for a module, and for those that share its input: by the sizes of gradients there
+    [n, longest], if they are known."""
+    axis = module.layouts[0].axis if len(module.layouts) == 1 else None
+    mask = seen.padding.get(axis or "")
+    here = [of[seen.examples.start : seen.examples.stop, : seen.lengths.get(axis or "", 0)] for of in sizes]
+    if not here or (mask is not None and mask.shape != here[0].shape):
+        return seen.weights if _is_weighted(visit, module) else seen.padding
+    weights = weigh_tokens(here, mask)
+    counts_all(weights, mask is None)  # known here, and a device would be waited for
+    return {**seen.padding, axis or "": weights}
+
+
 def _rows(
-    visit: BlockVisit, module: Module, features: Sequence[Tensor], seen: Observation
+    visit: BlockVisit, module: Module, features: Sequence[Tensor], seen: Observation, weights: Weights
 ) -> list[tuple[Tensor, Tensor | None]] | None:
     """Rows and their weights of every call of a module; None when they cannot be matched to tokens."""
-    weights = seen.weights if _is_weighted(visit, module) else seen.padding
     axis = visit.block.layout.axis
-    if module.kind == "convolution":
+    found: list[tuple[Tensor, Tensor | None] | None]
+    if module.is_routed:
+        routed = zip(features, seen.routes[module.name], strict=True)
+        found = [routed_rows(x, route, module.layouts[0], weights, seen.lengths, axis) for x, route in routed]
+    elif module.kind == "convolution":
         held = visit.merged.module(f"{visit.block.name}.{module.name}")
         found = [
             _choose_patches(read_patches(held, x), layout, weights, seen, axis) if x.ndim == held.weight.ndim else None

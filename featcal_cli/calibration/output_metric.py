@@ -5,12 +5,13 @@ With S_i [d_out, d_out], how far a change of a module's output moves the answers
     Σ ω_i S_i U G_i + λ U = Σ ω_i S_i E[r_i xᵀ] + λ (W_anc − W_merged),
 
 which is the paper's equation where every S_i is the identity. With one task S does hardly anything; with several that
-want different things it decides who gives way in which direction.
+want different things it decides who gives way in which direction. The means G_i = E[x xᵀ] and E[r xᵀ] count each token
+by how far a change there moves the answers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from math import isfinite
 from typing import NamedTuple
 
@@ -34,11 +35,21 @@ from featcal_cli.runtime.errors import NumericsError
 
 SENSITIVITY = 0.9
 """κ: how much of S is what gradients say; the rest is the identity, as few of them say nothing of most directions."""
+TOKEN_SENSITIVITY = 0.5
+"""How much of a token's weight is what gradients say; the rest is the same for all."""
 TOLERANCE, MOST_STEPS, MOST_BIAS_STEPS = 1e-2, 8, 100
 """Of conjugate gradients: the residual at which they end, over the right-hand side, and the most of them. They begin
 at merged, with what the examples are surest of; of more steps, answers do not get better (docs/experiments.md)."""
 WIDEST_FACTOR = 4096
 """Outputs of a module whose mean S is factorised to precondition with; wider ones take more steps instead."""
+
+
+def weigh_tokens(sizes: Sequence[Tensor], mask: Tensor | None) -> Tensor:
+    """Weights of tokens [B, length] by the sizes ‖g‖² of gradients at the outputs of the modules that read them, over
+    their means [B, length]; 0 where the mask is."""
+    mean = torch.stack([*sizes]).mean(0)
+    weights = mean.mul_(TOKEN_SENSITIVITY).add_(1 - TOKEN_SENSITIVITY)
+    return weights if mask is None else weights.mul_(mask)
 
 
 class OutputMetric:

@@ -7,6 +7,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
+from featcal_cli.runtime.files import tell_bytes
+
 SHOWN = 4
 """Modules that a sentence names."""
 
@@ -47,6 +49,34 @@ class BlockReport:
     def from_json(cls, text: str) -> BlockReport:
         values = json.loads(text)
         return cls(**{**values, "modules": [ModuleReport(**module) for module in values["modules"]]})
+
+
+ADAPTER = "adapter"
+"""The folder of an adapter in an output."""
+
+
+@dataclass(frozen=True)
+class AdapterReport:
+    """The adapter that the updates amount to."""
+
+    rank: int
+    share: float
+    """Of the sum of the updates' squares, what it holds, 0 to 1."""
+    bytes: int
+    """Of its files."""
+    left_out: list[str]
+    """Paths of parameters that have changed, and that it cannot hold."""
+
+    def __str__(self) -> str:
+        more = ", …" if len(self.left_out) > 1 else ""
+        left_out = f"; an adapter cannot hold {self.left_out[0]}{more} ({len(self.left_out)})" if self.left_out else ""
+        size = tell_bytes(self.bytes)
+        return f"the adapter of rank {self.rank} holds {write_share(self.share)} of the updates ({size}){left_out}"
+
+
+def write_share(share: float) -> str:
+    """A share in percent, never rounded up to the whole."""
+    return f"{min(100 * share, 99.9 if share < 0.9999 else 100):.1f} %"
 
 
 def describe_ridges(blocks: Sequence[BlockReport]) -> str:

@@ -25,7 +25,7 @@ from featcal_cli.runtime.errors import RecipeError
 from featcal_cli.runtime.logfile import recorded
 from featcal_cli.runtime.process import MEASURING, check_surroundings, interruptible, start_importing
 
-HELP = """Calibrate merged models: move their features back to the experts', in closed form, without gradients.
+HELP = """Calibrate merged models: move their features back to the experts', in closed form, without training.
 
 **Examples**
 
@@ -100,6 +100,7 @@ def calibrate(
     output: options.Folder = None,
     overwrite: options.Overwrite = False,
     restart: options.Restart = False,
+    as_adapter: options.AsAdapter = None,
     strict: options.Strict = False,
     evaluate: options.EvaluateToo = False,
     allow_code_execution: options.AllowCode = False,
@@ -130,7 +131,7 @@ def calibrate(
     """
     from featcal_cli.cli import result_view
     from featcal_cli.cli.console import Screen
-    from featcal_cli.reporting.verdict import check_grown, check_pushable
+    from featcal_cli.reporting.gates import check_grown, check_pushable
     from featcal_cli.workflows.output_files import check_save, save_recipe
     from featcal_cli.workflows.workspace import default_output
 
@@ -153,7 +154,8 @@ def calibrate(
             common: dict[str, Any] = {
                 "output": output, "overwrite": overwrite, "create_pr": create_pr, "overwrite_repo": overwrite_repo,
                 "device": device, "batch_size": batch_size, "allow_pickle": allow_pickle,
-                "trust_remote_code": trust_remote_code, "strict": strict, "listener": log,
+                "trust_remote_code": trust_remote_code, "strict": strict, "as_adapter": as_adapter,
+                "listener": log,
             }  # fmt: skip
             if dry_run:
                 preflight = verbs.dry_run(draft, **common)
@@ -233,7 +235,7 @@ def inspect_drift(
     with recorded(screen, log_file) as log:
         with interruptible(MEASURING), screen.live():
             from featcal_cli.cli.drift_view import show_inspection
-            from featcal_cli.reporting.verdict import check_gate
+            from featcal_cli.reporting.gates import check_gate
             from featcal_cli.workflows.inspect_drift import inspect_drift as run
 
             start_importing("featcal_cli.workflows.build_report")
@@ -271,7 +273,7 @@ def evaluate(
     quiet: options.Quiet = False,
     log_file: options.LogFile = None,
 ) -> None:
-    """Measure models on a recipe's tasks: each expert on its own task, the merged model and every MODEL on all.
+    """Measure accuracy on a recipe's tasks: each expert on its task, the merged model and every MODEL on all.
 
     **Examples**
 

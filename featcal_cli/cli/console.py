@@ -243,19 +243,20 @@ def show_error(error: FeatCalError, who: str = "") -> None:
     """One message in at most MOST_LINES: what, where, how to fix it; `who` says it, where there are several. A command
     at the end is a line of its own, to be copied, and is never cut; nor are several questions, each of which counts."""
     fix, command = _split_command(error)
-    what, heads = error.what, (f"{who}error:", "  in:", "  fix:")
-    parts = [fold(text, ERR.width, f"{head} ") for head, text in zip(heads, (what, error.where, fix), strict=True)]
+    what, where = shorten_commits(error.what), shorten_commits(error.where)
+    heads = (f"{who}error:", "  in:", "  fix:")
+    parts = [fold(text, ERR.width, f"{head} ") for head, text in zip(heads, (what, where, fix), strict=True)]
     room = MOST_LINES - bool(command)
     is_cut = not isinstance(error, OpenQuestionsError)
     if _count_lines(*parts) > room and is_cut:
-        parts[1] = [fit(f"{heads[1]} {visible(error.where)}", ERR.width)]
+        parts[1] = [fit(f"{heads[1]} {visible(where)}", ERR.width)]
     if _count_lines(*parts) > room:
         what = " ".join(fit(word, FITTED) if cell_len(word) > LONGEST_WORD else word for word in what.split(" "))
         parts[0] = fold(what, ERR.width, f"{heads[0]} ")
     if _count_lines(*parts) > room and is_cut:
         parts[0] = _cut(parts[0], max(MOST_LINES // 2, room - _count_lines(*parts[1:])))
         parts[2] = _cut(parts[2], room - _count_lines(*parts[:2]))
-    for head, text, lines in zip(heads, (what, error.where, fix), parts, strict=True):
+    for head, text, lines in zip(heads, (what, where, fix), parts, strict=True):
         if text:
             _print_part(head, lines, "bold red" if head == heads[0] else "dim")
     for line in command:

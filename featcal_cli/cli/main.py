@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
@@ -91,7 +92,11 @@ def _call() -> None:
             # what typer could not read, as a message like all others
             context = getattr(error, "ctx", None)
             command = "featcal" + (f" {context.info_name}" if context and context.parent else "")
-            what = error.format_message().strip().rstrip(".")
+            what = re.sub(
+                r"^Invalid value for '([^']+)': Input should be",
+                r"\1 must be",
+                error.format_message().strip().rstrip("."),
+            )
             fix = f"see what there is: {command} --help"
             raise RecipeError(what[:1].lower() + what[1:], where=command, fix=fix) from None
 

@@ -121,7 +121,7 @@ SkipExperts = Annotated[
         "--skip-expert",
         complete=completion.complete_task,
         metavar="TASK",
-        help="Leave this expert out, e.g. one that is gone; repeat.",
+        help="Leave this expert out, e.g. a deleted one; repeat.",
     ),
 ]
 Columns = Annotated[
@@ -181,8 +181,8 @@ Select = Annotated[
     str | None,
     _option(
         METHOD, metavar="KIND", values="auto search preset",
-        help="How λ, ρ and α are chosen: auto (featcal's own), search (on held-out examples), or preset (exactly the "
-        "paper's method).",
+        help="How λ, ρ and α are chosen: auto (featcal's defaults), search (on held-out examples), or preset (exactly "
+        "the paper's method).",
     ),
 ]  # fmt: skip
 Metric = Annotated[
@@ -309,13 +309,17 @@ DemoFolder = Annotated[
 Strict = Annotated[
     bool, _option(OUTPUT, "--strict", help="Exit with 3, and do not push, if a task got farther from its expert.")
 ]
+AsAdapter = Annotated[
+    int | None,
+    _option(OUTPUT, "--as-adapter", metavar="RANK", min=1, help="Also write the updates as a PEFT adapter (LoRA)."),
+]
 Overwrite = Annotated[bool, _option(OUTPUT, "--overwrite", help="Replace the output folder, or the file of --save.")]
 Restart = Annotated[
     bool, _option(OUTPUT, "--restart", help="Start over, even if an interrupted run finished some blocks.")
 ]
 LogFile = Annotated[
     Path | None,
-    _option(OUTPUT, "--log-file", metavar="FILE", help="Append what happens to this file, one JSON object per line."),
+    _option(OUTPUT, "--log-file", metavar="FILE", help="Append a log to this file, one JSON object per line."),
 ]
 DryRun = Annotated[bool, _option(OUTPUT, "--dry-run", help="Check and estimate everything; download no weights.")]
 Save = Annotated[

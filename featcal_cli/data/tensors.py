@@ -84,9 +84,10 @@ def open_tensors(data: Data, split: str | None, model: PreTrainedModel, where: s
     labels = tensors.pop(label, None) if label else None
     names = forward_names(model)
     if not tensors or not names.issuperset(tensors):
-        unknown = ", ".join(sorted(set(tensors) - names)) or "nothing but labels"
-        fix = f"name the tensors after forward arguments: {', '.join(sorted(names))}"
-        raise DataError(f"the model's forward does not take {unknown}", where=where, fix=fix)
+        unknown = ", ".join(sorted(set(tensors) - names))
+        what = f"the model has no input called {unknown}" if unknown else "the file holds nothing but labels"
+        fix = f"give each tensor the name of an input: {', '.join(sorted(names))}"
+        raise DataError(what, where=where, fix=fix)
     for name, tensor in tensors.items():
         is_whole = not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
         if is_whole and name.endswith("_ids"):

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from copy import deepcopy
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from featcal_cli.engine.offload import Offloader, TouchMode
 from featcal_cli.engine.weight_uploads import DeviceWeight, Upload, device_weights, is_finite
 from featcal_cli.models.architecture import Architecture, Block, held_parameters, module_at
 from featcal_cli.models.loading import Model
-from featcal_cli.models.tracing import BlockCall, StopBlock, all_finite, cast_floats, tensors_in
+from featcal_cli.models.tracing import BlockCall, StopBlock, all_finite, cast_floats, copy_caches, tensors_in
 from featcal_cli.runtime import hardware
 from featcal_cli.runtime.errors import CheckpointError, NumericsError
 
@@ -34,6 +35,7 @@ class BlockRunner:
         """The architecture is the merged model's, of which `model` may be only a part, or more."""
         self.model = model
         self.device, self.dtype = device, dtype
+        self.drawing = partial(hardware.drawing_alike, architecture.draws, device)
         self.bytes_read = 0
         """Bytes of this model's parameters that were used so far, each counted once."""
         self.too_large: set[str] = set()
@@ -326,7 +328,7 @@ class PausedForward(greenlet):
 
     def advance(self, *output: Any, gradients: bool = False) -> None:
         """Go on to the next block, giving the paused block's output (nothing at the start), with gradients or not."""
-        with torch.set_grad_enabled(gradients), self._runner.within_reach():
+        with torch.set_grad_enabled(gradients), self._runner.drawing(), self._runner.within_reach():
             result = self.switch(*output)
         self.call, self.output = (None, result) if self.dead else (result, None)
 
@@ -355,12 +357,13 @@ class PausedForward(greenlet):
     def _run(self, block: Block, given: PausedForward, dtype: torch.dtype | None = None) -> Any:
         assert given.call is not None
         args, kwargs = given.call.args, given.call.kwargs
+        args, kwargs = copy_caches(args, kwargs)
         if block.overwritten:
             args, kwargs = tree_map_only(Tensor, Tensor.clone, (args, kwargs))
         if dtype is not None:
             args, kwargs = cast_floats((args, kwargs), dtype)
         try:
-            with torch.no_grad():
+            with torch.no_grad(), self._runner.drawing():
                 output = self._runner.module(block.name).forward(*args, **kwargs)  # none of a pass: it does not pause
         except StopBlock:
             return None

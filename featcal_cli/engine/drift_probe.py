@@ -209,7 +209,7 @@ class DriftProbe:
             add(block.name, self._task, role, *self._choose_rows(outputs, block.layout, weights, lengths))
             if self._is_end(block):
                 self._keep_examples(role, outputs[:2], block.layout, weights, lengths)
-            for module in block.modules:
+            for module in (module for module in block.modules if not module.is_routed):
                 calls = [run.modules.get(module.name, []) for run in trio]
                 for layout, *inner in zip(module.layouts, *calls, strict=False):
                     if len({x.shape for x in inner}) == 1 and not layout.is_table:

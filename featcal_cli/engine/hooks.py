@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any, NamedTuple
@@ -14,7 +14,7 @@ from transformers.pytorch_utils import Conv1D
 from featcal_cli.engine.block_runner import BlockRunner, PausedForward
 from featcal_cli.models.architecture import Block, Module
 from featcal_cli.models.module_kinds import LINEAR_KINDS, View
-from featcal_cli.models.products import ProductWatch
+from featcal_cli.models.products import ProductWatch, Route, Routing
 from featcal_cli.models.token_layout import Lengths, Weights
 from featcal_cli.models.tracing import StopBlock, first_tensor
 
@@ -45,6 +45,8 @@ class Observation(NamedTuple):
     """Which of the task's these are."""
     row_multiples: tuple[float, float]
     """Total tokens of the task, and of all tasks, divided by this batch's."""
+    routes: Mapping[str, list[Route | None]]
+    """Of modules of a mixture's experts, which tokens each of the inputs is, of both alike."""
 
 
 class CapturedRun(NamedTuple):
@@ -54,18 +56,30 @@ class CapturedRun(NamedTuple):
     y: Features
     last_call: tuple[str, int]
     """The module that was called last, and its how many-eth call that was."""
+    routes: Mapping[str, list[Route | None]]
+    """Of modules of a mixture's experts, which tokens each of the inputs is."""
+    decisions: Sequence[Any]
+    """What the mixture decided."""
 
 
 def run_captured(
-    runner: BlockRunner, paused: PausedForward, block: Block, *, to_end: bool = True
+    runner: BlockRunner,
+    paused: PausedForward,
+    block: Block,
+    *,
+    to_end: bool = True,
+    decided: Sequence[Any] = (),
 ) -> tuple[CapturedRun, Any]:
     """Run the block that the pass is at: what its modules were given and returned, and its output; or, not `to_end`,
-    until the last of these modules has returned."""
+    until the last of these modules has returned. decided: what a mixture decided in another model's run, which it does
+    in this one, too."""
+    routing = Routing(decided)
+    routes: dict[str, list[Route | None]] = {module.name: [] for module in block.modules if module.is_routed}
     inputs: Features = {}
     outputs: dict[str, list[tuple[Tensor, int]]] = {}
     calls: list[str] = []
     with ExitStack() as hooks:
-        _keep_inputs(hooks, runner, block, inputs, calls)
+        _keep_inputs(hooks, runner, block, inputs, calls, routing=routing, routes=routes)
         for module in block.modules:
             child = runner.module(f"{block.name}.{module.name}")
             if (
@@ -79,11 +93,12 @@ def run_captured(
                 hooks.callback(hook.remove)
         if not to_end:
             _stop_after(hooks, runner, block, calls)
-        output = paused.run_block(block, kept=[calls, *inputs.values(), *outputs.values()])
+        kept_lists: list[list[Any]] = [calls, *inputs.values(), *outputs.values(), *routes.values(), *routing.kept]
+        output = paused.run_block(block, kept=kept_lists)
     unchanged = {name: [y for y, version in kept if y._version == version] for name, kept in outputs.items()}
     y = {name: kept for name, kept in unchanged.items() if len(kept) == len(inputs[name])}
     last = calls[-1] if calls else ""
-    return CapturedRun(inputs, y, (last, calls.count(last))), output
+    return CapturedRun(inputs, y, (last, calls.count(last)), routes, routing.decisions), output
 
 
 def _stop_after(hooks: ExitStack, runner: BlockRunner, block: Block, calls: list[str]) -> None:
@@ -115,18 +130,39 @@ def _keep_inputs(
     inputs: Features,
     calls: list[str],
     last_call: tuple[str, int] | None = None,
+    routing: Routing | None = None,
+    routes: Mapping[str, list[Route | None]] | None = None,
 ) -> None:
     """Have the modules of a block put what they are given into `inputs`, and their names into `calls`."""
     functional: dict[View, Callable[..., None]] = {}
     for module in block.modules:
-        keep = partial(_keep, module, inputs.setdefault(module.name, []), calls, last_call)
+        keep: Callable[..., None] = partial(_keep, module, inputs.setdefault(module.name, []), calls, last_call)
+        if module.is_routed and routing is not None and routes is not None:
+            keep = partial(_keep_route, routing, routes[module.name], keep)
         if module.functional is not None:
             functional[module.functional.weight] = keep
             continue
         child = runner.module(f"{block.name}.{module.name}")
         hooks.callback(child.register_forward_pre_hook(keep, with_kwargs=True).remove)
-    if functional:
-        hooks.enter_context(watch_products(runner, block, lambda weight, x, _: functional[weight](None, (x,), {})))
+    if functional or routes:
+        watch = watch_products(
+            runner, block, lambda weight, x, _: functional[weight](None, (x,), {}), routing=routing if routes else None
+        )
+        hooks.enter_context(watch)
+
+
+def _keep_route(
+    routing: Routing,
+    routes: list[Route | None],
+    keep: Callable[..., None],
+    module: nn.Module | None,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> None:
+    """The hook of a module that a mixture gives some tokens."""
+    x = first_tensor((*args, *kwargs.values()))
+    routes.append(None if x is None else routing.find(x))
+    keep(module, args, kwargs)
 
 
 def watch_products(
@@ -134,6 +170,7 @@ def watch_products(
     block: Block,
     before: Callable[[View, Tensor, View | None], None] = lambda *_: None,
     after: Callable[[View, Tensor], None] | None = None,
+    routing: Routing | None = None,
 ) -> ProductWatch:
     """Inside, both are told of what the block's functions multiply with that stands for a module."""
     held, weights = (
@@ -141,7 +178,7 @@ def watch_products(
         {module.functional.weight for module in block.modules if module.functional},
     )
     parameters = {weight.parameter: held.get_parameter(weight.parameter) for weight in weights}
-    return ProductWatch(parameters, before, after, weights)
+    return ProductWatch(parameters, before, after, weights, routing)
 
 
 def _keep(

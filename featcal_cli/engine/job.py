@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -110,12 +111,24 @@ class Job:
         """What is measured, on different examples."""
         return [self.drift] if self.second is None else [self.drift, self.second]
 
-    def read_gradients(self, task: str, block: Block) -> dict[str, Tensor]:
-        """Those of a task in a block, by the module's name in it, on the device."""
-        start = f"{block.name}."
+    def read_gradients(self, task: str, block: Block, field: str) -> dict[str, Tensor]:
+        """A field of the OutputGradients of a task in a block, by the module's name in it, on the device."""
+        start = f"{field}/{block.name}."
         with safe_open(self.gradients[task], "pt", device=str(self.merged.device)) as file:
             names = [name for name in file.keys() if name.startswith(start)]  # noqa: SIM118 - it is no mapping
             return {name.removeprefix(start): file.get_tensor(name) for name in names}
+
+    def add_vectors(self, task: str, name: str) -> None:
+        """Add a block's parameters of every measured model but the base to the task vectors."""
+        base, expert, vectors = self.base, self.experts[task], self.drift.vectors
+        if vectors is None or expert.model.own_path(name) is None or base.model.own_path(name) is None:
+            return
+        models = {role: runner for role, runner in self.drift.runners.items() if runner is not base}
+        with ExitStack() as stack:
+            for runner in (expert, base, *models.values()):
+                stack.enter_context(runner.on_device())
+                runner.bring(name)
+            vectors.add(task, name, models, expert, base)
 
     def retire(self) -> None:
         """Leave all models as they were before; for those that another job is to run."""

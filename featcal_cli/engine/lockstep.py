@@ -189,19 +189,24 @@ class BlockVisit:
         """Tasks whose expert has nothing more to do with the block."""
 
     def parts(self, *, by_depth: bool) -> Iterator[Block]:
-        """The modules to look at together: all, or by their depth; what is loaded of one part is seen by the next."""
-        parts = self.block.by_depth if by_depth else (self.block,)
+        """The modules to look at together, as `Block.parts` has them; what is loaded of one is seen by the next."""
+        parts = self.block.parts(by_depth=by_depth)
         for number, part in enumerate(parts, start=1):
             self.part, self._is_last_part = part, number == len(parts)
             yield part
+
+    @property
+    def is_routed(self) -> bool:
+        """The part is of a mixture's experts."""
+        return any(module.is_routed for module in self.part.modules)
 
     def expert(self, task: str) -> BlockRunner:
         """The expert of a task."""
         return self._job.experts[task]
 
-    def gradients(self, task: str) -> dict[str, Tensor]:
-        """Of a task at the Linear modules of this block, by name."""
-        return self._job.read_gradients(task, self.block)
+    def gradients(self, task: str, field: str) -> dict[str, Tensor]:
+        """A field of the OutputGradients of a task at the Linear modules of this block, by name."""
+        return self._job.read_gradients(task, self.block, field)
 
     @contextmanager
     def expert_at(self, task: str) -> Iterator[None]:
@@ -243,6 +248,9 @@ class BlockVisit:
                 del shown  # which is large, while the next pair is run
 
     def _observe_call(self, task: str, role: str, pair: PairedPass, *, again: bool) -> Iterator[Observation]:
+        if self.is_routed:
+            yield self._observe_experts(task, role, pair)
+            return
         captured = self._captured.get((id(pair), self.part.modules))
         if captured is None and again:
             expert = self.expert(task)
@@ -269,6 +277,14 @@ class BlockVisit:
         else:
             self._go_on(task, pair.expert, output)
             self._advanced.add(id(pair))
+
+    def _observe_experts(self, task: str, role: str, pair: PairedPass) -> Observation:
+        """The same of a mixture's experts: the expert model's mixture does what the student's decides, so that their
+        rows are the same tokens. The expert's pass stays where it is, to go on with what its own mixture decides."""
+        student = pair.students[role]
+        own, _ = run_captured(self._job.students[role], student, self.part)
+        captured, _ = run_captured(self.expert(task), pair.expert, self.part, decided=own.decisions)
+        return self._describe(own.x, captured._replace(routes=own.routes), student)
 
     def _observe_calls(self, task: str, role: str, pair: PairedPass) -> Iterator[Observation]:
         """The same for a block that runs several times: by passes of their own, in which no call is updated yet."""
@@ -299,7 +315,8 @@ class BlockVisit:
     def _describe(self, x_cal: Features, captured: CapturedRun, student: PausedForward) -> Observation:
         padding, weights = (token_weights(student, self.block, cls_tokens=cls) for cls in (False, self.cls_tokens))
         lengths = token_lengths(student.batch, student.hidden)
-        return Observation(x_cal, captured.x, padding, weights, lengths, False, captured.y, range(0), (1.0, 1.0))
+        seen = (False, captured.y, range(0), (1.0, 1.0), captured.routes)
+        return Observation(x_cal, captured.x, padding, weights, lengths, *seen)
 
     def drop(self, role: str) -> None:
         """A student goes no further: its passes end, and its drift is measured no more."""
@@ -316,13 +333,12 @@ class BlockVisit:
         job = self._job
         self._captured.clear()
         for task, expert in job.experts.items():
-            self._add_vectors(task, expert)
+            job.add_vectors(task, self.block.name)
             with expert.on_device():
                 for pair in self._in_turn([*self._passes.fitted[task], *self._passes.checked[task]]):
                     output = self._outputs.pop(id(pair), None)
-                    if output is not None and pair.expert.is_at(
-                        self.block
-                    ):  # the last of several students may go on alone
+                    # the last of several students may go on alone
+                    if output is not None and pair.expert.is_at(self.block):
                         self._advance_expert(task, pair, output)
                     if pair.probe is not None and pair.probe.is_at(self.block):
                         pair.probe.go_through(self.block, self._done)
@@ -371,18 +387,6 @@ class BlockVisit:
         for block in blocks[blocks.index(self.block) + 1 :][:1]:
             for runner in (job.experts[self.tasks[0]], job.merged, job.base):
                 runner.prefetch(block.name)
-
-    def _add_vectors(self, task: str, expert: BlockRunner) -> None:
-        """Add the block's parameters of every measured model but the base to the task vectors."""
-        base, name, vectors = self._job.base, self.block.name, self._job.drift.vectors
-        if vectors is None or expert.model.own_path(name) is None or base.model.own_path(name) is None:
-            return
-        models = {role: runner for role, runner in self._job.drift.runners.items() if runner is not base}
-        with ExitStack() as stack:
-            for runner in (expert, base, *models.values()):
-                stack.enter_context(runner.on_device())
-                runner.bring(name)
-            vectors.add(task, name, models, expert, base)
 
     def _go_through(self, task: str, paused: PausedForward) -> None:
         """Take a pass that is at the block through it, unless nothing follows."""

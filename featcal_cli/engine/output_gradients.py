@@ -1,4 +1,5 @@
-"""How far a change of each module's output moves an expert's answers: gradients of them, sent back block by block."""
+"""How far a change of each module's output moves an expert's answers, and at which tokens it does: gradients of them,
+sent back block by block."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from math import ceil
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,8 +18,10 @@ from featcal_cli.data.batches import Batch, count_examples
 from featcal_cli.engine.block_runner import BlockRunner
 from featcal_cli.engine.drift_metrics import choose_rows, read_output
 from featcal_cli.engine.hooks import watch_products
+from featcal_cli.engine.token_weights import token_weights
 from featcal_cli.models.architecture import Architecture, Block
 from featcal_cli.models.module_kinds import LINEAR_KINDS, channels_last, read_parameters
+from featcal_cli.models.token_layout import Layout, Weights
 from featcal_cli.models.tracing import BlockCall, tensors_in
 
 WIDEST_SQUARE, SKETCH_ROWS = 1024, 256
@@ -78,11 +81,28 @@ class GradientSums:
         return scale * largest.T
 
 
+class OutputGradients(NamedTuple):
+    """What the gradients of an expert's answers say of its Linear modules, by their paths in merged; on the CPU. There
+    is nothing of modules that do not reach the answers."""
+
+    factors: dict[str, Tensor]
+    """R [r, d_out], with RᵀR the mean of g gᵀ over its mean diagonal, as far as few directions hold it
+    (`GradientSums.factor`), where g [d_out] is the gradient of a random projection of answers at the module's output.
+    """
+    fitted: dict[str, Tensor]
+    """‖g‖² at the tokens of each example to fit [n, longest], over its mean at all tokens that count; 1 where it was
+    not measured. None of modules whose rows are not tokens one by one."""
+    checked: dict[str, Tensor]
+    """The same of the examples that updates are checked on."""
+
+
 @dataclass
 class _Step:
     """One call of a block by a pass that is traced."""
 
     call: BlockCall
+    padding: Weights
+    """1 for the tokens that count and 0 for padding, by axis."""
     leaves: list[Tensor]
     """Floating-point tensors of its output, which what follows was computed from."""
     gradients: list[list[Tensor | None]]
@@ -96,6 +116,10 @@ class TracedPass:
         (self._paused,) = expert.start([batch], entry)
         self._expert, self._projections = expert, projections
         self.steps: list[_Step] = []
+        self.sizes: dict[str, Tensor] = {}
+        """Sums of ‖g‖² over projections at each token [B, length], by the module's path; 0 for padding."""
+        self.counts: dict[str, int] = {}
+        """Tokens that count, by the same."""
 
     @property
     def bytes_a_block(self) -> int:
@@ -109,9 +133,10 @@ class TracedPass:
     def run(self, block: Block) -> None:
         """Take the pass through the calls of a block that it is at, if it is."""
         while (call := self._paused.call) is not None and self._paused.is_at(block):
+            padding = token_weights(self._paused, block, cls_tokens=False)
             output = tree_map_only(Tensor, _as_leaf, self._paused.run_block(block))
             leaves = [x for x in tree_flatten(output)[0] if isinstance(x, Tensor) and x.requires_grad]
-            self.steps.append(_Step(call, leaves, [[None] * len(leaves) for _ in range(self._projections)]))
+            self.steps.append(_Step(call, padding, leaves, [[None] * len(leaves) for _ in range(self._projections)]))
             # a model may change in place what a block has returned, which a leaf does not bear
             self._paused.advance(tree_map_only(Tensor, torch.clone, output), gradients=True)
 
@@ -129,12 +154,13 @@ class TracedPass:
             direction = torch.randn(rows.shape, generator=generator).to(rows)
             self._send_back([(rows, direction)], projection)
 
-    def go_back(self, block: Block, sums: GradientSums) -> None:
+    def go_back(self, block: Block, sums: GradientSums | None) -> None:
         """Send the gradients back through the last step that is left, of that block; its modules' are added to the
-        sums."""
+        sums, if there are any, and to the sizes."""
         step = self.steps.pop()
         if all(gradient is None for gradients in step.gradients for gradient in gradients):
             return  # nothing of it reaches the answers
+        layouts = {f"{block.name}.{module.name}": module.layouts for module in block.modules}
         given = {id(x): x for x in tensors_in(step.call) if x.is_floating_point()}
         copies = {key: _as_leaf(x) for key, x in given.items()}
         with self._run_again(step.call, block, copies) as (output, inside):
@@ -145,13 +171,32 @@ class TracedPass:
                 ends = [(x, g) for x, g in zip(returned, gradients, strict=True) if g is not None and x.requires_grad]
                 at = _differentiate(ends, wanted, again=projection + 1 < self._projections)
                 for (name, _), gradient in zip(inside, at, strict=False):
-                    if gradient is not None:
-                        module = self._expert.module(name)
-                        gradient = channels_last(module, gradient)
-                        # a function may return [.., heads, d]
+                    if gradient is None:
+                        continue
+                    module = self._expert.module(name)
+                    gradient = channels_last(module, gradient)
+                    self._add_sizes(layouts[name], name, gradient, step.padding)
+                    if sums is not None:  # a function may return [.., heads, d]
                         sums.add(name, gradient.reshape(-1, read_parameters(module).weight[..., 0].numel()))
                 before = zip((x for x, _ in origins), at[len(inside) :], strict=True)
                 self._send_back([(x, gradient) for x, gradient in before if gradient is not None], projection)
+
+    def _add_sizes(self, layouts: Sequence[Layout], path: str, gradient: Tensor, padding: Weights) -> None:
+        """Add ‖g‖² at the tokens of a module that is called once, as far as its rows are tokens."""
+        axis = layouts[0].axis if len(layouts) == 1 else None
+        if (
+            axis is None
+            or (sizes := layouts[0].sum_tokens(gradient.float().square(), count_examples(self.batch))) is None
+        ):
+            return
+        mask = padding.get(axis)
+        if mask is None:
+            mask = torch.ones_like(sizes)
+        elif mask.shape != sizes.shape:
+            return  # which tokens count is not known
+        self.counts[path] = int(mask.sum())
+        sizes = (sizes * mask).cpu()
+        self.sizes[path] = self.sizes[path].add_(sizes) if path in self.sizes else sizes
 
     @contextmanager
     def _run_again(
@@ -161,7 +206,7 @@ class TracedPass:
         paths, which can be differentiated inside."""
         inside: list[tuple[str, Tensor]] = []
         with ExitStack() as hooks, ExitStack() as precision:
-            linear = [module for module in block.modules if module.kind in LINEAR_KINDS]
+            linear = [module for module in block.modules if module.kind in LINEAR_KINDS and not module.is_routed]
             for module in (module for module in linear if module.functional is None):
                 path = f"{block.name}.{module.name}"
                 hook = self._expert.module(path).register_forward_hook(partial(_keep_output, inside, path))
@@ -208,19 +253,41 @@ def _differentiate(
 
 
 def measure_output_gradients(
-    expert: BlockRunner, architecture: Architecture, entry: str, batches: Sequence[Batch], seed: int
-) -> dict[str, Tensor]:
-    """By the path of each Linear module in merged, R [r, d_out] with RᵀR the mean of g gᵀ over its mean diagonal, as
-    far as few directions hold it (`GradientSums.factor`), where g [d_out] is the gradient of a random projection of
-    the expert's answers to some batches at the module's output; on the CPU.
+    expert: BlockRunner,
+    architecture: Architecture,
+    entry: str,
+    fitted: Sequence[Batch],
+    checked: Sequence[Batch],
+    seed: int,
+) -> OutputGradients:
+    """Gradients of random projections of an expert's answers to the examples to fit; and their sizes alone on those
+    that updates are checked on.
 
-    There is none of modules that do not reach the answers. A block is run forwards, and once more with gradients, on
-    one batch after the other, so that its weights are brought once for KEPT_BYTES of what blocks are called with.
+    A block is run forwards, and once more with gradients, on one batch after the other, so that its weights are brought
+    once for KEPT_BYTES of what blocks are called with.
     """
     generator = torch.Generator().manual_seed(seed)
     sums = GradientSums(generator)
+    of_fitted = _measure_batches(expert, architecture, entry, fitted, generator, sums)
+    factors = {name: sums.factor(name).cpu() for name in sums.sums}
+    of_checked = _measure_batches(expert, architecture, entry, checked, generator, None)
+    expert.give_back()
+    return OutputGradients(factors, of_fitted, of_checked)
+
+
+def _measure_batches(
+    expert: BlockRunner,
+    architecture: Architecture,
+    entry: str,
+    batches: Sequence[Batch],
+    generator: torch.Generator,
+    sums: GradientSums | None,
+) -> dict[str, Tensor]:
+    """Add the gradients at some batches to the sums, if there are any; returns their sizes, token by token."""
     chosen = list(_choose_batches(batches))
-    projections = min(MOST_PROJECTIONS, max(1, ceil(ENOUGH_GRADIENTS / max(1, sum(map(count_examples, chosen))))))
+    examples = sum(map(count_examples, chosen))
+    projections = min(MOST_PROJECTIONS, max(1, ceil(ENOUGH_GRADIENTS / max(1, examples)))) if sums is not None else 1
+    done: list[TracedPass] = []
     with expert.on_device():
         while chosen:
             passes: list[TracedPass] = []
@@ -229,8 +296,23 @@ def measure_output_gradients(
                 passes.append(TracedPass(expert, entry, expert.place(chosen.pop(0)), projections))
                 kept += passes[-1].bytes_a_block * len(architecture.blocks)
             _trace(architecture.blocks, expert, passes, generator, sums)
-    expert.give_back()
-    return {name: sums.factor(name).cpu() for name in sums.sums}
+            done += passes
+    names = set[str]().union(*(traced.sizes for traced in done))
+    everywhere = [name for name in sorted(names) if all(name in traced.sizes for traced in done)]
+    return {name: _relative_sizes(name, done, sum(map(count_examples, batches))) for name in everywhere}
+
+
+def _relative_sizes(name: str, passes: Sequence[TracedPass], examples: int) -> Tensor:
+    """Of a module's gradients at the tokens of all examples [n, longest], over their mean at those that count; 1 for
+    examples that were not looked at, which come last."""
+    sizes = [traced.sizes[name] for traced in passes]
+    total, counted = sum(float(of.sum()) for of in sizes), sum(traced.counts[name] for traced in passes)
+    relative = torch.ones(examples, max(of.shape[1] for of in sizes))
+    start = 0
+    for of in sizes if total > 0 else ():
+        relative[start : start + len(of), : of.shape[1]] = of * (counted / total)
+        start += len(of)
+    return relative
 
 
 def _choose_batches(batches: Sequence[Batch]) -> Iterator[Batch]:
@@ -249,7 +331,7 @@ def _trace(
     expert: BlockRunner,
     passes: Sequence[TracedPass],
     generator: torch.Generator,
-    sums: GradientSums,
+    sums: GradientSums | None,
 ) -> None:
     """Run passes to their ends and the gradients of their answers back, block by block."""
     by_path = {path: block for block in blocks if (path := expert.model.own_path(block.name)) is not None}

@@ -10,6 +10,7 @@ from torch import Tensor
 from featcal_cli.data.batches import Batch, take_examples
 from featcal_cli.engine.block_runner import BlockRunner, PausedForward
 from featcal_cli.models.architecture import Architecture, Block
+from featcal_cli.models.products import Route
 from featcal_cli.models.token_layout import MASK, OWN, Layout, Lengths, Weights, counts_all, token_masks
 from featcal_cli.models.tracing import first_tensor
 
@@ -55,6 +56,27 @@ def _own_mask(paused: PausedForward, block: Block) -> Tensor | None:
     else:
         own = mask.new_empty(0, 0).float() if to_frames is None else to_frames(frames, mask).float()
     return None if own.numel() and bool(own.all()) else own
+
+
+def routed_rows(
+    x: Tensor, route: Route | None, layout: Layout, weights: Weights, lengths: Lengths, own_axis: str | None
+) -> tuple[Tensor, Tensor | None] | None:
+    """Rows of what a mixture gives one of its experts [n, d] and their weights: the tokens', times the square of what
+    the mixture multiplies with what the expert makes of them, as errors grow by that."""
+    if route is None:
+        return None
+    tokens = torch.arange(route.shape[:-1].numel(), device=x.device)
+    counted = layout.flatten(tokens.view(*route.shape[:-1], 1), weights, lengths, own_axis)
+    if counted is None:
+        return None
+    numbers, per_token = counted
+    of_tokens = torch.zeros(len(tokens), device=x.device)
+    of_tokens[numbers[:, 0]] = 1.0 if per_token is None else per_token.float()
+    of_rows = of_tokens[route.rows]
+    if (gates := route.gates()) is not None:
+        of_rows = of_rows * gates.float().square()
+    kept = of_rows.nonzero().view(-1)
+    return x[kept], of_rows[kept]
 
 
 def choose_rows(

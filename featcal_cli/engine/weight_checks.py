@@ -13,6 +13,7 @@ from torch import Tensor
 from featcal_cli.engine.block_runner import BlockRunner
 from featcal_cli.engine.drift_metrics import Meter
 from featcal_cli.engine.weight_uploads import is_finite
+from featcal_cli.models.alignment import SAME_LAYERS
 from featcal_cli.models.architecture import Architecture, Block
 from featcal_cli.models.loading import Model
 from featcal_cli.models.module_kinds import LINEAR_KINDS
@@ -25,17 +26,21 @@ HUGE = 1e12
 """Sums of squares of features overflow long before a weight of a working model is so large."""
 SAMPLED_ROWS = 8
 """Of a weight."""
+NEARER = 0.5
+"""Of a layer's distance from its own counterpart: fine-tuned layers stay much nearer to that than to any other."""
 FIX = "use another checkpoint; this one is broken"
 
 
 def check_values(merged: Model, others: Sequence[Model], architecture: Architecture) -> list[str]:
-    """Look at what running the blocks would not show, or show too late; return what is merely to be said.
+    """Look at what running the blocks would not show, or show too late; return what is merely to be said. others: base
+    first, then experts.
 
     Raises NumericsError for NaN or infinity in what merged has outside of blocks (it would be copied to the output),
-    CheckpointError for a model whose blocks hold nothing but zeros.
+    CheckpointError for a model whose blocks hold nothing but zeros, and for blocks of merged in another order.
     """
     for model in (merged, *others):
         check_not_empty(model, architecture)
+    check_order(merged, others[0], architecture)
     if name := next(_broken_outside(merged, architecture), None):
         raise NumericsError(f"merged has NaN or infinity in {name}", where=merged.snapshot.name, fix=FIX)
     # what runs before the blocks is checked when it runs
@@ -58,6 +63,26 @@ def check_not_empty(model: Model, architecture: Architecture) -> None:
     if empty:
         what = f"{model.role} holds nothing but zeros in its blocks ({empty[0]} and all others): it computes nothing"
         raise CheckpointError(what, where=model.snapshot.name, fix=FIX)
+
+
+def check_order(merged: Model, base: Model, architecture: Architecture) -> None:
+    """Raise CheckpointError where a layer of merged is much nearer to another layer of base than to its own: merged has
+    layers of its ancestors in another order, or some of them twice."""
+    lists: dict[tuple[str, str, torch.Size], dict[str, tuple[Tensor, Tensor]]] = {}
+    known, seen = base.parameters, set[str]()
+    for name, weight in linear_weights(merged, architecture):
+        block = next(block.name for block in architecture.blocks if name.startswith(f"{block.name}."))
+        if block not in seen and name in known and known[name].shape == weight.shape:
+            seen.add(block)  # one weight of every layer is enough
+            kind = block.rpartition(".")[0], name.removeprefix(block), weight.shape
+            lists.setdefault(kind, {})[block] = sample_rows(weight), sample_rows(known[name].detach())
+    for layers in lists.values():
+        for block, (ours, own) in layers.items():
+            others = {other: float((ours - start).norm()) for other, (_, start) in layers.items() if other != block}
+            nearest = min(others, key=others.__getitem__, default="")
+            if nearest and others[nearest] < NEARER * float((ours - own).norm()):
+                what = f"merged's {block} is made of base's {nearest}: its layers are in another order"
+                raise CheckpointError(what, where=merged.snapshot.name, fix=SAME_LAYERS)
 
 
 def linear_weights(model: Model, architecture: Architecture) -> Iterator[tuple[str, Tensor]]:

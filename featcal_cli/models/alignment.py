@@ -27,6 +27,7 @@ HEADS = (
 )
 """Classes that are a body with a head, and are called like the body."""
 Loader = Callable[[str, Snapshot, type[PreTrainedModel]], Model]
+SAME_LAYERS = "give models with the same layers; a merge that restacks layers can be calibrated before it is stacked"
 FULL_CHECKPOINT = "give a full checkpoint of the same architecture as the merged model"
 
 
@@ -73,6 +74,7 @@ def check_alignment(architecture: Architecture, merged: Model, other: Model) -> 
     prefix = f"{other.part}." if other.part else ""
     theirs = other.parameters
     ours = {name: value for name, value in merged.module.named_parameters() if name.startswith(prefix)}
+    _check_layer_counts(architecture, merged, other)
     reached = [path for path in ours if path.rpartition(".")[0] in architecture.reached]
     missing = [path for path in reached if path not in theirs or other.own_path(path) in other.missing]
     if missing:
@@ -99,6 +101,21 @@ def check_alignment(architecture: Architecture, merged: Model, other: Model) -> 
         return
     fix = "use the config.json that belongs to the weights, and models fine-tuned from the same base"
     raise CheckpointError(what, where=other.snapshot.name, fix=fix)
+
+
+def _check_layer_counts(architecture: Architecture, merged: Model, other: Model) -> None:
+    """Raise CheckpointError where both have a list of blocks, of another length."""
+    if merged.snapshot.config.get("model_type") != other.snapshot.config.get("model_type"):
+        return
+    for path in dict.fromkeys(block.name.rpartition(".")[0] for block in architecture.blocks):
+        place = f"{path}."
+        counts = [
+            len({name.removeprefix(place).partition(".")[0] for name in names if name.startswith(place)})
+            for names in (merged.parameters, other.parameters)
+        ]
+        if counts[1] and counts[0] != counts[1]:
+            what = f"{other.role} has {counts[1]} of the layers {bare(path)}, and merged has {counts[0]}"
+            raise CheckpointError(what, where=other.snapshot.name, fix=SAME_LAYERS)
 
 
 def describe_unread(merged: Model) -> Iterator[str]:

@@ -5,12 +5,10 @@ Nothing here knows a model by name: blocks are found by running the model on pro
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import prod
-from typing import cast
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -22,16 +20,36 @@ from featcal_cli.models.module_kinds import (
     Kind,
     ParameterPart,
     Projection,
+    expand_experts,
     kind_of,
+    read_parameters,
     rows_shape,
+    split_systems,
 )
-from featcal_cli.models.token_layout import DECODER, ENCODER, OWN, Axes, Layout, learn_layout
-from featcal_cli.models.tracing import Trace, find_blocks, first_tensor, merge_orders, trace, unreached_lists
+from featcal_cli.models.token_layout import (
+    DECODER,
+    ENCODER,
+    OWN,
+    Axes,
+    Layout,
+    find_text,
+    learn_layout,
+    see_text_change,
+)
+from featcal_cli.models.tracing import (
+    FAILURES,
+    ROUTER,
+    Trace,
+    alike,
+    before_the_end,
+    count_holders,
+    explain_skipped,
+    find_blocks,
+    merge_orders,
+    trace,
+    unreached_lists,
+)
 from featcal_cli.runtime.errors import ArchitectureError, DataError
-
-FAILURES = (TypeError, ValueError, RuntimeError, IndexError, AttributeError, KeyError)
-"""What a model raises on inputs that it cannot take."""
-ROUTER = "it is the router of a mixture: the choice of experts stays as merged"
 
 
 @dataclass(frozen=True)
@@ -49,6 +67,14 @@ class Module:
     """What does its work, where that is a function and no call of a module; with paths inside the block."""
     depth: int = 0
     """How many of the block's modules, one after the other, change its input when they are calibrated."""
+    routed: tuple[int, ...] = ()
+    """d_out and d_in, where it is part of an expert of a mixture, which gives it some of the tokens in as many calls as
+    it likes; the layout is that of all of them."""
+
+    @property
+    def is_routed(self) -> bool:
+        """It is part of an expert of a mixture."""
+        return bool(self.routed)
 
     @property
     def why_silent(self) -> str:
@@ -76,12 +102,17 @@ class Block:
     text_start: int | None
     """Where the text begins in that sequence, where that could be found out."""
 
-    @property
-    def by_depth(self) -> tuple[Block, ...]:
-        """The block with the modules of one depth at a time, in the order in which they run."""
-        depths = sorted({module.depth for module in self.modules})
-        parts = (tuple(module for module in self.modules if module.depth == depth) for depth in depths)
-        return tuple(replace(self, modules=modules) for modules in parts) or (self,)
+    def parts(self, *, by_depth: bool) -> tuple[Block, ...]:
+        """The modules that are solved together: all, or those of one depth, in the order in which they run; and after
+        these those of a mixture's experts, of one depth in any case."""
+        dense = [module for module in self.modules if not module.is_routed]
+        routed = [module for module in self.modules if module.is_routed]
+        parts: list[Sequence[Module]] = [] if by_depth else [dense]
+        for depth in sorted({module.depth for module in (self.modules if by_depth else routed)}):
+            parts += [[module for module in dense if module.depth == depth]] if by_depth else []
+            experts = [module for module in routed if module.depth == depth]
+            parts += [experts[part] for part in split_systems([module.routed for module in experts])]
+        return tuple(replace(self, modules=tuple(modules)) for modules in parts if modules) or (self,)
 
 
 @dataclass(frozen=True)
@@ -97,6 +128,8 @@ class Architecture:
     """Paths of all modules that run up to the end of the last block."""
     head: frozenset[str] = frozenset()
     """Paths of those that run after it only."""
+    draws: bool = False
+    """It draws random numbers."""
     notes: tuple[str, ...] = ()
     """What no example reaches, and other things that the user should know."""
 
@@ -136,15 +169,16 @@ def find_architecture(model: PreTrainedModel, batches: Mapping[str, Batch], norm
         raise no_blocks(type(model))
     by_task = {task: runs[frozenset(batch)] for task, batch in batches.items()}
     by_block = {name: run for run in reversed(runs.values()) for name in run.blocks}
-    holders = _count_holders(model)
+    holders = count_holders(model)
     blocks = tuple(_describe(model, name, by_block[name], norms, holders) for name in order)
-    reached = frozenset(name for run in runs.values() for name in _before_the_end(run))
+    reached = frozenset(name for run in runs.values() for name in before_the_end(run.first, run.blocks))
     return Architecture(
         blocks,
         entries={task: run.entry for task, run in by_task.items()},
         last_blocks={task: run.blocks[-1] if run.blocks else "" for task, run in by_task.items()},
         reached=reached,
         head=frozenset(name for run in runs.values() for name in run.first.calls) - reached,
+        draws=any(run.first.depth.draws for run in runs.values()),
         notes=tuple(_notes(model, blocks)),
     )
 
@@ -188,68 +222,88 @@ def _describe(model: nn.Module, name: str, run: _Run, norms: str, holders: Mappi
     modules, skipped = [], []
     calls = run.first.calls.count(name)
     layout, axes = _own_axis(run, name)
-    biases = {
-        work.bias.parameter
-        for path, work in run.first.functional.items()
-        if work.bias and path not in run.first.routers
-    }
-    for path, module in model.get_submodule(name).named_modules():
-        parameters = dict(module.named_parameters(recurse=False))
-        if not parameters:
+    works = run.first.functional.items()
+    biases = {work.bias.parameter for path, work in works if work.bias and path not in run.first.routers}
+    held, mixture = model.get_submodule(name), dict[str, list[str]]()
+    for path in (path.removeprefix(f"{name}.") for path in run.first.routed if path.startswith(f"{name}.")):
+        mixture.setdefault(alike(held, path), []).append(path)
+    for path, module in held.named_modules():
+        if not (parameters := dict(module.named_parameters(recurse=False))):
             continue
         kind, full = kind_of(module), f"{name}.{path}".rstrip(".")
         if kind is None:
             for key, value in parameters.items():
                 inner = f"{path}.{key}".lstrip(".")
-                parts = {
-                    part: functional.inside(f"{name}.")
-                    for part, functional in run.first.functional.items()
-                    if functional.weight.parameter == f"{name}.{inner}"
-                }
-                if f"{name}.{inner}" in biases:
-                    continue  # what it is added to says all
-                if reason := _explain_skipped(module, value, holders, parts, run.first):
-                    skipped.append((inner, reason))
-                    continue
-                for part, functional in parts.items():
-                    layouts, overwritten = _layouts(run, part, calls, axes), part in run.first.overwritten
-                    modules.append(Module(part.removeprefix(f"{name}."), "linear", layouts, overwritten, functional))
+                if f"{name}.{inner}" not in biases:  # else what it is added to says all
+                    multiplied, reason = _describe_parameter(name, inner, value, module, run, calls, axes, holders)
+                    modules += multiplied
+                    skipped += [(inner, reason)] if reason else []
+        elif full in run.first.routers and mixture:
+            skipped.append((path, ROUTER))
         elif any(holders[id(value)] > 1 for value in parameters.values()):
             skipped.append((path, "it shares its weight with another module"))
         elif kind not in LINEAR_KINDS and norms == "none":
             skipped.append((path, "norms are switched off"))
         elif kind in LINEAR_KINDS or norms == "all" or (kind == "layernorm" and "bias" in parameters):
             layouts, overwritten = _layouts(run, full, calls, axes, module), full in run.first.overwritten
+            if same := mixture.get(alike(held, path)):
+                layouts = _source_layout(run, [f"{name}.{x}" for x in same], axes)
+                if kind not in LINEAR_KINDS:
+                    skipped.append((path, "it is a norm inside an expert of a mixture"))
+                    continue
             work = run.first.functional.get(full) if full not in run.first.calls else None
             inside = work and work.inside(f"{name}.")
-            modules.append(Module(path, kind, layouts, overwritten, inside))
+            shape = read_parameters(module).weight.shape if same else ()
+            modules.append(Module(path, kind, layouts, overwritten, inside, routed=tuple(shape)))
         else:
             skipped.append((path, "a norm without bias; --norms all calibrates it"))
     only_text = not any(tensor.is_floating_point() for tensor in run.probe.values())
     holds_text = layout.axis == OWN and (len(set(axes[OWN])) > 1 or only_text)
-    start = _find_text(model, run, name) if holds_text else None
-    modules = _count_depths(name, modules, run.first.depths)
+    start = None
+    if holds_text:
+        stack = next(other for other in run.blocks if other.rpartition(".")[0] == name.rpartition(".")[0])
+        start = find_text(model, run.module, run.probe, stack, run.axes[ENCODER][0])
+    modules = _find_apart(model, run, name, _count_depths(held, name, modules, run.first.depths))
     return Block(name, tuple(modules), tuple(skipped), layout, calls, name in run.first.overwritten, holds_text, start)
 
 
-def _explain_skipped(
-    module: nn.Module, value: Tensor, holders: Mapping[int, int], parts: Mapping[str, Functional], run: Trace
-) -> str:
-    """Why a parameter of a module that is no Linear and no norm stays as merged; empty where functions multiply with
-    these parts of it."""
-    is_convolution = any("conv" in base.__name__.lower() for base in type(module).__mro__)
-    if not parts:
-        fused = value.ndim == 3 and not is_convolution and (bool(run.routed) or not run.calls)
-        return "the fused experts of a mixture are not calibrated" if fused else "neither a Linear nor a norm"
-    if run.routers & parts.keys():
-        return ROUTER
-    if run.routed.keys() & parts.keys():
-        return "the fused experts of a mixture are not calibrated"
-    if holders[id(value)] > 1:
-        return "it shares its weight with another module"
-    if sum(prod(part.weight.size) for part in parts.values()) > value.numel():
-        return "it is multiplied with in parts that overlap"
-    return ""
+def _describe_parameter(
+    block: str,
+    inner: str,
+    value: Tensor,
+    module: nn.Module,
+    run: _Run,
+    calls: int,
+    axes: Axes,
+    holders: Mapping[int, int],
+) -> tuple[list[Module], str]:
+    """What functions multiply with in a parameter of a module that is no Linear and no norm; and why it stays as
+    merged, if it does."""
+    parts = {
+        part: functional.inside(f"{block}.")
+        for part, functional in run.first.functional.items()
+        if functional.weight.parameter == f"{block}.{inner}"
+    }
+    if reason := explain_skipped(module, value, holders, parts, run.first):
+        return [], reason
+    if run.first.routed.keys() & parts.keys():
+        source = _source_layout(run, parts, axes)
+        experts = expand_experts(next(iter(parts.values())), value.shape)
+        names = [(x, x.weight.name(value.shape)) for x in experts]
+        return [Module(name, "linear", source, False, x, routed=x.weight.size) for x, name in names], ""
+    layouts = {part: _layouts(run, part, calls, axes) for part in parts}
+    if len(parts) > 1 and any(Layout(None) in of for of in layouts.values()):
+        return [], "its rows cannot be matched to tokens"  # what fits one part may do so by chance
+    return [
+        Module(part.removeprefix(f"{block}."), "linear", layouts[part], part in run.first.overwritten, functional)
+        for part, functional in parts.items()
+    ], ""
+
+
+def _source_layout(run: _Run, paths: Collection[str], axes: Axes) -> tuple[Layout, ...]:
+    """The layout of the features that a mixture takes the tokens of these parts of it from."""
+    routed = [[each.routed[path] for path in paths if path in each.routed] for each in (run.first, run.second)]
+    return (learn_layout(routed[0][0], routed[1][0], axes) if all(routed) else Layout(None),)
 
 
 def module_at(block: nn.Module, module: Module) -> nn.Module:
@@ -266,11 +320,17 @@ def held_parameters(block: nn.Module, module: Module) -> Iterator[tuple[str, nn.
         yield (x.place.parameter, x.whole) if isinstance(x, ParameterPart) else (f"{module.name}.{name}", x)
 
 
-def _count_depths(block: str, modules: Sequence[Module], traced: Mapping[str, int]) -> list[Module]:
+def _count_depths(held: nn.Module, block: str, modules: Sequence[Module], traced: Mapping[str, int]) -> list[Module]:
     """The modules with their depths in the block: those of Linear modules are counted, and a norm has that of the next
     ones to come, else of the last."""
     start = traced.get(block, 0)  # what comes from elsewhere, as an encoder's output, changes nothing in the block
     of_modules = {module.name: max(start, traced.get(f"{block}.{module.name}", start)) for module in modules}
+    experts: dict[str, list[str]] = {}
+    for module in (module for module in modules if module.is_routed):  # no token of a probe may reach one
+        place = module.functional.weight.parameter if module.functional else alike(held, module.name)
+        experts.setdefault(place, []).append(module.name)
+    for names in experts.values():
+        of_modules |= dict.fromkeys(names, max(of_modules[name] for name in names))
     linear = sorted({of_modules[module.name] for module in modules if module.kind in LINEAR_KINDS})
     steps = {depth: number for number, depth in enumerate(linear)}
     following = {
@@ -293,25 +353,20 @@ def _own_axis(run: _Run, block: str) -> tuple[Layout, Axes]:
     return layout, axes
 
 
-def _find_text(model: nn.Module, run: _Run, block: str) -> int | None:
-    """Where the text begins in the sequence that the block's stack is given: the one row that changes with the last
-    token tells."""
-    first = next(name for name in run.blocks if name.rpartition(".")[0] == block.rpartition(".")[0])
-    changed = token_layout.change_last_token(run.probe)
-    if changed is None:
-        return None
-    hidden: list[Tensor] = []
-    handle = model.get_submodule(first).register_forward_pre_hook(
-        lambda _, args, kwargs: hidden.append(cast(Tensor, first_tensor((*args, *kwargs.values())))), with_kwargs=True
-    )
-    try:
-        for probe in (run.probe, changed):
-            trace(run.module, probe, next(model.parameters()).dtype)
-    finally:
-        handle.remove()
-    rows = (hidden[0] != hidden[len(hidden) // 2]).any(-1).any(0).nonzero().flatten().tolist()
-    start = rows[0] - run.axes[ENCODER][0] + 1 if len(rows) == 1 else -1
-    return start if start >= 0 else None
+def _find_apart(model: nn.Module, run: _Run, block: str, modules: list[Module]) -> list[Module]:
+    """The modules; of those that may read windows of text, the ones that read the same whatever the text is are marked
+    as reading no tokens: images' tiles in cross-attention, for example."""
+    unclear = [x.name for x in modules if not x.functional and any(layout.may_be_windows for layout in x.layouts)]
+    if not unclear or next(model.parameters()).is_meta:
+        return modules
+    pair = see_text_change(model, run.module, run.probe, [f"{block}.{name}" for name in unclear])
+    if pair is None:
+        return modules
+    apart = {name for name in unclear if all(map(torch.equal, *(inputs[f"{block}.{name}"] for inputs in pair)))}
+    return [
+        replace(x, layouts=tuple(replace(layout, is_apart=True) for layout in x.layouts)) if x.name in apart else x
+        for x in modules
+    ]
 
 
 def _layouts(run: _Run, path: str, block_calls: int, axes: Axes, module: nn.Module | None = None) -> tuple[Layout, ...]:
@@ -321,19 +376,6 @@ def _layouts(run: _Run, path: str, block_calls: int, axes: Axes, module: nn.Modu
     if len(first) != len(second) or rest:
         return (Layout(None),)
     return tuple(learn_layout(a, b, axes) for a, b in zip(first[:calls], second[:calls], strict=True))
-
-
-def _before_the_end(run: _Run) -> set[str]:
-    """Modules that start before the last call of a block ends: with its inside, what comes after it has not begun."""
-    last = max((number for number, name in enumerate(run.first.calls) if name in set(run.blocks)), default=-1)
-    inside = [name for name in run.first.calls if any(name.startswith(f"{block}.") for block in run.blocks[-1:])]
-    return {*run.first.calls[: last + 1], *inside}
-
-
-def _count_holders(model: nn.Module) -> Counter[int]:
-    """How many modules hold each parameter."""
-    held = (value for module in model.modules() for value in module._parameters.values())
-    return Counter(id(value) for value in held if value is not None)
 
 
 def _notes(model: nn.Module, blocks: Sequence[Block]) -> Iterator[str]:
@@ -349,7 +391,7 @@ def _notes(model: nn.Module, blocks: Sequence[Block]) -> Iterator[str]:
 
 def find_unreached(model: nn.Module, blocks: Sequence[Block], norms: str) -> list[Block]:
     """Blocks that no run reached, as registered, in lists apart from those of `blocks`; what they call is unknown."""
-    holders = _count_holders(model)
+    holders = count_holders(model)
     silent = _Run("", Trace(model), Trace(model), {}, [], model, {})
     return [
         _describe(model, f"{path}.{key}", silent, norms, holders)

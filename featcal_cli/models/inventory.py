@@ -13,7 +13,6 @@ from transformers import AutoConfig, PreTrainedModel
 from featcal_cli.data.batches import Batch, forward_names
 from featcal_cli.hub.snapshot import Snapshot
 from featcal_cli.models.architecture import (
-    FAILURES,
     Architecture,
     Block,
     find_architecture,
@@ -22,6 +21,7 @@ from featcal_cli.models.architecture import (
     no_blocks,
 )
 from featcal_cli.models.loading import find_class
+from featcal_cli.models.tracing import FAILURES
 from featcal_cli.runtime.errors import ArchitectureError, CheckpointError, DataError
 
 EXAMPLES, TOKENS = 2, 16

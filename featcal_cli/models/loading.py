@@ -121,9 +121,9 @@ def _check_type(model_type: Any, named: type[PreTrainedModel], snapshot: Snapsho
     if model_type is None or known or model_type == getattr(named.config_class, "model_type", None):
         return
     what = (
-        f"the config's model_type, {show(str(model_type))}, is none that transformers {transformers.__version__} knows"
+        f"transformers {transformers.__version__} knows no model_type {show(str(model_type))}, which config.json names"
     )
-    fix = f"write the one of {named.__name__}, or update transformers"
+    fix = f"write the model_type of {named.__name__} there, or update transformers"
     raise CheckpointError(what, where=f"{snapshot.name}/config.json", fix=fix)
 
 
@@ -160,6 +160,8 @@ def load_model(role: str, snapshot: Snapshot, model_class: type[PreTrainedModel]
         except Exception as error:  # transformers raises many kinds for unreadable files; all mean the same here
             raise _unloadable(role, snapshot, model_class, error) from error
     module.requires_grad_(False)
+    if module._can_set_experts_implementation():
+        module.set_experts_implementation("eager")  # one product an expert, as it is calibrated
     for config in {id(found): found for part in module.modules() if (found := getattr(part, "config", None))}.values():
         config.use_cache = False  # a block that is run twice would write to a captured cache twice
     return _describe_loaded(role, snapshot, module, info)

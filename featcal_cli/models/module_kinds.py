@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Literal, NamedTuple
@@ -136,6 +136,38 @@ class Functional(NamedTuple):
     def _rename(self, change: Callable[[str], str]) -> Functional:
         bias = self.bias and replace(self.bias, parameter=change(self.bias.parameter))
         return self._replace(weight=replace(self.weight, parameter=change(self.weight.parameter)), bias=bias)
+
+
+def expand_experts(one: Functional, shape: torch.Size) -> list[Functional]:
+    """Those of all experts of a mixture whose weights fill a parameter of this shape, given one of them."""
+    size = prod(one.weight.size)
+    number, rest = divmod(one.weight.offset, size)
+    if rest or shape.numel() % size:
+        return []
+    experts = [replace(one.weight, offset=size * other) for other in range(shape.numel() // size)]
+    bias, width = one.bias, one.weight.size[0]
+    if bias is None or bias.offset != number * width:
+        return [Functional(weight, None, False) for weight in experts]
+    biases = [replace(bias, offset=width * other) for other in range(len(experts))]
+    return [Functional(weight, own, False) for weight, own in zip(experts, biases, strict=True)]
+
+
+DENSE_SQUARES = 34
+"""Numbers in the sums and pulls of a dense layer, over the square of its width: 4 matrices of attention, 3 of 4 times
+the width."""
+
+
+def split_systems(shapes: Sequence[tuple[int, ...]]) -> list[slice]:
+    """Matrices of a mixture's experts [d_out, d_in], so many neighbours at a time as their equations take no more than
+    those of a dense layer of the same width; but one in any case."""
+    room, parts, left = DENSE_SQUARES * max(map(min, shapes), default=0) ** 2, [], 0
+    for number, (d_out, d_in) in enumerate(shapes):
+        if (taken := d_in * (d_in + d_out)) > left:
+            parts.append(slice(number, number))
+            left = room
+        parts[-1] = slice(parts[-1].start, number + 1)
+        left -= taken
+    return parts
 
 
 class ParameterPart(nn.Parameter):

@@ -17,9 +17,12 @@ from torch.overrides import TorchFunctionMode
 from featcal_cli.models.module_kinds import View
 
 DECISIONS = {torch.topk, Tensor.topk, torch.argmax, Tensor.argmax}
+LARGEST = {torch.max, Tensor.max}
+"""Decisions too, where they are made for each row of scores [n, experts]."""
+ADDITIONS = {torch.add, Tensor.add, Tensor.__add__}
 GATHERS, SPLITS = {Tensor.__getitem__}, {torch.split, Tensor.split}
 SCALINGS = {torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__}
-ROUTING = {*DECISIONS, *GATHERS, *SPLITS, *SCALINGS}
+ROUTING = {*DECISIONS, *LARGEST, *GATHERS, *SPLITS, *SCALINGS}
 """Functions by which mixtures choose experts, give them their tokens, and weigh what they return."""
 
 
@@ -53,11 +56,15 @@ class Routing:
         self._routes: list[Route] = []
         self._parts: list[tuple[Tensor, Route]] = []
 
+    @property
+    def kept(self) -> list[list[Any]]:
+        """What it keeps of a run; empty these before another one."""
+        return [self.decisions, self._routes, self._parts]
+
     def clear(self) -> None:
         """What was decided counts no more."""
-        self.decisions.clear()
-        self._routes.clear()
-        self._parts.clear()
+        for values in self.kept:
+            values.clear()
 
     def find(self, x: Tensor) -> Route | None:
         """Which tokens the rows of x [n, d] are; None where they are all of them."""
@@ -69,7 +76,7 @@ class Routing:
     def run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call one of the ROUTING functions."""
         result = func(*args, **kwargs)
-        if func in DECISIONS:
+        if func in DECISIONS or (func in LARGEST and isinstance(result, tuple) and args[0].ndim == 2):
             self._on_decision(args[0])
             result = self._decided[len(self.decisions)] if len(self.decisions) < len(self._decided) else result
             self.decisions.append(result)
@@ -124,13 +131,15 @@ class ProductWatch(TorchFunctionMode):
         after: Callable[[View, Tensor], None] | None = None,
         weights: Collection[View] | None = None,
         routing: Routing | None = None,
+        on_bias: Callable[[View, View], None] | None = None,
     ) -> None:
         """parameters: by their paths. before: is told the weight, x [.., d_in], and the bias where it lies in one of
         them too; after: the weight, and what was made of it; of these `weights` alone, where they are given. routing:
-        is told what a mixture decides."""
+        is told what a mixture decides. on_bias: is told the weight and the bias that is added next."""
         super().__init__()
         self._parameters, self._before, self._after, self._weights = parameters, before, after, weights
-        self._routing = routing
+        self._routing, self._on_bias = routing, on_bias
+        self._latest: tuple[View, Tensor] | None = None
         self._attending = torch.Size([0])
         """Of the queries that multi-head attention was called with last, without the last dimension."""
 
@@ -144,6 +153,10 @@ class ProductWatch(TorchFunctionMode):
                 return _attend(*args, **kwargs)
         if self._routing is not None and func in ROUTING:
             return self._routing.run(func, args, kwargs)
+        if self._on_bias is not None and self._latest is not None and func in ADDITIONS and args[0] is self._latest[1]:
+            bias = self._find(args[1]) if isinstance(args[1], Tensor) and args[1].ndim == 1 else None
+            if bias is not None:
+                self._on_bias(self._latest[0], bias)
         product = self._read(func, args, kwargs)
         weight = None if product is None else self._find(product.weight)
         if product is None or weight is None or (self._weights is not None and weight not in self._weights):
@@ -153,6 +166,7 @@ class ProductWatch(TorchFunctionMode):
             x = x.view(*self._attending, -1)
         self._before(weight, x, None if product.bias is None else self._find(product.bias))
         result = func(*args, **kwargs)
+        self._latest = (weight, result) if self._on_bias is not None else None
         if self._after is not None:
             self._after(weight, result)
         return result

@@ -6,14 +6,17 @@ by how it changes what it is made of. Nothing is guessed from one shape that cou
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from typing import cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from featcal_cli.data.batches import Batch, count_examples, take_examples
+from featcal_cli.models.tracing import FAILURES, first_tensor, trace
 
 EXAMPLES = (3, 5)
 """Examples in the two probes; no pair of token lengths below changes in the same way."""
@@ -55,6 +58,14 @@ class Layout:
     """What the leading dimensions of a feature [.., d] are made of; None where the probes showed no rule."""
 
     dims: tuple[Dimension, ...] | None
+    is_apart: bool = False
+    """Its rows are known to be no tokens of the block's own axis."""
+
+    @property
+    def may_be_windows(self) -> bool:
+        """Several rows of each example along no known axis: windows of tokens, perhaps, of unseen padding."""
+        dims = self.dims or ()
+        return not any(dim.axis for dim in dims) and any(dim.examples and dim.factor > 1 for dim in dims)
 
     @property
     def axis(self) -> str | None:
@@ -72,8 +83,8 @@ class Layout:
             return None
         rows = x.reshape(-1, x.shape[-1])
         axes = {dim.axis for dim in self.dims if dim.axis}
-        if not axes and any(dim.examples and dim.factor > 1 for dim in self.dims):
-            axes = {own_axis or ""}  # several rows of each example: windows of tokens, perhaps, of unseen padding
+        if self.may_be_windows and not self.is_apart:
+            axes = {own_axis or ""}
         if all(weights.get(axis) is None for axis in axes):
             return rows, None
         per_row = self._spread(x, weights)
@@ -81,6 +92,32 @@ class Layout:
             return None
         kept = self._find_counting(x, weights, per_row)
         return (rows, per_row) if kept is None else (rows[kept], per_row[kept])
+
+    def sum_tokens(self, x: Tensor, count: int) -> Tensor | None:
+        """Sums over everything but the tokens of `count` examples [B, length] of a feature [.., d]; None where its rows
+        are not those of tokens one by one."""
+        if self.dims is None or self.axis is None or x.ndim <= len(self.dims):
+            return None
+        examples, tokens = self._find_token_dimensions()
+        if tokens is None:
+            return None
+        sums = x.flatten(len(self.dims)).sum(-1)
+        others = [at for at in range(sums.ndim) if at not in (examples, tokens)]
+        sums = sums.sum(others) if others else sums
+        return (sums if examples is None or examples < tokens else sums.T).reshape(count, -1)
+
+    def _find_token_dimensions(self) -> tuple[int | None, int | None]:
+        """Where in `dims` examples and the tokens of the one axis are; both are in the latter where one dimension has
+        both, and there is None where the rows are not those of tokens one by one."""
+        assert self.dims is not None
+        kinds = (Dimension(True, self.axis, 1), Dimension(True, None, 1), Dimension(False, self.axis, 1))
+        match [[at for at, dim in enumerate(self.dims) if dim == kind] for kind in kinds]:
+            case [[at], [], []]:
+                return None, at
+            case [[], [of_examples], [of_tokens]]:
+                return of_examples, of_tokens
+            case _:
+                return None, None
 
     def find_owners(self, x: Tensor, count: int) -> Tensor | None:
         """Which of `count` examples each row of a feature [.., d] is of [.., 1]; None where the rows do not show it."""
@@ -115,16 +152,15 @@ class Layout:
         chosen = weights.get(self.axis or "")
         if chosen is None or chosen.numel() == 0:
             return None
-        kinds = (Dimension(True, self.axis, 1), Dimension(True, None, 1), Dimension(False, self.axis, 1))
         shape = [1] * (x.ndim - 1)
-        match [[at for at, dim in enumerate(self.dims) if dim == kind] for kind in kinds]:
-            case [[at], [], []]:
-                shape[at] = chosen.numel()
-            case [[], [of_examples], [of_tokens]]:
-                shape[of_examples], shape[of_tokens] = chosen.shape
-                chosen = chosen if of_examples < of_tokens else chosen.T
-            case _:
-                return None
+        examples, tokens = self._find_token_dimensions()
+        if tokens is None:
+            return None
+        if examples is None:
+            shape[tokens] = chosen.numel()
+        else:
+            shape[examples], shape[tokens] = chosen.shape
+            chosen = chosen if examples < tokens else chosen.T
         if any(size not in (1, given) for size, given in zip(shape, x.shape[:-1], strict=True)):
             return None
         return chosen.reshape(shape).expand(x.shape[:-1]).reshape(-1)
@@ -253,3 +289,43 @@ def token_lengths(batch: Batch, hidden: Tensor) -> dict[str, int]:
     """Length of each token axis of a batch, the block's own (dimension 1 of its hidden states) included."""
     own = {OWN: hidden.shape[1]} if hidden.ndim > 2 else {}
     return {ROWS: count_examples(batch), **_axis_lengths(batch), **own}
+
+
+def find_text(model: nn.Module, module: nn.Module, probe: Batch, block: str, length: int) -> int | None:
+    """Where a text of this length begins in the sequence that the first block of a stack is given when the module runs
+    on the probe: the one row that changes with the last token tells."""
+    pair = see_text_change(model, module, probe, [block])
+    if pair is None:
+        return None
+    one, other = (inputs[block][0] for inputs in pair)
+    rows = (one != other).any(-1).any(0).nonzero().flatten().tolist()
+    start = rows[0] - length + 1 if len(rows) == 1 else -1
+    return start if start >= 0 else None
+
+
+def see_text_change(
+    model: nn.Module, module: nn.Module, probe: Batch, paths: Sequence[str]
+) -> list[dict[str, list[Tensor]]] | None:
+    """What modules of the model are given when one of them runs on the probe, and on the same with other last tokens;
+    None where it has no text, or cannot be changed so."""
+    changed = change_last_token(probe)
+    if changed is None:
+        return None
+    pair = []
+    for batch in (probe, changed):
+        given: dict[str, list[Tensor]] = {path: [] for path in paths}
+        with ExitStack() as hooks:
+            for path, seen in given.items():
+                hook = model.get_submodule(path).register_forward_pre_hook(
+                    lambda _, args, kwargs, seen=seen: seen.append(
+                        cast(Tensor, first_tensor((*args, *kwargs.values()))).clone()
+                    ),
+                    with_kwargs=True,
+                )
+                hooks.callback(hook.remove)
+            try:
+                trace(module, batch, next(model.parameters()).dtype)
+            except FAILURES:  # the last token marks an image, for example
+                return None
+        pair.append(given)
+    return pair

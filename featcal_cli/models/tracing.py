@@ -3,20 +3,30 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from copy import copy
 from graphlib import CycleError, TopologicalSorter
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
+from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.pytorch_utils import Conv1D
 
 from featcal_cli.data.batches import Batch
 from featcal_cli.models.module_kinds import Functional, View
 from featcal_cli.models.products import ProductWatch, Routing
+from featcal_cli.runtime import hardware
 from featcal_cli.runtime.errors import ArchitectureError
+
+FAILURES = (TypeError, ValueError, RuntimeError, IndexError, AttributeError, KeyError)
+"""What a model raises on inputs that it cannot take."""
+EXPERTS = "no run has shown how a mixture uses these experts"
+ROUTER = "it is the router of a mixture: the choice of experts stays as merged"
 
 
 class Trace:
@@ -61,7 +71,8 @@ class Trace:
         """width: d_out of a Linear, else 0."""
         hidden = first_tensor(arguments)
         if hidden is not None:
-            if (route := self.routing.find(hidden)) is not None:
+            route = self.routing.find(hidden)
+            if route is not None and len(route.rows) != route.shape[:-1].numel():  # else it may be all tokens in turn
                 self.routed[name] = route.shape
             self._latest = (name, hidden.shape[:-1].numel() * width) if width else self._latest
             self.shapes.setdefault(name, []).append(hidden.shape)
@@ -79,6 +90,12 @@ class Trace:
         known = self.functional.setdefault(name, Functional(weight, bias, is_module))
         if known.weight == weight:
             self._receive(name, x, weight.size[0])
+
+    def add(self, weight: View, bias: View) -> None:
+        """A function adds what lies in a parameter to what it made with a weight."""
+        for name, known in self.functional.items():
+            if known.weight == weight and not known.is_module:
+                self.functional[name] = known._replace(bias=bias)
 
     def _decide(self, scores: Tensor) -> None:
         """A function chooses by its largest scores: a mixture by those that the latest Linear made."""
@@ -126,6 +143,8 @@ class Depth(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._of_storages: dict[int, int] = {}
+        self.draws = False
+        """Random numbers were drawn."""
 
     def of(self, x: Tensor) -> int:
         return self._of_storages.get(x.untyped_storage()._cdata, 0)
@@ -136,6 +155,8 @@ class Depth(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
+        # attention is marked so for its dropout, which is off
+        self.draws |= torch.Tag.nondeterministic_seeded in func.tags and "attention" not in func.name()
         given = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
         depth = max((self._of_storages.get(storage, 0) for storage in given), default=0)
         depth += func is torch.ops.aten.convolution.default
@@ -160,10 +181,14 @@ def trace(model: nn.Module, batch: Batch, dtype: torch.dtype) -> Trace:
         )
         handles += [before, module.register_forward_hook(lambda _, __, output, n=name: traced.after(n, output))]
     products = ProductWatch(
-        dict(model.named_parameters()), traced.multiply, lambda _, y: traced.depth.add_one(y), routing=traced.routing
+        dict(model.named_parameters()),
+        traced.multiply,
+        lambda _, y: traced.depth.add_one(y),
+        routing=traced.routing,
+        on_bias=traced.add,
     )
     try:
-        with torch.no_grad(), products, traced.depth:
+        with hardware.drawing_alike(), torch.no_grad(), products, traced.depth:
             model(**{key: x.to(dtype) if x.is_floating_point() else x for key, x in batch.items()})
     finally:
         for handle in handles:
@@ -203,6 +228,25 @@ def cast_floats(value: Any, dtype: torch.dtype) -> Any:
     return tree_map_only(Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, value)
 
 
+def copy_caches(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A forward's arguments, with a copy of the cache that a run adds its keys to: some models make one whatever their
+    config says, and the next run must find it as this one does."""
+    if not any(isinstance(x, Cache) for x in (*args, *kwargs.values())):
+        return args, kwargs
+    return tuple(map(_copy_cache, args)), {key: _copy_cache(x) for key, x in kwargs.items()}
+
+
+def _copy_cache(value: Any) -> Any:
+    if isinstance(value, (Cache, CacheLayerMixin)):
+        other = copy(value)
+        for key, part in vars(value).items():
+            if isinstance(part, list):
+                part = [_copy_cache(x) for x in part]
+            setattr(other, key, dict(part) if isinstance(part, dict) else _copy_cache(part))
+        return other
+    return value
+
+
 def all_finite(value: Any) -> Tensor:
     """Whether all tensors in a forward's arguments or output are finite, on the device where they are []."""
     flags = [torch.isfinite(x).all() for x in tensors_in(value) if x.is_floating_point()]
@@ -225,6 +269,16 @@ def find_blocks(model: nn.Module, run: Trace) -> list[str]:
             blocks += members
     started = {name: number for number, name in reversed(list(enumerate(run.calls)))}
     return sorted(blocks, key=started.__getitem__)
+
+
+def alike(block: nn.Module, path: str) -> str:
+    """A path with stars for the keys of lists and dictionaries: the same for all experts of a mixture."""
+    parts: list[str] = []
+    holder: nn.Module | None = block
+    for key in path.split("."):
+        parts.append("*" if isinstance(holder, (nn.ModuleList, nn.ModuleDict)) else key)
+        holder = holder and dict(holder.named_children()).get(key)
+    return ".".join(parts)
 
 
 def _members(name: str, container: nn.Module, run: Trace) -> list[str]:
@@ -274,3 +328,34 @@ def unreached_lists(model: nn.Module, blocks: Sequence[str]) -> Iterator[str]:
         if apart and all(len(_linears(child)) >= 4 for child in module):
             taken.append(path)
             yield path
+
+
+def explain_skipped(
+    module: nn.Module, value: Tensor, holders: Mapping[int, int], parts: Mapping[str, Functional], run: Trace
+) -> str:
+    """Why a parameter of a module that is no Linear and no norm stays as merged; empty where functions multiply with
+    these parts of it."""
+    is_convolution = any("conv" in base.__name__.lower() for base in type(module).__mro__)
+    if not parts:
+        fused = value.ndim == 3 and not is_convolution and (bool(run.routed) or not run.calls)
+        return EXPERTS if fused else "neither a Linear nor a norm"
+    if run.routers & parts.keys():
+        return ROUTER
+    if holders[id(value)] > 1:
+        return "it shares its weight with another module"
+    if sum(prod(part.weight.size) for part in parts.values()) > value.numel():
+        return "it is multiplied with in parts that overlap"
+    return ""
+
+
+def before_the_end(run: Trace, blocks: Sequence[str]) -> set[str]:
+    """Modules that start before the last call of a block ends: with its inside, what comes after it has not begun."""
+    last = max((number for number, name in enumerate(run.calls) if name in set(blocks)), default=-1)
+    inside = [name for name in run.calls if any(name.startswith(f"{block}.") for block in blocks[-1:])]
+    return {*run.calls[: last + 1], *inside}
+
+
+def count_holders(model: nn.Module) -> Counter[int]:
+    """How many modules hold each parameter."""
+    held = (value for module in model.modules() for value in module._parameters.values())
+    return Counter(id(value) for value in held if value is not None)

@@ -32,13 +32,13 @@ class PaperRow(BaseModel):
     model_config = KEYS
 
     method: Literal["pretrained", "experts", "best", "multitask", "merged", "featcal", "surgery", "probsurgery"]
-    """`merged` is an upstream merge as it is; `featcal`, `surgery` and `probsurgery` are what came of it."""
+    """`merged` is an upstream merge as it is; `featcal`, `surgery` and `probsurgery` are methods applied to it."""
     merge: str | None = None
     """The upstream merge; one that featcal does not build has a `model`, or is not measured."""
     model: Annotated[str, AfterValidator(bare_model)] | None = None
-    """The checkpoint, where a public one is what the row is about."""
+    """The checkpoint, if the row is about a public one."""
     examples: int | None = Field(default=None, ge=1)
-    """Fitted per task; this and what follows, where it is not the recipe's."""
+    """Examples fitted per task; like the keys below, only if it differs from the recipe."""
     ridge: float | None = None
     """λ."""
     rho: float | None = None
@@ -46,13 +46,13 @@ class PaperRow(BaseModel):
     alpha: float | None = None
     """α."""
     corrupt: Corruption | None = None
-    """What was done to the fitted images."""
+    """How the fitted images were corrupted: KIND:SEVERITY."""
     figures: tuple[float | None, ...] = ()
-    """In the order of the columns; none where the paper prints none."""
+    """The paper's figures in the order of the columns; left out if the paper prints none."""
     spread: float | None = None
     """Their standard deviation over the seeds."""
     misprints: Mapping[str, str] = {}
-    """Column → why what is printed there cannot be right."""
+    """Column → why the printed figure cannot be right."""
 
 
 class PaperTable(BaseModel):
@@ -61,11 +61,11 @@ class PaperTable(BaseModel):
     model_config = KEYS
 
     columns: tuple[str, ...] = Field(min_length=1)
-    """Tasks, or lm-eval's; `mean`, of all; or what a run costs: seconds, energy_wh, rss_gib."""
+    """Tasks of the recipe or of lm-eval; `mean` over all; or what a run costs: seconds, energy_wh, rss_gib."""
     rows: tuple[PaperRow, ...] = ()
     """The models."""
     seeds: tuple[int, ...] = ()
-    """What is calibrated once for each; left out, the recipe's."""
+    """Each row is calibrated once per seed; if left out, with the recipe's seed."""
 
     @model_validator(mode="after")
     def _fits(self) -> PaperTable:

@@ -12,10 +12,10 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from featcal_cli.recipe.schema import ROLES, Calibration, Draft, Output, Recipe, first_complaint
+from featcal_cli.recipe.schema import ROLES, Calibration, Draft, Output, Recipe
 from featcal_cli.runtime.errors import RecipeError
 from featcal_cli.runtime.references import parse_merge, parse_source, path_exists
-from featcal_cli.runtime.untrusted_text import bare, load_documents, show
+from featcal_cli.runtime.untrusted_text import bare, first_complaint, load_documents, show
 
 COMPANIONS = {
     "ci/featcal.yml": "GitHub Actions: calibrate, check, propose; a workflow to call",
@@ -158,7 +158,8 @@ def _split_tasks(option: str, form: str, values: Sequence[str] | None) -> list[t
     for text in values or ():
         task, _, value = (part.strip() for part in text.partition("="))
         if not (task and value):
-            raise RecipeError(f"cannot read {show(text)}", where=option, fix=f"write {option} TASK={form}")
+            what = f"{show(text)} does not say what belongs to which task"
+            raise RecipeError(what, where=option, fix=f"write {option} TASK={form}")
         pairs.append((task, value))
     return pairs
 
@@ -172,7 +173,7 @@ def _read_columns(values: Sequence[str] | None) -> dict[str, dict[str, str]]:
             where = f"--columns {task}=…"
             if not (role and column):
                 fix = f"write --columns {task}={_COLUMNS_FORM}"
-                raise RecipeError(f"cannot read {show(pair)}", where=where, fix=fix)
+                raise RecipeError(f"{show(pair)} is not a role and a column", where=where, fix=fix)
             if role not in ROLES:
                 fix = f"{did_you_mean(role, ROLES)}use: {', '.join(ROLES)}"
                 raise RecipeError(f"there is no role {show(role)}", where=where, fix=fix)
@@ -227,9 +228,13 @@ def _read_yaml(file: Path) -> dict[str, Any]:
     try:
         documents = load_documents(file.read_text(encoding="utf-8-sig"), unique=True)
     except UnicodeDecodeError:
-        raise RecipeError("the recipe is not YAML: it is no UTF-8 text", where=str(file), fix="fix the file") from None
+        raise RecipeError(
+            "the recipe is not YAML: it is no UTF-8 text", where=str(file), fix="save it as UTF-8"
+        ) from None
     except (OSError, ValueError) as error:
-        raise RecipeError(f"the recipe cannot be read: {error}", where=str(file), fix="fix the file") from None
+        raise RecipeError(
+            f"the recipe cannot be read: {error}", where=str(file), fix="correct the file there"
+        ) from None
     if len(documents) > 1:
         fix = "give one of them, in a file of its own"
         raise RecipeError(f"the file holds {len(documents)} documents", where=str(file), fix=fix)
@@ -317,4 +322,6 @@ def _explain(error: ValidationError, where: str, overrides: Mapping[str, Any]) -
         return RecipeError(f"unknown key {bare(unknown)}", where=f"{where}, {place}", fix=fix)
     if option := _name_option(parts, overrides):
         place, where = bare(option), _COMMAND_LINE
-    return RecipeError(f"{place}: {first_complaint(error)}", where=where, fix=f"change {place}")
+    complaint = first_complaint(error)
+    what = f"{place} {complaint}" if complaint.startswith("must be ") else f"{place}: {complaint}"
+    return RecipeError(what, where=where, fix=f"change {place}")

@@ -27,7 +27,7 @@ from pydantic import (
 from featcal_cli.recipe.paper import Corruption, PaperTable
 from featcal_cli.runtime.errors import RecipeError
 from featcal_cli.runtime.references import bare_model, existing_path, parse_source, read_page
-from featcal_cli.runtime.untrusted_text import show
+from featcal_cli.runtime.untrusted_text import first_complaint, show
 
 
 def _check_name(text: str) -> str:
@@ -61,21 +61,21 @@ class Evaluate(Section):
     of them is given, with the expert's own head."""
 
     split: Name = "test"
-    """Of the task's dataset; lm-eval has data of its own."""
+    """The split of the task's dataset to measure on; lm-eval brings its own data."""
     metric: Literal["accuracy", "spearman"] = "accuracy"
-    """The share of right answers; or, of answers that are numbers, Spearman's rank correlation with the labels."""
+    """The share of right answers; or, for numbers, Spearman's rank correlation with the labels."""
     prompts: tuple[str, ...] = ()
     """Sentences about an image in which {} is a class's name; CLIP's text tower reads them."""
     classes: tuple[str, ...] | None = None
-    """Names of the classes by number; left out, those that the dataset gives its labels."""
+    """Names of the classes by number; if left out, the dataset's label names."""
     answers: tuple[str, ...] | str | None = None
-    """What a model should write: by the label's number, or a format that makes it of the label, as "{:.1f}"."""
+    """What a model should write: a list by the label's number, or a format for the label, e.g. "{:.1f}"."""
     max_new_tokens: int = Field(default=10, ge=1)
-    """Of an answer."""
+    """The longest answer, in tokens."""
     lm_eval: dict[str, str] = Field(default_factory=dict)
-    """lm-eval's task → its metric, METRIC or METRIC,FILTER; of several tasks, the mean counts."""
+    """lm-eval's task → its metric, METRIC or METRIC,FILTER; with several tasks, their mean is used."""
     chat: bool | None = None
-    """Give lm-eval's questions the form of the chat template; left out, where the tokenizer has one."""
+    """Put lm-eval's questions into the chat template; if left out, only if the tokenizer has one."""
 
     @field_validator("answers", "classes", "prompts", mode="before")
     @classmethod
@@ -137,18 +137,18 @@ _MERGE_KEYS = {
 
 
 class Merge(Section):
-    """A merged model that is built instead of named: the experts' mean, or the base with some of Σ (expert − base)."""
+    """A merged model that featcal builds: the experts' mean, or the base plus a part of Σ (expert − base)."""
 
     method: Literal["average", "task_arithmetic", "ties", "dare_ties"]
     """`average`: the experts' mean. `task_arithmetic`: base + scale · Σ (expert − base). `ties`: likewise, but of an
-    expert's steps only the largest count, and of these only those with the sign of their sum. `dare_ties`: of steps
-    that are kept at random, and divided by `density`, those with the sign of their sum."""
+    expert's changes only the largest count, and of these only those with the sign of their sum. `dare_ties`: of
+    changes that are kept at random and divided by `density`, those with the sign of their sum."""
     scale: float = Field(default=0.3, gt=0, allow_inf_nan=False)
-    """Of all but average."""
+    """For all methods but average."""
     density: float = Field(default=0.2, gt=0, le=1, allow_inf_nan=False)
-    """Of ties and dare_ties: the share of an expert's steps that is kept."""
+    """For ties and dare_ties: the share of each expert's changes that is kept."""
     seed: int = Field(default=42, ge=0, lt=2**63)
-    """Of dare_ties."""
+    """For dare_ties: seed of the random choice."""
 
     @model_validator(mode="after")
     def _check_keys(self) -> Merge:
@@ -175,17 +175,17 @@ class Data(Section):
     path: Name | None = None
     """Local folder, .jsonl, .csv, .parquet or .safetensors file; relative paths start at the recipe's folder."""
     revision: Name | None = None
-    """Branch, tag or commit of the dataset; left out, main."""
+    """Branch, tag or commit of the dataset; if left out, main."""
     config: Name | None = None
-    """The dataset's config; left out, the one that it has, or its default."""
+    """The dataset's config; if left out, its only one or its default."""
     split: Name | None = None
-    """Left out, train where there is one."""
+    """The dataset's split; if left out, train if there is one."""
     columns: dict[str, str] = Field(default_factory=dict)
-    """Role (image, text, text_pair, messages, prompt, response, label) → column; detected when left out."""
+    """Role (image, text, text_pair, messages, prompt, response, label) → column; detected if left out."""
     template: str | None = None
     """Text built from several columns, e.g. "{premise} {hypothesis}"."""
     corrupt: Corruption | None = None
-    """KIND:SEVERITY, as gaussian_noise:3: what is done to the images that are fitted, never to those that are scored;
+    """KIND:SEVERITY, e.g. gaussian_noise:3: corrupts the images that are fitted, never those that are scored;
     KIND: gaussian_noise, motion_blur, fog, contrast, pixelate or jpeg, SEVERITY: 1 to 5."""
 
     @model_validator(mode="before")
@@ -250,14 +250,14 @@ Source = Annotated[Data, BeforeValidator(_parse_text, json_schema_input_type=str
 
 
 class TaskDraft(Section):
-    """What the user says of one task; the rest is looked for."""
+    """One task; featcal looks for what is left out."""
 
     expert: ModelName | None = None
     """The model that was fine-tuned on the task: Hub id[@revision] or folder; BASE+ADAPTER for a PEFT adapter."""
     data: Source | None = None
     """Examples without labels: DATASET[:CONFIG[:SPLIT]], a path, self, or a group of keys."""
     evaluate: Evaluate | None = None
-    """How the task's figure is measured by `featcal evaluate`; left out, with the expert's own head."""
+    """How `featcal evaluate` measures the task; if left out, with the expert's own head."""
 
 
 class Task(TaskDraft):
@@ -274,12 +274,12 @@ class Task(TaskDraft):
 
 
 class Calibration(Section):
-    """The settings of the method; a setting left out is chosen by `select`."""
+    """The settings of the method; `select` chooses those that are left out."""
 
     examples: int = Field(default=256, ge=1, le=10**9)
     """Fitted examples per task."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Precision of the forward passes; `auto` is the merged model's own, float16 as float32."""
+    """Precision of forward passes; `auto` is the merged model's precision, with float32 in place of float16."""
     ridge: float | None = Field(default=None, ge=0, le=1e9, allow_inf_nan=False)
     """λ: weight of the anchor."""
     rho: float | None = Field(default=None, ge=0, le=1e6, allow_inf_nan=False)
@@ -289,20 +289,21 @@ class Calibration(Section):
     select: Literal["auto", "preset", "search"] = "auto"
     """How settings that are left out are chosen; `preset` is exactly the paper's method: no update is checked."""
     chosen: bool = False
-    """The settings given here were chosen by featcal and not by the user, as its `featcal.yaml` says. The result is
-    then checked as where they are left out: updates are reduced if it is further from the experts on held-out rows."""
+    """The settings given here were chosen by featcal, not by the user; its `featcal.yaml` says so. The result is then
+    checked as if they were left out: updates are reduced if it is farther from the experts on held-out rows."""
     metric: Literal["auto", "features", "output"] = "auto"
     """How a task's error is measured: `features` as in the paper, `output` by its effect on the expert's answers;
-    `auto`: `output` where featcal chooses settings and it can be measured, else `features`."""
+    `auto`: `output` if featcal chooses the settings and it can be measured, else `features`."""
     order: Literal["auto", "block", "module"] = "auto"
-    """What is solved at once: as in the paper a whole `block`, or a `module`, on features that the modules calibrated
-    before it give; `auto`: `module` where featcal chooses settings, else `block`."""
+    """What is solved at once: a whole `block`, as in the paper, or a `module`, on features from the modules calibrated
+    before it; `auto`: `module` if featcal chooses the settings, else `block`."""
     norms: Literal["auto", "layernorm", "all", "none"] = "auto"
     """Which norms are calibrated: `auto` and `layernorm` those with a bias, `all` RMSNorm too."""
     bias: bool = True
     """Calibrate the biases of Linear modules."""
     token_weights: Literal["auto", "uniform", "cls"] = "auto"
-    """How tokens count: `uniform` all equally; `cls` the first one most, in the last block; `auto` chooses."""
+    """How tokens count: `uniform` all equally; `cls` the first one most, in the last block; `auto` by how far they move
+    the expert's answers with `metric: output`, else as one of the two."""
     seed: int = Field(default=42, ge=-(2**63), lt=2**63)
     """Seed for sampling examples."""
 
@@ -345,19 +346,19 @@ class Draft(Section):
         Annotated[ModelName, Tag("repo")] | Annotated[Merge, Tag("merge")],
         Discriminator(lambda value: "repo" if isinstance(value, str) else "merge"),
     ]
-    """The merged model: Hub id[@revision] or folder; or how it is built of the experts."""
+    """The merged model: Hub id[@revision] or folder; or keys that say how to build it."""
     base: ModelName | None = None
-    """The model that the experts were fine-tuned from; left out, it is found in the merged repo."""
+    """The model that the experts were fine-tuned from; if left out, it is found in the merged repo."""
     tasks: Mapping[Name, TaskDraft] = {}
-    """By name; when left out, they are found in the merged repo."""
+    """The tasks by name; if left out, they are found in the merged repo."""
     skip_experts: tuple[Name, ...] | None = None
-    """Tasks to leave out, e.g. where an expert is gone."""
+    """Tasks to leave out, e.g. if an expert was deleted."""
     calibration: Calibration = Calibration()
     """The settings of the method."""
     output: Output = Output()
     """Where the result goes."""
     paper: Mapping[str, PaperTable] = Field(default={}, exclude=True)
-    """Tables of the paper that this job makes, by their names; no job depends on them."""
+    """Tables of the paper that `featcal reproduce` measures with this recipe, by name; other commands ignore them."""
 
     _file: str = PrivateAttr("")
     """Name of the recipe's file, without its ending."""
@@ -390,9 +391,3 @@ class Recipe(Draft):
 
     base: ModelName
     tasks: Mapping[Name, Task] = Field(min_length=1)
-
-
-def first_complaint(error: ValidationError) -> str:
-    """The first of pydantic's complaints, for the middle of a sentence."""
-    message = error.errors()[0]["msg"].removeprefix("Value error, ")
-    return f"{message[:1].lower()}{message[1:]}"

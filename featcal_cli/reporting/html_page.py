@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 from featcal_cli.reporting.markdown import clean, join_notes, one_line, plain
-from featcal_cli.reporting.report import Inspection, ModelDrift, OutputDrift, PlaceDrift, compare_drift
+from featcal_cli.reporting.report import VISIBLE, Inspection, ModelDrift, OutputDrift, PlaceDrift, compare_drift
 from featcal_cli.reporting.verdict import find_farther, list_roles, order_blocks, read_drift, write_verdict
 from featcal_cli.runtime.files import tell_bytes
 
@@ -24,7 +24,7 @@ DIGITS = 4
 """Significant digits of the figures in the page; --json has all of them."""
 MARK = "\x1f"
 """Around names in sentences."""
-HEADLINE = re.compile(r"(.*) \((?:mean )?drift [^()]*\)(.*)\.")
+HEADLINE = re.compile(r"(.*) \((?:mean )?(?:drift|distance) [^()]*\)(.*)\.")
 """A sentence that compares two models; the tiles have its figures."""
 
 Sentence = list["str | list[str]"]
@@ -148,11 +148,26 @@ def _make_tiles(inspection: Inspection, names: Mapping[str, str], tags: Mapping[
         note = "the yardstick" if role == "base" else note
         tiles.append([tags.get(role, role), names[role], _number(mean), note])
     if "other" in names:
-        change = means["other"] / means["model"] - 1 if means["model"] else math.nan
+        value = _write_change(means["other"], means["model"])
         nearer, count = len(find_farther(inspection, "model", than="other")), len(inspection.tasks)
-        value = f"{100 * change:+.0f} %".replace("-", "−") if math.isfinite(change) else "–"
         tiles.insert(0, ["B to A", "change of mean drift", value, f"B is nearer on {nearer} of {count} tasks"])
+        farther = [task.answers_farther for task in inspection.tasks.values()]
+        if None not in farther:
+            before, after = (fmean(_answers(inspection, role)) for role in ("model", "other"))
+            nearer = sum(more <= -VISIBLE for more in farther if more is not None)
+            note = f"B's answers are nearer on {nearer} of {count} tasks"
+            tiles.insert(0, ["B to A", "change of answers' distance", _write_change(after, before), note])
     return tiles
+
+
+def _write_change(now: float, before: float) -> str:
+    change = now / before - 1 if before else math.nan
+    return f"{100 * change:+.0f} %".replace("-", "−") if math.isfinite(change) else "–"
+
+
+def _answers(inspection: Inspection, role: str) -> list[float]:
+    outputs = (task.models[role].output for task in inspection.tasks.values())
+    return [output.relative for output in outputs if output is not None]
 
 
 def _last(inspection: Inspection, role: str) -> dict[str, float]:

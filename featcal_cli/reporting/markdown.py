@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import re
 import unicodedata
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from html import unescape
+from pathlib import Path
 from urllib.parse import quote
 
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
 
+from featcal_cli.calibration.results import ADAPTER, AdapterReport, write_share
 from featcal_cli.evaluation.results import CALIBRATED, EXPERT, MERGED, Score, average_tasks
 from featcal_cli.lineage.questions import enumerate_names
 from featcal_cli.reporting.report import PICTURE, DriftRow, Inspection, Report
 from featcal_cli.reporting.verdict import list_feature_columns, list_output_columns, list_roles, write_verdict
 from featcal_cli.runtime.errors import GateError
+from featcal_cli.runtime.files import tell_bytes
 
 LONGEST_NAME = 200
 LONGEST_DOCUMENT = 100_000
@@ -313,6 +317,29 @@ def write_distances(report: Report) -> Iterator[str]:
     if farther := [inert(row.task) for row in report.judged_rows[: len(report.drift)] if row.before > row.base]:
         what = f"On {', '.join(farther)} the merged model is farther from its expert than the base model is"
         yield f"{what}: there merging was worse than doing nothing, and a smaller merging scale usually helps."
+
+
+def write_adapter(adapter: AdapterReport, merged: str, commit: str | None, output: str, model_class: str) -> str:
+    """What the adapter of an output is, and the code that puts it on the merged model. commit: of its repo, None for a
+    folder; output: a folder or a repo; model_class: a class of transformers that loads both."""
+    model_class = model_class if model_class.isidentifier() else "AutoModel"
+    name, place = (json.dumps(one_line(text), ensure_ascii=False) for text in (merged, output))
+    if commit is None:
+        name = json.dumps(one_line(Path(merged).name), ensure_ascii=False)
+    revision = f', revision="{commit}"' if commit else ""
+    left_out = f" It cannot hold {len(adapter.left_out)} of the changed parameters." if adapter.left_out else ""
+    return f"""### As an adapter
+
+The folder `{ADAPTER}` holds the same updates as a LoRA adapter of rank {adapter.rank} ({tell_bytes(adapter.bytes)}): it
+keeps {write_share(adapter.share)} of their sum of squares.{left_out} It goes on the merged model:
+
+```python
+from peft import PeftModel
+from transformers import {model_class}
+
+merged = {model_class}.from_pretrained({name}{revision}, dtype="auto")
+model = PeftModel.from_pretrained(merged, {place}, subfolder="{ADAPTER}")
+```"""
 
 
 def _write_drift_table(rows: Sequence[DriftRow]) -> str:

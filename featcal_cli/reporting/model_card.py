@@ -23,6 +23,7 @@ from featcal_cli.reporting.markdown import (
     without_paths,
     without_secrets,
     write_accuracy,
+    write_adapter,
     write_distances,
     write_drift_cells,
     write_percent,
@@ -98,7 +99,7 @@ def write_card(
         body = body.partition(f"\n{OWN_CARD}\n")[2]
     own_card = inert_document(body, level=3)
     loading = _write_loading(target or name, pipeline_tag, model_class, processor_class)
-    sections = _write_sections(report, name, target, loading, data.license_name or data.license)
+    sections = _write_sections(report, name, target, (model_class, loading), data.license_name or data.license)
     text = "\n\n".join([MARK, *sections, *([OWN_CARD, own_card] if own_card else [])])
     return without_secrets(str(ModelCard(f"---\n{data.to_yaml()}\n---\n\n{text}\n")))
 
@@ -188,8 +189,12 @@ def _on_hub(source: Source) -> bool:
     return source.commit is not None and is_hub_id(source.name)
 
 
-def _write_sections(report: Report, name: str, target: str | None, loading: str, agreed: str | None) -> Iterator[str]:
-    """The parts of a card's body, in order. agreed: the licence of all models, None where they do not agree."""
+def _write_sections(
+    report: Report, name: str, target: str | None, loading: tuple[str, str], agreed: str | None
+) -> Iterator[str]:
+    """The parts of a card's body, in order. loading: a class of transformers, and the code that loads the output by it.
+    agreed: the licence of all models, None where they do not agree."""
+    model_class, code = loading
     yield f"# {inert((target or name).rpartition('/')[2])}"
     if report.has_grown:
         headline = inert(report.headline.removeprefix("WARNING: "))
@@ -199,7 +204,10 @@ def _write_sections(report: Report, name: str, target: str | None, loading: str,
         what = f"{report.judged_by} grew on {worse}"
         yield f"> **Warning:** {what}: there this model is further from its expert than the merged one."
     yield _summarise(report)
-    yield f"## Use\n\n{_fence('python', loading)}"
+    yield f"## Use\n\n{_fence('python', code)}"
+    if report.adapter and (merged := _find_sources(report, "merged")):
+        commit = merged[0].commit if _on_hub(merged[0]) else None
+        yield write_adapter(report.adapter, merged[0].name, commit, target or name, model_class)
     yield from write_accuracy(report)
     yield from write_distances(report)
     yield f"## How it was made\n\n{_describe_settings(report)}"
@@ -237,7 +245,7 @@ def _summarise(report: Report) -> str:
     whose = "experts'" if report.answers else "experts"
     text = (
         f"This is {merged}, calibrated by featcal {inert(report.featcal_version)} ([FeatCal](https://arxiv.org/abs/"
-        f"2605.13030)): its weights were changed in closed form, without gradients, so that its "
+        f"2605.13030)): its weights were changed in closed form, without training, so that its "
         f"{'answers' if report.answers else 'features'} come closer to {experts}. This took {examples} unlabelled "
         "examples per task. File names, tensor names, shapes and dtypes are those of the merged model, so it loads "
         "wherever that one does.\n\n"

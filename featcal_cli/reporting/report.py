@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from featcal_cli.calibration.results import SHOWN, BlockReport
+from featcal_cli.calibration.results import SHOWN, AdapterReport, BlockReport
 from featcal_cli.evaluation.results import TaskScores
 from featcal_cli.runtime.progress import tell_change
 
@@ -290,6 +290,8 @@ class Report:
     """By task, what inspect-drift measures, of merged, calibrated and base, on the examples of `drift`."""
     accuracy: dict[str, TaskScores] = field(default_factory=dict)
     """By task, of expert, merged and calibrated model, where they were evaluated."""
+    adapter: AdapterReport | None = None
+    """Where one was written."""
 
     def to_dict(self) -> dict[str, Any]:
         """What featcal_report.json holds."""

@@ -1,21 +1,19 @@
-"""What an inspection says: blocks in order, figures, where drift begins, which model is worse; and the gates."""
+"""What an inspection says: blocks in order, figures, where drift begins, and which model is worse."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby, pairwise, takewhile
+from itertools import groupby, takewhile
 from math import inf, isfinite, isinf, isnan
-from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Literal
 
 from featcal_cli.lineage.questions import enumerate_names
-from featcal_cli.reporting.report import VISIBLE, Inspection, ModelDrift, Report, TaskInspection, compare_drift
-from featcal_cli.runtime.errors import GateError, RecipeError
+from featcal_cli.reporting.report import VISIBLE, Inspection, ModelDrift, compare_drift
 
 if TYPE_CHECKING:  # it imports torch
-    from featcal_cli.data.examples import TaskExamples
+    pass
 
 ROLES = ("model", "other", "base")
 """In the order in which they are shown."""
@@ -253,7 +251,8 @@ def find_vanished(inspection: Inspection) -> list[str]:
 def write_verdict(
     inspection: Inspection, names: Mapping[str, str], show_task: Callable[[str], str]
 ) -> Iterator[tuple[bool, str]]:
-    """Sentences, and whether each is a warning: one model against the other, and every model against the base.
+    """Sentences, and whether each is a warning: one model against the other, by answers first, where they are known;
+    and every model against the base.
 
     names: what each role but the base is called; show_task: what a task is.
     """
@@ -263,6 +262,8 @@ def write_verdict(
     if "base" in roles and len(vanished) < len(tasks):
         pairs += [(role, "base") for role in roles if role != "base"]
     experts, mean = ("the experts", "mean drift") if len(tasks) > 1 else ("the expert", "drift")
+    for role, than in pairs[:1]:
+        yield from _compare_answers(inspection, role, than, names)
     for role, than in pairs:
         farther = find_farther(inspection, role, than)
         drift, other = (fmean(task.models[one].last.relative for task in tasks) for one in (role, than))
@@ -281,110 +282,15 @@ def write_verdict(
         yield True, f"the features of the expert of {show_task(task)} are all zero, or nearly: {why}"
 
 
-# Gates
-
-
-def check_gate(inspection: Inspection, limit: float) -> None:
-    if (excess := find_excess(inspection, limit)) is not None:
-        raise excess
-
-
-def find_excess(inspection: Inspection, limit: float) -> GateError | None:
-    """The error for the task that is farthest over `limit`; None where none is.
-
-    What is limited is the model's relative drift after the last block; where two models are compared, how much farther
-    from the expert's the second one's answers are than the first's, or features where there are no answers. What does
-    not show in three digits is not over it, and a drift that is no finite number is over every limit.
-    """
-    excesses = {name: _follow_excess(task) for name, task in inspection.tasks.items()}
-    answers = {name: task.answers_farther for name, task in inspection.tasks.items() if isfinite(excesses[name][-1])}
-    lasts = {name: excess[-1] if (far := answers.get(name)) is None else far for name, excess in excesses.items()}
-    over = [name for name, last in lasts.items() if last - limit >= VISIBLE]
-    if not over:
-        return None
-    task = max(over, key=lambda name: lasts[name])
-    excess = excesses[task]
-    names, blocks = inspection.names, [block.name for block in inspection.tasks[task].models["model"].blocks]
-    name = names.get("other", names["model"])
-    steps = [now - before for before, now in pairwise(excess)]
-    number = max(excess.index(inf) - 1, 0) if inf in excess else max(range(len(steps)), key=steps.__getitem__)
-    where, steepest = f"task {task}: after {blocks[-1]}", blocks[number]
-    if answers.get(task) is not None:
-        what = f"answers of {name} on {task} are farther from the expert's than those of {names['model']} by "
-        what += f"{lasts[task]:.3f}, which is over --max-drift {limit:g}"
-        where, fix = f"task {task}", "calibrate with more examples or another --alpha, or allow more drift"
-    elif isfinite(excess[-1]):
-        by = f"by {excess[-1]:.3f}" + (f" more than {names['model']}" if "other" in names else "")
-        what = f"{name} drifts from the expert of {task} {by}, which is over --max-drift {limit:g}"
-        where += f"; the block that adds most is {steepest}"
-        fix = "calibrate the model, merge with a smaller scale, or allow more drift"
-    elif task in find_vanished(inspection):
-        what = f"the features of the expert of {task} are all zero: {name} is infinitely far from it"
-        fix = "use another checkpoint of this expert"
-    else:
-        what = f"the features of {name} on {task} are no finite numbers, which is over every --max-drift"
-        where += f"; the first such block is {steepest}"
-        fix = "give --dtype float32, or use another checkpoint"
-    return GateError(what + _count_others("so it is", len(over) - 1), where=where, fix=fix)
-
-
-def _count_others(what: str, count: int) -> str:
-    return f" (and {what} on {count} other task{'s' if count > 1 else ''})" if count else ""
-
-
-def _follow_excess(task: TaskInspection) -> list[float]:
-    """What is limited, before the first block and after each one; infinite where the model has no finite drift."""
-    limits, drifts = (
-        [drift.stem.relative, *(block.drift.relative for block in drift.blocks)]
-        for drift in (task.models["model"], task.models.get("other", task.models["model"]))
-    )
-    if "other" not in task.models:
-        limits = [0.0] * len(drifts)
-    return [
-        inf if not isfinite(drift) else drift - limit if isfinite(limit) else -inf
-        for drift, limit in zip(drifts, limits, strict=True)
-    ]
-
-
-def check_judged(examples: Mapping[str, TaskExamples]) -> None:
-    """Raise RecipeError for --strict where a task has no rows that its drift can be judged on."""
-    _check_held_out({task: rows.fitted_count for task, rows in examples.items() if not rows.held_out_count})
-
-
-def check_measured(report: Report) -> None:
-    """The same for a calibration that is finished."""
-    _check_held_out({task: int(report.settings["examples"][task]) for task in report.fitted_tasks})
-
-
-def _check_held_out(fitted: Mapping[str, int]) -> None:
-    """fitted: by task of which all rows are fitted, how many they are."""
-    for task, rows in fitted.items():
-        fewer = f"fit fewer of them (-n {rows - max(4, rows // 5)}), " if rows >= 10 else ""
-        raise RecipeError(
-            f"--strict has nothing to judge by: all {rows} rows of {task} are fitted, and none are held out",
-            where=f"--strict, task {task}",
-            fix=f"{fewer}give more different rows, or leave --strict out",
-        )
-
-
-def check_grown(report: Report, output: Path) -> None:
-    """Raise GateError (exit code 3) for a calibration after which drift is larger than before on a task."""
-    if not report.worse:
+def _compare_answers(
+    inspection: Inspection, role: str, than: str, names: Mapping[str, str]
+) -> Iterator[tuple[bool, str]]:
+    """The sentence on how far two models' answers are from the experts'; none where a task has no answers of both."""
+    tasks = inspection.tasks.values()
+    ours, theirs = ([output.relative for task in tasks if (output := task.models[x].output)] for x in (role, than))
+    if min(len(ours), len(theirs)) < len(tasks):
         return
-    task = max(report.worse, key=lambda task: report.judged[task][1] - report.judged[task][0])
-    (before, after), also = report.judged[task], _count_others("it did", len(report.worse) - 1)
-    raise GateError(
-        f"{report.judged_by} grew on {task}, from {before:.3f} to {after:.3f}{also}",
-        where=str(output),
-        fix="give more examples (-n) or another --alpha; or leave --strict out, with which it is not pushed",
-    )
-
-
-def check_pushable(report: Report, output: Path, push_to: str | None) -> None:
-    """Raise GateError (exit code 3) for a calibration that was to be pushed and made the mean drift grow."""
-    if push_to and report.has_grown:
-        raise GateError(
-            f"{report.headline.removeprefix('WARNING: ')}, so it is not pushed to {push_to}",
-            where=str(output),
-            fix="look at it first; the same command with --push-anyway pushes it, and computes nothing again",
-        )
+    experts, mean = ("the experts", "mean distance") if len(tasks) > 1 else ("the expert", "distance")
+    now, before = fmean(ours), fmean(theirs)
+    if compared := compare_drift(now, before, names[than], experts):
+        yield False, f"{names[role]} answers {compared} ({mean} of answers {now:.3f} against {before:.3f})."

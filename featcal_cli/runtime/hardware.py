@@ -12,6 +12,7 @@ import re
 import shutil
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
@@ -62,6 +63,17 @@ def reuse_memory() -> None:
     if mallopt is not None:
         mallopt(M_MMAP_THRESHOLD, LARGEST_REUSED)
         mallopt(M_TRIM_THRESHOLD, LARGEST_REUSED)
+
+
+@contextmanager
+def drawing_alike(draws: bool = True, device: torch.device | None = None) -> Iterator[None]:
+    """Inside, random numbers are the same every time, where a model draws some; outside, as if none had been drawn."""
+    if not draws:
+        yield
+        return
+    with torch.random.fork_rng([device] if device is not None and device.type == "cuda" else []):
+        torch.manual_seed(0)
+        yield
 
 
 def trim_heap() -> None:

@@ -6,10 +6,13 @@ import json
 import os
 import re
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unicodedata import category
 
 import yaml
+
+if TYPE_CHECKING:
+    from pydantic import ValidationError
 
 MAX_CHARACTERS = 1_000_000
 """A longer YAML text is not parsed: no card or config is that long."""
@@ -106,7 +109,7 @@ def _measure(node: yaml.Node, known: dict[int, tuple[int, int] | None]) -> tuple
     """How many values a node unfolds to, and how deep they lie in each other. Raises _RefusedError."""
     if id(node) in known:
         if (size := known[id(node)]) is None:
-            raise _RefusedError("a value in it holds itself")
+            raise _RefusedError("a value in it contains itself (an alias inside its own anchor)")
         return size
     known[id(node)] = None
     parts: list[Any] = node.value if isinstance(node, yaml.CollectionNode) else []
@@ -148,3 +151,39 @@ def redact(text: str) -> str:
     for pattern, hidden in PATTERNS:
         text = pattern.sub(hidden, text)
     return text
+
+
+_WANTED = {
+    "int_parsing": "a whole number",
+    "int_type": "a whole number",
+    "int_from_float": "a whole number",
+    "float_parsing": "a number",
+    "float_type": "a number",
+    "finite_number": "a finite number",
+    "bool_parsing": "true or false",
+    "bool_type": "true or false",
+    "string_type": "text",
+    "dict_type": "a section of keys",
+    "mapping_type": "a section of keys",
+    "model_type": "a section of keys",
+    "list_type": "a list",
+    "tuple_type": "a list",
+    "greater_than": "more than {gt}",
+    "greater_than_equal": "{ge} or more",
+    "less_than": "less than {lt}",
+    "less_than_equal": "{le} or less",
+    "literal_error": "{expected}",
+}
+"""What a value should be where pydantic complains, by the kind of complaint, with figures from its context."""
+
+
+def first_complaint(error: ValidationError) -> str:
+    """The first of pydantic's complaints, for the middle of a sentence: `must be …` where it is about one value."""
+    problem = error.errors()[0]
+    if problem["type"] in _WANTED:
+        wanted = _WANTED[problem["type"]].format(**problem.get("ctx", {})).replace("'", "")
+        given = problem["input"]
+        is_short = isinstance(given, str | int | float) and not isinstance(given, bool)
+        return f"must be {wanted}" + (f", not {show(str(given))}" if is_short else "")
+    message = problem["msg"].removeprefix("Value error, ")
+    return f"{message[:1].lower()}{message[1:]}"

@@ -58,6 +58,7 @@ def summarise(session: Session, plan: Preflight, outcome: Outcome) -> Report:
     for block in outcome.blocks:  # of the changes of weights the share `step` is left
         modules = [replace(module, relative_change=step * module.relative_change) for module in block.modules]
         blocks.append(replace(block, modules=modules))
+    by_gradients = bool(job.gradients) and calibration.token_weights == "auto"
     return Report(
         featcal_version=__version__,
         recipe=plan.recipe.model_dump(mode="json", exclude_none=True),
@@ -70,7 +71,7 @@ def summarise(session: Session, plan: Preflight, outcome: Outcome) -> Report:
             "step": step,
             "norms": calibration.norms,
             "bias": calibration.bias,
-            "token_weights": "cls" if job.cls_blocks else "uniform",
+            "token_weights": "gradients" if by_gradients else "cls" if job.cls_blocks else "uniform",
             "examples": {task: examples.fitted_count for task, examples in plan.examples.items()},
         },
         blocks=blocks,

@@ -26,7 +26,7 @@ from featcal_cli.calibration.hyperparameters import (
     take_best,
 )
 from featcal_cli.calibration.journal import Journal, drop_journal
-from featcal_cli.calibration.results import describe_guard, describe_ridges
+from featcal_cli.calibration.results import ADAPTER, AdapterReport, describe_guard, describe_ridges
 from featcal_cli.calibration.search import Search
 from featcal_cli.data.batches import Batch, count_examples, take_range
 from featcal_cli.data.examples import TaskExamples
@@ -34,10 +34,11 @@ from featcal_cli.engine.job import CALIBRATED, MERGED
 from featcal_cli.engine.weight_checks import check_values
 from featcal_cli.hub.push import Target
 from featcal_cli.models.loading import find_auto_class, find_pipeline_tag, find_processor_class
+from featcal_cli.models.low_rank import extract_adapter
 from featcal_cli.recipe.schema import Merge
 from featcal_cli.reporting.drift_plots import plot_drift
+from featcal_cli.reporting.gates import check_judged
 from featcal_cli.reporting.report import CARD, PICTURE, RECIPE, REPORT, Report
-from featcal_cli.reporting.verdict import check_judged
 from featcal_cli.runtime import hardware
 from featcal_cli.runtime.distributed import Ranks
 from featcal_cli.runtime.errors import FeatCalError, NumericsError, RecipeError, ShortageError
@@ -47,7 +48,7 @@ from featcal_cli.workflows.build_report import Outcome, summarise
 from featcal_cli.workflows.evaluate import check_evaluable
 from featcal_cli.workflows.output import list_files, names_on_disk, read_slots, write_output
 from featcal_cli.workflows.output_files import FinishedOutput, Note, dump_recipe
-from featcal_cli.workflows.preflight import Preflight, prepare
+from featcal_cli.workflows.preflight import Preflight, check_adapter, prepare
 from featcal_cli.workflows.session import CalibrateOptions, Session
 from featcal_cli.workflows.setup import Models, Setup, fetch_models, load_models, set_up
 from featcal_cli.workflows.workspace import NOTE, Workspace, check_apart
@@ -97,6 +98,14 @@ def _halve(batches: list[Batch]) -> list[Batch]:
     return halves
 
 
+def read_groups(journal: Journal, models: Models, blocks: int, step: float) -> Iterator[dict[str, Tensor]]:
+    """Of every block, the parameters by path, as the share `step` of their updates makes them; nothing for none."""
+    merged = models.merged.module
+    for number in range(blocks if step else 0):  # without updates every byte is merged's
+        full = journal.tensors(number).items()
+        yield {name: interpolate(merged.get_parameter(name).data, new, step) for name, new in full}
+
+
 class Computation:
     """A job whose output is not there yet; of several processes each does its part."""
 
@@ -116,6 +125,7 @@ class Computation:
         plan = prepare(session, self._workspace.target if self._ranks.is_first else None, hold_out=True)
         self._data.check()
         recipe = plan.recipe
+        check_adapter(plan, options.as_adapter)
         if self._ranks.is_first:
             check_apart(self._workspace.target, recipe.local_paths)
         if options.evaluate:
@@ -188,16 +198,20 @@ class Computation:
         if (change := self._data.find_change()) is not None:
             session.note(f"{change.what}, after its rows were read")
         if target is not None and plan.recipe.local_paths:
-            session.note(f"{RECIPE} and {REPORT} name folders of this machine, and are pushed with these names")
+            names = f"{RECIPE}, {REPORT} and {ADAPTER}" if self._options.as_adapter else f"{RECIPE} and {REPORT}"
+            session.note(f"{names} name folders of this machine, and are pushed with these names")
         session.stage("writing")
         hardware.give_back(models.merged.module.parameters())
         hardware.trim_heap()  # of calibrating; what is written is read block by block
         chosen = {**asdict(outcome.choice.hyperparameters), "chosen": calibration.is_answered_for}
         fixed = calibration.model_copy(update=chosen)
         plan = replace(plan, recipe=plan.recipe.model_copy(update={"calibration": fixed}))
-        report = summarise(session, plan, outcome)
+        adapter = (
+            self._extract_adapter(journal, models, plan, outcome) if journal and self._options.as_adapter else None
+        )
+        report = replace(summarise(session, plan, outcome), adapter=adapter[0] if adapter else None)
         if journal:
-            self._write(journal, models, report, plan, target, outcome.step)
+            self._write(journal, models, report, plan, target, adapter[1] if adapter else {})
         return report
 
     def _calibrate(self, setup: Setup, journal: Journal | None) -> Outcome:
@@ -299,16 +313,38 @@ class Computation:
             journal.keep_search([trial.to_dict() for trial in trials])
         return trials
 
+    def _extract_adapter(
+        self, journal: Journal, models: Models, plan: Preflight, outcome: Outcome
+    ) -> tuple[AdapterReport, dict[str, bytes]] | None:
+        """The adapter that the updates amount to: what is to be said of it, and its files by their paths in the output.
+        None where there are no updates."""
+        if not outcome.step:
+            self._session.note("no adapter is written: no update helps, so there is nothing that it could hold")
+            return None
+        groups, functional = (
+            read_groups(journal, models, len(outcome.blocks), outcome.step),
+            outcome.job.architecture.functional,
+        )
+        made = extract_adapter(models.merged.module, groups, int(self._options.as_adapter or 0), functional)
+        origin = plan.origins["merged"]
+        files = made.write(origin.name, origin.repo.commit)
+        about = AdapterReport(made.rank, made.share, sum(map(len, files.values())), made.left_out)
+        self._session.note(str(about))
+        return about, {f"{ADAPTER}/{name}": content for name, content in files.items()}
+
     def _write(
-        self, journal: Journal, models: Models, report: Report, plan: Preflight, target: Target | None, step: float
+        self,
+        journal: Journal,
+        models: Models,
+        report: Report,
+        plan: Preflight,
+        target: Target | None,
+        adapter: Mapping[str, bytes],
     ) -> None:
         slots = read_slots(models.merged.snapshot)
-        merged = models.merged.module
 
-        def read_groups() -> Iterator[dict[str, Tensor]]:
-            for number in range(len(report.blocks) if step else 0):  # without updates every byte is merged's
-                full = journal.tensors(number).items()
-                tensors = {name: interpolate(merged.get_parameter(name).data, new, step) for name, new in full}
+        def read_named() -> Iterator[dict[str, Tensor]]:
+            for tensors in read_groups(journal, models, len(report.blocks), report.settings["step"]):
                 yield names_on_disk(models.merged, tensors, slots)
 
         repo = plan.origins["merged"].repo if "merged" in plan.origins else None
@@ -324,12 +360,13 @@ class Computation:
             RECIPE: dump_recipe(plan.recipe).encode(),
             PICTURE: plot_drift(report),
             CARD: self._output.write_card(report, target.repo_id if target else None, about).encode(),
+            **adapter,
         }
         files = tuple(sorted({*list_files(models.merged.snapshot)[0], *contents, NOTE}))
         note = Note(about, push=target is not None, files=files, run=journal.job)
         contents[NOTE] = self._output.write_note([text], note).encode()
         for name in write_output(
-            self._workspace, models.merged, read_groups, contents, self._check_inputs, self._session.stage
+            self._workspace, models.merged, read_named, contents, self._check_inputs, self._session.stage
         ):
             self._session.note(f"left out of the output: {name} (other weights than the calibrated ones)")
         drop_journal(journal.folder)

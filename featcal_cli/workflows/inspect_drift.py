@@ -15,10 +15,10 @@ from featcal_cli import __version__
 from featcal_cli.evaluation.results import CALIBRATED, MERGED, TaskScores
 from featcal_cli.recipe.reading import as_draft
 from featcal_cli.recipe.schema import Merge
+from featcal_cli.reporting.gates import find_excess
 from featcal_cli.reporting.html_page import write_page
 from featcal_cli.reporting.markdown import label_roles, write_summary
 from featcal_cli.reporting.report import REPORT, Gain, Gains, Inspection, TaskInspection
-from featcal_cli.reporting.verdict import find_excess
 from featcal_cli.runtime.errors import HubError, OutputError, RecipeError
 from featcal_cli.runtime.files import write_requested
 from featcal_cli.runtime.progress import Listener, Progress

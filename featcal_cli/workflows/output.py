@@ -169,6 +169,7 @@ def write_output(
         for group in groups():
             write_tensors(built, slots, group.items())
         for name, content in contents.items():
+            (built / name).parent.mkdir(exist_ok=True)
             (built / name).write_bytes(content)
         stage("verifying")
         check_built(built, merged, groups(), contents)

@@ -24,8 +24,9 @@ from featcal_cli.models.alignment import check_alignment, compare_configs, descr
 from featcal_cli.models.architecture import Architecture
 from featcal_cli.models.inventory import list_registered, run_without_values
 from featcal_cli.models.loading import DTYPES, Model, find_class, load_outline
+from featcal_cli.models.low_rank import find_largest_rank
 from featcal_cli.recipe.schema import Data, Merge, Recipe
-from featcal_cli.runtime.errors import ArchitectureError, CheckpointError, OutputError
+from featcal_cli.runtime.errors import ArchitectureError, CheckpointError, OutputError, RecipeError
 from featcal_cli.runtime.files import check_links, tell_bytes
 from featcal_cli.runtime.hardware import disk_of, free_bytes, memory_of
 from featcal_cli.workflows.output import check_readable, check_writable
@@ -65,6 +66,8 @@ class Preflight:
     blocks: int
     modules: int
     """That are calibrated."""
+    largest_rank: int
+    """Of an adapter on the merged model; 0 where it is not known."""
     estimate: Estimate
     device: str
 
@@ -100,8 +103,7 @@ def prepare(
 ) -> Preflight:
     """Pin every repo, compare the models by their files' headers, read the examples (with `sample` only a few of them),
     and work out what the job needs. Nothing is written but small files to the Hub's cache, and, unless it is a sample,
-    the examples that experts write themselves, when all else is known. The first rank finds out what is meant, to the
-    commit; the others take its word.
+    the examples that experts write themselves, at the end. The first rank finds out what is meant for all of them.
 
     target: the folder that will be written, if any. others: further models, by role. hold_out: where there are no
     further rows, some of the fitted ones are held out, if featcal is to choose settings.
@@ -147,9 +149,28 @@ def prepare(
         parameters=sum(parameter.numel() for parameter in merged.module.parameters()),
         blocks=len(architecture.blocks),
         modules=sum(len(block.modules) for block in architecture.blocks),
+        largest_rank=find_largest_rank(merged.module, architecture),
         estimate=session.ranks.broadcast(needs),
         device=str(device),
     )
+
+
+def check_adapter(plan: Preflight, rank: int | None) -> None:
+    """Raise RecipeError where no adapter of this rank can be written of the updates; nothing is checked for None."""
+    if rank is None:
+        return
+    where, leave = f"--as-adapter {rank}", "or leave out --as-adapter"
+    if rank < 1:
+        raise RecipeError("the rank of an adapter is at least 1", where=where, fix="give 16, for example")
+    if "merged" not in plan.origins:
+        what = "an adapter goes on a merged model that others can load, and this one is built only for the run"
+        raise RecipeError(what, where=where, fix=f"push the merged model and name it, {leave}")
+    if plan.origins["merged"].base:
+        what = "an adapter goes on a full model, and the merged model is itself an adapter on another"
+        raise RecipeError(what, where=where, fix=f"fold it into its base and save that, {leave}")
+    if 0 < plan.largest_rank < rank:
+        what = f"no update has a rank above {plan.largest_rank}, the most that the model's matrices allow"
+        raise RecipeError(what, where=where, fix=f"give a smaller rank, 16 for example, {leave}")
 
 
 def _pin_all(

@@ -323,7 +323,7 @@ def _find_largest(
     precision, most = choose_precision(torch.float32, 0.0 if searched else preset, metric), BlockSums(0.0, 0.0)
     sizes = {task: load.batch_size / needs[task].examples for task, load in loads.items()}
     by_depth = calibration.solving_order == "module"
-    parts = (part for block in architecture.blocks for part in (block.by_depth if by_depth else (block,)))
+    parts = (part for block in architecture.blocks for part in block.parts(by_depth=by_depth))
     for block in parts:
         inputs = []
         for d_in, d_out, widest, rows in find_inputs(model, block, needs):
@@ -346,7 +346,8 @@ def _count_gradients(model: nn.Module, architecture: Architecture, needs: Mappin
     they are kept."""
     summed = kept = 0
     for block in architecture.blocks:
-        for _, d_out, widest, _ in find_inputs(model, block, needs):
+        dense = tuple(module for module in block.modules if not module.is_routed)  # others are solved by features
+        for _, d_out, widest, _ in find_inputs(model, replace(block, modules=dense), needs):
             summed += d_out * (widest if widest <= WIDEST_SQUARE else SKETCH_ROWS)
             kept += d_out * min(widest, DIRECTIONS)
     return summed * COMPUTE, kept * COMPUTE

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from featcal_cli.data.batches import Batch, count_examples, take_examples, take_range
+from featcal_cli.data.batches import Batch, count_examples, count_vocabulary, take_examples, take_range
 from featcal_cli.data.examples import TaskExamples
 from featcal_cli.engine.block_runner import BlockRunner
 from featcal_cli.engine.drift_metrics import DriftMeter, ExampleMeter, OutputMeter, ShareMeter
@@ -29,6 +29,7 @@ from featcal_cli.models.merging import merge_weights
 from featcal_cli.recipe.schema import Calibration, Merge, Recipe
 from featcal_cli.runtime import hardware
 from featcal_cli.runtime.distributed import Ranks
+from featcal_cli.runtime.errors import CheckpointError
 from featcal_cli.runtime.hardware import rooms_for_features
 from featcal_cli.runtime.process import read_launch
 from featcal_cli.runtime.progress import Progress, Watch
@@ -100,9 +101,23 @@ def set_up(session: Session, plan: Preflight, models: Models, scratch: Path | No
     for model in (models.base, *models.experts.values()):
         check_alignment(architecture, merged, model)
         note(*describe_differences(merged, model, architecture))
+    for task, examples in plan.examples.items():
+        for model in filter(None, (models.base, models.experts.get(task))):
+            _check_vocabulary(task, examples, model)
     hardware.give_back(merged.module.parameters())
     scratch = scratch or Path(tempfile.gettempdir())
     return Setup(models, architecture, plan.examples, calibration, session.device, note, session.ranks, scratch)
+
+
+def _check_vocabulary(task: str, examples: TaskExamples, model: Model) -> None:
+    """Raise CheckpointError for a model that has no embedding for a token of the task."""
+    limit = count_vocabulary(model.module)
+    batches = (*examples.fitted, *examples.selection, *examples.held_out)
+    largest = max((int(batch["input_ids"].max()) for batch in batches if "input_ids" in batch), default=0)
+    if limit is not None and largest >= limit:
+        what = f"{model.role} knows the tokens 0 to {limit - 1}, and the examples of {task} hold {largest}"
+        fix = "use models with merged's vocabulary, or examples without the tokens that one of them lacks"
+        raise CheckpointError(what, where=model.snapshot.name, fix=fix)
 
 
 @contextmanager
@@ -141,9 +156,9 @@ class Setup:
     """By task, the file of what `measure_gradients` found."""
 
     def measure_gradients(self, folder: Path, watch: Watch) -> dict[str, Path]:
-        """How far each module's output moves its expert's answers, on the examples to fit: a safetensors file a task in
-        the folder. Raises RuntimeError where answers say nothing, or a model cannot be differentiated, and
-        NumericsError for weights that are too large."""
+        """How far each module's output moves its expert's answers, and at which tokens unless the user says how those
+        count: a safetensors file a task in the folder, of the fields of OutputGradients. Raises RuntimeError where
+        answers say nothing, or a model cannot be differentiated, and NumericsError for weights that are too large."""
         dtype, files = choose_dtype(self.calibration, self.models.merged.module), {}
         for number, (task, examples) in enumerate(self.examples.items()):
             model, entry = self.models.experts[task], self.architecture.entries[task]
@@ -152,15 +167,19 @@ class Setup:
             watch(Progress("", number, len(self.examples), task))
             expert = BlockRunner(share_model(model), self.architecture, self.device, dtype)
             try:
+                by_token = self.calibration.token_weights == "auto"
+                checked = examples.selection if by_token and self.calibration.select != "preset" else []
                 seed = self.calibration.seed
-                sums = measure_output_gradients(expert, self.architecture, entry, examples.fitted, seed)
-                if not all(total.isfinite().all() for total in sums.values()):
+                measured = measure_output_gradients(expert, self.architecture, entry, examples.fitted, checked, seed)
+                if not all(factor.isfinite().all() for factor in measured.factors.values()):
                     check_no_huge_weight(self.architecture.blocks, expert)
                     raise RuntimeError(f"gradients of the expert of {task} are not finite")
             finally:
                 expert.retire()
             files[task] = folder / f"{number}.safetensors"
-            save_file({name: total.contiguous() for name, total in sums.items()}, files[task])
+            kept = measured._asdict() if by_token else {"factors": measured.factors}
+            tensors = ((f"{field}/{name}", x) for field, of in kept.items() for name, x in of.items())
+            save_file({key: x.contiguous() for key, x in tensors}, files[task])
         return files
 
     def make_job(
@@ -293,7 +312,7 @@ class Setup:
                 with _layers_given_back(merged.model.module):
                     blocks |= find_cls_blocks(merged, self.architecture, task, batch)
         hardware.give_back(merged.model.module.parameters())
-        if blocks:
+        if blocks and not self.gradients:
             self.note(
                 f"token weights: cls in {', '.join(sorted(blocks))}, because the output is read from the first token"
             )

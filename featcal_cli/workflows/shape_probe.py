@@ -23,10 +23,10 @@ from featcal_cli.calibration.linear_algebra import (
 )
 from featcal_cli.calibration.normal_equations import is_dual_cheaper, is_residual_cheaper
 from featcal_cli.data.batches import Batch, count_examples
-from featcal_cli.models.architecture import FAILURES, Architecture, Block, module_at
+from featcal_cli.models.architecture import Architecture, Block, module_at
 from featcal_cli.models.module_kinds import LINEAR_KINDS, View, read_parameters, rows_shape
 from featcal_cli.models.products import ProductWatch
-from featcal_cli.models.tracing import first_tensor, tensors_in
+from featcal_cli.models.tracing import FAILURES, first_tensor, tensors_in
 
 COMPUTE = 4
 """Bytes of a float32, in which products of features are made."""
@@ -120,6 +120,15 @@ def find_inputs(model: nn.Module, block: Block, needs: Mapping[str, BatchNeeds])
             *_, d_out, d_in = read_parameters(module_at(model.get_submodule(block.name), module)).weight.shape
             key = (module.name.rpartition(".")[0], d_in)
             rows = tuple(need.rows.get(path, 0) / need.examples for need in needs.values())
+            if module.is_routed:  # an expert may be given all tokens; of one parameter, each has an input of its own
+                key = (module.name if module.functional else key[0], d_in)
+                of_block = [
+                    [n for name, n in need.rows.items() if name.startswith(f"{block.name}.")] for need in needs.values()
+                ]
+                rows = tuple(
+                    max(all_rows, default=0) / need.examples
+                    for all_rows, need in zip(of_block, needs.values(), strict=True)
+                )
             _, others, widest, _ = inputs.get(key, (d_in, 0, 0, rows))
             inputs[key] = (d_in, d_out + others, max(d_out, widest), rows)
     return list(inputs.values())

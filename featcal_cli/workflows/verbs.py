@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from featcal_cli.calibration.journal import drop_journal
+from featcal_cli.calibration.results import ADAPTER
 from featcal_cli.evaluation.results import CALIBRATED, TaskScores
 from featcal_cli.hub.push import Pushed, Target, check_target, push
 from featcal_cli.recipe.schema import Recipe
+from featcal_cli.reporting.gates import check_judged, check_measured
 from featcal_cli.reporting.report import Report
-from featcal_cli.reporting.verdict import check_judged, check_measured
 from featcal_cli.runtime.errors import RecipeError
 from featcal_cli.runtime.files import explain_losses
 from featcal_cli.runtime.process import read_launch
@@ -69,6 +70,7 @@ def calibrate(
     push_anyway: bool = False,
     evaluate: bool = False,
     allow_code: bool = False,
+    as_adapter: int | None = None,
     device: str = "auto",
     batch_size: int | None = None,
     allow_pickle: bool = False,
@@ -87,6 +89,7 @@ def calibrate(
     that you gave yourself.
     evaluate: also measure experts, merged and calibrated model, as the recipe says, for the report and the card.
     allow_code: let lm-eval tasks run code that a model wrote.
+    as_adapter: also write the updates as a PEFT adapter of this rank, in the folder `adapter` of the output.
     device: auto, cpu or cuda[:K]. batch_size: examples per forward pass; by default as many as fit.
     allow_pickle: read pickled weights. trust_remote_code: run a repo's own model code.
     listener: is told of stages, notes and progress.
@@ -106,6 +109,7 @@ def calibrate(
         push_anyway=push_anyway,
         evaluate=evaluate,
         allow_code=allow_code,
+        as_adapter=as_adapter,
     )
     return CalibrationRun(session, output, options).calibrate()
 
@@ -118,6 +122,7 @@ def dry_run(
     create_pr: bool = False,
     overwrite_repo: bool = False,
     strict: bool = False,
+    as_adapter: int | None = None,
     device: str = "auto",
     batch_size: int | None = None,
     allow_pickle: bool = False,
@@ -133,9 +138,12 @@ def dry_run(
     run = CalibrationRun(session, output, options)
     run.check_output_and_hub()
     session.find_models(note_findings=False)
-    from featcal_cli.workflows.preflight import prepare
+    from featcal_cli.workflows.preflight import check_adapter, prepare
 
     plan = prepare(session, run.target, sample=True, hold_out=True)
+    check_adapter(plan, as_adapter)
+    if as_adapter:
+        session.note(f"an adapter of rank {as_adapter} will be in {run.target}/{ADAPTER}, beside the model")
     if strict:
         check_judged(plan.examples)
     if plan.recipe.calibration.select == "search" and plan.recipe.calibration.is_open:
@@ -161,6 +169,8 @@ class CalibrationRun:
             return None
         options, wanted = self._options, self._session.draft.output
         note = None if options.overwrite or options.restart else self._output.read()
+        if note is not None and options.as_adapter and not self._has_adapter(options.as_adapter):
+            note = None  # it is another output that is asked for
         if note is not None and (note.push or wanted.push_to or options.evaluate or options.keep_finished):
             if not note.push:
                 self._output.check_current()
@@ -213,6 +223,11 @@ class CalibrationRun:
                 self._output.mark_pushed(report, due=pushed is None and (target is not None or was_due))
             report, pushed = self._ranks.broadcast((report, pushed))
         return Result(self.target, report, pushed, models)
+
+    def _has_adapter(self, rank: int) -> bool:
+        """Whether the output that is there holds an adapter of this rank."""
+        adapter = self._output.read_report().adapter
+        return adapter is not None and adapter.rank == rank
 
     def _read_finished(self) -> Report:
         """What an earlier run has reported, on every rank."""

@@ -185,7 +185,7 @@ WAYS: dict[str, Arrange] = {
     "rows cannot be used": bad_data.file("rows.jsonl", '{"text": ""}\n' * 20),
     "no tokenizer can be loaded": bad_data.no_tokenizer,
     "of shape": bad_models.expert_of_another_width,
-    "lacks the tensor": bad_models.expert_with_fewer_blocks,
+    "of the layers": bad_models.expert_with_fewer_blocks,
     "of another architecture": bad_models.base_of_another_architecture,
     "would compute different things": bad_models.config("red", num_attention_heads=8),
     "is quantised": bad_models.merged_config(quantization_config={"quant_method": "gptq", "bits": 4}),

@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+from functools import partial
+from itertools import product
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import pytest
+import torch
 from families import BY_NAME, save_family
-from jobs import Stopper
+from jobs import Stopper, prepare
 from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
 
+from featcal_cli.calibration.hyperparameters import Hyperparameters
+from featcal_cli.calibration.normal_equations import collect_equations
+from featcal_cli.calibration.output_metric import MetricEquations
+from featcal_cli.data.batches import Batch, forward_names
+from featcal_cli.engine.job import CALIBRATED
+from featcal_cli.engine.lockstep import forward_order
+from featcal_cli.models.architecture import Block
 from featcal_cli.recipe.reading import as_draft, complete_draft
 from featcal_cli.reporting.report import Report
 from featcal_cli.runtime.errors import NumericsError
@@ -43,7 +55,7 @@ def test_answers_come_nearer_to_the_experts_than_by_features(tmp_path: Path) -> 
     assert "what they do to each expert's answers" in card and "features, as in the paper" not in card
 
 
-@pytest.mark.parametrize("name", ["vit", "t5", "llama"])
+@pytest.mark.parametrize("name", ["vit", *(pytest.param(name, marks=pytest.mark.matrix) for name in ("t5", "llama"))])
 def test_an_interrupted_run_ends_in_the_same_weights(name: str, tmp_path: Path) -> None:
     """So does one of the recipe that the output holds; nothing of the gradients is left beside it."""
     saved = save_family(tmp_path, BY_NAME[name])
@@ -59,6 +71,58 @@ def test_an_interrupted_run_ends_in_the_same_weights(name: str, tmp_path: Path) 
     assert any(not first[key].equal(merged[key]) for key in merged)
     assert all(other[key].equal(first[key]) for other in others for key in first)
     assert not list(tmp_path.glob(".*.featcal")) and whole.report.settings["metric"] == "output"
+
+
+@pytest.mark.parametrize("name", ["bert", "vit", "gpt2"])
+def test_tokens_count_by_how_far_they_move_answers(name: str, tmp_path: Path) -> None:
+    """E[x xᵀ] of modules with one input is that of the model's own features, weighted by the mean of their sizes,
+    over the examples to fit and over those that updates are checked on, whatever the size of batches."""
+    prepared = prepare(save_family(tmp_path, BY_NAME[name]), batch_size=3, examples=8)
+    job = prepared.to_calibrate(tmp_path)
+    visits = forward_order(job)  # which ends when nothing refers to it
+    visit = next(visits)
+    equations = collect_equations(visit, CALIBRATED, Hyperparameters(1e-4, 1.0, 0.5, "output", "block"))
+    assert equations.held_out is not None
+    halves = (("fitted", job.fitted, equations), ("checked", job.checked, equations.held_out))
+    for (field, examples, system), (number, task) in product(halves, enumerate(job.experts)):
+        sizes = visit.gradients(task, field)
+        inputs = [read_inputs(prepared.models.merged.module, visit.block, batch) for batch in examples[task]]
+        for names, linear in system.linear.items():
+            gram, start = torch.zeros(()), 0
+            for batch, x in zip(examples[task], [given[names[0]].double() for given in inputs], strict=True):
+                here = [sizes[module][start : start + len(x), : x.shape[1]].double() for module in names]
+                weights = (0.5 + 0.5 * torch.stack(here).mean(0)) * batch.get("attention_mask", torch.ones(()))
+                gram, start = gram + torch.einsum("bt,btd,bte->de", weights, x, x), start + len(x)
+            assert isinstance(linear, MetricEquations)
+            ours = linear._tasks[number].gram.full()
+            assert (ours / ours.norm() - gram / gram.norm()).norm() <= 1e-5
+
+
+def read_inputs(model: nn.Module, block: Block, batch: Batch) -> dict[str, Tensor]:
+    """What a model's own pass gives the modules of a block [B, length, d]."""
+    inputs: dict[str, Tensor] = {}
+
+    def keep(name: str, _: object, given: tuple[Tensor, ...]) -> None:
+        inputs[name] = given[0]
+
+    with ExitStack() as hooks:
+        for module in block.modules:
+            child = model.get_submodule(f"{block.name}.{module.name}")
+            hooks.callback(child.register_forward_pre_hook(partial(keep, module.name)).remove)
+        model(**{key: x for key, x in batch.items() if key in forward_names(model)})
+    return inputs
+
+
+@pytest.mark.parametrize("chosen", ["uniform", "cls"])
+def test_who_says_how_tokens_count_is_obeyed(chosen: str, tmp_path: Path) -> None:
+    saved = save_family(tmp_path, BY_NAME["vit"])
+    given: dict[str, Any] = {"examples": 8, "ridge": 0.05, "rho": 1.0, "alpha": 0.3, "metric": "output"}
+    reports = [
+        calibrate(saved.recipe(**given, token_weights=how), output=tmp_path / how).report for how in ("auto", chosen)
+    ]
+    assert [report.settings["token_weights"] for report in reports] == ["gradients", chosen]
+    weights = [load_file(tmp_path / how / "model.safetensors") for how in ("auto", chosen)]
+    assert any(not x.equal(weights[1][name]) for name, x in weights[0].items())
 
 
 def test_where_answers_say_nothing_features_count_and_it_is_said(tmp_path: Path) -> None:

@@ -11,8 +11,8 @@ from family_checks import check_family, check_oracle
 
 from featcal_cli.workflows.verbs import calibrate
 
-DEFAULT = {*SPREAD, "bridgetower", "segformer"}
-"""With fused attention, which no module does."""
+DEFAULT = {*SPREAD, "xlnet", "segformer", "xlm", "gpt-oss"}
+"""With fused attention, which no module does, convolutions, a cache that blocks write to, and mixtures."""
 FAR_APART = [pytest.param(family, marks=[] if family.name in DEFAULT else pytest.mark.matrix) for family in FAMILIES]
 
 
@@ -38,6 +38,7 @@ TURNS = {
         "wo",
     ),
     "llama": ("[qkv]_proj|input_layernorm", "o_proj", "gate|up|post_attention", "down"),
+    "mixtral": ("[qkv]_proj", "o_proj"),  # and then its experts, whose router stays
     "clip-vision": ("[qkv]_proj|layer_norm1", "out_proj", "fc1|layer_norm2", "fc2"),
 }
 """What is solved at once where it is solved module by module, by the paths inside a block."""

@@ -153,7 +153,7 @@ def check_promise(folder: Path, seed: int) -> float:
     return float(report.settings["step"])
 
 
-WORSE = 13
+WORSE = 18
 """The number of a family whose updates are reduced to a half."""
 HOPELESS = 2
 """Of one that no update helps."""

@@ -123,6 +123,7 @@ def test_a_table_goes_on_where_it_was_cut_short(
         assert all(tensor.equal(two[name]) for name, tensor in one.items())
 
 
+@pytest.mark.matrix
 @pytest.mark.usefixtures("paper", "unpictured")
 def test_budgets_have_a_row_each_and_seeds_their_spread(capsys: pytest.CaptureFixture[str]) -> None:
     table = make(capsys, "figure-3", examples="8,5", seeds="1,2", tasks=None)
@@ -139,6 +140,7 @@ def test_budgets_have_a_row_each_and_seeds_their_spread(capsys: pytest.CaptureFi
     assert "task_arithmetic + surgery, examples 16" not in table
 
 
+@pytest.mark.matrix
 @pytest.mark.usefixtures("unpictured")
 def test_what_is_fitted_is_corrupted_and_what_is_scored_is_not(paper: Path, capsys: pytest.CaptureFixture[str]) -> None:
     table = make(capsys, "6", corrupt=["fog:3", "contrast:5"], examples=4, tasks=None)

@@ -116,14 +116,13 @@ def _lists_of_images_in_text(count: int) -> Batch:
     return {**batch, "pixel_values": batch["pixel_values"][:, None]}
 
 
-def _tiles_and_text(count: int) -> Batch:
-    ones = torch.ones(count, 1).long()
+def _tiles_and_text(count: int, tiles: int = 1) -> Batch:
     return {
         **text(count),
-        "pixel_values": torch.randn(count, 1, 1, 3, 32, 32),
-        "aspect_ratio_ids": ones,
-        "aspect_ratio_mask": ones[:, None],
-        "cross_attention_mask": torch.ones(count, 9, 1, 1).long(),
+        "pixel_values": torch.randn(count, 1, tiles, 3, 32, 32),
+        "aspect_ratio_ids": torch.full((count, 1), tiles),
+        "aspect_ratio_mask": torch.ones(count, 1, tiles).long(),
+        "cross_attention_mask": torch.ones(count, 9, 1, tiles).long(),
     }
 
 
@@ -193,6 +192,14 @@ VISION_LANGUAGE = [
     Family(
         "mllama", "MllamaForConditionalGeneration", {"vision_config": _MLLAMA_VISION, "text_config": _MLLAMA_TEXT,
         "image_token_index": IMAGE_TOKEN}, _tiles_and_text,
+        "model.vision_model.{transformer,global_transformer}.layers.{} model.language_model.layers.{}",
+        mask=_IN_LANGUAGE,
+    ),
+    # two tiles an image: what cross-attention reads has several rows of states for each example
+    Family(
+        "mllama-tiles", "MllamaForConditionalGeneration", {"vision_config": {**_MLLAMA_VISION, "max_num_tiles": 2,
+        "supported_aspect_ratios": [[1, 1], [1, 2], [2, 1]]}, "text_config": _MLLAMA_TEXT,
+        "image_token_index": IMAGE_TOKEN}, lambda count: _tiles_and_text(count, 2),
         "model.vision_model.{transformer,global_transformer}.layers.{} model.language_model.layers.{}",
         mask=_IN_LANGUAGE,
     ),

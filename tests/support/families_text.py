@@ -53,6 +53,10 @@ _DEBERTA = {
 _DEBERTA_V2 = {
     **_DEBERTA, "position_buckets": 4, "norm_rel_ebd": "layer_norm", "share_att_key": True, "conv_kernel_size": 3,
 }  # fmt: skip
+_XLM = {
+    "emb_dim": WIDTH, "n_layers": 2, "n_heads": 4, "n_words": VOCABULARY, "max_position_embeddings": 64,
+    "pad_index": 0, "eos_index": 1, "unk_index": 3, "mask_index": 5,
+}  # fmt: skip
 _DISTILBERT = {"dim": WIDTH, "n_layers": 2, "n_heads": 4, "hidden_dim": 48, "vocab_size": VOCABULARY}
 _ALBERT = {**TEXT_SIZES, "num_hidden_layers": 3, "embedding_size": 16}
 _ALBERT_GROUPS = {**_ALBERT, "num_hidden_layers": 4, "num_hidden_groups": 2, "inner_group_num": 2}
@@ -128,6 +132,8 @@ ENCODERS = [
     ),
     Family("mpnet", "MPNetModel", TEXT_SIZES, text, "encoder.layer.{}"),
     Family("fnet", "FNetModel", TEXT_SIZES, _no_mask, "encoder.layer.{}"),
+    # attention and feed-forward are members of two lists, and share a cache of keys
+    *alike("xlm XLMModel, flaubert FlaubertModel", _XLM, text, "attentions.0 ffns.0 attentions.1 ffns.1"),
     Family("xlm-roberta", "XLMRobertaForSequenceClassification", TEXT_SIZES, text, "roberta.encoder.layer.{}"),
     # the embeddings of relative positions are as many as padding makes them
     Family("deberta", "DebertaModel", _DEBERTA, text, "encoder.layer.{}", stays=r"\.pos_"),

@@ -15,6 +15,7 @@ from compatibility import check_row
 from families import Family, Saved, build_lively, save_family
 from families_text import SOUND
 from oracle import (
+    Slice,
     calibrate_slowly,
     is_norm,
     module_at,
@@ -38,7 +39,7 @@ MASKED = {
     "pixel_attention_mask": ("pixel_values",),
 }
 """Mask → the inputs that it may be about."""
-WIPE_PADDING = {"deberta", "deberta-v2", "esm", *(family.name for family in SOUND)}
+WIPE_PADDING = {"deberta", "deberta-v2", "esm", "flaubert", "xlm", *(family.name for family in SOUND)}
 """They set padding to zero before the first block."""
 NO_HALF = {"fnet"}
 """torch has no Fourier transform of bfloat16 on the CPU."""
@@ -122,15 +123,21 @@ def check_oracle(saved: Saved, result: Result, *, all_norms: bool = False, turns
     family, report = saved.family, result.report
     experts = [load(task) for task in saved.inputs]
     batches = [{name: tensor[:FITTED] for name, tensor in inputs.items()} for inputs in saved.inputs.values()]
-    models = load("merged"), load("base"), experts
+    student = load("merged")
+    models = student, load("base"), experts
     expected = calibrate_slowly(*models, batches, family, all_norms=all_norms, turns=turns, **SETTINGS)
     merged = {name: parameter.detach().double() for name, parameter in load("merged").named_parameters()}
     calibrated = load(result.output).named_parameters()
     updates = {name: parameter.detach().double() - merged[name] for name, parameter in calibrated}
     assert [block.name for block in report.blocks] == family.block_names
     listed = {f"{block.name}.{module.name}" for block in report.blocks for module in block.modules}
-    functional = {name for name in expected if re.search(family.functional, name)}
-    whole = {name.rpartition(".")[0] for name in expected.keys() - functional}
+    parts = {path for path in listed if ".experts." in path}
+    of_experts = {name for name in expected if ".experts." in name and not name.endswith("bias")}
+    assert {Slice(student, path).name for path in parts} == of_experts
+    listed -= parts
+    names = {name for name in expected if ".experts." not in name}
+    functional = {name for name in names if re.search(family.functional, name)}
+    whole = {name.rpartition(".")[0] for name in names - functional}
     assert listed == whole | {name for name in functional if not name.endswith("_bias")}
     assert report.settings["token_weights"] == ("cls" if family.cls else "uniform")
     for name, value in expected.items():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -31,9 +31,12 @@ class Prepared:
     calibration: Calibration
     device: torch.device = CPU
 
-    def to_calibrate(self) -> Job:
-        """One student, whose updates are checked."""
-        return self._setup.make_job({CALIBRATED: self.models.student}, {MERGED: self.models.merged}, guarded=True)
+    def to_calibrate(self, gradients: Path | None = None) -> Job:
+        """One student, whose updates are checked; gradients: an empty folder, for errors measured by answers."""
+        setup = self._setup
+        if gradients is not None:
+            setup = replace(setup, gradients=setup.measure_gradients(gradients, lambda _: None))
+        return setup.make_job({CALIBRATED: self.models.student}, {MERGED: self.models.merged}, guarded=True)
 
     def to_search(self, students: Iterable[str], fitted: int, cuts: Iterable[int] = ()) -> Job:
         """A student of every name; `cuts`: numbers of blocks after which some of them are dropped."""

@@ -24,6 +24,18 @@ OTHER_TOKENS = 0.01
 
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d)
+EXPERT_TURNS = (r"\.(gate_up_proj|w1|v1|wi|fc1)\b", r"\.(down_proj|w2|wo|fc2)\b")
+"""Matrices of a mixture's experts: after the rest of a block, the second ones on what the first ones give."""
+LEAST_ROUTED = 32
+"""Tokens from which an expert of a mixture is calibrated."""
+
+
+@dataclass(frozen=True)
+class Routed:
+    """What a mixture in one run gives the matrices of its experts."""
+
+    choice: list[tuple[Any, ...]]  # what it calls its experts with, but for the features
+    inputs: dict[str, tuple[Tensor, Tensor, Tensor]]  # by matrix: x [n, d_in], tokens [n], gates [n]
 
 
 @dataclass(frozen=True)
@@ -54,7 +66,12 @@ def calibrate_slowly(
     for model in (student, base, *experts):
         to_float64(model)
     found: dict[str, Tensor] = {}
-    for block, turn in itertools.product(family.block_names, turns):
+    for block, turn in itertools.product(family.block_names, (*turns, *EXPERT_TURNS)):
+        if turn in EXPERT_TURNS:
+            if _find_experts(student, block):
+                given = student, base, experts, block, turn, examples, family
+                _load(student, _calibrate_experts(*given, ridge, rho, alpha), found)
+            continue
         features = [record(student, block, batch) for batch in examples]
         targets = [record(expert, block, batch) for expert, batch in zip(experts, examples, strict=True)]
         new: dict[str, Tensor] = {}
@@ -74,10 +91,14 @@ def calibrate_slowly(
                 new |= _linear(path, module, anchor, shares, ridge, rho, alpha)
             else:
                 new |= _norm(path, module, anchor, shares, ridge, rho)
-        for name, value in new.items():
-            student.get_parameter(name).data = value
-        found |= new
+        _load(student, new, found)
     return found
+
+
+def _load(student: PreTrainedModel, new: Mapping[str, Tensor], found: dict[str, Tensor]) -> None:
+    for name, value in new.items():
+        student.get_parameter(name).data = value
+    found |= new
 
 
 def to_float64(model: PreTrainedModel) -> PreTrainedModel:
@@ -100,11 +121,146 @@ def modules_to_calibrate(model: PreTrainedModel, block: str, family: Family, *, 
         or (is_norm(module) and (all_norms or _bias(module) is not None))
         if all(owners[id(parameter)] == 1 for parameter in module.parameters(recurse=False))
         and not re.search(family.stays, path)
+        and not (_find_experts(model, block) and re.search(r"\.(router|gate|experts)(\.|$)", path))
     ] + [
         path
         for path, _ in model.get_submodule(block).named_parameters(prefix=block)
         if re.search(family.functional, path) and not path.endswith("_bias")
     ]
+
+
+def _find_experts(model: PreTrainedModel, block: str) -> list[str]:
+    """Paths of a block's modules that hold the experts of a mixture."""
+    return [path for path, _ in model.get_submodule(block).named_modules(prefix=block) if path.endswith(".experts")]
+
+
+def _route(model: PreTrainedModel, block: str, batch: Mapping[str, Tensor], choice: Routed | None = None) -> Routed:
+    """What a block's mixture gives its experts, in one forward of the model; with the choice of another run, if any."""
+    routed = Routed([], {})
+    handles = []
+    for number, path in enumerate(_find_experts(model, block)):
+        module: Any = model.get_submodule(path)
+
+        def keep(_: nn.Module, args: Any, path: str = path, module: Any = module, number: int = number) -> Any:
+            x, *chosen = args
+            chosen = chosen if choice is None else list(choice.choice[number])
+            routed.choice.append(tuple(chosen))
+            for name, *rows in _give_tokens(module, x.reshape(-1, x.shape[-1]), *chosen):
+                routed.inputs[f"{path}.{name}"] = (rows[0], rows[1], rows[2])
+            return (x, *chosen)
+
+        handles.append(module.register_forward_pre_hook(keep))
+    with torch.no_grad(), mock.patch.object(nn.functional, "softmax", _softmax):
+        model(**{name: value.double() if value.is_floating_point() else value for name, value in batch.items()})
+    for handle in handles:
+        handle.remove()
+    return routed
+
+
+def _give_tokens(experts: Any, x: Tensor, index: Tensor, gates: Tensor) -> Iterator[tuple[str, Tensor, Tensor, Tensor]]:
+    """Every matrix of the experts, with its input, the tokens that it is of, and their gates."""
+    for number in range(experts.num_experts):
+        if isinstance(experts, nn.ModuleDict):  # index is 1 at the expert [T, 1, E]
+            expert: Any = experts[f"expert_{number}"]
+            if index.ndim == 2:  # NLLB takes 0 and 1 for experts, once for each column
+                tokens, places = (index == number).nonzero(as_tuple=True)
+                given, of_token, names = x[tokens], gates[tokens, places], ("fc1", "fc2")
+            else:
+                tokens = index[:, 0, number].nonzero()[:, 0]
+                given, of_token, names = x[tokens], gates[tokens, 0], ("wi", "wo")
+            first = getattr(expert, names[0])
+            yield f"expert_{number}.{names[0]}", given, tokens, of_token
+            yield f"expert_{number}.{names[1]}", expert.act(first(given)), tokens, of_token
+            continue
+        tokens, places = (index == number).nonzero(as_tuple=True)
+        given, of_token = x[tokens], gates[tokens, places]
+        if hasattr(experts, "mlp"):  # DBRX
+            size = experts.ffn_hidden_size
+            part = slice(number * size, (number + 1) * size)
+            w1, v1 = (given @ w[part].T for w in (experts.mlp.w1, experts.mlp.v1))
+            where = f"[{part.start}:{part.stop}]"
+            yield f"mlp.w1{where}", given, tokens, of_token
+            yield f"mlp.v1{where}", given, tokens, of_token
+            yield f"mlp.w2{where}", experts.mlp.activation_fn(w1) * v1, tokens, of_token
+            continue
+        is_wide = getattr(experts, "gate_up_proj_bias", None) is not None
+        weight = experts.gate_up_proj[number]
+        both = given @ weight + experts.gate_up_proj_bias[number] if is_wide else given @ weight.T
+        yield f"gate_up_proj[{number}]", given, tokens, of_token
+        yield f"down_proj[{number}]", experts._apply_gate(both), tokens, of_token
+
+
+class Slice:
+    """The matrix of one expert [d_out, d_in]; of GPT-OSS and DBRX's last it lies transposed."""
+
+    def __init__(self, model: PreTrainedModel, path: str) -> None:
+        name, _, part = path.removesuffix("]").partition("[")
+        self.name = name if part else f"{name}.weight"
+        self.parameter = model.get_parameter(self.name).data
+        start, _, stop = part.partition(":")
+        self.part: Any = slice(int(start), int(stop)) if stop else int(start) if part else slice(None)
+        has_bias = f"{name}_bias" in dict(model.named_parameters())
+        self.is_transposed = has_bias or name.endswith("mlp.w2")
+        piece = self.parameter[self.part]
+        self.weight = nn.Parameter(piece.T if self.is_transposed else piece, requires_grad=False)
+        names = dict(model.named_parameters())
+        self.bias_name = f"{name}_bias" if has_bias else "" if part else f"{name}.bias"
+        self.bias: Any = None
+        if self.bias_name in names:
+            bias = names[self.bias_name]
+            self.bias = nn.Parameter(bias.data[self.part] if part else bias.data, requires_grad=False)
+
+    def get_parameter(self, _: str) -> Any:
+        return self.weight
+
+
+def _calibrate_experts(
+    student: PreTrainedModel,
+    base: PreTrainedModel,
+    experts: Sequence[PreTrainedModel],
+    block: str,
+    turn: str,
+    examples: Sequence[Mapping[str, Tensor]],
+    family: Family,
+    ridge: float,
+    rho: float,
+    alpha: float,
+) -> dict[str, Tensor]:
+    """The parameters that hold a mixture's experts, with new matrices of those whose turn it is, from the tokens that
+    the student routes to each."""
+    own = [_route(student, block, batch) for batch in examples]
+    others = [_route(expert, block, x, of) for expert, x, of in zip(experts, examples, own, strict=True)]
+    new = {}
+    for path in {path: None for routed in own for path in routed.inputs if re.search(turn, path)}:
+        shares = []
+        for expert, cal, exp, batch in zip(experts, own, others, examples, strict=True):
+            x_cal, tokens, gates = cal.inputs[path]
+            mask = family.mask(path, 0, dict(batch))
+            weights = gates.double().square() * (1 if mask is None else mask.flatten()[tokens])
+            kept = weights > 0
+            if kept.any():
+                total = (weights[kept] / weights.sum()).unsqueeze(1)
+                shares.append(Share(Slice(expert, path), x_cal[kept], exp.inputs[path][0][kept], total))
+        if sum(len(share.x_cal) for share in shares) >= LEAST_ROUTED:
+            solved = _linear(path, Slice(student, path), Slice(base, path), shares, ridge, rho, alpha)
+            new[path] = solved[f"{path}.weight"]
+            if (bias := solved.get(f"{path}.bias")) is not None:
+                new[f"{path} bias"] = bias
+    return _join_experts(student, new)
+
+
+def _join_experts(student: PreTrainedModel, new: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The same with the matrices of experts in the parameters that they are parts of."""
+    joined = {name: value for name, value in new.items() if not re.search(r"\.experts\.", name)}
+    for path in new.keys() - joined.keys():
+        piece = Slice(student, path.removesuffix(" bias"))
+        if path.endswith(" bias"):
+            whole = joined.setdefault(piece.bias_name, student.get_parameter(piece.bias_name).data.clone())
+            whole[piece.part] = new[path]
+            continue
+        whole = joined.setdefault(piece.name, piece.parameter.clone())
+        whole[piece.part] = new[path].T if piece.is_transposed else new[path]
+    return joined
 
 
 class Matrix:

@@ -588,7 +588,7 @@ def test_tensors_are_taken_in_file_order_and_need_no_preprocessor(at: Folder, vi
 @pytest.mark.parametrize(
     ("tensors", "message"),
     [
-        ({"pixels": torch.ones(2, 3)}, "does not take pixels"),
+        ({"pixels": torch.ones(2, 3)}, "no input called pixels"),
         ({"input_ids": torch.ones(2, 3).long(), "attention_mask": torch.ones(3, 3).long()}, "do not agree"),
         ({"input_ids": torch.ones(0, 3).long()}, "do not agree"),
         ({"input_ids": torch.tensor(1)}, "do not agree"),

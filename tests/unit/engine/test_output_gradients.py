@@ -29,14 +29,17 @@ PROJECTIONS = output_gradients.MOST_PROJECTIONS
 
 def measure_plainly(
     expert: Model, architecture: Architecture, entry: str, batches: Sequence[Batch]
-) -> dict[str, Tensor]:
-    """The same by hooks on the whole model and one backward pass a projection, in float64 sums."""
+) -> tuple[dict[str, Tensor], list[dict[str, Tensor]]]:
+    """The same by hooks on the whole model and one backward pass a projection, in float64 sums; and, by batch, ‖g‖² at
+    the rows of every module [..]."""
     generator = torch.Generator().manual_seed(SEED)
     sums: dict[str, Tensor] = {}
+    sizes: list[dict[str, Tensor]] = []
 
     def add(path: str, gradient: Tensor) -> None:
         rows = gradient.reshape(-1, gradient.shape[-1]).double()
         sums[path] = sums[path] + rows.T @ rows if path in sums else rows.T @ rows
+        sizes[-1][path] = sizes[-1].get(path, 0) + gradient.double().square().sum(-1)
 
     def watch(path: str, _: object, __: object, y: Tensor) -> None:
         if y.requires_grad:
@@ -53,7 +56,7 @@ def measure_plainly(
 
     handles = []
     for block in architecture.blocks:
-        for module in (module for module in block.modules if module.kind in LINEAR_KINDS):
+        for module in (x for x in block.modules if x.kind in LINEAR_KINDS and not x.is_routed):
             path = f"{block.name}.{module.name}"
             if module.functional is not None:
                 held = expert.module.get_submodule(expert.own_path(block.name) or "")
@@ -66,6 +69,7 @@ def measure_plainly(
     for parameter in model.parameters():
         parameter.requires_grad_(parameter.is_floating_point())
     for batch in batches:
+        sizes.append({})
         given = {name: x for name, x in batch.items() if name in forward_names(model)}
         with mock.patch.object(nn.functional, "linear", multiply):
             rows = choose_rows(read_output(model(**given)), given)
@@ -77,7 +81,13 @@ def measure_plainly(
     for handle in handles:
         handle.remove()
     model.requires_grad_(False)
-    return sums
+    return sums, sizes
+
+
+def lay_out(sizes: Tensor, batch: Batch) -> Tensor:
+    """Rows of a module in whichever order as tokens [B, length]."""
+    count = count_examples(batch)
+    return sizes if sizes.shape[0] == count else sizes.T if sizes.ndim == 2 else sizes.reshape(count, -1)
 
 
 @pytest.mark.parametrize("name", sorted({*SPREAD, "wavlm"}))
@@ -87,16 +97,50 @@ def test_they_are_those_of_a_whole_backward_pass(name: str, tmp_path: Path, monk
     task = next(iter(prepared.examples))
     expert, entry = prepared.models.experts[task], prepared.architecture.entries[task]
     batches = prepared.examples[task].fitted
-    expected = measure_plainly(share_model(expert), prepared.architecture, entry, batches)
+    expected, _ = measure_plainly(share_model(expert), prepared.architecture, entry, batches)
     for kept_bytes in (output_gradients.KEPT_BYTES, 1):
         monkeypatch.setattr(output_gradients, "KEPT_BYTES", kept_bytes)
         runner = BlockRunner(share_model(expert), prepared.architecture, prepared.device, torch.float32)
-        measured = measure_output_gradients(runner, prepared.architecture, entry, batches, SEED)
+        measured = measure_output_gradients(runner, prepared.architecture, entry, batches, [], SEED).factors
         runner.retire()
         assert measured.keys() == expected.keys()
         for path, factor in measured.items():
             sums = expected[path] / expected[path].diagonal().mean()
             assert (factor.T @ factor - sums).norm() <= 1e-4 * sums.norm(), path
+
+
+@pytest.mark.parametrize("name", ["bert", "vit", "t5", "llama", "gpt2", "wav2vec2"])
+def test_their_sizes_are_known_at_every_token(name: str, tmp_path: Path) -> None:
+    """Over their mean at the tokens that count, whatever the batches."""
+    prepared = prepare(save_family(tmp_path, BY_NAME[name]), batch_size=2, examples=EXAMPLES)
+    task = next(iter(prepared.examples))
+    expert, entry = prepared.models.experts[task], prepared.architecture.entries[task]
+    batches = prepared.examples[task].fitted
+    _, expected = measure_plainly(share_model(expert), prepared.architecture, entry, batches)
+    runner = BlockRunner(share_model(expert), prepared.architecture, prepared.device, torch.float32)
+    factors, fitted, checked = measure_output_gradients(runner, prepared.architecture, entry, batches, batches, SEED)
+    runner.retire()
+    assert fitted.keys() == checked.keys() == factors.keys()
+    for path, relative in fitted.items():
+        sizes = [lay_out(of[path], batch) for of, batch in zip(expected, batches, strict=True)]
+        masks = [BY_NAME[name].mask(path, 0, dict(batch)) for batch in batches]
+        counted = [torch.ones_like(of) if mask is None else mask for of, mask in zip(sizes, masks, strict=True)]
+        sizes = [of * mask for of, mask in zip(sizes, counted, strict=True)]
+        mean = sum(of.sum() for of in sizes) / sum(mask.sum() for mask in counted)
+        for ours, of, mask in zip(relative.split([len(of) for of in sizes]), sizes, counted, strict=True):
+            assert torch.allclose(ours[:, : of.shape[1]].double() * mask, of / mean, rtol=1e-3, atol=1e-5), path
+    assert not all(torch.equal(fitted[path], checked[path]) for path in fitted)  # of other projections
+
+
+def test_examples_that_are_not_looked_at_count_as_the_mean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prepared = prepare(save_family(tmp_path, BY_NAME["bert"]), batch_size=2, examples=EXAMPLES)
+    task = next(iter(prepared.examples))
+    monkeypatch.setattr(output_gradients, "MOST_ROWS", 1)
+    runner = BlockRunner(prepared.models.experts[task], prepared.architecture, prepared.device, torch.float32)
+    entry, batches = prepared.architecture.entries[task], prepared.examples[task].fitted
+    for sizes in measure_output_gradients(runner, prepared.architecture, entry, batches, [], SEED).fitted.values():
+        assert len(sizes) == EXAMPLES
+        assert sizes[:2].std() > 0 and sizes[2:].eq(1).all()
 
 
 def test_they_are_the_same_for_a_seed(tmp_path: Path) -> None:
@@ -107,7 +151,7 @@ def test_they_are_the_same_for_a_seed(tmp_path: Path) -> None:
     for seed in (1, 1, 2):
         model = share_model(prepared.models.experts[task])
         runner = BlockRunner(model, prepared.architecture, prepared.device, torch.float32)
-        measured.append(measure_output_gradients(runner, prepared.architecture, entry, batches, seed))
+        measured.append(measure_output_gradients(runner, prepared.architecture, entry, batches, [], seed).factors)
         runner.retire()
     first, again, other = measured
     assert all(torch.equal(first[path], again[path]) for path in first)

@@ -439,8 +439,8 @@ def test_classes_of_image_folders_are_their_names(tmp_path: Path) -> None:
         ({"answers": "{"}, "no list and no format"),
         ({"chat": True}, "chat belongs to lm_eval"),
         ({"promts": ["{}"]}, "unknown key promts"),
-        ({"max_new_tokens": 0}, "greater than or equal to 1"),
-        ({"answers": 5}, r"tasks\.it\.evaluate\.answers: "),
+        ({"max_new_tokens": 0}, "max_new_tokens must be 1 or more"),
+        ({"answers": 5}, r"tasks\.it\.evaluate\.answers must be a list"),
     ],
 )
 def test_what_cannot_be_meant_is_refused(t5: Path, how: dict[str, Any], message: str) -> None:

@@ -1,0 +1,167 @@
+"""The PEFT adapter that new parameters of a model amount to: Linears' updates cut to a rank, other modules whole."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from peft import LoraConfig
+from safetensors.torch import save
+from torch import Tensor, nn
+
+from featcal_cli.hub.adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PREFIX
+from featcal_cli.models.architecture import Architecture
+from featcal_cli.models.module_kinds import Affine, kind_of, read_parameters
+
+MATRICES = ("linear", "conv1d")
+"""Kinds of modules that LoRA can add to; Conv1D is GPT-2's name for a Linear."""
+EXACT_BELOW = 8
+"""A matrix is cut exactly where its smaller side is at most this many times the rank, else by a random sketch."""
+
+
+@dataclass
+class LowRank:
+    """An adapter in the making."""
+
+    rank: int
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    """By their names in its file."""
+    biases: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    """By path of a Linear with a bias: what is added to it, and what it becomes."""
+    matrices: list[str] = field(default_factory=list)
+    """Paths of Linears whose update is cut to the rank."""
+    transposed: bool = False
+    """They are Conv1D."""
+    whole: list[str] = field(default_factory=list)
+    """Paths of modules that the adapter holds in full."""
+    left_out: list[str] = field(default_factory=list)
+    """Paths of parameters that it cannot hold."""
+    kept: float = 0.0
+    """Σ of squares of the updates that it holds."""
+    total: float = 0.0
+    """Σ of squares of all updates."""
+
+    @property
+    def share(self) -> float:
+        """Of the updates' squares, what the adapter holds, 0 to 1."""
+        return self.kept / self.total if self.total else 1.0
+
+    def write(self, base: str, revision: str | None) -> dict[str, bytes]:
+        """Its files by name. base: the repo or folder of the model that it goes on, and its commit."""
+        tensors = dict(self.tensors)
+        # peft adds to biases only where every Linear has one; else it can replace some
+        all_have = bool(self.biases) and len(self.biases) == len(self.matrices)
+        for path, (added, new) in self.biases.items():
+            tensors[f"{PREFIX}{path}.{'lora_B' if all_have else 'base_layer'}.bias"] = added if all_have else new
+        config = LoraConfig(
+            r=self.rank, lora_alpha=self.rank, lora_dropout=0.0, target_modules=sorted(self.matrices),
+            modules_to_save=sorted(self.whole) or None, fan_in_fan_out=self.transposed, lora_bias=all_have,
+            bias="all" if self.biases and not all_have else "none", inference_mode=True,
+            base_model_name_or_path=base, revision=revision,
+        )  # fmt: skip
+        settings = {key: sorted(x) if isinstance(x, set) else x for key, x in config.to_dict().items()}
+        text = json.dumps(settings, indent=2, sort_keys=True) + "\n"
+        return {ADAPTER_CONFIG: text.encode(), ADAPTER_WEIGHTS: save(tensors, {"format": "pt"})}
+
+
+def find_largest_rank(model: nn.Module, architecture: Architecture) -> int:
+    """The highest rank that an update of one of the model's Linears can have; 0 where none is calibrated."""
+    matrices = (
+        read_parameters(model.get_submodule(f"{block.name}.{module.name}")).weight
+        for block in architecture.blocks
+        for module in block.modules
+        if module.kind in MATRICES and not module.functional
+    )
+    return max((min(weight.shape) for weight in matrices), default=0)
+
+
+def extract_adapter(
+    model: nn.Module, groups: Iterable[Mapping[str, Tensor]], rank: int, functional: Collection[str]
+) -> LowRank:
+    """The adapter on `model` that new values of its parameters amount to.
+
+    groups: of every block, the new parameters by path. functional: the modules whose work functions do, which read
+    weights that LoRA does not change: these are held whole.
+    """
+    made = LowRank(rank)
+    with torch.no_grad():
+        for new in groups:
+            matrices, roots = [], []
+            for path, names in _group_by_module(new).items():
+                module = model.get_submodule(path)
+                kind = kind_of(module)
+                if kind in MATRICES and path not in functional:
+                    matrices.append(path)
+                elif kind is None and any(new[name].ndim > 2 for name in names):  # fused experts: as large as a model
+                    made.left_out += names
+                    made.total += sum(_square(new[name], model.get_parameter(name)) for name in names)
+                else:
+                    roots.append(path)
+            roots = [path for path in roots if not any(path.startswith(f"{other}.") for other in roots)]
+            for path in roots:
+                _hold_whole(made, model, path, new)
+            for path in matrices:
+                if not any(path.startswith(f"{root}.") for root in roots):
+                    _cut_matrix(made, model.get_submodule(path), path, new)
+    return made
+
+
+def _group_by_module(names: Iterable[str]) -> dict[str, list[str]]:
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        groups.setdefault(name.rpartition(".")[0], []).append(name)
+    return groups
+
+
+def _hold_whole(made: LowRank, model: nn.Module, root: str, new: Mapping[str, Tensor]) -> None:
+    """A module as it becomes, with those inside it."""
+    made.whole.append(root)
+    for name, parameter in model.get_submodule(root).named_parameters(prefix=root):
+        value = new.get(name, parameter)
+        made.tensors[PREFIX + name] = _as_stored(value, parameter)
+        made.kept += (square := _square(value, parameter))
+        made.total += square
+
+
+def _cut_matrix(made: LowRank, module: nn.Module, path: str, new: Mapping[str, Tensor]) -> None:
+    """A Linear's update as B A, of the rank or less: A [rank, d_in], B [d_out, rank]."""
+    is_transposed = kind_of(module) == "conv1d"
+    weight = new[f"{path}.weight"].float()
+    old = read_parameters(module).each(Tensor.float)
+    update = Affine(weight.T if is_transposed else weight, new.get(f"{path}.bias")).minus(old)
+    left, sizes, right = _cut(update.weight, made.rank)
+    down, up = torch.zeros(made.rank, update.weight.shape[1]), torch.zeros(len(update.weight), made.rank)
+    down[: len(sizes)], up[:, : len(sizes)] = sizes.sqrt()[:, None] * right.T, left * sizes.sqrt()
+    own = module.get_parameter("weight")
+    made.tensors[f"{PREFIX}{path}.lora_A.weight"] = _as_stored(down, own)
+    made.tensors[f"{PREFIX}{path}.lora_B.weight"] = _as_stored(up, own)
+    made.matrices.append(path)
+    made.transposed |= is_transposed
+    made.kept += float(sizes.square().sum())
+    made.total += float(update.weight.square().sum())
+    if update.bias is not None:
+        made.biases[path] = _as_stored(update.bias, own), _as_stored(new[f"{path}.bias"], own)
+        made.kept += (square := float(update.bias.square().sum()))
+        made.total += square
+
+
+def _cut(update: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
+    """U [d_out, r], the r largest singular values and V [d_in, r] of a matrix, r no more than its sides; the same on
+    every run."""
+    if min(update.shape) <= EXACT_BELOW * rank:
+        left, sizes, right = torch.linalg.svd(update, full_matrices=False)
+        return left[:, :rank], sizes[:rank], right[:rank].T
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        left, sizes, right = torch.svd_lowrank(update, q=2 * rank, niter=4)
+    return left[:, :rank], sizes[:rank], right[:, :rank]
+
+
+def _as_stored(value: Tensor, like: Tensor) -> Tensor:
+    return value.detach().to("cpu", like.dtype).contiguous().clone()
+
+
+def _square(new: Tensor, old: Tensor) -> float:
+    return float((new.float() - old.float()).square().sum())

@@ -1,0 +1,149 @@
+"""An adapter beside the output: real peft loads it, and what it holds of the updates is what the report says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from families import BY_NAME, save_family
+from hub_server import HubServer
+from peft import PeftModel
+from torch import Tensor
+
+from featcal_cli.runtime.errors import OutputError, RecipeError
+from featcal_cli.workflows.verbs import Result, calibrate, dry_run
+
+FULL = {"bert": 32, "gpt2": 32, "llama": 32, "whisper": 32, "convnext": 32, "wavlm": 32}
+"""By family, a rank that holds every update: Linears with biases, Conv1D, without biases, some with, convolutions, and
+projections that functions read."""
+
+
+@pytest.mark.parametrize("name", FULL)
+def test_peft_makes_the_calibrated_model_of_the_merged_one(tmp_path: Path, name: str) -> None:
+    saved = save_family(tmp_path, BY_NAME[name])
+    result = calibrate(saved.recipe(select="preset", norms="all"), output=tmp_path / "out", as_adapter=FULL[name])
+    assert result.report.adapter is not None
+    assert result.report.adapter.share > 0.9999
+    assert not result.report.adapter.left_out
+    merged, calibrated = load(result, tmp_path / "merged"), load(result, tmp_path / "out")
+    inputs = next(iter(saved.inputs.values()))
+    before, after = answer(merged, inputs), answer(calibrated, inputs)
+    adapted = PeftModel.from_pretrained(merged, str(tmp_path / "out"), subfolder="adapter")
+    assert (before - after).norm() > 5e-3 * after.norm()
+    torch.testing.assert_close(answer(adapted, inputs), after, rtol=1e-3, atol=1e-4)
+    if name != "whisper":  # some of its Linears have no bias, so that peft replaces the others'
+        with adapted.disable_adapter():
+            torch.testing.assert_close(answer(adapted, inputs), before)
+    folded = dict(adapted.merge_and_unload().named_parameters())
+    for key, value in calibrated.named_parameters():
+        torch.testing.assert_close(folded[key], value, rtol=1e-4, atol=1e-5, msg=key)
+
+
+@pytest.mark.parametrize("name", ["bert", "llama"])
+def test_the_share_that_a_small_rank_holds_is_reported(tmp_path: Path, name: str) -> None:
+    result = calibrate(
+        save_family(tmp_path, BY_NAME[name]).recipe(select="preset"), output=tmp_path / "out", as_adapter=4
+    )
+    merged, calibrated = load(result, tmp_path / "merged"), load(result, tmp_path / "out")
+    kept = total = 0.0
+    for key, value in calibrated.named_parameters():
+        update = value.double() - merged.get_parameter(key).double()
+        squares = torch.linalg.svdvals(update).square() if update.ndim == 2 else update.square().flatten()
+        kept += float(squares[:4].sum() if update.ndim == 2 else squares.sum())
+        total += float(squares.sum())
+    assert result.report.adapter is not None
+    assert result.report.adapter.share == pytest.approx(kept / total, abs=1e-4)
+    assert 0.1 < result.report.adapter.share < 0.99
+    assert any("the adapter of rank 4 holds" in note for note in result.report.notes)
+    adapted = PeftModel.from_pretrained(merged, str(tmp_path / "out" / "adapter")).merge_and_unload()
+    missed = sum(
+        float((value - adapted.get_parameter(key)).square().sum()) for key, value in calibrated.named_parameters()
+    )
+    assert missed == pytest.approx(total - kept, rel=1e-3)
+
+
+def test_what_no_adapter_can_hold_is_named(tmp_path: Path) -> None:
+    saved = save_family(tmp_path, BY_NAME["xlnet"])
+    result = calibrate(saved.recipe(select="preset"), output=tmp_path / "out", as_adapter=4)
+    assert result.report.adapter is not None
+    assert {name.rpartition(".")[2] for name in result.report.adapter.left_out} == {"q", "k", "v", "o"}
+    assert "the changed parameters" in (tmp_path / "out" / "README.md").read_text()
+
+
+def test_a_model_in_half_precision_has_an_adapter_in_half_precision(tmp_path: Path) -> None:
+    saved = save_family(tmp_path, BY_NAME["llama"], dtype=torch.bfloat16)
+    result = calibrate(saved.recipe(select="preset"), output=tmp_path / "out", as_adapter=32)
+    inputs = next(iter(saved.inputs.values()))
+    adapted = PeftModel.from_pretrained(load(result, tmp_path / "merged"), str(tmp_path / "out" / "adapter"))
+    before, after = (answer(load(result, tmp_path / name), inputs) for name in ("merged", "out"))
+    assert (answer(adapted, inputs) - after).norm() < 0.2 * (before - after).norm()
+    assert (tmp_path / "out" / "adapter" / "adapter_model.safetensors").stat().st_size < 200_000
+
+
+def test_the_adapter_goes_to_the_hub_with_the_output(
+    hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved = save_family(tmp_path, BY_NAME["bert"])
+    monkeypatch.setenv("HF_TOKEN", hub.add_token("alice"))
+    recipe = {**saved.recipe(), "output": {"push_to": "alice/pushed"}}
+    result = calibrate(recipe, output=tmp_path / "out", push_anyway=True, as_adapter=32)
+    adapted = PeftModel.from_pretrained(load(result, tmp_path / "merged"), "alice/pushed", subfolder="adapter")
+    inputs = next(iter(saved.inputs.values()))
+    after = answer(load(result, "alice/pushed"), inputs)
+    torch.testing.assert_close(answer(adapted, inputs), after, rtol=1e-3, atol=1e-4)
+    taken_off, before = adapted.unload(), load(result, tmp_path / "merged")
+    torch.testing.assert_close(answer(taken_off, inputs), answer(before, inputs))
+    assert 'subfolder="adapter"' in (tmp_path / "out" / "README.md").read_text()
+
+
+def test_an_interrupted_run_goes_on_with_an_adapter(tmp_path: Path) -> None:
+    saved = save_family(tmp_path, BY_NAME["bert"])
+    recipe = saved.recipe(select="preset")
+    calibrate(recipe, output=tmp_path / "whole", as_adapter=4)
+
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("featcal_cli.workflows.calibrate.summarise", stop)
+        calibrate(recipe, output=tmp_path / "out")
+    result = calibrate(recipe, output=tmp_path / "out", as_adapter=4)
+    assert any("were taken over" in note for note in result.report.notes)
+    one, other = (
+        {file.name: file.read_bytes() for file in (tmp_path / name / "adapter").iterdir()} for name in ("whole", "out")
+    )
+    assert one == other
+    with pytest.raises(OutputError, match="the output folder exists"):  # with an adapter it is another output
+        calibrate({**recipe, "output": {"push_to": "alice/model"}}, output=tmp_path / "out", as_adapter=8)
+
+
+@pytest.mark.parametrize(
+    ("rank", "change", "what"),
+    [
+        (0, {}, "at least 1"),
+        (33, {}, "no update has a rank above 32"),
+        (4, {"merged": {"method": "average"}}, "built only for the run"),
+    ],
+)
+@pytest.mark.parametrize("verb", [calibrate, dry_run])
+def test_a_rank_that_cannot_be_is_refused_and_nothing_is_written(
+    tmp_path: Path, verb: Any, rank: int, change: dict[str, Any], what: str
+) -> None:
+    recipe = {**save_family(tmp_path, BY_NAME["bert"]).recipe(), **change}
+    before = set(tmp_path.rglob("*"))
+    with pytest.raises(RecipeError, match=what) as raised:
+        verb(recipe, output=tmp_path / "out", as_adapter=rank)
+    assert raised.value.where == f"--as-adapter {rank}"
+    assert set(tmp_path.rglob("*")) == before
+
+
+def load(result: Result, folder: Path | str) -> Any:
+    model: Any = type(result.merged.module).from_pretrained(folder, dtype="auto")
+    return model.eval()
+
+
+def answer(model: Any, inputs: dict[str, Tensor]) -> Tensor:
+    with torch.no_grad():
+        return model(**inputs)[0].float()  # type: ignore[no-any-return]

@@ -1,0 +1,76 @@
+"""Experts of mixtures: those that few tokens reach, other metrics, and several students side by side."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from families import BY_NAME, Saved, save_family
+from safetensors.torch import load_file
+
+from featcal_cli.models.module_kinds import DENSE_SQUARES, split_systems
+from featcal_cli.reporting.report import Report
+from featcal_cli.workflows.verbs import calibrate
+
+pytestmark = pytest.mark.usefixtures("undrawn")
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Saved:
+    return save_family(tmp_path, BY_NAME["mixtral"])
+
+
+def read_experts(report: Report) -> tuple[set[str], dict[str, str]]:
+    """The matrices of experts that were calibrated, and the others with the reasons."""
+    modules = {f"{block.name}.{module.name}" for block in report.blocks for module in block.modules}
+    skipped = {f"{block.name}.{x['name']}": x["reason"] for block in report.blocks for x in block.skipped}
+    return {name for name in modules if ".experts." in name}, {k: v for k, v in skipped.items() if ".experts." in k}
+
+
+def test_an_expert_that_few_tokens_reach_stays_as_merged(tmp_path: Path, saved: Saved) -> None:
+    result = calibrate(saved.recipe(select="preset", examples=3), output=tmp_path / "out", batch_size=5)
+    calibrated, skipped = read_experts(result.report)
+    assert skipped
+    assert all("tokens are routed to it; it takes 32" in reason for reason in skipped.values())
+    assert len(calibrated | skipped.keys()) == 16  # two matrices of four experts in two blocks
+    new, merged = (load_file(path / "model.safetensors") for path in (tmp_path / "out", saved.folder / "merged"))
+    part = {"gate_up_proj": "w1", "down_proj": "w2"}
+    for name in (*calibrated, *skipped):
+        path, _, number = name.removesuffix("]").partition("[")
+        holder, _, key = path.rpartition(".")
+        tensor = f"{holder.replace('.mlp.', '.block_sparse_moe.')}.{number}.{part[key]}.weight"
+        assert torch.equal(new[tensor], merged[tensor]) == (name in skipped), name
+
+
+@pytest.mark.parametrize("settings", [{"metric": "output"}, {"metric": "output", "order": "module"}])
+def test_experts_are_calibrated_where_errors_are_measured_by_answers(
+    tmp_path: Path, saved: Saved, settings: dict[str, str]
+) -> None:
+    result = calibrate(saved.recipe(select="preset", **settings), output=tmp_path / "out", batch_size=5)
+    calibrated, skipped = read_experts(result.report)
+    assert len(calibrated) == 16
+    assert not skipped
+    new, merged = (load_file(path / "model.safetensors") for path in (tmp_path / "out", saved.folder / "merged"))
+    experts = [name for name in new if ".experts." in name]
+    assert len(experts) == 2 * 4 * 3
+    assert not any(torch.equal(new[name], merged[name]) for name in experts)
+    assert all(new[name].isfinite().all() for name in experts)
+
+
+@pytest.mark.matrix
+def test_several_students_have_choices_of_their_own(tmp_path: Path, saved: Saved) -> None:
+    """What a search chooses is what it gives by itself."""
+    searched = calibrate(saved.recipe(select="search", ridge=None, rho=None, alpha=None), output=tmp_path / "searched")
+    chosen = {name: searched.report.settings[name] for name in ("ridge", "rho", "alpha", "order", "metric")}
+    alone = calibrate(saved.recipe(**chosen), output=tmp_path / "alone")
+    assert read_experts(searched.report)[0] == read_experts(alone.report)[0] != set()
+    new, again = (load_file(tmp_path / name / "model.safetensors") for name in ("searched", "alone"))
+    assert all(torch.allclose(new[name], again[name], atol=1e-5) for name in new)
+
+
+def test_as_many_experts_are_solved_together_as_a_dense_layer_takes() -> None:
+    assert split_systems([(64, 64)] * 40) == [slice(0, 17), slice(17, 34), slice(34, 40)]
+    assert DENSE_SQUARES * 64**2 == 17 * 64 * (64 + 64)
+    assert split_systems([(10, 1000)] * 2) == [slice(0, 1), slice(1, 2)]  # one in any case
+    assert split_systems([]) == []

@@ -1,0 +1,75 @@
+"""Merges whose layers or tokens are not those of their experts: refused in one message, and nothing is left behind."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from families import BY_NAME, save_family
+from transformers import LlamaForCausalLM
+
+from featcal_cli.runtime.errors import CheckpointError
+from featcal_cli.workflows.verbs import calibrate, dry_run
+
+
+@pytest.mark.parametrize(
+    ("model", "order", "what"),
+    [
+        ("merged", [0, 1, 0, 1], r"base has 2 of the layers model\.layers, and merged has 4"),
+        ("red", [0], r"expert red has 1 of the layers model\.layers, and merged has 2"),
+        ("red", [0, 1, 1], r"expert red has 3 of the layers model\.layers, and merged has 2"),
+    ],
+)
+@pytest.mark.parametrize("verb", [calibrate, dry_run])
+def test_models_with_more_or_fewer_layers_are_refused(
+    tmp_path: Path, verb: Any, model: str, order: list[int], what: str
+) -> None:
+    recipe = save_family(tmp_path, BY_NAME["llama"]).recipe()
+    restack(tmp_path / model, order)
+    check_refusal(tmp_path, recipe, what, verb)
+
+
+@pytest.mark.parametrize(
+    ("order", "what"),
+    [
+        ([1, 0], r"merged's model\.layers\.0 is made of base's model\.layers\.1"),
+        ([0, 0], r"merged's model\.layers\.1 is made of base's model\.layers\.0"),
+    ],
+)
+def test_layers_in_another_order_are_seen_by_their_weights(tmp_path: Path, order: list[int], what: str) -> None:
+    recipe = save_family(tmp_path, BY_NAME["llama"]).recipe()
+    restack(tmp_path / "merged", order)
+    check_refusal(tmp_path, recipe, what)
+
+
+@pytest.mark.parametrize("model", ["red", "base"])
+def test_tokens_that_a_model_does_not_know_are_named(tmp_path: Path, model: str) -> None:
+    recipe = save_family(tmp_path, BY_NAME["llama"]).recipe()
+    module = LlamaForCausalLM.from_pretrained(tmp_path / model)
+    module.resize_token_embeddings(50)
+    module.save_pretrained(tmp_path / model)
+    check_refusal(tmp_path, recipe, r"knows the tokens 0 to 49, and the examples of \w+ hold \d\d")
+
+
+def check_refusal(folder: Path, recipe: dict[str, object], what: str, verb: Any = calibrate) -> None:
+    before = set(folder.rglob("*"))
+    with pytest.raises(CheckpointError, match=what) as raised:
+        verb(recipe, output=folder / "out")
+    assert raised.value.fix
+    assert set(folder.rglob("*")) == before
+
+
+def restack(folder: Path, order: list[int]) -> None:
+    """The model in a folder, made of these of its layers."""
+    module = LlamaForCausalLM.from_pretrained(folder)
+    tensors = module.state_dict()
+    stacked = {name: value for name, value in tensors.items() if ".layers." not in name}
+    for number, layer in enumerate(order):
+        place = f"model.layers.{layer}."
+        taken = {name.removeprefix(place): value for name, value in tensors.items() if name.startswith(place)}
+        stacked |= {f"model.layers.{number}.{name}": value.clone() for name, value in taken.items()}
+    module.config.num_hidden_layers = len(order)
+    other = LlamaForCausalLM(module.config)
+    other.load_state_dict(stacked)
+    other.save_pretrained(folder)
