@@ -101,7 +101,7 @@ class Uploads:
         monkeypatch.setattr(lockstep, "_start_passes", watched_start)
 
     def check(self, most: int = 1) -> None:
-        """Each went up once a visit (or `most` times) for every part that is solved by itself, none for nothing, and all
+        """Each went up once a visit (or `most` times) for every part solved by itself, none for nothing, and all
         have left with the block."""
         assert [key for key, count in self.visits.items() if key[0] and count > most * self._parts[key[0]]] == []
         assert self.begun == self.visits.total()
