@@ -238,6 +238,7 @@ def show_inventory(inventory: Inventory) -> None:
     """Blocks and modules of a model; equal neighbours are one row."""
     size = _count(inventory.parameters)
     OUT.print(f"[bold]{escape(inventory.model)}[/bold]: {escape(inventory.model_class)}, {size} parameters")
+    OUT.print(f"{_percent(inventory.share)} of the parameters inside blocks are calibrated")
     neighbours = groupby(inventory.blocks, lambda block: (block.name.rpartition(".")[0], block.modules, block.skipped))
     for first, *rest in (list(blocks) for _, blocks in neighbours):
         name = f"{first.name} … {rest[-1].name.rpartition('.')[2]}" if rest else first.name
@@ -252,6 +253,11 @@ def show_inventory(inventory: Inventory) -> None:
         OUT.print(table)
     for note in inventory.notes:
         ERR.print(f"[dim]· {escape(note)}[/dim]")
+
+
+def _percent(share: float) -> str:
+    """0.9987 as 99.8 %: never rounded up to all."""
+    return f"{int(share * 1000) / 10:g} %"
 
 
 def _count(number: int) -> str:

@@ -21,7 +21,7 @@ from featcal_cli.models.architecture import (
     no_blocks,
 )
 from featcal_cli.models.loading import find_class
-from featcal_cli.models.tracing import FAILURES
+from featcal_cli.models.tracing import EXPERTS, FAILURES
 from featcal_cli.runtime.errors import ArchitectureError, CheckpointError, DataError
 
 EXAMPLES, TOKENS = 2, 16
@@ -45,6 +45,8 @@ class BlockEntry:
     name: str
     modules: list[ModuleEntry]
     skipped: list[dict[str, str]]
+    parameters: int
+    """All of the block's, calibrated or not."""
     ran: bool
     """Its place in the order comes from a run; where False, from the order of registration."""
 
@@ -59,9 +61,15 @@ class Inventory:
     blocks: list[BlockEntry]
     notes: list[str]
 
+    @property
+    def share(self) -> float:
+        """Of the parameters inside blocks, the share that would be calibrated, 0 … 1."""
+        calibrated = sum(module.parameters for block in self.blocks for module in block.modules)
+        return calibrated / max(1, sum(block.parameters for block in self.blocks))
+
     def to_dict(self) -> dict[str, Any]:
         """For --json."""
-        return asdict(self)
+        return {**asdict(self), "share": self.share}
 
 
 def take_inventory(snapshot: Snapshot, norms: str) -> Inventory:
@@ -149,11 +157,18 @@ def _made_up(name: str, config: Any) -> Tensor | None:
 
 
 def _describe(model: nn.Module, block: Block, *, ran: bool) -> BlockEntry:
-    modules, skipped = [], [{"name": name, "reason": reason} for name, reason in block.skipped]
+    modules, skipped = [], []
+    held = model.get_submodule(block.name)
+    sizes = {name: value.numel() for name, value in held.named_parameters()}
+    for name, reason in block.skipped:
+        if reason == EXPERTS and not ran:
+            modules.append(ModuleEntry(name, "experts of a mixture", sizes[name]))
+        else:
+            skipped.append({"name": name, "reason": reason})
     for module in block.modules:
         if ran and not module.layouts:
             skipped.append({"name": module.name, "reason": module.why_silent})
         else:
-            parameters = module_at(model.get_submodule(block.name), module).parameters(recurse=False)
+            parameters = module_at(held, module).parameters(recurse=False)
             modules.append(ModuleEntry(module.name, module.kind, sum(value.numel() for value in parameters)))
-    return BlockEntry(block.name, modules, skipped, ran)
+    return BlockEntry(block.name, modules, skipped, sum(sizes.values()), ran)

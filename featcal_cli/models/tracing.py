@@ -337,7 +337,7 @@ def explain_skipped(
     these parts of it."""
     is_convolution = any("conv" in base.__name__.lower() for base in type(module).__mro__)
     if not parts:
-        fused = value.ndim == 3 and not is_convolution and (bool(run.routed) or not run.calls)
+        fused = value.ndim == 3 and len(value) > 1 and not is_convolution and (bool(run.routed) or not run.calls)
         return EXPERTS if fused else "neither a Linear nor a norm"
     if run.routers & parts.keys():
         return ROUTER

@@ -9,20 +9,27 @@ import os
 from collections import Counter
 from pathlib import Path
 
+from torch import nn
+
 from featcal_cli.workflows.verbs import Result
 
 TABLE = Path(__file__).resolve().parents[2] / "docs" / "architectures.md"
 HEAD = """# Architectures
 
-One row an architecture of transformers 5. Each row is written by the test run, from the report of a calibration of a
-tiny random family (two to four blocks), and only when that calibration equals a slow float64 computation of the paper's
-equations on whole-model forward passes, within a relative error of 1e-3 of every tensor's update. The same families are
-also tested for: equal models stay unchanged (1e-6), batch size and padding do not matter (1e-5), bfloat16 runs.
+Each row is one architecture of transformers 5 that the tests calibrate, as a tiny random model with a few blocks. A
+second, slow computation in float64 repeats the paper's equations on forward passes of the whole model. A row is written
+only if the two agree: every tensor's update within a relative error of 1e-3. For the same models, the tests also check
+that equal models stay unchanged (within 1e-6), that batch size and padding do not matter (1e-5), and that bfloat16
+runs.
 
-featcal has no list of architectures: it finds blocks by running the model. Others of these shapes work the same way.
+The share is that of the parameters inside blocks which are calibrated. In models as tiny as these, biases, norms and
+position tables weigh more than in real ones; `featcal modules user/merged` shows it for yours.
 
-| architecture | class | blocks | calibrated | left as merged |
-|---|---|---|---|---|
+featcal itself has no list of architectures. It finds the blocks by running the model, so other architectures built in
+similar ways work too.
+
+| architecture | class | blocks | share | calibrated | left as merged |
+|---|---|---|---|---|---|
 """
 
 
@@ -50,4 +57,26 @@ def make_row(name: str, result: Result) -> str:
     reasons = Counter(skipped["reason"] for block in blocks for skipped in block.skipped)
     left = "; ".join(f"{count}: {reason}" for reason, count in sorted(reasons.items())) or "–"
     model_class = type(result.merged.module).__name__
-    return f"| {name} | {model_class} | {len(blocks)} | {calibrated} | {left} |"
+    share = f"{int(calibrated_share(result) * 1000) / 10:.1f} %"
+    return f"| {name} | {model_class} | {len(blocks)} | {share} | {calibrated} | {left} |"
+
+
+def calibrated_share(result: Result) -> float:
+    """Of the parameters inside blocks, the share that was calibrated: all but those of modules left as merged."""
+    blocks = {block.name: result.merged.module.get_submodule(block.name) for block in result.report.blocks}
+    whole = {id(x): x.numel() for held in blocks.values() for x in held.parameters()}
+    left = {
+        id(x): x.numel()
+        for block in result.report.blocks
+        for skipped in block.skipped
+        for x in held_by(blocks[block.name], skipped["name"])
+    }
+    return float(1 - sum(left.values()) / sum(whole.values()))
+
+
+def held_by(block: nn.Module, path: str) -> list[nn.Parameter]:
+    """The parameter at a path inside the block, or those of the module there, without what modules inside it have."""
+    for found, parameter in block.named_parameters():
+        if found == path:
+            return [parameter]
+    return list(block.get_submodule(path).parameters(recurse=False))
