@@ -26,6 +26,8 @@ from featcal_cli.models.tracing import BlockCall, tensors_in
 
 WIDEST_SQUARE, SKETCH_ROWS = 1024, 256
 """Outputs up to so wide have all products of their gradients summed; wider ones so many random combinations of them."""
+WIDEST_SQUARE_OF_EXPERTS, SKETCH_ROWS_OF_EXPERTS = 128, 64
+"""The same of a mixture's experts, of which a model has thousands."""
 DIRECTIONS, SPARE_DIRECTIONS = 128, 16
 """Of a module's output that are told apart in the end, those that move answers most; and how many more are looked at to
 find them."""
@@ -39,22 +41,29 @@ KEPT_BYTES = 1 << 28
 """What blocks are called with is kept of so many batches at a time."""
 
 
+def count_sum_rows(d_out: int, *, of_experts: bool) -> int:
+    """Rows of the sum that gradients [.., d_out] make; of_experts: of a module of a mixture's experts."""
+    if of_experts:
+        return d_out if d_out <= WIDEST_SQUARE_OF_EXPERTS else SKETCH_ROWS_OF_EXPERTS
+    return d_out if d_out <= WIDEST_SQUARE else SKETCH_ROWS
+
+
 class GradientSums:
     """M = Σ g gᵀ of the gradients g [.., d_out] at the outputs of modules, by their paths in merged: [d_out, d_out], or
-    for wide ones a sketch R [SKETCH_ROWS, d_out] with E[RᵀR] = M."""
+    for wide ones a sketch R [`count_sum_rows`, d_out] with E[RᵀR] = M."""
 
     def __init__(self, generator: torch.Generator) -> None:
         self.sums: dict[str, Tensor] = {}
         self._generator = generator
 
-    def add(self, name: str, gradient: Tensor) -> None:
-        """Add the gradient at one output [.., d_out]."""
+    def add(self, name: str, gradient: Tensor, *, of_experts: bool = False) -> None:
+        """Add the gradient at one output [.., d_out]; of_experts: of a module of a mixture's experts."""
         rows = gradient.reshape(-1, gradient.shape[-1]).float()
-        if rows.shape[1] <= WIDEST_SQUARE:
+        if (sum_rows := count_sum_rows(rows.shape[1], of_experts=of_experts)) == rows.shape[1]:
             term = rows.T @ rows
         else:
-            signs = torch.randint(0, 2, (SKETCH_ROWS, len(rows)), generator=self._generator).to(rows)
-            term = (signs.mul_(2).sub_(1) @ rows).div_(SKETCH_ROWS**0.5)
+            signs = torch.randint(0, 2, (sum_rows, len(rows)), generator=self._generator).to(rows)
+            term = (signs.mul_(2).sub_(1) @ rows).div_(sum_rows**0.5)
         self.sums[name] = self.sums[name].add_(term) if name in self.sums else term
 
     def factor(self, name: str) -> Tensor:
@@ -160,6 +169,7 @@ class TracedPass:
         step = self.steps.pop()
         if all(gradient is None for gradients in step.gradients for gradient in gradients):
             return  # nothing of it reaches the answers
+        of_experts = {f"{block.name}.{module.name}" for module in block.modules if module.is_routed}
         layouts = {f"{block.name}.{module.name}": module.layouts for module in block.modules}
         given = {id(x): x for x in tensors_in(step.call) if x.is_floating_point()}
         copies = {key: _as_leaf(x) for key, x in given.items()}
@@ -175,9 +185,11 @@ class TracedPass:
                         continue
                     module = self._expert.module(name)
                     gradient = channels_last(module, gradient)
-                    self._add_sizes(layouts[name], name, gradient, step.padding)
+                    if name not in of_experts:
+                        self._add_sizes(layouts[name], name, gradient, step.padding)
                     if sums is not None:  # a function may return [.., heads, d]
-                        sums.add(name, gradient.reshape(-1, read_parameters(module).weight[..., 0].numel()))
+                        rows = gradient.reshape(-1, read_parameters(module).weight[..., 0].numel())
+                        sums.add(name, rows, of_experts=name in of_experts)
                 before = zip((x for x, _ in origins), at[len(inside) :], strict=True)
                 self._send_back([(x, gradient) for x, gradient in before if gradient is not None], projection)
 
@@ -206,7 +218,7 @@ class TracedPass:
         paths, which can be differentiated inside."""
         inside: list[tuple[str, Tensor]] = []
         with ExitStack() as hooks, ExitStack() as precision:
-            linear = [module for module in block.modules if module.kind in LINEAR_KINDS and not module.is_routed]
+            linear = [module for module in block.modules if module.kind in LINEAR_KINDS]
             for module in (module for module in linear if module.functional is None):
                 path = f"{block.name}.{module.name}"
                 hook = self._expert.module(path).register_forward_hook(partial(_keep_output, inside, path))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from itertools import product
 from math import inf
 from typing import NamedTuple
 
@@ -15,7 +16,7 @@ from featcal_cli.calibration.linear_algebra import choose_precision
 from featcal_cli.data.batches import Batch
 from featcal_cli.data.examples import TaskExamples, most_held_out
 from featcal_cli.engine.offload import LARGE
-from featcal_cli.engine.output_gradients import DIRECTIONS, KEPT_BYTES, SKETCH_ROWS, WIDEST_SQUARE
+from featcal_cli.engine.output_gradients import DIRECTIONS, KEPT_BYTES, count_sum_rows
 from featcal_cli.models.architecture import Architecture
 from featcal_cli.models.loading import Model
 from featcal_cli.recipe.schema import Calibration, Merge, Recipe
@@ -345,11 +346,12 @@ def _count_gradients(model: nn.Module, architecture: Architecture, needs: Mappin
     """Bytes of one expert's gradients, where errors are measured by what they do to answers: as they are summed, and as
     they are kept."""
     summed = kept = 0
-    for block in architecture.blocks:
-        dense = tuple(module for module in block.modules if not module.is_routed)  # others are solved by features
-        for _, d_out, widest, _ in find_inputs(model, replace(block, modules=dense), needs):
-            summed += d_out * (widest if widest <= WIDEST_SQUARE else SKETCH_ROWS)
-            kept += d_out * min(widest, DIRECTIONS)
+    for block, of_experts in product(architecture.blocks, (False, True)):
+        modules = tuple(module for module in block.modules if module.is_routed == of_experts)
+        for _, d_out, widest, _ in find_inputs(model, replace(block, modules=modules), needs):
+            rows = count_sum_rows(widest, of_experts=of_experts)
+            summed += d_out * rows
+            kept += d_out * min(rows, DIRECTIONS)
     return summed * COMPUTE, kept * COMPUTE
 
 

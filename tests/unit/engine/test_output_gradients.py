@@ -56,7 +56,7 @@ def measure_plainly(
 
     handles = []
     for block in architecture.blocks:
-        for module in (x for x in block.modules if x.kind in LINEAR_KINDS and not x.is_routed):
+        for module in (x for x in block.modules if x.kind in LINEAR_KINDS):
             path = f"{block.name}.{module.name}"
             if module.functional is not None:
                 held = expert.module.get_submodule(expert.own_path(block.name) or "")
@@ -182,18 +182,19 @@ def test_gradients_that_are_not_finite_stay_so() -> None:
     assert sums.factor("m").isnan().all() and not sums.factor("none").any()
 
 
-def test_a_sketch_of_wide_outputs_is_right_on_average() -> None:
+@pytest.mark.parametrize("of_experts", [False, True])
+def test_a_sketch_of_wide_outputs_is_right_on_average(of_experts: bool) -> None:
     """E[RᵀR] = Σ g gᵀ: the mean over sketches comes nearer to it as they grow more."""
-    wide = output_gradients.WIDEST_SQUARE + 1
+    wide = 1 + (output_gradients.WIDEST_SQUARE_OF_EXPERTS if of_experts else output_gradients.WIDEST_SQUARE)
     rows = torch.randn(5, wide, generator=torch.Generator().manual_seed(0))
     exact, generator = rows.T @ rows, torch.Generator().manual_seed(1)
     distances, total = [], torch.zeros_like(exact)
     for count in range(1, 17):
         sums = GradientSums(generator)
         for part in rows.split(2):
-            sums.add("m", part)
+            sums.add("m", part, of_experts=of_experts)
         sketch = sums.sums["m"]
-        assert sketch.shape == (output_gradients.SKETCH_ROWS, wide)
+        assert len(sketch) == output_gradients.count_sum_rows(wide, of_experts=of_experts) < wide
         total += sketch.T @ sketch
         distances.append(float((total / count - exact).norm() / exact.norm()))
     assert distances[0] < 0.25
