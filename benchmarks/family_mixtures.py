@@ -50,7 +50,7 @@ PRETRAINING_STEPS, BODY_STEPS = 1500, 400
 
 
 def new_config(labels: list[str]) -> MixtralConfig:
-    """Four blocks of width 96, eight experts of width 128 in each; four fifths of the weights in blocks are theirs."""
+    """Four blocks of width 96, eight experts of width 128 in each; nine tenths of the weights in blocks are theirs."""
     return MixtralConfig(
         vocab_size=len(SPECIAL) + len(LETTERS), hidden_size=96, num_hidden_layers=4, num_attention_heads=4,
         num_key_value_heads=4, intermediate_size=128, num_local_experts=8, num_experts_per_tok=2,
