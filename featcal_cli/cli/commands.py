@@ -36,10 +36,10 @@ HELP = """Calibrate merged models: move their features back to the experts', in 
     featcal inspect-drift user/merged --max-drift 0.8
 """
 EPILOG = """
-**Exit codes**: 0 done; 2 something that you can fix (one message says what, where and how); 3 a limit was exceeded
-(--max-drift, --strict); 130 interrupted, and the same command goes on from there (143 by SIGTERM, 129 by SIGHUP); 141
-the reader of the output has gone (`| head`); 1 a bug (a report of it is written), or a problem
-that `featcal doctor` found.
+**Exit codes**: 0 done; 2 something that you can fix (one message says what, where and how); 3 the result was measured
+and is not good enough (drift above --max-drift; larger than before on a task, with --strict, or on average, with
+--push-to); 130 interrupted, and the same command goes on from there (143 by SIGTERM, 129 by SIGHUP); 141 the reader of
+the output has gone (`| head`); 1 a bug (a report of it is written), or a problem that `featcal doctor` found.
 
 **Environment**: HF_TOKEN, HF_HOME, HF_ENDPOINT and HF_HUB_OFFLINE, as for every client of the Hub.
 """
