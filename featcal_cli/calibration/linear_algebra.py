@@ -114,9 +114,11 @@ class Symmetric:
                 squares.append(2 * in_sums(_dot(panel)) - diagonal if start else diagonal)
         return torch.stack(squares).sum().sqrt()
 
-    def full(self) -> Tensor:
-        """The whole matrix [d, d]."""
-        whole = torch.zeros(self._d, self._d, dtype=self._dtype, device=self._device)
+    def full(self, out: Tensor | None = None) -> Tensor:
+        """The whole matrix [d, d]; in `out`, where it is given."""
+        whole = torch.empty(self._d, self._d, dtype=self._dtype, device=self._device) if out is None else out
+        if None in self.panels:
+            whole.zero_()
         for start, stop, panel in zip(self.starts, self.stops, self.panels, strict=True):
             if panel is not None:
                 whole[start:stop, :stop] = panel

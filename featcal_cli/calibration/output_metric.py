@@ -12,6 +12,7 @@ by how far a change there moves the answers.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from math import isfinite
 from typing import NamedTuple
 
@@ -26,7 +27,6 @@ from featcal_cli.calibration.linear_algebra import (
     factorise,
     in_sums,
     project_system,
-    solve_rows,
 )
 from featcal_cli.calibration.moments import LinearMoments
 from featcal_cli.calibration.solver import LinearEquations
@@ -37,11 +37,9 @@ SENSITIVITY = 0.9
 """κ: how much of S is what gradients say; the rest is the identity, as few of them say nothing of most directions."""
 TOKEN_SENSITIVITY = 0.5
 """How much of a token's weight is what gradients say; the rest is the same for all."""
-TOLERANCE, MOST_STEPS, MOST_BIAS_STEPS = 1e-2, 8, 100
+TOLERANCE, MOST_STEPS, MOST_BIAS_STEPS = 1e-2, 5, 100
 """Of conjugate gradients: the residual at which they end, over the right-hand side, and the most of them. They begin
 at merged, with what the examples are surest of; of more steps, answers do not get better (docs/experiments.md)."""
-WIDEST_FACTOR = 4096
-"""Outputs of a module whose mean S is factorised to precondition with; wider ones take more steps instead."""
 
 
 def weigh_tokens(sizes: Sequence[Tensor], mask: Tensor | None) -> Tensor:
@@ -102,7 +100,6 @@ class MetricEquations(LinearEquations):
         task = _Task(moments.sum, omega / moments.weight, omega, self._cast(moments.mean), metrics)
         self._tasks.append(task)
         self._omega += omega
-        self._gram.add(moments.sum, task.scale)
         self.rows += moments.rows
         gram = None if moments.pairs else task.gram.full().mul_(task.scale)
         for name, expert in experts.items():
@@ -139,52 +136,49 @@ class MetricEquations(LinearEquations):
         return curvature, (update * self.pull_of(name)).sum() + shift.dot(self._cast(self._bias_pull[name]))
 
     def _factorise(self) -> tuple[Callable[[str, Tensor], Tensor], Tensor, float]:
-        system = self._gram.full()
+        d_in = len(self._mean)
+        grams = self._mean.new_empty(len(self._tasks), d_in, d_in)
+        for task, gram in zip(self._tasks, grams, strict=True):
+            task.gram.full(gram).mul_(task.scale)
+        system = grams.sum(0)
         factor, ridge = factorise(system, self._hyperparameters.ridge)
         projected = project_system(system, factor)
-        del system
-        grams = torch.stack([task.gram.full().mul_(task.scale) for task in self._tasks])
+        del system, factor
 
         def update_of(name: str, towards: Tensor) -> Tensor:
             right = self.pull_of(name).add(towards, alpha=ridge)
-            system_of = self._make_system(name, grams, ridge)
-            outer = self._factorise_mean_metric(name)
-
-            def precondition(residual: Tensor) -> Tensor:
-                solved = solve_rows(residual.clone(), factor)
-                return solved if outer is None else torch.cholesky_solve(solved, outer)
-
-            return approach_by_conjugate_gradients(system_of, right, precondition, MOST_STEPS)
+            return self._approach(name, grams, right, ridge)
 
         return update_of, projected, ridge
 
-    def _make_system(self, name: str, grams: Tensor, ridge: float) -> Callable[[Tensor], Tensor]:
-        """U → Σ ω_i S_i U G_i + λ U of a module, given ω_i G_i [tasks, d_in, d_in]. The parts of all S_i that are
-        multiples of I are one product, and of the others each has few rows."""
-        none = OutputMetric(grams.new_zeros(0, len(self._merged[name].weight)), self._dtype)
+    def _approach(self, name: str, grams: Tensor, right: Tensor, ridge: float) -> Tensor:
+        """The update U of a module, given ω_i G_i [tasks, d_in, d_in] and the right-hand side, which is written over.
+
+        Of S_i = c_i I + F_iᵀ F_i the multiples of I make one system, H = Σ c_i ω_i G_i + λ I = L Lᵀ. In V = U L the
+        equations are V + Σ F_iᵀ F_i V (L⁻¹ ω_i G_i L⁻ᵀ) = right L⁻ᵀ: a step takes nothing but products with the few
+        rows of all F_i. They are preconditioned with I + Σ F_iᵀ F_i / Σ c_i, which is the mean of S_i but for a number.
+        """
+        none = OutputMetric(grams.new_zeros(0, len(right)), self._dtype)
         metrics = [task.metrics.get(name, none) for task in self._tasks]
-        whole = torch.tensordot(torch.stack([metric.identity for metric in metrics]), grams, 1)
-        whole.diagonal().add_(ridge + EPSILON)
+        identities = torch.stack([metric.identity for metric in metrics])
         factors = torch.cat([metric.factor for metric in metrics])
         counts = [len(metric.factor) for metric in metrics]
+        lower, _ = factorise(torch.tensordot(identities, grams, 1), ridge)
+        inner = factors @ factors.T
+        inner.diagonal().add_(identities.sum())
+        inner = torch.linalg.cholesky(inner)
 
         def system_of(update: Tensor) -> Tensor:
-            moved = (factors @ update).split(counts)
+            moved = divide(lower, factors @ update, upper=False).split(counts)
             bent = torch.cat([rows @ gram for rows, gram in zip(moved, grams, strict=True)])
-            return torch.addmm(update @ whole, factors.T, bent)
+            return torch.addmm(update, factors.T, divide(lower.mT, bent, upper=True))
 
-        return system_of
+        def precondition(residual: Tensor) -> Tensor:
+            return torch.addmm(residual, factors.T, torch.cholesky_solve(factors @ residual, inner), alpha=-1)
 
-    def _factorise_mean_metric(self, name: str) -> Tensor | None:
-        """Cholesky factor of the mean of S_i [d_out, d_out]; None where it is too wide, or the identity."""
-        metrics = [task.metrics[name] for task in self._tasks if name in task.metrics]
-        if not metrics or len(self._merged[name].weight) > WIDEST_FACTOR:
-            return None
-        factors = torch.cat([metric.factor for metric in metrics])
-        mean = factors.T @ factors
-        mean.diagonal().add_(torch.stack([metric.identity for metric in metrics]).sum())
-        factor: Tensor = torch.linalg.cholesky(mean / len(metrics))
-        return factor
+        divide = partial(torch.linalg.solve_triangular, left=False)
+        right = divide(lower.mT, right, upper=True)
+        return divide(lower, approach_by_conjugate_gradients(system_of, right, precondition, MOST_STEPS), upper=False)
 
     def _bias_of(self, name: str, update: Tensor, towards: Tensor, ridge: float) -> Tensor:
         """(Σ ω_i S_i + λ)⁻¹ (Σ ω_i S_i (r̄_i − U μ_i) + λ (b_anc − b_merged)) [d_out]."""

@@ -28,10 +28,10 @@ WIDEST_SQUARE, SKETCH_ROWS = 1024, 256
 """Outputs up to so wide have all products of their gradients summed; wider ones so many random combinations of them."""
 WIDEST_SQUARE_OF_EXPERTS, SKETCH_ROWS_OF_EXPERTS = 128, 64
 """The same of a mixture's experts, of which a model has thousands."""
-DIRECTIONS, SPARE_DIRECTIONS = 128, 16
+DIRECTIONS, SPARE_DIRECTIONS = 64, 16
 """Of a module's output that are told apart in the end, those that move answers most; and how many more are looked at to
 find them."""
-ENOUGH_GRADIENTS, MOST_PROJECTIONS = 128, 4
+ENOUGH_GRADIENTS, MOST_PROJECTIONS = 128, 3
 """Random projections of each example's answers are taken until a task has so many, or each example so many."""
 MOST_ROWS = 1 << 14
 """Tokens of a task that are looked at: a language model's examples are long."""
