@@ -152,7 +152,7 @@ class MetricEquations(LinearEquations):
         return update_of, projected, ridge
 
     def _approach(self, name: str, grams: Tensor, right: Tensor, ridge: float) -> Tensor:
-        """The update U of a module, given ω_i G_i [tasks, d_in, d_in] and the right-hand side, which is written over.
+        """The update U of a module, given ω_i G_i [tasks, d_in, d_in] and the right-hand side.
 
         Of S_i = c_i I + F_iᵀ F_i the multiples of I make one system, H = Σ c_i ω_i G_i + λ I = L Lᵀ. In V = U L the
         equations are V + Σ F_iᵀ F_i V (L⁻¹ ω_i G_i L⁻ᵀ) = right L⁻ᵀ: a step takes nothing but products with the few
@@ -178,7 +178,9 @@ class MetricEquations(LinearEquations):
 
         divide = partial(torch.linalg.solve_triangular, left=False)
         right = divide(lower.mT, right, upper=True)
-        return divide(lower, approach_by_conjugate_gradients(system_of, right, precondition, MOST_STEPS), upper=False)
+        solved = approach_by_conjugate_gradients(system_of, right, precondition, MOST_STEPS)
+        update: Tensor = divide(lower, solved, upper=False)
+        return update
 
     def _bias_of(self, name: str, update: Tensor, towards: Tensor, ridge: float) -> Tensor:
         """(Σ ω_i S_i + λ)⁻¹ (Σ ω_i S_i (r̄_i − U μ_i) + λ (b_anc − b_merged)) [d_out]."""

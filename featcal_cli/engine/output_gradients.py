@@ -28,7 +28,7 @@ WIDEST_SQUARE, SKETCH_ROWS = 1024, 256
 """Outputs up to so wide have all products of their gradients summed; wider ones so many random combinations of them."""
 WIDEST_SQUARE_OF_EXPERTS, SKETCH_ROWS_OF_EXPERTS = 128, 64
 """The same of a mixture's experts, of which a model has thousands."""
-DIRECTIONS, SPARE_DIRECTIONS = 64, 16
+DIRECTIONS, SPARE_DIRECTIONS = 64, 64
 """Of a module's output that are told apart in the end, those that move answers most; and how many more are looked at to
 find them."""
 ENOUGH_GRADIENTS, MOST_PROJECTIONS = 128, 3
