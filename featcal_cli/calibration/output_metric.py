@@ -37,7 +37,7 @@ SENSITIVITY = 0.9
 """κ: how much of S is what gradients say; the rest is the identity, as few of them say nothing of most directions."""
 TOKEN_SENSITIVITY = 0.5
 """How much of a token's weight is what gradients say; the rest is the same for all."""
-TOLERANCE, MOST_STEPS, MOST_BIAS_STEPS = 1e-2, 5, 100
+TOLERANCE, MOST_STEPS = 1e-2, 5
 """Of conjugate gradients: the residual at which they end, over the right-hand side, and the most of them. They begin
 at merged, with what the examples are surest of; of more steps, answers do not get better (docs/experiments.md)."""
 
@@ -76,11 +76,7 @@ class _Task(NamedTuple):
     mean: Tensor
     """E[x_cal] [d_in]."""
     metrics: Mapping[str, OutputMetric]
-    """By module; one that does not reach the answers has none, and S = I."""
-
-    def apply(self, name: str, x: Tensor) -> Tensor:
-        """S x of a module."""
-        return self.metrics[name](x) if name in self.metrics else x
+    """By module; of one that does not reach the answers, S = I."""
 
 
 class MetricEquations(LinearEquations):
@@ -93,9 +89,8 @@ class MetricEquations(LinearEquations):
         self._tasks: list[_Task] = []
 
     def add_task(self, moments: LinearMoments, experts: Mapping[str, Affine], omega: Tensor | None = None) -> Tensor:
-        metrics = {
-            name: OutputMetric(moments.gradients[name], self._dtype) for name in experts if name in moments.gradients
-        }
+        nothing = {name: expert.weight.new_zeros(0, len(expert.weight)) for name, expert in experts.items()}
+        metrics = {name: OutputMetric(moments.gradients.get(name, none), self._dtype) for name, none in nothing.items()}
         omega = moments.size.clamp_min(EPSILON).reciprocal() if omega is None else omega
         task = _Task(moments.sum, omega / moments.weight, omega, self._cast(moments.mean), metrics)
         self._tasks.append(task)
@@ -104,8 +99,8 @@ class MetricEquations(LinearEquations):
         gram = None if moments.pairs else task.gram.full().mul_(task.scale)
         for name, expert in experts.items():
             pull = self._pull_of_task(moments, name, expert, omega, gram)
-            self._pull[name].add(task.apply(name, pull))
-            self._bias_pull[name] += task.apply(name, self._bias_pull_of_task(moments, name, expert, omega))
+            self._pull[name].add(task.metrics[name](pull))
+            self._bias_pull[name] += task.metrics[name](self._bias_pull_of_task(moments, name, expert, omega))
         return omega
 
     def _pull_of_task(
@@ -130,8 +125,8 @@ class MetricEquations(LinearEquations):
         curvature = shift.new_zeros(())
         for task in self._tasks:
             moved = update @ task.mean
-            size = (update @ task.gram.full()).mul_(task.scale).mul(task.apply(name, update)).sum()
-            beside = task.apply(name, shift).dot(2 * moved + shift)
+            size = (update @ task.gram.full()).mul_(task.scale).mul(task.metrics[name](update)).sum()
+            beside = task.metrics[name](shift).dot(2 * moved + shift)
             curvature = curvature + size + task.omega * beside
         return curvature, (update * self.pull_of(name)).sum() + shift.dot(self._cast(self._bias_pull[name]))
 
@@ -155,45 +150,51 @@ class MetricEquations(LinearEquations):
         """The update U of a module, given ω_i G_i [tasks, d_in, d_in] and the right-hand side.
 
         Of S_i = c_i I + F_iᵀ F_i the multiples of I make one system, H = Σ c_i ω_i G_i + λ I = L Lᵀ. In V = U L the
-        equations are V + Σ F_iᵀ F_i V (L⁻¹ ω_i G_i L⁻ᵀ) = right L⁻ᵀ: a step takes nothing but products with the few
-        rows of all F_i. They are preconditioned with I + Σ F_iᵀ F_i / Σ c_i, which is the mean of S_i but for a number.
+        equations are V + Σ F_iᵀ F_i V (L⁻¹ ω_i G_i L⁻ᵀ) = right L⁻ᵀ, so V is the right-hand side but for what the rows
+        of all F_i span. There, in the axes of Σ F_iᵀ F_i, it is approached, preconditioned with I + Σ F_iᵀ F_i / Σ c_i,
+        which is the mean of S_i but for a number.
         """
-        none = OutputMetric(grams.new_zeros(0, len(right)), self._dtype)
-        metrics = [task.metrics.get(name, none) for task in self._tasks]
-        identities = torch.stack([metric.identity for metric in metrics])
-        factors = torch.cat([metric.factor for metric in metrics])
-        counts = [len(metric.factor) for metric in metrics]
+        identities = torch.stack([task.metrics[name].identity for task in self._tasks])
+        factors = [task.metrics[name].factor for task in self._tasks]
+        counts = [len(factor) for factor in factors]
         lower, _ = factorise(torch.tensordot(identities, grams, 1), ridge)
-        inner = factors @ factors.T
-        inner.diagonal().add_(identities.sum())
-        inner = torch.linalg.cholesky(inner)
+        sizes, axes = _principal_axes(torch.cat(factors))
+        along = torch.cat(factors) @ axes
+        shares = (1 + sizes / identities.sum()).reciprocal()[:, None]
 
         def system_of(update: Tensor) -> Tensor:
-            moved = divide(lower, factors @ update, upper=False).split(counts)
+            moved = divide(lower, along @ update, upper=False).split(counts)
             bent = torch.cat([rows @ gram for rows, gram in zip(moved, grams, strict=True)])
-            return torch.addmm(update, factors.T, divide(lower.mT, bent, upper=True))
-
-        def precondition(residual: Tensor) -> Tensor:
-            return torch.addmm(residual, factors.T, torch.cholesky_solve(factors @ residual, inner), alpha=-1)
+            return torch.addmm(update, along.T, divide(lower.mT, bent, upper=True))
 
         divide = partial(torch.linalg.solve_triangular, left=False)
         right = divide(lower.mT, right, upper=True)
-        solved = approach_by_conjugate_gradients(system_of, right, precondition, MOST_STEPS)
-        update: Tensor = divide(lower, solved, upper=False)
+        inside = axes.T @ right
+        solved = approach_by_conjugate_gradients(system_of, inside, lambda residual: residual * shares, MOST_STEPS)
+        update: Tensor = divide(lower, right.addmm_(axes, solved - inside), upper=False)
         return update
 
     def _bias_of(self, name: str, update: Tensor, towards: Tensor, ridge: float) -> Tensor:
-        """(Σ ω_i S_i + λ)⁻¹ (Σ ω_i S_i (r̄_i − U μ_i) + λ (b_anc − b_merged)) [d_out]."""
+        """(Σ ω_i S_i + λ)⁻¹ (Σ ω_i S_i (r̄_i − U μ_i) + λ (b_anc − b_merged)) [d_out], by the axes of Σ ω_i S_i."""
         right = self._cast(self._bias_pull[name]) + ridge * towards
+        whole = self._omega.new_full((), ridge)
+        factors = []
         for task in self._tasks:
-            right -= task.omega * task.apply(name, update @ task.mean)
+            metric = task.metrics[name]
+            right -= task.omega * metric(update @ task.mean)
+            whole = whole + task.omega * metric.identity
+            factors.append(task.omega.sqrt() * metric.factor)
+        sizes, axes = _principal_axes(torch.cat(factors))
+        return (right - axes @ ((axes.T @ right) * sizes / (whole + sizes))) / whole
 
-        def system_of(shift: Tensor) -> Tensor:
-            parts = [task.omega * task.apply(name, shift) for task in self._tasks]
-            return torch.stack(parts).sum(0) + ridge * shift
 
-        whole = self._omega + ridge
-        return approach_by_conjugate_gradients(system_of, right, lambda residual: residual / whole, MOST_BIAS_STEPS)
+def _principal_axes(factor: Tensor) -> tuple[Tensor, Tensor]:
+    """The eigenvalues [p] of FᵀF that are not zero and their eigenvectors [d, p], of F [n, d]."""
+    narrow = len(factor) < factor.shape[1]
+    values, vectors = torch.linalg.eigh(factor @ factor.T if narrow else factor.T @ factor)
+    largest = values > len(values) * torch.finfo(values.dtype).eps * values[-1:]
+    values, vectors = values[largest], vectors[:, largest]
+    return values, factor.T @ (vectors / values.sqrt()) if narrow else vectors
 
 
 def approach_by_conjugate_gradients(
