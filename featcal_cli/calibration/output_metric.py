@@ -122,12 +122,15 @@ class MetricEquations(LinearEquations):
     def objective(self, name: str, update: Tensor, shift: Tensor) -> tuple[Tensor, Tensor]:
         """The same as of `LinearEquations`, of Σ ω_i E‖W x_cal + b − W_i x_tgt − b_i‖² in the metric of S_i."""
         update, shift = self._cast(update), self._cast(shift)
+        alike = torch.zeros_like(self._mean).diag()  # Σ c_i ω_i G_i: with what S_i is beside F_iᵀF_i, rows are few
         curvature = shift.new_zeros(())
         for task in self._tasks:
-            moved = update @ task.mean
-            size = (update @ task.gram.full()).mul_(task.scale).mul(task.metrics[name](update)).sum()
-            beside = task.metrics[name](shift).dot(2 * moved + shift)
-            curvature = curvature + size + task.omega * beside
+            metric, gram = task.metrics[name], task.gram.full().mul_(task.scale)
+            alike.addcmul_(gram, metric.identity)
+            rows = metric.factor @ update
+            curvature = curvature + ((rows @ gram) * rows).sum()
+            curvature = curvature + task.omega * metric(shift).dot(2 * (update @ task.mean) + shift)
+        curvature = curvature + ((update @ alike) * update).sum()
         return curvature, (update * self.pull_of(name)).sum() + shift.dot(self._cast(self._bias_pull[name]))
 
     def _factorise(self) -> tuple[Callable[[str, Tensor], Tensor], Tensor, float]:
@@ -175,7 +178,7 @@ class MetricEquations(LinearEquations):
         return update
 
     def _bias_of(self, name: str, update: Tensor, towards: Tensor, ridge: float) -> Tensor:
-        """(Σ ω_i S_i + λ)⁻¹ (Σ ω_i S_i (r̄_i − U μ_i) + λ (b_anc − b_merged)) [d_out], by the axes of Σ ω_i S_i."""
+        """(Σ ω_i S_i + λ)⁻¹ (Σ ω_i S_i (r̄_i − U μ_i) + λ (b_anc − b_merged)) [d_out]."""
         right = self._cast(self._bias_pull[name]) + ridge * towards
         whole = self._omega.new_full((), ridge)
         factors = []
@@ -184,8 +187,9 @@ class MetricEquations(LinearEquations):
             right -= task.omega * metric(update @ task.mean)
             whole = whole + task.omega * metric.identity
             factors.append(task.omega.sqrt() * metric.factor)
-        sizes, axes = _principal_axes(torch.cat(factors))
-        return (right - axes @ ((axes.T @ right) * sizes / (whole + sizes))) / whole
+        rows = torch.cat(factors) / whole.sqrt()
+        lower, _ = factorise(rows @ rows.T, 1.0)  # (I + RᵀR)⁻¹ = I − Rᵀ (I + R Rᵀ)⁻¹ R
+        return (right - rows.T @ torch.cholesky_solve((rows @ right)[:, None], lower)[:, 0]) / whole
 
 
 def _principal_axes(factor: Tensor) -> tuple[Tensor, Tensor]:

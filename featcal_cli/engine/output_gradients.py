@@ -28,6 +28,8 @@ WIDEST_SQUARE, SKETCH_ROWS = 1024, 256
 """Outputs up to so wide have all products of their gradients summed; wider ones so many random combinations of them."""
 WIDEST_SQUARE_OF_EXPERTS, SKETCH_ROWS_OF_EXPERTS = 128, 64
 """The same of a mixture's experts, of which a model has thousands."""
+PANEL = 256
+"""On a CPU symmetric products are made in panels so wide, of which what lies above the diagonal is left out."""
 DIRECTIONS, SPARE_DIRECTIONS = 64, 64
 """Of a module's output that are told apart in the end, those that move answers most; and how many more are looked at to
 find them."""
@@ -49,8 +51,9 @@ def count_sum_rows(d_out: int, *, of_experts: bool) -> int:
 
 
 class GradientSums:
-    """M = Σ g gᵀ of the gradients g [.., d_out] at the outputs of modules, by their paths in merged: [d_out, d_out], or
-    for wide ones a sketch R [`count_sum_rows`, d_out] with E[RᵀR] = M."""
+    """M = Σ g gᵀ of the gradients g [.., d_out] at the outputs of modules, by their paths in merged: [d_out, d_out], of
+    which what lies on and below the diagonal is summed, or for wide ones a sketch R [`count_sum_rows`, d_out] with
+    E[RᵀR] = M."""
 
     def __init__(self, generator: torch.Generator) -> None:
         self.sums: dict[str, Tensor] = {}
@@ -59,12 +62,19 @@ class GradientSums:
     def add(self, name: str, gradient: Tensor, *, of_experts: bool = False) -> None:
         """Add the gradient at one output [.., d_out]; of_experts: of a module of a mixture's experts."""
         rows = gradient.reshape(-1, gradient.shape[-1]).float()
-        if (sum_rows := count_sum_rows(rows.shape[1], of_experts=of_experts)) == rows.shape[1]:
-            term = rows.T @ rows
+        d = rows.shape[1]
+        sum_rows = count_sum_rows(d, of_experts=of_experts)
+        if name not in self.sums:
+            self.sums[name] = rows.new_zeros(sum_rows, d)
+        total = self.sums[name]
+        if sum_rows == d:
+            width = PANEL if rows.device.type == "cpu" else d
+            for start in range(0, d, width):
+                stop = min(start + width, d)
+                total[start:stop, :stop].addmm_(rows[:, start:stop].T, rows[:, :stop])
         else:
             signs = torch.randint(0, 2, (sum_rows, len(rows)), generator=self._generator).to(rows)
-            term = (signs.mul_(2).sub_(1) @ rows).div_(sum_rows**0.5)
-        self.sums[name] = self.sums[name].add_(term) if name in self.sums else term
+            total.addmm_(signs.mul_(2).sub_(1), rows, alpha=sum_rows**-0.5)
 
     def factor(self, name: str) -> Tensor:
         """R [r, d_out] of the r ≤ DIRECTIONS largest eigenvalues of M over its mean diagonal, which is RᵀR in these
@@ -72,6 +82,8 @@ class GradientSums:
         total = self.sums[name]
         d = total.shape[1]
         is_square = total.shape[0] == d
+        if is_square:
+            total = total.tril() + total.tril(-1).T
         if not total.isfinite().all():
             return torch.full_like(total[:1], torch.nan)
         size = total.trace() if is_square else total.square().sum()

@@ -166,8 +166,8 @@ def test_the_directions_that_move_answers_most_are_kept(d: int) -> None:
     rows = torch.randn(600, d, generator=generator) * torch.arange(1, 1 + d) ** -0.8
     sums = GradientSums(generator)
     sums.add("m", rows)
-    factor, total = sums.factor("m"), sums.sums["m"]
-    exact = total if len(total) == d else total.T @ total
+    factor, sketch = sums.factor("m"), sums.sums["m"]
+    exact = rows.T @ rows if d <= output_gradients.WIDEST_SQUARE else sketch.T @ sketch
     exact = exact / exact.diagonal().mean()
     values, vectors = torch.linalg.eigh(exact.double())
     kept = vectors[:, -len(factor) :] * values[-len(factor) :].sqrt()
