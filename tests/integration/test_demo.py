@@ -19,6 +19,7 @@ ROLES = (EXPERT, MERGED, CALIBRATED)
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@pytest.mark.matrix
 def test_the_demo_mends_the_merged_model_and_shows_it_on_one_screen(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

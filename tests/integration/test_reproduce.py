@@ -87,6 +87,7 @@ def test_a_table_holds_what_evaluate_measures_beside_the_papers(
     assert again[""]["lines"] == table[""]["lines"]
 
 
+@pytest.mark.matrix
 @pytest.mark.usefixtures("unpictured")
 def test_a_table_goes_on_where_it_was_cut_short(
     paper: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

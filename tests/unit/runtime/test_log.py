@@ -100,6 +100,7 @@ def test_a_fault_of_ours_leaves_a_report_with_all_that_is_needed_and_no_secret(
     assert re.search(r"^transformers \d", text, re.MULTILINE) and "test_log.py" in text
 
 
+@pytest.mark.survive
 def test_a_crash_of_the_command_is_exit_code_1_one_message_and_a_report(tmp_path: Path) -> None:
     """A package that breaks in the middle of a run is as good a fault as any."""
     (tmp_path / "matplotlib").mkdir()
