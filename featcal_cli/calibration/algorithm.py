@@ -61,12 +61,15 @@ def _calibrate_block(
 ) -> BlockReport:
     """Solve one block and load it."""
     started, block = time.monotonic(), visit.block
-    solution = BlockSolution()
+    reports: dict[str, ModuleReport] = {}
+    skipped = dict(block.skipped)
     for part in solve_parts(job, visit, CALIBRATED, hyperparameters, bias, here.at_task(watch), here.at_module(watch)):
-        solution.add(part)
-    modules = _describe(block, solution, hyperparameters.ridge)
-    skipped = [{"name": name, "reason": why} for name, why in (*block.skipped, *solution.skipped.items())]
-    return BlockReport(block.name, time.monotonic() - started, modules, skipped)
+        reports |= _describe(block, part, hyperparameters.ridge)
+        skipped |= part.skipped
+        del part  # of a mixture, all parts' weights together are much larger than the block's
+    modules = [reports[module.name] for module in block.modules if module.name in reports]
+    reasons = [{"name": name, "reason": why} for name, why in skipped.items()]
+    return BlockReport(block.name, time.monotonic() - started, modules, reasons)
 
 
 def solve_parts(
@@ -87,6 +90,7 @@ def solve_parts(
         del equations
         load_block(job.students[role], part, solution.solutions)
         yield solution
+        del solution
 
 
 def solve_on_all_ranks(
@@ -145,11 +149,11 @@ def load_block(student: BlockRunner, block: Block, solutions: Mapping[str, Solut
         student.replace(parameter, value)
 
 
-def _describe(block: Block, solution: BlockSolution, asked: float) -> list[ModuleReport]:
-    """What was done to the block's modules with the λ that was asked for, or more of it."""
-    reports = []
+def _describe(block: Block, solution: BlockSolution, asked: float) -> dict[str, ModuleReport]:
+    """What was done to some of the block's modules with the λ that was asked for, or more of it, by name."""
+    reports = {}
     for name, kind in ((module.name, module.kind) for module in block.modules if module.name in solution.solutions):
         _, condition, change, ridge = solution.solutions[name]
         more = ridge if ridge is not None and ridge > asked else None
-        reports.append(ModuleReport(name, kind, solution.rows[name], condition, change, solution.steps.get(name), more))
+        reports[name] = ModuleReport(name, kind, solution.rows[name], condition, change, solution.steps.get(name), more)
     return reports

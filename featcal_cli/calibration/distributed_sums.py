@@ -102,11 +102,6 @@ class BlockSolution:
     skipped: dict[str, str] = field(default_factory=dict)
     """Modules that stay as merged, with the reasons."""
 
-    def add(self, other: BlockSolution) -> None:
-        """Of further modules of the block."""
-        for ours, others in zip(vars(self).values(), vars(other).values(), strict=True):
-            ours.update(others)
-
 
 def share_solutions(ranks: Ranks, solve: Callable[[], BlockSolution], device: torch.device) -> BlockSolution:
     """What every rank has solved, on all of them, to the last bit. Raises what `solve` raises on any of them."""

@@ -91,6 +91,7 @@ def calibrate(
     select: options.Select = None,
     metric: options.Metric = None,
     norms: options.Norms = None,
+    routers: options.Routers = None,
     bias: options.Bias = None,
     token_weights: options.TokenWeights = None,
     seed: options.Seed = None,
@@ -138,7 +139,8 @@ def calibrate(
     overrides = collect_overrides(
         merged=merged, merge=merge, base=base, expert=expert, data=data, skip_expert=skip_expert, columns=columns,
         split=split, examples=examples, dtype=dtype, ridge=ridge, rho=rho, alpha=alpha, select=select, metric=metric,
-        norms=norms, bias=bias, token_weights=token_weights, seed=seed, push_to=push_to, private=private,
+        norms=norms, routers=routers, bias=bias, token_weights=token_weights, seed=seed, push_to=push_to,
+        private=private,
     )  # fmt: skip
     draft = read_draft(find_recipe(recipe) if recipe else None, overrides)
     if save:

@@ -199,6 +199,10 @@ Norms = Annotated[
         METHOD, metavar="KIND", values="auto layernorm all none", help="auto, layernorm, all (RMSNorm too) or none."
     ),
 ]
+Routers = Annotated[
+    bool | None,
+    _option(METHOD, "--routers/--no-routers", help="Calibrate the routers of mixtures, too [no]."),
+]
 Bias = Annotated[bool | None, _option(METHOD, "--bias/--no-bias", help="Calibrate Linear biases [yes].")]
 TokenWeights = Annotated[
     str | None,

@@ -156,14 +156,19 @@ class _Run:
     """What it ran on first."""
 
 
-def find_architecture(model: PreTrainedModel, batches: Mapping[str, Batch], norms: str) -> Architecture:
+def find_architecture(
+    model: PreTrainedModel, batches: Mapping[str, Batch], norms: str, *, routers: bool = False
+) -> Architecture:
     """The blocks of `model` in the order in which they run on probes cut from one batch of each task. `norms`: auto or
-    layernorm (norms with a bias), all, or none. Raises ArchitectureError when no blocks are found or their order
-    differs between tasks, DataError when the model cannot run on a task's examples."""
+    layernorm (norms with a bias), all, or none; routers: those of mixtures are modules like others. Raises
+    ArchitectureError when no blocks are found or their order differs between tasks, DataError when the model cannot run
+    on a task's examples."""
     runs: dict[frozenset[str], _Run] = {}
     for task, batch in batches.items():
         if frozenset(batch) not in runs:
             runs[frozenset(batch)] = _probe(model, task, batch)
+    for run in runs.values() if routers else ():
+        run.first.routers.clear()
     order = merge_orders([run.blocks for run in runs.values()])
     if not order:
         raise no_blocks(type(model))

@@ -26,7 +26,7 @@ from featcal_cli.runtime.errors import ArchitectureError
 FAILURES = (TypeError, ValueError, RuntimeError, IndexError, AttributeError, KeyError)
 """What a model raises on inputs that it cannot take."""
 EXPERTS = "no run has shown how a mixture uses these experts"
-ROUTER = "it is the router of a mixture: the choice of experts stays as merged"
+ROUTER = "it is the router of a mixture; --routers calibrates it"
 
 
 class Trace:

@@ -299,6 +299,8 @@ class Calibration(Section):
     before it; `auto`: `module` if featcal chooses the settings, else `block`."""
     norms: Literal["auto", "layernorm", "all", "none"] = "auto"
     """Which norms are calibrated: `auto` and `layernorm` those with a bias, `all` RMSNorm too."""
+    routers: bool = False
+    """Calibrate the Linear with which a mixture chooses its experts, too."""
     bias: bool = True
     """Calibrate the biases of Linear modules."""
     token_weights: Literal["auto", "uniform", "cls"] = "auto"

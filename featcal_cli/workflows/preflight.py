@@ -25,7 +25,7 @@ from featcal_cli.models.architecture import Architecture
 from featcal_cli.models.inventory import list_registered, run_without_values
 from featcal_cli.models.loading import DTYPES, Model, find_class, load_outline
 from featcal_cli.models.low_rank import find_largest_rank
-from featcal_cli.recipe.schema import Data, Merge, Recipe
+from featcal_cli.recipe.schema import Calibration, Data, Merge, Recipe
 from featcal_cli.runtime.errors import ArchitectureError, CheckpointError, OutputError, RecipeError
 from featcal_cli.runtime.files import check_links, tell_bytes
 from featcal_cli.runtime.hardware import disk_of, free_bytes, memory_of
@@ -119,7 +119,7 @@ def prepare(
     to_write = {task: rows for task, rows in drawn.items() if recipe.tasks[task].data.is_self_written}
     longest = {task: examples.longest() for task, examples in drawn.items()}
     stage("finding blocks")
-    architecture = _find_blocks(merged, longest, recipe.calibration.norms)
+    architecture = _find_blocks(merged, longest, recipe.calibration)
     sizes = dict.fromkeys(drawn, session.options.batch_size or 0)
     if not session.options.batch_size:
         sizes = choose_batch_sizes(merged.module, architecture, longest, device, memory_of(device))
@@ -209,10 +209,12 @@ def _check_models(
     session.note(*describe_unread(merged))
 
 
-def _find_blocks(merged: Model, longest: Mapping[str, Batch], norms: str) -> Architecture:
+def _find_blocks(merged: Model, longest: Mapping[str, Batch], calibration: Calibration) -> Architecture:
     """The blocks of an outline. Raises ArchitectureError where there are none."""
     # a model that looks at values cannot run without them: then what is registered must do, and the run will tell
-    architecture = run_without_values(merged.module, norms, longest) or list_registered(merged.module, longest, norms)
+    norms, routers = calibration.norms, calibration.routers
+    architecture = run_without_values(merged.module, norms, longest, routers=routers)
+    architecture = architecture or list_registered(merged.module, longest, norms)
     if not any(len(layers) for layers in merged.module.modules() if isinstance(layers, torch.nn.ModuleList)):
         what = f"no list of transformer blocks was found in {type(merged.module).__name__}"
         fix = "give a transformer checkpoint whose layers hold Linear modules"

@@ -95,7 +95,7 @@ def set_up(session: Session, plan: Preflight, models: Models, scratch: Path | No
     session.stage("finding blocks")
     with _layers_given_back(merged.module):  # the probes go through all of it
         first = {task: examples.fitted[0] for task, examples in plan.examples.items()}
-        architecture = find_architecture(merged.module, first, calibration.norms)
+        architecture = find_architecture(merged.module, first, calibration.norms, routers=calibration.routers)
     note(*architecture.notes)
     check_alignment(architecture, merged, merged)
     for model in (models.base, *models.experts.values()):

@@ -8,6 +8,8 @@ import pytest
 import torch
 from families import BY_NAME, Saved, save_family
 from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from featcal_cli.models.module_kinds import DENSE_SQUARES, split_systems
 from featcal_cli.reporting.report import Report
@@ -67,6 +69,41 @@ def test_several_students_have_choices_of_their_own(tmp_path: Path, saved: Saved
     assert read_experts(searched.report)[0] == read_experts(alone.report)[0] != set()
     new, again = (load_file(tmp_path / name / "model.safetensors") for name in ("searched", "alone"))
     assert all(torch.allclose(new[name], again[name], atol=1e-5) for name in new)
+
+
+def test_a_router_is_calibrated_where_it_is_asked_for(tmp_path: Path, saved: Saved) -> None:
+    """The closed form in float64, of the inputs that the first block's router has in merged and in the experts."""
+    settings = {"select": "preset", "token_weights": "uniform"}
+    result = calibrate(saved.recipe(**settings, routers=True), output=tmp_path / "out", batch_size=5)
+    modules = [module.name for block in result.report.blocks for module in block.modules]
+    assert modules.count("mlp.gate.weight") == len(result.report.blocks)
+    assert not any("router" in skipped["reason"] for block in result.report.blocks for skipped in block.skipped)
+
+    folders = ("merged", "base", *saved.inputs)
+    models = {name: AutoModelForCausalLM.from_pretrained(saved.folder / name) for name in folders}
+    weights = {name: model.model.layers[0].mlp.gate.weight.detach().double() for name, model in models.items()}
+    merged, base = weights["merged"], weights["base"]
+    ridge, rho, alpha = 0.05, 2.0, 0.3
+    gram, pull = ridge * torch.eye(merged.shape[1]).double(), ridge * (rho * merged + (1 - rho) * base)
+    for task, inputs in saved.inputs.items():
+        x, x_exp = (read_router_inputs(models[name], inputs, examples=12) for name in ("merged", task))
+        target = alpha * x_exp + (1 - alpha) * x
+        omega = len(x) / torch.linalg.matrix_norm(x.T @ x)
+        gram += omega * x.T @ x / len(x)
+        pull += omega * weights[task] @ target.T @ x / len(x)
+    expected = torch.linalg.solve(gram, pull, left=False)
+    new = AutoModelForCausalLM.from_pretrained(tmp_path / "out").model.layers[0].mlp.gate.weight.double()
+    assert (new - expected).norm() <= 1e-3 * (expected - merged).norm()
+
+
+def read_router_inputs(model: PreTrainedModel, inputs: dict[str, Tensor], *, examples: int) -> Tensor:
+    """What the first block's router is given [tokens, d], of the examples that are fitted, but for padding."""
+    seen: list[Tensor] = []
+    batch = {name: x[:examples] for name, x in inputs.items()}
+    with model.model.layers[0].mlp.gate.register_forward_pre_hook(lambda _, args: seen.append(args[0])):
+        model.eval()(**batch)
+    (x,) = seen
+    return x.detach().reshape(-1, x.shape[-1])[batch["attention_mask"].flatten().bool()].double()
 
 
 def test_as_many_experts_are_solved_together_as_a_dense_layer_takes() -> None:
