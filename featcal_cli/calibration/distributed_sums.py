@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import count
+from itertools import chain, count
 from typing import NamedTuple
 
 import torch
@@ -40,7 +40,7 @@ def sum_over_ranks(
     linears = {names: linear.summarise() for names, linear in equations.linear.items()}
     norms = {name: norm.summarise() for name, norm in equations.norms.items()}
     summaries = ranks.gather(_BlockSummary(linears, norms, equations.skipped))
-    equations.skipped = {name: why for each in reversed(summaries) for name, why in each.skipped.items()}
+    equations.skipped = {name: why for summary in reversed(summaries) for name, why in summary.skipped.items()}
     groups = _group_modules(summaries, equations.skipped)
     of_rank = {_without(names, equations.skipped): linear for names, linear in equations.linear.items()}
     fixed, turn = owners or {}, count()
@@ -57,10 +57,12 @@ def sum_over_ranks(
         chosen |= dict.fromkeys(names, owner)
         if owner == ranks.rank:
             equations.linear[names] = linear
-    for name in dict.fromkeys(name for each in summaries for name in each.norms):
+    for name in dict.fromkeys(name for summary in summaries for name in summary.norms):
         owner = fixed.get(name, next(turn) % ranks.size)
         norm = equations.norms.pop(name, None) or NormEquations(merged(name), hyperparameters)
-        norm.sum_over_ranks([each.norms.get(name, NOTHING) for each in summaries], partial(ranks.add_up, to=owner))
+        norm.sum_over_ranks(
+            [summary.norms.get(name, NOTHING) for summary in summaries], partial(ranks.add_up, to=owner)
+        )
         chosen[name] = owner
         if owner == ranks.rank:
             equations.norms[name] = norm
@@ -76,10 +78,10 @@ def _group_modules(summaries: Sequence[_BlockSummary], skipped: Mapping[str, str
     """What each rank has of the modules that share an input, without those that are skipped. Raises FeatCalError where
     modules share it on one rank and not on another."""
     of_ranks = [
-        {left: summary for names, summary in each.linear.items() if (left := _without(names, skipped))}
-        for each in summaries
+        {left: linear for names, linear in summary.linear.items() if (left := _without(names, skipped))}
+        for summary in summaries
     ]
-    groups = dict.fromkeys(names for each in of_ranks for names in each)
+    groups = dict.fromkeys(chain.from_iterable(of_ranks))
     members = [name for names in groups for name in names]
     if len(members) > len(set(members)):
         raise FeatCalError(
@@ -87,7 +89,7 @@ def _group_modules(summaries: Sequence[_BlockSummary], skipped: Mapping[str, str
             where=next(name for name in members if members.count(name) > 1),
             fix="run it in one process, without torchrun",
         )
-    return {names: [each.get(names, NOTHING) for each in of_ranks] for names in groups}
+    return {names: [summary.get(names, NOTHING) for summary in of_ranks] for names in groups}
 
 
 @dataclass(frozen=True)

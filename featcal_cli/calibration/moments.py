@@ -96,7 +96,7 @@ class LinearMoments:
     def checksum(self) -> Tensor:
         """A number that is finite when all rows were, of the student and of the expert []."""
         sums = (self._x, self._d, *self._r.values())
-        return torch.cat([each.value for each in sums if each]).sum()
+        return torch.cat([total.value for total in sums if total]).sum()
 
     @property
     def gram(self) -> Tensor:

@@ -311,23 +311,23 @@ def _rows(
 ) -> list[tuple[Tensor, Tensor | None]] | None:
     """Rows and their weights of every call of a module; None when they cannot be matched to tokens."""
     axis = visit.block.layout.axis
-    found: list[tuple[Tensor, Tensor | None] | None]
+    of_calls: list[tuple[Tensor, Tensor | None] | None]
     if module.is_routed:
         routed = zip(features, seen.routes[module.name], strict=True)
-        found = [routed_rows(x, route, module.layouts[0], weights, seen.lengths, axis) for x, route in routed]
+        of_calls = [routed_rows(x, route, module.layouts[0], weights, seen.lengths, axis) for x, route in routed]
     elif module.kind == "convolution":
         held = visit.merged.module(f"{visit.block.name}.{module.name}")
-        found = [
+        of_calls = [
             _choose_patches(read_patches(held, x), layout, weights, seen, axis) if x.ndim == held.weight.ndim else None
             for layout, x in zip(module.layouts, features, strict=True)
         ]
     else:
-        found = [
+        of_calls = [
             layout.flatten(x, weights, seen.lengths, axis)
             for layout, x in zip(module.layouts, features, strict=True)
             if seen.first or not layout.is_table  # the same rows in every batch: they count once
         ]
-    return None if any(rows is None for rows in found) else [rows for rows in found if rows is not None]
+    return None if any(rows is None for rows in of_calls) else [rows for rows in of_calls if rows is not None]
 
 
 MOST_NUMBERS, LEAST_PATCHES = 1 << 21, 64

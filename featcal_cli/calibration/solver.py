@@ -64,7 +64,7 @@ def read_solutions(block: str, solutions: Mapping[str, DeviceSolution]) -> dict[
     """A block's solutions with their figures, all in one copy. Raises NumericsError where one is not finite."""
     if not solutions:
         return {}
-    parts = [(each.checksum, each.relative_change, each.projected) for each in solutions.values()]
+    parts = [(solution.checksum, solution.relative_change, solution.projected) for solution in solutions.values()]
     flat = [torch.cat([in_sums(part).flatten() for part in of_module]) for of_module in parts]
     values = torch.cat(flat).cpu().split([len(of_module) for of_module in flat])
     read = {}
@@ -127,9 +127,9 @@ class LinearEquations:
 
     def sum_over_ranks(self, names: Sequence[str], summaries: Sequence[RankSummary], add_up: AddUp) -> None:
         """Become the equations of all ranks, for the modules `names`; one tensor at a time."""
-        self._omega.fill_(sum(each.weight for each in summaries))
-        self.rows = sum(each.rows for each in summaries)
-        filled = frozenset().union(*(each.filled for each in summaries))
+        self._omega.fill_(sum(summary.weight for summary in summaries))
+        self.rows = sum(summary.rows for summary in summaries)
+        filled = frozenset().union(*(summary.filled for summary in summaries))
         add_up(self._mean)
         self._gram.sum_over_ranks(add_up)
         if "" in filled:
@@ -255,7 +255,10 @@ class NormEquations:
 
     def sum_over_ranks(self, summaries: Sequence[RankSummary], add_up: AddUp) -> None:
         """Become the equations of all ranks."""
-        self._tasks, self.rows = sum(each.weight for each in summaries), sum(each.rows for each in summaries)
+        self._tasks, self.rows = (
+            sum(summary.weight for summary in summaries),
+            sum(summary.rows for summary in summaries),
+        )
         for total in (self._second, self._mean, self._scale_pull, self._bias_pull):
             add_up(total)
 

@@ -148,11 +148,11 @@ def _offload(job: Job, group: PassGroup, passes: Iterable[PausedForward]) -> Pas
     masks stay, as they say at every block which tokens count."""
     if job.offloader is not None:
         all_passes = list(passes)
-        job.offloader.keep(x for each in all_passes for x in each.batch.values() if not x.is_floating_point())
+        job.offloader.keep(x for forward in all_passes for x in forward.batch.values() if not x.is_floating_point())
         paused = list(group.tensors)
         ids = set(map(id, paused))
         job.offloader.put(paused)
-        job.offloader.put_aside(x for each in all_passes for x in each.batch.values() if id(x) not in ids)
+        job.offloader.put_aside(x for forward in all_passes for x in forward.batch.values() if id(x) not in ids)
     return group
 
 

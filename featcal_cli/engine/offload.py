@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import mmap
-import os
 import sys
-import tempfile
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from errno import ENOMEM
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +17,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import TensorWeakRef
 
 from featcal_cli.models.tracing import tensors_in
-from featcal_cli.runtime.errors import OutputError
-from featcal_cli.runtime.files import name_reason
-from featcal_cli.runtime.hardware import advise, trim_heap
+from featcal_cli.runtime.hardware import advise, trim_heap, write_mapped
 
+FEATURES = "features do not fit in memory"
+"""Why they are written to the disk."""
 DEVICE, HOST, DISK = range(3)
 """Where memory may lie, the nearest first."""
 LEAST = mmap.PAGESIZE
@@ -215,7 +212,7 @@ class Offloader:
         moved = self._copies.to_device(data) if level == DEVICE else self._copies.to_host(data)
         if level == DISK:
             self._copies.finish()
-            moved = write_mapped(moved, self._folder)
+            moved = write_mapped(moved, self._folder, FEATURES, "free disk space, or give fewer examples with -n")
         self._forget(storage._cdata)
         self._count(piece, moved.untyped_storage(), level)
         for tensor in tensors:
@@ -304,28 +301,6 @@ class CopyStream:
         """Return when all copies are done."""
         if self._stream is not None:
             self._stream.synchronize()
-
-
-def write_mapped(data: Tensor, folder: Path) -> Tensor:
-    """The same bytes in a mapped file that has no name: its space is freed with the tensor. `data` [n] is of uint8.
-
-    Raises OutputError when they cannot be written, MemoryError when they cannot be mapped.
-    """
-    try:
-        # written, not filled through the mapping: so a full disk is an error, and not the end of the process
-        with tempfile.TemporaryFile(dir=folder) as file:
-            file.write(data.numpy().data)
-            file.flush()
-            mapped = torch.from_file(f"/dev/fd/{file.fileno()}", shared=True, size=data.numel(), dtype=data.dtype)
-    except (OSError, RuntimeError) as error:  # torch raises RuntimeError where a file cannot be mapped
-        if os.strerror(ENOMEM) in str(error):
-            raise MemoryError("no room to map a file") from error
-        raise OutputError(
-            f"features do not fit in memory and cannot be kept on disk: {name_reason(error)}",
-            where=str(folder),
-            fix="free disk space, or give fewer examples with -n",
-        ) from None
-    return mapped
 
 
 def _is_plain(tensor: Tensor) -> bool:

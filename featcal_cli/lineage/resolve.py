@@ -69,16 +69,16 @@ def find_lineage(
     experts, base = _find_experts(search, find_stated_base(search))
     left_out = _leave_out(search, experts)
     gone = _take_gone(search, experts, base)
-    found = {task: expert for task, expert in experts.items() if isinstance(expert, Finding)}
-    if base is None and found:
-        base = find_base_of(search, list(found.values()))
-    found = _settle_experts(search, found, base)
+    findings = {task: expert for task, expert in experts.items() if isinstance(expert, Finding)}
+    if base is None and findings:
+        base = find_base_of(search, list(findings.values()))
+    findings = _settle_experts(search, findings, base)
     source, against = "", list[str]()
     if isinstance(base, Finding):
-        for finding in (base, *found.values()):
+        for finding in (base, *findings.values()):
             tell(finding)
-        source, against = weigh_said_base(search, base, [expert.value for expert in found.values()])
-    data = _find_data(search, found)
+        source, against = weigh_said_base(search, base, [expert.value for expert in findings.values()])
+    data = _find_data(search, findings)
     questions = [base] if isinstance(base, Question) else []
     questions += _ask_for_experts(search, experts, base) if experts or not gone else []
     questions += ask_without(gone, len(experts) + len(gone))
@@ -88,9 +88,9 @@ def find_lineage(
     known = {task: answer for task, answer in data.items() if not isinstance(answer, Question)}
     if questions or not isinstance(base, Finding):
         questions = [*(Question(warning, ()) for warning in against), *questions]
-        named = experts_to_name(draft, questions, found, left_out, gone)
+        named = experts_to_name(draft, questions, findings, left_out, gone)
         raise OpenQuestionsError(draft, questions, list_known(draft, base, named, known))
-    return _complete(search, replace(base, source=source), found, known, against)
+    return _complete(search, replace(base, source=source), findings, known, against)
 
 
 def check_experts(draft: Draft, lineage: Lineage, open_repo: Opener) -> None:

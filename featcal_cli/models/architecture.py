@@ -307,7 +307,7 @@ def _describe_parameter(
 
 def _source_layout(run: _Run, paths: Collection[str], axes: Axes) -> tuple[Layout, ...]:
     """The layout of the features that a mixture takes the tokens of these parts of it from."""
-    routed = [[each.routed[path] for path in paths if path in each.routed] for each in (run.first, run.second)]
+    routed = [[trace.routed[path] for path in paths if path in trace.routed] for trace in (run.first, run.second)]
     return (learn_layout(routed[0][0], routed[1][0], axes) if all(routed) else Layout(None),)
 
 

@@ -13,6 +13,7 @@ import torch
 import transformers
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from featcal_cli.hub.snapshot import Snapshot, check_unquantised, read_class_name
@@ -78,6 +79,13 @@ def share_model(model: Model) -> Model:
     tensors = [*model.module.parameters(), *model.module.buffers()]
     aliases = {id(x): nn.Parameter(x.data, False) if isinstance(x, nn.Parameter) else x.data for x in tensors}
     return replace(model, module=deepcopy(model.module, aliases))
+
+
+def count_fused(module: PreTrainedModel) -> int:
+    """Bytes of the parameters that lie in the files in parts (a mixture's experts), and in memory once it is loaded."""
+    parameters = dict(module.named_parameters())
+    in_files = revert_weight_conversion(module, dict(parameters))
+    return sum(x.nbytes for name, x in parameters.items() if name not in in_files and x.ndim > 2)
 
 
 def find_class(snapshot: Snapshot) -> type[PreTrainedModel]:

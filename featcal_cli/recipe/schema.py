@@ -80,7 +80,7 @@ class Evaluate(Section):
     @field_validator("answers", "classes", "prompts", mode="before")
     @classmethod
     def _quoted(cls, value: Any) -> Any:
-        if isinstance(value, (list, tuple)) and any(isinstance(each, (bool, int, float)) for each in value):
+        if isinstance(value, (list, tuple)) and any(isinstance(item, (bool, int, float)) for item in value):
             raise ValueError("YAML reads yes, no and numbers as something else than text: put them in quotes")
         return value
 

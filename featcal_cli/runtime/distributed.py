@@ -57,8 +57,8 @@ class Ranks:
     def unite(self, own: Mapping[Key, T]) -> dict[Key, T]:
         """Everybody's entries; of a key that several have, the first one's."""
         united: dict[Key, T] = {}
-        for each in self.gather(dict(own)):
-            for key, value in each.items():
+        for entries in self.gather(dict(own)):
+            for key, value in entries.items():
                 united.setdefault(key, value)
         return united
 

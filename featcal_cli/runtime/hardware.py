@@ -10,9 +10,11 @@ import os
 import platform
 import re
 import shutil
+import tempfile
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from errno import ENOMEM
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
@@ -21,7 +23,8 @@ import torch
 import transformers
 from torch import Tensor
 
-from featcal_cli.runtime.errors import RecipeError
+from featcal_cli.runtime.errors import OutputError, RecipeError
+from featcal_cli.runtime.files import name_reason
 from featcal_cli.runtime.process import read_launch
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
@@ -54,6 +57,41 @@ def give_back(tensors: Iterable[Tensor]) -> int:
             advise(first, last - first, "MADV_DONTNEED")
             given += last - first
     return given
+
+
+def map_to_files(tensors: Iterable[Tensor], folder: Path) -> None:
+    """Move tensors that take this process's own memory, and are WORTHWHILE, to mapped files without names in the
+    folder: as with weights that are read as they are, the system then has them in memory only while they are in use.
+    Raises OutputError when they cannot be written."""
+    files = _read_maps()
+    for tensor in tensors if MAPS.is_file() else ():
+        if tensor.nbytes >= WORTHWHILE and tensor.is_contiguous() and not any(_mapped([tensor], files)):
+            data = tensor.detach().view(-1).view(torch.uint8)
+            mapped = write_mapped(data, folder, "weights are not in the files as they run", "free disk space")
+            tensor.data = mapped.view(tensor.dtype).view(tensor.shape)
+            advise(mapped.data_ptr(), mapped.nbytes, "MADV_DONTNEED")
+            del data, mapped
+    trim_heap()
+
+
+def write_mapped(data: Tensor, folder: Path, why: str, fix: str) -> Tensor:
+    """The same bytes in a mapped file that has no name: its space is freed with the tensor. `data` [n] is of uint8.
+
+    Raises OutputError, with the reason that they are to be on the disk and how to mend it, when they cannot be written;
+    MemoryError when they cannot be mapped.
+    """
+    try:
+        # written, not filled through the mapping: so a full disk is an error, and not the end of the process
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(data.numpy().data)
+            file.flush()
+            mapped = torch.from_file(f"/dev/fd/{file.fileno()}", shared=True, size=data.numel(), dtype=data.dtype)
+    except (OSError, RuntimeError) as error:  # torch raises RuntimeError where a file cannot be mapped
+        if os.strerror(ENOMEM) in str(error):
+            raise MemoryError("no room to map a file") from error
+        what = f"{why} and cannot be kept on disk: {name_reason(error)}"
+        raise OutputError(what, where=str(folder), fix=fix) from None
+    return mapped
 
 
 def reuse_memory() -> None:

@@ -145,7 +145,7 @@ class Computation:
         session.stage("loading models")
         with self._workspace.scratch() as folder:
             scratch = self._ranks.of_machine(folder)
-            models = load_models(snapshots, merge, scratch / "merged", session.draft.name, self._ranks)
+            models = load_models(snapshots, merge, scratch / "merged", session.draft.name, self._ranks, scratch)
             models = replace(models, experts={task: models.experts[task] for task in models.experts if task in own})
             return self._solve(plan, set_up(session, plan, models, scratch), journal, target), models
 

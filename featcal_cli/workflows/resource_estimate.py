@@ -18,7 +18,7 @@ from featcal_cli.data.examples import TaskExamples, most_held_out
 from featcal_cli.engine.offload import LARGE
 from featcal_cli.engine.output_gradients import DIRECTIONS, KEPT_BYTES, count_sum_rows
 from featcal_cli.models.architecture import Architecture
-from featcal_cli.models.loading import Model
+from featcal_cli.models.loading import Model, count_fused
 from featcal_cli.recipe.schema import Calibration, Merge, Recipe
 from featcal_cli.runtime.hardware import LARGEST_REUSED, rooms_for_features
 from featcal_cli.runtime.process import resident_bytes
@@ -253,11 +253,13 @@ def _add_up(
         room,
     )
     sizes = [sum(x.nbytes for x in model.get_submodule(block.name).parameters()) for block in architecture.blocks]
+    fused = count_fused(model)  # of one model at a time in memory, of all in files
     return Estimate(
-        host_bytes=on_host + max(aside, there if has_device else here + computing),
+        host_bytes=max(on_host + max(aside, there if has_device else here + computing), resident_bytes() + fused),
         device_bytes=here + computing if has_device else 0,
         disk_bytes=sum(x.nbytes for x in model.parameters()) * (2 if built else 1)
-        + (sum(sizes) + held - here - there + aside + round(passes.aside) + kept * len(loads) + SMALL_FILES),
+        + (sum(sizes) + held - here - there + aside + round(passes.aside) + kept * len(loads) + SMALL_FILES)
+        + fused * (2 + len(loads)),
         search=search,
     )
 
@@ -335,7 +337,7 @@ def _find_largest(
         both = 2 * numbers * computing.itemsize  # of student and expert
         sums = sum_block(inputs, both, computing, precision, guarded=guarded, has_device=has_device)
         if calibration.is_by_answers:  # every task's G is kept, and once more as a whole for those that are solved
-            grams = [each.d_in**2 * precision.itemsize * len(loads) for each in inputs]
+            grams = [group.d_in**2 * precision.itemsize * len(loads) for group in inputs]
             kept = sum(grams) * (1 + guarded)
             sums = BlockSums(sums.adding + kept, sums.solving + kept + max(grams, default=0))
         most = BlockSums(*map(max, most, sums))

@@ -30,7 +30,7 @@ from featcal_cli.recipe.schema import Calibration, Merge, Recipe
 from featcal_cli.runtime import hardware
 from featcal_cli.runtime.distributed import Ranks
 from featcal_cli.runtime.errors import CheckpointError
-from featcal_cli.runtime.hardware import rooms_for_features
+from featcal_cli.runtime.hardware import map_to_files, rooms_for_features
 from featcal_cli.runtime.process import read_launch
 from featcal_cli.runtime.progress import Progress, Watch
 from featcal_cli.workflows.output import build_checkpoint, names_on_disk, read_slots
@@ -63,19 +63,31 @@ def fetch_models(session: Session, plan: Preflight, tasks: Collection[str] | Non
 
 
 def load_models(
-    snapshots: Mapping[str, Snapshot], merge: Merge | None, built: Path, name: str, ranks: Ranks | None = None
+    snapshots: Mapping[str, Snapshot],
+    merge: Merge | None,
+    built: Path,
+    name: str,
+    ranks: Ranks | None = None,
+    scratch: Path | None = None,
 ) -> Models:
     """The models of `snapshots` (by role: merged, base, expert TASK). With `merge`, merged is built in the folder
-    `built` and called `name`, by one rank on each machine. Raises CheckpointError for what cannot be loaded."""
+    `built` and called `name`, by one rank on each machine. scratch: a folder for weights that run in another form than
+    the files have them in (a mixture's experts in one), by default the system's. Raises CheckpointError for what cannot
+    be loaded, OutputError where the disk is full."""
+
+    def keep(model: Model) -> Model:
+        map_to_files(model.module.parameters(), scratch or Path(tempfile.gettempdir()))
+        return model
+
     tasks = {role.removeprefix(EXPERT): snapshot for role, snapshot in snapshots.items() if role.startswith(EXPERT)}
     if merge is None:
-        merged = load_model("merged", snapshots["merged"], find_class(snapshots["merged"]))
-        base = load_fitting("base", snapshots["base"], merged)
-        experts = {task: load_fitting(f"expert {task}", expert, merged) for task, expert in tasks.items()}
+        merged = keep(load_model("merged", snapshots["merged"], find_class(snapshots["merged"])))
+        base = keep(load_fitting("base", snapshots["base"], merged))
+        experts = {task: keep(load_fitting(f"expert {task}", expert, merged)) for task, expert in tasks.items()}
     else:
         model_class = find_class(next(iter(tasks.values())))
-        base = load_model("base", snapshots["base"], model_class)
-        experts = {task: load_model(f"expert {task}", expert, model_class) for task, expert in tasks.items()}
+        base = keep(load_model("base", snapshots["base"], model_class))
+        experts = {task: keep(load_model(f"expert {task}", expert, model_class)) for task, expert in tasks.items()}
         if read_launch().local_rank == 0:
             first = next(iter(experts.values()))
             slots = read_slots(first.snapshot)
@@ -84,7 +96,7 @@ def load_models(
             build_checkpoint(built, first.snapshot, base.snapshot, on_disk)
         if ranks is not None:
             ranks.gather(None)  # now it is there
-        merged = load_model("merged", Snapshot(name, built, None), model_class)
+        merged = keep(load_model("merged", Snapshot(name, built, None), model_class))
     return Models(merged, share_model(merged), base, experts)
 
 

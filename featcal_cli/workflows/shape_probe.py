@@ -200,14 +200,14 @@ def sum_block(
     item, is_half, times = precision.itemsize, computing.itemsize < COMPUTE, 2 if guarded else 1
     offsets = COMPUTE * (3 if is_half else 1)  # in float32 beside the weights themselves where these are shorter
     systems = moments = ending = solving = 0.0
-    for each in inputs:
-        held = each.d_in**2 * _held_part(each.d_in, has_device)
-        pulls, square, by_rows = each.d_out * each.d_in, each.d_in**2, each.is_by_rows(not is_half)
-        if each.is_dual:
-            kept = (each.d_in + each.d_out) * COMPUTE
-            systems += sum(each.rows) * kept * times
-            moments += max(each.rows) * kept + pulls * offsets
-            ending = max(ending, max(each.rows) * kept)
+    for group in inputs:
+        held = group.d_in**2 * _held_part(group.d_in, has_device)
+        pulls, square, by_rows = group.d_out * group.d_in, group.d_in**2, group.is_by_rows(not is_half)
+        if group.is_dual:
+            kept = (group.d_in + group.d_out) * COMPUTE
+            systems += sum(group.rows) * kept * times
+            moments += max(group.rows) * kept + pulls * offsets
+            ending = max(ending, max(group.rows) * kept)
             by_rows = True
         elif by_rows:
             systems += (held + pulls) * item * times
@@ -215,12 +215,12 @@ def sum_block(
         else:
             systems += ((held + square) + pulls) * item * times
             moments += (held + square) * item
-            ending = max(ending, (3 * square + each.widest * each.d_in) * item)
-        lent = sum(each.rows) * (each.d_in + each.widest) if each.is_dual else 0
-        solving = max(solving, (max(each.factorising(has_device), each.solving(by_rows)) + lent) * item)
-    outputs = 0.0 if is_half else sum(each.at_once * each.d_out for each in inputs) * COMPUTE
-    batch = features + outputs + max((each.adding(is_half) for each in inputs), default=0) * COMPUTE
-    new = sum(each.d_out * each.d_in for each in inputs) * COMPUTE
+            ending = max(ending, (3 * square + group.widest * group.d_in) * item)
+        lent = sum(group.rows) * (group.d_in + group.widest) if group.is_dual else 0
+        solving = max(solving, (max(group.factorising(has_device), group.solving(by_rows)) + lent) * item)
+    outputs = 0.0 if is_half else sum(group.at_once * group.d_out for group in inputs) * COMPUTE
+    batch = features + outputs + max((group.adding(is_half) for group in inputs), default=0) * COMPUTE
+    new = sum(group.d_out * group.d_in for group in inputs) * COMPUTE
     return BlockSums(systems + moments + max(batch, ending), systems + solving + new)
 
 
@@ -266,7 +266,7 @@ def limit_batch(rows: float, feature_bytes: float, device: torch.device, memory:
     """
     most_rows, share = (CPU_ROWS, CPU_SHARE) if device.type == "cpu" else (DEVICE_ROWS, DEVICE_SHARE)
     most_bytes = min(MOST_BYTES, 2 ** (memory.bit_length() - 1) // share)
-    limits = [most // each for most, each in ((most_rows, rows), (most_bytes, feature_bytes)) if each]
+    limits = [most // cost for most, cost in ((most_rows, rows), (most_bytes, feature_bytes)) if cost]
     return max(1, int(min(limits, default=PLAIN)))
 
 

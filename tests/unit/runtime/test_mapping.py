@@ -1,0 +1,65 @@
+"""Weights that run in another form than the files have them in take no memory of the process's own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from families import BY_NAME, save_family
+from safetensors.torch import load_file
+from torch import nn
+
+from featcal_cli.runtime import hardware
+from featcal_cli.runtime.errors import OutputError
+from featcal_cli.runtime.hardware import MAPS, map_to_files
+from featcal_cli.workflows.verbs import calibrate
+
+pytestmark = pytest.mark.skipif(not MAPS.is_file(), reason="only Linux tells what is mapped")
+
+
+def is_in_a_file(tensor: torch.Tensor) -> bool:
+    for line in MAPS.read_text().splitlines():
+        first, last = (int(part, 16) for part in line.split()[0].split("-"))
+        if first <= tensor.data_ptr() < last:
+            return line.split()[4] != "0"
+    return False
+
+
+def test_large_tensors_move_to_files_that_have_no_names(tmp_path: Path) -> None:
+    large = nn.Parameter(torch.randn(700, 800))
+    half, small = torch.randn(2, 600, 500).bfloat16(), torch.randn(3)
+    tensors = [large, half, small]
+    values = [tensor.detach().clone() for tensor in tensors]
+    map_to_files(tensors, tmp_path)
+    assert [is_in_a_file(tensor) for tensor in tensors] == [True, True, False]
+    assert all(tensor.equal(value) for tensor, value in zip(tensors, values, strict=True))
+    assert isinstance(large, nn.Parameter) and not any(tmp_path.iterdir())
+    places = [tensor.data_ptr() for tensor in tensors]
+    map_to_files(tensors, tmp_path)
+    assert [tensor.data_ptr() for tensor in tensors] == places  # they are in files already
+
+
+def test_where_they_cannot_be_written_is_said(tmp_path: Path) -> None:
+    with pytest.raises(OutputError, match="cannot be kept on disk") as raised:
+        map_to_files([torch.zeros(1 << 20)], tmp_path / "none")
+    assert str(raised.value.where) == str(tmp_path / "none") and raised.value.fix
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_a_mixture_is_calibrated_alike_from_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved = save_family(tmp_path, BY_NAME["mixtral"])
+    calibrate(saved.recipe(select="preset"), output=tmp_path / "in memory")
+    mapped: list[bool] = []
+
+    def move(tensors: list[torch.Tensor], folder: Path) -> None:
+        tensors = list(tensors)
+        map_to_files(tensors, folder)
+        mapped.extend(is_in_a_file(tensor) for tensor in tensors if tensor.ndim == 3)
+
+    monkeypatch.setattr(hardware, "WORTHWHILE", 1)
+    monkeypatch.setattr("featcal_cli.workflows.setup.map_to_files", move)
+    calibrate(saved.recipe(select="preset"), output=tmp_path / "in files")
+    assert len(mapped) == 5 * 2 * 2 and all(mapped)  # five models, two blocks, two fused parameters
+    new, again = (load_file(tmp_path / name / "model.safetensors") for name in ("in memory", "in files"))
+    assert all(new[name].equal(again[name]) for name in new)
