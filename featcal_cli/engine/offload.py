@@ -19,8 +19,7 @@ from torch.utils.weak import TensorWeakRef
 from featcal_cli.models.tracing import tensors_in
 from featcal_cli.runtime.hardware import advise, trim_heap, write_mapped
 
-FEATURES = "features do not fit in memory"
-"""Why they are written to the disk."""
+FULL = "features do not fit in memory and cannot be kept on disk"
 DEVICE, HOST, DISK = range(3)
 """Where memory may lie, the nearest first."""
 LEAST = mmap.PAGESIZE
@@ -212,7 +211,7 @@ class Offloader:
         moved = self._copies.to_device(data) if level == DEVICE else self._copies.to_host(data)
         if level == DISK:
             self._copies.finish()
-            moved = write_mapped(moved, self._folder, FEATURES, "free disk space, or give fewer examples with -n")
+            moved = write_mapped(moved, self._folder, FULL, "free disk space, or give fewer examples with -n")
         self._forget(storage._cdata)
         self._count(piece, moved.untyped_storage(), level)
         for tensor in tensors:

@@ -67,18 +67,18 @@ def map_to_files(tensors: Iterable[Tensor], folder: Path) -> None:
     for tensor in tensors if MAPS.is_file() else ():
         if tensor.nbytes >= WORTHWHILE and tensor.is_contiguous() and not any(_mapped([tensor], files)):
             data = tensor.detach().view(-1).view(torch.uint8)
-            mapped = write_mapped(data, folder, "weights are not in the files as they run", "free disk space")
+            mapped = write_mapped(data, folder, "weights that were converted cannot be kept on disk", "free disk space")
             tensor.data = mapped.view(tensor.dtype).view(tensor.shape)
             advise(mapped.data_ptr(), mapped.nbytes, "MADV_DONTNEED")
             del data, mapped
     trim_heap()
 
 
-def write_mapped(data: Tensor, folder: Path, why: str, fix: str) -> Tensor:
+def write_mapped(data: Tensor, folder: Path, what: str, fix: str) -> Tensor:
     """The same bytes in a mapped file that has no name: its space is freed with the tensor. `data` [n] is of uint8.
 
-    Raises OutputError, with the reason that they are to be on the disk and how to mend it, when they cannot be written;
-    MemoryError when they cannot be mapped.
+    Raises OutputError, which says `what` failed and how to mend it, when they cannot be written; MemoryError when they
+    cannot be mapped.
     """
     try:
         # written, not filled through the mapping: so a full disk is an error, and not the end of the process
@@ -89,8 +89,7 @@ def write_mapped(data: Tensor, folder: Path, why: str, fix: str) -> Tensor:
     except (OSError, RuntimeError) as error:  # torch raises RuntimeError where a file cannot be mapped
         if os.strerror(ENOMEM) in str(error):
             raise MemoryError("no room to map a file") from error
-        what = f"{why} and cannot be kept on disk: {name_reason(error)}"
-        raise OutputError(what, where=str(folder), fix=fix) from None
+        raise OutputError(f"{what}: {name_reason(error)}", where=str(folder), fix=fix) from None
     return mapped
 
 

@@ -72,11 +72,12 @@ def load_models(
 ) -> Models:
     """The models of `snapshots` (by role: merged, base, expert TASK). With `merge`, merged is built in the folder
     `built` and called `name`, by one rank on each machine. scratch: a folder for weights that run in another form than
-    the files have them in (a mixture's experts in one), by default the system's. Raises CheckpointError for what cannot
-    be loaded, OutputError where the disk is full."""
+    the files have them in (a mixture's experts in one); without it they stay in memory. Raises CheckpointError for what
+    cannot be loaded, OutputError where the disk is full."""
 
     def keep(model: Model) -> Model:
-        map_to_files(model.module.parameters(), scratch or Path(tempfile.gettempdir()))
+        if scratch is not None:
+            map_to_files(model.module.parameters(), scratch)
         return model
 
     tasks = {role.removeprefix(EXPERT): snapshot for role, snapshot in snapshots.items() if role.startswith(EXPERT)}
