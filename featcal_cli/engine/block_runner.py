@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from featcal_cli.data.batches import Batch, forward_names
+from featcal_cli.engine.known_outputs import KnownOutputs
 from featcal_cli.engine.offload import Offloader, TouchMode
 from featcal_cli.engine.weight_uploads import DeviceWeight, Upload, device_weights, is_finite
 from featcal_cli.models.architecture import Architecture, Block, held_parameters, module_at
@@ -309,6 +310,8 @@ class PausedForward(greenlet):
         """What the model returned, when the pass is through."""
         self.call: BlockCall | None = None
         """The call of a block that it is paused before."""
+        self.known: KnownOutputs | None = None
+        """Of this block, what its modules return."""
         self._runner = runner
 
     @property
@@ -328,6 +331,7 @@ class PausedForward(greenlet):
 
     def advance(self, *output: Any, gradients: bool = False) -> None:
         """Go on to the next block, giving the paused block's output (nothing at the start), with gradients or not."""
+        self.known = None
         with torch.set_grad_enabled(gradients), self._runner.drawing(), self._runner.within_reach():
             result = self.switch(*output)
         self.call, self.output = (None, result) if self.dead else (result, None)
@@ -362,8 +366,9 @@ class PausedForward(greenlet):
             args, kwargs = tree_map_only(Tensor, Tensor.clone, (args, kwargs))
         if dtype is not None:
             args, kwargs = cast_floats((args, kwargs), dtype)
+        known = self.known.recalled() if self.known is not None and given is self else nullcontext()
         try:
-            with torch.no_grad(), self._runner.drawing():
+            with torch.no_grad(), self._runner.drawing(), known:
                 output = self._runner.module(block.name).forward(*args, **kwargs)  # none of a pass: it does not pause
         except StopBlock:
             return None
@@ -384,7 +389,7 @@ class PausedForward(greenlet):
 
     def close(self) -> None:
         """End the pass where it is; the rest of the model does not run."""
-        self.call = None
+        self.call = self.known = None
         if not self.dead:
             self.throw(GreenletExit)
 

@@ -9,6 +9,7 @@ from functools import partial
 from itertools import chain
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 
 from featcal_cli.data.batches import Batch, count_examples
@@ -16,8 +17,10 @@ from featcal_cli.engine.block_runner import BlockRunner, PausedForward
 from featcal_cli.engine.drift_probe import EXPERT, DriftProbe, SwitchProbe
 from featcal_cli.engine.hooks import CapturedRun, Features, Observation, run_captured, run_to_last_input
 from featcal_cli.engine.job import Job
+from featcal_cli.engine.known_outputs import KnownOutputs, Room
 from featcal_cli.engine.token_weights import token_weights
 from featcal_cli.models.architecture import Block, Module
+from featcal_cli.models.module_kinds import LINEAR_KINDS
 from featcal_cli.models.token_layout import token_lengths
 from featcal_cli.runtime import hardware
 
@@ -178,6 +181,7 @@ class BlockVisit:
         self.is_reached = any(task not in elsewhere for reached in of_ranks for task in reached)
         """Some task's examples do, on whichever rank."""
         self._job, self._passes, self._done = job, passes, done
+        self._room = Room(hardware.room_for_outputs())
         self._is_last_part = True
         self._captured: dict[tuple[int, tuple[Module, ...]], CapturedRun] = {}
         """What modules of the expert showed on a batch, for the students that are still to come."""
@@ -191,9 +195,32 @@ class BlockVisit:
     def parts(self, *, by_depth: bool) -> Iterator[Block]:
         """The modules to look at together, as `Block.parts` has them; what is loaded of one is seen by the next."""
         parts = self.block.parts(by_depth=by_depth)
+        for part in parts[:-1]:
+            self._keep_outputs(part, of_experts=True)
         for number, part in enumerate(parts, start=1):
             self.part, self._is_last_part = part, number == len(parts)
             yield part
+            if not self._is_last_part:
+                self._keep_outputs(part, of_experts=False)
+
+    def _keep_outputs(self, part: Block, *, of_experts: bool) -> None:
+        """Let what the modules of a part return from now on be kept by the experts' passes, or by the student's, which
+        run the block once more for each later part. On a CPU: copies to and from a GPU take longer than to compute it.
+        """
+        job, block = self._job, self.block
+        if self.merged.device.type != "cpu" or len(job.students) > 1 or block.calls > 1:
+            return
+        if block.is_mixture:  # an expert's does what different models decide
+            return
+        names = [x.name for x in part.modules if x.kind in LINEAR_KINDS and x.functional is None]
+        (student,) = job.students.items()
+        for task in self.tasks:
+            for pair in (*self._passes.fitted[task], *self._passes.checked[task]):
+                expert, own = (job.experts[task], pair.expert), (student[1], pair.students[student[0]])
+                runner, paused = expert if of_experts else own
+                if runner.dtype == torch.float32 and paused.is_at(block):
+                    paused.known = paused.known or KnownOutputs(self._room, job.offloader)
+                    paused.known.add(runner.module(f"{block.name}.{name}") for name in names)
 
     @property
     def is_routed(self) -> bool:

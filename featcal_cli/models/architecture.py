@@ -102,6 +102,11 @@ class Block:
     text_start: int | None
     """Where the text begins in that sequence, where that could be found out."""
 
+    @property
+    def is_mixture(self) -> bool:
+        """It has experts that are given only some tokens."""
+        return any(module.is_routed for module in self.modules)
+
     def parts(self, *, by_depth: bool) -> tuple[Block, ...]:
         """The modules that are solved together: all, or those of one depth, in the order in which they run; and after
         these those of a mixture's experts, of one depth in any case."""

@@ -246,6 +246,12 @@ def rooms_for_features(device: torch.device) -> tuple[int, int]:
     return (0 if device.type == "cpu" else memory_of(device) // DEVICE_SHARE, host)
 
 
+def room_for_outputs() -> int:
+    """Bytes of files for what modules return, which would be computed again: so few that they need not leave memory, as
+    reading them from a disk would take longer."""
+    return memory_of(torch.device("cpu")) // FEATURES_SHARE
+
+
 def memory_of(device: torch.device) -> int:
     """All memory of a device, in bytes, used or not; devices but for CUDA's share this machine's, and so do torchrun's
     processes on it."""

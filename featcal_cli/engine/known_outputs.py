@@ -1,0 +1,75 @@
+"""Outputs of a block's modules that are kept while a pass runs the block several times: what they depend on does not
+change any more."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from itertools import count
+from typing import Any
+
+from torch import Tensor, nn
+
+from featcal_cli.engine.offload import Offloader
+
+
+class Room:
+    """Bytes that are left for outputs; what finds no room is computed again."""
+
+    def __init__(self, size: int) -> None:
+        self._left = size
+
+    def take(self, size: int) -> bool:
+        """Whether there were so many bytes, which are taken then."""
+        fits = size <= self._left
+        self._left -= size if fits else 0
+        return fits
+
+
+class KnownOutputs:
+    """What modules of a block return in one pass, call by call. Large ones lie in files while nobody asks for them."""
+
+    def __init__(self, room: Room, offloader: Offloader | None) -> None:
+        self._room, self._offloader = room, offloader
+        self._kept: dict[nn.Module, list[tuple[Tensor, int]]] = {}
+        """With the version that each has if nobody changed it."""
+
+    def add(self, modules: Iterable[nn.Module]) -> None:
+        """From now on nothing changes that these depend on, nor their weights."""
+        self._kept |= {module: [] for module in modules}
+
+    @contextmanager
+    def recalled(self) -> Iterator[None]:
+        """Inside, the modules return what they returned before; what they return for the first time is kept."""
+        with ExitStack() as undo:
+            for module, kept in self._kept.items():
+                undo.callback(module.__dict__.pop, "forward")
+                module.forward = partial(self._recall, module.forward, kept, count())
+            try:
+                yield
+            finally:
+                self._kept = {module: kept for module, kept in self._kept.items() if not _is_changed(kept)}
+                if self._offloader is not None:
+                    self._offloader.put_aside(y for kept in self._kept.values() for y, _ in kept)
+
+    def _recall(
+        self,
+        forward: Callable[..., Any],
+        kept: list[tuple[Tensor, int]],
+        calls: Iterator[int],
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        number = next(calls)
+        if number < len(kept):
+            return kept[number][0]
+        y = forward(*args, **kwargs)
+        if number == len(kept) and type(y) is Tensor and self._room.take(y.nbytes):
+            kept.append((y, y._version))
+        return y
+
+
+def _is_changed(kept: Iterable[tuple[Tensor, int]]) -> bool:
+    """Whether the model changes what a module has returned in place."""
+    return any(y._version != version for y, version in kept)
