@@ -6,7 +6,7 @@ from __future__ import annotations
 import inspect
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path
@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoImageProcessor, AutoTokenizer, PreTrainedModel
+from transformers import AutoFeatureExtractor, AutoImageProcessor, AutoTokenizer, PreTrainedModel
 
 from featcal_cli.data.hub_dataset import first_line
 from featcal_cli.runtime.errors import DataError
@@ -27,9 +27,13 @@ TOKENIZER_FILES = (
 )  # fmt: skip
 LONGEST_SIDES = dict.fromkeys(("height", "width", "size", "crop_size"), 2**14) | {"shortest_edge": 2**17}
 """Pixels; by the keys of a processor's settings. For some processors the shortest edge is a number of all pixels."""
+MOST_SOUND = {"sampling_rate": 400_000, "n_samples": 2**24, "nb_max_frames": 2**16, "chunk_length": 600}
+"""What a feature extractor's settings may say; any other number of it at most MOST_OF_SOUND."""
+MOST_OF_SOUND = 2**16
 SAFE = {"trust_remote_code": False, "local_files_only": True}
 
 image_processors: Any = AutoImageProcessor  # has no types
+feature_extractors: Any = AutoFeatureExtractor
 
 
 def load_image_processor(folders: Sequence[Path], where: str) -> tuple[Any, str]:
@@ -37,11 +41,25 @@ def load_image_processor(folders: Sequence[Path], where: str) -> tuple[Any, str]
 
     def load(folder: Path) -> Any:
         for file in IMAGE_PROCESSOR_FILES:
-            _check_sides(folder / file)
+            _check_sizes(folder / file, LONGEST_SIDES, inf)
         # torchvision's results differ from Pillow's, and the choice would depend on what is installed.
         return image_processors.from_pretrained(folder, backend="pil", **SAFE)
 
     return _load_first("image processor", IMAGE_PROCESSOR_FILES, load, folders, where)
+
+
+def load_feature_extractor(folders: Sequence[Path], where: str) -> tuple[Any, str]:
+    """A feature extractor of sound and the repo or folder it is from. Raises DataError when there is none."""
+
+    def load(folder: Path) -> Any:
+        for file in IMAGE_PROCESSOR_FILES:
+            _check_sizes(folder / file, MOST_SOUND, MOST_OF_SOUND)
+        extractor = feature_extractors.from_pretrained(folder, **SAFE)
+        if not isinstance(getattr(extractor, "sampling_rate", None), int):
+            raise ValueError("it says no sampling_rate")
+        return extractor
+
+    return _load_first("feature extractor", IMAGE_PROCESSOR_FILES, load, folders, where)
 
 
 def load_tokenizer(folders: Sequence[Path], where: str) -> tuple[Any, str]:
@@ -51,8 +69,9 @@ def load_tokenizer(folders: Sequence[Path], where: str) -> tuple[Any, str]:
     )
 
 
-def _check_sides(file: Path) -> None:
-    """Raise ValueError for a processor that makes images of a size that no model reads: each would take gigabytes."""
+def _check_sizes(file: Path, most: Mapping[str, float], otherwise: float) -> None:
+    """Raise ValueError for a processor that makes what no model reads, by its numbers' keys: each example would take
+    gigabytes."""
     left = [("", parse_json(file.read_text(encoding="utf-8")))] if file.is_file() else []
     while left:
         match left.pop():
@@ -60,8 +79,8 @@ def _check_sides(file: Path) -> None:
                 left += settings.items()
             case key, list(values):
                 left += [(key, value) for value in values]
-            case key, int() | float() as value if value > LONGEST_SIDES.get(key, inf):
-                raise ValueError(f"{file.name} says {key} {bare(str(value))}, and no model reads images of that size")
+            case key, int() | float() as value if value > most.get(key, otherwise):
+                raise ValueError(f"{file.name} says {key} {bare(str(value))}, and no model reads inputs of that size")
 
 
 def _load_first(

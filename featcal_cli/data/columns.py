@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Literal, TypeGuard
 
-from featcal_cli.data.file_formats import IMAGE_FILES, is_base64
+from featcal_cli.data.file_formats import AUDIO_FILES, IMAGE_FILES, is_base64
 from featcal_cli.recipe.schema import ROLES, Data
 from featcal_cli.runtime.errors import DataError
 
@@ -19,6 +19,9 @@ TextKind = Literal["encoder", "causal", "encoder-decoder"]
 IMAGE_NAMES = ("image", "img", "images", "picture", "photo", "jpg", "png", "file_name")
 ARRAY_NAMES = (*IMAGE_NAMES, "pixels", "array", "pixel_values")
 """Columns whose nested lists of numbers may be pictures."""
+AUDIO_NAMES = ("audio", "speech", "sound", "recording", "wav", "flac", "mp3", "file", "path", "file_name")
+TRANSCRIPT_NAMES = ("text", "sentence", "transcription", "transcript", "normalized_text", "raw_text")
+"""Columns of what is said in a recording."""
 MESSAGES_NAMES = ("messages", "conversations", "conversation", "chat")
 PROMPT_RESPONSE_NAMES = (
     ("instruction", "output"), ("query", "response"), ("instruction", "response"), ("inputs", "targets"),
@@ -97,7 +100,7 @@ def template_fields(template: str) -> list[str]:
 
 def needed_columns(data: Data) -> set[str] | None:
     """The columns that a task's examples are made of; None where they have yet to be found among all there are."""
-    if data.template is None and not {"image", "text", "prompt", "messages"} & data.columns.keys():
+    if data.template is None and not {"image", "audio", "text", "prompt", "messages"} & data.columns.keys():
         return None
     try:
         return {*data.columns.values(), *template_fields(data.template or "")} | set(_given_about(data))
@@ -134,6 +137,23 @@ def find_image_column(samples: Samples, where: str) -> str:
     if not likely:
         raise no_column("images", "image:COLUMN", samples, where)
     return next((name for name in IMAGE_NAMES if name in likely), likely[0])
+
+
+def find_audio_column(samples: Samples, where: str) -> str:
+    """A column called like recordings, else the first that looks like some. Raises DataError for none."""
+    likely = [name for name, values in samples.items() if any(map(_looks_like_audio, values))]
+    if not likely:
+        raise no_column("recordings", "audio:COLUMN", samples, where)
+    return next((name for name in AUDIO_NAMES if name in likely), likely[0])
+
+
+def _looks_like_audio(value: Any) -> bool:
+    match value:
+        case dict():
+            return bool(value) and (value.keys() <= {"bytes", "path"} or {"array", "sampling_rate"} <= value.keys())
+        case str():
+            return value.lower().endswith(AUDIO_FILES)
+    return isinstance(value, bytes)
 
 
 def find_encoded_images(samples: Samples) -> list[str]:

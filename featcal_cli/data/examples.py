@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from featcal_cli.data.audio import open_audio
 from featcal_cli.data.batches import (
     BadRowError,
     Batch,
@@ -35,6 +36,8 @@ from featcal_cli.recipe.schema import Data
 from featcal_cli.runtime.errors import DataError
 
 PEEKED_ROWS = 16
+SOUND = ("input_values", "input_features")
+"""Main inputs of models that read sound."""
 SEED = 42
 """Of the choice of rows where only some labelled ones are wanted."""
 FEWEST_ROWS, HELD_OUT_SHARE, FEWEST_IN_HALF = 10, 5, 2
@@ -191,6 +194,8 @@ def _open_rows(data: Data, first: Sequence[Row], model: PreTrainedModel, folders
     if data.corrupt:
         what = f"corrupt: {data.corrupt} is for images, and these rows have none that the model reads"
         raise DataError(what, where=where, fix="leave corrupt out of the task's data")
+    if model.main_input_name in SOUND:
+        return open_audio(data, samples, model, folders, where)
     if model.main_input_name == "input_ids":
         return open_text(data, samples, model, folders, where)
     what = f"the model reads {model.main_input_name}, for which there is no preprocessing here"

@@ -30,6 +30,7 @@ from featcal_cli.runtime.errors import DataError
 from featcal_cli.runtime.untrusted_text import parse_json
 
 IMAGE_FILES = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".gif", ".tif", ".tiff")
+AUDIO_FILES = (".wav", ".flac", ".ogg", ".opus", ".mp3", ".aif", ".aiff", ".au")
 BASE64_BEGINNINGS = ("iVBORw0KGgo", "/9j/", "R0lGOD", "UklGR", "SUkqA", "TU0AK")
 """Of PNG, JPEG, GIF, WebP and TIFF files that are written as text."""
 TABLE_FILES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".arrow")
@@ -44,8 +45,8 @@ LIST_KEYS = ("data", "rows", "examples", "instances", "items", "train")
 WHOLE_JSON = 2**30
 KEPT_CHARACTERS = 2**16
 """Characters of a text that are kept at each end: far more than any model reads of it, from whichever end."""
-LARGEST_IMAGE = 2**26
-"""Bytes of an encoded image; what is larger is not read as one."""
+LARGEST_FILE = 2**26
+"""Bytes of an encoded image or recording; what is larger is not read as one."""
 ROW_GROUP_BYTES = 2**28
 """Bytes of a row group that are in memory at once."""
 MOST_LEVELS = 6
@@ -68,11 +69,11 @@ def shorten_row(row: Row) -> Row:
 def _shorten(value: Any, levels: int) -> Any:
     match value:
         case str() if is_base64(value[:20]):
-            return value if len(value) <= 2 * LARGEST_IMAGE else ""
+            return value if len(value) <= 2 * LARGEST_FILE else ""
         case str():
             return value if len(value) <= 2 * KEPT_CHARACTERS else value[:KEPT_CHARACTERS] + value[-KEPT_CHARACTERS:]
         case bytes():
-            return value if len(value) <= LARGEST_IMAGE else b""
+            return value if len(value) <= LARGEST_FILE else b""
         case dict() if levels:
             return {name: _shorten(inner, levels - 1) for name, inner in value.items()}
         case list() if levels:
@@ -137,12 +138,17 @@ def open_file(file: Path, where: str) -> list[Table]:
             raise DataError(what, where=where, fix=OTHER_KINDS.get(ending, fix))
 
 
-def open_images(files: Sequence[Path], classes: Sequence[str]) -> Table:
-    """Rows of image and, for images in a folder called like one of the classes, label: the class's position."""
+def name_medium(file: PurePath) -> str:
+    """The column that a file is the value of where each is a row: image or audio."""
+    return "audio" if file.suffix.lower() in AUDIO_FILES else "image"
+
+
+def open_media(files: Sequence[Path], classes: Sequence[str]) -> Table:
+    """Rows of image or audio and, for files in a folder called like one of the classes, label: the class's position."""
     labels = {name: {"label": number} for number, name in enumerate(classes)}
 
     def row_of(file: Path) -> Row:
-        return {"image": str(file), **labels.get(file.parent.name, {})}
+        return {name_medium(file): str(file), **labels.get(file.parent.name, {})}
 
     return Table(len(files), lambda positions: (row_of(files[position]) for position in positions))
 
@@ -243,11 +249,11 @@ File = TypeVar("File", bound=PurePath)
 FORMATS = {
     ".parquet": "parquet", ".arrow": "arrow", ".jsonl": "json", ".ndjson": "json", ".json": "json",
     ".csv": "csv", ".tsv": "csv", ".txt": "text", ".tar": "webdataset",
-    **dict.fromkeys(IMAGE_FILES, "imagefolder"), ".zip": "zip",
+    **dict.fromkeys(IMAGE_FILES, "imagefolder"), **dict.fromkeys(AUDIO_FILES, "audiofolder"), ".zip": "zip",
 }  # fmt: skip
 """Ending of a file's name → what reads it, in the words of `datasets`; where two are as frequent, the first counts."""
 METADATA_FILES = ("metadata.csv", "metadata.jsonl", "metadata.parquet")
-"""What is known about the images of a folder: no examples of their own where there are images."""
+"""What is known about the images or recordings of a folder: no examples of their own where there are some."""
 OPTIONS = {
     "csv": ("sep", "delimiter", "header", "names", "column_names", "skiprows", "quotechar", "encoding"),
     "json": ("field", "encoding"),
@@ -270,7 +276,7 @@ def format_of(path: str) -> str | None:
 
 
 def is_metadata(path: str) -> bool:
-    """Whether a file may say what is known about images, rather than hold examples."""
+    """Whether a file may say what is known about images or recordings, rather than hold examples."""
     return PurePosixPath(path).name in METADATA_FILES
 
 

@@ -107,12 +107,12 @@ def find_split(data: Data, split: str | None, note: Note = ignore) -> HubSplit:
     files = [HubFile(path, repo.files[path].size, f"{root}/{path}") for path in paths]
     outer = infer_format(paths)
     inner = _look_into(files) if outer == "zip" else outer
-    images = inner == "imagefolder"
-    kept = [file for file in files if format_of(file.path) == outer or (images and is_metadata(file.path))]
+    has_media = inner in ("imagefolder", "audiofolder")
+    kept = [file for file in files if format_of(file.path) == outer or (has_media and is_metadata(file.path))]
     options = {key: config[key] for key in OPTIONS.get(inner, ()) if key in config}
     folders = {PurePosixPath(path).parent.name for listed in splits.values() for path in listed} - set(SPLIT_WORDS)
     # one folder alone tells nothing apart
-    classes = sorted(folders) if images and len(folders) > 1 else []
+    classes = sorted(folders) if has_media and len(folders) > 1 else []
     infos = _entries(_read_card(repo).get("dataset_info"))
     columns = next((info.get("features") for info in infos if str(info.get("config_name", name)) == name), None)
     return HubSplit(inner, options, kept, classes, _entries(columns) if isinstance(columns, list) else [], system)

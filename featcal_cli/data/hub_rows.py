@@ -14,7 +14,15 @@ from random import Random
 from typing import Any, TypeVar
 
 from featcal_cli.data.columns import ABOUT_NAMES
-from featcal_cli.data.file_formats import IMAGE_FILES, LARGEST_IMAGE, open_parquet, read_group, shorten_row
+from featcal_cli.data.file_formats import (
+    AUDIO_FILES,
+    IMAGE_FILES,
+    LARGEST_FILE,
+    name_medium,
+    open_parquet,
+    read_group,
+    shorten_row,
+)
 from featcal_cli.data.hub_dataset import HubFile, HubSplit
 from featcal_cli.data.text_files import Row, decode_lines, parse_csv, parse_json_line
 from featcal_cli.runtime.errors import DataError
@@ -74,8 +82,8 @@ def draw_hub_rows(split: HubSplit, count: int, seed: int, columns: Collection[st
                 break
         for line, file in random.sample(lines, min(2 * count, len(lines))):
             yield shorten_row(parse(line, file))
-    elif _all_end_with(split.files, IMAGE_FILES):
-        yield from _read_images(split, random.sample(split.files, min(2 * count, len(split.files))))
+    elif _all_end_with(split.files, (*IMAGE_FILES, *AUDIO_FILES)):
+        yield from _read_media(split, random.sample(split.files, min(2 * count, len(split.files))))
     else:
         yield from (_fetch_files(split, row) for row in _draw_first_rows(split, count, random))
 
@@ -93,8 +101,8 @@ def read_hub_rows(split: HubSplit) -> Iterator[Row]:
     elif parse := _line_parser(split):
         for line, file in _read_blocks(split, _list_blocks(split)):
             yield shorten_row(parse(line, file))
-    elif _all_end_with(split.files, IMAGE_FILES):
-        yield from _read_images(split, split.files)
+    elif _all_end_with(split.files, (*IMAGE_FILES, *AUDIO_FILES)):
+        yield from _read_media(split, split.files)
     else:
         yield from (_fetch_files(split, shorten_row(row)) for row in _open_rows(split, split.files))
 
@@ -263,13 +271,13 @@ def _read_lines(split: HubSplit, file: HubFile, start: int) -> list[bytes]:
 # --- images that lie as files ---
 
 
-def _read_images(split: HubSplit, files: Sequence[HubFile]) -> Iterator[Row]:
-    """Rows of image and, where folders tell classes apart, label: the class's position."""
+def _read_media(split: HubSplit, files: Sequence[HubFile]) -> Iterator[Row]:
+    """Rows of image or audio and, where folders tell classes apart, label: the class's position."""
     labels = {name: {"label": number} for number, name in enumerate(split.classes)}
-    # nothing is fetched of a file that is too large to be an image
-    for file, content in _in_parallel(lambda file: split.fetch(file) if file.size <= LARGEST_IMAGE else b"", files):
-        image = {"image": {"bytes": content, "path": file.path}}
-        yield image | labels.get(PurePosixPath(file.path).parent.name, {})
+    # nothing is fetched of a file that is too large to be one
+    for file, content in _in_parallel(lambda file: split.fetch(file) if file.size <= LARGEST_FILE else b"", files):
+        medium = {name_medium(PurePosixPath(file.path)): {"bytes": content, "path": file.path}}
+        yield medium | labels.get(PurePosixPath(file.path).parent.name, {})
 
 
 # --- other formats, from where files begin ---
@@ -279,7 +287,7 @@ def _draw_first_rows(split: HubSplit, count: int, random: Random) -> list[Row]:
     """A random choice of up to 2 · count of the rows at the start of the files, each as likely as any other."""
     files = _weighted_order(split.files, lambda file: file.size, random)
     # all files at once where some say what others hold, as metadata.csv does
-    parts = [split.files] if split.format == "imagefolder" else [[file] for file in files]
+    parts = [split.files] if split.format in ("imagefolder", "audiofolder") else [[file] for file in files]
     spread = min(FEWEST_FILES, len(parts))
     kept: list[Row] = []
     seen = 0
@@ -352,5 +360,5 @@ def _fetch_file(split: HubSplit, value: Any) -> Any:
     from datasets.utils.file_utils import xopen  # opens files inside archives, too: zip://a.png::hf://…
 
     with xopen(value["path"], "rb") as file:
-        content = file.read(LARGEST_IMAGE + 1)  # inside an archive a few bytes may stand for gigabytes
-    return {**value, "bytes": content if len(content) <= LARGEST_IMAGE else b""}
+        content = file.read(LARGEST_FILE + 1)  # inside an archive a few bytes may stand for gigabytes
+    return {**value, "bytes": content if len(content) <= LARGEST_FILE else b""}

@@ -12,7 +12,6 @@ from hashlib import sha256
 from io import BytesIO
 from math import cos, radians, sin
 from pathlib import Path, PurePath
-from stat import S_ISREG
 from typing import Any
 
 import numpy
@@ -24,9 +23,9 @@ from transformers import PreTrainedModel
 
 from featcal_cli.data.batches import BadRowError, Batch, Reader, decoder_prompt, forward_names, load_image_processor
 from featcal_cli.data.columns import Samples, find_image_column, is_array
-from featcal_cli.data.file_formats import LARGEST_IMAGE, is_base64
+from featcal_cli.data.file_formats import LARGEST_FILE, is_base64
 from featcal_cli.data.hub_dataset import first_line
-from featcal_cli.data.rows import local_path
+from featcal_cli.data.rows import local_path, open_cell
 from featcal_cli.data.text_files import BrokenRow, Row
 from featcal_cli.recipe.schema import Data
 from featcal_cli.runtime.errors import DataError
@@ -137,25 +136,14 @@ class ImageReader(Reader):
             value = value.get("bytes") or value.get("path")
         if isinstance(value, str) and is_base64(value):
             content = value.partition(",")[2] if value.startswith("data:") else value
-            if len(content) > 2 * LARGEST_IMAGE:
+            if len(content) > 2 * LARGEST_FILE:
                 raise ValueError("it is too large for an image")
             try:
                 value = b64decode(re.sub(r"\s", "", content), validate=True)
             except binascii.Error:
                 raise ValueError("it is no whole base64 text") from None
-        if isinstance(value, bytes) and len(value) <= LARGEST_IMAGE:
-            return BytesIO(value)
-        if isinstance(value, str) and value and self.folder is not None:
-            file = self.folder / value
-            try:
-                status = file.stat()
-            except (OSError, ValueError) as error:
-                raise BadRowError(f"there is no image {show(file.name)}") from error
-            if S_ISREG(status.st_mode) and status.st_size <= LARGEST_IMAGE:
-                return file
-            raise BadRowError(f"{show(file.name)} is no image: it has {status.st_size:,} bytes, or is no plain file")
-        kind = "only the name of a file" if isinstance(value, str) else type(value).__name__
-        raise BadRowError(f"column {self.column} has no image" + (f" but {kind}" if value else ""))
+        source = open_cell(value, self.column, self.folder, "image")
+        return BytesIO(source) if isinstance(source, bytes) else source
 
 
 def open_images(

@@ -14,9 +14,12 @@ from random import Random
 from stat import S_ISDIR, S_ISREG
 from typing import Any
 
+from featcal_cli.data.batches import BadRowError
 from featcal_cli.data.columns import needed_columns
 from featcal_cli.data.file_formats import (
+    AUDIO_FILES,
     IMAGE_FILES,
+    LARGEST_FILE,
     SPLIT_WORDS,
     TABLE_FILES,
     Table,
@@ -25,7 +28,7 @@ from featcal_cli.data.file_formats import (
     group_by_name,
     is_table,
     open_file,
-    open_images,
+    open_media,
     open_parquet,
     shorten_row,
 )
@@ -34,6 +37,7 @@ from featcal_cli.data.hub_rows import draw_hub_rows, read_hub_rows
 from featcal_cli.data.text_files import Row
 from featcal_cli.recipe.schema import Data
 from featcal_cli.runtime.errors import DataError, HubError
+from featcal_cli.runtime.untrusted_text import show
 
 
 def draw_rows(data: Data, count: int, seed: int, note: Note = ignore) -> Iterator[Row]:
@@ -132,6 +136,26 @@ def local_path(data: Data) -> Path:
     return path
 
 
+def open_cell(value: Any, column: str, folder: Path | None, kind: str) -> bytes | Path:
+    """The encoded image or recording (`kind`) in a cell: bytes, or the file that its text names in `folder`, where that
+    is given. Raises BadRowError."""
+    if isinstance(value, dict):
+        value = value.get("bytes") or value.get("path")
+    if isinstance(value, bytes) and len(value) <= LARGEST_FILE:
+        return value
+    if isinstance(value, str) and value and folder is not None:
+        file = folder / value
+        try:
+            status = file.stat()
+        except (OSError, ValueError) as error:
+            raise BadRowError(f"there is no {kind} {show(file.name)}") from error
+        if S_ISREG(status.st_mode) and status.st_size <= LARGEST_FILE:
+            return file
+        raise BadRowError(f"{show(file.name)} is no {kind}: it has {status.st_size:,} bytes, or is no plain file")
+    what = "only the name of a file" if isinstance(value, str) else type(value).__name__
+    raise BadRowError(f"column {column} has no {kind}" + (f" but {what}" if value else ""))
+
+
 def _read_scattered(tables: Sequence[Table], ends: Sequence[int], positions: Sequence[int]) -> Iterator[Row]:
     """The rows at these positions of all tables together, in this order, each table read once."""
     row_at: dict[int, Row] = {}
@@ -153,17 +177,18 @@ def _list_local(data: Data, split: str | None, note: Note = ignore) -> tuple[lis
     everything, hidden = sorted(path.rglob("*")), (".", "__")
     shown = (file for file in everything if not any(part.startswith(hidden) for part in file.relative_to(path).parts))
     files = [file for file in shown if file.is_file()]
-    images = [file for file in files if file.suffix.lower() in IMAGE_FILES]
+    of_images, of_sound = ([x for x in files if x.suffix.lower() in endings] for endings in (IMAGE_FILES, AUDIO_FILES))
+    media = max(of_images, of_sound, key=len)
     # the .json files beside a config.json are a model's
     models = {file.parent for file in files if file.name == "config.json"}
     tables = [file for file in files if is_table(file) and not (file.suffix == ".json" and file.parent in models)]
-    if not images and not tables:
-        fix = f"put images or {', '.join(TABLE_FILES)} files into it"
-        raise DataError("the folder has no images and no data files", where=str(data), fix=fix)
-    if len(images) > len(tables):
-        splits = group_by_folder(path, images) or {"train": images}
+    if not media and not tables:
+        fix = f"put images, recordings or {', '.join(TABLE_FILES)} files into it"
+        raise DataError("the folder has no images, no recordings and no data files", where=str(data), fix=fix)
+    if len(media) > len(tables):
+        splits = group_by_folder(path, media) or {"train": media}
         # The classes of all splits, so that one that a split lacks does not shift the others; one alone labels nothing.
-        classes = sorted({file.parent.name for file in images} - set(SPLIT_WORDS))
+        classes = sorted({file.parent.name for file in media} - set(SPLIT_WORDS))
         return splits[choose_split(splits, split, data, note)], classes if len(classes) > 1 else []
     splits = group_by_folder(path, tables) or group_by_name(tables) or {"train": tables}
     return splits[choose_split(splits, split, data, note)], []
@@ -171,8 +196,8 @@ def _list_local(data: Data, split: str | None, note: Note = ignore) -> tuple[lis
 
 def _open_local(data: Data, split: str | None, note: Note = ignore) -> list[Table]:
     files, classes = _list_local(data, split, note)
-    if files[0].suffix.lower() in IMAGE_FILES and local_path(data).is_dir():
-        return [open_images(files, classes)]
+    if files[0].suffix.lower() in (*IMAGE_FILES, *AUDIO_FILES) and local_path(data).is_dir():
+        return [open_media(files, classes)]
     return [table for file in files for table in open_file(file, str(data))]
 
 

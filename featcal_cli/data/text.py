@@ -296,7 +296,9 @@ def open_text(data: Data, samples: Samples, model: PreTrainedModel, folders: Seq
 
 def _describe(formatter: RowFormatter, data: Data, samples: Samples, where: str) -> str:
     roles, kind = formatter.roles, formatter.kind
-    columns = [f"column {column} as {role}" for role, column in roles.items() if role not in ("image", "label")]
+    columns = [
+        f"column {column} as {role}" for role, column in roles.items() if role not in ("image", "audio", "label")
+    ]
     used = f"template {data.template!r}" if data.template else " and ".join(columns)
     if formatter.about:
         used += f", with {' and '.join(formatter.about)} behind the prompt"

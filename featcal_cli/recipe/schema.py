@@ -43,7 +43,7 @@ ModelName = Annotated[Name, AfterValidator(bare_model)]
 
 SELF = "self"
 """The source of a task whose expert writes its examples itself."""
-ROLES = ("image", "text", "text_pair", "messages", "prompt", "response", "label")
+ROLES = ("image", "audio", "text", "text_pair", "messages", "prompt", "response", "label")
 """What a column of a dataset can be."""
 
 

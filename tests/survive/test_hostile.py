@@ -26,7 +26,7 @@ from safetensors.torch import load_file, save_file
 from transformers import BertModel, ViTModel
 
 from featcal_cli.data.examples import DrawnExamples, draw_examples
-from featcal_cli.data.file_formats import KEPT_CHARACTERS, LARGEST_IMAGE, open_file, shorten_row
+from featcal_cli.data.file_formats import KEPT_CHARACTERS, LARGEST_FILE, open_file, shorten_row
 from featcal_cli.data.images import PIXELS_AT_ONCE
 from featcal_cli.hub.snapshot import resolve
 from featcal_cli.lineage.statements import read_card
@@ -186,7 +186,7 @@ def test_what_a_zip_unfolds_to_is_not_read_beyond_an_images_size(stage: Stage) -
     with zipfile.ZipFile(stage.folder / "data" / "train.zip", "w", zipfile.ZIP_DEFLATED) as archive:
         with archive.open("bomb.png", "w") as member:
             for _ in range(5):
-                member.write(bytes(LARGEST_IMAGE // 2))
+                member.write(bytes(LARGEST_FILE // 2))
         picture = BytesIO()
         Image.new("RGB", (8, 8)).save(picture, "PNG")
         for number in range(4):
@@ -198,7 +198,7 @@ def test_what_a_zip_unfolds_to_is_not_read_beyond_an_images_size(stage: Stage) -
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert len(drawn.fitted) == 4 and drawn.rows_skipped <= 1
-    assert peak < 2.5 * LARGEST_IMAGE
+    assert peak < 2.5 * LARGEST_FILE
 
 
 def test_large_images_are_decoded_few_at_a_time(stage: Stage) -> None:
@@ -255,7 +255,7 @@ def test_a_long_line_on_the_hub_is_read_in_few_requests(stage: Stage) -> None:
 
 def test_a_row_keeps_both_ends_of_a_text_and_no_bytes_beyond_an_image() -> None:
     long = "a" * KEPT_CHARACTERS + "b" * 5 + "c" * KEPT_CHARACTERS
-    row = {"text": long, "bytes": bytes(LARGEST_IMAGE + 1), "messages": [{"role": "user", "content": long}], "n": 7}
+    row = {"text": long, "bytes": bytes(LARGEST_FILE + 1), "messages": [{"role": "user", "content": long}], "n": 7}
     short = shorten_row(row)
     assert short["text"] == short["messages"][0]["content"] == "a" * KEPT_CHARACTERS + "c" * KEPT_CHARACTERS
     assert (short["bytes"], short["n"]) == (b"", 7)

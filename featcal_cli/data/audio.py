@@ -1,0 +1,196 @@
+"""Rows of sound become what a model's own feature extractor makes of them, with what was said for its decoder."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from io import BytesIO
+from pathlib import Path, PurePath
+from typing import Any
+
+import numpy
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from featcal_cli.data.batches import (
+    BadRowError,
+    Batch,
+    Reader,
+    count_vocabulary,
+    decoder_prompt,
+    forward_names,
+    load_feature_extractor,
+    load_tokenizer,
+)
+from featcal_cli.data.columns import TRANSCRIPT_NAMES, Samples, find_audio_column
+from featcal_cli.data.hub_dataset import first_line
+from featcal_cli.data.rows import local_path, open_cell
+from featcal_cli.data.text_files import BrokenRow, Row
+from featcal_cli.recipe.schema import Data
+from featcal_cli.runtime.errors import DataError
+from featcal_cli.runtime.untrusted_text import bare, show
+
+MOST_SECONDS = 30
+"""Of a recording; what is beyond is not heard."""
+SLOWEST, FASTEST = 1_000, 400_000
+"""Samples a second that a recording may have."""
+INSTALL = "install what reads sound: pip install 'featcal-cli[audio]'"
+Wave = NDArray[numpy.float32]
+
+
+@dataclass(frozen=True)
+class EncodedAudio:
+    """A recording that can be decoded, but is not, and what is said in it."""
+
+    value: Any
+    """Its cell: bytes, a path, both, or numbers."""
+    digest: bytes
+    is_cut: bool
+    samples: int
+    tokens: list[int]
+    """Of what the decoder is to write; empty where nothing says."""
+
+
+@dataclass(frozen=True)
+class AudioReader(Reader):
+    """Sound through a model's own feature extractor; an item is the recording still encoded."""
+
+    column: str
+    folder: Path | None
+    """Where relative paths start: the folder of a local source. None for a Hub dataset, whose rows name no files
+    of this machine."""
+    extractor: Any
+    model: PreTrainedModel
+    where: str
+    transcript: str | None
+    """The column of what is said."""
+    tokenizer: Any
+
+    def read(self, row: Row) -> EncodedAudio:
+        if isinstance(row, BrokenRow):
+            raise BadRowError(row.reason)
+        wave, is_cut = self._decode(row.get(self.column))
+        tokens: list[int] = []
+        if self.transcript is not None:
+            text = row.get(self.transcript)
+            if not isinstance(text, str) or not text.strip():
+                raise BadRowError(f"column {self.transcript} has no text")
+            tokens = self._encode(text)
+        digest = sha256(repr(tokens).encode() + wave.tobytes()).digest()
+        return EncodedAudio(row[self.column], digest, is_cut, len(wave), tokens)
+
+    def key(self, item: EncodedAudio) -> bytes:
+        return item.digest
+
+    def longest(self, items: Sequence[EncodedAudio]) -> Sequence[EncodedAudio]:
+        return [max(items, key=lambda item: item.samples), max(items, key=lambda item: len(item.tokens))]
+
+    def remarks(self, items: Sequence[EncodedAudio]) -> list[str]:
+        cut = sum(item.is_cut for item in items)
+        beyond = f"{cut} of {len(items)} recordings are longer than {MOST_SECONDS} s: what is beyond is cut off"
+        return [beyond] if cut else []
+
+    def batch(self, items: Sequence[EncodedAudio]) -> Batch:
+        """The model's main input [examples, …], masks where the extractor makes some, and the decoder's input."""
+        waves = [self._decode(item.value)[0] for item in items]
+        options = {"sampling_rate": self.extractor.sampling_rate, "return_tensors": "pt"}
+        if inspect.signature(self.extractor.__call__).parameters["padding"].default is False:  # others pad as they must
+            options["padding"] = True
+        try:
+            output = self.extractor(waves, **options)
+        except (ValueError, MemoryError) as error:
+            what = f"the feature extractor cannot make one batch of these recordings: {bare(first_line(error))}"
+            raise DataError(what, where=self.where, fix="--batch-size 1") from error
+        main, names = self.model.main_input_name, forward_names(self.model)
+        if not isinstance(output.get(main), Tensor) or len(output[main]) != len(items):
+            what = f"{len(items)} recordings did not become a tensor {main} with an entry a recording"
+            fix = "give a .safetensors file with one tensor a forward argument"
+            raise DataError(what, where=self.where, fix=fix)
+        batch = {name: x for name, x in output.items() if name in names and isinstance(x, Tensor)}
+        if self.transcript is None:
+            return batch | decoder_prompt(self.model, len(items))
+        return batch | {name: x for name, x in self._decoder_input(items).items() if name in names}
+
+    def _decoder_input(self, items: Sequence[EncodedAudio]) -> Batch:
+        """What is said, shifted to the right [examples, tokens], and where it is no padding."""
+        config, longest = self.model.config, max(len(item.tokens) for item in items)
+        shifted = torch.full((len(items), longest), int(getattr(config, "pad_token_id", None) or 0))
+        mask = torch.zeros_like(shifted)
+        for row, item in enumerate(items):
+            shifted[row, : len(item.tokens)] = torch.tensor([config.decoder_start_token_id, *item.tokens[:-1]])
+            mask[row, : len(item.tokens)] = 1
+        return {"decoder_input_ids": shifted, "decoder_attention_mask": mask}
+
+    def _encode(self, text: str) -> list[int]:
+        most = getattr(self.model.config, "max_target_positions", None)
+        tokens: list[int] = self.tokenizer(text, truncation=True, max_length=most)["input_ids"]
+        if tokens[:1] == [self.model.config.decoder_start_token_id]:
+            del tokens[0]  # the shift to the right begins with it
+        if not tokens or max(tokens) >= (count_vocabulary(self.model) or max(tokens) + 1):
+            raise BadRowError(f"column {self.transcript} has no text that the model knows")
+        return tokens
+
+    def _decode(self, value: Any) -> tuple[Wave, bool]:
+        """The recording as one channel at the extractor's rate, and whether it was longer than MOST_SECONDS."""
+        try:
+            rate, channels = self._read_samples(value)
+            if not (isinstance(rate, int) and SLOWEST <= rate <= FASTEST):
+                raise ValueError(f"{bare(str(rate))} samples a second are none that sound has")
+            wave = channels[: MOST_SECONDS * rate].mean(1)
+            if not len(wave) or not numpy.isfinite(wave).all():
+                raise ValueError("it is empty" if not len(wave) else "some samples are NaN or infinite")
+            import soxr
+
+            resampled: Wave = soxr.resample(wave, rate, self.extractor.sampling_rate).astype(numpy.float32)
+            return resampled, len(channels) > MOST_SECONDS * rate
+        except BadRowError:
+            raise
+        except Exception as error:  # decoders raise many kinds for what is broken
+            name = value.get("path") if isinstance(value, dict) else value
+            which = f"the recording {show(PurePath(name).name)}" if isinstance(name, str) and name else "a recording"
+            reason = bare(getattr(error, "error_string", first_line(error)))  # libsndfile's own words
+            raise BadRowError(f"{which} in column {self.column} cannot be decoded ({reason})") from error
+
+    def _read_samples(self, value: Any) -> tuple[Any, Wave]:
+        """Samples a second, and so many of them as are heard and one more [samples, channels]."""
+        import soundfile
+
+        if isinstance(value, dict) and value.get("array") is not None:
+            samples = numpy.asarray(value["array"], dtype=numpy.float32)
+            if samples.ndim not in (1, 2):
+                raise ValueError(f"an array of {list(samples.shape)} is no recording")
+            channels = samples[:, None] if samples.ndim == 1 else samples
+            return value.get("sampling_rate"), channels.T if channels.shape[0] < channels.shape[1] else channels
+        source = open_cell(value, self.column, self.folder, "recording")
+        with soundfile.SoundFile(BytesIO(source) if isinstance(source, bytes) else source) as file:
+            rate = file.samplerate
+            return rate, file.read(MOST_SECONDS * rate + 1, dtype="float32", always_2d=True)
+
+
+def open_audio(
+    data: Data, samples: Samples, model: PreTrainedModel, folders: Sequence[Path], where: str
+) -> AudioReader:
+    """The reader of rows of sound. Raises DataError when no column holds any, no folder has a feature extractor, or
+    what reads sound is not installed."""
+    column = data.columns.get("audio") or find_audio_column(samples, where)
+    try:
+        import soundfile  # noqa: F401
+        import soxr  # noqa: F401
+    except (ImportError, OSError) as error:  # OSError: without the C library
+        raise DataError(f"sound cannot be read ({first_line(error)})", where=where, fix=INSTALL) from None
+    extractor, source = load_feature_extractor(folders, where)
+    path = local_path(data) if data.path is not None else None
+    folder = path.parent if path and path.is_file() else path
+    chosen = f"column {column} (of {', '.join(samples)}), feature extractor from {source}"
+    transcript, tokenizer = None, None
+    if model.config.is_encoder_decoder and model.can_generate() and "decoder_input_ids" in forward_names(model):
+        transcript = data.columns.get("response") or data.columns.get("text")
+        transcript = transcript or next((name for name in TRANSCRIPT_NAMES if name in samples), None)
+        chosen += f", {transcript} for the decoder" if transcript else ", no target for the decoder"
+    if transcript is not None:
+        tokenizer, _ = load_tokenizer(folders, where)
+    return AudioReader(chosen, column, folder, extractor, model, where, transcript, tokenizer)
