@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoFeatureExtractor, AutoImageProcessor, AutoTokenizer, PreTrainedModel
+from transformers import AutoFeatureExtractor, AutoImageProcessor, AutoProcessor, AutoTokenizer, PreTrainedModel
 
 from featcal_cli.data.hub_dataset import first_line
 from featcal_cli.runtime.errors import DataError
@@ -34,6 +34,7 @@ SAFE = {"trust_remote_code": False, "local_files_only": True}
 
 image_processors: Any = AutoImageProcessor  # has no types
 feature_extractors: Any = AutoFeatureExtractor
+processors: Any = AutoProcessor
 
 
 def load_image_processor(folders: Sequence[Path], where: str) -> tuple[Any, str]:
@@ -60,6 +61,20 @@ def load_feature_extractor(folders: Sequence[Path], where: str) -> tuple[Any, st
         return extractor
 
     return _load_first("feature extractor", IMAGE_PROCESSOR_FILES, load, folders, where)
+
+
+def load_processor(folders: Sequence[Path], where: str) -> tuple[Any, str]:
+    """A processor of images with texts and the repo or folder it is from. Raises DataError when there is none."""
+
+    def load(folder: Path) -> Any:
+        for file in IMAGE_PROCESSOR_FILES:
+            _check_sizes(folder / file, LONGEST_SIDES, inf)
+        processor = processors.from_pretrained(folder, backend="pil", **SAFE)
+        if any(not hasattr(processor, name) for name in ("tokenizer", "image_processor", "image_token")):
+            raise ValueError(f"{type(processor).__name__} is none of images and texts")
+        return processor
+
+    return _load_first("processor", IMAGE_PROCESSOR_FILES[::-1], load, folders, where)
 
 
 def load_tokenizer(folders: Sequence[Path], where: str) -> tuple[Any, str]:

@@ -22,6 +22,11 @@ ARRAY_NAMES = (*IMAGE_NAMES, "pixels", "array", "pixel_values")
 AUDIO_NAMES = ("audio", "speech", "sound", "recording", "wav", "flac", "mp3", "file", "path", "file_name")
 TRANSCRIPT_NAMES = ("text", "sentence", "transcription", "transcript", "normalized_text", "raw_text")
 """Columns of what is said in a recording."""
+CAPTION_NAMES = (
+    "caption", "captions", "text", "sentence", "alt_text", "description", "question", "query", "prompt", "instruction",
+    "messages", "conversations", "conversation",
+)  # fmt: skip
+"""Columns of what is said about an image."""
 MESSAGES_NAMES = ("messages", "conversations", "conversation", "chat")
 PROMPT_RESPONSE_NAMES = (
     ("instruction", "output"), ("query", "response"), ("instruction", "response"), ("inputs", "targets"),
@@ -183,11 +188,16 @@ def is_array(value: Any) -> bool:
     return isinstance(value, int | float)
 
 
+def names_text(columns: Collection[str]) -> bool:
+    """Whether a user's roles name a text."""
+    return bool({"text", "prompt", "messages"} & set(columns))
+
+
 def choose_text_roles(data: Data, samples: Samples, kind: TextKind, *, chat: bool, where: str) -> dict[str, str]:
     """Role → column: the user's where they name a text, else found. `chat`: whether the tokenizer has a chat template.
     Raises DataError when no column holds text."""
     given = dict(data.columns)
-    if data.template is not None or {"text", "prompt", "messages"} & given.keys():
+    if data.template is not None or names_text(given):
         return given
     return _find_text_columns(samples, kind, chat, where) | given
 

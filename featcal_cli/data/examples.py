@@ -27,6 +27,7 @@ from featcal_cli.data.columns import (
     find_encoded_images,
     find_label_column,
 )
+from featcal_cli.data.image_text import open_dialogues, open_pairs, reads_pairs
 from featcal_cli.data.images import open_images
 from featcal_cli.data.rows import draw_rows, name_task, read_rows
 from featcal_cli.data.tensors import is_tensor_file, open_tensors
@@ -176,8 +177,18 @@ def draw_examples(
     return DrawnExamples(task, reader, fitted, selection, held_out, notes, len(usable.bad), usable.is_whole)
 
 
-def _open_rows(data: Data, first: Sequence[Row], model: PreTrainedModel, folders: Sequence[Path], where: str) -> Reader:
-    """The reader for the model's main input, from the first rows. Raises DataError for columns that do not fit it."""
+def _open_rows(
+    data: Data,
+    first: Sequence[Row],
+    model: PreTrainedModel,
+    folders: Sequence[Path],
+    where: str,
+    *,
+    labelled: bool = False,
+) -> Reader:
+    """The reader for what the model reads of the first rows. Raises DataError for columns that do not fit it.
+
+    labelled: one tower's answers are compared with labels, so that two towers read the image alone."""
     if not first:
         raise DataError("the source has no rows", where=where, fix="give data with rows, or another split")
     if isinstance(first[0], BrokenRow) and all(isinstance(row, BrokenRow) for row in first):
@@ -186,11 +197,16 @@ def _open_rows(data: Data, first: Sequence[Row], model: PreTrainedModel, folders
         raise DataError(what, where=where, fix=fix)
     samples = {name: [row.get(name) for row in first] for row in first for name in row}
     check_columns(data, samples, where)
-    # a vision model, or a two-tower model whose data has images
-    has_two_towers = "pixel_values" in forward_names(model) and not model.can_generate()
-    names_image = "image" in data.columns or (not data.columns and find_encoded_images(samples))
-    if model.main_input_name == "pixel_values" or (has_two_towers and names_image):
+    named = data.columns.keys() - {"label"}
+    has_images = "image" in named or (not named and find_encoded_images(samples))
+    if model.main_input_name == "pixel_values":
         return open_images(data, samples, model, folders, where)
+    if has_images and "pixel_values" in forward_names(model):
+        if model.can_generate():
+            return open_dialogues(data, samples, model, folders, where)
+        is_alone = labelled and hasattr(model, "get_image_features")
+        open_them = open_pairs if reads_pairs(data, samples) and not is_alone else open_images
+        return open_them(data, samples, model, folders, where)
     if data.corrupt:
         what = f"corrupt: {data.corrupt} is for images, and these rows have none that the model reads"
         raise DataError(what, where=where, fix="leave corrupt out of the task's data")
@@ -340,6 +356,6 @@ def open_labelled(
     else:
         rows = islice(name_task(task, draw_rows(data.model_copy(update={"split": split}), limit, SEED)), limit)
     first = list(islice(rows, PEEKED_ROWS))
-    reader = _open_rows(data, first, model, folders, where)
+    reader = _open_rows(data, first, model, folders, where, labelled=True)
     column = find_label_column(data, first[0], where)
     return LabelledRows(reader, chain(first, rows), lambda row: row.get(column), column, where)

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, groupby
 from math import ceil
 from pathlib import PurePosixPath
@@ -18,6 +18,8 @@ from featcal_cli.data.file_formats import (
     AUDIO_FILES,
     IMAGE_FILES,
     LARGEST_FILE,
+    format_of,
+    is_metadata,
     name_medium,
     open_parquet,
     read_group,
@@ -84,6 +86,9 @@ def draw_hub_rows(split: HubSplit, count: int, seed: int, columns: Collection[st
             yield shorten_row(parse(line, file))
     elif _all_end_with(split.files, (*IMAGE_FILES, *AUDIO_FILES)):
         yield from _read_media(split, random.sample(split.files, min(2 * count, len(split.files))))
+    elif split.format == "audiofolder":
+        described = list(_read_described(split))
+        yield from (_fetch_files(split, row) for row in random.sample(described, min(2 * count, len(described))))
     else:
         yield from (_fetch_files(split, row) for row in _draw_first_rows(split, count, random))
 
@@ -103,6 +108,8 @@ def read_hub_rows(split: HubSplit) -> Iterator[Row]:
             yield shorten_row(parse(line, file))
     elif _all_end_with(split.files, (*IMAGE_FILES, *AUDIO_FILES)):
         yield from _read_media(split, split.files)
+    elif split.format == "audiofolder":
+        yield from (_fetch_files(split, row) for row in _read_described(split))
     else:
         yield from (_fetch_files(split, shorten_row(row)) for row in _open_rows(split, split.files))
 
@@ -280,6 +287,18 @@ def _read_media(split: HubSplit, files: Sequence[HubFile]) -> Iterator[Row]:
         yield medium | labels.get(PurePosixPath(file.path).parent.name, {})
 
 
+def _read_described(split: HubSplit) -> Iterator[Row]:
+    """What metadata files say of recordings, with where these are: `datasets` would decode them. What names none is
+    left out."""
+    url_of = {file.path: file.url for file in split.files}
+    for file in (file for file in split.files if is_metadata(file.path)):
+        table = replace(split, format=str(format_of(file.path)), files=[file], options={})
+        for row in read_hub_rows(table):
+            path = str(PurePosixPath(file.path).parent / str(row.get("file_name")))
+            if path in url_of:
+                yield {**row, "audio": {"path": url_of[path], "bytes": None}}
+
+
 # --- other formats, from where files begin ---
 
 
@@ -287,7 +306,7 @@ def _draw_first_rows(split: HubSplit, count: int, random: Random) -> list[Row]:
     """A random choice of up to 2 · count of the rows at the start of the files, each as likely as any other."""
     files = _weighted_order(split.files, lambda file: file.size, random)
     # all files at once where some say what others hold, as metadata.csv does
-    parts = [split.files] if split.format in ("imagefolder", "audiofolder") else [[file] for file in files]
+    parts = [split.files] if split.format == "imagefolder" else [[file] for file in files]
     spread = min(FEWEST_FILES, len(parts))
     kept: list[Row] = []
     seen = 0

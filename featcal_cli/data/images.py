@@ -89,7 +89,7 @@ class ImageReader(Reader):
 
     def _process(self, items: Sequence[EncodedImage]) -> Batch:
         try:
-            output = self.processor(images=[self._picture(item) for item in items], return_tensors="pt")
+            output = self.processor(images=[self.picture(item) for item in items], return_tensors="pt")
         except (ValueError, MemoryError) as error:
             what = f"the image processor cannot make one batch of these images: {first_line(error)}"
             raise DataError(what, where=self.where, fix="--batch-size 1") from error
@@ -102,7 +102,8 @@ class ImageReader(Reader):
         batch = {name: tensor for name, tensor in output.items() if name in names and isinstance(tensor, Tensor)}
         return batch | {"pixel_values": pixels.float()}
 
-    def _picture(self, item: EncodedImage) -> Image.Image:
+    def picture(self, item: EncodedImage) -> Image.Image:
+        """The image, decoded and corrupted."""
         image = self._decode(item.value)
         return corrupt_image(image, self.corruption) if self.corruption else image
 
@@ -147,17 +148,24 @@ class ImageReader(Reader):
 
 
 def open_images(
-    data: Data, samples: Samples, model: PreTrainedModel, folders: Sequence[Path], where: str
+    data: Data,
+    samples: Samples,
+    model: PreTrainedModel,
+    folders: Sequence[Path],
+    where: str,
+    *,
+    processor: tuple[Any, str] | None = None,
 ) -> ImageReader:
-    """The reader of image rows. Raises DataError when no column holds images or no folder has an image processor."""
+    """The reader of image rows. Raises DataError when no column holds images or no folder has an image processor, which
+    may be given with the name of where it is from."""
     column = data.columns.get("image") or find_image_column(samples, where)
-    processor, source = load_image_processor(folders, where)
+    images, source = processor or load_image_processor(folders, where)
     path = local_path(data) if data.path is not None else None
     folder = path.parent if path and path.is_file() else path
     chosen = f"column {column} (of {', '.join(samples)}), image processor from {source}"
     if data.corrupt:
         chosen += f", images corrupted by {data.corrupt}"
-    return ImageReader(chosen, column, folder, processor, model, where, data.corrupt)
+    return ImageReader(chosen, column, folder, images, model, where, data.corrupt)
 
 
 def _portions(items: Sequence[EncodedImage]) -> Iterator[list[EncodedImage]]:

@@ -170,8 +170,9 @@ def _read_messages(value: Any) -> list[Message]:
             continue
         if not isinstance(role, str) or content is None:
             raise BadRowError("a message has no role or no content")
-        if isinstance(content, list) and content and all(isinstance(part, dict) and "text" in part for part in content):
-            content = "\n".join(str(part["text"]) for part in content)
+        if isinstance(content, list) and all(isinstance(part, dict) for part in content):
+            texts = [part["text"] for part in content if isinstance(part.get("text"), str)]
+            content = "\n".join(texts) if texts else content  # images are no text
         messages.append({**message, "role": SPEAKERS.get(role.lower(), role), "content": content})
     if not messages:
         raise BadRowError("the messages are none")
@@ -289,12 +290,13 @@ def open_text(data: Data, samples: Samples, model: PreTrainedModel, folders: Seq
     formatter = RowFormatter(roles, about, data.template, kind, tokenizer)
     limits = (tokenizer.model_max_length, count_positions(model)[0], MAX_TOKENS)
     max_tokens = int(min(limit for limit in limits if isinstance(limit, int | float) and limit >= 1))
-    used = _describe(formatter, data, samples, where)
+    used = describe_roles(formatter, data, samples, where)
     chosen = f"{used} (of {', '.join(samples)}), at most {max_tokens} tokens, tokenizer from {source}"
     return TextReader(chosen, formatter, tokenizer, max_tokens, model, where, forward_names(model))
 
 
-def _describe(formatter: RowFormatter, data: Data, samples: Samples, where: str) -> str:
+def describe_roles(formatter: RowFormatter, data: Data, samples: Samples, where: str) -> str:
+    """Which columns become what, in words."""
     roles, kind = formatter.roles, formatter.kind
     columns = [
         f"column {column} as {role}" for role, column in roles.items() if role not in ("image", "audio", "label")

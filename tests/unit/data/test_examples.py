@@ -440,7 +440,7 @@ def test_pipes_in_a_folder_are_no_files_of_it(at: Folder, bert: Any) -> None:
     data = Data(path=str(at.path / "data"))
     (at.path / "data").mkdir()
     os.mkfifo(at.path / "data" / "a.jsonl")
-    refused(at, bert, data, "no images and no data files")
+    refused(at, bert, data, "no images, no recordings and no data files")
     at.file("data/b.jsonl", text_rows(3))
     assert at.load(bert, data).fitted_count == 3
 
@@ -831,9 +831,9 @@ def test_no_usable_column_is_an_error_that_lists_the_columns(at: Folder, bert: A
         refused(at, model, data, rf"no column holds {what}; the columns are n, kind[^$]*--columns task=")
     data = at.rows({"translation": {"de": "w1", "en": "w2"}})
     refused(at, t5, data, r'template: "\{translation\[de\]\}"')
-    wav = build("Wav2Vec2Model", "Wav2Vec2Config", **TINY, conv_dim=(8,), conv_stride=(2,), conv_kernel=(2,),
-                num_feat_extract_layers=1, num_conv_pos_embeddings=4, num_conv_pos_embedding_groups=2)  # fmt: skip
-    refused(at, wav, at.rows({"text": "w1"}), r"reads input_values[^$]*safetensors")
+    series = build("PatchTSTModel", "PatchTSTConfig", num_input_channels=1, context_length=8, patch_length=2,
+                   patch_stride=2, d_model=8, num_hidden_layers=1, num_attention_heads=2, ffn_dim=8)  # fmt: skip
+    refused(at, series, at.rows({"text": "w1"}), r"reads past_values[^$]*safetensors")
 
 
 @pytest.mark.parametrize(

@@ -157,10 +157,13 @@ def test_no_line_is_lost_or_read_twice_wherever_blocks_begin(
     assert Counter(drawn_texts(data, 60)) == Counter(values)
 
 
-def test_images_that_lie_as_files_are_fetched_one_by_one(hub: HubServer, publish: Publish) -> None:
-    rows = take(publish({f"train/{number % 7}/{number}.png": f"image {number}" for number in range(300)}), 20)
-    assert len({row["image"]["bytes"] for row in rows}) == 20
-    assert len({row["image"]["path"].split("/")[1] for row in rows}) >= 5
+@pytest.mark.parametrize(("ending", "column"), [("png", "image"), ("flac", "audio")])
+def test_images_and_recordings_that_lie_as_files_are_fetched_one_by_one(
+    hub: HubServer, publish: Publish, ending: str, column: str
+) -> None:
+    rows = take(publish({f"train/{number % 7}/{number}.{ending}": f"image {number}" for number in range(300)}), 20)
+    assert len({row[column]["bytes"] for row in rows}) == 20
+    assert len({row[column]["path"].split("/")[1] for row in rows}) >= 5
     assert len({request.path for request in hub.requests if "/resolve/" in request.path}) <= 24
 
 
@@ -171,12 +174,13 @@ def test_folders_of_images_are_classes_and_one_that_a_split_lacks_shifts_none(pu
         assert [row["label"] for row in read_rows(data, split)] == expected
 
 
-def test_what_a_metadata_file_says_about_images_comes_with_them(publish: Publish) -> None:
-    captions = "file_name,text\n" + "".join(f"{number}.png,caption {number}\n" for number in range(9))
-    images = {f"train/{number}.png": f"image {number}" for number in range(9)}
+@pytest.mark.parametrize(("ending", "column"), [("png", "image"), ("wav", "audio")])
+def test_what_a_metadata_file_says_about_images_comes_with_them(publish: Publish, ending: str, column: str) -> None:
+    captions = "file_name,text\n" + "".join(f"{number}.{ending},caption {number}\n" for number in range(9))
+    images = {f"train/{number}.{ending}": f"image {number}" for number in range(9)}
     rows = take(publish({"train/metadata.csv": captions, **images}), 5)
     assert len(rows) == 5
-    assert all(row["image"]["bytes"].decode() == row["text"].replace("caption", "image") for row in rows)
+    assert all(row[column]["bytes"].decode() == row["text"].replace("caption", "image") for row in rows)
 
 
 def test_a_cell_that_points_outside_of_the_dataset_is_left_alone(
@@ -291,7 +295,7 @@ def test_csv_on_the_hub_is_read_as_people_have_it(publish: Publish, content: byt
         ("a.json", b"{", "cannot be read"),
         ("a.txt", b"\xff\xfe", "cannot be read"),
         ("a.arrow", b"a", "cannot be read"),
-        ("a.wav", b"a", r"no files of a kind that can be read \(it has .wav\)[^$]*safetensors"),
+        ("a.mid", b"a", r"no files of a kind that can be read \(it has .mid\)[^$]*safetensors"),
     ],
 )
 def test_damaged_and_misleading_files_are_data_errors(
