@@ -29,6 +29,8 @@ SHARE, CLIP_RSS, READ = 0.65, {8: 1.1 * 2**30, 32: 1.5 * 2**30}, 1.05
 """Bars: of the GEMM peak; bytes of resident memory; bytes read over the bytes of the experts' blocks and stems."""
 GPU_EXAMPLES, GPU_SECONDS, GPU_FASTER = 256, 5.0, 10.0
 """Bars on a GPU, and the number of examples that they are for."""
+DEFAULT_EXAMPLES, DEFAULT_TIMES = (8, 64), 2.5
+"""Of the default's cost; and its bar: times the paper's settings'."""
 EXPERTS, EXPERT_LAYERS, EXPERT_EXAMPLES, DISTINCT = (4, 8, 16, 32), 3, 16, 4
 GROWTH, LINEAR = 0.1, 1.1
 """Bars: of anonymous memory beyond the cached features, over that at the fewest experts; of the time for one more of
@@ -188,6 +190,34 @@ def _open(folder: Path) -> Tensors:
         for file in sorted(folder.glob("*.safetensors"))
         for name, x in load_file(file).items()
     }
+
+
+def measure_default(asked: Asked, folder: Path) -> Section:
+    """Rows: a number of examples."""
+    make_clip(folder, layers=CLIP_LAYERS, tasks=CLIP_TASKS, examples=DEFAULT_EXAMPLES, distinct=CLIP_TASKS)
+    home = ["--device", str(asked.device), "--output", "out", "--overwrite"]
+    rows = []
+    for examples in DEFAULT_EXAMPLES:
+        runs: list[tuple[Measured, Measured]] = []
+        for _ in range(asked.rounds):
+            read_files(folder)
+            default = run_command(folder, examples, *home)
+            read_files(folder)
+            runs.append((default, run_command(folder, examples, *home, "--select", "preset")))
+        times = [default.seconds / preset.seconds for default, preset in runs]
+        text = f"{median(times):.2f} ({min(times):.2f} … {max(times):.2f})"
+        seconds = [f"{median(run[at].seconds for run in runs):.0f} s" for at in (0, 1)]
+        memory = [gib(max(run[at].peak_rss for run in runs)) for at in (0, 1)]
+        share = mark(text, f"≤ {DEFAULT_TIMES}", median(times) <= DEFAULT_TIMES)
+        rows.append([str(examples), *seconds, share, *memory])
+    return Section(
+        "default",
+        f"CLIP-ViT-B/32's shapes, {CLIP_TASKS} tasks: the default beside the paper's settings",
+        "The whole command, without settings and with `--select preset`, in turns; medians. The family's files are "
+        "read once before each, so that they are in the system's memory.",
+        ["examples", "default", "paper's settings", "times", "default's peak RSS", "with the paper's"],
+        rows,
+    )
 
 
 def measure_experts(asked: Asked, folder: Path) -> Section:

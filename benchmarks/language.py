@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
+import transformers as tf
 from meters import measure
 from plan import PLACES, SETTINGS, describe_places
 from results import Section, gib, gigabytes, mark
 from runs import HERE, Asked, run_command
-from shapes import Llama, make_llama
+from shapes import Llama, make_layers, make_llama
 
 SLICE = Llama(4096, 14_336, layers=8, heads=32, vocabulary=8_192)
 ON_CPU, ON_GPU = (8, 64), (256, 512)
@@ -18,6 +20,19 @@ PLANNED = {
     "Llama-3.1-8B": Llama(4096, 14_336, layers=32, heads=32),
     "Llama-3.3-70B": Llama(8192, 28_672, layers=80, heads=64),
 }
+LAYER: dict[str, Any] = {
+    "hidden_size": 2048, "num_hidden_layers": 1, "num_attention_heads": 16, "num_key_value_heads": 16,
+    "vocab_size": 1024, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+LAYERS = {
+    "dense, 8192 wide": tf.LlamaConfig(**LAYER, intermediate_size=8192),
+    "64 experts, each 1024 wide, 8 a token": tf.OlmoeConfig(
+        **LAYER, intermediate_size=1024, num_experts=64, num_experts_per_tok=8
+    ),
+}
+"""One block each; as many weights are used for a token."""
+LAYER_EXAMPLES, LAYER_LENGTH, LAYER_MEMORY = 8, 256, 1.5
+"""Examples a task and tokens of one; and the bar: memory of the mixture over that of the dense layer."""
 TASKS, PLAN_EXAMPLES, PLAN_LENGTH = 3, 256, 512
 BARRED, BARRED_PLACE = "Llama-3.1-8B", "laptop, 12 GiB GPU"
 BARS = {"host_bytes": 16 << 30, "device_bytes": 12 << 30}
@@ -47,6 +62,33 @@ def measure_slice(asked: Asked, folder: Path) -> Section:
         f"{examples} examples of {length} tokens a task. `featcal calibrate --select preset`, and its dry run.",
         [*header, "estimated device memory", "device memory"][: len(row)],
         [row],
+    )
+
+
+def measure_mixture(asked: Asked, folder: Path) -> Section:
+    """Rows: settings, and both layers."""
+    for name, config in LAYERS.items():
+        make_layers(folder / name, config, tasks=2, examples=LAYER_EXAMPLES, length=LAYER_LENGTH)
+    rows = []
+    for settings, options in {"paper's": ["--select", "preset"], "featcal's": []}.items():
+        dense = 0
+        for name in LAYERS:
+            home = ["--device", str(asked.device), "--output", "out", "--overwrite"]
+            found = run_command(folder / name, LAYER_EXAMPLES, *options, *home)
+            dense = dense or found.peak_anonymous
+            times = found.peak_anonymous / dense
+            share = "" if times == 1 else mark(f"{times:.2f}", f"≤ {LAYER_MEMORY}", times <= LAYER_MEMORY)
+            rows.append(
+                [name, settings, gib(found.peak_anonymous), share, gib(found.peak_rss), f"{found.seconds:.0f} s"]
+            )
+    return Section(
+        "mixture",
+        "a mixture's layer beside a dense one",
+        f"One block 2048 wide in bfloat16, {LAYER_EXAMPLES} examples of {LAYER_LENGTH} tokens in each of two tasks; "
+        "`featcal calibrate`, with and without `--select preset`. RSS counts mapped files too, whose pages the system "
+        "takes back when it wants them.",
+        ["layer", "settings", "anonymous", "times the dense one's", "peak RSS", "time"],
+        rows,
     )
 
 

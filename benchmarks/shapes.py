@@ -136,6 +136,26 @@ def make_llama(folder: Path, shape: Llama, *, tasks: int, examples: int, length:
         save_file(tokens, data_of(folder, task, examples))
 
 
+def make_layers(folder: Path, config: Any, *, tasks: int, examples: int, length: int) -> None:
+    """A family of whole models of a config, in bfloat16, and rows of random tokens to fit and to hold out."""
+    torch.manual_seed(0)
+    model = tf.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    base = {name: x.clone() for name, x in model.state_dict().items()}
+    total = {name: torch.zeros_like(x) for name, x in base.items()}
+    model.save_pretrained(folder / "base")
+    (folder / "data").mkdir()
+    rows = examples + min(64, max(8, examples // 4))
+    for task in (f"task{number}" for number in range(tasks)):
+        expert = {name: x + _task_vector(x) for name, x in base.items()}
+        total = {name: x + expert[name] / tasks for name, x in total.items()}
+        model.load_state_dict(expert)
+        model.save_pretrained(folder / "experts" / task)
+        ids = torch.randint(3, config.vocab_size, (rows, length))
+        save_file({"input_ids": ids, "attention_mask": torch.ones_like(ids)}, data_of(folder, task, examples))
+    model.load_state_dict(total)
+    model.save_pretrained(folder / "merged")
+
+
 def _write_shards(home: Path, shape: Llama, values: Mapping[str, Tensor]) -> None:
     """One file for the stem and one a block, with an index; without data where there are no values."""
     shards = shape.shards()

@@ -1,11 +1,14 @@
 """What calibrations cost: time, operations a second, memory, bytes read, and on a GPU energy; into RESULTS.md.
 
-    python benchmarks/speed.py [clip experts slice plan] [--examples 8 32] [--rounds 3] [--device cpu] [--work FOLDER]
+    python benchmarks/speed.py [clip default experts mixture slice plan] [--examples 8 32] [--rounds 3]
+                               [--device cpu] [--work FOLDER]
                                [--official CLONE --official-python ENVIRONMENT/bin/python]
 
 clip     CLIP-ViT-B/32's shapes, 8 tasks: the calibration stage (from loaded models and read examples to all blocks
          solved), the official code's on the same weights and pixel values, turn about, and the whole command.
+default  The same family: the whole command with featcal's settings, beside the paper's.
 experts  The same shapes, 3 blocks, 4 to 32 experts: what more of them cost.
+mixture  A layer of 64 experts, of OLMoE's shapes, beside a dense one: memory.
 slice    8 of the 32 blocks of Llama-3.1-8B's shapes: a dry run's estimate of memory, and what the run takes.
 plan     Families of Llama-3.1-8B's and Llama-3.3-70B's shapes as dry runs see them: the files hold headers alone.
 
@@ -27,15 +30,17 @@ from typing import Any
 
 import torch
 import transformers
-from clip import measure_clip, measure_experts
-from language import measure_plan, measure_slice
+from clip import measure_clip, measure_default, measure_experts
+from language import measure_mixture, measure_plan, measure_slice
 from meters import describe_machine, gemm_speed
 from results import Section, write_section
 from runs import Asked
 
 MEASURES: dict[str, Callable[[Asked, Path], Section]] = {
     "clip": measure_clip,
+    "default": measure_default,
     "experts": measure_experts,
+    "mixture": measure_mixture,
     "slice": measure_slice,
     "plan": measure_plan,
 }

@@ -65,33 +65,33 @@ def test_drift_costs_a_pass_of_merged_and_one_of_base(
     assert list(runs.values()) == [len(saved.inputs) * count for count in expected]
 
 
-@pytest.mark.parametrize("name", ["vit", "t5", "gpt2"])
+@pytest.mark.parametrize("name", ["vit", "gpt2"])
 def test_what_modules_return_is_kept_while_nothing_before_them_changes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """With room for everything, for the first few, or for nothing: the same bytes, from less and less work."""
-    products: list[int] = []
+    computed: list[int] = []
+    recall = KnownOutputs._recall
 
-    def counted(compute: Any) -> Any:
-        def count(*args: Any, **kwargs: Any) -> Any:
-            products.append(1)
-            return compute(*args, **kwargs)
+    def counted(known: KnownOutputs, forward: Any, *given: Any, **others: Any) -> Any:
+        def compute(*args: Any, **kwargs: Any) -> Any:
+            computed.append(1)
+            return forward(*args, **kwargs)
 
-        return count
+        return recall(known, compute, *given, **others)
 
-    monkeypatch.setattr(torch.nn.functional, "linear", counted(torch.nn.functional.linear))
-    monkeypatch.setattr(torch, "addmm", counted(torch.addmm))
+    monkeypatch.setattr(KnownOutputs, "_recall", counted)
     saved = save_family(tmp_path / "saved", BY_NAME[name], examples=8)
     counts, weights = [], set()
     for room in (0, 1 << 14, 1 << 30):
-        products.clear()
         monkeypatch.setattr(hardware, "room_for_outputs", lambda room=room: room)
+        computed.clear()
         done = calibrate(saved.recipe(examples=8, order="module"), output=tmp_path / str(room), batch_size=4)
-        counts.append(len(products))
+        counts.append(len(computed))
         weights.add((done.output / "model.safetensors").read_bytes())
     assert len(weights) == 1
     assert counts == sorted(counts, reverse=True)
-    assert counts[-1] < 0.8 * counts[0]
+    assert counts[-1] < 0.5 * counts[0]
 
 
 def test_what_a_model_changes_in_place_is_not_kept() -> None:
