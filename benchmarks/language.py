@@ -78,16 +78,14 @@ def measure_mixture(asked: Asked, folder: Path) -> Section:
             dense = dense or found.peak_anonymous
             times = found.peak_anonymous / dense
             share = "" if times == 1 else mark(f"{times:.2f}", f"≤ {LAYER_MEMORY}", times <= LAYER_MEMORY)
-            rows.append(
-                [name, settings, gib(found.peak_anonymous), share, gib(found.peak_rss), f"{found.seconds:.0f} s"]
-            )
+            rows.append([name, settings, gib(found.peak_anonymous), share, gib(found.peak_rss)])
     return Section(
         "mixture",
         "a mixture's layer beside a dense one",
         f"One block 2048 wide in bfloat16, {LAYER_EXAMPLES} examples of {LAYER_LENGTH} tokens in each of two tasks; "
         "`featcal calibrate`, with and without `--select preset`. RSS counts mapped files too, whose pages the system "
         "takes back when it wants them.",
-        ["layer", "settings", "anonymous", "times the dense one's", "peak RSS", "time"],
+        ["layer", "settings", "anonymous", "times the dense one's", "peak RSS"],
         rows,
     )
 
