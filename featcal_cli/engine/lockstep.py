@@ -181,7 +181,7 @@ class BlockVisit:
         self.is_reached = any(task not in elsewhere for reached in of_ranks for task in reached)
         """Some task's examples do, on whichever rank."""
         self._job, self._passes, self._done = job, passes, done
-        self._room = Room(hardware.room_for_outputs())
+        self._room = Room(0 if job.offloader is None else hardware.room_for_outputs(job.offloader.folder))
         self._is_last_part = True
         self._captured: dict[tuple[int, tuple[Module, ...]], CapturedRun] = {}
         """What modules of the expert showed on a batch, for the students that are still to come."""

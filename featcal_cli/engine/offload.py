@@ -48,7 +48,7 @@ class Offloader:
     def __init__(self, device: torch.device, device_room: int, host_room: int, folder: Path) -> None:
         """The rooms are bytes: on the device, and in host memory, which is pinned if the device is CUDA; on a CPU their
         sum counts. What is lent may go beyond them. `folder`: where files are made; it should lie on a disk."""
-        self._device, self._folder = device, folder
+        self._device, self.folder = device, folder
         self._rooms = (device_room + host_room, 0) if device.type == "cpu" else (device_room, host_room)
         self._used = [0, 0, 0]
         self._pieces: dict[int, _Piece] = {}
@@ -211,7 +211,7 @@ class Offloader:
         moved = self._copies.to_device(data) if level == DEVICE else self._copies.to_host(data)
         if level == DISK:
             self._copies.finish()
-            moved = write_mapped(moved, self._folder, FULL, "free disk space, or give fewer examples with -n")
+            moved = write_mapped(moved, self.folder, FULL, "free disk space, or give fewer examples with -n")
         self._forget(storage._cdata)
         self._count(piece, moved.untyped_storage(), level)
         for tensor in tensors:

@@ -246,10 +246,10 @@ def rooms_for_features(device: torch.device) -> tuple[int, int]:
     return (0 if device.type == "cpu" else memory_of(device) // DEVICE_SHARE, host)
 
 
-def room_for_outputs() -> int:
-    """Bytes of files for what modules return, which would be computed again: so few that they need not leave memory, as
-    reading them from a disk would take longer."""
-    return memory_of(torch.device("cpu")) // FEATURES_SHARE
+def room_for_outputs(folder: Path) -> int:
+    """Bytes of files in a folder for what modules return, which else is computed again: so few that they need not leave
+    memory, as reading them from a disk would take longer, and no more than half of what the disk has."""
+    return min(memory_of(torch.device("cpu")) // FEATURES_SHARE, shutil.disk_usage(folder).free // 2)
 
 
 def memory_of(device: torch.device) -> int:

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import product
 from math import inf
-from operator import mul
 from typing import NamedTuple
 
 import torch
@@ -21,7 +20,7 @@ from featcal_cli.engine.output_gradients import DIRECTIONS, KEPT_BYTES, count_su
 from featcal_cli.models.architecture import Architecture
 from featcal_cli.models.loading import Model, count_fused
 from featcal_cli.recipe.schema import Calibration, Merge, Recipe
-from featcal_cli.runtime.hardware import LARGEST_REUSED, room_for_outputs, rooms_for_features
+from featcal_cli.runtime.hardware import LARGEST_REUSED, rooms_for_features
 from featcal_cli.runtime.process import resident_bytes
 from featcal_cli.workflows.shape_probe import (
     COMPUTE,
@@ -245,7 +244,6 @@ def _add_up(
     on_host = resident_bytes() + missing - aside + HEAP_GAPS
     if has_device:
         on_host += max(STEMS_HELD * weights.stem, BLOCKS_HELD.finishing * weights.block)
-    outputs = 0 if has_device else _count_outputs(model, architecture, needs, loads, calibration, guarded)
     search = SearchNeeds(
         computing + (0 if has_device else on_host),
         weights.block_in_use + weights.stem_in_use * (has_device or weights.is_converted),
@@ -260,7 +258,7 @@ def _add_up(
         host_bytes=max(on_host + max(aside, there if has_device else here + computing), resident_bytes() + fused),
         device_bytes=here + computing if has_device else 0,
         disk_bytes=sum(x.nbytes for x in model.parameters()) * (2 if built else 1)
-        + (sum(sizes) + held - here - there + aside + round(passes.aside) + outputs + kept * len(loads) + SMALL_FILES)
+        + (sum(sizes) + held - here - there + aside + round(passes.aside) + kept * len(loads) + SMALL_FILES)
         + fused * (2 + len(loads)),
         search=search,
     )
@@ -344,27 +342,6 @@ def _find_largest(
             sums = BlockSums(sums.adding + kept, sums.solving + kept + max(grams, default=0))
         most = BlockSums(*map(max, most, sums))
     return most
-
-
-def _count_outputs(
-    model: nn.Module,
-    architecture: Architecture,
-    needs: Mapping[str, BatchNeeds],
-    loads: Mapping[str, Load],
-    calibration: Calibration,
-    guarded: bool,
-) -> int:
-    """Bytes of what the modules of a block return in an expert and the student, which a CPU keeps in files while they
-    are solved one after the other."""
-    if calibration.solving_order != "module" or choose_dtype(calibration, model) != torch.float32:
-        return 0
-    examples = [load.fitted + load.watched * guarded for load in loads.values()]
-    most = 0.0
-    for block in (block for block in architecture.blocks if not block.is_mixture):
-        parts = block.parts(by_depth=True)[:-1]
-        inputs = [found for part in parts for found in find_inputs(model, part, needs)]
-        most = max(most, sum(d_out * sum(map(mul, rows, examples)) for _, d_out, _, rows in inputs))
-    return min(round(2 * most * COMPUTE), room_for_outputs())
 
 
 def _count_gradients(model: nn.Module, architecture: Architecture, needs: Mapping[str, BatchNeeds]) -> tuple[int, int]:

@@ -230,7 +230,8 @@ def test_an_extractor_that_asks_for_gigabytes_is_not_used(tmp_path: Path) -> Non
         draw(tmp_path, model, as_bytes(tmp_path, [tone(0)]))
 
 
-@pytest.mark.parametrize("kind", ["whisper", pytest.param("wav2vec2", marks=pytest.mark.matrix)])
+@pytest.mark.matrix
+@pytest.mark.parametrize("kind", ["whisper", "wav2vec2"])
 def test_a_merge_that_hears_is_calibrated(tmp_path: Path, kind: str) -> None:
     save_models(tmp_path, kind)
     rows: list[dict[str, Any]] = [

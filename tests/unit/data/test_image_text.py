@@ -201,7 +201,8 @@ def test_a_folder_without_a_processor_is_named(tmp_path: Path) -> None:
         draw(tmp_path, model, source)
 
 
-@pytest.mark.parametrize("kind", [pytest.param("clip", marks=pytest.mark.matrix), "llava"])
+@pytest.mark.matrix
+@pytest.mark.parametrize("kind", ["clip", "llava"])
 def test_a_merge_that_sees_and_reads_is_calibrated(tmp_path: Path, kind: str) -> None:
     """Both of a task's towers, or the tower and the language model; with another task of text alone for the latter."""
     save_models(tmp_path, kind)

@@ -84,7 +84,7 @@ def test_what_modules_return_is_kept_while_nothing_before_them_changes(
     saved = save_family(tmp_path / "saved", BY_NAME[name], examples=8)
     counts, weights = [], set()
     for room in (0, 1 << 14, 1 << 30):
-        monkeypatch.setattr(hardware, "room_for_outputs", lambda room=room: room)
+        monkeypatch.setattr(hardware, "room_for_outputs", lambda _, room=room: room)
         computed.clear()
         done = calibrate(saved.recipe(examples=8, order="module"), output=tmp_path / str(room), batch_size=4)
         counts.append(len(computed))
