@@ -10,7 +10,7 @@ import pytest
 from transformers import Wav2Vec2Config, Wav2Vec2Model
 
 from featcal_cli.data.examples import draw_examples
-from featcal_cli.data.file_formats import FORMATS, IMAGE_FILES, TABLE_FILES
+from featcal_cli.data.file_formats import AUDIO_FILES, FORMATS, IMAGE_FILES, TABLE_FILES
 from featcal_cli.recipe.schema import ROLES, Data
 
 PAGE = (Path(__file__).parents[2] / "docs" / "data.md").read_text(encoding="utf-8")
@@ -24,8 +24,9 @@ def read_endings(row: str) -> set[str]:
 
 def test_every_ending_that_is_read_is_in_the_tables() -> None:
     assert read_endings("folder of images") == set(IMAGE_FILES)
+    assert read_endings("folder of recordings") == set(AUDIO_FILES)
     assert read_endings("folder of data files") == read_endings("one file") - {".txt"} == set(TABLE_FILES)
-    assert read_endings(".") == set(FORMATS) - set(IMAGE_FILES)
+    assert read_endings(".") == set(FORMATS) - {*IMAGE_FILES, *AUDIO_FILES}
 
 
 def test_every_role_is_in_the_table() -> None:

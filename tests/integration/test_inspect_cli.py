@@ -144,6 +144,7 @@ def test_piped_tables_show_both_models_in_80_columns_without_colour(demo: Demo, 
         assert float(row.split()[2]) == pytest.approx(calibrated - merged, abs=1e-3)
 
 
+@pytest.mark.matrix
 def test_it_writes_the_files_that_were_asked_for_and_no_others(
     demo: Demo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:

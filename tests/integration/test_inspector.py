@@ -147,7 +147,10 @@ def check_shares(
     assert sum(share or 0.0 for share in shares) == pytest.approx(1, abs=1e-12)
 
 
-@pytest.mark.parametrize("name", ["vit", "llama", "t5", "albert", "swin", "llava"])
+@pytest.mark.parametrize(
+    "name",
+    ["vit", "t5", *(pytest.param(name, marks=pytest.mark.matrix) for name in ("llama", "albert", "swin", "llava"))],
+)
 def test_shares_are_those_of_experts_with_the_models_later_blocks_and_add_up(tmp_path: Path, name: str) -> None:
     family = BY_NAME[name]
     saved = save_family(tmp_path, family)

@@ -163,6 +163,7 @@ def test_tasks_may_exercise_different_towers(tmp_path: Path) -> None:
     assert all(drift.before > 0 and drift.after > 0 for drift in result.report.drift.values())
 
 
+@pytest.mark.matrix
 def test_full_models_and_vision_towers_go_together(tmp_path: Path) -> None:
     """The same vision towers give the same result, whoever comes with a text tower beside it."""
     torch.manual_seed(0)

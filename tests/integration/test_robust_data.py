@@ -98,6 +98,7 @@ def test_each_task_with_bad_examples_of_its_own(tmp_path: Path) -> None:
     assert is_no_worse(report, few=["digit", "turned"]), report.answers
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("change", [add_noise, fog])
 def test_all_tasks_with_the_same_bad_examples(tmp_path: Path, change: Change) -> None:
     tasks = [path.name for path in DATA.iterdir()]

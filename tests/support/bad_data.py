@@ -118,7 +118,7 @@ def text_for_an_image_model(stage: Stage) -> Arguments:
 IDS = torch.ones(8, 9, dtype=torch.long)
 CASES: list[Case] = [
     (options(data="red={}/nowhere.jsonl"), ["nowhere.jsonl"]),
-    (empty_folder, ["no images and no data files"]),
+    (empty_folder, ["no images, no recordings and no data files"]),
     (file("numbers.csv", "height,weight\n" + "1,2\n" * 20), ["height", "weight"]),
     (file("empty.jsonl", ""), ["no rows"]),
     (file("rows.jsonl", '{"text": "w2 w3"}\n' * 40 + '{"text": "w2'), ["row 41, the last one, is not JSON"]),

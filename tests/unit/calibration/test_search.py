@@ -81,7 +81,7 @@ def drift_alone(saved: Saved, folder: Path, settings: Hyperparameters) -> dict[s
         pytest.param("bert", "weak", marks=pytest.mark.matrix),
         pytest.param("albert", "middling", marks=pytest.mark.matrix),
         pytest.param("albert-groups", "middling", marks=pytest.mark.matrix),
-        ("t5", "middling"),
+        pytest.param("t5", "middling", marks=pytest.mark.matrix),
     ],
 )
 def test_a_candidate_ends_where_it_ends_when_calibrated_alone(tmp_path: Path, name: str, role: str) -> None:

@@ -222,6 +222,7 @@ def test_an_interrupted_run_takes_over_what_its_search_has_found(bert: Saved, se
     assert weights(output) == weights(searched)
 
 
+@pytest.mark.matrix
 def test_what_a_search_of_another_job_has_found_is_not_taken_over(bert: Saved, tmp_path: Path) -> None:
     for seed, interrupt in ((7, "calibrating"), (42, "searching")):
         stages, recipe = Stages(interrupt), bert.recipe(**OPEN, select="search", seed=seed)
@@ -277,9 +278,8 @@ def test_labels_and_test_data_are_never_read_and_a_seed_gives_the_same_bytes(ber
     assert weights(tmp_path / "one-out") == weights(tmp_path / "two-out")
 
 
-@pytest.mark.parametrize(
-    "name", ["t5", pytest.param("albert", marks=pytest.mark.matrix), pytest.param("llama", marks=pytest.mark.matrix)]
-)
+@pytest.mark.parametrize("name", ["t5", "albert", "llama"])
+@pytest.mark.matrix
 def test_settings_are_searched_for_models_of_all_kinds(tmp_path: Path, name: str) -> None:
     """Blocks that run several times, encoder and decoder, causal models."""
     saved = save_family(tmp_path, BY_NAME[name])

@@ -22,7 +22,9 @@ pytestmark = pytest.mark.usefixtures("undrawn")
 BY_NAME = {family.name: family for family in FAMILIES}
 
 
-@pytest.mark.parametrize("name", ["llama", "vit", "t5", "albert"])
+@pytest.mark.parametrize(
+    "name", ["vit", "t5", *(pytest.param(name, marks=pytest.mark.matrix) for name in ("llama", "albert"))]
+)
 @pytest.mark.parametrize("rows", [4, 40], ids=["fitted", "held out"])
 def test_drift_of_a_calibration_is_what_a_look_at_its_output_finds(tmp_path: Path, name: str, rows: int) -> None:
     """Figure by figure on the rows that were fitted, whose passes serve both; by its places on rows held out."""

@@ -286,6 +286,7 @@ def test_a_token_is_checked_before_the_work(user: User) -> None:
 # Pushes
 
 
+@pytest.mark.matrix
 def test_a_pull_request_to_the_merged_repo_itself(user: User) -> None:
     published = user.begin("pull")
     run = user.calibrate("pull/merged", push_to="pull/merged", create_pr=True, commit_message="Mended")
