@@ -10,6 +10,7 @@ labels are read by the judges only, after everything is chosen. Prints Markdown 
 from __future__ import annotations
 
 import argparse
+import itertools
 import tempfile
 import time
 from collections import defaultdict
@@ -24,8 +25,11 @@ from featcal_cli import calibrate
 from featcal_cli.calibration.hyperparameters import METRICS, Hyperparameters
 from featcal_cli.reporting.report import Report
 
-RIDGES, ALPHAS = (1e-5, 1e-3, 0.05), (0.15, 0.3, 0.6)
-GRID = [Hyperparameters(ridge, 1.0, alpha, metric) for metric in METRICS for ridge in RIDGES for alpha in ALPHAS]
+RIDGES, ALPHAS = (1e-5, 1e-4, 1e-3, 0.05), (0.3, 0.5, 0.8)
+GRID = [
+    Hyperparameters(ridge, 1.0, alpha, metric, order="module")
+    for metric, ridge, alpha in itertools.product(METRICS, RIDGES, ALPHAS)
+]
 WAYS = ("preset", "auto", "search")
 
 
@@ -63,8 +67,8 @@ def main() -> None:
             took, report, scores = run_command(lab, given.examples, select, seed)
             seconds[select].append(took)
             gains[select].append(gain(scores, merged))
-            names = ("ridge", "rho", "alpha", "metric")
-            chosen[select].append(str(Hyperparameters(*(report.settings[name] for name in names))))
+            names = ("ridge", "rho", "alpha", "metric", "order")
+            chosen[select].append(str(Hyperparameters(**{name: report.settings[name] for name in names})))
         for settings, scores in run_grid(lab, given.examples).items():
             gains[str(settings)].append(gain(scores, merged))
     means = {name: (fmean(mean for mean, _ in each), fmean(worst for _, worst in each)) for name, each in gains.items()}

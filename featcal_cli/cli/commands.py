@@ -92,6 +92,7 @@ def calibrate(
     metric: options.Metric = None,
     norms: options.Norms = None,
     routers: options.Routers = None,
+    stems: options.Stems = None,
     bias: options.Bias = None,
     token_weights: options.TokenWeights = None,
     seed: options.Seed = None,
@@ -139,7 +140,7 @@ def calibrate(
     overrides = collect_overrides(
         merged=merged, merge=merge, base=base, expert=expert, data=data, skip_expert=skip_expert, columns=columns,
         split=split, examples=examples, dtype=dtype, ridge=ridge, rho=rho, alpha=alpha, select=select, metric=metric,
-        norms=norms, routers=routers, bias=bias, token_weights=token_weights, seed=seed, push_to=push_to,
+        norms=norms, routers=routers, stems=stems, bias=bias, token_weights=token_weights, seed=seed, push_to=push_to,
         private=private,
     )  # fmt: skip
     draft = read_draft(find_recipe(recipe) if recipe else None, overrides)

@@ -203,6 +203,10 @@ Routers = Annotated[
     bool | None,
     _option(METHOD, "--routers/--no-routers", help="Calibrate the routers of mixtures, too [no]."),
 ]
+Stems = Annotated[
+    bool | None,
+    _option(METHOD, "--stems/--no-stems", help="Calibrate patch embeddings and other convolutions before blocks [no]."),
+]
 Bias = Annotated[bool | None, _option(METHOD, "--bias/--no-bias", help="Calibrate Linear biases [yes].")]
 TokenWeights = Annotated[
     str | None,

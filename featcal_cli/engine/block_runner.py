@@ -43,6 +43,7 @@ class BlockRunner:
         """Blocks, by their paths in merged, whose features were too large for bfloat16: they ran in float32."""
         self.offloader: Offloader | None = None
         """What may move the tensors of its paused passes."""
+        self._stems = [stem for stem in architecture.stems if model.own_path(stem) is not None]
         self._blocks = [own for block in architecture.blocks if (own := model.own_path(block.name)) is not None]
         inside = [value for block in self._blocks for value in model.module.get_submodule(block).parameters()]
         self._needed = set(map(id, (*model.parameters_of(architecture.reached), *inside)))
@@ -74,6 +75,8 @@ class BlockRunner:
                 fix="give examples of the kind that this expert was trained on",
             )
         module = self.model.module.get_submodule(own)
+        for stem in self._stems:  # what calls one may look at its dtype first
+            self.bring(stem)
         passes = [PausedForward(self, module, self._prepare(batch, module)) for batch in batches]
         for paused in passes:
             paused.advance()

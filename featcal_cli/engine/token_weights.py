@@ -98,7 +98,8 @@ def choose_rows(
 def find_cls_blocks(runner: BlockRunner, architecture: Architecture, task: str, batch: Batch) -> frozenset[str]:
     """The last block of each stack over patches, where the model's pooled output reads its first token alone: it
     changes with that token, and does not when all others that leave the block are perturbed. `batch`: one example."""
-    over_patches = [block for block in architecture.blocks if block.layout.axis == OWN and not block.holds_text]
+    blocks = [block for block in architecture.blocks if block.name not in architecture.stems]
+    over_patches = [block for block in blocks if block.layout.axis == OWN and not block.holds_text]
     stacks = {block.name.rpartition(".")[0]: block for block in over_patches}
     alike = take_examples(batch, [0] * len(PERTURBED))
     cls_blocks = set()

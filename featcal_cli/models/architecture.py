@@ -45,6 +45,8 @@ from featcal_cli.models.tracing import (
     count_holders,
     explain_skipped,
     find_blocks,
+    find_stems,
+    in_order,
     merge_orders,
     trace,
     unreached_lists,
@@ -133,6 +135,8 @@ class Architecture:
     """Paths of all modules that run up to the end of the last block."""
     head: frozenset[str] = frozenset()
     """Paths of those that run after it only."""
+    stems: frozenset[str] = frozenset()
+    """The paths of those blocks that are what runs before others."""
     draws: bool = False
     """It draws random numbers."""
     notes: tuple[str, ...] = ()
@@ -162,18 +166,22 @@ class _Run:
 
 
 def find_architecture(
-    model: PreTrainedModel, batches: Mapping[str, Batch], norms: str, *, routers: bool = False
+    model: PreTrainedModel, batches: Mapping[str, Batch], norms: str, *, routers: bool = False, stems: bool = False
 ) -> Architecture:
     """The blocks of `model` in the order in which they run on probes cut from one batch of each task. `norms`: auto or
-    layernorm (norms with a bias), all, or none; routers: those of mixtures are modules like others. Raises
-    ArchitectureError when no blocks are found or their order differs between tasks, DataError when the model cannot run
-    on a task's examples."""
+    layernorm (norms with a bias), all, or none; routers: those of mixtures are modules like others; stems: so is what
+    holds convolutions and runs before the blocks a block. Raises ArchitectureError when no blocks are found or their
+    order differs between tasks, DataError when the model cannot run on a task's examples."""
     runs: dict[frozenset[str], _Run] = {}
     for task, batch in batches.items():
         if frozenset(batch) not in runs:
             runs[frozenset(batch)] = _probe(model, task, batch)
     for run in runs.values() if routers else ():
         run.first.routers.clear()
+    before: set[str] = set()
+    for run in runs.values() if stems else ():
+        before.update(find_stems(model, run.first, run.blocks))
+        run.blocks = in_order(run.first, {*run.blocks, *before} & {*run.first.calls})
     order = merge_orders([run.blocks for run in runs.values()])
     if not order:
         raise no_blocks(type(model))
@@ -188,6 +196,7 @@ def find_architecture(
         last_blocks={task: run.blocks[-1] if run.blocks else "" for task, run in by_task.items()},
         reached=reached,
         head=frozenset(name for run in runs.values() for name in run.first.calls) - reached,
+        stems=frozenset(before),
         draws=any(run.first.depth.draws for run in runs.values()),
         notes=tuple(_notes(model, blocks)),
     )

@@ -106,7 +106,12 @@ def _config_for(model_class: type[PreTrainedModel], config: Any) -> Any:
 
 
 def run_without_values(
-    model: PreTrainedModel, norms: str, batches: Mapping[str, Batch] | None = None, *, routers: bool = False
+    model: PreTrainedModel,
+    norms: str,
+    batches: Mapping[str, Batch] | None = None,
+    *,
+    routers: bool = False,
+    stems: bool = False,
 ) -> Architecture | None:
     """What running a model without values on inputs without values shows; None for models that look at values. The
     inputs have the shapes of `batches`, by task, where these are given; else they are made up."""
@@ -118,7 +123,7 @@ def run_without_values(
         return None
     for tasks in [shapes] if shapes else ({"": batch} for batch in _made_up_inputs(model)):
         try:
-            return find_architecture(model, tasks, norms, routers=routers)
+            return find_architecture(model, tasks, norms, routers=routers, stems=stems)
         except (DataError, ArchitectureError, *FAILURES):
             continue
     return None

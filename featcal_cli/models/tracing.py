@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from graphlib import CycleError, TopologicalSorter
 from math import prod
@@ -18,7 +18,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.pytorch_utils import Conv1D
 
 from featcal_cli.data.batches import Batch
-from featcal_cli.models.module_kinds import Functional, View
+from featcal_cli.models.module_kinds import Functional, View, kind_of
 from featcal_cli.models.products import ProductWatch, Routing
 from featcal_cli.runtime import hardware
 from featcal_cli.runtime.errors import ArchitectureError
@@ -267,8 +267,29 @@ def find_blocks(model: nn.Module, run: Trace) -> list[str]:
         if residual > 0 and 2 * residual >= len(members) and not any(stages):
             taken.append(name)
             blocks += members
+    return in_order(run, blocks)
+
+
+def in_order(run: Trace, names: Iterable[str]) -> list[str]:
+    """These modules in the order in which they were first called."""
     started = {name: number for number, name in reversed(list(enumerate(run.calls)))}
-    return sorted(blocks, key=started.__getitem__)
+    return sorted(names, key=started.__getitem__)
+
+
+def find_stems(model: nn.Module, run: Trace, blocks: Sequence[str]) -> list[str]:
+    """The outermost modules that hold no block, are called once before the blocks beside them, and hold a convolution:
+    patch embeddings, feature extractors. A convolution that is called by what holds blocks is none."""
+    around = {block[:end] for block in blocks for end, letter in enumerate(block) if letter == "."} | {""}
+    stems = []
+    for name, module in model.named_modules():
+        holder = name.rpartition(".")[0]
+        if name in around or holder not in around or name in blocks or run.calls.count(name) != 1:
+            continue
+        beside = [block for block in blocks if block.startswith(f"{holder}.") or not holder]
+        inner = (other for other in module.modules() if other is not module)
+        if in_order(run, [name, *beside])[0] == name and any(kind_of(other) == "convolution" for other in inner):
+            stems.append(name)
+    return stems
 
 
 def alike(block: nn.Module, path: str) -> str:

@@ -199,7 +199,7 @@ def _name_option(place: Sequence[str], overrides: Mapping[str, Any]) -> str | No
         case ["base" | "skip_experts" as key, *_]:
             return "--base" if key == "base" else "--skip-expert"
         case ["calibration" | "output", key, *_]:
-            switches = {key: f"--{key}/--no-{key}" for key in ("bias", "routers")}
+            switches = {key: f"--{key}/--no-{key}" for key in ("bias", "routers", "stems")}
             return {"examples": "--examples (-n)", **switches}.get(key, f"--{key.replace('_', '-')}")
         case ["tasks", task, "evaluate", *rest]:
             return f"--split {task}=…" if rest[:1] == ["split"] else None  # no option says the others

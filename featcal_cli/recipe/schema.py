@@ -301,6 +301,8 @@ class Calibration(Section):
     """Which norms are calibrated: `auto` and `layernorm` those with a bias, `all` RMSNorm too."""
     routers: bool = False
     """Calibrate the Linear with which a mixture chooses its experts, too."""
+    stems: bool = False
+    """Calibrate what runs before the first block and holds convolutions, as patch embeddings, too."""
     bias: bool = True
     """Calibrate the biases of Linear modules."""
     token_weights: Literal["auto", "uniform", "cls"] = "auto"

@@ -218,7 +218,8 @@ def _write_sections(
         f"{inert(name)} in {count} block{'s' if count > 1 else ''}: {_show_message(reason, report)}"
         for (name, reason), count in skipped.most_common()
     ]
-    yield f"### Left as merged\n\n{_write_list(['embeddings, final norms, poolers and heads', *left])}"
+    outside = "embeddings of tokens" if report.settings.get("stems") else "embeddings"
+    yield f"### Left as merged\n\n{_write_list([f'{outside}, final norms, poolers and heads', *left])}"
     if report.notes:
         notes = [_show_message(note, report) for note in join_notes(report.notes, report.drift)]
         yield f"### Notes\n\n{_write_list(notes)}"

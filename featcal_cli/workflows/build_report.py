@@ -71,6 +71,7 @@ def summarise(session: Session, plan: Preflight, outcome: Outcome) -> Report:
             "step": step,
             "norms": calibration.norms,
             "routers": calibration.routers,
+            "stems": calibration.stems,
             "bias": calibration.bias,
             "token_weights": "gradients" if by_gradients else "cls" if job.cls_blocks else "uniform",
             "examples": {task: examples.fitted_count for task, examples in plan.examples.items()},

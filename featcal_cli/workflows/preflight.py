@@ -212,14 +212,23 @@ def _check_models(
 def _find_blocks(merged: Model, longest: Mapping[str, Batch], calibration: Calibration) -> Architecture:
     """The blocks of an outline. Raises ArchitectureError where there are none."""
     # a model that looks at values cannot run without them: then what is registered must do, and the run will tell
-    norms, routers = calibration.norms, calibration.routers
-    architecture = run_without_values(merged.module, norms, longest, routers=routers)
-    architecture = architecture or list_registered(merged.module, longest, norms)
+    kinds = {"routers": calibration.routers, "stems": calibration.stems}
+    architecture = run_without_values(merged.module, calibration.norms, longest, **kinds)
+    if architecture is not None:
+        check_stems(architecture, calibration, merged)
+    architecture = architecture or list_registered(merged.module, longest, calibration.norms)
     if not any(len(layers) for layers in merged.module.modules() if isinstance(layers, torch.nn.ModuleList)):
         what = f"no list of transformer blocks was found in {type(merged.module).__name__}"
         fix = "give a transformer checkpoint whose layers hold Linear modules"
         raise ArchitectureError(what, where=merged.snapshot.name, fix=fix)
     return architecture
+
+
+def check_stems(architecture: Architecture, calibration: Calibration, merged: Model) -> None:
+    """Raise RecipeError where stems are to be calibrated and there is none."""
+    if calibration.stems and not architecture.stems:
+        what = f"{type(merged.module).__name__} has no stem: no module that holds convolutions runs before its blocks"
+        raise RecipeError(what, where=merged.snapshot.name, fix="leave out --stems")
 
 
 def name_models(recipe: Recipe) -> dict[str, str]:

@@ -34,7 +34,7 @@ from featcal_cli.runtime.hardware import map_to_files, rooms_for_features
 from featcal_cli.runtime.process import read_launch
 from featcal_cli.runtime.progress import Progress, Watch
 from featcal_cli.workflows.output import build_checkpoint, names_on_disk, read_slots
-from featcal_cli.workflows.preflight import Preflight
+from featcal_cli.workflows.preflight import Preflight, check_stems
 from featcal_cli.workflows.resource_estimate import choose_dtype, has_small_head
 from featcal_cli.workflows.session import EXPERT, Session
 
@@ -108,7 +108,9 @@ def set_up(session: Session, plan: Preflight, models: Models, scratch: Path | No
     session.stage("finding blocks")
     with _layers_given_back(merged.module):  # the probes go through all of it
         first = {task: examples.fitted[0] for task, examples in plan.examples.items()}
-        architecture = find_architecture(merged.module, first, calibration.norms, routers=calibration.routers)
+        kinds = {"routers": calibration.routers, "stems": calibration.stems}
+        architecture = find_architecture(merged.module, first, calibration.norms, **kinds)
+    check_stems(architecture, calibration, merged)
     note(*architecture.notes)
     check_alignment(architecture, merged, merged)
     for model in (models.base, *models.experts.values()):

@@ -23,7 +23,7 @@ OTHER_TOKENS = 0.01
 """Weight of a token that is not the first, where only the first is read."""
 
 
-CONVOLUTIONS = (nn.Conv1d, nn.Conv2d)
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 EXPERT_TURNS = (r"\.(gate_up_proj|w1|v1|wi|fc1)\b", r"\.(down_proj|w2|wo|fc2)\b")
 """Matrices of a mixture's experts: after the rest of a block, the second ones on what the first ones give."""
 LEAST_ROUTED = 32

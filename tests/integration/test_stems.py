@@ -1,0 +1,80 @@
+"""--stems: what runs before the blocks and holds convolutions is a block, calibrated as the oracle does it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from families import BY_NAME, save_family
+from family_checks import check_oracle
+from safetensors.torch import load_file
+
+from featcal_cli.runtime.errors import RecipeError
+from featcal_cli.workflows.verbs import calibrate, dry_run
+
+ALL_BLOCKS = {
+    "vit": "embeddings layers.{}",
+    "clip": "vision_model.embeddings {vision,text}_model.encoder.layers.{}",
+    "dinov3": "embeddings model.layer.{}",
+    "swin": "embeddings encoder.layers.{}.blocks.{}",
+    "segformer": "stages.0.{patch_embeddings,blocks.0,blocks.1} stages.1.{patch_embeddings,blocks.0,blocks.1}",
+    "videomae": "embeddings encoder.layer.{}",
+    "llava": "model.vision_tower.{embeddings,encoder.layers.0,encoder.layers.1} model.language_model.layers.{}",
+    "qwen2-vl": "model.visual.{patch_embed,blocks.0,blocks.1} model.language_model.layers.{}",
+}
+"""By family, stems and blocks in the order in which they run."""
+FAST = {"vit", "segformer"}
+
+
+@pytest.mark.usefixtures("undrawn")
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in FAST else pytest.mark.matrix) for name in ALL_BLOCKS]
+)
+def test_stems_are_calibrated_as_the_oracle_does_it(tmp_path: Path, name: str) -> None:
+    saved = save_family(tmp_path, replace(BY_NAME[name], blocks=ALL_BLOCKS[name]))
+    result = calibrate(saved.recipe(select="preset", stems=True), output=tmp_path / "out", batch_size=5)
+    check_oracle(saved, result)
+    assert result.report.settings["stems"] is True
+
+
+PATCHES = "embeddings.patch_embeddings.projection.weight"
+
+
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("computed", ["float32", "bfloat16"])
+def test_precisions_may_differ(tmp_path: Path, stored: torch.dtype, computed: str) -> None:
+    """What calls a ViT's patch embedding looks at its dtype first, and gives it pixels in that."""
+    saved = save_family(tmp_path, BY_NAME["vit"], dtype=stored)
+    settings = {"select": "preset", "stems": True}
+    calibrate(saved.recipe(**settings, dtype=computed), output=tmp_path / "out", device="cpu")
+    calibrate(saved.recipe(**settings, dtype="float32"), output=tmp_path / "full", device="cpu")
+    new, full, merged = (load_file(tmp_path / name / "model.safetensors") for name in ("out", "full", "merged"))
+    assert new[PATCHES].dtype == stored
+    update = (full[PATCHES].double() - merged[PATCHES].double()).norm()
+    assert 0 < (new[PATCHES].double() - full[PATCHES].double()).norm() + 1e-12 < 0.1 * update
+
+
+def test_errors_may_be_measured_by_answers(tmp_path: Path) -> None:
+    """The gradients are sent back to the patch embedding, whose update the guard checks as well."""
+    saved = save_family(tmp_path, BY_NAME["vit"])
+    for name in ("features", "output"):
+        calibrate(saved.recipe(select="preset", metric=name, stems=True), output=tmp_path / name)
+    by_features, by_answers, merged = (
+        load_file(tmp_path / name / "model.safetensors")[PATCHES] for name in ("features", "output", "merged")
+    )
+    assert (by_answers - by_features).norm() > 0.01 * (by_features - merged).norm()
+    open_settings = {"select": "auto", "ridge": None, "rho": None, "alpha": None}
+    report = calibrate(saved.recipe(**open_settings, stems=True), output=tmp_path / "guarded").report
+    (module,) = report.blocks[0].modules
+    assert (report.blocks[0].name, module.name) == ("embeddings", "patch_embeddings.projection")
+    assert module.step is not None
+    assert all(curve.blocks[0] == "embeddings" for curve in report.curves.values())
+
+
+def test_a_model_without_stems_is_refused_before_anything_is_computed(tmp_path: Path) -> None:
+    saved = save_family(tmp_path, BY_NAME["bert"])
+    with pytest.raises(RecipeError, match="no stem: no module that holds convolutions runs before its blocks") as error:
+        dry_run(saved.recipe(stems=True))
+    assert error.value.fix == "leave out --stems"
