@@ -287,7 +287,8 @@ def find_stems(model: nn.Module, run: Trace, blocks: Sequence[str]) -> list[str]
             continue
         beside = [block for block in blocks if block.startswith(f"{holder}.") or not holder]
         inner = (other for other in module.modules() if other is not module)
-        if in_order(run, [name, *beside])[0] == name and any(kind_of(other) == "convolution" for other in inner):
+        is_before = bool(beside) and in_order(run, [name, *beside])[0] == name
+        if is_before and any(kind_of(other) == "convolution" for other in inner):
             stems.append(name)
     return stems
 
