@@ -20,6 +20,7 @@ from featcal_cli.engine.lockstep import BlockVisit, forward_order
 from featcal_cli.engine.weight_checks import name_huge_weight
 from featcal_cli.models.architecture import Block
 from featcal_cli.models.module_kinds import ParameterPart, new_parameters
+from featcal_cli.runtime import hardware
 from featcal_cli.runtime.progress import Progress, Watch
 
 
@@ -88,6 +89,8 @@ def solve_parts(
         solution = solve_on_all_ranks(job, part, equations, bias, on_module)
         solution.skipped.update(equations.skipped)
         del equations
+        if visit.is_routed:  # the next equations, of other sizes, would not fit into the gaps
+            hardware.trim_heap()
         load_block(job.students[role], part, solution.solutions)
         yield solution
         del solution

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import reduce
+from functools import partial, reduce
 from math import isfinite
 from typing import TypeAlias
 
@@ -61,10 +61,11 @@ def backtrack_block(
         steps[name] = step = min(STEPS, key=lambda t: t * t * curvature - 2 * t * descent)  # of equal ones the largest
         if step < 1:
             start, solution = precise(merged[name]), solutions[name]
+            dtype = solution.parameters.weight.dtype  # of a mixture's experts there are many
             update, shift = solution.parameters.minus(start)
             bias = start.bias if start.bias is None or shift is None else start.bias + step * shift
-            new, change = Affine(start.weight + step * update, bias), step * solution.relative_change
-            checked[name] = solution._replace(parameters=new, relative_change=change)
+            new = Affine(update.mul_(step).add_(start.weight), bias).each(partial(Tensor.to, dtype=dtype))
+            checked[name] = solution._replace(parameters=new, relative_change=step * solution.relative_change)
     return checked, steps
 
 
@@ -100,12 +101,20 @@ def shrink_updates(
     return step, _describe(what, step, "held-out rows" if held_out else "the fitted rows", before, after, now)
 
 
+PIECE = 1 << 24
+"""Numbers of a parameter that are mixed at once: in float64, all experts of a mixture would take gigabytes."""
+
+
 def interpolate(merged: Tensor, new: Tensor, step: float) -> Tensor:
     """W_merged + t (W* − W_merged) in the dtype of both; at 0 and 1 it is one of them to the bit."""
     if step in (0.0, 1.0):
         return new if step else merged
-    wide = torch.float64
-    return (merged.to(wide) + step * (new.to(wide) - merged.to(wide))).to(merged.dtype)
+    mixed = torch.empty_like(merged, memory_format=torch.contiguous_format)
+    tensors = (merged.reshape(-1), new.reshape(-1), mixed.view(-1))
+    for start, end, out in zip(*(x.split(PIECE) for x in tensors), strict=True):
+        wide = start.to(torch.float64)
+        out.copy_(wide + step * (end.to(torch.float64) - wide))
+    return mixed
 
 
 def _measure_partial_updates(job: Job, blocks: Sequence[BlockReport], journal: Journal | None, watch: Watch) -> Job:

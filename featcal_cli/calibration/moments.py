@@ -57,6 +57,8 @@ class LinearMoments:
         self._rx, self._r = {name: Sum(dtype) for name in self.pairs}, {name: RowSum() for name in self.pairs}
         self._offsets: dict[tuple[str, bool], Tensor] = {}
         """What x_cal is multiplied with in r [d_out, d_in], by module and whether the expert's outputs are known."""
+        self._experts: dict[str, Tensor] = {}
+        """W_i of the modules whose outputs are not, in the dtype of the rows."""
         self.weight: Tensor | float = 0.0
         """Σ of the rows' weights []."""
         self.rows = 0
@@ -150,11 +152,15 @@ class LinearMoments:
         (weight, bias), merged = pair
         known = y_exp is not None
         if (name, known) not in self._offsets:
-            self._offsets[name, known] = weight.mul(1 - self.alpha if known else 1.0).sub_(merged)
+            of_expert = weight.to(x_cal)
+            self._offsets[name, known] = of_expert.mul(1 - self.alpha if known else 1.0).sub_(merged)
+            if not known:
+                self._experts[name] = of_expert
+            del of_expert  # where it is a copy, and the weights of mixtures' experts are many
         offset = self._offsets[name, known]
         if y_exp is not None:
             return linear(x_cal, offset, None if bias is None else -self.alpha * bias).add_(y_exp, alpha=self.alpha)
-        return linear(x_cal, offset).add_(linear(x_exp - x_cal, weight), alpha=self.alpha)
+        return linear(x_cal, offset).add_(linear(x_exp - x_cal, self._experts[name]), alpha=self.alpha)
 
 
 @dataclass

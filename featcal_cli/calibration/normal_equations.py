@@ -47,12 +47,12 @@ def collect_equations(
         for task in visit.tasks:
             on_task(task)
             with visit.expert_at(task):
-                sums = [_add_task(visit, role, task, hyperparameters, equations)]
+                checks = [_add_task(visit, role, task, hyperparameters, equations)]
                 if equations.held_out is not None:
                     equations.held_out.skipped = dict(equations.skipped)
-                    sums.append(_add_task(visit, role, task, hyperparameters, equations.held_out, equations.omegas))
-                check_features(visit, role, task, sums)
-                del sums  # before the next task's are made
+                    omegas = equations.omegas
+                    checks.append(_add_task(visit, role, task, hyperparameters, equations.held_out, omegas))
+                check_features(visit, role, task, checks)
     if not visit.is_reached:
         equations.skipped = {module.name: "no expert's examples reach it" for module in visit.part.modules}
     else:
@@ -146,13 +146,13 @@ def _add_batch(
             norms.setdefault(module.name, NormMoments()).add(z, of_rows)
 
 
-def check_features(visit: BlockVisit, role: str, task: str, sums: Sequence[TaskMoments]) -> None:
+def check_features(visit: BlockVisit, role: str, task: str, checksums: Sequence[Sequence[Tensor]]) -> None:
     """Raise NumericsError where the features that were summed are not finite: of one task's examples to fit, and of
     those that updates are checked on, if there are any. A device is waited for once."""
-    summed = [(kind, moments) for kind, of in enumerate(sums) for moments in of.linear.values() if moments.rows]
-    checks = torch.stack([moments.checksum for _, moments in summed]).tolist() if summed else []
-    for (checked, _), check in zip(summed, checks, strict=True):
-        if not isfinite(check):
+    flat = [checksum for of_rows in checksums for checksum in of_rows]
+    values = iter(torch.stack(flat).tolist() if flat else ())
+    for checked, of_rows in enumerate(checksums):
+        if not all(isfinite(next(values)) for _ in of_rows):
             raise _find_infinity(visit, role, task, checked=bool(checked))
 
 
@@ -209,7 +209,7 @@ def _choose_moments(
     pairs: dict[str, Pair] = {}
     if keep_rows or is_residual_cheaper(of_task, d_in, d_out, outputs_known=known):
         for name, (weight, bias) in of_expert.items():
-            pairs[name] = Pair(Affine(weight.float(), bias), of_merged[name].weight.float())
+            pairs[name] = Pair(Affine(weight, bias), of_merged[name].weight)
     precision = choose_precision(first.dtype, hyperparameters.ridge, hyperparameters.metric)
     return LinearMoments(d_in, first.device, hyperparameters.alpha, pairs, dtype=precision, keep_rows=keep_rows)
 
@@ -221,9 +221,9 @@ def _add_task(
     hyperparameters: Hyperparameters,
     equations: BlockEquations,
     omegas: Mapping[tuple[str, str], Tensor] | None = None,
-) -> TaskMoments:
-    """Add one task's sums, which are returned, to the equations, with its expert's parameters; with `omegas`, those of
-    held-out rows."""
+) -> list[Tensor]:
+    """Add one task's sums to the equations, with its expert's parameters; with `omegas`, those of held-out rows.
+    Returns what is finite where all rows were."""
 
     def find_group(names: Names) -> Names | None:  # a module that is skipped from this task on leaves its group smaller
         return next((group for group in equations.linear if set(names) <= set(group)), None)
@@ -262,7 +262,7 @@ def _add_task(
         if name not in equations.norms:
             equations.norms[name] = NormEquations(parameters_of(visit.merged, visit.block, name), hyperparameters)
         equations.norms[name].add_task(norm_moments, parameters_of(expert, visit.block, name))
-    return sums
+    return [moments.checksum for moments in sums.linear.values() if moments.rows]
 
 
 def _unpaired(modules: Mapping[str, Module], seen: Observation) -> dict[str, str]:
