@@ -48,6 +48,7 @@ KINDS = {
     "three tasks": Kind("clip-vision", 3, {}, {"batch_size": 5}),
     "one task": Kind("deberta", 1, {"norms": "all"}, {"batch_size": 5}),
     "blocks that run again": Kind("albert", 3, {}, {"batch_size": 4}),
+    "mixtures": Kind("mixtral", 3, {}, {"batch_size": 5}),
     "encoder and decoder": Kind("t5", 3, {"norms": "all"}, {}),
     "search": Kind("bert", 3, {**OPEN, "select": "search", "metric": "features"}, {}),
     "merged on the way": Kind("bert", 2, {}, {}, merge=True),

@@ -55,7 +55,9 @@ def test_answers_come_nearer_to_the_experts_than_by_features(tmp_path: Path) -> 
     assert "what they do to each expert's answers" in card and "features, as in the paper" not in card
 
 
-@pytest.mark.parametrize("name", ["vit", *(pytest.param(name, marks=pytest.mark.matrix) for name in ("t5", "llama"))])
+@pytest.mark.parametrize(
+    "name", ["vit", *(pytest.param(name, marks=pytest.mark.matrix) for name in ("t5", "llama", "mixtral"))]
+)
 def test_an_interrupted_run_ends_in_the_same_weights(name: str, tmp_path: Path) -> None:
     """So does one of the recipe that the output holds; nothing of the gradients is left beside it."""
     saved = save_family(tmp_path, BY_NAME[name])
