@@ -30,6 +30,8 @@ LONGEST_SIDES = dict.fromkeys(("height", "width", "size", "crop_size"), 2**14) |
 MOST_SOUND = {"sampling_rate": 400_000, "n_samples": 2**24, "nb_max_frames": 2**16, "chunk_length": 600}
 """What a feature extractor's settings may say; any other number of it at most MOST_OF_SOUND."""
 MOST_OF_SOUND = 2**16
+GLOBAL_MASK = "global_attention_mask"
+"""What Longformer and LED call an input that is 1 for tokens that attend everywhere."""
 SAFE = {"trust_remote_code": False, "local_files_only": True}
 
 image_processors: Any = AutoImageProcessor  # has no types

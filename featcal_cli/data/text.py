@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import PreTrainedModel
 
 from featcal_cli.data.batches import (
+    GLOBAL_MASK,
     BadRowError,
     Batch,
     Reader,
@@ -79,6 +81,12 @@ class RowFormatter:
     def joins_turns(self) -> bool:
         """Whether the turns of a conversation become one text, for want of a chat template."""
         return self.template is None and (self.kind != "causal" or not self.tokenizer.chat_template)
+
+    @property
+    def gives_pairs(self) -> bool:
+        """Whether the tokenizer's input is a pair of texts."""
+        answers = self.kind == "encoder" and {"prompt", "response"} <= self.roles.keys()
+        return self.template is None and ("text_pair" in self.roles or answers)
 
     def compose(self, row: Row) -> TokenizerInput:
         """The tokenizer's input of a row. Raises BadRowError for a value that is missing or not text."""
@@ -209,7 +217,17 @@ class TextReader(Reader):
         """input_ids, attention_mask, … [examples, tokens], padded to the longest on the tokenizer's own side."""
         padded = self.tokenizer.pad([encoded for encoded, _ in items], padding="longest", return_tensors="pt")
         batch = dict(padded.items()) | self._decoder_input([target for _, target in items])
+        if self.attends_from_first:
+            first = padded["attention_mask"].argmax(1, keepdim=True)
+            batch[GLOBAL_MASK] = torch.zeros_like(padded["attention_mask"]).scatter_(1, first, 1)
         return {name: tensor for name, tensor in batch.items() if name in self.names}
+
+    @property
+    def attends_from_first(self) -> bool:
+        """Whether the first token is to attend to all others, and they to it, in a model that leaves this to its user
+        (Longformer, LED): a classifier or summariser is trained so. Of a pair, the model itself chooses the question.
+        """
+        return GLOBAL_MASK in self.names and not self.formatter.gives_pairs
 
     def remarks(self, items: Sequence[Tokens]) -> list[str]:
         """Unknown tokens, texts that are cut, and texts that are all alike. Raises DataError where most are unknown."""
@@ -292,7 +310,10 @@ def open_text(data: Data, samples: Samples, model: PreTrainedModel, folders: Seq
     max_tokens = int(min(limit for limit in limits if isinstance(limit, int | float) and limit >= 1))
     used = describe_roles(formatter, data, samples, where)
     chosen = f"{used} (of {', '.join(samples)}), at most {max_tokens} tokens, tokenizer from {source}"
-    return TextReader(chosen, formatter, tokenizer, max_tokens, model, where, forward_names(model))
+    reader = TextReader(chosen, formatter, tokenizer, max_tokens, model, where, forward_names(model))
+    if reader.attends_from_first:
+        reader = replace(reader, chosen=f"{chosen}, the first token attends globally")
+    return reader
 
 
 def describe_roles(formatter: RowFormatter, data: Data, samples: Samples, where: str) -> str:

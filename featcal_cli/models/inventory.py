@@ -21,7 +21,7 @@ from featcal_cli.models.architecture import (
     no_blocks,
 )
 from featcal_cli.models.loading import find_class
-from featcal_cli.models.tracing import EXPERTS, FAILURES
+from featcal_cli.models.tracing import FAILURES, UNSEEN
 from featcal_cli.runtime.errors import ArchitectureError, CheckpointError, DataError
 
 EXAMPLES, TOKENS = 2, 16
@@ -138,10 +138,12 @@ def list_registered(model: PreTrainedModel, batches: Mapping[str, Batch], norms:
 
 
 def _made_up_inputs(model: PreTrainedModel) -> Iterator[Batch]:
-    """Batches on the meta device: all kinds of inputs that the forward names, then each kind alone."""
+    """Batches on the meta device: all kinds of inputs that the forward names, then each alone but for an encoder's and
+    decoder's texts: either could be taken for the other's."""
     kinds = {name: x for name in forward_names(model) if (x := _made_up(name, model.config)) is not None}
     text = {name: x for name, x in kinds.items() if name.endswith("input_ids")}
-    yield from filter(None, (kinds, text, *({name: x} for name, x in kinds.items())))
+    apart = {name: x for name, x in kinds.items() if "decoder_input_ids" not in kinds or name not in text}
+    yield from filter(None, (kinds, text, *({name: x} for name, x in apart.items())))
 
 
 def _made_up(name: str, config: Any) -> Tensor | None:
@@ -166,8 +168,8 @@ def _describe(model: nn.Module, block: Block, *, ran: bool) -> BlockEntry:
     held = model.get_submodule(block.name)
     sizes = {name: value.numel() for name, value in held.named_parameters()}
     for name, reason in block.skipped:
-        if reason == EXPERTS and not ran:
-            modules.append(ModuleEntry(name, "experts of a mixture", sizes[name]))
+        if reason == UNSEEN and not ran:
+            modules.append(ModuleEntry(name, "matrix", sizes[name]))
         else:
             skipped.append({"name": name, "reason": reason})
     for module in block.modules:

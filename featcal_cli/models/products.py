@@ -107,7 +107,7 @@ class Routing:
 
 
 MATRIX_PRODUCTS = {torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm}
-"""x W."""
+"""x W, or W x of batches with features before tokens."""
 
 
 class Product(NamedTuple):
@@ -119,6 +119,8 @@ class Product(NamedTuple):
     """[d_out, d_in], in the memory of the parameter that it lies in."""
     bias: Tensor | None
     """[d_out], where it is added at once."""
+    features_first: bool = False
+    """The function has x, and makes W x, with features before tokens: [.., d, T]."""
 
 
 class ProductWatch(TorchFunctionMode):
@@ -165,6 +167,10 @@ class ProductWatch(TorchFunctionMode):
         if x.ndim == 2 and len(x) == self._attending.numel():  # attention has made one dimension of two
             x = x.view(*self._attending, -1)
         self._before(weight, x, None if product.bias is None else self._find(product.bias))
+        if product.features_first and self._after is not None:  # which is to be told of [.., T, d]
+            y = functional.linear(x, product.weight)
+            self._after(weight, y)
+            return y.mT
         result = func(*args, **kwargs)
         self._latest = (weight, result) if self._on_bias is not None else None
         if self._after is not None:
@@ -177,6 +183,8 @@ class ProductWatch(TorchFunctionMode):
             return Product(given["input"], given["weight"], given.get("bias"))
         if func in MATRIX_PRODUCTS and len(args) == 2 and args[1].ndim == 2:
             return Product(args[0], args[1].T, None)
+        if func in MATRIX_PRODUCTS and len(args) == 2 and args[0].ndim == 2:
+            return Product(args[1].mT, args[0], None, features_first=True)
         if func is torch.addmm and len(args) == 3 and not kwargs:
             return Product(args[1], args[2].T, args[0])
         if func is torch.einsum and len(args) == 3:

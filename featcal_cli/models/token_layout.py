@@ -6,6 +6,7 @@ by how it changes what it is made of. Nothing is guessed from one shape that cou
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from featcal_cli.data.batches import Batch, count_examples, take_examples
+from featcal_cli.data.batches import GLOBAL_MASK, Batch, count_examples, take_examples
 from featcal_cli.models.tracing import FAILURES, first_tensor, trace
 
 EXAMPLES = (3, 5)
@@ -45,11 +46,16 @@ class Dimension:
     examples: bool
     axis: str | None
     factor: int
+    middle: int | None = None
+    """Of the distances between any two tokens of the axis, row `length` + this is the distance 0; there are twice as
+    many rows."""
 
     def size(self, lengths: Lengths) -> int | None:
         """What it must be in a batch; None where the batch has no such axis."""
         if self.axis is not None and self.axis not in lengths:
             return None
+        if self.axis is not None and self.middle is not None:
+            return 2 * lengths[self.axis] + self.middle
         return self.factor * (lengths[ROWS] if self.examples else 1) * (lengths[self.axis] if self.axis else 1)
 
 
@@ -82,6 +88,10 @@ class Layout:
         if self.dims is None or tuple(dim.size(lengths) for dim in self.dims) != tuple(x.shape[:-1]):
             return None
         rows = x.reshape(-1, x.shape[-1])
+        if (distances := self._find_distances()) is not None:
+            per_row = self._count_pairs(x, distances, weights, lengths)
+            kept = None if per_row is None else per_row.nonzero().view(-1)
+            return None if per_row is None or kept is None else (rows[kept], per_row[kept])
         axes = {dim.axis for dim in self.dims if dim.axis}
         if self.may_be_windows and not self.is_apart:
             axes = {own_axis or ""}
@@ -130,7 +140,34 @@ class Layout:
     @property
     def is_table(self) -> bool:
         """Rows that belong to no example, the same in every batch: relative positions."""
-        return self.dims is not None and not any(dim.examples for dim in self.dims)
+        return self.dims is not None and not any(dim.examples for dim in self.dims) and self._find_distances() is None
+
+    def _find_distances(self) -> int | None:
+        """Where in `dims` the distances between tokens are, if they are anywhere."""
+        return next((at for at, dim in enumerate(self.dims or ()) if dim.middle is not None), None)
+
+    def _count_pairs(self, x: Tensor, distances: int, weights: Weights, lengths: Lengths) -> Tensor | None:
+        """How many pairs of tokens that count, both of one example, are so far apart as each row of a feature [.., d]
+        says [T]: as often attention reads that row, and no padding changes it. A text has n tokens in a row, and n − r
+        pairs that are r apart. None where the examples have rows of their own, which are no table then."""
+        assert self.dims is not None
+        dim = self.dims[distances]
+        assert dim.axis is not None and dim.middle is not None
+        middle, mask = lengths[dim.axis] + dim.middle, weights.get(dim.axis)
+        apart = (torch.arange(x.shape[distances], device=x.device) - middle).abs()
+        counts = x.new_full((lengths[ROWS],), lengths[dim.axis]) if mask is None else mask.count_nonzero(1).to(apart)
+        pairs = (counts[:, None] - apart).clamp_min(0).float()  # [B, rows]
+        shape = [1] * (x.ndim - 1)
+        shape[distances] = x.shape[distances]
+        of_examples = next((at for at, other in enumerate(self.dims) if other.examples), None)
+        if of_examples is None:
+            pairs = pairs.sum(0)
+        else:
+            if not torch.equal(x, x.narrow(of_examples, 0, 1).expand_as(x)):
+                return None
+            shape[of_examples] = len(pairs)
+            pairs = pairs if of_examples < distances else pairs.T
+        return pairs.reshape(shape).expand(x.shape[:-1]).reshape(-1)
 
     def _find_counting(self, x: Tensor, weights: Weights, per_row: Tensor) -> Tensor | None:
         """Which rows of a feature [.., d] have a weight; None for all. One look serves all features of the same form:
@@ -179,7 +216,7 @@ def _learn_dimension(pair: tuple[int, int], axes: Axes) -> Dimension | None:
     fixed = Dimension(False, None, 1)
     single = [Dimension(True, None, 1), *(Dimension(False, axis, 1) for axis in axes)]
     double = [Dimension(True, axis, 1) for axis in axes]
-    of_examples = [dim for dim in single + double if dim.examples]  # a table that grows with padding has no rule
+    of_examples = [dim for dim in single + double if dim.examples]  # a table that grows with padding is of distances
     for candidates, any_factor in ((single + double, False), ([fixed], True), (of_examples, True)):
         for dim in candidates:
             sizes = [
@@ -189,6 +226,9 @@ def _learn_dimension(pair: tuple[int, int], axes: Axes) -> Dimension | None:
             factor = pair[0] // sizes[0] if sizes[0] else 0
             if (factor == 1 or any_factor) and factor and pair == (factor * sizes[0], factor * sizes[1]):  # type: ignore[operator]
                 return replace(dim, factor=factor)
+    for axis, middle in itertools.product(axes, (0, -1)):
+        if pair == tuple(2 * length + middle for length in axes[axis]):
+            return Dimension(False, axis, 2, middle)
     return None
 
 
@@ -201,7 +241,7 @@ def make_probes(batch: Batch, resize: Collection[str]) -> tuple[tuple[Batch, Bat
     for axis, length in _axis_lengths(batch).items():
         axes[axis] = (length, length)
         names = [name for name in batch if _axis_of(name) == axis and _goes_along(batch[name], name, length)]
-        if axis not in resize or all(name.endswith(MASK) for name in names):  # a mask alone says nothing of its tokens
+        if axis not in resize or all(is_mask(name) for name in names):  # a mask alone says nothing of its tokens
             continue
         samples = any(batch[name].is_floating_point() for name in names)
         long = length if has_floats else min(length, PROBE_TOKENS)
@@ -209,7 +249,7 @@ def make_probes(batch: Batch, resize: Collection[str]) -> tuple[tuple[Batch, Bat
         axes[axis] = (long, short if short > 0 else long + STEPS[axis])
         for probe, size in zip(probes, axes[axis], strict=True):
             for name in names:
-                probe[name] = _resize(probe[name], size, is_mask=name.endswith(MASK))
+                probe[name] = _resize(probe[name], size, whole=is_mask(name))
     return (probes[0], probes[1]), axes
 
 
@@ -226,7 +266,7 @@ def change_last_token(probe: Batch) -> Batch | None:
 
 def _axis_of(name: str) -> str:
     """The token axis that an input is about, by its name: attention_mask, decoder_input_ids, pixel_attention_mask."""
-    if name.endswith(MASK) and name != MASK:
+    if is_mask(name) and name != MASK:
         return name.removesuffix(MASK).strip("_")
     return DECODER if name.startswith(f"{DECODER}_") else ENCODER
 
@@ -234,7 +274,7 @@ def _axis_of(name: str) -> str:
 def _axis_lengths(batch: Batch) -> dict[str, int]:
     """The length of each token axis that masks and ids speak of."""
     lengths: dict[str, int] = {}
-    for name in sorted(batch, key=lambda name: (not name.endswith(MASK), not name.endswith("input_ids"), name)):
+    for name in sorted(batch, key=lambda name: (not is_mask(name), not name.endswith("input_ids"), name)):
         if batch[name].ndim == 2 and not batch[name].is_floating_point():
             lengths.setdefault(_axis_of(name), batch[name].shape[1])
     return lengths
@@ -246,16 +286,22 @@ def _goes_along(tensor: Tensor, name: str, length: int) -> bool:
     return along and tensor.ndim > 1 and tensor.shape[1] == length
 
 
-def _resize(tensor: Tensor, size: int, *, is_mask: bool) -> Tensor:
+def is_mask(name: str) -> bool:
+    """Whether an input says which tokens are padding; Longformer's global mask says which ones attend everywhere."""
+    return name.endswith(MASK) and name != GLOBAL_MASK
+
+
+def _resize(tensor: Tensor, size: int, *, whole: bool) -> Tensor:
+    """Columns of a tensor, the last one repeated if need be; all 1 if whole."""
     columns = torch.arange(size).clamp_max(tensor.shape[1] - 1)
-    return torch.ones_like(tensor[:, columns]) if is_mask else tensor[:, columns]
+    return torch.ones_like(tensor[:, columns]) if whole else tensor[:, columns]
 
 
 def token_masks(batch: Batch) -> dict[str, Tensor | None]:
     """1 for the tokens that count and 0 for padding [B, length], by axis; None where all count."""
     masks: dict[str, Tensor | None] = {}
     for name, mask in batch.items():
-        if name.endswith(MASK) and mask.ndim == 2:
+        if is_mask(name) and mask.ndim == 2:
             masks[_axis_of(name)] = None if counts_all(mask) else _as_float32(mask)
     return masks
 

@@ -25,7 +25,7 @@ from featcal_cli.runtime.errors import ArchitectureError
 
 FAILURES = (TypeError, ValueError, RuntimeError, IndexError, AttributeError, KeyError)
 """What a model raises on inputs that it cannot take."""
-EXPERTS = "no run has shown how a mixture uses these experts"
+UNSEEN = "no run has shown what is multiplied with it"
 ROUTER = "it is the router of a mixture; --routers calibrates it"
 
 
@@ -341,15 +341,35 @@ def merge_orders(sequences: Sequence[list[str]]) -> list[str]:
 
 
 def unreached_lists(model: nn.Module, blocks: Sequence[str]) -> Iterator[str]:
-    """The outermost lists of equal children with at least four Linear modules each, apart from `blocks`."""
+    """The outermost lists whose children have at least four matrices each, apart from `blocks`."""
     taken = list(blocks)
     for path, module in model.named_modules():
-        if not isinstance(module, nn.ModuleList) or len({type(child) for child in module}) != 1:
+        if not isinstance(module, nn.ModuleList) or not len(module):
             continue
         apart = not any(path.startswith(f"{other}.") or other.startswith(f"{path}.") for other in taken)
-        if apart and all(len(_linears(child)) >= 4 for child in module):
+        if apart and all(_count_matrices(child) >= 4 for child in module):
             taken.append(path)
             yield path
+
+
+def _count_matrices(module: nn.Module) -> int:
+    """Linear modules, and parameters that a function may multiply with."""
+    inside = [(inner, value) for inner in module.modules() for value in inner.parameters(recurse=False)]
+    others = (pair for pair in inside if not isinstance(pair[0], (nn.Linear, Conv1D)))
+    return len(_linears(module)) + sum(_is_matrix(inner, value) for inner, value in others)
+
+
+def _is_matrix(module: nn.Module, value: Tensor) -> bool:
+    """Whether a function may multiply with a parameter, as far as can be said before anything runs: routers and tables
+    of positions cannot be told from it but by what they are called."""
+    path = next((name for name, other in module.named_parameters(recurse=False) if other is value), "")
+    called = f"{type(module).__name__} {path}".lower()
+    is_other = isinstance(module, nn.Embedding) or _is_convolution(module)
+    return value.ndim > 1 and not is_other and not any(word in called for word in ("router", "bias", "table", "embed"))
+
+
+def _is_convolution(module: nn.Module) -> bool:
+    return any("conv" in base.__name__.lower() for base in type(module).__mro__)
 
 
 def explain_skipped(
@@ -357,10 +377,12 @@ def explain_skipped(
 ) -> str:
     """Why a parameter of a module that is no Linear and no norm stays as merged; empty where functions multiply with
     these parts of it."""
-    is_convolution = any("conv" in base.__name__.lower() for base in type(module).__mro__)
     if not parts:
-        fused = value.ndim == 3 and len(value) > 1 and not is_convolution and (bool(run.routed) or not run.calls)
-        return EXPERTS if fused else "neither a Linear nor a norm"
+        if run.calls:
+            is_matrix = value.ndim == 3 and len(value) > 1 and not _is_convolution(module) and bool(run.routed)
+        else:
+            is_matrix = _is_matrix(module, value)
+        return UNSEEN if is_matrix else "neither a Linear nor a norm"
     if run.routers & parts.keys():
         return ROUTER
     if holders[id(value)] > 1:

@@ -14,6 +14,7 @@ from family import (
     WIDTH,
     Batch,
     Family,
+    MaskRule,
     alike,
     audio,
     boxes,
@@ -106,9 +107,17 @@ _WAV2VEC2_BERT = {
 _BLOCKS, _STACKS = "{encoder,decoder}.block.{}", "model.{encoder,decoder}.layers.{}"
 
 
-def _text_of_whole_windows(count: int) -> Batch:
-    """Eight tokens: attention in windows of four adds no padding of its own."""
-    return text(count, 8)
+def _text_read_from_first(count: int) -> Batch:
+    """Eight tokens, as attention in windows of four adds no padding then; the first of them attends everywhere."""
+    words = text(count, 8)
+    first = torch.zeros_like(words["attention_mask"])
+    first[:, 0] = 1
+    return {**words, "global_attention_mask": first}
+
+
+def _global_queries(rule: MaskRule) -> MaskRule:
+    """The rule, but that a first token alone is what attends everywhere."""
+    return lambda path, call, batch: None if path.endswith("query_global") else rule(path, call, batch)
 
 
 def _no_mask(count: int) -> Batch:
@@ -136,7 +145,7 @@ ENCODERS = [
     *alike("xlm XLMModel, flaubert FlaubertModel", _XLM, text, "attentions.0 ffns.0 attentions.1 ffns.1"),
     Family("xlm-roberta", "XLMRobertaForSequenceClassification", TEXT_SIZES, text, "roberta.encoder.layer.{}"),
     # the embeddings of relative positions are as many as padding makes them
-    Family("deberta", "DebertaModel", _DEBERTA, text, "encoder.layer.{}", stays=r"\.pos_"),
+    Family("deberta", "DebertaModel", _DEBERTA, text, "encoder.layer.{}", distances=r"\.pos_"),
     Family("deberta-v2", "DebertaV2Model", _DEBERTA_V2, text, "encoder.layer.{}", mask=_tokens_at_first_call),
     Family("distilbert", "DistilBertModel", _DISTILBERT, text, "transformer.layer.{}"),
     # one block, called three times; two blocks that take turns, then two others
@@ -147,8 +156,8 @@ ENCODERS = [
     Family("nomic-bert", "NomicBertModel", TEXT_SIZES, text, "layers.{}"),
     Family("eurobert", "EuroBertModel", GROUPED_SIZES | {"mask_token_id": 3}, text, "layers.{}"),
     Family(
-        "longformer", "LongformerModel", TEXT_SIZES | {"attention_window": [4, 4]}, _text_of_whole_windows,
-        "encoder.layer.{}",
+        "longformer", "LongformerModel", TEXT_SIZES | {"attention_window": [4, 4]}, _text_read_from_first,
+        "encoder.layer.{}", mask=_global_queries(padding),
     ),
     Family("big-bird", "BigBirdModel", TEXT_SIZES | {"attention_type": "original_full"}, text, "encoder.layer.{}"),
     Family("mobilebert", "MobileBertModel", _MOBILEBERT, text, "encoder.layer.{}"),
@@ -156,7 +165,9 @@ ENCODERS = [
         "layoutlm", "LayoutLMModel", TEXT_SIZES | {"max_2d_position_embeddings": 32},
         lambda count: text(count) | boxes(count), "encoder.layer.{}",
     ),
-    Family("xlnet", "XLNetModel", _XLNET, left_text, "layer.{}", functional=r"rel_attn\.[qkvo]$"),
+    Family(
+        "xlnet", "XLNetModel", _XLNET, left_text, "layer.{}", functional=r"rel_attn\.[qkvor]$", distances=r"\.r$",
+    ),
     Family("rembert", "RemBertModel", TEXT_SIZES | {"input_embedding_size": 16}, text, "encoder.layer.{}"),
     Family(
         "esm", "EsmModel", TEXT_SIZES | {"mask_token_id": 4, "position_embedding_type": "rotary"}, text,
@@ -255,7 +266,7 @@ ENCODER_DECODERS = [
         text_to_text, _STACKS, stays=r"\.experts\.",
     ),
     Family(
-        "led", "LEDForConditionalGeneration", BART_SIZES | _LED, lambda count: _text_of_whole_windows(count)
+        "led", "LEDForConditionalGeneration", BART_SIZES | _LED, lambda count: _text_read_from_first(count)
         | prompt(count), "led.{encoder,decoder}.layers.{}",
     ),
     Family(
@@ -268,7 +279,7 @@ ENCODER_DECODERS = [
     ),
     Family("whisper", "WhisperForConditionalGeneration", _WHISPER, _hear, _STACKS),
 ]  # fmt: skip
-ENCODER_DECODERS = [replace(family, mask=encoder_decoder) for family in ENCODER_DECODERS]
+ENCODER_DECODERS = [replace(family, mask=_global_queries(encoder_decoder)) for family in ENCODER_DECODERS]
 
 SOUND = [
     Family("wav2vec2", "Wav2Vec2ForCTC", _SOUND | {"do_stable_layer_norm": True}, audio, "wav2vec2.encoder.layers.{}"),
@@ -276,10 +287,9 @@ SOUND = [
     # its attention reads the weights of its projections without calling them
     Family("wavlm", "WavLMModel", _SOUND | {"num_buckets": 8, "max_bucket_distance": 16}, audio, "encoder.layers.{}"),
     Family("data2vec-audio", "Data2VecAudioModel", _SOUND | {"conv_pos_kernel_size": 3}, audio, "encoder.layers.{}"),
-    # the embeddings of relative positions are as many as padding makes them
     Family(
         "wav2vec2-conformer", "Wav2Vec2ConformerModel", _SOUND | {"conv_depthwise_kernel_size": 3}, audio,
-        "encoder.layers.{}", stays=r"\.linear_pos",
+        "encoder.layers.{}", distances=r"\.linear_pos",
     ),
 ]  # fmt: skip
 SOUND = [replace(family, mask=sound_frames([10, 4], [5, 2])) for family in SOUND]

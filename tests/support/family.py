@@ -65,6 +65,8 @@ class Family:
     mask: MaskRule = padding
     stays: str = r"(?!)"
     """Pattern of the paths of modules that run and yet stay as merged."""
+    distances: str = r"(?!)"
+    """Pattern of the paths of modules that read a table of the distances between tokens."""
     functional: str = r"(?!)"
     """Pattern of the paths of parameters that functions multiply with; a bias beside one is named `_bias`."""
 

@@ -43,7 +43,10 @@ WIPE_PADDING = {"deberta", "deberta-v2", "esm", "flaubert", "xlm", *(family.name
 """They set padding to zero before the first block."""
 NO_HALF = {"fnet"}
 """torch has no Fourier transform of bfloat16 on the CPU."""
-PADDABLE = {"input_ids", "attention_mask", "token_type_ids", "decoder_input_ids", "decoder_attention_mask"}
+PADDABLE = {
+    "input_ids", "attention_mask", "token_type_ids", "decoder_input_ids", "decoder_attention_mask",
+    "global_attention_mask",
+}  # fmt: skip
 """Text and nothing but text: other inputs would belong to pixels or samples."""
 
 

@@ -330,6 +330,7 @@ def _functions(model: PreTrainedModel, block: str, kept: dict[str, list[Tensor]]
         x.data_ptr(): name for name, x in model.named_parameters() if name.startswith(f"{block}." if block else "")
     }
     linear, einsum, attend = nn.functional.linear, torch.einsum, nn.functional.multi_head_attention_forward
+    multiply = Tensor.__matmul__
     queries: list[torch.Size] = []
 
     def keep(x: Tensor, weight: Tensor) -> None:
@@ -341,6 +342,11 @@ def _functions(model: PreTrainedModel, block: str, kept: dict[str, list[Tensor]]
     def keep_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         keep(x, weight)
         return linear(x, weight, bias)
+
+    def keep_product(one: Tensor, other: Tensor) -> Tensor:
+        if one.ndim == 2 and other.ndim == 3:  # W x, features before tokens
+            keep(other.transpose(1, 2), one)
+        return multiply(one, other)
 
     def keep_einsum(form: str, x: Tensor, *weight: Tensor) -> Tensor:
         for w in weight:
@@ -356,6 +362,7 @@ def _functions(model: PreTrainedModel, block: str, kept: dict[str, list[Tensor]]
     with (
         mock.patch.object(nn.functional, "linear", keep_linear),
         mock.patch.object(torch, "einsum", keep_einsum),
+        mock.patch.object(Tensor, "__matmul__", keep_product),
         mock.patch.object(nn.functional, "multi_head_attention_forward", keep_attention),
     ):
         yield
@@ -394,6 +401,8 @@ def token_weights(
     """Weight of every row of one call's input [..]: 0 for padding."""
     weights = torch.ones(x.shape[:-1], dtype=torch.float64)
     mask = family.mask(path, call, dict(batch))
+    if re.search(family.distances, path):
+        return weights * _count_distances(mask, x)
     if mask is not None:
         weights = weights * _spread(mask, x)
     if first and path.rpartition(".")[2] not in ("k_proj", "v_proj", "key", "value", "qkv"):
@@ -401,6 +410,20 @@ def token_weights(
         tokens = weights if x.shape[0] == examples else weights.T  # [B, S] or [S, B]
         tokens[:, 1:] *= OTHER_TOKENS
     return weights
+
+
+def _count_distances(mask: Tensor | None, x: Tensor) -> Tensor:
+    """For a table of distances between tokens [.., 2S or 2S − 1, .., d], the pairs of tokens that are so far apart."""
+    assert mask is not None
+    (examples, tokens), rows = mask.shape, x.shape[:-1]
+    counts = torch.zeros(examples, 2 * tokens)
+    for row, one, other in itertools.product(range(examples), range(tokens), range(tokens)):
+        if mask[row, one] and mask[row, other]:
+            counts[row, one - other + tokens] += 1
+    if rows[:1] == (1,):  # one table for all examples; the odd one has no row for a distance of S
+        return counts[:, 2 * tokens - rows[1] :].sum(0)
+    assert rows == (2 * tokens, examples)
+    return counts.T
 
 
 def _spread(mask: Tensor, x: Tensor) -> Tensor:

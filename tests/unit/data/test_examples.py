@@ -1012,6 +1012,18 @@ def test_an_encoder_decoder_classifier_runs_on_its_batches(at: Folder) -> None:
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
+def test_the_first_token_attends_globally_where_a_model_leaves_that_to_its_user(at: Folder, side: str) -> None:
+    longformer = build("LongformerModel", "LongformerConfig", **TINY, max_position_embeddings=16, attention_window=4)
+    at.tokenizer(padding_side=side)
+    found = at.load(longformer, at.rows({"text": "w1 w2 w3"}, {"text": "w4"}))
+    masks = zip(rows_of(found.fitted, "attention_mask"), rows_of(found.fitted, "global_attention_mask"), strict=True)
+    assert all([*of_all, 1].index(1) == [*of_first, 1].index(1) and sum(of_first) == 1 for of_all, of_first in masks)
+    assert "the first token attends globally" in str(found.notes)
+    pairs = at.load(longformer, at.rows({"question": "w1", "context": "w2 w3"}))
+    assert "global_attention_mask" not in pairs.fitted[0]
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("pad", ["[PAD]", None])
 def test_padding_is_on_the_tokenizers_side_and_masked_even_without_a_pad_token(
     at: Folder, llama: Any, side: str, pad: str | None

@@ -63,6 +63,16 @@ def test_blocks_that_cannot_be_run_are_listed_as_registered(tmp_path: Path) -> N
     assert any("listed as registered" in note for note in inventory.notes)
 
 
+@pytest.mark.parametrize("name", ["xlnet", "jamba", "dbrx"])
+def test_blocks_of_several_classes_or_without_linear_modules_are_listed_too(tmp_path: Path, name: str) -> None:
+    """None of them can run on inputs without values."""
+    saved = save_family(tmp_path, BY_NAME[name])
+    inventory = take_inventory(resolve_config(str(tmp_path / "merged")), "auto")
+    result = calibrate(saved.recipe(), output=tmp_path / "out", batch_size=5)
+    assert [block.name for block in inventory.blocks] == BY_NAME[name].block_names
+    assert inventory.share == pytest.approx(calibrated_share(result), abs=0.04)  # dt_proj is never called, for example
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "word"),
     [

@@ -61,8 +61,7 @@ def test_heads_on_either_side_of_the_tokens(place: int) -> None:
     [
         (TOKENS, (3, 8), (5, 6), 6),  # the decoder's, which has no padding here
         (torch.zeros(1, 10, 4), (1, 10), (1, 10), 10),  # a table counts whole
-        (torch.zeros(1, 6, 4), (1, 15), (1, 13), None),  # one that grows with padding
-        (torch.zeros(1, 6, 4), (1, 16), (1, 14), None),
+        (torch.zeros(1, 5, 4), (1, 14), (1, 12), None),  # one that grows with padding in no known way
         (torch.zeros(5, 4), (10,), (11,), None),  # no rule
         (torch.zeros(5, 4), (10,), (29,), None),
         (torch.zeros(7, 4), (24,), (35,), None),  # a shape that breaks the rule
@@ -73,6 +72,34 @@ def test_rows_are_matched_where_a_rule_tells_whose_they_are(
 ) -> None:
     kept = flat(x, first, second)
     assert (None if kept is None else len(kept)) == rows
+
+
+@pytest.mark.parametrize(
+    ("rows", "first", "second"),
+    [((1, 5), (1, 15), (1, 13)), ((1, 6), (1, 16), (1, 14)), ((6, 2), (16, 3), (14, 5)), ((5, 2), (15, 3), (13, 5))],
+)
+def test_a_table_of_distances_counts_as_often_as_tokens_are_so_far_apart(
+    rows: tuple[int, ...], first: tuple[int, ...], second: tuple[int, ...]
+) -> None:
+    """Wav2Vec2-Conformer's, DeBERTa's and XLNet's; texts of two tokens and of one."""
+    layout = learn_layout(Size((*first, 4)), Size((*second, 4)), AXES)
+    table = torch.arange(float(max(rows))).view(-1, *[1] * (len(rows) - rows.index(max(rows)))).expand(*rows, 4)
+    weights, lengths = {ENCODER: MASK}, {ROWS: 2, ENCODER: 3}
+    counted = layout.flatten(table, weights, lengths, ENCODER)
+    assert counted is not None and counted[1] is not None
+    pairs: dict[float, float] = {}
+    for row, weight in zip(counted[0][:, 0].tolist(), counted[1].tolist(), strict=True):
+        pairs[row] = pairs.get(row, 0) + weight
+    middle = max(rows) // 2
+    assert pairs == {middle - 1: 1, middle: 3, middle + 1: 1}
+    wider = layout.flatten(table, {ENCODER: None}, lengths, ENCODER)
+    assert wider is not None and wider[1] is not None and float(wider[1].sum()) == 2 * 9
+    assert not layout.is_table
+
+
+def test_rows_that_differ_between_examples_are_no_table_of_distances() -> None:
+    layout = learn_layout(Size((16, 3, 4)), Size((14, 5, 4)), AXES)
+    assert layout.flatten(torch.randn(6, 2, 4), {ENCODER: MASK}, {ROWS: 2, ENCODER: 3}, ENCODER) is None
 
 
 def test_windows_of_padded_text_are_not_matched_and_windows_of_images_are() -> None:
