@@ -22,7 +22,8 @@ import transformers as tf
 from safetensors.torch import save_file
 from torch import Tensor
 
-from featcal_cli.engine.drift_metrics import DriftMeter, ExampleMeter, OutputMeter, ShareMeter
+from featcal_cli.engine.answers import OutputMeter
+from featcal_cli.engine.drift_metrics import DriftMeter, ExampleMeter, ShareMeter
 from featcal_cli.engine.job import Job
 from featcal_cli.engine.lockstep import forward_order
 from featcal_cli.engine.weight_checks import VectorMeter

@@ -15,8 +15,9 @@ from featcal_cli.calibration.journal import Journal
 from featcal_cli.calibration.linear_algebra import in_sums
 from featcal_cli.calibration.results import BlockReport
 from featcal_cli.calibration.solver import BlockEquations, Solution, precise
+from featcal_cli.engine.answers import OutputMeter
 from featcal_cli.engine.block_runner import BlockRunner
-from featcal_cli.engine.drift_metrics import Drift, DriftMeter, OutputMeter
+from featcal_cli.engine.drift_metrics import Drift, DriftMeter
 from featcal_cli.engine.job import CALIBRATED, MERGED, Job, Measurement
 from featcal_cli.engine.lockstep import forward_order
 from featcal_cli.models.loading import share_model

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from featcal_cli.calibration.algorithm import solve_parts
 from featcal_cli.calibration.hyperparameters import Candidate, Trial
-from featcal_cli.engine.drift_metrics import DRIFT, SHIFT, OutputShift
+from featcal_cli.engine.answers import OutputShift
+from featcal_cli.engine.drift_metrics import DRIFT, SHIFT
 from featcal_cli.engine.job import MERGED, Job
 from featcal_cli.engine.lockstep import BlockVisit, forward_order
 from featcal_cli.models.architecture import Block

@@ -1,19 +1,16 @@
-"""Drift of features from the experts', what it is made of, and what it does to the experts' own heads."""
+"""Drift of features from the experts', and what it is made of."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
 
-from featcal_cli.data.batches import Batch, count_examples
-from featcal_cli.models.token_layout import token_masks
-from featcal_cli.models.tracing import first_tensor
 from featcal_cli.runtime.distributed import Ranks
 from featcal_cli.runtime.errors import NumericsError
 
@@ -171,15 +168,20 @@ class DriftMeter(Meter[Drift]):
         """
         hidden, expert = hidden.float(), expert.float()
         size = _norms(expert)
-        sums = [_sum(_norms(hidden - expert)), _sum(size), _sum(cosines(hidden, expert)), (size <= TINY).all()]
+        sums = [
+            add_up(_norms(hidden - expert)),
+            add_up(size),
+            add_up(cosines(hidden, expert)),
+            (size <= TINY).all(),
+        ]
         if on_expert is not None:
             on_expert = on_expert.float()
             upstream = hidden - on_expert
-            sums += [_sum(_norms(on_expert - expert)), _sum(_norms(upstream))]
+            sums += [add_up(_norms(on_expert - expert)), add_up(_norms(upstream))]
             if given:
                 drift = given[0].float() - given[1].float()
                 residual = upstream - drift
-                sums += [_sum(_norms(residual)), _sum(cosines(residual, drift))]
+                sums += [add_up(_norms(residual)), add_up(cosines(residual, drift))]
         self._add((place, task, role), [len(hidden)], sums)
 
     def _read(self, key: tuple[str, ...], counts: list[int], numbers: list[float]) -> Drift:
@@ -213,117 +215,14 @@ def _norms(rows: Tensor) -> Tensor:
     return norms
 
 
-def _sum(values: Tensor) -> Tensor:
+def add_up(values: Tensor) -> Tensor:
+    """In float64."""
     return values.sum(dtype=torch.float64)
 
 
-ROWS_AT_ONCE = 1024
-"""Predictions whose probabilities are computed together: a vocabulary is long."""
-
-
-@dataclass
-class OutputShift:
-    """How far one model's outputs are from the expert's, summed over all predictions added."""
-
-    has_logits: bool = False
-    distance: float = 0.0
-    """Σ ‖z − z_exp‖₂."""
-    size: float = 0.0
-    """Σ ‖z_exp‖₂."""
-    divergence_sum: float = 0.0
-    """Σ KL(expert ‖ model), nats."""
-    variation_sum: float = 0.0
-    """Σ total variation distance of the two distributions, 0 … 1."""
-    agreed: int = 0
-    """Predictions whose first choice is the expert's."""
-    certain: int = 0
-    """Predictions whose margin exceeds 2 ‖z − z_exp‖∞ (paper, equation 44): no such shift can change them."""
-    rows: int = 0
-
-    @property
-    def relative(self) -> float:
-        """mean ‖z − z_exp‖₂ / mean ‖z_exp‖₂."""
-        return relate(self.distance, self.size, self.rows)
-
-    @property
-    def variation(self) -> float:
-        """Mean total variation distance of the predicted distributions, 0 … 1."""
-        return self.variation_sum / self.rows if self.rows else 0.0
-
-
-class OutputMeter(Meter[OutputShift]):
-    """Adds up what models' last features make of the experts' outputs, by task, role and place."""
-
-    def add(self, task: str, role: str, output: Any, expert: Any, batch: Batch, place: str = "") -> Tensor | None:
-        """Add one batch: what the expert returned for the model's features after the block `place` ("": the last one),
-        and for its own. Returns ‖z − z_exp‖₂ of each example [examples]; None where predictions are not theirs."""
-        has_logits = isinstance(getattr(expert, "logits", None), Tensor)
-        rows, rows_exp = (choose_rows(read_output(of), batch) for of in (output, expert))
-        # a broken head of the expert says nothing of the features that it is given
-        is_whole = torch.isfinite(rows_exp).all()
-        distances = []
-        for start in range(0, len(rows), ROWS_AT_ONCE):
-            z, z_exp = (x[start : start + ROWS_AT_ONCE].float() for x in (rows, rows_exp))
-            distances.append((z - z_exp).norm(dim=-1))
-            compared = _compare_rows(z, z_exp, distances[-1], has_logits=has_logits)
-            numbers = [torch.where(is_whole, x, 0) for x in compared]
-            self._add((task, role, place), [has_logits], [is_whole * len(z), *numbers])
-        count, z = count_examples(batch), read_output(expert)
-        if len(z) != count or not distances:
-            return None
-        owners = torch.arange(count, device=z.device).view(-1, *[1] * (z.ndim - 1)).expand(*z.shape[:-1], 1)
-        return add_by_example(torch.cat(distances) ** 2, choose_rows(owners, batch)[:, 0], count).sqrt()
-
-    def _read(self, _: tuple[str, ...], counts: list[int], numbers: list[float]) -> OutputShift:
-        rows, distance, size, *of_logits = numbers
-        divergence_sum, variation_sum, agreed, certain = of_logits or (0.0, 0.0, 0.0, 0.0)
-        sums = distance, size, divergence_sum, variation_sum
-        return OutputShift(bool(counts[0]), *sums, agreed=int(agreed), certain=int(certain), rows=int(rows))
-
-    def read(self, task: str, role: str, place: str = "") -> OutputShift | None:
-        """What was measured so far; None for nothing."""
-        return self.find(task, role, place)
-
-
-def _compare_rows(z: Tensor, z_exp: Tensor, distances: Tensor, *, has_logits: bool) -> Iterator[Tensor]:
-    """What some rows, which are at `distances`, add to the sums of an OutputShift, from `distance` to `certain`."""
-    yield _sum(distances)
-    yield _sum(z_exp.norm(dim=-1))
-    if not has_logits:
-        return
-    log_p, log_p_exp = z.log_softmax(-1), z_exp.log_softmax(-1)
-    yield _sum(torch.where(log_p_exp.exp() > 0, log_p_exp.exp() * (log_p_exp - log_p), 0.0))
-    yield _sum((log_p_exp.exp() - log_p.exp()).abs()) / 2
-    yield (z.argmax(-1) == z_exp.argmax(-1)).sum()
-    if z.shape[-1] > 1:
-        best = z_exp.topk(2, dim=-1).values
-        yield (best[:, 0] - best[:, 1] > 2 * (z - z_exp).abs().amax(-1)).sum()
-    else:
-        yield z.new_zeros(())
-
-
-def read_output(output: Any) -> Tensor:
-    """Logits, else pooled features, else hidden states [.., d]."""
-    for name in ("logits", "pooler_output", "image_embeds", "text_embeds", "last_hidden_state"):
-        if isinstance(tensor := getattr(output, name, None), Tensor):
-            return tensor
-    tensor = first_tensor(output.to_tuple() if hasattr(output, "to_tuple") else output)
-    assert tensor is not None
-    return tensor
-
-
-def choose_rows(z: Tensor, batch: Batch) -> Tensor:
-    """The predictions [rows, d] that count: one an example, or one a token that is no padding."""
-    if z.ndim == 3:
-        masks = [mask for mask in token_masks(batch).values() if mask is not None and mask.shape == z.shape[:2]]
-        if masks:
-            return z[masks[-1].bool().to(z.device)]
-    return z.reshape(-1, z.shape[-1])
-
-
 class ExampleMeter:
-    """Keeps figures of every single example, by task, role and kind: COSINE, DRIFT and SHIFT, as far as they are known.
-    What belongs to one example stands at one place in each."""
+    """Keeps figures of every single example, by task, role and kind (COSINE, DRIFT, SHIFT, CHANGE), as far as they are
+    known. What belongs to one example stands at one place in each."""
 
     def __init__(self) -> None:
         self._kept: dict[tuple[str, str, str], list[Tensor]] = {}
@@ -341,8 +240,9 @@ class ExampleMeter:
         return [value for part in self._kept.get((task, role, kind), []) for value in part.tolist()]
 
 
-COSINE, DRIFT, SHIFT = "cosine", "drift", "shift"
-"""Kinds of figures: an example's mean cosine(h, h_exp), its ‖e‖₂, over all its tokens that count, and ‖z − z_exp‖₂."""
+COSINE, DRIFT, SHIFT, CHANGE = "cosine", "drift", "shift", "change"
+"""Kinds of figures: an example's mean cosine(h, h_exp); its ‖e‖₂, over all its tokens that count; the distance of its
+answers, as it is measured; and ‖z − z_exp‖₂."""
 
 
 def add_by_example(values: Tensor, owners: Tensor, count: int) -> Tensor:
@@ -388,7 +288,7 @@ class ShareMeter(Meter[Share]):
     def add(self, place: str, task: str, role: str, part: Tensor, drift: Tensor, expert: Tensor, examples: int) -> None:
         """Add the same tokens, of so many examples, of the part, of the whole drift and of the expert's feature [T, d],
         in float64."""
-        sums = [(part * drift).sum(), drift.square().sum(), _sum(_norms(part)), _sum(_norms(expert))]
+        sums = [(part * drift).sum(), drift.square().sum(), add_up(_norms(part)), add_up(_norms(expert))]
         self._add((place, task, role), [len(part), examples], sums)
 
     def _read(self, _: tuple[str, ...], counts: list[int], numbers: list[float]) -> Share:

@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from featcal_cli.data.batches import Batch, count_examples
+from featcal_cli.engine.answers import gives_logits
 from featcal_cli.engine.block_runner import BlockRunner, PausedForward
-from featcal_cli.engine.drift_metrics import COSINE, DRIFT, OUTSIDE, SHIFT, STEM, add_by_example, cosines
+from featcal_cli.engine.drift_metrics import CHANGE, COSINE, DRIFT, OUTSIDE, SHIFT, STEM, add_by_example, cosines
 from featcal_cli.engine.job import Job, Measurement
 from featcal_cli.engine.token_weights import choose_rows, token_weights
 from featcal_cli.models.architecture import Block
@@ -251,11 +252,13 @@ class DriftProbe:
         """Compare what the rest of the expert makes of all features after the block `place` ("": the last)."""
         assert self._outputs is not None
         batch, expert = self._passes[EXPERT].batch, self._answer(EXPERT, place, outputs[EXPERT])
+        are_logits = gives_logits(self._passes[EXPERT].module, expert)
         for role in self._measurement.runners:
             answer = self._answer(role, place, outputs[role])
-            shifts = self._outputs.add(self._task, role, answer, expert, batch, place)
-            if self._measurement.examples is not None and shifts is not None and not place:
-                self._measurement.examples.add(self._task, role, SHIFT, shifts)
+            moved = self._outputs.add(self._task, role, answer, expert, batch, place, are_logits=are_logits)
+            if self._measurement.examples is not None and moved is not None and not place:
+                for kind, values in zip((SHIFT, CHANGE), moved, strict=True):
+                    self._measurement.examples.add(self._task, role, kind, values)
 
     def _answer(self, role: str, place: str, output: Any) -> Any:
         follower = self._followers.pop((role, place))

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 from featcal_cli.data.batches import Batch, count_examples
+from featcal_cli.engine.answers import choose_rows, gives_logits, project_randomly, read_output
 from featcal_cli.engine.block_runner import BlockRunner
-from featcal_cli.engine.drift_metrics import choose_rows, read_output
 from featcal_cli.engine.hooks import watch_products
 from featcal_cli.engine.token_weights import token_weights
 from featcal_cli.models.architecture import Architecture, Block
@@ -167,12 +167,13 @@ class TracedPass:
 
     def project(self, generator: torch.Generator) -> None:
         """Send random projections of what the model has returned back to what the last blocks have."""
+        are_logits = gives_logits(self._paused.module, self._paused.output)
         rows = choose_rows(read_output(self._paused.output), self.batch)
         most = PREDICTIONS * count_examples(self.batch)
         if len(rows) > most:
             rows = rows[torch.randperm(len(rows), generator=generator)[:most].to(rows.device)]
         for projection in range(self._projections):
-            direction = torch.randn(rows.shape, generator=generator).to(rows)
+            direction = project_randomly(rows, generator, are_logits=are_logits)
             self._send_back([(rows, direction)], projection)
 
     def go_back(self, block: Block, sums: GradientSums | None) -> None:

@@ -71,7 +71,8 @@ class OutputDrift:
     kind: str
     """logits, or features where the expert has no logits."""
     relative: float
-    """mean ‖z − z_expert‖₂ / mean ‖z_expert‖₂."""
+    """mean ‖z − z_expert‖ / mean ‖z_expert‖; for logits ‖ ‖² is the variance under q, half the expert's probabilities
+    and half even."""
     divergence: float | None = None
     """Mean KL(expert ‖ model), nats; None without logits."""
     agreement: float | None = None

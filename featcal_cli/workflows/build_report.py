@@ -14,7 +14,7 @@ import torch
 from featcal_cli import __version__
 from featcal_cli.calibration.hyperparameters import Choice
 from featcal_cli.calibration.results import BlockReport
-from featcal_cli.engine.drift_metrics import COSINE, DRIFT, OUTSIDE, SHIFT, STEM, Drift
+from featcal_cli.engine.drift_metrics import CHANGE, COSINE, DRIFT, OUTSIDE, STEM, Drift
 from featcal_cli.engine.job import CALIBRATED, Job
 from featcal_cli.lineage.questions import SAID
 from featcal_cli.reporting.model_card import read_license
@@ -182,9 +182,9 @@ def _describe_output(job: Job, task: str, role: str) -> OutputDrift | None:
             shares = (count / shift.rows for count in (shift.divergence_sum, shift.agreed, shift.certain))
             output = OutputDrift("logits", shift.relative, *shares)
     if output and examples:
-        shifts, drifts = (examples.read(task, role, kind) for kind in (SHIFT, DRIFT))
-        ratios = [z / e for z, e in zip(shifts, drifts, strict=False) if e and isfinite(z / e)]
-        if ratios and len(shifts) == len(drifts):
+        changes, drifts = (examples.read(task, role, kind) for kind in (CHANGE, DRIFT))
+        ratios = [z / e for z, e in zip(changes, drifts, strict=False) if e and isfinite(z / e)]
+        if ratios and len(changes) == len(drifts):
             return replace(output, sensitivity_median=median(ratios), sensitivity_max=max(ratios))
     return output
 

@@ -14,8 +14,9 @@ from torch import nn
 
 from featcal_cli.data.batches import Batch, count_examples, count_vocabulary, take_examples, take_range
 from featcal_cli.data.examples import TaskExamples
+from featcal_cli.engine.answers import OutputMeter
 from featcal_cli.engine.block_runner import BlockRunner
-from featcal_cli.engine.drift_metrics import DriftMeter, ExampleMeter, OutputMeter, ShareMeter
+from featcal_cli.engine.drift_metrics import DriftMeter, ExampleMeter, ShareMeter
 from featcal_cli.engine.job import MERGED, Job, Measurement
 from featcal_cli.engine.offload import Offloader
 from featcal_cli.engine.output_gradients import measure_output_gradients

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from answers import answer_distance
 from command_line import Run, featcal_inside
 from families import BY_NAME, TASKS, Saved, save_family
 from jobs import Stopper
@@ -60,7 +61,7 @@ def choose(saved: Saved, hidden: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
 def mean_distance(saved: Saved, folder: Path, rows: Mapping[str, slice], *, of_answers: bool) -> float:
     """Mean over tasks of mean ‖h − h_exp‖ / mean ‖h_exp‖ after the last block; or the same of what the rest of the
     expert makes of these features."""
-    distances = []
+    distances, name = [], ""
     for task, part in rows.items():
         batch = {name: value[part] for name, value in saved.inputs[task].items()}
         expert = load(saved, saved.folder / task)
@@ -72,7 +73,7 @@ def mean_distance(saved: Saved, folder: Path, rows: Mapping[str, slice], *, of_a
             ours, theirs = (choose(saved, getattr(output, name), batch) for output in outputs)
         else:
             ours, theirs = (hidden[:, 0] if saved.family.cls else choose(saved, hidden, batch) for hidden in pair)
-        distances.append(float((ours - theirs).norm(dim=1).mean() / theirs.norm(dim=1).mean()))
+        distances.append(answer_distance(ours, theirs, are_logits=of_answers and name == "logits"))
     return sum(distances) / len(distances)
 
 

@@ -9,14 +9,15 @@ from unittest import mock
 
 import pytest
 import torch
+from answers import choice_covariance
 from families import BY_NAME, SPREAD, save_family
 from jobs import prepare
 from torch import Tensor, nn
 
 from featcal_cli.data.batches import Batch, count_examples, forward_names
 from featcal_cli.engine import output_gradients
+from featcal_cli.engine.answers import choose_rows, read_output
 from featcal_cli.engine.block_runner import BlockRunner
-from featcal_cli.engine.drift_metrics import choose_rows, read_output
 from featcal_cli.engine.output_gradients import GradientSums, measure_output_gradients
 from featcal_cli.models.architecture import Architecture, module_at
 from featcal_cli.models.loading import Model, share_model
@@ -72,16 +73,28 @@ def measure_plainly(
         sizes.append({})
         given = {name: x for name, x in batch.items() if name in forward_names(model)}
         with mock.patch.object(nn.functional, "linear", multiply):
-            rows = choose_rows(read_output(model(**given)), given)
+            output = model(**given)
+            rows = choose_rows(read_output(output), given)
         most = output_gradients.PREDICTIONS * count_examples(batch)
         assert len(rows) <= most
         for projection in range(PROJECTIONS):
-            direction = torch.randn(rows.shape, generator=generator)
+            direction = draw_direction(rows.detach(), generator, are_logits="logits" in output)
             (rows * direction).sum().backward(retain_graph=projection + 1 < PROJECTIONS)
     for handle in handles:
         handle.remove()
     model.requires_grad_(False)
     return sums, sizes
+
+
+def draw_direction(z: Tensor, generator: torch.Generator, *, are_logits: bool) -> Tensor:
+    """By a factor of the covariance that is written out."""
+    noise = torch.randn(z.shape, generator=generator)
+    if not are_logits:
+        return noise
+    q = (z.softmax(-1) + 1 / z.shape[-1]) / 2
+    factor = torch.diag_embed(q.sqrt()) - q[:, :, None] * q.sqrt()[:, None]
+    assert torch.allclose(factor @ factor.mT, choice_covariance(z), atol=1e-6)
+    return (factor @ noise[:, :, None])[..., 0]
 
 
 def lay_out(sizes: Tensor, batch: Batch) -> Tensor:

@@ -1,0 +1,162 @@
+"""What an expert's head makes of a model's last features, and how far that is from its own answers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from featcal_cli.data.batches import Batch, count_examples
+from featcal_cli.engine.drift_metrics import Meter, add_by_example, add_up, relate
+from featcal_cli.models.token_layout import token_masks
+from featcal_cli.models.tracing import first_tensor
+
+NO_PROBABILITIES = ("regression", "multi_label_classification")
+"""Kinds of problems, as configs call them, whose logits are not those of one choice."""
+EVEN_SHARE = 0.5
+"""Of the weights of logits: a sure answer would else say nothing of all but one of them."""
+
+
+def weigh_logits(z: Tensor) -> Tensor:
+    """q, how much each logit of some predictions [rows, c] counts, Σ q = 1: half by its probability, half evenly."""
+    return (1 - EVEN_SHARE) * z.float().softmax(-1) + EVEN_SHARE / z.shape[-1]
+
+
+def spread(z: Tensor, q: Tensor) -> Tensor:
+    """√(Σ q z² − (Σ q z)²) of some rows [rows, c], the norm in which answers are compared [rows]: probabilities do not
+    change where all logits change alike, and little where an unlikely one does. With q the probabilities, half the
+    square of a small change of logits is the divergence."""
+    mean = (q * z).sum(-1, keepdim=True)
+    return (q * (z - mean).square()).sum(-1).sqrt()
+
+
+def project_randomly(z: Tensor, generator: torch.Generator, *, are_logits: bool) -> Tensor:
+    """u [rows, c] with the mean of uuᵀ over draws that of the norm of answers z [rows, c]: ‖Δz‖² is the mean of
+    (uᵀΔz)². For logits diag(q) − qqᵀ (`spread`), else the identity."""
+    noise = torch.randn(z.shape, generator=generator).to(z)
+    if not are_logits:
+        return noise
+    q = weigh_logits(z.detach()).to(z)
+    drawn = q.sqrt() * noise
+    return drawn - q * drawn.sum(-1, keepdim=True)
+
+
+def gives_logits(module: nn.Module, output: Any) -> bool:
+    """Whether what a model returned are the logits of one choice among several, a prediction in each row."""
+    logits = getattr(output, "logits", None)
+    if not isinstance(logits, Tensor) or logits.ndim > 3 or logits.shape[-1] == 1:
+        return False
+    return getattr(getattr(module, "config", None), "problem_type", None) not in NO_PROBABILITIES
+
+
+ROWS_AT_ONCE = 1024
+"""Predictions whose probabilities are computed together: a vocabulary is long."""
+
+
+@dataclass
+class OutputShift:
+    """How far one model's outputs are from the expert's, summed over all predictions added."""
+
+    has_logits: bool = False
+    distance: float = 0.0
+    """Σ ‖z − z_exp‖, by `spread` for logits, else ‖ ‖₂."""
+    size: float = 0.0
+    """Σ ‖z_exp‖, likewise."""
+    divergence_sum: float = 0.0
+    """Σ KL(expert ‖ model), nats."""
+    variation_sum: float = 0.0
+    """Σ total variation distance of the two distributions, 0 … 1."""
+    agreed: int = 0
+    """Predictions whose first choice is the expert's."""
+    certain: int = 0
+    """Predictions whose margin exceeds 2 ‖z − z_exp‖∞ (paper, equation 44): no such shift can change them."""
+    rows: int = 0
+
+    @property
+    def relative(self) -> float:
+        """mean ‖z − z_exp‖ / mean ‖z_exp‖."""
+        return relate(self.distance, self.size, self.rows)
+
+    @property
+    def variation(self) -> float:
+        """Mean total variation distance of the predicted distributions, 0 … 1."""
+        return self.variation_sum / self.rows if self.rows else 0.0
+
+
+class OutputMeter(Meter[OutputShift]):
+    """Adds up what models' last features make of the experts' outputs, by task, role and place."""
+
+    def add(
+        self, task: str, role: str, output: Any, expert: Any, batch: Batch, place: str = "", *, are_logits: bool = True
+    ) -> tuple[Tensor, Tensor] | None:
+        """Add one batch: what the expert returned for the model's features after the block `place` ("": the last one),
+        and for its own. Returns the distance and ‖z − z_exp‖₂ of each example [examples]; None where predictions are
+        not theirs."""
+        rows, rows_exp = (choose_rows(read_output(of), batch) for of in (output, expert))
+        # a broken head of the expert says nothing of the features that it is given
+        is_whole = torch.isfinite(rows_exp).all()
+        kept: list[tuple[Tensor, Tensor]] = []
+        for start in range(0, len(rows), ROWS_AT_ONCE):
+            z, z_exp = (x[start : start + ROWS_AT_ONCE].float() for x in (rows, rows_exp))
+            distances, *compared = _compare_rows(z, z_exp, are_logits=are_logits)
+            kept.append((distances, (z - z_exp).norm(dim=-1)))
+            numbers = [torch.where(is_whole, x, 0) for x in (add_up(distances), *compared)]
+            self._add((task, role, place), [are_logits], [is_whole * len(z), *numbers])
+        count, z = count_examples(batch), read_output(expert)
+        if len(z) != count or not kept:
+            return None
+        owners = torch.arange(count, device=z.device).view(-1, *[1] * (z.ndim - 1)).expand(*z.shape[:-1], 1)
+        owned = choose_rows(owners, batch)[:, 0]
+        distance, change = (
+            add_by_example(torch.cat(parts) ** 2, owned, count).sqrt() for parts in zip(*kept, strict=True)
+        )
+        return distance, change
+
+    def _read(self, _: tuple[str, ...], counts: list[int], numbers: list[float]) -> OutputShift:
+        rows, distance, size, *of_logits = numbers
+        divergence_sum, variation_sum, agreed, certain = of_logits or (0.0, 0.0, 0.0, 0.0)
+        sums = distance, size, divergence_sum, variation_sum
+        return OutputShift(bool(counts[0]), *sums, agreed=int(agreed), certain=int(certain), rows=int(rows))
+
+    def read(self, task: str, role: str, place: str = "") -> OutputShift | None:
+        """What was measured so far; None for nothing."""
+        return self.find(task, role, place)
+
+
+def _compare_rows(z: Tensor, z_exp: Tensor, *, are_logits: bool) -> Iterator[Tensor]:
+    """The distances of some rows [rows], and what they add to the sums of an OutputShift, from `size` to `certain`."""
+    if not are_logits:
+        yield (z - z_exp).norm(dim=-1)
+        yield add_up(z_exp.norm(dim=-1))
+        return
+    q = weigh_logits(z_exp)
+    yield spread(z - z_exp, q)
+    yield add_up(spread(z_exp, q))
+    log_p, log_p_exp = z.log_softmax(-1), z_exp.log_softmax(-1)
+    yield add_up(torch.where(log_p_exp.exp() > 0, log_p_exp.exp() * (log_p_exp - log_p), 0.0))
+    yield add_up((log_p_exp.exp() - log_p.exp()).abs()) / 2
+    yield (z.argmax(-1) == z_exp.argmax(-1)).sum()
+    best = z_exp.topk(2, dim=-1).values
+    yield (best[:, 0] - best[:, 1] > 2 * (z - z_exp).abs().amax(-1)).sum()
+
+
+def read_output(output: Any) -> Tensor:
+    """Logits, else pooled features, else hidden states [.., d]."""
+    for name in ("logits", "pooler_output", "image_embeds", "text_embeds", "last_hidden_state"):
+        if isinstance(tensor := getattr(output, name, None), Tensor):
+            return tensor
+    tensor = first_tensor(output.to_tuple() if hasattr(output, "to_tuple") else output)
+    assert tensor is not None
+    return tensor
+
+
+def choose_rows(z: Tensor, batch: Batch) -> Tensor:
+    """The predictions [rows, d] that count: one an example, or one a token that is no padding."""
+    if z.ndim == 3:
+        masks = [mask for mask in token_masks(batch).values() if mask is not None and mask.shape == z.shape[:2]]
+        if masks:
+            return z[masks[-1].bool().to(z.device)]
+    return z.reshape(-1, z.shape[-1])
