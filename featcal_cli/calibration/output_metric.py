@@ -195,7 +195,10 @@ class MetricEquations(LinearEquations):
 def _principal_axes(factor: Tensor) -> tuple[Tensor, Tensor]:
     """The eigenvalues [p] of FᵀF that are not zero and their eigenvectors [d, p], of F [n, d]."""
     narrow = len(factor) < factor.shape[1]
-    values, vectors = torch.linalg.eigh(factor @ factor.T if narrow else factor.T @ factor)
+    product = factor @ factor.T if narrow else factor.T @ factor
+    if not product.isfinite().all():
+        raise NumericsError("equations in the metric of outputs are not finite", fix="use --metric features")
+    values, vectors = torch.linalg.eigh(product)
     largest = values > len(values) * torch.finfo(values.dtype).eps * values[-1:]
     values, vectors = values[largest], vectors[:, largest]
     return values, factor.T @ (vectors / values.sqrt()) if narrow else vectors

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from featcal_cli.data.batches import Batch, count_examples
 from featcal_cli.engine.drift_metrics import Meter, add_by_example, add_up, relate
 from featcal_cli.models.token_layout import token_masks
-from featcal_cli.models.tracing import first_tensor
+from featcal_cli.models.tracing import tensors_in
 
 NO_PROBABILITIES = ("regression", "multi_label_classification")
 """Kinds of problems, as configs call them, whose logits are not those of one choice."""
@@ -96,6 +96,8 @@ class OutputMeter(Meter[OutputShift]):
         and for its own. Returns the distance and ‖z − z_exp‖₂ of each example [examples]; None where predictions are
         not theirs."""
         rows, rows_exp = (choose_rows(read_output(of), batch) for of in (output, expert))
+        if rows.shape != rows_exp.shape:  # how long a voice speaks depends on the weights
+            return None
         # a broken head of the expert says nothing of the features that it is given
         is_whole = torch.isfinite(rows_exp).all()
         kept: list[tuple[Tensor, Tensor]] = []
@@ -148,9 +150,8 @@ def read_output(output: Any) -> Tensor:
     for name in ("logits", "pooler_output", "image_embeds", "text_embeds", "last_hidden_state"):
         if isinstance(tensor := getattr(output, name, None), Tensor):
             return tensor
-    tensor = first_tensor(output.to_tuple() if hasattr(output, "to_tuple") else output)
-    assert tensor is not None
-    return tensor
+    tensors = tensors_in(output.to_tuple() if hasattr(output, "to_tuple") else output)
+    return next(tensor for tensor in tensors if tensor.ndim > 1)  # a loss is no answer
 
 
 def choose_rows(z: Tensor, batch: Batch) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -22,7 +23,7 @@ from featcal_cli.models.architecture import Architecture, Block, held_parameters
 from featcal_cli.models.loading import Model
 from featcal_cli.models.tracing import BlockCall, StopBlock, all_finite, cast_floats, copy_caches, tensors_in
 from featcal_cli.runtime import hardware
-from featcal_cli.runtime.errors import CheckpointError, NumericsError
+from featcal_cli.runtime.errors import CheckpointError, DataError, NumericsError
 
 
 class BlockRunner:
@@ -301,6 +302,14 @@ class BlockRunner:
             buffer.data = buffer.data.to(dtypes.get(name, buffer.dtype))
 
 
+def _is_of_model(error: Exception) -> bool:
+    """Whether the code of a model raised it, not featcal's around it."""
+    last = error.__traceback__
+    while last is not None and last.tb_next is not None:
+        last = last.tb_next
+    return last is not None and f"{os.sep}transformers{os.sep}" in last.tb_frame.f_code.co_filename
+
+
 class PausedForward(greenlet):
     """One forward pass over one batch, paused before a block until `advance` gives it that block's output."""
 
@@ -336,7 +345,13 @@ class PausedForward(greenlet):
         """Go on to the next block, giving the paused block's output (nothing at the start), with gradients or not."""
         self.known = None
         with torch.set_grad_enabled(gradients), self._runner.drawing(), self._runner.within_reach():
-            result = self.switch(*output)
+            try:
+                result = self.switch(*output)
+            except ValueError as error:
+                if not _is_of_model(error):
+                    raise
+                fix = "give examples that the model can run on: as long as it was made for, with all inputs it needs"
+                raise DataError(f"a model cannot run on the examples: {error}", fix=fix) from error
         self.call, self.output = (None, result) if self.dead else (result, None)
 
     def is_at(self, block: Block) -> bool:

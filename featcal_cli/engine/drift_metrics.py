@@ -166,6 +166,10 @@ class DriftMeter(Meter[Drift]):
         `on_expert`: what the model's block makes of the expert's input, for the split. `given`: the inputs of the
         model's block and of the expert's, where they have the output's shape, for the residual term.
         """
+        if hidden.shape != expert.shape:
+            what = f"features of {role} and of its expert have {len(hidden)} and {len(expert)} tokens {_locate(place)}"
+            fix = "calibrate models whose lengths depend on their inputs alone, not on weights or padding"
+            raise NumericsError(what, where=f"expert {task}", fix=fix)
         hidden, expert = hidden.float(), expert.float()
         size = _norms(expert)
         sums = [
@@ -189,8 +193,9 @@ class DriftMeter(Meter[Drift]):
         distance, size, cosine_sum, vanished, *split = numbers
         if self._refuse_vanishing and vanished and counts[0]:
             place, task, _ = key
-            where = "before the first block" if place == STEM else f"after {place}"
-            what = f"the features of the expert of {task} are all zero {where}: there is nothing to calibrate to"
+            what = (
+                f"the features of the expert of {task} are all zero {_locate(place)}: there is nothing to calibrate to"
+            )
             raise NumericsError(what, where=f"expert {task}", fix="use another checkpoint; this one is broken")
         drift = Drift(distance, size, cosine_sum, counts[0])
         if split:
@@ -202,6 +207,10 @@ class DriftMeter(Meter[Drift]):
     def read(self, place: str, task: str, role: str) -> Drift:
         """The drift measured so far."""
         return self.find(place, task, role) or Drift()
+
+
+def _locate(place: str) -> str:
+    return "before the first block" if place == STEM else f"after {place}"
 
 
 def cosines(rows: Tensor, others: Tensor) -> Tensor:

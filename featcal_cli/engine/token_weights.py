@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from inspect import signature
+from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from featcal_cli.data.batches import Batch, take_examples
 from featcal_cli.engine.block_runner import BlockRunner, PausedForward
@@ -46,7 +48,6 @@ def _own_mask(paused: PausedForward, block: Block) -> Tensor | None:
     if mask is None or (ids is None and counts_all(mask)):
         return None
     frames, length = paused.hidden.shape[1], mask.shape[1]
-    to_frames = getattr(paused.module, "_get_feature_vector_attention_mask", None)  # every audio model's own rule
     if frames == length:
         return None if counts_all(mask) else mask.float()
     if block.text_start is not None:  # beside the text: patches, which count, or the model's own padding
@@ -54,8 +55,32 @@ def _own_mask(paused: PausedForward, block: Block) -> Tensor | None:
         after = frames - length - block.text_start
         own = torch.nn.functional.pad(mask.float(), (block.text_start, after), value=float(patches))
     else:
-        own = mask.new_empty(0, 0).float() if to_frames is None else to_frames(frames, mask).float()
+        own = _mask_frames(paused.module, frames, mask).float()
     return None if own.numel() and bool(own.all()) else own
+
+
+def _mask_frames(module: nn.Module, frames: int, mask: Tensor) -> Tensor:
+    """1 for the frames [B, frames] that a model of sound makes of samples that count, by the rule that it, or a part of
+    it, has for that; empty where there is none, or it makes another number of frames."""
+    rules = ("_get_feature_vector_attention_mask", "_get_output_attention_mask")
+    found = ((part, name) for part in module.modules() for name in rules if hasattr(part, name))
+    part, name = next(found, (module, ""))
+    none: Tensor = mask.new_empty(0, 0)
+    if name == rules[1]:
+        rule = getattr(part, name)
+        own: Tensor = rule(mask, target_length=frames)
+        return own if rule(torch.ones_like(mask)).shape[1] == frames else none
+    if name == rules[0]:
+        rule, count = getattr(part, name), cast(Callable[..., Any], part._get_feat_extract_output_lengths)
+        # an adapter that makes frames fewer comes after the blocks
+        options = {"add_adapter": False} if "add_adapter" in signature(rule).parameters else {}
+        made = int(count(torch.tensor(mask.shape[1]), **options))
+        squeeze = made // frames  # SEW's blocks see one frame for several
+        if squeeze and made // squeeze == frames:
+            lengths = rule(made, mask, **options).sum(1) // squeeze
+            framed: Tensor = torch.arange(frames, device=mask.device) < lengths[:, None]
+            return framed
+    return none
 
 
 def routed_rows(

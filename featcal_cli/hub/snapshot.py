@@ -32,11 +32,11 @@ from featcal_cli.runtime.errors import CheckpointError, HubError
 from featcal_cli.runtime.files import cache_folder
 from featcal_cli.runtime.untrusted_text import bare, parse_json, show
 
-MOST_LAYERS = 4096
-"""Or experts in a layer: more would be built for hours."""
+MOST_LAYERS, MOST_EXPERTS = 4096, 2**14
+"""Of a model, and of a layer: more would be built for hours."""
 LARGEST_SIZE = 10**7
 """Of a layer, an image or a vocabulary."""
-_LAYERS = re.compile(r"(layers?|blocks|experts|depths?|stages)$")
+_LAYERS = re.compile(r"(layers?|blocks|depths?|stages)$")
 _SIZES = re.compile(
     r"((hidden|intermediate|vocab|embedding|image|patch)_sizes?|(embed|hidden|head|projection|ffn)_dims?|channels|heads?"
     r"|d_model|d_ff|d_kv|n_embd|n_inner)$"
@@ -230,7 +230,8 @@ def _plain_values(config: dict[str, Any], name: str) -> Iterator[tuple[str, Any]
 def _check_value(key: str, value: Any, where: str, trusted: bool) -> None:
     """Raise CheckpointError for a value that would take more than any machine has, or fetch code."""
     if isinstance(value, int | float):
-        limit = MOST_LAYERS if _LAYERS.search(key) else LARGEST_SIZE if _SIZES.search(key) else None
+        limits = ((_LAYERS, MOST_LAYERS), (re.compile("experts$"), MOST_EXPERTS), (_SIZES, LARGEST_SIZE))
+        limit = next((most for pattern, most in limits if pattern.search(key)), None)
         too_few = key in _NEVER_ZERO and not isinstance(value, bool) and value < 1
         if too_few or (limit is not None and value > limit):
             how = "small" if too_few else "large"

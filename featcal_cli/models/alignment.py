@@ -199,6 +199,8 @@ def compare_configs(merged: Model, other: Model) -> list[str]:
             what, fix = "config.json is not there any more", "put it back and run the same command again"
             raise CheckpointError(what, where=other.snapshot.name, fix=fix)
         theirs = type(ours).from_pretrained(other.snapshot.folder, local_files_only=True)
+        if (merged.snapshot.folder / "config.json").is_file():  # building a model may change the config (LeViT)
+            ours = type(ours).from_pretrained(merged.snapshot.folder, local_files_only=True)
     _check_type(other, other.snapshot.config.get("model_type"), theirs)
     notes = []
     for key, own, wanted in _differences(theirs, ours, other.snapshot.config, merged.snapshot.config):

@@ -50,7 +50,7 @@ def _norm_kind(module: nn.Module, width: int) -> Kind | None:
         at_zero = functional_call(module, parameters, (x,))
         at_scale = functional_call(module, {**parameters, "weight": scale}, (x,))
         z = functional_call(module, {**parameters, "weight": torch.ones(width)}, (x,))
-    except (RuntimeError, TypeError, ValueError):  # takes other arguments than one tensor: not a norm
+    except (AttributeError, RuntimeError, TypeError, ValueError):  # takes other arguments than one tensor: not a norm
         return None
     if not (isinstance(at_zero, Tensor) and at_zero.shape == x.shape):
         return None

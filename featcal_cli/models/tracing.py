@@ -341,13 +341,13 @@ def merge_orders(sequences: Sequence[list[str]]) -> list[str]:
 
 
 def unreached_lists(model: nn.Module, blocks: Sequence[str]) -> Iterator[str]:
-    """The outermost lists whose children have at least four matrices each, apart from `blocks`."""
+    """The outermost lists whose children have at least two matrices each, apart from `blocks`."""
     taken = list(blocks)
     for path, module in model.named_modules():
         if not isinstance(module, nn.ModuleList) or not len(module):
             continue
         apart = not any(path.startswith(f"{other}.") or other.startswith(f"{path}.") for other in taken)
-        if apart and all(_count_matrices(child) >= 4 for child in module):
+        if apart and all(_count_matrices(child) >= 2 for child in module):
             taken.append(path)
             yield path
 

@@ -7,7 +7,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from huggingface_hub import constants
 
 from featcal_cli.data.batches import Batch
@@ -25,6 +24,7 @@ from featcal_cli.models.architecture import Architecture
 from featcal_cli.models.inventory import list_registered, run_without_values
 from featcal_cli.models.loading import DTYPES, Model, find_class, load_outline
 from featcal_cli.models.low_rank import find_largest_rank
+from featcal_cli.models.tracing import CONTAINERS
 from featcal_cli.recipe.schema import Calibration, Data, Merge, Recipe
 from featcal_cli.runtime.errors import ArchitectureError, CheckpointError, OutputError, RecipeError
 from featcal_cli.runtime.files import check_links, tell_bytes
@@ -217,7 +217,7 @@ def _find_blocks(merged: Model, longest: Mapping[str, Batch], calibration: Calib
     if architecture is not None:
         check_stems(architecture, calibration, merged)
     architecture = architecture or list_registered(merged.module, longest, calibration.norms)
-    if not any(len(layers) for layers in merged.module.modules() if isinstance(layers, torch.nn.ModuleList)):
+    if not any(len(layers) for layers in merged.module.modules() if isinstance(layers, CONTAINERS)):
         what = f"no list of transformer blocks was found in {type(merged.module).__name__}"
         fix = "give a transformer checkpoint whose layers hold Linear modules"
         raise ArchitectureError(what, where=merged.snapshot.name, fix=fix)

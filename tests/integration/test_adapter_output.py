@@ -68,7 +68,7 @@ def test_what_no_adapter_can_hold_is_named(tmp_path: Path) -> None:
     saved = save_family(tmp_path, BY_NAME["xlnet"])
     result = calibrate(saved.recipe(select="preset"), output=tmp_path / "out", as_adapter=4)
     assert result.report.adapter is not None
-    assert {name.rpartition(".")[2] for name in result.report.adapter.left_out} == {"q", "k", "v", "o"}
+    assert {name.rpartition(".")[2] for name in result.report.adapter.left_out} == {"q", "k", "v", "o", "r"}
     assert "the changed parameters" in (tmp_path / "out" / "README.md").read_text()
 
 

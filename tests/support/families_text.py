@@ -104,6 +104,12 @@ _WAV2VEC2_BERT = {
     **_NO_POSITIONS, "feature_projection_input_dim": 16, "left_max_position_embeddings": 4,
     "right_max_position_embeddings": 2, "conv_depthwise_kernel_size": 3,
 }  # fmt: skip
+_ADAPTER = {"add_adapter": True, "num_adapter_layers": 1, "adapter_attn_dim": 4}
+_KIMI_LINEAR = {
+    **_DEEPSEEK, "mlp_layer_types": ["dense", "sparse"], "pretraining_tp": 1, "num_local_experts": 4,
+    "q_lora_rank": None, "n_group": 1, "layer_types": ["linear_attention", "full_attention"], "linear_head_dim": 8,
+    "linear_num_heads": 4,
+}  # fmt: skip
 _BLOCKS, _STACKS = "{encoder,decoder}.block.{}", "model.{encoder,decoder}.layers.{}"
 
 
@@ -240,6 +246,8 @@ MIXTURES = [
         "deepseek-v2 DeepseekV2ForCausalLM, deepseek-v3 DeepseekV3ForCausalLM", _DEEPSEEK, left_text,
         "model.layers.{}",
     ),
+    # as kimi-linear's
+    Family("kimi-linear", "KimiLinearForCausalLM", _KIMI_LINEAR, text, "model.layers.{}", stays=r"\.o_norm$"),
     Family("jamba", "JambaForCausalLM", _JAMBA, text, "model.layers.{}"),
     # its gated norm is not a norm alone
     Family("qwen3-next", "Qwen3NextForCausalLM", _QWEN3_NEXT, text, "model.layers.{}", stays=r"linear_attn\.norm$"),
@@ -293,4 +301,15 @@ SOUND = [
     ),
 ]  # fmt: skip
 SOUND = [replace(family, mask=sound_frames([10, 4], [5, 2])) for family in SOUND]
+# frames that are made fewer after the blocks; blocks that see one frame for two
+SOUND += [
+    Family(
+        "wav2vec2-adapter", "Wav2Vec2Model", _SOUND | _ADAPTER, audio, "encoder.layers.{}",
+        mask=sound_frames([10, 4], [5, 2]),
+    ),
+    Family(
+        "sew", "SEWModel", _SOUND | {"squeeze_factor": 2}, audio, "encoder.layers.{}",
+        mask=sound_frames([10, 4], [5, 2], squeeze=2),
+    ),
+]  # fmt: skip
 SOUND.append(Family("wav2vec2-bert", "Wav2Vec2BertModel", _WAV2VEC2_BERT, spectrograms, "encoder.layers.{}"))

@@ -9,6 +9,10 @@ from torch import Tensor
 _MLP = {**VISION_SIZES, "mlp_ratio": 2}
 _RELATIVE = {**VISION_SIZES, "use_relative_position_bias": True}
 _VIDEO = {**VISION_SIZES, "num_frames": 4}
+_MGP_STR = {
+    "image_size": [32, 32], "patch_size": 8, "max_token_length": 5, "num_character_labels": 9, "num_bpe_labels": 9,
+    "num_wordpiece_labels": 9, "hidden_size": WIDTH, "num_hidden_layers": 2, "num_attention_heads": 4, "mlp_ratio": 2.0,
+}  # fmt: skip
 _SWIN = {
     "depths": [2, 2], "image_size": 32, "patch_size": 4, "embed_dim": 16, "num_heads": [2, 4], "window_size": 4,
     "mlp_ratio": 2.0,
@@ -57,6 +61,8 @@ VISION = [
     *alike("clip-vision CLIPVisionModel, mlcd MLCDVisionModel", VISION_SIZES, images, _LAYERS, "encoder.layers.1"),
     *alike("siglip-vision SiglipVisionModel, aimv2-vision Aimv2VisionModel", VISION_SIZES, images, _LAYERS),
     *alike("vit ViTModel, deit DeiTModel", VISION_SIZES, images, "layers.{}", "layers.1"),
+    # its blocks are a Sequential
+    Family("mgp-str", "MgpstrForSceneTextRecognition", _MGP_STR, images, "mgp_str.encoder.blocks.{}"),
     *alike("vit-msn ViTMSNModel, ijepa IJepaModel", VISION_SIZES, images, "layers.{}"),
     *alike("dinov2 Dinov2Model, dinov2-registers Dinov2WithRegistersModel", _MLP, images, _LAYER, _LAST),
     Family(

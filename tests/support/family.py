@@ -205,13 +205,14 @@ def after(ones: int) -> MaskRule:
     return lambda _path, _call, batch: torch.nn.functional.pad(batch["attention_mask"], (0, ones), value=1)
 
 
-def sound_frames(kernels: list[int], strides: list[int]) -> MaskRule:
-    """What convolutions without padding make of the samples: a frame counts if all its samples do."""
+def sound_frames(kernels: list[int], strides: list[int], squeeze: int = 1) -> MaskRule:
+    """What convolutions without padding make of the samples: a frame counts if all its samples do; of `squeeze` frames,
+    which become one, all have to."""
 
     def rule(_path: str, _call: int, batch: Batch) -> Tensor | None:
         lengths, size = batch["attention_mask"].sum(1), batch["attention_mask"].shape[1]
         for kernel, stride in zip(kernels, strides, strict=True):
             lengths, size = (lengths - kernel) // stride + 1, (size - kernel) // stride + 1
-        return _mask_of(lengths, size)
+        return _mask_of(lengths // squeeze, size // squeeze)
 
     return rule
