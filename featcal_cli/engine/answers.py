@@ -16,6 +16,8 @@ from featcal_cli.models.tracing import tensors_in
 
 NO_PROBABILITIES = ("regression", "multi_label_classification")
 """Kinds of problems, as configs call them, whose logits are not those of one choice."""
+ROWS_AT_ONCE = 256
+"""Predictions whose probabilities are computed together: a vocabulary is long."""
 EVEN_SHARE = 0.5
 """Of the weights of logits: a sure answer would else say nothing of all but one of them."""
 
@@ -39,9 +41,11 @@ def project_randomly(z: Tensor, generator: torch.Generator, *, are_logits: bool)
     noise = torch.randn(z.shape, generator=generator).to(z)
     if not are_logits:
         return noise
-    q = weigh_logits(z.detach()).to(z)
-    drawn = q.sqrt() * noise
-    return drawn - q * drawn.sum(-1, keepdim=True)
+    for some, noise_of_some in zip(z.detach().split(ROWS_AT_ONCE), noise.split(ROWS_AT_ONCE), strict=True):
+        q = weigh_logits(some)
+        drawn = q.sqrt() * noise_of_some
+        noise_of_some.copy_(drawn - q * drawn.sum(-1, keepdim=True))
+    return noise
 
 
 def gives_logits(module: nn.Module, output: Any) -> bool:
@@ -50,10 +54,6 @@ def gives_logits(module: nn.Module, output: Any) -> bool:
     if not isinstance(logits, Tensor) or logits.ndim > 3 or logits.shape[-1] == 1:
         return False
     return getattr(getattr(module, "config", None), "problem_type", None) not in NO_PROBABILITIES
-
-
-ROWS_AT_ONCE = 1024
-"""Predictions whose probabilities are computed together: a vocabulary is long."""
 
 
 @dataclass
@@ -137,6 +137,7 @@ def _compare_rows(z: Tensor, z_exp: Tensor, *, are_logits: bool) -> Iterator[Ten
     q = weigh_logits(z_exp)
     yield spread(z - z_exp, q)
     yield add_up(spread(z_exp, q))
+    del q
     log_p, log_p_exp = z.log_softmax(-1), z_exp.log_softmax(-1)
     yield add_up(torch.where(log_p_exp.exp() > 0, log_p_exp.exp() * (log_p_exp - log_p), 0.0))
     yield add_up((log_p_exp.exp() - log_p.exp()).abs()) / 2
