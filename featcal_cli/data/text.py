@@ -225,9 +225,10 @@ class TextReader(Reader):
     @property
     def attends_from_first(self) -> bool:
         """Whether the first token is to attend to all others, and they to it, in a model that leaves this to its user
-        (Longformer, LED): a classifier or summariser is trained so. Of a pair, the model itself chooses the question.
+        (Longformer, LED): a classifier or summariser is trained so. Of a pair, Longformer chooses the question itself.
         """
-        return GLOBAL_MASK in self.names and not self.formatter.gives_pairs
+        leaves_it = self.formatter.kind == "encoder-decoder" or not self.formatter.gives_pairs
+        return GLOBAL_MASK in self.names and leaves_it
 
     def remarks(self, items: Sequence[Tokens]) -> list[str]:
         """Unknown tokens, texts that are cut, and texts that are all alike. Raises DataError where most are unknown."""

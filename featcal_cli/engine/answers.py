@@ -90,7 +90,7 @@ class OutputMeter(Meter[OutputShift]):
     """Adds up what models' last features make of the experts' outputs, by task, role and place."""
 
     def add(
-        self, task: str, role: str, output: Any, expert: Any, batch: Batch, place: str = "", *, are_logits: bool = True
+        self, task: str, role: str, output: Any, expert: Any, batch: Batch, place: str = "", *, are_logits: bool
     ) -> tuple[Tensor, Tensor] | None:
         """Add one batch: what the expert returned for the model's features after the block `place` ("": the last one),
         and for its own. Returns the distance and ‖z − z_exp‖₂ of each example [examples]; None where predictions are

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from copy import deepcopy
 from functools import partial
+from traceback import walk_tb
 from typing import Any
 
 import torch
@@ -304,10 +305,8 @@ class BlockRunner:
 
 def _is_of_model(error: Exception) -> bool:
     """Whether the code of a model raised it, not featcal's around it."""
-    last = error.__traceback__
-    while last is not None and last.tb_next is not None:
-        last = last.tb_next
-    return last is not None and f"{os.sep}transformers{os.sep}" in last.tb_frame.f_code.co_filename
+    *_, (raised_in, _) = walk_tb(error.__traceback__)
+    return f"{os.sep}transformers{os.sep}" in raised_in.f_code.co_filename
 
 
 class PausedForward(greenlet):
@@ -351,7 +350,8 @@ class PausedForward(greenlet):
                 if not _is_of_model(error):
                     raise
                 fix = "give examples that the model can run on: as long as it was made for, with all inputs it needs"
-                raise DataError(f"a model cannot run on the examples: {error}", fix=fix) from error
+                reason = (str(error) or type(error).__name__).splitlines()[0]
+                raise DataError(f"a model cannot run on the examples: {reason}", fix=fix) from error
         self.call, self.output = (None, result) if self.dead else (result, None)
 
     def is_at(self, block: Block) -> bool:

@@ -41,6 +41,7 @@ _SIZES = re.compile(
     r"((hidden|intermediate|vocab|embedding|image|patch)_sizes?|(embed|hidden|head|projection|ffn)_dims?|channels|heads?"
     r"|d_model|d_ff|d_kv|n_embd|n_inner)$"
 )
+_LIMITS = {_LAYERS: MOST_LAYERS, re.compile("experts$"): MOST_EXPERTS, _SIZES: LARGEST_SIZE}
 _DTYPES = re.compile(r"(torch\.)?(auto|b?float16|float32|float64|half|float|double|float8_\w+|u?int(8|16|32|64))")
 _NEVER_ZERO = ("hidden_size", "d_model", "n_embd", "num_hidden_layers", "n_layer", "num_attention_heads", "n_head")
 _KERNELS = ("_attn_implementation", "attn_implementation", "_experts_implementation", "experts_implementation")
@@ -230,8 +231,7 @@ def _plain_values(config: dict[str, Any], name: str) -> Iterator[tuple[str, Any]
 def _check_value(key: str, value: Any, where: str, trusted: bool) -> None:
     """Raise CheckpointError for a value that would take more than any machine has, or fetch code."""
     if isinstance(value, int | float):
-        limits = ((_LAYERS, MOST_LAYERS), (re.compile("experts$"), MOST_EXPERTS), (_SIZES, LARGEST_SIZE))
-        limit = next((most for pattern, most in limits if pattern.search(key)), None)
+        limit = next((most for pattern, most in _LIMITS.items() if pattern.search(key)), None)
         too_few = key in _NEVER_ZERO and not isinstance(value, bool) and value < 1
         if too_few or (limit is not None and value > limit):
             how = "small" if too_few else "large"

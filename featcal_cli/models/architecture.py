@@ -190,15 +190,16 @@ def find_architecture(
     holders = count_holders(model)
     blocks = tuple(_describe(model, name, by_block[name], norms, holders) for name in order)
     reached = frozenset(name for run in runs.values() for name in before_the_end(run.first, run.blocks))
+    called = frozenset(name for run in runs.values() for name in run.first.calls)
     return Architecture(
         blocks,
         entries={task: run.entry for task, run in by_task.items()},
         last_blocks={task: run.blocks[-1] if run.blocks else "" for task, run in by_task.items()},
         reached=reached,
-        head=frozenset(name for run in runs.values() for name in run.first.calls) - reached,
+        head=called - reached,
         stems=frozenset(before),
         draws=any(run.first.depth.draws for run in runs.values()),
-        notes=tuple(_notes(model, blocks)),
+        notes=tuple(_notes(model, blocks, called)),
     )
 
 
@@ -397,23 +398,23 @@ def _layouts(run: _Run, path: str, block_calls: int, axes: Axes, module: nn.Modu
     return tuple(learn_layout(a, b, axes) for a, b in zip(first[:calls], second[:calls], strict=True))
 
 
-def _notes(model: nn.Module, blocks: Sequence[Block]) -> Iterator[str]:
+def _notes(model: nn.Module, blocks: Sequence[Block], called: Collection[str]) -> Iterator[str]:
     """Blocks that share their weights, and lists of blocks that no example reaches."""
     if shared := [block for block in blocks if block.calls > 1]:
         yield (
             f"{', '.join(block.name for block in shared)} runs {max(block.calls for block in shared)} times with "
             "the same weights: it is calibrated once for all its calls, and forward order cannot hold inside it"
         )
-    for path in unreached_lists(model, [block.name for block in blocks]):
+    for path in unreached_lists(model, [block.name for block in blocks], called):
         yield f"{path} is left as merged: no example reaches it"
 
 
-def find_unreached(model: nn.Module, blocks: Sequence[Block], norms: str) -> list[Block]:
+def find_unreached(model: nn.Module, blocks: Sequence[Block], norms: str, called: Collection[str] = ()) -> list[Block]:
     """Blocks that no run reached, as registered, in lists apart from those of `blocks`; what they call is unknown."""
     holders = count_holders(model)
     silent = _Run("", Trace(model), Trace(model), {}, [], model, {})
     return [
         _describe(model, f"{path}.{key}", silent, norms, holders)
-        for path in unreached_lists(model, [block.name for block in blocks])
+        for path in unreached_lists(model, [block.name for block in blocks], called)
         for key, _ in model.get_submodule(path).named_children()
     ]

@@ -84,7 +84,8 @@ def take_inventory(snapshot: Snapshot, norms: str) -> Inventory:
         raise CheckpointError(what, where=f"{snapshot.name}/config.json", fix="check the config") from error
     architecture = run_without_values(model, norms)
     reached = architecture.blocks if architecture else ()
-    blocks = [*reached, *find_unreached(model, reached, norms)]
+    called = architecture.reached | architecture.head if architecture else ()
+    blocks = [*reached, *find_unreached(model, reached, norms, called)]
     if not blocks:
         raise no_blocks(model_class, snapshot.name)
     entries = [_describe(model, block, ran=block in reached) for block in blocks]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from graphlib import CycleError, TopologicalSorter
 from math import prod
@@ -340,13 +340,15 @@ def merge_orders(sequences: Sequence[list[str]]) -> list[str]:
         ) from None
 
 
-def unreached_lists(model: nn.Module, blocks: Sequence[str]) -> Iterator[str]:
-    """The outermost lists whose children have at least two matrices each, apart from `blocks`."""
+def unreached_lists(model: nn.Module, blocks: Sequence[str], called: Collection[str]) -> Iterator[str]:
+    """The outermost lists whose children have at least two matrices each, apart from `blocks`, of which none was
+    called."""
     taken = list(blocks)
     for path, module in model.named_modules():
         if not isinstance(module, nn.ModuleList) or not len(module):
             continue
         apart = not any(path.startswith(f"{other}.") or other.startswith(f"{path}.") for other in taken)
+        apart = apart and not any(f"{path}.{key}" in called for key, _ in module.named_children())
         if apart and all(_count_matrices(child) >= 2 for child in module):
             taken.append(path)
             yield path
@@ -365,7 +367,8 @@ def _is_matrix(module: nn.Module, value: Tensor) -> bool:
     path = next((name for name, other in module.named_parameters(recurse=False) if other is value), "")
     called = f"{type(module).__name__} {path}".lower()
     is_other = isinstance(module, nn.Embedding) or _is_convolution(module)
-    return value.ndim > 1 and not is_other and not any(word in called for word in ("router", "bias", "table", "embed"))
+    others = ("router", "bias", "table", "embed", "parametrization")  # the last are what a weight is made of
+    return value.ndim > 1 and not is_other and not any(word in called for word in others)
 
 
 def _is_convolution(module: nn.Module) -> bool:

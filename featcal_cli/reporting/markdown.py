@@ -303,7 +303,10 @@ def write_distances(report: Report) -> Iterator[str]:
     answers = "\n".join(_write_answers(report))
     if report.answers:
         what = "This is mean ‖z − z_expert‖ / mean ‖z_expert‖, where z is what each expert's own head makes of the last"
-        yield f"## Distance of answers from the experts'{on_fitted}\n\n{what} features, on {where} 0 is the expert."
+        where_and_how = (
+            f"{where} 0 is the expert. Of logits, each counts half by its probability and half like all others."
+        )
+        yield f"## Distance of answers from the experts'{on_fitted}\n\n{what} features, on {where_and_how}"
         yield from filter(None, (_write_drift_table(report.judged_rows), answers))
     drift = f"Drift is mean ‖h − h_expert‖ / mean ‖h_expert‖ after the last block, on {where} 0 is the expert."
     yield f"## Drift from the experts{on_fitted}\n\n{drift}"

@@ -69,7 +69,7 @@ class OutputDrift:
     """What the drift does to the expert's own head, run on the model's last features."""
 
     kind: str
-    """logits, or features where the expert has no logits."""
+    """logits, or features where the expert has no logits of one choice (none at all, a regression, several labels)."""
     relative: float
     """mean ‖z − z_expert‖ / mean ‖z_expert‖; for logits ‖ ‖² is the variance under q, half the expert's probabilities
     and half even."""

@@ -1021,6 +1021,12 @@ def test_the_first_token_attends_globally_where_a_model_leaves_that_to_its_user(
     assert "the first token attends globally" in str(found.notes)
     pairs = at.load(longformer, at.rows({"question": "w1", "context": "w2 w3"}))
     assert "global_attention_mask" not in pairs.fitted[0]
+    led = build(
+        "LEDForConditionalGeneration", "LEDConfig", d_model=8, encoder_layers=1, decoder_layers=1, encoder_ffn_dim=8,
+        decoder_ffn_dim=8, encoder_attention_heads=2, decoder_attention_heads=2, vocab_size=64, attention_window=4,
+        max_encoder_position_embeddings=16, max_decoder_position_embeddings=16,
+    )  # fmt: skip
+    assert "global_attention_mask" in at.load(led, at.rows({"premise": "w1", "hypothesis": "w2 w3"})).fitted[0]
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
