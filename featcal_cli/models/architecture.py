@@ -103,6 +103,8 @@ class Block:
     """Its own token axis holds the text: beside other things in one sequence, or padded by the model."""
     text_start: int | None
     """Where the text begins in that sequence, where that could be found out."""
+    deciders: tuple[str, ...]
+    """Paths inside the block of the modules that choose the experts of tokens, "" for the block itself."""
 
     @property
     def is_mixture(self) -> bool:
@@ -284,7 +286,10 @@ def _describe(model: nn.Module, name: str, run: _Run, norms: str, holders: Mappi
         stack = next(other for other in run.blocks if other.rpartition(".")[0] == name.rpartition(".")[0])
         start = find_text(model, run.module, run.probe, stack, run.axes[ENCODER][0])
     modules = _find_apart(model, run, name, _count_depths(held, name, modules, run.first.depths))
-    return Block(name, tuple(modules), tuple(skipped), layout, calls, name in run.first.overwritten, holds_text, start)
+    choosing = (path for path in sorted(run.first.deciders) if f"{path}.".startswith(f"{name}."))
+    deciders = tuple(path.removeprefix(name).lstrip(".") for path in choosing)
+    overwritten = name in run.first.overwritten
+    return Block(name, tuple(modules), tuple(skipped), layout, calls, overwritten, holds_text, start, deciders)
 
 
 def _describe_parameter(

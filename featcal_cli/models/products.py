@@ -52,6 +52,8 @@ class Routing:
     def __init__(self, decided: Sequence[Any] = (), on_decision: Callable[[Tensor], None] = lambda _: None) -> None:
         """decided: what another run decided, which counts here, too. on_decision: is told what it is made from."""
         self.decisions: list[Any] = []
+        self.is_open = True
+        """What is decided now is how tokens are given to experts."""
         self._decided, self._on_decision = decided, on_decision
         self._routes: list[Route] = []
         self._parts: list[tuple[Tensor, Route]] = []
@@ -76,7 +78,8 @@ class Routing:
     def run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call one of the ROUTING functions."""
         result = func(*args, **kwargs)
-        if func in DECISIONS or (func in LARGEST and isinstance(result, tuple) and args[0].ndim == 2):
+        is_decision = func in DECISIONS or (func in LARGEST and isinstance(result, tuple) and args[0].ndim == 2)
+        if is_decision and self.is_open:
             self._on_decision(args[0])
             result = self._decided[len(self.decisions)] if len(self.decisions) < len(self._decided) else result
             self.decisions.append(result)

@@ -47,9 +47,12 @@ class Trace:
         """Those that a mixture gives some tokens, with the shape of the features [.., d] that these were taken from."""
         self.routers: set[str] = set()
         """What a mixture's choice of experts is made from."""
+        self.deciders: set[str] = set()
+        """The modules that make this choice: routers, or the mixtures themselves."""
         self.routing = Routing(on_decision=self._decide)
         self._running: list[str] = []
-        self._deciding: set[str] = set()
+        self._deciding: dict[str, set[str]] = {}
+        """What chooses by its largest scores, in modules that still run, and the Linear modules that made these."""
         self._latest = ("", 0)
         self._model = model
         self._widths = {name: x.out_features for name, x in model.named_modules() if isinstance(x, nn.Linear)}
@@ -74,6 +77,7 @@ class Trace:
             route = self.routing.find(hidden)
             if route is not None and len(route.rows) != route.shape[:-1].numel():  # else it may be all tokens in turn
                 self.routed[name] = route.shape
+                self._find_deciders(name)
             self._latest = (name, hidden.shape[:-1].numel() * width) if width else self._latest
             self.shapes.setdefault(name, []).append(hidden.shape)
             self._pending.setdefault(name, []).append((hidden, hidden._version))
@@ -100,14 +104,23 @@ class Trace:
     def _decide(self, scores: Tensor) -> None:
         """A function chooses by its largest scores: a mixture by those that the latest Linear made."""
         name, numbers = self._latest
+        made = self._deciding.setdefault(self._running[-1] if self._running else "", set())
         if scores.numel() == numbers and scores.is_floating_point():
-            self.routers.add(name)
-        self._deciding.add(self._running[-1].rpartition(".")[0] if self._running else "")
+            made.add(name)
+
+    def _find_deciders(self, routed: str) -> None:
+        """A mixture gives this some tokens: it was chosen by what has decided closest to it. What attention has chosen,
+        of the tokens, is further away, or over."""
+        shared = {name: _count_shared(name, routed) for name in self._deciding}
+        for name in (name for name, count in shared.items() if count == max(shared.values())):
+            self.deciders.add(name)
+            self.routers |= self._deciding[name]
 
     def after(self, name: str, output: Any) -> None:
         self._running.pop()
-        if name in self._deciding:
-            self._deciding.discard(name)
+        if ended := [decider for decider in self._deciding if decider.rpartition(".")[0] == name]:
+            for decider in ended:
+                del self._deciding[decider]
             self.routing.clear()
         for inner in [path for path in self._pending if path.startswith(f"{name}.") or not name]:
             if any(hidden._version != version for hidden, version in self._pending.pop(inner)):
@@ -128,6 +141,7 @@ class Trace:
             self.functional = {f"{path}.{name}": value.under(f"{path}.") for name, value in self.functional.items()}
             self.routed = {f"{path}.{name}": shape for name, shape in self.routed.items()}
             self.routers = {f"{path}.{name}" for name in self.routers}
+            self.deciders = {f"{path}.{name}".rstrip(".") for name in self.deciders}
             self.depths = {f"{path}.{name}".rstrip("."): depth for name, depth in self.depths.items()}
             self._flow = {f"{path}.{name}": flow for name, flow in self._flow.items()}
         return self
@@ -135,6 +149,12 @@ class Trace:
     def is_chain(self, members: list[str]) -> bool:
         """True when each member was given the tensor that the one before returned."""
         return all(self._flow[a][1] is self._flow[b][0] for a, b in itertools.pairwise(members))
+
+
+def _count_shared(one: str, other: str) -> int:
+    """How many modules, from the outermost on, two paths go through together."""
+    steps = zip(one.split("."), other.split("."), strict=False)
+    return len([*itertools.takewhile(lambda step: step[0] == step[1], steps)])
 
 
 class Depth(TorchDispatchMode):

@@ -43,6 +43,10 @@ _DEEPSEEK = {
     "n_shared_experts": 1, "first_k_dense_replace": 1, "kv_lora_rank": 8, "q_lora_rank": 12, "qk_rope_head_dim": 4,
     "qk_nope_head_dim": 4, "v_head_dim": 8,
 }  # fmt: skip
+_INDEXED = {
+    **_DEEPSEEK, "mlp_layer_types": ["dense", "sparse"], "head_dim": 4, "index_topk": 4, "index_head_dim": 8,
+    "index_n_heads": 16,
+}  # fmt: skip
 _MODERNBERT = {
     **TEXT_SIZES, "cls_token_id": 1, "sep_token_id": 2, "num_hidden_layers": 3, "global_attn_every_n_layers": 2,
     "local_attention": 4,
@@ -244,6 +248,12 @@ MIXTURES = [
     Family("dbrx", "DbrxForCausalLM", _DBRX, left_text, "transformer.blocks.{}"),
     *alike(
         "deepseek-v2 DeepseekV2ForCausalLM, deepseek-v3 DeepseekV3ForCausalLM", _DEEPSEEK, left_text,
+        "model.layers.{}",
+    ),
+    # attention chooses tokens before the mixture chooses experts
+    Family("deepseek-v3.2", "DeepseekV32ForCausalLM", _INDEXED, left_text, "model.layers.{}"),
+    Family(
+        "glm-moe-dsa", "GlmMoeDsaForCausalLM", _INDEXED | {"n_group": 1, "indexer_types": ["full", "full"]}, left_text,
         "model.layers.{}",
     ),
     # as kimi-linear's
