@@ -245,7 +245,7 @@ def _describe(model: nn.Module, name: str, run: _Run, norms: str, holders: Mappi
     calls = run.first.calls.count(name)
     layout, axes = _own_axis(run, name)
     works = run.first.functional.items()
-    biases = {work.bias.parameter for path, work in works if work.bias and path not in run.first.routers}
+    biases = {work.bias.parameter for path, work in works if work.bias and not run.first.is_router(path)}
     held, mixture = model.get_submodule(name), dict[str, list[str]]()
     for path in (path.removeprefix(f"{name}.") for path in run.first.routed if path.startswith(f"{name}.")):
         mixture.setdefault(alike(held, path), []).append(path)
@@ -260,7 +260,7 @@ def _describe(model: nn.Module, name: str, run: _Run, norms: str, holders: Mappi
                     multiplied, reason = _describe_parameter(name, inner, value, module, run, calls, axes, holders)
                     modules += multiplied
                     skipped += [(inner, reason)] if reason else []
-        elif full in run.first.routers and mixture:
+        elif mixture and run.first.is_router(full):
             skipped.append((path, ROUTER))
         elif any(holders[id(value)] > 1 for value in parameters.values()):
             skipped.append((path, "it shares its weight with another module"))

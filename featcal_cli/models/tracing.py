@@ -46,7 +46,7 @@ class Trace:
         self.routed: dict[str, torch.Size] = {}
         """Those that a mixture gives some tokens, with the shape of the features [.., d] that these were taken from."""
         self.routers: set[str] = set()
-        """What a mixture's choice of experts is made from."""
+        """What a mixture's choice of experts is made from, and all that is inside."""
         self.deciders: set[str] = set()
         """The modules that make this choice: routers, or the mixtures themselves."""
         self.routing = Routing(on_decision=self._decide)
@@ -110,11 +110,16 @@ class Trace:
 
     def _find_deciders(self, routed: str) -> None:
         """A mixture gives this some tokens: it was chosen by what has decided closest to it. What attention has chosen,
-        of the tokens, is further away, or over."""
+        of the tokens, is further away, or over. Where experts are not part of what decides, all of that is a router."""
         shared = {name: _count_shared(name, routed) for name in self._deciding}
         for name in (name for name, count in shared.items() if count == max(shared.values())):
             self.deciders.add(name)
-            self.routers |= self._deciding[name]
+            is_router = name and not routed.startswith(f"{name}.")
+            self.routers |= {name} if is_router else self._deciding[name]
+
+    def is_router(self, path: str) -> bool:
+        """Whether a module or parameter, or a part of one, is a router of a mixture."""
+        return any(f"{path}.".startswith(f"{router}.") for router in self.routers)
 
     def after(self, name: str, output: Any) -> None:
         self._running.pop()
@@ -406,7 +411,7 @@ def explain_skipped(
         else:
             is_matrix = _is_matrix(module, value)
         return UNSEEN if is_matrix else "neither a Linear nor a norm"
-    if run.routers & parts.keys():
+    if any(map(run.is_router, parts)):
         return ROUTER
     if holders[id(value)] > 1:
         return "it shares its weight with another module"

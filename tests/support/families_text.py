@@ -84,6 +84,14 @@ _JAMBA = {
     **GROUPED_SIZES, **_EXPERTS, "attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2,
     "expert_layer_offset": 1, "mamba_d_state": 4, "mamba_dt_rank": 4,
 }  # fmt: skip
+_ZAYA = {
+    **_HEADS, **_NARROW, "num_experts": 2, "num_experts_per_tok": 1, "router_hidden_size": 8,
+    "layer_types": ["hybrid", "hybrid"],
+}  # fmt: skip
+_INKLING = {
+    **_HEADS, **_NARROW, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 2, "swa_head_dim": 8,
+    "swa_num_attention_heads": 4, "swa_num_key_value_heads": 2, "rel_extent": 16, "sliding_window_size": 16,
+}  # fmt: skip
 _QWEN3_NEXT = {
     **_HEADS, **_SHARED_EXPERT, "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8,
     "linear_value_head_dim": 8, "layer_types": ["linear_attention", "full_attention"],
@@ -137,6 +145,11 @@ def _no_mask(count: int) -> Batch:
 def _tokens_at_first_call(path: str, call: int, batch: Batch) -> Tensor | None:
     """DeBERTa-v2's queries and keys are called on the tokens, then on the embeddings of relative positions."""
     return padding(path, call, batch) if call == 0 else None
+
+
+def _tokens_then_state(path: str, call: int, batch: Batch) -> Tensor | None:
+    """Zaya's delayed values are of tokens, and then of what is before the first one."""
+    return None if path.endswith("v_proj_delayed") and call == 1 else padding(path, call, batch)
 
 
 def _hear(count: int) -> Batch:
@@ -255,6 +268,15 @@ MIXTURES = [
     Family(
         "glm-moe-dsa", "GlmMoeDsaForCausalLM", _INDEXED | {"n_group": 1, "indexer_types": ["full", "full"]}, left_text,
         "model.layers.{}",
+    ),
+    # routers of several modules, and with scores of experts that every token is given to
+    Family(
+        "zaya", "ZayaForCausalLM", _ZAYA, text, "model.layers.{}", mask=_tokens_then_state,
+        stays=r"conv_qk_depthwise$",
+    ),
+    Family(
+        "inkling", "InklingForCausalLM", _INKLING, left_text, "model.layers.{}", stays=r"sconv\.conv1d$",
+        functional=r"rel_logits_proj\.proj$",
     ),
     # as kimi-linear's
     Family("kimi-linear", "KimiLinearForCausalLM", _KIMI_LINEAR, text, "model.layers.{}", stays=r"\.o_norm$"),

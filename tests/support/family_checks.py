@@ -41,8 +41,8 @@ MASKED = {
 """Mask → the inputs that it may be about."""
 WIPE_PADDING = {"deberta", "deberta-v2", "esm", "flaubert", "xlm", *(family.name for family in SOUND)}
 """They set padding to zero before the first block."""
-NO_HALF = {"fnet"}
-"""torch has no Fourier transform of bfloat16 on the CPU."""
+NO_HALF = {"fnet", "zaya"}
+"""torch has no Fourier transform of bfloat16 on the CPU; Zaya asks for the dtype of its last norm before calling it."""
 PADDABLE = {
     "input_ids", "attention_mask", "token_type_ids", "decoder_input_ids", "decoder_attention_mask",
     "global_attention_mask",

@@ -271,7 +271,8 @@ class Matrix:
         names = dict(model.named_parameters())
         self.bias: Any = names.get(path.replace("_weight", "_bias")) if path.endswith("_weight") else None
         flat = self.parameter.data.reshape(len(self.parameter), -1)
-        self.is_transposed = self.parameter.ndim == 3 and not path.endswith(".o")
+        from_left = self.parameter.ndim == 3 and not path.endswith(".o")
+        self.is_transposed = from_left or path.endswith("rel_logits_proj.proj")  # x W
         self.weight = flat.T if self.is_transposed else flat
 
     def get_parameter(self, _: str) -> Any:
@@ -346,6 +347,8 @@ def _functions(model: PreTrainedModel, block: str, kept: dict[str, list[Tensor]]
     def keep_product(one: Tensor, other: Tensor) -> Tensor:
         if one.ndim == 2 and other.ndim == 3:  # W x, features before tokens
             keep(other.transpose(1, 2), one)
+        elif other.ndim == 2:
+            keep(one, other)
         return multiply(one, other)
 
     def keep_einsum(form: str, x: Tensor, *weight: Tensor) -> Tensor:
