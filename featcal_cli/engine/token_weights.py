@@ -50,10 +50,14 @@ def _own_mask(paused: PausedForward, block: Block) -> Tensor | None:
     frames, length = paused.hidden.shape[1], mask.shape[1]
     if frames == length:
         return None if counts_all(mask) else mask.float()
-    if block.text_start is not None:  # beside the text: patches, which count, or the model's own padding
+    if block.text_start is not None:  # beside the text: patches or learnt prompts, which count, or own padding
         patches = any(x.is_floating_point() for x in paused.batch.values())
-        after = frames - length - block.text_start
-        own = torch.nn.functional.pad(mask.float(), (block.text_start, after), value=float(patches))
+        sizes = block.text_start, frames - length - block.text_start
+        around = (
+            mask.new_full((len(mask), size), patches or counts)
+            for size, counts in zip(sizes, block.around_counts, strict=True)
+        )
+        own = torch.cat([next(around), mask, next(around)], 1).float()
     else:
         own = _mask_frames(paused.module, frames, mask).float()
     return None if own.numel() and bool(own.all()) else own

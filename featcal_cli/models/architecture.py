@@ -32,6 +32,7 @@ from featcal_cli.models.token_layout import (
     OWN,
     Axes,
     Layout,
+    changes_text,
     find_text,
     learn_layout,
     see_text_change,
@@ -103,6 +104,8 @@ class Block:
     """Its own token axis holds the text: beside other things in one sequence, or padded by the model."""
     text_start: int | None
     """Where the text begins in that sequence, where that could be found out."""
+    around_counts: tuple[bool, bool]
+    """Whether what a model of text alone puts before the text, and after it, changes what it makes of the text."""
     deciders: tuple[str, ...]
     """Paths inside the block of the modules that choose the experts of tokens, "" for the block itself."""
 
@@ -281,15 +284,22 @@ def _describe(model: nn.Module, name: str, run: _Run, norms: str, holders: Mappi
             skipped.append((path, "a norm without bias; --norms all calibrates it"))
     only_text = not any(tensor.is_floating_point() for tensor in run.probe.values())
     holds_text = layout.axis == OWN and (len(set(axes[OWN])) > 1 or only_text)
-    start = None
+    start, around_counts = None, (False, False)
     if holds_text:
-        stack = next(other for other in run.blocks if other.rpartition(".")[0] == name.rpartition(".")[0])
-        start = find_text(model, run.module, run.probe, stack, run.axes[ENCODER][0])
+        stack = [other for other in run.blocks if other.rpartition(".")[0] == name.rpartition(".")[0]]
+        start = find_text(model, run.module, run.probe, stack[0], run.axes[ENCODER][0])
+        if start is not None and only_text:
+            text = slice(start, start + run.axes[ENCODER][0])
+            around = slice(start), slice(text.stop, axes[OWN][0])
+            before, after = (changes_text(model, run.module, run.probe, stack, rows, text) for rows in around)
+            around_counts = before, after
     modules = _find_apart(model, run, name, _count_depths(held, name, modules, run.first.depths))
     choosing = (path for path in sorted(run.first.deciders) if f"{path}.".startswith(f"{name}."))
     deciders = tuple(path.removeprefix(name).lstrip(".") for path in choosing)
     overwritten = name in run.first.overwritten
-    return Block(name, tuple(modules), tuple(skipped), layout, calls, overwritten, holds_text, start, deciders)
+    return Block(
+        name, tuple(modules), tuple(skipped), layout, calls, overwritten, holds_text, start, around_counts, deciders
+    )
 
 
 def _describe_parameter(

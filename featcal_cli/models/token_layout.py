@@ -351,6 +351,29 @@ def find_text(model: nn.Module, module: nn.Module, probe: Batch, block: str, len
     return start if start >= 0 else None
 
 
+def changes_text(
+    model: nn.Module, module: nn.Module, probe: Batch, stack: Sequence[str], rows: slice, text: slice
+) -> bool:
+    """Whether rows of what the first block of a stack is given change what the last one makes of the text: prompts that
+    a model has learnt do, and the padding that it adds does not."""
+    made: list[Tensor] = []
+    first, last = model.get_submodule(stack[0]), model.get_submodule(stack[-1])
+
+    def disturb(_: nn.Module, args: object, kwargs: Mapping[str, object]) -> None:
+        hidden = cast(Tensor, first_tensor((args, kwargs)))
+        hidden[:, rows] += hidden.std() * torch.linspace(-1, 1, hidden.shape[-1]).to(hidden)
+
+    def keep(_: nn.Module, __: object, output: object) -> None:
+        made.append(cast(Tensor, first_tensor(output))[:, text].clone())
+
+    with ExitStack() as hooks:
+        hooks.callback(last.register_forward_hook(keep).remove)
+        trace(module, probe, next(model.parameters()).dtype)
+        hooks.callback(first.register_forward_pre_hook(disturb, with_kwargs=True).remove)
+        trace(module, probe, next(model.parameters()).dtype)
+    return not all(map(torch.equal, made[: len(made) // 2], made[len(made) // 2 :]))
+
+
 def see_text_change(
     model: nn.Module, module: nn.Module, probe: Batch, paths: Sequence[str]
 ) -> list[dict[str, list[Tensor]]] | None:

@@ -47,6 +47,11 @@ _INDEXED = {
     **_DEEPSEEK, "mlp_layer_types": ["dense", "sparse"], "head_dim": 4, "index_topk": 4, "index_head_dim": 8,
     "index_n_heads": 16,
 }  # fmt: skip
+_CPMANT = {
+    "vocab_size": 150, "hidden_size": WIDTH, "num_attention_heads": 4, "dim_head": 8, "dim_ff": 48,
+    "num_hidden_layers": 2, "prompt_length": 4, "prompt_types": 4, "segment_types": 4, "position_bias_num_buckets": 16,
+    "position_bias_max_distance": 16,
+}  # fmt: skip
 _MODERNBERT = {
     **TEXT_SIZES, "cls_token_id": 1, "sep_token_id": 2, "num_hidden_layers": 3, "global_attn_every_n_layers": 2,
     "local_attention": 4,
@@ -142,6 +147,16 @@ def _no_mask(count: int) -> Batch:
     return {"input_ids": text(count)["input_ids"]}
 
 
+def _full_text(count: int) -> Batch:
+    return {"input_ids": text(count)["input_ids"].clamp_min(3)}
+
+
+def _padded_to_window(_path: str, _call: int, batch: Batch) -> Tensor | None:
+    """With the padding that attention in windows of ten adds."""
+    mask = batch["attention_mask"]
+    return torch.nn.functional.pad(mask, (0, -mask.shape[1] % 10))
+
+
 def _tokens_at_first_call(path: str, call: int, batch: Batch) -> Tensor | None:
     """DeBERTa-v2's queries and keys are called on the tokens, then on the embeddings of relative positions."""
     return padding(path, call, batch) if call == 0 else None
@@ -182,7 +197,14 @@ ENCODERS = [
         "longformer", "LongformerModel", TEXT_SIZES | {"attention_window": [4, 4]}, _text_read_from_first,
         "encoder.layer.{}", mask=_global_queries(padding),
     ),
+    # nine tokens, and the padding that it adds to them itself, which does not count
+    Family(
+        "longformer-padded", "LongformerModel", TEXT_SIZES | {"attention_window": [10, 10]}, text, "encoder.layer.{}",
+        mask=_padded_to_window, stays="_global$",
+    ),
     Family("big-bird", "BigBirdModel", TEXT_SIZES | {"attention_type": "original_full"}, text, "encoder.layer.{}"),
+    # four prompts that it has learnt stand before the text, and count
+    Family("cpmant", "CpmAntModel", _CPMANT, _full_text, "encoder.layers.{}", mask=lambda *_: None),
     Family("mobilebert", "MobileBertModel", _MOBILEBERT, text, "encoder.layer.{}"),
     Family(
         "layoutlm", "LayoutLMModel", TEXT_SIZES | {"max_2d_position_embeddings": 32},
