@@ -240,8 +240,11 @@ def make_probes(batch: Batch, resize: Collection[str]) -> tuple[tuple[Batch, Bat
     axes = {}
     for axis, length in _axis_lengths(batch).items():
         axes[axis] = (length, length)
-        names = [name for name in batch if _axis_of(name) == axis and _goes_along(batch[name], name, length)]
-        if axis not in resize or all(is_mask(name) for name in names):  # a mask alone says nothing of its tokens
+        of_axis = [name for name in batch if _axis_of(name) == axis]
+        names = [name for name in of_axis if _goes_along(batch[name], name, length)]
+        if all(map(is_mask, names)):  # it is about a spectrogram's frames, if about any
+            names += [name for name in of_axis if batch[name].ndim == 3 and batch[name].shape[1] == length]
+        if axis not in resize or all(map(is_mask, names)):  # a mask alone says nothing of its tokens
             continue
         samples = any(batch[name].is_floating_point() for name in names)
         long = length if has_floats else min(length, PROBE_TOKENS)

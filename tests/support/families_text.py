@@ -366,4 +366,10 @@ SOUND += [
         mask=sound_frames([10, 4], [5, 2], squeeze=2),
     ),
 ]  # fmt: skip
-SOUND.append(Family("wav2vec2-bert", "Wav2Vec2BertModel", _WAV2VEC2_BERT, spectrograms, "encoder.layers.{}"))
+SOUND += [
+    Family("wav2vec2-bert", "Wav2Vec2BertModel", _WAV2VEC2_BERT, spectrograms, "encoder.layers.{}"),
+    Family(
+        "wav2vec2-bert-relative", "Wav2Vec2BertModel", _WAV2VEC2_BERT | {"position_embeddings_type": "relative"},
+        spectrograms, "encoder.layers.{}", distances=r"\.linear_pos",
+    ),
+]  # fmt: skip

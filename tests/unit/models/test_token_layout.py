@@ -122,6 +122,15 @@ def test_probes_differ_in_examples_and_in_every_token_axis() -> None:
     assert bool(first["attention_mask"].all())
 
 
+def test_probes_differ_in_the_frames_of_spectrograms_that_a_mask_is_about() -> None:
+    batch = {"input_features": torch.zeros(4, 20, 16), "attention_mask": torch.ones(4, 20, dtype=torch.long)}
+    (first, second), axes = make_probes(batch, {ENCODER})
+    assert (first["input_features"].shape, second["input_features"].shape) == (Size((3, 20, 16)), Size((5, 15, 16)))
+    assert axes == {ENCODER: (20, 15)}
+    whisper = {"input_features": torch.zeros(4, 16, 20), "attention_mask": batch["attention_mask"]}
+    assert make_probes(whisper, {ENCODER})[1] == {ENCODER: (20, 20)}  # features before frames, of a fixed number
+
+
 def test_a_full_mask_is_no_mask() -> None:
     full = {"input_ids": torch.zeros(2, 3, dtype=torch.long), "attention_mask": torch.ones(2, 3)}
     assert token_masks(full)[ENCODER] is None
