@@ -30,6 +30,7 @@ from featcal_cli.calibration.linear_algebra import (
 )
 from featcal_cli.calibration.moments import LinearMoments
 from featcal_cli.calibration.solver import LinearEquations
+from featcal_cli.engine.output_gradients import find_eigenvectors
 from featcal_cli.models.module_kinds import Affine
 from featcal_cli.runtime.errors import NumericsError
 
@@ -198,7 +199,7 @@ def _principal_axes(factor: Tensor) -> tuple[Tensor, Tensor]:
     product = factor @ factor.T if narrow else factor.T @ factor
     if not product.isfinite().all():
         raise NumericsError("equations in the metric of outputs are not finite", fix="use --metric features")
-    values, vectors = torch.linalg.eigh(product)
+    values, vectors = find_eigenvectors(product)
     largest = values > len(values) * torch.finfo(values.dtype).eps * values[-1:]
     values, vectors = values[largest], vectors[:, largest]
     return values, factor.T @ (vectors / values.sqrt()) if narrow else vectors

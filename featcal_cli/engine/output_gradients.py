@@ -89,7 +89,7 @@ class GradientSums:
         size = total.trace() if is_square else total.square().sum()
         scale = torch.where(size > 0, (d / size).sqrt(), 0.0)
         if not is_square:  # the eigenvectors of RᵀR by those of R Rᵀ, which is small
-            _, basis = torch.linalg.eigh(total @ total.T)
+            _, basis = find_eigenvectors(total @ total.T)
             sketched: Tensor = scale * (basis[:, -DIRECTIONS:].T @ total)
             return sketched
         basis = torch.eye(d).to(total)
@@ -97,9 +97,18 @@ class GradientSums:
             basis = torch.randn(d, DIRECTIONS + SPARE_DIRECTIONS, generator=self._generator).to(total)
             for _ in range(2):
                 basis, _ = torch.linalg.qr(total @ basis)
-        values, vectors = torch.linalg.eigh(basis.T @ total @ basis)
+        values, vectors = find_eigenvectors(basis.T @ total @ basis)
         largest: Tensor = basis @ vectors[:, -DIRECTIONS:] * values[-DIRECTIONS:].clamp_min(0).sqrt()
         return scale * largest.T
+
+
+def find_eigenvectors(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """The eigenvalues [n] of a symmetric matrix [n, n], ascending, and its eigenvectors [n, n], in columns."""
+    try:
+        values, vectors = torch.linalg.eigh(matrix)
+    except torch.linalg.LinAlgError:  # type: ignore[attr-defined]  # LAPACK often gives up in float32 where many rows are zero
+        values, vectors = (x.to(matrix) for x in torch.linalg.eigh(matrix.double()))
+    return values, vectors
 
 
 class OutputGradients(NamedTuple):

@@ -181,3 +181,14 @@ def test_a_metric_and_its_matrix_are_one() -> None:
             assert torch.allclose(metric(x), metric_of(task["g"]) @ x)
             assert torch.allclose(metric(x[:, 0]), metric_of(task["g"]) @ x[:, 0])
             assert metric_of(task["g"]).diagonal().mean() == pytest.approx(1)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_metrics_of_few_outputs_have_axes(seed: int) -> None:
+    """Where answers hang on few outputs of a module, most of R is zero, which LAPACK's float32 cannot decompose."""
+    factor = torch.zeros(192, 300)
+    chosen = torch.randperm(192, generator=torch.Generator().manual_seed(seed))[:25]
+    factor[chosen, :3] = torch.randn(25, 3, generator=torch.Generator().manual_seed(seed + 5))
+    values, vectors = output_metric._principal_axes(factor)
+    assert len(values) == 3
+    torch.testing.assert_close(vectors * values @ vectors.T, factor.T @ factor, atol=1e-4, rtol=1e-4)
