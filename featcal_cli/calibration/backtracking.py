@@ -25,8 +25,11 @@ from featcal_cli.models.module_kinds import Affine
 from featcal_cli.runtime.errors import NumericsError
 from featcal_cli.runtime.progress import Progress, Watch
 
+ALMOST_WHOLE = 0.75
+"""A module's update from which held-out rows want no less than this stays whole: they are too few to tell."""
 STEPS = (1.0, 0.5, 0.25, 0.0)
-"""t of W_merged + t (W* − W_merged), the full update first: more ridge would pull to the anchor, not to merged."""
+"""t of W_merged + t (W* − W_merged) for all updates together, the whole ones first: more ridge would pull to the
+anchor, not to merged."""
 NOISE = 1e-6
 """Mean drift below this is the rounding of float32: an expert may be the merged model."""
 PARTIAL = {step: f"{step:g} of all updates" for step in STEPS if 0 < step < 1}
@@ -59,7 +62,7 @@ def backtrack_block(
         if not isfinite(curvature) or not isfinite(descent):
             what = f"the features of held-out examples are not finite in {name}"
             raise NumericsError(what, fix="look for NaN in the examples; if there is none, use --dtype float32")
-        steps[name] = step = min(STEPS, key=lambda t: t * t * curvature - 2 * t * descent)  # of equal ones the largest
+        steps[name] = step = choose_step(curvature, descent)
         if step < 1:
             start, solution = precise(merged[name]), solutions[name]
             dtype = solution.parameters.weight.dtype  # of a mixture's experts there are many
@@ -68,6 +71,13 @@ def backtrack_block(
             new = Affine(update.mul_(step).add_(start.weight), bias).each(partial(Tensor.to, dtype=dtype))
             checked[name] = solution._replace(parameters=new, relative_change=step * solution.relative_change)
     return checked, steps
+
+
+def choose_step(curvature: float, descent: float) -> float:
+    """The t from 0 to 1 at which t² `curvature` − 2 t `descent` is least; 1 from ALMOST_WHOLE on."""
+    if descent >= ALMOST_WHOLE * curvature:
+        return 1.0
+    return max(0.0, descent / curvature) if curvature > 0 else 0.0
 
 
 def shrink_updates(

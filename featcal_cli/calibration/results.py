@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from statistics import fmean
 
 from featcal_cli.runtime.files import tell_bytes
 
@@ -94,11 +94,11 @@ def describe_guard(blocks: Sequence[BlockReport]) -> str:
     steps = [module.step for block in blocks for module in block.modules if module.step is not None]
     if not steps:
         return ""
-    held = Counter(step for step in steps if step < 1)
-    if not held:
+    reduced, undone = [step for step in steps if 0 < step < 1], steps.count(0.0)
+    if not reduced and not undone:
         return f"all {len(steps)} updates hold on new data"
-    what = f"{held.total()} of {len(steps)} updates did not hold on new data"
-    if set(held) == {0.0}:
+    what = f"{len(reduced) + undone} of {len(steps)} updates did not hold on new data"
+    if not reduced:
         return f"{what} and were undone"
-    parts = [f"{count} were {f'reduced to {step:g}' if step else 'undone'}" for step, count in sorted(held.items())]
-    return f"{what}: {', '.join(parts)}"
+    mean = f"reduced, to {fmean(reduced):.2f} of what they were on average"
+    return f"{what}: {len(reduced)} were {mean}; {undone} were undone" if undone else f"{what} and were {mean}"
