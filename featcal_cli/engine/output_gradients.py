@@ -106,7 +106,8 @@ def find_eigenvectors(matrix: Tensor) -> tuple[Tensor, Tensor]:
     """The eigenvalues [n] of a symmetric matrix [n, n], ascending, and its eigenvectors [n, n], in columns."""
     try:
         values, vectors = torch.linalg.eigh(matrix)
-    except torch.linalg.LinAlgError:  # type: ignore[attr-defined]  # LAPACK often gives up in float32 where many rows are zero
+    except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
+        # in float32 LAPACK often gives up where many rows are zero
         values, vectors = (x.to(matrix) for x in torch.linalg.eigh(matrix.double()))
     return values, vectors
 

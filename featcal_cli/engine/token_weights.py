@@ -50,14 +50,12 @@ def _own_mask(paused: PausedForward, block: Block) -> Tensor | None:
     frames, length = paused.hidden.shape[1], mask.shape[1]
     if frames == length:
         return None if counts_all(mask) else mask.float()
-    if block.text_start is not None:  # beside the text: patches or learnt prompts, which count, or own padding
-        patches = any(x.is_floating_point() for x in paused.batch.values())
-        sizes = block.text_start, frames - length - block.text_start
-        around = (
-            mask.new_full((len(mask), size), patches or counts)
-            for size, counts in zip(sizes, block.around_counts, strict=True)
+    if (text := block.text_rows) is not None:
+        sizes = text.start, frames - length - text.start
+        before, after = (
+            mask.new_full((len(mask), size), counts) for size, counts in zip(sizes, text.around_counts, strict=True)
         )
-        own = torch.cat([next(around), mask, next(around)], 1).float()
+        own = torch.cat([before, mask, after], 1).float()
     else:
         own = _mask_frames(paused.module, frames, mask).float()
     return None if own.numel() and bool(own.all()) else own

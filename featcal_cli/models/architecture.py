@@ -6,7 +6,7 @@ Nothing here knows a model by name: blocks are found by running the model on pro
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
@@ -26,16 +26,15 @@ from featcal_cli.models.module_kinds import (
     rows_shape,
     split_systems,
 )
+from featcal_cli.models.text_rows import TextRows, find_text_rows, see_text_change
 from featcal_cli.models.token_layout import (
     DECODER,
     ENCODER,
+    MASK,
     OWN,
     Axes,
     Layout,
-    changes_text,
-    find_text,
     learn_layout,
-    see_text_change,
 )
 from featcal_cli.models.tracing import (
     FAILURES,
@@ -102,10 +101,8 @@ class Block:
     """The block changes its own input in place."""
     holds_text: bool
     """Its own token axis holds the text: beside other things in one sequence, or padded by the model."""
-    text_start: int | None
-    """Where the text begins in that sequence, where that could be found out."""
-    around_counts: tuple[bool, bool]
-    """Whether what a model of text alone puts before the text, and after it, changes what it makes of the text."""
+    text_rows: TextRows | None
+    """Where the text is in that sequence, where that could be found out."""
     deciders: tuple[str, ...]
     """Paths inside the block of the modules that choose the experts of tokens, "" for the block itself."""
 
@@ -168,6 +165,21 @@ class _Run:
     """What ran."""
     probe: Batch
     """What it ran on first."""
+    texts: dict[str, TextRows | None] = field(default_factory=dict)
+    """What was found out of stacks of blocks."""
+
+    @property
+    def is_text_fixed(self) -> bool:
+        """The probes have a text, of one length."""
+        return "input_ids" in self.probe and len(set(self.axes.get(ENCODER, ()))) == 1
+
+    def find_text_rows(self, model: nn.Module, block: str) -> TextRows | None:
+        """Where the text is in what the stack of this block is given; looked at once."""
+        path = block.rpartition(".")[0]
+        if path not in self.texts:
+            stack = [other for other in self.blocks if other.rpartition(".")[0] == path]
+            self.texts[path] = find_text_rows(model, self.module, self.probe, stack, self.axes[ENCODER][0])
+        return self.texts[path]
 
 
 def find_architecture(
@@ -282,24 +294,22 @@ def _describe(model: nn.Module, name: str, run: _Run, norms: str, holders: Mappi
             modules.append(Module(path, kind, layouts, overwritten, inside, routed=tuple(shape)))
         else:
             skipped.append((path, "a norm without bias; --norms all calibrates it"))
-    only_text = not any(tensor.is_floating_point() for tensor in run.probe.values())
-    holds_text = layout.axis == OWN and (len(set(axes[OWN])) > 1 or only_text)
-    start, around_counts = None, (False, False)
-    if holds_text:
-        stack = [other for other in run.blocks if other.rpartition(".")[0] == name.rpartition(".")[0]]
-        start = find_text(model, run.module, run.probe, stack[0], run.axes[ENCODER][0])
-        if start is not None and only_text:
-            text = slice(start, start + run.axes[ENCODER][0])
-            around = slice(start), slice(text.stop, axes[OWN][0])
-            before, after = (changes_text(model, run.module, run.probe, stack, rows, text) for rows in around)
-            around_counts = before, after
+    holds_text, text_rows = _look_for_text(model, run, name, layout, axes)
     modules = _find_apart(model, run, name, _count_depths(held, name, modules, run.first.depths))
     choosing = (path for path in sorted(run.first.deciders) if f"{path}.".startswith(f"{name}."))
     deciders = tuple(path.removeprefix(name).lstrip(".") for path in choosing)
     overwritten = name in run.first.overwritten
-    return Block(
-        name, tuple(modules), tuple(skipped), layout, calls, overwritten, holds_text, start, around_counts, deciders
-    )
+    return Block(name, tuple(modules), tuple(skipped), layout, calls, overwritten, holds_text, text_rows, deciders)
+
+
+def _look_for_text(model: nn.Module, run: _Run, name: str, layout: Layout, axes: Axes) -> tuple[bool, TextRows | None]:
+    """Whether a block's own token axis holds the text, and where."""
+    only_text = not any(tensor.is_floating_point() for tensor in run.probe.values())
+    holds_text = layout.axis == OWN and (len(set(axes[OWN])) > 1 or only_text)
+    if layout.axis != OWN or not (holds_text or run.is_text_fixed):
+        return holds_text, None
+    rows = run.find_text_rows(model, name)  # where the text of the probes has one length, this tells
+    return holds_text or rows is not None, rows
 
 
 def _describe_parameter(
@@ -389,19 +399,33 @@ def _own_axis(run: _Run, block: str) -> tuple[Layout, Axes]:
 
 
 def _find_apart(model: nn.Module, run: _Run, block: str, modules: list[Module]) -> list[Module]:
-    """The modules; of those that may read windows of text, the ones that read the same whatever the text is are marked
-    as reading no tokens: images' tiles in cross-attention, for example."""
-    unclear = [x.name for x in modules if not x.functional and any(layout.may_be_windows for layout in x.layouts)]
+    """The modules; of those that may read windows of text, the ones that read the same whatever the text is, or rows as
+    many as the patches of another stack, are marked as reading no tokens: images in cross-attention, for example."""
+    unclear = [x for x in modules if not x.functional and any(layout.may_be_windows for layout in x.layouts)]
     if not unclear or next(model.parameters()).is_meta:
         return modules
-    pair = see_text_change(model, run.module, run.probe, [f"{block}.{name}" for name in unclear])
-    if pair is None:
-        return modules
-    apart = {name for name in unclear if all(map(torch.equal, *(inputs[f"{block}.{name}"] for inputs in pair)))}
+    patches = _count_patches(model, run)
+    sizes = {x.name: {dim.factor for layout in x.layouts for dim in layout.dims or ()} for x in unclear}
+    apart = {name for name, of_dims in sizes.items() if of_dims & patches}
+    names = [name for name in sizes if name not in apart]
+    if names and (pair := see_text_change(model, run.module, run.probe, [f"{block}.{name}" for name in names])):
+        apart |= {name for name in names if all(map(torch.equal, *(inputs[f"{block}.{name}"] for inputs in pair)))}
     return [
         replace(x, layouts=tuple(replace(layout, is_apart=True) for layout in x.layouts)) if x.name in apart else x
         for x in modules
     ]
+
+
+def _count_patches(model: nn.Module, run: _Run) -> set[int]:
+    """How many patches, none of them padding, the stacks of blocks have that read no text."""
+    if MASK in run.probe and "input_ids" not in run.probe:
+        return set()  # which it is then about
+    owned = ((name, *_own_axis(run, name)) for name in run.blocks)
+    return {
+        axes[OWN][0]
+        for name, layout, axes in owned
+        if layout.axis == OWN and not _look_for_text(model, run, name, layout, axes)[0]
+    } - {1}
 
 
 def _layouts(run: _Run, path: str, block_calls: int, axes: Axes, module: nn.Module | None = None) -> tuple[Layout, ...]:

@@ -7,17 +7,14 @@ by how it changes what it is made of. Nothing is guessed from one shape that cou
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
-from typing import cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from featcal_cli.data.batches import GLOBAL_MASK, Batch, count_examples, take_examples
-from featcal_cli.models.tracing import FAILURES, first_tensor, trace
 
 EXAMPLES = (3, 5)
 """Examples in the two probes; no pair of token lengths below changes in the same way."""
@@ -71,7 +68,8 @@ class Layout:
     def may_be_windows(self) -> bool:
         """Several rows of each example along no known axis: windows of tokens, perhaps, of unseen padding."""
         dims = self.dims or ()
-        return not any(dim.axis for dim in dims) and any(dim.examples and dim.factor > 1 for dim in dims)
+        several = any(dim.factor > 1 for dim in dims) and any(dim.examples for dim in dims)
+        return several and not any(dim.axis for dim in dims)
 
     @property
     def axis(self) -> str | None:
@@ -256,17 +254,6 @@ def make_probes(batch: Batch, resize: Collection[str]) -> tuple[tuple[Batch, Bat
     return (probes[0], probes[1]), axes
 
 
-def change_last_token(probe: Batch) -> Batch | None:
-    """The probe with another token, of the same batch, at the end of each text; None where there is none."""
-    ids = probe.get("input_ids")
-    others = [token for token in ids.unique().tolist() if token not in ids[:, -1].tolist()] if ids is not None else []
-    if ids is None or not others:
-        return None
-    changed = ids.clone()
-    changed[:, -1] = others[-1]
-    return {**probe, "input_ids": changed}
-
-
 def _axis_of(name: str) -> str:
     """The token axis that an input is about, by its name: attention_mask, decoder_input_ids, pixel_attention_mask."""
     if is_mask(name) and name != MASK:
@@ -338,68 +325,3 @@ def token_lengths(batch: Batch, hidden: Tensor) -> dict[str, int]:
     """Length of each token axis of a batch, the block's own (dimension 1 of its hidden states) included."""
     own = {OWN: hidden.shape[1]} if hidden.ndim > 2 else {}
     return {ROWS: count_examples(batch), **_axis_lengths(batch), **own}
-
-
-def find_text(model: nn.Module, module: nn.Module, probe: Batch, block: str, length: int) -> int | None:
-    """Where a text of this length begins in the sequence that the first block of a stack is given when the module runs
-    on the probe: the one row that changes with the last token tells."""
-    pair = see_text_change(model, module, probe, [block])
-    if pair is None:
-        return None
-    one, other = (inputs[block][0] for inputs in pair)
-    if one.shape != other.shape:  # how many frames a voice takes depends on what it says
-        return None
-    rows = (one != other).any(-1).any(0).nonzero().flatten().tolist()
-    start = rows[0] - length + 1 if len(rows) == 1 else -1
-    return start if start >= 0 else None
-
-
-def changes_text(
-    model: nn.Module, module: nn.Module, probe: Batch, stack: Sequence[str], rows: slice, text: slice
-) -> bool:
-    """Whether rows of what the first block of a stack is given change what the last one makes of the text: prompts that
-    a model has learnt do, and the padding that it adds does not."""
-    made: list[Tensor] = []
-    first, last = model.get_submodule(stack[0]), model.get_submodule(stack[-1])
-
-    def disturb(_: nn.Module, args: object, kwargs: Mapping[str, object]) -> None:
-        hidden = cast(Tensor, first_tensor((args, kwargs)))
-        hidden[:, rows] += hidden.std() * torch.linspace(-1, 1, hidden.shape[-1]).to(hidden)
-
-    def keep(_: nn.Module, __: object, output: object) -> None:
-        made.append(cast(Tensor, first_tensor(output))[:, text].clone())
-
-    with ExitStack() as hooks:
-        hooks.callback(last.register_forward_hook(keep).remove)
-        trace(module, probe, next(model.parameters()).dtype)
-        hooks.callback(first.register_forward_pre_hook(disturb, with_kwargs=True).remove)
-        trace(module, probe, next(model.parameters()).dtype)
-    return not all(map(torch.equal, made[: len(made) // 2], made[len(made) // 2 :]))
-
-
-def see_text_change(
-    model: nn.Module, module: nn.Module, probe: Batch, paths: Sequence[str]
-) -> list[dict[str, list[Tensor]]] | None:
-    """What modules of the model are given when one of them runs on the probe, and on the same with other last tokens;
-    None where it has no text, or cannot be changed so."""
-    changed = change_last_token(probe)
-    if changed is None:
-        return None
-    pair = []
-    for batch in (probe, changed):
-        given: dict[str, list[Tensor]] = {path: [] for path in paths}
-        with ExitStack() as hooks:
-            for path, seen in given.items():
-                hook = model.get_submodule(path).register_forward_pre_hook(
-                    lambda _, args, kwargs, seen=seen: seen.append(
-                        cast(Tensor, first_tensor((*args, *kwargs.values()))).clone()
-                    ),
-                    with_kwargs=True,
-                )
-                hooks.callback(hook.remove)
-            try:
-                trace(module, batch, next(model.parameters()).dtype)
-            except FAILURES:  # the last token marks an image, for example
-                return None
-        pair.append(given)
-    return pair

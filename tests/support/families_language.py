@@ -9,6 +9,7 @@ from family import (
     IMAGE_TOKEN,
     T5_SIZES,
     TEXT_SIZES,
+    TOKENS,
     VISION_SIZES,
     VOCABULARY,
     WIDTH,
@@ -53,6 +54,10 @@ _MLLAMA_VISION = {
 }  # fmt: skip
 _MLLAMA_TEXT = {**GROUPED_SIZES, "cross_attention_layers": [1], "rope_parameters": _ROPE}
 _BART = {**BART_SIZES, "max_position_embeddings": 64}
+_UDOP = {
+    "relative_attention_num_buckets": 32, "relative_attention_max_distance": 128, "image_size": 32, "patch_size": 8,
+    "max_2d_position_embeddings": 64,
+}  # fmt: skip
 _DONUT_VISION = {
     "model_type": "donut-swin", "image_size": 32, "patch_size": 4, "embed_dim": 16, "depths": [2, 2],
     "num_heads": [2, 4], "window_size": 4, "mlp_ratio": 2.0,
@@ -146,6 +151,17 @@ def _read_patches(count: int) -> Batch:
     return {"flattened_patches": patches, "attention_mask": mask, **prompt(count)}
 
 
+def _read_page(count: int) -> Batch:
+    """A picture, its words with the places where they stand, and what is written of it."""
+    corners = (0.9 * torch.rand(count, TOKENS, 4)).sort(-1).values
+    return {**pairs(count), **prompt(count), "bbox": corners}
+
+
+def _udop_padding(path: str, call: int, batch: Batch) -> Tensor | None:
+    """Sixteen patches behind the text."""
+    return after(16)(path, call, batch) if path.startswith("encoder") else batch["decoder_attention_mask"]
+
+
 def _florence_padding(path: str, call: int, batch: Batch) -> Tensor | None:
     return None if "vision_tower" in path else encoder_decoder(path, call, batch)
 
@@ -235,6 +251,11 @@ VISION_LANGUAGE = [
     Family(
         "pix2struct", "Pix2StructForConditionalGeneration", _PIX2STRUCT, _read_patches,
         "encoder.encoder.layer.{} decoder.layer.{}", mask=encoder_decoder,
+    ),
+    # patches stand behind the text, which cross-attention reads with them
+    Family(
+        "udop", "UdopForConditionalGeneration", T5_SIZES | _UDOP, _read_page, "{encoder,decoder}.block.{}",
+        mask=_udop_padding, stays=r"EncDecAttention\.[kv]$",
     ),
     Family(
         "florence2", "Florence2ForConditionalGeneration", {"vision_config": _FLORENCE_VISION,

@@ -130,9 +130,9 @@ _KIMI_LINEAR = {
 _BLOCKS, _STACKS = "{encoder,decoder}.block.{}", "model.{encoder,decoder}.layers.{}"
 
 
-def _text_read_from_first(count: int) -> Batch:
+def _text_read_from_first(count: int, tokens: int = 8) -> Batch:
     """Eight tokens, as attention in windows of four adds no padding then; the first of them attends everywhere."""
-    words = text(count, 8)
+    words = text(count, tokens)
     first = torch.zeros_like(words["attention_mask"])
     first[:, 0] = 1
     return {**words, "global_attention_mask": first}
@@ -199,8 +199,8 @@ ENCODERS = [
     ),
     # nine tokens, and the padding that it adds to them itself, which does not count
     Family(
-        "longformer-padded", "LongformerModel", TEXT_SIZES | {"attention_window": [10, 10]}, text, "encoder.layer.{}",
-        mask=_padded_to_window, stays="_global$",
+        "longformer-padded", "LongformerModel", TEXT_SIZES | {"attention_window": [10, 10]},
+        lambda count: _text_read_from_first(count, 9), "encoder.layer.{}", mask=_global_queries(_padded_to_window),
     ),
     Family("big-bird", "BigBirdModel", TEXT_SIZES | {"attention_type": "original_full"}, text, "encoder.layer.{}"),
     # four prompts that it has learnt stand before the text, and count

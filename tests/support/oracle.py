@@ -548,7 +548,7 @@ def _norm(path: str, module: Any, anchor: Any, shares: Sequence[Share], ridge: f
     }
 
 
-_KEEPS_MEAN = re.compile(r"RMSNorm$|T5LayerNorm$|^(SwitchTransformers|Pix2Struct|CpmAnt)LayerNorm$")
+_KEEPS_MEAN = re.compile(r"RMSNorm$|T5LayerNorm$|^(SwitchTransformers|Pix2Struct|CpmAnt|Udop)LayerNorm$")
 
 
 def normalise(norm: Any, x: Tensor) -> Tensor:

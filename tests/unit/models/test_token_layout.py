@@ -105,8 +105,10 @@ def test_rows_that_differ_between_examples_are_no_table_of_distances() -> None:
 def test_windows_of_padded_text_are_not_matched_and_windows_of_images_are() -> None:
     layout = learn_layout(Size((12, 6, 4)), Size((20, 6, 4)), AXES)
     windows, lengths = torch.zeros(8, 6, 4), {ROWS: 2, ENCODER: 3}
-    assert layout.flatten(windows, {ENCODER: MASK}, lengths, ENCODER) is None
-    assert layout.flatten(windows, {ENCODER: None, OWN: None}, lengths, OWN) is not None
+    in_turn = learn_layout(Size((3, 6, 4)), Size((5, 6, 4)), AXES)  # as many for every text
+    for of_layout, x in ((layout, windows), (in_turn, windows[:2])):
+        assert of_layout.flatten(x, {ENCODER: MASK}, lengths, ENCODER) is None
+        assert of_layout.flatten(x, {ENCODER: None, OWN: None}, lengths, OWN) is not None
 
 
 def test_probes_differ_in_examples_and_in_every_token_axis() -> None:
