@@ -1,10 +1,11 @@
 """How near featcal's own choice, and that of a search, come to the best settings of a grid, and what they cost.
 
-    python benchmarks/selection.py FOLDER [-n EXAMPLES]
+    python benchmarks/selection.py FOLDER [-n EXAMPLES] [--default λ α]
 
 FOLDER is a family (see family_*.py). The grid, in both metrics, is calibrated without the guard; `auto`,
 `search` and `preset` are whole runs of `featcal_cli.calibrate`; three choices of the examples (SEEDS). Test rows and
-labels are read by the judges only, after everything is chosen. Prints Markdown for docs/experiments.md.
+labels are read by the judges only, after everything is chosen. `--default` judges another default than featcal's, such
+as the one that the other families choose (left_out.py). Prints Markdown for docs/experiments.md.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import itertools
 import tempfile
 import time
 from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 
@@ -22,7 +24,7 @@ from judge import load_model
 from lab import Lab, Scores, gain, recipe_of
 
 from featcal_cli import calibrate
-from featcal_cli.calibration.hyperparameters import METRICS, Hyperparameters
+from featcal_cli.calibration.hyperparameters import FEATCAL, METRICS, Hyperparameters
 from featcal_cli.reporting.report import Report
 
 RIDGES, ALPHAS = (1e-5, 1e-4, 1e-3, 0.05), (0.3, 0.5, 0.8)
@@ -56,7 +58,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="How near auto and a search come to the best of a grid.")
     parser.add_argument("folder", type=Path)
     parser.add_argument("-n", "--examples", type=int, default=64)
+    parser.add_argument("--default", type=float, nargs=2, metavar=("λ", "α"), help="instead of featcal's")
     given = parser.parse_args()
+    if given.default:
+        FEATCAL["module"] = replace(FEATCAL["module"], ridge=given.default[0], alpha=given.default[1])
     gains: dict[str, list[Gain]] = defaultdict(list)
     seconds: dict[str, list[float]] = defaultdict(list)
     chosen: dict[str, list[str]] = defaultdict(list)
