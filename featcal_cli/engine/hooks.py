@@ -74,7 +74,7 @@ def run_captured(
     until the last of these modules has returned. decided: what a mixture decided in another model's run, which it does
     in this one, too."""
     routing = Routing(decided)
-    routing.is_open = "" in block.deciders
+    routing.deciding = int("" in block.deciders)
     routes: dict[str, list[Route | None]] = {module.name: [] for module in block.modules if module.is_routed}
     inputs: Features = {}
     outputs: dict[str, list[tuple[Tensor, int]]] = {}
@@ -83,8 +83,8 @@ def run_captured(
         _keep_inputs(hooks, runner, block, inputs, calls, routing=routing, routes=routes)
         for path in filter(None, block.deciders if routes else ()):
             decider = runner.module(f"{block.name}.{path}")
-            hooks.callback(decider.register_forward_pre_hook(lambda *_: setattr(routing, "is_open", True)).remove)
-            hooks.callback(decider.register_forward_hook(lambda *_: setattr(routing, "is_open", False)).remove)
+            hooks.callback(decider.register_forward_pre_hook(lambda *_: routing.enter()).remove)
+            hooks.callback(decider.register_forward_hook(lambda *_: routing.leave()).remove)
         for module in block.modules:
             child = runner.module(f"{block.name}.{module.name}")
             if (

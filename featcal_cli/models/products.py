@@ -52,8 +52,8 @@ class Routing:
     def __init__(self, decided: Sequence[Any] = (), on_decision: Callable[[Tensor], None] = lambda _: None) -> None:
         """decided: what another run decided, which counts here, too. on_decision: is told what it is made from."""
         self.decisions: list[Any] = []
-        self.is_open = True
-        """What is decided now is how tokens are given to experts."""
+        self.deciding = 1
+        """How many modules run whose choices give tokens to experts; with none, nothing is decided here."""
         self._decided, self._on_decision = decided, on_decision
         self._routes: list[Route] = []
         self._parts: list[tuple[Tensor, Route]] = []
@@ -68,6 +68,14 @@ class Routing:
         for values in self.kept:
             values.clear()
 
+    def enter(self) -> None:
+        """A module begins whose choices give tokens to experts; one may be inside another."""
+        self.deciding += 1
+
+    def leave(self) -> None:
+        """It ends."""
+        self.deciding -= 1
+
     def find(self, x: Tensor) -> Route | None:
         """Which tokens the rows of x [n, d] are; None where they are all of them."""
         if x.ndim != 2:
@@ -79,7 +87,7 @@ class Routing:
         """Call one of the ROUTING functions."""
         result = func(*args, **kwargs)
         is_decision = func in DECISIONS or (func in LARGEST and isinstance(result, tuple) and args[0].ndim == 2)
-        if is_decision and self.is_open:
+        if is_decision and self.deciding:
             self._on_decision(args[0])
             result = self._decided[len(self.decisions)] if len(self.decisions) < len(self._decided) else result
             self.decisions.append(result)
