@@ -93,8 +93,9 @@ def test_the_adapter_goes_to_the_hub_with_the_output(
     inputs = next(iter(saved.inputs.values()))
     after = answer(load(result, "alice/pushed"), inputs)
     torch.testing.assert_close(answer(adapted, inputs), after, rtol=1e-3, atol=1e-4)
-    taken_off, before = adapted.unload(), load(result, tmp_path / "merged")
-    torch.testing.assert_close(answer(taken_off, inputs), answer(before, inputs))
+    before = load(result, tmp_path / "merged")
+    with adapted.disable_adapter():  # unload() leaves norms, which peft keeps whole
+        torch.testing.assert_close(answer(adapted, inputs), answer(before, inputs))
     assert 'subfolder="adapter"' in (tmp_path / "out" / "README.md").read_text()
 
 

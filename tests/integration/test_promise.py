@@ -154,7 +154,7 @@ def check_promise(folder: Path, seed: int) -> float:
     return float(report.settings["step"])
 
 
-WORSE = 27
+WORSE = 61
 """The number of a family whose updates are reduced to a half."""
 HOPELESS = 2
 """Of one that no update helps."""

@@ -34,7 +34,7 @@ class Published:
 
 def write_merge(folder: Path) -> Path:
     """The files of such a merge, once for many publications."""
-    save_family(folder, BY_NAME["bert"])
+    save_family(folder, BY_NAME["bert"], spread=0.1)
     for name in ("base", "merged", *TASKS):
         save_tokenizer(folder / name)
     for task in TASKS:
