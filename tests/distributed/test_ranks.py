@@ -141,8 +141,10 @@ def test_every_process_returns_what_one_would(done: dict[str, Done], name: str) 
             assert report.settings[key] == alone.settings[key]
         for ours, theirs in zip(report.blocks, alone.blocks, strict=True):
             assert ours.skipped == theirs.skipped
-            steps = [[(module.name, module.rows, module.step) for module in each.modules] for each in (ours, theirs)]
-            assert steps[0] == steps[1]
+            rows = [[(module.name, module.rows) for module in each.modules] for each in (ours, theirs)]
+            steps = [[-1 if x.step is None else x.step for x in each.modules] for each in (ours, theirs)]
+            assert rows[0] == rows[1]
+            assert steps[0] == pytest.approx(steps[1], rel=1e-4)  # sums of two ranks are rounded otherwise
         assert list(report.drift) == list(alone.drift) and report.measures.keys() == alone.measures.keys()
         for task, drift in alone.drift.items():
             found = report.drift[task]
