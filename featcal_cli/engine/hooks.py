@@ -13,7 +13,7 @@ from transformers.pytorch_utils import Conv1D
 
 from featcal_cli.engine.block_runner import BlockRunner, PausedForward
 from featcal_cli.models.architecture import Block, Module
-from featcal_cli.models.module_kinds import LINEAR_KINDS, View
+from featcal_cli.models.module_kinds import LINEAR_KINDS, View, find_convolutions
 from featcal_cli.models.products import ProductWatch, Route, Routing
 from featcal_cli.models.token_layout import Lengths, Weights
 from featcal_cli.models.tracing import StopBlock, first_tensor
@@ -183,7 +183,7 @@ def watch_products(
         {module.functional.weight for module in block.modules if module.functional},
     )
     parameters = {weight.parameter: held.get_parameter(weight.parameter) for weight in weights}
-    return ProductWatch(parameters, before, after, weights, routing)
+    return ProductWatch(parameters, before, after, weights, routing, convolutions=find_convolutions(held))
 
 
 def _keep(

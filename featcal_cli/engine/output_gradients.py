@@ -21,8 +21,8 @@ from featcal_cli.engine.hooks import watch_products
 from featcal_cli.engine.token_weights import token_weights
 from featcal_cli.models.architecture import Architecture, Block
 from featcal_cli.models.module_kinds import LINEAR_KINDS, channels_last, read_parameters
-from featcal_cli.models.token_layout import Layout, Weights
-from featcal_cli.models.tracing import BlockCall, tensors_in
+from featcal_cli.models.token_layout import Layout, Weights, token_lengths
+from featcal_cli.models.tracing import BlockCall, first_tensor, tensors_in
 
 WIDEST_SQUARE, SKETCH_ROWS = 1024, 256
 """Outputs up to so wide have all products of their gradients summed; wider ones so many random combinations of them."""
@@ -209,14 +209,14 @@ class TracedPass:
                     module = self._expert.module(name)
                     gradient = channels_last(module, gradient)
                     if name not in of_experts:
-                        self._add_sizes(layouts[name], name, gradient, step.padding)
+                        self._add_sizes(layouts[name], name, gradient, step)
                     if sums is not None:  # a function may return [.., heads, d]
                         rows = gradient.reshape(-1, read_parameters(module).weight[..., 0].numel())
                         sums.add(name, rows, of_experts=name in of_experts)
                 before = zip((x for x, _ in origins), at[len(inside) :], strict=True)
                 self._send_back([(x, gradient) for x, gradient in before if gradient is not None], projection)
 
-    def _add_sizes(self, layouts: Sequence[Layout], path: str, gradient: Tensor, padding: Weights) -> None:
+    def _add_sizes(self, layouts: Sequence[Layout], path: str, gradient: Tensor, step: _Step) -> None:
         """Add ‖g‖² at the tokens of a module that is called once, as far as its rows are tokens."""
         axis = layouts[0].axis if len(layouts) == 1 else None
         if (
@@ -224,7 +224,10 @@ class TracedPass:
             or (sizes := layouts[0].sum_tokens(gradient.float().square(), count_examples(self.batch))) is None
         ):
             return
-        mask = padding.get(axis)
+        hidden = first_tensor((step.call.args, step.call.kwargs))
+        if hidden is not None:  # padding of a convolution makes more, which the model drops
+            sizes = sizes[:, : token_lengths(self.batch, hidden).get(axis)]
+        mask = step.padding.get(axis)
         if mask is None:
             mask = torch.ones_like(sizes)
         elif mask.shape != sizes.shape:

@@ -35,6 +35,15 @@ def kind_of(module: nn.Module) -> Kind | None:
     return _norm_kind(module, len(weight))
 
 
+def find_convolutions(model: nn.Module) -> dict[str, nn.Module]:
+    """Those of a model that compute what torch's do, by the paths of their weights."""
+    return {
+        f"{path}.weight": module
+        for path, module in model.named_modules()
+        if isinstance(module, CONVOLUTIONS) and _is_plain(module)
+    }
+
+
 def _is_plain(module: nn.Module) -> bool:
     """Whether a convolution computes what torch's does, with a weight that is its parameter."""
     plain = {kind.forward for kind in CONVOLUTIONS} | {kind._conv_forward for kind in CONVOLUTIONS}

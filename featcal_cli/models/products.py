@@ -10,7 +10,7 @@ from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
@@ -121,6 +121,9 @@ MATRIX_PRODUCTS = {torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Ten
 """x W, or W x of batches with features before tokens."""
 
 
+CONVOLVING = {functional.conv1d, functional.conv2d, functional.conv3d}
+
+
 class Product(NamedTuple):
     """x Wᵀ + b."""
 
@@ -145,13 +148,15 @@ class ProductWatch(TorchFunctionMode):
         weights: Collection[View] | None = None,
         routing: Routing | None = None,
         on_bias: Callable[[View, View], None] | None = None,
+        convolutions: Mapping[str, nn.Module] | None = None,
     ) -> None:
         """parameters: by their paths. before: is told the weight, x [.., d_in], and the bias where it lies in one of
         them too; after: the weight, and what was made of it; of these `weights` alone, where they are given. routing:
-        is told what a mixture decides. on_bias: is told the weight and the bias that is added next."""
+        is told what a mixture decides. on_bias: is told the weight and the bias that is added next. convolutions: by
+        the paths of their weights; both are told what functions compute that is what one of these would, too."""
         super().__init__()
         self._parameters, self._before, self._after, self._weights = parameters, before, after, weights
-        self._routing, self._on_bias = routing, on_bias
+        self._routing, self._on_bias, self._convolutions = routing, on_bias, convolutions or {}
         self._latest: tuple[View, Tensor] | None = None
         self._attending = torch.Size([0])
         """Of the queries that multi-head attention was called with last, without the last dimension."""
@@ -200,7 +205,22 @@ class ProductWatch(TorchFunctionMode):
             return Product(args[1], args[2].T, args[0])
         if func is torch.einsum and len(args) == 3:
             return next((read for x, w in ((1, 2), (2, 1)) if (read := self._read_einsum(args, x, w))), None)
+        if func in CONVOLVING and self._convolutions:
+            return self._read_convolution(args, kwargs)
         return None
+
+    def _read_convolution(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Product | None:
+        """Where it is what one of the convolutions would compute: the weight is [d_out, d_in / groups, *size]."""
+        given = _AS_CALLED | dict(zip(("input", "weight", "bias", *_AS_CALLED), args, strict=False)) | dict(kwargs)
+        weight = self._find(given["weight"])
+        module = None if weight is None else self._convolutions.get(weight.parameter)
+        if module is None or given["weight"].shape != module.weight.shape or module.padding_mode != "zeros":
+            return None
+        for name in _AS_CALLED:
+            own, called = getattr(module, name), given[name]
+            if own != (called if isinstance(called, (str, tuple)) or isinstance(own, int) else (called,) * len(own)):
+                return None
+        return Product(given["input"], module.weight, given.get("bias"))
 
     def _read_einsum(self, args: tuple[Any, ...], x_at: int, weight_at: int) -> Product | None:
         """Where the sum is over the last dimensions of x [.., *in], and those of the output [.., *out] are its last."""
@@ -232,6 +252,10 @@ class ProductWatch(TorchFunctionMode):
             if parameter.untyped_storage()._cdata == storage and 0 <= offset < parameter.numel():
                 return View(name, offset, tuple(x.shape), x.stride())
         return None
+
+
+_AS_CALLED: dict[str, Any] = {"stride": 1, "padding": 0, "dilation": 1, "groups": 1}
+"""How convolutions are called, and what they take if they are not told."""
 
 
 def _stride_of(dims: range, x: Tensor) -> int | None:

@@ -18,7 +18,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.pytorch_utils import Conv1D
 
 from featcal_cli.data.batches import Batch
-from featcal_cli.models.module_kinds import Functional, View, kind_of
+from featcal_cli.models.module_kinds import CONVOLUTIONS, Functional, View, find_convolutions, kind_of
 from featcal_cli.models.products import ProductWatch, Routing
 from featcal_cli.runtime import hardware
 from featcal_cli.runtime.errors import ArchitectureError
@@ -87,13 +87,18 @@ class Trace:
         """A function multiplies x [.., d_in] with what lies in a parameter, and adds a bias that is known."""
         holder, _, key = weight.parameter.rpartition(".")
         module, shape = self._model.get_submodule(holder), self._model.get_parameter(weight.parameter).shape
-        is_module = key == "weight" and isinstance(module, nn.Linear) and weight.size == shape
-        if isinstance(module, (nn.Linear, Conv1D)) and self._running[-1:] == [holder]:
+        is_module = key == "weight" and isinstance(module, (nn.Linear, *CONVOLUTIONS)) and weight.size == shape
+        if isinstance(module, (nn.Linear, Conv1D, *CONVOLUTIONS)) and self._running[-1:] == [holder]:
             return  # it does so itself
         name = holder if is_module else weight.name(shape)
         known = self.functional.setdefault(name, Functional(weight, bias, is_module))
         if known.weight == weight:
-            self._receive(name, x, weight.size[0])
+            self._receive(name, x, 0 if isinstance(module, CONVOLUTIONS) else weight.size[0])
+
+    def end_product(self, weight: View, y: Tensor) -> None:
+        """This is what a function has made with a weight."""
+        if len(weight.size) == 2:  # depth knows of convolutions
+            self.depth.add_one(y)
 
     def add(self, weight: View, bias: View) -> None:
         """A function adds what lies in a parameter to what it made with a weight."""
@@ -208,9 +213,10 @@ def trace(model: nn.Module, batch: Batch, dtype: torch.dtype) -> Trace:
     products = ProductWatch(
         dict(model.named_parameters()),
         traced.multiply,
-        lambda _, y: traced.depth.add_one(y),
+        traced.end_product,
         routing=traced.routing,
         on_bias=traced.add,
+        convolutions=find_convolutions(model),
     )
     try:
         with hardware.drawing_alike(), torch.no_grad(), products, traced.depth:

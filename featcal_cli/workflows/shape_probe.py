@@ -24,7 +24,7 @@ from featcal_cli.calibration.linear_algebra import (
 from featcal_cli.calibration.normal_equations import is_dual_cheaper, is_residual_cheaper
 from featcal_cli.data.batches import Batch, count_examples
 from featcal_cli.models.architecture import Architecture, Block, module_at
-from featcal_cli.models.module_kinds import LINEAR_KINDS, View, read_parameters, rows_shape
+from featcal_cli.models.module_kinds import LINEAR_KINDS, View, find_convolutions, read_parameters, rows_shape
 from featcal_cli.models.products import ProductWatch
 from featcal_cli.models.tracing import FAILURES, first_tensor, tensors_in
 
@@ -80,7 +80,12 @@ def probe_batch(model: nn.Module, architecture: Architecture, entry: str, batch:
             hook = model.get_submodule(path).register_forward_pre_hook
             handles.append(hook(lambda held, a, k, b=block.name, n=path: at_module(b, n, held, a, k), with_kwargs=True))
     parameters = {weight.parameter: model.get_parameter(weight.parameter) for weight in functional}
-    watch = ProductWatch(parameters, lambda weight, x, _: at_module(*functional[weight], None, x), weights=functional)
+    convolutions = find_convolutions(model)
+
+    def at_function(weight: View, x: Tensor, _: object) -> None:
+        at_module(*functional[weight], convolutions.get(weight.parameter), x)
+
+    watch = ProductWatch(parameters, at_function, weights=functional, convolutions=convolutions)
     dtype = next(model.parameters()).dtype
     shapes = {
         name: x.to("meta", dtype if x.is_floating_point() else x.dtype)

@@ -297,7 +297,7 @@ MIXTURES = [
         stays=r"conv_qk_depthwise$",
     ),
     Family(
-        "inkling", "InklingForCausalLM", _INKLING, left_text, "model.layers.{}", stays=r"sconv\.conv1d$",
+        "inkling", "InklingForCausalLM", _INKLING, left_text, "model.layers.{}",
         functional=r"rel_logits_proj\.proj$",
     ),
     # as kimi-linear's

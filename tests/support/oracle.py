@@ -317,7 +317,9 @@ def record(model: PreTrainedModel, block: str, batch: Mapping[str, Tensor]) -> d
         handle.remove()
     for path, calls in functional.items():
         module = model.get_submodule(path.rpartition(".")[0])
-        if not isinstance(module, (nn.Linear, Conv1D)):
+        if isinstance(module, CONVOLUTIONS):
+            calls = [patches(module, x) for x in calls]
+        if not isinstance(module, (nn.Linear, Conv1D, *CONVOLUTIONS)):
             kept[path] = calls
         elif path.endswith(".weight") and path.removesuffix(".weight") not in kept:
             kept[path.removesuffix(".weight")] = calls
@@ -331,7 +333,7 @@ def _functions(model: PreTrainedModel, block: str, kept: dict[str, list[Tensor]]
         x.data_ptr(): name for name, x in model.named_parameters() if name.startswith(f"{block}." if block else "")
     }
     linear, einsum, attend = nn.functional.linear, torch.einsum, nn.functional.multi_head_attention_forward
-    multiply = Tensor.__matmul__
+    multiply, convolve = Tensor.__matmul__, nn.functional.conv1d
     queries: list[torch.Size] = []
 
     def keep(x: Tensor, weight: Tensor) -> None:
@@ -343,6 +345,10 @@ def _functions(model: PreTrainedModel, block: str, kept: dict[str, list[Tensor]]
     def keep_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         keep(x, weight)
         return linear(x, weight, bias)
+
+    def keep_convolution(x: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        keep(x, weight)
+        return convolve(x, weight, *args, **kwargs)
 
     def keep_product(one: Tensor, other: Tensor) -> Tensor:
         if one.ndim == 2 and other.ndim == 3:  # W x, features before tokens
@@ -364,6 +370,7 @@ def _functions(model: PreTrainedModel, block: str, kept: dict[str, list[Tensor]]
 
     with (
         mock.patch.object(nn.functional, "linear", keep_linear),
+        mock.patch.object(nn.functional, "conv1d", keep_convolution),
         mock.patch.object(torch, "einsum", keep_einsum),
         mock.patch.object(Tensor, "__matmul__", keep_product),
         mock.patch.object(nn.functional, "multi_head_attention_forward", keep_attention),
