@@ -1,9 +1,9 @@
 """How near featcal's own choice, and that of a search, come to the best settings of a grid, and what they cost.
 
-    python benchmarks/selection.py FOLDER [-n EXAMPLES] [--default λ α]
+    python benchmarks/selection.py FOLDER [-n EXAMPLES] [--draws COUNT] [--default λ α]
 
 FOLDER is a family (see family_*.py). The grid, in both metrics, is calibrated without the guard; `auto`,
-`search` and `preset` are whole runs of `featcal_cli.calibrate`; three choices of the examples (SEEDS). Test rows and
+`search` and `preset` are whole runs of `featcal_cli.calibrate`; for some choices of the examples. Test rows and
 labels are read by the judges only, after everything is chosen. `--default` judges another default than featcal's, such
 as the one that the other families choose (left_out.py). Prints Markdown for docs/experiments.md.
 """
@@ -17,7 +17,7 @@ import time
 from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, stdev
 
 from experiments import SEEDS, Gain
 from judge import load_model
@@ -58,6 +58,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="How near auto and a search come to the best of a grid.")
     parser.add_argument("folder", type=Path)
     parser.add_argument("-n", "--examples", type=int, default=64)
+    parser.add_argument("--draws", type=int, default=len(SEEDS), help="choices of the examples, 3 if not given")
     parser.add_argument("--default", type=float, nargs=2, metavar=("λ", "α"), help="instead of featcal's")
     given = parser.parse_args()
     if given.default:
@@ -65,7 +66,7 @@ def main() -> None:
     gains: dict[str, list[Gain]] = defaultdict(list)
     seconds: dict[str, list[float]] = defaultdict(list)
     chosen: dict[str, list[str]] = defaultdict(list)
-    for seed in SEEDS:
+    for seed in range(1, given.draws + 1):
         lab = Lab(given.folder, given.examples, seed)
         merged = lab.score(lab.models.merged.module)
         for select in WAYS:
@@ -78,12 +79,13 @@ def main() -> None:
             gains[str(settings)].append(gain(scores, merged))
     means = {name: (fmean(mean for mean, _ in each), fmean(worst for _, worst in each)) for name, each in gains.items()}
     best = max(mean for name, (mean, _) in means.items() if name not in WAYS)
-    print(f"**{lab.family.name}**, {given.examples} examples a task\n")
-    print("| settings | mean gain | of the best of the grid | worst task | time |\n|---|---|---|---|---|")
+    print(f"**{lab.family.name}**, {given.examples} examples a task, {given.draws} draws\n")
+    print("| settings | mean gain | ± | of the best of the grid | worst task | time |\n|---|---|---|---|---|---|")
     least = fmean(seconds["preset"])
     for name, (mean, worst) in sorted(means.items(), key=lambda item: (item[0] not in WAYS, -item[1][0])):
         time_taken = f"{fmean(seconds[name]) / least:.2f} ×" if name in WAYS else ""
-        print(f"| {name} | {mean:+.3g} | {100 * mean / best:.0f} % | {worst:+.3g} | {time_taken} |")
+        error = stdev([of_draw for of_draw, _ in gains[name]]) / given.draws**0.5
+        print(f"| {name} | {mean:+.3g} | {error:.2g} | {100 * mean / best:.1f} % | {worst:+.3g} | {time_taken} |")
     for select, choices in chosen.items():
         print(f"\n`{select}` took {'; '.join(dict.fromkeys(choices))}.", flush=True)
 

@@ -21,6 +21,7 @@ from featcal_cli.engine.hooks import watch_products
 from featcal_cli.engine.token_weights import token_weights
 from featcal_cli.models.architecture import Architecture, Block
 from featcal_cli.models.module_kinds import LINEAR_KINDS, channels_last, read_parameters
+from featcal_cli.models.products import Routing
 from featcal_cli.models.token_layout import Layout, Weights, token_lengths
 from featcal_cli.models.tracing import BlockCall, first_tensor, tensors_in
 
@@ -257,7 +258,10 @@ class TracedPass:
             self._expert.bring(block.name)
             if paths:
                 watch = watch_products(
-                    self._expert, block, after=lambda weight, y: _keep_output(inside, paths[weight], None, None, y)
+                    self._expert,
+                    block,
+                    after=lambda weight, y: _keep_output(inside, paths[weight], None, None, y),
+                    routing=Routing() if block.is_mixture else None,
                 )
                 hooks.enter_context(watch)
             with torch.enable_grad():

@@ -83,6 +83,22 @@ class Routing:
         part = next((route for tensor, route in self._parts if tensor is x), None)
         return part or next((route for route in reversed(self._routes) if len(route.rows) == len(x)), None)
 
+    def share_out(self, x: Tensor) -> list[tuple[Tensor, Tensor]] | None:
+        """Where experts are given all tokens x [experts, T, d], zero but for those that a mixture has chosen an expert
+        for: these [n, d] and their numbers [n], by expert. None where it is not so."""
+        choice = self.decisions[-1] if self.decisions else None
+        chosen = choice[1] if isinstance(choice, tuple) else choice
+        if not isinstance(chosen, Tensor) or chosen.ndim > 2 or len(chosen) != x.shape[1]:
+            return None
+        experts = torch.arange(len(x), device=x.device).view(-1, 1, 1)
+        is_given = (chosen.reshape(1, x.shape[1], -1) == experts).any(-1)
+        if bool(is_given.all()) or bool(x[~is_given].any()):
+            return None
+        numbers = [of_expert.nonzero()[:, 0] for of_expert in is_given]
+        shares = [(tokens[of_expert], of_expert) for tokens, of_expert in zip(x, numbers, strict=True)]
+        self._parts += [(tokens, Route(of_expert, x.shape[1:])) for tokens, of_expert in shares]
+        return shares
+
     def run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call one of the ROUTING functions."""
         result = func(*args, **kwargs)
@@ -121,6 +137,8 @@ MATRIX_PRODUCTS = {torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Ten
 """x W, or W x of batches with features before tokens."""
 
 
+BATCHED_PRODUCTS = {torch.bmm, Tensor.bmm, torch.baddbmm}
+"""x W of several x and as many W, which may lie in one parameter."""
 CONVOLVING = {functional.conv1d, functional.conv2d, functional.conv3d}
 
 
@@ -175,9 +193,11 @@ class ProductWatch(TorchFunctionMode):
             bias = self._find(args[1]) if isinstance(args[1], Tensor) and args[1].ndim == 1 else None
             if bias is not None:
                 self._on_bias(self._latest[0], bias)
+        if func in BATCHED_PRODUCTS and not kwargs:
+            return self._multiply_batch(func, args)
         product = self._read(func, args, kwargs)
         weight = None if product is None else self._find(product.weight)
-        if product is None or weight is None or (self._weights is not None and weight not in self._weights):
+        if product is None or weight is None or not self._is_watched(weight):
             return func(*args, **kwargs)
         x = product.x
         if x.ndim == 2 and len(x) == self._attending.numel():  # attention has made one dimension of two
@@ -192,6 +212,30 @@ class ProductWatch(TorchFunctionMode):
         if self._after is not None:
             self._after(weight, result)
         return result
+
+    def _is_watched(self, weight: View) -> bool:
+        return self._weights is None or weight in self._weights
+
+    def _multiply_batch(self, func: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        """Call one of BATCHED_PRODUCTS, on x [n, T, d_in] and n matrices [d_in, d_out]."""
+        *given, x, matrices = args
+        if self._find(matrices) is None or (given and given[0].shape[:2] != (len(x), 1)):
+            return func(*args)
+        biases = [bias[0] for bias in given[0]] if given else [None] * len(x)
+        weights = [self._find(matrix.T) for matrix in matrices]
+        shares = None if self._routing is None or given else self._routing.share_out(x)
+        products = []
+        for number, (weight, matrix, bias) in enumerate(zip(weights, matrices, biases, strict=True)):
+            tokens, numbers = (x[number], None) if shares is None else shares[number]
+            if weight is not None and self._is_watched(weight):
+                self._before(weight, tokens, None if bias is None else self._find(bias))
+            if self._after is not None:
+                y = functional.linear(tokens, matrix.T, bias)
+                if weight is not None and self._is_watched(weight):
+                    self._after(weight, y)
+                all_tokens = y.new_zeros(*x.shape[1:-1], y.shape[-1])
+                products.append(y if numbers is None else all_tokens.index_copy(0, numbers, y))
+        return torch.stack(products) if products else func(*args)
 
     def _read(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Product | None:
         if func is functional.linear:
@@ -220,7 +264,7 @@ class ProductWatch(TorchFunctionMode):
             own, called = getattr(module, name), given[name]
             if own != (called if isinstance(called, (str, tuple)) or isinstance(own, int) else (called,) * len(own)):
                 return None
-        return Product(given["input"], module.weight, given.get("bias"))
+        return Product(given["input"], module.get_parameter("weight"), given.get("bias"))
 
     def _read_einsum(self, args: tuple[Any, ...], x_at: int, weight_at: int) -> Product | None:
         """Where the sum is over the last dimensions of x [.., *in], and those of the output [.., *out] are its last."""

@@ -101,6 +101,11 @@ _QWEN3_NEXT = {
     **_HEADS, **_SHARED_EXPERT, "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8,
     "linear_value_head_dim": 8, "layer_types": ["linear_attention", "full_attention"],
 }  # fmt: skip
+_LLAMA4 = {
+    **_HEADS, **_LOCAL_EXPERTS, "intermediate_size_mlp": 48, "moe_layers": [1], "attention_chunk_size": 4,
+    "no_rope_layers": [1, 0], "layer_types": ["chunked_attention", "full_attention"],
+}  # fmt: skip
+_RECURRENT_GEMMA = {**GROUPED_SIZES, "num_hidden_layers": 3, "lru_width": 32, "attention_window_size": 8}
 _FLAN = {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}
 _SWITCH = {"num_decoder_layers": 2, "num_experts": 3, "num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1}
 _NLLB_MOE = {"num_experts": 4, "encoder_sparse_step": 2, "decoder_sparse_step": 2}
@@ -265,6 +270,11 @@ CAUSAL = [
         "lfm2", "Lfm2ForCausalLM", GROUPED_SIZES | {"layer_types": ["conv", "full_attention"]}, text,
         "model.layers.{}",
     ),
+    # several matrices in a parameter, each for a part of the features
+    Family(
+        "recurrent-gemma", "RecurrentGemmaForCausalLM", _RECURRENT_GEMMA, text, "model.layers.{0,1,2}",
+        functional=r"_gate_(weight|bias)\[",
+    ),
     Family("mamba", "MambaForCausalLM", TEXT_SIZES | {"state_size": 4}, text, "backbone.layers.{}"),
 ]  # fmt: skip
 
@@ -298,12 +308,14 @@ MIXTURES = [
     ),
     Family(
         "inkling", "InklingForCausalLM", _INKLING, left_text, "model.layers.{}",
-        functional=r"rel_logits_proj\.proj$",
+        functional=r"rel_logits_proj\.proj$|shared_experts\.\w+_proj\[",
     ),
-    # as kimi-linear's
+    # its experts are given all tokens, most of them zero
+    Family("llama4", "Llama4ForCausalLM", _LLAMA4, left_text, "model.layers.{}"),
+    # its gated norm is not a norm alone
     Family("kimi-linear", "KimiLinearForCausalLM", _KIMI_LINEAR, text, "model.layers.{}", stays=r"\.o_norm$"),
     Family("jamba", "JambaForCausalLM", _JAMBA, text, "model.layers.{}"),
-    # its gated norm is not a norm alone
+    # as kimi-linear's
     Family("qwen3-next", "Qwen3NextForCausalLM", _QWEN3_NEXT, text, "model.layers.{}", stays=r"linear_attn\.norm$"),
 ]  # fmt: skip
 

@@ -137,9 +137,11 @@ def check_oracle(saved: Saved, result: Result, *, all_norms: bool = False, turns
     parts = {path for path in listed if ".experts." in path}
     of_experts = {name for name in expected if ".experts." in name and not name.endswith("bias")}
     assert {Slice(student, path).name for path in parts} == of_experts
-    listed -= parts
+    listed = {path.partition("[")[0] for path in listed - parts}
     names = {name for name in expected if ".experts." not in name}
-    functional = {name for name in names if re.search(family.functional, name)}
+    functional = {
+        name for name in names if re.search(family.functional, name) or re.search(family.functional, f"{name}[")
+    }
     whole = {name.rpartition(".")[0] for name in names - functional}
     assert listed == whole | {name for name in functional if not name.endswith("_bias")}
     assert report.settings["token_weights"] == ("cls" if family.cls else "uniform")

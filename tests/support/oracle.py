@@ -84,7 +84,7 @@ def calibrate_slowly(
             ]
             module, anchor = module_at(student, path), module_at(base, path)
             if isinstance(module, Matrix):
-                new |= module.as_parameters(_linear(path, module, anchor, shares, ridge, rho, alpha))
+                module.put(_linear(path, module, anchor, shares, ridge, rho, alpha), new)
             elif isinstance(module, CONVOLUTIONS):
                 new |= _convolution(path, module, anchor, shares, ridge, rho, alpha)
             elif isinstance(module, (nn.Linear, Conv1D)):
@@ -124,8 +124,9 @@ def modules_to_calibrate(model: PreTrainedModel, block: str, family: Family, *, 
         and not (_find_experts(model, block) and re.search(r"\.(router|gate|experts)(\.|$)", path))
     ] + [
         path
-        for path, _ in model.get_submodule(block).named_parameters(prefix=block)
-        if re.search(family.functional, path) and not path.endswith("_bias")
+        for whole, value in model.get_submodule(block).named_parameters(prefix=block)
+        for path in (whole, *(f"{whole}[{number}]" for number in range(len(value)) if value.ndim == 3))
+        if re.search(family.functional, path) and not whole.endswith("_bias")
     ]
 
 
@@ -137,19 +138,26 @@ def _find_experts(model: PreTrainedModel, block: str) -> list[str]:
 def _route(model: PreTrainedModel, block: str, batch: Mapping[str, Tensor], choice: Routed | None = None) -> Routed:
     """What a block's mixture gives its experts, in one forward of the model; with the choice of another run, if any."""
     routed = Routed([], {})
-    handles = []
+    handles, scores = [], dict[str, Tensor]()
     for number, path in enumerate(_find_experts(model, block)):
         module: Any = model.get_submodule(path)
 
         def keep(_: nn.Module, args: Any, path: str = path, module: Any = module, number: int = number) -> Any:
             x, *chosen = args
+            chosen = chosen or [scores[path]]
             chosen = chosen if choice is None else list(choice.choice[number])
             routed.choice.append(tuple(chosen))
             for name, *rows in _give_tokens(module, x.reshape(-1, x.shape[-1]), *chosen):
                 routed.inputs[f"{path}.{name}"] = (rows[0], rows[1], rows[2])
-            return (x, *chosen)
+            return (x, *chosen) if len(args) > 1 else None
+
+        def choose(_: nn.Module, __: Any, output: Any, path: str = path, number: int = number) -> Any:
+            scores[path] = output[0] if choice is None else choice.choice[number][0]
+            return (scores[path], *output[1:])
 
         handles.append(module.register_forward_pre_hook(keep))
+        if takes_all(module):
+            handles.append(model.get_submodule(path.replace(".experts", ".router")).register_forward_hook(choose))
     with torch.no_grad(), mock.patch.object(nn.functional, "softmax", _softmax):
         model(**{name: value.double() if value.is_floating_point() else value for name, value in batch.items()})
     for handle in handles:
@@ -157,9 +165,23 @@ def _route(model: PreTrainedModel, block: str, batch: Mapping[str, Tensor], choi
     return routed
 
 
-def _give_tokens(experts: Any, x: Tensor, index: Tensor, gates: Tensor) -> Iterator[tuple[str, Tensor, Tensor, Tensor]]:
+def takes_all(experts: nn.Module) -> bool:
+    """Whether experts are given all tokens, zero but for those that they are chosen for: Llama 4."""
+    return type(experts).__name__.startswith("Llama4")
+
+
+def _give_tokens(
+    experts: Any, x: Tensor, index: Tensor, gates: Tensor | None = None
+) -> Iterator[tuple[str, Tensor, Tensor, Tensor]]:
     """Every matrix of the experts, with its input, the tokens that it is of, and their gates."""
     for number in range(experts.num_experts):
+        if gates is None:  # index is scores [T, E], and x has been multiplied with them
+            tokens = index[:, number].nonzero()[:, 0]
+            given = x.view(experts.num_experts, len(index), -1)[number, tokens]
+            gate, up = (given @ experts.gate_up_proj[number]).chunk(2, -1)
+            yield f"gate_up_proj[{number}]", given, tokens, torch.ones(len(tokens))
+            yield f"down_proj[{number}]", up * experts.act_fn(gate), tokens, torch.ones(len(tokens))
+            continue
         if isinstance(experts, nn.ModuleDict):  # index is 1 at the expert [T, 1, E]
             expert: Any = experts[f"expert_{number}"]
             if index.ndim == 2:  # NLLB takes 0 and 1 for experts, once for each column
@@ -200,7 +222,8 @@ class Slice:
         start, _, stop = part.partition(":")
         self.part: Any = slice(int(start), int(stop)) if stop else int(start) if part else slice(None)
         has_bias = f"{name}_bias" in dict(model.named_parameters())
-        self.is_transposed = has_bias or name.endswith("mlp.w2")
+        holder = model.get_submodule(name.rpartition(".")[0])
+        self.is_transposed = has_bias or name.endswith("mlp.w2") or takes_all(holder)
         piece = self.parameter[self.part]
         self.weight = nn.Parameter(piece.T if self.is_transposed else piece, requires_grad=False)
         names = dict(model.named_parameters())
@@ -264,30 +287,41 @@ def _join_experts(student: PreTrainedModel, new: dict[str, Tensor]) -> dict[str,
 
 
 class Matrix:
-    """A parameter that a function multiplies with: [d_out, d_in]; of XLNet [d_in, heads, d] and [d_out, heads, d]."""
+    """What a function multiplies with: a parameter [d_out, d_in], of XLNet [d_in, heads, d] and [d_out, heads, d]; or
+    one of several matrices in a parameter."""
 
     def __init__(self, model: PreTrainedModel, path: str) -> None:
-        self.path, self.parameter = path, model.get_parameter(path)
-        names = dict(model.named_parameters())
-        self.bias: Any = names.get(path.replace("_weight", "_bias")) if path.endswith("_weight") else None
-        flat = self.parameter.data.reshape(len(self.parameter), -1)
-        from_left = self.parameter.ndim == 3 and not path.endswith(".o")
-        self.is_transposed = from_left or path.endswith("rel_logits_proj.proj")  # x W
+        self.path, names = path, dict(model.named_parameters())
+        self.name, _, part = path.removesuffix("]").partition("[")
+        self.part: Any = int(part) if part else slice(None)
+        self.bias_name = re.sub("_weight$", "_bias", self.name)
+        bias = names.get(self.bias_name) if self.bias_name != self.name else None
+        self.bias: Any = None if bias is None else nn.Parameter(bias.data[self.part], requires_grad=False)
+        self.wholes = {name: names[name].data for name in (self.name, self.bias_name)}
+        piece = self.wholes[self.name][self.part]
+        flat = piece.reshape(len(piece), -1)
+        from_left = piece.ndim == 3 and not path.endswith(".o")
+        self.is_transposed = from_left or re.search(r"rel_logits_proj\.proj$|_gate_weight\[", path) is not None  # x W
         self.weight = flat.T if self.is_transposed else flat
 
     def get_parameter(self, _: str) -> Any:
         return nn.Parameter(self.weight)
 
-    def as_parameters(self, result: dict[str, Tensor]) -> dict[str, Tensor]:
+    def put(self, result: dict[str, Tensor], new: dict[str, Tensor]) -> None:
+        """Put what was solved into new parameters."""
         weight = result[f"{self.path}.weight"]
-        weight = (weight.T if self.is_transposed else weight).reshape(self.parameter.shape)
-        bias = {} if self.bias is None else {self.path.replace("_weight", "_bias"): result[f"{self.path}.bias"]}
-        return {self.path: weight, **bias}
+        values = {self.name: weight.T if self.is_transposed else weight}
+        if self.bias is not None:
+            values[self.bias_name] = result[f"{self.path}.bias"]
+        for name, value in values.items():
+            whole = new.setdefault(name, self.wholes[name].clone())
+            whole[self.part] = value.reshape(whole[self.part].shape)
 
 
 def module_at(model: PreTrainedModel, path: str) -> Any:
     """The module at this path, or what stands for the parameter there."""
-    return Matrix(model, path) if path in dict(model.named_parameters()) else model.get_submodule(path)
+    is_parameter = path.partition("[")[0] in dict(model.named_parameters())
+    return Matrix(model, path) if is_parameter else model.get_submodule(path)
 
 
 def is_norm(module: nn.Module) -> bool:
@@ -333,7 +367,7 @@ def _functions(model: PreTrainedModel, block: str, kept: dict[str, list[Tensor]]
         x.data_ptr(): name for name, x in model.named_parameters() if name.startswith(f"{block}." if block else "")
     }
     linear, einsum, attend = nn.functional.linear, torch.einsum, nn.functional.multi_head_attention_forward
-    multiply, convolve = Tensor.__matmul__, nn.functional.conv1d
+    multiply, convolve, multiply_batch = Tensor.__matmul__, nn.functional.conv1d, torch.baddbmm
     queries: list[torch.Size] = []
 
     def keep(x: Tensor, weight: Tensor) -> None:
@@ -349,6 +383,12 @@ def _functions(model: PreTrainedModel, block: str, kept: dict[str, list[Tensor]]
     def keep_convolution(x: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         keep(x, weight)
         return convolve(x, weight, *args, **kwargs)
+
+    def keep_batch(bias: Tensor | float, x: Tensor, weights: Tensor) -> Tensor:
+        if name := names.get(weights.data_ptr()):
+            for number, rows in enumerate(x):
+                kept.setdefault(f"{name}[{number}]", []).append(rows.detach().double().clone())
+        return multiply_batch(torch.as_tensor(bias, dtype=x.dtype), x, weights)
 
     def keep_product(one: Tensor, other: Tensor) -> Tensor:
         if one.ndim == 2 and other.ndim == 3:  # W x, features before tokens
@@ -371,6 +411,8 @@ def _functions(model: PreTrainedModel, block: str, kept: dict[str, list[Tensor]]
     with (
         mock.patch.object(nn.functional, "linear", keep_linear),
         mock.patch.object(nn.functional, "conv1d", keep_convolution),
+        mock.patch.object(torch, "baddbmm", keep_batch),
+        mock.patch.object(torch, "bmm", lambda x, weights: keep_batch(0.0, x, weights)),
         mock.patch.object(torch, "einsum", keep_einsum),
         mock.patch.object(Tensor, "__matmul__", keep_product),
         mock.patch.object(nn.functional, "multi_head_attention_forward", keep_attention),
