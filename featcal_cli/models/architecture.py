@@ -81,7 +81,7 @@ class Module:
     @property
     def why_silent(self) -> str:
         """The reason for leaving it as merged where no call of it was seen."""
-        return "a convolution that is not called as a module" if self.kind == "convolution" else "never called"
+        return "a convolution that torch's functions do not compute" if self.kind == "convolution" else "never called"
 
 
 @dataclass(frozen=True)

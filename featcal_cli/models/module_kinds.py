@@ -38,7 +38,7 @@ def kind_of(module: nn.Module) -> Kind | None:
 def find_convolutions(model: nn.Module) -> dict[str, nn.Module]:
     """Those of a model that compute what torch's do, by the paths of their weights."""
     return {
-        f"{path}.weight": module
+        f"{path}.weight".lstrip("."): module
         for path, module in model.named_modules()
         if isinstance(module, CONVOLUTIONS) and _is_plain(module)
     }

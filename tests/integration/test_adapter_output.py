@@ -15,9 +15,9 @@ from torch import Tensor
 from featcal_cli.runtime.errors import OutputError, RecipeError
 from featcal_cli.workflows.verbs import Result, calibrate, dry_run
 
-FULL = {"bert": 32, "gpt2": 32, "llama": 32, "whisper": 32, "convnext": 32, "wavlm": 32}
+FULL = {"bert": 32, "gpt2": 32, "llama": 32, "whisper": 32, "convnext": 32, "wavlm": 32, "lfm2": 32}
 """By family, a rank that holds every update: Linears with biases, Conv1D, without biases, some with, convolutions, and
-projections that functions read."""
+projections and convolutions that functions read."""
 
 
 @pytest.mark.parametrize("name", FULL)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -21,7 +22,7 @@ from featcal_cli.engine.block_runner import BlockRunner
 from featcal_cli.engine.output_gradients import GradientSums, measure_output_gradients
 from featcal_cli.models.architecture import Architecture, module_at
 from featcal_cli.models.loading import Model, share_model
-from featcal_cli.models.module_kinds import LINEAR_KINDS
+from featcal_cli.models.module_kinds import CONVOLUTIONS, LINEAR_KINDS
 
 EXAMPLES, SEED = 4, 7
 PROJECTIONS = output_gradients.MOST_PROJECTIONS
@@ -42,17 +43,33 @@ def measure_plainly(
         sums[path] = sums[path] + rows.T @ rows if path in sums else rows.T @ rows
         sizes[-1][path] = sizes[-1].get(path, 0) + gradient.double().square().sum(-1)
 
-    def watch(path: str, _: object, __: object, y: Tensor) -> None:
+    def watch(path: str, module: object, __: object, y: Tensor) -> None:
         if y.requires_grad:
-            y.register_hook(partial(add, path))
+            axis = 1 if isinstance(module, CONVOLUTIONS) else -1
+            y.register_hook(lambda gradient: add(path, gradient.movedim(axis, -1)))
 
-    linear = nn.functional.linear
+    linear, convolve, multiply_batch = nn.functional.linear, nn.functional.conv1d, torch.baddbmm
     functional: dict[int, str] = {}
 
     def multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         y = linear(x, weight, bias)
         if path := functional.get(weight.data_ptr()):
             watch(path, None, None, y)
+        return y
+
+    def convolve_watched(x: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        y = convolve(x, weight, *args, **kwargs)
+        if path := functional.get(weight.data_ptr()):
+            y.register_hook(lambda gradient: add(path, gradient[:, :, : x.shape[2]].movedim(1, -1)))
+        return y
+
+    def multiply_watched(bias: Tensor | float, x: Tensor, weights: Tensor) -> Tensor:
+        """Of tokens that are not zero: a mixture gives its experts those alone."""
+        y = multiply_batch(torch.as_tensor(bias, dtype=x.dtype), x, weights)
+        for number, weight in enumerate(weights):
+            if path := functional.get(weight.data_ptr()):
+                given = x[number].any(-1)
+                y.register_hook(lambda gradient, n=number, path=path, given=given: add(path, gradient[n, given]))
         return y
 
     handles = []
@@ -72,7 +89,12 @@ def measure_plainly(
     for batch in batches:
         sizes.append({})
         given = {name: x for name, x in batch.items() if name in forward_names(model)}
-        with mock.patch.object(nn.functional, "linear", multiply):
+        with (
+            mock.patch.object(nn.functional, "linear", multiply),
+            mock.patch.object(nn.functional, "conv1d", convolve_watched),
+            mock.patch.object(torch, "baddbmm", multiply_watched),
+            mock.patch.object(torch, "bmm", lambda x, weights: multiply_watched(0.0, x, weights)),
+        ):
             output = model(**given)
             rows = choose_rows(read_output(output), given)
         most = output_gradients.PREDICTIONS * count_examples(batch)
@@ -103,7 +125,7 @@ def lay_out(sizes: Tensor, batch: Batch) -> Tensor:
     return sizes if sizes.shape[0] == count else sizes.T if sizes.ndim == 2 else sizes.reshape(count, -1)
 
 
-@pytest.mark.parametrize("name", sorted({*SPREAD, "wavlm"}))
+@pytest.mark.parametrize("name", sorted({*SPREAD, "lfm2", "llama4", "recurrent-gemma", "wavlm"}))
 def test_they_are_those_of_a_whole_backward_pass(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever lies between blocks, however often they run; also where batches go in several groups."""
     monkeypatch.setattr(output_gradients, "DIRECTIONS", 128)  # more than any output here has
@@ -123,7 +145,7 @@ def test_they_are_those_of_a_whole_backward_pass(name: str, tmp_path: Path, monk
             assert (factor.T @ factor - sums).norm() <= 1e-4 * sums.norm(), path
 
 
-@pytest.mark.parametrize("name", ["bert", "vit", "t5", "llama", "gpt2", "wav2vec2"])
+@pytest.mark.parametrize("name", ["bert", "vit", "t5", "llama", "gpt2", "lfm2", "wav2vec2"])
 def test_their_sizes_are_known_at_every_token(name: str, tmp_path: Path) -> None:
     """Over their mean at the tokens that count, whatever the batches."""
     prepared = prepare(save_family(tmp_path, BY_NAME[name]), batch_size=2, examples=EXAMPLES)

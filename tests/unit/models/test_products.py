@@ -7,10 +7,10 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
+from torch.nn.functional import conv1d, linear
 
-from featcal_cli.models.module_kinds import View
-from featcal_cli.models.products import ProductWatch
+from featcal_cli.models.module_kinds import View, find_convolutions
+from featcal_cli.models.products import ProductWatch, Routing
 
 WIDE = nn.Parameter(torch.randn(12, 6))
 DEEP = nn.Parameter(torch.randn(3, 6, 4))
@@ -50,6 +50,73 @@ def test_a_product_tells_which_part_of_which_parameter_it_is_made_with(
         assert weight is not None and torch.equal(view.of(parameters[view.parameter]), weight)
         assert y is result
         torch.testing.assert_close(linear(x, weight), result)
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_each_matrix_of_a_batched_product_is_told_of(*, with_bias: bool) -> None:
+    parameters = {"deep": DEEP, "shift": nn.Parameter(torch.randn(3, 4))}
+    x = torch.randn(3, 5, 6)
+    seen: list[tuple[View, Tensor, View | None]] = []
+    made: list[Tensor] = []
+    with torch.no_grad():
+        bias = parameters["shift"][:, None] if with_bias else torch.zeros(3, 1, 4)
+        expected = torch.baddbmm(bias, x, DEEP)
+        with ProductWatch(parameters, lambda *args: seen.append(args), lambda _, y: made.append(y)):
+            result = torch.baddbmm(bias, x, DEEP) if with_bias else torch.bmm(x, DEEP)
+    torch.testing.assert_close(result, expected)
+    torch.testing.assert_close(torch.stack(made), expected)
+    assert [weight.name(DEEP.shape) for weight, _, _ in seen] == ["deep[0]", "deep[1]", "deep[2]"]
+    for number, (weight, given, shift) in enumerate(seen):
+        assert torch.equal(weight.of(DEEP), DEEP[number].T)
+        assert torch.equal(given, x[number])
+        assert shift == (View("shift", 4 * number, (4,), (1,)) if with_bias else None)
+
+
+def test_products_of_activations_are_not_looked_into() -> None:
+    seen: list[object] = []
+    with torch.no_grad(), ProductWatch({"deep": DEEP}, lambda *args: seen.append(args)):
+        result = torch.bmm(torch.ones(3, 5, 6), DEEP * 2)
+    torch.testing.assert_close(result, torch.ones(3, 5, 6) @ (DEEP * 2))
+    assert not seen
+
+
+@pytest.mark.parametrize("others", [0.0, 1.0])
+def test_experts_that_are_given_all_tokens_get_those_that_they_are_chosen_for(others: float) -> None:
+    """If the others are zero."""
+    scores = torch.tensor([[3.0, 2, 1], [1, 3, 2], [2, 3, 1], [3, 2, 1]])
+    tokens = torch.randn(4, 6)
+    routing, given = Routing(), list[Tensor]()
+    with torch.no_grad(), ProductWatch({"deep": DEEP}, lambda _, x, __: given.append(x), routing=routing):
+        chosen = scores.topk(2).indices
+        is_chosen = torch.zeros(4, 3).scatter_(1, chosen, 1.0)
+        torch.bmm(tokens * (is_chosen + others).T[:, :, None], DEEP)
+    if others:
+        assert [len(x) for x in given] == [4, 4, 4]
+        assert not any(routing.find(x) for x in given)
+        return
+    for number, rows in enumerate([[0, 2, 3], [0, 1, 2, 3], [1]]):
+        route = routing.find(given[number])
+        assert route is not None
+        assert route.rows.tolist() == rows
+        assert route.shape == (4, 6)
+        assert torch.equal(given[number], tokens[rows])
+
+
+@pytest.mark.parametrize(("padding", "groups", "is_told"), [(2, 4, True), (0, 4, False), ((2,), 4, True)])
+def test_a_convolution_that_a_function_computes_is_told_of_if_it_is_that_of_the_module(
+    padding: int | tuple[int], groups: int, *, is_told: bool
+) -> None:
+    module = nn.Conv1d(4, 4, 3, padding=2, groups=4)
+    x = torch.randn(2, 4, 7)
+    seen: list[tuple[View, Tensor, View | None]] = []
+    watch = ProductWatch(
+        dict(module.named_parameters()), lambda *args: seen.append(args), convolutions=find_convolutions(module)
+    )
+    with torch.no_grad(), watch:
+        conv1d(x, weight=module.weight.squeeze(1).unsqueeze(1), bias=module.bias, padding=padding, groups=groups)
+    assert [(w.parameter, given is x, b and b.parameter) for w, given, b in seen] == [
+        ("weight", True, "bias")
+    ] * is_told
 
 
 def test_attention_is_looked_into_with_its_rows_by_length_and_example() -> None:
