@@ -16,7 +16,7 @@ from featcal_cli.engine.drift_metrics import CHANGE, COSINE, DRIFT, OUTSIDE, SHI
 from featcal_cli.engine.job import Job, Measurement
 from featcal_cli.engine.token_weights import choose_rows, token_weights
 from featcal_cli.models.architecture import Block
-from featcal_cli.models.token_layout import Layout, Lengths, Weights, token_lengths
+from featcal_cli.models.token_layout import Layout, Lengths, Weights
 from featcal_cli.models.tracing import first_tensor, tensors_in
 
 MODULE_ROWS = 256
@@ -158,7 +158,7 @@ class DriftProbe:
         expert = self._passes[EXPERT]
         on_expert = {role: self._run(role, block, expert) for role in self._measurement.split & self._passes.keys()}
         weights = token_weights(expert, block, cls_tokens=False)
-        given, lengths = expert.hidden, token_lengths(expert.batch, expert.hidden)
+        given, lengths = expert.hidden, expert.lengths
         self._shown = _ExpertRun(run, given, on_expert, weights, lengths, call)
         is_last_call = call == block.calls
         if is_last_call and self._is_end(block):
@@ -191,7 +191,7 @@ class DriftProbe:
         expert = self._passes[EXPERT]
         block = next(block for block in self._job.architecture.blocks if expert.is_at(block))
         weights = token_weights(expert, block, cls_tokens=False)
-        lengths = token_lengths(expert.batch, expert.hidden)
+        lengths = expert.lengths
         for role in self._measurement.runners:
             pair = (self._passes[role].hidden, expert.hidden)
             rows = self._choose_rows(pair, block.layout, weights, lengths)
@@ -362,7 +362,7 @@ class SwitchProbe:
         """Give every block's part of the last drift to the meter. `output`: the expert's."""
         assert self._measurement.shares is not None
         weights = token_weights(self._expert, block, cls_tokens=False)
-        lengths = token_lengths(self._expert.batch, self._expert.hidden)
+        lengths = self._expert.lengths
 
         def rows_of(last: Any) -> Tensor:
             hidden, first_only = first_tensor(last), bool(self._job.cls_blocks)

@@ -21,7 +21,6 @@ from featcal_cli.engine.known_outputs import KnownOutputs, Room
 from featcal_cli.engine.token_weights import token_weights
 from featcal_cli.models.architecture import Block, Module
 from featcal_cli.models.module_kinds import LINEAR_KINDS
-from featcal_cli.models.token_layout import token_lengths
 from featcal_cli.runtime import hardware
 
 PassGroup = TypeVar("PassGroup", "PairedPass", DriftProbe, SwitchProbe)
@@ -341,7 +340,7 @@ class BlockVisit:
 
     def _describe(self, x_cal: Features, captured: CapturedRun, student: PausedForward) -> Observation:
         padding, weights = (token_weights(student, self.block, cls_tokens=cls) for cls in (False, self.cls_tokens))
-        lengths = token_lengths(student.batch, student.hidden)
+        lengths = student.lengths
         seen = (False, captured.y, range(0), (1.0, 1.0), captured.routes)
         return Observation(x_cal, captured.x, padding, weights, lengths, *seen)
 

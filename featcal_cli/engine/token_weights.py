@@ -13,7 +13,8 @@ from featcal_cli.data.batches import Batch, take_examples
 from featcal_cli.engine.block_runner import BlockRunner, PausedForward
 from featcal_cli.models.architecture import Architecture, Block
 from featcal_cli.models.products import Route
-from featcal_cli.models.token_layout import MASK, OWN, Layout, Lengths, Weights, counts_all, token_masks
+from featcal_cli.models.text_rows import TextRows
+from featcal_cli.models.token_layout import MASK, MEMORY, OWN, Layout, Lengths, Weights, counts_all, token_masks
 from featcal_cli.models.tracing import first_tensor
 
 OTHER_TOKENS = 0.01
@@ -25,7 +26,9 @@ def token_weights(paused: PausedForward, block: Block, *, cls_tokens: bool) -> W
     weights = {**token_masks(paused.batch), OWN: None}
     axis = block.layout.axis
     if axis == OWN:
-        weights[OWN] = _own_mask(paused, block)
+        weights[OWN] = _own_mask(paused, paused.lengths[OWN], block.holds_text, block.text_rows)
+    if block.memory is not None:
+        weights[MEMORY] = _own_mask(paused, paused.lengths[MEMORY], *block.memory)
     if cls_tokens and axis is not None:
         first = torch.full(paused.hidden.shape[:2], OTHER_TOKENS, device=paused.hidden.device)
         first[:, 0] = 1.0
@@ -35,22 +38,22 @@ def token_weights(paused: PausedForward, block: Block, *, cls_tokens: bool) -> W
     return weights
 
 
-def _own_mask(paused: PausedForward, block: Block) -> Tensor | None:
-    """1 for what the tokens that count became on a block's own axis [B, F]; None where all of it counts.
+def _own_mask(paused: PausedForward, frames: int, holds_text: bool, text: TextRows | None) -> Tensor | None:
+    """1 for what the tokens that count became on a stack's own axis [B, frames]; None where all of it counts.
 
     Where the two cannot be brought together the mask is empty, which fits no feature.
     """
     ids, mask = paused.batch.get("input_ids"), paused.batch.get(MASK)
-    if ids is not None and not block.holds_text:
+    if ids is not None and not holds_text:
         return None  # patches beside a text, in a tower of their own
     if mask is None and ids is not None:
         mask = torch.ones_like(ids)
     if mask is None or (ids is None and counts_all(mask)):
         return None
-    frames, length = paused.hidden.shape[1], mask.shape[1]
+    length = mask.shape[1]
     if frames == length:
         return None if counts_all(mask) else mask.float()
-    if (text := block.text_rows) is not None:
+    if text is not None:
         sizes = text.start, frames - length - text.start
         before, after = (
             mask.new_full((len(mask), size), counts) for size, counts in zip(sizes, text.around_counts, strict=True)

@@ -31,6 +31,7 @@ from featcal_cli.models.token_layout import (
     DECODER,
     ENCODER,
     MASK,
+    MEMORY,
     OWN,
     Axes,
     Layout,
@@ -103,6 +104,9 @@ class Block:
     """Its own token axis holds the text: beside other things in one sequence, or padded by the model."""
     text_rows: TextRows | None
     """Where the text is in that sequence, where that could be found out."""
+    memory: tuple[bool, TextRows | None] | None
+    """`holds_text` and `text_rows` of the stack that ran before, where rows of its own axis are read (MEMORY here), as
+    cross-attention does."""
     deciders: tuple[str, ...]
     """Paths inside the block of the modules that choose the experts of tokens, "" for the block itself."""
 
@@ -296,10 +300,13 @@ def _describe(model: nn.Module, name: str, run: _Run, norms: str, holders: Mappi
             skipped.append((path, "a norm without bias; --norms all calibrates it"))
     holds_text, text_rows = _look_for_text(model, run, name, layout, axes)
     modules = _find_apart(model, run, name, _count_depths(held, name, modules, run.first.depths))
+    modules, memory = _find_memory(model, run, name, modules, axes)
     choosing = (path for path in sorted(run.first.deciders) if f"{path}.".startswith(f"{name}."))
     deciders = tuple(path.removeprefix(name).lstrip(".") for path in choosing)
     overwritten = name in run.first.overwritten
-    return Block(name, tuple(modules), tuple(skipped), layout, calls, overwritten, holds_text, text_rows, deciders)
+    return Block(
+        name, tuple(modules), tuple(skipped), layout, calls, overwritten, holds_text, text_rows, memory, deciders
+    )
 
 
 def _look_for_text(model: nn.Module, run: _Run, name: str, layout: Layout, axes: Axes) -> tuple[bool, TextRows | None]:
@@ -414,6 +421,28 @@ def _find_apart(model: nn.Module, run: _Run, block: str, modules: list[Module]) 
         replace(x, layouts=tuple(replace(layout, is_apart=True) for layout in x.layouts)) if x.name in apart else x
         for x in modules
     ]
+
+
+def _find_memory(
+    model: nn.Module, run: _Run, block: str, modules: list[Module], axes: Axes
+) -> tuple[list[Module], tuple[bool, TextRows | None] | None]:
+    """The modules, those of unknown rows marked as reading MEMORY where they read as many as the stack of blocks had
+    that ran before; and what Block says of it."""
+    stack = block.rpartition(".")[0]
+    earlier = run.blocks[: run.blocks.index(block)] if block in run.blocks else []
+    before = [other for other in earlier if other.rpartition(".")[0] != stack]
+    unclear = [x for x in modules if any(of.is_unclear for of in x.layouts)]
+    layout, own = _own_axis(run, before[-1]) if before and unclear else (Layout(None), axes)
+    if layout.axis != OWN:
+        return modules, None
+    held = model.get_submodule(block)
+    calls, axes = run.first.calls.count(block), {**axes, MEMORY: own[OWN]}
+    known = {x.name: _layouts(run, f"{block}.{x.name}", calls, axes, module_at(held, x)) for x in unclear}
+    reading = {name for name, layouts in known.items() if {of.axis for of in layouts} == {MEMORY}}
+    if not reading:
+        return modules, None
+    modules = [replace(x, layouts=known[x.name]) if x.name in reading else x for x in modules]
+    return modules, _look_for_text(model, run, before[-1], layout, own)
 
 
 def _count_patches(model: nn.Module, run: _Run) -> set[int]:

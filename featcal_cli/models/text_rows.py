@@ -27,7 +27,8 @@ def find_text_rows(
     model: nn.Module, module: nn.Module, probe: Batch, stack: Sequence[str], length: int
 ) -> TextRows | None:
     """Where a text of this length is in the sequence that the first block of a stack is given when the module runs on
-    the probe: the one row that changes with the last token tells. None where none does, or several do."""
+    the probe: the one row that changes with the last token tells, or all rows of the text, which a stack before has
+    mixed. None where other rows change, or none."""
     pair = see_text_change(model, module, probe, stack[:1])
     if pair is None:
         return None
@@ -36,6 +37,8 @@ def find_text_rows(
         return None
     rows = (one != other).any(-1).any(0).nonzero().flatten().tolist()
     start = rows[0] - length + 1 if len(rows) == 1 else -1
+    if rows and rows == [*range(rows[0], rows[0] + length)]:
+        start = rows[0]
     if start < 0:
         return None
     if any(tensor.is_floating_point() for tensor in probe.values()):

@@ -23,6 +23,8 @@ PROBE_TOKENS = 8
 ENCODER, DECODER, OWN = "encoder", "decoder", "own"
 """Token axes: of the encoder's (or only) text, of the decoder's text, and a block's own (patches, audio frames). Masks
 of other names (pixel_attention_mask) make axes of their own name."""
+MEMORY = "memory"
+"""The axis of what cross-attention reads, where it is another stack's own: frames of sound, a text beside an image."""
 STEPS = {ENCODER: 1, DECODER: 2}
 """Axes whose length the probes can change, each by another step."""
 MASK = "attention_mask"
@@ -72,6 +74,11 @@ class Layout:
         return several and not any(dim.axis for dim in dims)
 
     @property
+    def is_unclear(self) -> bool:
+        """Nothing tells which of its rows are padding."""
+        return self.dims is None or (self.may_be_windows and not self.is_apart)
+
+    @property
     def axis(self) -> str | None:
         """The token axis in it; None where there is none, or more than one."""
         axes = {dim.axis for dim in self.dims or () if dim.axis is not None and dim.factor == 1}
@@ -91,7 +98,7 @@ class Layout:
             kept = None if per_row is None else per_row.nonzero().view(-1)
             return None if per_row is None or kept is None else (rows[kept], per_row[kept])
         axes = {dim.axis for dim in self.dims if dim.axis}
-        if self.may_be_windows and not self.is_apart:
+        if self.is_unclear:
             axes = {own_axis or ""}
         if all(weights.get(axis) is None for axis in axes):
             return rows, None

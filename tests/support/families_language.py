@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from family import (
     BART_SIZES,
+    CROSS,
     GROUPED_SIZES,
     IMAGE_TOKEN,
     T5_SIZES,
@@ -159,7 +160,8 @@ def _read_page(count: int) -> Batch:
 
 def _udop_padding(path: str, call: int, batch: Batch) -> Tensor | None:
     """Sixteen patches behind the text."""
-    return after(16)(path, call, batch) if path.startswith("encoder") else batch["decoder_attention_mask"]
+    in_decoder = path.startswith("decoder") and not CROSS.search(path)
+    return batch["decoder_attention_mask"] if in_decoder else after(16)(path, call, batch)
 
 
 def _florence_padding(path: str, call: int, batch: Batch) -> Tensor | None:
@@ -255,7 +257,7 @@ VISION_LANGUAGE = [
     # patches stand behind the text, which cross-attention reads with them
     Family(
         "udop", "UdopForConditionalGeneration", T5_SIZES | _UDOP, _read_page, "{encoder,decoder}.block.{}",
-        mask=_udop_padding, stays=r"EncDecAttention\.[kv]$",
+        mask=_udop_padding,
     ),
     Family(
         "florence2", "Florence2ForConditionalGeneration", {"vision_config": _FLORENCE_VISION,

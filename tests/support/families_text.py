@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch
 from family import (
     BART_SIZES,
+    CROSS,
     GROUPED_SIZES,
     T5_SIZES,
     TEXT_SIZES,
@@ -170,6 +171,11 @@ def _tokens_at_first_call(path: str, call: int, batch: Batch) -> Tensor | None:
 def _tokens_then_state(path: str, call: int, batch: Batch) -> Tensor | None:
     """Zaya's delayed values are of tokens, and then of what is before the first one."""
     return None if path.endswith("v_proj_delayed") and call == 1 else padding(path, call, batch)
+
+
+def _frames_and_words(path: str, call: int, batch: Batch) -> Tensor | None:
+    is_sound = path.startswith("encoder") or CROSS.search(path)
+    return sound_frames([10, 4], [5, 2])(path, call, batch) if is_sound else batch["decoder_attention_mask"]
 
 
 def _hear(count: int) -> Batch:
@@ -372,6 +378,13 @@ SOUND += [
     Family(
         "wav2vec2-adapter", "Wav2Vec2Model", _SOUND | _ADAPTER, audio, "encoder.layers.{}",
         mask=sound_frames([10, 4], [5, 2]),
+    ),
+    # cross-attention reads frames
+    Family(
+        "speech-encoder-decoder", "SpeechEncoderDecoderModel",
+        {"encoder": {"model_type": "wav2vec2", **_SOUND}, "decoder": _BERTS["decoder"]},
+        lambda count: {**audio(count), **prompt(count)}, "encoder.encoder.layers.{} decoder.bert.encoder.layer.{}",
+        mask=_frames_and_words,
     ),
     Family(
         "sew", "SEWModel", _SOUND | {"squeeze_factor": 2}, audio, "encoder.layers.{}",

@@ -3,7 +3,21 @@
 from __future__ import annotations
 
 import torch
-from family import CROSS, TEXT_SIZES, VISION_SIZES, WIDTH, Batch, Family, alike, images, padding_in, pairs, text, videos
+from family import (
+    CROSS,
+    TEXT_SIZES,
+    VISION_SIZES,
+    WIDTH,
+    Batch,
+    Family,
+    alike,
+    before,
+    images,
+    padding_in,
+    pairs,
+    text,
+    videos,
+)
 from torch import Tensor
 
 _MLP = {**VISION_SIZES, "mlp_ratio": 2}
@@ -103,6 +117,10 @@ VISION = [
     Family("detr", "DetrModel", _DETR, images, "{encoder,decoder}.layers.{}"),
 ]  # fmt: skip
 
+_FLAVA = {
+    "image_config": VISION_SIZES, "text_config": TEXT_SIZES, "multimodal_config": VISION_SIZES, "hidden_size": WIDTH,
+    "projection_dim": 16, "init_codebook": False,
+}  # fmt: skip
 _PAIR = {"vision_config": VISION_SIZES, "text_config": TEXT_SIZES, "projection_dim": 16}
 _SIGLIP_TEXT = {**TEXT_SIZES, "projection_size": WIDTH}
 _PATCHES = {**_ANY_SIZE, "patch_size": 4, "num_patches": 16}
@@ -151,7 +169,16 @@ def _bridge_padding(path: str, _call: int, batch: Batch) -> Tensor | None:
     return batch["attention_mask"] if ("text" in path) != bool(CROSS.search(path)) else None
 
 
+def _flava_padding(path: str, call: int, batch: Batch) -> Tensor | None:
+    """Its own first row and the image's are before the text."""
+    return before(18)(path, call, batch) if path.startswith("multimodal_model") else _IN_TEXT(path, call, batch)
+
+
 PAIRS = [
+    Family(
+        "flava", "FlavaModel", _FLAVA, pairs,
+        "{image,text,multimodal}_model.encoder.layer.{}", mask=_flava_padding,
+    ),
     *alike(
         "clip CLIPModel, metaclip2 MetaClip2Model, clipseg CLIPSegModel, owlvit OwlViTModel", _PAIR, pairs, _TOWERS,
         _LAST_IMAGES, _IN_TEXT,
