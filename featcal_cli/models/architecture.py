@@ -285,7 +285,7 @@ def _describe(model: nn.Module, name: str, run: _Run, norms: str, holders: Mappi
             skipped.append((path, "it shares its weight with another module"))
         elif kind not in LINEAR_KINDS and norms == "none":
             skipped.append((path, "norms are switched off"))
-        elif kind in LINEAR_KINDS or norms == "all" or (kind == "layernorm" and "bias" in parameters):
+        elif kind in LINEAR_KINDS or norms == "all" or "bias" in parameters:
             layouts, overwritten = _layouts(run, full, calls, axes, module), full in run.first.overwritten
             if same := mixture.get(alike(held, path)):
                 layouts = _source_layout(run, [f"{name}.{x}" for x in same], axes)
@@ -297,7 +297,8 @@ def _describe(model: nn.Module, name: str, run: _Run, norms: str, holders: Mappi
             shape = read_parameters(module).weight.shape if same else ()
             modules.append(Module(path, kind, layouts, overwritten, inside, routed=tuple(shape)))
         else:
-            skipped.append((path, "a norm without bias; --norms all calibrates it"))
+            called = "scale" if kind == "scale" else "norm"
+            skipped.append((path, f"a {called} without bias; --norms all calibrates it"))
     holds_text, text_rows = _look_for_text(model, run, name, layout, axes)
     modules = _find_apart(model, run, name, _count_depths(held, name, modules, run.first.depths))
     modules, memory = _find_memory(model, run, name, modules, axes)

@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from transformers.pytorch_utils import Conv1D
 
-Kind = Literal["linear", "conv1d", "convolution", "layernorm", "rmsnorm"]
+Kind = Literal["linear", "conv1d", "convolution", "layernorm", "rmsnorm", "scale"]
 LINEAR_KINDS = ("linear", "conv1d", "convolution")
-"""Conv1D is GPT-2's name for a Linear; a convolution is one map of the patches of its input."""
+"""Conv1D is GPT-2's name for a Linear; a convolution is one map of the patches of its input. (A scale is what MobileBERT
+has for norms: w ⊙ x + b. Its equations are a norm's, of features that nothing has normalised.)"""
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
@@ -65,8 +66,11 @@ def _norm_kind(module: nn.Module, width: int) -> Kind | None:
         return None
     z = at_zero if at_zero.any() else z
     centred = x - x.mean(-1, keepdim=True)
-    for kind, reference in (("layernorm", centred), ("rmsnorm", x)):
-        expected = reference / reference.square().mean(-1, keepdim=True).sqrt()
+    normed = {
+        kind: reference / reference.square().mean(-1, keepdim=True).sqrt()
+        for kind, reference in (("layernorm", centred), ("rmsnorm", x))
+    }
+    for kind, expected in (normed if any(module.buffers()) else normed | {"scale": x}).items():
         if torch.allclose(z, expected, atol=1e-2) and torch.allclose(at_scale - at_zero, z * scale, atol=1e-3):
             return kind  # type: ignore[return-value]
     return None

@@ -325,10 +325,10 @@ def module_at(model: PreTrainedModel, path: str) -> Any:
 
 
 def is_norm(module: nn.Module) -> bool:
-    """LayerNorm or RMSNorm with a weight [d]; not a batch or group norm, nor MobileBERT's NoNorm."""
+    """LayerNorm, RMSNorm or MobileBERT's NoNorm with a weight [d]; not a batch or group norm."""
     name = type(module).__name__
     weight = getattr(module, "weight", None)
-    return re.search("(Layer|RMS)_?Norm", name) is not None and isinstance(weight, nn.Parameter) and weight.ndim == 1
+    return re.search("(Layer|RMS|No)_?Norm", name) is not None and isinstance(weight, nn.Parameter) and weight.ndim == 1
 
 
 def record(model: PreTrainedModel, block: str, batch: Mapping[str, Tensor]) -> dict[str, list[Tensor]]:
@@ -601,7 +601,9 @@ _KEEPS_MEAN = re.compile(r"RMSNorm$|T5LayerNorm$|^(SwitchTransformers|Pix2Struct
 
 
 def normalise(norm: Any, x: Tensor) -> Tensor:
-    """Without the affine part; some that are called LayerNorm are not."""
+    """Without the affine part; some that are called LayerNorm are not, and NoNorm does nothing else."""
+    if type(norm).__name__ == "NoNorm":
+        return x
     centred: Tensor = x if _KEEPS_MEAN.search(type(norm).__name__) else x - x.mean(-1, keepdim=True)
     epsilon = next(getattr(norm, key) for key in ("eps", "variance_epsilon") if hasattr(norm, key))
     size: Tensor = centred.square().mean(-1, keepdim=True) + epsilon

@@ -10,6 +10,7 @@ from torch import nn
 from transformers.models.cohere.modeling_cohere import CohereLayerNorm
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.mobilebert.modeling_mobilebert import NoNorm
 from transformers.models.t5.modeling_t5 import T5LayerNorm
 from transformers.pytorch_utils import Conv1D
 
@@ -37,6 +38,7 @@ def test_blocks_are_the_layers_in_execution_order(family: Family) -> None:
         (T5LayerNorm(8), "rmsnorm"),
         (GemmaRMSNorm(8), "rmsnorm"),
         (nn.RMSNorm(8), "rmsnorm"),
+        (NoNorm(8), "scale"),
         (nn.Embedding(8, 4), None),
         (nn.BatchNorm1d(8), None),
         (nn.GroupNorm(2, 8), None),
