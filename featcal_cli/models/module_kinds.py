@@ -15,8 +15,8 @@ from transformers.pytorch_utils import Conv1D
 
 Kind = Literal["linear", "conv1d", "convolution", "layernorm", "rmsnorm", "scale"]
 LINEAR_KINDS = ("linear", "conv1d", "convolution")
-"""Conv1D is GPT-2's name for a Linear; a convolution is one map of the patches of its input. (A scale is what MobileBERT
-has for norms: w ⊙ x + b. Its equations are a norm's, of features that nothing has normalised.)"""
+"""Conv1D is GPT-2's name for a Linear; a convolution is one map of the patches of its input. (A scale, w ⊙ x + b, is
+what MobileBERT has for a norm, and has the same equations.)"""
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
@@ -70,7 +70,8 @@ def _norm_kind(module: nn.Module, width: int) -> Kind | None:
         kind: reference / reference.square().mean(-1, keepdim=True).sqrt()
         for kind, reference in (("layernorm", centred), ("rmsnorm", x))
     }
-    for kind, expected in (normed if any(module.buffers()) else normed | {"scale": x}).items():
+    has_statistics = next(module.buffers(), None) is not None
+    for kind, expected in (normed if has_statistics else normed | {"scale": x}).items():
         if torch.allclose(z, expected, atol=1e-2) and torch.allclose(at_scale - at_zero, z * scale, atol=1e-3):
             return kind  # type: ignore[return-value]
     return None

@@ -25,8 +25,8 @@ runs.
 The share is that of the parameters inside blocks which are calibrated. In models as tiny as these, biases, norms and
 position tables weigh more than in real ones; `featcal modules user/merged` shows it for yours. At the sizes of their
 default configs, all of the architectures that can be built so have at least 99.6 %, but for Mamba with 99.3 %: its A is
-no linear map, and its D scales features one by one. "Neither a Linear nor a norm" are tables of positions, decay rates and
-the like, which no rows of features give equations for, and scales of features one by one, which are few.
+no linear map, and its D scales features one by one. "Neither a Linear nor a norm" are tables of positions, decay rates
+and the like, which no rows of features give equations for, and scales of features one by one, which are few.
 
 featcal itself has no list of architectures. It finds the blocks by running the model, so other architectures built in
 similar ways work too.
