@@ -40,6 +40,7 @@ from featcal_cli.models.token_layout import (
 from featcal_cli.models.tracing import (
     FAILURES,
     ROUTER,
+    SHARED,
     Trace,
     alike,
     before_the_end,
@@ -282,7 +283,7 @@ def _describe(model: nn.Module, name: str, run: _Run, norms: str, holders: Mappi
         elif mixture and run.first.is_router(full):
             skipped.append((path, ROUTER))
         elif any(holders[id(value)] > 1 for value in parameters.values()):
-            skipped.append((path, "it shares its weight with another module"))
+            skipped.append((path, SHARED))
         elif kind not in LINEAR_KINDS and norms == "none":
             skipped.append((path, "norms are switched off"))
         elif kind in LINEAR_KINDS or norms == "all" or "bias" in parameters:

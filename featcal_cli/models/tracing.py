@@ -26,6 +26,7 @@ from featcal_cli.runtime.errors import ArchitectureError
 FAILURES = (TypeError, ValueError, RuntimeError, IndexError, AttributeError, KeyError)
 """What a model raises on inputs that it cannot take."""
 UNSEEN = "no run has shown what is multiplied with it"
+SHARED = "another module shares its weight, and forward order solves a weight where it is used once"
 ROUTER = "it is the router of a mixture; --routers calibrates it"
 
 
@@ -420,7 +421,7 @@ def explain_skipped(
     if any(map(run.is_router, parts)):
         return ROUTER
     if holders[id(value)] > 1:
-        return "it shares its weight with another module"
+        return SHARED
     if sum(prod(part.weight.size) for part in parts.values()) > value.numel():
         return "it is multiplied with in parts that overlap"
     return ""
