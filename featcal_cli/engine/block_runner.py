@@ -361,13 +361,13 @@ class PausedForward(greenlet):
                 raise DataError(f"a model cannot run on the examples: {reason}", fix=fix) from error
         self.call, self.output = (None, result) if self.dead else (result, None)
         if self.call is not None:
-            self._follow_stacks(self.call.block.rpartition(".")[0])
+            self._follow_stacks(self.call.block.rpartition(".")[0], next(self.tensors, None))
 
-    def _follow_stacks(self, stack: str) -> None:
+    def _follow_stacks(self, stack: str, hidden: Tensor | None) -> None:
         """Keep how many rows of an example the stack of blocks had that ran before this one."""
         if stack != self._stack:
             self._stack, self._memory = stack, self._rows
-        self._rows = self.hidden.shape[1] if self.hidden.ndim > 2 else 0
+        self._rows = hidden.shape[1] if hidden is not None and hidden.ndim > 2 else 0
 
     def is_at(self, block: Block) -> bool:
         """True when the pass is paused before this block."""

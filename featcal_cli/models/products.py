@@ -55,6 +55,8 @@ class Routing:
         self.deciding = 1
         """How many modules run whose choices give tokens to experts; with none, nothing is decided here."""
         self._decided, self._on_decision = decided, on_decision
+        self._scores = 0
+        """Of one token, of which the latest decision has chosen."""
         self._routes: list[Route] = []
         self._parts: list[tuple[Tensor, Route]] = []
 
@@ -88,13 +90,16 @@ class Routing:
         for: these [n, d] and their numbers [n], by expert. None where it is not so."""
         choice = self.decisions[-1] if self.decisions else None
         chosen = choice[1] if isinstance(choice, tuple) else choice
-        if not isinstance(chosen, Tensor) or chosen.ndim > 2 or len(chosen) != x.shape[1]:
+        if not isinstance(chosen, Tensor) or (len(x), x.shape[1]) != (self._scores, len(chosen)) or chosen.ndim > 2:
             return None
-        experts = torch.arange(len(x), device=x.device).view(-1, 1, 1)
-        is_given = (chosen.reshape(1, x.shape[1], -1) == experts).any(-1)
-        if bool(is_given.all()) or bool(x[~is_given].any()):
-            return None
-        numbers = [of_expert.nonzero()[:, 0] for of_expert in is_given]
+        if x.is_meta:  # without values, a token stands for those of an expert
+            numbers = [chosen.new_zeros(1)] * len(x)
+        else:
+            experts = torch.arange(len(x), device=x.device).view(-1, 1, 1)
+            is_given = (chosen.reshape(1, x.shape[1], -1) == experts).any(-1)
+            if bool(is_given.all()) or bool(x[~is_given].any()):
+                return None
+            numbers = [of_expert.nonzero()[:, 0] for of_expert in is_given]
         shares = [(tokens[of_expert], of_expert) for tokens, of_expert in zip(x, numbers, strict=True)]
         self._parts += [(tokens, Route(of_expert, x.shape[1:])) for tokens, of_expert in shares]
         return shares
@@ -105,6 +110,7 @@ class Routing:
         is_decision = func in DECISIONS or (func in LARGEST and isinstance(result, tuple) and args[0].ndim == 2)
         if is_decision and self.deciding:
             self._on_decision(args[0])
+            self._scores = args[0].shape[-1]
             result = self._decided[len(self.decisions)] if len(self.decisions) < len(self._decided) else result
             self.decisions.append(result)
         elif not self.decisions:

@@ -36,7 +36,7 @@ def test_the_blocks_are_those_that_calibration_visits(tmp_path: Path, name: str)
     assert all(block.ran for block in inventory.blocks) or name in LOOK_AT_VALUES
 
 
-@pytest.mark.parametrize("name", ["clip-vision", "bert", "llama", "t5", "wavlm", "mixtral"])
+@pytest.mark.parametrize("name", ["clip-vision", "bert", "llama", "t5", "wavlm", "mixtral", "lfm2", "llama4"])
 def test_the_modules_are_those_that_calibration_reports(tmp_path: Path, name: str) -> None:
     saved = save_family(tmp_path, BY_NAME[name])
     result = calibrate(saved.recipe(), output=tmp_path / "out")
