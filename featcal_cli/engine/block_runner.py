@@ -22,8 +22,17 @@ from featcal_cli.engine.offload import Offloader, TouchMode
 from featcal_cli.engine.weight_uploads import DeviceWeight, Upload, device_weights, is_finite
 from featcal_cli.models.architecture import Architecture, Block, held_parameters, module_at
 from featcal_cli.models.loading import Model
+from featcal_cli.models.probing import Memory
 from featcal_cli.models.token_layout import MEMORY, token_lengths
-from featcal_cli.models.tracing import BlockCall, StopBlock, all_finite, cast_floats, copy_caches, tensors_in
+from featcal_cli.models.tracing import (
+    BlockCall,
+    StopBlock,
+    all_finite,
+    cast_floats,
+    copy_caches,
+    sequences_in,
+    tensors_in,
+)
 from featcal_cli.runtime import hardware
 from featcal_cli.runtime.errors import CheckpointError, DataError, NumericsError
 
@@ -324,7 +333,6 @@ class PausedForward(greenlet):
         """The call of a block that it is paused before."""
         self.known: KnownOutputs | None = None
         """Of this block, what its modules return."""
-        self._stack, self._rows, self._memory = "", 0, 0
         self._runner = runner
 
     @property
@@ -336,11 +344,6 @@ class PausedForward(greenlet):
     def hidden(self) -> Tensor:
         """The first of these."""
         return next(self.tensors)
-
-    @property
-    def lengths(self) -> dict[str, int]:
-        """Of each token axis at this block, and the number of examples."""
-        return {**token_lengths(self.batch, self.hidden), MEMORY: self._memory}
 
     @property
     def token_count(self) -> int:
@@ -360,14 +363,16 @@ class PausedForward(greenlet):
                 reason = (str(error) or type(error).__name__).splitlines()[0]
                 raise DataError(f"a model cannot run on the examples: {reason}", fix=fix) from error
         self.call, self.output = (None, result) if self.dead else (result, None)
-        if self.call is not None:
-            self._follow_stacks(self.call.block.rpartition(".")[0], next(self.tensors, None))
 
-    def _follow_stacks(self, stack: str, hidden: Tensor | None) -> None:
-        """Keep how many rows of an example the stack of blocks had that ran before this one."""
-        if stack != self._stack:
-            self._stack, self._memory = stack, self._rows
-        self._rows = hidden.shape[1] if hidden is not None and hidden.ndim > 2 else 0
+    def lengths_at(self, block: Block) -> dict[str, int]:
+        """Of each token axis at this block, which it is paused at, and the number of examples."""
+        memory = None if block.memory is None else self.find_memory(block.memory)
+        return token_lengths(self.batch, self.hidden) | ({} if memory is None else {MEMORY: memory.shape[1]})
+
+    def find_memory(self, memory: Memory) -> Tensor | None:
+        """The other sequence [B, n, d] that the paused block was called with."""
+        sequences = [*sequences_in(self.call)][memory.number :]
+        return next((x for x in sequences[:1] if x.shape[2] == memory.width), None)
 
     def is_at(self, block: Block) -> bool:
         """True when the pass is paused before this block."""

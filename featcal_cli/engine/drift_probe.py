@@ -158,7 +158,7 @@ class DriftProbe:
         expert = self._passes[EXPERT]
         on_expert = {role: self._run(role, block, expert) for role in self._measurement.split & self._passes.keys()}
         weights = token_weights(expert, block, cls_tokens=False)
-        given, lengths = expert.hidden, expert.lengths
+        given, lengths = expert.hidden, expert.lengths_at(block)
         self._shown = _ExpertRun(run, given, on_expert, weights, lengths, call)
         is_last_call = call == block.calls
         if is_last_call and self._is_end(block):
@@ -191,7 +191,7 @@ class DriftProbe:
         expert = self._passes[EXPERT]
         block = next(block for block in self._job.architecture.blocks if expert.is_at(block))
         weights = token_weights(expert, block, cls_tokens=False)
-        lengths = expert.lengths
+        lengths = expert.lengths_at(block)
         for role in self._measurement.runners:
             pair = (self._passes[role].hidden, expert.hidden)
             rows = self._choose_rows(pair, block.layout, weights, lengths)
@@ -362,7 +362,7 @@ class SwitchProbe:
         """Give every block's part of the last drift to the meter. `output`: the expert's."""
         assert self._measurement.shares is not None
         weights = token_weights(self._expert, block, cls_tokens=False)
-        lengths = self._expert.lengths
+        lengths = self._expert.lengths_at(block)
 
         def rows_of(last: Any) -> Tensor:
             hidden, first_only = first_tensor(last), bool(self._job.cls_blocks)

@@ -340,7 +340,7 @@ class BlockVisit:
 
     def _describe(self, x_cal: Features, captured: CapturedRun, student: PausedForward) -> Observation:
         padding, weights = (token_weights(student, self.block, cls_tokens=cls) for cls in (False, self.cls_tokens))
-        lengths = student.lengths
+        lengths = student.lengths_at(self.block)
         seen = (False, captured.y, range(0), (1.0, 1.0), captured.routes)
         return Observation(x_cal, captured.x, padding, weights, lengths, *seen)
 

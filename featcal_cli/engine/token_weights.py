@@ -26,9 +26,11 @@ def token_weights(paused: PausedForward, block: Block, *, cls_tokens: bool) -> W
     weights = {**token_masks(paused.batch), OWN: None}
     axis = block.layout.axis
     if axis == OWN:
-        weights[OWN] = _own_mask(paused, paused.lengths[OWN], block.holds_text, block.text_rows)
-    if block.memory is not None:
-        weights[MEMORY] = _own_mask(paused, paused.lengths[MEMORY], *block.memory)
+        given = paused.hidden, [*paused.tensors][1:]
+        weights[OWN] = _own_mask(paused, *given, block.holds_text, block.text_rows)
+    if (memory := block.memory) is not None and (sequence := paused.find_memory(memory)) is not None:
+        # where its mask could be taken for that of the hidden states, it comes after that
+        weights[MEMORY] = _own_mask(paused, sequence, [*paused.tensors][:0:-1], memory.holds_text, memory.text_rows)
     if cls_tokens and axis is not None:
         first = torch.full(paused.hidden.shape[:2], OTHER_TOKENS, device=paused.hidden.device)
         first[:, 0] = 1.0
@@ -38,11 +40,15 @@ def token_weights(paused: PausedForward, block: Block, *, cls_tokens: bool) -> W
     return weights
 
 
-def _own_mask(paused: PausedForward, frames: int, holds_text: bool, text: TextRows | None) -> Tensor | None:
-    """1 for what the tokens that count became on a stack's own axis [B, frames]; None where all of it counts.
+def _own_mask(
+    paused: PausedForward, sequence: Tensor, given: Sequence[Tensor], holds_text: bool, text: TextRows | None
+) -> Tensor | None:
+    """1 for what the tokens that count became in a sequence [B, frames, d], as [B, frames]; None where all count.
+    given: what the block is called with, its masks among it.
 
     Where the two cannot be brought together the mask is empty, which fits no feature.
     """
+    frames = sequence.shape[1]
     ids, mask = paused.batch.get("input_ids"), paused.batch.get(MASK)
     if ids is not None and not holds_text:
         return None  # patches beside a text, in a tower of their own
@@ -61,6 +67,7 @@ def _own_mask(paused: PausedForward, frames: int, holds_text: bool, text: TextRo
         own = torch.cat([before, mask, after], 1).float()
     else:
         own = _mask_frames(paused.module, frames, mask).float()
+        own = own if own.numel() else _read_mask(given, len(mask), frames)
     return None if own.numel() and bool(own.all()) else own
 
 
@@ -86,6 +93,26 @@ def _mask_frames(module: nn.Module, frames: int, mask: Tensor) -> Tensor:
             framed: Tensor = torch.arange(frames, device=mask.device) < lengths[:, None]
             return framed
     return none
+
+
+MASKED = -1e3
+"""What masks add to scores of attention to hide a row is less, and what biases of positions add is more."""
+
+
+def _read_mask(given: Sequence[Tensor], count: int, frames: int) -> Tensor:
+    """1 for the rows [count, frames] that any row may attend to by the first mask of these tensors that has as many
+    columns; empty where there is none."""
+    for x in given:
+        if x.ndim not in (2, 3, 4) or (x.shape[0], x.shape[-1]) != (count, frames) or (x.ndim > 2 and x.shape[1] != 1):
+            continue
+        if not x.is_floating_point():
+            seen = x.bool()
+        elif x.ndim > 2 and bool(((x == 0) | (x <= MASKED)).all()):
+            seen = x == 0
+        else:
+            continue
+        return seen.reshape(count, -1, frames).any(1).float()
+    return torch.empty(0, 0)
 
 
 def routed_rows(

@@ -6,14 +6,12 @@ Nothing here knows a model by name: blocks are found by running the model on pro
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from featcal_cli.data.batches import Batch, forward_names
-from featcal_cli.models import token_layout
+from featcal_cli.data.batches import Batch
 from featcal_cli.models.module_kinds import (
     LINEAR_KINDS,
     Functional,
@@ -23,22 +21,15 @@ from featcal_cli.models.module_kinds import (
     expand_experts,
     kind_of,
     read_parameters,
-    rows_shape,
     split_systems,
 )
-from featcal_cli.models.text_rows import TextRows, find_text_rows, see_text_change
+from featcal_cli.models.probing import Memory, ProbeRun, probe_model
+from featcal_cli.models.text_rows import TextRows
 from featcal_cli.models.token_layout import (
-    DECODER,
-    ENCODER,
-    MASK,
-    MEMORY,
-    OWN,
     Axes,
     Layout,
-    learn_layout,
 )
 from featcal_cli.models.tracing import (
-    FAILURES,
     ROUTER,
     SHARED,
     Trace,
@@ -46,14 +37,12 @@ from featcal_cli.models.tracing import (
     before_the_end,
     count_holders,
     explain_skipped,
-    find_blocks,
     find_stems,
     in_order,
     merge_orders,
-    trace,
     unreached_lists,
 )
-from featcal_cli.runtime.errors import ArchitectureError, DataError
+from featcal_cli.runtime.errors import ArchitectureError
 
 
 @dataclass(frozen=True)
@@ -105,9 +94,8 @@ class Block:
     """Its own token axis holds the text: beside other things in one sequence, or padded by the model."""
     text_rows: TextRows | None
     """Where the text is in that sequence, where that could be found out."""
-    memory: tuple[bool, TextRows | None] | None
-    """`holds_text` and `text_rows` of the stack that ran before, where rows of its own axis are read (MEMORY here), as
-    cross-attention does."""
+    memory: Memory | None
+    """What else it is given that its modules read rows of, which are no tokens of a known axis."""
     deciders: tuple[str, ...]
     """Paths inside the block of the modules that choose the experts of tokens, "" for the block itself."""
 
@@ -157,36 +145,6 @@ class Architecture:
         }
 
 
-@dataclass
-class _Run:
-    """What the probes of one kind of inputs showed."""
-
-    entry: str
-    first: Trace
-    second: Trace
-    axes: Axes
-    blocks: list[str]
-    module: nn.Module
-    """What ran."""
-    probe: Batch
-    """What it ran on first."""
-    texts: dict[str, TextRows | None] = field(default_factory=dict)
-    """What was found out of stacks of blocks."""
-
-    @property
-    def is_text_fixed(self) -> bool:
-        """The probes have a text, of one length."""
-        return "input_ids" in self.probe and len(set(self.axes.get(ENCODER, ()))) == 1
-
-    def find_text_rows(self, model: nn.Module, block: str) -> TextRows | None:
-        """Where the text is in what the stack of this block is given; looked at once."""
-        path = block.rpartition(".")[0]
-        if path not in self.texts:
-            stack = [other for other in self.blocks if other.rpartition(".")[0] == path]
-            self.texts[path] = find_text_rows(model, self.module, self.probe, stack, self.axes[ENCODER][0])
-        return self.texts[path]
-
-
 def find_architecture(
     model: PreTrainedModel, batches: Mapping[str, Batch], norms: str, *, routers: bool = False, stems: bool = False
 ) -> Architecture:
@@ -194,10 +152,10 @@ def find_architecture(
     layernorm (norms with a bias), all, or none; routers: those of mixtures are modules like others; stems: so is what
     holds convolutions and runs before the blocks a block. Raises ArchitectureError when no blocks are found or their
     order differs between tasks, DataError when the model cannot run on a task's examples."""
-    runs: dict[frozenset[str], _Run] = {}
+    runs: dict[frozenset[str], ProbeRun] = {}
     for task, batch in batches.items():
         if frozenset(batch) not in runs:
-            runs[frozenset(batch)] = _probe(model, task, batch)
+            runs[frozenset(batch)] = probe_model(model, task, batch)
     for run in runs.values() if routers else ():
         run.first.routers.clear()
     before: set[str] = set()
@@ -231,39 +189,10 @@ def no_blocks(model_class: type, where: str = "") -> ArchitectureError:
     return ArchitectureError(what, where=where, fix="give a transformer checkpoint whose layers hold Linear modules")
 
 
-def _probe(model: PreTrainedModel, task: str, batch: Batch) -> _Run:
-    """Run the model, or the tower that the inputs are for, on two probes."""
-    problem: Exception | None = None
-    for entry, module in _entries(model, batch):
-        for resize in ({ENCODER, DECODER}, {DECODER}, {ENCODER}, set[str]()):
-            (first, second), axes = token_layout.make_probes(batch, resize)
-            try:
-                one, other = (trace(module, probe, model.dtype).under(entry) for probe in (first, second))
-            except FAILURES as error:
-                problem = problem or error
-            else:
-                return _Run(entry, one, other, axes, find_blocks(model, one), module, first)
-    shapes = {name: list(tensor.shape[1:]) for name, tensor in batch.items()}
-    reason = (str(problem) or type(problem).__name__).splitlines()[0]
-    raise DataError(
-        f"merged cannot run on the examples: {reason}",
-        where=f"{task}: an example has {shapes}",
-        fix="give the inputs that this model's forward needs",
-    ) from problem
-
-
-def _entries(model: PreTrainedModel, batch: Batch) -> Iterator[tuple[str, nn.Module]]:
-    """The whole model, then its towers that take these inputs, outermost first."""
-    yield "", model
-    for name, module in model.named_modules():
-        if name and isinstance(module, PreTrainedModel) and forward_names(module).issuperset(batch):
-            yield name, module
-
-
-def _describe(model: nn.Module, name: str, run: _Run, norms: str, holders: Mapping[int, int]) -> Block:
+def _describe(model: nn.Module, name: str, run: ProbeRun, norms: str, holders: Mapping[int, int]) -> Block:
     modules, skipped = [], []
     calls = run.first.calls.count(name)
-    layout, axes = _own_axis(run, name)
+    layout, axes = run.own_axis(name)
     works = run.first.functional.items()
     biases = {work.bias.parameter for path, work in works if work.bias and not run.first.is_router(path)}
     held, mixture = model.get_submodule(name), dict[str, list[str]]()
@@ -287,9 +216,9 @@ def _describe(model: nn.Module, name: str, run: _Run, norms: str, holders: Mappi
         elif kind not in LINEAR_KINDS and norms == "none":
             skipped.append((path, "norms are switched off"))
         elif kind in LINEAR_KINDS or norms == "all" or "bias" in parameters:
-            layouts, overwritten = _layouts(run, full, calls, axes, module), full in run.first.overwritten
+            layouts, overwritten = run.layouts(full, calls, axes, module), full in run.first.overwritten
             if same := mixture.get(alike(held, path)):
-                layouts = _source_layout(run, [f"{name}.{x}" for x in same], axes)
+                layouts = run.source_layout([f"{name}.{x}" for x in same], axes)
                 if kind not in LINEAR_KINDS:
                     skipped.append((path, "it is a norm inside an expert of a mixture"))
                     continue
@@ -300,25 +229,16 @@ def _describe(model: nn.Module, name: str, run: _Run, norms: str, holders: Mappi
         else:
             called = "scale" if kind == "scale" else "norm"
             skipped.append((path, f"a {called} without bias; --norms all calibrates it"))
-    holds_text, text_rows = _look_for_text(model, run, name, layout, axes)
-    modules = _find_apart(model, run, name, _count_depths(held, name, modules, run.first.depths))
-    modules, memory = _find_memory(model, run, name, modules, axes)
+    holds_text, text_rows = run.look_for_text(name, layout, axes)
+    modules = _count_depths(held, name, modules, run.first.depths)
+    found = run.match_others(name, {x.name: (module_at(held, x), x.layouts) for x in modules}, axes)
+    modules = [replace(x, layouts=found.layouts[x.name]) for x in modules]
     choosing = (path for path in sorted(run.first.deciders) if f"{path}.".startswith(f"{name}."))
     deciders = tuple(path.removeprefix(name).lstrip(".") for path in choosing)
     overwritten = name in run.first.overwritten
     return Block(
-        name, tuple(modules), tuple(skipped), layout, calls, overwritten, holds_text, text_rows, memory, deciders
+        name, tuple(modules), tuple(skipped), layout, calls, overwritten, holds_text, text_rows, found.memory, deciders
     )
-
-
-def _look_for_text(model: nn.Module, run: _Run, name: str, layout: Layout, axes: Axes) -> tuple[bool, TextRows | None]:
-    """Whether a block's own token axis holds the text, and where."""
-    only_text = not any(tensor.is_floating_point() for tensor in run.probe.values())
-    holds_text = layout.axis == OWN and (len(set(axes[OWN])) > 1 or only_text)
-    if layout.axis != OWN or not (holds_text or run.is_text_fixed):
-        return holds_text, None
-    rows = run.find_text_rows(model, name)  # where the text of the probes has one length, this tells
-    return holds_text or rows is not None, rows
 
 
 def _describe_parameter(
@@ -326,7 +246,7 @@ def _describe_parameter(
     inner: str,
     value: Tensor,
     module: nn.Module,
-    run: _Run,
+    run: ProbeRun,
     calls: int,
     axes: Axes,
     holders: Mapping[int, int],
@@ -341,23 +261,17 @@ def _describe_parameter(
     if reason := explain_skipped(module, value, holders, parts, run.first):
         return [], reason
     if run.first.routed.keys() & parts.keys():
-        source = _source_layout(run, parts, axes)
+        source = run.source_layout(parts, axes)
         experts = expand_experts(next(iter(parts.values())), value.shape)
         names = [(x, x.weight.name(value.shape)) for x in experts]
         return [Module(name, "linear", source, False, x, routed=x.weight.size) for x, name in names], ""
-    layouts = {part: _layouts(run, part, calls, axes) for part in parts}
+    layouts = {part: run.layouts(part, calls, axes) for part in parts}
     if len(parts) > 1 and any(Layout(None) in of for of in layouts.values()):
         return [], "its rows cannot be matched to tokens"  # what fits one part may do so by chance
     return [
         Module(part.removeprefix(f"{block}."), "linear", layouts[part], part in run.first.overwritten, functional)
         for part, functional in parts.items()
     ], ""
-
-
-def _source_layout(run: _Run, paths: Collection[str], axes: Axes) -> tuple[Layout, ...]:
-    """The layout of the features that a mixture takes the tokens of these parts of it from."""
-    routed = [[trace.routed[path] for path in paths if path in trace.routed] for trace in (run.first, run.second)]
-    return (learn_layout(routed[0][0], routed[1][0], axes) if all(routed) else Layout(None),)
 
 
 def module_at(block: nn.Module, module: Module) -> nn.Module:
@@ -393,81 +307,6 @@ def _count_depths(held: nn.Module, block: str, modules: Sequence[Module], traced
     return [replace(module, depth=steps.get(following[module.name], 0)) for module in modules]
 
 
-def _own_axis(run: _Run, block: str) -> tuple[Layout, Axes]:
-    """The layout of the block's hidden states, and the token axes with the block's own one where it has one."""
-    axes = dict(run.axes)
-    if block not in run.first.shapes:
-        return Layout(None), axes
-    first, second = run.first.shapes[block][0], run.second.shapes[block][0]
-    layout = learn_layout(first, second, axes)
-    is_batch = len(first) == len(second) == 3 and (first[0], second[0]) == token_layout.EXAMPLES  # [B, S, d]
-    if layout.axis is None and is_batch:
-        axes[OWN] = (first[1], second[1])
-        layout = learn_layout(first, second, axes)
-    return layout, axes
-
-
-def _find_apart(model: nn.Module, run: _Run, block: str, modules: list[Module]) -> list[Module]:
-    """The modules; of those that may read windows of text, the ones that read the same whatever the text is, or rows as
-    many as the patches of another stack, are marked as reading no tokens: images in cross-attention, for example."""
-    unclear = [x for x in modules if not x.functional and any(layout.may_be_windows for layout in x.layouts)]
-    if not unclear or next(model.parameters()).is_meta:
-        return modules
-    patches = _count_patches(model, run)
-    sizes = {x.name: {dim.factor for layout in x.layouts for dim in layout.dims or ()} for x in unclear}
-    apart = {name for name, of_dims in sizes.items() if of_dims & patches}
-    names = [name for name in sizes if name not in apart]
-    if names and (pair := see_text_change(model, run.module, run.probe, [f"{block}.{name}" for name in names])):
-        apart |= {name for name in names if all(map(torch.equal, *(inputs[f"{block}.{name}"] for inputs in pair)))}
-    return [
-        replace(x, layouts=tuple(replace(layout, is_apart=True) for layout in x.layouts)) if x.name in apart else x
-        for x in modules
-    ]
-
-
-def _find_memory(
-    model: nn.Module, run: _Run, block: str, modules: list[Module], axes: Axes
-) -> tuple[list[Module], tuple[bool, TextRows | None] | None]:
-    """The modules, those of unknown rows marked as reading MEMORY where they read as many as the stack of blocks had
-    that ran before; and what Block says of it."""
-    stack = block.rpartition(".")[0]
-    earlier = run.blocks[: run.blocks.index(block)] if block in run.blocks else []
-    before = [other for other in earlier if other.rpartition(".")[0] != stack]
-    unclear = [x for x in modules if any(of.is_unclear for of in x.layouts)]
-    layout, own = _own_axis(run, before[-1]) if before and unclear else (Layout(None), axes)
-    if layout.axis != OWN:
-        return modules, None
-    held = model.get_submodule(block)
-    calls, axes = run.first.calls.count(block), {**axes, MEMORY: own[OWN]}
-    known = {x.name: _layouts(run, f"{block}.{x.name}", calls, axes, module_at(held, x)) for x in unclear}
-    reading = {name for name, layouts in known.items() if {of.axis for of in layouts} == {MEMORY}}
-    if not reading:
-        return modules, None
-    modules = [replace(x, layouts=known[x.name]) if x.name in reading else x for x in modules]
-    return modules, _look_for_text(model, run, before[-1], layout, own)
-
-
-def _count_patches(model: nn.Module, run: _Run) -> set[int]:
-    """How many patches, none of them padding, the stacks of blocks have that read no text."""
-    if MASK in run.probe and "input_ids" not in run.probe:
-        return set()  # which it is then about
-    owned = ((name, *_own_axis(run, name)) for name in run.blocks)
-    return {
-        axes[OWN][0]
-        for name, layout, axes in owned
-        if layout.axis == OWN and not _look_for_text(model, run, name, layout, axes)[0]
-    } - {1}
-
-
-def _layouts(run: _Run, path: str, block_calls: int, axes: Axes, module: nn.Module | None = None) -> tuple[Layout, ...]:
-    """The layout of what each call of a module reads in one run of its block."""
-    first, second = ([rows_shape(module, shape) for shape in of.shapes.get(path, [])] for of in (run.first, run.second))
-    calls, rest = divmod(len(first), max(block_calls, 1))
-    if len(first) != len(second) or rest:
-        return (Layout(None),)
-    return tuple(learn_layout(a, b, axes) for a, b in zip(first[:calls], second[:calls], strict=True))
-
-
 def _notes(model: nn.Module, blocks: Sequence[Block], called: Collection[str]) -> Iterator[str]:
     """Blocks that share their weights, and lists of blocks that no example reaches."""
     if shared := [block for block in blocks if block.calls > 1]:
@@ -482,7 +321,7 @@ def _notes(model: nn.Module, blocks: Sequence[Block], called: Collection[str]) -
 def find_unreached(model: nn.Module, blocks: Sequence[Block], norms: str, called: Collection[str] = ()) -> list[Block]:
     """Blocks that no run reached, as registered, in lists apart from those of `blocks`; what they call is unknown."""
     holders = count_holders(model)
-    silent = _Run("", Trace(model), Trace(model), {}, [], model, {})
+    silent = ProbeRun(model, "", Trace(model), Trace(model), {}, [], model, {})
     return [
         _describe(model, f"{path}.{key}", silent, norms, holders)
         for path in unreached_lists(model, [block.name for block in blocks], called)

@@ -38,6 +38,8 @@ class Trace:
         """Every call of every module, in the order in which they began."""
         self.shapes: dict[str, list[torch.Size]] = {}
         """Shape of the first tensor that each call of a module was given."""
+        self.sequences: dict[str, list[torch.Size]] = {}
+        """Shapes of all sequences [B, n, d] that the first call of a member of a list was given."""
         self.residual: set[str] = set()
         """Members of lists whose output has the shape of their input."""
         self.overwritten: set[str] = set()
@@ -70,6 +72,7 @@ class Trace:
         self._receive(name, arguments, self._widths.get(name, 0))
         if name.rpartition(".")[0] in self._lists:
             self._flow[name] = (first_tensor(arguments), None)
+            self.sequences.setdefault(name, [x.shape for x in sequences_in(arguments)])
 
     def _receive(self, name: str, arguments: Any, width: int) -> None:
         """width: d_out of a Linear, else 0."""
@@ -147,6 +150,7 @@ class Trace:
         if path:
             self.calls = [f"{path}.{name}".rstrip(".") for name in self.calls]
             self.shapes = {f"{path}.{name}".rstrip("."): shapes for name, shapes in self.shapes.items()}
+            self.sequences = {f"{path}.{name}": shapes for name, shapes in self.sequences.items()}
             self.residual = {f"{path}.{name}" for name in self.residual}
             self.overwritten = {f"{path}.{name}".rstrip(".") for name in self.overwritten}
             self.functional = {f"{path}.{name}": value.under(f"{path}.") for name, value in self.functional.items()}
@@ -253,6 +257,11 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, (Mapping, tuple, list)):
         for part in value.values() if isinstance(value, Mapping) else value:
             yield from tensors_in(part)
+
+
+def sequences_in(value: Any) -> Iterator[Tensor]:
+    """All sequences of features [B, n, d] in a forward's arguments."""
+    yield from (x for x in tensors_in(value) if x.ndim == 3 and x.is_floating_point())
 
 
 def cast_floats(value: Any, dtype: torch.dtype) -> Any:

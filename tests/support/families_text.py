@@ -123,6 +123,17 @@ _SOUND = {
     **_NO_POSITIONS, "conv_dim": [8, 8], "conv_kernel": [10, 4], "conv_stride": [5, 2], "num_feat_extract_layers": 2,
     "num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2, "feat_extract_norm": "layer",
 }  # fmt: skip
+_SEAMLESS = {
+    "vocab_size": VOCABULARY, "hidden_size": WIDTH, "encoder_layers": 2, "encoder_ffn_dim": 48,
+    "encoder_attention_heads": 4, "decoder_layers": 2, "decoder_ffn_dim": 48, "decoder_attention_heads": 4,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1, "max_position_embeddings": 64,
+    "speech_encoder_layers": 2, "speech_encoder_attention_heads": 4, "speech_encoder_intermediate_size": 48,
+    "feature_projection_input_dim": 16, "num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2,
+    "adaptor_kernel_size": 2, "adaptor_stride": 2, "conv_depthwise_kernel_size": 3, "t2u_encoder_layers": 1,
+    "t2u_decoder_layers": 1, "t2u_encoder_ffn_dim": 48, "t2u_decoder_ffn_dim": 48, "t2u_encoder_attention_heads": 4,
+    "t2u_decoder_attention_heads": 4, "t2u_vocab_size": VOCABULARY, "char_vocab_size": VOCABULARY,
+    "left_max_position_embeddings": 4, "right_max_position_embeddings": 2, "max_source_positions": 64,
+}  # fmt: skip
 _WAV2VEC2_BERT = {
     **_NO_POSITIONS, "feature_projection_input_dim": 16, "left_max_position_embeddings": 4,
     "right_max_position_embeddings": 2, "conv_depthwise_kernel_size": 3,
@@ -176,6 +187,14 @@ def _tokens_then_state(path: str, call: int, batch: Batch) -> Tensor | None:
 def _frames_and_words(path: str, call: int, batch: Batch) -> Tensor | None:
     is_sound = path.startswith("encoder") or CROSS.search(path)
     return sound_frames([10, 4], [5, 2])(path, call, batch) if is_sound else batch["decoder_attention_mask"]
+
+
+def _fewer_frames_and_words(path: str, _call: int, batch: Batch) -> Tensor | None:
+    """Behind the speech encoder, a frame stands for two."""
+    if not CROSS.search(path):
+        return batch["attention_mask" if path.startswith("speech_encoder") else "decoder_attention_mask"]
+    lengths, size = batch["attention_mask"].sum(1), batch["attention_mask"].shape[1]
+    return (torch.arange(size // 2 + 1) < (lengths // 2 + 1)[:, None]).long()
 
 
 def _hear(count: int) -> Batch:
@@ -392,6 +411,12 @@ SOUND += [
     ),
 ]  # fmt: skip
 SOUND += [
+    # cross-attention reads what an adapter makes of the frames
+    Family(
+        "seamless-m4t-v2", "SeamlessM4Tv2ForSpeechToText", _SEAMLESS,
+        lambda count: {**spectrograms(count), **prompt(count)},
+        "speech_encoder.encoder.layers.{} text_decoder.layers.{}", mask=_fewer_frames_and_words,
+    ),
     Family("wav2vec2-bert", "Wav2Vec2BertModel", _WAV2VEC2_BERT, spectrograms, "encoder.layers.{}"),
     Family(
         "wav2vec2-bert-relative", "Wav2Vec2BertModel", _WAV2VEC2_BERT | {"position_embeddings_type": "relative"},

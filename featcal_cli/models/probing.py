@@ -1,0 +1,193 @@
+"""Two small runs of a model, and what they show: of which tokens the rows are that a block's modules read."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from featcal_cli.data.batches import Batch, forward_names
+from featcal_cli.models import token_layout
+from featcal_cli.models.module_kinds import rows_shape
+from featcal_cli.models.text_rows import TextRows, find_text_rows, see_text_change
+from featcal_cli.models.token_layout import DECODER, ENCODER, MASK, MEMORY, OWN, Axes, Layout, learn_layout
+from featcal_cli.models.tracing import FAILURES, Trace, find_blocks, trace
+from featcal_cli.runtime.errors import DataError
+
+Layouts = tuple[Layout, ...]
+"""Of the input of each call of a module in one run of its block."""
+
+
+class Memory(NamedTuple):
+    """A sequence beside the hidden states that a block is given, as an encoder's output: the axis MEMORY."""
+
+    number: int
+    """Which of the sequences [B, n, d] that the block is called with."""
+    width: int
+    """d."""
+    holds_text: bool
+    """It may hold the text: beside other things, or padded by the model."""
+    text_rows: TextRows | None
+    """Where the text is in it, where that could be found out."""
+
+
+class OtherRows(NamedTuple):
+    """What modules read that is no known axis of tokens."""
+
+    layouts: dict[str, Layouts]
+    """Of all modules."""
+    memory: Memory | None
+
+
+@dataclass
+class ProbeRun:
+    """What the probes of one kind of inputs showed."""
+
+    model: nn.Module
+    entry: str
+    first: Trace
+    second: Trace
+    axes: Axes
+    blocks: list[str]
+    module: nn.Module
+    """What ran: the model or a tower of it."""
+    probe: Batch
+    """What it ran on first."""
+    _texts: dict[str, TextRows | None] = field(default_factory=dict)
+    """What was found out of stacks of blocks."""
+
+    def own_axis(self, block: str) -> tuple[Layout, Axes]:
+        """The layout of the block's hidden states, and the token axes with the block's own one where it has one."""
+        axes = dict(self.axes)
+        if block not in self.first.shapes:
+            return Layout(None), axes
+        first, second = self.first.shapes[block][0], self.second.shapes[block][0]
+        layout = learn_layout(first, second, axes)
+        is_batch = len(first) == len(second) == 3 and (first[0], second[0]) == token_layout.EXAMPLES  # [B, S, d]
+        if layout.axis is None and is_batch:
+            axes[OWN] = (first[1], second[1])
+            layout = learn_layout(first, second, axes)
+        return layout, axes
+
+    def layouts(self, path: str, block_calls: int, axes: Axes, module: nn.Module | None = None) -> Layouts:
+        """The layout of what each call of a module reads in one run of its block."""
+        first, second = (
+            [rows_shape(module, shape) for shape in of.shapes.get(path, [])] for of in (self.first, self.second)
+        )
+        calls, rest = divmod(len(first), max(block_calls, 1))
+        if len(first) != len(second) or rest:
+            return (Layout(None),)
+        return tuple(learn_layout(a, b, axes) for a, b in zip(first[:calls], second[:calls], strict=True))
+
+    def source_layout(self, paths: Collection[str], axes: Axes) -> Layouts:
+        """The layout of the features that a mixture takes the tokens of these parts of it from."""
+        routed = [[trace.routed[path] for path in paths if path in trace.routed] for trace in (self.first, self.second)]
+        return (learn_layout(routed[0][0], routed[1][0], axes) if all(routed) else Layout(None),)
+
+    def look_for_text(self, block: str, layout: Layout, axes: Axes) -> tuple[bool, TextRows | None]:
+        """Whether a block's own token axis holds the text, and where."""
+        only_text = not any(tensor.is_floating_point() for tensor in self.probe.values())
+        holds_text = layout.axis == OWN and (len(set(axes[OWN])) > 1 or only_text)
+        is_fixed = "input_ids" in self.probe and len(set(self.axes.get(ENCODER, ()))) == 1
+        if layout.axis != OWN or not (holds_text or is_fixed):
+            return holds_text, None
+        rows = self._find_text_rows(block)  # where the text of the probes has one length, this tells
+        return holds_text or rows is not None, rows
+
+    def _find_text_rows(self, block: str) -> TextRows | None:
+        """Where the text is in what the stack of this block is given; looked at once."""
+        path = block.rpartition(".")[0]
+        if path not in self._texts:
+            stack = [other for other in self.blocks if other.rpartition(".")[0] == path]
+            self._texts[path] = find_text_rows(self.model, self.module, self.probe, stack, self.axes[ENCODER][0])
+        return self._texts[path]
+
+    def match_others(self, block: str, modules: Mapping[str, tuple[nn.Module, Layouts]], axes: Axes) -> OtherRows:
+        """The layouts of a block's modules, with what can be found out of those that read rows of unknown padding."""
+        layouts = {name: of for name, (_, of) in modules.items()}
+        for name in self._find_apart(block, layouts):
+            layouts[name] = tuple(replace(layout, is_apart=True) for layout in layouts[name])
+        unclear = {name: modules[name][0] for name, of in layouts.items() if any(layout.is_unclear for layout in of)}
+        sequences = zip(self.first.sequences.get(block, ()), self.second.sequences.get(block, ()), strict=False)
+        for number, (one, other) in enumerate(sequences):
+            with_memory = {**axes, MEMORY: (one[1], other[1])}
+            calls = self.first.calls.count(block)
+            matched = {
+                name: self.layouts(f"{block}.{name}", calls, with_memory, module) for name, module in unclear.items()
+            }
+            reading = {name: of for name, of in matched.items() if {layout.axis for layout in of} == {MEMORY}}
+            if reading and (one[0], other[0]) == token_layout.EXAMPLES:
+                text = self._find_memory_text(block, with_memory[MEMORY])
+                return OtherRows(layouts | reading, Memory(number, one[2], *text))
+        return OtherRows(layouts, None)
+
+    def _find_memory_text(self, block: str, lengths: tuple[int, int]) -> tuple[bool, TextRows | None]:
+        """Whether what has these lengths in the probes may hold the text, and where: as in the last stack of blocks
+        before this one that had so many rows."""
+        for other in reversed(self.blocks[: self.blocks.index(block)]):
+            layout, axes = self.own_axis(other)
+            if layout.axis == OWN and axes[OWN] == lengths:
+                return self.look_for_text(other, layout, axes)
+        return True, None
+
+    def _find_apart(self, block: str, layouts: Mapping[str, Layouts]) -> set[str]:
+        """Of the modules that may read windows of text, those that read the same whatever the text is, or rows as many
+        as the patches of another stack: images in cross-attention, for example."""
+        unclear = {
+            name: {dim.factor for layout in of for dim in layout.dims or ()}
+            for name, of in layouts.items()
+            if f"{block}.{name}" not in self.first.functional and any(layout.may_be_windows for layout in of)
+        }
+        if not unclear or next(self.model.parameters()).is_meta:
+            return set()
+        patches = self._count_patches()
+        apart = {name for name, factors in unclear.items() if factors & patches}
+        names = [name for name in unclear if name not in apart]
+        paths = [f"{block}.{name}" for name in names]
+        if names and (pair := see_text_change(self.model, self.module, self.probe, paths)):
+            apart |= {name for name in names if all(map(torch.equal, *(inputs[f"{block}.{name}"] for inputs in pair)))}
+        return apart
+
+    def _count_patches(self) -> set[int]:
+        """How many patches, none of them padding, the stacks of blocks have that read no text."""
+        if MASK in self.probe and "input_ids" not in self.probe:
+            return set()  # which it is then about
+        owned = ((name, *self.own_axis(name)) for name in self.blocks)
+        return {
+            axes[OWN][0]
+            for name, layout, axes in owned
+            if layout.axis == OWN and not self.look_for_text(name, layout, axes)[0]
+        } - {1}
+
+
+def probe_model(model: PreTrainedModel, task: str, batch: Batch) -> ProbeRun:
+    """Run the model, or the tower that the inputs are for, on two probes. Raises DataError where none can run."""
+    problem: Exception | None = None
+    for entry, module in _entries(model, batch):
+        for resize in ({ENCODER, DECODER}, {DECODER}, {ENCODER}, set[str]()):
+            (first, second), axes = token_layout.make_probes(batch, resize)
+            try:
+                one, other = (trace(module, probe, model.dtype).under(entry) for probe in (first, second))
+            except FAILURES as error:
+                problem = problem or error
+            else:
+                return ProbeRun(model, entry, one, other, axes, find_blocks(model, one), module, first)
+    shapes = {name: list(tensor.shape[1:]) for name, tensor in batch.items()}
+    reason = (str(problem) or type(problem).__name__).splitlines()[0]
+    raise DataError(
+        f"merged cannot run on the examples: {reason}",
+        where=f"{task}: an example has {shapes}",
+        fix="give the inputs that this model's forward needs",
+    ) from problem
+
+
+def _entries(model: PreTrainedModel, batch: Batch) -> Iterator[tuple[str, nn.Module]]:
+    """The whole model, then its towers that take these inputs, outermost first."""
+    yield "", model
+    for name, module in model.named_modules():
+        if name and isinstance(module, PreTrainedModel) and forward_names(module).issuperset(batch):
+            yield name, module
