@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from inspect import signature
-from typing import Any, cast
+from collections.abc import Mapping, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from featcal_cli.data.batches import Batch, take_examples
 from featcal_cli.engine.block_runner import BlockRunner, PausedForward
 from featcal_cli.models.architecture import Architecture, Block
+from featcal_cli.models.probing import Padding, read_mask
 from featcal_cli.models.products import Route
-from featcal_cli.models.text_rows import TextRows
 from featcal_cli.models.token_layout import MASK, MEMORY, OWN, Layout, Lengths, Weights, counts_all, token_masks
 from featcal_cli.models.tracing import first_tensor
 
@@ -26,11 +24,9 @@ def token_weights(paused: PausedForward, block: Block, *, cls_tokens: bool) -> W
     weights = {**token_masks(paused.batch), OWN: None}
     axis = block.layout.axis
     if axis == OWN:
-        given = paused.hidden, [*paused.tensors][1:]
-        weights[OWN] = _own_mask(paused, *given, block.holds_text, block.text_rows)
-    if (memory := block.memory) is not None and (sequence := paused.find_memory(memory)) is not None:
-        # where its mask could be taken for that of the hidden states, it comes after that
-        weights[MEMORY] = _own_mask(paused, sequence, [*paused.tensors][:0:-1], memory.holds_text, memory.text_rows)
+        weights[OWN] = _own_mask(paused, paused.hidden, block.padding)
+    if block.memory is not None and (sequence := paused.find_memory(block.memory)) is not None:
+        weights[MEMORY] = _own_mask(paused, sequence, block.memory.padding)
     if cls_tokens and axis is not None:
         first = torch.full(paused.hidden.shape[:2], OTHER_TOKENS, device=paused.hidden.device)
         first[:, 0] = 1.0
@@ -40,17 +36,14 @@ def token_weights(paused: PausedForward, block: Block, *, cls_tokens: bool) -> W
     return weights
 
 
-def _own_mask(
-    paused: PausedForward, sequence: Tensor, given: Sequence[Tensor], holds_text: bool, text: TextRows | None
-) -> Tensor | None:
+def _own_mask(paused: PausedForward, sequence: Tensor, padding: Padding) -> Tensor | None:
     """1 for what the tokens that count became in a sequence [B, frames, d], as [B, frames]; None where all count.
-    given: what the block is called with, its masks among it.
 
     Where the two cannot be brought together the mask is empty, which fits no feature.
     """
-    frames = sequence.shape[1]
+    frames, text = sequence.shape[1], padding.text_rows
     ids, mask = paused.batch.get("input_ids"), paused.batch.get(MASK)
-    if ids is not None and not holds_text:
+    if ids is not None and not padding.holds_text:
         return None  # patches beside a text, in a tower of their own
     if mask is None and ids is not None:
         mask = torch.ones_like(ids)
@@ -66,53 +59,11 @@ def _own_mask(
         )
         own = torch.cat([before, mask, after], 1).float()
     else:
-        own = _mask_frames(paused.module, frames, mask).float()
-        own = own if own.numel() else _read_mask(given, len(mask), frames)
+        seen = read_mask(paused.tensors, sequence)
+        if seen is None and padding.is_given:
+            return None  # models give none where it hides nothing
+        own = torch.empty(0, 0) if seen is None else seen.float()
     return None if own.numel() and bool(own.all()) else own
-
-
-def _mask_frames(module: nn.Module, frames: int, mask: Tensor) -> Tensor:
-    """1 for the frames [B, frames] that a model of sound makes of samples that count, by the rule that it, or a part of
-    it, has for that; empty where there is none, or it makes another number of frames."""
-    rules = ("_get_feature_vector_attention_mask", "_get_output_attention_mask")
-    found = ((part, name) for part in module.modules() for name in rules if hasattr(part, name))
-    part, name = next(found, (module, ""))
-    none: Tensor = mask.new_empty(0, 0)
-    if name == rules[1]:
-        rule = getattr(part, name)
-        own: Tensor = rule(mask, target_length=frames)
-        return own if rule(torch.ones_like(mask)).shape[1] == frames else none
-    if name == rules[0]:
-        rule, count = getattr(part, name), cast(Callable[..., Any], part._get_feat_extract_output_lengths)
-        # an adapter that makes frames fewer comes after the blocks
-        options = {"add_adapter": False} if "add_adapter" in signature(rule).parameters else {}
-        made = int(count(torch.tensor(mask.shape[1]), **options))
-        squeeze = made // frames  # SEW's blocks see one frame for several
-        if squeeze and made // squeeze == frames:
-            lengths = rule(made, mask, **options).sum(1) // squeeze
-            framed: Tensor = torch.arange(frames, device=mask.device) < lengths[:, None]
-            return framed
-    return none
-
-
-MASKED = -1e3
-"""What masks add to scores of attention to hide a row is less, and what biases of positions add is more."""
-
-
-def _read_mask(given: Sequence[Tensor], count: int, frames: int) -> Tensor:
-    """1 for the rows [count, frames] that any row may attend to by the first mask of these tensors that has as many
-    columns; empty where there is none."""
-    for x in given:
-        if x.ndim not in (2, 3, 4) or (x.shape[0], x.shape[-1]) != (count, frames) or (x.ndim > 2 and x.shape[1] != 1):
-            continue
-        if not x.is_floating_point():
-            seen = x.bool()
-        elif x.ndim > 2 and bool(((x == 0) | (x <= MASKED)).all()):
-            seen = x == 0
-        else:
-            continue
-        return seen.reshape(count, -1, frames).any(1).float()
-    return torch.empty(0, 0)
 
 
 def routed_rows(
@@ -156,7 +107,7 @@ def find_cls_blocks(runner: BlockRunner, architecture: Architecture, task: str, 
     """The last block of each stack over patches, where the model's pooled output reads its first token alone: it
     changes with that token, and does not when all others that leave the block are perturbed. `batch`: one example."""
     blocks = [block for block in architecture.blocks if block.name not in architecture.stems]
-    over_patches = [block for block in blocks if block.layout.axis == OWN and not block.holds_text]
+    over_patches = [block for block in blocks if block.layout.axis == OWN and not block.padding.holds_text]
     stacks = {block.name.rpartition(".")[0]: block for block in over_patches}
     alike = take_examples(batch, [0] * len(PERTURBED))
     cls_blocks = set()

@@ -23,8 +23,7 @@ from featcal_cli.models.module_kinds import (
     read_parameters,
     split_systems,
 )
-from featcal_cli.models.probing import Memory, ProbeRun, probe_model
-from featcal_cli.models.text_rows import TextRows
+from featcal_cli.models.probing import Memory, Padding, ProbeRun, probe_model
 from featcal_cli.models.token_layout import (
     Axes,
     Layout,
@@ -90,10 +89,8 @@ class Block:
     """How often one forward pass runs it: more than once where layers share their weights."""
     overwritten: bool
     """The block changes its own input in place."""
-    holds_text: bool
-    """Its own token axis holds the text: beside other things in one sequence, or padded by the model."""
-    text_rows: TextRows | None
-    """Where the text is in that sequence, where that could be found out."""
+    padding: Padding
+    """Of its hidden states."""
     memory: Memory | None
     """What else it is given that its modules read rows of, which are no tokens of a known axis."""
     deciders: tuple[str, ...]
@@ -229,16 +226,14 @@ def _describe(model: nn.Module, name: str, run: ProbeRun, norms: str, holders: M
         else:
             called = "scale" if kind == "scale" else "norm"
             skipped.append((path, f"a {called} without bias; --norms all calibrates it"))
-    holds_text, text_rows = run.look_for_text(name, layout, axes)
     modules = _count_depths(held, name, modules, run.first.depths)
     found = run.match_others(name, {x.name: (module_at(held, x), x.layouts) for x in modules}, axes)
     modules = [replace(x, layouts=found.layouts[x.name]) for x in modules]
+    padding = run.find_padding(name, layout, axes)
     choosing = (path for path in sorted(run.first.deciders) if f"{path}.".startswith(f"{name}."))
     deciders = tuple(path.removeprefix(name).lstrip(".") for path in choosing)
     overwritten = name in run.first.overwritten
-    return Block(
-        name, tuple(modules), tuple(skipped), layout, calls, overwritten, holds_text, text_rows, found.memory, deciders
-    )
+    return Block(name, tuple(modules), tuple(skipped), layout, calls, overwritten, padding, found.memory, deciders)
 
 
 def _describe_parameter(

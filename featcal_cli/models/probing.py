@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from featcal_cli.data.batches import Batch, forward_names
@@ -15,11 +15,22 @@ from featcal_cli.models import token_layout
 from featcal_cli.models.module_kinds import rows_shape
 from featcal_cli.models.text_rows import TextRows, find_text_rows, see_text_change
 from featcal_cli.models.token_layout import DECODER, ENCODER, MASK, MEMORY, OWN, Axes, Layout, learn_layout
-from featcal_cli.models.tracing import FAILURES, Trace, find_blocks, trace
+from featcal_cli.models.tracing import FAILURES, Trace, find_blocks, sequences_in, tensors_in, trace
 from featcal_cli.runtime.errors import DataError
 
 Layouts = tuple[Layout, ...]
 """Of the input of each call of a module in one run of its block."""
+
+
+class Padding(NamedTuple):
+    """What tells which rows of a sequence are padding, where it is no known axis of tokens."""
+
+    holds_text: bool = False
+    """It holds the text: beside other things, or padded by the model."""
+    text_rows: TextRows | None = None
+    """Where the text is in it, where that could be found out."""
+    is_given: bool = False
+    """Blocks are called with a mask of its rows, if that hides any."""
 
 
 class Memory(NamedTuple):
@@ -29,10 +40,7 @@ class Memory(NamedTuple):
     """Which of the sequences [B, n, d] that the block is called with."""
     width: int
     """d."""
-    holds_text: bool
-    """It may hold the text: beside other things, or padded by the model."""
-    text_rows: TextRows | None
-    """Where the text is in it, where that could be found out."""
+    padding: Padding
 
 
 class OtherRows(NamedTuple):
@@ -88,7 +96,13 @@ class ProbeRun:
         routed = [[trace.routed[path] for path in paths if path in trace.routed] for trace in (self.first, self.second)]
         return (learn_layout(routed[0][0], routed[1][0], axes) if all(routed) else Layout(None),)
 
-    def look_for_text(self, block: str, layout: Layout, axes: Axes) -> tuple[bool, TextRows | None]:
+    def find_padding(self, block: str, layout: Layout, axes: Axes) -> Padding:
+        """What tells the padding of a block's hidden states."""
+        holds_text, text_rows = self._look_for_text(block, layout, axes)
+        is_known = text_rows is not None or layout.axis != OWN
+        return Padding(holds_text, text_rows, not is_known and self._is_mask_given(block, 0))
+
+    def _look_for_text(self, block: str, layout: Layout, axes: Axes) -> tuple[bool, TextRows | None]:
         """Whether a block's own token axis holds the text, and where."""
         only_text = not any(tensor.is_floating_point() for tensor in self.probe.values())
         holds_text = layout.axis == OWN and (len(set(axes[OWN])) > 1 or only_text)
@@ -122,7 +136,8 @@ class ProbeRun:
             reading = {name: of for name, of in matched.items() if {layout.axis for layout in of} == {MEMORY}}
             if reading and (one[0], other[0]) == token_layout.EXAMPLES:
                 text = self._find_memory_text(block, with_memory[MEMORY])
-                return OtherRows(layouts | reading, Memory(number, one[2], *text))
+                padding = Padding(*text, text[1] is None and self._is_mask_given(block, number))
+                return OtherRows(layouts | reading, Memory(number, one[2], padding))
         return OtherRows(layouts, None)
 
     def _find_memory_text(self, block: str, lengths: tuple[int, int]) -> tuple[bool, TextRows | None]:
@@ -131,8 +146,28 @@ class ProbeRun:
         for other in reversed(self.blocks[: self.blocks.index(block)]):
             layout, axes = self.own_axis(other)
             if layout.axis == OWN and axes[OWN] == lengths:
-                return self.look_for_text(other, layout, axes)
+                return self._look_for_text(other, layout, axes)
         return True, None
+
+    def _is_mask_given(self, block: str, number: int) -> bool:
+        """Whether a block is called with a mask of one of its sequences, if inputs are padded."""
+        masks = {name: mask.clone() for name, mask in self.probe.items() if token_layout.is_mask(name)}
+        if not masks or next(self.model.parameters()).is_meta:
+            return False
+        for mask in masks.values():
+            mask[:, mask.shape[1] // 2 :] = 0
+        given: list[Tensor] = []
+        hook = self.model.get_submodule(block).register_forward_pre_hook(
+            lambda _, args, kwargs: given.extend(tensors_in((args, kwargs))), with_kwargs=True
+        )
+        try:
+            trace(self.module, {**self.probe, **masks}, next(self.model.parameters()).dtype)
+        except FAILURES:
+            return False
+        finally:
+            hook.remove()
+        sequences = [*sequences_in(given)][number:]
+        return bool(sequences) and read_mask(given, sequences[0]) is not None
 
     def _find_apart(self, block: str, layouts: Mapping[str, Layouts]) -> set[str]:
         """Of the modules that may read windows of text, those that read the same whatever the text is, or rows as many
@@ -160,8 +195,31 @@ class ProbeRun:
         return {
             axes[OWN][0]
             for name, layout, axes in owned
-            if layout.axis == OWN and not self.look_for_text(name, layout, axes)[0]
+            if layout.axis == OWN and not self._look_for_text(name, layout, axes)[0]
         } - {1}
+
+
+MASKED = -1e3
+"""What masks add to scores of attention to hide a row is less, and what biases of positions add is more."""
+
+
+def read_mask(given: Iterable[Tensor], sequence: Tensor) -> Tensor | None:
+    """Which rows of a sequence [B, n, d] any row may attend to [B, n], by the mask that a block is given with it, which
+    may come with its hidden states, the first of these tensors, or with another sequence: the nearest mask that has as
+    many columns. None where there is none."""
+    hidden, *others = given
+    count, frames = sequence.shape[:2]
+    for x in others if sequence is hidden else reversed(others):
+        if x.ndim not in (2, 3, 4) or (x.shape[0], x.shape[-1]) != (count, frames) or (x.ndim > 2 and x.shape[1] != 1):
+            continue
+        if not x.is_floating_point():
+            seen = x.bool()
+        elif x.ndim > 2 and bool(((x == 0) | (x <= MASKED)).all()):
+            seen = x == 0
+        else:
+            continue
+        return seen.reshape(count, -1, frames).any(1)
+    return None
 
 
 def probe_model(model: PreTrainedModel, task: str, batch: Batch) -> ProbeRun:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from families import Family, build_lively, images, save_family, text
+from families import BY_NAME, Family, build_lively, images, save_family, text
 from family import TEXT_SIZES, VISION_SIZES, VOCABULARY, WIDTH, Batch
 
 from featcal_cli.hub.snapshot import read_config
@@ -52,6 +53,20 @@ def test_what_they_do_by_themselves_is_no_reason_to_end(tmp_path: Path, name: st
     saved = save_family(tmp_path, Family(name, name, config, inputs, ""))
     recipe = saved.recipe(ridge=None, rho=None, alpha=None)
     assert calibrate(recipe, output=tmp_path / "out").report.settings["metric"] == "output"
+
+
+def test_frames_count_where_padding_is_shorter_than_a_frame(tmp_path: Path) -> None:
+    """The model then gives its blocks no mask, as in a batch without padding."""
+    family = BY_NAME["wav2vec2"]
+
+    def barely_padded(count: int) -> Batch:
+        mask = torch.ones(count, 400, dtype=torch.long)
+        mask[0, -1] = 0
+        return {"input_values": family.inputs(count)["input_values"], "attention_mask": mask}
+
+    saved = save_family(tmp_path, replace(family, inputs=barely_padded))
+    report = calibrate(saved.recipe(select="preset"), output=tmp_path / "out", batch_size=5).report
+    assert not any(block.skipped for block in report.blocks)
 
 
 @pytest.mark.parametrize(

@@ -207,12 +207,12 @@ def after(ones: int) -> MaskRule:
 
 def sound_frames(kernels: list[int], strides: list[int], squeeze: int = 1) -> MaskRule:
     """What convolutions without padding make of the samples: a frame counts if all its samples do; of `squeeze` frames,
-    which become one, all have to."""
+    which become one, any has to."""
 
     def rule(_path: str, _call: int, batch: Batch) -> Tensor | None:
         lengths, size = batch["attention_mask"].sum(1), batch["attention_mask"].shape[1]
         for kernel, stride in zip(kernels, strides, strict=True):
             lengths, size = (lengths - kernel) // stride + 1, (size - kernel) // stride + 1
-        return _mask_of(lengths // squeeze, size // squeeze)
+        return _mask_of(-(-lengths // squeeze), size // squeeze)
 
     return rule

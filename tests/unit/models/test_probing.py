@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from featcal_cli.engine.token_weights import _read_mask
+from featcal_cli.models.probing import read_mask
 
 SEEN = torch.tensor([[1, 1, 1], [1, 1, 0]]).bool()
 HIDDEN = torch.zeros(2, 1, 1, 3).masked_fill(~SEEN[:, None, None], torch.finfo(torch.float32).min)
@@ -29,9 +29,23 @@ OTHER = torch.zeros(2, 1, 1, 3).masked_fill(SEEN[:, None, None], torch.finfo(tor
     ],
 )
 def test_rows_count_that_any_row_may_attend_to(given: list[Tensor]) -> None:
-    assert torch.equal(_read_mask(given, 2, 3), SEEN.float())
+    hidden = torch.randn(2, 3, 8)
+    seen = read_mask([hidden, *given], hidden)
+    assert seen is not None
+    assert torch.equal(seen, SEEN)
 
 
-@pytest.mark.parametrize("given", [[], [torch.randn(2, 3)], [torch.zeros(2, 3)], [torch.ones(2, 4)], [HIDDEN.expand(2, 2, 1, 3)]])
+@pytest.mark.parametrize(
+    "given", [[], [torch.randn(2, 3)], [torch.zeros(2, 3)], [torch.ones(2, 4)], [HIDDEN.expand(2, 2, 1, 3)]]
+)
 def test_where_no_mask_is_given_nothing_is_known(given: list[Tensor]) -> None:
-    assert _read_mask(given, 2, 3).numel() == 0
+    hidden = torch.randn(2, 3, 8)
+    assert read_mask([hidden, *given], hidden) is None
+
+
+def test_the_mask_of_another_sequence_comes_after_that_of_hidden_states() -> None:
+    """Where both are as long."""
+    hidden, other = torch.randn(2, 3, 8), torch.randn(2, 3, 8)
+    seen = read_mask([hidden, OTHER, other, HIDDEN], other)
+    assert seen is not None
+    assert torch.equal(seen, SEEN)
