@@ -384,11 +384,11 @@ def _functions(model: PreTrainedModel, block: str, kept: dict[str, list[Tensor]]
         keep(x, weight)
         return convolve(x, weight, *args, **kwargs)
 
-    def keep_batch(bias: Tensor | float, x: Tensor, weights: Tensor) -> Tensor:
+    def keep_batch(bias: Tensor | float, x: Tensor, weights: Tensor, **kwargs: Any) -> Tensor:
         if name := names.get(weights.data_ptr()):
             for number, rows in enumerate(x):
                 kept.setdefault(f"{name}[{number}]", []).append(rows.detach().double().clone())
-        return multiply_batch(torch.as_tensor(bias, dtype=x.dtype), x, weights)
+        return multiply_batch(torch.as_tensor(bias, dtype=x.dtype), x, weights, **kwargs)
 
     def keep_product(one: Tensor, other: Tensor) -> Tensor:
         if one.ndim == 2 and other.ndim == 3:  # W x, features before tokens
