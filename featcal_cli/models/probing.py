@@ -67,6 +67,7 @@ class ProbeRun:
     """What it ran on first."""
     _texts: dict[str, TextRows | None] = field(default_factory=dict)
     """What was found out of stacks of blocks."""
+    _masks: dict[tuple[str, int], bool] = field(default_factory=dict)
 
     def own_axis(self, block: str) -> tuple[Layout, Axes]:
         """The layout of the block's hidden states, and the token axes with the block's own one where it has one."""
@@ -98,9 +99,18 @@ class ProbeRun:
 
     def find_padding(self, block: str, layout: Layout, axes: Axes) -> Padding:
         """What tells the padding of a block's hidden states."""
-        holds_text, text_rows = self._look_for_text(block, layout, axes)
-        is_known = text_rows is not None or layout.axis != OWN
-        return Padding(holds_text, text_rows, not is_known and self._is_mask_given(block, 0))
+        return self._complete(block, 0, *self._look_for_text(block, layout, axes)) if layout.axis == OWN else Padding()
+
+    def _complete(self, block: str, number: int, holds_text: bool, text_rows: TextRows | None) -> Padding:
+        """What tells the padding of a sequence that a block is called with; its mask is looked for once a stack, and
+        where nothing else tells."""
+        is_about = holds_text or "input_ids" not in self.probe  # else the masks are about the text, which is not in it
+        if text_rows is not None or not is_about:
+            return Padding(holds_text, text_rows)
+        key = block.rpartition(".")[0], number
+        if key not in self._masks:
+            self._masks[key] = self._is_mask_given(block, number)
+        return Padding(holds_text, text_rows, self._masks[key])
 
     def _look_for_text(self, block: str, layout: Layout, axes: Axes) -> tuple[bool, TextRows | None]:
         """Whether a block's own token axis holds the text, and where."""
@@ -135,8 +145,7 @@ class ProbeRun:
             }
             reading = {name: of for name, of in matched.items() if {layout.axis for layout in of} == {MEMORY}}
             if reading and (one[0], other[0]) == token_layout.EXAMPLES:
-                text = self._find_memory_text(block, with_memory[MEMORY])
-                padding = Padding(*text, text[1] is None and self._is_mask_given(block, number))
+                padding = self._complete(block, number, *self._find_memory_text(block, with_memory[MEMORY]))
                 return OtherRows(layouts | reading, Memory(number, one[2], padding))
         return OtherRows(layouts, None)
 

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
+from families import BY_NAME
 from torch import Tensor
 
+from featcal_cli.models import probing, tracing
+from featcal_cli.models.architecture import find_architecture
 from featcal_cli.models.probing import read_mask
 
 SEEN = torch.tensor([[1, 1, 1], [1, 1, 0]]).bool()
@@ -49,3 +54,14 @@ def test_the_mask_of_another_sequence_comes_after_that_of_hidden_states() -> Non
     seen = read_mask([hidden, OTHER, other, HIDDEN], other)
     assert seen is not None
     assert torch.equal(seen, SEEN)
+
+
+@pytest.mark.parametrize(
+    ("name", "runs"), [("wav2vec2", 3), ("seamless-m4t-v2", 3), ("llava", 2), ("bert", 2), ("vit", 2)]
+)
+def test_a_mask_is_looked_for_once_a_stack(name: str, runs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Large models take long to run, even on little."""
+    family, traced = BY_NAME[name], mock.Mock(wraps=tracing.trace)
+    monkeypatch.setattr(probing, "trace", traced)
+    find_architecture(family.build().eval(), {"task": family.inputs(4)}, "auto")
+    assert traced.call_count == runs
