@@ -1,4 +1,5 @@
-"""The PEFT adapter that new parameters of a model amount to: Linears' updates cut to a rank, other modules whole."""
+"""The PEFT adapter that new parameters of a model amount to: updates of Linears and of experts cut to a rank, other
+modules whole."""
 
 from __future__ import annotations
 
@@ -34,6 +35,8 @@ class LowRank:
     """Paths of Linears whose update is cut to the rank."""
     transposed: bool = False
     """They are Conv1D."""
+    parameters: list[str] = field(default_factory=list)
+    """Paths of parameters that hold several matrices, or their biases, of which each update is cut to the rank."""
     whole: list[str] = field(default_factory=list)
     """Paths of modules that the adapter holds in full."""
     left_out: list[str] = field(default_factory=list)
@@ -51,15 +54,15 @@ class LowRank:
     def write(self, base: str, revision: str | None) -> dict[str, bytes]:
         """Its files by name. base: the repo or folder of the model that it goes on, and its commit."""
         tensors = dict(self.tensors)
-        # peft adds to biases only where every Linear has one; else it can replace some
-        all_have = bool(self.biases) and len(self.biases) == len(self.matrices)
+        # peft adds to biases only where every Linear has one, and nothing else is cut; else it can replace some
+        all_have = bool(self.biases) and len(self.biases) == len(self.matrices) and not self.parameters
         for path, (added, new) in self.biases.items():
             tensors[f"{PREFIX}{path}.{'lora_B' if all_have else 'base_layer'}.bias"] = added if all_have else new
         config = LoraConfig(
             r=self.rank, lora_alpha=self.rank, lora_dropout=0.0, target_modules=sorted(self.matrices),
-            modules_to_save=sorted(self.whole) or None, fan_in_fan_out=self.transposed, lora_bias=all_have,
-            bias="all" if self.biases and not all_have else "none", inference_mode=True,
-            base_model_name_or_path=base, revision=revision,
+            target_parameters=self.parameters or None, modules_to_save=sorted(self.whole) or None,
+            fan_in_fan_out=self.transposed, lora_bias=all_have, bias="all" if self.biases and not all_have else "none",
+            inference_mode=True, base_model_name_or_path=base, revision=revision,
         )  # fmt: skip
         settings = {key: sorted(x) if isinstance(x, set) else x for key, x in config.to_dict().items()}
         text = json.dumps(settings, indent=2, sort_keys=True) + "\n"
@@ -83,9 +86,10 @@ def extract_adapter(
     """The adapter on `model` that new values of its parameters amount to.
 
     groups: of every block, the new parameters by path. functional: the modules whose work functions do, which read
-    weights that LoRA does not change: these are held whole.
+    weights that LoRA does not change: these are held whole, but for matrices that lie in one parameter.
     """
     made = LowRank(rank)
+    holding_several = {path.partition("[")[0] for path in functional if path.endswith("]")}
     with torch.no_grad():
         for new in groups:
             matrices, roots = [], []
@@ -94,9 +98,15 @@ def extract_adapter(
                 kind = kind_of(module)
                 if kind in MATRICES and path not in functional:
                     matrices.append(path)
-                elif kind is None and any(new[name].ndim > 2 for name in names):  # fused experts: as large as a model
-                    made.left_out += names
-                    made.total += sum(_square(new[name], model.get_parameter(name)) for name in names)
+                elif kind is None and any(new[name].ndim > 2 for name in names):  # as large as a model
+                    is_cut = any(
+                        name in holding_several and new[name].ndim == 3 and len(new[name]) > 1 for name in names
+                    )
+                    cut = [name for name in names if is_cut and (name in holding_several or new[name].ndim == 2)]
+                    _cut_parameters(made, module, path, {name: new[name] for name in cut})
+                    left_out = [name for name in names if name not in cut]
+                    made.left_out += left_out
+                    made.total += sum(_square(new[name], model.get_parameter(name)) for name in left_out)
                 else:
                     roots.append(path)
             roots = [path for path in roots if not any(path.startswith(f"{other}.") for other in roots)]
@@ -145,6 +155,27 @@ def _cut_matrix(made: LowRank, module: nn.Module, path: str, new: Mapping[str, T
         made.biases[path] = _as_stored(update.bias, own), _as_stored(new[f"{path}.bias"], own)
         made.kept += (square := float(update.bias.square().sum()))
         made.total += square
+
+
+def _cut_parameters(made: LowRank, module: nn.Module, path: str, new: Mapping[str, Tensor]) -> None:
+    """Parameters of one module, of several matrices [n, a, b] each, or of their biases [n, a], which are cut as one."""
+    own = [(f"{path}.{key}", value) for key, value in module.named_parameters(recurse=False) if f"{path}.{key}" in new]
+    for number, (name, old) in enumerate(own):
+        update = new[name].float() - old.float()
+        matrices = update if update.ndim == 3 else update[None]
+        if update.ndim == 3 and getattr(module, "is_transposed", False):  # peft takes these for [n, d_in, d_out]
+            matrices = matrices.mT
+        count, d_out, d_in = matrices.shape
+        down, up = torch.zeros(count, made.rank, d_in), torch.zeros(d_out, made.rank, count)
+        for at, matrix in enumerate(matrices):
+            left, sizes, right = _cut(matrix, made.rank)
+            down[at, : len(sizes)], up[:, : len(sizes), at] = sizes.sqrt()[:, None] * right.T, left * sizes.sqrt()
+            made.kept += float(sizes.square().sum())
+        made.total += float(update.square().sum())
+        place = path + ".base_layer" * (len(own) - 1 - number)  # peft wraps the module once for each, the first inmost
+        made.tensors[f"{PREFIX}{place}.lora_A.weight"] = _as_stored(down.flatten(0, 1), old)
+        made.tensors[f"{PREFIX}{place}.lora_B.weight"] = _as_stored(up.flatten(1), old)
+        made.parameters.append(name)
 
 
 def _cut(update: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
