@@ -89,32 +89,29 @@ def extract_adapter(
     weights that LoRA does not change: these are held whole, but for matrices that lie in one parameter.
     """
     made = LowRank(rank)
-    holding_several = {path.partition("[")[0] for path in functional if path.endswith("]")}
+    stacks = {path.partition("[")[0] for path in functional if path.endswith("]")}
     with torch.no_grad():
         for new in groups:
-            matrices, roots = [], []
+            matrices, stacked, roots = [], [], []
             for path, names in _group_by_module(new).items():
                 module = model.get_submodule(path)
                 kind = kind_of(module)
                 if kind in MATRICES and path not in functional:
                     matrices.append(path)
-                elif kind is None and any(new[name].ndim > 2 for name in names):  # as large as a model
-                    is_cut = any(
-                        name in holding_several and new[name].ndim == 3 and len(new[name]) > 1 for name in names
-                    )
-                    cut = [name for name in names if is_cut and (name in holding_several or new[name].ndim == 2)]
-                    _cut_parameters(made, module, path, {name: new[name] for name in cut})
-                    left_out = [name for name in names if name not in cut]
-                    made.left_out += left_out
-                    made.total += sum(_square(new[name], model.get_parameter(name)) for name in left_out)
+                elif kind is None and any(new[name].ndim > 2 for name in names):  # whole, as large as a model
+                    stacked.append((path, {name: new[name] for name in names}))
                 else:
                     roots.append(path)
             roots = [path for path in roots if not any(path.startswith(f"{other}.") for other in roots)]
+            within = tuple(f"{root}." for root in roots)
             for path in roots:
                 _hold_whole(made, model, path, new)
             for path in matrices:
-                if not any(path.startswith(f"{root}.") for root in roots):
+                if not path.startswith(within):
                     _cut_matrix(made, model.get_submodule(path), path, new)
+            for path, parameters in stacked:
+                if not path.startswith(within):
+                    _cut_stacks(made, model.get_submodule(path), path, parameters, stacks)
     return made
 
 
@@ -157,9 +154,18 @@ def _cut_matrix(made: LowRank, module: nn.Module, path: str, new: Mapping[str, T
         made.total += square
 
 
-def _cut_parameters(made: LowRank, module: nn.Module, path: str, new: Mapping[str, Tensor]) -> None:
-    """Parameters of one module, of several matrices [n, a, b] each, or of their biases [n, a], which are cut as one."""
-    own = [(f"{path}.{key}", value) for key, value in module.named_parameters(recurse=False) if f"{path}.{key}" in new]
+def _cut_stacks(
+    made: LowRank, module: nn.Module, path: str, new: Mapping[str, Tensor], stacks: Collection[str]
+) -> None:
+    """The parameters of one module: of `stacks` of matrices [n, a, b] each, of their biases [n, a] as one matrix; it
+    cannot hold others."""
+    are_stacks = all(name in stacks and len(x) > 1 if x.ndim == 3 else x.ndim == 2 for name, x in new.items())
+    named = {f"{path}.{key}": value for key, value in module.named_parameters(recurse=False)}
+    if not are_stacks:
+        made.left_out += new
+        made.total += sum(_square(x, named[name]) for name, x in new.items())
+        return
+    own = [(name, old) for name, old in named.items() if name in new]
     for number, (name, old) in enumerate(own):
         update = new[name].float() - old.float()
         matrices = update if update.ndim == 3 else update[None]
