@@ -18,6 +18,9 @@ from featcal_cli.models.module_kinds import Affine, kind_of, read_parameters
 
 MATRICES = ("linear", "conv1d")
 """Kinds of modules that LoRA can add to; Conv1D is GPT-2's name for a Linear."""
+OLD_EXPERTS = {"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"}
+"""What experts' modules and routers were called before transformers fused them: in many mixtures peft takes a target
+module of such a name, wherever it is, for the parameter that it has become."""
 EXACT_BELOW = 8
 """A matrix is cut exactly where its smaller side is at most this many times the rank, else by a random sketch."""
 
@@ -36,7 +39,8 @@ class LowRank:
     transposed: bool = False
     """They are Conv1D."""
     parameters: list[str] = field(default_factory=list)
-    """Paths of parameters that hold several matrices, or their biases, of which each update is cut to the rank."""
+    """Paths of parameters of which peft adds to the values, not to what a module returns: those that hold several
+    matrices, each cut to the rank, their biases, and the weights of Linears that it would take for others."""
     whole: list[str] = field(default_factory=list)
     """Paths of modules that the adapter holds in full."""
     left_out: list[str] = field(default_factory=list)
@@ -109,6 +113,8 @@ def extract_adapter(
             for path in matrices:
                 if not path.startswith(within):
                     _cut_matrix(made, model.get_submodule(path), path, new)
+                    is_taken = bool(stacks) and path.rpartition(".")[2] in OLD_EXPERTS
+                    (made.parameters if is_taken else made.matrices).append(f"{path}.weight" if is_taken else path)
             for path, parameters in stacked:
                 if not path.startswith(within):
                     _cut_stacks(made, model.get_submodule(path), path, parameters, stacks)
@@ -139,12 +145,10 @@ def _cut_matrix(made: LowRank, module: nn.Module, path: str, new: Mapping[str, T
     old = read_parameters(module).each(Tensor.float)
     update = Affine(weight.T if is_transposed else weight, new.get(f"{path}.bias")).minus(old)
     left, sizes, right = _cut(update.weight, made.rank)
-    down, up = torch.zeros(made.rank, update.weight.shape[1]), torch.zeros(len(update.weight), made.rank)
-    down[: len(sizes)], up[:, : len(sizes)] = sizes.sqrt()[:, None] * right.T, left * sizes.sqrt()
+    down, up = _factors(left, sizes, right, made.rank)
     own = module.get_parameter("weight")
     made.tensors[f"{PREFIX}{path}.lora_A.weight"] = _as_stored(down, own)
     made.tensors[f"{PREFIX}{path}.lora_B.weight"] = _as_stored(up, own)
-    made.matrices.append(path)
     made.transposed |= is_transposed
     made.kept += float(sizes.square().sum())
     made.total += float(update.weight.square().sum())
@@ -167,21 +171,28 @@ def _cut_stacks(
         return
     own = [(name, old) for name, old in named.items() if name in new]
     for number, (name, old) in enumerate(own):
-        update = new[name].float() - old.float()
-        matrices = update if update.ndim == 3 else update[None]
-        if update.ndim == 3 and getattr(module, "is_transposed", False):  # peft takes these for [n, d_in, d_out]
-            matrices = matrices.mT
-        count, d_out, d_in = matrices.shape
-        down, up = torch.zeros(count, made.rank, d_in), torch.zeros(d_out, made.rank, count)
-        for at, matrix in enumerate(matrices):
-            left, sizes, right = _cut(matrix, made.rank)
-            down[at, : len(sizes)], up[:, : len(sizes), at] = sizes.sqrt()[:, None] * right.T, left * sizes.sqrt()
+        # peft takes three dimensions for [n, d_out, d_in], but where a module says [n, d_in, d_out]
+        is_transposed = old.ndim == 3 and getattr(module, "is_transposed", False)
+        pairs = [*zip(new[name], old, strict=True)] if old.ndim == 3 else [(new[name], old)]
+        factors = []
+        for after, before in pairs:  # one by one: a stack may be as large as a model
+            update = after.float() - before.float()
+            left, sizes, right = _cut(update.T if is_transposed else update, made.rank)
+            factors.append(_factors(left, sizes, right, made.rank))
             made.kept += float(sizes.square().sum())
-        made.total += float(update.square().sum())
+            made.total += float(update.square().sum())
+        down, up = map(torch.stack, zip(*factors, strict=True))  # [n, rank, d_in], [n, d_out, rank]
         place = path + ".base_layer" * (len(own) - 1 - number)  # peft wraps the module once for each, the first inmost
         made.tensors[f"{PREFIX}{place}.lora_A.weight"] = _as_stored(down.flatten(0, 1), old)
-        made.tensors[f"{PREFIX}{place}.lora_B.weight"] = _as_stored(up.flatten(1), old)
+        made.tensors[f"{PREFIX}{place}.lora_B.weight"] = _as_stored(up.permute(1, 2, 0).flatten(1), old)
         made.parameters.append(name)
+
+
+def _factors(left: Tensor, sizes: Tensor, right: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    """A [rank, d_in] and B [d_out, rank] of a matrix that is cut to the rank, or has a lower one."""
+    down, up = torch.zeros(rank, len(right)), torch.zeros(len(left), rank)
+    down[: len(sizes)], up[:, : len(sizes)] = sizes.sqrt()[:, None] * right.T, left * sizes.sqrt()
+    return down, up
 
 
 def _cut(update: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -85,24 +85,30 @@ class Routing:
         part = next((route for tensor, route in self._parts if tensor is x), None)
         return part or next((route for route in reversed(self._routes) if len(route.rows) == len(x)), None)
 
-    def share_out(self, x: Tensor) -> list[tuple[Tensor, Tensor]] | None:
+    def find_given(self, x: Tensor) -> list[Tensor] | None:
         """Where experts are given all tokens x [experts, T, d], zero but for those that a mixture has chosen an expert
-        for: these [n, d] and their numbers [n], by expert. None where it is not so."""
+        for: their numbers [n], by expert. None where it is not so."""
         choice = self.decisions[-1] if self.decisions else None
         chosen = choice[1] if isinstance(choice, tuple) else choice
-        if not isinstance(chosen, Tensor) or (len(x), x.shape[1]) != (self._scores, len(chosen)) or chosen.ndim > 2:
+        if not isinstance(chosen, Tensor) or chosen.ndim not in (1, 2):
+            return None
+        if (len(x), x.shape[1]) != (self._scores, len(chosen)):
             return None
         if x.is_meta:  # without values, a token stands for those of an expert
-            numbers = [chosen.new_zeros(1)] * len(x)
-        else:
-            experts = torch.arange(len(x), device=x.device).view(-1, 1, 1)
-            is_given = (chosen.reshape(1, x.shape[1], -1) == experts).any(-1)
-            if bool(is_given.all()) or bool(x[~is_given].any()):
-                return None
-            numbers = [of_expert.nonzero()[:, 0] for of_expert in is_given]
-        shares = [(tokens[of_expert], of_expert) for tokens, of_expert in zip(x, numbers, strict=True)]
-        self._parts += [(tokens, Route(of_expert, x.shape[1:])) for tokens, of_expert in shares]
-        return shares
+            return [chosen.new_zeros(1)] * len(x)
+        experts = torch.arange(len(x), device=x.device).view(-1, 1, 1)
+        is_given = (chosen.reshape(1, x.shape[1], -1) == experts).any(-1)
+        others = (x.any(-1) & ~is_given).sum()
+        *counts, others_given = torch.cat([is_given.sum(1), others.view(1)]).tolist()  # one look
+        if others_given or sum(counts) == is_given.numel():
+            return None
+        return list(is_given.nonzero()[:, 1].split(counts))
+
+    def hand_out(self, x: Tensor, numbers: Tensor) -> Tensor:
+        """The tokens with these numbers [n] of what an expert is given [T, d]; `find` knows which they are."""
+        tokens = x[numbers]
+        self._parts.append((tokens, Route(numbers, x.shape)))
+        return tokens
 
     def run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call one of the ROUTING functions."""
@@ -227,20 +233,24 @@ class ProductWatch(TorchFunctionMode):
         *given, x, matrices = args
         if self._find(matrices) is None or (given and given[0].shape[:2] != (len(x), 1)):
             return func(*args)
-        biases = [bias[0] for bias in given[0]] if given else [None] * len(x)
         weights = [self._find(matrix.T) for matrix in matrices]
-        shares = None if self._routing is None or given else self._routing.share_out(x)
+        watched = [weight for weight in weights if weight is not None and self._is_watched(weight)]
+        if not watched:
+            return func(*args)
+        rows = (None if self._routing is None or given else self._routing.find_given(x)) or []
         products = []
-        for number, (weight, matrix, bias) in enumerate(zip(weights, matrices, biases, strict=True)):
-            tokens, numbers = (x[number], None) if shares is None else shares[number]
-            if weight is not None and self._is_watched(weight):
+        for number, (weight, matrix) in enumerate(zip(weights, matrices, strict=True)):
+            bias, tokens = given[0][number, 0] if given else None, x[number]
+            if weight in watched:
+                if self._routing is not None and rows:
+                    tokens = self._routing.hand_out(tokens, rows[number])
                 self._before(weight, tokens, None if bias is None else self._find(bias))
             if self._after is not None:
                 y = functional.linear(tokens, matrix.T, bias)
-                if weight is not None and self._is_watched(weight):
+                if weight in watched:
                     self._after(weight, y)
-                all_tokens = y.new_zeros(*x.shape[1:-1], y.shape[-1])
-                products.append(y if numbers is None else all_tokens.index_copy(0, numbers, y))
+                is_whole = len(y) == x.shape[1]
+                products.append(y if is_whole else y.new_zeros(x.shape[1], y.shape[1]).index_copy(0, rows[number], y))
         return torch.stack(products) if products else func(*args)
 
     def _read(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Product | None:

@@ -17,10 +17,11 @@ from featcal_cli.workflows.verbs import Result, calibrate, dry_run
 
 FULL = (
     "bert", "gpt2", "llama", "whisper", "convnext", "wavlm", "lfm2", "mixtral", "gpt-oss", "llama4", "recurrent-gemma",
+    "deepseek-v3", "qwen2-moe", "qwen3-next",
 )  # fmt: skip
 """Linears with biases, Conv1D, without biases, some with, convolutions, projections and convolutions that functions
-read, experts of mixtures with and without biases."""
-REPLACED_BIASES = {"whisper", "gpt-oss", "recurrent-gemma"}
+read, experts of mixtures with and without biases, beside Linears whose names peft takes for those of experts."""
+REPLACED_BIASES = {"whisper", "gpt-oss", "qwen2-moe", "recurrent-gemma"}
 """Some of their Linears have no bias, or there are experts too: peft replaces biases, and adds nothing to them."""
 
 

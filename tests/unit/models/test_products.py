@@ -102,6 +102,15 @@ def test_experts_that_are_given_all_tokens_get_those_that_they_are_chosen_for(ot
         assert torch.equal(given[number], tokens[rows])
 
 
+def test_a_choice_among_all_values_gives_no_tokens() -> None:
+    routing = Routing()
+    with torch.no_grad(), ProductWatch({"deep": DEEP}, lambda *_: None, routing=routing):
+        torch.argmax(torch.randn(4, 3))
+        result = torch.bmm(torch.ones(3, 4, 6), DEEP)
+    torch.testing.assert_close(result, torch.ones(3, 4, 6) @ DEEP)
+    assert routing.find(torch.ones(4, 6)) is None
+
+
 @pytest.mark.parametrize(("padding", "groups", "is_told"), [(2, 4, True), (0, 4, False), ((2,), 4, True)])
 def test_a_convolution_that_a_function_computes_is_told_of_if_it_is_that_of_the_module(
     padding: int | tuple[int], groups: int, *, is_told: bool
