@@ -30,7 +30,7 @@ from featcal_cli.models.tracing import (
     all_finite,
     cast_floats,
     copy_caches,
-    sequences_in,
+    is_sequence,
     tensors_in,
 )
 from featcal_cli.runtime import hardware
@@ -371,8 +371,8 @@ class PausedForward(greenlet):
 
     def find_memory(self, memory: Memory) -> Tensor | None:
         """The other sequence [B, n, d] that the paused block was called with."""
-        sequences = [*sequences_in(self.call)][memory.number :]
-        return next((x for x in sequences[:1] if x.shape[2] == memory.width), None)
+        x = self.call.leaves[memory.place] if self.call is not None else None
+        return x if is_sequence(x) and x.shape[2] == memory.width else None
 
     def is_at(self, block: Block) -> bool:
         """True when the pass is paused before this block."""

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from featcal_cli.data.batches import Batch, take_examples
 from featcal_cli.engine.block_runner import BlockRunner, PausedForward
@@ -58,12 +59,29 @@ def _own_mask(paused: PausedForward, sequence: Tensor, padding: Padding) -> Tens
             mask.new_full((len(mask), size), counts) for size, counts in zip(sizes, text.around_counts, strict=True)
         )
         own = torch.cat([before, mask, after], 1).float()
-    else:
-        seen = read_mask(paused.tensors, sequence)
-        if seen is None and padding.is_given:
-            return None  # models give none where it hides nothing
-        own = torch.empty(0, 0) if seen is None else seen.float()
-    return None if own.numel() and bool(own.all()) else own
+        return None if counts_all(own) else own
+    given = None if padding.mask is None or paused.call is None else paused.call.leaves[padding.mask]
+    if given is None:  # models give no mask where it hides nothing
+        return UNKNOWN if padding.mask is None else None
+    own = _read_once(given, sequence)
+    return None if own.numel() and counts_all(own) else own
+
+
+UNKNOWN = torch.empty(0, 0)
+"""Fits no feature."""
+_SEEN: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+"""What masks do not hide: all blocks of a pass are given the same one, and a look keeps a device waiting."""
+
+
+def _read_once(mask: object, sequence: Tensor) -> Tensor:
+    """What a mask says of a sequence [B, n, d], as float32 [B, n]."""
+    if not isinstance(mask, Tensor) or mask not in _SEEN:
+        seen = read_mask(mask, sequence)
+        if seen is None:
+            return UNKNOWN
+        _SEEN[mask] = seen.float()
+    known: Tensor = _SEEN[mask]
+    return known if known.shape == sequence.shape[:2] else UNKNOWN
 
 
 def routed_rows(

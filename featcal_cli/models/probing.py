@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,7 @@ from featcal_cli.models import token_layout
 from featcal_cli.models.module_kinds import rows_shape
 from featcal_cli.models.text_rows import TextRows, find_text_rows, see_text_change
 from featcal_cli.models.token_layout import DECODER, ENCODER, MASK, MEMORY, OWN, Axes, Layout, learn_layout
-from featcal_cli.models.tracing import FAILURES, Trace, find_blocks, sequences_in, tensors_in, trace
+from featcal_cli.models.tracing import FAILURES, Trace, find_blocks, is_sequence, leaves_in, trace
 from featcal_cli.runtime.errors import DataError
 
 Layouts = tuple[Layout, ...]
@@ -29,15 +29,15 @@ class Padding(NamedTuple):
     """It holds the text: beside other things, or padded by the model."""
     text_rows: TextRows | None = None
     """Where the text is in it, where that could be found out."""
-    is_given: bool = False
-    """Blocks are called with a mask of its rows, if that hides any."""
+    mask: int | None = None
+    """Where the mask of its rows is in what blocks are called with: None there, if it hides none."""
 
 
 class Memory(NamedTuple):
     """A sequence beside the hidden states that a block is given, as an encoder's output: the axis MEMORY."""
 
-    number: int
-    """Which of the sequences [B, n, d] that the block is called with."""
+    place: int
+    """Where it is in what blocks are called with."""
     width: int
     """d."""
     padding: Padding
@@ -67,7 +67,7 @@ class ProbeRun:
     """What it ran on first."""
     _texts: dict[str, TextRows | None] = field(default_factory=dict)
     """What was found out of stacks of blocks."""
-    _masks: dict[tuple[str, int], bool] = field(default_factory=dict)
+    _masks: dict[tuple[str, int], int | None] = field(default_factory=dict)
 
     def own_axis(self, block: str) -> tuple[Layout, Axes]:
         """The layout of the block's hidden states, and the token axes with the block's own one where it has one."""
@@ -99,17 +99,21 @@ class ProbeRun:
 
     def find_padding(self, block: str, layout: Layout, axes: Axes) -> Padding:
         """What tells the padding of a block's hidden states."""
-        return self._complete(block, 0, *self._look_for_text(block, layout, axes)) if layout.axis == OWN else Padding()
+        if layout.axis != OWN:
+            return Padding()
+        text = self._look_for_text(block, layout, axes)
+        sequences = self.first.sequences.get(block, {})  # its hidden states are the first
+        return self._complete(block, min(sequences), *text) if sequences else Padding(*text)
 
-    def _complete(self, block: str, number: int, holds_text: bool, text_rows: TextRows | None) -> Padding:
+    def _complete(self, block: str, place: int, holds_text: bool, text_rows: TextRows | None) -> Padding:
         """What tells the padding of a sequence that a block is called with; its mask is looked for once a stack, and
         where nothing else tells."""
         is_about = holds_text or "input_ids" not in self.probe  # else the masks are about the text, which is not in it
         if text_rows is not None or not is_about:
             return Padding(holds_text, text_rows)
-        key = block.rpartition(".")[0], number
+        key = block.rpartition(".")[0], place
         if key not in self._masks:
-            self._masks[key] = self._is_mask_given(block, number)
+            self._masks[key] = self._find_mask(block, place)
         return Padding(holds_text, text_rows, self._masks[key])
 
     def _look_for_text(self, block: str, layout: Layout, axes: Axes) -> tuple[bool, TextRows | None]:
@@ -136,8 +140,9 @@ class ProbeRun:
         for name in self._find_apart(block, layouts):
             layouts[name] = tuple(replace(layout, is_apart=True) for layout in layouts[name])
         unclear = {name: modules[name][0] for name, of in layouts.items() if any(layout.is_unclear for layout in of)}
-        sequences = zip(self.first.sequences.get(block, ()), self.second.sequences.get(block, ()), strict=False)
-        for number, (one, other) in enumerate(sequences):
+        first, second = (of.sequences.get(block, {}) for of in (self.first, self.second))
+        for place in [at for at in first if at in second]:
+            one, other = first[place], second[place]
             with_memory = {**axes, MEMORY: (one[1], other[1])}
             calls = self.first.calls.count(block)
             matched = {
@@ -145,8 +150,8 @@ class ProbeRun:
             }
             reading = {name: of for name, of in matched.items() if {layout.axis for layout in of} == {MEMORY}}
             if reading and (one[0], other[0]) == token_layout.EXAMPLES:
-                padding = self._complete(block, number, *self._find_memory_text(block, with_memory[MEMORY]))
-                return OtherRows(layouts | reading, Memory(number, one[2], padding))
+                padding = self._complete(block, place, *self._find_memory_text(block, with_memory[MEMORY]))
+                return OtherRows(layouts | reading, Memory(place, one[2], padding))
         return OtherRows(layouts, None)
 
     def _find_memory_text(self, block: str, lengths: tuple[int, int]) -> tuple[bool, TextRows | None]:
@@ -158,25 +163,36 @@ class ProbeRun:
                 return self._look_for_text(other, layout, axes)
         return True, None
 
-    def _is_mask_given(self, block: str, number: int) -> bool:
-        """Whether a block is called with a mask of one of its sequences, if inputs are padded."""
-        masks = {name: mask.clone() for name, mask in self.probe.items() if token_layout.is_mask(name)}
+    def _find_mask(self, block: str, place: int) -> int | None:
+        """Where the mask of a sequence is in what a block is called with: what hides the last row, and not the first,
+        if the second half of the inputs is padding, but for those of a decoder."""
+        masks = {
+            name: mask.clone()
+            for name, mask in self.probe.items()
+            if token_layout.is_mask(name) and not name.startswith(DECODER)
+        }
         if not masks or next(self.model.parameters()).is_meta:
-            return False
+            return None
         for mask in masks.values():
             mask[:, mask.shape[1] // 2 :] = 0
-        given: list[Tensor] = []
+        given: list[Any] = []
         hook = self.model.get_submodule(block).register_forward_pre_hook(
-            lambda _, args, kwargs: given.extend(tensors_in((args, kwargs))), with_kwargs=True
+            lambda _, args, kwargs: given.extend(leaves_in((args, kwargs))), with_kwargs=True
         )
         try:
             trace(self.module, {**self.probe, **masks}, next(self.model.parameters()).dtype)
         except FAILURES:
-            return False
+            return None
         finally:
             hook.remove()
-        sequences = [*sequences_in(given)][number:]
-        return bool(sequences) and read_mask(given, sequences[0]) is not None
+        sequence = given[place] if place < len(given) else None
+        if not is_sequence(sequence):
+            return None
+        for at, leaf in enumerate(given):
+            seen = read_mask(leaf, sequence)
+            if seen is not None and seen[:, 0].all() and not seen[:, -1].any():
+                return at
+        return None
 
     def _find_apart(self, block: str, layouts: Mapping[str, Layouts]) -> set[str]:
         """Of the modules that may read windows of text, those that read the same whatever the text is, or rows as many
@@ -212,23 +228,18 @@ MASKED = -1e3
 """What masks add to scores of attention to hide a row is less, and what biases of positions add is more."""
 
 
-def read_mask(given: Iterable[Tensor], sequence: Tensor) -> Tensor | None:
-    """Which rows of a sequence [B, n, d] any row may attend to [B, n], by the mask that a block is given with it, which
-    may come with its hidden states, the first of these tensors, or with another sequence: the nearest mask that has as
-    many columns. None where there is none."""
-    hidden, *others = given
+def read_mask(x: Any, sequence: Tensor) -> Tensor | None:
+    """Which rows of a sequence [B, n, d] any row may attend to [B, n], by a mask: booleans or integers [B, n], or what
+    is added to scores of attention [B, 1, .., n]. None for what is no mask of it."""
     count, frames = sequence.shape[:2]
-    for x in others if sequence is hidden else reversed(others):
-        if x.ndim not in (2, 3, 4) or (x.shape[0], x.shape[-1]) != (count, frames) or (x.ndim > 2 and x.shape[1] != 1):
-            continue
-        if not x.is_floating_point():
-            seen = x.bool()
-        elif x.ndim > 2 and bool(((x == 0) | (x <= MASKED)).all()):
-            seen = x == 0
-        else:
-            continue
-        return seen.reshape(count, -1, frames).any(1)
-    return None
+    if not isinstance(x, Tensor) or x.ndim not in (2, 3, 4) or (x.shape[0], x.shape[-1]) != (count, frames):
+        return None
+    if x.ndim > 2 and x.shape[1] != 1:
+        return None
+    if x.is_floating_point() and (x.ndim == 2 or not bool(((x == 0) | (x <= MASKED)).all())):
+        return None
+    seen = x == 0 if x.is_floating_point() else x.bool()
+    return seen.reshape(count, -1, frames).any(1)
 
 
 def probe_model(model: PreTrainedModel, task: str, batch: Batch) -> ProbeRun:

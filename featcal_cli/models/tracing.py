@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from graphlib import CycleError, TopologicalSorter
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -38,8 +38,8 @@ class Trace:
         """Every call of every module, in the order in which they began."""
         self.shapes: dict[str, list[torch.Size]] = {}
         """Shape of the first tensor that each call of a module was given."""
-        self.sequences: dict[str, list[torch.Size]] = {}
-        """Shapes of all sequences [B, n, d] that the first call of a member of a list was given."""
+        self.sequences: dict[str, dict[int, torch.Size]] = {}
+        """Shapes of all sequences [B, n, d] that the first call of a member of a list was given, by their places."""
         self.residual: set[str] = set()
         """Members of lists whose output has the shape of their input."""
         self.overwritten: set[str] = set()
@@ -72,7 +72,8 @@ class Trace:
         self._receive(name, arguments, self._widths.get(name, 0))
         if name.rpartition(".")[0] in self._lists:
             self._flow[name] = (first_tensor(arguments), None)
-            self.sequences.setdefault(name, [x.shape for x in sequences_in(arguments)])
+            places = enumerate(leaves_in(arguments))
+            self.sequences.setdefault(name, {at: x.shape for at, x in places if is_sequence(x)})
 
     def _receive(self, name: str, arguments: Any, width: int) -> None:
         """width: d_out of a Linear, else 0."""
@@ -240,6 +241,11 @@ class BlockCall(NamedTuple):
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
+    @property
+    def leaves(self) -> list[Any]:
+        """Everything that it is called with: what has a place in one call has it in all, be it None."""
+        return [*leaves_in((self.args, self.kwargs))]
+
 
 class StopBlock(Exception):  # noqa: N818 - not an error
     """Raised by a hook that has seen enough of a block's run."""
@@ -250,18 +256,23 @@ def first_tensor(value: Any) -> Tensor | None:
     return next(tensors_in(value), None)
 
 
+def leaves_in(value: Any) -> Iterator[Any]:
+    """All in a forward's arguments or output that holds nothing."""
+    if isinstance(value, (Mapping, tuple, list)):
+        for part in value.values() if isinstance(value, Mapping) else value:
+            yield from leaves_in(part)
+    else:
+        yield value
+
+
 def tensors_in(value: Any) -> Iterator[Tensor]:
     """All tensors in a forward's arguments or output."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (Mapping, tuple, list)):
-        for part in value.values() if isinstance(value, Mapping) else value:
-            yield from tensors_in(part)
+    yield from (x for x in leaves_in(value) if isinstance(x, Tensor))
 
 
-def sequences_in(value: Any) -> Iterator[Tensor]:
-    """All sequences of features [B, n, d] in a forward's arguments."""
-    yield from (x for x in tensors_in(value) if x.ndim == 3 and x.is_floating_point())
+def is_sequence(x: Any) -> TypeGuard[Tensor]:
+    """Whether something is a sequence of features [B, n, d]."""
+    return isinstance(x, Tensor) and x.ndim == 3 and x.is_floating_point()
 
 
 def cast_floats(value: Any, dtype: torch.dtype) -> Any:
