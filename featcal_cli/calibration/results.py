@@ -98,7 +98,8 @@ def describe_guard(blocks: Sequence[BlockReport]) -> str:
     if not reduced and not undone:
         return f"all {len(steps)} updates hold on new data"
     what = f"{len(reduced) + undone} of {len(steps)} updates did not hold on new data"
+    were_reduced, were_undone = ("was" if count == 1 else "were" for count in (len(reduced), undone))
     if not reduced:
-        return f"{what} and were undone"
-    mean = f"reduced, to {fmean(reduced):.2f} of what they were on average"
-    return f"{what}: {len(reduced)} were {mean}; {undone} were undone" if undone else f"{what} and were {mean}"
+        return f"{what} and {were_undone} undone"
+    mean = f"{were_reduced} reduced, to {fmean(reduced):.2f} of what they were on average"
+    return f"{what}: {len(reduced)} {mean}; {undone} {were_undone} undone" if undone else f"{what} and {mean}"

@@ -75,7 +75,7 @@ def show_inspection(inspection: Inspection, out: Console) -> None:
     _show_readings(inspection, tasks, out)
     _show_diagnostics(inspection, out)
     out.print()
-    names = {role: plain(inspection.names.get(role, role)) for role in list_roles(inspection)}
+    names = {role: plain(inspection.short_names.get(role, role)) for role in list_roles(inspection)}
     for is_warning, text in write_verdict(inspection, names, lambda task: fit(plain(task), 40)):
         out.print(Text.assemble(("warning:", "bold red"), f" {text}") if is_warning else Text(text))
 

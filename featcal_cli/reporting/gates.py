@@ -36,7 +36,7 @@ def find_excess(inspection: Inspection, limit: float) -> GateError | None:
         return None
     task = max(over, key=lambda name: lasts[name])
     excess = excesses[task]
-    names, blocks = inspection.names, [block.name for block in inspection.tasks[task].models["model"].blocks]
+    names, blocks = inspection.short_names, [block.name for block in inspection.tasks[task].models["model"].blocks]
     name = names.get("other", names["model"])
     steps = [now - before for before, now in pairwise(excess)]
     number = max(excess.index(inf) - 1, 0) if inf in excess else max(range(len(steps)), key=steps.__getitem__)

@@ -55,7 +55,7 @@ def _describe(inspection: Inspection) -> dict[str, Any]:
     """All that the page's script is given; lists where the order or a name counts, for a task may be `__proto__`."""
     blocks, roles = order_blocks(inspection), list_roles(inspection)
     tags = {"model": "A", "other": "B"} if "other" in roles else {}  # the page's tables have room for no more
-    names = {role: "base model" if role == "base" else _show(inspection.names[role]) for role in roles}
+    names = {role: "base model" if role == "base" else _show(inspection.short_names[role]) for role in roles}
     models = [model for task in inspection.tasks.values() for model in task.models.values()]
     modules = list(dict.fromkeys(name for model in models for block in model.blocks for name in block.modules))
     headline, *summary = _summarise(inspection, names)

@@ -239,7 +239,7 @@ COMMIT = re.compile(r"@([0-9a-f]{7})[0-9a-f]{33}\b")
 
 def write_summary(inspection: Inspection, exceeded: GateError | None = None) -> str:
     """The whole text, with a heading of the second level; exceeded: what the gate of `--max-drift` says."""
-    names = {role: _show(inspection.names.get(role, role)) for role in list_roles(inspection)}
+    names = {role: _show(inspection.short_names.get(role, role)) for role in list_roles(inspection)}
     parts = [f"## Feature drift of {names.get('other', names['model'])}"]
     if exceeded is not None:
         parts.append(f"❌ **{_show(exceeded.what)}**  \n{_show(exceeded.where)}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
 from math import inf, isfinite, nan
@@ -172,6 +173,11 @@ class Inspection:
     gains: Gains | None = None
     """Where two models are compared."""
     schema: int = SCHEMA
+
+    @property
+    def short_names(self) -> dict[str, str]:
+        """`names` to be read: of a commit the first seven digits."""
+        return {role: re.sub("(?<=@[0-9a-f]{7})[0-9a-f]{33}$", "", name) for role, name in self.names.items()}
 
     def to_json(self) -> str:
         # null for what is no finite number: JSON has no word for it
