@@ -371,7 +371,7 @@ class PausedForward(greenlet):
 
     def find_memory(self, memory: Memory) -> Tensor | None:
         """The other sequence [B, n, d] that the paused block was called with."""
-        x = self.call.leaves[memory.place] if self.call is not None else None
+        x = self.call.leaf(memory.place) if self.call is not None else None
         return x if is_sequence(x) and x.shape[2] == memory.width else None
 
     def is_at(self, block: Block) -> bool:

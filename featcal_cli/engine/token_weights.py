@@ -60,9 +60,9 @@ def _own_mask(paused: PausedForward, sequence: Tensor, padding: Padding) -> Tens
         )
         own = torch.cat([before, mask, after], 1).float()
         return None if counts_all(own) else own
-    given = None if padding.mask is None or paused.call is None else paused.call.leaves[padding.mask]
+    given = UNKNOWN if padding.mask is None or paused.call is None else paused.call.leaf(padding.mask, UNKNOWN)
     if given is None:  # models give no mask where it hides nothing
-        return UNKNOWN if padding.mask is None else None
+        return None
     own = _read_once(given, sequence)
     return None if own.numel() and counts_all(own) else own
 

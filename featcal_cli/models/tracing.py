@@ -241,10 +241,9 @@ class BlockCall(NamedTuple):
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
-    @property
-    def leaves(self) -> list[Any]:
-        """Everything that it is called with: what has a place in one call has it in all, be it None."""
-        return [*leaves_in((self.args, self.kwargs))]
+    def leaf(self, place: int, otherwise: Any = None) -> Any:
+        """What it is called with at a place: what has a place in one call has it in all, be it None."""
+        return next(itertools.islice(leaves_in((self.args, self.kwargs)), place, None), otherwise)
 
 
 class StopBlock(Exception):  # noqa: N818 - not an error
