@@ -79,6 +79,12 @@ def as_if_first() -> None:
         torch.manual_seed(0)
 
 
+@pytest.fixture(autouse=True)
+def empty_folder(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A test works in a folder of its own: what a command writes where it stands is in no other test's way."""
+    monkeypatch.chdir(tmp_path_factory.mktemp("here"))
+
+
 @pytest.fixture
 def hub(hub_on_loopback: HubServer) -> HubServer:
     """The Hub of the test suite, empty; name repos after the test, for the client's cache outlives it."""
