@@ -219,6 +219,9 @@ def _describe(model: nn.Module, name: str, run: ProbeRun, norms: str, holders: M
                 if kind not in LINEAR_KINDS:
                     skipped.append((path, "it is a norm inside an expert of a mixture"))
                     continue
+            elif run.gives_no_rows(full):
+                skipped.append((path, "no token of the first examples reaches it"))
+                continue
             work = run.first.functional.get(full) if full not in run.first.calls else None
             inside = work and work.inside(f"{name}.")
             shape = read_parameters(module).weight.shape if same else ()

@@ -92,6 +92,11 @@ class ProbeRun:
             return (Layout(None),)
         return tuple(learn_layout(a, b, axes) for a, b in zip(first[:calls], second[:calls], strict=True))
 
+    def gives_no_rows(self, path: str) -> bool:
+        """Whether a module is called with nothing alone, as the adapter of a language that no example is in."""
+        shapes = [shape for of in (self.first, self.second) for shape in of.shapes.get(path, ())]
+        return bool(shapes) and all(0 in shape for shape in shapes)
+
     def source_layout(self, paths: Collection[str], axes: Axes) -> Layouts:
         """The layout of the features that a mixture takes the tokens of these parts of it from."""
         routed = [[trace.routed[path] for path in paths if path in trace.routed] for trace in (self.first, self.second)]

@@ -212,6 +212,11 @@ ENCODERS = [
     # attention and feed-forward are members of two lists, and share a cache of keys
     *alike("xlm XLMModel, flaubert FlaubertModel", _XLM, text, "attentions.0 ffns.0 attentions.1 ffns.1"),
     Family("xlm-roberta", "XLMRobertaForSequenceClassification", TEXT_SIZES, text, "roberta.encoder.layer.{}"),
+    # an adapter for each language, of which the examples are in one
+    Family(
+        "xmod", "XmodForSequenceClassification", TEXT_SIZES | {"languages": ["en", "de"], "default_language": "en"},
+        text, "roberta.encoder.layer.{}", stays=r"adapter_modules\.de\.",
+    ),
     # the embeddings of relative positions are as many as padding makes them
     Family("deberta", "DebertaModel", _DEBERTA, text, "encoder.layer.{}", distances=r"\.pos_"),
     Family("deberta-v2", "DebertaV2Model", _DEBERTA_V2, text, "encoder.layer.{}", mask=_tokens_at_first_call),
