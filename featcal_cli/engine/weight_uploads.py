@@ -147,8 +147,10 @@ class Upload:
 
 
 def is_finite(weight: Tensor) -> bool:
-    """Whether all of a weight is finite: a sum is quick to tell; where it is not, it may only be large."""
-    return bool(torch.isfinite(weight.sum(dtype=torch.float32)) or torch.isfinite(weight).all())
+    """Whether all of a weight is finite: a sum is quick to tell; where it is not, it may only be large. On a CPU, where
+    a sum in another dtype is of a whole copy in it, piece by piece."""
+    pieces = weight.reshape(-1).split(PIECE) if weight.device.type == "cpu" else [weight]
+    return all(torch.isfinite(x.sum(dtype=torch.float32)) or torch.isfinite(x).all() for x in pieces)
 
 
 device_weights = cache(DeviceWeights)

@@ -106,11 +106,12 @@ class Block:
         these those of a mixture's experts, of one depth in any case."""
         dense = [module for module in self.modules if not module.is_routed]
         routed = [module for module in self.modules if module.is_routed]
+        width = max((min(module.routed) for module in routed), default=0)  # experts may be narrower than the model
         parts: list[Sequence[Module]] = [] if by_depth else [dense]
         for depth in sorted({module.depth for module in (self.modules if by_depth else routed)}):
             parts += [[module for module in dense if module.depth == depth]] if by_depth else []
             experts = [module for module in routed if module.depth == depth]
-            parts += [experts[part] for part in split_systems([module.routed for module in experts])]
+            parts += [experts[part] for part in split_systems([module.routed for module in experts], width)]
         return tuple(replace(self, modules=tuple(modules)) for modules in parts if modules) or (self,)
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from math import prod
+from itertools import accumulate, groupby
+from math import ceil, prod
 from typing import Literal, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -166,22 +167,20 @@ def expand_experts(one: Functional, shape: torch.Size) -> list[Functional]:
     return [Functional(weight, own, False) for weight, own in zip(experts, biases, strict=True)]
 
 
-DENSE_SQUARES = 34
-"""Numbers in the sums and pulls of a dense layer, over the square of its width: 4 matrices of attention, 3 of 4 times
-the width."""
+EXPERTS_SQUARES = 36
+"""Numbers in the sums, the pulls and the weights of the experts that are solved at a time, over the square of the
+model's width. Those of a dense layer are about 50: 4 matrices of attention, 3 of 4 times the width. All the weights of a
+mixture, which are held as well, take more room than a dense layer's."""
 
 
-def split_systems(shapes: Sequence[tuple[int, ...]]) -> list[slice]:
-    """Matrices of a mixture's experts [d_out, d_in], so many neighbours at a time as their equations take no more than
-    those of a dense layer of the same width; but one in any case."""
-    room, parts, left = DENSE_SQUARES * max(map(min, shapes), default=0) ** 2, [], 0
-    for number, (d_out, d_in) in enumerate(shapes):
-        if (taken := d_in * (d_in + d_out)) > left:
-            parts.append(slice(number, number))
-            left = room
-        parts[-1] = slice(parts[-1].start, number + 1)
-        left -= taken
-    return parts
+def split_systems(shapes: Sequence[tuple[int, ...]], width: int) -> list[slice]:
+    """Matrices of a mixture's experts [d_out, d_in], neighbours together, in parts as large as each other whose
+    equations take less than those of a dense layer of that width; but one in any case."""
+    sizes = [d_in * (d_in + 2 * d_out) for d_out, d_in in shapes]
+    share = sum(sizes) / max(1, ceil(sum(sizes) / (EXPERTS_SQUARES * max(width, 1) ** 2)))
+    middles = (end - size / 2 for end, size in zip(accumulate(sizes), sizes, strict=True))
+    parts = [[number for number, _ in part] for _, part in groupby(enumerate(middles), lambda pair: pair[1] // share)]
+    return [slice(part[0], part[-1] + 1) for part in parts]
 
 
 class ParameterPart(nn.Parameter):

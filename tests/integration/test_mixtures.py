@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from featcal_cli.models.module_kinds import DENSE_SQUARES, split_systems
+from featcal_cli.models.module_kinds import EXPERTS_SQUARES, split_systems
 from featcal_cli.reporting.report import Report
 from featcal_cli.workflows.verbs import calibrate
 
@@ -106,8 +106,9 @@ def read_router_inputs(model: PreTrainedModel, inputs: dict[str, Tensor], *, exa
     return x.detach().reshape(-1, x.shape[-1])[batch["attention_mask"].flatten().bool()].double()
 
 
-def test_as_many_experts_are_solved_together_as_a_dense_layer_takes() -> None:
-    assert split_systems([(64, 64)] * 40) == [slice(0, 17), slice(17, 34), slice(34, 40)]
-    assert DENSE_SQUARES * 64**2 == 17 * 64 * (64 + 64)
-    assert split_systems([(10, 1000)] * 2) == [slice(0, 1), slice(1, 2)]  # one in any case
-    assert split_systems([]) == []
+def test_so_many_experts_are_solved_together_as_take_less_than_a_dense_layer() -> None:
+    assert split_systems([(64, 64)] * 30, 64) == [slice(0, 10), slice(10, 20), slice(20, 30)]
+    assert EXPERTS_SQUARES * 64**2 == 12 * 64 * (64 + 2 * 64)  # that many at the most
+    assert split_systems([(64, 32)] * 40, 64) == [slice(0, 20), slice(20, 40)]  # a model wider than its experts
+    assert split_systems([(10, 1000)] * 2, 10) == [slice(0, 1), slice(1, 2)]  # one in any case
+    assert split_systems([], 0) == []
