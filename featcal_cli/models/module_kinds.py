@@ -169,8 +169,8 @@ def expand_experts(one: Functional, shape: torch.Size) -> list[Functional]:
 
 EXPERTS_SQUARES = 36
 """Numbers in the sums, the pulls and the weights of the experts that are solved at a time, over the square of the
-model's width. Those of a dense layer are about 50: 4 matrices of attention, 3 of 4 times the width. All the weights of a
-mixture, which are held as well, take more room than a dense layer's."""
+model's width. Those of a dense layer are about 50: 4 matrices of attention, 3 of 4 times the width. A mixture's weights
+themselves take more room."""
 
 
 def split_systems(shapes: Sequence[tuple[int, ...]], width: int) -> list[slice]:
