@@ -12,6 +12,7 @@ from hub_server import HubServer
 from outcome import result
 from zygote import Started, Zygote, wait_for
 
+from featcal_cli.runtime.files import LOCK
 from featcal_cli.workflows.workspace import NOTE
 
 SCENARIOS, KILLS = 20, 3
@@ -81,11 +82,26 @@ def test_a_run_that_is_killed_again_and_again_ends_with_the_same_bytes(
         run.kill()
         run.wait()
         check_nothing_wrong(tmp_path, hub, expected)
-        if (tmp_path / "out").exists() and not json.loads((tmp_path / "out" / NOTE).read_text())["push"]:
+        if not (tmp_path / ".out.featcal").exists() and (tmp_path / "out").exists():
             break  # it was faster: nothing is left to do
     else:
         run = start(zygote, job, tmp_path, account)
         assert run.wait() == 0, run.stderr.read_text()
     assert result(tmp_path / "out") == result(expected / "out")
     assert not (tmp_path / ".out.featcal").exists()
+    assert len(hub.repos["model", "alice/mended"].log) == 1
+
+
+def test_what_is_left_of_a_run_that_is_killed_at_its_very_end_is_taken_away_by_the_next(
+    zygote: Zygote, job: Path, expected: Path, hub: HubServer, account: dict[str, str], tmp_path: Path
+) -> None:
+    run = start(zygote, job, tmp_path, account)
+    assert run.wait() == 0, run.stderr.read_text()
+    assert not json.loads((tmp_path / "out" / NOTE).read_text())["push"]
+    (tmp_path / ".out.featcal").mkdir()
+    (tmp_path / ".out.featcal" / LOCK).write_text('{"process": 1, "machine": "another"}')
+    run = start(zygote, job, tmp_path, account)
+    assert run.wait() == 0, run.stderr.read_text()
+    assert not (tmp_path / ".out.featcal").exists()
+    assert result(tmp_path / "out") == result(expected / "out")
     assert len(hub.repos["model", "alice/mended"].log) == 1
