@@ -244,10 +244,13 @@ def _summarise(report: Report) -> str:
     experts = "the expert's" if len(report.drift) == 1 else f"those of its {len(report.drift)} experts"
     before, after, change, _ = write_drift_cells(report.judged_rows[-1])
     whose = "experts'" if report.answers else "experts"
+    closer = f"{'answers' if report.answers else 'features'} come closer to {experts}"
+    done = f"its weights were changed in closed form, without training, so that its {closer}"
+    if report.settings.get("step") == 0:
+        done = f"no update let its {closer}, so all weights are the merged model's"
     text = (
         f"This is {merged}, calibrated by featcal {inert(report.featcal_version)} ([FeatCal](https://arxiv.org/abs/"
-        f"2605.13030)): its weights were changed in closed form, without training, so that its "
-        f"{'answers' if report.answers else 'features'} come closer to {experts}. This took {examples} unlabelled "
+        f"2605.13030)): {done}. This took {examples} unlabelled "
         "examples per task. File names, tensor names, shapes and dtypes are those of the merged model, so it loads "
         "wherever that one does.\n\n"
         f"Mean {report.judged_by} from the {whose}, {inert(report.measured_on)}: **{before} → {after}** ({change})."
@@ -256,7 +259,7 @@ def _summarise(report: Report) -> str:
         shown = {role: write_percent(score) for role, score in means.items()}
         measure = "accuracy" if all(one.metric != "spearman" for one in report.accuracy.values()) else "score"
         text += f" Mean {measure}: **{shown[MERGED]} → {shown[CALIBRATED]}** % (experts: {shown[EXPERT]} %)."
-    return text + (" No update helped: all weights are the merged model's." if report.settings.get("step") == 0 else "")
+    return text
 
 
 def _write_loading(place: str, purpose: str | None, model: str, processor: str | None) -> str:

@@ -274,6 +274,13 @@ def test_growing_drift_is_said_at_the_top() -> None:
     assert "grew" not in write_card(report, name="mended")
 
 
+def test_weights_that_stayed_as_merged_are_not_said_to_have_changed() -> None:
+    report = make_report()
+    undone = write_card(replace(report, settings={**report.settings, "step": 0.0}), name="mended")
+    assert "its weights were changed in closed form" in write_card(report, name="mended")
+    assert "so all weights are the merged model's" in undone and "were changed" not in undone
+
+
 def test_what_the_result_is_judged_by_comes_first() -> None:
     place = PlaceDrift(1.0, 1.0, 0.5)
     measures = {
