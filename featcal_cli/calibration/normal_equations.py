@@ -298,12 +298,18 @@ def _token_weights(visit: BlockVisit, module: Module, seen: Observation, sizes: 
     [n, longest], if they are known."""
     axis = module.layouts[0].axis if len(module.layouts) == 1 else None
     mask = seen.padding.get(axis or "")
-    here = [of[seen.examples.start : seen.examples.stop, : seen.lengths.get(axis or "", 0)] for of in sizes]
+    length = seen.lengths.get(axis or "", 0)
+    here = [_pad_sizes(of[seen.examples.start : seen.examples.stop, :length], length) for of in sizes]
     if not here or (mask is not None and mask.shape != here[0].shape):
         return seen.weights if _is_weighted(visit, module) else seen.padding
     weights = weigh_tokens(here, mask)
     counts_all(weights, mask is None)  # known here, and a device would be waited for
     return {**seen.padding, axis or "": weights}
+
+
+def _pad_sizes(sizes: Tensor, length: int) -> Tensor:
+    """The sizes [B, length] of gradients: 1, as their mean is, at tokens behind the longest text that was measured."""
+    return torch.nn.functional.pad(sizes, (0, length - sizes.shape[1]), value=1.0)
 
 
 def _rows(

@@ -30,7 +30,7 @@ from featcal_cli.calibration.linear_algebra import (
 )
 from featcal_cli.calibration.moments import LinearMoments
 from featcal_cli.calibration.solver import LinearEquations
-from featcal_cli.engine.output_gradients import find_eigenvectors
+from featcal_cli.engine.gradient_sums import find_eigenvectors
 from featcal_cli.models.module_kinds import Affine
 from featcal_cli.runtime.errors import NumericsError
 

@@ -94,11 +94,23 @@ class AudioReader(Reader):
         beyond = f"{cut} of {len(items)} recordings are longer than {MOST_SECONDS} s: what is beyond is cut off"
         return [beyond] if cut else []
 
+    @property
+    def pads_to_longest(self) -> bool:
+        """Whether recordings are padded to the longest of a batch; some extractors pad all to one length instead."""
+        return inspect.signature(self.extractor.__call__).parameters["padding"].default is False
+
+    def unpadded_length(self, item: EncodedAudio) -> int | None:
+        """The number of samples where the extractor pads without a mask, so that the model would hear the padding."""
+        has_mask = getattr(self.extractor, "return_attention_mask", True) and any(
+            name.endswith("attention_mask") for name in forward_names(self.model)
+        )
+        return item.samples if self.pads_to_longest and not has_mask else None
+
     def batch(self, items: Sequence[EncodedAudio]) -> Batch:
         """The model's main input [examples, …], masks where the extractor makes some, and the decoder's input."""
         waves = [self._decode(item.value)[0] for item in items]
         options = {"sampling_rate": self.extractor.sampling_rate, "return_tensors": "pt"}
-        if inspect.signature(self.extractor.__call__).parameters["padding"].default is False:  # others pad as they must
+        if self.pads_to_longest:
             options["padding"] = True
         try:
             output = self.extractor(waves, **options)

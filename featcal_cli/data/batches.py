@@ -60,6 +60,7 @@ def load_feature_extractor(folders: Sequence[Path], where: str) -> tuple[Any, st
         extractor = feature_extractors.from_pretrained(folder, **SAFE)
         if not isinstance(getattr(extractor, "sampling_rate", None), int):
             raise ValueError("it says no sampling_rate")
+        extractor.padding_side = "right"  # as all that is padded here
         return extractor
 
     return _load_first("feature extractor", IMAGE_PROCESSOR_FILES, load, folders, where)
@@ -154,10 +155,24 @@ class Reader(ABC):
         """What is to be known of all these items together. Raises DataError where they mean nothing to the model."""
         return ()
 
+    def unpadded_length(self, item: Any) -> int | None:  # noqa: ARG002 - for those who cannot pad
+        """The length of an item that shares a batch only with items of that length, as the model cannot tell padding
+        from what it reads; None for an item that shares a batch with any other."""
+        return None
+
     def longest(self, items: Sequence[Any]) -> Sequence[Any]:
         """The one or two of these items (at least one) that a batch of all of them is as long as: any, where batches
         are of one size."""
         return items[:1]
+
+
+def group_by_length(reader: Reader, items: Sequence[Any], size: int) -> list[list[int]]:
+    """The positions of the items that make a batch each, at most `size` of them, those of one `unpadded_length`
+    together. The order of all positions does not depend on the size."""
+    by_length: dict[int | None, list[int]] = {}
+    for position, item in enumerate(items):
+        by_length.setdefault(reader.unpadded_length(item), []).append(position)
+    return [alike[start : start + size] for alike in by_length.values() for start in range(0, len(alike), size)]
 
 
 def forward_names(model: nn.Module) -> set[str]:
@@ -191,6 +206,31 @@ def take_examples(batch: Batch, positions: Sequence[int]) -> Batch:
         return tensor[[position * rows + row for position in positions for row in range(rows)]]
 
     return {name: rows_of(tensor) for name, tensor in batch.items()}
+
+
+def pad_on_the_right(batch: Batch) -> Batch:
+    """The batch with the padding that stands before a text behind it, so that positions are those of a text alone. Ids,
+    masks and all else that has a value for every token move together."""
+    moved = dict(batch)
+    for side in ("", "decoder_"):
+        mask, ids = batch.get(f"{side}attention_mask"), batch.get(f"{side}input_ids")
+        if mask is None or mask.ndim != 2 or ids is None or ids.shape != mask.shape or mask[:, 0].all():
+            continue
+        length = mask.shape[1]
+        padding = mask.ne(0).int().argmax(1, keepdim=True)
+        places = (torch.arange(length) + padding) % length
+        for name, tensor in batch.items():
+            if tensor.shape[:2] != mask.shape or not is_per_token(name, decoder=bool(side)):
+                continue
+            rows = places.view(*places.shape, *[1] * (tensor.ndim - 2)).expand_as(tensor)
+            moved[name] = tensor.gather(1, rows)
+    return moved
+
+
+def is_per_token(name: str, *, decoder: bool) -> bool:
+    """Whether an input of this name has a value for every token of the decoder's text, or of the other one."""
+    is_of_text = name.startswith("decoder_") == decoder and not name.startswith("pixel_")
+    return is_of_text and name.endswith(("ids", "mask", "embeds", "bbox", "labels"))
 
 
 def take_range(batches: Sequence[Batch], start: int, stop: int) -> list[Batch]:

@@ -16,8 +16,8 @@ from featcal_cli.data.batches import (
     BadRowError,
     Batch,
     Reader,
-    count_examples,
     forward_names,
+    group_by_length,
     take_examples,
     take_range,
 )
@@ -117,13 +117,13 @@ class DrawnExamples:
         )
 
     def _cut(self, items: Sequence[Any], before: int, batch_size: int) -> list[Batch]:
-        starts = range(0, len(items), batch_size)
-        batches = [self.reader.batch(items[start : start + batch_size]) for start in starts]
-        for start, batch in zip(starts, batches, strict=True):
+        groups = group_by_length(self.reader, items, batch_size)
+        batches = [self.reader.batch([items[position] for position in group]) for group in groups]
+        for group, batch in zip(groups, batches, strict=True):
             for name, tensor in batch.items():
                 if tensor.is_floating_point() and not torch.isfinite(tensor).all():
                     row = int((~torch.isfinite(tensor)).flatten(1).any(1).int().argmax())
-                    number = before + start + row * count_examples(batch) // len(tensor) + 1
+                    number = before + group[row * len(group) // len(tensor)] + 1
                     fix = "take this example out of the data, or fix it"
                     raise DataError(f"{name} holds NaN or infinity", where=f"{self.task}: example {number}", fix=fix)
         return batches
@@ -323,7 +323,9 @@ class LabelledRows:
         is over all rows, or it means little."""
         rows = enumerate(self.rows, 1)
         while numbered := list(islice(rows, size)):
-            yield self.reader.batch(list(starmap(self._read, numbered))), [self.label_of(row) for _, row in numbered]
+            items, labels = list(starmap(self._read, numbered)), [self.label_of(row) for _, row in numbered]
+            for group in group_by_length(self.reader, items, size):
+                yield self.reader.batch([items[place] for place in group]), [labels[place] for place in group]
 
     def _read(self, number: int, row: Any) -> Any:
         try:

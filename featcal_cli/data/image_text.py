@@ -10,7 +10,15 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from featcal_cli.data.batches import BadRowError, Batch, Reader, count_vocabulary, forward_names, load_processor
+from featcal_cli.data.batches import (
+    BadRowError,
+    Batch,
+    Reader,
+    count_vocabulary,
+    forward_names,
+    load_processor,
+    pad_on_the_right,
+)
 from featcal_cli.data.columns import CAPTION_NAMES, Samples, choose_text_roles, find_about, is_conversation, names_text
 from featcal_cli.data.hub_dataset import first_line
 from featcal_cli.data.images import EncodedImage, ImageReader, open_images
@@ -44,6 +52,9 @@ class PairReader(Reader):
 
     def remarks(self, items: Sequence[tuple[EncodedImage, Any]]) -> Sequence[str]:
         return self.texts.remarks([text for _, text in items])
+
+    def unpadded_length(self, item: tuple[EncodedImage, Any]) -> int | None:
+        return self.texts.unpadded_length(item[1])
 
     def longest(self, items: Sequence[tuple[EncodedImage, Any]]) -> Sequence[tuple[EncodedImage, Any]]:
         image = items[0][0]
@@ -98,7 +109,7 @@ class DialogueReader(Reader):
         if vocabulary is not None and largest >= vocabulary:
             what = f"the processor has token {largest}, but the model only {vocabulary} tokens"
             raise DataError(what, where=self.where, fix="put the merged model's own processor files beside it")
-        return batch
+        return pad_on_the_right(batch)
 
     def _shorten(self, text: str) -> str:
         """The text up to its MAX_TOKENS-th token."""

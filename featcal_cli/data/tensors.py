@@ -18,6 +18,7 @@ from featcal_cli.data.batches import (
     count_positions,
     count_vocabulary,
     forward_names,
+    pad_on_the_right,
     take_examples,
     text_config,
 )
@@ -95,6 +96,7 @@ def open_tensors(data: Data, split: str | None, model: PreTrainedModel, where: s
         _check_kind(name, tensors[name], where)
     _check_ids(tensors, model, where)
     _check_masks(tensors, where)
+    tensors = pad_on_the_right(tensors)
     chosen = f"tensors {', '.join(tensors)}, as they are" + (f" (without {label})" if labels is not None else "")
     return TensorReader(chosen, tensors, labels)
 

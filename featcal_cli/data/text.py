@@ -214,8 +214,11 @@ class TextReader(Reader):
         return sha256(repr(item).encode()).digest()
 
     def batch(self, items: Sequence[Tokens]) -> Batch:
-        """input_ids, attention_mask, … [examples, tokens], padded to the longest on the tokenizer's own side."""
-        padded = self.tokenizer.pad([encoded for encoded, _ in items], padding="longest", return_tensors="pt")
+        """input_ids, attention_mask, … [examples, tokens], padded to the longest on the right, whatever the tokenizer
+        does: positions are then those of a text alone."""
+        padded = self.tokenizer.pad(
+            [encoded for encoded, _ in items], padding="longest", padding_side="right", return_tensors="pt"
+        )
         batch = dict(padded.items()) | self._decoder_input([target for _, target in items])
         if self.attends_from_first:
             first = padded["attention_mask"].argmax(1, keepdim=True)
@@ -253,6 +256,12 @@ class TextReader(Reader):
         if len(texts) > 1 and all(item == items[0] for item in items):
             remarks.append(f"all {len(texts)} examples become the same tokens: look whether it is the right column")
         return remarks
+
+    def unpadded_length(self, item: Tokens) -> int | None:
+        """The number of tokens where padding on the right would change what a model makes of them: it takes no mask, or
+        it is no causal one and wants padding on the left, so that it may read the last position."""
+        reads_last = self.formatter.kind == "encoder" and self.tokenizer.padding_side == "left"
+        return len(item[0]["input_ids"]) if reads_last or "attention_mask" not in self.names else None
 
     def longest(self, items: Sequence[Tokens]) -> Sequence[Tokens]:
         return [max(items, key=lambda item: len(item[0]["input_ids"])), max(items, key=lambda item: len(item[1]))]

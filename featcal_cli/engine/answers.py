@@ -35,10 +35,9 @@ def spread(z: Tensor, q: Tensor) -> Tensor:
     return (q * (z - mean).square()).sum(-1).sqrt()
 
 
-def project_randomly(z: Tensor, generator: torch.Generator, *, are_logits: bool) -> Tensor:
-    """u [rows, c] with the mean of uuᵀ over draws that of the norm of answers z [rows, c]: ‖Δz‖² is the mean of
-    (uᵀΔz)². For logits diag(q) − qqᵀ (`spread`), else the identity."""
-    noise = torch.randn(z.shape, generator=generator).to(z)
+def project_randomly(z: Tensor, noise: Tensor, *, are_logits: bool) -> Tensor:
+    """u [rows, c], made in place of standard normal noise [rows, c], with the mean of uuᵀ over draws that of the norm
+    of answers z [rows, c]: ‖Δz‖² is the mean of (uᵀΔz)². For logits diag(q) − qqᵀ (`spread`), else the identity."""
     if not are_logits:
         return noise
     for some, noise_of_some in zip(z.detach().split(ROWS_AT_ONCE), noise.split(ROWS_AT_ONCE), strict=True):
@@ -110,8 +109,7 @@ class OutputMeter(Meter[OutputShift]):
         count, z = count_examples(batch), read_output(expert)
         if len(z) != count or not kept:
             return None
-        owners = torch.arange(count, device=z.device).view(-1, *[1] * (z.ndim - 1)).expand(*z.shape[:-1], 1)
-        owned = choose_rows(owners, batch)[:, 0]
+        owned = find_owners(z, batch)
         distance, change = (
             add_by_example(torch.cat(parts) ** 2, owned, count).sqrt() for parts in zip(*kept, strict=True)
         )
@@ -153,6 +151,13 @@ def read_output(output: Any) -> Tensor:
             return tensor
     tensors = tensors_in(output.to_tuple() if hasattr(output, "to_tuple") else output)
     return next(tensor for tensor in tensors if tensor.ndim > 1)  # a loss is no answer
+
+
+def find_owners(z: Tensor, batch: Batch) -> Tensor:
+    """Which example each of the predictions that `choose_rows` takes belongs to [rows]."""
+    count = count_examples(batch)
+    owners = (torch.arange(len(z), device=z.device) // max(1, len(z) // count)).clamp_max(count - 1)
+    return choose_rows(owners.view(-1, *[1] * (z.ndim - 1)).expand(*z.shape[:-1], 1), batch)[:, 0]
 
 
 def choose_rows(z: Tensor, batch: Batch) -> Tensor:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from math import ceil
 from typing import Any, NamedTuple
 
@@ -14,26 +15,24 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map_only
 
-from featcal_cli.data.batches import Batch, count_examples
-from featcal_cli.engine.answers import choose_rows, gives_logits, project_randomly, read_output
+from featcal_cli.data.batches import Batch, count_examples, take_range
+from featcal_cli.engine.answers import choose_rows, find_owners, gives_logits, project_randomly, read_output
 from featcal_cli.engine.block_runner import BlockRunner
+from featcal_cli.engine.gradient_sums import GradientSums
 from featcal_cli.engine.hooks import watch_products
 from featcal_cli.engine.token_weights import token_weights
 from featcal_cli.models.architecture import Architecture, Block
 from featcal_cli.models.module_kinds import LINEAR_KINDS, channels_last, read_parameters
 from featcal_cli.models.products import Routing
-from featcal_cli.models.token_layout import Layout, Weights, token_lengths
+from featcal_cli.models.token_layout import (
+    Layout,
+    Weights,
+    count_tokens,
+    seed_examples,
+    token_lengths,
+)
 from featcal_cli.models.tracing import BlockCall, first_tensor, tensors_in
 
-WIDEST_SQUARE, SKETCH_ROWS = 1024, 256
-"""Outputs up to so wide have all products of their gradients summed; wider ones so many random combinations of them."""
-WIDEST_SQUARE_OF_EXPERTS, SKETCH_ROWS_OF_EXPERTS = 128, 64
-"""The same of a mixture's experts, of which a model has thousands."""
-PANEL = 256
-"""On a CPU symmetric products are made in panels so wide, of which what lies above the diagonal is left out."""
-DIRECTIONS, SPARE_DIRECTIONS = 64, 64
-"""Of a module's output that are told apart in the end, those that move answers most; and how many more are looked at to
-find them."""
 ENOUGH_GRADIENTS, MOST_PROJECTIONS = 128, 3
 """Random projections of each example's answers are taken until a task has so many, or each example so many."""
 MOST_ROWS = 1 << 14
@@ -42,75 +41,6 @@ PREDICTIONS = 64
 """Of an example that are projected: a causal model makes one a token, each over its whole vocabulary."""
 KEPT_BYTES = 1 << 28
 """What blocks are called with is kept of so many batches at a time."""
-
-
-def count_sum_rows(d_out: int, *, of_experts: bool) -> int:
-    """Rows of the sum that gradients [.., d_out] make; of_experts: of a module of a mixture's experts."""
-    if of_experts:
-        return d_out if d_out <= WIDEST_SQUARE_OF_EXPERTS else SKETCH_ROWS_OF_EXPERTS
-    return d_out if d_out <= WIDEST_SQUARE else SKETCH_ROWS
-
-
-class GradientSums:
-    """M = Σ g gᵀ of the gradients g [.., d_out] at the outputs of modules, by their paths in merged: [d_out, d_out], of
-    which what lies on and below the diagonal is summed, or for wide ones a sketch R [`count_sum_rows`, d_out] with
-    E[RᵀR] = M."""
-
-    def __init__(self, generator: torch.Generator) -> None:
-        self.sums: dict[str, Tensor] = {}
-        self._generator = generator
-
-    def add(self, name: str, gradient: Tensor, *, of_experts: bool = False) -> None:
-        """Add the gradient at one output [.., d_out]; of_experts: of a module of a mixture's experts."""
-        rows = gradient.reshape(-1, gradient.shape[-1]).float()
-        d = rows.shape[1]
-        sum_rows = count_sum_rows(d, of_experts=of_experts)
-        if name not in self.sums:
-            self.sums[name] = rows.new_zeros(sum_rows, d)
-        total = self.sums[name]
-        if sum_rows == d:
-            width = PANEL if rows.device.type == "cpu" else d
-            for start in range(0, d, width):
-                stop = min(start + width, d)
-                total[start:stop, :stop].addmm_(rows[:, start:stop].T, rows[:, :stop])
-        else:
-            signs = torch.randint(0, 2, (sum_rows, len(rows)), generator=self._generator).to(rows)
-            total.addmm_(signs.mul_(2).sub_(1), rows, alpha=sum_rows**-0.5)
-
-    def factor(self, name: str) -> Tensor:
-        """R [r, d_out] of the r ≤ DIRECTIONS largest eigenvalues of M over its mean diagonal, which is RᵀR in these
-        directions. What is not finite stays so."""
-        total = self.sums[name]
-        d = total.shape[1]
-        is_square = total.shape[0] == d
-        if is_square:
-            total = total.tril() + total.tril(-1).T
-        if not total.isfinite().all():
-            return torch.full_like(total[:1], torch.nan)
-        size = total.trace() if is_square else total.square().sum()
-        scale = torch.where(size > 0, (d / size).sqrt(), 0.0)
-        if not is_square:  # the eigenvectors of RᵀR by those of R Rᵀ, which is small
-            _, basis = find_eigenvectors(total @ total.T)
-            sketched: Tensor = scale * (basis[:, -DIRECTIONS:].T @ total)
-            return sketched
-        basis = torch.eye(d).to(total)
-        if d > DIRECTIONS + SPARE_DIRECTIONS:
-            basis = torch.randn(d, DIRECTIONS + SPARE_DIRECTIONS, generator=self._generator).to(total)
-            for _ in range(2):
-                basis, _ = torch.linalg.qr(total @ basis)
-        values, vectors = find_eigenvectors(basis.T @ total @ basis)
-        largest: Tensor = basis @ vectors[:, -DIRECTIONS:] * values[-DIRECTIONS:].clamp_min(0).sqrt()
-        return scale * largest.T
-
-
-def find_eigenvectors(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """The eigenvalues [n] of a symmetric matrix [n, n], ascending, and its eigenvectors [n, n], in columns."""
-    try:
-        values, vectors = torch.linalg.eigh(matrix)
-    except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
-        # in float32 LAPACK often gives up where many rows are zero
-        values, vectors = (x.to(matrix) for x in torch.linalg.eigh(matrix.double()))
-    return values, vectors
 
 
 class OutputGradients(NamedTuple):
@@ -144,9 +74,10 @@ class _Step:
 class TracedPass:
     """An expert's forward pass over one batch, of which random projections of the answers are sent back."""
 
-    def __init__(self, expert: BlockRunner, entry: str, batch: Batch, projections: int) -> None:
-        (self._paused,) = expert.start([batch], entry)
+    def __init__(self, expert: BlockRunner, entry: str, batch: Batch, projections: int, seed: int) -> None:
+        (self._paused,) = expert.start([expert.place(batch)], entry)
         self._expert, self._projections = expert, projections
+        self._seeds = seed_examples(batch, seed)
         self.steps: list[_Step] = []
         self.sizes: dict[str, Tensor] = {}
         """Sums of ‖g‖² over projections at each token [B, length], by the module's path; 0 for padding."""
@@ -176,15 +107,24 @@ class TracedPass:
     def is_through(self) -> bool:
         return bool(self._paused.dead)
 
-    def project(self, generator: torch.Generator) -> None:
-        """Send random projections of what the model has returned back to what the last blocks have."""
+    def project(self) -> None:
+        """Send random projections of what the model has returned back to what the last blocks have. An example's draws
+        come from its own seed, so that the others of its batch change nothing."""
         are_logits = gives_logits(self._paused.module, self._paused.output)
-        rows = choose_rows(read_output(self._paused.output), self.batch)
-        most = PREDICTIONS * count_examples(self.batch)
-        if len(rows) > most:
-            rows = rows[torch.randperm(len(rows), generator=generator)[:most].to(rows.device)]
+        output = read_output(self._paused.output)
+        rows, owners = choose_rows(output, self.batch), find_owners(output, self.batch).cpu()
+        generators = [torch.Generator().manual_seed(seed) for seed in self._seeds]
+        chosen: list[Tensor] = []
+        for number, generator in enumerate(generators):
+            own = (owners == number).nonzero()[:, 0]
+            if len(own) > PREDICTIONS:
+                own = own[torch.randperm(len(own), generator=generator)[:PREDICTIONS]]
+            chosen.append(own)
+        rows = rows[torch.cat(chosen).to(rows.device)]
         for projection in range(self._projections):
-            direction = project_randomly(rows, generator, are_logits=are_logits)
+            pairs = zip(chosen, generators, strict=True)
+            noise = torch.cat([torch.randn(len(own), rows.shape[1], generator=generator) for own, generator in pairs])
+            direction = project_randomly(rows, noise.to(rows), are_logits=are_logits)
             self._send_back([(rows, direction)], projection)
 
     def go_back(self, block: Block, sums: GradientSums | None) -> None:
@@ -308,11 +248,10 @@ def measure_output_gradients(
     A block is run forwards, and once more with gradients, on one batch after the other, so that its weights are brought
     once for KEPT_BYTES of what blocks are called with.
     """
-    generator = torch.Generator().manual_seed(seed)
-    sums = GradientSums(generator)
-    of_fitted = _measure_batches(expert, architecture, entry, fitted, generator, sums)
+    sums = GradientSums(seed)
+    of_fitted = _measure_batches(expert, architecture, entry, fitted, seed, sums)
     factors = {name: sums.factor(name).cpu() for name in sums.sums}
-    of_checked = _measure_batches(expert, architecture, entry, checked, generator, None)
+    of_checked = _measure_batches(expert, architecture, entry, checked, seed, None)
     expert.give_back()
     return OutputGradients(factors, of_fitted, of_checked)
 
@@ -322,11 +261,11 @@ def _measure_batches(
     architecture: Architecture,
     entry: str,
     batches: Sequence[Batch],
-    generator: torch.Generator,
+    seed: int,
     sums: GradientSums | None,
 ) -> dict[str, Tensor]:
     """Add the gradients at some batches to the sums, if there are any; returns their sizes, token by token."""
-    chosen = list(_choose_batches(batches))
+    chosen = take_range(batches, 0, _count_chosen(batches))
     examples = sum(map(count_examples, chosen))
     projections = min(MOST_PROJECTIONS, max(1, ceil(ENOUGH_GRADIENTS / max(1, examples)))) if sums is not None else 1
     done: list[TracedPass] = []
@@ -335,9 +274,9 @@ def _measure_batches(
             passes: list[TracedPass] = []
             kept = 0
             while chosen and kept < KEPT_BYTES:
-                passes.append(TracedPass(expert, entry, expert.place(chosen.pop(0)), projections))
+                passes.append(TracedPass(expert, entry, chosen.pop(0), projections, seed))
                 kept += passes[-1].bytes_a_block * len(architecture.blocks)
-            _trace(architecture.blocks, expert, passes, generator, sums)
+            _trace(architecture.blocks, expert, passes, sums)
             done += passes
     names = set[str]().union(*(traced.sizes for traced in done))
     everywhere = [name for name in sorted(names) if all(name in traced.sizes for traced in done)]
@@ -357,22 +296,17 @@ def _relative_sizes(name: str, passes: Sequence[TracedPass], examples: int) -> T
     return relative
 
 
-def _choose_batches(batches: Sequence[Batch]) -> Iterator[Batch]:
-    """The first ones, with no more than MOST_ROWS tokens."""
-    rows = 0
-    for batch in batches:
-        ids = batch.get("input_ids")
-        rows += ids.numel() if ids is not None else 0
-        if rows > MOST_ROWS and rows > (ids.numel() if ids is not None else 0):
-            return
-        yield batch
+def _count_chosen(batches: Sequence[Batch]) -> int:
+    """How many of the first examples are looked at: with no more than MOST_ROWS tokens of their own, but one in any
+    case, and all where they are no text."""
+    lengths = [length for batch in batches for length in count_tokens(batch)]
+    return max(1, sum(total <= MOST_ROWS for total in accumulate(lengths)))
 
 
 def _trace(
     blocks: Sequence[Block],
     expert: BlockRunner,
     passes: Sequence[TracedPass],
-    generator: torch.Generator,
     sums: GradientSums | None,
 ) -> None:
     """Run passes to their ends and the gradients of their answers back, block by block."""
@@ -383,7 +317,7 @@ def _trace(
                 traced.run(block)
             expert.give_back(block.name)
     for traced in passes:
-        traced.project(generator)
+        traced.project()
     while any(traced.steps for traced in passes):
         for traced in (traced for traced in passes if traced.steps):
             block = by_path[traced.steps[-1].call.block]

@@ -241,7 +241,8 @@ def _embed_classes(task: LabelledTask, base: Model, classes: Sequence[str], wher
     directions = []
     with on_device(module, task.device), torch.inference_mode():
         for start in range(0, len(texts), TEXTS):
-            tokens = tokenizer(texts[start : start + TEXTS], padding=True, truncation=True, return_tensors="pt")
+            some = texts[start : start + TEXTS]
+            tokens = tokenizer(some, padding=True, padding_side="right", truncation=True, return_tensors="pt")
             given = {name: tokens[name].to(task.device) for name in ("input_ids", "attention_mask")}
             directions.append(normalize(_pool(module.get_text_features(**given)).float(), dim=-1))
         return normalize(torch.cat(directions).unflatten(0, (len(classes), len(prompts))).mean(1), dim=-1)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
+from hashlib import sha256
 
 import torch
 from torch import Tensor
@@ -301,6 +302,34 @@ def token_masks(batch: Batch) -> dict[str, Tensor | None]:
         if is_mask(name) and mask.ndim == 2:
             masks[_axis_of(name)] = None if counts_all(mask) else _as_float32(mask)
     return masks
+
+
+def count_tokens(batch: Batch) -> list[int]:
+    """The tokens of each example's text, without padding; 0 where the inputs are no text."""
+    ids = batch.get("input_ids")
+    if ids is None:
+        return [0] * count_examples(batch)
+    mask = batch.get(MASK)
+    lengths: list[int] = (torch.ones_like(ids) if mask is None or mask.ndim != 2 else mask.ne(0)).sum(1).tolist()
+    return lengths
+
+
+def seed_examples(batch: Batch, seed: int) -> list[int]:
+    """A number for each example, by what the example holds without its padding and by a seed: the same one in every
+    batch and at every place in it."""
+    masks = {_axis_of(name): mask.bool() for name, mask in batch.items() if is_mask(name) and mask.ndim == 2}
+    count = count_examples(batch)
+    digests = [sha256(str(seed).encode()) for _ in range(count)]
+    for name, tensor in sorted(batch.items()):
+        mask = masks.get(_axis_of(name))
+        is_cut = mask is not None and tensor.shape[:2] == mask.shape
+        rows = len(tensor) // count
+        for number, digest in enumerate(digests):
+            part = tensor[number * rows : (number + 1) * rows]
+            part = part[:, mask[number]] if is_cut and mask is not None else part
+            digest.update(f"{name} {list(part.shape)}".encode())
+            digest.update(part.contiguous().view(-1).view(torch.uint8).numpy().data)
+    return [int.from_bytes(digest.digest()[:7], "little") for digest in digests]
 
 
 def _as_float32(mask: Tensor) -> Tensor:

@@ -15,8 +15,9 @@ from featcal_cli.calibration.hyperparameters import METRICS, kind_of, plan_searc
 from featcal_cli.calibration.linear_algebra import choose_precision
 from featcal_cli.data.batches import Batch
 from featcal_cli.data.examples import TaskExamples, most_held_out
+from featcal_cli.engine.gradient_sums import DIRECTIONS, count_sum_rows
 from featcal_cli.engine.offload import LARGE
-from featcal_cli.engine.output_gradients import DIRECTIONS, KEPT_BYTES, count_sum_rows
+from featcal_cli.engine.output_gradients import KEPT_BYTES
 from featcal_cli.models.architecture import Architecture
 from featcal_cli.models.loading import Model, count_fused
 from featcal_cli.recipe.schema import Calibration, Merge, Recipe
