@@ -15,7 +15,7 @@ from featcal_cli.models import token_layout
 from featcal_cli.models.module_kinds import rows_shape
 from featcal_cli.models.text_rows import TextRows, find_text_rows, see_text_change
 from featcal_cli.models.token_layout import DECODER, ENCODER, MASK, MEMORY, OWN, Axes, Layout, learn_layout
-from featcal_cli.models.tracing import FAILURES, Trace, find_blocks, is_sequence, leaves_in, trace
+from featcal_cli.models.tracing import ForwardError, Trace, as_hook, find_blocks, is_sequence, leaves_in, trace
 from featcal_cli.runtime.errors import DataError
 
 Layouts = tuple[Layout, ...]
@@ -182,11 +182,11 @@ class ProbeRun:
             mask[:, mask.shape[1] // 2 :] = 0
         given: list[Any] = []
         hook = self.model.get_submodule(block).register_forward_pre_hook(
-            lambda _, args, kwargs: given.extend(leaves_in((args, kwargs))), with_kwargs=True
+            as_hook(lambda _, args, kwargs: given.extend(leaves_in((args, kwargs)))), with_kwargs=True
         )
         try:
             trace(self.module, {**self.probe, **masks}, next(self.model.parameters()).dtype)
-        except FAILURES:
+        except ForwardError:
             return None
         finally:
             hook.remove()
@@ -255,7 +255,7 @@ def probe_model(model: PreTrainedModel, task: str, batch: Batch) -> ProbeRun:
             (first, second), axes = token_layout.make_probes(batch, resize)
             try:
                 one, other = (trace(module, probe, model.dtype).under(entry) for probe in (first, second))
-            except FAILURES as error:
+            except ForwardError as error:
                 problem = problem or error
             else:
                 return ProbeRun(model, entry, one, other, axes, find_blocks(model, one), module, first)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from featcal_cli.data.batches import Batch
-from featcal_cli.models.tracing import FAILURES, first_tensor, trace
+from featcal_cli.models.tracing import ForwardError, as_hook, first_tensor, trace
 
 
 class TextRows(NamedTuple):
@@ -66,9 +66,9 @@ def _changes_text(
         made.append(cast(Tensor, first_tensor(output))[:, text].clone())
 
     with ExitStack() as hooks:
-        hooks.callback(last.register_forward_hook(keep).remove)
+        hooks.callback(last.register_forward_hook(as_hook(keep)).remove)
         trace(module, probe, next(model.parameters()).dtype)
-        hooks.callback(first.register_forward_pre_hook(disturb, with_kwargs=True).remove)
+        hooks.callback(first.register_forward_pre_hook(as_hook(disturb), with_kwargs=True).remove)
         trace(module, probe, next(model.parameters()).dtype)
     return not all(map(torch.equal, made[: len(made) // 2], made[len(made) // 2 :]))
 
@@ -87,25 +87,31 @@ def see_text_change(
         with ExitStack() as hooks:
             for path, seen in given.items():
                 hook = model.get_submodule(path).register_forward_pre_hook(
-                    lambda _, args, kwargs, seen=seen: seen.append(
-                        cast(Tensor, first_tensor((*args, *kwargs.values()))).clone()
+                    as_hook(
+                        lambda _, args, kwargs, seen=seen: seen.append(
+                            cast(Tensor, first_tensor((*args, *kwargs.values()))).clone()
+                        )
                     ),
                     with_kwargs=True,
                 )
                 hooks.callback(hook.remove)
             try:
                 trace(module, batch, next(model.parameters()).dtype)
-            except FAILURES:  # the last token marks an image, for example
+            except ForwardError:  # the last token marks an image, for example
                 return None
         pair.append(given)
     return pair
 
 
 def _change_last_token(probe: Batch) -> Batch | None:
-    """The probe with another token, of the same batch, at the end of each text; None where there is none."""
+    """The probe with another token, of the same batch, at the end of each text; None where there is none, or no values
+    to change."""
     ids = probe.get("input_ids")
-    others = [token for token in ids.unique().tolist() if token not in ids[:, -1].tolist()] if ids is not None else []
-    if ids is None or not others:
+    if ids is None or ids.is_meta:
+        return None
+    last = ids[:, -1].tolist()
+    others = [token for token in ids.unique().tolist() if token not in last]
+    if not others:
         return None
     changed = ids.clone()
     changed[:, -1] = others[-1]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from graphlib import CycleError, TopologicalSorter
 from math import prod
@@ -24,10 +24,38 @@ from featcal_cli.runtime import hardware
 from featcal_cli.runtime.errors import ArchitectureError
 
 FAILURES = (TypeError, ValueError, RuntimeError, IndexError, AttributeError, KeyError)
-"""What a model raises on inputs that it cannot take."""
+"""What a model's forward raises on inputs that it cannot take, and our own code where it has a bug."""
 UNSEEN = "no run has shown what is multiplied with it"
 SHARED = "another module shares its weight, and forward order solves a weight where it is used once"
 ROUTER = "it is the router of a mixture; --routers calibrates it"
+
+
+class ForwardError(Exception):
+    """A model cannot take its inputs: its forward has raised the cause of this."""
+
+
+class HookError(Exception):
+    """What watches a model's forward has a bug: it has raised the cause of this, which the model has not."""
+
+
+def run_forward(model: nn.Module, inputs: Batch) -> None:
+    """Run a model. Raises ForwardError for inputs that it cannot take."""
+    try:
+        model(**inputs)
+    except FAILURES as error:
+        raise ForwardError(str(error) or type(error).__name__) from error
+
+
+def as_hook(watch: Callable[..., None]) -> Callable[..., None]:
+    """A function for a hook, whose failures nobody takes for those of the model that it watches."""
+
+    def call(*args: Any, **kwargs: Any) -> None:
+        try:
+            watch(*args, **kwargs)
+        except FAILURES as error:
+            raise HookError(f"{type(error).__name__}: {error}") from error
+
+    return call
 
 
 class Trace:
@@ -52,7 +80,7 @@ class Trace:
         """What a mixture's choice of experts is made from, and all that is inside."""
         self.deciders: set[str] = set()
         """The modules that make this choice: routers, or the mixtures themselves."""
-        self.routing = Routing(on_decision=self._decide)
+        self.routing = Routing(on_decision=as_hook(self._decide))
         self._running: list[str] = []
         self._deciding: dict[str, set[str]] = {}
         """What chooses by its largest scores, in modules that still run, and the Linear modules that made these."""
@@ -208,25 +236,27 @@ CONTAINERS = (nn.ModuleList, nn.Sequential)
 
 
 def trace(model: nn.Module, batch: Batch, dtype: torch.dtype) -> Trace:
-    """Run `model` once on `batch` (floating-point inputs in `dtype`) and return what happened."""
+    """Run `model` once on `batch` (floating-point inputs in `dtype`) and return what happened. Raises ForwardError for
+    a batch that it cannot take."""
     traced = Trace(model)
     handles = []
     for name, module in model.named_modules():
         before = module.register_forward_pre_hook(
-            lambda _, args, kwargs, n=name: traced.before(n, (*args, *kwargs.values())), with_kwargs=True
+            as_hook(lambda _, args, kwargs, n=name: traced.before(n, (*args, *kwargs.values()))), with_kwargs=True
         )
-        handles += [before, module.register_forward_hook(lambda _, __, output, n=name: traced.after(n, output))]
+        after = module.register_forward_hook(as_hook(lambda _, __, output, n=name: traced.after(n, output)))
+        handles += [before, after]
     products = ProductWatch(
         dict(model.named_parameters()),
-        traced.multiply,
-        traced.end_product,
+        as_hook(traced.multiply),
+        as_hook(traced.end_product),
         routing=traced.routing,
-        on_bias=traced.add,
+        on_bias=as_hook(traced.add),
         convolutions=find_convolutions(model),
     )
     try:
         with hardware.drawing_alike(), torch.no_grad(), products, traced.depth:
-            model(**{key: x.to(dtype) if x.is_floating_point() else x for key, x in batch.items()})
+            run_forward(model, {key: x.to(dtype) if x.is_floating_point() else x for key, x in batch.items()})
     finally:
         for handle in handles:
             handle.remove()

@@ -26,7 +26,7 @@ from featcal_cli.data.batches import Batch, count_examples
 from featcal_cli.models.architecture import Architecture, Block, module_at
 from featcal_cli.models.module_kinds import LINEAR_KINDS, View, find_convolutions, read_parameters, rows_shape
 from featcal_cli.models.products import ProductWatch
-from featcal_cli.models.tracing import FAILURES, first_tensor, tensors_in
+from featcal_cli.models.tracing import ForwardError, as_hook, first_tensor, run_forward, tensors_in
 
 COMPUTE = 4
 """Bytes of a float32, in which products of features are made."""
@@ -71,21 +71,22 @@ def probe_batch(model: nn.Module, architecture: Architecture, entry: str, batch:
 
     for block in architecture.blocks:
         hook = model.get_submodule(block.name).register_forward_pre_hook
-        handles.append(hook(lambda _, a, k, n=block.name: at_block(n, a, k), with_kwargs=True))
+        handles.append(hook(as_hook(lambda _, a, k, n=block.name: at_block(n, a, k)), with_kwargs=True))
         for module in block.modules:
             path = f"{block.name}.{module.name}"
             if module.functional is not None:
                 functional[module.functional.under(f"{block.name}.").weight] = (block.name, path)
                 continue
             hook = model.get_submodule(path).register_forward_pre_hook
-            handles.append(hook(lambda held, a, k, b=block.name, n=path: at_module(b, n, held, a, k), with_kwargs=True))
+            see = as_hook(lambda held, a, k, b=block.name, n=path: at_module(b, n, held, a, k))
+            handles.append(hook(see, with_kwargs=True))
     parameters = {weight.parameter: model.get_parameter(weight.parameter) for weight in functional}
     convolutions = find_convolutions(model)
 
     def at_function(weight: View, x: Tensor, _: object) -> None:
         at_module(*functional[weight], convolutions.get(weight.parameter), x)
 
-    watch = ProductWatch(parameters, at_function, weights=functional, convolutions=convolutions)
+    watch = ProductWatch(parameters, as_hook(at_function), weights=functional, convolutions=convolutions)
     dtype = next(model.parameters()).dtype
     shapes = {
         name: x.to("meta", dtype if x.is_floating_point() else x.dtype)
@@ -94,8 +95,8 @@ def probe_batch(model: nn.Module, architecture: Architecture, entry: str, batch:
     }
     try:
         with torch.no_grad(), watch if functional else nullcontext():
-            model.get_submodule(entry)(**shapes)
-    except FAILURES:
+            run_forward(model.get_submodule(entry), shapes)
+    except ForwardError:
         # the model looks at values: what it saw until then, and the plain size of its input, must do
         states.setdefault("", sum(x.numel() for x in batch.values()) * COMPUTE)
     finally:
