@@ -21,6 +21,7 @@ import pyarrow.parquet
 import pytest
 import torch
 import transformers
+from families import BY_NAME
 from hub_server import HubServer
 from PIL import Image
 from safetensors.torch import save_file
@@ -34,7 +35,7 @@ from transformers.models.detr.image_processing_pil_detr import DetrImageProcesso
 from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 
 from featcal_cli.data import file_formats
-from featcal_cli.data.batches import Batch, count_positions
+from featcal_cli.data.batches import Batch, count_examples, count_positions
 from featcal_cli.data.columns import number_label
 from featcal_cli.data.examples import TaskExamples, draw_examples, open_labelled
 from featcal_cli.data.file_formats import KEPT_CHARACTERS, open_file, shorten_row
@@ -1031,13 +1032,33 @@ def test_the_first_token_attends_globally_where_a_model_leaves_that_to_its_user(
 
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("pad", ["[PAD]", None])
-def test_padding_is_on_the_tokenizers_side_and_masked_even_without_a_pad_token(
+def test_padding_is_on_the_right_whatever_the_tokenizer_does_and_masked_even_without_a_pad_token(
     at: Folder, llama: Any, side: str, pad: str | None
 ) -> None:
     at.tokenizer(pad_token=pad, padding_side=side)
     [batch] = at.load(llama, at.rows({"text": "w1"}, {"text": "w1 w2 w3"})).fitted
     mask = batch["attention_mask"][batch["attention_mask"].sum(1).argmin()].tolist()
-    assert mask == ([0, 0, 1, 1, 1] if side == "left" else [1, 1, 1, 0, 0])
+    assert mask == [1, 1, 1, 0, 0]
+
+
+@pytest.mark.parametrize("model", ["fnet", "xlnet"])
+def test_texts_are_not_padded_for_models_that_would_read_the_padding(at: Folder, model: str) -> None:
+    """FNet takes no mask, and mixes all tokens; what XLNet answers is read from the last position, padding or not."""
+    at.tokenizer(padding_side="left" if model == "xlnet" else "right")
+    rows = at.rows(*({"text": "w1 " * (1 + number % 2) + f"w{number}"} for number in range(2, 8)))
+    batches = at.load(BY_NAME[model].build(), rows).fitted
+    assert {batch["input_ids"].shape[1] for batch in batches} == {4, 5}
+    assert sum(len(batch["input_ids"]) for batch in batches) == 6 and max(map(count_examples, batches)) == 3
+    assert all(bool(batch["attention_mask"].all()) for batch in batches if "attention_mask" in batch)
+
+
+def test_padding_of_model_ready_inputs_moves_behind_the_text_with_all_that_is_per_token(at: Folder, llama: Any) -> None:
+    ids, mask = torch.tensor([[0, 0, 5, 6], [7, 8, 9, 4]]), torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]])
+    data = at.tensors(input_ids=ids, attention_mask=mask, position_ids=ids + 1)
+    [batch] = at.load(llama, data).fitted
+    assert batch["input_ids"].tolist() == [[5, 6, 0, 0], [7, 8, 9, 4]]
+    assert batch["attention_mask"].tolist() == [[1, 1, 0, 0], [1, 1, 1, 1]]
+    assert torch.equal(batch["position_ids"], batch["input_ids"] + 1)
 
 
 @pytest.mark.parametrize(("limit", "expected"), [(10**30, 16), (7, 7)])
