@@ -132,7 +132,7 @@ def _measure_partial_updates(job: Job, blocks: Sequence[BlockReport], journal: J
     """Run merged with each of PARTIAL of all updates over the rows of the job; the job that has measured them."""
 
     def runner(of: BlockRunner) -> BlockRunner:
-        return BlockRunner(share_model(of.model), job.architecture, of.device, of.dtype)
+        return BlockRunner(share_model(of.model), job.architecture, of.device, of.dtype, of.token_ids)
 
     students = {role: runner(job.merged) for role in PARTIAL.values()}
     partial = replace(

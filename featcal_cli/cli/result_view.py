@@ -93,22 +93,22 @@ def show_drift(report: Report) -> None:
     where = "fitted rows" if len(report.fitted_tasks) == len(report.drift) else "held-out examples"
     what = "Distance of answers from the experts'" if report.answers else "Drift of the last block's features"
     OUT.print(f"{what} on {where}; 0 is the expert:")
-    heads = ("task", "merged", "calibrated", "change", "base")
     rows = [[escape(row.task) + ("*" if row.is_marked else ""), *_write_cells(row)] for row in report.judged_rows]
+    heads = ("task", "merged", "calibrated", "change", "base")[: len(rows[-1])]
     OUT.print(make_table(heads, rows))
     if report.fitted_tasks:
         OUT.print(f"{'*: ' if where == 'held-out examples' else ''}on fitted rows, which say little for new ones")
 
 
 def _write_cells(row: DriftRow) -> list[str]:
-    before, after, change, base = row.cells
+    before, after, change, *base = row.cells
     if change.startswith(("-", "+", "new")):
         change = f"[{'green' if change[0] == '-' else 'red'}]{change}[/]"
-    values = (row.before, row.after, row.base)
-    before, after, base = (
-        _mark_best(cell, value, values) for cell, value in zip((before, after, base), values, strict=True)
+    values = [value for value in (row.before, row.after, row.base) if value is not None]
+    before, after, *base = (
+        _mark_best(cell, value, values) for cell, value in zip((before, after, *base), values, strict=True)
     )
-    return [before, after, change, base]
+    return [before, after, change, *base]
 
 
 def _mark_best(cell: str, value: float, values: Iterable[float]) -> str:

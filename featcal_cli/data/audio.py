@@ -19,17 +19,18 @@ from transformers import PreTrainedModel
 from featcal_cli.data.batches import (
     BadRowError,
     Batch,
+    Folders,
     Reader,
     count_vocabulary,
     decoder_prompt,
     forward_names,
     load_feature_extractor,
-    load_tokenizer,
 )
 from featcal_cli.data.columns import TRANSCRIPT_NAMES, Samples, find_audio_column
 from featcal_cli.data.hub_dataset import first_line
 from featcal_cli.data.rows import local_path, open_cell
 from featcal_cli.data.text_files import BrokenRow, Row
+from featcal_cli.data.vocabulary import TextModels, TextTokens, open_tokens
 from featcal_cli.recipe.schema import Data
 from featcal_cli.runtime.errors import DataError
 from featcal_cli.runtime.untrusted_text import bare, show
@@ -68,7 +69,8 @@ class AudioReader(Reader):
     where: str
     transcript: str | None
     """The column of what is said."""
-    tokenizer: Any
+    tokens: TextTokens | None
+    """Those of what is said."""
 
     def read(self, row: Row) -> EncodedAudio:
         if isinstance(row, BrokenRow):
@@ -138,8 +140,12 @@ class AudioReader(Reader):
         return {"decoder_input_ids": shifted, "decoder_attention_mask": mask}
 
     def _encode(self, text: str) -> list[int]:
+        """The ids of what is said, in the vocabulary of the model that the batches are for."""
+        assert self.tokens is not None
         most = getattr(self.model.config, "max_target_positions", None)
-        tokens: list[int] = self.tokenizer(text, truncation=True, max_length=most)["input_ids"]
+        ids = self.tokens.cutting.tokenizer(text, truncation=True, max_length=most)["input_ids"]
+        self.tokens.check(ids, [text], most or len(ids))
+        tokens = self.tokens.number(ids)
         if tokens[:1] == [self.model.config.decoder_start_token_id]:
             del tokens[0]  # the shift to the right begins with it
         if not tokens or max(tokens) >= (count_vocabulary(self.model) or max(tokens) + 1):
@@ -184,7 +190,12 @@ class AudioReader(Reader):
 
 
 def open_audio(
-    data: Data, samples: Samples, model: PreTrainedModel, folders: Sequence[Path], where: str
+    data: Data,
+    samples: Samples,
+    model: PreTrainedModel,
+    folders: Folders,
+    where: str,
+    text_models: TextModels | None = None,
 ) -> AudioReader:
     """The reader of rows of sound. Raises DataError when no column holds any, no folder has a feature extractor, or
     what reads sound is not installed."""
@@ -198,11 +209,10 @@ def open_audio(
     path = local_path(data) if data.path is not None else None
     folder = path.parent if path and path.is_file() else path
     chosen = f"column {column} (of {', '.join(samples)}), feature extractor from {source}"
-    transcript, tokenizer = None, None
+    transcript = None
     if model.config.is_encoder_decoder and model.can_generate() and "decoder_input_ids" in forward_names(model):
         transcript = data.columns.get("response") or data.columns.get("text")
         transcript = transcript or next((name for name in TRANSCRIPT_NAMES if name in samples), None)
         chosen += f", {transcript} for the decoder" if transcript else ", no target for the decoder"
-    if transcript is not None:
-        tokenizer, _ = load_tokenizer(folders, where)
-    return AudioReader(chosen, column, folder, extractor, model, where, transcript, tokenizer)
+    tokens = None if transcript is None else open_tokens(text_models, folders, where)
+    return AudioReader(chosen, column, folder, extractor, model, where, transcript, tokens)

@@ -34,13 +34,16 @@ GLOBAL_MASK = "global_attention_mask"
 """What Longformer and LED call an input that is 1 for tokens that attend everywhere."""
 SAFE = {"trust_remote_code": False, "local_files_only": True}
 
+Folders = Sequence[Path] | Mapping[Path, str]
+"""Where a preprocessor may lie, the likeliest first; of a mapping the values say whose folder each is."""
+
 image_processors: Any = AutoImageProcessor  # has no types
 feature_extractors: Any = AutoFeatureExtractor
 processors: Any = AutoProcessor
 
 
-def load_image_processor(folders: Sequence[Path], where: str) -> tuple[Any, str]:
-    """An image processor and the name of the repo or folder it is from. Raises DataError when there is none."""
+def load_image_processor(folders: Folders, where: str) -> tuple[Any, str]:
+    """An image processor, and whose it is or the name of the folder it is from. Raises DataError when there is none."""
 
     def load(folder: Path) -> Any:
         for file in IMAGE_PROCESSOR_FILES:
@@ -51,8 +54,8 @@ def load_image_processor(folders: Sequence[Path], where: str) -> tuple[Any, str]
     return _load_first("image processor", IMAGE_PROCESSOR_FILES, load, folders, where)
 
 
-def load_feature_extractor(folders: Sequence[Path], where: str) -> tuple[Any, str]:
-    """A feature extractor of sound and the repo or folder it is from. Raises DataError when there is none."""
+def load_feature_extractor(folders: Folders, where: str) -> tuple[Any, str]:
+    """A feature extractor of sound, and whose it is or the folder it is from. Raises DataError when there is none."""
 
     def load(folder: Path) -> Any:
         for file in IMAGE_PROCESSOR_FILES:
@@ -66,8 +69,8 @@ def load_feature_extractor(folders: Sequence[Path], where: str) -> tuple[Any, st
     return _load_first("feature extractor", IMAGE_PROCESSOR_FILES, load, folders, where)
 
 
-def load_processor(folders: Sequence[Path], where: str) -> tuple[Any, str]:
-    """A processor of images with texts and the repo or folder it is from. Raises DataError when there is none."""
+def load_processor(folders: Folders, where: str) -> tuple[Any, str]:
+    """A processor of images with texts, and whose it is or the folder it is from. Raises DataError if there is none."""
 
     def load(folder: Path) -> Any:
         for file in IMAGE_PROCESSOR_FILES:
@@ -80,11 +83,21 @@ def load_processor(folders: Sequence[Path], where: str) -> tuple[Any, str]:
     return _load_first("processor", IMAGE_PROCESSOR_FILES[::-1], load, folders, where)
 
 
-def load_tokenizer(folders: Sequence[Path], where: str) -> tuple[Any, str]:
-    """A tokenizer and the name of the repo or folder it is from. Raises DataError when there is none."""
-    return _load_first(
-        "tokenizer", TOKENIZER_FILES, lambda folder: AutoTokenizer.from_pretrained(folder, **SAFE), folders, where
-    )
+def load_tokenizer(folders: Folders, where: str) -> tuple[Any, str]:
+    """A tokenizer, and whose it is or the name of the folder it is from. Raises DataError when there is none."""
+    return _load_first("tokenizer", TOKENIZER_FILES, _read_tokenizer, folders, where)
+
+
+def find_tokenizer(folders: Folders) -> tuple[Any, str] | None:
+    """A tokenizer and the name of the repo or folder it is from; None where no folder has one that can be loaded."""
+    try:
+        return load_tokenizer(folders, "")
+    except DataError:
+        return None
+
+
+def _read_tokenizer(folder: Path) -> Any:
+    return AutoTokenizer.from_pretrained(folder, **SAFE)
 
 
 def _check_sizes(file: Path, most: Mapping[str, float], otherwise: float) -> None:
@@ -102,14 +115,14 @@ def _check_sizes(file: Path, most: Mapping[str, float], otherwise: float) -> Non
 
 
 def _load_first(
-    what: str, files: Sequence[str], load: Callable[[Path], Any], folders: Sequence[Path], where: str
+    what: str, files: Sequence[str], load: Callable[[Path], Any], folders: Folders, where: str
 ) -> tuple[Any, str]:
-    """What the first folder that has one of the files gives, and that folder's name."""
+    """What the first folder that has one of the files gives, and whose that folder is, else its name."""
     reasons: list[str] = []
     for folder in folders:
         if any((folder / file).is_file() for file in files):
             try:
-                return load(folder), _repo_name(folder)
+                return load(folder), folders[folder] if isinstance(folders, Mapping) else _repo_name(folder)
             except Exception as error:  # noqa: BLE001 - `tokenizers` raises no narrower kind for a broken file
                 reasons.append(f"{_repo_name(folder)}: {first_line(error)}")
     tried = "; ".join(reasons) or f"none of {', '.join(map(_repo_name, folders))} has {' or '.join(files[:2])}"

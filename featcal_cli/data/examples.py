@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, islice, starmap
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from featcal_cli.data.audio import open_audio
 from featcal_cli.data.batches import (
     BadRowError,
     Batch,
+    Folders,
     Reader,
     forward_names,
     group_by_length,
@@ -33,6 +33,7 @@ from featcal_cli.data.rows import draw_rows, name_task, read_rows
 from featcal_cli.data.tensors import is_tensor_file, open_tensors
 from featcal_cli.data.text import open_text
 from featcal_cli.data.text_files import BrokenRow, Row
+from featcal_cli.data.vocabulary import TextModels
 from featcal_cli.recipe.schema import Data
 from featcal_cli.runtime.errors import DataError
 
@@ -133,19 +134,21 @@ def draw_examples(
     task: str,
     data: Data,
     model: PreTrainedModel,
-    preprocessor_folders: Sequence[Path],
+    preprocessor_folders: Folders,
     *,
     count: int,
     seed: int,
     hold_out: bool = False,
     sampled: int | None = None,
+    text_models: TextModels | None = None,
 ) -> DrawnExamples:
     """Up to `count` examples to fit and min(64, max(8, count // 4)) further ones to hold out, to be fed to `model`.
 
     The first of `preprocessor_folders` with a usable image processor or tokenizer gives it. Rows are chosen at random,
     the same ones for the same seed (.safetensors: in file order). Equal rows are never both fitted and held out.
     hold_out: where the source has too few rows for both, some of the `count` are held out. sampled: read only so many
-    to fit, unless the source has no more anyway.
+    to fit, unless the source has no more anyway. text_models: those that read the texts together; without them every
+    model has the vocabulary of the tokenizer.
 
     Raises DataError for data that cannot be read, understood or preprocessed, and when more than half of the rows are
     bad.
@@ -162,7 +165,7 @@ def draw_examples(
     else:
         drawn = name_task(task, draw_rows(data, read + further, seed, choices.append))
         first = list(islice(drawn, PEEKED_ROWS))
-        reader, rows = _open_rows(data, first, model, preprocessor_folders, where), chain(first, drawn)
+        reader, rows = _open_rows(data, first, model, preprocessor_folders, where, text_models), chain(first, drawn)
     usable = _read_usable(reader, rows, read, further, where)
     choices += reader.remarks([item for _, item in (*usable.fitted, *usable.further)])
     if usable.is_whole:
@@ -181,8 +184,9 @@ def _open_rows(
     data: Data,
     first: Sequence[Row],
     model: PreTrainedModel,
-    folders: Sequence[Path],
+    folders: Folders,
     where: str,
+    text_models: TextModels | None,
     *,
     labelled: bool = False,
 ) -> Reader:
@@ -203,17 +207,18 @@ def _open_rows(
         return open_images(data, samples, model, folders, where)
     if has_images and "pixel_values" in forward_names(model):
         if model.can_generate():
-            return open_dialogues(data, samples, model, folders, where)
+            return open_dialogues(data, samples, model, folders, where, text_models)
         is_alone = labelled and hasattr(model, "get_image_features")
-        open_them = open_pairs if reads_pairs(data, samples) and not is_alone else open_images
-        return open_them(data, samples, model, folders, where)
+        if reads_pairs(data, samples) and not is_alone:
+            return open_pairs(data, samples, model, folders, where, text_models)
+        return open_images(data, samples, model, folders, where)
     if data.corrupt:
         what = f"corrupt: {data.corrupt} is for images, and these rows have none that the model reads"
         raise DataError(what, where=where, fix="leave corrupt out of the task's data")
     if model.main_input_name in SOUND:
-        return open_audio(data, samples, model, folders, where)
+        return open_audio(data, samples, model, folders, where, text_models)
     if model.main_input_name == "input_ids":
-        return open_text(data, samples, model, folders, where)
+        return open_text(data, samples, model, folders, where, text_models)
     what = f"the model reads {model.main_input_name}, for which there is no preprocessing here"
     raise DataError(what, where=where, fix="give a .safetensors file with one tensor a forward argument")
 
@@ -337,7 +342,14 @@ class LabelledRows:
 
 
 def open_labelled(
-    task: str, data: Data, split: str, model: PreTrainedModel, folders: Sequence[Path], *, limit: int | None = None
+    task: str,
+    data: Data,
+    split: str,
+    model: PreTrainedModel,
+    folders: Folders,
+    *,
+    limit: int | None = None,
+    text_models: TextModels | None = None,
 ) -> LabelledRows:
     """All rows of the split in order; or `limit` of them, chosen at random, always the same ones; none is corrupted.
     Raises DataError for data that cannot be read or understood, or has no labels."""
@@ -358,6 +370,6 @@ def open_labelled(
     else:
         rows = islice(name_task(task, draw_rows(data.model_copy(update={"split": split}), limit, SEED)), limit)
     first = list(islice(rows, PEEKED_ROWS))
-    reader = _open_rows(data, first, model, folders, where, labelled=True)
+    reader = _open_rows(data, first, model, folders, where, text_models, labelled=True)
     column = find_label_column(data, first[0], where)
     return LabelledRows(reader, chain(first, rows), lambda row: row.get(column), column, where)

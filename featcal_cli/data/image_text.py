@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -13,6 +12,7 @@ from transformers import PreTrainedModel
 from featcal_cli.data.batches import (
     BadRowError,
     Batch,
+    Folders,
     Reader,
     count_vocabulary,
     forward_names,
@@ -24,6 +24,7 @@ from featcal_cli.data.hub_dataset import first_line
 from featcal_cli.data.images import EncodedImage, ImageReader, open_images
 from featcal_cli.data.text import MAX_TOKENS, Message, RowFormatter, TextReader, describe_roles, open_text
 from featcal_cli.data.text_files import BrokenRow, Row
+from featcal_cli.data.vocabulary import TextModels, TextTokens, Vocabulary
 from featcal_cli.recipe.schema import Data
 from featcal_cli.runtime.errors import DataError
 from featcal_cli.runtime.untrusted_text import bare
@@ -69,6 +70,7 @@ class DialogueReader(Reader):
     images: ImageReader
     formatter: RowFormatter
     processor: Any
+    tokens: TextTokens
     model: PreTrainedModel
     where: str
 
@@ -80,7 +82,10 @@ class DialogueReader(Reader):
         text = text if token in text else f"{token}\n{text.replace(MARK, '').strip()}"
         if text.count(token) > 1:
             raise BadRowError(f"its text speaks of {text.count(token)} images, and one is read of a row")
-        return self.images.read(row), self._shorten(text)
+        text = self._shorten(text)
+        if self.tokens.others:
+            self.tokens.check(self.processor.tokenizer(text)["input_ids"], [text], MAX_TOKENS)
+        return self.images.read(row), text
 
     def key(self, item: tuple[EncodedImage, str]) -> bytes:
         return self.images.key(item[0]) + item[1].encode()
@@ -100,6 +105,7 @@ class DialogueReader(Reader):
         names = forward_names(self.model)
         batch = {name: x for name, x in output.items() if name in names and isinstance(x, Tensor)}
         batch = {name: x.float() if x.is_floating_point() else x for name, x in batch.items()}
+        batch = self.tokens.renumber(batch)
         uneven = [name for name, x in batch.items() if len(x) % len(items)]
         uneven += [name for name, x in batch.items() if name.endswith("_thw") and not (x == x[0]).all()]
         if uneven:
@@ -153,15 +159,27 @@ def reads_pairs(data: Data, samples: Samples) -> bool:
     )
 
 
-def open_pairs(data: Data, samples: Samples, model: PreTrainedModel, folders: Sequence[Path], where: str) -> PairReader:
+def open_pairs(
+    data: Data,
+    samples: Samples,
+    model: PreTrainedModel,
+    folders: Folders,
+    where: str,
+    text_models: TextModels | None = None,
+) -> PairReader:
     """The reader of rows for two towers. Raises DataError like those of images and of texts."""
     images = open_images(data, samples, model, folders, where)
-    texts = open_text(data, _without(samples, images.column), model, folders, where)
+    texts = open_text(data, _without(samples, images.column), model, folders, where, text_models)
     return PairReader(f"{images.chosen}; {texts.chosen}", images, texts)
 
 
 def open_dialogues(
-    data: Data, samples: Samples, model: PreTrainedModel, folders: Sequence[Path], where: str
+    data: Data,
+    samples: Samples,
+    model: PreTrainedModel,
+    folders: Folders,
+    where: str,
+    text_models: TextModels | None = None,
 ) -> DialogueReader:
     """The reader of rows for a causal model that answers about an image. Raises DataError when a column lacks, or no
     folder has a processor."""
@@ -172,7 +190,9 @@ def open_dialogues(
     about = find_about(data, roles, others) if data.template is None else []
     formatter = RowFormatter(roles, about, data.template, "causal", _Turns(processor))
     chosen = f"{images.chosen}; {describe_roles(formatter, data, others, where)}, processor from {source}"
-    return DialogueReader(chosen, images, formatter, processor, model, where)
+    cutting = Vocabulary("processor", source, processor.tokenizer, processor.tokenizer.get_vocab())
+    tokens = TextTokens(cutting) if text_models is None else text_models.relate(cutting, where)
+    return DialogueReader(chosen, images, formatter, processor, tokens, model, where)
 
 
 def _without(samples: Samples, column: str) -> Mapping[str, Sequence[Any]]:

@@ -21,7 +21,15 @@ from PIL import Image, ImageOps
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from featcal_cli.data.batches import BadRowError, Batch, Reader, decoder_prompt, forward_names, load_image_processor
+from featcal_cli.data.batches import (
+    BadRowError,
+    Batch,
+    Folders,
+    Reader,
+    decoder_prompt,
+    forward_names,
+    load_image_processor,
+)
 from featcal_cli.data.columns import Samples, find_image_column, is_array
 from featcal_cli.data.file_formats import LARGEST_FILE, is_base64
 from featcal_cli.data.hub_dataset import first_line
@@ -151,7 +159,7 @@ def open_images(
     data: Data,
     samples: Samples,
     model: PreTrainedModel,
-    folders: Sequence[Path],
+    folders: Folders,
     where: str,
     *,
     processor: tuple[Any, str] | None = None,

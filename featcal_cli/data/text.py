@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,12 +16,12 @@ from featcal_cli.data.batches import (
     GLOBAL_MASK,
     BadRowError,
     Batch,
+    Folders,
     Reader,
     count_positions,
     count_vocabulary,
     decoder_prompt,
     forward_names,
-    load_tokenizer,
 )
 from featcal_cli.data.columns import (
     WORDS_NAMES,
@@ -38,6 +37,7 @@ from featcal_cli.data.columns import (
 )
 from featcal_cli.data.hub_dataset import first_line
 from featcal_cli.data.text_files import BrokenRow, Row
+from featcal_cli.data.vocabulary import TextModels, TextTokens, open_tokens
 from featcal_cli.recipe.schema import Data
 from featcal_cli.runtime.errors import DataError
 from featcal_cli.runtime.untrusted_text import bare
@@ -189,14 +189,19 @@ def _read_messages(value: Any) -> list[Message]:
 
 @dataclass(frozen=True)
 class TextReader(Reader):
-    """Text through a model's own tokenizer; an item is a row's token ids, not yet padded."""
+    """Text through an expert's tokenizer; an item is a row's token ids in its vocabulary, not yet padded."""
 
     formatter: RowFormatter
-    tokenizer: Any
+    tokens: TextTokens
     max_tokens: int
     model: PreTrainedModel
     where: str
     names: set[str]
+
+    @property
+    def tokenizer(self) -> Any:
+        """What cuts the texts; its ids are not those of the batches where `model` has another vocabulary."""
+        return self.tokens.cutting.tokenizer
 
     def read(self, row: Row) -> Tokens:
         """The row's tokens. Raises BadRowError when there are none."""
@@ -215,11 +220,11 @@ class TextReader(Reader):
 
     def batch(self, items: Sequence[Tokens]) -> Batch:
         """input_ids, attention_mask, … [examples, tokens], padded to the longest on the right, whatever the tokenizer
-        does: positions are then those of a text alone."""
+        does: positions are then those of a text alone. The ids are those of the model that the batches are for."""
         padded = self.tokenizer.pad(
             [encoded for encoded, _ in items], padding="longest", padding_side="right", return_tensors="pt"
         )
-        batch = dict(padded.items()) | self._decoder_input([target for _, target in items])
+        batch = self.tokens.renumber(dict(padded.items())) | self._decoder_input([target for _, target in items])
         if self.attends_from_first:
             first = padded["attention_mask"].argmax(1, keepdim=True)
             batch[GLOBAL_MASK] = torch.zeros_like(padded["attention_mask"]).scatter_(1, first, 1)
@@ -280,8 +285,10 @@ class TextReader(Reader):
             )
         except Exception as error:  # what its files say may make a tokenizer raise anything
             raise BadRowError(f"the tokenizer cannot read it ({bare(first_line(error))})") from error
-        vocabulary = count_vocabulary(self.model)
-        if vocabulary is not None and (largest := max(encoded["input_ids"], default=0)) >= vocabulary:
+        given = [*texts, options.get("text_target")]
+        self.tokens.check(encoded["input_ids"], given, self.max_tokens, self.tokenizer.truncation_side)
+        vocabulary, ids = count_vocabulary(self.model), self.tokens.number(encoded["input_ids"])
+        if vocabulary is not None and (largest := max(ids, default=0)) >= vocabulary:
             what = f"the tokenizer has token {largest}, but the model only {vocabulary} tokens"
             fix = "put the merged model's own tokenizer files into the expert's folder, or check the pair"
             raise DataError(what, where=self.where, fix=fix)
@@ -295,16 +302,25 @@ class TextReader(Reader):
             {"input_ids": list(targets)}, padding="longest", padding_side="right", return_attention_mask=True,
             return_tensors="pt",
         )  # fmt: skip
-        shifted = self.model.prepare_decoder_input_ids_from_labels(labels=padded["input_ids"])
+        labels = self.tokens.renumber(dict(padded.items()))["input_ids"]
+        shifted = self.model.prepare_decoder_input_ids_from_labels(labels=labels)
         # A decoder token counts when what it is to predict is a token of the target.
         return {"decoder_input_ids": shifted, "decoder_attention_mask": padded["attention_mask"]}
 
 
-def open_text(data: Data, samples: Samples, model: PreTrainedModel, folders: Sequence[Path], where: str) -> TextReader:
+def open_text(
+    data: Data,
+    samples: Samples,
+    model: PreTrainedModel,
+    folders: Folders,
+    where: str,
+    text_models: TextModels | None = None,
+) -> TextReader:
     """The reader of text rows. Raises DataError when no column holds text or no folder has a tokenizer."""
-    tokenizer, source = load_tokenizer(folders, where)
-    vocabulary = count_vocabulary(model)
-    if tokenizer.pad_token_id is None or (vocabulary is not None and tokenizer.pad_token_id >= vocabulary):
+    tokens = open_tokens(text_models, folders, where)
+    tokenizer, vocabulary = tokens.cutting.tokenizer, count_vocabulary(model)
+    pad = tokenizer.pad_token_id
+    if pad is None or (vocabulary is not None and tokens.number([pad])[0] >= vocabulary):
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.convert_ids_to_tokens(0)
     kind: TextKind
     if model.config.is_encoder_decoder:
@@ -319,8 +335,8 @@ def open_text(data: Data, samples: Samples, model: PreTrainedModel, folders: Seq
     limits = (tokenizer.model_max_length, count_positions(model)[0], MAX_TOKENS)
     max_tokens = int(min(limit for limit in limits if isinstance(limit, int | float) and limit >= 1))
     used = describe_roles(formatter, data, samples, where)
-    chosen = f"{used} (of {', '.join(samples)}), at most {max_tokens} tokens, tokenizer from {source}"
-    reader = TextReader(chosen, formatter, tokenizer, max_tokens, model, where, forward_names(model))
+    chosen = f"{used} (of {', '.join(samples)}), at most {max_tokens} tokens, tokenizer from {tokens.source}"
+    reader = TextReader(chosen, formatter, tokens, max_tokens, model, where, forward_names(model))
     if reader.attends_from_first:
         reader = replace(reader, chosen=f"{chosen}, the first token attends globally")
     return reader

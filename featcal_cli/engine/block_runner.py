@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from featcal_cli.data.batches import Batch, forward_names
+from featcal_cli.data.vocabulary import renumber
 from featcal_cli.engine.known_outputs import KnownOutputs
 from featcal_cli.engine.offload import Offloader, TouchMode
 from featcal_cli.engine.weight_uploads import DeviceWeight, Upload, device_weights, is_finite
@@ -44,9 +45,18 @@ class BlockRunner:
     it is given. So every architecture is run by its own code, and what happens between blocks needs no knowledge here.
     """
 
-    def __init__(self, model: Model, architecture: Architecture, device: torch.device, dtype: torch.dtype) -> None:
-        """The architecture is the merged model's, of which `model` may be only a part, or more."""
+    def __init__(
+        self,
+        model: Model,
+        architecture: Architecture,
+        device: torch.device,
+        dtype: torch.dtype,
+        token_ids: Tensor | None = None,
+    ) -> None:
+        """The architecture is the merged model's, of which `model` may be only a part, or more. token_ids: the model's
+        own id of each token of merged's vocabulary; None where they are the same."""
         self.model = model
+        self.token_ids = None if token_ids is None else token_ids.to(device)
         self.device, self.dtype = device, dtype
         self.drawing = partial(hardware.drawing_alike, architecture.draws, device)
         self.bytes_read = 0
@@ -323,10 +333,11 @@ class PausedForward(greenlet):
     """One forward pass over one batch, paused before a block until `advance` gives it that block's output."""
 
     def __init__(self, runner: BlockRunner, module: nn.Module, batch: Batch) -> None:
-        super().__init__(lambda: module(**batch))
+        super().__init__(lambda: module(**renumber(batch, runner.token_ids)))
         self.module = module
         """What is run: the whole model or a tower of it."""
         self.batch = batch
+        """With the ids of merged's vocabulary, whatever the model's own are."""
         self.output: Any = None
         """What the model returned, when the pass is through."""
         self.call: BlockCall | None = None

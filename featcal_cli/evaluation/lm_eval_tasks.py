@@ -8,7 +8,6 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import Any
 
-from featcal_cli.data.batches import load_tokenizer
 from featcal_cli.evaluation.protocols import LabelledTask, on_device
 from featcal_cli.evaluation.results import RESAMPLES, Score, combine, make_normal_score, score_accuracy
 from featcal_cli.models.loading import Model
@@ -44,7 +43,7 @@ def read_version() -> str:
         return ""
 
 
-def measure_tasks(task: LabelledTask, model: Model, *, allow_code: bool) -> Score:
+def measure_tasks(task: LabelledTask, role: str, model: Model, *, allow_code: bool) -> Score:
     """What lm-eval finds for its tasks, the mean of their figures; intervals are drawn from its samples.
 
     A limit means its first examples of each. allow_code: it may run code that the model wrote, on this machine.
@@ -54,7 +53,9 @@ def measure_tasks(task: LabelledTask, model: Model, *, allow_code: bool) -> Scor
     from lm_eval.models.huggingface import HFLM
 
     how = task.how
-    tokenizer, _ = load_tokenizer(task.folders, f"{task.name}: {model.snapshot.name}")
+    cutting, own = task.open_tokens(f"{task.name}: {model.snapshot.name}"), task.find_vocabulary(role)
+    # the expert's, with its chat template, unless the model's ids are others
+    tokenizer = cutting.tokenizer if own is None or own.ids == cutting.ids else own.tokenizer
     if allow_code:
         os.environ[CODE_SWITCH] = "1"
     with quiet_transformers(), on_device(model.module, task.device):

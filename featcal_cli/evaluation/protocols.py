@@ -20,7 +20,8 @@ from featcal_cli.data.batches import Batch, load_tokenizer
 from featcal_cli.data.columns import number_label
 from featcal_cli.data.examples import LabelledRows, open_labelled
 from featcal_cli.data.rows import read_classes
-from featcal_cli.evaluation.results import Score, score_accuracy, score_spearman
+from featcal_cli.data.vocabulary import TextModels, Vocabulary, map_ids, open_tokens, renumber
+from featcal_cli.evaluation.results import EXPERT, Score, score_accuracy, score_spearman
 from featcal_cli.hub.snapshot import Snapshot
 from featcal_cli.models.alignment import load_fitting
 from featcal_cli.models.loading import Model, load_model
@@ -73,10 +74,21 @@ class LabelledTask:
     batch_size: int
     limit: int | None
     """Examples, chosen at random; None for all."""
+    text_models: TextModels | None = None
+    """The models that read the task's texts, by role; None where all have one vocabulary."""
 
     def open(self, model: PreTrainedModel) -> LabelledRows:
         """The rows for models like this one. Raises DataError."""
-        return open_labelled(self.name, self.data, self.how.split, model, self.folders, limit=self.limit)
+        how, models = self.how, self.text_models
+        return open_labelled(self.name, self.data, how.split, model, self.folders, limit=self.limit, text_models=models)
+
+    def open_tokens(self, where: str) -> Vocabulary:
+        """What cuts the texts. Raises DataError where no tokenizer can be loaded."""
+        return open_tokens(self.text_models, self.folders, where).cutting
+
+    def find_vocabulary(self, role: str) -> Vocabulary | None:
+        """The model's own vocabulary; None where it is not known."""
+        return None if self.text_models is None else self.text_models.vocabularies.find(role)
 
 
 @dataclass(frozen=True)
@@ -135,12 +147,18 @@ def compare_heads(task: LabelledTask, expert: Model, bodies: Mapping[str, Model 
     """The expert's head on several bodies, by role; None is its own. Raises CheckpointError and DataError."""
     rows = task.open(expert.module)
     numbers = getattr(expert.module.config, "label2id", None) or {}
-    answerers = {role: _answer_with_head(expert, body) for role, body in bodies.items()}
+    own = task.find_vocabulary(EXPERT)
+    answerers = {}
+    for role, body in bodies.items():
+        other = task.find_vocabulary(role)
+        table = None if own is None or other is None else map_ids(own, other)
+        answerers[role] = _answer_with_head(expert, body, table)
     return Comparison(task, rows, lambda label: number_label(label, rows.column, numbers, rows.where), answerers)
 
 
-def _answer_with_head(expert: Model, body: Model | None) -> Answerer:
-    """What the expert's head ranks first, on its own body or on another model's (everything inside `base_model`).
+def _answer_with_head(expert: Model, body: Model | None, table: Tensor | None) -> Answerer:
+    """What the expert's head ranks first, on its own body or on another model's (everything inside `base_model`), whose
+    ids of the expert's tokens the table has, as far as they differ.
 
     Raises CheckpointError for an expert without a head, or when the two do not fit.
     """
@@ -158,7 +176,8 @@ def _answer_with_head(expert: Model, body: Model | None) -> Answerer:
             return CheckpointError(what, where=body.snapshot.name, fix="evaluate models of one architecture")
 
         module = load_model(expert.role, expert.snapshot, type(module)).module
-        _take_over(module.base_model, dict(body.module.base_model.named_parameters()), explain)
+        parameters: dict[str, Tensor] = dict(body.module.base_model.named_parameters())
+        _take_over(module.base_model, parameters | _order_embeddings(expert, body, table), explain)
 
     def answer(batch: Batch) -> list[int]:
         given = {name: value.to(module.dtype) if value.is_floating_point() else value for name, value in batch.items()}
@@ -166,6 +185,18 @@ def _answer_with_head(expert: Model, body: Model | None) -> Answerer:
         return chosen
 
     return Answerer(module, answer)
+
+
+def _order_embeddings(expert: Model, body: Model, table: Tensor | None) -> dict[str, Tensor]:
+    """The body's embeddings of the expert's tokens, in the order that the expert has them in, by their name in the
+    body; nothing where both have one order."""
+    if table is None:
+        return {}
+    own, other = (model.module.base_model.get_input_embeddings().weight for model in (expert, body))
+    count = min(len(table), len(own))
+    ordered = own.data.clone()
+    ordered[:count] = other.data[table[:count].clamp(max=len(other) - 1)].to(own.dtype)
+    return {name: ordered for name, value in body.module.base_model.named_parameters() if value is other}
 
 
 def _take_over(
@@ -289,22 +320,26 @@ def compare_generation(task: LabelledTask, models: Mapping[str, Model]) -> Compa
                 fix="measure language models with lm_eval: under evaluate",
             )
     rows = task.open(next(iter(models.values())).module)
-    tokenizer, _ = load_tokenizer(task.folders, rows.where)
+    cutting = task.open_tokens(rows.where)
     return Comparison(
         task,
         rows,
         partial(_read_answer, task.how.answers or (), rows),
-        {role: _answer_in_words(model, tokenizer, task) for role, model in models.items()},
+        {role: _answer_in_words(model, cutting, task.find_vocabulary(role), task) for role, model in models.items()},
     )
 
 
-def _answer_in_words(model: Model, tokenizer: Any, task: LabelledTask) -> Answerer:
-    """What the model writes, the likeliest token at each step, without special tokens."""
+def _answer_in_words(model: Model, cutting: Vocabulary, own: Vocabulary | None, task: LabelledTask) -> Answerer:
+    """What the model writes, the likeliest token at each step, without special tokens. cutting: the vocabulary that the
+    batches have; own: the model's, None where it is the same."""
     module: Any = model.module
+    table = None if own is None else map_ids(cutting, own)
+    tokenizer = cutting.tokenizer if own is None or table is None else own.tokenizer
     limits = {"do_sample": False, "num_beams": 1, "max_new_tokens": task.how.max_new_tokens, "use_cache": True}
 
     def answer(batch: Batch) -> list[str]:
         given = {name: value for name, value in batch.items() if not name.startswith("decoder_")}
+        given = renumber(given, table)
         with quiet_transformers():
             written = module.generate(**given, **limits)
         answers: list[str] = tokenizer.batch_decode(written, skip_special_tokens=True)

@@ -183,6 +183,8 @@ def _choose_curves(curves: Mapping[str, DriftCurve]) -> dict[str, DriftCurve]:
 def _draw_curves(axes: Axes, title: str, curve: DriftCurve, longest: int) -> None:
     mark = "o" if len(curve.blocks) <= 12 else ""
     for field, (label, colour, stroke, width) in LINES.items():
+        if not getattr(curve, field):
+            continue
         axes.plot(getattr(curve, field), stroke, color=colour, linewidth=width, marker=mark, markersize=3, label=label)
     axes.set_title(shorten(title, longest), fontsize=9, parse_math=False)
     _mark_blocks(axes, curve.blocks)

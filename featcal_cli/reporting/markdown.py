@@ -212,9 +212,8 @@ def join_notes(notes: Iterable[str], tasks: Collection[str]) -> list[str]:
         task = next((task for task in tasks if note.startswith(f"{task}: ")), None)
         if task is None:
             said.setdefault(note, [])
-        else:  # each task's own expert is the same of all
-            text = re.sub(r"(image processor|tokenizer) from \S+$", r"\1 from its expert", note[len(task) + 2 :])
-            said.setdefault(text, []).append(task)
+        else:
+            said.setdefault(note[len(task) + 2 :], []).append(task)
 
     def name(named: Sequence[str]) -> str:
         distinct = list(dict.fromkeys(named))
@@ -317,7 +316,8 @@ def write_distances(report: Report) -> Iterator[str]:
         yield f"![{what}. The mean after the last block is {before} merged, and {after} calibrated.]({PICTURE})"
     if answers and not report.answers:
         yield answers
-    if farther := [inert(row.task) for row in report.judged_rows[: len(report.drift)] if row.before > row.base]:
+    rows = [(row, row.base) for row in report.judged_rows[: len(report.drift)] if row.base is not None]
+    if farther := [inert(row.task) for row, base in rows if row.before > base]:
         what = f"On {', '.join(farther)} the merged model is farther from its expert than the base model is"
         yield f"{what}: there merging was worse than doing nothing, and a smaller merging scale usually helps."
 
@@ -346,7 +346,7 @@ model = PeftModel.from_pretrained(merged, {place}, subfolder="{ADAPTER}")
 
 
 def _write_drift_table(rows: Sequence[DriftRow]) -> str:
-    heads = ["task", "merged", "calibrated", "change", "base model"]
+    heads = ["task", "merged", "calibrated", "change", "base model"][: 1 + len(rows[-1].cells)]
     lines = [write_row(heads), f"| --- |{' ---: |' * (len(heads) - 1)}"]
     for number, row in enumerate(rows):
         name = "**mean**" if 0 < number == len(rows) - 1 else inert(row.task) + (" \\*" if row.is_marked else "")

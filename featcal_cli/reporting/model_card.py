@@ -242,7 +242,7 @@ def _summarise(report: Report) -> str:
     counts = report.settings["examples"].values()
     examples = f"{min(counts)}" if min(counts) == max(counts) else f"{min(counts)} to {max(counts)}"
     experts = "the expert's" if len(report.drift) == 1 else f"those of its {len(report.drift)} experts"
-    before, after, change, _ = write_drift_cells(report.judged_rows[-1])
+    before, after, change, *_ = write_drift_cells(report.judged_rows[-1])
     whose = "experts'" if report.answers else "experts"
     closer = f"{'answers' if report.answers else 'features'} come closer to {experts}"
     done = f"its weights were changed in closed form, without training, so that its {closer}"

@@ -208,7 +208,8 @@ class TaskDrift:
     """Of the merged model."""
     after: float
     """Of the calibrated model."""
-    base: float
+    base: float | None
+    """None where the base model lacks tokens of the examples, so that its features are not measured."""
     cosine_before: float
     cosine_after: float
     held_out: bool
@@ -222,21 +223,24 @@ class DriftRow:
     task: str
     before: float
     after: float
-    base: float
+    base: float | None
     is_marked: bool = False
     """Measured on fitted rows, where other tasks are not."""
 
     @property
     def cells(self) -> list[str]:
-        """Before, after, change and base."""
-        return [f"{self.before:.3f}", f"{self.after:.3f}", tell_change(self.before, self.after), f"{self.base:.3f}"]
+        """Before, after, change and, if it is measured, base."""
+        cells = [f"{self.before:.3f}", f"{self.after:.3f}", tell_change(self.before, self.after)]
+        return cells if self.base is None else [*cells, f"{self.base:.3f}"]
 
 
 def _add_mean(tasks: Iterable[DriftRow]) -> list[DriftRow]:
     """The rows and, where there are several, their mean, in which all weigh the same."""
     rows = list(tasks)
-    means = (sum(getattr(row, name) for row in rows) / len(rows) for name in ("before", "after", "base"))
-    return [*rows, DriftRow("mean", *means)] if len(rows) > 1 else rows
+    before, after = (sum(getattr(row, name) for row in rows) / len(rows) for name in ("before", "after"))
+    bases = [row.base for row in rows if row.base is not None]
+    base = sum(bases) / len(bases) if bases else None
+    return [*rows, DriftRow("mean", before, after, base)] if len(rows) > 1 else rows
 
 
 @dataclass(frozen=True)
@@ -249,6 +253,7 @@ class DriftCurve:
     after: list[float]
     """Of the calibrated model."""
     base: list[float]
+    """Empty where the base model is not measured."""
 
 
 ITSELF = "the expert itself"
@@ -344,9 +349,10 @@ class Report:
         """The table of what the result is judged by; the last row is the mean, or the only task's."""
         if not self.answers:
             return self.drift_rows
-        bases = {task: measured.models["base"].output for task, measured in self.measures.items()}
+        models = {task: measured.models.get("base") for task, measured in self.measures.items()}
+        bases = {task: model.output for task, model in models.items() if model is not None}
         return _add_mean(
-            replace(row, before=before, after=after, base=base.relative if (base := bases[row.task]) else row.base)
+            replace(row, before=before, after=after, base=base.relative if (base := bases.get(row.task)) else row.base)
             for row, (before, after) in zip(self.drift_rows, self.answers.values(), strict=False)
         )
 

@@ -132,8 +132,9 @@ def _count_traced(job: Job, task: str) -> int:
 def read_drift(job: Job, task: str, held_out: bool) -> TaskDrift:
     """A task's drift at its last block in a calibration; `held_out` says whether its examples were not fitted."""
     last = job.architecture.last_blocks[task]
-    before, after, base = (job.drift.meter.read(last, task, role) for role in ("merged", CALIBRATED, "base"))
-    return TaskDrift(before.relative, after.relative, base.relative, before.cosine, after.cosine, held_out)
+    before, after = (job.drift.meter.read(last, task, role) for role in ("merged", CALIBRATED))
+    base = job.drift.meter.read(last, task, "base").relative if "base" in job.drift.runners else None
+    return TaskDrift(before.relative, after.relative, base, before.cosine, after.cosine, held_out)
 
 
 def read_curve(job: Job, task: str) -> DriftCurve:
@@ -141,7 +142,8 @@ def read_curve(job: Job, task: str) -> DriftCurve:
     meter = job.drift.meter
     blocks = [block.name for block in job.architecture.blocks if meter.read(block.name, task, "merged").tokens]
     before, after, base = (
-        [meter.read(block, task, role).relative for block in blocks] for role in ("merged", CALIBRATED, "base")
+        [meter.read(block, task, role).relative for block in blocks if role in job.drift.runners]
+        for role in ("merged", CALIBRATED, "base")
     )
     return DriftCurve(blocks, before, after, base)
 

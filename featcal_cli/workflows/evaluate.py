@@ -184,7 +184,7 @@ class _TaskMeasurement:
             for role in roles:
                 stage(f"evaluating {task}: {role}")
                 model = models.model(role, task)
-                yield role, measure_tasks(self._open_task(role), model, allow_code=self.allow_code)
+                yield role, measure_tasks(self._open_task([role]), role, model, allow_code=self.allow_code)
         elif roles:
             comparison = self._compare(roles)
             stage(f"evaluating {task}")
@@ -192,18 +192,22 @@ class _TaskMeasurement:
         if self.session.device.type == "cuda":  # of models that are let go
             torch.cuda.empty_cache()
 
-    def _open_task(self, role: str) -> LabelledTask:
-        """The task, read with the preprocessors of this role's model."""
+    def _open_task(self, roles: Sequence[str]) -> LabelledTask:
+        """The task, read with the preprocessors of its expert, else of the first of these roles' models."""
+        from featcal_cli.data.vocabulary import TextModels, Vocabularies
         from featcal_cli.evaluation.protocols import LabelledTask
 
-        folders = self.models.folders(role, self.task)
-        device = self.session.device
-        return LabelledTask(self.task, self.spec.data, self._how, folders, device, self.batch_size, self.limit)
+        role = roles[0] if self._how.protocol == "lm-eval" else EXPERT
+        folders, device = self.models.folders(role, self.task), self.session.device
+        own = {other: [self.models.snapshot(other, self.task).folder] for other in dict.fromkeys((EXPERT, *roles))}
+        text_models = TextModels(Vocabularies(own), EXPERT, [other for other in own if other != EXPERT])
+        parts = self.task, self.spec.data, self._how, folders, device, self.batch_size, self.limit
+        return LabelledTask(*parts, text_models)
 
     def _compare(self, roles: Sequence[str]) -> Comparison:
         from featcal_cli.evaluation.protocols import compare_generation, compare_heads, compare_zero_shot
 
-        task, models = self._open_task(EXPERT), self.models
+        task, models = self._open_task(roles), self.models
         if self._how.protocol == "zero-shot":
             return compare_zero_shot(task, models.base, {role: models.tower(role, self.task) for role in roles})
         if self._how.protocol == "generation":

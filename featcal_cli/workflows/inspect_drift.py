@@ -104,7 +104,7 @@ def _measure(session: Session, compare: str | None, *, keep_finals: bool) -> tup
     session.stage("loading models")
     models = load_models(snapshots, None, Path(), "")
     other = load_fitting(OTHER, snapshots[OTHER], models.merged) if compare else None
-    setup = set_up(session, plan, models)
+    setup = set_up(session, plan, models, others=[other] if other else [])
     session.note(*setup.describe_merge(plan.recipe))
     if other is not None:
         check_alignment(setup.architecture, models.merged, other)

@@ -13,6 +13,7 @@ from featcal_cli.data.batches import Batch
 from featcal_cli.data.examples import DrawnExamples, TaskExamples, draw_examples
 from featcal_cli.data.hub_dataset import use_copy
 from featcal_cli.data.rows import naming_task
+from featcal_cli.data.vocabulary import TextModels, Vocabularies
 from featcal_cli.hub.download import DESCRIBING, chosen_files, download_describing, missing_files
 from featcal_cli.hub.model_source import Origin
 from featcal_cli.hub.repo import Opener, Repo, read_headers
@@ -34,6 +35,7 @@ from featcal_cli.workflows.resource_estimate import Estimate, estimate
 from featcal_cli.workflows.self_written import add_writing, open_self_written, reserve_examples, write_examples
 from featcal_cli.workflows.session import EXPERT, Session
 from featcal_cli.workflows.shape_probe import choose_batch_sizes
+from featcal_cli.workflows.token_ids import MERGED, TokenIds, check_mergeable, find_token_ids
 from featcal_cli.workflows.workspace import Workspace
 
 SAMPLED = 8
@@ -59,6 +61,7 @@ class Preflight:
     """By role: merged (unless it is built), base, and expert TASK."""
     transfers: Mapping[str, Transfer]
     examples: Mapping[str, TaskExamples]
+    token_ids: TokenIds
     model_class: str
     dtype: str
     """Of the merged model's files."""
@@ -113,9 +116,15 @@ def prepare(
     stage("comparing models")
     outlines, headers = _outline_models(origins, session.options.trust_remote_code)
     merged = outlines["merged"]
+    vocabularies = _find_vocabularies(origins)
+    if isinstance(recipe.merged, Merge):
+        check_mergeable(outlines, vocabularies)
     stage("reading examples")
     hold_out = hold_out and recipe.calibration.is_answered_for
-    drawn = _draw_examples(session, recipe, origins, outlines, sampled=SAMPLED if sample else None, hold_out=hold_out)
+    readers = [role for role in vocabularies.folders if role == MERGED or role in (others or {})]
+    text_models = {task: TextModels(vocabularies, f"{EXPERT}{task}", readers, MERGED) for task in recipe.tasks}
+    sampled = SAMPLED if sample else None
+    drawn = _draw_examples(session, recipe, origins, outlines, text_models, sampled=sampled, hold_out=hold_out)
     to_write = {task: rows for task, rows in drawn.items() if recipe.tasks[task].data.is_self_written}
     longest = {task: examples.longest() for task, examples in drawn.items()}
     stage("finding blocks")
@@ -134,8 +143,9 @@ def prepare(
     _check_disk(needs, transfers, target)
     if to_write and not sample:
         folders = {task: _find_folders(task, origins) for task in to_write}
-        written = write_examples(session, recipe, origins, merged.module, folders)
+        written = write_examples(session, recipe, origins, merged.module, folders, text_models)
         examples |= {task: rows.cut(sizes[task]) for task, rows in written.items()}
+    token_ids = find_token_ids(recipe, outlines, examples, vocabularies, session.note)
     if not session.ranks.is_first:
         session.notes.clear()  # the first one has them all
     return Preflight(
@@ -144,6 +154,7 @@ def prepare(
         origins=origins,
         transfers=transfers,
         examples=examples,
+        token_ids=token_ids,
         model_class=type(merged.module).__name__,
         dtype=str(merged.module.dtype).removeprefix("torch."),
         parameters=sum(parameter.numel() for parameter in merged.module.parameters()),
@@ -314,6 +325,7 @@ def _draw_examples(
     recipe: Recipe,
     origins: Mapping[str, Origin],
     outlines: Mapping[str, Model],
+    text_models: Mapping[str, TextModels],
     *,
     sampled: int | None,
     hold_out: bool,
@@ -324,7 +336,7 @@ def _draw_examples(
         folders = _find_folders(task, origins)
         if spec.data.is_self_written:
             expert = find_class(outlines[f"{EXPERT}{task}"].snapshot)
-            reader = open_self_written(task, expert, merged, folders)
+            reader = open_self_written(task, expert, merged, folders, text_models[task])
             drawn[task] = reserve_examples(task, reader, calibration.examples, sampled)
         else:
             drawn[task] = draw_examples(
@@ -336,15 +348,29 @@ def _draw_examples(
                 seed=calibration.seed,
                 hold_out=hold_out,
                 sampled=sampled,
+                text_models=text_models[task],
             )
     session.note_of_tasks(list(drawn), [note for examples in drawn.values() for note in examples.notes])
     return drawn
 
 
-def _find_folders(task: str, origins: Mapping[str, Origin]) -> list[Path]:
-    """Where the task's preprocessors may lie: with its expert (an adapter may bring its own), merged or base."""
-    roles = [role for role in (f"{EXPERT}{task}", "merged", "base") if role in origins]
-    return [_describe(repo) for role in roles for repo in origins[role].repos()]
+def _find_folders(task: str, origins: Mapping[str, Origin]) -> dict[Path, str]:
+    """Where the task's preprocessors may lie, and whose folder each is: with its expert (an adapter may bring its own),
+    merged or base."""
+    folders: dict[Path, str] = {}
+    for role in (role for role in (f"{EXPERT}{task}", "merged", "base") if role in origins):
+        for repo in origins[role].repos():
+            whose = "its expert" if role.startswith(EXPERT) else f"{role} ({origins[role].name})"
+            folders.setdefault(_describe(repo), whose)
+    return folders
+
+
+def _find_vocabularies(origins: Mapping[str, Origin]) -> Vocabularies:
+    """The models' vocabularies by role; a merged model that is yet to be built gets the first expert's files, and of
+    base's those that it lacks."""
+    folders = {role: [_describe(repo) for repo in origin.repos()] for role, origin in origins.items()}
+    first = next(role for role in folders if role.startswith(EXPERT))
+    return Vocabularies({MERGED: [*folders[first], *folders["base"]], **folders})
 
 
 def _count_transfer(origin: Origin) -> Transfer:

@@ -16,11 +16,12 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
-from featcal_cli.data.batches import text_config
+from featcal_cli.data.batches import Folders, text_config
 from featcal_cli.data.examples import DrawnExamples, draw_examples, most_held_out
 from featcal_cli.data.hub_dataset import first_line
 from featcal_cli.data.text import MAX_TOKENS, TextReader, open_text
 from featcal_cli.data.text_files import Row
+from featcal_cli.data.vocabulary import TextModels
 from featcal_cli.hub.model_source import Origin
 from featcal_cli.models.loading import find_class, load_model
 from featcal_cli.recipe.schema import SELF, Data, Recipe
@@ -53,7 +54,11 @@ def can_write(model_class: type[PreTrainedModel]) -> bool:
 
 
 def open_self_written(
-    task: str, model_class: type[PreTrainedModel], model: PreTrainedModel, folders: Sequence[Path]
+    task: str,
+    model_class: type[PreTrainedModel],
+    model: PreTrainedModel,
+    folders: Folders,
+    text_models: TextModels | None = None,
 ) -> TextReader:
     """The reader of what an expert of the class `model_class` writes, for `model`. Raises DataError for a class that
     writes no text of its own accord."""
@@ -61,11 +66,11 @@ def open_self_written(
     if not can_write(model_class):
         what = f"this expert cannot write examples: {model_class.__name__} is no causal language model"
         raise DataError(what, where=where, fix=f"name some, of the kind it was made for: --data {task}=SOURCE")
-    return _open(task, model, folders)
+    return _open(task, model, folders, text_models)
 
 
-def _open(task: str, model: PreTrainedModel, folders: Sequence[Path]) -> TextReader:
-    return open_text(Data(dataset=SELF), {"text": [MARK]}, model, folders, f"{task}: {SELF}")
+def _open(task: str, model: PreTrainedModel, folders: Folders, text_models: TextModels | None) -> TextReader:
+    return open_text(Data(dataset=SELF), {"text": [MARK]}, model, folders, f"{task}: {SELF}", text_models)
 
 
 def reserve_examples(task: str, reader: TextReader, count: int, sampled: int | None) -> DrawnExamples:
@@ -100,16 +105,18 @@ def write_examples(
     recipe: Recipe,
     origins: Mapping[str, Origin],
     merged: PreTrainedModel,
-    folders: Mapping[str, Sequence[Path]],
+    folders: Mapping[str, Folders],
+    text_models: Mapping[str, TextModels],
 ) -> dict[str, DrawnExamples]:
     """What the experts of the tasks in `folders` write, each on the rank of its task; rows that an earlier run has kept
-    are read. folders: by task, where its tokenizer may lie. Raises FeatCalError."""
+    are read. folders: by task, where its tokenizer may lie; text_models: by task, those that read what is written.
+    Raises FeatCalError."""
     calibration = recipe.calibration
     count, seed = calibration.examples, calibration.seed
     written: dict[str, list[Row]] = {}
     files: dict[str, Path] = {}
     for task in folders:
-        reader = _open(task, merged, folders[task])
+        reader = _open(task, merged, folders[task], text_models[task])
         total, expert = count + most_held_out(count), origins[f"{EXPERT}{task}"]
         about = [VERSION, identify(expert), total, seed, reader.max_tokens, reader.tokenizer.chat_template]
         files[task] = cache_folder() / "self-written" / f"{sha256(json.dumps(about).encode()).hexdigest()[:32]}.jsonl"
@@ -119,7 +126,8 @@ def write_examples(
     for task, rows in session.ranks.unite(written).items():
         _keep(rows, files[task])
         data = Data(path=str(files[task]))
-        drawn[task] = draw_examples(task, data, merged, folders[task], count=count, seed=seed)
+        models = text_models[task]
+        drawn[task] = draw_examples(task, data, merged, folders[task], count=count, seed=seed, text_models=models)
         session.note(f"{task}: its expert has written the examples, which are in {data}", *drawn[task].notes)
     return drawn
 

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from featcal_cli.data.batches import Batch, count_examples, count_vocabulary, take_examples, take_range
+from featcal_cli.data.batches import Batch, count_examples, take_examples, take_range
 from featcal_cli.data.examples import TaskExamples
 from featcal_cli.engine.answers import OutputMeter
 from featcal_cli.engine.block_runner import BlockRunner
@@ -30,7 +30,6 @@ from featcal_cli.models.merging import merge_weights
 from featcal_cli.recipe.schema import Calibration, Merge, Recipe
 from featcal_cli.runtime import hardware
 from featcal_cli.runtime.distributed import Ranks
-from featcal_cli.runtime.errors import CheckpointError
 from featcal_cli.runtime.hardware import map_to_files, rooms_for_features
 from featcal_cli.runtime.process import read_launch
 from featcal_cli.runtime.progress import Progress, Watch
@@ -38,6 +37,7 @@ from featcal_cli.workflows.output import build_checkpoint, names_on_disk, read_s
 from featcal_cli.workflows.preflight import Preflight, check_stems
 from featcal_cli.workflows.resource_estimate import choose_dtype, has_small_head
 from featcal_cli.workflows.session import EXPERT, Session
+from featcal_cli.workflows.token_ids import TokenIds
 
 
 @dataclass(frozen=True)
@@ -102,9 +102,11 @@ def load_models(
     return Models(merged, share_model(merged), base, experts)
 
 
-def set_up(session: Session, plan: Preflight, models: Models, scratch: Path | None = None) -> Setup:
-    """The models and the examples together: the blocks that the examples reach are found in merged. Raises
-    CheckpointError for a model that has not all of them."""
+def set_up(
+    session: Session, plan: Preflight, models: Models, scratch: Path | None = None, others: Iterable[Model] = ()
+) -> Setup:
+    """The models and the examples together: the blocks that the examples reach are found in merged. others: further
+    models that read the examples. Raises CheckpointError for a model that has not all blocks, or other tokens."""
     calibration, note, merged = plan.recipe.calibration, session.note, models.merged
     session.stage("finding blocks")
     with _layers_given_back(merged.module):  # the probes go through all of it
@@ -117,23 +119,11 @@ def set_up(session: Session, plan: Preflight, models: Models, scratch: Path | No
     for model in (models.base, *models.experts.values()):
         check_alignment(architecture, merged, model)
         note(*describe_differences(merged, model, architecture))
-    for task, examples in plan.examples.items():
-        for model in filter(None, (models.base, models.experts.get(task))):
-            _check_vocabulary(task, examples, model)
+    token_ids = plan.token_ids.verify((models.base, *models.experts.values(), *others), merged, note)
     hardware.give_back(merged.module.parameters())
     scratch = scratch or Path(tempfile.gettempdir())
-    return Setup(models, architecture, plan.examples, calibration, session.device, note, session.ranks, scratch)
-
-
-def _check_vocabulary(task: str, examples: TaskExamples, model: Model) -> None:
-    """Raise CheckpointError for a model that has no embedding for a token of the task."""
-    limit = count_vocabulary(model.module)
-    batches = (*examples.fitted, *examples.selection, *examples.held_out)
-    largest = max((int(batch["input_ids"].max()) for batch in batches if "input_ids" in batch), default=0)
-    if limit is not None and largest >= limit:
-        what = f"{model.role} knows the tokens 0 to {limit - 1}, and the examples of {task} hold {largest}"
-        fix = "use models with merged's vocabulary, or examples without the tokens that one of them lacks"
-        raise CheckpointError(what, where=model.snapshot.name, fix=fix)
+    parts = models, architecture, plan.examples, calibration, session.device, note, session.ranks, scratch
+    return Setup(*parts, token_ids=token_ids)
 
 
 @contextmanager
@@ -170,6 +160,7 @@ class Setup:
     """The folder for features that fit nowhere else, by default the system's; it should lie on a disk."""
     gradients: Mapping[str, Path] = field(default_factory=dict)
     """By task, the file of what `measure_gradients` found."""
+    token_ids: TokenIds = field(default_factory=TokenIds)
 
     def measure_gradients(self, folder: Path, watch: Watch) -> dict[str, Path]:
         """How far each module's output moves its expert's answers, and at which tokens unless the user says how those
@@ -181,7 +172,7 @@ class Setup:
             if model.missing:
                 raise RuntimeError(f"the head of the expert of {task} is in no file, and random")
             watch(Progress("", number, len(self.examples), task))
-            expert = BlockRunner(share_model(model), self.architecture, self.device, dtype)
+            expert = self._make_runner(share_model(model), dtype)
             try:
                 by_token = self.calibration.token_weights == "auto"
                 checked = examples.selection if by_token and self.calibration.select != "preset" else []
@@ -220,9 +211,10 @@ class Setup:
         dtype = choose_dtype(self.calibration, models.merged.module)
 
         def runner(model: Model) -> BlockRunner:
-            return BlockRunner(model, architecture, self.device, dtype)
+            return self._make_runner(model, dtype)
 
-        roles = {**students, **watchers}
+        left_out = self.token_ids.left_out
+        roles = {role: model for role, model in {**students, **watchers}.items() if model.role not in left_out}
         distinct = {id(model): model for model in (models.merged, models.base, *roles.values())}
         runners = {key: runner(model) for key, model in distinct.items()}  # never two of one model
         merged = runners[id(models.merged)]
@@ -252,6 +244,9 @@ class Setup:
             ranks=self.ranks,
             gradients=self.gradients,
         )
+
+    def _make_runner(self, model: Model, dtype: torch.dtype) -> BlockRunner:
+        return BlockRunner(model, self.architecture, self.device, dtype, self.token_ids.tables.get(model.role))
 
     def _prepare_drift(
         self,
