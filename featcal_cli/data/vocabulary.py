@@ -48,6 +48,10 @@ class Vocabulary:
         """A text's tokens, without those that the tokenizer puts around it."""
         return self.spell(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
+    def surround(self) -> list[str]:
+        """The tokens that the tokenizer puts around any text."""
+        return self.spell(self.tokenizer("")["input_ids"])
+
 
 def map_ids(source: Vocabulary, target: Vocabulary) -> Tensor | None:
     """The id that each token of `source` has in `target` [ids of source]; None where all ids are the same ones.
@@ -67,7 +71,12 @@ def renumber(batch: Batch, table: Tensor | None) -> Batch:
     """The batch with each id replaced by the one that the table has for it; without a table the batch itself."""
     if table is None:
         return batch
-    return batch | {name: table.to(batch[name].device)[batch[name]] for name in TOKEN_IDS if name in batch}
+    own = table.to(next(iter(batch.values())).device)
+
+    def look_up(ids: Tensor) -> Tensor:
+        return torch.where(ids < len(own), own[ids.clamp(max=len(own) - 1)], ids)
+
+    return batch | {name: look_up(batch[name]) for name in TOKEN_IDS if name in batch}
 
 
 @dataclass
@@ -122,9 +131,12 @@ class TextModels:
             return "its expert"
         if target is None:
             return f"its expert, as {self.target} has none"
-        if table is None:
-            return f"its expert ({self.target} has the same vocabulary)"
-        return f"its expert ({self.target} has another vocabulary: ids are mapped by token)"
+        text = f"{self.target} has the same vocabulary"
+        if table is not None:
+            text = f"{self.target} has another vocabulary: ids are mapped by token"
+        if target.surround() != cutting.surround():
+            text += f"; {self.target} puts other special tokens around a text: the expert's are used"
+        return f"its expert ({text})"
 
 
 def open_tokens(models: TextModels | None, folders: Folders, where: str) -> TextTokens:

@@ -43,13 +43,25 @@ def test_layers_in_another_order_are_seen_by_their_weights(tmp_path: Path, order
     check_refusal(tmp_path, recipe, what)
 
 
-@pytest.mark.parametrize("model", ["red", "base"])
-def test_tokens_that_a_model_does_not_know_are_named(tmp_path: Path, model: str) -> None:
+def test_tokens_that_an_expert_does_not_know_are_named(tmp_path: Path) -> None:
     recipe = save_family(tmp_path, BY_NAME["llama"]).recipe()
-    module = LlamaForCausalLM.from_pretrained(tmp_path / model)
+    forget_tokens(tmp_path / "red")
+    check_refusal(tmp_path, recipe, r"expert red knows the tokens 0 to 49, and the examples of red hold \d\d")
+
+
+def test_a_base_without_some_tokens_is_compared_by_its_weights(tmp_path: Path) -> None:
+    recipe = save_family(tmp_path, BY_NAME["llama"]).recipe()
+    forget_tokens(tmp_path / "base")
+    report = calibrate(recipe, output=tmp_path / "out").report
+    assert all(drift.base is None for drift in report.drift.values())
+    assert any("base knows the tokens 0 to 49" in note and "its drift is left out" in note for note in report.notes)
+
+
+def forget_tokens(folder: Path) -> None:
+    """Leave the model in a folder 50 tokens."""
+    module = LlamaForCausalLM.from_pretrained(folder)
     module.resize_token_embeddings(50)
-    module.save_pretrained(tmp_path / model)
-    check_refusal(tmp_path, recipe, r"knows the tokens 0 to 49, and the examples of \w+ hold \d\d")
+    module.save_pretrained(folder)
 
 
 def check_refusal(folder: Path, recipe: dict[str, object], what: str, verb: Any = calibrate) -> None:

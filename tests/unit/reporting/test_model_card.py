@@ -320,7 +320,9 @@ def test_accuracy_has_a_table_with_intervals_where_it_was_measured() -> None:
 
 
 def test_every_source_has_one_line_and_notes_that_say_the_same_are_one() -> None:
-    report = make_report(notes=["digit: column text, tokenizer from a", "letter: column text, tokenizer from b", "all"])
+    report = make_report(
+        notes=["digit: column text, tokenizer from its expert", "letter: column text, tokenizer from its expert", "all"]
+    )
     report.sources[3] = replace(report.sources[2], role="expert letter")
     card = write_card(report, name="mended")
     assert card.count(f"](https://huggingface.co/org/expert-a/tree/{COMMIT}) | expert digit, expert letter |") == 1

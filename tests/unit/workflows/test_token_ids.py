@@ -1,0 +1,308 @@
+"""An id means nothing in another model: whatever order models have their tokens in, a merge becomes the same one."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from recipe_world import shake
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import (
+    AutoTokenizer,
+    BertConfig,
+    BertForSequenceClassification,
+    LlamaConfig,
+    LlamaForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+from vocabularies import WORDS, add_tokens, make_tokenizer, reorder, shuffled, spell, write_rows
+
+from featcal_cli.runtime.errors import CheckpointError, DataError
+from featcal_cli.workflows.evaluate import evaluate
+from featcal_cli.workflows.inspect_drift import inspect_drift
+from featcal_cli.workflows.preflight import prepare
+from featcal_cli.workflows.session import RunOptions, Session
+from featcal_cli.workflows.verbs import calibrate
+
+TASKS = ("red", "green")
+SIZES = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 64,
+}  # fmt: skip
+MODELS = ("base", "merged", *TASKS)
+
+
+def build_states(size: int) -> dict[str, dict[str, Tensor]]:
+    """A base, experts and their merge, by name."""
+    torch.manual_seed(0)
+    base = LlamaForCausalLM(LlamaConfig(vocab_size=size, **SIZES)).state_dict()
+    experts = {task: {name: x + 0.02 * torch.randn_like(x) for name, x in base.items()} for task in TASKS}
+    merged = {name: x + 0.3 * sum(expert[name] - x for expert in experts.values()) for name, x in base.items()}
+    return {"base": base, "merged": merged, **experts}
+
+
+def save_family(
+    folder: Path,
+    kind: str = "words",
+    orders: Mapping[str, int] = {},
+    extra: Mapping[str, Sequence[str]] = {},
+    **options: Any,
+) -> dict[str, Any]:
+    """The job of a family in a new folder, each model with its tokens in the order of its seed (0: the common one), and
+    with `extra` ones behind them."""
+    old = spell(kind)
+    folder.mkdir()
+    for name, state in build_states(len(old)).items():
+        tokens = shuffled(old, orders.get(name, 0))
+        module = LlamaForCausalLM(LlamaConfig(vocab_size=len(old), **SIZES))
+        module.load_state_dict(state)
+        more = extra.get(name, ())
+        reorder(module, old, [*tokens, *more])
+        module.save_pretrained(folder / name)
+        add_tokens(make_tokenizer(kind, tokens, **options), *more).save_pretrained(folder / name)
+    data = {task: {"path": write_rows(folder / f"{task}.jsonl", seed)} for seed, task in enumerate(TASKS)}
+    return job_of(folder, data)
+
+
+def job_of(folder: Path, data: Mapping[str, Any], **settings: Any) -> dict[str, Any]:
+    tasks = {task: {"expert": str(folder / task), "data": data[task]} for task in TASKS}
+    calibration = {"examples": 16, "select": "preset", **settings}
+    models = {name: str(folder / name) for name in ("merged", "base")}
+    return {**models, "tasks": tasks, "calibration": calibration}
+
+
+def blocks_of(folder: Path) -> dict[str, Tensor]:
+    return {name: x for name, x in load_file(folder / "model.safetensors").items() if ".layers." in name}
+
+
+def find_notes(job: Mapping[str, Any], **options: Any) -> str:
+    """What is said before the models are downloaded."""
+    session = Session(dict(job), RunOptions("cpu"))
+    prepare(session, sample=True, **options)
+    return "\n".join(session.notes)
+
+
+@pytest.mark.parametrize("kind", ["bytes", "unigram"])
+def test_the_order_of_tokens_changes_nothing(tmp_path: Path, kind: str) -> None:
+    plain = save_family(tmp_path / "plain", kind)
+    other = save_family(tmp_path / "other", kind, {name: seed for seed, name in enumerate(MODELS, 1)})
+    expected, found = (calibrate(job, output=tmp_path / name) for name, job in (("a", plain), ("b", other)))
+
+    before, one, two = (blocks_of(folder) for folder in (tmp_path / "plain" / "merged", tmp_path / "a", tmp_path / "b"))
+    assert max(float((one[name] - before[name]).abs().max()) for name in one) > 0.01
+    assert all(torch.equal(one[name], two[name]) for name in one)
+    assert found.report.drift == expected.report.drift
+    assert {task: x.base for task, x in found.report.drift.items()} != dict.fromkeys(TASKS)
+    embeddings = [load_file(folder / "model.safetensors")["model.embed_tokens.weight"] for folder in
+                  (tmp_path / "other" / "merged", tmp_path / "b")]  # fmt: skip
+    assert torch.equal(*embeddings)
+    card = (tmp_path / "b" / "README.md").read_text()
+    assert "merged has another vocabulary: ids are mapped by token" in card
+    assert "merged has the same vocabulary" in (tmp_path / "a" / "README.md").read_text()
+
+
+def test_the_default_method_and_an_inspection_find_the_same_in_any_order(tmp_path: Path) -> None:
+    jobs = [save_family(tmp_path / "plain"), save_family(tmp_path / "other", orders={"merged": 1, "base": 2})]
+    for job in jobs:
+        job["calibration"]["select"] = "auto"
+    one, two = (calibrate(job, output=tmp_path / f"out-{number}").output for number, job in enumerate(jobs))
+    assert all(torch.equal(x, blocks_of(two)[name]) for name, x in blocks_of(one).items())
+
+    found = [inspect_drift(job, compare=job["merged"]).tasks for job in jobs]
+    assert found[0] == found[1]
+
+
+def test_embeddings_with_room_and_added_tokens_at_other_places(tmp_path: Path) -> None:
+    plain = save_family(tmp_path / "plain")
+    extra = {"merged": ["<a>", "<b>"], "red": ["<b>", "<a>"], "green": ["<b>"], "base": []}
+    other = save_family(tmp_path / "other", extra=extra)
+    module = LlamaForCausalLM.from_pretrained(tmp_path / "other" / "merged")
+    module.resize_token_embeddings(64)
+    module.save_pretrained(tmp_path / "other" / "merged")
+
+    one, two = (calibrate(job, output=tmp_path / name).output for name, job in (("a", plain), ("b", other)))
+    assert all(torch.equal(x, blocks_of(two)[name]) for name, x in blocks_of(one).items())
+    assert load_file(two / "model.safetensors")["model.embed_tokens.weight"].shape == (64, 32)
+
+
+def test_texts_that_are_cut_otherwise_are_refused_with_both_names(tmp_path: Path) -> None:
+    job = save_family(tmp_path / "world", "bytes", {"merged": 1})
+    make_tokenizer("bytes", shuffled(spell("bytes"), 1), merges=False).save_pretrained(tmp_path / "world" / "merged")
+    with pytest.raises(DataError, match="different tokens") as raised:
+        find_notes(job)
+    assert "expert red (red)" in raised.value.what and "merged (merged)" in raised.value.what
+    assert "Ġw" in raised.value.what and raised.value.where.startswith("red: ") and raised.value.fix
+
+
+def test_a_token_that_merged_lacks_is_refused_only_where_it_is_read(tmp_path: Path) -> None:
+    job = save_family(tmp_path / "world", extra={"red": ["<|user|>"]})
+    assert "red: column text" in find_notes(job)
+    (tmp_path / "world" / "red.jsonl").write_text('{"text": "<|user|> w1 w2"}\n' * 20)
+    with pytest.raises(DataError, match=r"expert red \(red\) and merged \(merged\)"):
+        find_notes(job)
+
+
+def test_a_base_without_the_experts_tokens_is_compared_by_its_weights(tmp_path: Path) -> None:
+    chat = ["<|user|>", "<|end|>"]
+    job = save_family(tmp_path / "world", extra=dict.fromkeys(("merged", *TASKS), chat))
+    for task in TASKS:
+        lines = (
+            (tmp_path / "world" / f"{task}.jsonl").read_text().replace('"w', '"<|user|> w').replace('"}', ' <|end|>"}')
+        )
+        (tmp_path / "world" / f"{task}.jsonl").write_text(lines)
+    assert "base lacks the tokens <|user|>, <|end|>" in find_notes(job)
+
+    done = calibrate(job, output=tmp_path / "out")
+    assert [drift.base for drift in done.report.drift.values()] == [None, None]
+    assert all(0 < drift.after != drift.before for drift in done.report.drift.values())
+    written = json.loads((tmp_path / "out" / "featcal_report.json").read_text())
+    assert written["drift"]["red"]["base"] is None
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "| task | merged | calibrated | change |\n" in card and "its drift is left out" in card
+    assert all("base" not in task.models for task in inspect_drift(job).tasks.values())
+
+
+def test_a_merge_without_a_tokenizer_has_its_experts_vocabulary_only_if_its_embeddings_say_so(tmp_path: Path) -> None:
+    orders: dict[str, dict[str, int]] = {"plain": {}, "other": {"merged": 1}}
+    for name, order in orders.items():
+        job = save_family(tmp_path / name, orders=order)
+        for file in (tmp_path / name / "merged").glob("token*"):
+            file.unlink()
+        assert "tokenizer from its expert, as merged has none" in find_notes(job)
+        if order:
+            with pytest.raises(CheckpointError, match="in another order"):
+                calibrate(job, output=tmp_path / "out-other")
+        else:
+            assert calibrate(job, output=tmp_path / "out-plain").report.drift["red"].base is not None
+
+
+def test_where_only_merged_has_a_tokenizer_this_is_said(tmp_path: Path) -> None:
+    job = save_family(tmp_path / "world")
+    for file in (tmp_path / "world" / "red").glob("token*"):
+        file.unlink()
+    notes = find_notes(job)
+    assert (
+        "red: column text as text (of text), at most 32 tokens, tokenizer from merged (merged), as its expert" in notes
+    )
+    assert "green: column text as text (of text), at most 32 tokens, tokenizer from its expert (merged has" in notes
+
+
+def test_ids_in_a_file_are_refused_where_they_mean_different_tokens(tmp_path: Path) -> None:
+    data = {}
+    for task in TASKS:
+        data[task] = {"path": str(tmp_path / f"{task}.safetensors")}
+        save_file({"input_ids": torch.randint(4, 44, (30, 8))}, data[task]["path"])
+    save_family(tmp_path / "plain")
+    save_family(tmp_path / "other", orders={"green": 3})
+    find_notes(job_of(tmp_path / "plain", data))
+    with pytest.raises(
+        DataError, match=r"not the same tokens in merged \(merged\) and expert green \(green\)"
+    ) as raised:
+        find_notes(job_of(tmp_path / "other", data))
+    assert "green.safetensors" in raised.value.where and "texts" in raised.value.fix
+
+
+def test_experts_in_other_orders_write_their_own_examples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FEATCAL_CACHE", str(tmp_path / "cache"))
+    save_family(tmp_path / "plain")
+    save_family(tmp_path / "other", orders={"merged": 1, "base": 2})
+    shutil.copytree(tmp_path / "plain" / "red", tmp_path / "other" / "red", dirs_exist_ok=True)
+    folders = [tmp_path / "plain", tmp_path / "other"]
+    own = dict.fromkeys(TASKS, "self")
+    one, two = (calibrate(job_of(at, own), output=tmp_path / f"out-{at.name}").output for at in folders)
+    assert all(torch.equal(x, blocks_of(two)[name]) for name, x in blocks_of(one).items())
+
+
+def test_experts_in_different_orders_are_not_merged_row_by_row(tmp_path: Path) -> None:
+    for name, order in (("plain", 0), ("other", 1)):
+        job = save_family(tmp_path / name, orders={"green": order})
+        job["merged"] = {"method": "average"}
+        if order:
+            with pytest.raises(CheckpointError, match="embeddings cannot be merged"):
+                find_notes(job)
+        else:
+            assert "merged has the same vocabulary" in find_notes(job)
+
+
+def test_special_tokens_around_a_text_are_the_experts(tmp_path: Path) -> None:
+    plain = save_family(tmp_path / "plain", begins=True)
+    other = save_family(tmp_path / "other", orders={"merged": 1}, begins=True)
+    make_tokenizer("words", shuffled(spell("words"), 1)).save_pretrained(tmp_path / "other" / "merged")
+    assert "merged puts other special tokens around a text" in find_notes(other)
+    one, two = (calibrate(job, output=tmp_path / name).output for name, job in (("a", plain), ("b", other)))
+    assert all(torch.equal(x, blocks_of(two)[name]) for name, x in blocks_of(one).items())
+
+
+def test_a_head_answers_the_same_on_a_body_in_another_order(tmp_path: Path) -> None:
+    old, new = spell("words"), shuffled(spell("words"), 1)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    torch.manual_seed(0)
+    models = [BertForSequenceClassification(BertConfig(vocab_size=len(old), **sizes, num_labels=3, pad_token_id=0))]
+    models += [BertForSequenceClassification(models[0].config) for _ in range(2)]
+    for name, module, tokens in zip(("expert", "plain", "other"), models, (old, old, new), strict=True):
+        shake(module, seed=len(name))
+        if name == "other":
+            module.load_state_dict(models[1].state_dict())
+            reorder(module, old, new)
+        module.save_pretrained(tmp_path / name)
+        make_tokenizer("words", tokens).save_pretrained(tmp_path / name)
+    texts = [json.loads(line)["text"] for line in Path(write_rows(tmp_path / "rows", 0)).read_text().splitlines()]
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "expert")
+    with torch.no_grad():
+        labels = [int(models[0].eval()(**tokenizer(text, return_tensors="pt")).logits.argmax()) for text in texts]
+    write_labelled(tmp_path / "data.jsonl", texts, labels)
+    found = [accuracies(tmp_path, merged, {}) for merged in ("plain", "other")]
+    assert found[0] == found[1]
+    assert found[0]["expert"] == 1.0 and 0.0 < found[0]["merged"] < 1.0
+
+
+def test_a_model_in_another_order_writes_the_same_answers(tmp_path: Path) -> None:
+    old, new = spell("unigram"), shuffled(spell("unigram"), 1)
+    torch.manual_seed(0)
+    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 1, "num_heads": 4}
+    module = T5ForConditionalGeneration(T5Config(vocab_size=len(old), **sizes, decoder_start_token_id=0))
+    shake(module, seed=0)
+    for name, tokens in (("expert", old), ("plain", old), ("other", new)):
+        if name == "other":
+            reorder(module, old, new)
+            module.config.decoder_start_token_id = module.generation_config.decoder_start_token_id = new.index("<pad>")
+        module.save_pretrained(tmp_path / name)
+        make_tokenizer("unigram", tokens).save_pretrained(tmp_path / name)
+    texts = [json.loads(line)["text"] for line in Path(write_rows(tmp_path / "rows", 0)).read_text().splitlines()]
+    whole, tokenizer = (
+        kind.from_pretrained(tmp_path / "expert") for kind in (T5ForConditionalGeneration, AutoTokenizer)
+    )
+    given = [tokenizer(text, return_tensors="pt").input_ids for text in texts]
+    limits = {"do_sample": False, "max_new_tokens": 3}
+    written = [tokenizer.decode(whole.generate(ids, **limits)[0], skip_special_tokens=True) for ids in given]
+    answers = sorted(set(written))
+    write_labelled(tmp_path / "data.jsonl", texts, [answers.index(text) for text in written])
+    found = accuracies(tmp_path, "other", {"answers": answers, "max_new_tokens": 3})
+    assert found == {"expert": 1.0, "merged": 1.0} and len(answers) > 1
+
+
+def write_labelled(file: Path, texts: Sequence[str], labels: Sequence[int]) -> None:
+    rows = zip(texts, labels, strict=True)
+    file.write_text("".join(json.dumps({"text": text, "label": label}) + "\n" for text, label in rows))
+
+
+def accuracies(folder: Path, merged: str, how: Mapping[str, Any]) -> dict[str, float]:
+    task = {"expert": str(folder / "expert"), "data": {"path": str(folder / "data.jsonl")}}
+    task["evaluate"] = {"split": "train", "metric": "accuracy", **how}
+    found = evaluate({"merged": str(folder / merged), "base": str(folder / "plain"), "tasks": {"it": task}})
+    return {role: score.value for role, score in found.tasks["it"].scores.items()}
+
+
+@pytest.mark.parametrize("kind", ["words", "bytes", "unigram"])
+def test_the_tokenizers_here_cut_a_text_into_words(tmp_path: Path, kind: str) -> None:
+    make_tokenizer(kind, shuffled(spell(kind), 5)).save_pretrained(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    text = " ".join(WORDS)
+    assert [token.strip("Ġ▁") for token in tokenizer.tokenize(text)] == WORDS
