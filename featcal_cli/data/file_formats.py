@@ -9,6 +9,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from json import JSONDecodeError
 from pathlib import Path, PurePath, PurePosixPath
 from typing import Any, TypeVar
 
@@ -20,10 +21,12 @@ from featcal_cli.data.text_files import (
     Row,
     check_content,
     check_first_line,
+    check_repeated,
     find_encoding,
     open_lines,
     parse_csv,
     parse_json_line,
+    refuse_json,
 )
 from featcal_cli.recipe.schema import Data
 from featcal_cli.runtime.errors import DataError
@@ -98,10 +101,13 @@ def is_table(file: PurePath) -> bool:
 
 
 def open_parquet(source: Any, **options: Any) -> Any:
-    """A parquet file, a path or a stream, whose footer is read. Raises what its parser raises."""
+    """A parquet file, a path or a stream, whose footer is read. Raises DataError for columns of one name, and what its
+    parser raises."""
     from pyarrow import parquet  # it takes long to import, and most sources are none
 
-    return parquet.ParquetFile(source, **options)
+    opened = parquet.ParquetFile(source, **options)
+    check_repeated(opened.schema_arrow.names, str(getattr(source, "path", source)))
+    return opened
 
 
 def open_file(file: Path, where: str) -> list[Table]:
@@ -119,6 +125,7 @@ def open_file(file: Path, where: str) -> list[Table]:
                     table = arrow.ipc.open_stream(mapped).read_all()
                 except arrow.ArrowInvalid:
                     table = arrow.ipc.open_file(mapped).read_all()
+                check_repeated(table.column_names, where)
                 return [Table(table.num_rows, lambda rows: (table.slice(at, 1).to_pylist()[0] for at in rows))]
             # one table a row group, because a row group is the least that can be read
             opened = open_parquet(file)
@@ -200,11 +207,12 @@ def _open_json(file: Path, where: str) -> Table:
 
 def _parse_whole_json(text: str, file: Path, where: str) -> list[Row]:
     try:
-        value = parse_json(text)
+        value = parse_json(text, unique=True)
     except ValueError as error:
-        lines = [line for line in text.splitlines() if line.strip()]
-        if len(lines) < 2:
-            raise DataError(f"{file.name} is not JSON: {error}", where=where, fix=WRITE_LINES) from None
+        # nothing but a line feed ends a line: a text may hold every other character that Unicode calls a line's end
+        lines = [line for line in text.split("\n") if line.strip()]
+        if len(lines) < 2 or text.lstrip().startswith("[") or not isinstance(error, JSONDecodeError):
+            raise refuse_json(error, file.name, where) from None
         return [parse_json_line(line.encode(), f"row {number}", where) for number, line in enumerate(lines, 1)]
     if isinstance(value, dict):
         lists = [value[name] for name in LIST_KEYS if isinstance(value.get(name), list)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import gzip
+import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -108,18 +109,27 @@ def _refuse_encoding(error: UnicodeDecodeError, which: str, name: str, where: st
 
 
 def parse_json_line(line: bytes, which: str, where: str) -> Row:
-    """The row that one line holds. Raises DataError for a line, called `which`, that is no JSON object."""
+    """The row that one line holds. Raises DataError for a line, called `which`, that is no JSON object, and for an
+    object that has a key twice."""
+    if (at := line.find(0)) >= 0 and find_encoding(line) != "utf-8-sig":  # zeros at every other place
+        error = UnicodeDecodeError("utf-8", line, at, at + 1, "a zero")
+        raise _refuse_encoding(error, which, PurePath(where).name, where)
     try:
-        if (at := line.find(0)) >= 0:  # which JSON never has, and UTF-16 at every other place
-            raise UnicodeDecodeError("utf-8", line, at, at + 1, "a zero")
-        row = parse_json(line.decode("utf-8-sig"))
+        row = parse_json(line.decode("utf-8-sig"), unique=True)
     except UnicodeDecodeError as error:
         raise _refuse_encoding(error, which, PurePath(where).name, where) from error
     except ValueError as error:
-        raise DataError(f"{which} is not JSON: {error}", where=where, fix=WRITE_LINES) from None
+        raise refuse_json(error, which, where) from None
     if not isinstance(row, dict):
         raise DataError(f"{which} is not a JSON object", where=where, fix=WRITE_LINES)
     return row
+
+
+def refuse_json(error: ValueError, which: str, where: str) -> DataError:
+    """The error for a text, called `which`, that `parse_json` refuses."""
+    if isinstance(error, json.JSONDecodeError):
+        return DataError(f"{which} is not JSON: {error}", where=where, fix=WRITE_LINES)
+    return DataError(f"{which} cannot be read: {error}", where=where, fix="mend this value, or take its row out")
 
 
 def parse_csv(lines: Iterable[str], where: str, separator: str | None = None) -> Iterator[Row]:
@@ -164,6 +174,12 @@ def parse_csv(lines: Iterable[str], where: str, separator: str | None = None) ->
             yield {name: values[at] if at < len(values) else None for at, name in enumerate(columns) if name}
 
 
+def check_repeated(names: Iterable[str], where: str) -> None:
+    """Raise DataError for columns of one name, of which a row could hold but one."""
+    if twice := [name for name, count in Counter(names).items() if name and count > 1]:
+        raise DataError(f"several columns are called {show(twice[0])}", where=where, fix="give each a name of its own")
+
+
 def check_first_line(rows: Sequence[Row], where: str) -> None:
     """Raise DataError where columns are called like many of their values: then the first line is a row."""
     for name in rows[0] if len(rows) >= MANY_LINES else ():
@@ -195,8 +211,7 @@ def _check_quotes(raw: Sequence[str], separator: str, columns: int, start: int, 
 def _check_names(values: Sequence[str], where: str) -> list[str]:
     """The names of the columns. Raises DataError for numbers, and for names that come twice."""
     names = [value.strip() for value in values]
-    if twice := [name for name, count in Counter(names).items() if name and count > 1]:
-        raise DataError(f"several columns are called {show(twice[0])}", where=where, fix="give each a name of its own")
+    check_repeated(names, where)
     if names != [str(at) for at in range(len(names))]:  # what pandas calls columns without names
         for name in names:
             with suppress(ValueError):

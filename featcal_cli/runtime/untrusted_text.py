@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import re
-from itertools import chain
+from collections import Counter
+from collections.abc import Iterable
+from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
 from unicodedata import category
 
@@ -20,6 +22,10 @@ MAX_VALUES = 1_000_000
 """Values that a YAML text may unfold to: a few lines of aliases (&a, *a, <<) unfold to more than any memory holds."""
 MAX_DEPTH = 60
 """Values inside of values."""
+MAX_DIGITS = 3000
+"""Characters of a whole number in YAML, hexadecimal ones too: Python writes none of more than 4,300 decimal digits."""
+LISTED = 5
+"""Names that a message shows of a list from outside."""
 
 _OBEYED = ("Cc", "Cf", "Cs", "Zl", "Zp")
 """Categories of characters that move the cursor, turn the writing, or begin a command to the terminal."""
@@ -37,6 +43,15 @@ class _Loader(yaml.SafeLoader):
     def construct_document(self, node: yaml.Node) -> Any:
         _measure(node, {})
         return super().construct_document(node)
+
+    def construct_integer(self, node: yaml.ScalarNode) -> int:
+        """The number that a scalar stands for, decimal or not. Raises _RefusedError for one that is too long."""
+        if len(node.value) > MAX_DIGITS:
+            raise _RefusedError(f"line {node.start_mark.line + 1} holds {_describe_digits(len(node.value))}")
+        return int(self.construct_yaml_int(node))
+
+
+_Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_integer)
 
 
 class _UniqueLoader(_Loader):
@@ -82,12 +97,31 @@ def split_front_matter(text: str) -> tuple[dict[Any, Any] | None, str, str]:
     return metadata if isinstance(metadata, dict) else None, body, ""
 
 
-def parse_json(text: str | bytes) -> Any:
-    """The value of a JSON text. Raises ValueError with a short reason."""
+def parse_json(text: str | bytes, *, unique: bool = False) -> Any:
+    """The value of a JSON text; with `unique`, an object that has a key twice is refused. Raises JSONDecodeError for
+    what is no JSON, and any other ValueError, with a short reason, for JSON that is not read."""
     try:
-        return json.loads(text)
+        return json.loads(text, object_pairs_hook=_refuse_repeated if unique else None)
     except RecursionError:
         raise ValueError("it is nested too deep") from None
+    except (json.JSONDecodeError, UnicodeDecodeError, _RefusedError):
+        raise
+    except ValueError as error:
+        # Python's own limit: the JSON is right, and the number in it too long
+        digits = re.search(r"value has (\d+) digits", str(error))
+        raise ValueError(f"it holds {_describe_digits(int(digits[1]))}" if digits else str(error)) from None
+
+
+def _refuse_repeated(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    mapping = dict(pairs)
+    if len(mapping) < len(pairs):
+        (name, _), *_ = Counter(name for name, _ in pairs).most_common(1)
+        raise _RefusedError(f"an object in it has the key {show(name)} twice")
+    return mapping
+
+
+def _describe_digits(count: int) -> str:
+    return f"a whole number of {count:,} digits, which is longer than can be read"
 
 
 def show(text: str) -> str:
@@ -98,6 +132,14 @@ def show(text: str) -> str:
 def bare(text: str) -> str:
     """The same without quotation marks around it."""
     return show(text)[1:-1]
+
+
+def list_some(names: Iterable[object], *, between: str = ", ") -> str:
+    """A foreign list for a message: its first names, each short, and how many more there are."""
+    left = iter(names)
+    shown = [bare(str(name)) for name in islice(left, LISTED)]
+    more = sum(1 for _ in left)
+    return between.join(shown) + (f" and {more:,} more" if more else "")
 
 
 def visible(text: str) -> str:
