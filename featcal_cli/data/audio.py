@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from featcal_cli.data.batches import (
+    OTHER_COLUMN,
     BadRowError,
     Batch,
     Folders,
@@ -80,7 +81,7 @@ class AudioReader(Reader):
         if self.transcript is not None:
             text = row.get(self.transcript)
             if not isinstance(text, str) or not text.strip():
-                raise BadRowError(f"column {self.transcript} has no text")
+                raise BadRowError(f"column {bare(self.transcript)} has no text", OTHER_COLUMN)
             tokens = self._encode(text)
         digest = sha256(repr(tokens).encode() + wave.tobytes()).digest()
         return EncodedAudio(row[self.column], digest, is_cut, len(wave), tokens)
@@ -149,7 +150,7 @@ class AudioReader(Reader):
         if tokens[:1] == [self.model.config.decoder_start_token_id]:
             del tokens[0]  # the shift to the right begins with it
         if not tokens or max(tokens) >= (count_vocabulary(self.model) or max(tokens) + 1):
-            raise BadRowError(f"column {self.transcript} has no text that the model knows")
+            raise BadRowError(f"column {bare(str(self.transcript))} has no text that the model knows", OTHER_COLUMN)
         return tokens
 
     def _decode(self, value: Any) -> tuple[Wave, bool]:

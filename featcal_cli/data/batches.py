@@ -141,8 +141,16 @@ Batch = dict[str, Tensor]
 """Forward arguments, dimension 0 the examples."""
 
 
+OTHER_COLUMN = "name the right columns with --columns TASK=ROLE:COLUMN, or give other data"
+OTHER_ROWS = "mend or take out these rows, or give other data"
+
+
 class BadRowError(Exception):
-    """One row that cannot become an example, and why."""
+    """One row that cannot become an example, why, and what mends many of the kind."""
+
+    def __init__(self, reason: str, fix: str = OTHER_ROWS) -> None:
+        super().__init__(reason)
+        self.fix = fix
 
 
 @dataclass(frozen=True)

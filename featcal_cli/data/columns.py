@@ -11,6 +11,7 @@ from typing import Any, Literal, TypeGuard
 from featcal_cli.data.file_formats import AUDIO_FILES, IMAGE_FILES, is_base64
 from featcal_cli.recipe.schema import ROLES, Data
 from featcal_cli.runtime.errors import DataError
+from featcal_cli.runtime.untrusted_text import bare, show
 
 Samples = Mapping[str, Sequence[Any]]
 """Column → its values in the first rows."""
@@ -271,7 +272,7 @@ def is_conversation(value: Any) -> bool:
     """True for a list of messages, or lists of what each has: {role: […], content: […]}."""
     if isinstance(value, dict):
         kinds = value.keys() & {"role", "from"}, value.keys() & {"content", "value"}
-        return all(kinds) and all(isinstance(listed, list) for listed in value.values())
+        return all(kinds) and all(isinstance(value[name], list) for name in set().union(*kinds))
     return isinstance(value, list) and bool(value) and all(isinstance(message, dict) for message in value)
 
 
@@ -298,5 +299,6 @@ def number_label(value: Any, column: str, numbers: Mapping[str, int], where: str
                 what = "the split hides its labels (some are below 0)"
                 raise DataError(what, where=where, fix="evaluate another split")
             return int(value)
-    what = f"label {value!r} in column {column} is no class of the model's"
+    what = f"label {show(value) if isinstance(value, str) else bare(str(value))} in column {bare(column)} is no class"
+    what += " of the model's"
     raise DataError(what, where=where, fix="use class numbers, or the names in label2id of the model's config.json")

@@ -231,6 +231,8 @@ class _UsableRows:
     further: list[tuple[bytes, Any]] = field(default_factory=list)
     """All different, and none of them fitted."""
     bad: list[str] = field(default_factory=list)
+    fix: str = ""
+    """What mends the first of the bad ones."""
     copies: int = 0
     left_out: int = 0
     """Copies that are neither fitted nor held out, as what they equal is on the other side."""
@@ -273,6 +275,7 @@ def _read_usable(reader: Reader, rows: Iterable[Any], count: int, further: int, 
             item = reader.read(row)
         except BadRowError as reason:
             usable.bad.append(f"{reason} (example {number})")
+            usable.fix = usable.fix or reason.fix
             continue
         key = reader.key(item)
         is_copy = key in keys
@@ -291,9 +294,7 @@ def _read_usable(reader: Reader, rows: Iterable[Any], count: int, further: int, 
     good = len(usable.fitted) + len(usable.further) + usable.left_out
     if len(usable.bad) > good:
         what = f"{len(usable.bad)} of {len(usable.bad) + good} rows cannot be used; the first: {usable.bad[0]}"
-        task = where.partition(": ")[0]
-        fix = f"name the right columns with --columns {task}=ROLE:COLUMN, or give other data"
-        raise DataError(what, where=where, fix=fix)
+        raise DataError(what, where=where, fix=usable.fix.replace("TASK=", f"{where.partition(': ')[0]}="))
     return usable
 
 

@@ -14,7 +14,7 @@ from random import Random
 from stat import S_ISDIR, S_ISREG
 from typing import Any
 
-from featcal_cli.data.batches import BadRowError
+from featcal_cli.data.batches import OTHER_COLUMN, BadRowError
 from featcal_cli.data.columns import needed_columns
 from featcal_cli.data.file_formats import (
     AUDIO_FILES,
@@ -37,7 +37,7 @@ from featcal_cli.data.hub_rows import draw_hub_rows, read_hub_rows
 from featcal_cli.data.text_files import Row
 from featcal_cli.recipe.schema import Data
 from featcal_cli.runtime.errors import DataError, HubError
-from featcal_cli.runtime.untrusted_text import show
+from featcal_cli.runtime.untrusted_text import bare, show
 
 
 def draw_rows(data: Data, count: int, seed: int, note: Note = ignore) -> Iterator[Row]:
@@ -153,7 +153,7 @@ def open_cell(value: Any, column: str, folder: Path | None, kind: str) -> bytes 
             return file
         raise BadRowError(f"{show(file.name)} is no {kind}: it has {status.st_size:,} bytes, or is no plain file")
     what = "only the name of a file" if isinstance(value, str) else type(value).__name__
-    raise BadRowError(f"column {column} has no {kind}" + (f" but {what}" if value else ""))
+    raise BadRowError(f"column {bare(column)} has no {kind}" + (f" but {what}" if value else ""), OTHER_COLUMN)
 
 
 def _read_scattered(tables: Sequence[Table], ends: Sequence[int], positions: Sequence[int]) -> Iterator[Row]:

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from featcal_cli.data.batches import (
     GLOBAL_MASK,
+    OTHER_COLUMN,
     BadRowError,
     Batch,
     Folders,
@@ -53,6 +54,10 @@ SPEAKERS = {
 }  # fmt: skip
 """What datasets call the speakers → what chat templates do."""
 
+OTHER_TEMPLATE = "write another template, or give other data"
+OTHER_CONVERSATIONS = (
+    "give conversations that this chat template takes, or a template of your own in the recipe: template: '{COLUMN}'"
+)
 Message = dict[str, Any]
 """{role, content}, as chat templates take it."""
 Tokens = tuple[dict[str, list[int]], list[int]]
@@ -105,9 +110,11 @@ class RowFormatter:
             try:
                 text = self.template.format(**row)
             except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-                raise BadRowError(f"the template does not fit ({error})") from error
-            if not text.strip() or any(row.get(name) is None for name in template_fields(self.template)):
-                raise BadRowError("the template's columns are empty")
+                raise BadRowError(f"the template does not fit ({bare(first_line(error))})", OTHER_TEMPLATE) from error
+            if empty := [name for name in template_fields(self.template) if row.get(name) is None]:
+                raise BadRowError(f"column {bare(empty[0])} of the template is empty", OTHER_TEMPLATE)
+            if not text.strip():
+                raise BadRowError("the template's columns are empty", OTHER_TEMPLATE)
             return text, None
         if "text" in self.roles:
             return self._text(row, "text"), self._text(row, "text_pair") if "text_pair" in self.roles else None
@@ -122,7 +129,7 @@ class RowFormatter:
         if isinstance(value, str) and value.strip():
             return value
         is_empty = value is None or isinstance(value, str) or value in ([], {})
-        raise BadRowError(f"column {column} has {'no text' if is_empty else type(value).__name__}")
+        raise BadRowError(f"column {bare(column)} has {'no text' if is_empty else type(value).__name__}", OTHER_COLUMN)
 
     def _answer(self, row: Row) -> str:
         return answer_of(row.get(self.roles["response"])) or self._text(row, "response")
@@ -149,42 +156,71 @@ class RowFormatter:
 
     def _conversation(self, messages: list[Message]) -> TokenizerInput:
         """The conversation by the chat template; without one, its turns one below the other."""
+        contents = [message["content"] for message in messages]
+        if not any(map(_says_something, messages)):
+            raise BadRowError("the messages have no text", OTHER_COLUMN)
         if not self.joins_turns:
-            try:
-                text = self.tokenizer.apply_chat_template(messages, tokenize=False)
-            except Exception as error:  # a template is a program, and raises what it likes
-                raise BadRowError(f"the chat template refuses the messages ({error})") from error
-            return TokenizerInput(str(text), has_special_tokens=True)
-        turns = [message["content"] for message in messages]
-        if not all(isinstance(turn, str) for turn in turns) or not any(turn.strip() for turn in turns):
-            raise BadRowError("the messages have no text")
+            return TokenizerInput(self._render(messages), has_special_tokens=True)
+        if not all(isinstance(content, str) for content in contents):
+            raise BadRowError("the messages have no text", OTHER_COLUMN)
+        turns = [content for content in contents if content.strip()]
+        if not turns or (self.kind == "encoder-decoder" and not contents[-1]):
+            which = "the last message has" if turns else "the messages have"
+            raise BadRowError(f"{which} no text", OTHER_COLUMN)
         if self.kind == "encoder-decoder" and len(turns) > 1:
             return TokenizerInput("\n".join(turns[:-1]), target=turns[-1])
         return TokenizerInput("\n".join(turns))
 
+    def _render(self, messages: list[Message]) -> str:
+        """The conversation as the chat template writes it. Raises BadRowError with the template's own words."""
+        try:
+            return str(self.tokenizer.apply_chat_template(messages, tokenize=False))
+        except Exception as error:  # a template is a program, and raises what it likes
+            reason = f"the chat template refuses the messages: {bare(first_line(error))}"
+            raise BadRowError(reason, OTHER_CONVERSATIONS) from error
+
+
+def _says_something(message: Message) -> bool:
+    """Whether a message has text or parts, or calls a tool."""
+    content = message["content"]
+    return bool(content.strip() if isinstance(content, str) else content) or _calls(message)
+
+
+def _calls(message: Mapping[str, Any]) -> bool:
+    return any(message.get(key) for key in ("tool_calls", "function_call"))
+
 
 def _read_messages(value: Any) -> list[Message]:
-    """OpenAI's {role, content}, ShareGPT's {from, value} or {human, assistant} messages, as the first. Raises
-    BadRowError."""
+    """OpenAI's {role, content}, ShareGPT's {from, value} or {human, assistant} messages, as the first; a null content
+    is empty, as is that of a call of a tool without words. Raises BadRowError."""
     if not is_conversation(value):
-        raise BadRowError("the messages are not a list of messages")
+        raise BadRowError("the messages are not a list of messages", OTHER_COLUMN)
     if isinstance(value, dict):
-        value = [dict(zip(value, parts, strict=False)) for parts in zip(*value.values(), strict=False)]
+        lists = {name: listed for name, listed in value.items() if isinstance(listed, list)}
+        value = [dict(zip(lists, parts, strict=False)) for parts in zip(*lists.values(), strict=False)]
     messages: list[Message] = []
     for message in value:
-        role, content = message.get("role") or message.get("from"), message.get("content") or message.get("value")
+        role, content = (_first_of(message, keys) for keys in (("role", "from"), ("content", "value")))
         if role is None and (turns := [name for name in message if name.lower() in SPEAKERS]):
-            messages += [{"role": SPEAKERS[name.lower()], "content": message[name]} for name in turns]
+            messages += [{"role": SPEAKERS[name.lower()], "content": message[name] or ""} for name in turns]
             continue
-        if not isinstance(role, str) or content is None:
-            raise BadRowError("a message has no role or no content")
+        if not isinstance(role, str):
+            raise BadRowError("a message has no role", OTHER_COLUMN)
+        if content is None and not message.keys() & {"content", "value"} and not _calls(message):
+            raise BadRowError("a message has no content", OTHER_COLUMN)
         if isinstance(content, list) and all(isinstance(part, dict) for part in content):
             texts = [part["text"] for part in content if isinstance(part.get("text"), str)]
-            content = "\n".join(texts) if texts else content  # images are no text
-        messages.append({**message, "role": SPEAKERS.get(role.lower(), role), "content": content})
+            content = "\n".join(texts) if texts or not content else content  # images are no text
+        named = {"role": SPEAKERS.get(role.lower(), role), "content": "" if content is None else content}
+        messages.append({**message, **named})
     if not messages:
-        raise BadRowError("the messages are none")
+        raise BadRowError("the messages are none", OTHER_COLUMN)
     return messages
+
+
+def _first_of(message: Mapping[str, Any], keys: Sequence[str]) -> Any:
+    """The first value under one of the keys that is not null."""
+    return next((message[key] for key in keys if message.get(key) is not None), None)
 
 
 @dataclass(frozen=True)

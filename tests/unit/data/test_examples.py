@@ -40,6 +40,7 @@ from featcal_cli.data.columns import number_label
 from featcal_cli.data.examples import TaskExamples, draw_examples, open_labelled
 from featcal_cli.data.file_formats import KEPT_CHARACTERS, open_file, shorten_row
 from featcal_cli.data.images import DECODED_AT_ONCE, to_rgb
+from featcal_cli.data.rows import read_rows
 from featcal_cli.recipe.schema import Data
 from featcal_cli.runtime.errors import DataError
 
@@ -50,7 +51,18 @@ Row = Mapping[str, Any]
 TINY: dict[str, Any] = {
     "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8, "vocab_size": 64,
 }  # fmt: skip
-WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "</s>", *(f"w{number}" for number in range(50)), "user", "assistant"]
+WORDS = [
+    "[PAD]",
+    "[UNK]",
+    "[CLS]",
+    "[SEP]",
+    "</s>",
+    *(f"w{number}" for number in range(50)),
+    "user",
+    "assistant",
+    "system",
+    "tool",
+]
 CHAT_TEMPLATE = "{% for m in messages %}{{ m['role'] }} {{ m['content'] }} {% endfor %}"
 
 
@@ -480,12 +492,35 @@ OBJECTS = lines(ROWS)
         ("a.json", OBJECTS.encode()),
         ("a.ndjson", OBJECTS.encode()),
         ("a.txt", "".join(f"{row['text']}\r\n" for row in ROWS).encode()),
+        ("a.jsonl.gz", gzip.compress(OBJECTS.replace("\n", "\r\n\r\n").rstrip().encode("utf-8-sig"), mtime=0)),
+        ("a.json.gz", gzip.compress(json.dumps(ROWS).encode(), mtime=0)),
         ("a.parquet", ROWS),
     ],
 )
 def test_files_are_read_as_people_have_them(at: Folder, bert: Any, name: str, content: Any) -> None:
     found = at.load(bert, at.file(name, content, columns={"text": "text"}), count=12)
     assert sorted(words_of(found.fitted)) == sorted(f"[CLS] w{number} w2 [UNK] w3 [SEP]" for number in range(12))
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.json.gz", "wide.jsonl", "a.csv", "a.csv.gz", "a.txt"])
+def test_only_a_line_feed_ends_a_row(at: Folder, name: str) -> None:
+    texts = [f"w{number}\u2028w1\u2029w2\x85w3\x0bw4\x0cw5\x1cw6" for number in range(4)]
+    body = "".join(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in texts)
+    if ".json" not in name:
+        body = "\n".join(texts if name == "a.txt" else ["text", *texts])
+    content = body.encode("utf-16" if name == "wide.jsonl" else "utf-8")
+    source = at.file(name, gzip.compress(content, mtime=0) if name.endswith(".gz") else content)
+    assert [row["text"] for row in read_rows(source, None)] == texts
+
+
+def test_a_table_with_two_columns_of_one_name_is_refused_in_every_format(at: Folder, bert: Any) -> None:
+    at.prepare(bert)
+    table = arrow.table([arrow.array(["w1"]), arrow.array(["w2"])], names=["text", "text"])
+    parquet.write_table(table, at.path / "a.parquet")
+    with arrow.ipc.new_file(at.path / "a.arrow", table.schema) as writer:
+        writer.write_table(table)
+    for name in ("a.parquet", "a.arrow"):
+        refused(at, bert, Data(path=str(at.path / name)), "several columns are called 'text'")
 
 
 def test_what_datasets_saves_to_a_disk_is_read(at: Folder, bert: Any) -> None:
@@ -531,6 +566,15 @@ UNCLOSED = TABLE.replace('"w3 w2, w3"', '"w3 w2, w3', 1)
         ("a.json", "{", "a.json is not JSON"),
         ("a.json", "[1, 2]", "no list of JSON objects"),
         ("a.json", "", "not JSON|no rows"),
+        ("a.json", '[{"text": "w1"},\n{"text": "w2"},\n]', "a.json is not JSON: [^$]*line 3"),
+        ("a.json", '[{"text": "w1", "text": "w2"}]', "a.json cannot be read: an object in it has the key 'text' twice"),
+        ("a.jsonl", '{"text": "w1", "text": "w2"}\n', "row 1 cannot be read: an object in it has the key 'text' twice"),
+        (
+            "a.jsonl",
+            f'{{"text": "w1", "n": {"9" * 6000}}}\n',
+            "row 1 cannot be read: [^$]*a whole number of 6,000 digits",
+        ),
+        ("a.jsonl", '{"text": "w1\0"}\n', "row 1 is not JSON: Invalid control character"),
     ],
 )
 def test_files_that_would_be_misread_are_refused_with_the_place(
@@ -898,6 +942,60 @@ def test_question_and_answer_are_known_by_the_names_that_datasets_use(
     assert words_of(at.load(llama, at.rows(row)).fitted) == [expected]
 
 
+CALL = {"function": {"name": "w8", "arguments": "{}"}}
+
+
+@pytest.mark.parametrize(
+    ("messages", "text", "joined"),
+    [
+        ([{"role": "system", "content": ""}, *TURNS], "system user w1 assistant w2", "w1 w2"),
+        ([{"role": "system", "content": None}, *TURNS], "system user w1 assistant w2", "w1 w2"),
+        ([{"role": "system", "content": []}, *TURNS], "system user w1 assistant w2", "w1 w2"),
+        (
+            [{"from": "system", "value": ""}, {"from": "human", "value": "w1"}, {"from": "gpt", "value": ""}],
+            "system user w1 assistant",
+            "w1",
+        ),
+        ([{"role": None, "from": "human", "content": None, "value": "w1"}, TURNS[1]], "user w1 assistant w2", "w1 w2"),
+        ([TURNS[0], {"role": "assistant", "content": None, "tool_calls": [CALL]}], "user w1 assistant", "w1"),
+        ([TURNS[0], {"role": "assistant", "tool_calls": [CALL]}], "user w1 assistant", "w1"),
+        ([TURNS[0], {"role": "tool", "name": "w8", "content": "w3"}], "user w1 tool w3", "w1 w3"),
+        ({"role": ["system", "user"], "content": ["", "w1"], "tool_calls": None}, "system user w1", "w1"),
+    ],
+)  # fmt: skip
+def test_empty_messages_and_calls_without_words_are_part_of_a_conversation(
+    at: Folder, llama: Any, messages: Any, text: str, joined: str
+) -> None:
+    row = {"messages": messages}
+    at.tokenizer(chat=True)
+    assert words_of(at.load(llama, at.rows(row)).fitted) == [text]
+    (at.expert / "chat_template.jinja").unlink()
+    assert words_of(at.load(llama, at.rows(row)).fitted) == [f"[CLS] {joined} [SEP]"]
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [{"role": "user", "content": ""}, {"role": "assistant", "content": None}],
+        [{"role": "user", "content": "w1"}, {"role": "assistant"}],
+    ],
+)
+def test_conversations_without_words_or_without_contents_are_bad_rows(at: Folder, llama: Any, messages: Any) -> None:
+    at.tokenizer(chat=True)
+    refused(at, llama, at.rows({"messages": messages}), r"rows cannot be used[^$]*name the right columns")
+
+
+def test_a_template_that_refuses_says_so_in_its_own_words(at: Folder, llama: Any) -> None:
+    refusing = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+    at.tokenizer(chat=True)
+    (at.expert / "chat_template.jinja").write_text(refusing + CHAT_TEMPLATE)
+    row = {"messages": [{"role": "system", "content": "w3"}, *TURNS]}
+    with pytest.raises(DataError) as raised:
+        at.load(llama, at.rows(row))
+    assert "the chat template refuses the messages: System role not supported" in raised.value.what
+    assert "columns" not in raised.value.fix and "chat template" in raised.value.fix
+
+
 def test_a_causal_body_without_head_is_known_as_causal(at: Folder) -> None:
     body = build("LlamaModel", "LlamaConfig", **TINY, num_key_value_heads=2)
     assert words_of(at.load(body, at.rows({"question": "w1", "answer": "w2"})).fitted) == ["[CLS] w1 w2 [SEP]"]
@@ -1085,7 +1183,7 @@ def test_texts_that_are_cut_or_all_alike_are_said_to_be(at: Folder, bert: Any) -
 
 def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(at: Folder, bert: Any) -> None:
     at.tokenizer(words=[*WORDS, *(f"x{number}" for number in range(50))])
-    refused(at, bert, at.rows({"text": "x49 x1"}), "has token 106, but the model only 64")
+    refused(at, bert, at.rows({"text": "x49 x1"}), "has token 108, but the model only 64")
 
 
 # --- labels ---
