@@ -10,10 +10,11 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from featcal_cli.hub.model_config import load_config
 from featcal_cli.hub.weight_files import PICKLES, SAFETENSORS
 from featcal_cli.runtime.errors import HubError
 from featcal_cli.runtime.references import existing_path
-from featcal_cli.runtime.untrusted_text import bare, parse_json
+from featcal_cli.runtime.untrusted_text import bare, list_some, parse_json
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -47,6 +48,12 @@ class Adapter:
         """The base that the adapter was trained on, as `resolve` reads it; empty where the adapter does not say."""
         base, revision = (str(self.config.get(key) or "") for key in ("base_model_name_or_path", "revision"))
         return f"{base}@{revision}" if base and revision and not existing_path(base) else base
+
+    @property
+    def trained_as(self) -> str:
+        """The class of the module that the adapter was trained on; empty where the adapter does not say."""
+        mapping = self.config.get("auto_mapping")
+        return str(mapping.get("base_model_class") or "") if isinstance(mapping, dict) else ""
 
     def __str__(self) -> str:
         kind = str(self.config["peft_type"])
@@ -119,7 +126,7 @@ def read_adapter(name: str, folder: Path) -> Adapter:
     known = {field.name for field in fields(PEFT_TYPE_TO_CONFIG_MAPPING[kind])} | {"runtime_config"}
     # settings that are off change nothing, and newer versions of peft write many of them
     if unknown := sorted(key for key, value in config.items() if value and key not in known):
-        raise refusal(f" with settings that peft {__version__} does not know: {', '.join(unknown)}", update)
+        raise refusal(f" with settings that peft {__version__} does not know: {list_some(unknown)}", update)
     if not hasattr(PEFT_TYPE_TO_TUNER_MAPPING.get(kind), "merge_and_unload"):
         what = f" of the kind {adapter}, which cannot be folded into a model's weights"
         raise refusal(what, "give a LoRA adapter or a full model")
@@ -128,17 +135,21 @@ def read_adapter(name: str, folder: Path) -> Adapter:
     return adapter
 
 
-def fit_adapter(tensors: Mapping[str, Tensor], model_class: type[PreTrainedModel], folder: Path) -> Fit:
+def fit_adapter(adapter: Adapter, tensors: Tensors, model_class: type[PreTrainedModel], folder: Path) -> Fit:
     """The adapter's tensors as the base in `folder` has them when it is loaded as `model_class`. Raises MisfitError
-    when the layers that the adapter holds whole have other shapes than the base's."""
+    when the layers that the adapter holds whole have other shapes than the base's, and when it was trained on a module
+    inside of the base and fits several."""
+    trained_as = adapter.trained_as
     try:
-        config = model_class.config_class.from_pretrained(folder, local_files_only=True)
-        fit, odd = _fit(tensors, model_class, config)
+        config = load_config(model_class.config_class, folder)
+        fit, odd = _fit(tensors, model_class, config, trained_as)
+    except MisfitError:
+        raise
     except Exception as error:  # configs and classes raise many kinds for values that make no sense
         raise MisfitError(f"no {model_class.__name__} can be made from the base's config.json") from error
     for labels in sorted({len(tensor) for tensor in odd.values()}):
         config.num_labels = labels
-        fit, still_odd = _fit(tensors, model_class, config)
+        fit, still_odd = _fit(tensors, model_class, config, trained_as)
         if not still_odd:
             return fit
     if odd:
@@ -147,7 +158,9 @@ def fit_adapter(tensors: Mapping[str, Tensor], model_class: type[PreTrainedModel
     return fit
 
 
-def _fit(tensors: Tensors, model_class: type[PreTrainedModel], config: Any) -> tuple[Fit, dict[str, Tensor]]:
+def _fit(
+    tensors: Tensors, model_class: type[PreTrainedModel], config: Any, trained_as: str
+) -> tuple[Fit, dict[str, Tensor]]:
     """The fit, and the tensors that replace a parameter of another shape."""
     import torch
 
@@ -157,7 +170,7 @@ def _fit(tensors: Tensors, model_class: type[PreTrainedModel], config: Any) -> t
     # a grown vocabulary is written three times: under its own name, as what peft trained, and as it was before
     plain = {name.replace(".modules_to_save.", "."): tensor for name, tensor in tensors.items()}
     plain = {name: tensor for name, tensor in plain.items() if ".original_module." not in name}
-    named = _rename(plain, empty, parameters)
+    named = _place(_rename(plain, empty, parameters), empty, parameters, trained_as)
     paths = {name: name.removeprefix(PREFIX).replace(".base_layer.", ".") for name in named}
     whole = {paths[name]: tensor for name, tensor in named.items() if paths[name] in parameters}
     odd = {name: tensor for name, tensor in whole.items() if tensor.shape != parameters[name].shape}
@@ -187,6 +200,25 @@ def _rename(tensors: dict[str, Tensor], model: PreTrainedModel, parameters: Coll
                 return tensors  # experts that are fused today, or what no module has: peft's to convert or refuse
         names[name] = (PREFIX if name.startswith(PREFIX) else "") + path
     return {names[name]: tensor for name, tensor in tensors.items()}
+
+
+def _place(
+    tensors: dict[str, Tensor], model: PreTrainedModel, parameters: Collection[str], trained_as: str
+) -> dict[str, Tensor]:
+    """The tensors, by their names in the whole model where they are those of one module inside of it: of the only one
+    that has them all, or of the only one of the class `trained_as`. Raises MisfitError where several have."""
+    paths = [name.removeprefix(PREFIX).replace(".base_layer.", ".") for name in tensors]
+
+    def has_all(inside: str) -> bool:
+        return all(f"{inside}{path}" in parameters or _find_module(f"{inside}{path}", parameters) for path in paths)
+
+    if has_all(""):
+        return tensors
+    places = {name: type(module).__name__ for name, module in model.named_modules() if name and has_all(f"{name}.")}
+    likely = [name for name, kind in places.items() if kind == trained_as] or list(places)
+    if len(likely) > 1:
+        raise MisfitError(f"it may be of several parts of the base: {list_some(likely)}")
+    return {f"{PREFIX}{likely[0]}.{name.removeprefix(PREFIX)}": x for name, x in tensors.items()} if likely else tensors
 
 
 def _find_module(path: str, parameters: Collection[str]) -> str:

@@ -18,7 +18,8 @@ from featcal_cli.hub.adapter import (
     fit_adapter,
     peft_settings,
 )
-from featcal_cli.hub.weight_files import new_copy, read_pickle
+from featcal_cli.hub.model_config import find_dtype, load_config
+from featcal_cli.hub.weight_files import new_copy, read_header, read_pickle, weight_files
 from featcal_cli.runtime.errors import HubError
 from featcal_cli.runtime.files import cache_folder, copy_files
 from featcal_cli.runtime.progress import quiet_transformers
@@ -90,7 +91,7 @@ def _classes(adapter: Adapter, base: str, folder: Path) -> list[type[PreTrainedM
     from transformers import AutoConfig, PreTrainedModel
 
     try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        config = load_config(AutoConfig, folder, trust_remote_code=False)
     except Exception as error:  # configs raise many kinds for values that make no sense
         what = f"the base {base} is of no architecture that transformers {transformers.__version__} ships"
         raise HubError(what, where=adapter.name, fix="give a base that loads without code from its repo") from error
@@ -98,11 +99,11 @@ def _classes(adapter: Adapter, base: str, folder: Path) -> list[type[PreTrainedM
         what = f"the base {base} is quantized, and nothing can be folded into it"
         raise HubError(what, where=adapter.name, fix=f"name the base in full precision: BASE+{adapter.name}")
     task = _TASK_CLASSES.get(str(adapter.config.get("task_type")))
-    mapping = adapter.config.get("auto_mapping")
-    trained_as = mapping.get("base_model_class") if isinstance(mapping, dict) else None
+    # transformers 5 calls a tower like the model around it, whose place it took: CLIPVisionTransformer
+    trained_as = adapter.trained_as.replace("Transformer", "Model")
     classes: dict[type[PreTrainedModel], None] = {}
-    for name in (task, trained_as, *(config.architectures or ()), "AutoModel"):
-        named: Any = getattr(transformers, name, None) if isinstance(name, str) else None
+    for name in (task, adapter.trained_as, trained_as, *(config.architectures or ()), "AutoModel"):
+        named: Any = getattr(transformers, name, None) if isinstance(name, str) and name else None
         named = named._model_mapping.get(type(config), None) if hasattr(named, "_model_mapping") else named
         named = named[0] if isinstance(named, tuple) else named
         if isinstance(named, type) and issubclass(named, PreTrainedModel):
@@ -114,7 +115,7 @@ def _fold_as(
     model_class: type[PreTrainedModel], adapter: Adapter, folder: Path, tensors: Mapping[str, Tensor], draft: Path
 ) -> None:
     """Write the base, loaded as `model_class`, with the adapter folded in. Raises MisfitError, HubError."""
-    fit = fit_adapter(tensors, model_class, folder)
+    fit = fit_adapter(adapter, tensors, model_class, folder)
     model, absent = _load(model_class, folder, fit)
     dtypes = {name: tensor.dtype for name, tensor in model.state_dict().items()}
     folded = _merge(model, adapter, fit)
@@ -131,10 +132,11 @@ def _fold_as(
 def _load(model_class: type[PreTrainedModel], folder: Path, fit: Fit) -> tuple[PreTrainedModel, set[str]]:
     """The base, memory-mapped, and the names of what its files lack. Raises MisfitError."""
     try:
+        tensors = (entry for file in weight_files(folder) for entry in read_header(file).values())
         model, info = model_class.from_pretrained(
             folder,
             config=fit.config,
-            dtype="auto",
+            dtype=find_dtype(tensors),
             use_safetensors=True,
             local_files_only=True,
             ignore_mismatched_sizes=True,

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedModel
 
 from featcal_cli.data.batches import Batch, forward_names
+from featcal_cli.hub.model_config import load_config
 from featcal_cli.hub.snapshot import Snapshot
 from featcal_cli.models.architecture import (
     Architecture,
@@ -76,7 +77,7 @@ def take_inventory(snapshot: Snapshot, norms: str) -> Inventory:
     """The blocks and modules of a checkpoint. Raises ArchitectureError when there are none."""
     model_class = find_class(snapshot)
     try:
-        config = AutoConfig.from_pretrained(snapshot.folder, local_files_only=True, trust_remote_code=snapshot.trusted)
+        config = load_config(AutoConfig, snapshot.folder, trust_remote_code=snapshot.trusted)
         with torch.device("meta"):
             model = model_class(_config_for(model_class, config)).eval()
     except Exception as error:  # configs and classes raise many kinds for values that make no sense

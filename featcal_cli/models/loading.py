@@ -16,13 +16,14 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
+from featcal_cli.hub.model_config import CALIBRATED_DTYPES, find_dtype, load_config
 from featcal_cli.hub.snapshot import Snapshot, check_unquantised, read_class_name
-from featcal_cli.hub.weight_files import Entry
+from featcal_cli.hub.weight_files import Entry, read_header
 from featcal_cli.runtime.errors import CheckpointError
 from featcal_cli.runtime.progress import quiet_transformers
 from featcal_cli.runtime.untrusted_text import bare, show
 
-DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+DTYPES = {name: getattr(torch, dtype) for name, dtype in CALIBRATED_DTYPES.items()}
 """safetensors' names of the dtypes that a calibrated tensor can have: in fewer bits an update would be lost."""
 MOST_TIMES = 9
 """Of the numbers in its files, those that a model may consist of: it may have parts that this job has no use for."""
@@ -156,9 +157,11 @@ def load_model(role: str, snapshot: Snapshot, model_class: type[PreTrainedModel]
     check_unquantised(snapshot.config, role, snapshot.name)
     with quiet_transformers():
         try:
+            tensors = (entry for file in snapshot.weights() for entry in read_header(file).values())
             module, info = model_class.from_pretrained(
                 snapshot.folder,
-                dtype="auto",
+                config=load_config(model_class.config_class, snapshot.folder),
+                dtype=find_dtype(tensors),
                 use_safetensors=True,
                 local_files_only=True,
                 ignore_mismatched_sizes=True,
@@ -183,7 +186,7 @@ def load_outline(
     with quiet_transformers():
         try:
             # what is of another architecture shows by what it lacks
-            config = model_class.config_class.from_pretrained(snapshot.folder, local_files_only=True)
+            config = load_config(model_class.config_class, snapshot.folder)
             with torch.device("meta"):
                 described = model_class(deepcopy(config)).eval()
             if tensors is None:
@@ -199,7 +202,7 @@ def load_outline(
                 config=config,
                 state_dict=empty,
                 device_map="meta",
-                dtype="auto",
+                dtype=find_dtype(tensors.values()),
                 ignore_mismatched_sizes=True,
                 output_loading_info=True,
             )

@@ -256,6 +256,43 @@ def test_an_adapter_of_the_vision_tower_is_folded_into_a_full_model(tmp_path: Pa
     assert_equal(loaded(resolve(str(adapter)), tf.CLIPVisionModel), wanted)
 
 
+@pytest.mark.parametrize(("path", "named"), [("vision_model", "CLIPVisionTransformer"), ("vision_model.encoder", None)])
+def test_an_adapter_of_an_inner_module_is_folded_into_the_base_around_it(
+    tmp_path: Path, path: str, named: str | None
+) -> None:
+    torch.manual_seed(0)
+    full = tf.CLIPModel(tf.CLIPConfig(text_config=SIZES | {"num_hidden_layers": 1}, vision_config=VISION))
+    full.save_pretrained(tmp_path / "base")
+    inner = full.get_submodule(path)
+    adapter = save_adapter(
+        tmp_path / "inner", tmp_path / "base", inner, peft.LoraConfig(r=4, target_modules=["q_proj"])
+    )
+    edit(adapter, auto_mapping=named and {"base_model_class": named, "parent_library": "transformers"})
+    again = tf.CLIPModel.from_pretrained(tmp_path / "base")
+    wanted = by_peft(again.get_submodule(path), adapter)
+    inside = path.removeprefix("vision_model").removeprefix(".") if named else path
+    found = loaded(resolve(str(adapter)), tf.CLIPVisionModel if named else tf.CLIPModel)
+    inside = f"{inside}." if inside else ""
+    assert_equal({name.removeprefix(inside): x for name, x in found.items() if name.startswith(inside)}, wanted)
+
+
+def test_an_adapter_that_fits_two_inner_modules_is_refused_with_both(tmp_path: Path) -> None:
+    tf.CLIPModel(tf.CLIPConfig(text_config=SIZES, vision_config=VISION)).save_pretrained(tmp_path / "base")
+    inner = tf.CLIPModel.from_pretrained(tmp_path / "base").text_model.encoder
+    adapter = save_adapter(
+        tmp_path / "inner", tmp_path / "base", inner, peft.LoraConfig(r=4, target_modules=["q_proj"])
+    )
+    edit(adapter, auto_mapping=None)
+    assert "several parts of the base: text_model.encoder, vision_model.encoder" in refusal(adapter)
+
+
+def test_what_a_base_prefers_at_run_time_does_not_keep_an_adapter_from_it(base: Path, adapter: Path) -> None:
+    wanted = loaded(resolve(str(adapter)), tf.BertModel)
+    file = base / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"_attn_implementation": "flash_attention_2"}))
+    assert_equal(loaded(resolve(str(adapter)), tf.BertModel), wanted)
+
+
 # Files beside the weights
 
 
