@@ -210,7 +210,11 @@ def _place(
     paths = [name.removeprefix(PREFIX).replace(".base_layer.", ".") for name in tensors]
 
     def has_all(inside: str) -> bool:
-        return all(f"{inside}{path}" in parameters or _find_module(f"{inside}{path}", parameters) for path in paths)
+        found = (_find_module(f"{inside}{path}", parameters) for path in paths)
+        return all(
+            name.startswith(inside) if name else f"{inside}{path}" in parameters
+            for path, name in zip(paths, found, strict=True)
+        )
 
     if has_all(""):
         return tensors
