@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -36,6 +35,7 @@ from featcal_cli.models.tracing import (
 )
 from featcal_cli.runtime import hardware
 from featcal_cli.runtime.errors import CheckpointError, DataError, NumericsError
+from featcal_cli.runtime.untrusted_text import own_words
 
 
 class BlockRunner:
@@ -323,10 +323,30 @@ class BlockRunner:
             buffer.data = buffer.data.to(dtypes.get(name, buffer.dtype))
 
 
+OF_INPUTS = (ValueError, TypeError, LookupError, AttributeError)
+"""What code raises that is given other values than it was written for."""
+
+
+@contextmanager
+def _explaining_failure(model: Model) -> Iterator[None]:
+    """Turn what the code of a model raises at its config or its inputs into a DataError with the error's own words."""
+    try:
+        yield
+    except OF_INPUTS as error:
+        if not _is_of_model(error):
+            raise
+        raise DataError(
+            f"{model.role} cannot run on the examples: {own_words(error)}",
+            where=model.snapshot.name,
+            fix="compare its config.json with merged's; the examples need all inputs, and no more tokens than it takes",
+        ) from error
+
+
 def _is_of_model(error: Exception) -> bool:
-    """Whether the code of a model raised it, not featcal's around it."""
-    *_, (raised_in, _) = walk_tb(error.__traceback__)
-    return f"{os.sep}transformers{os.sep}" in raised_in.f_code.co_filename
+    """Whether the code of a model, or of what that called, raised it, not featcal's around it."""
+    names = [str(frame.f_globals.get("__name__", "")).partition(".")[0] for frame, _ in walk_tb(error.__traceback__)]
+    owners = [name for name in names if name in ("featcal_cli", "transformers", "transformers_modules")]
+    return owners[-1:] != ["featcal_cli"]
 
 
 class PausedForward(greenlet):
@@ -364,15 +384,10 @@ class PausedForward(greenlet):
     def advance(self, *output: Any, gradients: bool = False) -> None:
         """Go on to the next block, giving the paused block's output (nothing at the start), with gradients or not."""
         self.known = None
-        with torch.set_grad_enabled(gradients), self._runner.drawing(), self._runner.within_reach():
-            try:
-                result = self.switch(*output)
-            except ValueError as error:
-                if not _is_of_model(error):
-                    raise
-                fix = "give examples that the model can run on: as long as it was made for, with all inputs it needs"
-                reason = (str(error) or type(error).__name__).splitlines()[0]
-                raise DataError(f"a model cannot run on the examples: {reason}", fix=fix) from error
+        runner = self._runner
+        explaining = _explaining_failure(runner.model)
+        with torch.set_grad_enabled(gradients), runner.drawing(), runner.within_reach(), explaining:
+            result = self.switch(*output)
         self.call, self.output = (None, result) if self.dead else (result, None)
 
     def lengths_at(self, block: Block) -> dict[str, int]:
@@ -417,7 +432,7 @@ class PausedForward(greenlet):
             args, kwargs = cast_floats((args, kwargs), dtype)
         known = self.known.recalled() if self.known is not None and given is self else nullcontext()
         try:
-            with torch.no_grad(), self._runner.drawing(), known:
+            with torch.no_grad(), self._runner.drawing(), known, _explaining_failure(self._runner.model):
                 output = self._runner.module(block.name).forward(*args, **kwargs)  # none of a pass: it does not pause
         except StopBlock:
             return None

@@ -10,11 +10,11 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from featcal_cli.hub.model_config import load_config
+from featcal_cli.hub.model_config import parse_config
 from featcal_cli.hub.weight_files import PICKLES, SAFETENSORS
 from featcal_cli.runtime.errors import HubError
 from featcal_cli.runtime.references import existing_path
-from featcal_cli.runtime.untrusted_text import bare, list_some, parse_json
+from featcal_cli.runtime.untrusted_text import bare, list_some, own_words, parse_json
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -141,12 +141,13 @@ def fit_adapter(adapter: Adapter, tensors: Tensors, model_class: type[PreTrained
     inside of the base and fits several."""
     trained_as = adapter.trained_as
     try:
-        config = load_config(model_class.config_class, folder)
+        config = parse_config(model_class.config_class, folder)
         fit, odd = _fit(tensors, model_class, config, trained_as)
     except MisfitError:
         raise
     except Exception as error:  # configs and classes raise many kinds for values that make no sense
-        raise MisfitError(f"no {model_class.__name__} can be made from the base's config.json") from error
+        what = f"no {model_class.__name__} can be made from the base's config.json: {own_words(error)}"
+        raise MisfitError(what) from error
     for labels in sorted({len(tensor) for tensor in odd.values()}):
         config.num_labels = labels
         fit, still_odd = _fit(tensors, model_class, config, trained_as)

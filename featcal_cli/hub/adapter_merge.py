@@ -18,11 +18,12 @@ from featcal_cli.hub.adapter import (
     fit_adapter,
     peft_settings,
 )
-from featcal_cli.hub.model_config import find_dtype, load_config
+from featcal_cli.hub.model_config import find_dtype, load_config, read_config
 from featcal_cli.hub.weight_files import new_copy, read_header, read_pickle, weight_files
 from featcal_cli.runtime.errors import HubError
 from featcal_cli.runtime.files import cache_folder, copy_files
 from featcal_cli.runtime.progress import quiet_transformers
+from featcal_cli.runtime.untrusted_text import own_words, show
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -88,13 +89,14 @@ def _fold(adapter: Adapter, base: str, folder: Path, draft: Path) -> None:
 def _classes(adapter: Adapter, base: str, folder: Path) -> list[type[PreTrainedModel]]:
     """The classes to load the base as, likeliest first. Raises HubError when transformers has none."""
     import transformers
-    from transformers import AutoConfig, PreTrainedModel
+    from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedModel
 
-    try:
-        config = load_config(AutoConfig, folder, trust_remote_code=False)
-    except Exception as error:  # configs raise many kinds for values that make no sense
+    model_type = read_config(folder, base).get("model_type")
+    if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
         what = f"the base {base} is of no architecture that transformers {transformers.__version__} ships"
-        raise HubError(what, where=adapter.name, fix="give a base that loads without code from its repo") from error
+        what += f": its config.json says model_type {show(str(model_type))}"
+        raise HubError(what, where=adapter.name, fix="give a base that loads without code from its repo")
+    config = load_config(AutoConfig, folder, role=f"the base of {adapter.name}", name=base)
     if getattr(config, "quantization_config", None):
         what = f"the base {base} is quantized, and nothing can be folded into it"
         raise HubError(what, where=adapter.name, fix=f"name the base in full precision: BASE+{adapter.name}")
@@ -186,5 +188,6 @@ def _merge(model: PreTrainedModel, adapter: Adapter, fit: Fit) -> PreTrainedMode
 
 
 def _reason(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-    return next((line for line in lines if "size mismatch" in line), lines[0]).rstrip(".")
+    """What an exception says; where it lists all that does not fit, the first of that."""
+    lines = [line.strip() for line in str(error).splitlines()]
+    return next((line.rstrip(".") for line in lines if "size mismatch" in line), own_words(error))

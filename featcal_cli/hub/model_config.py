@@ -1,20 +1,134 @@
-"""A config without what somebody prefers at run time, and the dtype that a checkpoint's files really have."""
+"""A model's config.json: what it says, and none may say, because no model is so, or because it would run code; and what
+transformers makes of it. A message names the model, the file and, where it is known, the key that is to blame."""
 
 from __future__ import annotations
 
+import json
+import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import suppress
 from math import prod
 from pathlib import Path
 from typing import Any
 
 from featcal_cli.hub.weight_files import Entry
+from featcal_cli.runtime.errors import CheckpointError
+from featcal_cli.runtime.untrusted_text import bare, own_words, parse_json, show
 
+CONFIG = "config.json"
+CORRECT_CONFIG = "correct it in a copy of the model, or use the config.json that belongs to the weights"
+MOST_LAYERS, MOST_EXPERTS = 4096, 2**14
+"""Of a model, and of a layer: more would be built for hours."""
+LARGEST_SIZE = 10**7
+"""Of a layer, an image or a vocabulary."""
+_LAYERS = re.compile(r"(layers?|blocks|depths?|stages)$")
+_SIZES = re.compile(
+    r"((hidden|intermediate|vocab|embedding|image|patch)_sizes?|(embed|hidden|head|projection|ffn)_dims?|channels|heads?"
+    r"|d_model|d_ff|d_kv|n_embd|n_inner)$"
+)
+_LIMITS = {_LAYERS: MOST_LAYERS, re.compile("experts$"): MOST_EXPERTS, _SIZES: LARGEST_SIZE}
+_DTYPES = re.compile(r"(torch\.)?(auto|b?float16|float32|float64|half|float|double|float8_\w+|u?int(8|16|32|64))")
+_NEVER_ZERO = ("hidden_size", "d_model", "n_embd", "num_hidden_layers", "n_layer", "num_attention_heads", "n_head")
+_KERNELS = ("_attn_implementation", "attn_implementation", "_experts_implementation", "experts_implementation")
+"""Keys by which transformers would fetch compiled code from the Hub, and run it."""
+_QUANTISED = ("quantization_config", "quantization", "compression_config")
+"""Keys that say how weights are packed: of transformers, of MLX, of older compressed-tensors."""
+_PACKED = (
+    *(".qweight", ".qzeros", ".g_idx", ".absmax", ".quant_map", ".SCB", ".weight_format", ".weight_packed"),
+    *(".weight_scale", ".weight_scale_inv", ".weight_zero_point", ".input_scale"),
+)
+"""What names of tensors end with where weights are packed: GPTQ, AWQ, bitsandbytes, compressed-tensors, FP8, MLX."""
+UNPACKED = "give the unquantised model, in bfloat16, float16 or float32, that this one was made from"
+MAX_DEPTH = 30
 CALIBRATED_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 """safetensors' names of the dtypes that a calibrated tensor can have, as torch calls them."""
 
 
-def load_config(config_class: Any, folder: Path, **options: Any) -> Any:
+def read_config(folder: Path, name: str, *, trusted: bool = False) -> dict[str, Any]:
+    """What config.json in the folder of the model `name` says. Raises CheckpointError when it cannot be read, or
+    describes what no model can be, or asks for code and is not `trusted`."""
+    where, fix = f"{name}/config.json", "use the config.json that belongs to the weights"
+    try:
+        config = parse_json((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"config.json cannot be read: {error}", where=where, fix=fix) from None
+    if not isinstance(config, dict):
+        raise CheckpointError("config.json is not a mapping", where=where, fix=fix)
+    named = config.get("architectures")  # what is no list would be read as none, and lead to a class without the head
+    if named is not None and not (isinstance(named, list) and all(isinstance(one, str) for one in named)):
+        what = f"config.json says architectures {bare(json.dumps(named))}, which is no list of transformers classes"
+        raise CheckpointError(what, where=where, fix='write it like ["BertModel"], with the class of the weights')
+    for key, value in _plain_values(config, name):
+        _check_value(key, value, f"{name}/config.json", trusted)
+    return config
+
+
+def read_class_name(config: Mapping[str, Any]) -> str:
+    """The class that a config names first; empty where it names none."""
+    match config.get("architectures"):
+        case [str(name), *_]:
+            return name
+    return ""
+
+
+def check_unquantised(
+    config: Mapping[str, Any], what: str, where: str, tensors: Collection[str] = (), fix: str = ""
+) -> None:
+    """Raise CheckpointError for `what` if its config, or the names of its tensors, say that its weights are packed
+    into fewer bits: nothing can be solved for in them, or written to them."""
+    if kind := _find_quantisation(config, tensors):
+        raise CheckpointError(f"{what} is quantised ({kind})", where=where, fix=fix or UNPACKED)
+
+
+def _find_quantisation(config: Mapping[str, Any], tensors: Collection[str]) -> str:
+    """How a model's weights are packed; empty where they are not."""
+    for part in (config, *(value for value in config.values() if isinstance(value, dict))):
+        for key in _QUANTISED:
+            packing = part.get(key)
+            if isinstance(packing, dict) and packing:
+                method = packing.get("quant_method") or packing.get("quant_algo") or packing.get("format") or key
+                bits = packing.get("bits") or next((n for n in (4, 8) if packing.get(f"load_in_{n}bit")), None)
+                return bare(f"{method}, {bits} bits" if isinstance(bits, int) else str(method))
+    packed = [name for name in tensors if name.endswith(_PACKED)]
+    return f"its files hold {bare(min(packed))}" if packed else ""
+
+
+def _plain_values(config: dict[str, Any], name: str) -> Iterator[tuple[str, Any]]:
+    """Every plain value at any depth, with the key that it, or the list or mapping around it, has."""
+    left: list[tuple[str, Any, int]] = [("", config, 0)]
+    while left:
+        key, value, depth = left.pop()
+        if depth > MAX_DEPTH:
+            raise CheckpointError("config.json is nested too deep", where=name, fix="use a transformers checkpoint")
+        if isinstance(value, dict):
+            left += [(key if key in _KERNELS else inner, part, depth + 1) for inner, part in value.items()]
+        elif isinstance(value, list):
+            left += [(key, part, depth + 1) for part in value]
+        else:
+            yield key, value
+
+
+def _check_value(key: str, value: Any, where: str, trusted: bool) -> None:
+    """Raise CheckpointError for a value that would take more than any machine has, or fetch code."""
+    if key in ("dtype", "torch_dtype") and value is not None:
+        if not (isinstance(value, str) and _DTYPES.fullmatch(value)):
+            what = f"config.json says {key} {show(str(value))}, which is no kind of number"
+            raise CheckpointError(what, where=where, fix="write float32, bfloat16 or float16, whichever the files hold")
+    elif isinstance(value, int | float):
+        limit = next((most for pattern, most in _LIMITS.items() if pattern.search(key)), None)
+        too_few = key in _NEVER_ZERO and not isinstance(value, bool) and value < 1
+        if too_few or (limit is not None and value > limit):
+            how = "small" if too_few else "large"
+            what = f"config.json says {bare(key)} {bare(str(value))}, which is too {how} for any model"
+            raise CheckpointError(what, where=where, fix="use the config.json that belongs to the weights")
+    elif key in _KERNELS and isinstance(value, str) and "/" in value and not trusted:
+        what = f"config.json asks for code from another repo: {key} {show(value)}"
+        fix = f"take {key} out of a copy of the model, or give --trust-remote-code if that code may run here"
+        raise CheckpointError(what, where=where, fix=fix)
+
+
+def parse_config(config_class: Any, folder: Path, **options: Any) -> Any:
     """The config in a folder, read by `config_class`, with featcal's own choice of kernels, caches and outputs in place
     of those that are stored in it. Raises what transformers raises."""
     # Stored preferences change no function of the weights, but may ask for packages or memory that this machine lacks,
@@ -26,6 +140,48 @@ def load_config(config_class: Any, folder: Path, **options: Any) -> Any:
         part.gradient_checkpointing = False
         part.return_dict = True
     return config
+
+
+def load_config(config_class: Any, folder: Path, *, role: str, name: str, trusted: bool = False) -> Any:
+    """The config in `folder`, of the class `config_class` (of transformers, or AutoConfig). role, name: what the model
+    is in this job, and its repo or folder, for messages. Raises CheckpointError for a config that the class cannot
+    read, or could not write again."""
+    options = {"trust_remote_code": trusted} if config_class.__name__ == "AutoConfig" else {}
+    try:
+        config = parse_config(config_class, folder, **options)
+        config.to_dict()
+    except Exception as error:  # configs raise many kinds for values that make no sense
+        key, value = _find_key(config_class, folder)
+        what, words = f"config.json of {role} cannot be used", own_words(error)
+        if key:
+            what = f"config.json of {role} says {bare(key)} {bare(json.dumps(value))}, which cannot be used"
+            words = re.sub(r"^(Class v|V)alidation error for \w+ '\w+': ", "", words)
+        raise CheckpointError(f"{what}: {words}", where=f"{name}/{CONFIG}", fix=CORRECT_CONFIG) from error
+    return config
+
+
+def unbuildable(model_class: type, error: Exception, *, role: str, name: str) -> CheckpointError:
+    """The error for a config that is read, and of which no model can be made."""
+    what = f"no {model_class.__name__} can be built from the config.json of {role}: {own_words(error)}"
+    return CheckpointError(what, where=f"{name}/{CONFIG}", fix=CORRECT_CONFIG)
+
+
+def _find_key(config_class: Any, folder: Path) -> tuple[str, Any]:
+    """The one key without which the config can be read, with its value; ("", None) where there is no such key."""
+    from transformers import CONFIG_MAPPING
+
+    found = []
+    with suppress(Exception):  # only for a better message: the config is known to be wrong
+        stated = parse_json((folder / CONFIG).read_text(encoding="utf-8"))
+        if config_class.__name__ == "AutoConfig":
+            config_class = CONFIG_MAPPING[stated["model_type"]]
+        for key in stated:
+            with suppress(Exception):
+                config_class.from_dict({name: value for name, value in stated.items() if name != key}).to_dict()
+                found.append(key)
+        if len(found) == 1:
+            return found[0], stated[found[0]]
+    return "", None
 
 
 def _parts_of(config: Any) -> Iterator[Any]:

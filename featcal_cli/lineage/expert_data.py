@@ -8,9 +8,9 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from featcal_cli.hub.adapter import ADAPTER_CONFIG, is_adapter
+from featcal_cli.hub.model_config import read_class_name
 from featcal_cli.hub.model_source import find, repo_of
 from featcal_cli.hub.repo import Repo
-from featcal_cli.hub.snapshot import read_class_name
 from featcal_cli.lineage.questions import Finding, Question
 from featcal_cli.lineage.search import Search, is_gone, named_by, words
 from featcal_cli.lineage.statements import Card, read_card, read_config

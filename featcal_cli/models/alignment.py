@@ -11,7 +11,8 @@ from typing import Any
 
 from transformers import CONFIG_MAPPING, PreTrainedModel
 
-from featcal_cli.hub.snapshot import Snapshot, read_class_name
+from featcal_cli.hub.model_config import load_config, read_class_name
+from featcal_cli.hub.snapshot import Snapshot
 from featcal_cli.models.architecture import Architecture
 from featcal_cli.models.loading import Model, find_class, find_transformers_class, load_model
 from featcal_cli.runtime.errors import CheckpointError
@@ -198,9 +199,9 @@ def compare_configs(merged: Model, other: Model) -> list[str]:
         if not (other.snapshot.folder / "config.json").is_file():  # else its path would be taken for a repo's name
             what, fix = "config.json is not there any more", "put it back and run the same command again"
             raise CheckpointError(what, where=other.snapshot.name, fix=fix)
-        theirs = type(ours).from_pretrained(other.snapshot.folder, local_files_only=True)
+        theirs = load_config(type(ours), other.snapshot.folder, role=other.role, name=other.snapshot.name)
         if (merged.snapshot.folder / "config.json").is_file():  # building a model may change the config (LeViT)
-            ours = type(ours).from_pretrained(merged.snapshot.folder, local_files_only=True)
+            ours = load_config(type(ours), merged.snapshot.folder, role=merged.role, name=merged.snapshot.name)
     _check_type(other, other.snapshot.config.get("model_type"), theirs)
     notes = []
     for key, own, wanted in _differences(theirs, ours, other.snapshot.config, merged.snapshot.config):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedModel
 
 from featcal_cli.data.batches import Batch, forward_names
-from featcal_cli.hub.model_config import load_config
+from featcal_cli.hub.model_config import load_config, unbuildable
 from featcal_cli.hub.snapshot import Snapshot
 from featcal_cli.models.architecture import (
     Architecture,
@@ -23,7 +23,7 @@ from featcal_cli.models.architecture import (
 )
 from featcal_cli.models.loading import find_class
 from featcal_cli.models.tracing import UNSEEN
-from featcal_cli.runtime.errors import ArchitectureError, CheckpointError, DataError
+from featcal_cli.runtime.errors import ArchitectureError, DataError
 
 EXAMPLES, TOKENS = 2, 16
 """Size of the made-up inputs; they have shapes and no values."""
@@ -76,13 +76,13 @@ class Inventory:
 def take_inventory(snapshot: Snapshot, norms: str) -> Inventory:
     """The blocks and modules of a checkpoint. Raises ArchitectureError when there are none."""
     model_class = find_class(snapshot)
+    about = {"role": "this model", "name": snapshot.name}
+    config = load_config(AutoConfig, snapshot.folder, trusted=snapshot.trusted, **about)
     try:
-        config = load_config(AutoConfig, snapshot.folder, trust_remote_code=snapshot.trusted)
         with torch.device("meta"):
             model = model_class(_config_for(model_class, config)).eval()
-    except Exception as error:  # configs and classes raise many kinds for values that make no sense
-        what = f"no {model_class.__name__} can be built from the config: {error}"
-        raise CheckpointError(what, where=f"{snapshot.name}/config.json", fix="check the config") from error
+    except Exception as error:  # classes raise many kinds for values that make no sense
+        raise unbuildable(model_class, error, **about) from error
     architecture = run_without_values(model, norms)
     reached = architecture.blocks if architecture else ()
     called = architecture.reached | architecture.head if architecture else ()

@@ -16,12 +16,19 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
-from featcal_cli.hub.model_config import CALIBRATED_DTYPES, find_dtype, load_config
-from featcal_cli.hub.snapshot import Snapshot, check_unquantised, read_class_name
+from featcal_cli.hub.model_config import (
+    CALIBRATED_DTYPES,
+    check_unquantised,
+    find_dtype,
+    load_config,
+    read_class_name,
+    unbuildable,
+)
+from featcal_cli.hub.snapshot import Snapshot
 from featcal_cli.hub.weight_files import Entry, read_header
 from featcal_cli.runtime.errors import CheckpointError
 from featcal_cli.runtime.progress import quiet_transformers
-from featcal_cli.runtime.untrusted_text import bare, show
+from featcal_cli.runtime.untrusted_text import bare, own_words, show
 
 DTYPES = {name: getattr(torch, dtype) for name, dtype in CALIBRATED_DTYPES.items()}
 """safetensors' names of the dtypes that a calibrated tensor can have: in fewer bits an update would be lost."""
@@ -151,16 +158,22 @@ def _load_class(snapshot: Snapshot, auto_map: Any, name: str) -> type[PreTrained
     return cast(type[PreTrainedModel], loaded)
 
 
+def read_config(role: str, snapshot: Snapshot, model_class: type[PreTrainedModel]) -> Any:
+    """The checkpoint's config for `model_class`. Raises CheckpointError."""
+    return load_config(model_class.config_class, snapshot.folder, role=role, name=snapshot.name)
+
+
 def load_model(role: str, snapshot: Snapshot, model_class: type[PreTrainedModel]) -> Model:
     """The checkpoint as `model_class`, in its own dtype, in evaluation mode, memory-mapped. Raises CheckpointError when
     the files are unreadable, quantised, or of another architecture."""
     check_unquantised(snapshot.config, role, snapshot.name)
     with quiet_transformers():
+        config = read_config(role, snapshot, model_class)
         try:
             tensors = (entry for file in snapshot.weights() for entry in read_header(file).values())
             module, info = model_class.from_pretrained(
                 snapshot.folder,
-                config=load_config(model_class.config_class, snapshot.folder),
+                config=config,
                 dtype=find_dtype(tensors),
                 use_safetensors=True,
                 local_files_only=True,
@@ -168,7 +181,7 @@ def load_model(role: str, snapshot: Snapshot, model_class: type[PreTrainedModel]
                 output_loading_info=True,
                 adapter_kwargs={"subfolder": "none"},  # full weights; an adapter_config.json beside them is not applied
             )
-        except Exception as error:  # transformers raises many kinds for unreadable files; all mean the same here
+        except Exception as error:  # transformers raises many kinds for files that it cannot read
             raise _unloadable(role, snapshot, model_class, error) from error
     module.requires_grad_(False)
     if module._can_set_experts_implementation():
@@ -184,18 +197,21 @@ def load_outline(
     """The checkpoint as `model_class`, on the meta device; its folder need hold no more than the config. `tensors`:
     those of its files' headers; where they are not known (None) the config is believed. Raises CheckpointError."""
     with quiet_transformers():
+        # what is of another architecture shows by what it lacks
+        config = read_config(role, snapshot, model_class)
         try:
-            # what is of another architecture shows by what it lacks
-            config = load_config(model_class.config_class, snapshot.folder)
             with torch.device("meta"):
                 described = model_class(deepcopy(config)).eval()
-            if tensors is None:
-                return Model(role, snapshot, described, frozenset())
-            _check_size(role, snapshot, described, tensors)
-            empty = {
-                name: torch.empty(entry.shape, dtype=DTYPES.get(entry.dtype, torch.uint8), device="meta")
-                for name, entry in tensors.items()
-            }
+        except Exception as error:  # classes raise many kinds for values that make no sense
+            raise unbuildable(model_class, error, role=role, name=snapshot.name) from error
+        if tensors is None:
+            return Model(role, snapshot, described, frozenset())
+        _check_size(role, snapshot, described, tensors)
+        empty = {
+            name: torch.empty(entry.shape, dtype=DTYPES.get(entry.dtype, torch.uint8), device="meta")
+            for name, entry in tensors.items()
+        }
+        try:
             # transformers' own loading knows how names on disk become names of parameters
             module, info = model_class.from_pretrained(
                 None,
@@ -206,9 +222,7 @@ def load_outline(
                 ignore_mismatched_sizes=True,
                 output_loading_info=True,
             )
-        except CheckpointError:
-            raise
-        except Exception as error:  # transformers raises many kinds; all mean the same here
+        except Exception as error:  # transformers raises many kinds
             raise _unloadable(role, snapshot, model_class, error) from error
     return _describe_loaded(role, snapshot, module, info)
 
@@ -232,9 +246,8 @@ def _describe_loaded(role: str, snapshot: Snapshot, module: PreTrainedModel, inf
 
 
 def _unloadable(role: str, snapshot: Snapshot, model_class: type, error: Exception) -> CheckpointError:
-    reason = (str(error).strip() or type(error).__name__).split("\n")[0]
-    what = f"{role} cannot be loaded as {model_class.__name__}: {reason}"
-    fix = "check that it is a checkpoint of the same architecture as the merged model"
+    what = f"{role} cannot be loaded as {model_class.__name__}: {own_words(error)}"
+    fix = "check that its files are whole, and that config.json and the weights belong together"
     return CheckpointError(what, where=snapshot.name, fix=fix)
 
 

@@ -17,6 +17,7 @@ from featcal_cli.models.text_rows import TextRows, find_text_rows, see_text_chan
 from featcal_cli.models.token_layout import DECODER, ENCODER, MASK, MEMORY, OWN, Axes, Layout, learn_layout
 from featcal_cli.models.tracing import ForwardError, Trace, as_hook, find_blocks, is_sequence, leaves_in, trace
 from featcal_cli.runtime.errors import DataError
+from featcal_cli.runtime.untrusted_text import own_words
 
 Layouts = tuple[Layout, ...]
 """Of the input of each call of a module in one run of its block."""
@@ -260,11 +261,11 @@ def probe_model(model: PreTrainedModel, task: str, batch: Batch) -> ProbeRun:
             else:
                 return ProbeRun(model, entry, one, other, axes, find_blocks(model, one), module, first)
     shapes = {name: list(tensor.shape[1:]) for name, tensor in batch.items()}
-    reason = (str(problem) or type(problem).__name__).splitlines()[0]
+    assert problem is not None
     raise DataError(
-        f"merged cannot run on the examples: {reason}",
+        f"merged cannot run on the examples: {own_words(problem)}",
         where=f"{task}: an example has {shapes}",
-        fix="give the inputs that this model's forward needs",
+        fix="give all inputs that its forward needs, no more tokens than it takes, and check merged's config.json",
     ) from problem
 
 

@@ -26,6 +26,8 @@ MAX_DIGITS = 3000
 """Characters of a whole number in YAML, hexadecimal ones too: Python writes none of more than 4,300 decimal digits."""
 LISTED = 5
 """Names that a message shows of a list from outside."""
+LONGEST_WORDS = 240
+"""Characters of an exception's own words that a message quotes."""
 
 _OBEYED = ("Cc", "Cf", "Cs", "Zl", "Zp")
 """Categories of characters that move the cursor, turn the writing, or begin a command to the terminal."""
@@ -132,6 +134,14 @@ def show(text: str) -> str:
 def bare(text: str) -> str:
     """The same without quotation marks around it."""
     return show(text)[1:-1]
+
+
+def own_words(error: BaseException) -> str:
+    """What an exception says, on one line and not too long; with its kind where the text alone says too little."""
+    text = " ".join(visible(str(error)).split())
+    if not text or isinstance(error, KeyError | AssertionError):
+        text = f"{type(error).__name__}: {text}".removesuffix(": ")
+    return text.rstrip(".") if len(text) <= LONGEST_WORDS else f"{text[: LONGEST_WORDS - 3].rstrip()}..."
 
 
 def list_some(names: Iterable[object], *, between: str = ", ") -> str:

@@ -15,9 +15,10 @@ from featcal_cli.data.hub_dataset import use_copy
 from featcal_cli.data.rows import naming_task
 from featcal_cli.data.vocabulary import TextModels, Vocabularies
 from featcal_cli.hub.download import DESCRIBING, chosen_files, download_describing, missing_files
+from featcal_cli.hub.model_config import UNPACKED, check_unquantised
 from featcal_cli.hub.model_source import Origin
 from featcal_cli.hub.repo import Opener, Repo, read_headers
-from featcal_cli.hub.snapshot import UNPACKED, Snapshot, check_unquantised
+from featcal_cli.hub.snapshot import Snapshot
 from featcal_cli.hub.weight_files import OTHER_FORMATS, Entry
 from featcal_cli.lineage.questions import Finding
 from featcal_cli.models.alignment import check_alignment, compare_configs, describe_unread, load_fitting

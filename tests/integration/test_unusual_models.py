@@ -11,7 +11,7 @@ import torch
 from families import BY_NAME, Family, build_lively, images, save_family, text
 from family import TEXT_SIZES, VISION_SIZES, VOCABULARY, WIDTH, Batch
 
-from featcal_cli.hub.snapshot import read_config
+from featcal_cli.hub.model_config import read_config
 from featcal_cli.runtime.errors import DataError, NumericsError
 from featcal_cli.workflows.verbs import calibrate
 
