@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from math import ceil, log, log2
 from typing import Any
 
 from transformers import PreTrainedModel
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+)
 
 from featcal_cli.data.examples import FEWEST_ROWS, TaskExamples
 from featcal_cli.recipe.schema import Calibration
@@ -266,7 +272,26 @@ def _by_user(calibration: Calibration) -> str:
 
 
 def kind_of(model: PreTrainedModel) -> str:
-    """Which of PRESETS a model has."""
+    """Which of PRESETS a model has, with its head or without: it is tuned for what its blocks are. The encoder of a T5
+    has the T5's, as half of one; text encoders and vision models have CLIP's, whose two towers are such."""
     if model.config.is_encoder_decoder:
         return "encoder-decoder"
-    return "causal" if model.can_generate() else "encoder"
+    if model.can_generate():
+        return "causal"
+    with suppress(Exception):  # configs of strangers may need arguments
+        if type(model.config)().is_encoder_decoder:
+            return "encoder-decoder"
+    return "causal" if _is_causal(model) else "encoder"
+
+
+def _is_causal(model: PreTrainedModel) -> bool:
+    """Whether a model without a head that generates is a language model whose tokens see those before them alone."""
+    text = model.config.get_text_config()
+    writing = {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES}
+    if writing.isdisjoint({model.config.model_type, text.model_type}):
+        return False
+    flags = [bool(module.is_causal) for module in model.modules() if hasattr(module, "is_causal")]
+    if flags:
+        return any(flags)
+    # attention of older code does not say it; what is also trained to fill in masks is an encoder, unless it says not
+    return getattr(text, "is_decoder", False) or text.model_type not in MODEL_FOR_MASKED_LM_MAPPING_NAMES

@@ -59,8 +59,9 @@ class Journal:
         longer what the fingerprint says; no block is kept then. Raises OutputError where it holds blocks of a job with
         another fingerprint, and says what differs."""
         self.folder = folder
-        self.restored = 0
-        """Blocks that were taken over from an earlier run."""
+        self._own: set[int] = set()
+        """Blocks that this run has finished; after running out of memory it reads them again."""
+        self._restored: set[int] = set()
         self._note, self._check_inputs = note, check_inputs
         wanted = json.loads(json.dumps({"format": FORMAT, **fingerprint}))
         self.job = sha256(json.dumps(wanted, sort_keys=True).encode()).hexdigest()
@@ -76,6 +77,11 @@ class Journal:
             elif other:
                 raise _refuse(folder.parent, *other)
             partial.write_text(seal(self.job, wanted), encoding="utf-8")
+
+    @property
+    def restored(self) -> int:
+        """How many blocks were taken over from an earlier run."""
+        return len(self._restored)
 
     def keep_search(self, trials: Any) -> None:
         with self._writing(self.folder / SEARCH) as partial:
@@ -108,6 +114,7 @@ class Journal:
         about = {"job": self.job, "report": text, "hash": _hash_block(self.job, number, text, parameters)}
         with self._writing(self._file(number)) as partial:
             save_file(parameters, partial, metadata=about)
+        self._own.add(number)
 
     def restore(self, number: int, student: BlockRunner) -> BlockReport | None:
         """Load a block that was finished before into the student and return its report; None when it was not, or is
@@ -122,7 +129,8 @@ class Journal:
             return None
         for name, value in parameters.items():
             student.replace(student.parameter(name), value)
-        self.restored += 1
+        if number not in self._own:
+            self._restored.add(number)
         return report
 
     def tensors(self, number: int) -> dict[str, Tensor]:
@@ -166,6 +174,8 @@ class Journal:
 
     def _drop_from(self, number: int) -> None:
         """Delete a block and all after it, the last one first."""
+        self._own = {kept for kept in self._own if kept < number}
+        self._restored = {kept for kept in self._restored if kept < number}
         files = [file for file in list_blocks(self.folder) if file.name >= self._file(number).name]
         with self._explained(self.folder):
             for file in reversed(files):

@@ -51,6 +51,28 @@ class BlockReport:
         return cls(**{**values, "modules": [ModuleReport(**module) for module in values["modules"]]})
 
 
+KINDS = {
+    "linear projections": ("linear", "conv1d"),
+    "convolutions": ("convolution",),
+    "norms": ("layernorm", "rmsnorm"),
+    "scales": ("scale",),
+}
+"""What sentences call the kinds of modules."""
+
+
+def describe_kinds(blocks: Sequence[BlockReport], *, stems: bool) -> str:
+    """A sentence on the kinds of modules that were calibrated, and where they are; empty where there are none. stems:
+    what runs before the transformer blocks was calibrated, too."""
+    modules = [module for block in blocks for module in block.modules]
+    names = [name for name, kinds in KINDS.items() if any(module.kind in kinds for module in modules)]
+    if not names:
+        return ""
+    listed = " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
+    experts = " (experts of mixtures included)" if any("expert" in module.name for module in modules) else ""
+    stem = " and of the stem (patch embeddings) before them" if stems else ""
+    return f"Only {listed} of transformer blocks{experts}{stem} were calibrated."
+
+
 ADAPTER = "adapter"
 """The folder of an adapter in an output."""
 

@@ -38,6 +38,18 @@ from featcal_cli.runtime.errors import CheckpointError, DataError, NumericsError
 from featcal_cli.runtime.untrusted_text import own_words
 
 
+def too_large(name: str, exact: Tensor, dtype: torch.dtype, where: str) -> NumericsError:
+    """The error for calibrated values that the dtype in which merged holds its weights cannot hold."""
+    largest, limit = float(exact.abs().max()), torch.finfo(dtype).max
+    stored = str(dtype).removeprefix("torch.")
+    return NumericsError(
+        f"the calibrated {name} does not fit into merged's {stored}: its largest value is {largest:.4g}, and {stored} "
+        f"ends at {limit:.4g}",
+        where=where,
+        fix="save merged in bfloat16 or float32 and calibrate that, or give a larger --ridge for smaller updates",
+    )
+
+
 class BlockRunner:
     """Runs one model's forward passes, each paused before every block until it is told to go on.
 
@@ -183,11 +195,20 @@ class BlockRunner:
 
         The old tensor stays untouched: other models may share it. What was computed on the device is in host memory
         only when it is asked for."""
-        value = value.to(self._home(parameter).dtype).contiguous()
+        exact, value = value, value.to(self._home(parameter).dtype).contiguous()
+        if value.dtype == torch.float16:
+            self._check_fits(parameter, exact, value)
         if id(parameter) in self._moved:
             self._moved[id(parameter)] = (parameter, value)
             self._here.pop(id(parameter), None)
         parameter.data = value.to(parameter)
+
+    def _check_fits(self, parameter: nn.Parameter, exact: Tensor, value: Tensor) -> None:
+        """Raise NumericsError for new values of a parameter that are finite, and too large for its dtype."""
+        if is_finite(value) or not is_finite(exact):  # what is not finite itself is found where it is computed
+            return
+        names = (name for name, x in self.model.parameters.items() if x is parameter)
+        raise too_large(next(names, "a parameter"), exact, value.dtype, self.model.snapshot.name)
 
     def parameters_at_home(self, path: str) -> dict[str, Tensor]:
         """The parameters of the module at `path` in this model, as they are when idle, by their paths in merged."""

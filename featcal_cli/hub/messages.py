@@ -16,7 +16,7 @@ from huggingface_hub.errors import HfHubHTTPError
 from featcal_cli.hub.client import asked_pause, blame, is_conflict, is_lapsed, root_of, unreachable
 from featcal_cli.runtime.errors import HubError
 from featcal_cli.runtime.progress import host_of, hub_host, is_hub, name_hosts
-from featcal_cli.runtime.untrusted_text import redact, visible
+from featcal_cli.runtime.untrusted_text import own_words, redact, show, visible
 
 ODD = (ValueError, LookupError, TypeError, AttributeError, AssertionError)
 """What huggingface_hub raises where an answer is not what it looks for."""
@@ -96,16 +96,16 @@ def _explain_reading(error: BaseException, subject: _Subject) -> HubError | None
     if unreachable(cause) or is_silent:
         return _explain_silence(None if is_silent else cause, subject)
     if isinstance(cause, errors.FileMetadataError) or (isinstance(cause, ODD) and _in_client(cause)):
-        return message(f"{hub_host()} does not answer like a Hub{_about(subject)}", fix=CHECK_ENDPOINT)
+        return _explain_odd(cause, subject.where, _about(subject))
     if isinstance(cause, OSError):
-        if cause.errno is None:
-            what = f"{subject.name} could not be downloaded: what arrived is not what the Hub announced"
+        if cause.errno is None:  # huggingface_hub's own, or of a library that gives no number
+            what = f"{subject.name} could not be downloaded: {_quote(cause)}"
             return message(what, fix="check the connection and the proxy, and run again")
         what = f"{subject.name} could not be downloaded: {cause.strerror or type(cause).__name__}"
         fix = "check the disk and who may write there, or point HF_HOME to a folder that can be written, and run again"
         return HubError(what, where=str(cause.filename or constants.HF_HUB_CACHE), fix=fix)
     if type(cause).__name__.startswith("Xet") or (isinstance(cause, RuntimeError) and _in_client(cause)):
-        what = f"{subject.file or 'a file'} of {repo} could not be downloaded ({type(cause).__name__})"
+        what = f"{subject.file or 'a file'} of {repo} could not be downloaded ({_quote(cause)})"
         return message(what, fix="check the connection and run again, or set HF_HUB_DISABLE_XET=1")
     return None
 
@@ -179,11 +179,11 @@ def _explain_writing(error: Exception, repo: str) -> HubError | None:
     if isinstance(cause, ValueError) and "LFS batch API returned errors" in str(cause):
         fix = "see its limits on file size and storage, and look at the repo's settings"
         return message(f"{hub} refuses a large file", fix=fix)
-    if isinstance(cause, ValueError) or (isinstance(cause, ODD) and _in_client(cause)):
-        return message(f"{hub} does not answer like a Hub", fix=CHECK_ENDPOINT)
+    if isinstance(cause, ODD) and _in_client(cause):
+        return _explain_odd(cause, repo)
     if isinstance(cause, (RuntimeError, ConnectionError, TimeoutError)) or kind.__module__.startswith("hf_xet"):
         fix = "check the connection, or set HF_HUB_DISABLE_XET=1"
-        return message(f"an upload to {hub} failed ({kind.__name__})", fix=fix)
+        return message(f"an upload to {hub} failed ({_quote(cause)})", fix=fix)
     if isinstance(cause, OSError):
         what = f"a file cannot be read: {cause.strerror or kind.__name__}"
         return HubError(what, where=str(cause.filename or repo), fix="check the disk")
@@ -218,6 +218,25 @@ def _explain_refused_write(error: HfHubHTTPError, repo: str, file: str) -> HubEr
 def gone(repo: str) -> HubError:
     what = f"{repo} is not on {hub_host()} any more, or the token may no longer see it"
     return HubError(what, where=repo, fix="look whether it was deleted, renamed or made private")
+
+
+def _explain_odd(cause: BaseException, where: str, about: str = "") -> HubError:
+    """The error for what the client raises that is none of its own errors: it could not send the token, or could not
+    read the answer."""
+    token = get_token() or ""
+    if bad := "".join(sorted({char for char in token if not "!" <= char <= "~"})):
+        what = f"the token holds {show(bad)}, which no token of the Hub has, and cannot be sent"
+        return HubError(what, where="HF_TOKEN, or what `hf auth login` has stored", fix=f"copy it again: {LOGIN}")
+    what = f"{hub_host()} does not answer like a Hub{about} ({_quote(cause)})"
+    return HubError(what, where=where, fix=CHECK_ENDPOINT)
+
+
+def _quote(error: BaseException) -> str:
+    """The kind of an error and its own words, without secrets."""
+    words = name_hosts(redact(own_words(error)))
+    kind = type(error).__name__
+    text = kind if words == kind else f"{kind}: {words.removeprefix(f'{kind}: ')}"
+    return text if len(text) <= LONGEST_REASON else text[: LONGEST_REASON - 3].rstrip() + "..."
 
 
 def _about(subject: _Subject) -> str:

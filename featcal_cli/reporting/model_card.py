@@ -12,7 +12,7 @@ from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
-from featcal_cli.calibration.results import describe_guard
+from featcal_cli.calibration.results import describe_guard, describe_kinds
 from featcal_cli.evaluation.results import CALIBRATED, EXPERT, MERGED, average_tasks
 from featcal_cli.hub.model_source import is_hub_id
 from featcal_cli.reporting.markdown import (
@@ -343,7 +343,9 @@ def _list_limits(report: Report, agreed: str | None) -> Iterator[str]:
     judged_by = report.judged_by.capitalize()
     yield f"{judged_by} was measured on few examples per task, and it is not accuracy: evaluate on your own data."
     yield "The experts are the aim: what they get wrong, this model may get wrong too."
-    yield "Only Linear modules and norms inside of transformer blocks were calibrated."
+    calibrated = describe_kinds(report.blocks, stems=bool(report.settings.get("stems")))
+    if calibrated and report.settings.get("step") != 0:
+        yield inert(calibrated)
     if written := [source.role.partition(" ")[2] for source in _find_sources(report, "data") if source.name == ITSELF]:
         yield f"The experts wrote the examples of {inert(', '.join(written))} themselves: real ones may serve better."
     models = _find_sources(report, *MODELS)
