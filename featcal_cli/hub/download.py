@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor, as_completed
 from functools import partial
+from glob import escape
 from itertools import count
 from pathlib import Path
 from threading import Lock
@@ -21,7 +22,7 @@ from tqdm import tqdm
 
 from featcal_cli.hub.client import patiently
 from featcal_cli.hub.repo import Repo, RepoFile
-from featcal_cli.hub.weight_files import unwritable_cache
+from featcal_cli.hub.weight_files import find_second_copies, unwritable_cache
 from featcal_cli.runtime.errors import HubError
 from featcal_cli.runtime.files import cache_folder, write_new
 
@@ -87,6 +88,11 @@ def missing_files(repo: Repo, *, only: Sequence[str] = (), skip: Sequence[str] =
 
 def chosen_files(repo: Repo, only: Sequence[str], skip: Sequence[str]) -> list[str]:
     return list(filter_repo_objects(repo.files, allow_patterns=list(only) or None, ignore_patterns=list(skip) or None))
+
+
+def other_weights(repo: Repo) -> list[str]:
+    """Patterns of the repo's files that hold its model's tensors once more, and are never downloaded."""
+    return [escape(path) for path in find_second_copies({path: file.size for path, file in repo.files.items()})]
 
 
 def _fetch_files(repo: Repo, paths: Sequence[str], watch: Watch | None, *, again: bool = False) -> None:

@@ -89,7 +89,17 @@ def check_model(name: str, files: Collection[str]) -> None:
     if "config.json" not in files:
         kind = "a diffusers pipeline (model_index.json)" if "model_index.json" in files else "not a transformers model"
         other, fix = _find_other_weights(files)
+        if "modules.json" in files and (inner := next((f for f in sorted(files) if _is_transformer(f, files)), None)):
+            folder = inner.removesuffix("/config.json")
+            kind, other = "in the layout of sentence-transformers", f", but {folder}/ has one"
+            fix = f"give its folder {folder} as the model (of a repo, in a local copy), and put the output in its place"
         raise HubError(f"{name} is {kind}: it has no config.json{other}", where=name, fix=fix)
+
+
+def _is_transformer(file: str, files: Collection[str]) -> bool:
+    """Whether a file is the config.json of a model of transformers in a folder of its own."""
+    folder, _, name = file.rpartition("/")
+    return bool(folder) and name == "config.json" and f"{folder}/tokenizer_config.json" in files
 
 
 _CONVERT = "convert them: from_pretrained(..., from_{}=True) of transformers 4, save_pretrained"

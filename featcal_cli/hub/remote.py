@@ -6,7 +6,6 @@ import io
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -19,12 +18,10 @@ from featcal_cli.hub.client import patiently
 from featcal_cli.hub.download import Meter, Watch, git_oid
 from featcal_cli.hub.messages import LOGIN, explained_writing
 from featcal_cli.hub.repo import RepoFile, list_commit
-from featcal_cli.hub.weight_files import OTHER_FORMATS
+from featcal_cli.hub.weight_files import find_second_copies
 from featcal_cli.runtime.errors import HubError
 
-WEIGHTS = ("*.safetensors", "*.safetensors.index.json", *OTHER_FORMATS)
-
-
+WEIGHTS = (".safetensors", ".safetensors.index.json")
 RIGHTS = frozenset({"repo.write", "discussion.write"})
 """To commit, and to open a pull request."""
 
@@ -101,8 +98,8 @@ class Head:
 
     def stale(self, pushed: Mapping[str, RepoFile]) -> list[str]:
         """Weight files, of whatever format, that are not part of what is pushed: another model's, once it is."""
-        weights = (path for path in self.files if any(fnmatch(path, pattern) for pattern in WEIGHTS))
-        return [path for path in weights if path not in pushed]
+        copies = find_second_copies({path: file.size for path, file in self.files.items()})
+        return [path for path in self.files if path not in pushed and (path.endswith(WEIGHTS) or path in copies)]
 
 
 def read_head(repo_id: str, revision: str = "main") -> Head | None:

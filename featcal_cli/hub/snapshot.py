@@ -12,11 +12,11 @@ from typing import Any
 
 from featcal_cli.hub.adapter import ADAPTER_PICKLE, ADAPTER_WEIGHTS, read_adapter
 from featcal_cli.hub.adapter_merge import folded_copy
-from featcal_cli.hub.download import Watch, download
+from featcal_cli.hub.download import Watch, download, other_weights
 from featcal_cli.hub.model_config import read_config
 from featcal_cli.hub.model_source import Origin, check_model, find_config, find_origin
 from featcal_cli.hub.weight_files import (
-    OTHER_FORMATS,
+    PICKLED,
     PICKLES,
     SAFETENSORS,
     Entry,
@@ -88,11 +88,11 @@ def fetch(origin: Origin, watch: Watch | None = None) -> Snapshot:
         if repo.folder:
             copy = converted_copy(repo.folder, key)
         elif not copy.is_dir():
-            download(repo, skip=OTHER_FORMATS, watch=watch)
+            download(repo, skip=other_weights(repo), watch=watch)
             copy = converted_copy(download(repo, only=["pytorch_model*.bin", PICKLES[1]], watch=watch), key)
         note = f"{repo.name} has no safetensors; its pickled weights were converted, and featcal's cache keeps the copy"
         return _complete(Snapshot(repo.name, copy, repo.commit, (*origin.notes, note)), _delete(copy))
-    folder = repo.folder or download(repo, skip=OTHER_FORMATS, watch=watch)
+    folder = repo.folder or download(repo, skip=other_weights(repo), watch=watch)
     fix = "copy the file again" if repo.folder else ""
     return _complete(Snapshot(repo.name, folder, repo.commit, origin.notes), fix)
 
@@ -103,7 +103,7 @@ def _fold(origin: Origin, base_origin: Origin, watch: Watch | None) -> Snapshot:
     if folder is None:
         if ADAPTER_WEIGHTS not in repo.files:
             download(repo, only=[ADAPTER_PICKLE], watch=watch)
-        folder = download(repo, skip=[*OTHER_FORMATS, "*/*"], watch=watch)  # folders hold what training left
+        folder = download(repo, skip=[f"*{ending}" for ending in PICKLED] + ["*/*"], watch=watch)  # of training
     adapter = read_adapter(repo.name, folder)
     base = fetch(base_origin, watch)
     key = hashlib.sha256(repr((_key(origin), _key(base_origin))).encode()).hexdigest()[:32]

@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import pickle
+import re
 import shutil
 import tempfile
 import zipfile
@@ -31,14 +32,23 @@ if TYPE_CHECKING:
 SAFETENSORS = ("model.safetensors", "model.safetensors.index.json")
 """One file or the index of a sharded one, in the order in which transformers looks for them."""
 PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
-OTHER_FORMATS = (
-    *("*.bin", "*.h5", "*.msgpack", "*.onnx", "*.onnx_data", "*.gguf", "*.ggml", "*.pt", "*.pth", "*.ot", "*.ckpt"),
-    *("*.ckpt.*", "*.pb", "*.tflite", "*.mlmodel", "*.pkl", "*.pickle", "*.nemo", "*.npz", "*.bin.index.json"),
-    *("*.mlpackage/*", "coreml/*", "onnx/*", "openvino/*", "openvino_*", "consolidated*.safetensors"),
+AT_THE_TOP = (
+    *("*.h5", "*.msgpack", "*.onnx", "*.onnx_data*", "*.ot", "*.ckpt", "*.ckpt.*", "*.pb", "*.tflite", "*.mlmodel"),
+    *("*.nemo", "*.npz", "*.bin.index.json", "*.h5.index.json", "*.msgpack.index.json", "openvino_*", "ggml*.bin"),
+    *("pytorch_model*.bin", "model.bin", "model.pt", "model.pth", "consolidated*.safetensors", "consolidated*.pth"),
     *("model.*.safetensors", "model-*.*.safetensors", "model.*.safetensors.index.json"),
-    "model.safetensors.index.*.json",
+    *("model.safetensors.index.*.json", "optimizer*.pt", "optimizer*.bin"),
 )
-"""Files that hold the weights a second time (another format, another precision): never downloaded, never copied."""
+"""Names beside config.json under which frameworks keep a whole model, or an optimiser what belongs to its tensors."""
+BELOW = ("onnx/*", "openvino/*", "coreml/*", "*.mlpackage/*", "original/*.pth", "original/*.safetensors")
+"""Paths at which frameworks keep a whole model."""
+ANYWHERE = ("*.gguf", "*.ggml")
+EARLIER = re.compile(r"(checkpoint-|global_step)\d+/.*\.(safetensors|bin|pt|pth|index\.json)")
+"""What training keeps of the same model at earlier steps."""
+PICKLED = (".bin", ".pt", ".pth", ".pkl", ".pickle")
+LARGE = 4
+"""A pickle is never opened: under a name that says nothing, one counts as a second copy if it has at least this part of
+the bytes of the model's own weights."""
 
 FIRST_BYTES = 100_000
 """Read of a file at first; most headers are shorter, and one request is enough."""
@@ -72,6 +82,24 @@ def weight_files(folder: Path) -> list[Path]:
     if single.exists():
         return [single]
     return [folder / name for name in read_shards(index)] if index.exists() else []
+
+
+def find_second_copies(sizes: Mapping[str, int]) -> list[str]:
+    """Those of a repo's files that hold the model's tensors once more, as far as names and sizes (bytes) can tell."""
+    own = [
+        sum(size for path, size in sizes.items() if fnmatch(path, f"{kind}*")) for kind in ("model", "pytorch_model")
+    ]
+    whole = max(own)
+
+    def repeats(path: str) -> bool:
+        if any(fnmatch(path, pattern) for pattern in ANYWHERE):
+            return True
+        if "/" in path:
+            return bool(EARLIER.fullmatch(path)) or any(fnmatch(path, pattern) for pattern in BELOW)
+        is_large = path.endswith(PICKLED) and LARGE * sizes[path] >= whole > 0
+        return is_large or any(fnmatch(path, pattern) for pattern in AT_THE_TOP)
+
+    return [path for path in sizes if repeats(path)]
 
 
 def read_shards(index: Path) -> list[str]:
@@ -190,8 +218,9 @@ def converted_copy(source: Path, key: str) -> Path:
     target = cache_folder() / "converted" / key
     if not target.is_dir():
         with new_copy(target, "converted") as draft:
-            others = (name for name in visible_files(source) if not any(fnmatch(name, kind) for kind in OTHER_FORMATS))
-            copy_files(source, others, draft)
+            names = visible_files(source)
+            copies = find_second_copies({name: (source / name).stat().st_size for name in names})
+            copy_files(source, (name for name in names if name not in copies), draft)
             _convert(source, draft)
     return target
 

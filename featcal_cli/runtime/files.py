@@ -119,12 +119,12 @@ def _find_number(error: BaseException) -> int | None:
 
 
 def check_links(folder: Path, skip: Collection[str]) -> None:
-    """Raise CheckpointError for a link out of a model's folder. What is hidden or matches a pattern of `skip` may be
-    one; so may all files of a snapshot in the Hub's cache, which are links to its blobs."""
+    """Raise CheckpointError for a link out of a model's folder. What is hidden, or a path in `skip`, may be one; so may
+    all files of a snapshot in the Hub's cache, which are links to its blobs."""
     for path in sorted(folder.rglob("*")):
         inside = path.relative_to(folder)
         hidden = any(part.startswith(".") for part in inside.parts)
-        if path.is_symlink() and not hidden and not any(inside.match(pattern) for pattern in skip):
+        if path.is_symlink() and not hidden and inside.as_posix() not in skip:
             _check_link(folder, path)
 
 

@@ -33,6 +33,7 @@ from featcal_cli.data.examples import TaskExamples
 from featcal_cli.engine.job import CALIBRATED, MERGED
 from featcal_cli.engine.weight_checks import check_values
 from featcal_cli.hub.push import Target
+from featcal_cli.hub.second_copies import describe_files, divide_files
 from featcal_cli.models.loading import find_auto_class, find_pipeline_tag, find_processor_class
 from featcal_cli.models.low_rank import extract_adapter
 from featcal_cli.recipe.schema import Merge
@@ -46,7 +47,7 @@ from featcal_cli.runtime.files import Unchanged
 from featcal_cli.runtime.hardware import is_out_of_memory, release_memory
 from featcal_cli.workflows.build_report import Outcome, summarise
 from featcal_cli.workflows.evaluate import check_evaluable
-from featcal_cli.workflows.output import list_files, names_on_disk, read_slots, write_output
+from featcal_cli.workflows.output import names_on_disk, read_slots, write_output
 from featcal_cli.workflows.output_files import FinishedOutput, Note, dump_recipe
 from featcal_cli.workflows.preflight import Preflight, check_adapter, prepare
 from featcal_cli.workflows.session import CalibrateOptions, Session
@@ -362,11 +363,11 @@ class Computation:
             CARD: self._output.write_card(report, target.repo_id if target else None, about).encode(),
             **adapter,
         }
-        files = tuple(sorted({*list_files(models.merged.snapshot)[0], *contents, NOTE}))
+        files = tuple(sorted({*divide_files(models.merged.snapshot.folder).kept, *contents, NOTE}))
         note = Note(about, push=target is not None, files=files, run=journal.job)
         contents[NOTE] = self._output.write_note([text], note).encode()
-        for name in write_output(
+        written = write_output(
             self._workspace, models.merged, read_named, contents, self._check_inputs, self._session.stage
-        ):
-            self._session.note(f"left out of the output: {name} (other weights than the calibrated ones)")
+        )
+        self._session.note(*describe_files(written))
         drop_journal(journal.folder)

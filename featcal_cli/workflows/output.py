@@ -3,10 +3,12 @@ back before it takes its place; and a merged model that is built."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from filecmp import cmp
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -16,12 +18,15 @@ from transformers.core_model_loading import revert_weight_conversion
 from featcal_cli.engine.weight_uploads import is_finite
 from featcal_cli.hub.download import PREPROCESSOR_FILES
 from featcal_cli.hub.model_config import UNPACKED
+from featcal_cli.hub.repo import Repo
+from featcal_cli.hub.second_copies import Files, divide_files
 from featcal_cli.hub.snapshot import Snapshot
-from featcal_cli.hub.weight_files import OTHER_FORMATS, Entry, read_header
+from featcal_cli.hub.weight_files import Entry, find_second_copies, read_header, weight_files
 from featcal_cli.models.architecture import Architecture, held_parameters
 from featcal_cli.models.loading import DTYPES, Model, load_model
+from featcal_cli.reporting.report import CARD, PICTURE, RECIPE, REPORT
 from featcal_cli.runtime.errors import CheckpointError, FeatCalError, NumericsError, OutputError
-from featcal_cli.runtime.files import copy_files, name_reason, visible_files
+from featcal_cli.runtime.files import check_links, copy_files, name_reason, visible_files
 from featcal_cli.workflows.workspace import UnfinishedFolder, Workspace
 
 
@@ -110,26 +115,32 @@ def _match_names(
         yield name, tensor, next((n for n in candidates if n in stored), None)
 
 
-def list_files(snapshot: Snapshot) -> tuple[list[str], list[str]]:
-    """The files of a checkpoint that are copied, and those that are left out, by their paths in its folder: weights in
-    other formats and safetensors files that the checkpoint's index does not list, which would hold the old values.
-    Hidden files are in neither list."""
-    weights = {file.name for file in snapshot.weights()}
-    copied, left_out = list[str](), list[str]()
-    for name in visible_files(snapshot.folder):
-        stale = name.endswith(".safetensors") and name not in weights
-        other = stale or any(PurePosixPath(name).match(pattern) for pattern in OTHER_FORMATS)
-        (left_out if other else copied).append(name)
-    return copied, left_out
+def check_copyable(repo: Repo) -> None:
+    """Raise CheckpointError where the files of a model cannot lie in an output: a folder among them has the name of a
+    file of ours, one cannot be read, or is a link that would lead other files of this machine into the output."""
+    for name in (CARD, REPORT, RECIPE, PICTURE):
+        if inside := next((path for path in repo.files if path.startswith(f"{name}/")), None):
+            what = f"{name} is the name of a file that featcal writes, and a folder here (it holds {inside})"
+            raise CheckpointError(what, where=repo.name, fix="give a copy of the model in which it has another name")
+    if repo.folder is None:
+        return
+    copies = find_second_copies({path: file.size for path, file in repo.files.items()})
+    with suppress(FeatCalError, OSError, ValueError):  # weights that cannot be read are reported with their headers
+        copies = [*divide_files(repo.folder).left_out, *(file.name for file in weight_files(repo.folder))]
+    check_links(repo.folder, skip=copies)
+    for name in visible_files(repo.folder):
+        if name not in copies and not os.access(repo.folder / name, os.R_OK):
+            what = f"{name} cannot be read by this user, and would be missing from the output"
+            raise CheckpointError(what, where=str(repo.folder), fix="make it readable, or give a copy without it")
 
 
-def copy_checkpoint(snapshot: Snapshot, target: Path) -> list[str]:
-    """Copy a checkpoint's files byte for byte into the new folder `target`; return the names left out, as `list_files`
-    does. Raises CheckpointError for a link out of the folder that is no weight file."""
-    copied, left_out = list_files(snapshot)
+def copy_checkpoint(snapshot: Snapshot, target: Path) -> Files:
+    """Copy a checkpoint's files byte for byte into the new folder `target`; return which they are, and which are left
+    out. Raises CheckpointError for a link out of the folder that is no weight file."""
+    files = divide_files(snapshot.folder)
     target.mkdir(parents=True)
-    copy_files(snapshot.folder, copied, target, weights=[file.name for file in snapshot.weights()])
-    return left_out
+    copy_files(snapshot.folder, files.kept, target, weights=[file.name for file in snapshot.weights()])
+    return files
 
 
 def write_tensors(folder: Path, slots: Mapping[str, Slot], tensors: Iterable[tuple[str, Tensor]]) -> None:
@@ -155,17 +166,16 @@ def write_output(
     contents: Mapping[str, bytes],
     check_inputs: Callable[[], None],
     stage: Callable[[str], None],
-) -> list[str]:
+) -> Files:
     """Copy the merged checkpoint, put the calibrated tensors of the `groups` (by name on disk) into the copy, add
-    `contents` by file name, look it all over, and let it take its place. Returns the files of merged that were left
-    out.
+    `contents` by file name, look it all over, and let it take its place. Returns which files of merged it has.
 
     check_inputs: raises where merged is no longer what it was. stage: told when the look begins. Raises OutputError."""
     check_inputs()
     built = workspace.built.folder
     with workspace.writing():
-        workspace.built.begin({*list_files(merged.snapshot)[0], *contents})
-        left_out = copy_checkpoint(merged.snapshot, built)
+        workspace.built.begin({*divide_files(merged.snapshot.folder).kept, *contents})
+        files = copy_checkpoint(merged.snapshot, built)
         slots = read_slots(merged.snapshot)
         for group in groups():
             write_tensors(built, slots, group.items())
@@ -176,7 +186,7 @@ def write_output(
         check_built(built, merged, groups(), contents)
     check_inputs()
     workspace.publish()
-    return left_out
+    return files
 
 
 def build_checkpoint(target: Path, layout: Snapshot, spare: Snapshot, tensors: Iterable[Mapping[str, Tensor]]) -> None:
@@ -185,7 +195,7 @@ def build_checkpoint(target: Path, layout: Snapshot, spare: Snapshot, tensors: I
     try:
         sources = [source for source in spare.folder.iterdir() if source.is_file()]
         spared = [source.name for source in sources if any(source.match(kind) for kind in PREPROCESSOR_FILES)]
-        UnfinishedFolder(target).begin({*list_files(layout)[0], *spared})
+        UnfinishedFolder(target).begin({*divide_files(layout.folder).kept, *spared})
         copy_checkpoint(layout, target)
         slots = read_slots(layout)
         for group in tensors:

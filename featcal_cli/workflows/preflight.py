@@ -9,17 +9,18 @@ from typing import Any
 
 from huggingface_hub import constants
 
+from featcal_cli.calibration.results import ADAPTER
 from featcal_cli.data.batches import Batch
 from featcal_cli.data.examples import DrawnExamples, TaskExamples, draw_examples
 from featcal_cli.data.hub_dataset import use_copy
 from featcal_cli.data.rows import naming_task
 from featcal_cli.data.vocabulary import TextModels, Vocabularies
-from featcal_cli.hub.download import DESCRIBING, chosen_files, download_describing, missing_files
+from featcal_cli.hub.download import DESCRIBING, chosen_files, download_describing, missing_files, other_weights
 from featcal_cli.hub.model_config import UNPACKED, check_unquantised
 from featcal_cli.hub.model_source import Origin
 from featcal_cli.hub.repo import Opener, Repo, read_headers
 from featcal_cli.hub.snapshot import Snapshot
-from featcal_cli.hub.weight_files import OTHER_FORMATS, Entry
+from featcal_cli.hub.weight_files import Entry
 from featcal_cli.lineage.questions import Finding
 from featcal_cli.models.alignment import check_alignment, compare_configs, describe_unread, load_fitting
 from featcal_cli.models.architecture import Architecture
@@ -28,10 +29,11 @@ from featcal_cli.models.loading import DTYPES, Model, find_class, load_outline
 from featcal_cli.models.low_rank import find_largest_rank
 from featcal_cli.models.tracing import CONTAINERS
 from featcal_cli.recipe.schema import Calibration, Data, Merge, Recipe
+from featcal_cli.reporting.report import REPORT
 from featcal_cli.runtime.errors import ArchitectureError, CheckpointError, OutputError, RecipeError
-from featcal_cli.runtime.files import check_links, tell_bytes
+from featcal_cli.runtime.files import tell_bytes
 from featcal_cli.runtime.hardware import disk_of, free_bytes, memory_of
-from featcal_cli.workflows.output import check_readable, check_writable
+from featcal_cli.workflows.output import check_copyable, check_readable, check_writable
 from featcal_cli.workflows.resource_estimate import Estimate, estimate
 from featcal_cli.workflows.self_written import add_writing, open_self_written, reserve_examples, write_examples
 from featcal_cli.workflows.session import EXPERT, Session
@@ -180,6 +182,11 @@ def check_adapter(plan: Preflight, rank: int | None) -> None:
     if plan.origins["merged"].base:
         what = "an adapter goes on a full model, and the merged model is itself an adapter on another"
         raise RecipeError(what, where=where, fix=f"fold it into its base and save that, {leave}")
+    taken = [path for path in plan.origins["merged"].repo.files if path.partition("/")[0] == ADAPTER]
+    if taken and REPORT not in plan.origins["merged"].repo.files:
+        what = f"the merged model holds {taken[0]}, and {ADAPTER} is the folder that an adapter is written to"
+        fix = f"rename {ADAPTER} in a copy of the merged model, {leave}"
+        raise RecipeError(what, where=plan.origins["merged"].name, fix=fix)
     if 0 < plan.largest_rank < rank:
         what = f"no update has a rank above {plan.largest_rank}, the most that the model's matrices allow"
         raise RecipeError(what, where=where, fix=f"give a smaller rank, 16 for example, {leave}")
@@ -196,11 +203,10 @@ def _pin_all(
     session.stage("finding models")
     origins = {role: session.find_origin(name) for role, name in {**name_models(recipe), **others}.items()}
     session.note(*dict.fromkeys(text for origin in origins.values() for text in origin.notes))
-    if published:  # a link must not lead files of this machine into the output
+    if published:
         copied = ["merged"] if "merged" in origins else ["base", next(role for role in origins if role != "base")]
         for repo in (repo for role in copied for repo in origins[role].repos()):
-            if repo.folder:
-                check_links(repo.folder, skip=(*OTHER_FORMATS, "*.safetensors"))
+            check_copyable(repo)
     recipe = pin(recipe, origins, session)
     if ranks.is_first:
         ranks.broadcast((recipe, findings, {role: origins[role].pinned for role in others}))
@@ -377,7 +383,7 @@ def _find_vocabularies(origins: Mapping[str, Origin]) -> Vocabularies:
 def _count_transfer(origin: Origin) -> Transfer:
     """Bytes of a model's own files and, for an adapter, of its base's."""
     repo = origin.repo
-    chosen = chosen_files(repo, (), () if origin.form == "pickle" else OTHER_FORMATS)
+    chosen = chosen_files(repo, (), () if origin.form == "pickle" else other_weights(repo))
     missing = set() if repo.folder else set(missing_files(repo))
     sizes = [sum(repo.files[path].size for path in chosen if (path in missing) is wanted) for wanted in (True, False)]
     below = _count_transfer(origin.base) if origin.base else Transfer(0, 0)

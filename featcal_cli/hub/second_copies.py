@@ -1,0 +1,128 @@
+"""The files of a model's folder that its copy keeps, and those that hold its tensors once more and would go stale, in
+another format, precision or place: what names and sizes do not tell, headers and values do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, NamedTuple
+
+from featcal_cli.hub.weight_files import SAFETENSORS, Entry, find_second_copies, read_header, weight_files
+from featcal_cli.runtime.files import visible_files
+from featcal_cli.runtime.untrusted_text import parse_json
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+PLACES, PIECE = 16, 256
+"""Of two tensors, so many numbers are compared at so many places."""
+
+
+class Files(NamedTuple):
+    """The files of a model's folder, by their paths in it; hidden ones are in neither list."""
+
+    kept: list[str]
+    left_out: list[str]
+    shadowing: list[str]
+    """Kept because modules.json lists their folder, although they hold the model's tensors once more."""
+
+
+def divide_files(folder: Path) -> Files:
+    """The files of the model in `folder`: those that its copy keeps, and those that hold its tensors once more, which
+    of safetensors files their headers tell. Raises HubError for an index that cannot be read, and ValueError or
+    OSError for weights that cannot."""
+    names = visible_files(folder)
+    weights = {file.name for file in weight_files(folder)}
+    left_out = set(find_second_copies({name: (folder / name).stat().st_size for name in names})) - weights
+    tensors = {name: (folder / file, entry) for file in weights for name, entry in read_header(folder / file).items()}
+    modules, shadowing = _list_modules(folder), list[str]()
+    if SAFETENSORS[0] in weights and SAFETENSORS[1] in names and not _is_true(folder, tensors):
+        left_out.add(SAFETENSORS[1])
+    for name in names:
+        if not name.endswith(".safetensors") or name in weights | left_out or not _repeats(folder / name, tensors):
+            continue
+        if any(PurePosixPath(name).is_relative_to(module) for module in modules):
+            shadowing.append(name)
+        else:
+            left_out.add(name)
+    return Files([name for name in names if name not in left_out], sorted(left_out), shadowing)
+
+
+def _list_modules(folder: Path) -> list[str]:
+    """The folders of the modules that sentence-transformers builds a model of, but for the model's own folder."""
+    try:
+        modules = parse_json((folder / "modules.json").read_text(encoding="utf-8"))
+        return [module["path"] for module in modules if str(module["path"]).strip("./")]
+    except (OSError, ValueError, LookupError, TypeError):  # none, or one that nobody can read
+        return []
+
+
+def _is_true(folder: Path, tensors: Mapping[str, tuple[Path, Entry]]) -> bool:
+    """Whether the index beside a single file says of every tensor that it lies there."""
+    try:
+        index = parse_json((folder / SAFETENSORS[1]).read_text(encoding="utf-8"))
+        return bool(index["weight_map"] == dict.fromkeys(tensors, SAFETENSORS[0]))
+    except (OSError, ValueError, LookupError, TypeError):
+        return False
+
+
+def _repeats(file: Path, tensors: Mapping[str, tuple[Path, Entry]]) -> bool:
+    """Whether a safetensors file holds tensors of the model once more. Beside the model's own files one of the same
+    name is enough, as some programs read all of these files; below, a component may be built like the model: there
+    every tensor has to be one of the model's, in name (with or without the first part of it), shape and value."""
+    try:
+        header = read_header(file)
+    except (OSError, ValueError):
+        return False  # it is no such file, whatever it is
+    if file.parent in {own.parent for own, _ in tensors.values()} and not header.keys().isdisjoint(tensors):
+        return True
+    known = {name.partition(".")[2]: place for name, place in tensors.items()} | dict(tensors)
+    twins = [(entry, known.get(name) or known.get(name.partition(".")[2])) for name, entry in header.items()]
+    return bool(twins) and all(twin and _are_equal(file, entry, *twin) for entry, twin in twins)
+
+
+def _are_equal(file: Path, entry: Entry, own: Path, own_entry: Entry) -> bool:
+    """Whether two tensors have the same values, as far as the coarser of their dtypes tells."""
+    import torch
+
+    if entry.shape != own_entry.shape:
+        return False
+    one, other = _sample(file, entry), _sample(own, own_entry)
+    if one is None or other is None:
+        return False
+    coarse = max(one.dtype, other.dtype, key=lambda dtype: torch.finfo(dtype).eps)
+    limits, is_same_dtype = torch.finfo(coarse), one.dtype == other.dtype
+    one, other = (part.to(coarse).to(torch.float64) for part in (one, other))
+    tolerance = 0.0 if is_same_dtype else limits.eps
+    return torch.allclose(one, other, rtol=tolerance, atol=tolerance and limits.tiny, equal_nan=True)
+
+
+def _sample(file: Path, entry: Entry) -> Tensor | None:
+    """Numbers from evenly spread places of a tensor; None where their dtype is not known."""
+    import torch
+
+    names = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn"}
+    if (name := names.get(entry.dtype)) is None:
+        return None
+    dtype: torch.dtype = getattr(torch, name)
+    count = entry.size // dtype.itemsize
+    content = bytearray()
+    with file.open("rb") as stream:
+        for number in range(PLACES):
+            first = number * max(0, count - PIECE) // (PLACES - 1)
+            stream.seek(entry.start + first * dtype.itemsize)
+            content += stream.read(min(count, PIECE) * dtype.itemsize)
+    return torch.frombuffer(content, dtype=dtype) if content else torch.empty(0, dtype=dtype)
+
+
+def describe_files(files: Files) -> Iterator[str]:
+    """What a user should know about the files of an output: a sentence each."""
+    for name in files.left_out:
+        index = name == SAFETENSORS[1]
+        why = "it does not list the tensors of model.safetensors" if index else "other weights than the calibrated ones"
+        yield f"left out of the output: {name} ({why})"
+    for name in files.shadowing:
+        what = (
+            f"{name} holds the merged model's tensors once more, and stays as merged, as modules.json lists its folder"
+        )
+        yield f"{what}: sentence-transformers loads these, not the calibrated ones"
