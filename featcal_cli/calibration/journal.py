@@ -17,7 +17,8 @@ from safetensors import SafetensorError, safe_open
 from featcal_cli.calibration.results import BlockReport
 from featcal_cli.runtime.distributed import Ranks
 from featcal_cli.runtime.errors import OutputError
-from featcal_cli.runtime.files import flush, name_reason, replace_durably
+from featcal_cli.runtime.files import flush, name_reason, replace_durably, tell_fix
+from featcal_cli.runtime.untrusted_text import without_tokens
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -63,7 +64,7 @@ class Journal:
         """Blocks that this run has finished; after running out of memory it reads them again."""
         self._restored: set[int] = set()
         self._note, self._check_inputs = note, check_inputs
-        wanted = json.loads(json.dumps({"format": FORMAT, **fingerprint}))
+        wanted = json.loads(without_tokens(json.dumps({"format": FORMAT, **fingerprint})))
         self.job = sha256(json.dumps(wanted, sort_keys=True).encode()).hexdigest()
         with self._writing(folder / RECORD) as partial:
             folder.mkdir(parents=True, exist_ok=True)
@@ -204,7 +205,7 @@ class Journal:
             raise OutputError(
                 f"cannot write: {name_reason(error)}",
                 where=str(target),
-                fix="free disk space and run the same command again",
+                fix=f"{tell_fix(error, 'choose another --output')}, and run the same command again",
             ) from None
 
     def _file(self, number: int) -> Path:

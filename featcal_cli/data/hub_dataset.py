@@ -211,7 +211,7 @@ def _open_repo(data: Data) -> Repo:
 
 def _read_card(repo: Repo) -> dict[str, Any]:
     """The metadata of the card, empty without one. Raises ValueError for what is no YAML."""
-    text = repo.read_text("README.md") or ""
+    text = repo.read_card()
     metadata, _, reason = split_front_matter(text) if text.startswith("---") else ({}, text, "")
     if reason:
         raise ValueError(f"the metadata of README.md: {reason}")

@@ -211,7 +211,7 @@ class Offloader:
         moved = self._copies.to_device(data) if level == DEVICE else self._copies.to_host(data)
         if level == DISK:
             self._copies.finish()
-            moved = write_mapped(moved, self.folder, FULL, "free disk space, or give fewer examples with -n")
+            moved = write_mapped(moved, self.folder, FULL, "give fewer examples with -n")
         self._forget(storage._cdata)
         self._count(piece, moved.untyped_storage(), level)
         for tensor in tensors:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import ssl
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
@@ -15,6 +17,7 @@ from huggingface_hub.errors import HfHubHTTPError
 
 from featcal_cli.hub.client import asked_pause, blame, is_conflict, is_lapsed, root_of, unreachable
 from featcal_cli.runtime.errors import HubError
+from featcal_cli.runtime.files import FIXES, name_reason, tell_fix
 from featcal_cli.runtime.progress import host_of, hub_host, is_hub, name_hosts
 from featcal_cli.runtime.untrusted_text import own_words, redact, show, visible
 
@@ -22,6 +25,7 @@ ODD = (ValueError, LookupError, TypeError, AttributeError, AssertionError)
 """What huggingface_hub raises where an answer is not what it looks for."""
 LONGEST_REASON = 160
 LOGIN = "set HF_TOKEN or run `hf auth login`"
+LOOK = "see what `featcal doctor` says of this machine, and run again"
 CHECK_ENDPOINT = "check HF_ENDPOINT and the proxy"
 
 
@@ -78,6 +82,8 @@ def _explain_reading(error: BaseException, subject: _Subject) -> HubError | None
     if isinstance(cause, errors.HFValidationError):
         what = f"{repo!r} is neither an existing folder nor a Hub id"
         return message(what, fix="write USER/NAME, or the path of a folder")
+    if own := _explain_machine(cause):
+        return own
     if isinstance(cause, errors.GatedRepoError):
         page = f"{hub_host()}/{'datasets/' if kind == 'dataset' else ''}{repo}"
         return message(f"{repo} is gated", fix=f"ask for access on {page}, then {login}")
@@ -101,12 +107,28 @@ def _explain_reading(error: BaseException, subject: _Subject) -> HubError | None
         if cause.errno is None:  # huggingface_hub's own, or of a library that gives no number
             what = f"{subject.name} could not be downloaded: {_quote(cause)}"
             return message(what, fix="check the connection and the proxy, and run again")
-        what = f"{subject.name} could not be downloaded: {cause.strerror or type(cause).__name__}"
-        fix = "check the disk and who may write there, or point HF_HOME to a folder that can be written, and run again"
+        what = f"{subject.name} could not be downloaded: {name_reason(cause)}"
+        if cause.filename is None and cause.errno not in FIXES:
+            return message(what, fix=LOOK)
+        fix = f"{tell_fix(cause, 'point HF_HOME to a folder that can be written')}, and run again"
         return HubError(what, where=str(cause.filename or constants.HF_HUB_CACHE), fix=fix)
     if type(cause).__name__.startswith("Xet") or (isinstance(cause, RuntimeError) and _in_client(cause)):
         what = f"{subject.file or 'a file'} of {repo} could not be downloaded ({_quote(cause)})"
         return message(what, fix="check the connection and run again, or set HF_HUB_DISABLE_XET=1")
+    return None
+
+
+def _explain_machine(cause: BaseException) -> HubError | None:
+    """The error for a setting of this machine with which no request can be made; None where it is none."""
+    if isinstance(cause, UnicodeError) and not (get_token() or "").isascii():
+        return HubError("the token holds characters that no token has", where="HF_TOKEN", fix=LOGIN)
+    file = os.environ.get("SSL_CERT_FILE")
+    if file and isinstance(cause, OSError):
+        try:
+            ssl.create_default_context(cafile=file)
+        except OSError as error:
+            what = f"SSL_CERT_FILE names {file}, which cannot be used: {name_reason(error)}"
+            return HubError(what, where="SSL_CERT_FILE", fix="unset it, or let it name a file of certificates")
     return None
 
 
@@ -161,6 +183,8 @@ def _explain_writing(error: Exception, repo: str) -> HubError | None:
     message = partial(HubError, where=repo)
     if isinstance(cause, errors.HFValidationError):
         return message(f"{repo!r} is not the name of a repo", fix="write USER/NAME")
+    if own := _explain_machine(cause):
+        return own
     if isinstance(cause, errors.RepositoryNotFoundError) and not isinstance(cause, errors.GatedRepoError):
         return gone(repo)
     if is_conflict(cause):
@@ -185,8 +209,8 @@ def _explain_writing(error: Exception, repo: str) -> HubError | None:
         fix = "check the connection, or set HF_HUB_DISABLE_XET=1"
         return message(f"an upload to {hub} failed ({_quote(cause)})", fix=fix)
     if isinstance(cause, OSError):
-        what = f"a file cannot be read: {cause.strerror or kind.__name__}"
-        return HubError(what, where=str(cause.filename or repo), fix="check the disk")
+        what = f"the push to {repo} failed: {name_reason(cause)}"
+        return HubError(what, where=str(cause.filename or repo), fix=tell_fix(cause, LOOK))
     return None
 
 

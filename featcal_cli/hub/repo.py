@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -30,6 +30,7 @@ from featcal_cli.hub.client import limit_waiting, patiently, unreachable
 from featcal_cli.hub.messages import explained
 from featcal_cli.hub.weight_files import PICKLES, SAFETENSORS, Entry, check_distinct, parse_header, parse_index
 from featcal_cli.runtime.errors import HubError
+from featcal_cli.runtime.files import name_reason
 from featcal_cli.runtime.progress import hub_host
 from featcal_cli.runtime.references import bare_id, existing_path, looks_like_path, split_revision
 from featcal_cli.runtime.untrusted_text import show
@@ -37,6 +38,7 @@ from featcal_cli.runtime.untrusted_text import show
 Kind = Literal["model", "dataset"]
 
 COMMIT = re.compile("[0-9a-f]{40}")
+CARD = "README.md"
 MAX_TEXT_BYTES = 10_000_000
 """A config, index or card is smaller than this; a larger one is not read."""
 
@@ -81,16 +83,29 @@ class Repo:
         with self.explained():
             return _list_files(self.name, str(self.commit), self.kind)
 
-    def read_text(self, path: str) -> str | None:
-        """The text of a small file; None where there is no such file. Raises HubError when it cannot be read."""
+    def read_text(self, path: str, errors: str = "strict") -> str | None:
+        """The text of a small file; None where there is no such file. Raises HubError when it cannot be read. errors:
+        what becomes of bytes that are not UTF-8, as Python calls it."""
         if path not in self.files:
             return None
         file = self.fetch_text(path)
         try:
-            return file.read_text(encoding="utf-8-sig")
+            return file.read_text(encoding="utf-8-sig", errors=errors)
         except (OSError, UnicodeDecodeError) as error:
-            what = f"{path} of {self.name} cannot be read: it is not UTF-8 text"
+            reason = name_reason(error) if isinstance(error, OSError) else "it is not UTF-8 text"
+            what = f"{path} of {self.name} cannot be read: {reason}"
             raise HubError(what, where=self.name, fix="fix the file, or use another revision") from error
+
+    def read_card(self) -> str:
+        """The text of README.md, empty without one; signs that are not UTF-8 are replaced: prose is never a reason to
+        stop. Raises HubError for a card that is too long, or does not arrive."""
+        return self.read_text(CARD, errors="replace") or ""
+
+    def find_card(self) -> str | None:
+        """The text of README.md where it can be had; None where it cannot."""
+        with suppress(HubError):
+            return self.read_card() or None
+        return None
 
     def read_bytes(self, path: str, start: int, stop: int) -> bytes:
         """Bytes `start` to `stop` of a file, fewer at its end; of a Hub repo no others are transferred, and none that

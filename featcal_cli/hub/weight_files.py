@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 from safetensors import SafetensorError
 
 from featcal_cli.runtime.errors import HubError
-from featcal_cli.runtime.files import cache_folder, copy_files, flush, name_reason, take_stamp, visible_files
+from featcal_cli.runtime.files import cache_folder, copy_files, flush, name_reason, take_stamp, tell_fix, visible_files
 from featcal_cli.runtime.untrusted_text import parse_json, show
 
 if TYPE_CHECKING:
@@ -245,14 +245,14 @@ def new_copy(target: Path, kind: str) -> Iterator[Path]:
                 raise
     except (OSError, SafetensorError) as error:
         what = f"the {kind} copy cannot be written: {name_reason(error)}"
-        raise HubError(what, where=str(target), fix="free some disk space, or point FEATCAL_CACHE elsewhere") from error
+        raise HubError(what, where=str(target), fix=tell_fix(error, "point FEATCAL_CACHE elsewhere")) from error
     finally:
         shutil.rmtree(draft, ignore_errors=True)
 
 
 def unwritable_cache(folder: Path, error: OSError) -> HubError:
     what = f"the cache folder cannot be written: {name_reason(error)}"
-    return HubError(what, where=str(folder), fix="point FEATCAL_CACHE to a folder that can be written")
+    return HubError(what, where=str(folder), fix=tell_fix(error, "point FEATCAL_CACHE to a folder that can be written"))
 
 
 def folder_key(folder: Path) -> str:

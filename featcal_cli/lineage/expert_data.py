@@ -152,7 +152,7 @@ def _choose_config(search: Search, task: str, dataset: Finding, expert: Card, no
     try:
         with named_by(name, dataset.source):
             repo = search.open(name, "dataset")
-        card = read_card(repo.read_text("README.md") or "")
+        card = read_card(repo.read_card())
     except HubError as error:
         if not is_gone(error, name):
             raise

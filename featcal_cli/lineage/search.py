@@ -79,8 +79,8 @@ class Search:
 
         def fetch(name: str) -> None:
             repo = self.open(name)
-            for file in ("README.md", ADAPTER_CONFIG):
-                repo.read_text(file)
+            repo.read_card()
+            repo.read_text(ADAPTER_CONFIG)
 
         do_at_once(fetch, map(opened_part, references))
 
@@ -90,7 +90,7 @@ class Search:
         with named_by(name, source):
             repo = self.open(name)
             if name not in self._cards:
-                self._cards[name] = read_card(repo.read_text("README.md") or "")
+                self._cards[name] = read_card(repo.read_card())
                 self.notes += [f"the card of {name}: {problem}" for problem in self._cards[name].problems]
         return repo, self._cards[name]
 

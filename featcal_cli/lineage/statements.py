@@ -134,7 +134,7 @@ def read_statements(repo: Repo, command: str, notes: list[str], looked_at: list[
         what = f"{repo.name} is an adapter, not a merged model"
         fix = f"give the merged model; if it is BASE+ADAPTER, name what it was made from: {command}"
         raise LineageError(what, where=f"{ADAPTER_CONFIG} of {repo.name}", fix=fix)
-    card = read_card(repo.read_text("README.md") or "")
+    card = read_card(repo.read_card())
     if card.relation in _RELATIONS:
         what = f"{repo.name} is no merged model: its card says that it is {_RELATIONS[card.relation]}"
         raise LineageError(what, where=f"the card of {repo.name}", fix="give the merged model itself")

@@ -20,6 +20,7 @@ from featcal_cli.reporting.report import PICTURE, DriftRow, Inspection, Report
 from featcal_cli.reporting.verdict import list_feature_columns, list_output_columns, list_roles, write_verdict
 from featcal_cli.runtime.errors import GateError
 from featcal_cli.runtime.files import tell_bytes
+from featcal_cli.runtime.untrusted_text import without_tokens
 
 LONGEST_NAME = 200
 LONGEST_DOCUMENT = 100_000
@@ -34,7 +35,6 @@ class _Parser(MarkdownIt):
 
 
 _PARSER = _Parser("commonmark", {"html": False}).enable("table")
-_TOKEN = re.compile(r"\bhf_[A-Za-z0-9]{20,}")
 _PATH = re.compile(r"(?<![\w:/.~&;])~?/(?:[^\s/,;:()'\"`<>|\\]+/)*([^\s/,;:()'\"`<>|\\]+)/?")
 _HOME_PATH = re.compile(
     r"(?<![\w:/.-])/(?:home|Users|root|tmp|var|mnt|media|srv|scratch|workspace|private|Volumes)/"
@@ -65,7 +65,7 @@ def one_line(text: str, longest: int = LONGEST_NAME) -> str:
 
 def plain(text: str, longest: int = LONGEST_NAME) -> str:
     """`text` in one line, without secrets."""
-    return one_line(without_secrets(text), longest)
+    return one_line(without_tokens(text), longest)
 
 
 def inert(text: str, longest: int = LONGEST_NAME) -> str:
@@ -76,11 +76,6 @@ def inert(text: str, longest: int = LONGEST_NAME) -> str:
     return re.sub(r"^([-+=]+|\d+[.)])(?=\s|$)", lambda marker: f"{marker[0][:-1]}&#{ord(marker[0][-1])};", shown)
 
 
-def without_secrets(text: str) -> str:
-    """`text` with everything that looks like a token of the Hub taken out."""
-    return _TOKEN.sub("hf_…", text)
-
-
 def without_paths(text: str) -> str:
     """`text` with the last part alone of every absolute path."""
     return _PATH.sub(r"\1", text)
@@ -88,7 +83,7 @@ def without_paths(text: str) -> str:
 
 def clean(text: str) -> str:
     """Without what is not passed on: tokens, and the folders of this machine."""
-    return without_paths(without_secrets(text))
+    return without_paths(without_tokens(text))
 
 
 def inert_document(markdown: str, level: int) -> str:

@@ -21,7 +21,6 @@ from featcal_cli.reporting.markdown import (
     join_notes,
     one_line,
     without_paths,
-    without_secrets,
     write_accuracy,
     write_adapter,
     write_distances,
@@ -30,7 +29,7 @@ from featcal_cli.reporting.markdown import (
     write_row,
 )
 from featcal_cli.reporting.report import ITSELF, RECIPE, REPORT, Report, Source
-from featcal_cli.runtime.untrusted_text import split_front_matter
+from featcal_cli.runtime.untrusted_text import split_front_matter, without_tokens
 
 MODELS = ("merged", "base", "expert")
 HUB = "https://huggingface.co"
@@ -101,7 +100,7 @@ def write_card(
     loading = _write_loading(target or name, pipeline_tag, model_class, processor_class)
     sections = _write_sections(report, name, target, (model_class, loading), data.license_name or data.license)
     text = "\n\n".join([MARK, *sections, *([OWN_CARD, own_card] if own_card else [])])
-    return without_secrets(str(ModelCard(f"---\n{data.to_yaml()}\n---\n\n{text}\n")))
+    return without_tokens(str(ModelCard(f"---\n{data.to_yaml()}\n---\n\n{text}\n")))
 
 
 def read_license(readme: str | None) -> str | None:

@@ -15,6 +15,7 @@ from pydantic import TypeAdapter
 from featcal_cli.calibration.results import SHOWN, AdapterReport, BlockReport
 from featcal_cli.evaluation.results import TaskScores
 from featcal_cli.runtime.progress import tell_change
+from featcal_cli.runtime.untrusted_text import without_tokens
 
 SCHEMA = 1
 """Version of the JSON form; it grows when a key changes its meaning or goes away."""
@@ -311,7 +312,9 @@ class Report:
 
     def to_json(self) -> str:
         text = json.dumps(self.to_dict(), indent=2, ensure_ascii=False) + "\n"
-        return text.encode("utf-8", "backslashreplace").decode()  # names in data may hold half characters
+        return without_tokens(
+            text.encode("utf-8", "backslashreplace").decode()
+        )  # names in data may hold half characters
 
     @classmethod
     def from_json(cls, text: str) -> Report:

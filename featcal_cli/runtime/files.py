@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import socket
+import tempfile
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -17,8 +18,16 @@ from pathlib import Path
 
 from featcal_cli.runtime.errors import CheckpointError, OutputError
 
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
-"""Of a disk with no room, of a user who has used up theirs, of a disk for reading only."""
+ACCESS = "let this user read and write it"
+LIMIT = "raise the limit of this process (ulimit {})"
+FIXES = {
+    errno.ENOSPC: "free disk space", errno.EDQUOT: "free some of this user's share of the disk",
+    errno.EROFS: "have this disk mounted for writing, too", errno.EIO: "check the disk",
+    errno.EACCES: ACCESS, errno.EPERM: ACCESS,
+    errno.EFBIG: LIMIT.format("-f"), errno.EMFILE: LIMIT.format("-n"),
+    errno.ELOOP: "remove the link that leads to itself",
+}  # fmt: skip
+"""What is to be done, by the system's number of an error; nothing is known of others."""
 
 UNFLUSHABLE = (errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.EACCES)
 
@@ -79,7 +88,7 @@ def write_requested(file: Path, content: str | bytes, where: str) -> None:
         else:
             write_file(file.resolve(), content)
     except OSError as error:
-        fix = "free disk space, or give the path of a file that can be written"
+        fix = tell_fix(error, "give the path of another file")
         raise OutputError(f"cannot write: {name_reason(error)}", where=where, fix=fix) from None
 
 
@@ -88,21 +97,43 @@ def draft_of(file: Path) -> Path:
     return file.with_name(f".{file.name}.partial")
 
 
+def tell_fix(error: BaseException, otherwise: str) -> str:
+    """What to do where something cannot be written: what the system's number of the error asks for, or `otherwise`, in
+    words that can follow "or"."""
+    fix = FIXES.get(_find_number(error) or 0)
+    return f"{fix}, or {otherwise}" if fix else otherwise
+
+
 def explain_full(error: BaseException) -> OutputError | None:
-    """The message for a disk that could not take more, or a place that is not for us, wherever that came up; None for
+    """The message for what the system refused for a reason that the user can change, wherever that came up; None for
     any other error."""
-    named = getattr(error, "filename", None)
+    named, number = getattr(error, "filename", None), _find_number(error)
     if isinstance(error, FileNotFoundError) and "temporary directory" in str(error):  # Python looked in several places
         fix = "let TMPDIR name a folder that can be written"
         return OutputError("there is no folder for temporary files", where="TMPDIR", fix=fix)
-    if isinstance(error, PermissionError) and named:
-        fix = "let this user read and write it, or name another place (TMPDIR, HF_HOME and FEATCAL_CACHE name some)"
-        return OutputError(f"cannot open: {name_reason(error)}", where=str(named), fix=fix)
-    if _find_number(error) not in FULL:
+    if number not in FIXES or (FIXES[number] == ACCESS and not named):
         return None
-    where = str(named) if named else "standard output or a temporary file"
-    fix = "free disk space, or let TMPDIR and HF_HOME name folders of another disk, and run it again"
-    return OutputError(f"cannot write: {name_reason(error)}", where=where, fix=fix)
+    fix = tell_fix(error, _name_setting(Path(os.fsdecode(named)) if named else None))
+    where = os.fsdecode(named) if named else "standard output or a temporary file"
+    return OutputError(f"a file cannot be opened, read or written: {name_reason(error)}", where=where, fix=fix)
+
+
+def _name_setting(file: Path | None) -> str:
+    """How another place for a file can be named; None stands for one without a name, which is temporary."""
+    places = {"FEATCAL_CACHE": cache_folder(), "HF_HOME": hub_folder()}
+    with suppress(OSError):  # there is no folder for temporary files
+        places["TMPDIR"] = Path(tempfile.gettempdir())
+    inside = (variable for variable, place in places.items() if file is not None and file.is_relative_to(place))
+    if variable := next(inside, None if file else "TMPDIR"):
+        return f"let {variable} name another folder"
+    return "give another file or folder in its place"
+
+
+def hub_folder() -> Path:
+    """The folder in which huggingface_hub keeps what is its own."""
+    from huggingface_hub import constants
+
+    return Path(constants.HF_HOME)
 
 
 def tell_bytes(count: float) -> str:
@@ -273,7 +304,7 @@ def hold(folder: Path, target: Path) -> Iterator[None]:
         raise OutputError(what, where=str(target), fix="wait for it, stop it, or give another --output") from None
     except OSError as error:
         what = f"cannot write here: {name_reason(error)}"
-        fix = "free disk space, or choose another --output" if error.errno in FULL else "choose another --output"
+        fix = tell_fix(error, "choose another --output")
         raise OutputError(what, where=str(error.filename or folder), fix=fix) from None
     try:
         yield

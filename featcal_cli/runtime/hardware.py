@@ -24,7 +24,7 @@ import transformers
 from torch import Tensor
 
 from featcal_cli.runtime.errors import OutputError, RecipeError
-from featcal_cli.runtime.files import name_reason
+from featcal_cli.runtime.files import name_reason, tell_fix
 from featcal_cli.runtime.process import read_launch
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
@@ -67,18 +67,20 @@ def map_to_files(tensors: Iterable[Tensor], folder: Path) -> None:
     for tensor in tensors if MAPS.is_file() else ():
         if tensor.nbytes >= WORTHWHILE and tensor.is_contiguous() and not any(_mapped([tensor], files)):
             data = tensor.detach().view(-1).view(torch.uint8)
-            mapped = write_mapped(data, folder, "weights that were converted cannot be kept on disk", "free disk space")
+            mapped = write_mapped(
+                data, folder, "weights that were converted cannot be kept on disk", "choose another --output"
+            )
             tensor.data = mapped.view(tensor.dtype).view(tensor.shape)
             advise(mapped.data_ptr(), mapped.nbytes, "MADV_DONTNEED")
             del data, mapped
     trim_heap()
 
 
-def write_mapped(data: Tensor, folder: Path, what: str, fix: str) -> Tensor:
+def write_mapped(data: Tensor, folder: Path, what: str, otherwise: str) -> Tensor:
     """The same bytes in a mapped file that has no name: its space is freed with the tensor. `data` [n] is of uint8.
 
-    Raises OutputError, which says `what` failed and how to mend it, when they cannot be written; MemoryError when they
-    cannot be mapped.
+    Raises OutputError, which says `what` failed and what to do, or else `otherwise`, when they cannot be written;
+    MemoryError when they cannot be mapped.
     """
     try:
         # written, not filled through the mapping: so a full disk is an error, and not the end of the process
@@ -89,7 +91,7 @@ def write_mapped(data: Tensor, folder: Path, what: str, fix: str) -> Tensor:
     except (OSError, RuntimeError) as error:  # torch raises RuntimeError where a file cannot be mapped
         if os.strerror(ENOMEM) in str(error):
             raise MemoryError("no room to map a file") from error
-        raise OutputError(f"{what}: {name_reason(error)}", where=str(folder), fix=fix) from None
+        raise OutputError(f"{what}: {name_reason(error)}", where=str(folder), fix=tell_fix(error, otherwise)) from None
     return mapped
 
 

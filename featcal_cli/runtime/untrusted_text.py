@@ -191,17 +191,34 @@ PATTERNS = (
 )
 
 
+TOKEN = re.compile(r"\b(hf|api_org)_[A-Za-z0-9]{20,}")
+"""What tokens of the Hub look like."""
+SHORTEST_IN_FILES = 16
+"""Characters of a secret that is taken out of files, which programs read."""
+
+
 def redact(text: str) -> str:
     """The text without tokens, passwords in addresses, signatures of addresses, and values of secret variables."""
+    text = _without_secret_values(text, SHORTEST)
+    for pattern, hidden in PATTERNS:
+        text = pattern.sub(hidden, text)
+    return text
+
+
+def without_tokens(text: str) -> str:
+    """The text of a file that featcal composes (a card, a report, a recipe) without tokens and values of secret
+    variables; everything else in it stays."""
+    return TOKEN.sub(r"\1_…", _without_secret_values(text, SHORTEST_IN_FILES))
+
+
+def _without_secret_values(text: str, shortest: int) -> str:
     from huggingface_hub import get_token
 
-    secrets = {value for name, value in os.environ.items() if SECRET_NAMES.search(name) and len(value) >= SHORTEST}
+    secrets = {value for name, value in os.environ.items() if SECRET_NAMES.search(name) and len(value) >= shortest}
     if token := get_token():
         secrets.add(token)
     for secret in sorted(secrets, key=len, reverse=True):
         text = text.replace(secret, HIDDEN)
-    for pattern, hidden in PATTERNS:
-        text = pattern.sub(hidden, text)
     return text
 
 

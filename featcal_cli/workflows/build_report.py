@@ -19,7 +19,6 @@ from featcal_cli.engine.job import CALIBRATED, Job
 from featcal_cli.lineage.questions import SAID
 from featcal_cli.reporting.model_card import read_license
 from featcal_cli.reporting.report import (
-    CARD,
     ITSELF,
     BlockDrift,
     DriftCurve,
@@ -107,7 +106,7 @@ def _describe_sources(plan: Preflight) -> Iterator[Source]:
     """Every model and dataset that a run read, with the licence that its card names."""
     found_in = {finding.role: finding.source for finding in plan.findings}
     for role, origin in plan.origins.items():
-        licenses = {read_license(repo.read_text(CARD)) for repo in origin.repos()}
+        licenses = {read_license(repo.find_card()) for repo in origin.repos()}
         agreed = licenses.pop() if len(licenses) == 1 else None
         yield Source(role, origin.name, origin.repo.commit, found_in.get(role, SAID), agreed)
     for task, spec in plan.recipe.tasks.items():

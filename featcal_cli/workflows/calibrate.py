@@ -350,7 +350,7 @@ class Computation:
 
         repo = plan.origins["merged"].repo if "merged" in plan.origins else None
         about: dict[str, Any] = {
-            "merged_readme": repo.read_text(CARD) if repo else None,
+            "merged_readme": repo.find_card() if repo else None,
             "model_class": find_auto_class(type(models.merged.module)),
             "processor_class": find_processor_class(models.merged.snapshot.folder),
             "pipeline_tag": find_pipeline_tag(type(models.merged.module)),

@@ -26,7 +26,7 @@ from featcal_cli.models.architecture import Architecture, held_parameters
 from featcal_cli.models.loading import DTYPES, Model, load_model
 from featcal_cli.reporting.report import CARD, PICTURE, RECIPE, REPORT
 from featcal_cli.runtime.errors import CheckpointError, FeatCalError, NumericsError, OutputError
-from featcal_cli.runtime.files import check_links, copy_files, name_reason, visible_files
+from featcal_cli.runtime.files import check_links, copy_files, name_reason, tell_fix, visible_files
 from featcal_cli.workflows.workspace import UnfinishedFolder, Workspace
 
 
@@ -205,7 +205,7 @@ def build_checkpoint(target: Path, layout: Snapshot, spare: Snapshot, tensors: I
         raise OutputError(
             f"the merged model cannot be written: {name_reason(error)}",
             where=str(target),
-            fix="free disk space, or choose another --output",
+            fix=tell_fix(error, "choose another --output"),
         ) from None
 
 

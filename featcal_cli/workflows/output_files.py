@@ -20,7 +20,7 @@ from featcal_cli.reporting.report import CARD, REPORT, Report
 from featcal_cli.runtime.errors import OutputError, RecipeError
 from featcal_cli.runtime.files import stamp_files, write_requested
 from featcal_cli.runtime.references import existing_path
-from featcal_cli.runtime.untrusted_text import bare
+from featcal_cli.runtime.untrusted_text import bare, without_tokens
 from featcal_cli.workflows.workspace import NOTE, WROTE, Workspace
 
 ENDINGS = (".yaml", ".yml")
@@ -58,7 +58,8 @@ class FinishedOutput:
     def write_note(self, reports: Sequence[str], note: Note) -> str:
         """The text of the note of this job; by its report, one of `reports`, one sees later if it is still its own."""
         about = {"job": self._job, "files": self._files, "reports": list(map(_hash, reports))}
-        return json.dumps({**about, "card": note.card, "push": note.push, WROTE: note.files, "run": note.run})
+        said = {**about, "card": note.card, "push": note.push, WROTE: note.files, "run": note.run}
+        return without_tokens(json.dumps(said))
 
     def write_card(self, report: Report, repo_id: str | None, about: Mapping[str, Any]) -> str:
         """The text of the model card; repo_id: where the output is pushed to, if it is."""
@@ -106,12 +107,12 @@ class FinishedOutput:
 
     @cached_property
     def _files(self) -> dict[str, str]:
-        return stamp_files(self._draft.local_paths)
+        return json.loads(without_tokens(json.dumps(stamp_files(self._draft.local_paths))))
 
     @cached_property
     def _job(self) -> str:
         """The job without its output, which may be pushed to another place than was planned."""
-        return json.dumps(self._draft.model_dump(mode="json", exclude={"output"}), sort_keys=True)
+        return without_tokens(json.dumps(self._draft.model_dump(mode="json", exclude={"output"}), sort_keys=True))
 
     def _read_report(self) -> str:
         return (self._target / REPORT).read_text(encoding="utf-8")
@@ -128,7 +129,7 @@ def dump_recipe(recipe: Recipe) -> str:
     """
     made = f"# Written by featcal {__version__}: the job that calibrated {_name_merged(recipe)},"
     again = "# every Hub repo at its commit. Run it again: featcal calibrate -r featcal.yaml -o NEW"
-    return f"{made}\n{again}\n{_dump(recipe)}"
+    return without_tokens(f"{made}\n{again}\n{_dump(recipe)}")
 
 
 def save_recipe(file: Path, recipe: Recipe, findings: Sequence[Finding], *, overwrite: bool) -> None:
@@ -140,7 +141,7 @@ def save_recipe(file: Path, recipe: Recipe, findings: Sequence[Finding], *, over
     ]
     lines += [f"#   {bare(finding.role)}: {bare(finding.source)}" for finding in findings]
     content = "\n".join(lines) + "\n" + _dump(recipe, output=recipe.output.push_to is not None)
-    write_requested(file, content, where=f"--save {file}")
+    write_requested(file, without_tokens(content), where=f"--save {file}")
 
 
 def check_save(file: Path, *, overwrite: bool, dry_run: bool = True) -> None:

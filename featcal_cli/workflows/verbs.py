@@ -157,6 +157,7 @@ class CalibrationRun:
     def __init__(self, session: Session, output: str | Path | None, options: CalibrateOptions) -> None:
         self._session, self._options, self._ranks = session, options, session.ranks
         self.target = Path(output) if output else default_output(session.draft.name)
+        check_name(self.target)
         self._workspace = Workspace(self.target, overwrite=options.overwrite)
         self._output = FinishedOutput(session.draft, self._workspace)
         self._note: Note | None = None
@@ -177,7 +178,6 @@ class CalibrationRun:
             self._note = note
             self._session.note(f"{self.target} was finished by an earlier run; nothing is computed again")
         else:
-            check_name(self.target)
             check_apart(self.target, self._session.draft.local_paths)
             check_replaceable(self.target, overwrite=options.overwrite)
             self._output.remember_files()
@@ -195,8 +195,6 @@ class CalibrationRun:
     def calibrate(self) -> Result:
         """Do it all. What is wrong with the inputs leaves nothing behind; finished blocks outlive everything else."""
         session, models = self._session, None
-        if self._ranks.is_first:
-            check_name(self.target)
         with self._workspace.held() if self._ranks.is_first else nullcontext():
             target = self.check_output_and_hub()
             if self._ranks.broadcast(self._note is not None):

@@ -12,7 +12,7 @@ from featcal_cli.calibration.journal import drop_journal, list_entries
 from featcal_cli.hub.download import DESCRIBING, PREPROCESSOR_FILES
 from featcal_cli.reporting.report import CARD, PICTURE, RECIPE, REPORT
 from featcal_cli.runtime.errors import OutputError
-from featcal_cli.runtime.files import LOCK, draft_of, flush, hold, name_reason, write_file
+from featcal_cli.runtime.files import LOCK, draft_of, flush, hold, name_reason, tell_fix, write_file
 from featcal_cli.runtime.process import read_launch
 
 NOTE = ".featcal.json"
@@ -38,10 +38,9 @@ def check_name(target: Path) -> None:
         for name in (place.name, f".{place.name}.featcal"):
             with suppress(FileNotFoundError, NotADirectoryError):
                 place.with_name(name or "folder").lstat()
-    except (OSError, ValueError) as error:
-        raise OutputError(
-            f"this cannot be a folder: {name_reason(error)}", where=str(target)[:80], fix="choose another --output"
-        ) from None
+    except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: links that lead to each other
+        what = f"this cannot be a folder: {name_reason(error)}"
+        raise OutputError(what, where=str(target)[:80], fix="choose another --output") from None
 
 
 def check_apart(target: Path, sources: Iterable[Path]) -> None:
@@ -228,7 +227,7 @@ class Workspace:
             raise OutputError(
                 f"cannot write: {name_reason(error)}",
                 where=str(self.target),
-                fix="free disk space and run the same command again, or choose another --output",
+                fix=f"{tell_fix(error, 'choose another --output')}, and run the same command again",
             ) from None
 
     def _remove_replaced(self) -> None:

@@ -1,0 +1,150 @@
+"""What lies beside the merged model's weights: components stay byte for byte, copies of the same tensors go."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from families import FAMILIES, Saved, save_family
+from hub_server import HubServer
+from safetensors.torch import load_file, save_file
+
+from featcal_cli.hub.snapshot import resolve
+from featcal_cli.runtime.errors import FeatCalError, HubError
+from featcal_cli.workflows.verbs import calibrate, dry_run
+
+pytestmark = pytest.mark.usefixtures("undrawn")
+
+BERT = next(family for family in FAMILIES if family.name == "bert")
+
+
+def write(folder: Path, path: str, content: bytes | str = b"anything") -> Path:
+    file = folder / path
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return file
+
+
+def paths_in(folder: Path) -> set[str]:
+    return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Saved:
+    return save_family(tmp_path, BERT)
+
+
+def test_components_stay_and_second_copies_go(saved: Saved, tmp_path: Path) -> None:
+    merged = tmp_path / "merged"
+    weights = load_file(merged / "model.safetensors")
+    other = {name: value + 0.01 for name, value in weights.items()}  # a component that is built like the model
+    half = {name: value.to(torch.bfloat16) for name, value in weights.items()}
+    for folder in ("question_encoder", "half", "0_Transformer", "checkpoint-500", "one_name_less"):
+        (merged / folder).mkdir()
+    save_file(other, merged / "question_encoder" / "model.safetensors")
+    save_file(half, merged / "half" / "model.safetensors")
+    save_file(weights, merged / "0_Transformer" / "model.safetensors")
+    save_file(other, merged / "checkpoint-500" / "model.safetensors")
+    save_file({name.partition(".")[2]: value for name, value in half.items()}, merged / "one_name_less" / "a.safetensors")
+    save_file(dict(list(other.items())[:2]), merged / "earlier.safetensors")
+    save_file({"summary.weight": torch.ones(1, 32)}, merged / "v_head.safetensors")
+    (merged / "model.fp16.safetensors").write_bytes((merged / "half" / "model.safetensors").read_bytes())
+    modules = [{"path": ""}, {"path": "0_Transformer"}, {"path": "1_Pooling"}, {"path": "2_Dense"}]
+    write(merged, "modules.json", json.dumps(modules))
+    kept = [
+        *("1_Pooling/config.json", "2_Dense/pytorch_model.bin", "2_Dense/config.json", "lora/adapter_model.safetensors"),
+        *("vision_tower/model.safetensors", "unet/diffusion_pytorch_model.bin", "sparse_linear.pt", "model_head.pkl"),
+        *("training_args.bin", "original/params.json"),
+    ]
+    gone = [
+        *("onnx/model.onnx", "openvino/openvino_model.bin", "model-Q4_K_M.gguf", "gguf/model.gguf", "tf_model.h5"),
+        *("consolidated.safetensors", "original/consolidated.00.pth", "optimizer.pt", "pytorch_model.bin"),
+        *("checkpoint-500/optimizer.pt", "flax_model.msgpack"),
+    ]
+    for path in (*kept, *gone):
+        write(merged, path)
+    # a pickle is never opened: one as large as the model is taken for it
+    gone.append(write(merged, "old.pt", bytes((merged / "model.safetensors").stat().st_size)).name)
+    by_content = ["half/model.safetensors", "one_name_less/a.safetensors", "earlier.safetensors", "model.fp16.safetensors"]
+    gone += [*by_content, "checkpoint-500/model.safetensors"]
+    kept += ["question_encoder/model.safetensors", "0_Transformer/model.safetensors", "v_head.safetensors", "modules.json"]
+
+    class Told(list[str]):
+        def note(self, text: str) -> None:
+            self.append(text)
+
+    from featcal_cli.runtime.progress import Listener
+
+    told: list[str] = []
+    listener = Listener()
+    listener.note = told.append  # type: ignore[method-assign]
+    calibrate(saved.recipe(), output=tmp_path / "out", listener=listener)
+    assert not paths_in(tmp_path / "out") & set(gone)
+    for path in kept:
+        assert (tmp_path / "out" / path).read_bytes() == (merged / path).read_bytes(), path
+    assert [text for text in told if "0_Transformer/model.safetensors" in text and "not the calibrated ones" in text]
+
+
+@pytest.mark.parametrize("says", ["gone shards", "other tensors", "this file"])
+def test_an_index_beside_a_single_file_is_kept_only_if_it_is_true(saved: Saved, tmp_path: Path, says: str) -> None:
+    merged = tmp_path / "merged"
+    names = list(load_file(merged / "model.safetensors"))
+    places = {
+        "gone shards": dict.fromkeys(names, "model-00001-of-00002.safetensors"),
+        "other tensors": dict.fromkeys(names[1:], "model.safetensors"),
+        "this file": dict.fromkeys(names, "model.safetensors"),
+    }
+    write(merged, "model.safetensors.index.json", json.dumps({"metadata": {}, "weight_map": places[says]}))
+    calibrate(saved.recipe(), output=tmp_path / "out")
+    assert (tmp_path / "out" / "model.safetensors.index.json").exists() is (says == "this file")
+
+
+def test_components_of_a_repo_are_downloaded_and_those_of_pickled_models_kept(hub: HubServer, tmp_path: Path) -> None:
+    saved = save_family(tmp_path, BERT)
+    folder = tmp_path / "merged"
+    write(folder, "2_Dense/pytorch_model.bin", b"no pickle at all")
+    write(folder, "onnx/model.onnx")
+    hub.add_repo("user/embedding", folder)
+    found = resolve("user/embedding").folder
+    assert (found / "2_Dense" / "pytorch_model.bin").read_bytes() == b"no pickle at all"
+    assert not (found / "onnx").exists()
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+    hub.add_repo("user/pickled", folder)
+    for name in ("user/pickled", str(folder)):
+        copy = resolve(name, allow_pickle=True).folder
+        assert (copy / "2_Dense" / "pytorch_model.bin").read_bytes() == b"no pickle at all"
+        assert not {"pytorch_model.bin", "onnx/model.onnx"} & paths_in(copy)
+    assert saved
+
+
+def test_a_repo_in_layout_of_sentence_transformers_names_the_folder_of_its_model(tmp_path: Path) -> None:
+    for path in ("modules.json", "0_Transformer/config.json", "0_Transformer/tokenizer_config.json"):
+        write(tmp_path / "st", path, "{}")
+    write(tmp_path / "st", "0_Transformer/model.safetensors")
+    with pytest.raises(HubError) as refused:
+        resolve(str(tmp_path / "st"))
+    assert "0_Transformer/ has one" in refused.value.what and "give its folder 0_Transformer" in refused.value.fix
+
+
+@pytest.mark.parametrize("name", ["README.md", "featcal.yaml", "featcal_report.json", "drift.png"])
+def test_a_folder_with_a_name_of_ours_is_refused_before_anything_is_computed(
+    saved: Saved, tmp_path: Path, name: str
+) -> None:
+    (tmp_path / "merged" / "README.md").unlink(missing_ok=True)
+    write(tmp_path / "merged", f"{name}/inside.txt")
+    with pytest.raises(FeatCalError, match=f"{name} is the name of a file that featcal writes, and a folder here"):
+        dry_run(saved.recipe(), output=tmp_path / "out")
+
+
+@pytest.mark.parametrize("path", ["adapter", "adapter/adapter_model.safetensors"])
+def test_what_lies_where_an_adapter_is_to_be_written_is_never_written_over(
+    saved: Saved, tmp_path: Path, path: str
+) -> None:
+    write(tmp_path / "merged", path)
+    with pytest.raises(FeatCalError, match="is the folder that an adapter is written to"):
+        dry_run(saved.recipe(), output=tmp_path / "out", as_adapter=2)
+    calibrate(saved.recipe(), output=tmp_path / "out")
+    assert (tmp_path / "out" / path).read_bytes() == b"anything"
