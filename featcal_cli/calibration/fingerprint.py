@@ -1,10 +1,8 @@
-"""Everything that decides the result of a job; and, in the user's words, what is not the same in two jobs."""
+"""Everything that decides the result of a job."""
 
 from __future__ import annotations
 
-import re
-import shlex
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from hashlib import sha256
 from pathlib import Path
@@ -13,16 +11,10 @@ from typing import Any
 import torch
 
 from featcal_cli.data.examples import TaskExamples
-from featcal_cli.recipe.schema import Data, Draft, Recipe
+from featcal_cli.recipe.schema import Draft, Recipe
 from featcal_cli.runtime.files import stamp_files
 from featcal_cli.runtime.hardware import describe_environment, read_versions
 from featcal_cli.runtime.references import existing_path
-
-LONGEST = 60
-"""Letters of a value in a message."""
-OPTIONS = {"base": "--base", "expert": "--expert", "data": "--data"}
-"""What is typed for keys that are no settings of the method."""
-COMMIT = re.compile(r"(?<=@)([0-9a-f]{7})[0-9a-f]{33}\b")
 
 
 def take_fingerprint(
@@ -38,93 +30,6 @@ def take_fingerprint(
         "environment": {**describe_environment(device), **read_versions()},
         "data": {task: {"examples": hashes[task], "batch size": examples[task].batch_size} for task in examples},
     }
-
-
-def describe_differences(known: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
-    """What is not the same in two fingerprints, one clause each, the most telling first: what the user typed, then
-    files, packages and machine, then examples; these only where nothing before explains that they differ."""
-    clauses = []
-    for path, *values in _differing_keys(known.get("recipe", {}), wanted.get("recipe", {})):
-        if path[0] == "tasks" and len(path) == 2:
-            clauses.append(f"task {path[1]} is {'new' if values[0] is None else 'gone'}")
-        else:
-            shown = [value and _show_source(value) if path[-1] == "data" else value for value in values]
-            clauses.append(f"{_name_key(path)} was {_shorten(shown[0])}, and is {_shorten(shown[1])}")
-    for file, was, now in _differing(known.get("files", {}), wanted.get("files", {})):
-        clauses.append(f"{file} {'is new' if was is None else 'is gone' if now is None else 'has changed'}")
-    for name, was, now in _differing(known.get("environment", {}), wanted.get("environment", {})):
-        clauses.append(f"{name} was {_shorten(was)}, and is {_shorten(now)}")
-    explained = bool(clauses)
-    for task, was, now in _differing(known.get("data", {}), wanted.get("data", {})):
-        for key, before, after in _differing(was or {}, now or {}):
-            if key == "batch size":
-                clauses.append(f"--batch-size of {task} was {_shorten(before)}, and is {_shorten(after)}")
-            elif not explained:
-                clauses.append(f"the examples of {task} differ")
-    return clauses
-
-
-def describe_way_back(known: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:
-    """What to type to get the recipe of `known` again, where that is a matter of options; else nothing."""
-    differing = _differing_keys(known.get("recipe", {}), wanted.get("recipe", {}))
-    options = [_write_option(path, was) for path, was, _ in differing]
-    return " ".join(options) if all(options) else ""
-
-
-def _differing(known: Mapping[str, Any], wanted: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
-    for key in dict.fromkeys((*known, *wanted)):
-        if known.get(key) != wanted.get(key):
-            yield str(key), known.get(key), wanted.get(key)
-
-
-def _differing_keys(known: Any, wanted: Any, *path: str) -> Iterator[tuple[tuple[str, ...], Any, Any]]:
-    """The keys of two recipes that differ, by their paths, down to what one option says."""
-    whole = path[:1] == ("merged",) or path[-1:] in (("data",), ("evaluate",))
-    if whole or not (isinstance(known, Mapping) and isinstance(wanted, Mapping)):
-        yield path, known, wanted
-        return
-    for key, was, now in _differing(known, wanted):
-        yield from _differing_keys(was, now, *path, key)
-
-
-def _name_key(path: tuple[str, ...]) -> str:
-    """A key of a recipe as users type it."""
-    name = path[-1]
-    if path[0] == "calibration":
-        return "--bias/--no-bias" if name == "bias" else f"--{name.replace('_', '-')}"
-    if path[0] == "tasks" and name in OPTIONS:
-        return f"{OPTIONS[name]} of {path[1]}"
-    return OPTIONS.get(name) or " ".join(path)
-
-
-def _write_option(path: tuple[str, ...], value: Any) -> str:
-    """The option that sets a key of a recipe, as one types it; empty where there is none."""
-    if value is None or (path[0] == "tasks" and len(path) == 2):
-        return ""
-    if path == ("calibration", "bias"):
-        return "--bias" if value else "--no-bias"
-    if path[0] == "calibration":
-        return f"{_name_key(path)} {_shorten(value)}"
-    if path == ("merged",):
-        built = isinstance(value, Mapping)
-        return f"--merge {value['method']}:{value['scale']:g}" if built else shlex.quote(str(value))
-    if path == ("base",):
-        return f"--base {shlex.quote(str(value))}"
-    has_columns = isinstance(value, Mapping) and (value.get("columns") or value.get("template"))
-    if path[0] == "tasks" and path[-1] in ("expert", "data") and not has_columns:
-        return f"{OPTIONS[path[-1]]} {shlex.quote(f'{path[1]}={_show_source(value)}')}"
-    return ""
-
-
-def _show_source(value: Any) -> str:
-    """A data source, or an expert, as it is typed."""
-    return str(Data.model_construct(**value) if isinstance(value, Mapping) else value)
-
-
-def _shorten(value: Any) -> str:
-    text = "not given" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
-    text = COMMIT.sub(r"\1", text)
-    return text if len(text) <= LONGEST else f"{text[: LONGEST // 3]}…{text[-LONGEST * 2 // 3 :]}"
 
 
 def _hash_examples(examples: TaskExamples) -> str:

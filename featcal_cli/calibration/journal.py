@@ -230,7 +230,7 @@ def restore_block(journal: Journal | None, number: int, student: BlockRunner, ra
 
 def _refuse(folder: Path, known: Mapping[str, Any], wanted: Mapping[str, Any]) -> OutputError:
     """The error for finished blocks of another job: what differs, and what to type."""
-    from featcal_cli.calibration.fingerprint import describe_differences, describe_way_back
+    from featcal_cli.calibration.job_differences import describe_differences, describe_way_back
 
     drop = "add --restart to drop it and begin anew"
     if known.get("format") != wanted["format"]:

@@ -175,9 +175,11 @@ def calibrate(
         if json:
             pushed = asdict(result.pushed) if result.pushed else None
             typer.echo(dumps({"output": str(result.output), "pushed": pushed, **result.report.to_dict()}, indent=2))
-        else:
+        elif evaluate or not result.was_done:
             hint = None if quiet else result_view.suggest_again(result.output)
             result_view.show_calibration(result.report, result.output, result.pushed, screen.seconds, hint)
+        elif quiet:
+            typer.echo(verbs.ALREADY_DONE.format(result.output))
         if strict:
             check_grown(result.report, result.output)
         if not push_anyway:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from featcal_cli import __version__
+from featcal_cli.calibration.job_differences import describe_differences
 from featcal_cli.hub.repo import open_repo
 from featcal_cli.lineage.questions import Finding
 from featcal_cli.recipe.schema import Draft, Merge, Recipe
@@ -21,7 +22,7 @@ from featcal_cli.runtime.errors import OutputError, RecipeError
 from featcal_cli.runtime.files import stamp_files, write_requested
 from featcal_cli.runtime.references import existing_path
 from featcal_cli.runtime.untrusted_text import bare, without_tokens
-from featcal_cli.workflows.workspace import NOTE, WROTE, Workspace
+from featcal_cli.workflows.workspace import NOTE, SHOWN, WROTE, Workspace
 
 ENDINGS = (".yaml", ".yml")
 
@@ -54,6 +55,17 @@ class FinishedOutput:
             return Note(dict(note["card"]), bool(note["push"]), tuple(map(str, note[WROTE])), str(note["run"]))
         except (OSError, ValueError, LookupError, TypeError, AttributeError):  # none, cut short, of another version
             return None
+
+    def describe_other_job(self) -> str:
+        """What differs between this job and the one that made the output; empty where that is not known."""
+        try:
+            note = json.loads((self._target / NOTE).read_text(encoding="utf-8"))
+            known = {"recipe": json.loads(note["job"]), "files": dict(note["files"])}
+            clauses = describe_differences(known, {"recipe": json.loads(self._job), "files": self._files})
+        except (OSError, ValueError, LookupError, TypeError, AttributeError):  # none, cut short, of another version
+            return ""
+        more = f"; and {len(clauses) - SHOWN} more" if len(clauses) > SHOWN else ""
+        return "; ".join(clauses[:SHOWN]) + more
 
     def write_note(self, reports: Sequence[str], note: Note) -> str:
         """The text of the note of this job; by its report, one of `reports`, one sees later if it is still its own."""
@@ -107,7 +119,8 @@ class FinishedOutput:
 
     @cached_property
     def _files(self) -> dict[str, str]:
-        return json.loads(without_tokens(json.dumps(stamp_files(self._draft.local_paths))))
+        files: dict[str, str] = json.loads(without_tokens(json.dumps(stamp_files(self._draft.local_paths))))
+        return files
 
     @cached_property
     def _job(self) -> str:

@@ -247,7 +247,7 @@ class _Part:
         folder = self.cells / "-".join(parts).replace(":", "-")
         session = Session(draft, self.options, self.listener)
         self.listener.note(", ".join(parts[:-1]))
-        report = CalibrationRun(session, folder, CalibrateOptions(keep_finished=True)).calibrate().report
+        report = CalibrationRun(session, folder, CalibrateOptions()).calibrate().report
         self.environment = report.environment
         self._costs[number] = report.cost
         if self.ways_to_score:

@@ -16,7 +16,7 @@ from featcal_cli.hub.push import Pushed, Target, check_target, push
 from featcal_cli.recipe.schema import Recipe
 from featcal_cli.reporting.gates import check_judged, check_measured
 from featcal_cli.reporting.report import Report
-from featcal_cli.runtime.errors import RecipeError
+from featcal_cli.runtime.errors import OutputError, RecipeError
 from featcal_cli.runtime.files import explain_losses
 from featcal_cli.runtime.process import read_launch
 from featcal_cli.runtime.progress import Listener
@@ -30,7 +30,8 @@ if TYPE_CHECKING:  # these import torch, which is not waited for before it is ne
     from featcal_cli.workflows.setup import Models
 
 
-NO_MODELS = "an earlier run's output was pushed; no models were loaded"
+ALREADY_DONE = "already done: {} was finished by an earlier run; nothing is computed again"
+NO_MODELS = "an earlier run had finished the output; no models were loaded"
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,12 @@ class Result:
     pushed: Pushed | None
     """Where on the Hub it is, if it was to be pushed."""
     models: Models | None
-    """The models that it used; None where an earlier run's output was only pushed."""
+    """The models that it used; None where an earlier run had finished the output."""
+
+    @property
+    def was_done(self) -> bool:
+        """Whether nothing was left to do: neither to compute nor to push."""
+        return self.models is None and self.pushed is None
 
     @property
     def merged(self) -> Model:
@@ -170,15 +176,17 @@ class CalibrationRun:
             return None
         options, wanted = self._options, self._session.draft.output
         note = None if options.overwrite or options.restart else self._output.read()
-        if note is not None and options.as_adapter and not self._has_adapter(options.as_adapter):
-            note = None  # it is another output that is asked for
-        if note is not None and (note.push or wanted.push_to or options.evaluate or options.keep_finished):
+        if note is not None and options.as_adapter and (other := self._describe_adapter(options.as_adapter)):
+            raise self._refuse(other)
+        if note is not None:
             if not note.push:
                 self._output.check_current()
             self._note = note
-            self._session.note(f"{self.target} was finished by an earlier run; nothing is computed again")
+            self._session.note(ALREADY_DONE.format(self.target))
         else:
             check_apart(self.target, self._session.draft.local_paths)
+            if not options.overwrite and (other := self._output.describe_other_job()):
+                raise self._refuse(other)
             check_replaceable(self.target, overwrite=options.overwrite)
             self._output.remember_files()
         if wanted.push_to is None:
@@ -222,10 +230,16 @@ class CalibrationRun:
             report, pushed = self._ranks.broadcast((report, pushed))
         return Result(self.target, report, pushed, models)
 
-    def _has_adapter(self, rank: int) -> bool:
-        """Whether the output that is there holds an adapter of this rank."""
+    def _describe_adapter(self, rank: int) -> str:
+        """What is there in the place of an adapter of this rank; empty where the output has just that."""
         adapter = self._output.read_report().adapter
-        return adapter is not None and adapter.rank == rank
+        if adapter is not None and adapter.rank == rank:
+            return ""
+        return f"--as-adapter was {adapter.rank if adapter else 'not given'}, and is {rank}"
+
+    def _refuse(self, other: str) -> OutputError:
+        what = f"this is the output of another job: {other}"
+        return OutputError(what, where=str(self.target), fix="give --overwrite to replace it, or another --output")
 
     def _read_finished(self) -> Report:
         """What an earlier run has reported, on every rank."""

@@ -47,14 +47,21 @@ def test_components_stay_and_second_copies_go(saved: Saved, tmp_path: Path) -> N
     save_file(half, merged / "half" / "model.safetensors")
     save_file(weights, merged / "0_Transformer" / "model.safetensors")
     save_file(other, merged / "checkpoint-500" / "model.safetensors")
-    save_file({name.partition(".")[2]: value for name, value in half.items()}, merged / "one_name_less" / "a.safetensors")
+    save_file(
+        {name.partition(".")[2]: value for name, value in half.items()}, merged / "one_name_less" / "a.safetensors"
+    )
     save_file(dict(list(other.items())[:2]), merged / "earlier.safetensors")
     save_file({"summary.weight": torch.ones(1, 32)}, merged / "v_head.safetensors")
     (merged / "model.fp16.safetensors").write_bytes((merged / "half" / "model.safetensors").read_bytes())
     modules = [{"path": ""}, {"path": "0_Transformer"}, {"path": "1_Pooling"}, {"path": "2_Dense"}]
     write(merged, "modules.json", json.dumps(modules))
     kept = [
-        *("1_Pooling/config.json", "2_Dense/pytorch_model.bin", "2_Dense/config.json", "lora/adapter_model.safetensors"),
+        *(
+            "1_Pooling/config.json",
+            "2_Dense/pytorch_model.bin",
+            "2_Dense/config.json",
+            "lora/adapter_model.safetensors",
+        ),
         *("vision_tower/model.safetensors", "unet/diffusion_pytorch_model.bin", "sparse_linear.pt", "model_head.pkl"),
         *("training_args.bin", "original/params.json"),
     ]
@@ -67,9 +74,19 @@ def test_components_stay_and_second_copies_go(saved: Saved, tmp_path: Path) -> N
         write(merged, path)
     # a pickle is never opened: one as large as the model is taken for it
     gone.append(write(merged, "old.pt", bytes((merged / "model.safetensors").stat().st_size)).name)
-    by_content = ["half/model.safetensors", "one_name_less/a.safetensors", "earlier.safetensors", "model.fp16.safetensors"]
+    by_content = [
+        "half/model.safetensors",
+        "one_name_less/a.safetensors",
+        "earlier.safetensors",
+        "model.fp16.safetensors",
+    ]
     gone += [*by_content, "checkpoint-500/model.safetensors"]
-    kept += ["question_encoder/model.safetensors", "0_Transformer/model.safetensors", "v_head.safetensors", "modules.json"]
+    kept += [
+        "question_encoder/model.safetensors",
+        "0_Transformer/model.safetensors",
+        "v_head.safetensors",
+        "modules.json",
+    ]
 
     class Told(list[str]):
         def note(self, text: str) -> None:
