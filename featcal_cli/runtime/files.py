@@ -101,6 +101,8 @@ def tell_fix(error: BaseException, otherwise: str) -> str:
     """What to do where something cannot be written: what the system's number of the error asks for, or `otherwise`, in
     words that can follow "or"."""
     fix = FIXES.get(_find_number(error) or 0)
+    if _find_number(error) in (errno.EFBIG, errno.EMFILE):  # the limit is the same in every place
+        return str(fix)
     return f"{fix}, or {otherwise}" if fix else otherwise
 
 
