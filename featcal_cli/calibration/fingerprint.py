@@ -13,15 +13,17 @@ from typing import Any
 import torch
 
 from featcal_cli.data.examples import TaskExamples
-from featcal_cli.recipe.schema import Data, Draft, Recipe
+from featcal_cli.recipe.schema import Data, Draft, Merge, Recipe
 from featcal_cli.runtime.files import stamp_files
 from featcal_cli.runtime.hardware import describe_environment, read_versions
-from featcal_cli.runtime.references import existing_path
+from featcal_cli.runtime.references import existing_path, write_number
 
 LONGEST = 60
 """Letters of a value in a message."""
 OPTIONS = {"base": "--base", "expert": "--expert", "data": "--data"}
 """What is typed for keys that are no settings of the method."""
+SWITCHES, UNTYPED = ("bias", "routers", "stems"), ("chosen", "order")
+"""Settings of the method that are options without a value, and that are no options."""
 COMMIT = re.compile(r"(?<=@)([0-9a-f]{7})[0-9a-f]{33}\b")
 
 
@@ -91,7 +93,8 @@ def _name_key(path: tuple[str, ...]) -> str:
     """A key of a recipe as users type it."""
     name = path[-1]
     if path[0] == "calibration":
-        return "--bias/--no-bias" if name == "bias" else f"--{name.replace('_', '-')}"
+        option = f"--{name.replace('_', '-')}"
+        return name if name in UNTYPED else f"{option}/--no-{name}" if name in SWITCHES else option
     if path[0] == "tasks" and name in OPTIONS:
         return f"{OPTIONS[name]} of {path[1]}"
     return OPTIONS.get(name) or " ".join(path)
@@ -101,13 +104,13 @@ def _write_option(path: tuple[str, ...], value: Any) -> str:
     """The option that sets a key of a recipe, as one types it; empty where there is none."""
     if value is None or (path[0] == "tasks" and len(path) == 2):
         return ""
-    if path == ("calibration", "bias"):
-        return "--bias" if value else "--no-bias"
+    if path[0] == "calibration" and path[-1] in SWITCHES:
+        return f"--{path[-1]}" if value else f"--no-{path[-1]}"
     if path[0] == "calibration":
-        return f"{_name_key(path)} {_shorten(value)}"
+        number = write_number(value) if isinstance(value, float) else str(value)
+        return "" if path[-1] in UNTYPED else f"{_name_key(path)} {number}"
     if path == ("merged",):
-        built = isinstance(value, Mapping)
-        return f"--merge {value['method']}:{value['scale']:g}" if built else shlex.quote(str(value))
+        return f"--merge {Merge(**value).option}" if isinstance(value, Mapping) else shlex.quote(str(value))
     if path == ("base",):
         return f"--base {shlex.quote(str(value))}"
     has_columns = isinstance(value, Mapping) and (value.get("columns") or value.get("template"))

@@ -15,8 +15,8 @@ from featcal_cli.cli.reproduce import reproduce
 from featcal_cli.recipe.reading import (
     collect_overrides,
     find_recipe,
-    find_shipped,
     names_merged,
+    print_shipped,
     read_draft,
     read_tasks,
     shipped_recipes,
@@ -337,7 +337,7 @@ def recipes(name: options.RecipeName = None) -> None:
     from featcal_cli.cli.result_view import show_recipes
 
     if name:
-        typer.echo(find_shipped(name).read_text(encoding="utf-8"), nl=False)
+        typer.echo(print_shipped(name), nl=False)
     else:
         show_recipes(shipped_recipes())
 

@@ -9,8 +9,6 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import yaml
-
 from featcal_cli import __version__
 from featcal_cli.hub.repo import open_repo
 from featcal_cli.lineage.questions import Finding
@@ -20,7 +18,7 @@ from featcal_cli.reporting.report import CARD, REPORT, Report
 from featcal_cli.runtime.errors import OutputError, RecipeError
 from featcal_cli.runtime.files import stamp_files, write_requested
 from featcal_cli.runtime.references import existing_path
-from featcal_cli.runtime.untrusted_text import bare
+from featcal_cli.runtime.untrusted_text import bare, dump_yaml
 from featcal_cli.workflows.workspace import NOTE, WROTE, Workspace
 
 ENDINGS = (".yaml", ".yml")
@@ -167,7 +165,7 @@ def _dump(recipe: Recipe, *, output: bool = False) -> str:
     for task in content["tasks"].values():
         if not task["data"]["columns"]:
             del task["data"]["columns"]
-    return yaml.safe_dump(content, sort_keys=False, allow_unicode=True, width=120)
+    return dump_yaml(content, width=120)
 
 
 def _name_merged(recipe: Recipe) -> str:

@@ -14,8 +14,9 @@ from typing import Any, get_args
 
 from featcal_cli import __version__
 from featcal_cli.evaluation.results import CALIBRATED, EXPERT, MERGED, Score, combine
+from featcal_cli.recipe.mistakes import did_you_mean
 from featcal_cli.recipe.paper import PaperRow, PaperTable
-from featcal_cli.recipe.reading import did_you_mean, find_recipe, read_draft, shipped_recipes
+from featcal_cli.recipe.reading import find_recipe, read_draft, shipped_recipes
 from featcal_cli.recipe.schema import Data, Draft, Evaluate, Merge, Output, Recipe
 from featcal_cli.reporting.report import Report
 from featcal_cli.reporting.reproduction import (
