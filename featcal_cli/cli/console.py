@@ -248,7 +248,7 @@ def show_error(error: FeatCalError, who: str = "") -> None:
     heads = (f"{who}error:", "  in:", "  fix:")
     parts = [fold(text, ERR.width, f"{head} ") for head, text in zip(heads, (what, where, fix), strict=True)]
     if isinstance(error, SeveralErrors):
-        rest = (fold(shorten_commits(line), ERR.width, "    - ", "      ") for line in error.lines)
+        rest = (fold(shorten_commits(line), ERR.width, "    - ") for line in error.lines)
         parts[0] = [*fold(f"{error.summary}:", ERR.width, f"{heads[0]} "), *chain.from_iterable(rest)]
     room = MOST_LINES - bool(command)
     is_cut = not isinstance(error, OpenQuestionsError | SeveralErrors)

@@ -101,7 +101,8 @@ def write_card(
     loading = _write_loading(target or name, pipeline_tag, model_class, processor_class)
     sections = _write_sections(report, name, target, (model_class, loading), data.license_name or data.license)
     text = "\n\n".join([MARK, *sections, *([OWN_CARD, own_card] if own_card else [])])
-    return without_secrets(f"---\n{dump_yaml(data.to_dict())}---\n\n{text}\n")
+    metadata = data.to_dict()  # type: ignore[no-untyped-call]
+    return without_secrets(f"---\n{dump_yaml(metadata)}---\n\n{text}\n")
 
 
 def read_license(readme: str | None) -> str | None:

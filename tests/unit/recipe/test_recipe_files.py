@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from command_line import featcal_inside
+from command_line import featcal, featcal_inside
 
 from featcal_cli.recipe.reading import complete_draft, print_shipped, read_draft, shipped_recipes
 from featcal_cli.recipe.schema import Draft, Merge, Recipe
@@ -101,20 +101,15 @@ def test_all_mistakes_of_a_recipe_are_said_at_once_each_with_its_line(
     assert f"in: {file}" in run.stderr.replace("\n    ", "")
 
 
-def test_all_tasks_that_are_mistyped_are_named_at_once(capsys: pytest.CaptureFixture[str]) -> None:
-    experts = {"--expert": ["mnist=a/b", "svhn=a/c", "dtd=a/d"], "--merge": "ties:0.5:0.4", "--base": "a/a"}
-    typed = {
-        "--data": ["mnst=x/y", "svhn=x/y"],
-        "--columns": "svnh=text:t",
-        "--split": "ddt=test",
-        "--skip-expert": "mnis",
-    }
-    run = featcal_inside(capsys, "calibrate", {**experts, **typed, "-o": "my out", "--dry-run": ""})
-    assert run.code == 2
+def test_all_tasks_that_are_mistyped_are_named_at_once(tmp_path: Path) -> None:
+    experts = "--merge ties:0.5:0.4 --base a/a --expert mnist=a/b --expert svhn=a/c --expert dtd=a/d"
+    typed = "--data mnst=x/y --data svhn=x/y --columns svnh=text:t --split ddt=test --skip-expert mnis"
+    run = featcal("calibrate", *experts.split(), *typed.split(), "-o", "my out", "--dry-run", folder=tmp_path)
+    assert run.returncode == 2
     for wrong, right in (("mnst", "mnist"), ("svnh", "svhn"), ("ddt", "dtd"), ("mnis", "mnist")):
         assert wrong in run.stderr and f"did you mean {right}?" in run.stderr
     # what to type instead has all that was typed
-    assert "--merge ties:0.5:0.4" in run.stderr and "-o 'my out' --dry-run" in run.stderr
+    assert f"featcal calibrate {experts} {typed} -o 'my out' --dry-run --expert mnst=REPO" in run.stderr
 
 
 @pytest.mark.parametrize("name", [file.stem for file in shipped_recipes()])
