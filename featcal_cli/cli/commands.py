@@ -73,6 +73,7 @@ def _root(
 
 @app.command(cls=options.Command)
 def calibrate(
+    context: typer.Context,
     merged: options.Merged = None,
     base: options.Base = None,
     expert: options.Experts = None,
@@ -137,13 +138,13 @@ def calibrate(
     from featcal_cli.workflows.output_files import check_save, save_recipe
     from featcal_cli.workflows.workspace import default_output
 
-    overrides = collect_overrides(
-        merged=merged, merge=merge, base=base, expert=expert, data=data, skip_expert=skip_expert, columns=columns,
-        split=split, examples=examples, dtype=dtype, ridge=ridge, rho=rho, alpha=alpha, select=select, metric=metric,
-        norms=norms, routers=routers, stems=stems, bias=bias, token_weights=token_weights, seed=seed, push_to=push_to,
-        private=private,
-    )  # fmt: skip
-    draft = read_draft(find_recipe(recipe) if recipe else None, overrides)
+    said: dict[str, Any] = {
+        "merged": merged, "merge": merge, "base": base, "expert": expert, "data": data, "skip_expert": skip_expert,
+        "columns": columns, "split": split, "examples": examples, "dtype": dtype, "ridge": ridge, "rho": rho,
+        "alpha": alpha, "select": select, "metric": metric, "norms": norms, "routers": routers, "stems": stems,
+        "bias": bias, "token_weights": token_weights, "seed": seed, "push_to": push_to, "private": private,
+    }  # fmt: skip
+    draft = read_draft(find_recipe(recipe) if recipe else None, collect_overrides(**said))
     if save:
         check_save(save, overwrite=overwrite, dry_run=dry_run)
     place = {"--output": output or default_output(draft.name)}
@@ -157,26 +158,26 @@ def calibrate(
             common: dict[str, Any] = {
                 "output": output, "overwrite": overwrite, "create_pr": create_pr, "overwrite_repo": overwrite_repo,
                 "device": device, "batch_size": batch_size, "allow_pickle": allow_pickle,
-                "trust_remote_code": trust_remote_code, "strict": strict, "as_adapter": as_adapter,
-                "listener": log,
+                "trust_remote_code": trust_remote_code, "strict": strict, "as_adapter": as_adapter, "restart": restart,
+                "evaluate": evaluate, "allow_code": allow_code_execution, "listener": log,
             }  # fmt: skip
             if dry_run:
                 preflight = verbs.dry_run(draft, **common)
             else:
-                result = verbs.calibrate(
-                    draft, **common, restart=restart, commit_message=commit_message, push_anyway=push_anyway,
-                    evaluate=evaluate, allow_code=allow_code_execution,
-                )  # fmt: skip
+                result = verbs.calibrate(draft, **common, commit_message=commit_message, push_anyway=push_anyway)
         if dry_run:
             if save:
                 save_recipe(save, preflight.recipe, preflight.findings, overwrite=overwrite)
+                log.note(result_view.describe_saved(context, save, said))
             typer.echo(dumps(preflight.to_dict(), indent=2)) if json else result_view.show_preflight(preflight)
+            if preflight.stops:
+                raise verbs.join_stops(preflight.stops)
             return
         if json:
             pushed = asdict(result.pushed) if result.pushed else None
             typer.echo(dumps({"output": str(result.output), "pushed": pushed, **result.report.to_dict()}, indent=2))
         else:
-            hint = None if quiet else result_view.suggest_again(result.output)
+            hint = None if quiet else result_view.suggest_again(context, result.output, said)
             result_view.show_calibration(result.report, result.output, result.pushed, screen.seconds, hint)
         if strict:
             check_grown(result.report, result.output)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 MOST_ERRORS = 12
 """Errors that one message lists; the others are counted."""
@@ -34,6 +35,25 @@ class SeveralErrors(FeatCalError):  # noqa: N818 - it is none itself
             self.lines.append(f"and {len(errors) - MOST_ERRORS} more")
         self.errors = errors
         super().__init__(f"{summary}: {'; '.join(self.lines)}", where=where, fix=fix)
+
+
+class Obstacles:
+    """What stops a run: raised at once, or collected, where all of it is to be shown."""
+
+    def __init__(self, *, collect: bool = False) -> None:
+        self.found: list[FeatCalError] = []
+        self._collect = collect
+
+    @contextmanager
+    def look(self) -> Iterator[None]:
+        """Inside, a check is made."""
+        try:
+            yield
+        except FeatCalError as error:
+            if not self._collect:
+                raise
+            if str(error) not in map(str, self.found):
+                self.found.append(error)
 
 
 def join_errors(summary: str, errors: Sequence[FeatCalError], *, where: str, fix: str) -> FeatCalError:
