@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import asdict, replace
-from json import dumps
 from typing import Annotated, Any
 
 import typer
@@ -11,6 +10,7 @@ import typer
 from featcal_cli import __version__
 from featcal_cli.cli import options
 from featcal_cli.cli.doctor import doctor
+from featcal_cli.cli.modules import modules
 from featcal_cli.cli.reproduce import reproduce
 from featcal_cli.recipe.reading import (
     collect_overrides,
@@ -21,9 +21,9 @@ from featcal_cli.recipe.reading import (
     read_tasks,
     shipped_recipes,
 )
-from featcal_cli.runtime.errors import RecipeError
 from featcal_cli.runtime.logfile import recorded
 from featcal_cli.runtime.process import MEASURING, check_surroundings, interruptible, start_importing
+from featcal_cli.runtime.untrusted_text import write_json
 
 HELP = """Calibrate merged models: move their features back to the experts', in closed form, without training.
 
@@ -52,8 +52,6 @@ app = typer.Typer(
     help=HELP,
     epilog=EPILOG,
 )
-
-NORMS = ("auto", "layernorm", "all", "none")
 
 
 def _show_version(wanted: bool) -> None:
@@ -169,13 +167,15 @@ def calibrate(
             if save:
                 save_recipe(save, preflight.recipe, preflight.findings, overwrite=overwrite)
                 log.note(result_view.describe_saved(context, save, said))
-            typer.echo(dumps(preflight.to_dict(), indent=2)) if json else result_view.show_preflight(preflight)
+            typer.echo(write_json(preflight.to_dict(), indent=2)) if json else result_view.show_preflight(preflight)
             if preflight.stops:
                 raise verbs.join_stops(preflight.stops)
             return
         if json:
             pushed = asdict(result.pushed) if result.pushed else None
-            typer.echo(dumps({"output": str(result.output), "pushed": pushed, **result.report.to_dict()}, indent=2))
+            typer.echo(
+                write_json({"output": str(result.output), "pushed": pushed, **result.report.to_dict()}, indent=2)
+            )
         else:
             hint = None if quiet else result_view.suggest_again(context, result.output, said)
             result_view.show_calibration(result.report, result.output, result.pushed, screen.seconds, hint)
@@ -314,7 +314,7 @@ def evaluate(
                 trust_remote_code=trust_remote_code, allow_code=allow_code_execution, listener=log,
             )  # fmt: skip
         if json:
-            typer.echo(dumps(evaluation.to_dict(), indent=2))
+            typer.echo(write_json(evaluation.to_dict(), indent=2))
         else:
             show_evaluation(evaluation, screen.seconds)
 
@@ -343,34 +343,7 @@ def recipes(name: options.RecipeName = None) -> None:
         show_recipes(shipped_recipes())
 
 
-@app.command(cls=options.Command)
-def modules(model: options.Model, norms: options.Norms = "auto", json: options.Json = False) -> None:
-    """Show what would be calibrated in a model, block by block; only its config is read.
-
-    **Examples**
-
-        featcal modules openai/clip-vit-base-patch32
-
-        featcal modules ./my-merge --norms all --json
-    """
-    from featcal_cli.cli.console import Screen
-    from featcal_cli.cli.result_view import show_inventory
-
-    if norms is not None and norms not in NORMS:
-        raise RecipeError(f"unknown kind of norms {norms}", where="--norms", fix=f"give one of: {', '.join(NORMS)}")
-    screen = Screen(quiet=json)
-    with recorded(screen, None) as log, interruptible(MEASURING), screen.live():
-        from featcal_cli.hub.snapshot import resolve_config
-
-        log.stage("reading the config")
-        snapshot = resolve_config(model)
-        from featcal_cli.models.inventory import take_inventory
-
-        inventory = take_inventory(snapshot, norms or "auto")
-    if json:
-        typer.echo(dumps(inventory.to_dict(), indent=2))
-    else:
-        show_inventory(inventory)
+app.command(cls=options.Command)(modules)
 
 
 @app.command(cls=options.Command)
@@ -399,7 +372,7 @@ def demo(
 
         result = run_demo(output, device, log)
     if json:
-        typer.echo(dumps(result.to_dict(), indent=2))
+        typer.echo(write_json(result.to_dict(), indent=2))
         return
     report = replace(result.report, accuracy=dict(result.scores))
     result_view.show_calibration(report, result.output, None, screen.seconds, None if quiet else result_view.OWN_MODEL)

@@ -13,8 +13,15 @@ from statistics import fmean
 from typing import Any
 
 from featcal_cli.reporting.markdown import clean, join_notes, one_line, plain
-from featcal_cli.reporting.report import VISIBLE, Inspection, ModelDrift, OutputDrift, PlaceDrift, compare_drift
-from featcal_cli.reporting.verdict import find_farther, list_roles, order_blocks, read_drift, write_verdict
+from featcal_cli.reporting.report import VISIBLE, Inspection, ModelDrift, OutputDrift, PlaceDrift
+from featcal_cli.reporting.verdict import (
+    compare_drift,
+    find_farther,
+    list_roles,
+    order_blocks,
+    read_drift,
+    write_verdict,
+)
 from featcal_cli.runtime.files import tell_bytes
 from featcal_cli.runtime.untrusted_text import dump_yaml
 

@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from itertools import chain
+from math import isfinite
 from typing import TYPE_CHECKING, Any
 from unicodedata import category
 
@@ -174,6 +175,22 @@ def parse_json(text: str | bytes) -> Any:
         return json.loads(text)
     except RecursionError:
         raise ValueError("it is nested too deep") from None
+
+
+def write_json(value: Any, **settings: Any) -> str:
+    """A value as JSON, with null for what is no finite number, as JSON has no word for it; settings of json.dumps."""
+    try:
+        return json.dumps(value, allow_nan=False, **settings)
+    except ValueError:
+        return json.dumps(_without_nan(value), allow_nan=False, **settings)
+
+
+def _without_nan(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: _without_nan(item) for key, item in value.items()}
+    return [_without_nan(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def show(text: str) -> str:

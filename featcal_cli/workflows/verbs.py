@@ -216,11 +216,10 @@ class CalibrationRun:
             plan = prepare(session, self.target, sample=True, all_rows=options.strict or is_searched, hold_out=True)
         except FeatCalError as error:
             raise join_stops([*found, error]) from error
-        if options.as_adapter:
-            session.note(
-                f"an adapter of rank {options.as_adapter} will be in {self.target}/{ADAPTER}, beside the model"
-            )
         check_run(session, plan, self.target, options)
+        if options.as_adapter and not any("--as-adapter" in error.where for error in found):
+            what = f"an adapter of rank {options.as_adapter} will be in {self.target}/{ADAPTER}, beside the model"
+            session.note(what)
         if session.ranks.is_first and self._note is None:
             with session.obstacles.look():
                 check_holdable(self._workspace.folder, self.target)
