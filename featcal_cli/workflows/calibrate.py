@@ -44,7 +44,7 @@ from featcal_cli.runtime.files import Unchanged
 from featcal_cli.runtime.hardware import is_out_of_memory, release_memory
 from featcal_cli.workflows.build_report import Outcome, summarise
 from featcal_cli.workflows.output import list_files, names_on_disk, read_slots, write_output
-from featcal_cli.workflows.output_files import FinishedOutput, Note, dump_recipe
+from featcal_cli.workflows.output_files import FinishedOutput, Note, dump_recipe, is_calibrated
 from featcal_cli.workflows.preflight import Preflight, prepare
 from featcal_cli.workflows.run_checks import check_run
 from featcal_cli.workflows.session import CalibrateOptions, Session
@@ -166,7 +166,9 @@ class Computation:
     def _solve(self, plan: Preflight, setup: Setup, journal: Journal | None, target: Target | None) -> Report:
         session, calibration, models = self._session, setup.calibration, setup.models
         session.note(*check_values(models.merged, [models.base, *models.experts.values()], setup.architecture))
-        session.note(*setup.describe_merge(plan.recipe))
+        merged = plan.origins.get("merged")
+        calibrated = merged is not None and is_calibrated(merged.repo)
+        session.note(*setup.describe_merge(plan.recipe, is_calibrated=calibrated))
         session.share_notes()
         while True:
             try:
