@@ -160,7 +160,7 @@ def calibrate(
                 "evaluate": evaluate, "allow_code": allow_code_execution, "listener": log,
             }  # fmt: skip
             if dry_run:
-                preflight = verbs.dry_run(draft, **common)
+                preflight = verbs.dry_run(draft, **common, raise_stops=False)
             else:
                 result = verbs.calibrate(draft, **common, commit_message=commit_message, push_anyway=push_anyway)
         if dry_run:

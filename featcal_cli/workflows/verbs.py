@@ -131,11 +131,13 @@ def dry_run(
     allow_pickle: bool = False,
     trust_remote_code: bool = False,
     listener: Listener | None = None,
+    raise_stops: bool = True,
 ) -> Preflight:
     """Find, compare and estimate what `calibrate` would, and download only small files. Takes the same arguments.
 
-    Returns the plan; its `stops` are the errors that `calibrate` would end in before it computes anything: no token, an
-    output that exists, too little room on the disk. Raises FeatCalError where there is no plan: a model that is not
+    raise_stops: raise what would stop the job before it computes anything (no token, an output that exists, too little
+    room on the disk), all of it as one error; otherwise it is in the plan's `stops`.
+    Raises FeatCalError for whatever would stop the job, and in any case where there is no plan: a model that is not
     found, data that cannot be read.
     """
     session = Session(recipe, RunOptions(device, batch_size, allow_pickle, trust_remote_code), listener)
@@ -150,7 +152,10 @@ def dry_run(
         allow_code=allow_code,
         as_adapter=as_adapter,
     )
-    return CalibrationRun(session, output, options).plan()
+    plan = CalibrationRun(session, output, options).plan()
+    if raise_stops and plan.stops:
+        raise join_stops(plan.stops)
+    return plan
 
 
 def join_stops(errors: Sequence[FeatCalError]) -> FeatCalError:
