@@ -50,7 +50,8 @@ def describe_differences(known: Mapping[str, Any], wanted: Mapping[str, Any]) ->
         if path[0] == "tasks" and len(path) == 2:
             clauses.append(f"task {path[1]} is {'new' if values[0] is None else 'gone'}")
         else:
-            shown = [value and _show_source(value) if path[-1] == "data" else value for value in values]
+            shown = [_show_merge(value) if path == ("merged",) else value for value in values]
+            shown = [value and _show_source(value) if path[-1] == "data" else value for value in shown]
             clauses.append(f"{_name_key(path)} was {_shorten(shown[0])}, and is {_shorten(shown[1])}")
     for file, was, now in _differing(known.get("files", {}), wanted.get("files", {})):
         clauses.append(f"{file} {'is new' if was is None else 'is gone' if now is None else 'has changed'}")
@@ -110,13 +111,18 @@ def _write_option(path: tuple[str, ...], value: Any) -> str:
         number = write_number(value) if isinstance(value, float) else str(value)
         return "" if path[-1] in UNTYPED else f"{_name_key(path)} {number}"
     if path == ("merged",):
-        return f"--merge {Merge(**value).option}" if isinstance(value, Mapping) else shlex.quote(str(value))
+        return f"--merge {_show_merge(value)}" if isinstance(value, Mapping) else shlex.quote(str(value))
     if path == ("base",):
         return f"--base {shlex.quote(str(value))}"
     has_columns = isinstance(value, Mapping) and (value.get("columns") or value.get("template"))
     if path[0] == "tasks" and path[-1] in ("expert", "data") and not has_columns:
         return f"{OPTIONS[path[-1]]} {shlex.quote(f'{path[1]}={_show_source(value)}')}"
     return ""
+
+
+def _show_merge(value: Any) -> Any:
+    """A merge as it is typed; the name of a model as it is."""
+    return Merge(**value).option if isinstance(value, Mapping) else value
 
 
 def _show_source(value: Any) -> str:

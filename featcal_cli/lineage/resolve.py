@@ -85,7 +85,7 @@ def find_lineage(
     questions = [base] if isinstance(base, Question) else []
     questions += _ask_for_experts(search, experts, base) if experts or not gone else []
     questions += ask_without(gone, len(experts) + len(gone))
-    questions += [answer for answer in data.values() if isinstance(answer, Question)]
+    questions += [_hint_at(draft, task, answer) for task, answer in data.items() if isinstance(answer, Question)]
     if isinstance(base, Question) and not experts:
         questions += _ask_ahead(search, base)
     known = {task: answer for task, answer in data.items() if not isinstance(answer, Question)}
@@ -184,6 +184,13 @@ def _ask_for_task(task: str, what: str, where: str, known: Experts) -> Question:
     """The question which task is meant by a name that no expert has."""
     fix = f"{did_you_mean(task, known)}name the data by one of the tasks"
     return Question(what, (("--expert", f"{task}=REPO"),), where, fix=fix)
+
+
+def _hint_at(draft: Draft, task: str, question: Question) -> Question:
+    """The question for a task's data, with the name of a task that has its own, if that is what was meant."""
+    whole = [other for other, spec in draft.tasks.items() if spec.expert and spec.data]
+    hint = did_you_mean(task, whole, cutoff=0.75).strip() if task in draft.tasks else ""
+    return replace(question, fix="; ".join(filter(None, (hint, question.fix))))
 
 
 def _name_experts(search: Search, statement: Statement, base: Base) -> tuple[Experts, Base]:

@@ -98,7 +98,7 @@ def test_blocks_of_another_job_are_seen_unless_they_are_dropped(
     other = {**average, "--merge": "ties:0.5:0.4"}
     for dry in ({}, {"--dry-run": ""}):
         run = featcal_inside(capsys, "calibrate", {**other, **dry})
-        assert run.code == 2 and "an unfinished run of another job is here: merged was" in run.stderr
+        assert run.code == 2 and "another job is here: merged was average, and is ties:0.5:0.4" in run.stderr
         assert "give --merge average to go on with it, or add --restart" in run.stderr
     assert "blocks" in run.stdout
     for fits in ({**average, "--dry-run": ""}, {**other, "--dry-run": "", "--restart": ""}):
