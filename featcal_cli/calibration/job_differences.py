@@ -7,12 +7,15 @@ import shlex
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from featcal_cli.recipe.schema import Data
+from featcal_cli.recipe.schema import Data, Merge
+from featcal_cli.runtime.references import write_number
 
 LONGEST = 60
 """Letters of a value in a message."""
 OPTIONS = {"base": "--base", "expert": "--expert", "data": "--data"}
 """What is typed for keys that are no settings of the method."""
+SWITCHES, UNTYPED = ("bias", "routers", "stems"), ("chosen", "order")
+"""Settings of the method that are options without a value, and that are no options."""
 COMMIT = re.compile(r"(?<=@)([0-9a-f]{7})[0-9a-f]{33}\b")
 
 
@@ -24,7 +27,8 @@ def describe_differences(known: Mapping[str, Any], wanted: Mapping[str, Any]) ->
         if path[0] == "tasks" and len(path) == 2:
             clauses.append(f"task {path[1]} is {'new' if values[0] is None else 'gone'}")
         else:
-            shown = [value and _show_source(value) if path[-1] == "data" else value for value in values]
+            shown = [_show_merge(value) if path == ("merged",) else value for value in values]
+            shown = [value and _show_source(value) if path[-1] == "data" else value for value in shown]
             clauses.append(f"{_name_key(path)} was {_shorten(shown[0])}, and is {_shorten(shown[1])}")
     for file, was, now in _differing(known.get("files", {}), wanted.get("files", {})):
         clauses.append(f"{file} {'is new' if was is None else 'is gone' if now is None else 'has changed'}")
@@ -67,7 +71,8 @@ def _name_key(path: tuple[str, ...]) -> str:
     """A key of a recipe as users type it."""
     name = path[-1]
     if path[0] == "calibration":
-        return "--bias/--no-bias" if name == "bias" else f"--{name.replace('_', '-')}"
+        option = f"--{name.replace('_', '-')}"
+        return name if name in UNTYPED else f"{option}/--no-{name}" if name in SWITCHES else option
     if path[0] == "tasks" and name in OPTIONS:
         return f"{OPTIONS[name]} of {path[1]}"
     return OPTIONS.get(name) or " ".join(path)
@@ -77,19 +82,24 @@ def _write_option(path: tuple[str, ...], value: Any) -> str:
     """The option that sets a key of a recipe, as one types it; empty where there is none."""
     if value is None or (path[0] == "tasks" and len(path) == 2):
         return ""
-    if path == ("calibration", "bias"):
-        return "--bias" if value else "--no-bias"
+    if path[0] == "calibration" and path[-1] in SWITCHES:
+        return f"--{path[-1]}" if value else f"--no-{path[-1]}"
     if path[0] == "calibration":
-        return f"{_name_key(path)} {_shorten(value)}"
+        number = write_number(value) if isinstance(value, float) else str(value)
+        return "" if path[-1] in UNTYPED else f"{_name_key(path)} {number}"
     if path == ("merged",):
-        built = isinstance(value, Mapping)
-        return f"--merge {value['method']}:{value['scale']:g}" if built else shlex.quote(str(value))
+        return f"--merge {_show_merge(value)}" if isinstance(value, Mapping) else shlex.quote(str(value))
     if path == ("base",):
         return f"--base {shlex.quote(str(value))}"
     has_columns = isinstance(value, Mapping) and (value.get("columns") or value.get("template"))
     if path[0] == "tasks" and path[-1] in ("expert", "data") and not has_columns:
         return f"{OPTIONS[path[-1]]} {shlex.quote(f'{path[1]}={_show_source(value)}')}"
     return ""
+
+
+def _show_merge(value: Any) -> Any:
+    """A merge as it is typed; the name of a model as it is."""
+    return Merge(**value).option if isinstance(value, Mapping) else value
 
 
 def _show_source(value: Any) -> str:

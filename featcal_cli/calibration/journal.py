@@ -212,6 +212,20 @@ class Journal:
         return self.folder / f"block-{number:04d}.safetensors"
 
 
+def check_unfinished(folder: Path, fingerprint: Mapping[str, Any]) -> None:
+    """Raise OutputError where the journal in `folder` is of another job, as far as that shows without the examples,
+    which are not read yet. Nothing is written."""
+    wanted = json.loads(json.dumps({"format": FORMAT, **fingerprint, "data": {}}))
+    if not list_entries(folder):
+        return
+    try:
+        known = {**unseal(folder / RECORD), "data": {}}
+    except (FileNotFoundError, DamagedError):
+        known = {}
+    if known != wanted:
+        raise _refuse(folder.parent, known, wanted)
+
+
 def restore_block(journal: Journal | None, number: int, student: BlockRunner, ranks: Ranks) -> BlockReport | None:
     """A block that was finished before, from the journal of the first rank, which alone has one, loaded into the
     students of all ranks; None where there is no such block."""

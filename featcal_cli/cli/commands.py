@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import asdict, replace
-from json import dumps
 from typing import Annotated, Any
 
 import typer
@@ -11,19 +10,20 @@ import typer
 from featcal_cli import __version__
 from featcal_cli.cli import options
 from featcal_cli.cli.doctor import doctor
+from featcal_cli.cli.modules import modules
 from featcal_cli.cli.reproduce import reproduce
 from featcal_cli.recipe.reading import (
     collect_overrides,
     find_recipe,
-    find_shipped,
     names_merged,
+    print_shipped,
     read_draft,
     read_tasks,
     shipped_recipes,
 )
-from featcal_cli.runtime.errors import RecipeError
 from featcal_cli.runtime.logfile import recorded
 from featcal_cli.runtime.process import MEASURING, check_surroundings, interruptible, start_importing
+from featcal_cli.runtime.untrusted_text import write_json
 
 HELP = """Calibrate merged models: move their features back to the experts', in closed form, without training.
 
@@ -53,8 +53,6 @@ app = typer.Typer(
     epilog=EPILOG,
 )
 
-NORMS = ("auto", "layernorm", "all", "none")
-
 
 def _show_version(wanted: bool) -> None:
     if wanted:
@@ -73,6 +71,7 @@ def _root(
 
 @app.command(cls=options.Command)
 def calibrate(
+    context: typer.Context,
     merged: options.Merged = None,
     base: options.Base = None,
     expert: options.Experts = None,
@@ -137,13 +136,13 @@ def calibrate(
     from featcal_cli.workflows.output_files import check_save, save_recipe
     from featcal_cli.workflows.workspace import default_output
 
-    overrides = collect_overrides(
-        merged=merged, merge=merge, base=base, expert=expert, data=data, skip_expert=skip_expert, columns=columns,
-        split=split, examples=examples, dtype=dtype, ridge=ridge, rho=rho, alpha=alpha, select=select, metric=metric,
-        norms=norms, routers=routers, stems=stems, bias=bias, token_weights=token_weights, seed=seed, push_to=push_to,
-        private=private,
-    )  # fmt: skip
-    draft = read_draft(find_recipe(recipe) if recipe else None, overrides)
+    said: dict[str, Any] = {
+        "merged": merged, "merge": merge, "base": base, "expert": expert, "data": data, "skip_expert": skip_expert,
+        "columns": columns, "split": split, "examples": examples, "dtype": dtype, "ridge": ridge, "rho": rho,
+        "alpha": alpha, "select": select, "metric": metric, "norms": norms, "routers": routers, "stems": stems,
+        "bias": bias, "token_weights": token_weights, "seed": seed, "push_to": push_to, "private": private,
+    }  # fmt: skip
+    draft = read_draft(find_recipe(recipe) if recipe else None, collect_overrides(**said))
     if save:
         check_save(save, overwrite=overwrite, dry_run=dry_run)
     place = {"--output": output or default_output(draft.name)}
@@ -157,26 +156,27 @@ def calibrate(
             common: dict[str, Any] = {
                 "output": output, "overwrite": overwrite, "create_pr": create_pr, "overwrite_repo": overwrite_repo,
                 "device": device, "batch_size": batch_size, "allow_pickle": allow_pickle,
-                "trust_remote_code": trust_remote_code, "strict": strict, "as_adapter": as_adapter,
-                "listener": log,
+                "trust_remote_code": trust_remote_code, "strict": strict, "as_adapter": as_adapter, "restart": restart,
+                "evaluate": evaluate, "allow_code": allow_code_execution, "listener": log,
             }  # fmt: skip
             if dry_run:
-                preflight = verbs.dry_run(draft, **common)
+                preflight = verbs.dry_run(draft, **common, raise_stops=False)
             else:
-                result = verbs.calibrate(
-                    draft, **common, restart=restart, commit_message=commit_message, push_anyway=push_anyway,
-                    evaluate=evaluate, allow_code=allow_code_execution,
-                )  # fmt: skip
+                result = verbs.calibrate(draft, **common, commit_message=commit_message, push_anyway=push_anyway)
         if dry_run:
             if save:
                 save_recipe(save, preflight.recipe, preflight.findings, overwrite=overwrite)
-            typer.echo(dumps(preflight.to_dict(), indent=2)) if json else result_view.show_preflight(preflight)
+                log.note(result_view.describe_saved(context, save, said))
+            typer.echo(write_json(preflight.to_dict(), indent=2)) if json else result_view.show_preflight(preflight)
+            if preflight.stops:
+                raise verbs.join_stops(preflight.stops)
             return
         if json:
             pushed = asdict(result.pushed) if result.pushed else None
-            typer.echo(dumps({"output": str(result.output), "pushed": pushed, **result.report.to_dict()}, indent=2))
+            content = {"output": str(result.output), "pushed": pushed, **result.report.to_dict()}
+            typer.echo(write_json(content, indent=2))
         elif evaluate or not result.was_done:
-            hint = None if quiet else result_view.suggest_again(result.output)
+            hint = None if quiet else result_view.suggest_again(context, result.output, said)
             result_view.show_calibration(result.report, result.output, result.pushed, screen.seconds, hint)
         elif quiet:
             typer.echo(verbs.ALREADY_DONE.format(result.output))
@@ -315,7 +315,7 @@ def evaluate(
                 trust_remote_code=trust_remote_code, allow_code=allow_code_execution, listener=log,
             )  # fmt: skip
         if json:
-            typer.echo(dumps(evaluation.to_dict(), indent=2))
+            typer.echo(write_json(evaluation.to_dict(), indent=2))
         else:
             show_evaluation(evaluation, screen.seconds)
 
@@ -339,39 +339,12 @@ def recipes(name: options.RecipeName = None) -> None:
     from featcal_cli.cli.result_view import show_recipes
 
     if name:
-        typer.echo(find_shipped(name).read_text(encoding="utf-8"), nl=False)
+        typer.echo(print_shipped(name), nl=False)
     else:
         show_recipes(shipped_recipes())
 
 
-@app.command(cls=options.Command)
-def modules(model: options.Model, norms: options.Norms = "auto", json: options.Json = False) -> None:
-    """Show what would be calibrated in a model, block by block; only its config is read.
-
-    **Examples**
-
-        featcal modules openai/clip-vit-base-patch32
-
-        featcal modules ./my-merge --norms all --json
-    """
-    from featcal_cli.cli.console import Screen
-    from featcal_cli.cli.result_view import show_inventory
-
-    if norms is not None and norms not in NORMS:
-        raise RecipeError(f"unknown kind of norms {norms}", where="--norms", fix=f"give one of: {', '.join(NORMS)}")
-    screen = Screen(quiet=json)
-    with recorded(screen, None) as log, interruptible(MEASURING), screen.live():
-        from featcal_cli.hub.snapshot import resolve_config
-
-        log.stage("reading the config")
-        snapshot = resolve_config(model)
-        from featcal_cli.models.inventory import take_inventory
-
-        inventory = take_inventory(snapshot, norms or "auto")
-    if json:
-        typer.echo(dumps(inventory.to_dict(), indent=2))
-    else:
-        show_inventory(inventory)
+app.command(cls=options.Command)(modules)
 
 
 @app.command(cls=options.Command)
@@ -400,7 +373,7 @@ def demo(
 
         result = run_demo(output, device, log)
     if json:
-        typer.echo(dumps(result.to_dict(), indent=2))
+        typer.echo(write_json(result.to_dict(), indent=2))
         return
     report = replace(result.report, accuracy=dict(result.scores))
     result_view.show_calibration(report, result.output, None, screen.seconds, None if quiet else result_view.OWN_MODEL)

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from itertools import chain
 from math import ceil, isfinite
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from featcal_cli.lineage.questions import OpenQuestionsError
-from featcal_cli.runtime.errors import FeatCalError
+from featcal_cli.runtime.errors import FeatCalError, SeveralErrors
 from featcal_cli.runtime.process import peak_resident_bytes, read_start
 from featcal_cli.runtime.progress import Listener, tell_change
 from featcal_cli.runtime.progress import Progress as Step
@@ -246,11 +247,14 @@ def show_error(error: FeatCalError, who: str = "") -> None:
     what, where = shorten_commits(error.what), shorten_commits(error.where)
     heads = (f"{who}error:", "  in:", "  fix:")
     parts = [fold(text, ERR.width, f"{head} ") for head, text in zip(heads, (what, where, fix), strict=True)]
+    if isinstance(error, SeveralErrors):
+        rest = (fold(shorten_commits(line), ERR.width, "    - ") for line in error.lines)
+        parts[0] = [*fold(f"{error.summary}:", ERR.width, f"{heads[0]} "), *chain.from_iterable(rest)]
     room = MOST_LINES - bool(command)
-    is_cut = not isinstance(error, OpenQuestionsError)
+    is_cut = not isinstance(error, OpenQuestionsError | SeveralErrors)
     if _count_lines(*parts) > room and is_cut:
         parts[1] = [fit(f"{heads[1]} {visible(where)}", ERR.width)]
-    if _count_lines(*parts) > room:
+    if _count_lines(*parts) > room and not isinstance(error, SeveralErrors):
         what = " ".join(fit(word, FITTED) if cell_len(word) > LONGEST_WORD else word for word in what.split(" "))
         parts[0] = fold(what, ERR.width, f"{heads[0]} ")
     if _count_lines(*parts) > room and is_cut:

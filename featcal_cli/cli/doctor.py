@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json as json_format
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from featcal_cli.cli import options
+from featcal_cli.runtime.untrusted_text import write_json
 
 if TYPE_CHECKING:
     from featcal_cli.workflows.doctor import Finding
@@ -33,7 +33,7 @@ def doctor(json: options.Json = False) -> None:
     findings = list(examine())
     is_well = all(finding.state != "problem" for finding in findings)
     if json:
-        typer.echo(json_format.dumps({"ok": is_well, "findings": [asdict(item) for item in findings]}, indent=2))
+        typer.echo(write_json({"ok": is_well, "findings": [asdict(item) for item in findings]}, indent=2))
     else:
         show_findings(findings)
     if not is_well:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from json import dumps
 from typing import TYPE_CHECKING
 
 import typer
@@ -12,6 +11,7 @@ from featcal_cli.runtime.errors import RecipeError
 from featcal_cli.runtime.logfile import recorded
 from featcal_cli.runtime.process import interruptible, start_importing
 from featcal_cli.runtime.progress import tell_seconds
+from featcal_cli.runtime.untrusted_text import write_json
 
 if TYPE_CHECKING:  # what it imports is not waited for before it is needed
     from featcal_cli.reporting.reproduction import Figure, Reproduction
@@ -68,7 +68,7 @@ def reproduce(
             how = RunOptions(device, batch_size, allow_pickle, trust_remote_code)
             result = run(table, selection, recipe=recipe, output=output, options=how, listener=log)
         if json:
-            typer.echo(dumps(result.to_dict(), indent=2))
+            typer.echo(write_json(result.to_dict(), indent=2))
         else:
             show_reproduction(result, str(output or OUTPUT), screen.seconds)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from string import ascii_uppercase
@@ -25,10 +25,16 @@ from featcal_cli.runtime.progress import tell_change, tell_seconds
 from featcal_cli.runtime.untrusted_text import visible
 
 if TYPE_CHECKING:  # these import torch
+    from typer import Context
+
     from featcal_cli.hub.push import Pushed
     from featcal_cli.models.inventory import Inventory
     from featcal_cli.workflows.preflight import Preflight
 
+PLACING = (
+    "recipe", "output", "overwrite", "restart", "create_pr", "overwrite_repo", "push_anyway", "commit_message",
+)  # fmt: skip
+"""Options of calibrate on where a job is read and written, which another run of it has of its own."""
 RECIPE_LINES = 5
 """Of the demo's recipe that are shown."""
 OWN_MODEL = "", "featcal calibrate USER/MERGED --dry-run   # next: a model of your own"
@@ -55,10 +61,28 @@ def show_calibration(
     _conclude(f"{' and '.join(gains)} in {tell_seconds(seconds)}; the calibrated model is in {' and at '.join(places)}")
 
 
-def suggest_again(output: Path) -> tuple[str, str]:
-    """A hint for who has calibrated."""
+def retype(context: Context, *words: str, leave_out: Container[str]) -> str:
+    """This command with other words, and with the options that were typed but for those that are left out by name."""
+    line = ["featcal", str(context.info_name), *words]
+    for parameter in context.command.params:
+        name = str(parameter.name)
+        source = context.get_parameter_source(name)
+        if name not in leave_out and source is not None and source.name == "COMMANDLINE":
+            value = context.params[name]
+            line += [max(parameter.opts, key=len), *([] if value is True else [str(value)])]
+    return shlex.join(line)
+
+
+def describe_saved(context: Context, file: Path, said: Iterable[str]) -> str:
+    """A note for who has saved a dry run; what the options `said` say is in the file."""
+    again = retype(context, "-r", str(file), leave_out={*said, "recipe", "dry_run", "save"})
+    return f"{file} has the whole job; to run it: {again}"
+
+
+def suggest_again(context: Context, output: Path, said: Iterable[str]) -> tuple[str, str]:
+    """A hint for who has calibrated; what the options `said` say is in the output's recipe."""
     text = f"Load it like the merged model; {output}/{CARD} shows how. The same job again:"
-    return text, f"featcal calibrate -r {shlex.quote(f'{output}/{RECIPE}')} -o NEW"
+    return text, retype(context, "-r", str(output / RECIPE), "-o", "NEW", leave_out={*said, *PLACING})
 
 
 def _conclude(sentence: str) -> None:
@@ -222,7 +246,7 @@ def show_preflight(preflight: Preflight) -> None:
     for name, text in lines:
         OUT.print(f"{name:<11} {escape(text)}")
     downloaded = "Only small files were downloaded. " if any(preflight.commits) else ""
-    _hint(f"{downloaded}Leave out --dry-run to start.")
+    _hint(downloaded.strip() if preflight.stops else f"{downloaded}Leave out --dry-run to start.")
 
 
 def _group_by_source(preflight: Preflight) -> dict[str, list[tuple[str, str]]]:

@@ -160,9 +160,17 @@ FAR = 0.7
 
 
 def describe_merge_fit(
-    merged: Model, base: Model, experts: Mapping[str, Model], architecture: Architecture, *, built: bool = False
+    merged: Model,
+    base: Model,
+    experts: Mapping[str, Model],
+    architecture: Architecture,
+    *,
+    built: bool = False,
+    is_calibrated: bool = False,
 ) -> list[str]:
-    """What is odd about these models as a merge, in sentences. `built`: merged was made of them by this run."""
+    """What is odd about these models as a merge, in sentences. `built`: merged was made of them by this run.
+    is_calibrated: it is no merge any more, as featcal has solved for its weights, so that experts need not explain it.
+    """
     names = _choose_names((merged, base, *experts.values()), architecture)
     if not names:
         return []
@@ -178,6 +186,8 @@ def describe_merge_fit(
             f"the experts are as far from base as other models are (‖expert − base‖ is {far:.2f} of ‖base‖, on sampled "
             f"weights): is {base.snapshot.name} the base that they were fine-tuned from?"
         ]
+    if is_calibrated:
+        return notes
     share, parts = explain(end - start, torch.stack(list(steps.values())), _rounding(end, merged))
     return [*_describe_fit(share, dict(zip(steps, parts, strict=True)), base)]
 

@@ -16,6 +16,7 @@ import numpy
 from numpy.typing import NDArray
 
 from featcal_cli.runtime.files import cache_folder, write_file
+from featcal_cli.runtime.untrusted_text import write_json
 
 RESAMPLES = 1000
 SEED = 0
@@ -149,6 +150,8 @@ class ScoreCache:
             score = Score(**json.loads(self._file(about).read_text(encoding="utf-8"))["score"])
         except (OSError, ValueError, LookupError, TypeError):  # none, or broken
             return None
+        if None in (score.value, score.low, score.high):  # it was no number
+            return None
         self.reused += 1
         return score
 
@@ -156,7 +159,7 @@ class ScoreCache:
         """Write a figure down, whole or not at all."""
         with suppress(OSError):
             self._folder.mkdir(parents=True, exist_ok=True)
-            write_file(self._file(about), json.dumps({"of": about, "score": asdict(score)}))
+            write_file(self._file(about), write_json({"of": about, "score": asdict(score)}))
 
     def _file(self, about: Mapping[str, Any]) -> Path:
         text = json.dumps([VERSION, about], sort_keys=True)

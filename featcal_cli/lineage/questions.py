@@ -232,11 +232,6 @@ def enumerate_names(names: Sequence[str], most: int | None = None) -> str:
     return " and ".join(filter(None, (", ".join(names[:-1]), *names[-1:])))
 
 
-def write_command(draft: Draft, options: Iterable[Option] = ()) -> str:
-    """`featcal calibrate …` with what `draft` says and further options, quoted for a shell."""
-    return shlex.join([*_command_line(draft), *(word for option in options for word in option)])
-
-
 def _command_line(draft: Draft) -> list[str]:
     words = ["featcal", "calibrate", *([] if isinstance(draft.merged, str) else ["--merge"]), show_merged(draft.merged)]
     words += ["--base", draft.base] if draft.base else []
@@ -253,6 +248,4 @@ def _command_line(draft: Draft) -> list[str]:
 
 
 def show_merged(merged: str | Merge) -> str:
-    if isinstance(merged, str):
-        return merged
-    return merged.method if merged.method == "average" else f"{merged.method}:{merged.scale:g}"
+    return merged if isinstance(merged, str) else merged.option

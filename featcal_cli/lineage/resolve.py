@@ -13,6 +13,7 @@ from featcal_cli.lineage.base_model import find_base_of, find_stated_base, pick_
 from featcal_cli.lineage.expert_data import TaskData, find_data
 from featcal_cli.lineage.merge_configs import Statement
 from featcal_cli.lineage.questions import (
+    MOST_PROBLEMS,
     SAID,
     Finding,
     Findings,
@@ -25,12 +26,12 @@ from featcal_cli.lineage.questions import (
     experts_to_name,
     list_known,
     show_merged,
-    write_command,
 )
 from featcal_cli.lineage.search import Search, do_at_once, is_gone, name_tasks, opened_part, same_name, split_model
 from featcal_cli.lineage.statements import STATING_FILES, read_statements
+from featcal_cli.recipe.mistakes import did_you_mean
 from featcal_cli.recipe.schema import Draft, Merge, Recipe, TaskDraft
-from featcal_cli.runtime.errors import HubError, LineageError, RecipeError
+from featcal_cli.runtime.errors import HubError, RecipeError
 from featcal_cli.runtime.untrusted_text import show
 
 
@@ -68,6 +69,8 @@ def find_lineage(
     _read_merged(search)
     experts, base = _find_experts(search, find_stated_base(search))
     left_out = _leave_out(search, experts)
+    if search.unmatched:
+        raise OpenQuestionsError(draft, search.unmatched)
     gone = _take_gone(search, experts, base)
     findings = {task: expert for task, expert in experts.items() if isinstance(expert, Finding)}
     if base is None and findings:
@@ -82,7 +85,7 @@ def find_lineage(
     questions = [base] if isinstance(base, Question) else []
     questions += _ask_for_experts(search, experts, base) if experts or not gone else []
     questions += ask_without(gone, len(experts) + len(gone))
-    questions += [answer for answer in data.values() if isinstance(answer, Question)]
+    questions += [_hint_at(draft, task, answer) for task, answer in data.items() if isinstance(answer, Question)]
     if isinstance(base, Question) and not experts:
         questions += _ask_ahead(search, base)
     known = {task: answer for task, answer in data.items() if not isinstance(answer, Question)}
@@ -126,12 +129,16 @@ def _read_merged(search: Search) -> None:
     complete = draft.base and draft.tasks and all(task.expert for task in draft.tasks.values())
     if complete or isinstance(draft.merged, Merge) or split_model(draft.merged):
         return
-    missing = [("--expert", "TASK=REPO"), ("--data", "TASK=SOURCE")]
-    command = write_command(draft, missing if draft.base else [("--base", "REPO"), *missing])
+    missing: list[Option] = [] if draft.base else [("--base", "REPO")]
+    missing += [("--expert", "TASK=REPO"), ("--data", "TASK=SOURCE")]
+
+    def refuse(what: str, where: str, fix: str) -> OpenQuestionsError:
+        return OpenQuestionsError(draft, [Question(what, tuple(missing), where, fix=fix)])
+
     search.repo = search.open(draft.merged)
     if search.repo.commit:
         do_at_once(search.repo.read_text, STATING_FILES)  # they are cached then
-    search.statements = read_statements(search.repo, command, search.notes, search.looked_at)
+    search.statements = read_statements(search.repo, refuse, search.notes, search.looked_at)
 
 
 def _find_experts(search: Search, base: Base) -> tuple[Experts, Base]:
@@ -144,10 +151,10 @@ def _find_experts(search: Search, base: Base) -> tuple[Experts, Base]:
     statement = next((statement for statement in search.statements if statement.experts), None)
     listed, base = _name_experts(search, statement, base) if statement else ({}, base)
     if statement is None or not listed:
-        if said and (without := [task for task in tasks if task not in said and not _names_base(task, base)]):
-            what = f"nothing says which expert the task {without[0]} has"
-            command = write_command(search.draft, [("--expert", f"{task}=REPO") for task in without])
-            raise LineageError(what, where=SAID, fix=f"fill in REPO and type: {command}")
+        for task in tasks if said else ():
+            if task not in said and not _names_base(task, base):
+                what = f"nothing says which expert the task {task} has"
+                search.unmatched.append(_ask_for_task(task, what, SAID, said))
         return said, base
     renamed: dict[str, str] = {}
     for task in tasks:
@@ -160,9 +167,7 @@ def _find_experts(search: Search, base: Base) -> tuple[Experts, Base]:
             others = f"those left are {enumerate_names(list(unclaimed))}" if unclaimed else "none is left"
             others += f"; {base.value} is the base" if isinstance(base, Finding) else ""
             what = f"no expert of {search.merged} is for the task {task}: {others}"
-            command = write_command(search.draft, [("--expert", f"{task}=REPO")])
-            fix = f"name the data by one of these tasks, or fill in REPO and type: {command}"
-            raise LineageError(what, where=statement.source, fix=fix)
+            search.unmatched.append(_ask_for_task(task, what, statement.source, {**said, **unclaimed}))
     named = {renamed.get(name, name): expert for name, expert in listed.items()}
     if not said:
         return named, base
@@ -173,6 +178,19 @@ def _find_experts(search: Search, base: Base) -> tuple[Experts, Base]:
     if left := [name for name in further if not any(search.means(name, other) for other in names)]:
         search.notes.append(f"{statement.source} names further experts, which are left out: {', '.join(left)}")
     return kept, base
+
+
+def _ask_for_task(task: str, what: str, where: str, known: Experts) -> Question:
+    """The question which task is meant by a name that no expert has."""
+    fix = f"{did_you_mean(task, known)}name the data by one of the tasks"
+    return Question(what, (("--expert", f"{task}=REPO"),), where, fix=fix)
+
+
+def _hint_at(draft: Draft, task: str, question: Question) -> Question:
+    """The question for a task's data, with the name of a task that has its own, if that is what was meant."""
+    whole = [other for other, spec in draft.tasks.items() if spec.expert and spec.data]
+    hint = did_you_mean(task, whole, cutoff=0.75).strip() if task in draft.tasks else ""
+    return replace(question, fix="; ".join(filter(None, (hint, question.fix))))
 
 
 def _name_experts(search: Search, statement: Statement, base: Base) -> tuple[Experts, Base]:
@@ -223,9 +241,10 @@ def _leave_out(search: Search, experts: Experts) -> dict[str, Finding]:
     left_out: dict[str, Finding] = {}
     for task in search.draft.skip_experts or ():
         if (name := _match(task, experts)) is None:
-            names = enumerate_names(list(experts)) or "not known"
+            names = enumerate_names(list(experts), MOST_PROBLEMS) or "not known"
             what = f"there is no expert {task} that could be left out: the experts are {names}"
-            raise RecipeError(what, where="--skip-expert", fix="name one of them")
+            search.unmatched.append(Question(what, (), "--skip-expert", fix=f"{did_you_mean(task, experts)}name one"))
+            continue
         expert = experts.pop(name)
         reference = expert.value if isinstance(expert, Finding) else "unknown"
         search.notes.append(f"the expert of {name} ({reference}) is left out: --skip-expert {task}")

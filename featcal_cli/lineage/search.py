@@ -16,7 +16,7 @@ from featcal_cli.hub.client import is_lapsed
 from featcal_cli.hub.model_source import UnusableError, find, locate, repo_of, same_repo
 from featcal_cli.hub.repo import Kind, Opener, Repo
 from featcal_cli.lineage.merge_configs import Statement
-from featcal_cli.lineage.questions import SAID, Finding, show_merged
+from featcal_cli.lineage.questions import SAID, Finding, Question, show_merged
 from featcal_cli.lineage.statements import Card, names_itself, read_card, read_config
 from featcal_cli.recipe.schema import Draft, Merge
 from featcal_cli.runtime.errors import HubError
@@ -44,6 +44,8 @@ class Search:
         """What it states, the most trustworthy first."""
         self.looked_at: list[str] = []
         """Every source and what it lacks, a phrase each: what an error tells where nothing is found."""
+        self.unmatched: list[Question] = []
+        """Names of tasks that no expert has, with what is asked of each."""
         self.notes: list[str] = []
         """What was weighed and decided, a sentence each."""
         self._open_repo = open_repo

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from textwrap import dedent
 from typing import Any
@@ -23,6 +23,8 @@ _AS_A_BASE = re.compile(r"\busing (?P<name>(?:(?!\busing\b)[^\n]){1,300}?) as a 
 _LINK = re.compile(r"\[([^\[\]]{1,200})\]\([^()\s]*\)")
 MERGEKIT_FILES = ("mergekit_config.yml", "mergekit_config.yaml", "mergekit_moe_config.yml")
 RECIPE_FILE = "featcal.yaml"
+Refuse = Callable[[str, str, str], LineageError]
+"""Makes an error of what is wrong, where, and how to mend it."""
 STATING_FILES = (*MERGEKIT_FILES, "README.md", RECIPE_FILE)
 
 _RELATIONS = {"quantized": "a quantized copy of another", "adapter": "an adapter for another"}
@@ -126,14 +128,14 @@ def _find_yaml_blocks(body: str) -> Iterator[str]:
             fence, kind, lines = begin[1], begin[2].lower(), []
 
 
-def read_statements(repo: Repo, command: str, notes: list[str], looked_at: list[str]) -> list[Statement]:
-    """What a merged repo says of its base and experts, the most trustworthy first. `command` is what to type where the
-    files are of no use; `notes` get what was decided, `looked_at` every source and what it lacks, a phrase each. Raises
-    LineageError for a repo that is no merge or one that cannot be calibrated, and HubError."""
+def read_statements(repo: Repo, refuse: Refuse, notes: list[str], looked_at: list[str]) -> list[Statement]:
+    """What a merged repo says of its base and experts, the most trustworthy first. `refuse` makes the error where the
+    files are of no use, with what to type; `notes` get what was decided, `looked_at` every source and what it lacks, a
+    phrase each. Raises LineageError for a repo that is no merge or one that cannot be calibrated, and HubError."""
     if is_adapter(repo.files):
         what = f"{repo.name} is an adapter, not a merged model"
-        fix = f"give the merged model; if it is BASE+ADAPTER, name what it was made from: {command}"
-        raise LineageError(what, where=f"{ADAPTER_CONFIG} of {repo.name}", fix=fix)
+        fix = "give the merged model, or if it is BASE+ADAPTER, name what it was made from"
+        raise refuse(what, f"{ADAPTER_CONFIG} of {repo.name}", fix)
     card = read_card(repo.read_card())
     if card.relation in _RELATIONS:
         what = f"{repo.name} is no merged model: its card says that it is {_RELATIONS[card.relation]}"
@@ -146,7 +148,7 @@ def read_statements(repo: Repo, command: str, notes: list[str], looked_at: list[
     if names_own_repo:
         notes.append(f"the card of {repo.name} names the repo itself as its base, which is left out")
     card = replace(card, base_models=others, bases_in_text=others_in_text)
-    merge = _read_mergekit(repo, command, looked_at) or _read_blocks(repo, card, looked_at)
+    merge = _read_mergekit(repo, refuse, looked_at) or _read_blocks(repo, card, looked_at)
     notes += [merge.note] if merge and merge.note else []
     recipe = _read_recipe(repo, notes, looked_at)
     statements = [_without_itself(statement, repo, notes) for statement in (merge, recipe) if statement]
@@ -196,7 +198,7 @@ def _without_itself(statement: Statement, repo: Repo, notes: list[str]) -> State
     return replace(statement, bases=bases, experts=experts, tasks=statement.tasks if plain else {})
 
 
-def _read_mergekit(repo: Repo, command: str, looked_at: list[str]) -> Statement | None:
+def _read_mergekit(repo: Repo, refuse: Refuse, looked_at: list[str]) -> Statement | None:
     for name in MERGEKIT_FILES:
         if (text := repo.read_text(name)) is None:
             continue
@@ -204,7 +206,7 @@ def _read_mergekit(repo: Repo, command: str, looked_at: list[str]) -> Statement 
         try:
             statement = read_mergekit(load_documents(text), where)
         except ValueError as error:
-            raise LineageError(f"{name} cannot be used: {error}", where=where, fix=f"type: {command}") from None
+            raise refuse(f"{name} cannot be used: {error}", where, "") from None
         looked_at += [] if statement.base else [f"{name} (no base)"]
         return statement
     looked_at.append(f"{MERGEKIT_FILES[0]} (not there)")
@@ -235,7 +237,7 @@ def _read_recipe(repo: Repo, notes: list[str], looked_at: list[str]) -> Statemen
         looked_at.append(f"{RECIPE_FILE} (not there)")
         return None
     try:
-        draft = Draft.model_validate(load_documents(text)[0])
+        draft = Draft.model_validate(load_documents(text, recipe=True)[0])
     except (ValueError, LookupError, RecipeError):  # pydantic's ValidationError is a ValueError
         looked_at.append(f"{RECIPE_FILE} (no recipe)")
         return None

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
-from featcal_cli.runtime.references import bare_model
+from featcal_cli.runtime.references import bare_model, complaining
 
 KEYS = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 CORRUPTIONS = ("gaussian_noise", "motion_blur", "fog", "contrast", "pixelate", "jpeg")
@@ -35,7 +35,7 @@ class PaperRow(BaseModel):
     """`merged` is an upstream merge as it is; `featcal`, `surgery` and `probsurgery` are methods applied to it."""
     merge: str | None = None
     """The upstream merge; one that featcal does not build has a `model`, or is not measured."""
-    model: Annotated[str, AfterValidator(bare_model)] | None = None
+    model: Annotated[str, AfterValidator(complaining(bare_model))] | None = None
     """The checkpoint, if the row is about a public one."""
     examples: int | None = Field(default=None, ge=1)
     """Examples fitted per task; like the keys below, only if it differs from the recipe."""

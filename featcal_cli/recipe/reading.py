@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
+import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from copy import deepcopy
 from itertools import takewhile
 from pathlib import Path
@@ -12,10 +13,11 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from featcal_cli.recipe.mistakes import COMMAND_LINE, did_you_mean, explain
 from featcal_cli.recipe.schema import ROLES, Calibration, Draft, Output, Recipe
-from featcal_cli.runtime.errors import RecipeError
+from featcal_cli.runtime.errors import RecipeError, join_errors
 from featcal_cli.runtime.references import parse_merge, parse_source, path_exists
-from featcal_cli.runtime.untrusted_text import bare, first_complaint, load_documents, show
+from featcal_cli.runtime.untrusted_text import load_documents, replace_values, show
 
 COMPANIONS = {
     "ci/featcal.yml": "GitHub Actions: calibrate, check, propose; a workflow to call",
@@ -39,15 +41,24 @@ def find_shipped(name: str) -> Path:
     return _find(name, {**_recipes(), **beside}, "featcal recipes", "give one of")
 
 
+def print_shipped(name: str) -> str:
+    """The text of what `find_shipped` finds, which runs from any folder: a recipe's paths are absolute. Raises
+    RecipeError."""
+    file = find_shipped(name)
+    text = file.read_text(encoding="utf-8")
+    if file.suffix != ".yaml":
+        return text
+
+    def anchor(value: str) -> str:
+        path = file.parent / value
+        return json.dumps(str(path), ensure_ascii=False) if path_exists(path) else value
+
+    return replace_values(text, ("merged", "base", "expert", "data", "path"), anchor)
+
+
 def shipped_recipes() -> list[Path]:
     """The recipe files, in a wheel and in an editable install."""
     return sorted(_folder().glob("*.yaml"))
-
-
-def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
-    """The beginning of a hint with the nearest of the known names; empty where none is near."""
-    near = difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)
-    return f"did you mean {near[0]}? " if near else ""
 
 
 def _recipes() -> dict[str, Path]:
@@ -73,7 +84,6 @@ def describe_recipe(file: Path) -> str:
     return " ".join(line.lstrip("# ") for line in lines).partition(". ")[0] + "."
 
 
-_COMMAND_LINE = "the command line"
 _COLUMNS_FORM = "ROLE:COLUMN[,ROLE:COLUMN…]"
 _NEXT_ROLE = re.compile(rf",(?=\s*(?:{'|'.join(ROLES)})\s*:)")
 """Between two columns: a column's own name may hold commas."""
@@ -120,16 +130,22 @@ def collect_overrides(**options: Any) -> dict[str, Any]:
     """Options of the command line, by name (None where not given), in the nesting of a recipe. Raises RecipeError."""
     merge = options.get("merge")
     if merge and options.get("merged"):
-        raise RecipeError("both MERGED and --merge are given", where=_COMMAND_LINE, fix="give one of them")
+        raise RecipeError("both MERGED and --merge are given", where=COMMAND_LINE, fix="give one of them")
     experts = read_tasks("--expert", "REPO", options.get("expert"))
     tasks: dict[str, dict[str, Any]] = {task: {"expert": expert} for task, expert in experts.items()}
+    wrong: list[RecipeError] = []
     for task, source in read_tasks("--data", "SOURCE", options.get("data")).items():
-        tasks.setdefault(task, {})["data"] = parse_source(source)
+        try:
+            tasks.setdefault(task, {})["data"] = parse_source(source)
+        except RecipeError as error:
+            wrong.append(error)
+    if wrong:
+        raise join_errors(f"{len(wrong)} mistakes", wrong, where=COMMAND_LINE, fix="correct all of them")
     for task, split in read_tasks("--split", "NAME", options.get("split")).items():
         data = tasks.setdefault(task, {}).setdefault("data", {})
         if data.setdefault("split", split) != split:
             what = f"--data {task}=… says the split {data['split']}, and --split {task}=… says {split}"
-            raise RecipeError(what, where=_COMMAND_LINE, fix="give one of them")
+            raise RecipeError(what, where=COMMAND_LINE, fix="give one of them")
     for task, columns in _read_columns(options.get("columns")).items():
         tasks.setdefault(task, {}).setdefault("data", {})["columns"] = columns
     sections = {"calibration": Calibration.model_fields, "output": Output.model_fields}
@@ -184,50 +200,9 @@ def _read_columns(values: Sequence[str] | None) -> dict[str, dict[str, str]]:
     return columns
 
 
-def _name_option(place: Sequence[str], overrides: Mapping[str, Any]) -> str | None:
-    """The option that a recipe's key was typed as; None where it was not typed, and for whole sections."""
-    value: Any = overrides
-    for key in place:
-        if not isinstance(value, Mapping):
-            break
-        if (value := value.get(key)) is None:
-            return None
-    match place:
-        case ["merged", *rest]:
-            built = isinstance(overrides["merged"], Mapping)
-            return f"--merge ({rest[0] if rest else 'method'})" if built else "MERGED"
-        case ["base" | "skip_experts" as key, *_]:
-            return "--base" if key == "base" else "--skip-expert"
-        case ["calibration" | "output", key, *_]:
-            switches = {key: f"--{key}/--no-{key}" for key in ("bias", "routers", "stems")}
-            return {"examples": "--examples (-n)", **switches}.get(key, f"--{key.replace('_', '-')}")
-        case ["tasks", task, "evaluate", *rest]:
-            return f"--split {task}=…" if rest[:1] == ["split"] else None  # no option says the others
-        case ["tasks", task, "data"] if isinstance(value, Mapping) and value.keys().isdisjoint(("dataset", "path")):
-            return f"--{next(iter(value), 'data')} {task}=…"
-        case ["tasks", task, "data", *rest]:
-            return f"--{rest[0] if rest[:1] in (['columns'], ['split']) else 'data'} {task}=…"
-        case ["tasks", task, *_]:
-            return f"--expert {task}=…"
-    return None
-
-
-def _check_tasks(typed: Mapping[str, Any], tasks: Any) -> None:
-    """Raise RecipeError for columns or a split of a task that is none of `tasks`, where the experts are all named."""
-    if not isinstance(tasks, Mapping):
-        return  # validation says so
-    known = [task for task, keys in tasks.items() if isinstance(keys, Mapping) and "expert" in keys]
-    for task, keys in typed.items():
-        data = keys.get("data", {})
-        if known and task not in known and data.keys() <= {"columns", "split"}:
-            option = "--columns" if "columns" in data else "--split"
-            fix = f"{did_you_mean(task, known)}name one of {', '.join(known)}"
-            raise RecipeError(f"there is no task {show(task)}", where=option, fix=fix)
-
-
 def _read_yaml(file: Path) -> dict[str, Any]:
     try:
-        documents = load_documents(file.read_text(encoding="utf-8-sig"), unique=True)
+        documents = load_documents(_read_text(file), recipe=True)
     except UnicodeDecodeError:
         raise RecipeError(
             "the recipe is not YAML: it is no UTF-8 text", where=str(file), fix="save it as UTF-8"
@@ -241,19 +216,11 @@ def _read_yaml(file: Path) -> dict[str, Any]:
         raise RecipeError(f"the file holds {len(documents)} documents", where=str(file), fix=fix)
     if not (documents and isinstance(raw := documents[0], dict)):
         raise RecipeError("the recipe is not a mapping of keys to values", where=str(file), fix="see `featcal recipes`")
-    _check_keys(raw, str(file))
     return raw
 
 
-def _check_keys(section: Mapping[Any, Any], where: str) -> None:
-    """Raise RecipeError for a key that YAML takes for something else than text, as it does `no`, `on` and `1`."""
-    for key, value in section.items():
-        if not isinstance(key, str):
-            kind = "yes or no" if isinstance(key, bool) else "a number" if isinstance(key, (int, float)) else "a value"
-            what = f"YAML reads the key {bare(str(key))} as {kind}, not as text"
-            raise RecipeError(what, where=where, fix="put this key in quotation marks")
-        if isinstance(value, dict):
-            _check_keys(value, f"{where}, {bare(key)}")
+def _read_text(file: Path) -> str:
+    return file.read_text(encoding="utf-8-sig")
 
 
 def _anchor_paths(raw: dict[str, Any], folder: Path) -> None:
@@ -275,7 +242,8 @@ def _anchor_paths(raw: dict[str, Any], folder: Path) -> None:
         if isinstance(task, dict):
             anchor(task, "expert")
             if isinstance(data := task.get("data"), str):
-                task["data"] = parse_source(data, folder)
+                with suppress(RecipeError):  # validation says it, with all else that is wrong
+                    task["data"] = parse_source(data, folder)
             elif isinstance(data, dict):
                 anchor(data, "path")
 
@@ -283,15 +251,12 @@ def _anchor_paths(raw: dict[str, Any], folder: Path) -> None:
 def _build_draft(raw: Mapping[str, Any], overrides: Mapping[str, Any], file: Path | None) -> Draft:
     keys = deepcopy(_overlay(raw, overrides))
     _anchor_paths(keys, Path.cwd())
-    where = str(file) if file else "the recipe" if raw else _COMMAND_LINE
-    _check_tasks(overrides.get("tasks") or {}, keys.get("tasks") or {})
-    if not keys.get("merged"):
-        fix = "give MERGED or --merge, or the key merged: in a recipe"
-        raise RecipeError("no merged model given", where=where, fix=fix)
+    keys = {key: value for key, value in keys.items() if value is not None and (key, value) != ("merged", "")}
     try:
-        draft = Draft.model_validate({key: value for key, value in keys.items() if value is not None})
+        draft = Draft.model_validate(keys)
     except ValidationError as error:
-        raise _explain(error, where, overrides) from None
+        whole = str(file) if file else "the recipe" if raw else COMMAND_LINE
+        raise explain(error, keys, whole, _read_text(file) if file else "", overrides) from None
     if file is not None and file.name != "featcal.yaml":  # no output is named after the recipe in another one's folder
         draft._file = file.stem
     return draft
@@ -308,21 +273,3 @@ def _overlay(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, An
         elif value is not None:
             keys[key] = value
     return keys
-
-
-def _explain(error: ValidationError, where: str, overrides: Mapping[str, Any]) -> RecipeError:
-    """The first of pydantic's complaints as one message."""
-    problem = error.errors()[0]
-    parts = [str(part) for part in problem["loc"] if part not in ("repo", "merge") and "[" not in str(part)]
-    place = ".".join(map(bare, parts))
-    if problem["type"] == "extra_forbidden":
-        unknown = str(problem["loc"][-1])
-        schema = Recipe.model_json_schema()
-        known = {key for section in (schema, *schema["$defs"].values()) for key in section.get("properties", ())}
-        fix = did_you_mean(unknown[:80], known, cutoff=0.5).strip() or "take the key out"
-        return RecipeError(f"unknown key {bare(unknown)}", where=f"{where}, {place}", fix=fix)
-    if option := _name_option(parts, overrides):
-        place, where = bare(option), _COMMAND_LINE
-    complaint = first_complaint(error)
-    what = f"{place} {complaint}" if complaint.startswith("must be ") else f"{place}: {complaint}"
-    return RecipeError(what, where=where, fix=f"change {place}")

@@ -19,14 +19,13 @@ from pydantic import (
     SerializerFunctionWrapHandler,
     Tag,
     ValidationError,
-    field_validator,
     model_serializer,
     model_validator,
 )
 
 from featcal_cli.recipe.paper import Corruption, PaperTable
 from featcal_cli.runtime.errors import RecipeError
-from featcal_cli.runtime.references import bare_model, existing_path, parse_source, read_page
+from featcal_cli.runtime.references import bare_model, complaining, existing_path, parse_source, read_page, write_number
 from featcal_cli.runtime.untrusted_text import first_complaint, show
 
 
@@ -38,7 +37,7 @@ def _check_name(text: str) -> str:
 
 Name = Annotated[str, AfterValidator(_check_name)]
 """What names something; it may be shown on a terminal, and be a part of a path."""
-ModelName = Annotated[Name, AfterValidator(bare_model)]
+ModelName = Annotated[Name, AfterValidator(complaining(bare_model))]
 """A model's Hub id or path, or the address of its page, which becomes an id."""
 
 SELF = "self"
@@ -76,13 +75,6 @@ class Evaluate(Section):
     """lm-eval's task → its metric, METRIC or METRIC,FILTER; with several tasks, their mean is used."""
     chat: bool | None = None
     """Put lm-eval's questions into the chat template; if left out, only if the tokenizer has one."""
-
-    @field_validator("answers", "classes", "prompts", mode="before")
-    @classmethod
-    def _quoted(cls, value: Any) -> Any:
-        if isinstance(value, (list, tuple)) and any(isinstance(item, (bool, int, float)) for item in value):
-            raise ValueError("YAML reads yes, no and numbers as something else than text: put them in quotes")
-        return value
 
     @model_validator(mode="after")
     def _one_protocol(self) -> Evaluate:
@@ -163,8 +155,15 @@ class Merge(Section):
 
     def __str__(self) -> str:
         """The method and its numbers, as in "ties 0.3 0.2"."""
-        numbers = (getattr(self, key) for key in _MERGE_KEYS[self.method])
-        return " ".join([self.method, *(f"{n:g}" if isinstance(n, float) else str(n) for n in numbers)])
+        return " ".join(self._words())
+
+    @property
+    def option(self) -> str:
+        """The value of --merge that says it, as in "ties:0.3:0.2"."""
+        return ":".join(self._words())
+
+    def _words(self) -> list[str]:
+        return [self.method, *(write_number(getattr(self, key)) for key in _MERGE_KEYS[self.method])]
 
 
 class Data(Section):
@@ -193,7 +192,7 @@ class Data(Section):
     def _read_page(cls, values: Any) -> Any:
         """The address of a dataset's page in its parts; what stands beside it goes first."""
         name = values.get("dataset") if isinstance(values, dict) else None
-        page = read_page(name) if isinstance(name, str) else None
+        page = complaining(read_page)(name) if isinstance(name, str) else None
         if page is None:
             return values
         parts = {"dataset": page.name, "revision": page.revision, "config": page.config, "split": page.split}
@@ -246,7 +245,7 @@ def _parse_text(value: Any) -> Any:
     return parse_source(value) if isinstance(value, str) else value
 
 
-Source = Annotated[Data, BeforeValidator(_parse_text, json_schema_input_type=str | Data)]
+Source = Annotated[Data, BeforeValidator(complaining(_parse_text), json_schema_input_type=str | Data)]
 
 
 class TaskDraft(Section):

@@ -12,12 +12,18 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-import yaml
-
 from featcal_cli.reporting.markdown import clean, join_notes, one_line, plain
-from featcal_cli.reporting.report import VISIBLE, Inspection, ModelDrift, OutputDrift, PlaceDrift, compare_drift
-from featcal_cli.reporting.verdict import find_farther, list_roles, order_blocks, read_drift, write_verdict
+from featcal_cli.reporting.report import VISIBLE, Inspection, ModelDrift, OutputDrift, PlaceDrift
+from featcal_cli.reporting.verdict import (
+    compare_drift,
+    find_farther,
+    list_roles,
+    order_blocks,
+    read_drift,
+    write_verdict,
+)
 from featcal_cli.runtime.files import tell_bytes
+from featcal_cli.runtime.untrusted_text import dump_yaml
 
 TEMPLATE = Path(__file__).with_name("page.html")
 DIGITS = 4
@@ -86,7 +92,7 @@ def _describe(inspection: Inspection) -> dict[str, Any]:
         "summary": summary,
         "notes": [_show(note, 1000) for note in join_notes(inspection.notes, inspection.tasks)],
         "facts": base + [[key.replace("_", " "), _show(value)] for key, value in facts],
-        "recipe": clean(yaml.safe_dump(inspection.recipe, sort_keys=False, allow_unicode=True, width=100)),
+        "recipe": clean(dump_yaml(inspection.recipe, width=100)),
     }
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import EvalResult, ModelCard, ModelCardData
+from huggingface_hub import EvalResult, ModelCardData
 
 from featcal_cli.calibration.results import describe_guard, describe_kinds
 from featcal_cli.evaluation.results import CALIBRATED, EXPERT, MERGED, average_tasks
@@ -29,7 +29,7 @@ from featcal_cli.reporting.markdown import (
     write_row,
 )
 from featcal_cli.reporting.report import ITSELF, RECIPE, REPORT, Report, Source
-from featcal_cli.runtime.untrusted_text import split_front_matter, without_tokens
+from featcal_cli.runtime.untrusted_text import dump_yaml, split_front_matter, without_tokens
 
 MODELS = ("merged", "base", "expert")
 HUB = "https://huggingface.co"
@@ -100,7 +100,8 @@ def write_card(
     loading = _write_loading(target or name, pipeline_tag, model_class, processor_class)
     sections = _write_sections(report, name, target, (model_class, loading), data.license_name or data.license)
     text = "\n\n".join([MARK, *sections, *([OWN_CARD, own_card] if own_card else [])])
-    return without_tokens(str(ModelCard(f"---\n{data.to_yaml()}\n---\n\n{text}\n")))
+    metadata = data.to_dict()  # type: ignore[no-untyped-call]
+    return without_tokens(f"---\n{dump_yaml(metadata)}---\n\n{text}\n")
 
 
 def read_license(readme: str | None) -> str | None:

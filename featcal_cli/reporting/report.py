@@ -6,16 +6,18 @@ import json
 import re
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
+from functools import reduce
 from math import inf, isfinite, nan
+from operator import getitem
 from statistics import StatisticsError, correlation
 from typing import Any
 
-from pydantic import TypeAdapter
+from pydantic import TypeAdapter, ValidationError
 
 from featcal_cli.calibration.results import SHOWN, AdapterReport, BlockReport
 from featcal_cli.evaluation.results import TaskScores
 from featcal_cli.runtime.progress import tell_change
-from featcal_cli.runtime.untrusted_text import without_tokens
+from featcal_cli.runtime.untrusted_text import without_tokens, write_json
 
 SCHEMA = 1
 """Version of the JSON form; it grows when a key changes its meaning or goes away."""
@@ -181,20 +183,7 @@ class Inspection:
         return {role: re.sub("(?<=@[0-9a-f]{7})[0-9a-f]{33}$", "", name) for role, name in self.names.items()}
 
     def to_json(self) -> str:
-        # null for what is no finite number: JSON has no word for it
-        values = json.loads(json.dumps(asdict(self)), parse_constant=lambda _: None)
-        return json.dumps(values, indent=2) + "\n"
-
-
-def compare_drift(drift: float, other: float, name: str, experts: str = "the experts") -> str:
-    """How much nearer or farther than `name` one is in percent; empty where that is no finite number."""
-    change = drift / other - 1 if other else nan
-    if not isfinite(change):
-        return ""
-    if abs(change) < VISIBLE:
-        return f"as near to {experts} as {name}"
-    how = f"farther from {experts}" if change > 0 else f"nearer to {experts}"
-    return f"{100 * abs(change):.{1 if abs(change) < 0.1 else 0}f} % {how} than {name}"
+        return write_json(asdict(self), indent=2) + "\n"
 
 
 REPORT, RECIPE, CARD, PICTURE = "featcal_report.json", "featcal.yaml", "README.md", "drift.png"
@@ -311,14 +300,19 @@ class Report:
         return {"headline": self.headline, **asdict(self)}
 
     def to_json(self) -> str:
-        text = json.dumps(self.to_dict(), indent=2, ensure_ascii=False) + "\n"
-        return without_tokens(
-            text.encode("utf-8", "backslashreplace").decode()
-        )  # names in data may hold half characters
+        text = write_json(self.to_dict(), indent=2, ensure_ascii=False) + "\n"
+        # names in data may hold half characters
+        return without_tokens(text.encode("utf-8", "backslashreplace").decode())
 
     @classmethod
     def from_json(cls, text: str) -> Report:
-        return TypeAdapter(cls).validate_python(json.loads(text))
+        values = json.loads(text)
+        try:
+            return TypeAdapter(cls).validate_python(values)
+        except ValidationError as error:
+            for *place, last in (problem["loc"] for problem in error.errors() if problem["input"] is None):
+                reduce(getitem, place, values)[last] = nan  # the null of what is no finite number
+            return TypeAdapter(cls).validate_python(values)
 
     @property
     def drift_rows(self) -> list[DriftRow]:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby, takewhile
-from math import inf, isfinite, isinf, isnan
+from math import inf, isfinite, isinf, isnan, nan
 from statistics import fmean
 from typing import TYPE_CHECKING, Literal
 
 from featcal_cli.lineage.questions import enumerate_names
-from featcal_cli.reporting.report import VISIBLE, Inspection, ModelDrift, compare_drift
+from featcal_cli.reporting.report import VISIBLE, Inspection, ModelDrift
 
 if TYPE_CHECKING:  # it imports torch
     pass
@@ -226,6 +226,17 @@ def _percent(share: float) -> str:
 
 
 # Sentences
+
+
+def compare_drift(drift: float, other: float, name: str, experts: str = "the experts") -> str:
+    """How much nearer or farther than `name` one is in percent; empty where that is no finite number."""
+    change = drift / other - 1 if other else nan
+    if not isfinite(change):
+        return ""
+    if abs(change) < VISIBLE:
+        return f"as near to {experts} as {name}"
+    how = f"farther from {experts}" if change > 0 else f"nearer to {experts}"
+    return f"{100 * abs(change):.{1 if abs(change) < 0.1 else 0}f} % {how} than {name}"
 
 
 def find_farther(inspection: Inspection, role: str, than: str) -> dict[str, float]:

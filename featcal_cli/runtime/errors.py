@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+MOST_ERRORS = 12
+"""Errors that one message lists; the others are counted."""
+
 
 class FeatCalError(Exception):
     """An error with one message for the user and the exit code of the command line (2: the user can fix it)."""
@@ -16,6 +22,48 @@ class FeatCalError(Exception):
         self.fix = fix
         """What to type or change."""
         super().__init__("\n".join(part for part in (what, where and f"in: {where}", fix and f"fix: {fix}") if part))
+
+
+class SeveralErrors(FeatCalError):  # noqa: N818 - it is none itself
+    """Errors that were found together: one message lists them."""
+
+    def __init__(self, summary: str, errors: Sequence[FeatCalError], *, where: str, fix: str) -> None:
+        self.summary = summary
+        self.lines = [_describe(error) for error in errors[:MOST_ERRORS]]
+        """A line for each error."""
+        if len(errors) > MOST_ERRORS:
+            self.lines.append(f"and {len(errors) - MOST_ERRORS} more")
+        self.errors = errors
+        super().__init__(f"{summary}: {'; '.join(self.lines)}", where=where, fix=fix)
+
+
+class Obstacles:
+    """What stops a run: raised at once, or collected, where all of it is to be shown."""
+
+    def __init__(self, *, collect: bool = False) -> None:
+        self.found: list[FeatCalError] = []
+        self._collect = collect
+
+    @contextmanager
+    def look(self) -> Iterator[None]:
+        """Inside, a check is made."""
+        try:
+            yield
+        except FeatCalError as error:
+            if not self._collect:
+                raise
+            if str(error) not in map(str, self.found):
+                self.found.append(error)
+
+
+def join_errors(summary: str, errors: Sequence[FeatCalError], *, where: str, fix: str) -> FeatCalError:
+    """The only one as it is, or all of them as one."""
+    return errors[0] if len(errors) == 1 else SeveralErrors(summary, errors, where=where, fix=fix)
+
+
+def _describe(error: FeatCalError) -> str:
+    place = f"{error.where}: " if error.where else ""
+    return f"{place}{error.what}" + (f" ({error.fix})" if error.fix else "")
 
 
 class RecipeError(FeatCalError):

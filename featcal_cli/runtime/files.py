@@ -314,6 +314,20 @@ def hold(folder: Path, target: Path) -> Iterator[None]:
         os.close(descriptor)  # with it goes the lock
 
 
+def check_holdable(folder: Path, target: Path) -> None:
+    """Raise OutputError where `hold` would, as far as that shows without writing."""
+    place = next(path for path in (folder, *folder.parents) if path.exists())
+    if not (place.is_dir() and os.access(place, os.W_OK | os.X_OK)):
+        reason = "permission denied" if place.is_dir() else "this is no folder"
+        raise OutputError(f"cannot write here: {reason}", where=str(place), fix="choose another --output")
+    with suppress(FileNotFoundError), (folder / LOCK).open("rb") as stream:
+        try:
+            fcntl.flock(stream, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            what = f"another run is working on this output{_name_holder(folder)}"
+            raise OutputError(what, where=str(target), fix="wait for it, stop it, or give another --output") from None
+
+
 def _acquire(folder: Path) -> int:
     """The descriptor of the locked file, which says whose it is. Raises BlockingIOError when it is locked already."""
     while True:

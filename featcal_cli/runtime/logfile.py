@@ -16,7 +16,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
-from json import dumps
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -25,7 +24,7 @@ from featcal_cli.runtime.errors import FeatCalError, OutputError
 from featcal_cli.runtime.files import explain_full, name_reason
 from featcal_cli.runtime.process import exit_code, peak_resident_bytes, read_start
 from featcal_cli.runtime.progress import Listener, PhaseClock, Progress, heard
-from featcal_cli.runtime.untrusted_text import redact
+from featcal_cli.runtime.untrusted_text import redact, write_json
 
 REMEMBERED = 200
 """Lines that a crash report ends with."""
@@ -44,7 +43,7 @@ class Log(Listener):
     def write(self, event: str, **facts: Any) -> None:
         """One line: when, what, and what is to be said of it; no secrets."""
         at = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
-        line = redact(dumps({"time": at, "event": event, **facts}, ensure_ascii=False, default=str))
+        line = redact(write_json({"time": at, "event": event, **facts}, ensure_ascii=False, default=str))
         self.recent.append(line)
         if self._file is not None:
             try:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 from urllib.parse import unquote
 
 from featcal_cli.runtime.errors import RecipeError
@@ -81,6 +82,12 @@ def parse_merge(text: str) -> dict[str, Any]:
             fix = "write e.g. task_arithmetic:0.3, ties:0.3:0.2 or dare_ties:0.3:0.2:42"
             raise RecipeError(what, where="--merge", fix=fix) from None
     return keys
+
+
+def write_number(value: float) -> str:
+    """A number as one types it, and with all its digits."""
+    short = f"{value:g}"
+    return short if float(short) == value and isinstance(value, float) else str(value)
 
 
 def path_exists(path: Path) -> bool:
@@ -190,3 +197,22 @@ def _shown(text: str) -> str:
     """An address for a message: short, without a password and without what follows a question mark."""
     shown = re.sub(r"//[^/@]*@", "//", re.split("[?#]", text, maxsplit=1)[0])
     return shown if len(shown) <= 100 else shown[:99] + "…"
+
+
+_Given = TypeVar("_Given")
+_Read = TypeVar("_Read")
+
+
+def complaining(read: Callable[[_Given], _Read]) -> Callable[[_Given], _Read]:
+    """The reader as a validator: what it refuses becomes one of pydantic's complaints, beside all others."""
+
+    def validate(given: _Given) -> _Read:
+        try:
+            return read(given)
+        except RecipeError as error:
+            from pydantic_core import PydanticCustomError
+
+            about = {"what": error.what, "where": error.where, "fix": error.fix}
+            raise PydanticCustomError("recipe", "{what}: {fix}", about) from None
+
+    return validate

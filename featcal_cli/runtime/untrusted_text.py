@@ -6,8 +6,9 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from itertools import chain, islice
+from math import isfinite
 from typing import TYPE_CHECKING, Any
 from unicodedata import category
 
@@ -39,42 +40,88 @@ class _RefusedError(ValueError):
     """A text stands for more than can be read, or for two things."""
 
 
+_TAG = "tag:yaml.org,2002:"
+_TYPES_OF_ALL = (
+    ("null", r"~|null|Null|NULL|", "~nN"),
+    ("merge", r"<<", "<"),
+    ("float", r"[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)", "-+."),
+)
+_TYPES_OF_CARDS = (
+    ("bool", r"true|True|TRUE|false|False|FALSE", "tTfF"),
+    ("int", r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+", "-+0123456789"),
+    ("float", r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?", "-+.0123456789"),
+)
+"""Types of values without quotation marks as YAML 1.2 has them, which the Hub reads: a name, what matches, and how that
+begins. YAML 1.1, which PyYAML reads, also takes no, on, 12:30 and 2024-01-02 for other things than text, and 1e-3 for
+text."""
+
+
+def _resolve(types: Iterable[tuple[str, str, str]]) -> dict[str, list[tuple[str, re.Pattern[str]]]]:
+    """PyYAML's table of types: by the first character of a value, the tags that it may get."""
+    table: dict[str, list[tuple[str, re.Pattern[str]]]] = {}
+    for name, pattern, first in types:
+        for character in [*first, *([""] if name == "null" else [])]:
+            table.setdefault(character, []).append((_TAG + name, re.compile(f"(?:{pattern})\\Z")))
+    return table
+
+
 class _Loader(yaml.SafeLoader):
-    """Plain values only, and only as many as there is room for."""
+    """Plain values only, of the types of YAML 1.2, and only as many as there is room for."""
+
+    yaml_implicit_resolvers = _resolve((*_TYPES_OF_ALL, *_TYPES_OF_CARDS))
 
     def construct_document(self, node: yaml.Node) -> Any:
         _measure(node, {})
         return super().construct_document(node)
 
-    def construct_integer(self, node: yaml.ScalarNode) -> int:
+    def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
         """The number that a scalar stands for, decimal or not. Raises _RefusedError for one that is too long."""
-        if len(node.value) > MAX_DIGITS:
-            raise _RefusedError(f"line {node.start_mark.line + 1} holds {_describe_digits(len(node.value))}")
-        return int(self.construct_yaml_int(node))
+        text = str(self.construct_scalar(node))
+        if len(text) > MAX_DIGITS:
+            raise _RefusedError(f"line {node.start_mark.line + 1} holds {_describe_digits(len(text))}")
+        return int(text, 0 if text[:2] in ("0o", "0x") else 10)
 
 
-_Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_integer)
+_Loader.add_constructor(f"{_TAG}int", _Loader.construct_yaml_int)
 
 
-class _UniqueLoader(_Loader):
-    """Refuses a key that comes twice, of which YAML would believe the last one."""
+class _RecipeLoader(_Loader):
+    """Reads every value as text, of which the recipe's schema makes a number or a switch where one belongs; refuses a
+    key that comes twice, of which YAML would believe the last one."""
+
+    yaml_implicit_resolvers = _resolve(_TYPES_OF_ALL)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         known: dict[str, int] = {}
         for key, _ in node.value:
             line = key.start_mark.line + 1
-            if isinstance(key, yaml.ScalarNode) and (first := known.setdefault(key.value, line)) != line:
-                raise _RefusedError(f"the key {bare(key.value)} is in line {first} and again in line {line}")
+            if isinstance(key, yaml.ScalarNode) and key.tag != f"{_TAG}merge":
+                key.tag = f"{_TAG}str"
+                if (first := known.setdefault(key.value, line)) != line:
+                    raise _RefusedError(f"the key {bare(key.value)} is in line {first} and again in line {line}")
         return super().construct_mapping(node, deep)
 
 
-def load_documents(text: str, *, unique: bool = False) -> list[Any]:
-    """The documents of a YAML text, empty ones left out; with `unique`, keys that come twice are refused. Raises
-    ValueError with a short reason."""
+class _Dumper(yaml.SafeDumper):
+    """Puts text in quotation marks where YAML 1.1 or YAML 1.2 would take it for something else."""
+
+
+for _name, _pattern, _first in _TYPES_OF_CARDS:
+    _Dumper.add_implicit_resolver(_TAG + _name, re.compile(f"(?:{_pattern})\\Z"), list(_first))
+
+
+def dump_yaml(content: Any, width: int = 80) -> str:
+    """A value as YAML that every reader understands alike, keys in their order."""
+    return yaml.dump(content, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=width)
+
+
+def load_documents(text: str, *, recipe: bool = False) -> list[Any]:
+    """The documents of a YAML text, empty ones left out; of a `recipe`, values are text and keys that come twice are
+    refused. Raises ValueError with a short reason."""
     if len(text) > MAX_CHARACTERS:
         raise ValueError(f"it is longer than {MAX_CHARACTERS:,} characters")
     try:
-        loader = _UniqueLoader if unique else _Loader
+        loader = _RecipeLoader if recipe else _Loader
         return [document for document in yaml.load_all(text, Loader=loader) if document is not None]
     except _RefusedError:
         raise
@@ -82,6 +129,39 @@ def load_documents(text: str, *, unique: bool = False) -> list[Any]:
         mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
         reason = f": {bare(problem)}" if problem else ""
         raise ValueError(f"it is not YAML (line {mark.line + 1}{reason})" if mark else "it is not YAML") from None
+
+
+def find_line(text: str, path: Sequence[str | int]) -> int:
+    """The line, from 1 on, of what lies at `path` in a YAML text that was loaded, or of the last part that is there."""
+    node = yaml.compose(text, Loader=_RecipeLoader)
+    line = 1
+    for part in path:
+        if isinstance(node, yaml.MappingNode):
+            found = next(((key, value) for key, value in node.value if key.value == part), None)
+        elif isinstance(node, yaml.SequenceNode) and isinstance(part, int) and part < len(node.value):
+            found = (node.value[part], node.value[part])
+        else:
+            found = None
+        if found is None:
+            break
+        line, node = found[0].start_mark.line + 1, found[1]
+    return line
+
+
+def replace_values(text: str, keys: Container[str], change: Callable[[str], str]) -> str:
+    """The YAML text with the values of these keys changed, wherever they stand; comments and all else stay."""
+    changed: list[tuple[int, int, str]] = []
+
+    def walk(node: yaml.Node | None) -> None:
+        for key, value in node.value if isinstance(node, yaml.MappingNode) else ():
+            walk(value)
+            if isinstance(value, yaml.ScalarNode) and key.value in keys and (new := change(value.value)) != value.value:
+                changed.append((value.start_mark.index, value.end_mark.index, new))
+
+    walk(yaml.compose(text, Loader=_RecipeLoader))
+    for start, end, new in sorted(changed, reverse=True):
+        text = f"{text[:start]}{new}{text[end:]}"
+    return text
 
 
 def split_front_matter(text: str) -> tuple[dict[Any, Any] | None, str, str]:
@@ -124,6 +204,22 @@ def _refuse_repeated(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _describe_digits(count: int) -> str:
     return f"a whole number of {count:,} digits, which is longer than can be read"
+
+
+def write_json(value: Any, **settings: Any) -> str:
+    """A value as JSON, with null for what is no finite number, as JSON has no word for it; settings of json.dumps."""
+    try:
+        return json.dumps(value, allow_nan=False, **settings)
+    except ValueError:
+        return json.dumps(_without_nan(value), allow_nan=False, **settings)
+
+
+def _without_nan(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: _without_nan(item) for key, item in value.items()}
+    return [_without_nan(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def show(text: str) -> str:
@@ -247,8 +343,12 @@ _WANTED = {
 
 
 def first_complaint(error: ValidationError) -> str:
-    """The first of pydantic's complaints, for the middle of a sentence: `must be …` where it is about one value."""
-    problem = error.errors()[0]
+    """The first of pydantic's complaints, as `describe_complaint` has it."""
+    return describe_complaint(error.errors()[0])
+
+
+def describe_complaint(problem: Mapping[str, Any]) -> str:
+    """One of pydantic's complaints, for the middle of a sentence: `must be …` where it is about one value."""
     if problem["type"] in _WANTED:
         wanted = _WANTED[problem["type"]].format(**problem.get("ctx", {})).replace("'", "")
         given = problem["input"]

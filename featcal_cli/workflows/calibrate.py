@@ -20,7 +20,6 @@ from featcal_cli.calibration.hyperparameters import (
     Choice,
     SearchPlan,
     Trial,
-    check_search,
     choose_hyperparameters,
     kind_of,
     take_best,
@@ -38,7 +37,6 @@ from featcal_cli.models.loading import find_auto_class, find_pipeline_tag, find_
 from featcal_cli.models.low_rank import extract_adapter
 from featcal_cli.recipe.schema import Merge
 from featcal_cli.reporting.drift_plots import plot_drift
-from featcal_cli.reporting.gates import check_judged
 from featcal_cli.reporting.report import CARD, PICTURE, RECIPE, REPORT, Report
 from featcal_cli.runtime import hardware
 from featcal_cli.runtime.distributed import Ranks
@@ -46,13 +44,13 @@ from featcal_cli.runtime.errors import FeatCalError, NumericsError, RecipeError,
 from featcal_cli.runtime.files import Unchanged
 from featcal_cli.runtime.hardware import is_out_of_memory, release_memory
 from featcal_cli.workflows.build_report import Outcome, summarise
-from featcal_cli.workflows.evaluate import check_evaluable
 from featcal_cli.workflows.output import names_on_disk, read_slots, write_output
-from featcal_cli.workflows.output_files import FinishedOutput, Note, dump_recipe
-from featcal_cli.workflows.preflight import Preflight, check_adapter, prepare
+from featcal_cli.workflows.output_files import FinishedOutput, Note, dump_recipe, is_calibrated
+from featcal_cli.workflows.preflight import Preflight, prepare
+from featcal_cli.workflows.run_checks import check_run
 from featcal_cli.workflows.session import CalibrateOptions, Session
 from featcal_cli.workflows.setup import Models, Setup, fetch_models, load_models, set_up
-from featcal_cli.workflows.workspace import NOTE, Workspace, check_apart
+from featcal_cli.workflows.workspace import NOTE, Workspace
 
 GRADIENTS = "gradients"
 """The folder, beside the journal, of what is needed of experts' answers during a run."""
@@ -126,14 +124,7 @@ class Computation:
         plan = prepare(session, self._workspace.target if self._ranks.is_first else None, hold_out=True)
         self._data.check()
         recipe = plan.recipe
-        check_adapter(plan, options.as_adapter)
-        if self._ranks.is_first:
-            check_apart(self._workspace.target, recipe.local_paths)
-        if options.evaluate:
-            check_evaluable(session, recipe, allow_code=options.allow_code)
-        check_search(recipe.calibration, plan.examples)
-        if options.strict:
-            check_judged(plan.examples)
+        check_run(session, plan, self._workspace.target, options)
         if recipe.calibration.is_by_answers and self._ranks.size > 1:
             what, fix = "outputs are a metric in one process only", "run it in one process, or use --metric features"
             self._go_on_by_features(RecipeError(what, where="--metric output", fix=fix))
@@ -176,7 +167,9 @@ class Computation:
     def _solve(self, plan: Preflight, setup: Setup, journal: Journal | None, target: Target | None) -> Report:
         session, calibration, models = self._session, setup.calibration, setup.models
         session.note(*check_values(models.merged, [models.base, *models.experts.values()], setup.architecture))
-        session.note(*setup.describe_merge(plan.recipe))
+        merged = plan.origins.get("merged")
+        calibrated = merged is not None and is_calibrated(merged.repo)
+        session.note(*setup.describe_merge(plan.recipe, is_calibrated=calibrated))
         session.share_notes()
         while True:
             try:

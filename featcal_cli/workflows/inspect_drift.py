@@ -93,6 +93,7 @@ def _measure(session: Session, compare: str | None, *, keep_finals: bool) -> tup
     """What was run, and all that it has measured; with `keep_finals`, the final features too. Raises FeatCalError."""
     from featcal_cli.engine.lockstep import forward_order
     from featcal_cli.models.alignment import check_alignment, load_fitting
+    from featcal_cli.workflows.output_files import is_calibrated
     from featcal_cli.workflows.preflight import prepare
     from featcal_cli.workflows.setup import fetch_models, load_models, set_up
 
@@ -105,7 +106,7 @@ def _measure(session: Session, compare: str | None, *, keep_finals: bool) -> tup
     models = load_models(snapshots, None, Path(), "")
     other = load_fitting(OTHER, snapshots[OTHER], models.merged) if compare else None
     setup = set_up(session, plan, models, others=[other] if other else [])
-    session.note(*setup.describe_merge(plan.recipe))
+    session.note(*setup.describe_merge(plan.recipe, is_calibrated=is_calibrated(plan.origins[MERGED].repo)))
     if other is not None:
         check_alignment(setup.architecture, models.merged, other)
     watchers = {MODEL: models.merged, BASE: models.base} | ({OTHER: other} if other else {})

@@ -9,22 +9,21 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import yaml
-
 from featcal_cli import __version__
 from featcal_cli.calibration.job_differences import describe_differences
-from featcal_cli.hub.repo import open_repo
+from featcal_cli.hub.repo import Repo, open_repo
 from featcal_cli.lineage.questions import Finding
 from featcal_cli.recipe.schema import Draft, Merge, Recipe
 from featcal_cli.reporting.model_card import write_card
-from featcal_cli.reporting.report import CARD, REPORT, Report
+from featcal_cli.reporting.report import CARD, RECIPE, REPORT, Report
 from featcal_cli.runtime.errors import OutputError, RecipeError
 from featcal_cli.runtime.files import stamp_files, write_requested
 from featcal_cli.runtime.references import existing_path
-from featcal_cli.runtime.untrusted_text import bare, without_tokens
+from featcal_cli.runtime.untrusted_text import bare, dump_yaml, split_front_matter, without_tokens
 from featcal_cli.workflows.workspace import NOTE, SHOWN, WROTE, Workspace
 
 ENDINGS = (".yaml", ".yml")
+_DID = "the job that calibrated"
 
 
 class Note(NamedTuple):
@@ -131,6 +130,18 @@ class FinishedOutput:
         return (self._target / REPORT).read_text(encoding="utf-8")
 
 
+def is_calibrated(repo: Repo) -> bool:
+    """Whether featcal made the model in this repo or folder, by what lies beside its weights. Raises HubError."""
+    if REPORT in repo.files:
+        return True
+    metadata, _, _ = split_front_matter(repo.read_text(CARD) or "")
+    tags = (metadata or {}).get("tags")
+    first, _, _ = (repo.read_text(RECIPE) or "").partition("\n")
+    return (isinstance(tags, list) and "featcal" in tags) or (
+        first.startswith("# Written by featcal") and _DID in first
+    )
+
+
 def _hash(text: str) -> str:
     return sha256(text.encode()).hexdigest()
 
@@ -140,7 +151,7 @@ def dump_recipe(recipe: Recipe) -> str:
 
     The same recipe gives the same text: no date, and in the comments no path of this machine.
     """
-    made = f"# Written by featcal {__version__}: the job that calibrated {_name_merged(recipe)},"
+    made = f"# Written by featcal {__version__}: {_DID} {_name_merged(recipe)},"
     again = "# every Hub repo at its commit. Run it again: featcal calibrate -r featcal.yaml -o NEW"
     return without_tokens(f"{made}\n{again}\n{_dump(recipe)}")
 
@@ -181,7 +192,7 @@ def _dump(recipe: Recipe, *, output: bool = False) -> str:
     for task in content["tasks"].values():
         if not task["data"]["columns"]:
             del task["data"]["columns"]
-    return yaml.safe_dump(content, sort_keys=False, allow_unicode=True, width=120)
+    return dump_yaml(content, width=120)
 
 
 def _name_merged(recipe: Recipe) -> str:

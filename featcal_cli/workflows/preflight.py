@@ -9,7 +9,6 @@ from typing import Any
 
 from huggingface_hub import constants
 
-from featcal_cli.calibration.results import ADAPTER
 from featcal_cli.data.batches import Batch
 from featcal_cli.data.examples import DrawnExamples, TaskExamples, draw_examples
 from featcal_cli.data.hub_dataset import use_copy
@@ -29,8 +28,7 @@ from featcal_cli.models.loading import DTYPES, Model, find_class, load_outline
 from featcal_cli.models.low_rank import find_largest_rank
 from featcal_cli.models.tracing import CONTAINERS
 from featcal_cli.recipe.schema import Calibration, Data, Merge, Recipe
-from featcal_cli.reporting.report import REPORT
-from featcal_cli.runtime.errors import ArchitectureError, CheckpointError, OutputError, RecipeError
+from featcal_cli.runtime.errors import ArchitectureError, CheckpointError, FeatCalError, OutputError, RecipeError
 from featcal_cli.runtime.files import tell_bytes
 from featcal_cli.runtime.hardware import disk_of, free_bytes, memory_of
 from featcal_cli.workflows.output import check_copyable, check_readable, check_writable
@@ -76,6 +74,8 @@ class Preflight:
     """Of an adapter on the merged model; 0 where it is not known."""
     estimate: Estimate
     device: str
+    stops: Sequence[FeatCalError] = ()
+    """What would stop a run, where this is the plan of a dry run."""
 
     @property
     def commits(self) -> list[str | None]:
@@ -96,6 +96,7 @@ class Preflight:
             "modules": self.modules,
             "device": self.device,
             "estimate": asdict(self.estimate),
+            "stops": [{"what": error.what, "where": error.where, "fix": error.fix} for error in self.stops],
         }
 
 
@@ -104,6 +105,7 @@ def prepare(
     target: Path | None = None,
     *,
     sample: bool = False,
+    all_rows: bool = False,
     others: Mapping[str, str] | None = None,
     hold_out: bool = False,
 ) -> Preflight:
@@ -111,9 +113,10 @@ def prepare(
     and work out what the job needs. Nothing is written but small files to the Hub's cache, and, unless it is a sample,
     the examples that experts write themselves, at the end. The first rank finds out what is meant for all of them.
 
-    target: the folder that will be written, if any. others: further models, by role. hold_out: where there are no
-    further rows, some of the fitted ones are held out, if featcal is to choose settings.
-    Raises FeatCalError for whatever would stop the job later."""
+    target: the folder that will be written, if any. all_rows: read all examples, of a sample too. others: further
+    models, by role. hold_out: where there are no further rows, some of the fitted ones are held out, if featcal is to
+    choose settings.
+    Raises FeatCalError for whatever would stop the job later, as far as the session does not collect that."""
     stage, device, writes = session.stage, session.device, target is not None
     recipe, findings, origins = _pin_all(session, others or {}, published=writes)
     stage("comparing models")
@@ -126,7 +129,7 @@ def prepare(
     hold_out = hold_out and recipe.calibration.is_answered_for
     readers = [role for role in vocabularies.folders if role == MERGED or role in (others or {})]
     text_models = {task: TextModels(vocabularies, f"{EXPERT}{task}", readers, MERGED) for task in recipe.tasks}
-    sampled = SAMPLED if sample else None
+    sampled = SAMPLED if sample and not all_rows else None
     drawn = _draw_examples(session, recipe, origins, outlines, text_models, sampled=sampled, hold_out=hold_out)
     to_write = {task: rows for task, rows in drawn.items() if recipe.tasks[task].data.is_self_written}
     longest = {task: examples.longest() for task, examples in drawn.items()}
@@ -139,11 +142,13 @@ def prepare(
     examples = {task: drawn.pop(task).cut(size) for task, size in sizes.items()}
     _check_models(session, architecture, outlines, headers)
     if writes:
-        check_writable(merged, architecture, headers["merged"])
+        with session.obstacles.look():
+            check_writable(merged, architecture, headers["merged"])
     transfers = {role: _count_transfer(origin) for role, origin in origins.items()}
     needs = estimate(recipe, merged, architecture, examples, device, writes=writes)
     needs = add_writing(needs, merged.module, device) if to_write else needs
-    _check_disk(needs, transfers, target)
+    with session.obstacles.look():
+        _check_disk(needs, transfers, target)
     if to_write and not sample:
         folders = {task: _find_folders(task, origins) for task in to_write}
         written = write_examples(session, recipe, origins, merged.module, folders, text_models)
@@ -169,29 +174,6 @@ def prepare(
     )
 
 
-def check_adapter(plan: Preflight, rank: int | None) -> None:
-    """Raise RecipeError where no adapter of this rank can be written of the updates; nothing is checked for None."""
-    if rank is None:
-        return
-    where, leave = f"--as-adapter {rank}", "or leave out --as-adapter"
-    if rank < 1:
-        raise RecipeError("the rank of an adapter is at least 1", where=where, fix="give 16, for example")
-    if "merged" not in plan.origins:
-        what = "an adapter goes on a merged model that others can load, and this one is built only for the run"
-        raise RecipeError(what, where=where, fix=f"push the merged model and name it, {leave}")
-    if plan.origins["merged"].base:
-        what = "an adapter goes on a full model, and the merged model is itself an adapter on another"
-        raise RecipeError(what, where=where, fix=f"fold it into its base and save that, {leave}")
-    taken = [path for path in plan.origins["merged"].repo.files if path.partition("/")[0] == ADAPTER]
-    if taken and REPORT not in plan.origins["merged"].repo.files:
-        what = f"the merged model holds {taken[0]}, and {ADAPTER} is the folder that an adapter is written to"
-        fix = f"rename {ADAPTER} in a copy of the merged model, {leave}"
-        raise RecipeError(what, where=plan.origins["merged"].name, fix=fix)
-    if 0 < plan.largest_rank < rank:
-        what = f"no update has a rank above {plan.largest_rank}, the most that the model's matrices allow"
-        raise RecipeError(what, where=where, fix=f"give a smaller rank, 16 for example, {leave}")
-
-
 def _pin_all(
     session: Session, others: Mapping[str, str], *, published: bool
 ) -> tuple[Recipe, Sequence[Finding], dict[str, Origin]]:
@@ -206,7 +188,8 @@ def _pin_all(
     if published:
         copied = ["merged"] if "merged" in origins else ["base", next(role for role in origins if role != "base")]
         for repo in (repo for role in copied for repo in origins[role].repos()):
-            check_copyable(repo)
+            with session.obstacles.look():
+                check_copyable(repo)
     recipe = pin(recipe, origins, session)
     if ranks.is_first:
         ranks.broadcast((recipe, findings, {role: origins[role].pinned for role in others}))
@@ -220,8 +203,9 @@ def _check_models(
     merged = outlines["merged"]
     for role, outline in outlines.items():
         if role == "merged" or outline.module is not merged.module:  # else its files are alike
-            check_alignment(architecture, merged, outline)
-            check_readable(outline, architecture, headers[role])
+            with session.obstacles.look():
+                check_alignment(architecture, merged, outline)
+                check_readable(outline, architecture, headers[role])
         if outline is not merged:
             session.note(*compare_configs(merged, outline))
     session.note(*describe_unread(merged))

@@ -7,15 +7,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from hashlib import sha256
-from json import dumps
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any, get_args
 
 from featcal_cli import __version__
 from featcal_cli.evaluation.results import CALIBRATED, EXPERT, MERGED, Score, combine
+from featcal_cli.recipe.mistakes import did_you_mean
 from featcal_cli.recipe.paper import PaperRow, PaperTable
-from featcal_cli.recipe.reading import did_you_mean, find_recipe, read_draft, shipped_recipes
+from featcal_cli.recipe.reading import find_recipe, read_draft, shipped_recipes
 from featcal_cli.recipe.schema import Data, Draft, Evaluate, Merge, Output, Recipe
 from featcal_cli.reporting.report import Report
 from featcal_cli.reporting.reproduction import (
@@ -30,6 +30,7 @@ from featcal_cli.runtime.errors import RecipeError
 from featcal_cli.runtime.files import write_requested
 from featcal_cli.runtime.process import read_launch
 from featcal_cli.runtime.progress import Listener, OneOfMany
+from featcal_cli.runtime.untrusted_text import write_json
 from featcal_cli.workflows.evaluate import evaluate_models
 from featcal_cli.workflows.session import CalibrateOptions, RunOptions, Session
 from featcal_cli.workflows.verbs import CalibrationRun
@@ -181,7 +182,7 @@ def _describe(selection: Selection) -> Iterator[str]:
 
 def _write(folder: Path, result: Reproduction) -> None:
     contents: dict[str, str | bytes] = {
-        "json": dumps(result.to_dict(), indent=2, ensure_ascii=False) + "\n",
+        "json": write_json(result.to_dict(), indent=2, ensure_ascii=False) + "\n",
         "md": write_reproduction(result),
         "png": plot_reproduction(result),
     }

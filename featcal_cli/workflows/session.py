@@ -21,6 +21,7 @@ from featcal_cli.reporting.markdown import join_notes
 from featcal_cli.reporting.report import CARD, PICTURE, RECIPE, REPORT
 from featcal_cli.runtime.distributed import join_ranks
 from featcal_cli.runtime.energy import EnergyMeter
+from featcal_cli.runtime.errors import Obstacles
 from featcal_cli.runtime.process import check_device, finish_importing, is_importing, read_launch
 from featcal_cli.runtime.progress import Listener, PhaseClock, Progress
 from featcal_cli.runtime.untrusted_text import visible
@@ -85,6 +86,8 @@ class Session:
         self.energy = EnergyMeter(processors=read_launch().local_rank == 0)  # one process on each machine counts them
         check_device(options.device)
         self.options = options
+        self.obstacles = Obstacles()
+        """What stops the run; a dry run collects it."""
         self.notes: list[str] = []
         """What was found and chosen without being told, for the report."""
         self.open_repo: Opener = cache(open_repo)

@@ -278,12 +278,14 @@ class Setup:
             drift.switched = {task: choose_switched(batches, *counts) for task, batches in measured.items()}
         return drift
 
-    def describe_merge(self, recipe: Recipe) -> list[str]:
-        """What is odd about the models as a merge, in sentences; nothing where not all experts are here."""
+    def describe_merge(self, recipe: Recipe, *, is_calibrated: bool) -> list[str]:
+        """What is odd about the models as a merge, in sentences; nothing where not all experts are here.
+        is_calibrated: merged is itself what featcal made of another model."""
         models, built = self.models, isinstance(recipe.merged, Merge)
         if models.experts.keys() != recipe.tasks.keys():
             return []
-        return describe_merge_fit(models.merged, models.base, models.experts, self.architecture, built=built)
+        loaded = models.merged, models.base, models.experts, self.architecture
+        return describe_merge_fit(*loaded, built=built, is_calibrated=is_calibrated)
 
     def make_search_job(self, students: Iterable[str], fitted: int, branches: Collection[str] = ()) -> Job:
         """A job of its own for a search: every student is the merged model again, fitted to the first `fitted`

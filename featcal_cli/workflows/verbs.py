@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -14,10 +14,10 @@ from featcal_cli.calibration.results import ADAPTER
 from featcal_cli.evaluation.results import CALIBRATED, TaskScores
 from featcal_cli.hub.push import Pushed, Target, check_target, push
 from featcal_cli.recipe.schema import Recipe
-from featcal_cli.reporting.gates import check_judged, check_measured
+from featcal_cli.reporting.gates import check_measured
 from featcal_cli.reporting.report import Report
-from featcal_cli.runtime.errors import OutputError, RecipeError
-from featcal_cli.runtime.files import explain_losses
+from featcal_cli.runtime.errors import FeatCalError, Obstacles, OutputError, RecipeError, join_errors
+from featcal_cli.runtime.files import check_holdable, explain_losses
 from featcal_cli.runtime.process import read_launch
 from featcal_cli.runtime.progress import Listener
 from featcal_cli.workflows.output_files import FinishedOutput, Note
@@ -125,36 +125,49 @@ def dry_run(
     *,
     output: str | Path | None = None,
     overwrite: bool = False,
+    restart: bool = False,
     create_pr: bool = False,
     overwrite_repo: bool = False,
     strict: bool = False,
+    evaluate: bool = False,
+    allow_code: bool = False,
     as_adapter: int | None = None,
     device: str = "auto",
     batch_size: int | None = None,
     allow_pickle: bool = False,
     trust_remote_code: bool = False,
     listener: Listener | None = None,
+    raise_stops: bool = True,
 ) -> Preflight:
     """Find, compare and estimate what `calibrate` would, and download only small files. Takes the same arguments.
 
-    Raises FeatCalError for whatever would stop the job.
+    raise_stops: raise what would stop the job before it computes anything (no token, an output that exists, too little
+    room on the disk), all of it as one error; otherwise it is in the plan's `stops`.
+    Raises FeatCalError for whatever would stop the job, and in any case where there is no plan: a model that is not
+    found, data that cannot be read.
     """
     session = Session(recipe, RunOptions(device, batch_size, allow_pickle, trust_remote_code), listener)
-    options = CalibrateOptions(overwrite=overwrite, create_pr=create_pr, overwrite_repo=overwrite_repo)
-    run = CalibrationRun(session, output, options)
-    run.check_output_and_hub()
-    session.find_models(note_findings=False)
-    from featcal_cli.workflows.preflight import check_adapter, prepare
-
-    plan = prepare(session, run.target, sample=True, hold_out=True)
-    check_adapter(plan, as_adapter)
-    if as_adapter:
-        session.note(f"an adapter of rank {as_adapter} will be in {run.target}/{ADAPTER}, beside the model")
-    if strict:
-        check_judged(plan.examples)
-    if plan.recipe.calibration.select == "search" and plan.recipe.calibration.is_open:
-        session.note("whether there are enough examples for a search is known once all are read")
+    session.obstacles = Obstacles(collect=True)
+    options = CalibrateOptions(
+        overwrite=overwrite,
+        restart=restart,
+        create_pr=create_pr,
+        overwrite_repo=overwrite_repo,
+        strict=strict,
+        evaluate=evaluate,
+        allow_code=allow_code,
+        as_adapter=as_adapter,
+    )
+    plan = CalibrationRun(session, output, options).plan()
+    if raise_stops and plan.stops:
+        raise join_stops(plan.stops)
     return plan
+
+
+def join_stops(errors: Sequence[FeatCalError]) -> FeatCalError:
+    """What stops a run, as one error."""
+    fix = "see to all of it, then leave out --dry-run"
+    return join_errors(f"{len(errors)} things would stop a run", errors, where="this plan", fix=fix)
 
 
 class CalibrationRun:
@@ -177,28 +190,55 @@ class CalibrationRun:
         options, wanted = self._options, self._session.draft.output
         note = None if options.overwrite or options.restart else self._output.read()
         if note is not None and options.as_adapter and (other := self._describe_adapter(options.as_adapter)):
-            raise self._refuse(other)
+            with self._session.obstacles.look():
+                raise self._refuse(other)
         if note is not None:
             if not note.push:
                 self._output.check_current()
             self._note = note
             self._session.note(ALREADY_DONE.format(self.target))
         else:
-            check_apart(self.target, self._session.draft.local_paths)
-            if not options.overwrite and (other := self._output.describe_other_job()):
-                raise self._refuse(other)
-            check_replaceable(self.target, overwrite=options.overwrite)
+            with self._session.obstacles.look():
+                check_apart(self.target, self._session.draft.local_paths)
+                if not options.overwrite and (other := self._output.describe_other_job()):
+                    raise self._refuse(other)
+                check_replaceable(self.target, overwrite=options.overwrite)
             self._output.remember_files()
         if wanted.push_to is None:
             return None
         self._session.stage("checking the Hub")
-        return check_target(
-            wanted.push_to,
-            private=wanted.private,
-            create_pr=options.create_pr,
-            overwrite_repo=options.overwrite_repo,
-            finished=None if self._note is None else self.target,
-        )
+        with self._session.obstacles.look():
+            return check_target(
+                wanted.push_to,
+                private=wanted.private,
+                create_pr=options.create_pr,
+                overwrite_repo=options.overwrite_repo,
+                finished=None if self._note is None else self.target,
+            )
+        return None
+
+    def plan(self) -> Preflight:
+        """What would be done, and what would stop it. Raises FeatCalError where that cannot be told."""
+        session, options, found = self._session, self._options, self._session.obstacles.found
+        session.find_models(note_findings=False)
+        self.check_output_and_hub()
+        from featcal_cli.workflows.preflight import prepare
+        from featcal_cli.workflows.run_checks import check_blocks_of_others, check_run
+
+        is_searched = session.draft.calibration.select == "search"
+        try:
+            plan = prepare(session, self.target, sample=True, all_rows=options.strict or is_searched, hold_out=True)
+        except FeatCalError as error:
+            raise join_stops([*found, error]) from error
+        check_run(session, plan, self.target, options)
+        if options.as_adapter and not any("--as-adapter" in error.where for error in found):
+            what = f"an adapter of rank {options.as_adapter} will be in {self.target}/{ADAPTER}, beside the model"
+            session.note(what)
+        if session.ranks.is_first and self._note is None:
+            with session.obstacles.look():
+                check_holdable(self._workspace.folder, self.target)
+            check_blocks_of_others(session, plan, self._workspace, options)
+        return replace(plan, stops=tuple(found))
 
     def calibrate(self) -> Result:
         """Do it all. What is wrong with the inputs leaves nothing behind; finished blocks outlive everything else."""

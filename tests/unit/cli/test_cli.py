@@ -229,7 +229,7 @@ def test_options_are_named_as_they_were_typed_and_keys_as_they_were_written(tmp_
     file.write_text("merged: a/m\ncalibration: {alpha: 2}")
     with pytest.raises(RecipeError, match=r"calibration\.alpha must be") as written:
         read_draft(file, {})
-    assert written.value.where == str(file)
+    assert written.value.where == f"{file}, line 2"
     with pytest.raises(RecipeError, match=r"--alpha must be") as typed:
         read_draft(file, collect_overrides(alpha=3.0))
     assert typed.value.where == "the command line" and typed.value.fix == "change --alpha"

@@ -10,6 +10,7 @@ import pytest
 import torch
 from families import FAMILIES, save_family
 from family import TEXT_SIZES, text
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import BertConfig, BertModel
 
@@ -166,3 +167,31 @@ def test_a_run_says_it(tmp_path: Path) -> None:
     assert any("experts red and blue hold the same weights" in note for note in found.notes)
     report = calibrate(saved.recipe(select="preset", examples=3), output=tmp_path / "out").report
     assert any("experts red and blue hold the same weights" in note for note in report.notes)
+
+
+MADE_BY_US = {
+    "a report": ("featcal_report.json", "{}"),
+    "a card": ("README.md", "---\ntags: [featcal, merge]\n---\n"),
+    "a recipe": ("featcal.yaml", "# Written by featcal 0.1: the job that calibrated a merged model,\nmerged: a/b\n"),
+}
+
+
+def test_what_featcal_made_needs_no_explanation_by_its_experts(tmp_path: Path) -> None:
+    saved = save_family(tmp_path, next(family for family in FAMILIES if family.name == "vit"), examples=6)
+    file = tmp_path / "merged" / "model.safetensors"
+    torch.manual_seed(7)
+    base = load_file(tmp_path / "base" / file.name)
+    noise = {name: base[name] + 0.01 * torch.randn_like(base[name]) for name in load_file(file) if name in base}
+    save_file(load_file(file) | noise, file, metadata={"format": "pt"})
+
+    def explained() -> list[str]:
+        return [note for note in inspect_drift(saved.recipe()).notes if "these experts explain" in note]
+
+    assert len(explained()) == 1
+    # the user's own recipe, beside a merge
+    (tmp_path / "merged" / "featcal.yaml").write_text("merged: a/b\n")
+    assert len(explained()) == 1
+    for name, content in MADE_BY_US.values():
+        (tmp_path / "merged" / name).write_text(content)
+        assert explained() == []
+        (tmp_path / "merged" / name).unlink()

@@ -481,7 +481,6 @@ UNREADABLE = {
     "a list": "- base_model",
     "a mapping for a name": "base_model: {a: b}\ndatasets: 7\nmodel-index: [[{results: x}]]\nconfigs: {a: [1]}",
     "odd tags": 'base_model: !!int ""',
-    "no such day": "date: 2024-99-99",
     "a python object": "base_model: !!python/object/apply:os.system [exit]",
     "nested without end": f"base_model: {'[' * 1000}",
     "merge keys that unfold": MERGES,

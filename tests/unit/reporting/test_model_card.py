@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import random
 import re
 from collections.abc import Iterator
 from dataclasses import replace
+from math import inf, isnan, nan
 from typing import Any
 
 import pytest
@@ -31,6 +33,7 @@ from featcal_cli.reporting.report import (
     TaskDrift,
     TaskInspection,
 )
+from featcal_cli.runtime.untrusted_text import split_front_matter
 
 COMMIT = "01234567" * 5
 HOSTILE = {
@@ -96,6 +99,27 @@ class Reader(MarkdownIt):
 
     def validateLink(self, url: str) -> bool:  # noqa: ARG002, N802
         return True
+
+
+def refuse_constant(name: str) -> None:
+    raise AssertionError(f"{name} is no JSON")
+
+
+def test_a_report_is_json_whatever_was_measured_and_is_read_back() -> None:
+    report = make_report()
+    broken = replace(report.drift["digit"], before=nan, after=inf, base=-inf)
+    block = report.blocks[0]
+    modules = [replace(block.modules[0], condition_number=inf, relative_change=nan)]
+    report = replace(
+        report, drift=report.drift | {"digit": broken}, blocks=[replace(block, modules=modules), *report.blocks[1:]]
+    )
+    text = report.to_json()
+    values = json.loads(text, parse_constant=refuse_constant)
+    assert [values["drift"]["digit"][key] for key in ("before", "after", "base")] == [None, None, None]
+    assert values["drift"]["letter"]["before"] == report.drift["letter"].before
+    again = Report.from_json(text)
+    assert isnan(again.drift["digit"].before) and isnan(again.blocks[0].modules[0].relative_change)
+    assert again.drift["letter"] == report.drift["letter"] and again.has_grown
 
 
 def make_report(task: str = "digit", **changes: Any) -> Report:
@@ -385,3 +409,13 @@ def test_any_document_becomes_inert_and_stays_so() -> None:
         assert not any(re.match(r"(?!https?:)[a-z]+:", link, re.IGNORECASE) for link in links), text
         html = "".join(token.content for token in tokens if token.type.startswith("html"))
         assert "<" not in re.sub(r"</?code>|<br>|<https://a.b>", "", html), text
+
+
+def test_metadata_are_kept_as_the_hub_reads_them() -> None:
+    readme = "---\nlanguage: [no, en]\ntags: [on, 1e-3, '2024-01-02']\n---\n"
+    card = write_card(make_report(), name="calibrated", merged_readme=readme)
+    read, _, _ = split_front_matter(card)
+    assert read is not None and read["language"] == ["no", "en"]
+    assert read["tags"] == ["featcal", "merge", "on", "2024-01-02"]  # a number is no tag
+    # also for huggingface_hub, which reads YAML 1.1
+    assert metadata(card)["language"] == ["no", "en"]

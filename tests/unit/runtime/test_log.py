@@ -21,6 +21,14 @@ WORD = "opensesame"
 BERT = next(family for family in FAMILIES if family.name == "bert")
 
 
+def test_a_line_of_the_log_is_json_whatever_was_measured(tmp_path: Path) -> None:
+    with recorded(Listener(), tmp_path / "log.jsonl") as log:
+        log.write("drift", tasks={"red": {"merged": float("nan"), "calibrated": [float("inf"), 1.5]}})
+    lines = (tmp_path / "log.jsonl").read_text().splitlines()
+    assert all("NaN" not in line and "Infinity" not in line for line in lines)
+    assert json.loads(lines[1])["tasks"] == {"red": {"merged": None, "calibrated": [None, 1.5]}}
+
+
 def read(file: Path) -> list[dict[str, object]]:
     return [json.loads(line) for line in file.read_text().splitlines()]
 

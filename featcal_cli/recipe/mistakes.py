@@ -1,0 +1,135 @@
+"""What is wrong with a recipe, all at once: each mistake with its line or option, and what to write instead."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from featcal_cli.recipe.schema import Calibration, Data, Draft, Evaluate, Merge, Output, TaskDraft
+from featcal_cli.runtime.errors import FeatCalError, RecipeError, SeveralErrors
+from featcal_cli.runtime.untrusted_text import bare, describe_complaint, find_line
+
+COMMAND_LINE = "the command line"
+_SECTIONS: Mapping[tuple[str, ...], type[BaseModel]] = {
+    (): Draft,
+    ("merged",): Merge,
+    ("tasks", "TASK"): TaskDraft,
+    ("tasks", "TASK", "data"): Data,
+    ("tasks", "TASK", "evaluate"): Evaluate,
+    ("calibration",): Calibration,
+    ("output",): Output,
+}
+"""The parts of a recipe, by where they are in it."""
+
+
+def explain(
+    error: ValidationError, keys: Mapping[str, Any], whole: str, text: str, typed: Mapping[str, Any]
+) -> FeatCalError:
+    """All of pydantic's complaints about `keys` as one message. whole: what they were read in; text: that of the file,
+    if any; typed: what the command line said of them."""
+    complaints: dict[tuple[str | int, ...], ErrorDetails] = {}
+    for problem in error.errors(include_url=False):
+        complaints.setdefault(_find_place(problem, keys), problem)
+    errors = []
+    for place, problem in sorted(complaints.items(), key=lambda item: find_line(text, item[0]) if text else 0):
+        # a value that may be of several types is complained of once for each: what lies deeper says more
+        if not any(len(other) > len(place) and other[: len(place)] == place for other in complaints):
+            what, option, fix = _describe_mistake(place, problem, typed)
+            line = f"line {find_line(text, place)}" if text else ""
+            errors.append(RecipeError(what, where=COMMAND_LINE if option else line, fix=fix))
+    if len(errors) > 1:
+        return SeveralErrors(f"{len(errors)} mistakes", errors, where=whole, fix="correct all of them")
+    (only,) = errors
+    where = only.where if only.where == COMMAND_LINE else ", ".join(filter(None, (whole, only.where)))
+    return RecipeError(only.what, where=where, fix=only.fix)
+
+
+def _find_place(problem: ErrorDetails, keys: Mapping[str, Any]) -> tuple[str | int, ...]:
+    """The keys that a complaint is about; pydantic has names of types between them."""
+    place: list[str | int] = []
+    value: Any = keys
+    for part in problem["loc"]:
+        is_key = isinstance(value, Mapping) and part in value
+        if is_key or (isinstance(value, list | tuple) and isinstance(part, int)):
+            value = value[part]
+        elif not (problem["type"] == "missing" and isinstance(value, Mapping) and part == problem["loc"][-1]):
+            continue
+        place.append(part)
+    return tuple(place)
+
+
+def _describe_mistake(
+    place: tuple[str | int, ...], problem: ErrorDetails, typed: Mapping[str, Any]
+) -> tuple[str, str | None, str]:
+    """What is wrong, the option that says so, if it was typed, and how to mend it."""
+    parts = list(map(str, place))
+    name = ".".join(map(bare, parts))
+    if problem["type"] == "extra_forbidden":
+        return (
+            f"unknown key {bare(parts[-1])}" + (f" in {name.rpartition('.')[0]}" if parts[1:] else ""),
+            None,
+            (_suggest_key(parts[-1][:80], parts[:-1])),
+        )
+    if parts == ["merged"] and problem["type"] == "missing":
+        return "no merged model given", None, "give MERGED or --merge, or the key merged: in a recipe"
+    option = _name_option(parts, typed)
+    name = bare(option) if option else name
+    if problem["type"] == "recipe":
+        about = problem["ctx"]
+        return f"{name}: {about['what']}", option, about["fix"]
+    complaint = describe_complaint(problem)
+    return (
+        f"{name} {complaint}" if complaint.startswith("must be ") else f"{name}: {complaint}",
+        option,
+        (f"change {name}"),
+    )
+
+
+def _suggest_key(unknown: str, parts: Sequence[str]) -> str:
+    """What to do with a key that is unknown in this part of a recipe."""
+    section = tuple("TASK" if number == 1 and parts[0] == "tasks" else part for number, part in enumerate(parts))
+    keys = {place: list(model.model_fields) for place, model in _SECTIONS.items()}
+    if homes := [".".join(place) or "the top level" for place, known in keys.items() if unknown in known]:
+        return f"it belongs to {homes[0]}: move it there"
+    if hint := did_you_mean(unknown, keys.get(section, ()), cutoff=0.5):
+        return hint.strip()
+    known = dict.fromkeys(key for of_section in keys.values() for key in of_section)
+    return did_you_mean(unknown, known, cutoff=0.5).strip() or "take the key out"
+
+
+def _name_option(place: Sequence[str], overrides: Mapping[str, Any]) -> str | None:
+    """The option that a recipe's key was typed as; None where it was not typed, and for whole sections."""
+    value: Any = overrides
+    for key in place:
+        if not isinstance(value, Mapping):
+            break
+        if (value := value.get(key)) is None:
+            return None
+    match place:
+        case ["merged", *rest]:
+            built = isinstance(overrides["merged"], Mapping)
+            return f"--merge ({rest[0] if rest else 'method'})" if built else "MERGED"
+        case ["base" | "skip_experts" as key, *_]:
+            return "--base" if key == "base" else "--skip-expert"
+        case ["calibration" | "output", key, *_]:
+            switches = {key: f"--{key}/--no-{key}" for key in ("bias", "routers", "stems")}
+            return {"examples": "--examples (-n)", **switches}.get(key, f"--{key.replace('_', '-')}")
+        case ["tasks", task, "evaluate", *rest]:
+            return f"--split {task}=…" if rest[:1] == ["split"] else None  # no option says the others
+        case ["tasks", task, "data"] if isinstance(value, Mapping) and value.keys().isdisjoint(("dataset", "path")):
+            return f"--{next(iter(value), 'data')} {task}=…"
+        case ["tasks", task, "data", *rest]:
+            return f"--{rest[0] if rest[:1] in (['columns'], ['split']) else 'data'} {task}=…"
+        case ["tasks", task, *_]:
+            return f"--expert {task}=…"
+    return None
+
+
+def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
+    """The beginning of a hint with the nearest of the known names; empty where none is near."""
+    near = difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)
+    return f"did you mean {near[0]}? " if near else ""

@@ -1,0 +1,117 @@
+"""A dry run shows the whole plan, and ends with all that would stop a run; what it lets pass, a run does."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+from command_line import featcal_inside
+from families import FAMILIES, save_family
+
+VIT = next(family for family in FAMILIES if family.name == "vit")
+LOCAL = {"merged": "merged", "--base": "base", "--expert": "red=red", "--data": "red=red.safetensors", "-n": 8}
+DRY = {**LOCAL, "--dry-run": "", "-o": "out"}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("job")
+    save_family(folder, VIT, examples=20)
+    return folder
+
+
+@pytest.fixture
+def folder(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.usefixtures("hub")
+def test_all_that_would_stop_a_run_is_said_after_the_plan(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    (folder / "out").mkdir()
+    (folder / "out" / "mine.txt").write_text("mine")
+    wrong = {"--push-to": "me/calibrated", "--as-adapter": 999, "--evaluate": ""}
+    run = featcal_inside(capsys, "calibrate", {**DRY, **wrong, "--save": "my job.yaml"})
+    assert run.code == 2 and run.stderr.count("error:") == 1
+    assert "blocks" in run.stdout and "memory" in run.stdout and "push        to me/calibrated" in run.stdout
+    for what in (
+        "error: 4 things would stop a run",
+        "out: the output folder exists",
+        "--push-to me/calibrated: pushing needs a token",
+        "--as-adapter 999: no update has a rank above",
+        "no task says how it is evaluated",
+    ):
+        assert what in run.stderr, run.stderr
+    assert "Leave out --dry-run to start" not in run.stderr
+    # what was saved, and the command for it with all that the file does not say
+    again = "featcal calibrate -r 'my job.yaml' --output out --as-adapter 999 --evaluate"
+    assert f"my job.yaml has the whole job; to run it: {again}" in run.stderr
+    as_json = featcal_inside(capsys, "calibrate", {**DRY, **wrong, "--json": ""})
+    plan = json.loads(as_json.stdout)
+    assert as_json.code == 2 and plan["blocks"] == 2
+    assert [stop["where"] for stop in plan["stops"]][:2] == ["out", "--push-to me/calibrated"]
+    assert len(plan["stops"]) == 4 and all(stop["what"] and stop["fix"] for stop in plan["stops"])
+
+
+@pytest.mark.usefixtures("folder")
+def test_strict_is_looked_at_with_all_rows(capsys: pytest.CaptureFixture[str]) -> None:
+    """20 rows: of so few that are read at once some are always left over."""
+    strict = {**LOCAL, "-n": 20, "--strict": "", "-o": "out", "--select": "preset"}
+    for dry in ({}, {"--dry-run": ""}):
+        run = featcal_inside(capsys, "calibrate", {**strict, **dry})
+        assert run.code == 2 and "--strict has nothing to judge by: all 20 rows of red are fitted" in run.stderr
+    assert "blocks" in run.stdout
+    enough = featcal_inside(capsys, "calibrate", {**strict, "-n": 8, "--dry-run": ""})
+    assert enough.code == 0 and "Leave out --dry-run to start" in enough.stderr
+
+
+def test_lm_eval_is_looked_for(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    monkeypatch.setattr("featcal_cli.evaluation.lm_eval_tasks.find_spec", lambda _: None)
+    recipe = folder / "job.yaml"
+    recipe.write_text("merged: merged\ntasks: {red: {evaluate: {lm_eval: {boolq: acc}}}}\n")
+    run = featcal_inside(capsys, "calibrate", {**DRY, "merged": None, "-r": recipe, "--evaluate": ""})
+    assert run.code == 2 and "lm-eval, which measures language models, is not installed" in run.stderr
+    assert "blocks" in run.stdout
+
+
+def test_blocks_of_another_job_are_seen_unless_they_are_dropped(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An unfinished run of a merge without numbers, beside one with some."""
+    import featcal_cli.workflows.calibrate as module
+
+    average = {**LOCAL, "merged": None, "--merge": "average", "-o": "out"}
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "shrink_updates", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        assert featcal_inside(capsys, "calibrate", average).code == 130
+    assert list((folder / ".out.featcal" / "journal").glob("block-*"))
+    other = {**average, "--merge": "ties:0.5:0.4"}
+    for dry in ({}, {"--dry-run": ""}):
+        run = featcal_inside(capsys, "calibrate", {**other, **dry})
+        assert run.code == 2 and "another job is here: merged was average, and is ties:0.5:0.4" in run.stderr
+        assert "give --merge average to go on with it, or add --restart" in run.stderr
+    assert "blocks" in run.stdout
+    for fits in ({**average, "--dry-run": ""}, {**other, "--dry-run": "", "--restart": ""}):
+        assert featcal_inside(capsys, "calibrate", fits).code == 0
+    assert featcal_inside(capsys, "calibrate", average).code == 0
+
+
+@pytest.mark.usefixtures("folder")
+def test_the_command_for_the_same_job_has_what_no_recipe_says(capsys: pytest.CaptureFixture[str]) -> None:
+    chosen = {"--device": "cpu", "--batch-size": 4, "--as-adapter": 2, "--allow-pickle": "", "--overwrite": ""}
+    run = featcal_inside(capsys, "calibrate", {**LOCAL, **chosen, "-o": "my out"})
+    assert run.code == 0, run.stderr
+    command = (
+        "featcal calibrate -r 'my out/featcal.yaml' -o NEW --allow-pickle --device cpu --batch-size 4 --as-adapter 2"
+    )
+    assert run.shown.splitlines()[-1] == f"  {command}"

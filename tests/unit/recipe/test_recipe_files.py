@@ -1,0 +1,133 @@
+"""What recipes, and the metadata of cards, say: values are what their keys want, whatever YAML 1.1 makes of them; and
+what is wrong with a recipe is said at once, with lines."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+from command_line import featcal, featcal_inside
+
+from featcal_cli.recipe.reading import complete_draft, print_shipped, read_draft, shipped_recipes
+from featcal_cli.recipe.schema import Draft, Merge, Recipe
+from featcal_cli.runtime.untrusted_text import split_front_matter
+from featcal_cli.workflows.output_files import dump_recipe
+
+ODD = """\
+merged: {method: ties, scale: 5e-1, density: 0.4}
+base: user/base
+tasks:
+  no: {expert: user/no, data: user/no}
+  on:
+    expert: user/on@12345678
+    data: {dataset: user/on, config: off, split: 010, revision: 1e10, columns: {label: 2024-01-02}}
+    evaluate: {split: yes, answers: [yes, no, 12:30, 1e3]}
+  123: {expert: user/a, data: user/a}
+calibration: {ridge: 1e-5, rho: 2, examples: 0256, bias: off, routers: yes, seed: 08}
+"""
+
+
+def test_a_value_is_what_its_key_wants_and_is_read_back_as_it_was_written(tmp_path: Path) -> None:
+    file = tmp_path / "odd.yaml"
+    file.write_text(ODD)
+    recipe = complete_draft(read_draft(file, {}))
+    assert list(recipe.tasks) == ["no", "on", "123"]
+    settings, on = recipe.calibration, recipe.tasks["on"]
+    assert (settings.ridge, settings.rho, settings.examples, settings.seed) == (1e-5, 2.0, 256, 8)
+    assert (settings.bias, settings.routers) == (False, True)
+    assert (on.expert, on.data.config, on.data.split, on.data.revision) == ("user/on@12345678", "off", "010", "1e10")
+    assert on.data.columns == {"label": "2024-01-02"}
+    assert on.evaluate is not None
+    assert (on.evaluate.split, on.evaluate.answers) == ("yes", ("yes", "no", "12:30", "1e3"))
+    file.write_text(dump_recipe(recipe))
+    assert complete_draft(read_draft(file, {})).model_dump() == recipe.model_dump()
+    # also by who reads YAML 1.1
+    assert Recipe.model_validate(yaml.safe_load(file.read_text())).model_dump() == recipe.model_dump()
+
+
+def test_metadata_of_a_card_are_read_as_the_hub_reads_them() -> None:
+    text = (
+        "language: [no, en]\nlicense: on\nversion: 1e-3\ndate: 2024-99-99\ntime: 12:30\nyes: 010\ngated: true\nx: 0x1f"
+    )
+    metadata, body, reason = split_front_matter(f"---\n{text}\n---\nbody")
+    assert (body, reason) == ("body", "")
+    assert metadata == {
+        "language": ["no", "en"], "license": "on", "version": 0.001, "date": "2024-99-99", "time": "12:30", "yes": 10,
+        "gated": True, "x": 31,
+    }  # fmt: skip
+
+
+WRONG = """\
+merged: {method: ties, scal: 0.3}
+tasks:
+  mnist:
+    expret: a/c
+    data: ./nowhere.jsonl
+  svhn:
+    expert: https://example.com/x
+    evaluate: {answers: {a: b}, max_new_tokens: few}
+calibration:
+  examples: many
+  metric: loud
+  split: train
+"""
+
+
+def test_all_mistakes_of_a_recipe_are_said_at_once_each_with_its_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "wrong.yaml"
+    file.write_text(WRONG)
+    run = featcal_inside(capsys, "calibrate", {"-r": file, "--rho": "1e9"})
+    assert run.code == 2 and run.stdout == ""
+    lines = run.shown.splitlines()
+    assert lines[0] == "error: 10 mistakes:" and run.stderr.count("error:") == 1
+    said = [line.removeprefix("    - ") for line in lines if line.startswith("    - ")]
+    assert [text.partition(":")[0] for text in said] == [
+        *("line 1", "line 4", "line 5", "line 7", "line 8", "line 8"),
+        *("the command line", "line 10", "line 11", "line 12"),
+    ]
+    for words in (
+        "unknown key scal in merged (did you mean scale?)",
+        "unknown key expret in tasks.mnist (did you mean expert?)",
+        "there is no file or folder ./nowhere.jsonl",
+        "https://example.com/x is not on the Hub",
+        "calibration.examples must be a whole number, not 'many'",
+        "--rho must be",
+        "unknown key split in calibration (it belongs to tasks.TASK.data: move it there)",
+    ):
+        assert words in run.stderr
+    assert f"in: {file}" in run.stderr.replace("\n    ", "")
+
+
+def test_all_tasks_that_are_mistyped_are_named_at_once(tmp_path: Path) -> None:
+    experts = "--merge ties:0.5:0.4 --base a/a --expert mnist=a/b --expert svhn=a/c --expert dtd=a/d"
+    typed = "--data mnst=x/y --data svhn=x/y --columns svnh=text:t --split ddt=test --skip-expert mnis"
+    run = featcal("calibrate", *experts.split(), *typed.split(), "-o", "my out", "--dry-run", folder=tmp_path)
+    assert run.returncode == 2
+    for wrong, right in (("mnst", "mnist"), ("svnh", "svhn"), ("ddt", "dtd"), ("mnis", "mnist")):
+        assert wrong in run.stderr and f"did you mean {right}?" in run.stderr
+    # what to type instead has all that was typed
+    assert f"featcal calibrate {experts} {typed} -o 'my out' --dry-run --expert mnst=REPO" in run.stderr
+
+
+@pytest.mark.parametrize("name", [file.stem for file in shipped_recipes()])
+def test_a_printed_recipe_is_the_shipped_one_from_any_folder(name: str, tmp_path: Path) -> None:
+    printed, shipped = tmp_path / "mine.yaml", next(file for file in shipped_recipes() if file.stem == name)
+    printed.write_text(print_shipped(name))
+    mine, theirs = read_draft(printed, {}), read_draft(shipped, {})
+    assert mine.model_dump() == theirs.model_dump()
+    assert len(set(mine.local_paths)) == len(set(theirs.local_paths)) == (11 if name == "demo" else 0)
+    assert all(task.expert and Path(task.expert).is_absolute() for task in mine.tasks.values() if name == "demo")
+
+
+def test_a_merge_is_written_as_it_is_typed() -> None:
+    for text, keys in {
+        "average": {"method": "average"},
+        "ties:0.5:0.4": {"method": "ties", "scale": 0.5, "density": 0.4},
+        "task_arithmetic:0.123456789": {"method": "task_arithmetic", "scale": 0.123456789},
+        "dare_ties:1:0.2:7": {"method": "dare_ties", "scale": 1, "seed": 7},
+    }.items():
+        merge = Draft.model_validate({"merged": keys}).merged
+        assert isinstance(merge, Merge) and merge.option == text
