@@ -140,7 +140,8 @@ def prepare(
         sizes = choose_batch_sizes(merged.module, architecture, longest, device, memory_of(device))
     # a task's encoded images are let go when its batches are made
     examples = {task: drawn.pop(task).cut(size) for task, size in sizes.items()}
-    _check_models(session, architecture, outlines, headers)
+    with session.obstacles.look():  # the first one says it all: the others mostly differ in the same way
+        _check_models(session, architecture, outlines, headers)
     if writes:
         with session.obstacles.look():
             check_writable(merged, architecture, headers["merged"])
@@ -203,9 +204,8 @@ def _check_models(
     merged = outlines["merged"]
     for role, outline in outlines.items():
         if role == "merged" or outline.module is not merged.module:  # else its files are alike
-            with session.obstacles.look():
-                check_alignment(architecture, merged, outline)
-                check_readable(outline, architecture, headers[role])
+            check_alignment(architecture, merged, outline)
+            check_readable(outline, architecture, headers[role])
         if outline is not merged:
             session.note(*compare_configs(merged, outline))
     session.note(*describe_unread(merged))
