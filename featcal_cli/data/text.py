@@ -326,7 +326,7 @@ class TextReader(Reader):
         vocabulary, ids = count_vocabulary(self.model), self.tokens.number(encoded["input_ids"])
         if vocabulary is not None and (largest := max(ids, default=0)) >= vocabulary:
             what = f"the tokenizer has token {largest}, but the model only {vocabulary} tokens"
-            fix = "put the merged model's own tokenizer files into the expert's folder, or check the pair"
+            fix = "put the tokenizer that belongs to each model into its folder, or check that they belong together"
             raise DataError(what, where=self.where, fix=fix)
         return {name: encoded[name] for name in encoded if name in self.names}
 
@@ -372,6 +372,8 @@ def open_text(
     max_tokens = int(min(limit for limit in limits if isinstance(limit, int | float) and limit >= 1))
     used = describe_roles(formatter, data, samples, where)
     chosen = f"{used} (of {', '.join(samples)}), at most {max_tokens} tokens, tokenizer from {tokens.source}"
+    if not formatter.joins_turns and {"messages", "response"} & roles.keys() and tokens.template is not None:
+        chosen += f", with its chat template ({tokens.template})"
     reader = TextReader(chosen, formatter, tokens, max_tokens, model, where, forward_names(model))
     if reader.attends_from_first:
         reader = replace(reader, chosen=f"{chosen}, the first token attends globally")

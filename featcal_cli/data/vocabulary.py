@@ -122,7 +122,10 @@ class TextModels:
         others = [other for other in found if other is not None and other.ids != cutting.ids]
         target = self.vocabularies.find(self.target) if self.target else None
         table = None if target is None else map_ids(cutting, target)
-        return TextTokens(cutting, others, table, self._describe(cutting, target, table), where)
+        template = None
+        if target is not None and target.tokenizer.chat_template != cutting.tokenizer.chat_template:
+            template = f"{self.target} has {'another' if target.tokenizer.chat_template else 'none'}"
+        return TextTokens(cutting, others, table, self._describe(cutting, target, table), where, template)
 
     def _describe(self, cutting: Vocabulary, target: Vocabulary | None, table: Tensor | None) -> str:
         if cutting.role != self.expert:
@@ -160,6 +163,8 @@ class TextTokens:
     source: str = ""
     """Whose tokenizer it is, in words."""
     where: str = ""
+    template: str | None = None
+    """How the chat template of the model that batches are for differs from the tokenizer's, in words."""
 
     def renumber(self, batch: Batch) -> Batch:
         """A batch of the ids of `cutting` with the ids that batches hold."""

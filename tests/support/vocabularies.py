@@ -72,7 +72,7 @@ def reorder(module: Any, old: Sequence[str], new: Sequence[str]) -> None:
     for name in ("pad", "bos", "eos"):
         token = {"pad": "<pad>", "bos": "<s>", "eos": "</s>"}[name]
         setattr(module.config, f"{name}_token_id", list(new).index(token))
-        if module.generation_config is not None:
+        if getattr(module, "generation_config", None) is not None:
             setattr(module.generation_config, f"{name}_token_id", list(new).index(token))
 
 
