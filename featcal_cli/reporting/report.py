@@ -199,7 +199,7 @@ class TaskDrift:
     after: float
     """Of the calibrated model."""
     base: float | None
-    """None where the base model lacks tokens of the examples, so that its features are not measured."""
+    """None where the base model lacks tokens of the examples."""
     cosine_before: float
     cosine_after: float
     held_out: bool
@@ -220,17 +220,16 @@ class DriftRow:
     @property
     def cells(self) -> list[str]:
         """Before, after, change and, if it is measured, base."""
-        cells = [f"{self.before:.3f}", f"{self.after:.3f}", tell_change(self.before, self.after)]
-        return cells if self.base is None else [*cells, f"{self.base:.3f}"]
+        base = [] if self.base is None else [f"{self.base:.3f}"]
+        return [f"{self.before:.3f}", f"{self.after:.3f}", tell_change(self.before, self.after), *base]
 
 
 def _add_mean(tasks: Iterable[DriftRow]) -> list[DriftRow]:
     """The rows and, where there are several, their mean, in which all weigh the same."""
     rows = list(tasks)
     before, after = (sum(getattr(row, name) for row in rows) / len(rows) for name in ("before", "after"))
-    bases = [row.base for row in rows if row.base is not None]
-    base = sum(bases) / len(bases) if bases else None
-    return [*rows, DriftRow("mean", before, after, base)] if len(rows) > 1 else rows
+    known = [row.base for row in rows if row.base is not None]
+    return [*rows, DriftRow("mean", before, after, sum(known) / len(known) if known else None)] if rows[1:] else rows
 
 
 @dataclass(frozen=True)
@@ -242,8 +241,7 @@ class DriftCurve:
     """Of the merged model."""
     after: list[float]
     """Of the calibrated model."""
-    base: list[float]
-    """Empty where the base model is not measured."""
+    base: list[float]  # empty where the base model is not measured
 
 
 ITSELF = "the expert itself"
@@ -346,8 +344,7 @@ class Report:
         """The table of what the result is judged by; the last row is the mean, or the only task's."""
         if not self.answers:
             return self.drift_rows
-        models = {task: measured.models.get("base") for task, measured in self.measures.items()}
-        bases = {task: model.output for task, model in models.items() if model is not None}
+        bases = {task: found.models["base"].output for task, found in self.measures.items() if "base" in found.models}
         return _add_mean(
             replace(row, before=before, after=after, base=base.relative if (base := bases.get(row.task)) else row.base)
             for row, (before, after) in zip(self.drift_rows, self.answers.values(), strict=False)
