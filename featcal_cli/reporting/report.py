@@ -198,8 +198,7 @@ class TaskDrift:
     """Of the merged model."""
     after: float
     """Of the calibrated model."""
-    base: float | None
-    """None where the base model lacks tokens of the examples."""
+    base: float | None  # None where the base model lacks tokens of the examples
     cosine_before: float
     cosine_after: float
     held_out: bool
