@@ -8,9 +8,7 @@ from dataclasses import asdict, dataclass
 from statistics import fmean
 
 from featcal_cli.runtime.files import tell_bytes
-
-SHOWN = 4
-"""Modules that a sentence names."""
+from featcal_cli.runtime.untrusted_text import list_some
 
 
 @dataclass(frozen=True)
@@ -106,9 +104,8 @@ def describe_ridges(blocks: Sequence[BlockReport]) -> str:
     names = [
         f"{block.name}.{module.name} ({module.ridge:g})" for block in blocks for module in block.modules if module.ridge
     ]
-    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
     what = "a larger ridge than requested, because the equations had no stable solution with it"
-    return f"{what}: {', '.join(names[:SHOWN])}{more}" if names else ""
+    return f"{what}: {list_some(names)}" if names else ""
 
 
 def describe_guard(blocks: Sequence[BlockReport]) -> str:

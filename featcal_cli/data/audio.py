@@ -34,7 +34,7 @@ from featcal_cli.data.text_files import BrokenRow, Row
 from featcal_cli.data.vocabulary import TextModels, TextTokens, open_tokens
 from featcal_cli.recipe.schema import Data
 from featcal_cli.runtime.errors import DataError
-from featcal_cli.runtime.untrusted_text import bare, show
+from featcal_cli.runtime.untrusted_text import bare, list_some, show
 
 MOST_SECONDS = 30
 """Of a recording; what is beyond is not heard."""
@@ -209,7 +209,7 @@ def open_audio(
     extractor, source = load_feature_extractor(folders, where)
     path = local_path(data) if data.path is not None else None
     folder = path.parent if path and path.is_file() else path
-    chosen = f"column {column} (of {', '.join(samples)}), feature extractor from {source}"
+    chosen = f"column {column} (of {list_some(samples)}), feature extractor from {source}"
     transcript = None
     if model.config.is_encoder_decoder and model.can_generate() and "decoder_input_ids" in forward_names(model):
         transcript = data.columns.get("response") or data.columns.get("text")

@@ -18,7 +18,7 @@ from transformers import AutoFeatureExtractor, AutoImageProcessor, AutoProcessor
 
 from featcal_cli.data.hub_dataset import first_line
 from featcal_cli.runtime.errors import DataError
-from featcal_cli.runtime.untrusted_text import bare, parse_json
+from featcal_cli.runtime.untrusted_text import bare, list_some, parse_json
 
 IMAGE_PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 TOKENIZER_FILES = (
@@ -125,7 +125,7 @@ def _load_first(
                 return load(folder), folders[folder] if isinstance(folders, Mapping) else _repo_name(folder)
             except Exception as error:  # noqa: BLE001 - `tokenizers` raises no narrower kind for a broken file
                 reasons.append(f"{_repo_name(folder)}: {first_line(error)}")
-    tried = "; ".join(reasons) or f"none of {', '.join(map(_repo_name, folders))} has {' or '.join(files[:2])}"
+    tried = "; ".join(reasons) or f"none of {list_some(map(_repo_name, folders))} has {' or '.join(files[:2])}"
     fix = f"copy {files[0]} and the files it needs from the base model into the merged folder"
     raise DataError(f"no {what} can be loaded ({tried})", where=where, fix=fix)
 

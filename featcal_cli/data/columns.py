@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeGuard
 from featcal_cli.data.file_formats import AUDIO_FILES, IMAGE_FILES, is_base64
 from featcal_cli.recipe.schema import ROLES, Data
 from featcal_cli.runtime.errors import DataError
-from featcal_cli.runtime.untrusted_text import bare, show
+from featcal_cli.runtime.untrusted_text import bare, list_some, show
 
 Samples = Mapping[str, Sequence[Any]]
 """Column → its values in the first rows."""
@@ -79,7 +79,7 @@ def check_columns(data: Data, columns: Iterable[str], where: str) -> None:
         if role not in ROLES:
             raise DataError(f"there is no role {role}", where=where, fix=f"use one of: {', '.join(ROLES)}")
         if column not in columns:
-            raise DataError(f"there is no column {column}", where=where, fix=f"use one of: {', '.join(columns)}")
+            raise DataError(f"there is no column {column}", where=where, fix=f"use one of: {list_some(columns)}")
     try:
         missing = [name for name in template_fields(data.template or "") if name not in columns]
     except ValueError as error:
@@ -87,7 +87,7 @@ def check_columns(data: Data, columns: Iterable[str], where: str) -> None:
         raise DataError(what, where=where, fix="write e.g. {premise} {hypothesis}") from None
     if missing:
         what = f"the template names a column that there is not: {{{missing[0]}}}"
-        raise DataError(what, where=where, fix=f"use: {', '.join(columns)}")
+        raise DataError(what, where=where, fix=f"use: {list_some(columns)}")
 
 
 def template_fields(template: str) -> list[str]:
@@ -132,7 +132,7 @@ def name_columns(where: str, roles: str) -> str:
 
 def no_column(what: str, roles: str, columns: Iterable[str], where: str) -> DataError:
     """The error that says which columns there are and how to name one."""
-    what = f"no column holds {what}; the columns are {', '.join(columns)}"
+    what = f"no column holds {what}; the columns are {list_some(columns)}"
     return DataError(what, where=where, fix=f"name it: {name_columns(where, roles)}")
 
 
@@ -231,7 +231,7 @@ def _find_text_columns(samples: Samples, kind: TextKind, chat: bool, where: str)
     cells = ((name, value) for name, values in samples.items() for value in values if isinstance(value, dict))
     texts_inside = (f"{{{name}[{key}]}}" for name, value in cells for key, text in value.items() if _is_text(text))
     if inner := next(texts_inside, None):  # as a template names it
-        what = f"no column holds text, but {inner} does; the columns are {', '.join(samples)}"
+        what = f"no column holds text, but {inner} does; the columns are {list_some(samples)}"
         raise DataError(what, where=where, fix=f'write in a recipe, for example, template: "{inner}"')
     raise no_column("text", "text:COLUMN", samples, where)
 

@@ -199,7 +199,8 @@ def _open_rows(
         what = f"none of the first {len(first)} rows can be used: {first[0].reason}"
         fix = "repair the file: a value that holds the separator, a line break or a quote stands in quotes"
         raise DataError(what, where=where, fix=fix)
-    samples = {name: [row.get(name) for row in first] for row in first for name in row}
+    names = dict.fromkeys(name for row in first for name in row)
+    samples = {name: [row.get(name) for row in first] for name in names}
     check_columns(data, samples, where)
     named = data.columns.keys() - {"label"}
     has_images = "image" in named or (not named and find_encoded_images(samples))

@@ -30,7 +30,7 @@ from featcal_cli.data.text_files import (
 )
 from featcal_cli.recipe.schema import Data
 from featcal_cli.runtime.errors import DataError
-from featcal_cli.runtime.untrusted_text import parse_json
+from featcal_cli.runtime.untrusted_text import list_some, parse_json
 
 IMAGE_FILES = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".gif", ".tif", ".tiff")
 AUDIO_FILES = (".wav", ".flac", ".ogg", ".opus", ".mp3", ".aif", ".aiff", ".au")
@@ -273,8 +273,6 @@ SPLIT_WORDS = {
     "test": "test", "testing": "test", "eval": "test", "evaluation": "test",
 }  # fmt: skip
 """Words that name a split in a file's or folder's name, as `datasets` reads them."""
-MOST_LISTED = 20
-"""Splits or configs that a message names; languages, say, may be hundreds."""
 
 
 def format_of(path: str) -> str | None:
@@ -305,10 +303,6 @@ def infer_format(paths: Sequence[str]) -> str:
 def count_endings(paths: Collection[str]) -> str:
     endings = Counter(PurePosixPath(path).suffix for path in paths if not path.startswith(".") and path != "README.md")
     return ", ".join(ending or "no ending" for ending, _ in endings.most_common(5)) or "none at all"
-
-
-def list_some(names: Collection[str]) -> str:
-    return ", ".join(list(names)[:MOST_LISTED]) + (" …" if len(names) > MOST_LISTED else "")
 
 
 def group_by_folder(root: PurePath, files: Collection[File]) -> dict[str, list[File]]:

@@ -20,7 +20,6 @@ from featcal_cli.data.file_formats import (
     format_of,
     infer_format,
     is_metadata,
-    list_some,
     readable_files,
 )
 from featcal_cli.hub.client import limit_waiting, patiently
@@ -30,7 +29,7 @@ from featcal_cli.recipe.schema import Data
 from featcal_cli.runtime.errors import DataError, FeatCalError, HubError
 from featcal_cli.runtime.files import explain_full
 from featcal_cli.runtime.references import looks_like_path
-from featcal_cli.runtime.untrusted_text import bare, split_front_matter
+from featcal_cli.runtime.untrusted_text import bare, list_some, split_front_matter
 
 os.environ["HF_UPDATE_DOWNLOAD_COUNTS"] = "0"  # read when `datasets` is imported: it would report every use
 

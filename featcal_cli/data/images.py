@@ -37,7 +37,7 @@ from featcal_cli.data.rows import local_path, open_cell
 from featcal_cli.data.text_files import BrokenRow, Row
 from featcal_cli.recipe.schema import Data
 from featcal_cli.runtime.errors import DataError
-from featcal_cli.runtime.untrusted_text import bare, show
+from featcal_cli.runtime.untrusted_text import bare, list_some, show
 
 DECODED_AT_ONCE = 16
 """Images that are held decoded at once: a batch of photographs, decoded, would need gigabytes."""
@@ -170,7 +170,7 @@ def open_images(
     images, source = processor or load_image_processor(folders, where)
     path = local_path(data) if data.path is not None else None
     folder = path.parent if path and path.is_file() else path
-    chosen = f"column {column} (of {', '.join(samples)}), image processor from {source}"
+    chosen = f"column {column} (of {list_some(samples)}), image processor from {source}"
     if data.corrupt:
         chosen += f", images corrupted by {data.corrupt}"
     return ImageReader(chosen, column, folder, images, model, where, data.corrupt)

@@ -26,6 +26,7 @@ from featcal_cli.data.columns import LABEL_NAMES
 from featcal_cli.data.rows import check_split_of_file, local_path
 from featcal_cli.recipe.schema import Data
 from featcal_cli.runtime.errors import DataError
+from featcal_cli.runtime.untrusted_text import list_some
 
 IDS = ("input_ids", "decoder_input_ids", "token_type_ids", "position_ids")
 DECODERS_OWN = ("decoder_vocab_size", "tgt_vocab_size")
@@ -85,9 +86,9 @@ def open_tensors(data: Data, split: str | None, model: PreTrainedModel, where: s
     labels = tensors.pop(label, None) if label else None
     names = forward_names(model)
     if not tensors or not names.issuperset(tensors):
-        unknown = ", ".join(sorted(set(tensors) - names))
+        unknown = list_some(sorted(set(tensors) - names))
         what = f"the model has no input called {unknown}" if unknown else "the file holds nothing but labels"
-        fix = f"give each tensor the name of an input: {', '.join(sorted(names))}"
+        fix = f"give each tensor the name of an input: {list_some(sorted(names))}"
         raise DataError(what, where=where, fix=fix)
     for name, tensor in tensors.items():
         is_whole = not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
@@ -97,7 +98,7 @@ def open_tensors(data: Data, split: str | None, model: PreTrainedModel, where: s
     _check_ids(tensors, model, where)
     _check_masks(tensors, where)
     tensors = pad_on_the_right(tensors)
-    chosen = f"tensors {', '.join(tensors)}, as they are" + (f" (without {label})" if labels is not None else "")
+    chosen = f"tensors {list_some(tensors)}, as they are" + (f" (without {label})" if labels is not None else "")
     return TensorReader(chosen, tensors, labels)
 
 
@@ -109,7 +110,7 @@ def _check_lengths(tensors: Batch, where: str) -> None:
     lengths = [len(tensor) if tensor.dim() else 0 for tensor in tensors.values()]
     texts = {len(x) for name, x in tensors.items() if x.dim() == 2 and name.endswith(("ids", "mask"))}
     if not lengths or min(lengths) == 0 or any(length % min(lengths) for length in lengths) or len(texts) > 1:
-        sizes = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in tensors.items()) or "none"
+        sizes = list_some(f"{name} {list(tensor.shape)}" for name, tensor in tensors.items()) or "none"
         what = f"the tensors do not agree on a number of examples: {sizes}"
         fix = "make dimension 0 of every tensor the examples (or equally many rows of each), at least one"
         raise DataError(what, where=where, fix=fix)

@@ -41,7 +41,7 @@ from featcal_cli.data.text_files import BrokenRow, Row
 from featcal_cli.data.vocabulary import TextModels, TextTokens, open_tokens
 from featcal_cli.recipe.schema import Data
 from featcal_cli.runtime.errors import DataError
-from featcal_cli.runtime.untrusted_text import bare
+from featcal_cli.runtime.untrusted_text import bare, list_some
 
 MAX_TOKENS = 512
 MOST_UNKNOWN, SOME_UNKNOWN = 0.5, 0.1
@@ -371,7 +371,7 @@ def open_text(
     limits = (tokenizer.model_max_length, count_positions(model)[0], MAX_TOKENS)
     max_tokens = int(min(limit for limit in limits if isinstance(limit, int | float) and limit >= 1))
     used = describe_roles(formatter, data, samples, where)
-    chosen = f"{used} (of {', '.join(samples)}), at most {max_tokens} tokens, tokenizer from {tokens.source}"
+    chosen = f"{used} (of {list_some(samples)}), at most {max_tokens} tokens, tokenizer from {tokens.source}"
     if not formatter.joins_turns and {"messages", "response"} & roles.keys() and tokens.template is not None:
         chosen += f", with its chat template ({tokens.template})"
     reader = TextReader(chosen, formatter, tokens, max_tokens, model, where, forward_names(model))
@@ -388,7 +388,7 @@ def describe_roles(formatter: RowFormatter, data: Data, samples: Samples, where:
     ]
     used = f"template {data.template!r}" if data.template else " and ".join(columns)
     if formatter.about:
-        used += f", with {' and '.join(formatter.about)} behind the prompt"
+        used += f", with {list_some(formatter.about)} behind the prompt"
     if formatter.joins_turns and any(is_conversation(value) for name in roles.values() for value in samples[name]):
         why = "the tokenizer has no chat template" if kind == "causal" else f"the model is an {kind}"
         used += f", its turns joined by line breaks as {why}"

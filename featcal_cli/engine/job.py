@@ -18,6 +18,7 @@ from featcal_cli.engine.offload import Offloader
 from featcal_cli.engine.weight_checks import VectorMeter
 from featcal_cli.models.architecture import Architecture, Block
 from featcal_cli.runtime.distributed import Ranks
+from featcal_cli.runtime.untrusted_text import list_some
 
 CALIBRATED, MERGED = "calibrated", "merged"
 """The role of the model that is calibrated, and of the one that it starts as."""
@@ -144,4 +145,4 @@ class Job:
         """Which blocks ran in float32 because bfloat16 is too small for their features; empty where none did."""
         runners = (*self.runners, *self.experts.values())
         blocks = sorted({f"{block} of {runner.model.role}" for runner in runners for block in runner.too_large})
-        return f"features explode in bfloat16, so these ran in float32: {', '.join(blocks)}" if blocks else ""
+        return f"features explode in bfloat16, so these ran in float32: {list_some(blocks)}" if blocks else ""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import combinations
 
 import torch
 from torch import Tensor
@@ -19,6 +18,7 @@ from featcal_cli.models.loading import Model
 from featcal_cli.models.module_kinds import LINEAR_KINDS
 from featcal_cli.runtime import hardware
 from featcal_cli.runtime.errors import CheckpointError, NumericsError
+from featcal_cli.runtime.untrusted_text import list_some
 
 VANISHING = 1e-12
 """No weight of a model that does anything is so small."""
@@ -214,22 +214,32 @@ def _describe_fit(share: float | None, parts: Mapping[str, float], base: Model) 
         )
         return
     largest = max(map(abs, parts.values()))
-    for task in (task for task, part in parts.items() if abs(part) < LEAST_PART * largest):
-        yield f"nothing of expert {task} is in merged (on sampled weights): is it one of those that were merged?"
+    if absent := [task for task, part in parts.items() if abs(part) < LEAST_PART * largest]:
+        named = f"expert {absent[0]}" if len(absent) == 1 else f"experts {list_some(absent, last=' and ')}"
+        those = "is it one" if len(absent) == 1 else "are they some"
+        yield f"nothing of {named} is in merged (on sampled weights): {those} of those that were merged?"
 
 
 def _describe_equals(merged: Tensor, base: Tensor, experts: Mapping[str, Tensor], *, built: bool) -> Iterator[str]:
     """Models that are the same, as far as can be seen."""
     if torch.equal(merged, base) and not built:
         yield "merged holds the same weights as base (where they were sampled): is it a merge?"
+    of_base = [task for task, expert in experts.items() if torch.equal(expert, base)]
+    if of_base:
+        named = "expert {} holds" if len(of_base) == 1 else "experts {} hold"
+        same = f"{named.format(list_some(of_base, last=' and '))} the same weights as base"
+        yield f"{same} (where they were sampled): {'is it' if len(of_base) == 1 else 'are they'} the fine-tuned model?"
+    alike: dict[bytes, list[str]] = {}
     for task, expert in experts.items():
-        if torch.equal(expert, base):
-            yield f"expert {task} holds the same weights as base (where they were sampled): is it the fine-tuned model?"
-        elif torch.equal(expert, merged) and len(experts) > 1:
-            yield f"expert {task} holds the same weights as merged (where they were sampled): is merged a merge?"
-    for (one, first), (other, second) in combinations(experts.items(), 2):
-        if torch.equal(first, second) and not torch.equal(first, base):
-            yield f"experts {one} and {other} hold the same weights (where they were sampled): is one a mistake?"
+        if task not in of_base:
+            alike.setdefault(expert.numpy().tobytes(), []).append(task)
+    for tasks in alike.values():
+        named = list_some(tasks, last=" and ")
+        if len(experts) > 1 and torch.equal(experts[tasks[0]], merged):
+            what = f"expert {named} holds" if len(tasks) == 1 else f"experts {named} hold"
+            yield f"{what} the same weights as merged (where they were sampled): is merged a merge?"
+        if len(tasks) > 1:
+            yield f"experts {named} hold the same weights (where they were sampled): is one a mistake?"
 
 
 def _choose_names(models: tuple[Model, ...], architecture: Architecture) -> list[str]:

@@ -14,6 +14,7 @@ from featcal_cli.models.loading import Model
 from featcal_cli.recipe.schema import Evaluate
 from featcal_cli.runtime.errors import DataError, RecipeError
 from featcal_cli.runtime.progress import quiet_transformers
+from featcal_cli.runtime.untrusted_text import list_some
 
 INSTALL = "pip install 'featcal-cli[lm-eval]'"
 ALLOW = "--allow-code-execution"
@@ -70,7 +71,7 @@ def measure_tasks(task: LabelledTask, role: str, model: Model, *, allow_code: bo
                 confirm_run_unsafe_code=allow_code,
             )
         except (ImportError, KeyError, ValueError) as error:
-            raise _explain(error, task.name, ", ".join(how.lm_eval)) from error
+            raise _explain(error, task.name, list_some(how.lm_eval)) from error
     return combine([_read_score(results, name, metric, task.name) for name, metric in how.lm_eval.items()])
 
 
@@ -81,7 +82,7 @@ def _read_score(results: Any, name: str, metric: str, task: str) -> Score:
     if len(fitting) != 1:
         what = f"lm-eval has {'several' if fitting else 'no'} {metric} of {name}"
         known = [key for key in figures if "," in key and "_stderr" not in key]
-        fix = f"name one of: {'; '.join(fitting or known)}"
+        fix = f"name one of: {list_some(fitting or known)}"
         raise RecipeError(what, where=f"tasks.{task}.evaluate.lm_eval", fix=fix)
     value, filtered = float(figures[fitting[0]]), fitting[0].partition(",")[2]
     samples = [row[kind] for row in results["samples"].get(name, ()) if row.get("filter", "none") == filtered]

@@ -16,6 +16,7 @@ from featcal_cli.hub.messages import ODD, explained_writing, gone, hub_page
 from featcal_cli.hub.repo import list_commit
 from featcal_cli.runtime.errors import HubError
 from featcal_cli.runtime.progress import announce, hub_host
+from featcal_cli.runtime.untrusted_text import list_some
 
 KEEP_ALL = "# nothing is ignored\n"
 """Sent in place of a repo's own .gitignore, which would quietly leave files out of the commit."""
@@ -113,7 +114,7 @@ class _Push:
         pushed = self._commit(head, self._upload())
         if wrong := remote.differences(self._files, list_commit(self._repo_id, pushed.commit)):
             self._sent = ""
-            what = f"{self._repo_id} holds something else than what was pushed: {', '.join(wrong[:5])}"
+            what = f"{self._repo_id} holds something else than what was pushed: {list_some(wrong)}"
             fix = f"do not use commit {pushed.commit}, and push with --overwrite-repo"
             raise HubError(what, where=pushed.url, fix=fix)
         return pushed

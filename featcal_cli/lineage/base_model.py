@@ -11,7 +11,7 @@ from featcal_cli.lineage.questions import SAID, Finding, Question, enumerate_nam
 from featcal_cli.lineage.search import Search
 from featcal_cli.runtime.errors import HubError
 from featcal_cli.runtime.references import split_revision
-from featcal_cli.runtime.untrusted_text import show
+from featcal_cli.runtime.untrusted_text import list_some, show
 
 MAX_GENERATIONS = 8
 MAX_MODELS = 50
@@ -81,7 +81,7 @@ def find_base_of(search: Search, experts: Sequence[Finding]) -> Finding | Questi
         what = f"the experts do not agree on a base: {_describe(parents)}"
         return ask_base(what, _distinct(parents), "the cards of the experts")
     looked_at = [*search.looked_at, *(f"the card of {name} (no base_model)" for name in parents)]
-    where = f"looked at {'; '.join(looked_at)}" if looked_at else SAID
+    where = f"looked at {list_some(looked_at, between='; ', write=str)}" if looked_at else SAID
     return ask_base(f"nothing says what the base of {search.merged} is", (), where)
 
 
@@ -193,7 +193,7 @@ def _values(findings: Iterable[Finding]) -> list[str]:
 
 def _describe(parents: Parents) -> str:
     named = {name: enumerate_names(_values(models)) for name, models in parents.items() if models}
-    return "; ".join(f"{name} comes from {models}" for name, models in named.items())
+    return list_some((f"{name} comes from {models}" for name, models in named.items()), between="; ", write=str)
 
 
 def _distinct(parents: Parents) -> list[str]:

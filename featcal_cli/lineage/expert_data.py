@@ -18,9 +18,8 @@ from featcal_cli.recipe.reading import find_shipped
 from featcal_cli.recipe.schema import SELF, Data
 from featcal_cli.runtime.errors import HubError
 from featcal_cli.runtime.references import existing_path
-from featcal_cli.runtime.untrusted_text import load_documents, show
+from featcal_cli.runtime.untrusted_text import list_some, load_documents, show
 
-MOST_CHOICES = 8
 LANGUAGE_MODELS = ("ForCausalLM", "LMHeadModel")
 """What the names of classes end with that write text on."""
 FAMILIES = {
@@ -107,7 +106,7 @@ def find_data(search: Search, task: str, expert: Finding, notes: list[str]) -> T
                 notes.append(f"{repo.name} names {len(usable)} datasets; {chosen[0]} has the name of the task {task}")
             return _choose_config(search, task, Finding("data", chosen[0], source), card, notes)
         if usable:
-            return _ask(task, f"{repo.name} names several datasets for {task}: {_join(usable)}", usable)
+            return _ask(task, f"{repo.name} names several datasets for {task}: {list_some(usable)}", usable)
     if known:
         return known
     if _is_language_model(repo):
@@ -167,7 +166,7 @@ def _choose_config(search: Search, task: str, dataset: Finding, expert: Card, no
         elif config := card.default_config:
             why = "is its default"
         else:
-            problem = f"{name}, the data of {task}, has several configs: {_join(card.configs)}"
+            problem = f"{name}, the data of {task}, has several configs: {list_some(card.configs)}"
             return _ask(task, problem, [f"{name}:{config}" for config in card.configs], f"{name}:CONFIG")
         notes.append(f"{name} has {len(card.configs)} configs; {config} {why}")
         keys["config"] = config
@@ -186,8 +185,3 @@ def _config_of(task: str, configs: Sequence[str]) -> str | None:
         if len(best := [config for config in alike if len(parts[config]) == longest]) == 1:
             return best[0]
     return None
-
-
-def _join(names: Sequence[str]) -> str:
-    left = len(names) - MOST_CHOICES
-    return ", ".join(names[:MOST_CHOICES]) + (f" and {left} more" if left > 0 else "")

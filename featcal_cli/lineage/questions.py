@@ -9,13 +9,14 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from featcal_cli.runtime.errors import HubError, LineageError
+from featcal_cli.runtime.untrusted_text import LISTED, list_some
 
 if TYPE_CHECKING:
     from featcal_cli.recipe.schema import Data, Draft, Merge
 
 SAID = "the command line or recipe"
 MOST_PROBLEMS = 12
-"""A message names so many, and how many more there are."""
+"""Problems that are told one by one; of more the first is told, with how many there are."""
 MOST_OPTIONS = 40
 """Beyond them a recipe is easier to write than a command."""
 TASK_OPTIONS = ("--expert", "--data", "--split", "--columns")
@@ -153,7 +154,7 @@ class OpenQuestionsError(LineageError):
                 blanks |= dict.fromkeys(["TASK"] if value.startswith("TASK=") else [])
                 blanks |= dict.fromkeys(re.findall(r"(?:^|[=:])(REPO|SOURCE|CONFIG)$", value))
             left_out = [value for name, value in options if name == "--skip-expert"]
-            steps = [f"go on without {enumerate_names(left_out, MOST_PROBLEMS)}"] if left_out else []
+            steps = [f"go on without {enumerate_names(left_out)}"] if left_out else []
             steps += [f"fill in {enumerate_names(list(blanks))}"] if blanks else []
             fixes.append(f"{' and '.join([*steps, 'type'])}: {self.command}")
         return "; or ".join(filter(None, fixes))
@@ -178,7 +179,7 @@ def ask_without(gone: Gone, count: int) -> list[Question]:
         )
     if len(questions) <= MOST_PROBLEMS:
         return questions
-    named = enumerate_names([f"{task} ({expert.value})" for task, (expert, _) in gone.items()], MOST_PROBLEMS)
+    named = enumerate_names([f"{task} ({expert.value})" for task, (expert, _) in gone.items()])
     what = f"{len(gone)} of {count} experts cannot be read: {named}; {next(iter(gone.values()))[1].what}"
     options = tuple(option for question in questions for option in question.options)
     where = "; ".join(dict.fromkeys(expert.source for expert, _ in gone.values()))
@@ -220,15 +221,13 @@ def list_known(
 
 def _join_some(phrases: Sequence[str]) -> str:
     """Each phrase once, as many as one can read, and how many more there are."""
-    distinct = list(dict.fromkeys(phrases))
-    left = len(distinct) - MOST_PROBLEMS
-    return "; ".join([*distinct[:MOST_PROBLEMS], *([f"and {left} more"] if left > 0 else [])])
+    return list_some(dict.fromkeys(phrases), between="; ", write=str)
 
 
-def enumerate_names(names: Sequence[str], most: int | None = None) -> str:
+def enumerate_names(names: Sequence[str], most: int = LISTED) -> str:
     """`a, b and c`; of more than `most` the first, and how many more there are."""
-    left = len(names) - (most or len(names))
-    names = [*names[:most], f"{left} more"] if left > 0 else names
+    left = len(names) - most
+    names = [*names[:most], f"{left:,} more"] if left > 0 else names
     return " and ".join(filter(None, (", ".join(names[:-1]), *names[-1:])))
 
 

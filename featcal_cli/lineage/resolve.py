@@ -32,7 +32,7 @@ from featcal_cli.lineage.statements import STATING_FILES, read_statements
 from featcal_cli.recipe.mistakes import did_you_mean
 from featcal_cli.recipe.schema import Draft, Merge, Recipe, TaskDraft
 from featcal_cli.runtime.errors import HubError, RecipeError
-from featcal_cli.runtime.untrusted_text import show
+from featcal_cli.runtime.untrusted_text import list_some, show
 
 
 @dataclass(frozen=True)
@@ -176,7 +176,7 @@ def _find_experts(search: Search, base: Base) -> tuple[Experts, Base]:
         [expert.value for expert in experts.values() if isinstance(expert, Finding)] for experts in (kept, named)
     )
     if left := [name for name in further if not any(search.means(name, other) for other in names)]:
-        search.notes.append(f"{statement.source} names further experts, which are left out: {', '.join(left)}")
+        search.notes.append(f"{statement.source} names further experts, which are left out: {list_some(left)}")
     return kept, base
 
 
@@ -313,7 +313,7 @@ def _ask_for_experts(search: Search, experts: Experts, base: Base) -> Iterator[Q
             data = () if search.draft.tasks.get(task, TaskDraft()).data else (("--data", f"{task}=SOURCE"),)
             yield replace(expert, options=(("--expert", f"{task}=REPO"), *data))
     if not experts and not (isinstance(base, Question) and base.choices):
-        where = f"looked at {'; '.join(search.looked_at)}" if search.looked_at else SAID
+        where = f"looked at {list_some(search.looked_at, between='; ', write=str)}" if search.looked_at else SAID
         first: list[Option] = [("--base", "REPO")] if base is None else []
         options = (*first, ("--expert", "TASK=REPO"), ("--data", "TASK=SOURCE"))
         yield Question(f"nothing says which experts {search.merged} was merged from", options, where)

@@ -16,7 +16,7 @@ from featcal_cli.hub.snapshot import Snapshot
 from featcal_cli.models.architecture import Architecture
 from featcal_cli.models.loading import Model, find_class, find_transformers_class, load_model
 from featcal_cli.runtime.errors import CheckpointError
-from featcal_cli.runtime.untrusted_text import bare
+from featcal_cli.runtime.untrusted_text import bare, tell_apart
 
 HEADS = (
     "ForSequenceClassification",
@@ -79,8 +79,7 @@ def check_alignment(architecture: Architecture, merged: Model, other: Model) -> 
     reached = [path for path in ours if path.rpartition(".")[0] in architecture.reached]
     missing = [path for path in reached if path not in theirs or other.own_path(path) in other.missing]
     if missing:
-        what = _describe_missing(missing, len(reached), merged, other)
-        raise CheckpointError(what, where=other.snapshot.name, fix=FULL_CHECKPOINT)
+        raise _refuse_missing(missing, len(reached), merged, other)
     inside = tuple(f"{block.name}." for block in architecture.blocks)
     for path in (path for path in ours if path.startswith(inside) and path in theirs):
         if theirs[path].shape != ours[path].shape:
@@ -143,17 +142,29 @@ def describe_differences(merged: Model, other: Model, architecture: Architecture
     ]
 
 
-def _describe_missing(missing: list[str], reached: int, merged: Model, other: Model) -> str:
+def _refuse_missing(missing: list[str], reached: int, merged: Model, other: Model) -> CheckpointError:
+    """The error for parameters that a model lacks of the `reached` ones, or has in another shape."""
+    fix = FULL_CHECKPOINT
     turned = [path for path in missing if (own := other.own_path(path)) and own in other.mismatched]
+    own = other.own_path(missing[0]) or ""
+    shape = other.mismatched.get(own)
     if 2 * len(missing) > reached and other is not merged and len(turned) < len(missing):
-        ours, theirs = (model.snapshot.config.get("model_type", "?") for model in (merged, other))
-        return f"{other.role} is of another architecture than merged ({theirs}, not {ours}): {missing[0]} is missing"
-    shape = other.mismatched.get(other.own_path(missing[0]) or "")
-    if shape is not None:
-        wanted = tuple(merged.module.get_parameter(missing[0]).shape)
-        transposed = " (it is transposed)" if shape == wanted[::-1] != wanted else ""
-        return f"{other.role} has {missing[0]} of shape {[*shape]} where {[*wanted]} is needed{transposed}"
-    return f"{other.role} lacks {_count(missing)}"
+        ours, theirs = (str(model.snapshot.config.get("model_type", "?")) for model in (merged, other))
+        what = f"{other.role} is of another architecture than merged ({bare(theirs)}, not {bare(ours)})"
+        what = f"{what}: {missing[0]} is missing"
+        if ours == theirs:
+            what = f"{other.role} calls itself {bare(theirs)} like merged, but lacks {_count(missing)}"
+    elif shape is None:
+        what = f"{other.role} lacks {_count(missing)}"
+    elif shape == (wanted := tuple(merged.module.get_parameter(missing[0]).shape)):
+        described = [*other.module.get_parameter(own).shape]
+        what = f"{other.role} holds {missing[0]} of shape {[*shape]}, as merged does"
+        what = f"{what}, but its config.json describes {described}"
+        fix = "use the config.json that belongs to the weights"
+    else:
+        transposed = " (it is transposed)" if shape == wanted[::-1] else ""
+        what = f"{other.role} has {missing[0]} of shape {[*shape]} where {[*wanted]} is needed{transposed}"
+    return CheckpointError(what, where=other.snapshot.name, fix=fix)
 
 
 _BOOKKEEPING = (
@@ -205,7 +216,7 @@ def compare_configs(merged: Model, other: Model) -> list[str]:
     _check_type(other, other.snapshot.config.get("model_type"), theirs)
     notes = []
     for key, own, wanted in _differences(theirs, ours, other.snapshot.config, merged.snapshot.config):
-        text = f"{bare(key)} {bare(_show(own))}, merged's {bare(_show(wanted))}"
+        text = "{} {}, merged's {}".format(bare(key), *tell_apart(own, wanted, _show))
         last = key.rpartition(".")[2]
         if not (NOTED.fullmatch(last) or NOTED.fullmatch(key) or _are_near(last, own, wanted)):
             what = f"{other.role} and merged would compute different things with the same weights: config.json says "

@@ -42,6 +42,7 @@ from featcal_cli.models.tracing import (
     unreached_lists,
 )
 from featcal_cli.runtime.errors import ArchitectureError
+from featcal_cli.runtime.untrusted_text import list_some
 
 
 @dataclass(frozen=True)
@@ -310,7 +311,7 @@ def _notes(model: nn.Module, blocks: Sequence[Block], called: Collection[str]) -
     """Blocks that share their weights, and lists of blocks that no example reaches."""
     if shared := [block for block in blocks if block.calls > 1]:
         yield (
-            f"{', '.join(block.name for block in shared)} runs {max(block.calls for block in shared)} times with "
+            f"{list_some(block.name for block in shared)} runs {max(block.calls for block in shared)} times with "
             "the same weights: it is calibrated once for all its calls, and forward order cannot hold inside it"
         )
     for path in unreached_lists(model, [block.name for block in blocks], called):

@@ -22,6 +22,7 @@ from featcal_cli.models.module_kinds import CONVOLUTIONS, Functional, View, find
 from featcal_cli.models.products import ProductWatch, Routing
 from featcal_cli.runtime import hardware
 from featcal_cli.runtime.errors import ArchitectureError
+from featcal_cli.runtime.untrusted_text import list_some
 
 FAILURES = (TypeError, ValueError, RuntimeError, IndexError, AttributeError, KeyError)
 """What a model's forward raises on inputs that it cannot take, and our own code where it has a bug."""
@@ -416,7 +417,7 @@ def merge_orders(sequences: Sequence[list[str]]) -> list[str]:
         return list(graph.static_order())
     except CycleError as error:
         raise ArchitectureError(
-            f"the blocks run in different orders for different inputs: {' → '.join(error.args[1])}",
+            f"the blocks run in different orders for different inputs: {list_some(error.args[1], between=' → ')}",
             fix="give all tasks the same kind of inputs",
         ) from None
 

@@ -14,10 +14,10 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from featcal_cli.calibration.results import SHOWN, AdapterReport, BlockReport
+from featcal_cli.calibration.results import AdapterReport, BlockReport
 from featcal_cli.evaluation.results import TaskScores
 from featcal_cli.runtime.progress import tell_change
-from featcal_cli.runtime.untrusted_text import without_tokens, write_json
+from featcal_cli.runtime.untrusted_text import list_some, without_tokens, write_json
 
 SCHEMA = 1
 """Version of the JSON form; it grows when a key changes its meaning or goes away."""
@@ -378,8 +378,7 @@ class Report:
             return "on held-out rows"
         if len(self.fitted_tasks) == len(self.drift):
             return "on fitted rows"
-        names = ", ".join(self.fitted_tasks[:SHOWN]) + (", …" if len(self.fitted_tasks) > SHOWN else "")
-        return f"on held-out rows, but on fitted rows for {names}"
+        return f"on held-out rows, but on fitted rows for {list_some(self.fitted_tasks)}"
 
     @property
     def headline(self) -> str:

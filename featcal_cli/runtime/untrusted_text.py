@@ -7,7 +7,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from itertools import chain, islice
+from itertools import chain, islice, takewhile
 from math import isfinite
 from typing import TYPE_CHECKING, Any
 from unicodedata import category
@@ -25,6 +25,8 @@ MAX_DEPTH = 60
 """Values inside of values."""
 MAX_DIGITS = 3000
 """Characters of a whole number in YAML, hexadecimal ones too: Python writes none of more than 4,300 decimal digits."""
+CONTEXT = 20
+"""Characters before a difference that a message shows."""
 LISTED = 5
 """Names that a message shows of a list from outside."""
 LONGEST_WORDS = 240
@@ -240,11 +242,29 @@ def own_words(error: BaseException) -> str:
     return text.rstrip(".") if len(text) <= LONGEST_WORDS else f"{text[: LONGEST_WORDS - 3].rstrip()}..."
 
 
-def list_some(names: Iterable[object], *, between: str = ", ") -> str:
-    """A foreign list for a message: its first names, each short, and how many more there are."""
+def tell_apart(one: object, other: object, write: Callable[[Any], str] = str) -> tuple[str, str]:
+    """Two different values for a message that compares them, written so that the difference is seen: as `write` does,
+    or else in full from a little before the first difference."""
+    texts = bare(write(one)), bare(write(other))
+    if texts[0] != texts[1]:
+        return texts
+    full = repr(one), repr(other)
+    if full[0] == full[1]:
+        return f"{texts[0]} ({type(one).__name__})", f"{texts[1]} ({type(other).__name__})"
+    alike = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(*full, strict=False)))
+    start = max(0, alike - CONTEXT)
+    first, second = (("…" if start else "") + bare(text[start:]) for text in full)
+    return first, second
+
+
+def list_some(names: Iterable[str], *, between: str = ", ", last: str = "", write: Callable[[str], str] = bare) -> str:
+    """A foreign list for a message: its first names, each as `write` writes it, and how many more there are. `last`
+    stands before the last name of a list that is shown whole."""
     left = iter(names)
-    shown = [bare(str(name)) for name in islice(left, LISTED)]
+    shown = [write(name) for name in islice(left, LISTED)]
     more = sum(1 for _ in left)
+    if last and not more and len(shown) > 1:
+        return f"{between.join(shown[:-1])}{last}{shown[-1]}"
     return between.join(shown) + (f" and {more:,} more" if more else "")
 
 

@@ -21,6 +21,7 @@ from featcal_cli.hub.messages import CHECK_ENDPOINT, LOGIN
 from featcal_cli.hub.remote import Account, describe_account
 from featcal_cli.runtime.files import cache_folder, tell_bytes
 from featcal_cli.runtime.progress import hub_host
+from featcal_cli.runtime.untrusted_text import list_some
 
 SMALLEST_DISK, SMALLEST_MEMORY = 1e9, 2e9
 """Bytes below which next to no model fits."""
@@ -169,4 +170,4 @@ def _describe_token(account: Account | None) -> Finding:
     if not account.rights:
         fix = "to push, make one with write access on the Hub's settings page"
         return Finding("token", "note", f"of {account.name}, who may read with it but not write", fix)
-    return Finding("token", "ok", f"of {account.name}, who may write to {', '.join(writable)}")
+    return Finding("token", "ok", f"of {account.name}, who may write to {list_some(writable)}")

@@ -20,6 +20,7 @@ from featcal_cli.recipe.schema import Evaluate, Merge, Recipe, Task
 from featcal_cli.reporting.report import RECIPE
 from featcal_cli.runtime.errors import RecipeError
 from featcal_cli.runtime.progress import Listener
+from featcal_cli.runtime.untrusted_text import list_some
 from featcal_cli.workflows.session import RecipeSource, RunOptions, Session, identify
 
 if TYPE_CHECKING:  # these import torch, which is not waited for before it is needed
@@ -84,7 +85,7 @@ def evaluate_models(
         recipe = models.recipe
         wanted = {task: spec for task, spec in recipe.tasks.items() if spec.evaluate is not None}
         if left_out := [task for task in recipe.tasks if task not in wanted and tasks is None]:
-            session.note(f"not evaluated, as the recipe does not say how: {', '.join(left_out)}")
+            session.note(f"not evaluated, as the recipe does not say how: {list_some(left_out)}")
         size = batch_size or BATCH[session.device.type]
         scores = {
             task: _TaskMeasurement(session, models, task, spec, limit, size, allow_code).measure(cache)

@@ -27,6 +27,7 @@ from featcal_cli.models.loading import DTYPES, Model, load_model
 from featcal_cli.reporting.report import CARD, PICTURE, RECIPE, REPORT
 from featcal_cli.runtime.errors import CheckpointError, FeatCalError, NumericsError, OutputError
 from featcal_cli.runtime.files import check_links, copy_files, name_reason, tell_fix, visible_files
+from featcal_cli.runtime.untrusted_text import list_some
 from featcal_cli.workflows.workspace import UnfinishedFolder, Workspace
 
 
@@ -253,7 +254,7 @@ def _check_loading(folder: Path, merged: Model) -> None:
     except FeatCalError as error:
         raise _wrong(folder, error.what) from error
     if lacking:
-        raise _wrong(folder, f"transformers does not find {', '.join(sorted(lacking)[:3])}")
+        raise _wrong(folder, f"transformers does not find {list_some(sorted(lacking))}")
 
 
 def _same_but_for(original: Path, copy: Path, spans: Sequence[tuple[int, int]]) -> bool:

@@ -31,6 +31,7 @@ from featcal_cli.recipe.schema import Calibration, Data, Merge, Recipe
 from featcal_cli.runtime.errors import ArchitectureError, CheckpointError, FeatCalError, OutputError, RecipeError
 from featcal_cli.runtime.files import tell_bytes
 from featcal_cli.runtime.hardware import disk_of, free_bytes, memory_of
+from featcal_cli.runtime.untrusted_text import list_some
 from featcal_cli.workflows.output import check_copyable, check_readable, check_writable
 from featcal_cli.workflows.resource_estimate import Estimate, estimate
 from featcal_cli.workflows.self_written import add_writing, open_self_written, reserve_examples, write_examples
@@ -302,7 +303,7 @@ def _check_packing(role: str, origin: Origin, snapshot: Snapshot, tensors: Mappi
     check_unquantised(snapshot.config, what, origin.body.name, tensors, fix)
     kinds = sorted({entry.dtype for entry in tensors.values()})
     if kinds and DTYPES.keys().isdisjoint(kinds):
-        what = f"{what} holds its tensors as {', '.join(kinds)}, and none as numbers that could be calibrated"
+        what = f"{what} holds its tensors as {list_some(kinds)}, and none as numbers that could be calibrated"
         raise CheckpointError(what, where=origin.body.name, fix=fix or UNPACKED)
 
 

@@ -33,6 +33,7 @@ from featcal_cli.runtime.distributed import Ranks
 from featcal_cli.runtime.hardware import map_to_files, rooms_for_features
 from featcal_cli.runtime.process import read_launch
 from featcal_cli.runtime.progress import Progress, Watch
+from featcal_cli.runtime.untrusted_text import list_some
 from featcal_cli.workflows.output import build_checkpoint, names_on_disk, read_slots
 from featcal_cli.workflows.preflight import Preflight, check_stems
 from featcal_cli.workflows.resource_estimate import choose_dtype, has_small_head
@@ -327,7 +328,7 @@ class Setup:
         hardware.give_back(merged.model.module.parameters())
         if blocks and not self.gradients:
             self.note(
-                f"token weights: cls in {', '.join(sorted(blocks))}, because the output is read from the first token"
+                f"token weights: cls in {list_some(sorted(blocks))}, because the output is read from the first token"
             )
         return frozenset(blocks)
 

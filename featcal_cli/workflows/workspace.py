@@ -14,6 +14,7 @@ from featcal_cli.reporting.report import CARD, PICTURE, RECIPE, REPORT
 from featcal_cli.runtime.errors import OutputError
 from featcal_cli.runtime.files import LOCK, draft_of, flush, hold, name_reason, tell_fix, write_file
 from featcal_cli.runtime.process import read_launch
+from featcal_cli.runtime.untrusted_text import list_some
 
 NOTE = ".featcal.json"
 """Hidden in an output, and never pushed: which job made it, and of which files."""
@@ -22,8 +23,6 @@ WROTE = "wrote"
 UNLISTED = (NOTE, REPORT, RECIPE, PICTURE, CARD, "*.safetensors", "*.safetensors.index.json", "LICENSE*")
 """What is ours in an output without a note, which is never pushed, beside what describes a model."""
 LEFT_BY_SYSTEMS = (".DS_Store", "Thumbs.db", "desktop.ini")
-SHOWN = 3
-"""Files that a message names."""
 
 
 def default_output(name: str) -> Path:
@@ -104,9 +103,7 @@ def _read_names(file: Path, key: str | None = None) -> frozenset[str] | None:
 
 def _name_some(names: Collection[str]) -> str:
     """`: a, b, c and 2 more`; nothing for none."""
-    shown = ", ".join(sorted(names)[:SHOWN])
-    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return f": {shown}{more}" if names else ""
+    return f": {list_some(sorted(names))}" if names else ""
 
 
 def _remove_files(folder: Path, names: Iterable[str | Path]) -> None:
