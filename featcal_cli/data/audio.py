@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from featcal_cli.data.batches import (
+    CHECK_PROCESSOR,
     OTHER_COLUMN,
     BadRowError,
     Batch,
@@ -117,9 +118,9 @@ class AudioReader(Reader):
             options["padding"] = True
         try:
             output = self.extractor(waves, **options)
-        except (ValueError, MemoryError) as error:
+        except Exception as error:  # what its files say may make a processor raise anything
             what = f"the feature extractor cannot make one batch of these recordings: {bare(first_line(error))}"
-            raise DataError(what, where=self.where, fix="--batch-size 1") from error
+            raise DataError(what, where=self.where, fix=CHECK_PROCESSOR) from error
         main, names = self.model.main_input_name, forward_names(self.model)
         if not isinstance(output.get(main), Tensor) or len(output[main]) != len(items):
             what = f"{len(items)} recordings did not become a tensor {main} with an entry a recording"

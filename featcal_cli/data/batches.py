@@ -83,6 +83,10 @@ def load_processor(folders: Folders, where: str) -> tuple[Any, str]:
     return _load_first("processor", IMAGE_PROCESSOR_FILES[::-1], load, folders, where)
 
 
+CHECK_PROCESSOR = "give --batch-size 1; if that fails too, check the processor's files beside the model (*_config.json)"
+"""What to do where a processor fails at a batch: its examples may differ in size, or its files be wrong."""
+
+
 def load_tokenizer(folders: Folders, where: str) -> tuple[Any, str]:
     """A tokenizer, and whose it is or the name of the folder it is from. Raises DataError when there is none."""
     return _load_first("tokenizer", TOKENIZER_FILES, _read_tokenizer, folders, where)
@@ -97,7 +101,11 @@ def find_tokenizer(folders: Folders) -> tuple[Any, str] | None:
 
 
 def _read_tokenizer(folder: Path) -> Any:
-    return AutoTokenizer.from_pretrained(folder, **SAFE)
+    tokenizer = AutoTokenizer.from_pretrained(folder, **SAFE)
+    longest = getattr(tokenizer, "model_max_length", None)
+    if not isinstance(longest, int | float):
+        raise ValueError(f"{TOKENIZER_FILES[0]} says model_max_length {bare(str(longest))}, which is no number")
+    return tokenizer
 
 
 def _check_sizes(file: Path, most: Mapping[str, float], otherwise: float) -> None:
@@ -127,6 +135,8 @@ def _load_first(
                 reasons.append(f"{_repo_name(folder)}: {first_line(error)}")
     tried = "; ".join(reasons) or f"none of {list_some(map(_repo_name, folders))} has {' or '.join(files[:2])}"
     fix = f"copy {files[0]} and the files it needs from the base model into the merged folder"
+    if reasons:
+        fix = f"put {files[0]} and the files it needs, as they were published, into a copy of one of these models"
     raise DataError(f"no {what} can be loaded ({tried})", where=where, fix=fix)
 
 

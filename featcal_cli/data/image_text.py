@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from featcal_cli.data.batches import (
+    CHECK_PROCESSOR,
     BadRowError,
     Batch,
     Folders,
@@ -101,7 +102,7 @@ class DialogueReader(Reader):
             output = self.processor(images=pictures, text=list(texts), padding=True, return_tensors="pt")
         except Exception as error:  # what its files say may make a processor raise anything
             what = f"the processor cannot make one batch of these rows: {bare(first_line(error))}"
-            raise DataError(what, where=self.where, fix="--batch-size 1") from error
+            raise DataError(what, where=self.where, fix=CHECK_PROCESSOR) from error
         names = forward_names(self.model)
         batch = {name: x for name, x in output.items() if name in names and isinstance(x, Tensor)}
         batch = {name: x.float() if x.is_floating_point() else x for name, x in batch.items()}

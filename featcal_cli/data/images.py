@@ -22,6 +22,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from featcal_cli.data.batches import (
+    CHECK_PROCESSOR,
     BadRowError,
     Batch,
     Folders,
@@ -98,9 +99,9 @@ class ImageReader(Reader):
     def _process(self, items: Sequence[EncodedImage]) -> Batch:
         try:
             output = self.processor(images=[self.picture(item) for item in items], return_tensors="pt")
-        except (ValueError, MemoryError) as error:
+        except Exception as error:  # what its files say may make a processor raise anything
             what = f"the image processor cannot make one batch of these images: {first_line(error)}"
-            raise DataError(what, where=self.where, fix="--batch-size 1") from error
+            raise DataError(what, where=self.where, fix=CHECK_PROCESSOR) from error
         pixels = output["pixel_values"]
         if not isinstance(pixels, Tensor) or len(pixels) != len(items):
             what = f"{len(items)} images did not become one tensor with an entry an image"

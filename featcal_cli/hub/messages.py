@@ -105,7 +105,9 @@ def _explain_reading(error: BaseException, subject: _Subject) -> HubError | None
         return _explain_odd(cause, subject.where, _about(subject))
     if isinstance(cause, OSError):
         if cause.errno is None:  # huggingface_hub's own, or of a library that gives no number
-            what = f"{subject.name} could not be downloaded: {_quote(cause)}"
+            other_size = "onsistency check failed" in str(cause)
+            reason = "what arrived is not what the Hub announced" if other_size else _quote(cause)
+            what = f"{subject.name} could not be downloaded: {reason}"
             return message(what, fix="check the connection and the proxy, and run again")
         what = f"{subject.name} could not be downloaded: {name_reason(cause)}"
         if cause.filename is None and cause.errno not in FIXES:

@@ -12,6 +12,7 @@ from torch import Tensor
 from featcal_cli.models.loading import Model
 from featcal_cli.recipe.schema import Merge
 from featcal_cli.runtime import hardware
+from featcal_cli.runtime.errors import NumericsError
 
 PART = 2**17
 """Numbers of a tensor that are worked on at a time where experts lie side by side: few take little memory, and fit a
@@ -42,8 +43,21 @@ def merge_weights(merge: Merge, base: Model, experts: Sequence[Model]) -> Iterat
         combine = _agree(trim, parameters)
     for _, names in groupby(parameters, _block_of):
         held = list(names)
-        yield {name: combine(merge, name, parameters[name]).to(parameters[name][1].dtype) for name in held}
+        yield {name: _store(name, combine(merge, name, parameters[name]), parameters[name]) for name in held}
         hardware.give_back(source for name in held for source in parameters[name])
+
+
+def _store(name: str, merged: Tensor, sources: Sources) -> Tensor:
+    """A merged parameter in the dtype that the first expert holds it in. Raises NumericsError where it is too large."""
+    stored = merged.to(sources[1].dtype)
+    if stored.dtype == torch.float16 and bool(stored.isinf().any()) and all(bool(x.isfinite().all()) for x in sources):
+        raise NumericsError(
+            f"the merge does not fit into the first expert's float16: {name} would hold "
+            f"{float(merged.abs().max()):.4g}, and float16 ends at {torch.finfo(torch.float16).max:.4g}",
+            where="--merge",
+            fix="give a smaller scale, or save the first expert in bfloat16 or float32 and merge that",
+        )
+    return stored
 
 
 def _find_shared(base: Model, experts: Sequence[Model]) -> dict[str, Sources]:

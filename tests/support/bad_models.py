@@ -200,7 +200,37 @@ def adapter_that_is_not_json(stage: Stage) -> Arguments | None:
     return arguments
 
 
+WRONG_TYPES: list[tuple[dict[str, object], str]] = [
+    ({"hidden_size": "32"}, "hidden_size"),
+    ({"hidden_size": None}, "hidden_size null"),
+    ({"num_hidden_layers": 2.5}, "num_hidden_layers 2.5"),
+    ({"vocab_size": [99]}, "vocab_size [99]"),
+    ({"id2label": ["a", "b"]}, "id2label"),
+    ({"id2label": {"red": "0"}}, "id2label"),
+    ({"rope_parameters": "x"}, "rope_parameters"),
+    ({"dtype": 5}, "dtype '5'"),
+    ({"architectures": "BertModel"}, "architectures"),
+    ({"layer_types": 5}, "layer_types 5"),
+    ({"num_labels": "x"}, "num_labels"),
+]
+"""Values in a config.json that are of another type than transformers reads, and what the message says of them."""
+MODELS = ("merged", "base", "red")
+
+
+def unreadable_tokenizer(stage: Stage) -> Arguments:
+    """A tokenizer's limit that is no number."""
+    stage.change("base/tokenizer_config.json", model_max_length="many")
+    stage.write("red.jsonl", "\n".join(json.dumps({"text": f"a b c {number}"}) for number in range(12)))
+    return {"--data": f"red={stage.folder / 'red.jsonl'}"}
+
+
 CASES: list[Case] = [
+    *((config(model, **values), [words, "config.json"]) for model in MODELS for values, words in WRONG_TYPES),
+    *(
+        (config(model, chunk_size_feed_forward="x"), ["cannot run on the examples", "config.json"])
+        for model in MODELS[::2]
+    ),
+    (unreadable_tokenizer, ["model_max_length many", "no number"]),
     (options(merged="{}/nowhere"), ["nowhere"]),
     (options(merged="{}/red.safetensors"), ["is a file", "folder"]),
     (base_of_another_architecture, ["base is of another architecture", "gpt2", "bert"]),
@@ -238,7 +268,8 @@ CASES: list[Case] = [
     (merged_config(hidden_size=-32), ["merged"]),
     (merged_config(num_attention_heads=7), ["merged"]),
     (merged_config(hidden_act="nothing"), ["merged"]),
-    (merged_config(max_position_embeddings="many"), ["merged"]),
+    (merged_config(max_position_embeddings="many"), ["config.json of merged says max_position_embeddings"]),
+    (config_text('{"hidden_size": 1' + "0" * 6000 + "}"), ["config.json", "more than 4,300 digits"]),
     (shards("../merged/model.safetensors"), [INDEX, "its own folder"]),
     (shards("/etc/passwd"), [INDEX, "its own folder"]),
     (shards("a.safetensors\x1b[2J"), [INDEX, "its own folder"]),

@@ -121,6 +121,37 @@ def test_a_block_whose_features_are_too_large_for_bfloat16_runs_in_float32(tmp_p
     assert all(drift.after < 10 for drift in result.report.drift.values())
 
 
+QUERY = "encoder.layer.0.attention.self.query.weight"
+
+
+def in_float16(folder: Path, **first: float) -> Saved:
+    """A job in float16, in which the first number of a weight is given by model."""
+    saved = save_family(folder, BY_NAME["bert"], dtype=torch.float16)
+    for name, value in first.items():
+        tensors = load_file(folder / name / "model.safetensors")
+        tensors[QUERY][0, 0] = value
+        save_file(tensors, folder / name / "model.safetensors", metadata={"format": "pt"})
+    return saved
+
+
+def test_a_result_that_is_too_large_for_float16_is_told_with_the_module_and_the_number(tmp_path: Path) -> None:
+    """A large ridge leads to the anchor, 2 · merged − base = 120000."""
+    saved = in_float16(tmp_path, merged=4e4, base=-4e4)
+    with pytest.raises(NumericsError) as raised:
+        calibrate(saved.recipe(select="preset", ridge=1e6, rho=2.0, alpha=0.3), output=tmp_path / "out")
+    assert QUERY in raised.value.what and "float16" in raised.value.what and "1.2e+05" in raised.value.what
+    assert "bfloat16" in raised.value.fix and "broken" not in raised.value.fix
+
+
+def test_a_merge_that_is_too_large_for_float16_is_told(tmp_path: Path) -> None:
+    """base + 2 · (expert − base) = 180000, and three experts that are alike."""
+    saved = in_float16(tmp_path, base=-4e4, red=0.0, green=0.0, blue=6e4)
+    recipe = {**saved.recipe(select="preset"), "merged": {"method": "task_arithmetic", "scale": 2.0}}
+    with pytest.raises(NumericsError, match="the merge does not fit") as raised:
+        calibrate(recipe, output=tmp_path / "out")
+    assert QUERY in raised.value.what and "3.2e+05" in raised.value.what and "scale" in raised.value.fix
+
+
 def test_a_disk_that_changes_what_is_written_is_found_out(
     vit: Saved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,6 +17,7 @@ from featcal_cli.data.examples import TaskExamples
 from featcal_cli.runtime.distributed import Ranks
 from featcal_cli.runtime.errors import ShortageError
 from featcal_cli.runtime.hardware import is_out_of_memory
+from featcal_cli.runtime.progress import Listener, Progress
 from featcal_cli.workflows.calibrate import halve_batches
 from featcal_cli.workflows.verbs import calibrate
 
@@ -95,6 +96,39 @@ def save_long_texts(folder: Path) -> dict[str, object]:
     tasks = recipe["tasks"]
     assert isinstance(tasks, dict)
     return {**recipe, "tasks": {"red": tasks["red"]}}
+
+
+class ShortOnce(Listener):
+    """Lets memory run out once, or the run be interrupted, when the first block is done."""
+
+    def __init__(self, error: BaseException) -> None:
+        self.notes: list[str] = []
+        self._stage, self._errors = "", [error]
+
+    def stage(self, text: str) -> None:
+        self._stage = text
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+    def progress(self, progress: Progress) -> None:
+        if self._stage == "calibrating" and progress.finished == 1 and self._errors:
+            raise self._errors.pop()
+
+
+def test_blocks_of_this_run_are_no_earlier_runs(tmp_path: Path) -> None:
+    """After memory ran out, blocks that this run has finished are read again; those of an interrupted run are told."""
+    recipe = save_family(tmp_path, BY_NAME["bert"]).recipe(select="preset")
+    alone = ShortOnce(torch.OutOfMemoryError())
+    calibrate(recipe, output=tmp_path / "alone", listener=alone)
+    assert any("memory ran out" in note for note in alone.notes)
+    assert not any("earlier run" in note for note in alone.notes)
+    with pytest.raises(KeyboardInterrupt):
+        calibrate(recipe, output=tmp_path / "out", listener=ShortOnce(KeyboardInterrupt()))
+    after = ShortOnce(torch.OutOfMemoryError())
+    calibrate(recipe, output=tmp_path / "out", listener=after)
+    assert any("memory ran out" in note for note in after.notes)
+    assert any("1 of 2 blocks were taken over from an earlier run" in note for note in after.notes)
 
 
 @pytest.mark.survive
