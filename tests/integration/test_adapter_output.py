@@ -125,7 +125,7 @@ def test_an_interrupted_run_goes_on_with_an_adapter(tmp_path: Path) -> None:
         {file.name: file.read_bytes() for file in (tmp_path / name / "adapter").iterdir()} for name in ("whole", "out")
     )
     assert one == other
-    with pytest.raises(OutputError, match="the output folder exists"):  # with an adapter it is another output
+    with pytest.raises(OutputError, match="--as-adapter was 4, and is 8"):
         calibrate({**recipe, "output": {"push_to": "alice/model"}}, output=tmp_path / "out", as_adapter=8)
 
 
