@@ -132,7 +132,7 @@ class Screen(Listener):
         """What progress is of, in a word."""
         self._drifts: dict[str, list[tuple[float, float]]] = {}
         """By task, drift of the merged and of the calibrated model after every block so far."""
-        self._task = self._bar.add_task("loading libraries", total=None, at="", memory="")
+        self._task = self._bar.add_task("starting", total=None, at="", memory="")
 
     @property
     def seconds(self) -> float:
