@@ -40,8 +40,8 @@ the message would not fit else."""
 LEVELS = "▁▂▃▄▅▆▇█"
 ROUNDING = 1e-6
 """Of a level."""
-OUT = Console(soft_wrap=False, highlight=False)
-ERR = Console(stderr=True, highlight=False)
+OUT = Console(soft_wrap=False, highlight=False, emoji=False)
+ERR = Console(stderr=True, highlight=False, emoji=False)
 if OUT.width < NARROWEST:
     OUT.width = NARROWEST
 _COMMIT = re.compile(r"@([0-9a-f]{7})[0-9a-f]{33}\b")
