@@ -2,6 +2,8 @@
 
 import gc
 import os
+import sys
+from typing import NoReturn
 
 
 def main() -> None:
@@ -31,6 +33,20 @@ def main() -> None:
 
         end_at_once(end.code)
         raise
+    except Exception as error:  # noqa: BLE001 - of the command line itself, or of what shows its messages
+        tell_broken_package(error)
+
+
+def tell_broken_package(error: Exception) -> NoReturn:
+    """End with the message for a package that the command line needs and that cannot be imported; any other error is
+    raised again."""
+    from featcal_cli.runtime.libraries import explain_broken_package
+
+    if (known := explain_broken_package(error)) is None:
+        raise error
+    # rich shows all other messages, and may be what is broken
+    sys.stderr.write(f"error: {known.what}\n  in: {known.where}\n  fix: {known.fix}\n")
+    sys.exit(known.exit_code)
 
 
 def use_large_pages() -> None:

@@ -18,7 +18,7 @@ from featcal_cli.calibration.results import BlockReport
 from featcal_cli.runtime.distributed import Ranks
 from featcal_cli.runtime.errors import OutputError
 from featcal_cli.runtime.files import flush, name_reason, replace_durably, tell_fix
-from featcal_cli.runtime.untrusted_text import without_tokens
+from featcal_cli.runtime.untrusted_text import list_some, without_tokens
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,8 +29,6 @@ FORMAT = 2
 """Of the files; those of another one are not taken over."""
 HASHERS = 4
 """Threads that hash a block, at most; to begin one takes as long as to hash a megabyte."""
-SHOWN = 3
-"""Differences between two jobs that a message names."""
 RECORD, SEARCH = "job.json", "search.kept.json"
 """Names of the job's fingerprint, and of what a search found."""
 BLOCK = re.compile(r"block-\d{4,}\.safetensors")
@@ -252,8 +250,7 @@ def _refuse(folder: Path, known: Mapping[str, Any], wanted: Mapping[str, Any]) -
         what = f"an unfinished run is here that cannot be gone on with: {reason}"
         return OutputError(what, where=str(folder), fix=drop)
     clauses = describe_differences(known, wanted) or ["it says more of itself than this version knows"]
-    more = f"; and {len(clauses) - SHOWN} more" if len(clauses) > SHOWN else ""
-    what = f"an unfinished run of another job is here: {'; '.join(clauses[:SHOWN])}{more}"
+    what = f"an unfinished run of another job is here: {list_some(clauses, between='; ', write=str)}"
     options = describe_way_back(known, wanted)
     again = f"give {options} to go on with it" if options else "put that back as it was to go on with it"
     return OutputError(what, where=str(folder), fix=f"{again}, or {drop}")

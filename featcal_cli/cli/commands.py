@@ -22,7 +22,7 @@ from featcal_cli.recipe.reading import (
     shipped_recipes,
 )
 from featcal_cli.runtime.logfile import recorded
-from featcal_cli.runtime.process import MEASURING, check_surroundings, interruptible, start_importing
+from featcal_cli.runtime.process import MEASURING, check_surroundings, interruptible
 from featcal_cli.runtime.untrusted_text import write_json
 
 HELP = """Calibrate merged models: move their features back to the experts', in closed form, without training.
@@ -152,7 +152,6 @@ def calibrate(
         with interruptible(), screen.live():
             from featcal_cli.workflows import verbs
 
-            start_importing("featcal_cli.workflows.calibrate")
             common: dict[str, Any] = {
                 "output": output, "overwrite": overwrite, "create_pr": create_pr, "overwrite_repo": overwrite_repo,
                 "device": device, "batch_size": batch_size, "allow_pickle": allow_pickle,
@@ -243,7 +242,6 @@ def inspect_drift(
             from featcal_cli.reporting.gates import check_gate
             from featcal_cli.workflows.inspect_drift import inspect_drift as run
 
-            start_importing("featcal_cli.workflows.build_report")
             inspection = run(
                 draft, compare=compare, device=device, batch_size=batch_size, allow_pickle=allow_pickle,
                 trust_remote_code=trust_remote_code, plot=plot, projection=projection, html=html, markdown=markdown,
@@ -298,7 +296,6 @@ def evaluate(
             from featcal_cli.workflows.evaluate import evaluate as run
             from featcal_cli.workflows.evaluate import find_own_recipe
 
-            start_importing("featcal_cli.workflows.setup")
             given = list(models or [])
             file = find_recipe(recipe) if recipe else find_own_recipe(given)
             merged = given.pop(0) if given and not merge and not (file and names_merged(file)) else None

@@ -41,8 +41,8 @@ the message would not fit else."""
 LEVELS = "▁▂▃▄▅▆▇█"
 ROUNDING = 1e-6
 """Of a level."""
-OUT = Console(soft_wrap=False, highlight=False)
-ERR = Console(stderr=True, highlight=False)
+OUT = Console(soft_wrap=False, highlight=False, emoji=False)
+ERR = Console(stderr=True, highlight=False, emoji=False)
 if OUT.width < NARROWEST:
     OUT.width = NARROWEST
 _COMMIT = re.compile(r"@([0-9a-f]{7})[0-9a-f]{33}\b")
@@ -133,7 +133,7 @@ class Screen(Listener):
         """What progress is of, in a word."""
         self._drifts: dict[str, list[tuple[float, float]]] = {}
         """By task, drift of the merged and of the calibrated model after every block so far."""
-        self._task = self._bar.add_task("loading libraries", total=None, at="", memory="")
+        self._task = self._bar.add_task("starting", total=None, at="", memory="")
 
     @property
     def seconds(self) -> float:

@@ -58,14 +58,15 @@ def main() -> None:
 
 
 def _report_fault(error: Exception) -> int:
-    """Say that a disk is full, or write down what nobody foresaw; the exit code."""
+    """Say that a disk is full or a package broken, or write down what nobody foresaw; the exit code."""
     from featcal_cli.cli.console import show_crash, show_error
     from featcal_cli.runtime.files import explain_full
+    from featcal_cli.runtime.libraries import explain_broken_package
     from featcal_cli.runtime.logfile import CrashError, write_crash
 
-    if full := explain_full(error):
-        show_error(full)
-        return full.exit_code
+    if known := explain_full(error) or explain_broken_package(error):
+        show_error(known)
+        return known.exit_code
     cause, recent = (error.cause, error.recent) if isinstance(error, CrashError) else (error, [])
     show_crash(cause, write_crash(cause, recent))
     return 1

@@ -9,7 +9,7 @@ import typer
 from featcal_cli.cli import options
 from featcal_cli.runtime.errors import RecipeError
 from featcal_cli.runtime.logfile import recorded
-from featcal_cli.runtime.process import interruptible, start_importing
+from featcal_cli.runtime.process import interruptible
 from featcal_cli.runtime.progress import tell_seconds
 from featcal_cli.runtime.untrusted_text import write_json
 
@@ -59,7 +59,6 @@ def reproduce(
             from featcal_cli.workflows.session import RunOptions
 
             find_table(table, recipe)  # before torch is imported
-            start_importing("featcal_cli.workflows.calibrate")
             selection = Selection(
                 tasks=_split(tasks), examples=_read_numbers("--examples", examples, 1),
                 seeds=_read_numbers("--seeds", seeds, 0), corruptions=_read_corruptions(corrupt), limit=limit,

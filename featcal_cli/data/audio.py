@@ -41,7 +41,7 @@ MOST_SECONDS = 30
 """Of a recording; what is beyond is not heard."""
 SLOWEST, FASTEST = 1_000, 400_000
 """Samples a second that a recording may have."""
-INSTALL = "install what reads sound: pip install 'featcal-cli[audio]'"
+INSTALL = "install what reads sound, in the clone of featcal: pip install -e '.[audio]'"
 Wave = NDArray[numpy.float32]
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from featcal_cli.data.batches import Batch, Folders, find_tokenizer, load_tokenizer
 from featcal_cli.runtime.errors import DataError
-from featcal_cli.runtime.untrusted_text import bare
+from featcal_cli.runtime.untrusted_text import bare, list_some
 
 TOKEN_IDS = ("input_ids", "decoder_input_ids")
 """Forward arguments that hold ids of tokens."""
@@ -185,17 +185,11 @@ class TextTokens:
                 if own != theirs:
                     raise self._refuse(other, f"cut a text into different tokens: {_show_difference(own, theirs)}")
             if lacking := [token for token in self.cutting.spell(dict.fromkeys(ids)) if token not in other.ids]:
-                raise self._refuse(other, f"have different tokens: {other.role} lacks {show_tokens(lacking)}")
+                raise self._refuse(other, f"have different tokens: {other.role} lacks {list_some(lacking)}")
 
     def _refuse(self, other: Vocabulary, what: str) -> DataError:
         fix = "merge with a tokenizer that cuts texts as this expert's does, or leave this task out"
         return DataError(f"the tokenizers of {self.cutting} and {other} {what}", where=self.where, fix=fix)
-
-
-def show_tokens(tokens: Sequence[str]) -> str:
-    """Some tokens, the first of them by name."""
-    shown = ", ".join(bare(token) for token in tokens[:SHOWN])
-    return shown if len(tokens) <= SHOWN else f"{shown} and {len(tokens) - SHOWN} more"
 
 
 def _show_difference(one: Sequence[str], other: Sequence[str]) -> str:

@@ -16,7 +16,7 @@ from featcal_cli.runtime.errors import DataError, RecipeError
 from featcal_cli.runtime.progress import quiet_transformers
 from featcal_cli.runtime.untrusted_text import list_some
 
-INSTALL = "pip install 'featcal-cli[lm-eval]'"
+INSTALL = "install it, in the clone of featcal: pip install -e '.[lm-eval]'"
 ALLOW = "--allow-code-execution"
 CODE = ("humaneval", "mbpp", "apps", "ds1000", "livecodebench", "codexglue")
 """What the names of tasks begin with that run code which a model wrote; of others lm-eval knows it."""
@@ -30,7 +30,7 @@ def check_harness(tasks: Mapping[str, Evaluate], *, allow_code: bool) -> None:
     wanted = {task: spec for task, spec in tasks.items() if spec.protocol == "lm-eval"}
     if wanted and find_spec("lm_eval") is None:
         what = "lm-eval, which measures language models, is not installed"
-        raise RecipeError(what, where=f"tasks.{next(iter(wanted))}.evaluate.lm_eval", fix=f"install it: {INSTALL}")
+        raise RecipeError(what, where=f"tasks.{next(iter(wanted))}.evaluate.lm_eval", fix=INSTALL)
     for task, spec in wanted.items():
         if not allow_code and (running := [name for name in spec.lm_eval if name.startswith(CODE)]):
             raise _explain_code(running[0], task)
@@ -100,7 +100,7 @@ def _explain(error: Exception, task: str, names: str) -> Exception:
     text = str(error).strip()
     if isinstance(error, ImportError):
         what = f"lm-eval needs further packages for one of {names} ({text})"
-        return RecipeError(what, where=f"tasks.{task}.evaluate.lm_eval", fix=f"install it: {INSTALL}")
+        return RecipeError(what, where=f"tasks.{task}.evaluate.lm_eval", fix=INSTALL)
     if "unsafe" in text.lower() or CODE_SWITCH in text:
         return _explain_code(names, task)
     if isinstance(error, KeyError) or "not found" in text.lower():

@@ -22,6 +22,7 @@ from typing import Any, BinaryIO
 from featcal_cli import __version__
 from featcal_cli.runtime.errors import FeatCalError, OutputError
 from featcal_cli.runtime.files import explain_full, name_reason
+from featcal_cli.runtime.libraries import explain_broken_package
 from featcal_cli.runtime.process import exit_code, peak_resident_bytes, read_start
 from featcal_cli.runtime.progress import Listener, PhaseClock, Progress, heard
 from featcal_cli.runtime.untrusted_text import redact, write_json
@@ -119,9 +120,9 @@ def recorded(shown: Listener, file: Path | None) -> Iterator[Log]:
         except BrokenPipeError:
             raise  # whoever read our output has gone
         except Exception as error:
-            if full := explain_full(error):
-                log.end(full.exit_code, full)
-                raise full from error
+            if known := explain_full(error) or explain_broken_package(error):
+                log.end(known.exit_code, known)
+                raise known from error
             log.write("crash", traceback=traceback.format_exc())
             log.end(1)
             raise CrashError(error, list(log.recent)) from error

@@ -1,10 +1,9 @@
-"""This process: how it was started and may be interrupted, its streams, its memory, and what it imports on a thread."""
+"""This process: how it was started and may be interrupted, its streams, its memory."""
 
 from __future__ import annotations
 
 import atexit
 import codecs
-import gc
 import io
 import os
 import re
@@ -17,11 +16,10 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
 
-from featcal_cli.runtime.errors import FeatCalError, OutputError, RecipeError
+from featcal_cli.runtime.errors import OutputError, RecipeError
 
 NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """What torchrun sets."""
@@ -137,7 +135,13 @@ def open_streams() -> None:
 
 
 def check_surroundings() -> None:
-    """Raise FeatCalError where the current folder is gone, or the command line holds what is no text."""
+    """Raise FeatCalError where docstrings were left out, the current folder is gone, or the command line holds what is
+    no text."""
+    if sys.flags.optimize > 1:
+        what = "Python was started without docstrings, and transformers cannot be imported without them"
+        by_variable = "PYTHONOPTIMIZE" in os.environ
+        fix = "unset PYTHONOPTIMIZE" if by_variable else "start it without -OO (-O is fine)"
+        raise RecipeError(what, where="PYTHONOPTIMIZE" if by_variable else "python -OO", fix=fix)
     try:
         folder = os.getcwd()  # noqa: PTH109 - that of pathlib is the same
     except OSError:
@@ -159,71 +163,14 @@ class _Patient(io.FileIO):
             return len(memoryview(data).cast("B"))
 
 
-TURN = 0.001
-"""Seconds after which the importing thread lets the other one work, which waits for the Hub most of the time."""
-_importing: threading.Thread | None = None
-_errors: list[BaseException] = []
-"""What went wrong on it."""
-
-
-def _import(module: str) -> None:
-    try:
-        import_module(module)
-    except BaseException as error:  # noqa: BLE001 - it is raised where the module is needed
-        _errors.append(error)
-
-
-def start_importing(module: str) -> None:
-    """Begin to import a module, and return at once; only for a program that ends with `end_at_once`. Nothing is
-    done where the module is there, or where torchrun started this process, which needs torch to begin with."""
-    global _importing
-    if module in sys.modules or _importing is not None or read_launch().by_torchrun:
-        return
-    # what both threads need comes first: in a ring of imports two threads can meet each other's half-made modules
-    from huggingface_hub import HfApi, hf_hub_download, resolve_revision, snapshot_download  # noqa: F401
-    from huggingface_hub.utils import httpx  # type: ignore[attr-defined]  # noqa: F401
-
-    gc.disable()
-    sys.setswitchinterval(TURN)
-    _importing = threading.Thread(target=_import, args=(module,), name=f"import {module}", daemon=True)
-    _importing.start()
-
-
-def is_importing() -> bool:
-    """What was begun is not there yet."""
-    return _importing is not None and _importing.is_alive()
-
-
-def finish_importing() -> None:
-    """Wait until what was begun is there. Raises FeatCalError where a package that featcal needs does not work."""
-    global _importing
-    if _importing is None:
-        return
-    _importing.join()
-    _importing = None
-    sys.setswitchinterval(0.005)
-    gc.freeze()  # modules stay: nobody need look through them for garbage
-    gc.enable()
-    if not _errors:
-        return
-    error = _errors.pop()
-    if not isinstance(error, (ImportError, OSError)):
-        raise error
-    reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-    package = (getattr(error, "name", None) or "torch").partition(".")[0]
-    fix = f"install it again: pip install --force-reinstall {package}"
-    raise FeatCalError(f"a package that featcal needs cannot be imported: {reason}", where=package, fix=fix) from error
-
-
 def end_at_once(code: object) -> None:
     """End the process with what is to be done at its end, but without taking modules and models to pieces, which takes
-    a second, and would take away the ground under a thread that still imports. Returns where what was printed cannot
-    be written, or the code is a message: the interpreter has words for it."""
+    a second. Returns where what was printed cannot be written, or the code is a message: the interpreter has words for
+    it."""
     if not (code is None or isinstance(code, int)):
         return
     try:
-        if _importing is None or not _importing.is_alive():
-            atexit._run_exitfuncs()
+        atexit._run_exitfuncs()
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
     except OSError:

@@ -19,8 +19,8 @@ from featcal_cli.reporting.report import CARD, RECIPE, REPORT, Report
 from featcal_cli.runtime.errors import OutputError, RecipeError
 from featcal_cli.runtime.files import stamp_files, write_requested
 from featcal_cli.runtime.references import existing_path
-from featcal_cli.runtime.untrusted_text import bare, dump_yaml, split_front_matter, without_tokens
-from featcal_cli.workflows.workspace import NOTE, SHOWN, WROTE, Workspace
+from featcal_cli.runtime.untrusted_text import bare, dump_yaml, list_some, split_front_matter, without_tokens
+from featcal_cli.workflows.workspace import NOTE, WROTE, Workspace
 
 ENDINGS = (".yaml", ".yml")
 _DID = "the job that calibrated"
@@ -63,8 +63,7 @@ class FinishedOutput:
             clauses = describe_differences(known, {"recipe": json.loads(self._job), "files": self._files})
         except (OSError, ValueError, LookupError, TypeError, AttributeError):  # none, cut short, of another version
             return ""
-        more = f"; and {len(clauses) - SHOWN} more" if len(clauses) > SHOWN else ""
-        return "; ".join(clauses[:SHOWN]) + more
+        return list_some(clauses, between="; ", write=str)
 
     def write_note(self, reports: Sequence[str], note: Note) -> str:
         """The text of the note of this job; by its report, one of `reports`, one sees later if it is still its own."""

@@ -22,7 +22,8 @@ from featcal_cli.reporting.report import CARD, PICTURE, RECIPE, REPORT
 from featcal_cli.runtime.distributed import join_ranks
 from featcal_cli.runtime.energy import EnergyMeter
 from featcal_cli.runtime.errors import Obstacles
-from featcal_cli.runtime.process import check_device, finish_importing, is_importing, read_launch
+from featcal_cli.runtime.libraries import load_libraries
+from featcal_cli.runtime.process import check_device, read_launch
 from featcal_cli.runtime.progress import Listener, PhaseClock, Progress
 from featcal_cli.runtime.untrusted_text import visible
 
@@ -105,16 +106,15 @@ class Session:
         return device
 
     def find_models(self, *, note_findings: bool = True) -> tuple[Recipe, Sequence[Finding]]:
-        """The whole recipe, and where each part of it was read: found by the first rank, once, before torch is needed.
+        """The whole recipe, and where each part of it was read: found by the first rank, once; then torch is imported.
 
         note_findings: say each as it is found; else the caller shows them. Raises FeatCalError.
         """
         if self._lineage is None:
             self.stage("finding models")
             lineage = self._find_lineage(note_findings) if self.ranks.is_first else (Recipe.model_construct(), [])
-            if is_importing():
-                self.stage("loading libraries")
-            finish_importing()
+            self.stage("loading libraries")
+            load_libraries()
             self._lineage = lineage
         return self._lineage
 

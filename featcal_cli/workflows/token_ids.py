@@ -14,11 +14,11 @@ from transformers import PreTrainedModel
 from featcal_cli.data.batches import count_vocabulary
 from featcal_cli.data.examples import TaskExamples
 from featcal_cli.data.tensors import is_tensor_file
-from featcal_cli.data.vocabulary import Vocabularies, Vocabulary, map_ids, show_tokens
+from featcal_cli.data.vocabulary import Vocabularies, Vocabulary, map_ids
 from featcal_cli.models.loading import Model
 from featcal_cli.recipe.schema import Recipe
 from featcal_cli.runtime.errors import CheckpointError, DataError
-from featcal_cli.runtime.untrusted_text import bare
+from featcal_cli.runtime.untrusted_text import bare, list_some
 from featcal_cli.workflows.session import EXPERT
 
 MERGED, BASE = "merged", "base"
@@ -95,7 +95,7 @@ def find_token_ids(
         if not lacking and not beyond:
             continue
         if lacking:
-            what = f"{role} lacks the tokens {show_tokens(lacking)}, which examples hold"
+            what = f"{role} lacks the tokens {list_some(lacking)}, which examples hold"
         else:
             task, largest = next(iter(beyond.items()))
             what = f"{role} knows the tokens 0 to {(limit or 0) - 1}, and the examples of {task} hold {largest}"

@@ -248,7 +248,7 @@ class CalibrationRun:
             if self._ranks.broadcast(self._note is not None):
                 report = self._read_finished()
             else:
-                session.find_models()  # torch is imported meanwhile
+                session.find_models()
                 from featcal_cli.workflows.calibrate import Computation
 
                 with explain_losses(session.draft.local_paths):

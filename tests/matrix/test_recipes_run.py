@@ -95,5 +95,5 @@ def test_what_lm_eval_measures_is_refused_before_anything_is_computed(
         capsys, "calibrate", {"-r": name, "-n": EXAMPLES, "--evaluate": "", "-o": tmp_path / "out", "--device": "cpu"}
     )
     assert run.code == 2
-    assert ("--allow-code-execution" if find_spec("lm_eval") else "pip install 'featcal-cli[lm-eval]'") in run.stderr
+    assert ("--allow-code-execution" if find_spec("lm_eval") else "pip install -e '.[lm-eval]'") in run.stderr
     assert not (tmp_path / "out").exists()

@@ -219,7 +219,7 @@ def test_packages_that_lack_are_named(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setitem(sys.modules, "soxr", None)
     with pytest.raises(DataError, match="sound cannot be read") as refused:
         draw(tmp_path, model, as_bytes(tmp_path, [tone(0)]))
-    assert "featcal-cli[audio]" in refused.value.fix
+    assert "pip install -e '.[audio]'" in refused.value.fix
 
 
 def test_an_extractor_that_asks_for_gigabytes_is_not_used(tmp_path: Path) -> None:

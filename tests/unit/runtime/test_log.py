@@ -71,7 +71,10 @@ def test_every_line_of_a_log_is_json_with_a_time_and_the_last_one_says_how_it_en
     assert again.code == 2
     more = read(tmp_path / "log.jsonl")[len(lines) :]
     assert [line["event"] for line in more] == ["start", "error", "end"]
-    assert more[1]["what"] == "this is the output of another job: --examples was 12, and is 7" and more[2]["exit_code"] == 2
+    assert (
+        more[1]["what"] == "this is the output of another job: --examples was 12, and is 7"
+        and more[2]["exit_code"] == 2
+    )
 
 
 def test_a_log_that_cannot_be_written_is_said_before_anything_is_done(tmp_path: Path) -> None:
