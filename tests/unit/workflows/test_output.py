@@ -96,8 +96,8 @@ def test_the_report_says_what_was_done(tmp_path: Path) -> None:
 def test_an_existing_output_is_replaced_only_when_asked(tmp_path: Path) -> None:
     saved = save_family(tmp_path, BY_NAME["vit"])
     calibrate(saved.recipe(), output=tmp_path / "out")
-    with pytest.raises(OutputError, match="exists"):
-        calibrate(saved.recipe(), output=tmp_path / "out")
+    with pytest.raises(OutputError, match="another job: --rho was 2, and is 1"):
+        calibrate(saved.recipe(rho=1.0), output=tmp_path / "out")
     (tmp_path / "out" / "config.json").write_text("{}")  # ours, whatever was made of it
     calibrate(saved.recipe(), output=tmp_path / "out", overwrite=True)
     assert len((tmp_path / "out" / "config.json").read_text()) > 2
