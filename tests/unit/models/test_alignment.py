@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,10 +12,13 @@ import pytest
 import torch
 import transformers as tf
 from family import GROUPED_SIZES, TEXT_SIZES, VISION_SIZES
+from safetensors.torch import load_file, save_file
 
 from featcal_cli.hub.snapshot import Snapshot
-from featcal_cli.models.alignment import compare_configs
-from featcal_cli.models.loading import Model
+from featcal_cli.hub.weight_files import read_header
+from featcal_cli.models.alignment import check_alignment, compare_configs
+from featcal_cli.models.architecture import find_architecture
+from featcal_cli.models.loading import Model, load_model, load_outline
 from featcal_cli.runtime.errors import CheckpointError
 
 FINE_TUNED: dict[str, Any] = {
@@ -82,6 +87,77 @@ def test_another_function_of_the_same_shapes_is_refused(tmp_path: Path, key: str
 def test_what_users_change_is_said(tmp_path: Path, values: dict[str, Any], words: str) -> None:
     (said,) = compare(tmp_path, tf.LlamaConfig(**GROUPED_SIZES), tf.LlamaModel, **values)
     assert "expert red" in said and words in said
+
+
+def test_settings_that_differ_where_they_are_cut_off_do_not_read_the_same(tmp_path: Path) -> None:
+    sizes = {**GROUPED_SIZES, "num_hidden_layers": 8}
+    layers = ["full_attention"] * 8
+    merged = outline("merged", tmp_path, tf.Qwen2Config(**sizes, layer_types=layers), tf.Qwen2Model)
+    other = tf.Qwen2Config(**sizes, layer_types=[*layers[:-1], "sliding_attention"])
+    (note,) = compare_configs(merged, outline("expert red", tmp_path, other, tf.Qwen2Model))
+    own, wanted = note.removeprefix("expert red says layer_types ").split(", merged's ")
+    assert "sliding_attention" in own and "sliding_attention" not in wanted
+
+
+PREFERENCES: dict[str, Any] = {
+    "_attn_implementation": "flash_attention_2",
+    "attn_implementation": "flash_attention_2",
+    "_experts_implementation": "grouped_mm",
+    "output_attentions": True,
+    "output_hidden_states": True,
+    "return_dict": False,
+    "torchscript": True,
+    "gradient_checkpointing": True,
+    "use_cache": True,
+    "dtype": "bfloat16",
+}
+
+
+@pytest.mark.parametrize("key", PREFERENCES)
+def test_what_a_config_prefers_at_run_time_is_not_obeyed(tmp_path: Path, key: str) -> None:
+    torch.manual_seed(0)
+    tf.LlamaForCausalLM(tf.LlamaConfig(**GROUPED_SIZES)).save_pretrained(tmp_path / "model")
+    file = tmp_path / "model" / "config.json"
+    ids = torch.arange(3, 9)[None]
+    found = {}
+    for preferences in ({}, {key: PREFERENCES[key]}):
+        file.write_text(json.dumps(json.loads(file.read_text()) | preferences))
+        snapshot = Snapshot("model", tmp_path / "model", None)
+        model = load_model("merged", snapshot, tf.LlamaForCausalLM).module
+        plan = load_outline("merged", snapshot, tf.LlamaForCausalLM, read_header(snapshot.weights()[0])).module
+        output = model(ids)
+        assert list(output) == ["logits"] and not model.config.use_cache and not plan.config.use_cache
+        assert not any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
+        found[bool(preferences)] = (output.logits, model.dtype, plan.dtype)
+    assert torch.equal(found[False][0], found[True][0])
+    assert found[False][1:] == found[True][1:] == (torch.float32, torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("width", "words"),
+    [
+        (64, r"expert red holds .* of shape \[\d+, 32\], as merged does, but its config.json describes \[\d+, 64\]"),
+        (32, r"expert red calls itself llama like merged, but lacks the tensor .* and \d+ more"),
+    ],
+)
+def test_shapes_and_names_that_agree_are_not_said_to_differ(tmp_path: Path, width: int, words: str) -> None:
+    torch.manual_seed(0)
+    sizes = {**GROUPED_SIZES, "hidden_size": 32}
+    tf.LlamaModel(tf.LlamaConfig(**sizes)).save_pretrained(tmp_path / "merged")
+    shutil.copytree(tmp_path / "merged", tmp_path / "red")
+    file, weights = tmp_path / "red" / "config.json", tmp_path / "red" / "model.safetensors"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"hidden_size": width}))
+    if width == 32:
+        save_file({f"other.{name}": x for name, x in load_file(weights).items()}, weights, metadata={"format": "pt"})
+    merged, red = (
+        load_model(role, Snapshot(role, tmp_path / name, None), tf.LlamaModel)
+        for role, name in (("merged", "merged"), ("expert red", "red"))
+    )
+    ids = torch.arange(3, 9)[None]
+    architecture = find_architecture(merged.module, {"red": {"input_ids": ids}}, "skip")
+    with pytest.raises(CheckpointError, match=words) as raised:
+        check_alignment(architecture, merged, red)
+    assert ("config.json" in raised.value.fix) == (width == 64)
 
 
 def test_a_tower_of_a_whole_model_is_no_other_architecture(tmp_path: Path) -> None:

@@ -1,0 +1,58 @@
+"""What strangers wrote is shown short, tells apart what differs, and is refused by what is wrong with it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from featcal_cli.runtime.untrusted_text import list_some, load_documents, parse_json, tell_apart
+
+
+@pytest.mark.parametrize(
+    ("names", "shown"),
+    [
+        ([], ""),
+        (["a"], "a"),
+        (["a", "b"], "a, b"),
+        (list("abcde"), "a, b, c, d, e"),
+        (list("abcdefg"), "a, b, c, d, e and 2 more"),
+        ([f"c{number}" for number in range(100_000)], "c0, c1, c2, c3, c4 and 99,995 more"),
+    ],
+)
+def test_of_a_list_from_outside_five_are_shown_and_how_many_more_there_are(names: list[str], shown: str) -> None:
+    assert list_some(names) == shown
+
+
+def test_every_name_of_a_list_is_short_and_inert() -> None:
+    shown = list_some(["\x1b[31mred", "x" * 10_000])
+    assert "\x1b" not in shown and len(shown) < 120
+    assert list_some(["a", "b", "c"], last=" and ") == "a, b and c"
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("a" * 200 + "b", "a" * 200 + "c"),
+        (["full"] * 40 + ["full"], ["full"] * 40 + ["sliding"]),
+        (10000, "10000"),
+        (1000000.5, 1000000.0),
+        (True, "True"),
+        ("llama", "bert"),
+    ],
+)
+def test_two_values_that_differ_never_read_the_same(one: object, other: object) -> None:
+    texts = tell_apart(one, other, lambda value: f"{value:g}" if isinstance(value, float) else str(value))
+    assert texts[0] != texts[1] and max(map(len, texts)) <= 100
+
+
+@pytest.mark.parametrize("number", ["9" * 6000, "0x" + "f" * 6000])
+def test_a_number_that_is_too_long_is_said_to_be_and_not_no_yaml(number: str) -> None:
+    with pytest.raises(ValueError, match=r"line 2 holds a whole number of 6,00\d digits"):
+        load_documents(f"a: 1\nb: {number}")
+
+
+def test_a_number_that_is_too_long_is_said_to_be_and_not_no_json() -> None:
+    with pytest.raises(ValueError, match=r"a whole number of 6,000 digits") as raised:
+        parse_json(f'{{"a": {"9" * 6000}}}')
+    assert not isinstance(raised.value, json.JSONDecodeError)
