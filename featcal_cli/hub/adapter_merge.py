@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from featcal_cli.hub.adapter import (
+    ADAPTER_CONFIG,
     ADAPTER_PICKLE,
     ADAPTER_WEIGHTS,
     PREFIX,
@@ -83,7 +84,8 @@ def _fold(adapter: Adapter, base: str, folder: Path, draft: Path) -> None:
             except MisfitError as error:
                 misfit = misfit or error
     what = f"the adapter {adapter.name} does not fit its base {base}" + (f": {misfit}" if misfit else "")
-    raise HubError(what, where=adapter.name, fix="name the base that it was trained on: BASE+ADAPTER") from misfit
+    fix = f"name the base that it was trained on: BASE+ADAPTER; if this is the one, check its {ADAPTER_CONFIG}"
+    raise HubError(what, where=adapter.name, fix=fix) from misfit
 
 
 def _classes(adapter: Adapter, base: str, folder: Path) -> list[type[PreTrainedModel]]:

@@ -80,11 +80,7 @@ def place(tmp_path: Path) -> Path:
 
 def start(imports: Imports, *line: str) -> tuple[int, str]:
     """Exit code and what was said, of a command in which no two threads imported at once."""
-<<<<<<< ours
     run = featcal(*line, folder=None, **imports.environment)
-=======
-    run = featcal(*line, folder=Path.cwd(), **imports.environment)
->>>>>>> theirs
     told = f"{shlex.join(line)}\n{run.stdout[-1000:]}\n{run.stderr}"
     assert imports.at_once() == [], told
     return run.returncode, told

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from math import log10
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +14,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import torch
+import transformers
 import yaml
 from command_line import Run, featcal_inside
 from families import FAMILIES, TASKS, Saved, save_family, save_tokenizer
@@ -29,6 +30,7 @@ from featcal_cli.calibration.hyperparameters import (
     SearchPlan,
     Trial,
     choose_hyperparameters,
+    kind_of,
     list_candidates,
     pick_trial,
     take_best,
@@ -149,6 +151,39 @@ def test_nothing_is_searched_where_nothing_is_to_be_chosen_or_nothing_is_there_t
     assert settings["chosen_by"].partition(" (its rows")[0] == chosen_by
     assert any(settings["chosen_by"] in note for note in stages.notes) or not few
     assert few or settings["guard"] == (calibration["select"] != "preset")
+
+
+SMALL = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 48, "vocab_size": 99}
+HEADLESS: dict[str, tuple[dict[str, Any], str]] = {
+    "LlamaModel": (SMALL, "causal"),
+    "Qwen2Model": (SMALL, "causal"),
+    "GPT2Model": ({"n_embd": 32, "n_layer": 1, "n_head": 4}, "causal"),
+    "BloomModel": ({"hidden_size": 32, "n_layer": 1, "n_head": 4}, "causal"),
+    "Qwen2ForSequenceClassification": (SMALL, "causal"),
+    "T5EncoderModel": ({"d_model": 32, "d_kv": 8, "d_ff": 24, "num_layers": 1, "num_heads": 4}, "encoder-decoder"),
+    "BartModel": ({"d_model": 32, "encoder_layers": 1, "decoder_layers": 1}, "encoder-decoder"),
+    "BertModel": (SMALL, "encoder"),
+    "RobertaModel": (SMALL, "encoder"),
+    "BertGenerationEncoder": (SMALL, "encoder"),
+    "CLIPTextModel": (SMALL, "encoder"),
+    "ViTModel": (SMALL, "encoder"),
+}
+"""Classes without a head that generates: what they are made of, and whose preset they have."""
+
+
+@pytest.mark.parametrize("name", HEADLESS)
+def test_a_model_without_its_head_has_the_preset_of_its_blocks(name: str) -> None:
+    sizes, kind = HEADLESS[name]
+    model_class = getattr(transformers, name)
+    with torch.device("meta"):
+        assert kind_of(model_class(model_class.config_class(**sizes))) == kind
+
+
+def test_a_headless_language_model_is_calibrated_with_a_language_models_preset(tmp_path: Path) -> None:
+    family = replace(next(family for family in FAMILIES if family.name == "llama"), model="LlamaModel")
+    saved = save_family(tmp_path, family)
+    settings = calibrate(saved.recipe(**OPEN, select="preset"), output=tmp_path / "out").report.settings
+    assert (settings["ridge"], settings["rho"], settings["alpha"]) == (1e-5, 0.5, 0.15)
 
 
 def test_what_is_left_open_is_featcals_own_choice(bert: Saved, tmp_path: Path) -> None:

@@ -305,6 +305,39 @@ def test_weights_that_stayed_as_merged_are_not_said_to_have_changed() -> None:
     assert "so all weights are the merged model's" in undone and "were changed" not in undone
 
 
+@pytest.mark.parametrize(
+    ("kinds", "stems", "sentence"),
+    [
+        ({"q_proj": "linear"}, False, "Only linear projections of transformer blocks were calibrated."),
+        (
+            {"q_proj": "linear", "ln": "layernorm", "dwconv": "convolution"},
+            False,
+            "Only linear projections, convolutions and norms of transformer blocks were calibrated.",
+        ),
+        (
+            {"mlp.experts.down_proj[0]": "linear", "ln": "rmsnorm"},
+            False,
+            "Only linear projections and norms of transformer blocks (experts of mixtures included) were calibrated.",
+        ),
+        (
+            {"c_attn": "conv1d", "projection": "convolution"},
+            True,
+            "Only linear projections and convolutions of transformer blocks and of the stem (patch embeddings) before",
+        ),
+    ],
+)
+def test_the_limits_name_the_kinds_of_modules_that_were_calibrated(
+    kinds: dict[str, str], stems: bool, sentence: str
+) -> None:
+    modules = [ModuleReport(name, kind, 100, 10.0, 0.25) for name, kind in kinds.items()]
+    report = make_report(blocks=[BlockReport("layers.0", 1.0, modules, [])])
+    report = replace(report, settings={**report.settings, "stems": stems})
+    limits = write_card(report, name="mended").partition("## Limits")[2].replace("\\", "")
+    assert sentence in limits
+    nothing = replace(report, settings={**report.settings, "step": 0.0})
+    assert "were calibrated." not in write_card(nothing, name="mended").partition("## Limits")[2]
+
+
 def test_what_the_result_is_judged_by_comes_first() -> None:
     place = PlaceDrift(1.0, 1.0, 0.5)
     measures = {
