@@ -37,6 +37,9 @@ from featcal_cli.runtime import hardware
 from featcal_cli.runtime.errors import CheckpointError, DataError, NumericsError
 from featcal_cli.runtime.untrusted_text import own_words
 
+TOO_LARGE = "save merged in bfloat16 or float32 and calibrate that, or give a larger --ridge for smaller updates"
+"""What to do where the dtype of merged's weights is too small for a solution."""
+
 
 def too_large(name: str, exact: Tensor, dtype: torch.dtype, where: str) -> NumericsError:
     """The error for calibrated values that the dtype in which merged holds its weights cannot hold."""
@@ -46,7 +49,7 @@ def too_large(name: str, exact: Tensor, dtype: torch.dtype, where: str) -> Numer
         f"the calibrated {name} does not fit into merged's {stored}: its largest value is {largest:.4g}, and {stored} "
         f"ends at {limit:.4g}",
         where=where,
-        fix="save merged in bfloat16 or float32 and calibrate that, or give a larger --ridge for smaller updates",
+        fix=TOO_LARGE,
     )
 
 

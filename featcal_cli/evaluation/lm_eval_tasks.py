@@ -14,7 +14,7 @@ from featcal_cli.models.loading import Model
 from featcal_cli.recipe.schema import Evaluate
 from featcal_cli.runtime.errors import DataError, RecipeError
 from featcal_cli.runtime.progress import quiet_transformers
-from featcal_cli.runtime.untrusted_text import list_some
+from featcal_cli.runtime.untrusted_text import list_some, own_words
 
 INSTALL = "install it, in the clone of featcal: pip install -e '.[lm-eval]'"
 ALLOW = "--allow-code-execution"
@@ -103,11 +103,12 @@ def _explain(error: Exception, task: str, names: str) -> Exception:
         return RecipeError(what, where=f"tasks.{task}.evaluate.lm_eval", fix=INSTALL)
     if "unsafe" in text.lower() or CODE_SWITCH in text:
         return _explain_code(names, task)
-    if isinstance(error, KeyError) or "not found" in text.lower():
+    is_unknown = isinstance(error, KeyError) and any(name in text for name in names.split(", "))
+    if is_unknown or "not found" in text.lower():
         what = f"lm-eval {read_version()} does not know one of {names} ({text})"
         fix = "see their names with: lm-eval ls tasks"
         return RecipeError(what, where=f"tasks.{task}.evaluate.lm_eval", fix=fix)
-    return DataError(f"lm-eval refuses: {text}", where=f"{task}: {names}", fix="see its documentation")
+    return DataError(f"lm-eval refuses: {own_words(error)}", where=f"{task}: {names}", fix="see its documentation")
 
 
 def _explain_code(name: str, task: str) -> RecipeError:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from transformers.core_model_loading import revert_weight_conversion
 
+from featcal_cli.engine.block_runner import TOO_LARGE
 from featcal_cli.engine.weight_uploads import is_finite
 from featcal_cli.hub.download import PREPROCESSOR_FILES
 from featcal_cli.hub.model_config import UNPACKED
@@ -227,7 +228,7 @@ def check_built(
             written.setdefault(slot.file, []).append((slot.start, slot.start + slot.size))
             if not is_finite(tensor):
                 dtype = str(tensor.dtype).removeprefix("torch.")
-                raise NumericsError(f"the solution of {name} does not fit into {dtype}", fix="use a larger --ridge")
+                raise NumericsError(f"the solution of {name} does not fit into {dtype}", fix=TOO_LARGE)
             written_bytes = np.memmap(folder / slot.file, np.uint8, "r", slot.start, slot.size)
             if not np.array_equal(written_bytes, tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()):
                 raise _wrong(folder / slot.file, f"{name} is not what was calibrated")
