@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 from featcal_cli.data.batches import Batch, count_examples, take_range
+from featcal_cli.data.vocabulary import renumber
 from featcal_cli.engine.answers import choose_rows, find_owners, gives_logits, project_randomly, read_output
 from featcal_cli.engine.block_runner import BlockRunner
 from featcal_cli.engine.gradient_sums import GradientSums
@@ -77,7 +78,9 @@ class TracedPass:
     def __init__(self, expert: BlockRunner, entry: str, batch: Batch, projections: int, seed: int) -> None:
         (self._paused,) = expert.start([expert.place(batch)], entry)
         self._expert, self._projections = expert, projections
-        self._seeds = seed_examples(batch, seed)
+        # by the expert's own ids: those of merged may be in any order
+        own_ids = None if expert.token_ids is None else expert.token_ids.cpu()
+        self._seeds = seed_examples(renumber(batch, own_ids), seed)
         self.steps: list[_Step] = []
         self.sizes: dict[str, Tensor] = {}
         """Sums of ‖g‖² over projections at each token [B, length], by the module's path; 0 for padding."""

@@ -122,8 +122,6 @@ def _explain_reading(error: BaseException, subject: _Subject) -> HubError | None
 
 def _explain_machine(cause: BaseException) -> HubError | None:
     """The error for a setting of this machine with which no request can be made; None where it is none."""
-    if isinstance(cause, UnicodeError) and not (get_token() or "").isascii():
-        return HubError("the token holds characters that no token has", where="HF_TOKEN", fix=LOGIN)
     file = os.environ.get("SSL_CERT_FILE")
     if file and isinstance(cause, OSError):
         try:

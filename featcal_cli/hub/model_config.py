@@ -136,7 +136,9 @@ def parse_config(config_class: Any, folder: Path, **options: Any) -> Any:
     config = config_class.from_pretrained(folder, local_files_only=True, output_attentions=False, **options)
     for part in _parts_of(config):
         part._attn_implementation_internal = part._experts_implementation_internal = None
-        part._output_attentions = part.output_hidden_states = part.use_cache = part.torchscript = False
+        part._output_attentions = part.output_hidden_states = part.torchscript = False
+        if (use_cache := getattr(type(part), "use_cache", None)) is not None:  # what the architecture does by default
+            part.use_cache = use_cache
         part.gradient_checkpointing = False
         part.return_dict = True
     return config

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from featcal_cli.recipe.schema import Calibration, Data, Draft, Evaluate, Merge, Output, TaskDraft
-from featcal_cli.runtime.errors import FeatCalError, RecipeError, SeveralErrors
+from featcal_cli.runtime.errors import RecipeError, SeveralErrors
 from featcal_cli.runtime.untrusted_text import bare, describe_complaint, find_line
 
 COMMAND_LINE = "the command line"
@@ -26,9 +26,13 @@ _SECTIONS: Mapping[tuple[str, ...], type[BaseModel]] = {
 """The parts of a recipe, by where they are in it."""
 
 
+class RecipeMistakesError(SeveralErrors, RecipeError):
+    """Mistakes in one recipe."""
+
+
 def explain(
     error: ValidationError, keys: Mapping[str, Any], whole: str, text: str, typed: Mapping[str, Any]
-) -> FeatCalError:
+) -> RecipeError:
     """All of pydantic's complaints about `keys` as one message. whole: what they were read in; text: that of the file,
     if any; typed: what the command line said of them."""
     complaints: dict[tuple[str | int, ...], ErrorDetails] = {}
@@ -42,7 +46,7 @@ def explain(
             line = f"line {find_line(text, place)}" if text else ""
             errors.append(RecipeError(what, where=COMMAND_LINE if option else line, fix=fix))
     if len(errors) > 1:
-        return SeveralErrors(f"{len(errors)} mistakes", errors, where=whole, fix="correct all of them")
+        return RecipeMistakesError(f"{len(errors)} mistakes", errors, where=whole, fix="correct all of them")
     (only,) = errors
     where = only.where if only.where == COMMAND_LINE else ", ".join(filter(None, (whole, only.where)))
     return RecipeError(only.what, where=where, fix=only.fix)

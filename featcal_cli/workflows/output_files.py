@@ -133,7 +133,7 @@ def is_calibrated(repo: Repo) -> bool:
     """Whether featcal made the model in this repo or folder, by what lies beside its weights. Raises HubError."""
     if REPORT in repo.files:
         return True
-    metadata, _, _ = split_front_matter(repo.read_text(CARD) or "")
+    metadata, _, _ = split_front_matter(repo.read_card())
     tags = (metadata or {}).get("tags")
     first, _, _ = (repo.read_text(RECIPE) or "").partition("\n")
     return (isinstance(tags, list) and "featcal" in tags) or (

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from families import BY_NAME, FAMILIES, TASKS, VOCABULARY, Family, save_family, save_tokenizer, text
+from families import BY_NAME, TASKS, VOCABULARY, Family, save_family, save_tokenizer, text
 from families_text import MIXTURES
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -24,6 +24,8 @@ SETTINGS = {"ridge": 0.1, "rho": None, "alpha": None, "examples": 8}
 PRECISE, PRECISE_IN_MIXTURES = 1e-5, 1e-4
 """Of the update: how far results may lie apart."""
 TEXT = {"input_ids", "attention_mask", "decoder_input_ids", "decoder_attention_mask", "global_attention_mask"}
+COMPARED = ("gpt2", "bert", "t5", "opt", "mixtral", "vit")
+"""One family of each kind: positions that are learnt, given by a mask or relative; a mixture; no text."""
 CELLS = (("right", 1), ("left", 16), ("right", 3))
 ALL_CELLS = (("right", 1), ("right", 3), ("right", 16), ("left", 1), ("left", 3), ("left", 16))
 
@@ -112,9 +114,10 @@ def test_learnt_positions_are_those_of_each_text_alone(tmp_path: Path, method: s
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
-def test_no_family_depends_on_batches_and_padding(tmp_path: Path, family: Family) -> None:
+@pytest.mark.parametrize("name", COMPARED)
+def test_no_family_depends_on_batches_and_padding(tmp_path: Path, name: str) -> None:
     torch.manual_seed(0)
+    family = BY_NAME[name]
     batches = Batches(tmp_path, family, rows=8)  # nothing is held out, so that no update is reduced to nothing
     for method in ("auto", "preset"):
         check(batches, method, ALL_CELLS if family.name in ("gpt2", "bert", "t5") else CELLS)

@@ -154,7 +154,7 @@ def check_promise(folder: Path, seed: int) -> float:
     return float(report.settings["step"])
 
 
-WORSE = 61
+WORSE = 62
 """The number of a family whose updates are reduced to a half."""
 HOPELESS = 2
 """Of one that no update helps."""

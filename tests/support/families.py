@@ -67,13 +67,28 @@ def save_family(
         model.save_pretrained(folder / task)
         for total, now, then in zip(mean, model.parameters(), start, strict=True):
             total += (now.detach() - then) / len(TASKS)
-        inputs[task] = {
+        given = {
             name: value.clone(memory_format=torch.contiguous_format) for name, value in family.inputs(examples).items()
         }
-        save_file(inputs[task], folder / f"{task}.safetensors")
+        save_file(given, folder / f"{task}.safetensors")
+        inputs[task] = behind_the_text(given)
     _load(model, [then + total for then, total in zip(start, mean, strict=True)])
     model.save_pretrained(folder / "merged")
     return Saved(folder, family, inputs)
+
+
+def behind_the_text(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Texts that are padded on the left, with their padding on the right: what each text is to a model alone."""
+    mask = inputs.get("attention_mask")
+    if mask is None or mask.ndim != 2 or bool(mask[:, 0].all()):
+        return inputs
+    starts = mask.argmax(1).tolist()
+    rolled = {name: inputs[name] for name in inputs if inputs[name].shape[:2] == mask.shape}
+    moved = {
+        name: torch.stack([row.roll(-start, 0) for row, start in zip(value, starts, strict=True)])
+        for name, value in rolled.items()
+    }
+    return {**inputs, **moved}
 
 
 def build_lively(family: Family) -> PreTrainedModel:

@@ -502,7 +502,6 @@ def test_files_are_read_as_people_have_them(at: Folder, bert: Any, name: str, co
     assert sorted(words_of(found.fitted)) == sorted(f"[CLS] w{number} w2 [UNK] w3 [SEP]" for number in range(12))
 
 
-@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.json.gz", "wide.jsonl", "a.csv", "a.csv.gz", "a.txt"])
 def test_of_many_columns_a_note_names_five(at: Folder, bert: Any) -> None:
     row = {"text": "w1", **dict.fromkeys((f"c{number}" for number in range(3000)), "x")}
     for source in (at.rows(row), at.rows({**row, "text": 1})):
@@ -513,6 +512,7 @@ def test_of_many_columns_a_note_names_five(at: Folder, bert: Any) -> None:
         assert "text, c0, c1, c2, c3 and 2,996 more" in text and len(text) < 1000
 
 
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.json.gz", "wide.jsonl", "a.csv", "a.csv.gz", "a.txt"])
 def test_only_a_line_feed_ends_a_row(at: Folder, name: str) -> None:
     texts = [f"w{number}\u2028w1\u2029w2\x85w3\x0bw4\x0cw5\x1cw6" for number in range(4)]
     body = "".join(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in texts)

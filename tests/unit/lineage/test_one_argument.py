@@ -117,7 +117,7 @@ def test_one_argument_is_enough(user: User) -> None:
     token = user.log_in("one")
     with watch_egress() as egress:
         run = featcal(
-            "calibrate", "one/merged", "-n", "16", "--push-to", "one/out", folder=user.here, **egress.environment
+            "calibrate", "one/merged", "-n", "24", "--push-to", "one/out", folder=user.here, **egress.environment
         )
     assert run.returncode == 0, run.stderr
     assert egress.hosts == []
