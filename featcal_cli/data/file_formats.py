@@ -211,7 +211,8 @@ def _parse_whole_json(text: str, file: Path, where: str) -> list[Row]:
     except ValueError as error:
         # nothing but a line feed ends a line: a text may hold every other character that Unicode calls a line's end
         lines = [line for line in text.split("\n") if line.strip()]
-        if len(lines) < 2 or text.lstrip().startswith("[") or not isinstance(error, JSONDecodeError):
+        is_list = _ending(file) == ".json" and text.lstrip().startswith("[")
+        if len(lines) < 2 or is_list or not isinstance(error, JSONDecodeError):
             raise refuse_json(error, file.name, where) from None
         return [parse_json_line(line.encode(), f"row {number}", where) for number, line in enumerate(lines, 1)]
     if isinstance(value, dict):

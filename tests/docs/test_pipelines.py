@@ -126,7 +126,7 @@ def check_refused(hub: HubServer, outcome: Outcome, org: str) -> None:
 
 def test_the_workflow_proposes_a_good_merge(hub: HubServer, merge: Path, tmp_path: Path) -> None:
     token = publish_merge(hub, merge, "flow", good=True)
-    inputs = {"merged": "flow/merged", "arguments": "-n 16", "package": "./featcal"}
+    inputs = {"merged": "flow/merged", "arguments": "-n 16", "package": "featcal-cli"}
     outcome = run_workflow(tmp_path, inputs, token)
     check_proposed(hub, outcome, "flow")
     assert outcome.summary.rstrip().endswith(f"Pushed: {hub.url}/flow/merged/discussions/1")
@@ -140,7 +140,7 @@ def test_a_bad_merge_is_refused(hub: HubServer, merge: Path, tmp_path: Path, way
     if way == "script":
         outcome = run_script(tmp_path, token, MERGED=name, ARGUMENTS=FAR)
     else:
-        outcome = run_workflow(tmp_path, {"merged": name, "arguments": FAR, "package": "./featcal"}, token)
+        outcome = run_workflow(tmp_path, {"merged": name, "arguments": FAR, "package": "featcal-cli"}, token)
         assert outcome.ran[-2:] == ["Check the drift", "Write the summary"]
     check_refused(hub, outcome, f"bad-{way}")
 

@@ -266,7 +266,7 @@ CASES: list[Case] = [
     (merged_config(num_attention_heads=7), ["merged"]),
     (merged_config(hidden_act="nothing"), ["merged"]),
     (merged_config(max_position_embeddings="many"), ["config.json of merged says max_position_embeddings"]),
-    (config_text('{"hidden_size": 1' + "0" * 6000 + "}"), ["config.json", "more than 4,300 digits"]),
+    (config_text('{"hidden_size": 1' + "0" * 6000 + "}"), ["config.json", "6,001 digits"]),
     (shards("../merged/model.safetensors"), [INDEX, "its own folder"]),
     (shards("/etc/passwd"), [INDEX, "its own folder"]),
     (shards("a.safetensors\x1b[2J"), [INDEX, "its own folder"]),

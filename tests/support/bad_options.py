@@ -89,7 +89,7 @@ CASES: list[Case] = [
     (options(columns="red=text"), ["--columns red=…", "ROLE:COLUMN"]),
     (options(columns="red=txt:a"), ["'txt'", "did you mean text"]),
     (options(columns=["red=text:a", "red=text:b"]), ["two columns for the role text"]),
-    (options(columns="read=text:a"), ["no task 'read'", "did you mean red"]),
+    (options(columns="read=text:a"), ["the task read", "did you mean red?"]),
     (options(columns="red=text:a"), ["columns cannot be set for a .safetensors file"]),
     (options(split="red=test"), ["split cannot be set for a .safetensors file"]),
     (options(split=["red=a", "red=b"]), ["given twice", "--split"]),
