@@ -16,7 +16,7 @@ from featcal_cli.workflows.verbs import calibrate
 
 pytestmark = pytest.mark.usefixtures("undrawn")
 
-TOKEN = "hf_" + "abcdefghijklmnopqrstuvwxyz12345678"
+TOKEN = "hf_" + "aB3dE6gH" * 4
 BERT = next(family for family in FAMILIES if family.name == "bert")
 
 
