@@ -302,8 +302,14 @@ def text_config(model: PreTrainedModel) -> Any:
 
 def count_vocabulary(model: PreTrainedModel) -> int | None:
     """Tokens that the model has embeddings for; None where it reads none."""
+    weight = find_embeddings(model)
+    return None if weight is None else len(weight)
+
+
+def find_embeddings(model: PreTrainedModel) -> Tensor | None:
+    """The embeddings of the tokens that the model reads [tokens, d]; None where it reads none, or has several kinds."""
     try:
-        size = getattr(model.get_input_embeddings(), "num_embeddings", None)
-    except NotImplementedError:
+        weight = getattr(model.get_input_embeddings(), "weight", None)
+    except NotImplementedError:  # models of two towers do not say which of them reads
         return None
-    return size if isinstance(size, int) else None
+    return weight.data if isinstance(weight, Tensor) and weight.ndim == 2 else None

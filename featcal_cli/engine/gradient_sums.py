@@ -66,8 +66,8 @@ class GradientSums:
             total = total.tril() + total.tril(-1).T
         if not total.isfinite().all():
             return torch.full_like(total[:1], torch.nan)
-        size = total.trace() if is_square else self._traces[name]
-        scale = torch.where(size > 0, (d / size).sqrt(), 0.0)
+        size = float(total.trace() if is_square else self._traces[name])
+        scale = (d / size) ** 0.5 if size > 0 else 0.0
         if not is_square:
             sketched: Tensor = scale * factor_of_sketch(total, self._draw_directions(d, len(total)).to(total))
             return sketched

@@ -294,7 +294,8 @@ def _relative_sizes(name: str, passes: Sequence[TracedPass], examples: int) -> T
     relative = torch.ones(examples, max(of.shape[1] for of in sizes))
     start = 0
     for of in sizes if total > 0 else ():
-        relative[start : start + len(of), : of.shape[1]] = of * (counted / total)
+        # a total below what float32 can be divided by is one all the same
+        relative[start : start + len(of), : of.shape[1]] = of.double() / (total / counted)
         start += len(of)
     return relative
 

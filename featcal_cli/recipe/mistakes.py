@@ -49,7 +49,7 @@ def explain(
         return RecipeMistakesError(f"{len(errors)} mistakes", errors, where=whole, fix="correct all of them")
     (only,) = errors
     where = only.where if only.where == COMMAND_LINE else ", ".join(filter(None, (whole, only.where)))
-    return RecipeError(only.what, where=where, fix=only.fix)
+    return RecipeError(only.what, where=where, fix=only.fix or f"change {only.what.split(' ')[0].rstrip(':')}")
 
 
 def _find_place(problem: ErrorDetails, keys: Mapping[str, Any]) -> tuple[str | int, ...]:
@@ -69,7 +69,7 @@ def _find_place(problem: ErrorDetails, keys: Mapping[str, Any]) -> tuple[str | i
 def _describe_mistake(
     place: tuple[str | int, ...], problem: ErrorDetails, typed: Mapping[str, Any]
 ) -> tuple[str, str | None, str]:
-    """What is wrong, the option that says so, if it was typed, and how to mend it."""
+    """What is wrong, the option that says so, if it was typed, and how to mend it, unless that is plain from it."""
     parts = list(map(str, place))
     name = ".".join(map(bare, parts))
     if problem["type"] == "extra_forbidden":
@@ -89,7 +89,7 @@ def _describe_mistake(
     return (
         f"{name} {complaint}" if complaint.startswith("must be ") else f"{name}: {complaint}",
         option,
-        (f"change {name}"),
+        "",
     )
 
 

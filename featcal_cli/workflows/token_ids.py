@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 from transformers import PreTrainedModel
 
-from featcal_cli.data.batches import count_vocabulary
+from featcal_cli.data.batches import count_vocabulary, find_embeddings
 from featcal_cli.data.examples import TaskExamples
 from featcal_cli.data.tensors import is_tensor_file
 from featcal_cli.data.vocabulary import Vocabularies, Vocabulary, map_ids
@@ -26,6 +26,8 @@ COMPARED = 512
 """Tokens, at most, whose embeddings are compared."""
 MOST = 0.5
 """Share of these tokens that must be each other's nearest for two models to have them in one order."""
+CLOSE = 0.8
+"""Mean cosine of embeddings with their nearest ones from which two models are taken to hold the same tokens."""
 
 
 @dataclass(frozen=True)
@@ -154,11 +156,13 @@ def _check_given_ids(task: str, source: str, ids: Tensor, pair: tuple[Vocabulary
 
 
 def _have_one_order(one: PreTrainedModel, other: PreTrainedModel, ids: Tensor) -> bool:
-    """Whether most of these tokens have embeddings in `other` that are nearest to their own in `one`."""
-    weights: list[Any] = [getattr(model.get_input_embeddings(), "weight", None) for model in (one, other)]
-    if any(weight is None or weight.ndim != 2 for weight in weights) or weights[0].shape[1] != weights[1].shape[1]:
+    """Whether these tokens' embeddings do not show another order: one in which most tokens of `one` have a close
+    embedding in `other`, and most of those under another id. Embeddings that are like none in `other` show nothing."""
+    weights = [find_embeddings(model) for model in (one, other)]
+    if weights[0] is None or weights[1] is None or weights[0].shape[1] != weights[1].shape[1]:
         return True
     chosen = ids[:: -(-len(ids) // COMPARED)]
-    rows = [weight.data[chosen].float() for weight in weights]
-    near, far = (normalize(x - x.mean(0), dim=-1) for x in rows)
-    return float(((near @ far.T).argmax(1) == torch.arange(len(chosen))).float().mean()) >= MOST
+    near, far = (normalize(x - x.mean(0), dim=-1) for x in (weight[chosen].float() for weight in weights))
+    closeness, nearest = (near @ far.T).max(1)
+    has_own = (nearest == torch.arange(len(chosen))).float().mean()
+    return float(has_own) >= MOST or float(closeness.mean()) < CLOSE

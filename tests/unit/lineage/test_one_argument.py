@@ -369,7 +369,7 @@ def test_an_output_is_not_pushed_when_a_local_model_has_changed(user: User) -> N
     assert user.calibrate("mine").code == 0
     os.utime(user.here / "mine" / "model.safetensors")
     run = user.calibrate("mine", push_to="local/out")
-    assert run.code == 2 and "exists" in run.stderr
+    assert run.code == 2 and "another job" in run.stderr and "has changed" in run.stderr
 
 
 @pytest.mark.survive
@@ -398,7 +398,7 @@ def test_an_older_output_is_not_pushed_for_one_that_was_never_written(user: User
         patch.setattr("featcal_cli.workflows.calibrate.write_output", die)
         assert user.calibrate("older/merged", push_to="older/out", overwrite=True).code == 130
     run = user.calibrate("older/merged", push_to="older/out")
-    assert run.code == 2 and "exists" in run.stderr and "--overwrite" in run.stderr
+    assert run.code == 2 and "--ridge was 0.5" in run.stderr and "--overwrite" in run.stderr
     run = user.calibrate("older/merged", push_to="older/out", overwrite=True)
     assert run.code == 0 and "2 of 2 blocks were taken over" in one_line(run.stderr)
 

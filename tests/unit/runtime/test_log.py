@@ -113,9 +113,11 @@ def test_a_fault_of_ours_leaves_a_report_with_all_that_is_needed_and_no_secret(
 
 @pytest.mark.survive
 def test_a_crash_of_the_command_is_exit_code_1_one_message_and_a_report(tmp_path: Path) -> None:
-    """A package that breaks in the middle of a run is as good a fault as any."""
+    """A package that breaks in the middle of a run, once it is imported, is as good a fault as any."""
     (tmp_path / "matplotlib").mkdir()
-    (tmp_path / "matplotlib" / "__init__.py").write_text("raise LookupError('no figures here')\n")
+    (tmp_path / "matplotlib" / "__init__.py").write_text(
+        "def __getattr__(name):\n    raise LookupError('no figures here')\n"
+    )
     run = featcal("demo", "-q", folder=tmp_path)
     assert run.returncode == 1 and "Traceback" not in run.stderr
     assert re.search(r"bug:.*LookupError: no figures here", run.stderr)
