@@ -11,7 +11,6 @@ import typer
 from featcal_cli import __version__
 from featcal_cli.cli import options
 from featcal_cli.cli.doctor import doctor
-from featcal_cli.cli.reproduce import reproduce
 from featcal_cli.recipe.reading import (
     collect_overrides,
     find_recipe,
@@ -318,7 +317,6 @@ def evaluate(
             show_evaluation(evaluation, screen.seconds)
 
 
-app.command(cls=options.Command)(reproduce)
 app.command(cls=options.Command)(doctor)
 
 

@@ -12,7 +12,6 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from featcal_cli.cli import completion
-from featcal_cli.recipe.paper import CORRUPTIONS
 from featcal_cli.recipe.schema import Draft
 from featcal_cli.runtime.errors import OutputError, RecipeError
 from featcal_cli.runtime.untrusted_text import show
@@ -262,35 +261,6 @@ EvaluateToo = Annotated[
 ]
 RecipeName = Annotated[
     str | None, typer.Argument(metavar="NAME", help="Print this recipe.", autocompletion=completion.complete_shipped)
-]
-Table = Annotated[str, typer.Argument(metavar="TABLE", help="A table of the paper: 1 to 12, figure-3 or figure-5.")]
-OnlyTasks = Annotated[
-    str | None,
-    _option(
-        METHOD,
-        "--tasks",
-        complete=completion.complete_task,
-        metavar="TASK,…",
-        help="Evaluate only these tasks; all are merged and fitted.",
-    ),
-]
-Budgets = Annotated[
-    str | None,
-    _option(METHOD, "--examples", "-n", metavar="N,…", help="Examples fitted per task [as in the table]."),
-]
-Seeds = Annotated[
-    str | None,
-    _option(METHOD, "--seeds", metavar="N,…", help="Seeds to calibrate with [as in the table or recipe]."),
-]
-Corruptions = Annotated[
-    list[str] | None,
-    _option(
-        METHOD, "--corrupt", metavar="KIND:SEVERITY", values=" ".join(f"{kind}:3" for kind in CORRUPTIONS),
-        help=f"Corrupt the fitted images, not the test images: {', '.join(CORRUPTIONS)}, severity 1 to 5; repeat.",
-    ),
-]  # fmt: skip
-TableFolder = Annotated[
-    Path | None, _option(OUTPUT, "--output", "-o", metavar="DIR", help="Folder of tables and models [./reproduction].")
 ]
 Plot = Annotated[Path | None, _option(OUTPUT, metavar="FILE", help="Draw the drift as .png or .svg.")]
 Projection = Annotated[

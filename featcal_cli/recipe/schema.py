@@ -24,7 +24,7 @@ from pydantic import (
     model_validator,
 )
 
-from featcal_cli.recipe.paper import Corruption, PaperTable
+from featcal_cli.recipe.paper import Corruption
 from featcal_cli.runtime.errors import RecipeError
 from featcal_cli.runtime.references import bare_model, existing_path, parse_source, read_page
 from featcal_cli.runtime.untrusted_text import first_complaint, show
@@ -361,8 +361,8 @@ class Draft(Section):
     """The settings of the method."""
     output: Output = Output()
     """Where the result goes."""
-    paper: Mapping[str, PaperTable] = Field(default={}, exclude=True)
-    """Tables of the paper that `featcal reproduce` measures with this recipe, by name; other commands ignore them."""
+    paper: Mapping[str, Any] = Field(default={}, exclude=True)
+    """Figures of the paper by table, for `benchmarks/reproduce.py`; the commands ignore them."""
 
     _file: str = PrivateAttr("")
     """Name of the recipe's file, without its ending."""

@@ -70,8 +70,6 @@ class CalibrateOptions:
     allow_code: bool = False
     as_adapter: int | None = None
     """The rank of an adapter that is written beside the model."""
-    keep_finished: bool = False
-    """Take over an output that an earlier run of this very job has finished."""
 
 
 class Session:

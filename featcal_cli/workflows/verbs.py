@@ -171,7 +171,7 @@ class CalibrationRun:
         note = None if options.overwrite or options.restart else self._output.read()
         if note is not None and options.as_adapter and not self._has_adapter(options.as_adapter):
             note = None  # it is another output that is asked for
-        if note is not None and (note.push or wanted.push_to or options.evaluate or options.keep_finished):
+        if note is not None and (note.push or wanted.push_to or options.evaluate):
             if not note.push:
                 self._output.check_current()
             self._note = note
