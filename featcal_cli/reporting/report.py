@@ -286,8 +286,7 @@ class Report:
     blocks: list[BlockReport]
     drift: dict[str, TaskDrift]
     cost: dict[str, Any]
-    """Seconds, bytes, and watt hours where the machine counts them; under torchrun, of memory the most that one process
-    took, and `expert_bytes_by_rank`."""
+    """Seconds and bytes; under torchrun, of memory the most that one process took, and `expert_bytes_by_rank`."""
     notes: list[str] = field(default_factory=list)
     """What was chosen without being told, and what was left alone."""
     sources: list[Source] = field(default_factory=list)

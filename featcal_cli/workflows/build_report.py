@@ -31,7 +31,6 @@ from featcal_cli.reporting.report import (
     TaskDrift,
     TaskInspection,
 )
-from featcal_cli.runtime.energy import add_energy
 from featcal_cli.runtime.hardware import describe_environment
 from featcal_cli.runtime.process import peak_resident_bytes
 from featcal_cli.workflows.preflight import Preflight
@@ -87,18 +86,17 @@ def summarise(session: Session, plan: Preflight, outcome: Outcome) -> Report:
 
 
 def add_up_cost(session: Session, job: Job) -> dict[str, Any]:
-    """What the run cost, over all ranks: of memory, the most that one of them took; of energy, what counters tell."""
+    """What the run cost, over all ranks; of memory, the most that one of them took."""
     device = torch.cuda.max_memory_allocated(session.device) if session.device.type == "cuda" else 0
     read = sum(runner.bytes_read for runner in job.experts.values())
-    own = (peak_resident_bytes(), device, read, session.energy.read())
-    resident, on_device, by_rank, energies = zip(*session.ranks.gather(own), strict=True)
+    own = (peak_resident_bytes(), device, read)
+    resident, on_device, by_rank = zip(*session.ranks.gather(own), strict=True)
     cost = {
         "seconds": time.monotonic() - session.started,
         "phases": session.phases.read(),
         "peak_rss_bytes": max(resident),
         "peak_device_bytes": max(on_device),
         "expert_bytes_read": sum(by_rank),
-        **add_energy(energies),
     }
     return cost | ({"expert_bytes_by_rank": list(by_rank)} if len(by_rank) > 1 else {})
 

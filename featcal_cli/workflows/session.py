@@ -20,8 +20,7 @@ from featcal_cli.recipe.schema import Draft, Recipe
 from featcal_cli.reporting.markdown import join_notes
 from featcal_cli.reporting.report import CARD, PICTURE, RECIPE, REPORT
 from featcal_cli.runtime.distributed import join_ranks
-from featcal_cli.runtime.energy import EnergyMeter
-from featcal_cli.runtime.process import check_device, finish_importing, is_importing, read_launch
+from featcal_cli.runtime.process import check_device, finish_importing, is_importing
 from featcal_cli.runtime.progress import Listener, PhaseClock, Progress
 from featcal_cli.runtime.untrusted_text import visible
 
@@ -82,7 +81,6 @@ class Session:
         self.ranks = join_ranks()
         """All processes of this run; the first one speaks and writes."""
         self.listener = listener if listener and self.ranks.is_first else Listener()
-        self.energy = EnergyMeter(processors=read_launch().local_rank == 0)  # one process on each machine counts them
         check_device(options.device)
         self.options = options
         self.notes: list[str] = []
@@ -94,12 +92,9 @@ class Session:
     @cached_property
     def device(self) -> torch.device:
         """What the models run on. Raises RecipeError where it is not there."""
-        from featcal_cli.runtime.hardware import choose_device, find_gpu
+        from featcal_cli.runtime.hardware import choose_device
 
-        device = choose_device(self.options.device)
-        if gpu := find_gpu(device):
-            self.energy.count_gpu(gpu)
-        return device
+        return choose_device(self.options.device)
 
     def find_models(self, *, note_findings: bool = True) -> tuple[Recipe, Sequence[Finding]]:
         """The whole recipe, and where each part of it was read: found by the first rank, once, before torch is needed.
@@ -149,12 +144,10 @@ class Session:
     def stage(self, text: str) -> None:
         """Say that a new part of the work begins, from which on its time counts."""
         self.phases.begin(text)
-        self.energy.read()
         self.listener.stage(text)
 
     def progress(self, progress: Progress) -> None:
         """Say how far a calibration is."""
-        self.energy.read()
         self.listener.progress(progress)
 
     def note(self, *texts: str) -> None:
