@@ -101,7 +101,7 @@ class Reader(MarkdownIt):
 def make_report(task: str = "digit", **changes: Any) -> Report:
     """A run with two tasks, one of them named `task`."""
     tasks = (task, "letter")
-    module = ModuleReport("q_proj", "linear", 100, 10.0, 0.25)
+    module = ModuleReport("q_proj", "linear", 100, 0.25)
     report = Report(
         featcal_version="0.1.0",
         recipe={"merged": {"method": "task_arithmetic", "scale": 0.3}},
