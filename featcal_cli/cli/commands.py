@@ -204,7 +204,6 @@ def inspect_drift(
     dtype: options.Dtype = None,
     batch_size: options.BatchSize = None,
     plot: options.Plot = None,
-    projection: options.Projection = None,
     html: options.Html = None,
     markdown: options.Markdown = None,
     max_drift: options.MaxDrift = None,
@@ -230,7 +229,7 @@ def inspect_drift(
         examples=examples, dtype=dtype, norms=norms, token_weights=token_weights, seed=seed,
     )  # fmt: skip
     draft = read_draft(find_recipe(recipe) if recipe else None, overrides)
-    written = {"--plot": plot, "--projection": projection, "--html": html, "--markdown": markdown}
+    written = {"--plot": plot, "--html": html, "--markdown": markdown}
     options.check_files({"--log-file": log_file, **written}, draft, recipe)
     options.check_finite("--max-drift", max_drift)
     screen = Screen(quiet=quiet or json)
@@ -243,7 +242,7 @@ def inspect_drift(
             start_importing("featcal_cli.workflows.build_report")
             inspection = run(
                 draft, compare=compare, device=device, batch_size=batch_size, allow_pickle=allow_pickle,
-                trust_remote_code=trust_remote_code, plot=plot, projection=projection, html=html, markdown=markdown,
+                trust_remote_code=trust_remote_code, plot=plot, html=html, markdown=markdown,
                 max_drift=max_drift, listener=log,
             )  # fmt: skip
         if json:

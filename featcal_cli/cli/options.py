@@ -191,9 +191,6 @@ EvaluateToo = Annotated[
 ]
 RecipeName = Annotated[str | None, typer.Argument(metavar="NAME", help="Print this recipe.")]
 Plot = Annotated[Path | None, _option(OUTPUT, metavar="FILE", help="Draw the drift as .png or .svg.")]
-Projection = Annotated[
-    Path | None, _option(OUTPUT, metavar="FILE", help="Draw the final features in two dimensions, as .png or .svg.")
-]
 Html = Annotated[Path | None, _option(OUTPUT, metavar="FILE", help="Write a page that needs no network.")]
 Markdown = Annotated[
     Path | None, _option(OUTPUT, metavar="FILE", help="Write verdict and table as Markdown, for a pipeline.")

@@ -240,11 +240,7 @@ class DriftProbe:
         return choose_rows(features, layout, weights, lengths, first_only=bool(self._job.cls_blocks))
 
     def _finish(self, outputs: Mapping[str, Any]) -> None:
-        """Keep all last features, and run the rest of the expert's forward with them in place of its own."""
-        if self._measurement.finals is not None:
-            kept = self._measurement.finals.setdefault(self._task, {})
-            for role, output in outputs.items():
-                kept.setdefault(role, []).append(_one_per_example(output, self._passes[EXPERT].batch))
+        """Run the rest of the expert's forward with them in place of its own."""
         if self._outputs is not None:
             self._answer_all(outputs, "")
 
@@ -389,15 +385,3 @@ def _with_own_hidden(output: Any) -> Any:
     if isinstance(output, tuple) and type(output) is tuple:
         return tuple(part.clone() if part is hidden and part is not None else part for part in output)
     return output
-
-
-def _one_per_example(output: Any, batch: Batch) -> Tensor:
-    """The mean of a block's output over the tokens of each example [examples, d]; padding counts nothing."""
-    hidden = first_tensor(output)
-    assert hidden is not None
-    rows = hidden.float().reshape(count_examples(batch), -1, hidden.shape[-1])
-    mask = batch.get("attention_mask")
-    if mask is None or mask.shape != rows.shape[:2]:
-        return rows.mean(1)
-    counts = mask.to(rows)[..., None]
-    return (rows * counts).sum(1) / counts.sum(1).clamp_min(1.0)

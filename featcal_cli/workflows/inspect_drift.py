@@ -17,7 +17,7 @@ from featcal_cli.recipe.reading import as_draft
 from featcal_cli.recipe.schema import Merge
 from featcal_cli.reporting.gates import find_excess
 from featcal_cli.reporting.html_page import write_page
-from featcal_cli.reporting.markdown import label_roles, write_summary
+from featcal_cli.reporting.markdown import write_summary
 from featcal_cli.reporting.report import REPORT, Gain, Gains, Inspection, TaskInspection
 from featcal_cli.runtime.errors import HubError, OutputError, RecipeError
 from featcal_cli.runtime.files import write_requested
@@ -45,7 +45,6 @@ def inspect_drift(
     allow_pickle: bool = False,
     trust_remote_code: bool = False,
     plot: str | Path | None = None,
-    projection: str | Path | None = None,
     html: str | Path | None = None,
     markdown: str | Path | None = None,
     max_drift: float | None = None,
@@ -54,11 +53,11 @@ def inspect_drift(
     """Measure how far a model's features are from its experts', and where that comes from.
 
     recipe: as for `calibrate`; its merged model is the one that is inspected, and so is `compare` if it is given.
-    plot, projection (.png or .svg), html and markdown (.md): files to write, and all that is written.
+    plot (.png or .svg), html and markdown (.md): files to write, and all that is written.
     max_drift: the limit of a gate, for what markdown says; `verdict.check_gate` stops a program that is over it.
     Raises FeatCalError (what, where, fix) when something that the user can fix is wrong.
     """
-    wanted = ((plot, PICTURES), (projection, PICTURES), (html, PAGES), (markdown, TEXTS))
+    wanted = ((plot, PICTURES), (html, PAGES), (markdown, TEXTS))
     for file, kinds in wanted:
         if file:
             _check_file(Path(file), kinds)
@@ -70,14 +69,13 @@ def inspect_drift(
     if isinstance(session.draft.merged, Merge):
         raise RecipeError("there is no model to inspect yet", where="merged", fix="name one, or calibrate first")
     session.find_models()
-    plan, job = _measure(session, compare, keep_finals=projection is not None)
+    plan, job = _measure(session, compare)
     inspection = _describe(plan, session, job)
     if session.ranks.is_first:
         excess = None if max_drift is None else find_excess(inspection, max_drift)
         from featcal_cli.reporting.drift_plots import plot_inspection
 
         _write(plot, partial(plot_inspection, inspection))
-        _write(projection, partial(_draw_projection, job, label_roles(inspection)))
         _write(html, lambda _: write_page(inspection))
         _write(markdown, lambda _: write_summary(inspection, excess))
     return inspection
@@ -89,8 +87,8 @@ def _write(file: str | Path | None, make: Callable[[Any], str | bytes]) -> None:
         write_requested(Path(file), make(Path(file).suffix[1:]), where=str(file))
 
 
-def _measure(session: Session, compare: str | None, *, keep_finals: bool) -> tuple[Preflight, Job]:
-    """What was run, and all that it has measured; with `keep_finals`, the final features too. Raises FeatCalError."""
+def _measure(session: Session, compare: str | None) -> tuple[Preflight, Job]:
+    """What was run, and all that it has measured. Raises FeatCalError."""
     from featcal_cli.engine.lockstep import forward_order
     from featcal_cli.models.alignment import check_alignment, load_fitting
     from featcal_cli.workflows.preflight import prepare
@@ -109,7 +107,7 @@ def _measure(session: Session, compare: str | None, *, keep_finals: bool) -> tup
     if other is not None:
         check_alignment(setup.architecture, models.merged, other)
     watchers = {MODEL: models.merged, BASE: models.base} | ({OTHER: other} if other else {})
-    job = setup.make_job({}, watchers, keep_finals=keep_finals)
+    job = setup.make_job({}, watchers)
     session.stage("measuring")
     for number, visit in enumerate(forward_order(job)):
         session.progress(Progress(visit.block.name, number, len(setup.architecture.blocks)))
@@ -177,16 +175,6 @@ def _read_accuracies(plan: Preflight) -> list[dict[str, tuple[tuple[str, ...], f
             {task: (about[task], one.scores[role].value) for task, one in accuracy.items() if role in one.scores}
         )
     return scores
-
-
-def _draw_projection(job: Job, names: Mapping[str, str], kind: Any) -> bytes:
-    import torch
-
-    from featcal_cli.reporting.projection import plot_projection
-
-    finals = job.drift.finals or {}
-    points = {task: {role: torch.cat(parts) for role, parts in kept.items()} for task, kept in finals.items()}
-    return plot_projection(points, kind, names)
 
 
 def _check_file(file: Path, kinds: Sequence[str]) -> None:

@@ -205,7 +205,6 @@ class Setup:
         *,
         guarded: bool = False,
         judged: bool = False,
-        keep_finals: bool = False,
     ) -> Job:
         """All models at the start, with the examples that they run on.
 
@@ -234,7 +233,6 @@ class Setup:
         }
         by_role = {role: runners[id(model)] for role, model in roles.items()}
         drift = self._prepare_drift(by_role, measured, [merged, *experts.values()], is_inspected=not students)
-        drift.finals = {} if keep_finals else None
         second = {role: drift.runners[role] for role in (*students, MERGED)} if judged else {}
         outputs = OutputMeter() if self.gradients else None  # what errors are measured by judges the result, too
         return Job(
