@@ -248,7 +248,7 @@ def inspect_drift(
         if json:
             typer.echo(inspection.to_json(), nl=False)
         else:
-            show_inspection(inspection, OUT)
+            show_inspection(inspection, OUT, written)
         if max_drift is not None:
             check_gate(inspection, max_drift)
 

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pydantic import TypeAdapter, ValidationError
-
 from featcal_cli import __version__
-from featcal_cli.evaluation.results import CALIBRATED, MERGED, TaskScores
 from featcal_cli.recipe.reading import as_draft
 from featcal_cli.recipe.schema import Merge
 from featcal_cli.reporting.gates import find_excess
 from featcal_cli.reporting.html_page import write_page
 from featcal_cli.reporting.markdown import write_summary
-from featcal_cli.reporting.report import REPORT, Gain, Gains, Inspection, TaskInspection
-from featcal_cli.runtime.errors import HubError, OutputError, RecipeError
+from featcal_cli.reporting.report import Inspection
+from featcal_cli.runtime.errors import OutputError, RecipeError
 from featcal_cli.runtime.files import write_requested
 from featcal_cli.runtime.progress import Listener, Progress
 from featcal_cli.workflows.session import EXPERT, RecipeSource, RunOptions, Session
@@ -124,57 +119,15 @@ def _describe(plan: Preflight, session: Session, job: Job) -> Inspection:
     names |= {role: origin.pinned for role, origin in plan.origins.items() if role == OTHER}
     names |= {f"{EXPERT}{task}": spec.expert for task, spec in plan.recipe.tasks.items()}
     cost = add_up_cost(session, job)
-    tasks = describe_tasks(job, {task: examples.fitted_count for task, examples in plan.examples.items()})
     return Inspection(
         featcal_version=__version__,
         names={role: str(name) for role, name in names.items()},
-        tasks=tasks,
+        tasks=describe_tasks(job, {task: rows.fitted_count for task, rows in plan.examples.items()}),
         notes=session.notes,
         recipe=plan.recipe.model_dump(mode="json", exclude_none=True),
         environment=describe_environment(session.device),
         cost={name: figure for name, figure in cost.items() if isinstance(figure, float | int)},
-        gains=_compare_results(plan, tasks) if OTHER in names else None,
     )
-
-
-def _compare_results(plan: Preflight, tasks: Mapping[str, TaskInspection]) -> Gains | None:
-    """What the other model gains on each task: in accuracy where reports hold it for both on all of them, else in
-    agreement with the expert; None where there is neither."""
-    pairs = {task: (found.models[MODEL], found.models[OTHER]) for task, found in tasks.items()}
-    cosines = {task: other.last.cosine - model.last.cosine for task, (model, other) in pairs.items()}
-    before, after = _read_accuracies(plan)
-    if all(task in before and task in after and before[task][0] == after[task][0] for task in tasks):
-        return Gains("accuracy", {task: Gain(cosines[task], after[task][1] - before[task][1]) for task in tasks})
-    gains = {}
-    for task, pair in pairs.items():
-        a, b = (drift.output.agreement if drift.output else None for drift in pair)
-        if a is not None and b is not None:
-            gains[task] = Gain(cosines[task], b - a)
-    return Gains("agreement", gains) if gains else None
-
-
-def _read_accuracies(plan: Preflight) -> list[dict[str, tuple[tuple[str, ...], float]]]:
-    """Of both models, by task: what was evaluated (data, split, …), and the score. As a model's own report has them, or
-    the other's, if that was calibrated from it."""
-    origins = [plan.origins[MERGED], plan.origins[OTHER]]
-    reports: list[tuple[str, dict[str, TaskScores]]] = []
-    for origin in origins:
-        merged, accuracy = "", {}
-        with suppress(ValueError, LookupError, TypeError, AttributeError, ValidationError, HubError):
-            report = json.loads(origin.repo.read_text(REPORT) or "{}")
-            merged = str(report["recipe"]["merged"])
-            accuracy = TypeAdapter(dict[str, TaskScores]).validate_python(report["accuracy"])
-        reports.append((merged, accuracy))
-    scores: list[dict[str, tuple[tuple[str, ...], float]]] = []
-    for number, origin in enumerate(origins):
-        role, (merged, accuracy) = MERGED, reports[1 - number]
-        if merged not in (origin.name, origin.pinned):
-            role, (_, accuracy) = CALIBRATED, reports[number]
-        about = {task: (one.protocol, one.metric, one.data, one.split) for task, one in accuracy.items()}
-        scores.append(
-            {task: (about[task], one.scores[role].value) for task, one in accuracy.items() if role in one.scores}
-        )
-    return scores
 
 
 def _check_file(file: Path, kinds: Sequence[str]) -> None:

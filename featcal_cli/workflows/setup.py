@@ -273,7 +273,6 @@ class Setup:
             DriftMeter(modules=is_inspected, refuse_vanishing=not is_inspected),
             outputs=OutputMeter() if are_answers_read or is_inspected else None,
             vectors=VectorMeter() if is_inspected else None,  # a calibrated block is there when its experts' are gone
-            examples=ExampleMeter() if is_inspected else None,
             split=split,
         )
         if is_inspected:
