@@ -14,11 +14,13 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any, get_args
+
+from corruptions import corrupting
 
 from featcal_cli import calibrate, evaluate
 from featcal_cli.evaluation.lm_eval_tasks import check_harness
@@ -66,29 +68,6 @@ class Row:
         return ", ".join([model, *(f"{key} {value}" for key, value in self.settings.items())])
 
 
-@dataclass(frozen=True)
-class Figure:
-    """One measured figure and the paper's, in percent or in the unit that the column names."""
-
-    paper: float | None
-    value: float | None = None
-    """Mean over the seeds."""
-    low: float | None = None
-    """Lower end of the 95 % interval over test examples."""
-    high: float | None = None
-    spread: float | None = None
-    """Standard deviation over the seeds."""
-    misprint: str = ""
-
-    def __str__(self) -> str:
-        measured = "–" if self.value is None else f"{self.value:.1f}"
-        if self.low is not None and self.high is not None:
-            measured += f" ± {(self.high - self.low) / 2:.1f}"
-        measured += "" if self.spread is None else f" (σ {self.spread:.1f})"
-        printed = "–" if self.paper is None else f"{self.paper:.1f}"
-        return f"{measured} [{printed}{'*' if self.misprint else ''}]"
-
-
 class Part:
     """The rows that one recipe has of the table, and what has been measured of them."""
 
@@ -99,8 +78,8 @@ class Part:
         self.rows = choose_rows(self.printed, args.examples)
         self.skipped = [self.explain_skip(row) for row in self.rows]
         self.seeds = args.seeds or table.get("seeds") or [draft.calibration.seed]
-        tasks = {task: spec for task, spec in draft.tasks.items() if task in (args.tasks or [task]) and spec.evaluate}
-        self.how = {} if set(self.all_columns) & set(COSTS) else {t: s.evaluate for t, s in tasks.items() if s.evaluate}
+        tasks = {task: spec.evaluate for task, spec in draft.tasks.items() if task in (args.tasks or [task])}
+        self.how = {} if set(self.all_columns) & set(COSTS) else {task: how for task, how in tasks.items() if how}
         self.scored = {task: list(how.lm_eval) or [task] for task, how in self.how.items()}
         """Task → the columns that its evaluation fills."""
         known = [*COSTS, MEAN, *(column for columns in self.scored.values() for column in columns)]
@@ -139,16 +118,14 @@ class Part:
         recipe = self.draft.model_dump(mode="json", exclude_none=True, exclude={"output"})
         recipe["merged"] = self.find_merged(row)
         recipe["calibration"] |= {key: value for key, value in row.settings.items() if key in SETTINGS} | {"seed": seed}
-        if row.corrupt:
-            for task in recipe["tasks"].values():
-                task["data"]["corrupt"] = row.corrupt
         settings = [f"{key}-{value}" for key, value in row.settings.items()]
         digest = sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()[:8]
         name = "-".join([self.title, row.merge or "merged", *settings, f"seed-{seed}", digest]).replace(":", "-")
         folder, report = self.args.output / "cells" / name, self.args.output / "cells" / name / "featcal_report.json"
         if not report.exists():  # an output appears whole, or not at all
             print(f"calibrating {name}", file=sys.stderr)
-            calibrate(recipe, output=folder, device=self.args.device, batch_size=self.args.batch_size)
+            with corrupting(row.corrupt):
+                calibrate(recipe, output=folder, device=self.args.device, batch_size=self.args.batch_size)
         found = json.loads(report.read_text(encoding="utf-8"))
         self.costs[number, seed] = found["cost"]
         return found["recipe"], folder
@@ -167,13 +144,10 @@ class Part:
                 models[row.method] = row.model or recipe["base"]
         scores: dict[str, dict[str, Score]] = {role: {} for role in targets}
         for turn in range(max(map(len, self.scored.values()))):  # one of lm-eval's tasks at a time
-            part = {
-                **recipe,
-                "tasks": {task: self.restrict(task, spec, turn) for task, spec in recipe["tasks"].items()},
-            }
+            tasks = {task: self.restrict(task, spec, turn) for task, spec in recipe["tasks"].items()}
             print(f"evaluating {folder.name}", file=sys.stderr)
             found = evaluate(
-                part, list(models.values()), limit=self.args.limit, device=self.args.device,
+                {**recipe, "tasks": tasks}, list(models.values()), limit=self.args.limit, device=self.args.device,
                 batch_size=self.args.batch_size, allow_code=self.args.allow_code_execution,
             )  # fmt: skip
             for task, by_role in found.tasks.items():
@@ -192,23 +166,19 @@ class Part:
             how = {**how, "lm_eval": {column: how["lm_eval"][column] for column in columns}}
         return {**rest, "evaluate": how} if columns else rest
 
-    def read_figure(self, number: int, column: str) -> Figure:
-        """What is known by now of one cell of the table."""
-        row = self.rows[number]
-        figure = Figure(self.read_printed(row, column), misprint=row.misprints.get(column, ""))
+    def read_figure(self, number: int, column: str) -> dict[str, float | None]:
+        """What is known by now of one cell: the paper's figure, the mean over seeds, its interval and its deviation."""
+        figure = {"paper": self.read_printed(self.rows[number], column)}
         if column in COSTS:
             key, unit = COSTS[column]
             values = [cost[key] / unit for (at, _), cost in self.costs.items() if at == number]
         else:
             found = [scores for (at, _), scores in self.scores.items() if at == number]
-            scores = [combine(list(by.values())) if column == MEAN else by[column] for by in found if self.scored]
+            scores = [combine(list(by.values())) if column == MEAN else by[column] for by in found]
             values = [100 * score.value for score in scores]
             if scores:
-                low, high = (100 * mean(getattr(score, end) for score in scores) for end in ("low", "high"))
-                figure = replace(figure, low=low, high=high)
-        if not values:
-            return figure
-        return replace(figure, value=mean(values), spread=stdev(values) if len(values) > 1 else None)
+                figure |= {end: 100 * mean(getattr(score, end) for score in scores) for end in ("low", "high")}
+        return figure | {"value": mean(values) if values else None, "spread": stdev(values) if values[1:] else None}
 
     def read_printed(self, row: Row, column: str) -> float | None:
         """The paper's figure; if fewer tasks are scored, the mean of theirs."""
@@ -239,23 +209,28 @@ def find_table(table: str, recipe: str | None) -> tuple[str, dict[str, Draft]]:
     return name, found
 
 
+def show(figure: Mapping[str, float | None], misprint: str | None) -> str:
+    """The measured figure with half of its interval and its deviation over seeds, and the paper's in brackets."""
+    value, low, high, spread = (figure.get(key) for key in ("value", "low", "high", "spread"))
+    measured = "–" if value is None else f"{value:.1f}"
+    measured += "" if low is None or high is None else f" ± {(high - low) / 2:.1f}"
+    measured += "" if spread is None else f" (σ {spread:.1f})"
+    return f"{measured} [{'–' if figure['paper'] is None else figure['paper']}{'*' if misprint else ''}]"
+
+
 def write(folder: Path, table: str, parts: Sequence[Part], limit: int | None) -> str:
     """Write TABLE.json and TABLE.md, which is returned."""
     text, lines = [f"# {table} of arXiv 2605.13030: measured ± half of the 95 % interval [paper's]"], []
     for part in parts:
-        text += [
-            "",
-            f"## {part.title}",
-            "",
-            f"| | {' | '.join(part.columns)} |",
-            "|---" * (1 + len(part.columns)) + "|",
-        ]
+        text += ["", f"## {part.title}", "", f"| | {' | '.join(part.columns)} |"]
+        text.append("|---" * (1 + len(part.columns)) + "|")
         for number, row in enumerate(part.rows):
             figures = {column: part.read_figure(number, column) for column in part.columns}
-            text.append(f"| {row.name} | {' | '.join(map(str, figures.values()))} |")
+            cells = [show(figure, row.misprints.get(column)) for column, figure in figures.items()]
+            text.append(f"| {row.name} | {' | '.join(cells)} |")
             seeds = [seed for at, seed in part.costs if at == number]
             line = {"recipe": part.title, "name": row.name, "seeds": seeds, "skipped": part.skipped[number]}
-            lines.append({**line, "figures": {column: asdict(figure) for column, figure in figures.items()}})
+            lines.append({**line, "figures": figures})
         text += ["", *dict.fromkeys(f"- not measured: {reason}" for reason in part.skipped if reason)]
     text += ["", "Figures are in percent, but for costs; a star marks what seems to be a misprint of the paper."]
     text += [f"Scored on at most {limit} test examples of a task."] if limit else []

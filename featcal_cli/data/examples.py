@@ -207,9 +207,6 @@ def _open_rows(
         is_alone = labelled and hasattr(model, "get_image_features")
         open_them = open_pairs if reads_pairs(data, samples) and not is_alone else open_images
         return open_them(data, samples, model, folders, where)
-    if data.corrupt:
-        what = f"corrupt: {data.corrupt} is for images, and these rows have none that the model reads"
-        raise DataError(what, where=where, fix="leave corrupt out of the task's data")
     if model.main_input_name in SOUND:
         return open_audio(data, samples, model, folders, where)
     if model.main_input_name == "input_ids":
@@ -337,9 +334,8 @@ class LabelledRows:
 def open_labelled(
     task: str, data: Data, split: str, model: PreTrainedModel, folders: Sequence[Path], *, limit: int | None = None
 ) -> LabelledRows:
-    """All rows of the split in order; or `limit` of them, chosen at random, always the same ones; none is corrupted.
+    """All rows of the split in order; or `limit` of them, chosen at random, always the same ones.
     Raises DataError for data that cannot be read or understood, or has no labels."""
-    data = data.model_copy(update={"corrupt": None})
     where = f"{task}: {data.model_copy(update={'split': split})}"
     if data.is_self_written:
         what, fix = "what an expert writes itself has no labels", f"name labelled data: --data {task}=SOURCE"

@@ -216,7 +216,7 @@ class _TaskMeasurement:
         return {
             **about,
             "beside": self.models.identify(EXPERT if how.protocol == "heads" else BASE, self.task),
-            "data": data.model_dump(mode="json", exclude_none=True, exclude={"corrupt"}),
+            "data": data.model_dump(mode="json", exclude_none=True),
             "files": stamp(local_path(data)) if data.path else [],
         }
 

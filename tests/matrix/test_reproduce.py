@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+from itertools import combinations
 from pathlib import Path
 from runpy import run_path
 from statistics import mean
@@ -10,11 +12,14 @@ from typing import Any
 
 import pytest
 from hub_server import HubServer
+from PIL import Image
 from recipe_world import World
+from safetensors.torch import load_file
 
 from featcal_cli.recipe.reading import find_recipe, read_draft
 
 pytestmark = pytest.mark.usefixtures("undrawn")
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))  # as a script has it
 SCRIPT = run_path(str(Path(__file__).parents[2] / "benchmarks" / "reproduce.py"))
 RECIPE = "clip-vit-b32-8"
 
@@ -65,3 +70,24 @@ def test_costs_are_the_mean_over_the_seeds(cells: Path) -> None:
     assert figures["seconds"]["value"] == pytest.approx(mean(cost["seconds"] for cost in costs))
     assert figures["rss_gib"]["value"] == pytest.approx(mean(cost["peak_rss_bytes"] for cost in costs) / 2**30)
     assert (figures["seconds"]["paper"], figures["energy_wh"]["paper"]) == (53, 1.9)
+
+
+def test_what_is_fitted_is_corrupted_and_what_is_scored_is_not(cells: Path) -> None:
+    table = make("6")
+    weights = [
+        load_file(next(cells.glob(f"*{kind}*")) / "model.safetensors")
+        for kind in ("fog", "noise", "blur", "-examples-4-seed")
+    ]
+    name = next(name for name in weights[0] if name.endswith("layers.0.self_attn.q_proj.weight"))
+    assert not any(one[name].equal(other[name]) for one, other in combinations(weights, 2))
+    assert table["task_arithmetic + featcal, examples 4, corrupt fog:3"]["figures"]["mean"]["paper"] == 75.6
+    assert all(line["figures"]["mean"]["value"] is not None for line in table.values() if not line["skipped"])
+
+
+@pytest.mark.parametrize("corruption", ["gaussian_noise:3", "motion_blur:3", "fog:3"])
+def test_a_corruption_changes_an_image_alike_each_time(corruption: str) -> None:
+    from corruptions import corrupt_image
+
+    image = Image.radial_gradient("L").convert("RGB").resize((60, 30))
+    once, again = (corrupt_image(image.copy(), corruption) for _ in range(2))
+    assert once.size == (448, 224) and once.tobytes() == again.tobytes() != image.resize(once.size).tobytes()
