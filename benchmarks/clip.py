@@ -78,7 +78,7 @@ def measure_clip(asked: Asked, folder: Path) -> Section:
         "reads back what it wrote; the official process starts, loads the models, and writes the blocks. The "
         "family's files are read once before each job, so that they are in the system's memory.",
         ["examples", "job", "time", "official's over it", "share of GEMM peak", "peak RSS", "anonymous",
-         "expert bytes", "device memory", "energy"],
+         "expert bytes", "device memory"],
         rows,
     )  # fmt: skip
 
@@ -103,7 +103,7 @@ def _describe_clip(asked: Asked, folder: Path, examples: int, rounds: list[Round
         gib(rss) if asked.device.type == "cuda" else _mark_memory(rss, examples),
         gib(max(each.peak_anonymous for each in ours)),
         mark(f"{gigabytes(read)}, {read / needed:.2f} of blocks and stems", f"≤ {READ}", read <= READ * needed),
-        *_describe_gpu(ours),
+        _describe_gpu(ours),
     ]  # fmt: skip
     commands = [each.command for each in rounds]
     outside = 1 - median(each.ours.printed["seconds"] / each.command.seconds for each in rounds)
@@ -115,7 +115,7 @@ def _describe_clip(asked: Asked, folder: Path, examples: int, rounds: list[Round
         str(examples), f"featcal, whole command: {part}", f"{median(each.seconds for each in commands):.1f} s",
         _describe_times(times, COMMAND_FASTER.get(examples)), "", _mark_memory(rss, examples),
         gib(max(each.peak_anonymous for each in commands)),
-        gigabytes(commands[0].printed["cost"]["expert_bytes_read"]), "", "",
+        gigabytes(commands[0].printed["cost"]["expert_bytes_read"]), "",
     ]  # fmt: skip
     if not theirs:
         return [row, whole]
@@ -125,10 +125,10 @@ def _describe_clip(asked: Asked, folder: Path, examples: int, rounds: list[Round
     memory = [gib(max(each.peak_rss for each in theirs)), gib(max(each.peak_anonymous for each in theirs))]
     return [row, [
         str(examples), f"official, stage (its updates differ by {apart:.0e})",
-        f"{median(each.printed['seconds'] for each in theirs):.1f} s", "1", "", *memory, "", *_describe_gpu(theirs),
+        f"{median(each.printed['seconds'] for each in theirs):.1f} s", "1", "", *memory, "", _describe_gpu(theirs),
     ], whole, [
         str(examples), "official, whole process", f"{median(each.seconds for each in theirs):.1f} s", "1", "", *memory,
-        "", "", "",
+        "", "",
     ]]  # fmt: skip
 
 
@@ -162,11 +162,10 @@ def _describe_speed(asked: Asked, examples: int, rounds: list[Round]) -> list[st
     return [time, _describe_times(found, wanted), share]
 
 
-def _describe_gpu(jobs: list[Measured]) -> list[str]:
-    """Peak memory and energy there; empty where there is none."""
+def _describe_gpu(jobs: list[Measured]) -> str:
+    """Peak memory there; empty where there is none."""
     peak = max(each.printed["device_bytes"] for each in jobs)
-    hours = [each.printed["watt_hours"] for each in jobs if each.printed["watt_hours"] is not None]
-    return [gib(peak) if peak else "", f"{median(hours):.2f} Wh" if hours else ""]
+    return gib(peak) if peak else ""
 
 
 def _needed_bytes(folder: Path) -> int:

@@ -11,7 +11,6 @@ gains are comparable with each other but flatter all of them alike. `--curve` ad
 from __future__ import annotations
 
 import argparse
-import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -67,7 +66,7 @@ class Together(PlainSystem):
             pull = torch.cat([self._pull[name], self._bias_pull[name][:, None]], 1)
             new = start + torch.cholesky_solve((pull + ridge * (1 - rho) * (anchor - start)).T, factor).T
             found = Affine(new[:, :-1], new[:, -1])
-            solutions[name] = DeviceSolution(found, new.new_full((1, 1), math.nan), relative_change(merged, found))
+            solutions[name] = DeviceSolution(found, relative_change(merged, found))
         return solutions
 
 

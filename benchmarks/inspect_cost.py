@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from featcal_cli.engine.answers import OutputMeter
-from featcal_cli.engine.drift_metrics import DriftMeter, ExampleMeter, ShareMeter
+from featcal_cli.engine.drift_metrics import DriftMeter, ShareMeter
 from featcal_cli.engine.job import Job
 from featcal_cli.engine.lockstep import forward_order
 from featcal_cli.engine.weight_checks import VectorMeter
@@ -90,7 +90,6 @@ def walk(job: Job, *, shares: bool) -> None:
         meter=DriftMeter(modules=True),
         vectors=VectorMeter(),
         outputs=OutputMeter(),
-        examples=ExampleMeter(),
         shares=ShareMeter(),
         switched=job.drift.switched if shares else {},
     )

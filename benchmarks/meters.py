@@ -1,4 +1,4 @@
-"""What a job costs: time, the memory of its process, and on a GPU memory and energy; and what the machine could do.
+"""What a job costs: time, the memory of its process, and on a GPU its memory; and what the machine could do.
 
 The official repository's environment imports this too: nothing but torch is needed.
 """
@@ -14,7 +14,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from runpy import run_path
 from typing import Any
 
 import torch
@@ -22,8 +21,6 @@ import torch
 SAMPLING = 0.01
 """Seconds between two looks at a process."""
 GEMM_TRIES = 5
-EnergyMeter: Any = run_path(str(Path(__file__).parents[1] / "featcal_cli/runtime/energy.py"))["EnergyMeter"]
-"""By its file: that environment lacks the package around it."""
 
 
 @dataclass(frozen=True)
@@ -71,21 +68,17 @@ def _read_status(process: int) -> dict[str, int]:
 
 
 class Clock:
-    """Times what runs inside of it: seconds, and on a GPU the peak of allocated bytes and the energy in Wh."""
+    """Times what runs inside of it: seconds, and on a GPU the peak of allocated bytes."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self.seconds = 0.0
         self.device_bytes = 0
-        self.watt_hours: float | None = None
-        """None where nothing tells."""
 
     def __enter__(self) -> Clock:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
             torch.cuda.reset_peak_memory_stats(self._device)
-            uuid = str(torch.cuda.get_device_properties(self._device).uuid)
-            self._energy = EnergyMeter(processors=False, gpu=uuid)
         self._started = time.perf_counter()
         return self
 
@@ -95,11 +88,10 @@ class Clock:
         self.seconds = time.perf_counter() - self._started
         if self._device.type == "cuda":
             self.device_bytes = torch.cuda.max_memory_allocated(self._device)
-            self.watt_hours = self._energy.read()["gpu_watt_hours"]
 
     def to_dict(self) -> dict[str, Any]:
         """To be printed."""
-        return {"seconds": self.seconds, "device_bytes": self.device_bytes, "watt_hours": self.watt_hours}
+        return {"seconds": self.seconds, "device_bytes": self.device_bytes}
 
 
 def gemm_speed(device: torch.device) -> float:

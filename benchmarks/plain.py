@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from unittest.mock import patch
@@ -61,7 +60,7 @@ class PlainSystem:
     def solve(self, base: Mapping[str, Affine], *, bias: bool = True) -> dict[str, DeviceSolution]:
         """W* and b* of every module (b as merged with `bias` False), given the base's parameters for the anchor.
 
-        Their condition number is not estimated. Raises NumericsError when there is no stable solution.
+        Raises NumericsError when there is no stable solution.
         """
         ridge, away = self._settings.ridge, self._settings.ridge * (1 - self._settings.rho)
         factor, _ = factorise(self._gram.clone(), ridge)
@@ -74,7 +73,7 @@ class PlainSystem:
                 bias_pull = self._bias_pull[name] - update @ self._mean + away * (anchor.bias - merged.bias)
                 new_bias = merged.bias + bias_pull / (self._omega + ridge)
             new = Affine(merged.weight + update, new_bias)
-            solutions[name] = DeviceSolution(new, new.weight.new_full((1, 1), math.nan), relative_change(merged, new))
+            solutions[name] = DeviceSolution(new, relative_change(merged, new))
         return solutions
 
     def objective(self, name: str, update: Tensor, shift: Tensor) -> tuple[Tensor, Tensor]:

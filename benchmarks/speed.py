@@ -1,4 +1,4 @@
-"""What calibrations cost: time, operations a second, memory, bytes read, and on a GPU energy; into RESULTS.md.
+"""What calibrations cost: time, operations a second, memory, bytes read; into RESULTS.md.
 
     python benchmarks/speed.py [clip default experts mixture slice plan] [--examples 8 32] [--rounds 3]
                                [--device cpu] [--work FOLDER]

@@ -15,6 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGES = {
     "README.md": "index.md",
     "benchmarks/RESULTS.md": "results.md",
+    "benchmarks/NOTES.md": "notes.md",
     "CHANGELOG.md": "changelog.md",
     "CONTRIBUTING.md": "contributing.md",
 }

@@ -23,11 +23,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from featcal_cli.recipe.schema import Recipe as Recipe
+    from featcal_cli.workflows.evaluate import evaluate as evaluate
     from featcal_cli.workflows.verbs import calibrate as calibrate
     from featcal_cli.workflows.verbs import dry_run as dry_run
 
 __version__ = version("featcal-cli")
-__all__ = ["Recipe", "__version__", "calibrate", "dry_run"]
+__all__ = ["Recipe", "__version__", "calibrate", "dry_run", "evaluate"]
 
 
 def __getattr__(name: str) -> Any:
@@ -36,6 +37,10 @@ def __getattr__(name: str) -> Any:
         from featcal_cli.workflows import verbs
 
         return getattr(verbs, name)
+    if name == "evaluate":
+        from featcal_cli.workflows.evaluate import evaluate
+
+        return evaluate
     if name == "Recipe":
         from featcal_cli.recipe.schema import Recipe
 

@@ -156,7 +156,7 @@ def _describe(block: Block, solution: BlockSolution, asked: float) -> dict[str, 
     """What was done to some of the block's modules with the λ that was asked for, or more of it, by name."""
     reports = {}
     for name, kind in ((module.name, module.kind) for module in block.modules if module.name in solution.solutions):
-        _, condition, change, ridge = solution.solutions[name]
+        _, change, ridge = solution.solutions[name]
         more = ridge if ridge is not None and ridge > asked else None
-        reports[name] = ModuleReport(name, kind, solution.rows[name], condition, change, solution.steps.get(name), more)
+        reports[name] = ModuleReport(name, kind, solution.rows[name], change, solution.steps.get(name), more)
     return reports

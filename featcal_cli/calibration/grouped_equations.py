@@ -116,14 +116,11 @@ class GroupedEquations(LinearEquations):
         asked = (self._bias_pull[name] + ridge * towards).view_as(moved)
         return ((asked - moved) / (self._omega[:, None] + ridge)).flatten()
 
-    def _factorise(self) -> tuple[Callable[[str, Tensor], Tensor], Tensor, float]:
-        system = self._grams.clone()
-        factor, ridge = factorise(system, self._hyperparameters.ridge)
-        values = torch.linalg.eigvalsh(system)
-        worst = (values[:, -1] / values[:, 0].clamp_min(EPSILON * ridge)).max()
+    def _factorise(self) -> tuple[Callable[[str, Tensor], Tensor], float]:
+        factor, ridge = factorise(self._grams.clone(), self._hyperparameters.ridge)
 
         def update_of(name: str, towards: Tensor) -> Tensor:
             right = self.pull_of(name).add(towards, alpha=ridge)
             return torch.cholesky_solve(right.mT, factor).mT
 
-        return update_of, worst.view(1, 1), ridge
+        return update_of, ridge

@@ -1,4 +1,4 @@
-"""Running sums of matrices; one system's precision, Cholesky factor and condition number."""
+"""Running sums of matrices; one system's precision and its Cholesky factor."""
 
 from __future__ import annotations
 
@@ -163,8 +163,6 @@ MOST_RIDGES = 8
 """How often λ may be made ten times larger."""
 MANY_TASKS = 32
 """More are not reckoned with where a condition number is foreseen."""
-LANCZOS_STEPS = 6
-"""For the condition number that the report shows; it is an estimate."""
 
 
 def choose_precision(dtype: torch.dtype, ridge: float, metric: str) -> torch.dtype:
@@ -222,33 +220,3 @@ def solve_rows(rows: Tensor, factor: Tensor) -> Tensor:
     for part in rows.split(ROWS_SOLVED):
         part.copy_(solve(factor, solve(factor.mT, part, upper=True), upper=False))
     return rows
-
-
-def project_system(system: Tensor, factor: Tensor, smallest: float | None = None) -> Tensor:
-    """What `condition_number` needs of a factorised system [2, n, n], still on its device; `smallest`: λ_min, where it
-    is known."""
-    largest = _project(lambda x: torch.mv(system, x), system)
-    if smallest is not None:
-        return torch.stack([largest, torch.eye(LANCZOS_STEPS, dtype=largest.dtype, device=largest.device) / smallest])
-    return torch.stack([largest, _project(lambda x: solve_rows(x[None].clone(), factor)[0], system)])
-
-
-def condition_number(projected: Tensor) -> float:
-    """λ_max / λ_min of a system, estimated, of what `project_system` gave [.., n, n], on the CPU."""
-    return float(torch.linalg.eigvalsh((projected + projected.mT) / 2)[..., -1].prod())
-
-
-def _project(apply: Callable[[Tensor], Tensor], like: Tensor) -> Tensor:
-    """A positive symmetric operator on vectors [d] in the basis that the Lanczos method makes [LANCZOS_STEPS, its
-    square]: its largest eigenvalue is nearly the operator's, from below. Where the basis is all that the operator
-    reaches, the rest is nearly zero."""
-    x = torch.linspace(1.0, 2.0, len(like), dtype=like.dtype, device=like.device)
-    basis, images = x.new_zeros(LANCZOS_STEPS, len(x)), []
-    least = torch.zeros_like(x[0])
-    for number in range(LANCZOS_STEPS):
-        torch.div(x, torch.maximum(torch.linalg.vector_norm(x), least), out=basis[number])
-        images.append(image := apply(basis[number]))
-        if not number:
-            least = 1e-6 * torch.linalg.vector_norm(image)  # where less is left there is nothing but rounding
-        x = torch.addmv(image, basis[: number + 1].T, basis[: number + 1] @ image, alpha=-1)
-    return basis @ torch.stack(images).T

@@ -26,7 +26,6 @@ from featcal_cli.calibration.linear_algebra import (
     Symmetric,
     factorise,
     in_sums,
-    project_system,
 )
 from featcal_cli.calibration.moments import LinearMoments
 from featcal_cli.calibration.solver import LinearEquations
@@ -134,21 +133,18 @@ class MetricEquations(LinearEquations):
         curvature = curvature + ((update @ alike) * update).sum()
         return curvature, (update * self.pull_of(name)).sum() + shift.dot(self._cast(self._bias_pull[name]))
 
-    def _factorise(self) -> tuple[Callable[[str, Tensor], Tensor], Tensor, float]:
+    def _factorise(self) -> tuple[Callable[[str, Tensor], Tensor], float]:
         d_in = len(self._mean)
         grams = self._mean.new_empty(len(self._tasks), d_in, d_in)
         for task, gram in zip(self._tasks, grams, strict=True):
             task.gram.full(gram).mul_(task.scale)
-        system = grams.sum(0)
-        factor, ridge = factorise(system, self._hyperparameters.ridge)
-        projected = project_system(system, factor)
-        del system, factor
+        _, ridge = factorise(grams.sum(0), self._hyperparameters.ridge)
 
         def update_of(name: str, towards: Tensor) -> Tensor:
             right = self.pull_of(name).add(towards, alpha=ridge)
             return self._approach(name, grams, right, ridge)
 
-        return update_of, projected, ridge
+        return update_of, ridge
 
     def _approach(self, name: str, grams: Tensor, right: Tensor, ridge: float) -> Tensor:
         """The update U of a module, given ω_i G_i [tasks, d_in, d_in] and the right-hand side.

@@ -20,8 +20,6 @@ class ModuleReport:
     kind: str
     rows: int
     """Rows (tokens) fitted, all tasks together."""
-    condition_number: float
-    """Of the regularised normal equations, estimated."""
     relative_change: float
     """‖W* − W_merged‖ / ‖W_merged‖."""
     step: float | None = None

@@ -18,10 +18,8 @@ from featcal_cli.calibration.linear_algebra import (
     Sum,
     Symmetric,
     choose_precision,
-    condition_number,
     factorise,
     in_sums,
-    project_system,
     solve_rows,
 )
 from featcal_cli.calibration.moments import LinearMoments, NormMoments
@@ -36,7 +34,6 @@ class Solution(NamedTuple):
     """New parameters of one module and what the report says about them."""
 
     parameters: Affine
-    condition_number: float
     relative_change: float
     """‖W* − W_merged‖ / ‖W_merged‖, Frobenius."""
     ridge: float | None = None
@@ -47,8 +44,6 @@ class DeviceSolution(NamedTuple):
     """The same before anybody has waited for it: its figures are on the device."""
 
     parameters: Affine
-    projected: Tensor
-    """Of which `condition_number` is [.., n, n]."""
     relative_change: Tensor
     """[]."""
     ridge: float | None = None
@@ -64,17 +59,15 @@ def read_solutions(block: str, solutions: Mapping[str, DeviceSolution]) -> dict[
     """A block's solutions with their figures, all in one copy. Raises NumericsError where one is not finite."""
     if not solutions:
         return {}
-    parts = [(solution.checksum, solution.relative_change, solution.projected) for solution in solutions.values()]
-    flat = [torch.cat([in_sums(part).flatten() for part in of_module]) for of_module in parts]
-    values = torch.cat(flat).cpu().split([len(of_module) for of_module in flat])
+    figures = [in_sums(part) for each in solutions.values() for part in (each.checksum, each.relative_change)]
     read = {}
-    for (name, solution), figures in zip(solutions.items(), values, strict=True):
-        checksum, change = figures[:2].tolist()
+    for (name, solution), (checksum, change) in zip(
+        solutions.items(), torch.stack(figures).view(-1, 2).tolist(), strict=True
+    ):
         if not isfinite(checksum):
             what = f"the solution of {block}.{name} is not finite"
             raise NumericsError(what, fix="use a larger --ridge, or another --rho")
-        condition = condition_number(figures[2:].view(solution.projected.shape))
-        read[name] = Solution(solution.parameters, condition, change, solution.ridge)
+        read[name] = Solution(solution.parameters, change, solution.ridge)
     return read
 
 
@@ -142,7 +135,7 @@ class LinearEquations:
     def solve(self, base: Mapping[str, Affine], *, bias: bool = True) -> dict[str, DeviceSolution]:
         """W* and b* of every module (b as merged with `bias` False), given the base's parameters for the anchor. Raises
         NumericsError when the equations have no stable solution."""
-        update_of, projected, ridge = self._factorise()
+        update_of, ridge = self._factorise()
         solutions = {}
         for name, merged in self._merged.items():
             towards = _anchor_offset(merged.each(self._cast), base[name].each(self._cast), self._hyperparameters.rho)
@@ -156,7 +149,7 @@ class LinearEquations:
             # nothing that is loaded needs more than float32, but for weights that are float64, and a block's are many
             dtype = torch.promote_types(torch.float32, merged.weight.dtype)
             parameters = Affine(update.add_(weight), new_bias).each(partial(Tensor.to, dtype=dtype))
-            solutions[name] = DeviceSolution(parameters, projected, change, ridge)
+            solutions[name] = DeviceSolution(parameters, change, ridge)
         return solutions
 
     def objective(self, name: str, update: Tensor, shift: Tensor) -> tuple[Tensor, Tensor]:
@@ -205,17 +198,15 @@ class LinearEquations:
         drift = merged @ self._cast(self._drift.value)
         return drift if pull is None else drift.add_(self._cast(pull))
 
-    def _factorise(self) -> tuple[Callable[[str, Tensor], Tensor], Tensor, float]:
-        """What gives a module's update for where its anchor lies (anchor − merged), what `condition_number` needs, and
-        λ: larger than asked for where the equations have no stable solution else."""
-        system = self._gram.full()
-        factor, ridge = factorise(system, self._hyperparameters.ridge)
-        projected = project_system(system, factor)
+    def _factorise(self) -> tuple[Callable[[str, Tensor], Tensor], float]:
+        """What gives a module's update for where its anchor lies (anchor − merged), and λ: larger than asked for where
+        the equations have no stable solution else."""
+        factor, ridge = factorise(self._gram.full(), self._hyperparameters.ridge)
 
         def update_of(name: str, towards: Tensor) -> Tensor:
             return solve_rows(self.pull_of(name).add(towards, alpha=ridge), factor)
 
-        return update_of, projected, ridge
+        return update_of, ridge
 
     def _zeros_of(self, name: str) -> Tensor:
         return torch.zeros_like(self._cast(self._merged[name].weight))
@@ -278,14 +269,12 @@ class NormEquations:
         if merged.bias is None or towards.bias is None:
             a11 = a11.clamp_min(EPSILON)
             new = Affine(merged.weight + pull / a11, merged.bias)
-            return DeviceSolution(new, (a11.max() / a11.min()).view(1, 1), relative_change(merged, new))
+            return DeviceSolution(new, relative_change(merged, new))
         bias_pull = self._bias_pull + ridge * towards.bias
         determinant = (a22 * a11 - a12.square()).clamp_min(EPSILON)
         scale = merged.weight + (a22 * pull - a12 * bias_pull) / determinant
         new = Affine(scale, merged.bias + (a11 * bias_pull - a12 * pull) / determinant)
-        middle, spread = (a11 + a22) / 2, (((a11 - a22) / 2).square() + a12.square()).sqrt()
-        conditions = (middle + spread) / (middle - spread).clamp_min(EPSILON)  # of [[a11, a12], [a12, a22]]
-        return DeviceSolution(new, conditions.max().view(1, 1), relative_change(merged, new))
+        return DeviceSolution(new, relative_change(merged, new))
 
 
 def precise(parameters: Affine) -> Affine:
@@ -351,19 +340,16 @@ class DualEquations(LinearEquations):
                 lacking = lacking + self._bias_offset(name, expert).to(lacking)
             self._residuals[name].append(lacking * scale)
 
-    def _factorise(self) -> tuple[Callable[[str, Tensor], Tensor], Tensor, float]:
+    def _factorise(self) -> tuple[Callable[[str, Tensor], Tensor], float]:
         x, ridge = self._cast(torch.cat(self._x)), self._hyperparameters.ridge
-        products = x @ x.T
-        factor, ridge = factorise(products, ridge)
-        # where no row reaches, the smallest eigenvalue is that of the ridge alone
-        projected = project_system(products, factor, smallest=ridge + EPSILON)
+        factor, ridge = factorise(x @ x.T, ridge)
 
         def update_of(name: str, towards: Tensor) -> Tensor:
             share = ridge / (ridge + EPSILON)
             lacking = self._lacking_rows(name) - (x @ towards.T).mul_(share)
             return (solve_rows(lacking.T, factor) @ x).add_(towards, alpha=share)
 
-        return update_of, projected, ridge
+        return update_of, ridge
 
     def _along(self, name: str, update: Tensor) -> tuple[Tensor, Tensor]:
         moved = self._cast(torch.cat(self._x)) @ update.T

@@ -11,7 +11,6 @@ from featcal_cli import __version__
 from featcal_cli.cli import options
 from featcal_cli.cli.doctor import doctor
 from featcal_cli.cli.modules import modules
-from featcal_cli.cli.reproduce import reproduce
 from featcal_cli.recipe.reading import (
     collect_overrides,
     find_recipe,
@@ -206,7 +205,6 @@ def inspect_drift(
     dtype: options.Dtype = None,
     batch_size: options.BatchSize = None,
     plot: options.Plot = None,
-    projection: options.Projection = None,
     html: options.Html = None,
     markdown: options.Markdown = None,
     max_drift: options.MaxDrift = None,
@@ -232,7 +230,7 @@ def inspect_drift(
         examples=examples, dtype=dtype, norms=norms, token_weights=token_weights, seed=seed,
     )  # fmt: skip
     draft = read_draft(find_recipe(recipe) if recipe else None, overrides)
-    written = {"--plot": plot, "--projection": projection, "--html": html, "--markdown": markdown}
+    written = {"--plot": plot, "--html": html, "--markdown": markdown}
     options.check_files({"--log-file": log_file, **written}, draft, recipe)
     options.check_finite("--max-drift", max_drift)
     screen = Screen(quiet=quiet or json)
@@ -244,13 +242,13 @@ def inspect_drift(
 
             inspection = run(
                 draft, compare=compare, device=device, batch_size=batch_size, allow_pickle=allow_pickle,
-                trust_remote_code=trust_remote_code, plot=plot, projection=projection, html=html, markdown=markdown,
+                trust_remote_code=trust_remote_code, plot=plot, html=html, markdown=markdown,
                 max_drift=max_drift, listener=log,
             )  # fmt: skip
         if json:
             typer.echo(inspection.to_json(), nl=False)
         else:
-            show_inspection(inspection, OUT)
+            show_inspection(inspection, OUT, written)
         if max_drift is not None:
             check_gate(inspection, max_drift)
 
@@ -317,7 +315,6 @@ def evaluate(
             show_evaluation(evaluation, screen.seconds)
 
 
-app.command(cls=options.Command)(reproduce)
 app.command(cls=options.Command)(doctor)
 
 

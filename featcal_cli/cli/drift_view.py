@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import islice
 from math import isfinite
-from textwrap import wrap
+from pathlib import Path
 
 from rich.box import SIMPLE_HEAD
 from rich.cells import cell_len
@@ -18,40 +18,26 @@ from featcal_cli.reporting.markdown import plain
 from featcal_cli.reporting.report import Inspection
 from featcal_cli.reporting.verdict import (
     Column,
-    abbreviate,
     describe_lists,
     follow_drift,
-    list_feature_columns,
-    list_output_columns,
+    list_columns,
     list_roles,
     mean_known,
     order_blocks,
-    read_drift,
     split_lists,
-    write_diagnostics,
     write_verdict,
 )
 
-FEATURES = (
-    "drift: after the last block, relative to the expert's feature; 0 is the expert itself. cosine: of both features. "
-    "vector: cosine of (expert − base) and (model − base)."
-)
-OUTPUTS = (
-    "output: relative drift of what the expert's head makes of it. KL: from the expert, in nats. agree: same first "
-    "choice. certain: choices that this drift cannot change."
-)
-ORIGINS = (
-    "begins: first block with half of the largest local drift (what the block itself does differently). grows: block "
-    "with the largest drift ‖e‖ against that of the block before. local, inherited: what the drift after the last "
-    "block is made of, its own part and what it makes of the drift before it."
-)
-DIAGNOSTICS = (
-    "share: of the drift after the last block, what begins in a block, or outside of all. residual cosine: of "
-    "what blocks add with the drift that they pass on; below 0 they take it away. B: output drift / drift of the last "
-    "feature, per example. cosine: per example."
-)
-SMALLER = ("drift", "output", "KL")
+ABOUT = {
+    "drift": "after the last block, relative to the expert's feature; 0 is the expert itself",
+    "output": "distance of what the expert's head makes of it, relative",
+    "agree": "same first choice",
+}
+"""What a column of the table means, by its head."""
+SMALLER = ("drift", "output")
 """Measures of which the smallest figure is the best; of the others it is the largest."""
+LONGEST_PATH = 400
+"""Characters of a path that are shown."""
 GAP = 2
 """Between two columns."""
 COLOURS = ("#1f78b4", "#4a87a8", "#6f8f95", "#8f917c", "#a98d5f", "#bd8344", "#cb7326", "#d55e00")
@@ -62,35 +48,25 @@ UNREACHED, UNKNOWN = "·", "?"
 """A block that a task does not reach, and one whose drift is no finite number."""
 
 
-def show_inspection(inspection: Inspection, out: Console) -> None:
-    """Print the figures of every task, their heat bars over depth, where drift comes from, and what to worry about."""
+def show_inspection(inspection: Inspection, out: Console, written: Mapping[str, Path | None] | None = None) -> None:
+    """Print the verdict, one table, bars over depth, and where the files are that were written, by their options."""
     tasks = {task: fit(plain(task), max(14, min(40, out.width - 64))) for task in inspection.tasks}
-    for role in list_roles(inspection):
-        out.print(
-            Text.assemble((f"{role:<7}", "bold"), shorten_commits(plain(inspection.names.get(role, "")))),
-            soft_wrap=True,
-        )
-    _show_figures(inspection, list(tasks.values()), out)
-    _show_bars(inspection, tasks, out)
-    _show_readings(inspection, tasks, out)
-    _show_diagnostics(inspection, out)
-    out.print()
     names = {role: plain(inspection.short_names.get(role, role)) for role in list_roles(inspection)}
     for is_warning, text in write_verdict(inspection, names, lambda task: fit(plain(task), 40)):
         out.print(Text.assemble(("warning:", "bold red"), f" {text}") if is_warning else Text(text))
+    out.print()
+    for role in names:
+        name = shorten_commits(plain(inspection.names.get(role, "")))
+        out.print(Text.assemble((f"{role:<7}", "bold"), name), soft_wrap=True)
+    _print_table(list_columns(inspection), list(tasks.values()), out)
+    _show_bars(inspection, tasks, out)
+    files = [f"{plain(str(file), LONGEST_PATH)} ({option})" for option, file in (written or {}).items() if file]
+    if files:
+        out.print(Text(f"\nwritten: {', '.join(files)}"), soft_wrap=True)
 
 
-def _show_figures(inspection: Inspection, tasks: Sequence[str], out: Console) -> None:
-    features, outputs = list_feature_columns(inspection), list_output_columns(inspection)
-    if "other" in list_roles(inspection):
-        _print_tables(features, FEATURES, tasks, out)
-        _print_tables(outputs, OUTPUTS, tasks, out)
-    else:
-        _print_tables([*features, *outputs], f"{FEATURES} {OUTPUTS}", tasks, out)
-
-
-def _print_tables(columns: Sequence[Column], about: str, tasks: Sequence[str], out: Console) -> None:
-    """Tables one below the other, each with as many columns as fit: a figure must not be cut."""
+def _print_table(columns: Sequence[Column], tasks: Sequence[str], out: Console) -> None:
+    """The table, in several parts where the terminal is too narrow for all columns: a figure must not be cut."""
     names = max(map(cell_len, [*tasks, "mean"]))
     left, best = list(columns), _find_best(columns)
     while left:
@@ -115,7 +91,8 @@ def _print_tables(columns: Sequence[Column], about: str, tasks: Sequence[str], o
             table.add_row(Text(name), *row)
         out.print()
         out.print(table)
-    out.print(Text(about, "dim"))
+    shown_heads = {column.measure for column in columns}
+    out.print(Text(". ".join(f"{head}: {text}" for head, text in ABOUT.items() if head in shown_heads) + ".", "dim"))
 
 
 def _list_figures(column: Column) -> list[float | None]:
@@ -123,15 +100,14 @@ def _list_figures(column: Column) -> list[float | None]:
 
 
 def _find_best(columns: Sequence[Column]) -> dict[str, list[float | None]]:
-    """By measure, the best of the models' figures on every task and in the mean; None where only one is measured,
-    and for task vectors, of which no direction is better."""
+    """By measure, the best of the models' figures on every task and in the mean; None where only one is measured."""
     rivals: dict[str, list[list[float | None]]] = {}
     for column in columns:
         rivals.setdefault(column.measure, []).append(_list_figures(column))
 
     def choose(measure: str, figures: Sequence[float | None]) -> float | None:
         known = [figure for figure in figures if figure is not None]
-        if measure == "vector" or len(known) < 2:
+        if len(known) < 2:
             return None
         return (min if measure in SMALLER else max)(known)
 
@@ -144,53 +120,6 @@ def _write_figure(column: Column, value: float | None, best: float | None) -> Te
     if column.kind == "difference":
         style = "red" if (value or 0) > 0 else "green"
     return Text(column.write(value), style)
-
-
-def _show_readings(inspection: Inspection, tasks: dict[str, str], out: Console) -> None:
-    """Local against inherited drift, in one line a task and model."""
-    order = order_blocks(inspection)
-    judged = [role for role in list_roles(inspection) if role != "base"]
-    table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, GAP - 1, 0, 0))
-    table.add_column("task", no_wrap=True)
-    if len(judged) > 1:
-        table.add_column("")
-    table.add_column("begins at", overflow="fold")
-    table.add_column("grows most at", overflow="fold")
-    table.add_column("local", justify="right", no_wrap=True)
-    table.add_column("inherited", justify="right", no_wrap=True)
-    readings = {
-        (task, role): read_drift(drifts.models[role]) for task, drifts in inspection.tasks.items() for role in judged
-    }
-
-    def add(name: str, role: str, *cells: str, shares: Iterable[float | None]) -> None:
-        figures = ["–" if share is None else f"{100 * share:.0f} %" for share in shares]
-        heads = [name if role == judged[0] else "", *([role] if len(judged) > 1 else [])]
-        table.add_row(*map(Text, [*heads, *cells, *figures]))
-
-    for (task, role), reading in readings.items():
-        begins = abbreviate(reading.begins, order) if reading.begins else "–"
-        grows = f"{abbreviate(reading.grows, order)} (×{reading.growth:.2f})" if reading.grows else "–"
-        add(tasks[task], role, begins, grows, shares=(reading.local, reading.upstream))
-    for role in judged if len(tasks) > 1 else ():
-        of_role = [reading for (_, other), reading in readings.items() if other == role]
-        shares = (mean_known(getattr(reading, name) for reading in of_role) for name in ("local", "upstream"))
-        add("mean", role, "", "", shares=shares)
-    out.print("\nWhere it comes from:")
-    out.print(table)
-    out.print(Text(ORIGINS, "dim"))
-
-
-def _show_diagnostics(inspection: Inspection, out: Console) -> None:
-    """What else was measured, a line each."""
-    lines = list(write_diagnostics(inspection))
-    if not lines:
-        return
-    room = max(len(what) for what, _ in lines) + GAP
-    out.print("\nIn the mean over tasks:")
-    for what, figures in lines:
-        for number, part in enumerate(wrap(figures, max(1, out.width - room))):
-            out.print(Text(f"{'' if number else what:<{room}}{part}"))
-    out.print(Text(DIAGNOSTICS, "dim"))
 
 
 def _show_bars(inspection: Inspection, tasks: Mapping[str, str], out: Console) -> None:

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import NoReturn
 
 from featcal_cli.cli.commands import app
-from featcal_cli.cli.completion import teach_bash
 from featcal_cli.cli.options import check_words
 from featcal_cli.lineage.questions import OpenQuestionsError, Option, Question
 from featcal_cli.runtime.errors import FeatCalError, LineageError, RecipeError
@@ -27,7 +26,6 @@ def main() -> None:
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")  # it writes of every retry, with the address
     os.environ.setdefault("HF_DEACTIVATE_ASYNC_LOAD", "1")  # threads to read what is mapped would only take time
-    teach_bash()
     launch = Launch()
     try:
         launch = read_launch()

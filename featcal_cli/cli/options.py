@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from copy import copy
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,8 +11,6 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from featcal_cli.cli import completion
-from featcal_cli.recipe.paper import CORRUPTIONS
 from featcal_cli.recipe.schema import Draft
 from featcal_cli.runtime.errors import OutputError, RecipeError
 from featcal_cli.runtime.untrusted_text import show
@@ -30,15 +28,10 @@ def _option(
     group: str,
     *names: str,
     help: str,  # noqa: A002 - typer's word
-    values: str = "",
-    complete: Callable[..., list[str]] | None = None,
     **settings: Any,
 ) -> Any:
-    """An option; a shell offers `values` for it, or what `complete` finds."""
-    offered = values.split()
-    if offered:
-        complete = lambda incomplete: [value for value in offered if value.startswith(incomplete)]  # noqa: E731
-    return typer.Option(*names, help=help, rich_help_panel=group, autocompletion=complete, **settings)
+    """An option in its group of the help."""
+    return typer.Option(*names, help=help, rich_help_panel=group, **settings)
 
 
 class _WithExamples:
@@ -76,66 +69,34 @@ class Group(_WithExamples, TyperGroup):
     """All verbs."""
 
 
-Merged = Annotated[
-    str | None,
-    typer.Argument(
-        metavar="MERGED",
-        autocompletion=completion.complete_model,
-        help="The merged model: Hub id[@revision] or folder.",
-    ),
-]
-Model = Annotated[
-    str, typer.Argument(metavar="MODEL", autocompletion=completion.complete_model, help="Hub id[@revision] or folder.")
-]
-Base = Annotated[
-    str | None,
-    _option(
-        MODELS,
-        complete=completion.complete_model,
-        metavar="REPO",
-        help="The model that the experts were fine-tuned from.",
-    ),
-]
+Merged = Annotated[str | None, typer.Argument(metavar="MERGED", help="The merged model: Hub id[@revision] or folder.")]
+Model = Annotated[str, typer.Argument(metavar="MODEL", help="Hub id[@revision] or folder.")]
+Base = Annotated[str | None, _option(MODELS, metavar="REPO", help="The model that the experts were fine-tuned from.")]
 Experts = Annotated[
-    list[str] | None,
-    _option(
-        MODELS,
-        "--expert",
-        complete=completion.complete_expert,
-        metavar="TASK=REPO",
-        help="An expert; repeat for each task.",
-    ),
+    list[str] | None, _option(MODELS, "--expert", metavar="TASK=REPO", help="An expert; repeat for each task.")
 ]
 Sources = Annotated[
     list[str] | None,
     _option(
-        MODELS, "--data", complete=completion.complete_data, metavar="TASK=SOURCE",
+        MODELS, "--data", metavar="TASK=SOURCE",
         help="Unlabelled examples of a task: Hub dataset ID[:CONFIG[:SPLIT]], folder of images, .jsonl, .csv or "
         ".parquet file, .safetensors of model-ready inputs, or self (the expert writes them).",
     ),
 ]  # fmt: skip
 SkipExperts = Annotated[
     list[str] | None,
-    _option(
-        MODELS,
-        "--skip-expert",
-        complete=completion.complete_task,
-        metavar="TASK",
-        help="Leave this expert out, e.g. a deleted one; repeat.",
-    ),
+    _option(MODELS, "--skip-expert", metavar="TASK", help="Leave this expert out, e.g. a deleted one; repeat."),
 ]
 Columns = Annotated[
     list[str] | None,
     _option(
-        MODELS, "--columns", complete=completion.complete_key, metavar="TASK=ROLE:COLUMN,…",
+        MODELS, "--columns", metavar="TASK=ROLE:COLUMN,…",
         help="Columns of a task's data by role: image, text, text_pair, messages, prompt, response, label.",
     ),
 ]  # fmt: skip
 Splits = Annotated[
     list[str] | None,
-    _option(
-        MODELS, "--split", complete=completion.complete_key, metavar="TASK=NAME", help="The split of a task's data."
-    ),
+    _option(MODELS, "--split", metavar="TASK=NAME", help="The split of a task's data."),
 ]
 MergeMethod = Annotated[
     str | None,
@@ -143,21 +104,12 @@ MergeMethod = Annotated[
         MODELS,
         "--merge",
         metavar="METHOD",
-        values="average task_arithmetic:0.3 ties:0.3:0.2 dare_ties:0.3:0.2",
         help="Build the merged model: average, task_arithmetic:0.3, ties:0.3:0.2 (scale, density) or "
         "dare_ties:0.3:0.2:42 (seed).",
     ),
 ]
 Recipe = Annotated[
-    str | None,
-    _option(
-        MODELS,
-        "--recipe",
-        "-r",
-        complete=completion.complete_recipe,
-        metavar="FILE",
-        help="A recipe or its name; options override it.",
-    ),
+    str | None, _option(MODELS, "--recipe", "-r", metavar="FILE", help="A recipe or its name; options override it.")
 ]
 AllowPickle = Annotated[
     bool, _option(MODELS, "--allow-pickle", help="Read pickled .bin weights (tensors only, no code).")
@@ -180,7 +132,7 @@ Alpha = Annotated[float | None, _option(METHOD, metavar="F", help="α: target = 
 Select = Annotated[
     str | None,
     _option(
-        METHOD, metavar="KIND", values="auto search preset",
+        METHOD, metavar="KIND",
         help="How λ, ρ and α are chosen: auto (featcal's defaults), search (on held-out examples), or preset (exactly "
         "the paper's method).",
     ),
@@ -188,16 +140,14 @@ Select = Annotated[
 Metric = Annotated[
     str | None,
     _option(
-        METHOD, metavar="KIND", values="auto features output",
+        METHOD, metavar="KIND",
         help="How errors are measured: features (as in the paper), output (by their effect on the expert's answers), "
         "or auto (output where settings are left to featcal).",
     ),
 ]  # fmt: skip
 Norms = Annotated[
     str | None,
-    _option(
-        METHOD, metavar="KIND", values="auto layernorm all none", help="auto, layernorm, all (RMSNorm too) or none."
-    ),
+    _option(METHOD, metavar="KIND", help="auto, layernorm, all (RMSNorm too) or none."),
 ]
 Routers = Annotated[
     bool | None,
@@ -210,45 +160,24 @@ Stems = Annotated[
 Bias = Annotated[bool | None, _option(METHOD, "--bias/--no-bias", help="Calibrate Linear biases [yes].")]
 TokenWeights = Annotated[
     str | None,
-    _option(
-        METHOD,
-        metavar="KIND",
-        values="auto uniform cls",
-        help="auto, uniform, or cls: the first token counts most in the last block.",
-    ),
+    _option(METHOD, metavar="KIND", help="auto, uniform, or cls: the first token counts most in the last block."),
 ]
 Seed = Annotated[int | None, _option(METHOD, metavar="N", help="Seed for sampling examples [42].")]
 Device = Annotated[
     str,
-    _option(MACHINE, metavar="NAME", values="auto cpu cuda", help="auto, cpu or cuda[:K] [auto].", show_default=False),
+    _option(MACHINE, metavar="NAME", help="auto, cpu or cuda[:K] [auto].", show_default=False),
 ]
 Dtype = Annotated[
-    str | None,
-    _option(
-        MACHINE,
-        metavar="NAME",
-        values="auto float32 bfloat16",
-        help="Precision of forward passes: auto, float32 or bfloat16.",
-    ),
+    str | None, _option(MACHINE, metavar="NAME", help="Precision of forward passes: auto, float32 or bfloat16.")
 ]
 BatchSize = Annotated[
     int | None,
     _option(MACHINE, metavar="N", min=1, help="Examples per forward pass [chosen by their length and the memory]."),
 ]
-Compare = Annotated[
-    str | None,
-    _option(
-        MODELS,
-        complete=completion.complete_model,
-        metavar="MODEL2",
-        help="Show a second model against the same experts.",
-    ),
-]
+Compare = Annotated[str | None, _option(MODELS, metavar="MODEL2", help="Show a second model against the same experts.")]
 Evaluated = Annotated[
     list[str] | None,
-    typer.Argument(
-        metavar="MODEL", autocompletion=completion.complete_model, help="Hub ids[@revision] or folders to compare."
-    ),
+    typer.Argument(metavar="MODEL", help="Hub ids[@revision] or folders to compare."),
 ]
 Limit = Annotated[
     int | None,
@@ -260,42 +189,8 @@ AllowCode = Annotated[
 EvaluateToo = Annotated[
     bool, _option(OUTPUT, "--evaluate", help="Also measure the accuracy of experts, merged and calibrated model.")
 ]
-RecipeName = Annotated[
-    str | None, typer.Argument(metavar="NAME", help="Print this recipe.", autocompletion=completion.complete_shipped)
-]
-Table = Annotated[str, typer.Argument(metavar="TABLE", help="A table of the paper: 1 to 12, figure-3 or figure-5.")]
-OnlyTasks = Annotated[
-    str | None,
-    _option(
-        METHOD,
-        "--tasks",
-        complete=completion.complete_task,
-        metavar="TASK,…",
-        help="Evaluate only these tasks; all are merged and fitted.",
-    ),
-]
-Budgets = Annotated[
-    str | None,
-    _option(METHOD, "--examples", "-n", metavar="N,…", help="Examples fitted per task [as in the table]."),
-]
-Seeds = Annotated[
-    str | None,
-    _option(METHOD, "--seeds", metavar="N,…", help="Seeds to calibrate with [as in the table or recipe]."),
-]
-Corruptions = Annotated[
-    list[str] | None,
-    _option(
-        METHOD, "--corrupt", metavar="KIND:SEVERITY", values=" ".join(f"{kind}:3" for kind in CORRUPTIONS),
-        help=f"Corrupt the fitted images, not the test images: {', '.join(CORRUPTIONS)}, severity 1 to 5; repeat.",
-    ),
-]  # fmt: skip
-TableFolder = Annotated[
-    Path | None, _option(OUTPUT, "--output", "-o", metavar="DIR", help="Folder of tables and models [./reproduction].")
-]
+RecipeName = Annotated[str | None, typer.Argument(metavar="NAME", help="Print this recipe.")]
 Plot = Annotated[Path | None, _option(OUTPUT, metavar="FILE", help="Draw the drift as .png or .svg.")]
-Projection = Annotated[
-    Path | None, _option(OUTPUT, metavar="FILE", help="Draw the final features in two dimensions, as .png or .svg.")
-]
 Html = Annotated[Path | None, _option(OUTPUT, metavar="FILE", help="Write a page that needs no network.")]
 Markdown = Annotated[
     Path | None, _option(OUTPUT, metavar="FILE", help="Write verdict and table as Markdown, for a pipeline.")

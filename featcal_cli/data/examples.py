@@ -213,9 +213,6 @@ def _open_rows(
         if reads_pairs(data, samples) and not is_alone:
             return open_pairs(data, samples, model, folders, where, text_models)
         return open_images(data, samples, model, folders, where)
-    if data.corrupt:
-        what = f"corrupt: {data.corrupt} is for images, and these rows have none that the model reads"
-        raise DataError(what, where=where, fix="leave corrupt out of the task's data")
     if model.main_input_name in SOUND:
         return open_audio(data, samples, model, folders, where, text_models)
     if model.main_input_name == "input_ids":
@@ -353,9 +350,8 @@ def open_labelled(
     limit: int | None = None,
     text_models: TextModels | None = None,
 ) -> LabelledRows:
-    """All rows of the split in order; or `limit` of them, chosen at random, always the same ones; none is corrupted.
+    """All rows of the split in order; or `limit` of them, chosen at random, always the same ones.
     Raises DataError for data that cannot be read or understood, or has no labels."""
-    data = data.model_copy(update={"corrupt": None})
     where = f"{task}: {data.model_copy(update={'split': split})}"
     if data.is_self_written:
         what, fix = "what an expert writes itself has no labels", f"name labelled data: --data {task}=SOURCE"

@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from io import BytesIO
-from math import cos, radians, sin
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -75,8 +74,6 @@ class ImageReader(Reader):
     processor: Any
     model: PreTrainedModel
     where: str
-    corruption: str | None = None
-    """KIND:SEVERITY: what is done to images before they are processed."""
 
     def read(self, row: Row) -> EncodedImage:
         if isinstance(row, BrokenRow):
@@ -112,9 +109,8 @@ class ImageReader(Reader):
         return batch | {"pixel_values": pixels.float()}
 
     def picture(self, item: EncodedImage) -> Image.Image:
-        """The image, decoded and corrupted."""
-        image = self._decode(item.value)
-        return corrupt_image(image, self.corruption) if self.corruption else image
+        """The image, decoded."""
+        return self._decode(item.value)
 
     def _decode(self, value: Any) -> Image.Image:
         if isinstance(value, list) and not is_array(value):
@@ -172,9 +168,7 @@ def open_images(
     path = local_path(data) if data.path is not None else None
     folder = path.parent if path and path.is_file() else path
     chosen = f"column {column} (of {list_some(samples)}), image processor from {source}"
-    if data.corrupt:
-        chosen += f", images corrupted by {data.corrupt}"
-    return ImageReader(chosen, column, folder, images, model, where, data.corrupt)
+    return ImageReader(chosen, column, folder, images, model, where)
 
 
 def _portions(items: Sequence[EncodedImage]) -> Iterator[list[EncodedImage]]:
@@ -243,86 +237,3 @@ def from_array(value: Any) -> Image.Image:
         shape = f"{list(values.shape)}" if is_numeric else "no numbers"
         raise ValueError(f"an array of {shape} is no picture; [height, width] and [height, width, 3] are")
     return to_rgb(Image.fromarray(numpy.ascontiguousarray(_scale_to_bytes(values))))
-
-
-# Corruptions, after ImageNet-C (Hendrycks & Dietterich, 2019), by severity
-
-SHORT_EDGE = 224
-"""Images are brought to it first, ImageNet-C's: to blur by so many pixels means more where images are small."""
-NOISE = (0.08, 0.12, 0.18, 0.26, 0.38)
-"""Standard deviation, of a range of 1."""
-BLUR = ((10, 3), (15, 5), (15, 8), (15, 12), (20, 15))
-"""Length and standard deviation of the trail, in pixels."""
-FOG = ((1.5, 2.0), (2.0, 2.0), (2.5, 1.7), (2.5, 1.5), (3.0, 1.4))
-"""How much of it there is, and how fast its detail decays."""
-CONTRAST = (0.4, 0.3, 0.2, 0.1, 0.05)
-PIXELS = (0.6, 0.5, 0.4, 0.3, 0.25)
-"""Of the image's edges, before it is enlarged again."""
-QUALITY = (25, 18, 15, 10, 7)
-
-
-def corrupt_image(image: Image.Image, corruption: str) -> Image.Image:
-    """The image as KIND:SEVERITY leaves it, its shorter edge at 224 pixels; the same one for the same pixels."""
-    kind, _, level = corruption.partition(":")
-    severity = int(level) - 1
-    seed = sha256(f"{corruption} {image.size}".encode() + image.tobytes()).digest()
-    scale = SHORT_EDGE / min(image.size)
-    size = (max(SHORT_EDGE, round(image.width * scale)), max(SHORT_EDGE, round(image.height * scale)))
-    image = image.resize(size, Image.Resampling.BICUBIC)
-    if kind == "pixelate":
-        small = (round(size[0] * PIXELS[severity]), round(size[1] * PIXELS[severity]))
-        return image.resize(small, Image.Resampling.BOX).resize(size, Image.Resampling.NEAREST)
-    if kind == "jpeg":
-        image.save(encoded := BytesIO(), "JPEG", quality=QUALITY[severity])
-        return Image.open(encoded).convert("RGB")
-    random = numpy.random.default_rng(int.from_bytes(seed[:8], "big"))
-    pixels = numpy.asarray(image, dtype=numpy.float64) / 255
-    if kind == "gaussian_noise":
-        pixels = pixels + random.normal(scale=NOISE[severity], size=pixels.shape)
-    elif kind == "motion_blur":
-        pixels = _blur(pixels, *BLUR[severity], float(random.uniform(-45, 45)))
-    elif kind == "fog":
-        amount, decay = FOG[severity]
-        most = pixels.max()
-        fog = _grow_clouds(max(pixels.shape[:2]), decay, random)[: pixels.shape[0], : pixels.shape[1], None]
-        pixels = (pixels + amount * fog) * most / (most + amount)
-    else:
-        means = pixels.mean((0, 1), keepdims=True)
-        pixels = (pixels - means) * CONTRAST[severity] + means
-    return Image.fromarray(numpy.rint(255 * pixels.clip(0, 1)).astype(numpy.uint8))
-
-
-def _blur(pixels: Pixels, length: int, deviation: float, angle: float) -> Pixels:
-    """Every pixel [height, width, 3] with those along a line of `angle` degrees behind it, by a normal distribution's
-    weights; at the edges the outermost ones are repeated."""
-    weights = numpy.exp(-(numpy.arange(2 * length + 1) ** 2) / (2 * deviation**2))
-    rows, columns = numpy.indices(pixels.shape[:2])
-    blurred = numpy.zeros_like(pixels)
-    for step, weight in enumerate(weights / weights.sum()):
-        down, right = (round(step * turn(radians(angle))) for turn in (sin, cos))
-        blurred += (
-            weight * pixels[(rows - down).clip(0, pixels.shape[0] - 1), (columns - right).clip(0, pixels.shape[1] - 1)]
-        )
-    return blurred
-
-
-def _grow_clouds(size: int, decay: float, random: numpy.random.Generator) -> Pixels:
-    """A fractal of the diamond-square kind, 0 to 1 [side, side], whose side is a power of two, at least `size`; its
-    opposite edges fit together."""
-    side = 1 << (size - 1).bit_length()
-    heights = numpy.zeros((side, side))
-    step, roughness = side, 100.0
-    while step >= 2:
-        half = step // 2
-        corners = heights[::step, ::step]
-        sums = corners + numpy.roll(corners, -1, 0)
-        sums = sums + numpy.roll(sums, -1, 1)
-        heights[half::step, half::step] = sums / 4 + roughness * random.uniform(-1, 1, sums.shape)
-        middles = heights[half::step, half::step]
-        across = middles + numpy.roll(middles, 1, 0) + corners + numpy.roll(corners, -1, 1)
-        heights[::step, half::step] = across / 4 + roughness * random.uniform(-1, 1, across.shape)
-        along = middles + numpy.roll(middles, 1, 1) + corners + numpy.roll(corners, -1, 0)
-        heights[half::step, ::step] = along / 4 + roughness * random.uniform(-1, 1, along.shape)
-        step, roughness = half, roughness / decay
-    clouds: Pixels = (heights - heights.min()) / (heights.max() - heights.min())
-    return clouds

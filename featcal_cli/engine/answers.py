@@ -90,30 +90,25 @@ class OutputMeter(Meter[OutputShift]):
 
     def add(
         self, task: str, role: str, output: Any, expert: Any, batch: Batch, place: str = "", *, are_logits: bool
-    ) -> tuple[Tensor, Tensor] | None:
+    ) -> Tensor | None:
         """Add one batch: what the expert returned for the model's features after the block `place` ("": the last one),
-        and for its own. Returns the distance and ‖z − z_exp‖₂ of each example [examples]; None where predictions are
-        not theirs."""
+        and for its own. Returns the distance of each example [examples]; None where predictions are not theirs."""
         rows, rows_exp = (choose_rows(read_output(of), batch) for of in (output, expert))
         if rows.shape != rows_exp.shape:  # how long a voice speaks depends on the weights
             return None
         # a broken head of the expert says nothing of the features that it is given
         is_whole = torch.isfinite(rows_exp).all()
-        kept: list[tuple[Tensor, Tensor]] = []
+        kept: list[Tensor] = []
         for start in range(0, len(rows), ROWS_AT_ONCE):
             z, z_exp = (x[start : start + ROWS_AT_ONCE].float() for x in (rows, rows_exp))
             distances, *compared = _compare_rows(z, z_exp, are_logits=are_logits)
-            kept.append((distances, (z - z_exp).norm(dim=-1)))
+            kept.append(distances)
             numbers = [torch.where(is_whole, x, 0) for x in (add_up(distances), *compared)]
             self._add((task, role, place), [are_logits], [is_whole * len(z), *numbers])
         count, z = count_examples(batch), read_output(expert)
         if len(z) != count or not kept:
             return None
-        owned = find_owners(z, batch)
-        distance, change = (
-            add_by_example(torch.cat(parts) ** 2, owned, count).sqrt() for parts in zip(*kept, strict=True)
-        )
-        return distance, change
+        return add_by_example(torch.cat(kept) ** 2, find_owners(z, batch), count).sqrt()
 
     def _read(self, _: tuple[str, ...], counts: list[int], numbers: list[float]) -> OutputShift:
         rows, distance, size, *of_logits = numbers

@@ -41,12 +41,6 @@ class Drift:
     """Σ ‖p‖₂."""
     is_split: bool = False
     """m and p were measured."""
-    residual_sum: float = 0.0
-    """Σ ‖r‖₂, of p = e_in + r: what the block's branches make of the drift e_in of its input (paper, equation 28)."""
-    skip_cosine_sum: float = 0.0
-    """Σ cos(r, e_in)."""
-    has_residual: bool = False
-    """r was measured."""
 
     @property
     def relative(self) -> float:
@@ -67,16 +61,6 @@ class Drift:
     def upstream(self) -> float | None:
         """mean ‖p‖₂ / mean ‖h_exp‖₂; None where it was not measured."""
         return relate(self.upstream_sum, self.size, self.tokens) if self.is_split else None
-
-    @property
-    def residual(self) -> float | None:
-        """mean ‖r‖₂ / mean ‖h_exp‖₂; None where it was not measured."""
-        return relate(self.residual_sum, self.size, self.tokens) if self.has_residual else None
-
-    @property
-    def residual_cosine(self) -> float | None:
-        """Mean cosine of r and the drift of the block's input; None where it was not measured."""
-        return self.skip_cosine_sum / self.tokens if self.has_residual and self.tokens else None
 
     @property
     def cosine(self) -> float:
@@ -159,12 +143,10 @@ class DriftMeter(Meter[Drift]):
         hidden: Tensor,
         expert: Tensor,
         on_expert: Tensor | None = None,
-        *given: Tensor,
     ) -> None:
         """Add the same tokens of the model and of the task's expert [T, d] each.
 
-        `on_expert`: what the model's block makes of the expert's input, for the split. `given`: the inputs of the
-        model's block and of the expert's, where they have the output's shape, for the residual term.
+        `on_expert`: what the model's block makes of the expert's input, for the split.
         """
         if hidden.shape != expert.shape:
             what = f"features of {role} and of its expert have {len(hidden)} and {len(expert)} tokens {_locate(place)}"
@@ -175,17 +157,12 @@ class DriftMeter(Meter[Drift]):
         sums = [
             add_up(_norms(hidden - expert)),
             add_up(size),
-            add_up(cosines(hidden, expert)),
+            add_up(_cosines(hidden, expert)),
             (size <= TINY).all(),
         ]
         if on_expert is not None:
             on_expert = on_expert.float()
-            upstream = hidden - on_expert
-            sums += [add_up(_norms(on_expert - expert)), add_up(_norms(upstream))]
-            if given:
-                drift = given[0].float() - given[1].float()
-                residual = upstream - drift
-                sums += [add_up(_norms(residual)), add_up(cosines(residual, drift))]
+            sums += [add_up(_norms(on_expert - expert)), add_up(_norms(hidden - on_expert))]
         self._add((place, task, role), [len(hidden)], sums)
 
     def _read(self, key: tuple[str, ...], counts: list[int], numbers: list[float]) -> Drift:
@@ -199,9 +176,7 @@ class DriftMeter(Meter[Drift]):
             raise NumericsError(what, where=f"expert {task}", fix="use another checkpoint; this one is broken")
         drift = Drift(distance, size, cosine_sum, counts[0])
         if split:
-            drift.is_split, drift.local_sum, drift.upstream_sum, *residual = True, *split
-            if residual:
-                drift.has_residual, drift.residual_sum, drift.skip_cosine_sum = True, *residual
+            drift.is_split, drift.local_sum, drift.upstream_sum = True, *split
         return drift
 
     def read(self, place: str, task: str, role: str) -> Drift:
@@ -213,7 +188,7 @@ def _locate(place: str) -> str:
     return "before the first block" if place == STEM else f"after {place}"
 
 
-def cosines(rows: Tensor, others: Tensor) -> Tensor:
+def _cosines(rows: Tensor, others: Tensor) -> Tensor:
     """The cosine of each row [T, d] with the other's [T]; 0 for a zero vector."""
     products = torch.einsum("td,td->t", rows, others)
     return products / (_norms(rows) * _norms(others)).clamp_min(TINY)
@@ -230,8 +205,8 @@ def add_up(values: Tensor) -> Tensor:
 
 
 class ExampleMeter:
-    """Keeps figures of every single example, by task, role and kind (COSINE, DRIFT, SHIFT, CHANGE), as far as they are
-    known. What belongs to one example stands at one place in each."""
+    """Keeps figures of every single example, by task, role and kind (DRIFT or SHIFT), as far as they are known. What
+    belongs to one example stands at one place in each."""
 
     def __init__(self) -> None:
         self._kept: dict[tuple[str, str, str], list[Tensor]] = {}
@@ -249,9 +224,8 @@ class ExampleMeter:
         return [value for part in self._kept.get((task, role, kind), []) for value in part.tolist()]
 
 
-COSINE, DRIFT, SHIFT, CHANGE = "cosine", "drift", "shift", "change"
-"""Kinds of figures: an example's mean cosine(h, h_exp); its ‖e‖₂, over all its tokens that count; the distance of its
-answers, as it is measured; and ‖z − z_exp‖₂."""
+DRIFT, SHIFT = "drift", "shift"
+"""Kinds of figures: an example's ‖e‖₂, over all its tokens that count; and the distance of its outputs."""
 
 
 def add_by_example(values: Tensor, owners: Tensor, count: int) -> Tensor:

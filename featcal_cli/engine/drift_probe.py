@@ -12,7 +12,7 @@ from torch import Tensor
 from featcal_cli.data.batches import Batch, count_examples
 from featcal_cli.engine.answers import gives_logits
 from featcal_cli.engine.block_runner import BlockRunner, PausedForward
-from featcal_cli.engine.drift_metrics import CHANGE, COSINE, DRIFT, OUTSIDE, SHIFT, STEM, add_by_example, cosines
+from featcal_cli.engine.drift_metrics import DRIFT, OUTSIDE, SHIFT, STEM, add_by_example
 from featcal_cli.engine.job import Job, Measurement
 from featcal_cli.engine.token_weights import choose_rows, token_weights
 from featcal_cli.models.architecture import Block
@@ -37,8 +37,6 @@ class _ExpertRun(NamedTuple):
     """The last run of a block by the expert, and what is measured beside it; its pass has gone on."""
 
     run: _Run
-    given: Tensor
-    """The expert's hidden states before the block."""
     on_expert: dict[str, _Run]
     """What the models of other roles make of the expert's input."""
     weights: Weights
@@ -93,7 +91,7 @@ class DriftProbe:
         for paused in self:
             yield from paused.tensors
         if self._shown is not None:
-            yield from tensors_in((self._shown.run.output, self._shown.given))
+            yield from tensors_in(self._shown.run.output)
 
     def drop(self, role: str) -> None:
         """A model is measured no more."""
@@ -158,8 +156,8 @@ class DriftProbe:
         expert = self._passes[EXPERT]
         on_expert = {role: self._run(role, block, expert) for role in self._measurement.split & self._passes.keys()}
         weights = token_weights(expert, block, cls_tokens=False)
-        given, lengths = expert.hidden, expert.lengths_at(block)
-        self._shown = _ExpertRun(run, given, on_expert, weights, lengths, call)
+        lengths = expert.lengths_at(block)
+        self._shown = _ExpertRun(run, on_expert, weights, lengths, call)
         is_last_call = call == block.calls
         if is_last_call and self._is_end(block):
             return
@@ -204,9 +202,6 @@ class DriftProbe:
         for role in self._measurement.runners:
             trio = [runs[role], runs[EXPERT], *([on_expert[role]] if role in on_expert else [])]
             outputs = [hidden for run in trio if (hidden := first_tensor(run.output)) is not None]
-            given = [self._passes[role].hidden, shown.given] if len(outputs) == 3 else []
-            if len({x.shape for x in (*outputs, *given)}) == 1:
-                outputs += given
             add(block.name, self._task, role, *self._choose_rows(outputs, block.layout, weights, lengths))
             if self._is_end(block):
                 self._keep_examples(role, outputs[:2], block.layout, weights, lengths)
@@ -221,17 +216,14 @@ class DriftProbe:
     def _keep_examples(
         self, role: str, features: Sequence[Tensor], layout: Layout, weights: Weights, lengths: Lengths
     ) -> None:
-        """Keep how near each example's last feature is to the expert's: of the model and of the expert."""
+        """Keep how far each example's last feature is from the expert's: of the model and of the expert."""
         count = count_examples(self._passes[EXPERT].batch)
         owners = layout.find_owners(features[0], count)
         if self._measurement.examples is None or owners is None:
             return
         h, h_exp, owned = self._choose_rows([*features, owners], layout, weights, lengths)
-        h, h_exp, owned = h.float(), h_exp.float(), owned[:, 0]
-        tokens = owned.bincount(minlength=count)
-        cosine = add_by_example(cosines(h, h_exp), owned, count) / tokens
-        distance = add_by_example((h - h_exp).square().sum(-1), owned, count).sqrt()
-        self._measurement.examples.add(self._task, role, COSINE, cosine)
+        squares = (h.float() - h_exp.float()).square().sum(-1)
+        distance = add_by_example(squares, owned[:, 0], count).sqrt()
         self._measurement.examples.add(self._task, role, DRIFT, distance)
 
     def _choose_rows(
@@ -240,11 +232,7 @@ class DriftProbe:
         return choose_rows(features, layout, weights, lengths, first_only=bool(self._job.cls_blocks))
 
     def _finish(self, outputs: Mapping[str, Any]) -> None:
-        """Keep all last features, and run the rest of the expert's forward with them in place of its own."""
-        if self._measurement.finals is not None:
-            kept = self._measurement.finals.setdefault(self._task, {})
-            for role, output in outputs.items():
-                kept.setdefault(role, []).append(_one_per_example(output, self._passes[EXPERT].batch))
+        """Run the rest of the expert's forward with them in place of its own."""
         if self._outputs is not None:
             self._answer_all(outputs, "")
 
@@ -257,8 +245,7 @@ class DriftProbe:
             answer = self._answer(role, place, outputs[role])
             moved = self._outputs.add(self._task, role, answer, expert, batch, place, are_logits=are_logits)
             if self._measurement.examples is not None and moved is not None and not place:
-                for kind, values in zip((SHIFT, CHANGE), moved, strict=True):
-                    self._measurement.examples.add(self._task, role, kind, values)
+                self._measurement.examples.add(self._task, role, SHIFT, moved)
 
     def _answer(self, role: str, place: str, output: Any) -> Any:
         follower = self._followers.pop((role, place))
@@ -389,15 +376,3 @@ def _with_own_hidden(output: Any) -> Any:
     if isinstance(output, tuple) and type(output) is tuple:
         return tuple(part.clone() if part is hidden and part is not None else part for part in output)
     return output
-
-
-def _one_per_example(output: Any, batch: Batch) -> Tensor:
-    """The mean of a block's output over the tokens of each example [examples, d]; padding counts nothing."""
-    hidden = first_tensor(output)
-    assert hidden is not None
-    rows = hidden.float().reshape(count_examples(batch), -1, hidden.shape[-1])
-    mask = batch.get("attention_mask")
-    if mask is None or mask.shape != rows.shape[:2]:
-        return rows.mean(1)
-    counts = mask.to(rows)[..., None]
-    return (rows * counts).sum(1) / counts.sum(1).clamp_min(1.0)

@@ -44,8 +44,6 @@ class Measurement:
     """Where it is given, it gets each block's part of the last drift, on the examples of `switched`."""
     switched: Mapping[str, Sequence[Batch]] = field(default_factory=dict)
     """By task; few, as a pass for each block runs on them, of every model whose drift is split."""
-    finals: dict[str, dict[str, list[Tensor]]] | None = None
-    """Where it is given, it gets every example's last feature [examples, d], by task and role."""
     split: frozenset[str] = frozenset()
     """Roles whose drift is split into local mismatch and upstream propagation."""
     last_block_only: bool = False
@@ -63,14 +61,6 @@ class Measurement:
         for meter in (self.meter, self.outputs, self.vectors, self.shares, self.examples):
             if meter is not None:
                 meter.share(ranks)
-        if self.finals is not None:
-            united = ranks.unite(
-                {
-                    task: {role: [x.cpu() for x in parts] for role, parts in kept.items()}
-                    for task, kept in self.finals.items()
-                }
-            )
-            self.finals = {task: united[task] for task in self.batches if task in united}
 
 
 @dataclass

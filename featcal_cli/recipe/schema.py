@@ -23,7 +23,6 @@ from pydantic import (
     model_validator,
 )
 
-from featcal_cli.recipe.paper import Corruption, PaperTable
 from featcal_cli.runtime.errors import RecipeError
 from featcal_cli.runtime.references import bare_model, complaining, existing_path, parse_source, read_page, write_number
 from featcal_cli.runtime.untrusted_text import first_complaint, show
@@ -183,9 +182,6 @@ class Data(Section):
     """Role (image, text, text_pair, messages, prompt, response, label) → column; detected if left out."""
     template: str | None = None
     """Text built from several columns, e.g. "{premise} {hypothesis}"."""
-    corrupt: Corruption | None = None
-    """KIND:SEVERITY, e.g. gaussian_noise:3: corrupts the images that are fitted, never those that are scored;
-    KIND: gaussian_noise, motion_blur, fog, contrast, pixelate or jpeg, SEVERITY: 1 to 5."""
 
     @model_validator(mode="before")
     @classmethod
@@ -221,7 +217,7 @@ class Data(Section):
 
     @model_validator(mode="after")
     def _one_source(self) -> Data:
-        how = [key for key in ("split", "columns", "template", "corrupt") if getattr(self, key)]
+        how = [key for key in ("split", "columns", "template") if getattr(self, key)]
         if (self.dataset is None) == (self.path is None):
             # how to read what is yet to be found
             if self.has_source or not how or self.config or self.revision:
@@ -360,8 +356,8 @@ class Draft(Section):
     """The settings of the method."""
     output: Output = Output()
     """Where the result goes."""
-    paper: Mapping[str, PaperTable] = Field(default={}, exclude=True)
-    """Tables of the paper that `featcal reproduce` measures with this recipe, by name; other commands ignore them."""
+    paper: Mapping[str, Any] = Field(default={}, exclude=True)
+    """Figures of the paper by table, for `benchmarks/reproduce.py`; the commands ignore them."""
 
     _file: str = PrivateAttr("")
     """Name of the recipe's file, without its ending."""

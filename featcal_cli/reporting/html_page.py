@@ -17,9 +17,9 @@ from featcal_cli.reporting.report import VISIBLE, Inspection, ModelDrift, Output
 from featcal_cli.reporting.verdict import (
     compare_drift,
     find_farther,
+    find_growth,
     list_roles,
     order_blocks,
-    read_drift,
     write_verdict,
 )
 from featcal_cli.runtime.files import tell_bytes
@@ -86,7 +86,6 @@ def _describe(inspection: Inspection) -> dict[str, Any]:
             }
             for name, task in inspection.tasks.items()
         ],
-        "gains": _pack_gains(inspection),
         "headline": headline["parts"],
         "tiles": _make_tiles(inspection, names, tags),
         "summary": summary,
@@ -104,32 +103,14 @@ def _pack(model: ModelDrift, blocks: list[str], modules: list[str]) -> dict[str,
     drifts = [block.drift if block else None for block in reached]
     return {
         "stem": _round(model.stem.relative),
-        "blocks": [[*_figures(d), *map(_round, _further_figures(d))] if d else None for d in drifts],
+        "blocks": [[*_figures(d), _round(d.distance), _round(d.amplification)] if d else None for d in drifts],
         "shares": list(map(_round, (model.outside, *(block.share if block else None for block in reached)))),
-        "cosines": list(map(_round, model.cosine_percentiles)),
-        "bound": [_round(output.sensitivity_median), _round(output.sensitivity_max)],
         "modules": [[[numbers[n], *_figures(drift)] for n, drift in b.modules.items()] if b else [] for b in reached],
         "last": _figures(model.last),
         "kind": output.kind or None,
         "output": list(map(_round, (output.relative, output.divergence, output.agreement, output.certain))),
         "vector": _round(model.task_vector_cosine),
     }
-
-
-def _pack_gains(inspection: Inspection) -> dict[str, Any] | None:
-    """By task's number, what the other model's cosine and result are more."""
-    if inspection.gains is None:
-        return None
-    gains = [inspection.gains.tasks.get(task) for task in inspection.tasks]
-    points = [
-        [_round(gain.cosine), _round(gain.result)] if gain and math.isfinite(gain.cosine + gain.result) else None
-        for gain in gains
-    ]
-    return {"measure": inspection.gains.measure, "points": points}
-
-
-def _further_figures(drift: PlaceDrift) -> tuple[float | None, ...]:
-    return drift.distance, drift.amplification, drift.residual, drift.residual_cosine
 
 
 def _figures(drift: PlaceDrift) -> list[float | None]:
@@ -202,10 +183,8 @@ def _summarise(inspection: Inspection, names: Mapping[str, str]) -> list[dict[st
 def _say_worst(inspection: Inspection, role: str, name: str) -> str:
     drifts = _last(inspection, role)
     worst = max(drifts, key=lambda task: drifts[task])
-    reading = read_drift(inspection.tasks[worst].models[role])
-    grows = ""
-    if reading.grows is not None and reading.growth is not None:
-        grows = f"grows most in {_mark(one_line(reading.grows))}, {_number(reading.growth)} times"
+    growth = find_growth(inspection.tasks[worst].models[role])
+    grows = f"grows most in {_mark(one_line(growth[0]))}, {_number(growth[1])} times" if growth else ""
     if len(drifts) == 1:
         return f"The drift of {name} {grows or 'grows in no block'}."
     text = f"{name} is farthest from its expert on {_mark(plain(worst))} (drift {_number(drifts[worst])})"

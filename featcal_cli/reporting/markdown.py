@@ -17,7 +17,7 @@ from featcal_cli.calibration.results import ADAPTER, AdapterReport, write_share
 from featcal_cli.evaluation.results import CALIBRATED, EXPERT, MERGED, Score, average_tasks
 from featcal_cli.lineage.questions import enumerate_names
 from featcal_cli.reporting.report import PICTURE, DriftRow, Inspection, Report
-from featcal_cli.reporting.verdict import list_feature_columns, list_output_columns, list_roles, write_verdict
+from featcal_cli.reporting.verdict import list_columns, list_roles, write_verdict
 from featcal_cli.runtime.errors import GateError
 from featcal_cli.runtime.files import tell_bytes
 from featcal_cli.runtime.untrusted_text import without_tokens
@@ -238,8 +238,7 @@ def write_summary(inspection: Inspection, exceeded: GateError | None = None) -> 
     if exceeded is not None:
         parts.append(f"❌ **{_show(exceeded.what)}**  \n{_show(exceeded.where)}")
     parts += [f"⚠️ {text}" if is_warning else text for is_warning, text in write_verdict(inspection, names, inert)]
-    columns = [column for column in list_feature_columns(inspection) if column.measure == "drift"]
-    columns += [column for column in list_output_columns(inspection) if column.measure in ("output", "agree")]
+    columns = [column for column in list_columns(inspection) if column.kind != "difference"]
     measures = {column.measure for column in columns}
     lines = [write_row(["task", *(f"{column.measure}, {column.role}" for column in columns)])]
     lines.append(f"| --- |{' ---: |' * len(columns)}")

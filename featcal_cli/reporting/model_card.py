@@ -43,7 +43,6 @@ ORDERS = {
 }
 """What the card says of metric and order; reports of earlier versions name none."""
 MARK = "<!-- This card was written by featcal. -->"
-ENERGIES = {"gpu_watt_hours": "the GPU's energy", "cpu_watt_hours": "the processors' energy"}
 """Of a report's cost, what each key counts."""
 OWN_CARD = "## The merged model's own card"
 LICENSE = re.compile(r"[a-z0-9][a-z0-9.+-]{0,60}")
@@ -330,11 +329,9 @@ def _describe_settings(report: Report) -> str:
 def _describe_cost(report: Report) -> str:
     cost, machine = report.cost, {key: inert(value) for key, value in report.environment.items()}
     device = f" and {_show_size(cost['peak_device_bytes'])} on the device" if cost["peak_device_bytes"] else ""
-    energies = [f"{cost[key]:.3f} Wh of {what}" for key, what in ENERGIES.items() if key in cost]
     return (
         f"This took {_show_duration(cost['seconds'])} on {machine['device']}, {_show_size(cost['peak_rss_bytes'])} of "
-        f"memory{device} at the peak, {''.join(f'{energy}, ' for energy in energies)}and read "
-        f"{_show_size(cost['expert_bytes_read'])} of the experts' weights "
+        f"memory{device} at the peak, and read {_show_size(cost['expert_bytes_read'])} of the experts' weights "
         f"(torch {machine['torch']}, transformers {machine['transformers']}, {machine['platform']})."
     )
 

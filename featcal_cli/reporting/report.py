@@ -9,7 +9,6 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import reduce
 from math import inf, isfinite, nan
 from operator import getitem
-from statistics import StatisticsError, correlation
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
@@ -45,11 +44,6 @@ class PlaceDrift:
     """mean ‖p‖₂ / mean ‖h_expert‖₂; None before the first block."""
     amplification: float | None = None
     """‖e‖ of this block / ‖e‖ of the one before, mean norms; None where there is none before, or it is 0."""
-    residual: float | None = None
-    """mean ‖r‖₂ / mean ‖h_expert‖₂, of p = e_in + r (paper, equation 28): e_in is the drift of the block's input, which
-    a skip connection carries on, r what its branches add; None where input and output have different shapes."""
-    residual_cosine: float | None = None
-    """Mean cosine of r and e_in: below 0 the branches take drift away, above they add to it; None like residual."""
 
 
 @dataclass(frozen=True)
@@ -84,9 +78,6 @@ class OutputDrift:
     certain: float | None = None
     """Share of predictions that the drift cannot change: the expert's margin exceeds 2 ‖z − z_expert‖∞ (paper,
     equation 44); None without logits."""
-    sensitivity_median: float | None = None
-    """Of ‖z − z_expert‖₂ / ‖e‖₂, over examples: a lower bound of the head's B (paper, Proposition 3)."""
-    sensitivity_max: float | None = None
 
 
 @dataclass(frozen=True)
@@ -102,8 +93,6 @@ class ModelDrift:
     """Cosine of (expert − base) and (model − base), over the parameters of all blocks; None for the base itself."""
     outside: float | None = None
     """Share of the last drift that what lies outside of blocks brings in, embeddings for example."""
-    cosine_percentiles: list[float] = field(default_factory=list)
-    """Of the cosine of h and h_expert after the last block, each example's mean: percentiles 0, 5, 10, … 100."""
 
     @property
     def last(self) -> PlaceDrift:
@@ -133,35 +122,6 @@ class TaskInspection:
 
 
 @dataclass(frozen=True)
-class Gain:
-    """What the other model has more than the first on one task."""
-
-    cosine: float
-    """After the last block."""
-    result: float
-    """Accuracy, or share of predictions that are the expert's: each 0 to 1."""
-
-
-@dataclass(frozen=True)
-class Gains:
-    """Nearer features against better results."""
-
-    measure: str
-    """accuracy, from the models' own reports, or agreement with the expert."""
-    tasks: dict[str, Gain]
-
-    def count(self) -> tuple[int, int, float | None]:
-        """On how many tasks the cosine rose, and the result; and the correlation of both gains, None where there is
-        none, or fewer than three tasks."""
-        pairs = [(gain.cosine, gain.result) for gain in self.tasks.values()]
-        risen, better = (sum(gain > 0 for gain in column) for column in zip(*pairs, strict=True))
-        try:
-            return risen, better, correlation(*zip(*pairs, strict=True)) if len(pairs) > 2 else None
-        except StatisticsError:  # one of them is the same everywhere
-            return risen, better, None
-
-
-@dataclass(frozen=True)
 class Inspection:
     """Everything that one run of inspect-drift measured."""
 
@@ -173,8 +133,6 @@ class Inspection:
     recipe: dict[str, Any]
     environment: dict[str, str]
     cost: dict[str, float]
-    gains: Gains | None = None
-    """Where two models are compared."""
     schema: int = SCHEMA
 
     @property
@@ -278,8 +236,7 @@ class Report:
     blocks: list[BlockReport]
     drift: dict[str, TaskDrift]
     cost: dict[str, Any]
-    """Seconds, bytes, and watt hours where the machine counts them; under torchrun, of memory the most that one process
-    took, and `expert_bytes_by_rank`."""
+    """Seconds and bytes; under torchrun, of memory the most that one process took, and `expert_bytes_by_rank`."""
     notes: list[str] = field(default_factory=list)
     """What was chosen without being told, and what was left alone."""
     sources: list[Source] = field(default_factory=list)

@@ -4,25 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby, takewhile
+from itertools import groupby
 from math import inf, isfinite, isinf, isnan, nan
 from statistics import fmean
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from featcal_cli.lineage.questions import enumerate_names
 from featcal_cli.reporting.report import VISIBLE, Inspection, ModelDrift
 
-if TYPE_CHECKING:  # it imports torch
-    pass
-
 ROLES = ("model", "other", "base")
 """In the order in which they are shown."""
-BEGINNING = 0.5
-"""Drift begins at the first block with this share of the largest local mismatch."""
 MOST_LISTS = 8
 """Lists of blocks that are told apart; beyond, all blocks are one list."""
-MOST_SHARES = 5
-"""Blocks whose share is written, the largest; the others have the rest."""
 MOST_TASKS = 5
 """Tasks that a sentence names; the others are counted."""
 
@@ -69,13 +62,6 @@ def describe_lists(order: Sequence[str]) -> str:
     return ", then ".join(texts)
 
 
-def abbreviate(name: str, order: Sequence[str]) -> str:
-    """A block's name without the parts that all blocks of `order` begin with."""
-    columns = zip(*(block.split(".")[:-1] for block in order), strict=False)
-    shared = sum(1 for _ in takewhile(lambda parts: len(set(parts)) == 1, columns))
-    return ".".join(name.split(".")[shared:])
-
-
 # Figures
 
 
@@ -107,8 +93,9 @@ def mean_known(values: Iterable[float | None]) -> float | None:
     return sum(known) / len(known) if known else None
 
 
-def list_feature_columns(inspection: Inspection) -> list[Column]:
-    """Drift, cosine and task vector after the last block; base has its drift alone."""
+def list_columns(inspection: Inspection) -> list[Column]:
+    """Drift after the last block, then the distance of outputs and the agreement with the expert's choices, as far as
+    any task has them; base has its drift alone."""
 
     def collect(role: str, read: Callable[[ModelDrift], float | None]) -> list[float | None]:
         return [read(task.models[role]) for task in inspection.tasks.values()]
@@ -121,108 +108,22 @@ def list_feature_columns(inspection: Inspection) -> list[Column]:
         pairs = zip(drifts["model"].values, drifts["other"].values, strict=True)
         columns.append(Column("other −", "model", [(b or 0.0) - (a or 0.0) for a, b in pairs], "difference"))
     columns += [drifts[role] for role in roles if role == "base"]
-    columns += [Column("cosine", role, collect(role, lambda drift: drift.last.cosine)) for role in judged]
-    return columns + [Column("vector", role, collect(role, lambda drift: drift.task_vector_cosine)) for role in judged]
+    of_outputs: list[Column] = []
+    for role in judged:
+        distances = collect(role, lambda drift: drift.output.relative if drift.output else None)
+        agreements = collect(role, lambda drift: drift.output.agreement if drift.output else None)
+        of_outputs += [Column("output", role, distances), Column("agree", role, agreements, "share")]
+    of_outputs.sort(key=lambda column: column.measure == "agree")
+    return columns + [column for column in of_outputs if column.mean is not None]
 
 
-def list_output_columns(inspection: Inspection) -> list[Column]:
-    """What drift does to outputs, without what no task has: KL, agreement and certainty need logits."""
-    measures: tuple[tuple[str, str, Literal["number", "share"]], ...] = (
-        ("output", "relative", "number"),
-        ("KL", "divergence", "number"),
-        ("agree", "agreement", "share"),
-        ("certain", "certain", "share"),
-    )
-    columns = [
-        Column(head, role, [getattr(task.models[role].output, name, None) for task in inspection.tasks.values()], kind)
-        for head, name, kind in measures
-        for role in list_roles(inspection)
-        if role != "base"
-    ]
-    return [column for column in columns if column.mean is not None]
-
-
-@dataclass(frozen=True)
-class Reading:
-    """One model on one task in short."""
-
-    begins: str | None
-    """First block with half of the largest local mismatch; None without any mismatch."""
-    grows: str | None
-    """Block with the largest amplification; None where drift grows at no block. A list's first block has none."""
-    growth: float | None
-    """Its amplification, more than 1."""
-    local: float | None
-    """‖m‖ / (‖m‖ + ‖p‖) after the last block, 0 to 1; None where both are 0, or were not measured."""
-    upstream: float | None
-    """‖p‖ / (‖m‖ + ‖p‖) after the last block, 0 to 1; None like local."""
-
-
-def read_drift(drift: ModelDrift) -> Reading:
-    """Where one model's drift on one task begins, where it grows most, and what it is made of in the end."""
-    growth = {block.name: block.drift.amplification or 0.0 for block in drift.blocks}
-    threshold = BEGINNING * max(block.drift.local or 0.0 for block in drift.blocks)
-    threshold = threshold if isfinite(threshold) else 0.0
-    begins = (block.name for block in drift.blocks if threshold and (block.drift.local or 0.0) >= threshold)
+def find_growth(drift: ModelDrift) -> tuple[str, float] | None:
+    """The block at which drift grows most, and how many times; None where it grows at no block. The first block of a
+    list has no block before it."""
     first = {names[0] for names in split_lists([block.name for block in drift.blocks])}
-    growing = [name for name in growth if name not in first and growth[name] > 1]
-    steepest = max(growing, key=growth.__getitem__, default=None)
-    local, upstream = drift.last.local or 0.0, drift.last.upstream or 0.0
-    whole = local + upstream
-    shares = (local / whole, upstream / whole) if whole and isfinite(whole) else (None, None)
-    return Reading(next(begins, None), steepest, growth[steepest] if steepest else None, *shares)
-
-
-# Means over tasks
-
-
-def average_shares(inspection: Inspection, role: str) -> dict[str, float]:
-    """Share of the last drift by block, "" for what lies outside of blocks, largest first; they add up to 1. A task
-    that does not reach a block has no share of it."""
-    drifts = [task.models[role] for task in inspection.tasks.values() if task.models[role].outside is not None]
-    sums: dict[str, float] = {}
-    for drift in drifts:
-        for name, share in (("", drift.outside), *((block.name, block.share) for block in drift.blocks)):
-            sums[name] = sums.get(name, 0.0) + (share or 0.0) / len(drifts)
-    return dict(sorted(sums.items(), key=lambda item: -abs(item[1])))
-
-
-def write_diagnostics(inspection: Inspection) -> Iterator[tuple[str, str]]:
-    """Further measures in a line each, means over tasks: what it is, and the figures of every model but the base."""
-    roles = [role for role in list_roles(inspection) if role != "base"]
-    order = order_blocks(inspection)
-    for role in roles:
-        shares = list(average_shares(inspection, role).items())
-        places = [(f"block {abbreviate(name, order)}" if name else "outside", share) for name, share in shares]
-        if shares:
-            yield f"share, {role}", ", ".join(f"{name} {_percent(share)}" for name, share in places[:MOST_SHARES])
-
-    def compare(read: Callable[[ModelDrift], Iterable[float | None]], total: Callable[..., float] = fmean) -> list[str]:
-        """One figure of every role, with the role before it where there are two."""
-        texts = []
-        for role in roles:
-            models = (task.models[role] for task in inspection.tasks.values())
-            values = [value for model in models for value in read(model) if value is not None and isfinite(value)]
-            texts += [f"{role} {total(values):.3g}" if len(roles) > 1 else f"{total(values):.3g}"] if values else []
-        return texts
-
-    if texts := compare(lambda drift: [block.drift.residual_cosine for block in drift.blocks]):
-        yield "residual cosine", ", ".join(texts)
-    if texts := compare(lambda drift: [drift.output.sensitivity_median if drift.output else None]):
-        most = compare(lambda drift: [drift.output.sensitivity_max if drift.output else None], max)
-        yield "B, median", f"{', '.join(texts)}; largest {', '.join(most)}"
-    if texts := compare(lambda drift: drift.cosine_percentiles[10:11]):
-        worst = compare(lambda drift: drift.cosine_percentiles[1:2])
-        yield "cosine, median", f"{', '.join(texts)}; 5th percentile {', '.join(worst)}"
-    if inspection.gains:
-        count = len(inspection.gains.tasks)
-        risen, better, together = inspection.gains.count()
-        text = f"cosine on {risen} of {count} tasks, {inspection.gains.measure} on {better}"
-        yield "gained", text + ("" if together is None else f"; correlation of both gains {together:.2f}")
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:.0f} %"
+    growth = {block.name: block.drift.amplification or 0.0 for block in drift.blocks if block.name not in first}
+    steepest = max(growth, key=growth.__getitem__, default="")
+    return (steepest, growth[steepest]) if growth.get(steepest, 0.0) > 1 else None
 
 
 # Sentences

@@ -202,13 +202,6 @@ def choose_device(name: str) -> torch.device:
     return device
 
 
-def find_gpu(device: torch.device) -> str:
-    """The UUID of an NVIDIA GPU, as its driver names it after GPU-; empty for other devices."""
-    if device.type != "cuda":
-        return ""
-    return str(getattr(torch.cuda.get_device_properties(device), "uuid", ""))
-
-
 def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True

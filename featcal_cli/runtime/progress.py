@@ -161,31 +161,6 @@ class Listener:
         """A calibration moved on."""
 
 
-class OneOfMany(Listener):
-    """For one run after the other: each counts its own time, and what several note is passed on once."""
-
-    def __init__(self, shown: Listener) -> None:
-        self._shown = shown
-        self._noted: set[str] = set()
-
-    def stage(self, text: str) -> None:
-        self._shown.stage(text)
-
-    def note(self, text: str) -> None:
-        if text not in self._noted:
-            self._noted.add(text)
-            self._shown.note(text)
-
-    def waiting(self, text: str) -> None:
-        self._shown.waiting(text)
-
-    def transfer(self, name: str, done: int, total: int, *, sent: bool = False) -> None:
-        self._shown.transfer(name, done, total, sent=sent)
-
-    def progress(self, progress: Progress) -> None:
-        self._shown.progress(progress)
-
-
 def tell_seconds(seconds: float) -> str:
     """As 8 s, 2 min 5 s, or 3 h 7 min."""
     whole = round(seconds)

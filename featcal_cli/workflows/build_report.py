@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
-from math import isfinite
-from statistics import median
 from typing import Any
 
 import torch
@@ -14,7 +12,7 @@ import torch
 from featcal_cli import __version__
 from featcal_cli.calibration.hyperparameters import Choice
 from featcal_cli.calibration.results import BlockReport
-from featcal_cli.engine.drift_metrics import CHANGE, COSINE, DRIFT, OUTSIDE, STEM, Drift
+from featcal_cli.engine.drift_metrics import OUTSIDE, STEM, Drift
 from featcal_cli.engine.job import CALIBRATED, Job
 from featcal_cli.lineage.questions import SAID
 from featcal_cli.reporting.model_card import read_license
@@ -30,7 +28,6 @@ from featcal_cli.reporting.report import (
     TaskDrift,
     TaskInspection,
 )
-from featcal_cli.runtime.energy import add_energy
 from featcal_cli.runtime.hardware import describe_environment
 from featcal_cli.runtime.process import peak_resident_bytes
 from featcal_cli.workflows.preflight import Preflight
@@ -86,18 +83,17 @@ def summarise(session: Session, plan: Preflight, outcome: Outcome) -> Report:
 
 
 def add_up_cost(session: Session, job: Job) -> dict[str, Any]:
-    """What the run cost, over all ranks: of memory, the most that one of them took; of energy, what counters tell."""
+    """What the run cost, over all ranks; of memory, the most that one of them took."""
     device = torch.cuda.max_memory_allocated(session.device) if session.device.type == "cuda" else 0
     read = sum(runner.bytes_read for runner in job.experts.values())
-    own = (peak_resident_bytes(), device, read, session.energy.read())
-    resident, on_device, by_rank, energies = zip(*session.ranks.gather(own), strict=True)
+    own = (peak_resident_bytes(), device, read)
+    resident, on_device, by_rank = zip(*session.ranks.gather(own), strict=True)
     cost = {
         "seconds": time.monotonic() - session.started,
         "phases": session.phases.read(),
         "peak_rss_bytes": max(resident),
         "peak_device_bytes": max(on_device),
         "expert_bytes_read": sum(by_rank),
-        **add_energy(energies),
     }
     return cost | ({"expert_bytes_by_rank": list(by_rank)} if len(by_rank) > 1 else {})
 
@@ -171,33 +167,19 @@ def _describe_model(job: Job, task: str, role: str) -> ModelDrift:
         _describe_output(job, task, role),
         job.drift.vectors.read(task, role) if job.drift.vectors else None,
         outside.share if outside else None,
-        _find_percentiles(job.drift.examples.read(task, role, COSINE)) if job.drift.examples else [],
     )
 
 
 def _describe_output(job: Job, task: str, role: str) -> OutputDrift | None:
-    outputs, examples, output = job.drift.outputs, job.drift.examples, None
-    if outputs and (shift := outputs.read(task, role)) and shift.rows:
-        output = OutputDrift("features", shift.relative)
-        if shift.has_logits:
-            shares = (count / shift.rows for count in (shift.divergence_sum, shift.agreed, shift.certain))
-            output = OutputDrift("logits", shift.relative, *shares)
-    if output and examples:
-        changes, drifts = (examples.read(task, role, kind) for kind in (CHANGE, DRIFT))
-        ratios = [z / e for z, e in zip(changes, drifts, strict=False) if e and isfinite(z / e)]
-        if ratios and len(changes) == len(drifts):
-            return replace(output, sensitivity_median=median(ratios), sensitivity_max=max(ratios))
-    return output
-
-
-def _find_percentiles(values: Sequence[float]) -> list[float]:
-    """Percentiles 0, 5, … 100 of those that are finite."""
-    finite = torch.tensor([value for value in values if isfinite(value)], dtype=torch.float64)
-    steps = torch.linspace(0, 1, 21, dtype=torch.float64)
-    return finite.quantile(steps).tolist() if len(finite) else []
+    shift = job.drift.outputs.read(task, role) if job.drift.outputs else None
+    if shift is None or not shift.rows:
+        return None
+    if not shift.has_logits:
+        return OutputDrift("features", shift.relative)
+    shares = (count / shift.rows for count in (shift.divergence_sum, shift.agreed, shift.certain))
+    return OutputDrift("logits", shift.relative, *shares)
 
 
 def _describe(drift: Drift, before: Drift | None) -> PlaceDrift:
     amplification = drift.mean / before.mean if before and before.mean else None
-    split = drift.local, drift.upstream, amplification, drift.residual, drift.residual_cosine
-    return PlaceDrift(drift.mean, drift.relative, drift.cosine, *split)
+    return PlaceDrift(drift.mean, drift.relative, drift.cosine, drift.local, drift.upstream, amplification)

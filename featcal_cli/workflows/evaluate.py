@@ -4,7 +4,7 @@ first needed."""
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import cached_property
@@ -67,24 +67,17 @@ def evaluate_models(
     limit: int | None = None,
     batch_size: int | None = None,
     allow_code: bool = False,
-    tasks: Collection[str] | None = None,
-    roles: Collection[str] | None = None,
 ) -> Evaluation:
-    """Expert, merged and `others` (by role) on the tasks of a whole recipe; only some of either, where `tasks` and
-    `roles` say so. Raises FeatCalError."""
+    """Measure expert, merged and `others` (by role) on the tasks of a whole recipe. Raises FeatCalError."""
     from featcal_cli.runtime.hardware import describe_environment
 
-    if tasks is not None:
-        chosen = {task: spec.evaluate if task in tasks else None for task, spec in recipe.tasks.items()}
-        specs = {task: spec.model_copy(update={"evaluate": chosen[task]}) for task, spec in recipe.tasks.items()}
-        recipe = recipe.model_copy(update={"tasks": specs})
     check_evaluable(session, recipe, allow_code=allow_code)
     started = time.monotonic()
     cache = ScoreCache()
-    with closing(LazyModels(session, recipe, others, roles)) as models:
+    with closing(LazyModels(session, recipe, others)) as models:
         recipe = models.recipe
         wanted = {task: spec for task, spec in recipe.tasks.items() if spec.evaluate is not None}
-        if left_out := [task for task in recipe.tasks if task not in wanted and tasks is None]:
+        if left_out := [task for task in recipe.tasks if task not in wanted]:
             session.note(f"not evaluated, as the recipe does not say how: {list_some(left_out)}")
         size = batch_size or BATCH[session.device.type]
         scores = {
@@ -228,7 +221,7 @@ class _TaskMeasurement:
         return {
             **about,
             "beside": self.models.identify(EXPERT if how.protocol == "heads" else BASE, self.task),
-            "data": data.model_dump(mode="json", exclude_none=True, exclude={"corrupt"}),
+            "data": data.model_dump(mode="json", exclude_none=True),
             "files": stamp(local_path(data)) if data.path else [],
         }
 
@@ -236,11 +229,8 @@ class _TaskMeasurement:
 class LazyModels:
     """Base, experts, merged and further models. Nothing is downloaded for a figure that is known."""
 
-    def __init__(
-        self, session: Session, recipe: Recipe, others: Mapping[str, str], roles: Collection[str] | None = None
-    ) -> None:
-        """others: further models by role; roles: those whose figures are wanted, None for all. Raises HubError for a
-        model that there is not."""
+    def __init__(self, session: Session, recipe: Recipe, others: Mapping[str, str]) -> None:
+        """others: further models by role. Raises HubError for a model that there is not."""
         from featcal_cli.workflows.preflight import name_models, pin
 
         self._session = session
@@ -248,8 +238,7 @@ class LazyModels:
         self._origins = {role: session.find_origin(name) for role, name in named.items()}
         self.recipe = pin(recipe, self._origins, session)
         """Every repo and dataset at the commit that it has now."""
-        self.roles = [role for role in (EXPERT, MERGED, *others) if roles is None or role in roles]
-        """Whose figures are wanted."""
+        self.roles = [EXPERT, MERGED, *others]
         self._snapshots: dict[str, Snapshot] = {}
         self._models: dict[str, Model] = {}
         self._towers: dict[str, PreTrainedModel] = {}

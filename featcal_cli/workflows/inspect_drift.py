@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pydantic import TypeAdapter, ValidationError
-
 from featcal_cli import __version__
-from featcal_cli.evaluation.results import CALIBRATED, MERGED, TaskScores
+from featcal_cli.evaluation.results import MERGED
 from featcal_cli.recipe.reading import as_draft
 from featcal_cli.recipe.schema import Merge
 from featcal_cli.reporting.gates import find_excess
 from featcal_cli.reporting.html_page import write_page
-from featcal_cli.reporting.markdown import label_roles, write_summary
-from featcal_cli.reporting.report import REPORT, Gain, Gains, Inspection, TaskInspection
-from featcal_cli.runtime.errors import HubError, OutputError, RecipeError
+from featcal_cli.reporting.markdown import write_summary
+from featcal_cli.reporting.report import Inspection
+from featcal_cli.runtime.errors import OutputError, RecipeError
 from featcal_cli.runtime.files import write_requested
 from featcal_cli.runtime.progress import Listener, Progress
 from featcal_cli.workflows.session import EXPERT, RecipeSource, RunOptions, Session
@@ -45,7 +41,6 @@ def inspect_drift(
     allow_pickle: bool = False,
     trust_remote_code: bool = False,
     plot: str | Path | None = None,
-    projection: str | Path | None = None,
     html: str | Path | None = None,
     markdown: str | Path | None = None,
     max_drift: float | None = None,
@@ -54,11 +49,11 @@ def inspect_drift(
     """Measure how far a model's features are from its experts', and where that comes from.
 
     recipe: as for `calibrate`; its merged model is the one that is inspected, and so is `compare` if it is given.
-    plot, projection (.png or .svg), html and markdown (.md): files to write, and all that is written.
+    plot (.png or .svg), html and markdown (.md): files to write, and all that is written.
     max_drift: the limit of a gate, for what markdown says; `verdict.check_gate` stops a program that is over it.
     Raises FeatCalError (what, where, fix) when something that the user can fix is wrong.
     """
-    wanted = ((plot, PICTURES), (projection, PICTURES), (html, PAGES), (markdown, TEXTS))
+    wanted = ((plot, PICTURES), (html, PAGES), (markdown, TEXTS))
     for file, kinds in wanted:
         if file:
             _check_file(Path(file), kinds)
@@ -70,14 +65,13 @@ def inspect_drift(
     if isinstance(session.draft.merged, Merge):
         raise RecipeError("there is no model to inspect yet", where="merged", fix="name one, or calibrate first")
     session.find_models()
-    plan, job = _measure(session, compare, keep_finals=projection is not None)
+    plan, job = _measure(session, compare)
     inspection = _describe(plan, session, job)
     if session.ranks.is_first:
         excess = None if max_drift is None else find_excess(inspection, max_drift)
         from featcal_cli.reporting.drift_plots import plot_inspection
 
         _write(plot, partial(plot_inspection, inspection))
-        _write(projection, partial(_draw_projection, job, label_roles(inspection)))
         _write(html, lambda _: write_page(inspection))
         _write(markdown, lambda _: write_summary(inspection, excess))
     return inspection
@@ -89,8 +83,8 @@ def _write(file: str | Path | None, make: Callable[[Any], str | bytes]) -> None:
         write_requested(Path(file), make(Path(file).suffix[1:]), where=str(file))
 
 
-def _measure(session: Session, compare: str | None, *, keep_finals: bool) -> tuple[Preflight, Job]:
-    """What was run, and all that it has measured; with `keep_finals`, the final features too. Raises FeatCalError."""
+def _measure(session: Session, compare: str | None) -> tuple[Preflight, Job]:
+    """What was run, and all that it has measured. Raises FeatCalError."""
     from featcal_cli.engine.lockstep import forward_order
     from featcal_cli.models.alignment import check_alignment, load_fitting
     from featcal_cli.workflows.output_files import is_calibrated
@@ -110,7 +104,7 @@ def _measure(session: Session, compare: str | None, *, keep_finals: bool) -> tup
     if other is not None:
         check_alignment(setup.architecture, models.merged, other)
     watchers = {MODEL: models.merged, BASE: models.base} | ({OTHER: other} if other else {})
-    job = setup.make_job({}, watchers, keep_finals=keep_finals)
+    job = setup.make_job({}, watchers)
     session.stage("measuring")
     for number, visit in enumerate(forward_order(job)):
         session.progress(Progress(visit.block.name, number, len(setup.architecture.blocks)))
@@ -127,67 +121,15 @@ def _describe(plan: Preflight, session: Session, job: Job) -> Inspection:
     names |= {role: origin.pinned for role, origin in plan.origins.items() if role == OTHER}
     names |= {f"{EXPERT}{task}": spec.expert for task, spec in plan.recipe.tasks.items()}
     cost = add_up_cost(session, job)
-    tasks = describe_tasks(job, {task: examples.fitted_count for task, examples in plan.examples.items()})
     return Inspection(
         featcal_version=__version__,
         names={role: str(name) for role, name in names.items()},
-        tasks=tasks,
+        tasks=describe_tasks(job, {task: rows.fitted_count for task, rows in plan.examples.items()}),
         notes=session.notes,
         recipe=plan.recipe.model_dump(mode="json", exclude_none=True),
         environment=describe_environment(session.device),
         cost={name: figure for name, figure in cost.items() if isinstance(figure, float | int)},
-        gains=_compare_results(plan, tasks) if OTHER in names else None,
     )
-
-
-def _compare_results(plan: Preflight, tasks: Mapping[str, TaskInspection]) -> Gains | None:
-    """What the other model gains on each task: in accuracy where reports hold it for both on all of them, else in
-    agreement with the expert; None where there is neither."""
-    pairs = {task: (found.models[MODEL], found.models[OTHER]) for task, found in tasks.items()}
-    cosines = {task: other.last.cosine - model.last.cosine for task, (model, other) in pairs.items()}
-    before, after = _read_accuracies(plan)
-    if all(task in before and task in after and before[task][0] == after[task][0] for task in tasks):
-        return Gains("accuracy", {task: Gain(cosines[task], after[task][1] - before[task][1]) for task in tasks})
-    gains = {}
-    for task, pair in pairs.items():
-        a, b = (drift.output.agreement if drift.output else None for drift in pair)
-        if a is not None and b is not None:
-            gains[task] = Gain(cosines[task], b - a)
-    return Gains("agreement", gains) if gains else None
-
-
-def _read_accuracies(plan: Preflight) -> list[dict[str, tuple[tuple[str, ...], float]]]:
-    """Of both models, by task: what was evaluated (data, split, …), and the score. As a model's own report has them, or
-    the other's, if that was calibrated from it."""
-    origins = [plan.origins[MERGED], plan.origins[OTHER]]
-    reports: list[tuple[str, dict[str, TaskScores]]] = []
-    for origin in origins:
-        merged, accuracy = "", {}
-        with suppress(ValueError, LookupError, TypeError, AttributeError, ValidationError, HubError):
-            report = json.loads(origin.repo.read_text(REPORT) or "{}")
-            merged = str(report["recipe"]["merged"])
-            accuracy = TypeAdapter(dict[str, TaskScores]).validate_python(report["accuracy"])
-        reports.append((merged, accuracy))
-    scores: list[dict[str, tuple[tuple[str, ...], float]]] = []
-    for number, origin in enumerate(origins):
-        role, (merged, accuracy) = MERGED, reports[1 - number]
-        if merged not in (origin.name, origin.pinned):
-            role, (_, accuracy) = CALIBRATED, reports[number]
-        about = {task: (one.protocol, one.metric, one.data, one.split) for task, one in accuracy.items()}
-        scores.append(
-            {task: (about[task], one.scores[role].value) for task, one in accuracy.items() if role in one.scores}
-        )
-    return scores
-
-
-def _draw_projection(job: Job, names: Mapping[str, str], kind: Any) -> bytes:
-    import torch
-
-    from featcal_cli.reporting.projection import plot_projection
-
-    finals = job.drift.finals or {}
-    points = {task: {role: torch.cat(parts) for role, parts in kept.items()} for task, kept in finals.items()}
-    return plot_projection(points, kind, names)
 
 
 def _check_file(file: Path, kinds: Sequence[str]) -> None:

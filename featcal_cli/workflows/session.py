@@ -20,10 +20,9 @@ from featcal_cli.recipe.schema import Draft, Recipe
 from featcal_cli.reporting.markdown import join_notes
 from featcal_cli.reporting.report import CARD, PICTURE, RECIPE, REPORT
 from featcal_cli.runtime.distributed import join_ranks
-from featcal_cli.runtime.energy import EnergyMeter
 from featcal_cli.runtime.errors import Obstacles
 from featcal_cli.runtime.libraries import load_libraries
-from featcal_cli.runtime.process import check_device, read_launch
+from featcal_cli.runtime.process import check_device
 from featcal_cli.runtime.progress import Listener, PhaseClock, Progress
 from featcal_cli.runtime.untrusted_text import visible
 
@@ -84,7 +83,6 @@ class Session:
         self.ranks = join_ranks()
         """All processes of this run; the first one speaks and writes."""
         self.listener = listener if listener and self.ranks.is_first else Listener()
-        self.energy = EnergyMeter(processors=read_launch().local_rank == 0)  # one process on each machine counts them
         check_device(options.device)
         self.options = options
         self.obstacles = Obstacles()
@@ -98,12 +96,9 @@ class Session:
     @cached_property
     def device(self) -> torch.device:
         """What the models run on. Raises RecipeError where it is not there."""
-        from featcal_cli.runtime.hardware import choose_device, find_gpu
+        from featcal_cli.runtime.hardware import choose_device
 
-        device = choose_device(self.options.device)
-        if gpu := find_gpu(device):
-            self.energy.count_gpu(gpu)
-        return device
+        return choose_device(self.options.device)
 
     def find_models(self, *, note_findings: bool = True) -> tuple[Recipe, Sequence[Finding]]:
         """The whole recipe, and where each part of it was read: found by the first rank, once; then torch is imported.
@@ -152,12 +147,10 @@ class Session:
     def stage(self, text: str) -> None:
         """Say that a new part of the work begins, from which on its time counts."""
         self.phases.begin(text)
-        self.energy.read()
         self.listener.stage(text)
 
     def progress(self, progress: Progress) -> None:
         """Say how far a calibration is."""
-        self.energy.read()
         self.listener.progress(progress)
 
     def note(self, *texts: str) -> None:

@@ -197,7 +197,6 @@ class Setup:
         *,
         guarded: bool = False,
         judged: bool = False,
-        keep_finals: bool = False,
     ) -> Job:
         """All models at the start, with the examples that they run on.
 
@@ -227,7 +226,6 @@ class Setup:
         }
         by_role = {role: runners[id(model)] for role, model in roles.items()}
         drift = self._prepare_drift(by_role, measured, [merged, *experts.values()], is_inspected=not students)
-        drift.finals = {} if keep_finals else None
         second = {role: drift.runners[role] for role in (*students, MERGED)} if judged else {}
         outputs = OutputMeter() if self.gradients else None  # what errors are measured by judges the result, too
         return Job(
@@ -271,7 +269,6 @@ class Setup:
             DriftMeter(modules=is_inspected, refuse_vanishing=not is_inspected),
             outputs=OutputMeter() if are_answers_read or is_inspected else None,
             vectors=VectorMeter() if is_inspected else None,  # a calibrated block is there when its experts' are gone
-            examples=ExampleMeter() if is_inspected else None,
             split=split,
         )
         if is_inspected:

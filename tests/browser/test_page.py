@@ -16,8 +16,6 @@ import pytest
 from featcal_cli.reporting.html_page import TEMPLATE, write_page
 from featcal_cli.reporting.report import (
     BlockDrift,
-    Gain,
-    Gains,
     Inspection,
     ModelDrift,
     OutputDrift,
@@ -45,12 +43,11 @@ def model_drift(last: float, blocks: list[str]) -> ModelDrift:
     rising = [last * share for share in (0.1, 0.2, 0.8, 1.0)][-len(blocks) :]
     places = [place(value, before) for value, before in zip(rising, [0.1, *rising], strict=False)]
     inside = {"attention.q_proj": place(0.5 * last, None), "mlp.fc1": place(0.25 * last, None)}
-    output = OutputDrift("logits", last / 2, last / 4, 1 - last / 2, 0.5 - last / 4, 0.25, 2.5)
+    output = OutputDrift("logits", last / 2, last / 4, 1 - last / 2, 0.5 - last / 4)
     stem = PlaceDrift(0.1, 0.01, 0.999)
     shares = [0.5, -0.25, 0.5, 0.125][-len(blocks) :]
     drifts = [BlockDrift(name, p, inside, s, 2 * s) for name, p, s in zip(blocks, places, shares, strict=True)]
-    percentiles = [number / 20 - last for number in range(21)]
-    return ModelDrift(stem, drifts, output, 0.5, 1 - sum(shares), percentiles)
+    return ModelDrift(stem, drifts, output, 0.5, 1 - sum(shares))
 
 
 def make_inspection(compare: bool = True) -> Inspection:
@@ -63,8 +60,7 @@ def make_inspection(compare: bool = True) -> Inspection:
     names = {"model": "user/merged", "base": "user/base", **({"other": "user/mended"} if compare else {})}
     names |= {f"expert {task}": f"user/expert-{number}" for number, task in enumerate(TASKS)}
     facts = ({"merged": "user/merged"}, {"device": "cpu", "torch": "2.13"}, {"seconds": 12.0})
-    gains = Gains("agreement", {task: Gain(0.1 * number, 0.2) for number, task in enumerate(TASKS)})
-    return Inspection("0.1.0", names, tasks, ["<b>a note<!--"], *facts, gains if compare else None)
+    return Inspection("0.1.0", names, tasks, ["<b>a note<!--"], *facts)
 
 
 def said(inspection: Inspection) -> str:
@@ -260,15 +256,12 @@ def test_pointing_and_going_there_show_the_curves_of_that_task_until_one_is_pinn
     assert title.inner_text() == "cars over depth, at encoder.layers.1"
 
 
-def test_shares_and_cosines_are_those_of_the_task_that_is_shown(opened: Open) -> None:
+def test_shares_are_those_of_the_task_that_is_shown(opened: Open) -> None:
     page = opened(make_inspection())
     title, figure = page.locator("#ends-title"), page.locator("[data-ends=model]")
     assert title.inner_text() == "The final drift: mean of 5 tasks"
     cell(page, 0, 3).hover()
     assert title.inner_text() == "The final drift: cars"
-    assert "cosines of examples: 0 in the median, -0.45 at 5 % · B 0.25, at most 2.50" in figure.inner_text().replace(
-        "\n", " "
-    )
     shares = figure.get_by_role("img").first.get_attribute("aria-label") or ""
     assert shares.startswith("A: outside 13 %, encoder.layers.0 50 %, encoder.layers.1 -25 %")
     heights = [float(bar.get_attribute("height") or "") for bar in figure.locator("rect").all()]
@@ -277,13 +270,6 @@ def test_shares_and_cosines_are_those_of_the_task_that_is_shown(opened: Open) ->
     cell(page, 4, 3).hover()
     assert title.inner_text().startswith("The final drift: م")
     assert figure.locator("rect").count() == 4  # its examples skip the first block
-
-
-def test_gains_of_two_models_are_a_point_a_task_and_of_one_there_are_none(opened: Open) -> None:
-    page = opened(make_inspection())
-    assert page.locator("#gains circle").count() == len(TASKS)
-    assert "cars: cosine ±0.0 %, agreement +20 %" in (page.locator("#gains svg").get_attribute("aria-label") or "")
-    assert not opened(make_inspection(compare=False)).locator("#gains").is_visible()
 
 
 def test_one_stop_of_tab_leads_into_a_map_and_the_arrows_lead_through_it(opened: Open) -> None:

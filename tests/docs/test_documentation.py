@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shlex
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 from runpy import run_path
 from typing import Any
@@ -197,34 +195,3 @@ def test_the_schema_refuses_what_featcal_refuses(recipe: dict[str, Any], place: 
     assert list(error.value.absolute_path) == place
     with pytest.raises(RecipeError):
         read_draft(None, {"merged": "user/merged", **recipe})
-
-
-@pytest.mark.parametrize(
-    ("typed", "offered"),
-    [
-        ("calibrate --sel", {"--select"}),
-        ("calibrate --select ", {"auto", "search", "preset"}),
-        ("inspect-drift --dtype b", {"bfloat16"}),
-        ("recipes clip-vit-b", {"clip-vit-b32-8", "clip-vit-b32-14", "clip-vit-b32-20"}),
-        ("calibrate -r clip-vit-b", {"clip-vit-b32-8", "clip-vit-b32-14", "clip-vit-b32-20"}),
-        ("calibrate -r clip-vit-b32-8 --skip-expert m", {"mnist"}),
-        ("calibrate -r clip-vit-b32-8 --split m", {"mnist="}),
-        ("calibrate --expert red=user/red --data r", {"red="}),
-        ("calibrate a", {"a/merged", "a/red"}),
-        ("calibrate a/m", {"a/merged"}),
-        ("calibrate --base a/r", {"a/red"}),
-        ("calibrate --expert red=", {"red=a/merged", "red=a/red"}),
-        ("calibrate --data red=", {"red=a/rows"}),
-        ("insp", {"inspect-drift"}),
-    ],
-)
-def test_a_shell_completes(typed: str, offered: set[str], tmp_path: Path) -> None:
-    for name in ("models--a--merged", "models--a--red", "datasets--a--rows"):
-        (tmp_path / "hub" / name).mkdir(parents=True)
-    words = f"featcal {typed}"
-    asked = {"_FEATCAL_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
-    line = [str(Path(sys.executable).parent / "featcal")]
-    watched = {"HF_HOME": str(tmp_path), "PYTHONPROFILEIMPORTTIME": "1"}
-    done = subprocess.run(line, env={**os.environ, **asked, **watched}, capture_output=True, text=True)
-    assert set(done.stdout.split()) == offered, done.stderr
-    assert not re.search(r"\| +(torch|httpx2?)$", done.stderr, re.MULTILINE)

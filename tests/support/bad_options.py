@@ -95,7 +95,7 @@ CASES: list[Case] = [
     (options(split=["red=a", "red=b"]), ["given twice", "--split"]),
     (options(data="red=a/b::train", split="red=test"), ["--data red=…", "--split red=…"]),
     (inspect({"rows.png": "mine"}, data="red={}/rows.png", plot="{}/rows.png"), ["--plot", "write over"]),
-    (inspect(plot="a.png", projection="a.png"), ["--projection", "--plot"]),
+    (inspect(plot="a.png", html="a.png"), ["--html", "--plot"]),
     (inspect(max_drift="nan"), ["--max-drift"]),
     (inspect(max_drift="inf"), ["--max-drift", "finite"]),
     (inspect(plot="drift.gif"), ["drift.gif", ".png or .svg"]),

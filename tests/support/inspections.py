@@ -8,8 +8,6 @@ from math import isfinite
 
 from featcal_cli.reporting.report import (
     BlockDrift,
-    Gain,
-    Gains,
     Inspection,
     ModelDrift,
     OutputDrift,
@@ -28,12 +26,11 @@ def make_model(level: float, blocks: Sequence[str]) -> ModelDrift:
     for number, name in enumerate(blocks, 1):
         e = level * number / len(blocks)
         growth = e / before if before else None
-        place = PlaceDrift(10 * e, e, 1 - e / 4, e / 3, e * 2 / 3, growth, e / 2, -0.25)
+        place = PlaceDrift(10 * e, e, 1 - e / 4, e / 3, e * 2 / 3, growth)
         drifts.append(BlockDrift(name, place, {}, 0.9 / len(blocks), e / 2))
         before = e
-    output = OutputDrift("logits", level / 2, level, 0.9, 0.5, level / 4, level)
-    percentiles = [1 - level * (20 - number) / 20 for number in range(21)]
-    return ModelDrift(PlaceDrift(0.1, 0.01, 1.0), drifts, output, 0.5, 0.1, percentiles)
+    output = OutputDrift("logits", level / 2, level, 0.9, 0.5)
+    return ModelDrift(PlaceDrift(0.1, 0.01, 1.0), drifts, output, 0.5, 0.1)
 
 
 def make_inspection(
@@ -50,9 +47,8 @@ def make_inspection(
         task: TaskInspection(8, {role: make_model(level * (1 + number / 100), names) for role, level in chosen.items()})
         for number, task in enumerate(tasks)
     }
-    gains = Gains("agreement", {task: Gain(0.1 * number, 0.2 * number) for number, task in enumerate(tasks)})
     models = {role: f"user/{role}" for role in chosen}
-    return Inspection("0.1.0", models, inspected, [], {}, {}, {}, gains if compare else None)
+    return Inspection("0.1.0", models, inspected, [], {}, {}, {})
 
 
 def change(drift: ModelDrift, number: int, **values: float) -> ModelDrift:

@@ -12,9 +12,9 @@ import pytest
 from featcal_cli.runtime.errors import HubError
 from featcal_cli.workflows.workspace import NOTE
 
-TIMES = ("seconds", "phases", "peak_rss_bytes", "expert_bytes_read", "cpu_watt_hours", "gpu_watt_hours")
+TIMES = ("seconds", "phases", "peak_rss_bytes", "expert_bytes_read")
 """What a report says of the run and not of the result."""
-TIME = re.compile(r"\d[\d.,]* (s|seconds|minutes|MB|GB|MiB|GiB|Wh)\b")
+TIME = re.compile(r"\d[\d.,]* (s|seconds|minutes|MB|GB|MiB|GiB)\b")
 """What a card says of it."""
 OF_THE_RUN = re.compile("taken over|earlier run|computed again")
 """Notes that tell of an interruption."""

@@ -67,7 +67,7 @@ class World:
             self.hub.add_repo(own, expert)
         if isinstance(recipe.merged, str):
             self.hub.add_repo(recipe.merged, self._model(f"{kind}-expert", "0"))
-        for name in {row.model for table in recipe.paper.values() for row in table.rows if row.model}:
+        for name in {row["model"] for table in recipe.paper.values() for row in table["rows"] if "model" in row}:
             self.hub.add_repo(name, self._model(f"{kind}-expert", "1"))
         for dataset in {str(spec.data.dataset) for spec in tasks if spec.data}:
             self._add_dataset(dataset, [spec for spec in tasks if spec.data and spec.data.dataset == dataset])

@@ -111,11 +111,10 @@ def test_an_update_ends_where_held_out_rows_want_it() -> None:
         system = LinearEquations({"m": merged}, Hyperparameters(0.05, 1.0, 0.0), with_bias=True)
         one = torch.ones(1, 1)
         system.add_task(sum_up("drift", one, one, expert, merged, 0.0), {"m": expert}, torch.tensor(1.0))
-        solutions, held_out = {"m": Solution(new, 7.0, 1.0)}, BlockEquations(linear={("m",): system})
+        solutions, held_out = {"m": Solution(new, 1.0)}, BlockEquations(linear={("m",): system})
         held, steps = backtrack_block(solutions, held_out, {"m": merged})
         assert steps == pytest.approx({"m": step})
         assert float(held["m"].parameters.weight) == pytest.approx(step)
-        assert held["m"].condition_number == 7.0
 
 
 def inputs(model: nn.Module, path: str, batch: Mapping[str, Tensor]) -> Tensor:
@@ -223,7 +222,6 @@ def test_modules_that_are_pulled_back_are_in_the_report(overfit: Saved, tmp_path
                 assert ours[name].equal((merged, theirs)[int(step)][name])
         before = of_paper[module.name]
         assert module.relative_change == pytest.approx(step * before.relative_change, rel=1e-6)
-        assert module.condition_number == before.condition_number
 
 
 def test_without_further_rows_the_result_is_the_papers_to_the_byte(overfit: Saved, tmp_path: Path) -> None:

@@ -96,7 +96,7 @@ def test_a_factor_is_that_of_the_system_and_a_system_that_is_not_positive_has_no
 
 
 def test_what_took_more_ridge_is_told() -> None:
-    modules = [ModuleReport("fc1", "linear", 3, 1.0, 0.1), ModuleReport("fc2", "linear", 3, 1.0, 0.1, ridge=0.01)]
+    modules = [ModuleReport("fc1", "linear", 3, 0.1), ModuleReport("fc2", "linear", 3, 0.1, ridge=0.01)]
     assert "layers.0.fc2 (0.01)" in describe_ridges([BlockReport("layers.0", 0.0, modules, [])])
     assert describe_ridges([BlockReport("layers.0", 0.0, modules[:1], [])]) == ""
 

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import io
 import json
-import os
-import pty
 import re
-import select
 import shutil
 import subprocess
 import sys
@@ -280,34 +277,3 @@ def test_a_message_breaks_no_command(capsys: pytest.CaptureFixture[str]) -> None
     assert lines[-2:] == ["  fix: install it again:", f"    {command}"]
     assert any("`featcal recipes clip-vit-b32-8`" in line for line in lines)
     assert max(map(len, lines[:-1])) <= 80
-
-
-def test_bash_completes_what_follows_the_sign_of_a_task(tmp_path: Path) -> None:
-    """In a real prompt, which ends words at = and at :."""
-    (tmp_path / "hub" / "models--a--merged").mkdir(parents=True)
-    (tmp_path / "r.yaml").write_text("tasks: {red: {}, blue: {}}")
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    asked = {"PATH": path, "HF_HOME": str(tmp_path), "PS1": "$ ", "TERM": "dumb"}
-    ours, theirs = pty.openpty()
-    bash = subprocess.Popen(
-        ["bash", "--norc", "--noprofile", "-i"], cwd=tmp_path, env={**os.environ, **asked}, start_new_session=True,
-        stdin=theirs, stdout=theirs, stderr=theirs,
-    )  # fmt: skip
-
-    def type_in(text: str, shown: str) -> None:
-        os.write(ours, text.encode())
-        seen, end = "", time.monotonic() + 60
-        while shown not in seen:
-            assert select.select([ours], [], [], max(0.0, end - time.monotonic()))[0], seen
-            seen += os.read(ours, 1 << 16).decode()
-
-    try:
-        type_in('eval "$(featcal --show-completion)" && echo rea""dy\n', "ready")
-        type_in("featcal calibrate -r r.yaml --expert r\t", "--expert red=")
-        type_in("a/m\t", "a/merged ")
-        type_in("--data=b\t", "--data=blue=")
-    finally:
-        bash.kill()
-        bash.wait()
-        os.close(ours)
-        os.close(theirs)

@@ -109,7 +109,7 @@ def test_a_report_is_json_whatever_was_measured_and_is_read_back() -> None:
     report = make_report()
     broken = replace(report.drift["digit"], before=nan, after=inf, base=-inf)
     block = report.blocks[0]
-    modules = [replace(block.modules[0], condition_number=inf, relative_change=nan)]
+    modules = [replace(block.modules[0], relative_change=nan)]
     report = replace(
         report, drift=report.drift | {"digit": broken}, blocks=[replace(block, modules=modules), *report.blocks[1:]]
     )
@@ -125,7 +125,7 @@ def test_a_report_is_json_whatever_was_measured_and_is_read_back() -> None:
 def make_report(task: str = "digit", **changes: Any) -> Report:
     """A run with two tasks, one of them named `task`."""
     tasks = (task, "letter")
-    module = ModuleReport("q_proj", "linear", 100, 10.0, 0.25)
+    module = ModuleReport("q_proj", "linear", 100, 0.25)
     report = Report(
         featcal_version="0.1.0",
         recipe={"merged": {"method": "task_arithmetic", "scale": 0.3}},
