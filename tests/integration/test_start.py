@@ -22,7 +22,6 @@ VERBS = {
     "calibrate": ["calibrate", "user/merged", "--device", "cuda:99"],
     "inspect-drift": ["inspect-drift", "user/merged", "--device", "cuda:99"],
     "evaluate": ["evaluate", "-r", "clip-vit-b32-8", "--device", "cuda:99"],
-    "reproduce": ["reproduce", "1", "--device", "cuda:99"],
     "demo": ["demo", "--device", "cuda:99"],
     "modules": ["modules", "user/merged"],
     "doctor": ["doctor"],
