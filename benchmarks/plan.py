@@ -59,7 +59,6 @@ def as_if_on(place: Place) -> Iterator[None]:
     given: dict[str, object] = {
         "workflows.preflight.free_bytes": lambda _: 2**60,
         "workflows.preflight.memory_of": place.memory_of,
-        "workflows.resource_estimate.memory_of": place.memory_of,
         "runtime.hardware.memory_of": place.memory_of,
     }
     if place.card:

@@ -9,7 +9,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import chain
 from math import ceil, isfinite
-from pathlib import Path
 
 from rich.cells import cell_len
 from rich.console import Console, Group, RenderableType
@@ -19,7 +18,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from featcal_cli.lineage.questions import OpenQuestionsError
-from featcal_cli.runtime.errors import FeatCalError, SeveralErrors
+from featcal_cli.runtime.errors import BugError, FeatCalError, SeveralErrors
 from featcal_cli.runtime.process import peak_resident_bytes, read_start
 from featcal_cli.runtime.progress import Listener, tell_change
 from featcal_cli.runtime.progress import Progress as Step
@@ -245,7 +244,7 @@ def show_error(error: FeatCalError, who: str = "") -> None:
     at the end is a line of its own, to be copied, and is never cut; nor are several questions, each of which counts."""
     fix, command = _split_command(error)
     what, where = shorten_commits(error.what), shorten_commits(error.where)
-    heads = (f"{who}error:", "  in:", "  fix:")
+    heads = (f"{who}{'bug' if isinstance(error, BugError) else 'error'}:", "  in:", "  fix:")
     parts = [fold(text, ERR.width, f"{head} ") for head, text in zip(heads, (what, where, fix), strict=True)]
     if isinstance(error, SeveralErrors):
         rest = (fold(shorten_commits(line), ERR.width, "    - ") for line in error.lines)
@@ -300,15 +299,3 @@ def _print_part(head: str, lines: Sequence[str], style: str = "dim") -> None:
     ERR.print(f"[{style}]{escape(head)}[/]{escape(first.removeprefix(head))}", soft_wrap=True)
     for line in rest:
         ERR.print(escape(line), soft_wrap=True)
-
-
-def show_crash(error: BaseException, file: Path | None) -> None:
-    """What nobody foresaw, and where it is written down."""
-    lines = str(error).strip().splitlines()
-    what = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
-    said = {"bug:": f"featcal stopped where it should not have: {what}"}
-    if file is not None:
-        said["  report:"] = f"{file} says what happened, without secrets: look it over and attach it to an issue"
-    said["  fix:"] = "finished work is kept: run the same command again to go on from there"
-    for head, text in said.items():
-        _print_part(head, fold(text, ERR.width, f"{head} "), "bold red" if head == "bug:" else "dim")

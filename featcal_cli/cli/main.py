@@ -51,23 +51,13 @@ def main() -> None:
         raise
     except BrokenPipeError:  # whoever read our output has gone
         _leave(GONE)
-    except Exception as error:  # noqa: BLE001 - a fault of ours, whatever it is: it is written down to be fixed
-        _leave(_report_fault(error))
+    except Exception as error:  # noqa: BLE001 - a fault of ours, whatever it is, becomes a message too
+        from featcal_cli.cli.console import show_error
+        from featcal_cli.runtime.logfile import explain
 
-
-def _report_fault(error: Exception) -> int:
-    """Say that a disk is full or a package broken, or write down what nobody foresaw; the exit code."""
-    from featcal_cli.cli.console import show_crash, show_error
-    from featcal_cli.runtime.files import explain_full
-    from featcal_cli.runtime.libraries import explain_broken_package
-    from featcal_cli.runtime.logfile import CrashError, write_crash
-
-    if known := explain_full(error) or explain_broken_package(error):
+        known = explain(error)
         show_error(known)
-        return known.exit_code
-    cause, recent = (error.cause, error.recent) if isinstance(error, CrashError) else (error, [])
-    show_crash(cause, write_crash(cause, recent))
-    return 1
+        _leave(known.exit_code)
 
 
 def _call() -> None:

@@ -102,6 +102,12 @@ class ShortageError(FeatCalError):
     """Memory does not suffice, even for the smallest batches."""
 
 
+class BugError(FeatCalError):
+    """A fault of featcal's own, which the user can only report."""
+
+    exit_code = 1
+
+
 class GateError(FeatCalError):
     """A measured figure is over the limit that the user set."""
 

@@ -1,34 +1,27 @@
-"""What a run leaves for others to read: its log as lines of JSON, and a report of a failure that nobody foresaw."""
+"""The log of a run as lines of JSON, and the message for an error that nobody foresaw."""
 
 from __future__ import annotations
 
 import errno
 import logging
 import os
-import platform
 import shlex
 import sys
-import tempfile
 import time
 import traceback
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import datetime, timezone
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from featcal_cli import __version__
-from featcal_cli.runtime.errors import FeatCalError, OutputError
+from featcal_cli.runtime.errors import BugError, FeatCalError, OutputError
 from featcal_cli.runtime.files import explain_full, name_reason
-from featcal_cli.runtime.libraries import explain_broken_package
+from featcal_cli.runtime.libraries import MOST_WORDS, OURS, explain_broken_package
 from featcal_cli.runtime.process import exit_code, peak_resident_bytes, read_start
 from featcal_cli.runtime.progress import Listener, PhaseClock, Progress, heard
 from featcal_cli.runtime.untrusted_text import redact, write_json
-
-REMEMBERED = 200
-"""Lines that a crash report ends with."""
 
 
 class Log(Listener):
@@ -38,14 +31,11 @@ class Log(Listener):
         self._shown, self._file = shown, file
         self.began: float = read_start()
         self._clock = PhaseClock(self.began)
-        self.recent: deque[str] = deque(maxlen=REMEMBERED)
-        """The last lines."""
 
     def write(self, event: str, **facts: Any) -> None:
-        """One line: when, what, and what is to be said of it; no secrets."""
+        """Write one line: when, what, and the facts of it; no secrets."""
         at = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
         line = redact(write_json({"time": at, "event": event, **facts}, ensure_ascii=False, default=str))
-        self.recent.append(line)
         if self._file is not None:
             try:
                 self._file.write(f"{line}\n".encode())
@@ -53,7 +43,7 @@ class Log(Listener):
                 self._file = None
 
     def end(self, code: int, error: FeatCalError | None = None) -> None:
-        """The last line; before it what went wrong, if it was foreseen."""
+        """Write the last line, and before it the error that ended the run, if one did."""
         if error is not None:
             self.write("error", kind=type(error).__name__, what=error.what, where=error.where, fix=error.fix)
         seconds = round(time.monotonic() - self.began, 3)
@@ -89,19 +79,27 @@ class Log(Listener):
         self._shown.progress(progress)
 
 
-class CrashError(Exception):
-    """What nobody foresaw, with the last lines of the log."""
-
-    def __init__(self, cause: Exception, recent: list[str]) -> None:
-        super().__init__(str(cause))
-        self.cause = cause
-        self.recent = recent
+def explain(error: Exception, log_file: Path | None = None) -> FeatCalError:
+    """The message for an error that is none of ours: a full disk, a broken package, or else a bug. log_file: the file
+    that holds its traceback."""
+    if known := explain_full(error) or explain_broken_package(error):
+        return known
+    words = " ".join(redact(str(error)).split())[:MOST_WORDS]
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename).is_relative_to(OURS)]
+    where = f"{Path(frames[-1].filename).relative_to(OURS.parent)}, line {frames[-1].lineno}" if frames else ""
+    with_log = "" if log_file else "run the same command again with --log-file FILE, which keeps the traceback, and "
+    return BugError(
+        f"featcal stopped where it should not have: {type(error).__name__}: {words}".removesuffix(": "),
+        where=where,
+        fix=f"{with_log}report this as an issue, with {log_file or 'that file'}; finished work is kept",
+    )
 
 
 @contextmanager
 def recorded(shown: Listener, file: Path | None) -> Iterator[Log]:
-    """Inside, what a command does, and what libraries warn of, is added to the file, if there is one; how it ends is
-    the last line. Raises OutputError for a file that cannot be written, and CrashError for what nobody foresaw."""
+    """A context in which what a command does, and what libraries warn of, is added to the file, if there is one; how it
+    ends is the last line. Raises OutputError for a file that cannot be written, and BugError for an error that nobody
+    foresaw, whose traceback the file then holds."""
     with _opened(file) as stream:
         log = Log(shown, stream)
         log.write("start", featcal=__version__, python=sys.version.split()[0], command=shlex.join(sys.argv))
@@ -120,12 +118,11 @@ def recorded(shown: Listener, file: Path | None) -> Iterator[Log]:
         except BrokenPipeError:
             raise  # whoever read our output has gone
         except Exception as error:
-            if known := explain_full(error) or explain_broken_package(error):
-                log.end(known.exit_code, known)
-                raise known from error
-            log.write("crash", traceback=traceback.format_exc())
-            log.end(1)
-            raise CrashError(error, list(log.recent)) from error
+            known = explain(error, file)
+            if isinstance(known, BugError):
+                log.write("bug", traceback=traceback.format_exc())
+            log.end(known.exit_code, known)
+            raise known from error
         else:
             log.end(0)
         finally:
@@ -163,45 +160,3 @@ class _Warnings(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         self._log.write("warning", logger=record.name, text=record.getMessage())
-
-
-PACKAGES = (
-    "featcal-cli", "torch", "transformers", "huggingface_hub", "safetensors", "datasets", "tokenizers", "peft", "numpy",
-    "pyarrow", "pillow", "greenlet", "pydantic", "typer", "rich",
-)  # fmt: skip
-
-
-def write_crash(error: BaseException, recent: Sequence[str]) -> Path | None:
-    """The file that was written, in the current folder or else the system's temporary one; None where neither can be.
-    recent: the last lines of the log."""
-    text = redact("\n".join(_describe(error, recent)))
-    name = f"featcal-crash-{time.strftime('%Y%m%d-%H%M%S')}.txt"
-    for find_folder in (Path.cwd, lambda: Path(tempfile.gettempdir())):
-        file = None
-        try:
-            file = find_folder() / name
-            with file.open("x", encoding="utf-8", errors="backslashreplace") as stream:
-                stream.write(text)
-        except FileExistsError:  # of another run that ended in this second
-            continue
-        except OSError:  # no such folder, or no room in it
-            with suppress(OSError):
-                if file is not None:
-                    file.unlink()
-            continue
-        return file
-    return None
-
-
-def _describe(error: BaseException, recent: Sequence[str]) -> Iterator[str]:
-    yield "featcal crash report. It holds no tokens; look it over before you send it.\n"
-    yield f"command: {shlex.join(sys.argv)}"
-    yield f"python {platform.python_version()} on {platform.platform()}"
-    for name in PACKAGES:
-        try:
-            yield f"{name} {version(name)}"
-        except PackageNotFoundError:
-            yield f"{name} is not installed"
-    yield "\n" + "".join(traceback.format_exception(error))
-    yield "the last lines of the log:"
-    yield from recent

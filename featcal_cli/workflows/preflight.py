@@ -32,11 +32,11 @@ from featcal_cli.runtime.errors import ArchitectureError, CheckpointError, FeatC
 from featcal_cli.runtime.files import tell_bytes
 from featcal_cli.runtime.hardware import disk_of, free_bytes, memory_of
 from featcal_cli.runtime.untrusted_text import list_some
+from featcal_cli.workflows.batch_size import choose_batch_sizes
 from featcal_cli.workflows.output import check_copyable, check_readable, check_writable
 from featcal_cli.workflows.resource_estimate import Estimate, estimate
 from featcal_cli.workflows.self_written import add_writing, open_self_written, reserve_examples, write_examples
 from featcal_cli.workflows.session import EXPERT, Session
-from featcal_cli.workflows.shape_probe import choose_batch_sizes
 from featcal_cli.workflows.token_ids import MERGED, TokenIds, check_mergeable, find_token_ids
 from featcal_cli.workflows.workspace import Workspace
 

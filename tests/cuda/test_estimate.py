@@ -1,4 +1,4 @@
-"""Device memory that is estimated before a calibration is what the calibration then takes."""
+"""Device memory that is estimated before a calibration is near what the calibration then takes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from featcal_cli.workflows.verbs import calibrate
 pytestmark = pytest.mark.usefixtures("undrawn")
 
 TASKS = ("red", "green", "blue")
-NEAR = 0.2
+NEAR = 0.3
 """How far an estimate may be from what is measured."""
 LIBRARY: Any = tf
 SHAPES: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -71,12 +71,13 @@ def save(folder: Path, name: str, width: int, examples: int, tokens: int) -> dic
         (WIDE, None, {"ridge": 0.05, "dtype": "bfloat16"}),
         (NARROW, None, {"ridge": 0.05}),
         (NARROW, None, {"ridge": 0.05, "select": "auto"}),
+        (WIDE, None, {"rho": None, "alpha": None, "select": "auto"}),
         (NARROW, (0, 1 << 30), {"ridge": 0.05}),
         (NARROW, (0, 0), {"ridge": 0.05}),
     ],
-    ids=["wide", "float64", "bfloat16", "narrow", "guarded", "host", "files"],
+    ids=["wide", "float64", "bfloat16", "narrow", "guarded", "default", "host", "files"],
 )
-def test_the_estimate_is_the_peak(
+def test_the_estimate_is_near_the_peak(
     tmp_path: Path,
     device: ModuleType,
     monkeypatch: pytest.MonkeyPatch,
@@ -86,7 +87,7 @@ def test_the_estimate_is_the_peak(
     settings: dict[str, Any],
 ) -> None:
     recipe = save(tmp_path, name, *size)
-    recipe["calibration"] |= settings
+    recipe["calibration"] = {k: v for k, v in {**recipe["calibration"], **settings}.items() if v is not None}
     if rooms is not None:
         monkeypatch.setattr(setup, "rooms_for_features", lambda _: rooms)
         monkeypatch.setattr(resource_estimate, "rooms_for_features", lambda _: rooms)

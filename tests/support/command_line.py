@@ -18,7 +18,7 @@ from featcal_cli.cli.main import main
 def unfold(text: str) -> str:
     """What was printed to stderr without the breaks of its lines: those that go on are indented."""
     text = text.replace(" \\\n      --", " --")
-    return re.sub(r"\n(?: {4}|  (?!in:|fix:|report:| ))(?=\S)", " ", text)
+    return re.sub(r"\n(?: {4}|  (?!in:|fix:| ))(?=\S)", " ", text)
 
 
 def featcal(*arguments: object, folder: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:

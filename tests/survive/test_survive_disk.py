@@ -7,7 +7,6 @@ import json
 import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from itertools import count
 from pathlib import Path
@@ -26,7 +25,6 @@ from safetensors.torch import load_file
 from small_disk import PAGE, SmallDisk, mounted
 
 from featcal_cli import calibrate
-from featcal_cli.runtime.logfile import write_crash
 
 pytestmark = pytest.mark.usefixtures("undrawn")
 
@@ -192,19 +190,6 @@ def test_results_that_cannot_be_printed_are_one_message(disk: SmallDisk, inputs:
         with Path("printed").open("wb") as stdout:
             done = subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, text=True)
         check_refusal(Run(done.returncode, "", unfold(done.stderr), done.stderr), FULL)
-
-
-def test_a_crash_report_goes_where_there_is_room(
-    disk: SmallDisk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    disk.fill()
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    file = write_crash(ValueError("what nobody foresaw"), [])
-    assert file and file.parent == tmp_path
-    assert "what nobody foresaw" in file.read_text()
-    assert not disk.files()
-    monkeypatch.setattr(tempfile, "tempdir", str(disk.folder))
-    assert write_crash(ValueError("what nobody foresaw"), []) is None
 
 
 def test_a_page_that_cannot_be_written_is_not_half_there(

@@ -1,4 +1,4 @@
-"""What a run leaves for others to read: a log without secrets, and a report of what nobody foresaw."""
+"""The log of a run holds no secrets, and the traceback of an error that nobody foresaw."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import pytest
 from command_line import featcal, featcal_inside
 from families import FAMILIES, save_family
 
-from featcal_cli.runtime.errors import OutputError
-from featcal_cli.runtime.logfile import CrashError, recorded, write_crash
+from featcal_cli.runtime.errors import BugError, OutputError
+from featcal_cli.runtime.logfile import recorded
 from featcal_cli.runtime.progress import Listener
 from featcal_cli.runtime.untrusted_text import redact
 
@@ -96,31 +96,36 @@ def test_what_libraries_warn_of_is_in_the_log(tmp_path: Path) -> None:
     assert "careful with hf_***" in (tmp_path / "log").read_text()
 
 
-def test_a_fault_of_ours_leaves_a_report_with_all_that_is_needed_and_no_secret(
+def test_a_bug_is_one_message_with_its_own_words_and_the_log_holds_the_traceback(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_TOKEN", TOKEN)
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(CrashError) as raised, recorded(Listener(), None) as log:
-        log.stage("loading models")
+    with pytest.raises(BugError) as raised, recorded(Listener(), tmp_path / "log"):
         raise KeyError(f"with {TOKEN}")
-    file = write_crash(raised.value.cause, raised.value.recent)
-    assert file is not None and file.parent == tmp_path
-    text = file.read_text()
-    assert TOKEN not in text and "KeyError" in text and "loading models" in text
-    assert re.search(r"^transformers \d", text, re.MULTILINE) and "test_log.py" in text
+    assert "KeyError: 'with ***'" in raised.value.what and str(tmp_path / "log") in raised.value.fix
+    _, bug, error, end = read(tmp_path / "log")
+    assert bug["event"] == "bug" and "test_log.py" in str(bug["traceback"])
+    assert [error["kind"], end["exit_code"]] == ["BugError", 1]
+    assert TOKEN not in str(raised.value) + (tmp_path / "log").read_text()
+    assert list(tmp_path.iterdir()) == [tmp_path / "log"]
 
 
 @pytest.mark.survive
-def test_a_crash_of_the_command_is_exit_code_1_one_message_and_a_report(tmp_path: Path) -> None:
+@pytest.mark.parametrize("log", [[], ["--log-file", "log.jsonl"]], ids=["no log", "log"])
+def test_a_bug_of_the_command_is_exit_code_1_and_one_message(tmp_path: Path, log: list[str]) -> None:
     """A package that breaks in the middle of a run, once it is imported, is as good a fault as any."""
+    saved = save_family(tmp_path, BERT)
+    (tmp_path / "job.yaml").write_text(json.dumps(saved.recipe(select="preset")))
     (tmp_path / "matplotlib").mkdir()
     (tmp_path / "matplotlib" / "__init__.py").write_text(
         "def __getattr__(name):\n    raise LookupError('no figures here')\n"
     )
-    run = featcal("demo", "-q", folder=tmp_path)
-    assert run.returncode == 1 and "Traceback" not in run.stderr
-    assert re.search(r"bug:.*LookupError: no figures here", run.stderr)
-    (report,) = tmp_path.glob("featcal-crash-*.txt")
-    assert report.name in run.stderr and "no figures here" in report.read_text()
-    assert "demo -q" in report.read_text()
+    run = featcal("calibrate", "-q", "-r", "job.yaml", "-o", "out", *log, folder=tmp_path)
+    assert run.returncode == 1 and "Traceback" not in run.stderr and not (tmp_path / "out").exists()
+    shown = re.fullmatch(r"bug: (.+)\n  in: (.+)\n  fix: (.+)\n", run.stderr)
+    assert shown and shown[1].endswith("LookupError: no figures here"), run.stderr
+    assert re.fullmatch(r"featcal_cli/\S+\.py, line \d+", shown[2])
+    if log:
+        assert "with log.jsonl" in shown[3] and "no figures here" in (tmp_path / "log.jsonl").read_text()
+    else:
+        assert "--log-file FILE" in shown[3]

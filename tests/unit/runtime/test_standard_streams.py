@@ -59,7 +59,7 @@ def every_command(*quick: str) -> list[object]:
 def test_streams_that_are_closed_are_nowhere(job: Path, tmp_path: Path, name: str) -> None:
     done = run(COMMANDS[name], job, tmp_path, ">&- 2>&- <&-")
     assert done.returncode == (2 if name == "an error" else 0), done.stderr
-    assert "bug" not in done.stderr and not list(tmp_path.glob("featcal-crash*"))
+    assert "bug" not in done.stderr
     if name.startswith("calibrate"):
         whole = {path.relative_to(job / "merged") for path in (job / "merged").rglob("*")}
         assert whole <= {path.relative_to(tmp_path / "out") for path in (tmp_path / "out").rglob("*")}
@@ -71,7 +71,6 @@ def test_a_reader_that_goes_is_no_bug(job: Path, tmp_path: Path, name: str) -> N
     done = run(COMMANDS[name], job, tmp_path, "| true; exit ${PIPESTATUS[0]}")
     assert done.returncode == (2 if name == "an error" else 141), done.stderr
     assert "bug" not in done.stderr and "Traceback" not in done.stderr and "BrokenPipe" not in done.stderr
-    assert not list(tmp_path.glob("featcal-crash*"))
 
 
 @pytest.mark.survive

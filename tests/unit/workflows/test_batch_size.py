@@ -15,9 +15,9 @@ from safetensors.torch import save_file
 from featcal_cli.data.batches import Batch, count_examples
 from featcal_cli.models.inventory import list_registered, run_without_values
 from featcal_cli.runtime.hardware import find_memory_limits, memory_of
+from featcal_cli.workflows.batch_size import CPU_ROWS, DEVICE_ROWS, MOST_BYTES, PLAIN, choose_batch_sizes, limit_batch
 from featcal_cli.workflows.preflight import Preflight, prepare
 from featcal_cli.workflows.session import RunOptions, Session
-from featcal_cli.workflows.shape_probe import CPU_ROWS, DEVICE_ROWS, MOST_BYTES, PLAIN, choose_batch_sizes, limit_batch
 
 pytestmark = pytest.mark.usefixtures("undrawn")
 

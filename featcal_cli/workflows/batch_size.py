@@ -1,30 +1,21 @@
-"""What a batch takes, found by running the outline of a model on its shapes, and what the equations of it do; and how
-many examples make one."""
+"""Batch sizes: how many examples of a task run at once, and what a batch takes, found by running the outline of a model
+on its shapes."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import accumulate
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from featcal_cli.calibration.linear_algebra import (
-    FACTOR_PANEL,
-    NARROWEST_ON_DEVICE,
-    NARROWEST_PANEL,
-    PANELS,
-    ROWS_SOLVED,
-    SMALL_SYSTEM,
-)
-from featcal_cli.calibration.normal_equations import is_dual_cheaper, is_residual_cheaper
 from featcal_cli.data.batches import Batch, count_examples
-from featcal_cli.models.architecture import Architecture, Block, module_at
-from featcal_cli.models.module_kinds import LINEAR_KINDS, View, find_convolutions, read_parameters, rows_shape
+from featcal_cli.models.architecture import Architecture, module_at
+from featcal_cli.models.module_kinds import View, find_convolutions, rows_shape
 from featcal_cli.models.products import ProductWatch
 from featcal_cli.models.tracing import ForwardError, as_hook, first_tensor, run_forward, tensors_in
 
@@ -34,19 +25,17 @@ COMPUTE = 4
 
 @dataclass(frozen=True)
 class BatchNeeds:
-    """What one batch of a task takes, at its largest over the blocks."""
+    """What one batch of a task takes in float32, at its largest over the blocks."""
 
     examples: int
     state_bytes: int
-    """Of what a block is called with, which a pass that is paused before it holds."""
+    """Bytes of what a block is called with, which a pass that is paused before it holds."""
     begun_bytes: int
-    """Of what a pass was begun with: it holds that to its end, and asks for it no more."""
+    """Bytes of what a pass was begun with: it holds that to its end, and asks for it no more."""
     feature_bytes: int
-    """Inputs of a block's modules, in one of its calls."""
+    """Bytes of the inputs of a block's modules, in one of its calls."""
     rows: Mapping[str, int]
     """Rows of each module's input, by its path in the model."""
-    inputs: Mapping[str, int]
-    """Numbers in the inputs of a block's modules, in one of its calls, by the block's name."""
 
 
 def probe_batch(model: nn.Module, architecture: Architecture, entry: str, batch: Batch) -> BatchNeeds:
@@ -106,128 +95,9 @@ def probe_batch(model: nn.Module, architecture: Architecture, entry: str, batch:
     masks = (x for name, x in batch.items() if "mask" in name and x.ndim == 2 and not bool(x.all()))
     mask = sum(x.shape[0] * x.shape[1] ** 2 for x in masks)
     calls = {block.name: max(block.calls, 1) for block in architecture.blocks}
-    numbers = {block: sum(x.numel() for x in seen.values()) // calls[block] for block, seen in inputs.items()}
-    largest = max(numbers.values(), default=0) * COMPUTE
+    largest = max((sum(x.numel() for x in seen.values()) // calls[block] for block, seen in inputs.items()), default=0)
     state, begun = max(states.values(), default=0) + mask, max(embedded.values(), default=0)
-    return BatchNeeds(count_examples(batch), state, begun, largest, rows, numbers)
-
-
-Input = tuple[int, int, int, tuple[float, ...]]
-"""An input that Linear modules of a block share: d_in, d_out of them all together and of the widest, rows of one
-example of each task."""
-
-
-def find_inputs(model: nn.Module, block: Block, needs: Mapping[str, BatchNeeds]) -> list[Input]:
-    """Every input of the block's Linear modules; modules of one parent that are as wide share theirs."""
-    inputs: dict[tuple[str, int], Input] = {}
-    for module in block.modules:
-        if module.kind in LINEAR_KINDS:
-            path = f"{block.name}.{module.name}"
-            *_, d_out, d_in = read_parameters(module_at(model.get_submodule(block.name), module)).weight.shape
-            key = (module.name.rpartition(".")[0], d_in)
-            rows = tuple(need.rows.get(path, 0) / need.examples for need in needs.values())
-            if module.is_routed:  # an expert may be given all tokens; of one parameter, each has an input of its own
-                key = (module.name if module.functional else key[0], d_in)
-                of_block = [
-                    [n for name, n in need.rows.items() if name.startswith(f"{block.name}.")] for need in needs.values()
-                ]
-                rows = tuple(
-                    max(all_rows, default=0) / need.examples
-                    for all_rows, need in zip(of_block, needs.values(), strict=True)
-                )
-            _, others, widest, _ = inputs.get(key, (d_in, 0, 0, rows))
-            inputs[key] = (d_in, d_out + others, max(d_out, widest), rows)
-    return list(inputs.values())
-
-
-@dataclass(frozen=True)
-class SummedInput:
-    """An input that Linear modules of a block share, and how many numbers its sums and its system hold."""
-
-    d_in: int
-    d_out: int
-    """Of all these modules together."""
-    widest: int
-    """Of the largest of them."""
-    rows: Sequence[float]
-    """Of each task, over all that is fitted."""
-    at_once: float
-    """Of a batch."""
-
-    @property
-    def is_dual(self) -> bool:
-        return is_dual_cheaper(round(sum(self.rows)), self.d_in, self.d_out)
-
-    def is_by_rows(self, outputs_known: bool) -> bool:
-        return is_residual_cheaper(round(max(self.rows)), self.d_in, self.d_out, outputs_known=outputs_known)
-
-    def adding(self, is_half: bool) -> float:
-        """While a batch is added, beside its features: what they are made into; float32."""
-        return self.at_once * (3 * self.d_in + 2 * self.d_out if is_half else self.d_in + self.d_out)
-
-    def factorising(self, has_device: bool) -> float:
-        """A system, its factor, and what it is made with: a part of the columns where they are many."""
-        size = round(sum(self.rows)) if self.is_dual else self.d_in
-        panel = size if has_device or size <= SMALL_SYSTEM else FACTOR_PANEL
-        return (2 * size + 3 * panel) * size
-
-    def solving(self, by_rows: bool) -> float:
-        """A system, its factor, and one module's update, where the anchor is, and what triangular solves make."""
-        size = round(sum(self.rows)) if self.is_dual else self.d_in
-        some = 2 * min(self.widest, ROWS_SOLVED) * size
-        return 2 * size * size + (2 if by_rows else 3) * self.widest * self.d_in + some
-
-
-def _held_part(width: int, has_device: bool) -> float:
-    """Of a symmetric sum, which is held in panels."""
-    panels = -(-width // max(NARROWEST_ON_DEVICE if has_device else NARROWEST_PANEL, -(-width // PANELS)))
-    return (panels + 1) / (2 * panels)
-
-
-class BlockSums(NamedTuple):
-    """Bytes that one block's equations take, beside its weights."""
-
-    adding: float
-    """While a task's features are added, those of a batch included."""
-    solving: float
-    """While the largest one is solved, all solutions included."""
-
-
-def sum_block(
-    inputs: Sequence[SummedInput],
-    features: float,
-    computing: torch.dtype,
-    precision: torch.dtype,
-    *,
-    guarded: bool,
-    has_device: bool,
-) -> BlockSums:
-    """Of the block with these inputs. features: bytes of one batch's; precision: that of the sums and the equations."""
-    item, is_half, times = precision.itemsize, computing.itemsize < COMPUTE, 2 if guarded else 1
-    offsets = COMPUTE * (3 if is_half else 1)  # in float32 beside the weights themselves where these are shorter
-    systems = moments = ending = solving = 0.0
-    for group in inputs:
-        held = group.d_in**2 * _held_part(group.d_in, has_device)
-        pulls, square, by_rows = group.d_out * group.d_in, group.d_in**2, group.is_by_rows(not is_half)
-        if group.is_dual:
-            kept = (group.d_in + group.d_out) * COMPUTE
-            systems += sum(group.rows) * kept * times
-            moments += max(group.rows) * kept + pulls * offsets
-            ending = max(ending, max(group.rows) * kept)
-            by_rows = True
-        elif by_rows:
-            systems += (held + pulls) * item * times
-            moments += (held + pulls) * item + pulls * offsets
-        else:
-            systems += ((held + square) + pulls) * item * times
-            moments += (held + square) * item
-            ending = max(ending, (3 * square + group.widest * group.d_in) * item)
-        lent = sum(group.rows) * (group.d_in + group.widest) if group.is_dual else 0
-        solving = max(solving, (max(group.factorising(has_device), group.solving(by_rows)) + lent) * item)
-    outputs = 0.0 if is_half else sum(group.at_once * group.d_out for group in inputs) * COMPUTE
-    batch = features + outputs + max((group.adding(is_half) for group in inputs), default=0) * COMPUTE
-    new = sum(group.d_out * group.d_in for group in inputs) * COMPUTE
-    return BlockSums(systems + moments + max(batch, ending), systems + solving + new)
+    return BatchNeeds(count_examples(batch), state, begun, largest * COMPUTE, rows)
 
 
 PLAIN = 16
