@@ -127,7 +127,7 @@ class _Push:
         if head.is_result_of(self._files):
             return self._as_pushed(head.commit, None), head
         if self._target.create_pr:
-            for pull in client.patiently(self._list_pull_requests):
+            for pull in self._list_pull_requests():
                 proposed = remote.read_head(self._repo_id, f"refs/pr/{pull.num}")
                 if proposed and proposed.is_result_of(self._files):
                     return self._as_pushed(proposed.commit, pull.num), head
