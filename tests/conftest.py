@@ -74,7 +74,7 @@ def hub_on_loopback() -> Iterator[HubServer]:
 def as_if_first() -> None:
     """Nothing of an earlier test in this process is left: failures of the Hub, or how far random numbers have come."""
     if client := sys.modules.get("featcal_cli.hub.client"):
-        client._failures.__init__()
+        client._gave_up = -client.MOMENT
     if torch := sys.modules.get("torch"):
         torch.manual_seed(0)
 

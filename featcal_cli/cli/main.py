@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import os
 import re
-import shlex
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import NoReturn
 
 from featcal_cli.cli.commands import app
 from featcal_cli.cli.options import check_words
-from featcal_cli.lineage.questions import OpenQuestionsError, Option, Question
-from featcal_cli.runtime.errors import FeatCalError, LineageError, RecipeError
+from featcal_cli.lineage.questions import OpenQuestionsError
+from featcal_cli.runtime.errors import FeatCalError, RecipeError
 from featcal_cli.runtime.process import GONE, Launch, read_launch
-
-_SILENT = ("--json", "--quiet", "-q")
-_ATTEMPTS = 3
 
 
 def main() -> None:
@@ -61,33 +57,31 @@ def main() -> None:
 
 
 def _call() -> None:
-    """Run the command; what it printed is out when it ends well. On a terminal, what it leaves open may be chosen."""
+    """Run the command; what it printed is out when it ends well."""
     check_words(sys.argv[1:])
-    while True:
-        try:
-            code = app(standalone_mode=len(sys.argv) < 2)  # alone, it shows the help and ends
-            sys.stdout.flush()
-            sys.exit(code if isinstance(code, int) else 0)
-        except SystemExit:
-            sys.stdout.flush()
+    try:
+        code = app(standalone_mode=len(sys.argv) < 2)  # alone, it shows the help and ends
+        sys.stdout.flush()
+        sys.exit(code if isinstance(code, int) else 0)
+    except SystemExit:
+        sys.stdout.flush()
+        raise
+    except OpenQuestionsError as error:
+        error.retype(sys.argv[1:])
+        raise
+    except Exception as error:
+        if not hasattr(error, "format_message"):
             raise
-        except LineageError as error:
-            if (line := choose(error, sys.argv[1:])) is None:
-                raise
-            sys.argv[1:] = line
-        except Exception as error:
-            if not hasattr(error, "format_message"):
-                raise
-            # what typer could not read, as a message like all others
-            context = getattr(error, "ctx", None)
-            command = "featcal" + (f" {context.info_name}" if context and context.parent else "")
-            what = re.sub(
-                r"^Invalid value for '([^']+)': Input should be",
-                r"\1 must be",
-                error.format_message().strip().rstrip("."),
-            )
-            fix = f"see what there is: {command} --help"
-            raise RecipeError(what[:1].lower() + what[1:], where=command, fix=fix) from None
+        # what typer could not read, as a message like all others
+        context = getattr(error, "ctx", None)
+        command = "featcal" + (f" {context.info_name}" if context and context.parent else "")
+        what = re.sub(
+            r"^Invalid value for '([^']+)': Input should be",
+            r"\1 must be",
+            error.format_message().strip().rstrip("."),
+        )
+        fix = f"see what there is: {command} --help"
+        raise RecipeError(what[:1].lower() + what[1:], where=command, fix=fix) from None
 
 
 def _leave(code: int) -> NoReturn:
@@ -104,52 +98,3 @@ def _silent() -> Iterator[None]:
     """Of several processes the first one speaks; of what fails, each."""
     with Path(os.devnull).open("w", encoding="utf-8") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
         yield
-
-
-def choose(error: LineageError, line: Sequence[str]) -> list[str] | None:
-    """What to type after `featcal` instead of `line`, with the answers of whoever sits at the terminal.
-
-    None where nobody can be asked or nobody answers, and where something is left that no number can answer: then the
-    error tells the command that the user typed, completed as far as it is known.
-    """
-    if not isinstance(error, OpenQuestionsError):
-        return None
-    error.retype(line)
-    if not any(question.choices for question in error.questions) or not _is_attended(line):
-        return None
-    answers: dict[int, tuple[Option, ...]] = {}
-    for number, question in enumerate(error.questions):
-        if question.choices:
-            if (answer := _ask(question)) is None:
-                return None
-            answers[number] = answer
-    error.answer(answers)
-    if (completed := error.completed()) is not None:
-        _say(f"the same without questions: {shlex.join(['featcal', *completed])}")
-    return completed
-
-
-def _is_attended(line: Sequence[str]) -> bool:
-    launched = "LOCAL_RANK" in os.environ or os.environ.get("CI", "").lower() not in ("", "0", "false")
-    silent = any(word in _SILENT or (word[:1] == "-" and word[:2] != "--" and "q" in word[1:]) for word in line)
-    return not launched and not silent and sys.stdin is not None and sys.stdin.isatty() and sys.stderr.isatty()
-
-
-def _ask(question: Question) -> tuple[Option, ...] | None:
-    choices = list(question.choices)
-    _say(f"{question.problem}\n" + "\n".join(f"  {number}) {choice}" for number, choice in enumerate(choices, 1)))
-    for _ in range(_ATTEMPTS):
-        asked = f"which one, 1 to {len(choices)}?" if len(choices) > 1 else "1 for this:"
-        _say(f"{asked} (Enter: none) ", end="")
-        answer = sys.stdin.readline().strip()
-        if not answer:
-            return None
-        if answer.isdecimal() and 1 <= int(answer) <= len(choices):
-            return question.choices[choices[int(answer) - 1]]
-    return None
-
-
-def _say(text: str, end: str = "\n") -> None:
-    from featcal_cli.cli.console import ERR, escape
-
-    ERR.print(escape(text), end=end, soft_wrap=True, highlight=False)

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from datetime import datetime, timezone
-from email.utils import parsedate_to_datetime
+from collections.abc import Callable
 from functools import partial
-from itertools import count
 from typing import Any, TypeVar
 
 from huggingface_hub import is_offline_mode, set_client_factory
@@ -30,31 +25,29 @@ Judge = Callable[[BaseException, float], "float | None"]
 """Seconds after which another try may succeed, given an error and the usual pause; None where it would not."""
 
 TIMEOUT = 20.0
-"""Seconds for a request that huggingface_hub would wait for without end."""
-TRIES = 4
+"""Seconds without a byte of an answer, after which a request has failed."""
+SHORTER_TIMEOUT = 5.0
+"""The same, where a request has failed for the last time a moment ago."""
+TRIES = 5
 """Times that a request is made before its failure counts."""
 PAUSE = 0.5
 """Seconds before the second try; they double with every further one."""
 LONGEST_PAUSE = 300.0
 """Seconds that a Hub may ask to wait for, as long as its own windows are; one that wants more is not waited for."""
-SLOWEST = 1000.0
-"""Bytes a second; an answer that comes more slowly for LONGEST_CRAWL seconds has stopped, whatever still trickles."""
-LONGEST_CRAWL = 60.0
 LONGEST_FAILING = 22.0
-"""Seconds after its first failure for which a request is tried again, by whoever: the client's tries and ours and those
-of whoever asks for the same once more would add up to minutes."""
-SHORTER_FAILING = 3.0
-"""The same, where another request has failed for good a moment ago."""
-SHORTER_TIMEOUT = 5.0
-"""Seconds that an answer is waited for where another one did not come at all a moment ago."""
+"""Seconds after which a failing request is not made again, besides those that the Hub asked to wait for."""
 MOMENT = 60.0
-LONGEST_SILENCE = 8.0
-"""Seconds without an answer, after which that is said."""
+"""Seconds after a last failure in which other requests are made once only."""
+
+
+class UnreachableError(OfflineModeIsEnabled):
+    """A request failed for the last time. huggingface_hub goes on as if it were offline: it looks into its cache, and
+    does not try again by itself."""
 
 
 def patiently(ask: Callable[[], Result], judge: Judge | None = None) -> Result:
-    """What `ask` returns, tried again while the Hub is busy or fails to answer (or `judge` finds it worth it), which is
-    announced. `ask` must be safe to repeat."""
+    """What `ask` returns, tried again while a download breaks off or a Hub that is written to is busy (or `judge` finds
+    it worth it), which is announced. `ask` must be safe to repeat. All that only reads is tried again by `_send`."""
     limit_waiting()
     for number in range(1, TRIES + 1):
         try:
@@ -78,8 +71,7 @@ def pause_after(reason: str, seconds: float) -> None:
 def root_of(error: BaseException) -> BaseException:
     """What happened, beneath what the client made of it."""
     while error.__cause__ is not None and (
-        isinstance(error, (LocalEntryNotFoundError, RevisionResolutionError))
-        or type(error).__name__ == "TransportError"  # the last of many tries
+        isinstance(error, (LocalEntryNotFoundError, RevisionResolutionError, UnreachableError))
         or type(error) is RuntimeError
         or (type(error) is ValueError and str(error).startswith("Force download failed"))
     ):
@@ -111,7 +103,7 @@ def is_conflict(error: BaseException) -> bool:
 def is_passing_conflict(response: Any) -> bool:
     """Whether the Hub is still busy with another repo of the same user; the client would ask again without a pause and
     without end."""
-    return response.status_code == 409 and "conflicting operation is in progress" in response.text
+    return response.status_code == 409 and b"conflicting operation is in progress" in response.read()
 
 
 def is_timeout(error: BaseException) -> bool:
@@ -139,21 +131,28 @@ def is_xet_failure(error: Exception) -> bool:
 
 
 def worth_waiting(error: BaseException, pause: float) -> float | None:
-    """Seconds after which another try may succeed; None where it would not."""
+    """Seconds after which another try may succeed; None where it would not, or where `_send` has made it already."""
     cause = root_of(error)
-    if is_offline_mode() or getattr(error, "is_final", False) or getattr(cause, "is_final", False):
+    if is_offline_mode() or getattr(cause, "is_final", False):
         return None
     if isinstance(cause, HfHubHTTPError):
         response = cause.response
         pause = max(pause, asked_pause(response) or 0)
         # 416: an answer that broke off and cannot be continued can be asked for again
-        passes = response.status_code in (408, 416, 429) or unreachable(cause) or is_passing_conflict(response)
-        passes = (passes or worth_renewing(cause, pause) is not None) and response.status_code != 511
+        passes = response.status_code == 416 or may_pass(response) or is_lapsed(response)
         return pause if passes and pause <= LONGEST_PAUSE else None
     if isinstance(cause, (httpx.TooManyRedirects, httpx.UnsupportedProtocol)):
         return None
     cut_short = type(cause) is OSError and cause.errno is None  # fewer bytes arrived than were announced
     return pause if cut_short or unreachable(cause) else None
+
+
+def may_pass(response: Any) -> bool:
+    """Whether the very same request may get another answer in a while: also where the Hub led to another host that
+    refuses, as it leads to a fresh address then."""
+    status = response.status_code
+    is_busy = status in (408, 429) or (status >= 500 and status != 507)
+    return is_busy or is_passing_conflict(response) or (bool(response.history) and is_lapsed(response))
 
 
 def worth_renewing(error: BaseException, pause: float) -> float | None:
@@ -169,13 +168,6 @@ def asked_pause(response: Any) -> float | None:
     asked = str(response.headers.get("Retry-After", "")).strip()
     if asked.isdigit():
         return float(asked)
-    if asked:
-        try:
-            when = parsedate_to_datetime(asked)
-        except ValueError:
-            return None
-        when = when if when.tzinfo else when.replace(tzinfo=timezone.utc)
-        return max(0.0, (when - datetime.now(timezone.utc)).total_seconds())
     limit = parse_ratelimit_headers(response.headers) if response.status_code == 429 else None
     return float(limit.reset_in_seconds) if limit and limit.remaining == 0 else None
 
@@ -212,44 +204,8 @@ def _address_of(error: Any) -> str:
 
 # Every request
 
-
-class _Failures:
-    """Requests that fail again and again, whatever part of the run makes them; a success is forgotten at once."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._failing: dict[tuple[str, str], tuple[float, float, int, float]] = {}
-        """By method and address: when it failed first and last, how often, and for how long the Hub asked to wait."""
-        self._gave_up = self.was_silent = -MOMENT
-
-    def add(self, request: Any, asked: float = 0.0, silent: float = 0.0) -> bool:
-        """Note one more failure, where the Hub asked to wait or was silent for so many seconds; whether it is for
-        good."""
-        key, now = _key_of(request), time.monotonic()
-        with self._lock:
-            first, last, times, allowed = self._failing.get(key, (now - silent, now, 0, 0.0))
-            if now - last > MOMENT + allowed:
-                first, times, allowed = now - silent, 0, 0.0
-            longest = SHORTER_FAILING if now - self._gave_up < MOMENT else LONGEST_FAILING
-            # sending a large file takes long by itself
-            is_over = now - first > longest + allowed and (silent > 0 or times > 1)
-            self._failing[key] = first, now, times + 1, allowed + asked
-            if is_over:
-                self._gave_up = now
-            if silent >= min(TIMEOUT, SHORTER_TIMEOUT):
-                self.was_silent = now
-            return is_over
-
-    def remove(self, request: Any) -> None:
-        with self._lock:
-            self._failing.pop(_key_of(request), None)
-
-
-def _key_of(request: Any) -> tuple[str, str]:
-    return request.method, str(request.url).partition("?")[0]
-
-
-_failures = _Failures()
+_gave_up = -MOMENT
+"""When a request has failed for the last time; long ago, once another has succeeded."""
 
 
 def limit_waiting() -> None:
@@ -269,110 +225,51 @@ def limit_waiting() -> None:
 
 
 def _send(client: Any, request: Any, *, stream: bool = False, **options: Any) -> Any:
-    """The answer to a request: waited for as long as TIMEOUT where the client would for ever (most of its calls take no
-    timeout), at a pace of at least SLOWEST. Silence is announced, and where a request fails for good, the error is
-    none after which the client tries again."""
-    began = time.monotonic()
+    """The answer to a request, which is waited for no longer than TIMEOUT, where most calls of huggingface_hub set no
+    limit. What only reads is tried again, as most calls do not, and not beyond LONGEST_FAILING, as others would."""
+    global _gave_up
+    is_short = time.monotonic() - _gave_up < MOMENT
     if not any((request.extensions.get("timeout") or {}).values()):
-        is_short = request.method in ("GET", "HEAD") and time.monotonic() - _failures.was_silent < MOMENT
         seconds = min(TIMEOUT, SHORTER_TIMEOUT) if is_short else TIMEOUT
         request.extensions["timeout"] = dict.fromkeys(("connect", "read", "write", "pool"), seconds)
-    try:
-        with _told_silence(request):
-            response = _send_to_fresh_addresses(client, request, options)
-            _check_answer(response)
-            response.stream = _paced(response)
-            if not stream:
-                response.read()
-            return response
-    except httpx.TransportError as error:
-        silent = time.monotonic() - began if is_timeout(error) else 0.0
-        if not _failures.add(request, silent=silent):
-            raise
-        error.is_final = True  # type: ignore[attr-defined]
-        if request.method == "HEAD":  # it is not tried again, and a cached file may do
-            raise
-        final = httpx.TransportError(str(error), request=request)
-        final.is_final = True  # type: ignore[attr-defined]
-        raise final from error
-
-
-def _send_to_fresh_addresses(client: Any, request: Any, options: dict[str, Any]) -> Any:
-    """The answer, without its content; asked for again where the Hub led to another host that refuses, or that shows a
-    page in place of a file, as networks do that want a login (status 511 then says so). Readers of datasets follow the
-    Hub's addresses by themselves, and take such an answer for the last word."""
-    for number in range(1, TRIES + 1):
-        response = type(client).send(client, request, stream=True, **options)
-        is_html = response.headers.get("Content-Type", "").lower().startswith("text/html")
-        elsewhere = response.history and response.is_success and not is_hub(host_of(str(response.url)))
-        path = request.url.path
-        if elsewhere and is_html and "/resolve/" in path and not path.lower().endswith((".html", ".htm")):
-            response.status_code = 511  # a web page came where the Hub led to a file that is none
-        led_astray = response.history and (is_lapsed(response) or response.status_code == 511)
-        if number == TRIES or not led_astray or request.method not in ("GET", "HEAD"):
-            return response
-        response.close()
-        pause_after(_blame_answer(response), PAUSE * 2 ** (number - 1))
-    raise AssertionError("the last try returned")
-
-
-def _check_answer(response: Any) -> None:
-    """Raise HfHubHTTPError for an answer after which the client would wait longer than anybody wants, as it sleeps as
-    long as it is told; try again too long; or not wait at all."""
-    status, asked = response.status_code, asked_pause(response) or 0.0
-    is_too_long = status in (429, 503) and asked > LONGEST_PAUSE
-    is_final = False
-    if status not in (408, 429, 500, 502, 503, 504):  # what the client tries again
-        for answer in (*response.history, response):
-            _failures.remove(answer.request)
-    elif not is_too_long:
-        is_final = _failures.add(response.request, asked)
-    if status == 409 or is_too_long or is_final:
-        response.read()
-    if is_too_long or is_final or is_passing_conflict(response):
-        try:
+    send = partial(type(client).send, client, request, stream=stream, **options)
+    if request.method not in ("GET", "HEAD"):
+        response = send()
+        # the client would sleep for as long as it is told, and ask again without a pause after a conflict
+        if (asked_pause(response) or 0) > LONGEST_PAUSE or is_passing_conflict(response):
             hf_raise_for_status(response)
-        except Exception as error:
-            error.is_final = is_final  # type: ignore[attr-defined]
-            raise
+        return response
+    end = time.monotonic() + LONGEST_FAILING
+    for number in range(1, TRIES + 1):
+        failure: Exception | None
+        try:
+            response = send()
+            failure = _failure_of(response)
+        except httpx.TransportError as error:
+            failure = error
+        if failure is None:
+            _gave_up = -MOMENT
+            return response
+        asked = asked_pause(failure.response) if isinstance(failure, HfHubHTTPError) else None
+        pause = worth_waiting(failure, PAUSE * 2 ** (number - 1))
+        if pause is None or number == TRIES or is_short or time.monotonic() > end:
+            break
+        end += asked or 0
+        pause_after(blame(failure), pause)
+    _gave_up = time.monotonic()
+    failure.is_final = True  # type: ignore[union-attr]
+    if isinstance(failure, HfHubHTTPError):
+        raise failure
+    raise UnreachableError("the Hub cannot be reached") from failure
 
 
-@contextmanager
-def _told_silence(request: Any) -> Iterator[None]:
-    """Inside, it is announced from time to time that there is no answer yet."""
-    answered = threading.Event()
-
-    def tell() -> None:
-        for number in count(1):
-            if answered.wait(LONGEST_SILENCE):
-                return
-            announce(f"{name_host(str(request.url))} has not answered for {number * LONGEST_SILENCE:g} s")
-
-    if request.method in ("GET", "HEAD"):  # others may be sending for as long
-        threading.Thread(target=tell, daemon=True).start()
+def _failure_of(response: Any) -> HfHubHTTPError | None:
+    """The error that stands for an answer after which the same request may succeed; None for any other answer."""
+    if not may_pass(response):
+        return None
+    response.read()
     try:
-        yield
-    finally:
-        answered.set()
-
-
-def _paced(response: Any) -> Any:
-    """The stream of an answer, which raises ReadTimeout where it only trickles."""
-    stream, request = response.stream, response.request
-
-    class Paced(httpx.SyncByteStream):
-        def __iter__(self) -> Iterator[bytes]:
-            since, received = time.monotonic(), 0
-            for chunk in stream:
-                received += len(chunk)
-                seconds = time.monotonic() - since
-                if seconds > LONGEST_CRAWL:
-                    if received < SLOWEST * seconds:
-                        raise httpx.ReadTimeout("the answer only trickles", request=request)
-                    since, received = time.monotonic(), 0
-                yield chunk
-
-        def close(self) -> None:
-            stream.close()
-
-    return Paced()
+        hf_raise_for_status(response)
+    except HfHubHTTPError as error:
+        return error
+    return None

@@ -49,9 +49,8 @@ def download(repo: Repo, *, only: Sequence[str] = (), skip: Sequence[str] = (), 
         _write_record(record, unchecked)  # a run that dies between arrival and check leaves this for the next one
     _fetch_files(repo, missing, watch)
     options: dict[str, Any] = {"allow_patterns": list(only) or None, "ignore_patterns": list(skip) or None}
-    find = partial(snapshot_download, repo.name, repo_type=repo.kind, revision=repo.commit, **options)
     with repo.explained():
-        folder = Path(patiently(find))
+        folder = Path(snapshot_download(repo.name, repo_type=repo.kind, revision=repo.commit, **options))
     if damaged := _damaged(repo, folder, unchecked):
         _fetch_files(repo, damaged, watch, again=True)
         damaged = _damaged(repo, folder, unchecked)

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 from huggingface_hub import HfApi, constants, errors, get_token, is_offline_mode
 from huggingface_hub.errors import HfHubHTTPError
 
-from featcal_cli.hub.client import asked_pause, blame, is_conflict, is_lapsed, root_of, unreachable
+from featcal_cli.hub.client import asked_pause, blame, is_conflict, is_lapsed, limit_waiting, root_of, unreachable
 from featcal_cli.runtime.errors import HubError
 from featcal_cli.runtime.files import FIXES, name_reason, tell_fix
 from featcal_cli.runtime.progress import host_of, hub_host, is_hub, name_hosts
@@ -64,6 +64,7 @@ def explained_writing(repo: str) -> AbstractContextManager[None]:
 
 @contextmanager
 def _explained(explain: Callable[[Exception], HubError | None]) -> Iterator[None]:
+    limit_waiting()
     try:
         yield
     except HubError:

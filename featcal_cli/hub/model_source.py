@@ -22,7 +22,7 @@ from featcal_cli.hub.adapter import (
     read_adapter,
     split_adapter,
 )
-from featcal_cli.hub.client import patiently, unreachable
+from featcal_cli.hub.client import unreachable
 from featcal_cli.hub.repo import Opener, Repo, RepoFile, open_repo
 from featcal_cli.hub.weight_files import PICKLES, SAFETENSORS
 from featcal_cli.runtime.errors import HubError, RecipeError
@@ -237,7 +237,7 @@ def find_conversion(repo: Repo) -> Pull | None:
     """The open pull request that adds safetensors to this commit, from the Hub; what it was last time when offline."""
     with repo.explained():
         try:
-            pull = patiently(lambda: _search(repo.name, repo.files))
+            pull = _search(repo.name, repo.files)
         except Exception as error:
             if isinstance(error, HfHubHTTPError) and error.response.status_code in (403, 404):
                 # the repo's owner has turned discussions off

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, Discussion, HfApi, constants
-from huggingface_hub.errors import RepositoryNotFoundError
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # meant to be exported
 
 from featcal_cli.hub import client, remote
@@ -20,7 +18,6 @@ from featcal_cli.runtime.untrusted_text import list_some
 
 KEEP_ALL = "# nothing is ignored\n"
 """Sent in place of a repo's own .gitignore, which would quietly leave files out of the commit."""
-EMPTY = frozenset({".gitattributes"})
 
 
 @dataclass(frozen=True)
@@ -69,25 +66,23 @@ def push(folder: Path, target: Target, *, message: str, watch: Watch | None = No
     """Commit every file of `folder` that is not hidden to the target, in one commit; create the repo if need be.
 
     Weight files of the repo that `folder` has not are deleted by the same commit: a loader could prefer them. Safe to
-    run again: what the Hub has already is neither uploaded nor committed twice. A repo that was created for a push that
-    fails is deleted again while it is empty. `watch` is told how many bytes of large files have been sent.
-    Raises HubError when that fails, or when the Hub then holds something else.
+    run again: what the Hub has already is neither uploaded nor committed twice. `watch` is told how many bytes of large
+    files have been sent. Raises HubError when that fails, or when the Hub then holds something else.
     """
     attempt = None
     try:
         with explained_writing(target.repo_id):
             attempt = _Push(folder, target, message, watch)
             return attempt.run()
-    except BaseException as error:
-        left = attempt.take_back() if attempt else ""
-        if not isinstance(error, HubError):
-            raise
-        again = attempt.describe_commit() if attempt else ""
-        again = again or f"the finished model is in {folder}, and the same command again pushes it"
-        raise HubError(error.what, where=error.where, fix=f"{error.fix}; {left}{again}") from error
-
-
-Certainty = Literal["", "perhaps", "surely"]
+    except HubError as error:
+        again = "the same command again pushes it"
+        if attempt and attempt.may_be_sent:
+            made = "pull request" if target.create_pr else "commit"
+            again = (
+                f"the {made} may be at {hub_page(target.repo_id)} all the same, and the same command again finds out"
+            )
+        fix = f"{error.fix}; the finished model is in {folder}, and {again}"
+        raise HubError(error.what, where=error.where, fix=fix) from error
 
 
 class _Push:
@@ -97,12 +92,8 @@ class _Push:
         self._folder, self._target, self._message, self._watch = folder, target, message, watch
         self._repo_id, self._page = target.repo_id, hub_page(target.repo_id)
         self._files = remote.read_folder(folder)
-        self._created: Certainty = ""
-        """Whether this push created the repo, and has not committed to it."""
-        self._sent: Certainty = ""
-        """Whether our commit is on the Hub, as far as is known."""
-        self._is_late = False
-        """Whether it may yet arrive there."""
+        self.may_be_sent = False
+        """Whether our commit may be on the Hub, or may yet arrive there."""
         self._api = HfApi()
 
     def run(self) -> Pushed:
@@ -113,7 +104,7 @@ class _Push:
         head = head or self._create()
         pushed = self._commit(head, self._upload())
         if wrong := remote.differences(self._files, list_commit(self._repo_id, pushed.commit)):
-            self._sent = ""
+            self.may_be_sent = False
             what = f"{self._repo_id} holds something else than what was pushed: {list_some(wrong)}"
             fix = f"do not use commit {pushed.commit}, and push with --overwrite-repo"
             raise HubError(what, where=pushed.url, fix=fix)
@@ -127,7 +118,7 @@ class _Push:
         if head.is_result_of(self._files):
             return self._as_pushed(head.commit, None), head
         if self._target.create_pr:
-            for pull in client.patiently(self._list_pull_requests):
+            for pull in self._list_pull_requests():
                 proposed = remote.read_head(self._repo_id, f"refs/pr/{pull.num}")
                 if proposed and proposed.is_result_of(self._files):
                     return self._as_pushed(proposed.commit, pull.num), head
@@ -147,21 +138,17 @@ class _Push:
     def _create(self) -> remote.Head:
         # None leaves it to what the organisation has as its default
         private = self._target.private or None
-        odd: Exception | None = None
+        unclear: Exception | None = None
         try:
             client.patiently(lambda: self._api.create_repo(self._repo_id, private=private))
-            self._created = "surely"
-        except ODD as error:  # it was created, though the answer does not say where
-            self._created, odd = "surely", error
         except Exception as error:
-            # somebody was faster, or an earlier try of ours whose answer was lost
-            self._created = "perhaps"
-            if not client.is_conflict(error):
+            # it may be there all the same: somebody was faster, or the answer of a try of ours was lost or odd
+            if not (isinstance(error, ODD) or client.is_conflict(error)):
                 raise
+            unclear = error
         head = remote.read_head(self._repo_id)
         if head is None:
-            self._created = ""
-            raise odd or gone(self._repo_id)
+            raise unclear or gone(self._repo_id)
         _check_head(self._target, head, is_ours=False)
         return head
 
@@ -194,8 +181,7 @@ class _Push:
     def _commit(self, head: remote.Head, additions: list[CommitOperationAdd]) -> Pushed:
         """Commit once on top of `head`, and only there."""
         deletions = [CommitOperationDelete(path) for path in head.stale(self._files)]
-        for number in range(client.TRIES):
-            before, self._sent = self._sent, "perhaps"
+        for number in range(1, client.TRIES + 1):
             try:
                 done = self._api.create_commit(
                     self._repo_id,
@@ -204,25 +190,23 @@ class _Push:
                     create_pr=self._target.create_pr,
                     parent_commit=head.commit,
                 )
-                pushed: Pushed | None = self._as_pushed(done.oid, done.pr_num)
+                self.may_be_sent = True
+                return self._as_pushed(done.oid, done.pr_num)
             except Exception as error:
-                if not client.may_be_committed(error):
-                    self._sent = before
-                pushed = self._find_after(error, client.PAUSE * 2**number)
-                if not pushed and number == client.TRIES - 1:
+                if pushed := self._find_after(error, client.PAUSE * 2 ** (number - 1)):
+                    return pushed
+                if number == client.TRIES:
                     raise
-            if pushed:
-                self._created, self._sent = "", "surely"
-                return pushed
         raise AssertionError("the last try returned or raised")
 
     def _find_after(self, error: Exception, pause: float) -> Pushed | None:
         """Our commit, if it was made even though the client saw `error`; None where trying again does no harm. Raises
         the error where trying again would do harm, or would not help."""
         wait = pause if client.is_conflict(error) else client.worth_waiting(error, pause)
-        if wait is None and not client.may_be_committed(error):
+        may_be_committed = client.may_be_committed(error)
+        if wait is None and not may_be_committed:
             raise error
-        self._is_late = client.may_be_committed(error) and client.is_late(error)
+        self.may_be_sent |= may_be_committed
         # what timed out may yet be carried out: a second commit is then a conflict, but a second pull request is not
         is_final = client.is_conflict(error) or (client.is_timeout(error) and self._target.create_pr)
         for number in range(client.TRIES if is_final else 1):
@@ -230,56 +214,14 @@ class _Push:
                 client.pause_after(client.blame(error), wait * 2**number)
             pushed, head = self._look()
             if pushed:
+                self.may_be_sent = True
                 return pushed
-            if not self._is_late:
-                self._sent = ""
+            self.may_be_sent = may_be_committed and client.is_late(error)
             if head is None:
                 raise gone(self._repo_id) from error
         if is_final or wait is None:
             raise error
         return None
-
-    def take_back(self) -> str:
-        """Delete the repo if this push created it and nobody put anything there; what is to be said of it."""
-        if not self._created:
-            return ""
-        try:
-            info = self._api.model_info(self._repo_id)
-            if not {file.rfilename for file in info.siblings or ()} <= EMPTY:
-                return ""
-            self._sent = "perhaps" if self._is_late else ""
-            if self._created == "surely" and not self._is_late:
-                if foreign := self._find_foreign_work():
-                    why = f"as somebody has put {foreign} into it"
-                    return f"the repo that was created for it is left at {self._page}, {why}; "
-                self._api.delete_repo(self._repo_id)
-                return "the empty repo that was created for it is deleted again; "
-        except RepositoryNotFoundError:
-            return ""
-        except Exception as error:  # noqa: BLE001  # what went wrong before is what is to be told
-            announce(f"{self._repo_id} cannot be deleted: {client.blame(error)}")
-        return "" if self._sent else f"an empty repo may be left at {self._page}; "
-
-    def _find_foreign_work(self) -> str:
-        """What the repo holds besides its first commit and the empty files of main; empty for nothing."""
-        refs = self._api.list_repo_refs(self._repo_id, include_pull_requests=True)
-        if [branch.name for branch in refs.branches] not in ([], ["main"]):
-            return "a branch"
-        if refs.tags or refs.converts:
-            return "a tag"
-        if refs.pull_requests or next(iter(self._api.get_repo_discussions(self._repo_id)), None):
-            return "a discussion or a pull request"
-        return "a commit" if len(self._api.list_repo_commits(self._repo_id)) > 1 else ""
-
-    def describe_commit(self) -> str:
-        """What is to be said of our commit after a failure, and what finds out more; empty where there is none."""
-        if not self._sent:
-            return ""
-        made = "pull request" if self._target.create_pr else "commit"
-        place = f"may be at {self._page} all the same: the same command again finds out and goes on from there"
-        if self._sent == "surely":
-            place = f"is at {self._page} already, and the same command again reads it back"
-        return f"the {made} {place}; the finished model is in {self._folder} too"
 
 
 def _check_head(target: Target, head: remote.Head | None, *, is_ours: bool) -> None:

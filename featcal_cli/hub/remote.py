@@ -14,7 +14,6 @@ from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 from huggingface_hub.utils import _xet_progress_reporting as xet_reporting
 from huggingface_hub.utils._verification import compute_file_hash
 
-from featcal_cli.hub.client import patiently
 from featcal_cli.hub.download import Meter, Watch, git_oid
 from featcal_cli.hub.messages import LOGIN, explained_writing
 from featcal_cli.hub.repo import RepoFile, list_commit
@@ -45,7 +44,7 @@ def read_account(repo_id: str, *, create_pr: bool) -> Account:
     if get_token() is None:
         raise HubError("pushing needs a token, and there is none", where=where, fix=LOGIN)
     with explained_writing(repo_id):
-        account = describe_account(patiently(HfApi().whoami))
+        account = describe_account(HfApi().whoami())
     needed = RIGHTS if create_pr else {"repo.write"}
     if account.rights.isdisjoint(needed):
         fix = "make one with write access on the Hub's settings page, and set HF_TOKEN to it"
@@ -105,7 +104,7 @@ class Head:
 def read_head(repo_id: str, revision: str = "main") -> Head | None:
     """What a model repo holds now; None where there is no such repo for this token. Asks the Hub, never the cache."""
     try:
-        info = patiently(lambda: HfApi().model_info(repo_id, revision=revision))
+        info = HfApi().model_info(repo_id, revision=revision)
     except GatedRepoError:
         raise
     except RepositoryNotFoundError:

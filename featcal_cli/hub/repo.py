@@ -26,7 +26,7 @@ from huggingface_hub.utils._headers import build_hf_headers
 from huggingface_hub.utils._http import hf_raise_for_status
 
 from featcal_cli.hub.adapter import ADAPTER_WEIGHTS, is_adapter
-from featcal_cli.hub.client import limit_waiting, patiently, unreachable
+from featcal_cli.hub.client import patiently, unreachable
 from featcal_cli.hub.messages import explained
 from featcal_cli.hub.weight_files import PICKLES, SAFETENSORS, Entry, check_distinct, parse_header, parse_index
 from featcal_cli.runtime.errors import HubError
@@ -167,7 +167,7 @@ def open_repo(name: str, kind: Kind = "model") -> Repo:
     if revision is not None and not (repo and revision):
         raise HubError(f"cannot read the {kind} {name!r}", where=name, fix="write USER/NAME or USER/NAME@REVISION")
     with explained(repo, revision or "", kind):
-        commit = patiently(lambda: resolve_revision(repo, revision=revision, repo_type=kind).resolved)
+        commit = resolve_revision(repo, revision=revision, repo_type=kind).resolved
     if not COMMIT.fullmatch(commit):  # it becomes part of paths on this machine
         what = f"{hub_host()} does not answer like a Hub: it calls {show(commit)} a commit of {repo}"
         if not commit.strip():
@@ -199,9 +199,8 @@ def read_headers(repo: Repo) -> dict[str, Entry]:
 
 
 def list_commit(name: str, commit: str, kind: Kind = "model") -> dict[str, RepoFile]:
-    """Every file of a commit by its path, as the Hub lists them now. This call, unlike others, tries again by itself.
-    Raises HubError for a listing without end, and what the client raises."""
-    limit_waiting()
+    """Every file of a commit by its path, as the Hub lists them now. Raises HubError for a listing without end, and
+    what the client raises."""
     files: dict[str, RepoFile] = {}
     for file in HfApi().list_repo_tree(name, recursive=True, revision=commit, repo_type=kind):
         if not isinstance(file, ListedFile):
@@ -216,7 +215,6 @@ def list_commit(name: str, commit: str, kind: Kind = "model") -> dict[str, RepoF
 def _list_files(name: str, commit: str, kind: Kind) -> dict[str, RepoFile]:
     """Every file of a commit, from the Hub; where it cannot tell, from the cache, or what is on disk if it is a whole
     model."""
-    limit_waiting()
     try:
         files = _list_once(name, commit, kind) or list_commit(name, commit, kind)
     except Exception as error:

@@ -105,8 +105,7 @@ def pick_base(search: Search, names: Sequence[str], statement: Statement) -> Fin
 
 
 def ask_base(what: str, choices: Sequence[str], where: str) -> Question:
-    options = {choice: (("--base", choice),) for choice in dict.fromkeys(choices)}
-    return Question(what, (("--base", "REPO"),), where, options)
+    return Question(what, (("--base", "REPO"),), where, choices)
 
 
 def _ask_parents(search: Search, name: str, source: str = SAID) -> list[Finding]:

@@ -106,7 +106,7 @@ def find_data(search: Search, task: str, expert: Finding, notes: list[str]) -> T
                 notes.append(f"{repo.name} names {len(usable)} datasets; {chosen[0]} has the name of the task {task}")
             return _choose_config(search, task, Finding("data", chosen[0], source), card, notes)
         if usable:
-            return _ask(task, f"{repo.name} names several datasets for {task}: {list_some(usable)}", usable)
+            return _ask(task, f"{repo.name} names several datasets for {task}: {list_some(usable)}")
     if known:
         return known
     if _is_language_model(repo):
@@ -125,11 +125,8 @@ def _is_language_model(repo: Repo) -> bool:
     return read_class_name(read_config(repo, "config.json")).endswith(LANGUAGE_MODELS)
 
 
-def _ask(
-    task: str, problem: str, choices: Sequence[str] = (), answer: str = "SOURCE", where: str = "", fix: str = ""
-) -> Question:
-    options = {source: (("--data", f"{task}={source}"),) for source in choices}
-    return Question(problem, (("--data", f"{task}={answer}"),), where or f"data of {task}", options, fix)
+def _ask(task: str, problem: str, answer: str = "SOURCE", where: str = "", fix: str = "") -> Question:
+    return Question(problem, (("--data", f"{task}={answer}"),), where or f"data of {task}", fix=fix)
 
 
 def _holds(long: list[str], short: list[str]) -> bool:
@@ -167,7 +164,7 @@ def _choose_config(search: Search, task: str, dataset: Finding, expert: Card, no
             why = "is its default"
         else:
             problem = f"{name}, the data of {task}, has several configs: {list_some(card.configs)}"
-            return _ask(task, problem, [f"{name}:{config}" for config in card.configs], f"{name}:CONFIG")
+            return _ask(task, problem, f"{name}:CONFIG")
         notes.append(f"{name} has {len(card.configs)} configs; {config} {why}")
         keys["config"] = config
     return Data.model_validate(keys), dataset.source

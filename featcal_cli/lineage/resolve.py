@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from featcal_cli.hub.adapter import ADAPTER_CONFIG, is_adapter
@@ -21,10 +20,9 @@ from featcal_cli.lineage.questions import (
     OpenQuestionsError,
     Option,
     Question,
+    as_options,
     ask_without,
     enumerate_names,
-    experts_to_name,
-    list_known,
     show_merged,
 )
 from featcal_cli.lineage.search import Search, do_at_once, is_gone, name_tasks, opened_part, same_name, split_model
@@ -86,13 +84,11 @@ def find_lineage(
     questions += _ask_for_experts(search, experts, base) if experts or not gone else []
     questions += ask_without(gone, len(experts) + len(gone))
     questions += [_hint_at(draft, task, answer) for task, answer in data.items() if isinstance(answer, Question)]
-    if isinstance(base, Question) and not experts:
-        questions += _ask_ahead(search, base)
     known = {task: answer for task, answer in data.items() if not isinstance(answer, Question)}
     if questions or not isinstance(base, Finding):
         questions = [*(Question(warning, ()) for warning in against), *questions]
-        named = experts_to_name(draft, questions, findings, left_out, gone)
-        raise OpenQuestionsError(draft, questions, list_known(draft, base, named, known))
+        skipped = {} if len(gone) == len(gone | findings) else {task: expert for task, (expert, _) in gone.items()}
+        raise OpenQuestionsError(draft, questions, as_options(draft, base, {**findings, **left_out, **skipped}))
     return _complete(search, replace(base, source=source), findings, known, against)
 
 
@@ -317,18 +313,6 @@ def _ask_for_experts(search: Search, experts: Experts, base: Base) -> Iterator[Q
         first: list[Option] = [("--base", "REPO")] if base is None else []
         options = (*first, ("--expert", "TASK=REPO"), ("--data", "TASK=SOURCE"))
         yield Question(f"nothing says which experts {search.merged} was merged from", options, where)
-
-
-def _ask_ahead(search: Search, base: Question) -> Iterator[Question]:
-    """Where the examples come from of the models that may be experts, while it is not known which of them is the base:
-    so that everything is asked for at once."""
-    names = {repo_of(choice).rpartition("/")[2].lower(): choice for choice in base.choices}
-    for task, name in names.items() if len(names) == len(base.choices) else ():
-        with suppress(HubError):
-            if task not in search.draft.tasks:
-                answer = _find_data(search, {task: Finding("expert", name, base.where)})[task]
-                if isinstance(answer, Question):
-                    yield replace(answer, problem=f"{answer.problem} (if it is the base, it needs none)")
 
 
 def _complete(

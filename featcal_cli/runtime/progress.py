@@ -28,7 +28,6 @@ _STATUSES = {
     429: "refuses more requests for now",
     **dict.fromkeys((502, 503, 504), "is busy"),
     507: "has no room left",
-    511: "sends a page in place of what was asked for",
 }
 _USES_CACHE = re.compile(r"Could not reach the Hub .*Using cached commit hash for '(?P<repo>[^']+)'", re.DOTALL)
 

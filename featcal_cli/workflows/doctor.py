@@ -16,7 +16,7 @@ from huggingface_hub.errors import HfHubHTTPError
 from huggingface_hub.utils import build_hf_headers, get_session  # type: ignore[attr-defined]
 from packaging.requirements import Requirement
 
-from featcal_cli.hub.client import blame, patiently, root_of
+from featcal_cli.hub.client import blame, limit_waiting, root_of
 from featcal_cli.hub.messages import CHECK_ENDPOINT, LOGIN
 from featcal_cli.hub.remote import Account, describe_account
 from featcal_cli.runtime.files import cache_folder, tell_bytes
@@ -138,7 +138,8 @@ def _examine_hub() -> Iterator[Finding]:
         yield Finding("token", "note", "there is one, and it was not checked" if token else "none")
         return
     try:
-        user = patiently(HfApi().whoami if token else _greet, judge=lambda _error, _pause: None)
+        limit_waiting()
+        user = HfApi().whoami() if token else _greet()
         account = describe_account(user) if token else None
     except Exception as error:  # noqa: BLE001 - whatever a proxy or a page in the Hub's place makes the client raise
         cause = root_of(error)

@@ -70,8 +70,6 @@ class Fault:
     """Sent besides the answer's own."""
     without: tuple[str, ...] = ()
     """Headers of the answer that are left out."""
-    trickle: float = 0.0
-    """Seconds between two bytes of the answer."""
     action: Callable[[], object] | None = None
     """Called before anything is done."""
 

@@ -411,9 +411,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_header("Accept-Ranges", "bytes")
             self.send_header("Content-Length", str(stop - start))
             self.end_headers()
-            for part in [bytes([byte]) for byte in content] if fault.trickle else [content]:
-                self.wfile.write(part)
-                threading.Event().wait(fault.trickle)
+            self.wfile.write(content)
         if not whole:
             self.close_connection = True
         if fault.reset:

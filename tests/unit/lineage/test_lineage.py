@@ -15,7 +15,6 @@ from hub_texts import Files, card, fill, publish_texts
 
 from featcal_cli.hub.repo import Kind, Repo, open_repo
 from featcal_cli.lineage.merge_configs import MalformedError, read_mergekit
-from featcal_cli.lineage.questions import OpenQuestionsError
 from featcal_cli.lineage.resolve import Lineage, find_lineage
 from featcal_cli.lineage.search import name_tasks
 from featcal_cli.lineage.statements import read_card
@@ -279,7 +278,7 @@ REFUSED = [
         card(base_model=["ORG/bert-math", "ORG/bert-code", "ORG/bert-law"]),
         (
             "nothing says what the base",
-            "--expert m=ORG/bert-math --expert c=ORG/bert-code --base REPO --data m=ORG/math-rows",
+            "--expert m=ORG/bert-math --expert c=ORG/bert-code --base REPO",
         ),
         draft={"tasks": {"m": {"expert": "ORG/bert-math"}, "c": {"expert": "ORG/bert-code"}}},
     ),
@@ -393,19 +392,6 @@ def test_the_only_expert_left_is_said_whoever_took_the_others_away(hub: HubServe
     publish_texts(hub, tmp_path, fill({"ORG/merged": mergekit(config), "ORG/math": expert("math"), **ROWS}, "alone"))
     lineage = find_lineage(Draft(merged="alone/merged", base="alone/code", skip_experts=("law",)))
     assert any("the only expert left is alone/math" in note for note in lineage.notes)
-
-
-def test_a_message_has_what_is_not_answered_and_the_command_all(hub: HubServer, tmp_path: Path) -> None:
-    config = listing("ties", "part/math", "part/code", base="part/base")
-    publish_texts(hub, tmp_path, {"part/merged": mergekit(config), "part/math": {}})
-    with pytest.raises(OpenQuestionsError) as caught:
-        find_lineage(Draft(merged="part/merged"))
-    error = caught.value
-    number = next(number for number, question in enumerate(error.questions) if question.choices)
-    error.answer({number: (("--skip-expert", "code"),)})
-    assert "part/code" not in str(error) and "private" not in error.fix
-    assert "part/math names no dataset" in error.what
-    assert error.fix.endswith("--data math=SOURCE --skip-expert code")
 
 
 @pytest.mark.parametrize(("names", "left"), [(300, 0), (60, 2), (60, 45), (15, 2)])
