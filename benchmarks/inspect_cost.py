@@ -26,7 +26,7 @@ from featcal_cli.engine.answers import OutputMeter
 from featcal_cli.engine.drift_metrics import DriftMeter, ShareMeter
 from featcal_cli.engine.job import Job
 from featcal_cli.engine.lockstep import forward_order
-from featcal_cli.engine.weight_checks import VectorMeter
+from featcal_cli.engine.weight_checks import TaskVectorMeter
 from featcal_cli.hub.snapshot import resolve
 from featcal_cli.models.loading import find_class
 from featcal_cli.workflows.inspect_drift import BASE, MODEL
@@ -88,7 +88,7 @@ def walk(job: Job, *, shares: bool) -> None:
     drift = replace(
         job.drift,
         meter=DriftMeter(modules=True),
-        vectors=VectorMeter(),
+        vectors=TaskVectorMeter(),
         outputs=OutputMeter(),
         shares=ShareMeter(),
         switched=job.drift.switched if shares else {},

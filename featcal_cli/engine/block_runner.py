@@ -17,13 +17,13 @@ from torch.utils._pytree import tree_map_only
 
 from featcal_cli.data.batches import Batch, forward_names
 from featcal_cli.data.vocabulary import renumber
-from featcal_cli.engine.known_outputs import KnownOutputs
+from featcal_cli.engine.known_outputs import OutputCache
 from featcal_cli.engine.offload import Offloader, TouchMode
 from featcal_cli.engine.weight_uploads import DeviceWeight, Upload, device_weights, is_finite
 from featcal_cli.models.architecture import Architecture, Block, held_parameters, module_at
 from featcal_cli.models.loading import Model
-from featcal_cli.models.probing import Memory
-from featcal_cli.models.token_layout import MEMORY, token_lengths
+from featcal_cli.models.probing import CrossAttentionInput
+from featcal_cli.models.token_layout import CROSS_ATTENTION_AXIS, token_lengths
 from featcal_cli.models.tracing import (
     BlockCall,
     StopBlock,
@@ -347,7 +347,7 @@ class BlockRunner:
             buffer.data = buffer.data.to(dtypes.get(name, buffer.dtype))
 
 
-OF_INPUTS = (ValueError, TypeError, LookupError, AttributeError)
+INPUT_ERRORS = (ValueError, TypeError, LookupError, AttributeError)
 """What code raises that is given other values than it was written for."""
 
 
@@ -356,7 +356,7 @@ def _explaining_failure(model: Model) -> Iterator[None]:
     """Turn what the code of a model raises at its config or its inputs into a DataError with the error's own words."""
     try:
         yield
-    except OF_INPUTS as error:
+    except INPUT_ERRORS as error:
         if not _is_of_model(error):
             raise
         raise DataError(
@@ -386,7 +386,7 @@ class PausedForward(greenlet):
         """What the model returned, when the pass is through."""
         self.call: BlockCall | None = None
         """The call of a block that it is paused before."""
-        self.known: KnownOutputs | None = None
+        self.output_cache: OutputCache | None = None
         """Of this block, what its modules return."""
         self._runner = runner
 
@@ -407,7 +407,7 @@ class PausedForward(greenlet):
 
     def advance(self, *output: Any, gradients: bool = False) -> None:
         """Go on to the next block, giving the paused block's output (nothing at the start), with gradients or not."""
-        self.known = None
+        self.output_cache = None
         runner = self._runner
         explaining = _explaining_failure(runner.model)
         with torch.set_grad_enabled(gradients), runner.drawing(), runner.within_reach(), explaining:
@@ -416,13 +416,17 @@ class PausedForward(greenlet):
 
     def lengths_at(self, block: Block) -> dict[str, int]:
         """Of each token axis at this block, which it is paused at, and the number of examples."""
-        memory = None if block.memory is None else self.find_memory(block.memory)
-        return token_lengths(self.batch, self.hidden) | ({} if memory is None else {MEMORY: memory.shape[1]})
+        cross_attention = (
+            None if block.cross_attention is None else self.find_cross_attention_input(block.cross_attention)
+        )
+        return token_lengths(self.batch, self.hidden) | (
+            {} if cross_attention is None else {CROSS_ATTENTION_AXIS: cross_attention.shape[1]}
+        )
 
-    def find_memory(self, memory: Memory) -> Tensor | None:
+    def find_cross_attention_input(self, cross_attention: CrossAttentionInput) -> Tensor | None:
         """The other sequence [B, n, d] that the paused block was called with."""
-        x = self.call.leaf(memory.place) if self.call is not None else None
-        return x if is_sequence(x) and x.shape[2] == memory.width else None
+        x = self.call.leaf(cross_attention.place) if self.call is not None else None
+        return x if is_sequence(x) and x.shape[2] == cross_attention.width else None
 
     def is_at(self, block: Block) -> bool:
         """True when the pass is paused before this block."""
@@ -454,7 +458,7 @@ class PausedForward(greenlet):
             args, kwargs = tree_map_only(Tensor, Tensor.clone, (args, kwargs))
         if dtype is not None:
             args, kwargs = cast_floats((args, kwargs), dtype)
-        known = self.known.recalled() if self.known is not None and given is self else nullcontext()
+        known = self.output_cache.replaying() if self.output_cache is not None and given is self else nullcontext()
         try:
             with torch.no_grad(), self._runner.drawing(), known, _explaining_failure(self._runner.model):
                 output = self._runner.module(block.name).forward(*args, **kwargs)  # none of a pass: it does not pause
@@ -477,7 +481,7 @@ class PausedForward(greenlet):
 
     def close(self) -> None:
         """End the pass where it is; the rest of the model does not run."""
-        self.call = self.known = None
+        self.call = self.output_cache = None
         if not self.dead:
             self.throw(GreenletExit)
 

@@ -255,7 +255,7 @@ class DriftProbe:
         return answer
 
 
-class SwitchProbe:
+class BlockContribution:
     """Passes on a few examples that show what becomes of every block's local mismatch after the last block.
 
     For each block a further pass of the expert, in which the model's blocks run from this one on. The last features of

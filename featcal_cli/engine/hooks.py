@@ -13,8 +13,8 @@ from transformers.pytorch_utils import Conv1D
 
 from featcal_cli.engine.block_runner import BlockRunner, PausedForward
 from featcal_cli.models.architecture import Block, Module
-from featcal_cli.models.module_kinds import LINEAR_KINDS, View, find_convolutions
-from featcal_cli.models.products import ProductWatch, Route, Routing
+from featcal_cli.models.module_kinds import LINEAR_KINDS, ParameterSlice, find_convolutions
+from featcal_cli.models.products import MatmulInterceptor, Route, Routing
 from featcal_cli.models.token_layout import Lengths, Weights
 from featcal_cli.models.tracing import StopBlock, first_tensor
 
@@ -139,7 +139,7 @@ def _keep_inputs(
     routes: Mapping[str, list[Route | None]] | None = None,
 ) -> None:
     """Have the modules of a block put what they are given into `inputs`, and their names into `calls`."""
-    functional: dict[View, Callable[..., None]] = {}
+    functional: dict[ParameterSlice, Callable[..., None]] = {}
     for module in block.modules:
         keep: Callable[..., None] = partial(_keep, module, inputs.setdefault(module.name, []), calls, last_call)
         if module.is_routed and routing is not None and routes is not None:
@@ -150,7 +150,7 @@ def _keep_inputs(
         child = runner.module(f"{block.name}.{module.name}")
         hooks.callback(child.register_forward_pre_hook(keep, with_kwargs=True).remove)
     if functional or routes:
-        watch = watch_products(
+        watch = intercept_matmuls(
             runner, block, lambda weight, x, _: functional[weight](None, (x,), {}), routing=routing if routes else None
         )
         hooks.enter_context(watch)
@@ -170,20 +170,20 @@ def _keep_route(
     keep(module, args, kwargs)
 
 
-def watch_products(
+def intercept_matmuls(
     runner: BlockRunner,
     block: Block,
-    before: Callable[[View, Tensor, View | None], None] = lambda *_: None,
-    after: Callable[[View, Tensor], None] | None = None,
+    before: Callable[[ParameterSlice, Tensor, ParameterSlice | None], None] = lambda *_: None,
+    after: Callable[[ParameterSlice, Tensor], None] | None = None,
     routing: Routing | None = None,
-) -> ProductWatch:
+) -> MatmulInterceptor:
     """Inside, both are told of what the block's functions multiply with that stands for a module."""
     held, weights = (
         runner.module(block.name),
         {module.functional.weight for module in block.modules if module.functional},
     )
     parameters = {weight.parameter: held.get_parameter(weight.parameter) for weight in weights}
-    return ProductWatch(parameters, before, after, weights, routing, convolutions=find_convolutions(held))
+    return MatmulInterceptor(parameters, before, after, weights, routing, convolutions=find_convolutions(held))
 
 
 def _keep(

@@ -15,7 +15,7 @@ from featcal_cli.engine.answers import OutputMeter
 from featcal_cli.engine.block_runner import BlockRunner
 from featcal_cli.engine.drift_metrics import DriftMeter, ExampleMeter, ShareMeter
 from featcal_cli.engine.offload import Offloader
-from featcal_cli.engine.weight_checks import VectorMeter
+from featcal_cli.engine.weight_checks import TaskVectorMeter
 from featcal_cli.models.architecture import Architecture, Block
 from featcal_cli.runtime.distributed import Ranks
 from featcal_cli.runtime.untrusted_text import list_some
@@ -37,7 +37,7 @@ class Measurement:
     """Where it is given, the experts' heads are run on every model's last features."""
     branches: frozenset[str] = frozenset()
     """Blocks after which the rest of the expert is run on every model's features too, for `outputs`."""
-    vectors: VectorMeter | None = None
+    vectors: TaskVectorMeter | None = None
     examples: ExampleMeter | None = None
     """Where it is given, it gets figures of every example's last feature, and of the outputs made of it."""
     shares: ShareMeter | None = None

@@ -14,24 +14,24 @@ from torch import Tensor, nn
 from featcal_cli.engine.offload import Offloader
 
 
-class Room:
-    """Bytes that are left for outputs; what finds no room is computed again."""
+class MemoryBudget:
+    """Bytes that are left for outputs; what finds no budget is computed again."""
 
     def __init__(self, size: int) -> None:
         self._left = size
 
-    def take(self, size: int) -> bool:
+    def reserve(self, size: int) -> bool:
         """Whether there were so many bytes, which are taken then."""
         fits = size <= self._left
         self._left -= size if fits else 0
         return fits
 
 
-class KnownOutputs:
+class OutputCache:
     """What modules of a block return in one pass, call by call. Large ones lie in files while nobody asks for them."""
 
-    def __init__(self, room: Room, offloader: Offloader | None) -> None:
-        self._room, self._offloader = room, offloader
+    def __init__(self, budget: MemoryBudget, offloader: Offloader | None) -> None:
+        self._budget, self._offloader = budget, offloader
         self._kept: dict[nn.Module, list[tuple[Tensor, int]]] = {}
         """With the version that each has if nobody changed it."""
 
@@ -40,12 +40,12 @@ class KnownOutputs:
         self._kept |= {module: [] for module in modules}
 
     @contextmanager
-    def recalled(self) -> Iterator[None]:
+    def replaying(self) -> Iterator[None]:
         """Inside, the modules return what they returned before; what they return for the first time is kept."""
         with ExitStack() as undo:
             for module, kept in self._kept.items():
                 undo.callback(module.__dict__.pop, "forward")
-                module.forward = partial(self._recall, module.forward, kept, count())
+                module.forward = partial(self._replay, module.forward, kept, count())
             try:
                 yield
             finally:
@@ -53,7 +53,7 @@ class KnownOutputs:
                 if self._offloader is not None:
                     self._offloader.put_aside(y for kept in self._kept.values() for y, _ in kept)
 
-    def _recall(
+    def _replay(
         self,
         forward: Callable[..., Any],
         kept: list[tuple[Tensor, int]],
@@ -65,7 +65,7 @@ class KnownOutputs:
         if number < len(kept):
             return kept[number][0]
         y = forward(*args, **kwargs)
-        if number == len(kept) and type(y) is Tensor and self._room.take(y.nbytes):
+        if number == len(kept) and type(y) is Tensor and self._budget.reserve(y.nbytes):
             kept.append((y, y._version))
         return y
 

@@ -14,16 +14,16 @@ from torch import Tensor
 
 from featcal_cli.data.batches import Batch, count_examples
 from featcal_cli.engine.block_runner import BlockRunner, PausedForward
-from featcal_cli.engine.drift_probe import EXPERT, DriftProbe, SwitchProbe
+from featcal_cli.engine.drift_probe import EXPERT, BlockContribution, DriftProbe
 from featcal_cli.engine.hooks import CapturedRun, Features, Observation, run_captured, run_to_last_input
 from featcal_cli.engine.job import Job
-from featcal_cli.engine.known_outputs import KnownOutputs, Room
+from featcal_cli.engine.known_outputs import MemoryBudget, OutputCache
 from featcal_cli.engine.token_weights import token_weights
 from featcal_cli.models.architecture import Block, Module
 from featcal_cli.models.module_kinds import LINEAR_KINDS
 from featcal_cli.runtime import hardware
 
-PassGroup = TypeVar("PassGroup", "PairedPass", DriftProbe, SwitchProbe)
+PassGroup = TypeVar("PassGroup", "PairedPass", DriftProbe, BlockContribution)
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Passes:
     """On the examples that updates are checked on."""
     measured: dict[str, list[DriftProbe]]
     """On the examples that drift alone is measured on."""
-    switched: dict[str, list[SwitchProbe]]
+    switched: dict[str, list[BlockContribution]]
     """On the few examples that the last drift is traced to its blocks on."""
 
     @property
@@ -120,7 +120,8 @@ def _start_passes(job: Job) -> Passes:
                 )
                 passes.measured[task] = [_offload(job, probe, probe) for probe in probes]
                 traced = (
-                    SwitchProbe(job, job.drift, task, job.merged.place(x)) for x in job.drift.switched.get(task, ())
+                    BlockContribution(job, job.drift, task, job.merged.place(x))
+                    for x in job.drift.switched.get(task, ())
                 )
                 passes.switched[task] = [_offload(job, probe, probe) for probe in traced]
             expert.give_back()
@@ -180,7 +181,7 @@ class BlockVisit:
         self.is_reached = any(task not in elsewhere for reached in of_ranks for task in reached)
         """Some task's examples do, on whichever rank."""
         self._job, self._passes, self._done = job, passes, done
-        self._room = Room(0 if job.offloader is None else hardware.room_for_outputs(job.offloader.folder))
+        self._budget = MemoryBudget(0 if job.offloader is None else hardware.room_for_outputs(job.offloader.folder))
         self._is_last_part = True
         self._captured: dict[tuple[int, tuple[Module, ...]], CapturedRun] = {}
         """What modules of the expert showed on a batch, for the students that are still to come."""
@@ -218,8 +219,8 @@ class BlockVisit:
                 expert, own = (job.experts[task], pair.expert), (student[1], pair.students[student[0]])
                 runner, paused = expert if of_experts else own
                 if runner.dtype == torch.float32 and paused.is_at(block):
-                    paused.known = paused.known or KnownOutputs(self._room, job.offloader)
-                    paused.known.add(runner.module(f"{block.name}.{name}") for name in names)
+                    paused.output_cache = paused.output_cache or OutputCache(self._budget, job.offloader)
+                    paused.output_cache.add(runner.module(f"{block.name}.{name}") for name in names)
 
     @property
     def is_routed(self) -> bool:

@@ -20,7 +20,7 @@ from featcal_cli.data.vocabulary import renumber
 from featcal_cli.engine.answers import choose_rows, find_owners, gives_logits, project_randomly, read_output
 from featcal_cli.engine.block_runner import BlockRunner
 from featcal_cli.engine.gradient_sums import GradientSums
-from featcal_cli.engine.hooks import watch_products
+from featcal_cli.engine.hooks import intercept_matmuls
 from featcal_cli.engine.token_weights import token_weights
 from featcal_cli.models.architecture import Architecture, Block
 from featcal_cli.models.module_kinds import LINEAR_KINDS, channels_last, read_parameters
@@ -60,7 +60,7 @@ class OutputGradients(NamedTuple):
 
 
 @dataclass
-class _Step:
+class _BlockStep:
     """One call of a block by a pass that is traced."""
 
     call: BlockCall
@@ -72,7 +72,7 @@ class _Step:
     """At the leaves, by projection."""
 
 
-class TracedPass:
+class CheckpointedPass:
     """An expert's forward pass over one batch, of which random projections of the answers are sent back."""
 
     def __init__(self, expert: BlockRunner, entry: str, batch: Batch, projections: int, seed: int) -> None:
@@ -81,7 +81,7 @@ class TracedPass:
         # by the expert's own ids: those of merged may be in any order
         own_ids = None if expert.token_ids is None else expert.token_ids.cpu()
         self._seeds = seed_examples(renumber(batch, own_ids), seed)
-        self.steps: list[_Step] = []
+        self.steps: list[_BlockStep] = []
         self.sizes: dict[str, Tensor] = {}
         """Sums of ‖g‖² over projections at each token [B, length], by the module's path; 0 for padding."""
         self.counts: dict[str, int] = {}
@@ -96,13 +96,15 @@ class TracedPass:
     def batch(self) -> Batch:
         return self._paused.batch
 
-    def run(self, block: Block) -> None:
+    def forward_block(self, block: Block) -> None:
         """Take the pass through the calls of a block that it is at, if it is."""
         while (call := self._paused.call) is not None and self._paused.is_at(block):
             padding = token_weights(self._paused, block, cls_tokens=False)
             output = tree_map_only(Tensor, _as_leaf, self._paused.run_block(block))
             leaves = [x for x in tree_flatten(output)[0] if isinstance(x, Tensor) and x.requires_grad]
-            self.steps.append(_Step(call, padding, leaves, [[None] * len(leaves) for _ in range(self._projections)]))
+            self.steps.append(
+                _BlockStep(call, padding, leaves, [[None] * len(leaves) for _ in range(self._projections)])
+            )
             # a model may change in place what a block has returned, which a leaf does not bear
             self._paused.advance(tree_map_only(Tensor, torch.clone, output), gradients=True)
 
@@ -110,7 +112,7 @@ class TracedPass:
     def is_through(self) -> bool:
         return bool(self._paused.dead)
 
-    def project(self) -> None:
+    def backward_projections(self) -> None:
         """Send random projections of what the model has returned back to what the last blocks have. An example's draws
         come from its own seed, so that the others of its batch change nothing."""
         are_logits = gives_logits(self._paused.module, self._paused.output)
@@ -128,9 +130,9 @@ class TracedPass:
             pairs = zip(chosen, generators, strict=True)
             noise = torch.cat([torch.randn(len(own), rows.shape[1], generator=generator) for own, generator in pairs])
             direction = project_randomly(rows, noise.to(rows), are_logits=are_logits)
-            self._send_back([(rows, direction)], projection)
+            self._backward_to_leaves([(rows, direction)], projection)
 
-    def go_back(self, block: Block, sums: GradientSums | None) -> None:
+    def backward_block(self, block: Block, sums: GradientSums | None) -> None:
         """Send the gradients back through the last step that is left, of that block; its modules' are added to the
         sums, if there are any, and to the sizes."""
         step = self.steps.pop()
@@ -158,9 +160,9 @@ class TracedPass:
                         rows = gradient.reshape(-1, read_parameters(module).weight[..., 0].numel())
                         sums.add(name, rows, of_experts=name in of_experts)
                 before = zip((x for x, _ in origins), at[len(inside) :], strict=True)
-                self._send_back([(x, gradient) for x, gradient in before if gradient is not None], projection)
+                self._backward_to_leaves([(x, gradient) for x, gradient in before if gradient is not None], projection)
 
-    def _add_sizes(self, layouts: Sequence[Layout], path: str, gradient: Tensor, step: _Step) -> None:
+    def _add_sizes(self, layouts: Sequence[Layout], path: str, gradient: Tensor, step: _BlockStep) -> None:
         """Add ‖g‖² at the tokens of a module that is called once, as far as its rows are tokens."""
         axis = layouts[0].axis if len(layouts) == 1 else None
         if (
@@ -200,7 +202,7 @@ class TracedPass:
                 dtype = torch.float32
             self._expert.bring(block.name)
             if paths:
-                watch = watch_products(
+                watch = intercept_matmuls(
                     self._expert,
                     block,
                     after=lambda weight, y: _keep_output(inside, paths[weight], None, None, y),
@@ -215,7 +217,7 @@ class TracedPass:
             hooks.close()
             yield output, inside
 
-    def _send_back(self, ends: Sequence[tuple[Tensor, Tensor]], projection: int) -> None:
+    def _backward_to_leaves(self, ends: Sequence[tuple[Tensor, Tensor]], projection: int) -> None:
         """Add what gradients at some tensors are at the leaves of the steps that are left."""
         leaves = [leaf for step in self.steps for leaf in step.leaves]
         at = iter(_differentiate([(x, g) for x, g in ends if x.requires_grad], leaves, again=True))
@@ -271,22 +273,22 @@ def _measure_batches(
     chosen = take_range(batches, 0, _count_chosen(batches))
     examples = sum(map(count_examples, chosen))
     projections = min(MOST_PROJECTIONS, max(1, ceil(ENOUGH_GRADIENTS / max(1, examples)))) if sums is not None else 1
-    done: list[TracedPass] = []
+    done: list[CheckpointedPass] = []
     with expert.on_device():
         while chosen:
-            passes: list[TracedPass] = []
+            passes: list[CheckpointedPass] = []
             kept = 0
             while chosen and kept < KEPT_BYTES:
-                passes.append(TracedPass(expert, entry, chosen.pop(0), projections, seed))
+                passes.append(CheckpointedPass(expert, entry, chosen.pop(0), projections, seed))
                 kept += passes[-1].bytes_a_block * len(architecture.blocks)
-            _trace(architecture.blocks, expert, passes, sums)
+            _run_passes(architecture.blocks, expert, passes, sums)
             done += passes
     names = set[str]().union(*(traced.sizes for traced in done))
     everywhere = [name for name in sorted(names) if all(name in traced.sizes for traced in done)]
     return {name: _relative_sizes(name, done, sum(map(count_examples, batches))) for name in everywhere}
 
 
-def _relative_sizes(name: str, passes: Sequence[TracedPass], examples: int) -> Tensor:
+def _relative_sizes(name: str, passes: Sequence[CheckpointedPass], examples: int) -> Tensor:
     """Of a module's gradients at the tokens of all examples [n, longest], over their mean at those that count; 1 for
     examples that were not looked at, which come last."""
     sizes = [traced.sizes[name] for traced in passes]
@@ -307,10 +309,10 @@ def _count_chosen(batches: Sequence[Batch]) -> int:
     return max(1, sum(total <= MOST_ROWS for total in accumulate(lengths)))
 
 
-def _trace(
+def _run_passes(
     blocks: Sequence[Block],
     expert: BlockRunner,
-    passes: Sequence[TracedPass],
+    passes: Sequence[CheckpointedPass],
     sums: GradientSums | None,
 ) -> None:
     """Run passes to their ends and the gradients of their answers back, block by block."""
@@ -318,14 +320,14 @@ def _trace(
     while not all(traced.is_through for traced in passes):
         for block in blocks:
             for traced in passes:
-                traced.run(block)
+                traced.forward_block(block)
             expert.give_back(block.name)
     for traced in passes:
-        traced.project()
+        traced.backward_projections()
     while any(traced.steps for traced in passes):
         for traced in (traced for traced in passes if traced.steps):
             block = by_path[traced.steps[-1].call.block]
-            traced.go_back(block, sums)
+            traced.backward_block(block, sums)
         expert.give_back(block.name)
 
 

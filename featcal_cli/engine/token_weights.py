@@ -13,7 +13,16 @@ from featcal_cli.engine.block_runner import BlockRunner, PausedForward
 from featcal_cli.models.architecture import Architecture, Block
 from featcal_cli.models.probing import Padding, read_mask
 from featcal_cli.models.products import Route
-from featcal_cli.models.token_layout import MASK, MEMORY, OWN, Layout, Lengths, Weights, counts_all, token_masks
+from featcal_cli.models.token_layout import (
+    BLOCK_AXIS,
+    CROSS_ATTENTION_AXIS,
+    MASK,
+    Layout,
+    Lengths,
+    Weights,
+    counts_all,
+    token_masks,
+)
 from featcal_cli.models.tracing import first_tensor
 
 OTHER_TOKENS = 0.01
@@ -22,12 +31,15 @@ OTHER_TOKENS = 0.01
 
 def token_weights(paused: PausedForward, block: Block, *, cls_tokens: bool) -> Weights:
     """Weights of the tokens of a batch that is paused at `block`, by axis [B, length]; None where all are alike."""
-    weights = {**token_masks(paused.batch), OWN: None}
+    weights = {**token_masks(paused.batch), BLOCK_AXIS: None}
     axis = block.layout.axis
-    if axis == OWN:
-        weights[OWN] = _own_mask(paused, paused.hidden, block.padding)
-    if block.memory is not None and (sequence := paused.find_memory(block.memory)) is not None:
-        weights[MEMORY] = _own_mask(paused, sequence, block.memory.padding)
+    if axis == BLOCK_AXIS:
+        weights[BLOCK_AXIS] = _own_mask(paused, paused.hidden, block.padding)
+    if (
+        block.cross_attention is not None
+        and (sequence := paused.find_cross_attention_input(block.cross_attention)) is not None
+    ):
+        weights[CROSS_ATTENTION_AXIS] = _own_mask(paused, sequence, block.cross_attention.padding)
     if cls_tokens and axis is not None:
         first = torch.full(paused.hidden.shape[:2], OTHER_TOKENS, device=paused.hidden.device)
         first[:, 0] = 1.0
@@ -85,14 +97,14 @@ def _read_once(mask: object, sequence: Tensor) -> Tensor:
 
 
 def routed_rows(
-    x: Tensor, route: Route | None, layout: Layout, weights: Weights, lengths: Lengths, own_axis: str | None
+    x: Tensor, route: Route | None, layout: Layout, weights: Weights, lengths: Lengths, block_axis: str | None
 ) -> tuple[Tensor, Tensor | None] | None:
     """Rows of what a mixture gives one of its experts [n, d] and their weights: the tokens', times the square of what
     the mixture multiplies with what the expert makes of them, as errors grow by that."""
     if route is None:
         return None
     tokens = torch.arange(route.shape[:-1].numel(), device=x.device)
-    counted = layout.flatten(tokens.view(*route.shape[:-1], 1), weights, lengths, own_axis)
+    counted = layout.flatten(tokens.view(*route.shape[:-1], 1), weights, lengths, block_axis)
     if counted is None:
         return None
     numbers, per_token = counted
@@ -112,7 +124,7 @@ def choose_rows(
 
     first_only: of patches the first counts alone.
     """
-    if first_only and layout.axis == OWN:
+    if first_only and layout.axis == BLOCK_AXIS:
         return [x[:, 0] for x in features]
     flattened = [layout.flatten(x, weights, lengths, layout.axis) for x in features]
     rows = [pair[0] for pair in flattened if pair is not None]
@@ -125,7 +137,7 @@ def find_cls_blocks(runner: BlockRunner, architecture: Architecture, task: str, 
     """The last block of each stack over patches, where the model's pooled output reads its first token alone: it
     changes with that token, and does not when all others that leave the block are perturbed. `batch`: one example."""
     blocks = [block for block in architecture.blocks if block.name not in architecture.stems]
-    over_patches = [block for block in blocks if block.layout.axis == OWN and not block.padding.holds_text]
+    over_patches = [block for block in blocks if block.layout.axis == BLOCK_AXIS and not block.padding.holds_text]
     stacks = {block.name.rpartition(".")[0]: block for block in over_patches}
     alike = take_examples(batch, [0] * len(PERTURBED))
     cls_blocks = set()

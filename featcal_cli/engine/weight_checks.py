@@ -149,7 +149,7 @@ def _find_largest(runner: BlockRunner, block: Block) -> tuple[str, float]:
     return max(sizes.items(), key=lambda item: item[1], default=("", 0.0))
 
 
-TENSORS, ROWS = 12, 16
+SAMPLED_TENSORS, ROWS_PER_TENSOR = 12, 16
 """That are sampled: twelve weights, spread over the depth, and rows of each."""
 LEAST_SHARE = 0.03
 """Of merged − base that the experts must explain."""
@@ -246,13 +246,13 @@ def _choose_names(models: tuple[Model, ...], architecture: Architecture) -> list
     """Some weights that all models have, spread over the depth."""
     known = set.intersection(*(set(model.parameters) for model in models))
     shared = [name for name, _ in linear_weights(models[0], architecture) if name in known]
-    return shared[:: max(1, -(-len(shared) // TENSORS))]
+    return shared[:: max(1, -(-len(shared) // SAMPLED_TENSORS))]
 
 
 def _sample(model: Model, names: list[str]) -> Tensor:
     """The sampled entries of these weights, one after the other, in float64."""
     parameters = model.parameters
-    return torch.cat([sample_rows(parameters[name].detach(), ROWS).flatten() for name in names]).double()
+    return torch.cat([sample_rows(parameters[name].detach(), ROWS_PER_TENSOR).flatten() for name in names]).double()
 
 
 def _rounding(values: Tensor, model: Model) -> float:
@@ -276,7 +276,7 @@ class TaskVector:
         return self.product / size if size else 0.0
 
 
-class VectorMeter(Meter[TaskVector]):
+class TaskVectorMeter(Meter[TaskVector]):
     """Adds up task vectors by task and role, a block at a time: no two models' weights are ever needed whole."""
 
     def add(

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from featcal_cli.data.batches import Batch
 from featcal_cli.models.module_kinds import (
     LINEAR_KINDS,
-    Functional,
+    FunctionalLinear,
     Kind,
     ParameterPart,
     Projection,
@@ -23,7 +23,7 @@ from featcal_cli.models.module_kinds import (
     read_parameters,
     split_systems,
 )
-from featcal_cli.models.probing import Memory, Padding, ProbeRun, probe_model
+from featcal_cli.models.probing import CrossAttentionInput, Padding, ProbeRun, probe_model
 from featcal_cli.models.token_layout import (
     Axes,
     Layout,
@@ -32,14 +32,14 @@ from featcal_cli.models.tracing import (
     ROUTER,
     SHARED,
     Trace,
-    alike,
-    before_the_end,
     count_holders,
     explain_skipped,
+    find_called_before_end,
     find_stems,
-    in_order,
     merge_orders,
+    sort_by_first_call,
     unreached_lists,
+    wildcard_path,
 )
 from featcal_cli.runtime.errors import ArchitectureError
 from featcal_cli.runtime.untrusted_text import list_some
@@ -56,7 +56,7 @@ class Module:
     """Of the input of each of its calls in one run of the block; empty for a module that is never called."""
     overwritten: bool
     """The block changes this module's input in place after the module has read it."""
-    functional: Functional | None = None
+    functional: FunctionalLinear | None = None
     """What does its work, where that is a function and no call of a module; with paths inside the block."""
     depth: int = 0
     """How many of the block's modules, one after the other, change its input when they are calibrated."""
@@ -92,7 +92,7 @@ class Block:
     """The block changes its own input in place."""
     padding: Padding
     """Of its hidden states."""
-    memory: Memory | None
+    cross_attention: CrossAttentionInput | None
     """What else it is given that its modules read rows of, which are no tokens of a known axis."""
     deciders: tuple[str, ...]
     """Paths inside the block of the modules that choose the experts of tokens, "" for the block itself."""
@@ -160,7 +160,7 @@ def find_architecture(
     before: set[str] = set()
     for run in runs.values() if stems else ():
         before.update(find_stems(model, run.first, run.blocks))
-        run.blocks = in_order(run.first, {*run.blocks, *before} & {*run.first.calls})
+        run.blocks = sort_by_first_call(run.first, {*run.blocks, *before} & {*run.first.calls})
     order = merge_orders([run.blocks for run in runs.values()])
     if not order:
         raise no_blocks(type(model))
@@ -168,7 +168,7 @@ def find_architecture(
     by_block = {name: run for run in reversed(runs.values()) for name in run.blocks}
     holders = count_holders(model)
     blocks = tuple(_describe(model, name, by_block[name], norms, holders) for name in order)
-    reached = frozenset(name for run in runs.values() for name in before_the_end(run.first, run.blocks))
+    reached = frozenset(name for run in runs.values() for name in find_called_before_end(run.first, run.blocks))
     called = frozenset(name for run in runs.values() for name in run.first.calls)
     return Architecture(
         blocks,
@@ -191,12 +191,12 @@ def no_blocks(model_class: type, where: str = "") -> ArchitectureError:
 def _describe(model: nn.Module, name: str, run: ProbeRun, norms: str, holders: Mapping[int, int]) -> Block:
     modules, skipped = [], []
     calls = run.first.calls.count(name)
-    layout, axes = run.own_axis(name)
+    layout, axes = run.block_axis(name)
     works = run.first.functional.items()
     biases = {work.bias.parameter for path, work in works if work.bias and not run.first.is_router(path)}
     held, mixture = model.get_submodule(name), dict[str, list[str]]()
     for path in (path.removeprefix(f"{name}.") for path in run.first.routed if path.startswith(f"{name}.")):
-        mixture.setdefault(alike(held, path), []).append(path)
+        mixture.setdefault(wildcard_path(held, path), []).append(path)
     for path, module in held.named_modules():
         if not (parameters := dict(module.named_parameters(recurse=False))):
             continue
@@ -216,7 +216,7 @@ def _describe(model: nn.Module, name: str, run: ProbeRun, norms: str, holders: M
             skipped.append((path, "norms are switched off"))
         elif kind in LINEAR_KINDS or norms == "all" or "bias" in parameters:
             layouts, overwritten = run.layouts(full, calls, axes, module), full in run.first.overwritten
-            if same := mixture.get(alike(held, path)):
+            if same := mixture.get(wildcard_path(held, path)):
                 layouts = run.source_layout([f"{name}.{x}" for x in same], axes)
                 if kind not in LINEAR_KINDS:
                     skipped.append((path, "it is a norm inside an expert of a mixture"))
@@ -225,7 +225,7 @@ def _describe(model: nn.Module, name: str, run: ProbeRun, norms: str, holders: M
                 skipped.append((path, "no token of the first examples reaches it"))
                 continue
             work = run.first.functional.get(full) if full not in run.first.calls else None
-            inside = work and work.inside(f"{name}.")
+            inside = work and work.without_prefix(f"{name}.")
             shape = read_parameters(module).weight.shape if same else ()
             modules.append(Module(path, kind, layouts, overwritten, inside, routed=tuple(shape)))
         else:
@@ -238,7 +238,9 @@ def _describe(model: nn.Module, name: str, run: ProbeRun, norms: str, holders: M
     choosing = (path for path in sorted(run.first.deciders) if f"{path}.".startswith(f"{name}."))
     deciders = tuple(path.removeprefix(name).lstrip(".") for path in choosing)
     overwritten = name in run.first.overwritten
-    return Block(name, tuple(modules), tuple(skipped), layout, calls, overwritten, padding, found.memory, deciders)
+    return Block(
+        name, tuple(modules), tuple(skipped), layout, calls, overwritten, padding, found.cross_attention, deciders
+    )
 
 
 def _describe_parameter(
@@ -254,7 +256,7 @@ def _describe_parameter(
     """What functions multiply with in a parameter of a module that is no Linear and no norm; and why it stays as
     merged, if it does."""
     parts = {
-        part: functional.inside(f"{block}.")
+        part: functional.without_prefix(f"{block}.")
         for part, functional in run.first.functional.items()
         if functional.weight.parameter == f"{block}.{inner}"
     }
@@ -295,7 +297,7 @@ def _count_depths(held: nn.Module, block: str, modules: Sequence[Module], traced
     of_modules = {module.name: max(start, traced.get(f"{block}.{module.name}", start)) for module in modules}
     experts: dict[str, list[str]] = {}
     for module in (module for module in modules if module.is_routed):  # no token of a probe may reach one
-        place = module.functional.weight.parameter if module.functional else alike(held, module.name)
+        place = module.functional.weight.parameter if module.functional else wildcard_path(held, module.name)
         experts.setdefault(place, []).append(module.name)
     for names in experts.values():
         of_modules |= dict.fromkeys(names, max(of_modules[name] for name in names))

@@ -99,7 +99,7 @@ def new_parameters(module: nn.Module, new: Affine) -> list[tuple[nn.Parameter, T
 
 
 @dataclass(frozen=True)
-class View:
+class ParameterSlice:
     """A vector or matrix inside a parameter: some of its rows, one of its matrices, the whole, perhaps transposed."""
 
     parameter: str
@@ -132,28 +132,28 @@ class View:
         return f"{self.parameter}[{self.offset}+{'x'.join(map(str, self.size))}]"
 
 
-class Functional(NamedTuple):
+class FunctionalLinear(NamedTuple):
     """What a function multiplies with and adds, where no Linear is called for it."""
 
-    weight: View
-    bias: View | None
+    weight: ParameterSlice
+    bias: ParameterSlice | None
     is_module: bool
     """They are those of a Linear which is not called, not parts of other parameters."""
 
-    def under(self, prefix: str) -> Functional:
+    def with_prefix(self, prefix: str) -> FunctionalLinear:
         """The same as seen from where the paths begin with a prefix."""
         return self._rename(lambda path: prefix + path)
 
-    def inside(self, prefix: str) -> Functional:
+    def without_prefix(self, prefix: str) -> FunctionalLinear:
         """The same as seen from what the prefix leads to."""
         return self._rename(lambda path: path.removeprefix(prefix))
 
-    def _rename(self, change: Callable[[str], str]) -> Functional:
+    def _rename(self, change: Callable[[str], str]) -> FunctionalLinear:
         bias = self.bias and replace(self.bias, parameter=change(self.bias.parameter))
         return self._replace(weight=replace(self.weight, parameter=change(self.weight.parameter)), bias=bias)
 
 
-def expand_experts(one: Functional, shape: torch.Size) -> list[Functional]:
+def expand_experts(one: FunctionalLinear, shape: torch.Size) -> list[FunctionalLinear]:
     """Those of all experts of a mixture whose weights fill a parameter of this shape, given one of them."""
     size = prod(one.weight.size)
     number, rest = divmod(one.weight.offset, size)
@@ -162,9 +162,9 @@ def expand_experts(one: Functional, shape: torch.Size) -> list[Functional]:
     experts = [replace(one.weight, offset=size * other) for other in range(shape.numel() // size)]
     bias, width = one.bias, one.weight.size[0]
     if bias is None or bias.offset != number * width:
-        return [Functional(weight, None, False) for weight in experts]
+        return [FunctionalLinear(weight, None, False) for weight in experts]
     biases = [replace(bias, offset=width * other) for other in range(len(experts))]
-    return [Functional(weight, own, False) for weight, own in zip(experts, biases, strict=True)]
+    return [FunctionalLinear(weight, own, False) for weight, own in zip(experts, biases, strict=True)]
 
 
 EXPERTS_SQUARES = 36
@@ -187,20 +187,20 @@ class ParameterPart(nn.Parameter):
     """A part of a parameter, in the same memory."""
 
     whole: nn.Parameter
-    place: View
+    place: ParameterSlice
     """Where in it; with its path in the block."""
 
 
 class Projection(nn.Module):
     """What a block's function multiplies with, in the form of a Linear."""
 
-    def __init__(self, block: nn.Module, functional: Functional) -> None:
+    def __init__(self, block: nn.Module, functional: FunctionalLinear) -> None:
         super().__init__()
         self.weight = _part_of(block, functional.weight)
         self.bias = None if functional.bias is None else _part_of(block, functional.bias)
 
 
-def _part_of(block: nn.Module, view: View) -> ParameterPart:
+def _part_of(block: nn.Module, view: ParameterSlice) -> ParameterPart:
     whole = block.get_parameter(view.parameter)
     part = ParameterPart(view.of(whole.detach()), requires_grad=False)
     part.whole, part.place = whole, view

@@ -14,7 +14,16 @@ from featcal_cli.data.batches import Batch, forward_names
 from featcal_cli.models import token_layout
 from featcal_cli.models.module_kinds import rows_shape
 from featcal_cli.models.text_rows import TextRows, find_text_rows, see_text_change
-from featcal_cli.models.token_layout import DECODER, ENCODER, MASK, MEMORY, OWN, Axes, Layout, learn_layout
+from featcal_cli.models.token_layout import (
+    BLOCK_AXIS,
+    CROSS_ATTENTION_AXIS,
+    DECODER_AXIS,
+    ENCODER_AXIS,
+    MASK,
+    Axes,
+    Layout,
+    learn_layout,
+)
 from featcal_cli.models.tracing import ForwardError, Trace, as_hook, find_blocks, is_sequence, leaves_in, trace
 from featcal_cli.runtime.errors import DataError
 from featcal_cli.runtime.untrusted_text import own_words
@@ -34,8 +43,8 @@ class Padding(NamedTuple):
     """Where the mask of its rows is in what blocks are called with: None there, if it hides none."""
 
 
-class Memory(NamedTuple):
-    """A sequence beside the hidden states that a block is given, as an encoder's output: the axis MEMORY."""
+class CrossAttentionInput(NamedTuple):
+    """The sequence that cross-attention reads beside the hidden states of its block, such as an encoder's output."""
 
     place: int
     """Where it is in what blocks are called with."""
@@ -49,7 +58,7 @@ class OtherRows(NamedTuple):
 
     layouts: dict[str, Layouts]
     """Of all modules."""
-    memory: Memory | None
+    cross_attention: CrossAttentionInput | None
 
 
 @dataclass
@@ -70,16 +79,16 @@ class ProbeRun:
     """What was found out of stacks of blocks."""
     _masks: dict[tuple[str, int], int | None] = field(default_factory=dict)
 
-    def own_axis(self, block: str) -> tuple[Layout, Axes]:
+    def block_axis(self, block: str) -> tuple[Layout, Axes]:
         """The layout of the block's hidden states, and the token axes with the block's own one where it has one."""
         axes = dict(self.axes)
         if block not in self.first.shapes:
             return Layout(None), axes
         first, second = self.first.shapes[block][0], self.second.shapes[block][0]
         layout = learn_layout(first, second, axes)
-        is_batch = len(first) == len(second) == 3 and (first[0], second[0]) == token_layout.EXAMPLES  # [B, S, d]
+        is_batch = len(first) == len(second) == 3 and (first[0], second[0]) == token_layout.PROBE_EXAMPLES  # [B, S, d]
         if layout.axis is None and is_batch:
-            axes[OWN] = (first[1], second[1])
+            axes[BLOCK_AXIS] = (first[1], second[1])
             layout = learn_layout(first, second, axes)
         return layout, axes
 
@@ -105,7 +114,7 @@ class ProbeRun:
 
     def find_padding(self, block: str, layout: Layout, axes: Axes) -> Padding:
         """What tells the padding of a block's hidden states."""
-        if layout.axis != OWN:
+        if layout.axis != BLOCK_AXIS:
             return Padding()
         text = self._look_for_text(block, layout, axes)
         sequences = self.first.sequences.get(block, {})  # its hidden states are the first
@@ -125,9 +134,9 @@ class ProbeRun:
     def _look_for_text(self, block: str, layout: Layout, axes: Axes) -> tuple[bool, TextRows | None]:
         """Whether a block's own token axis holds the text, and where."""
         only_text = not any(tensor.is_floating_point() for tensor in self.probe.values())
-        holds_text = layout.axis == OWN and (len(set(axes[OWN])) > 1 or only_text)
-        is_fixed = "input_ids" in self.probe and len(set(self.axes.get(ENCODER, ()))) == 1
-        if layout.axis != OWN or not (holds_text or is_fixed):
+        holds_text = layout.axis == BLOCK_AXIS and (len(set(axes[BLOCK_AXIS])) > 1 or only_text)
+        is_fixed = "input_ids" in self.probe and len(set(self.axes.get(ENCODER_AXIS, ()))) == 1
+        if layout.axis != BLOCK_AXIS or not (holds_text or is_fixed):
             return holds_text, None
         rows = self._find_text_rows(block)  # where the text of the probes has one length, this tells
         return holds_text or rows is not None, rows
@@ -137,7 +146,7 @@ class ProbeRun:
         path = block.rpartition(".")[0]
         if path not in self._texts:
             stack = [other for other in self.blocks if other.rpartition(".")[0] == path]
-            self._texts[path] = find_text_rows(self.model, self.module, self.probe, stack, self.axes[ENCODER][0])
+            self._texts[path] = find_text_rows(self.model, self.module, self.probe, stack, self.axes[ENCODER_AXIS][0])
         return self._texts[path]
 
     def match_others(self, block: str, modules: Mapping[str, tuple[nn.Module, Layouts]], axes: Axes) -> OtherRows:
@@ -149,23 +158,28 @@ class ProbeRun:
         first, second = (of.sequences.get(block, {}) for of in (self.first, self.second))
         for place in [at for at in first if at in second]:
             one, other = first[place], second[place]
-            with_memory = {**axes, MEMORY: (one[1], other[1])}
+            with_cross_attention = {**axes, CROSS_ATTENTION_AXIS: (one[1], other[1])}
             calls = self.first.calls.count(block)
             matched = {
-                name: self.layouts(f"{block}.{name}", calls, with_memory, module) for name, module in unclear.items()
+                name: self.layouts(f"{block}.{name}", calls, with_cross_attention, module)
+                for name, module in unclear.items()
             }
-            reading = {name: of for name, of in matched.items() if {layout.axis for layout in of} == {MEMORY}}
-            if reading and (one[0], other[0]) == token_layout.EXAMPLES:
-                padding = self._complete(block, place, *self._find_memory_text(block, with_memory[MEMORY]))
-                return OtherRows(layouts | reading, Memory(place, one[2], padding))
+            reading = {
+                name: of for name, of in matched.items() if {layout.axis for layout in of} == {CROSS_ATTENTION_AXIS}
+            }
+            if reading and (one[0], other[0]) == token_layout.PROBE_EXAMPLES:
+                padding = self._complete(
+                    block, place, *self._find_cross_attention_text(block, with_cross_attention[CROSS_ATTENTION_AXIS])
+                )
+                return OtherRows(layouts | reading, CrossAttentionInput(place, one[2], padding))
         return OtherRows(layouts, None)
 
-    def _find_memory_text(self, block: str, lengths: tuple[int, int]) -> tuple[bool, TextRows | None]:
+    def _find_cross_attention_text(self, block: str, lengths: tuple[int, int]) -> tuple[bool, TextRows | None]:
         """Whether what has these lengths in the probes may hold the text, and where: as in the last stack of blocks
         before this one that had so many rows."""
         for other in reversed(self.blocks[: self.blocks.index(block)]):
-            layout, axes = self.own_axis(other)
-            if layout.axis == OWN and axes[OWN] == lengths:
+            layout, axes = self.block_axis(other)
+            if layout.axis == BLOCK_AXIS and axes[BLOCK_AXIS] == lengths:
                 return self._look_for_text(other, layout, axes)
         return True, None
 
@@ -175,7 +189,7 @@ class ProbeRun:
         masks = {
             name: mask.clone()
             for name, mask in self.probe.items()
-            if token_layout.is_mask(name) and not name.startswith(DECODER)
+            if token_layout.is_mask(name) and not name.startswith(DECODER_AXIS)
         }
         if not masks or next(self.model.parameters()).is_meta:
             return None
@@ -222,11 +236,11 @@ class ProbeRun:
         """How many patches, none of them padding, the stacks of blocks have that read no text."""
         if MASK in self.probe and "input_ids" not in self.probe:
             return set()  # which it is then about
-        owned = ((name, *self.own_axis(name)) for name in self.blocks)
+        owned = ((name, *self.block_axis(name)) for name in self.blocks)
         return {
-            axes[OWN][0]
+            axes[BLOCK_AXIS][0]
             for name, layout, axes in owned
-            if layout.axis == OWN and not self._look_for_text(name, layout, axes)[0]
+            if layout.axis == BLOCK_AXIS and not self._look_for_text(name, layout, axes)[0]
         } - {1}
 
 
@@ -252,10 +266,10 @@ def probe_model(model: PreTrainedModel, task: str, batch: Batch) -> ProbeRun:
     """Run the model, or the tower that the inputs are for, on two probes. Raises DataError where none can run."""
     problem: Exception | None = None
     for entry, module in _entries(model, batch):
-        for resize in ({ENCODER, DECODER}, {DECODER}, {ENCODER}, set[str]()):
+        for resize in ({ENCODER_AXIS, DECODER_AXIS}, {DECODER_AXIS}, {ENCODER_AXIS}, set[str]()):
             (first, second), axes = token_layout.make_probes(batch, resize)
             try:
-                one, other = (trace(module, probe, model.dtype).under(entry) for probe in (first, second))
+                one, other = (trace(module, probe, model.dtype).with_prefix(entry) for probe in (first, second))
             except ForwardError as error:
                 problem = problem or error
             else:

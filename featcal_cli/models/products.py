@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from featcal_cli.models.module_kinds import View
+from featcal_cli.models.module_kinds import ParameterSlice
 
 DECISIONS = {torch.topk, Tensor.topk, torch.argmax, Tensor.argmax}
 LARGEST = {torch.max, Tensor.max}
@@ -22,7 +22,7 @@ LARGEST = {torch.max, Tensor.max}
 ADDITIONS = {torch.add, Tensor.add, Tensor.__add__}
 GATHERS, SPLITS = {Tensor.__getitem__}, {torch.split, Tensor.split}
 SCALINGS = {torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__}
-ROUTING = {*DECISIONS, *LARGEST, *GATHERS, *SPLITS, *SCALINGS}
+ROUTING_FUNCTIONS = {*DECISIONS, *LARGEST, *GATHERS, *SPLITS, *SCALINGS}
 """Functions by which mixtures choose experts, give them their tokens, and weigh what they return."""
 
 
@@ -85,7 +85,7 @@ class Routing:
         part = next((route for tensor, route in self._parts if tensor is x), None)
         return part or next((route for route in reversed(self._routes) if len(route.rows) == len(x)), None)
 
-    def find_given(self, x: Tensor) -> list[Tensor] | None:
+    def find_nonzero_tokens(self, x: Tensor) -> list[Tensor] | None:
         """Where experts are given all tokens x [experts, T, d], zero but for those that a mixture has chosen an expert
         for: their numbers [n], by expert. None where it is not so."""
         choice = self.decisions[-1] if self.decisions else None
@@ -104,14 +104,14 @@ class Routing:
             return None
         return list(is_given.nonzero()[:, 1].split(counts))
 
-    def hand_out(self, x: Tensor, numbers: Tensor) -> Tensor:
+    def take_tokens(self, x: Tensor, numbers: Tensor) -> Tensor:
         """The tokens with these numbers [n] of what an expert is given [T, d]; `find` knows which they are."""
         tokens = x[numbers]
         self._parts.append((tokens, Route(numbers, x.shape)))
         return tokens
 
     def run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call one of the ROUTING functions."""
+        """Call one of the ROUTING_FUNCTIONS functions."""
         result = func(*args, **kwargs)
         is_decision = func in DECISIONS or (func in LARGEST and isinstance(result, tuple) and args[0].ndim == 2)
         if is_decision and self.deciding:
@@ -151,10 +151,10 @@ MATRIX_PRODUCTS = {torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Ten
 
 BATCHED_PRODUCTS = {torch.bmm, Tensor.bmm, torch.baddbmm}
 """x W of several x and as many W, which may lie in one parameter."""
-CONVOLVING = {functional.conv1d, functional.conv2d, functional.conv3d}
+CONVOLUTION_FUNCTIONS = {functional.conv1d, functional.conv2d, functional.conv3d}
 
 
-class Product(NamedTuple):
+class MatrixProduct(NamedTuple):
     """x Wᵀ + b."""
 
     x: Tensor
@@ -167,17 +167,17 @@ class Product(NamedTuple):
     """The function has x, and makes W x, with features before tokens: [.., d, T]."""
 
 
-class ProductWatch(TorchFunctionMode):
+class MatmulInterceptor(TorchFunctionMode):
     """While it is active, tells of every product with a matrix that lies in one of some parameters."""
 
     def __init__(
         self,
         parameters: Mapping[str, Tensor],
-        before: Callable[[View, Tensor, View | None], None],
-        after: Callable[[View, Tensor], None] | None = None,
-        weights: Collection[View] | None = None,
+        before: Callable[[ParameterSlice, Tensor, ParameterSlice | None], None],
+        after: Callable[[ParameterSlice, Tensor], None] | None = None,
+        weights: Collection[ParameterSlice] | None = None,
         routing: Routing | None = None,
-        on_bias: Callable[[View, View], None] | None = None,
+        on_bias: Callable[[ParameterSlice, ParameterSlice], None] | None = None,
         convolutions: Mapping[str, nn.Module] | None = None,
     ) -> None:
         """parameters: by their paths. before: is told the weight, x [.., d_in], and the bias where it lies in one of
@@ -187,7 +187,7 @@ class ProductWatch(TorchFunctionMode):
         super().__init__()
         self._parameters, self._before, self._after, self._weights = parameters, before, after, weights
         self._routing, self._on_bias, self._convolutions = routing, on_bias, convolutions or {}
-        self._latest: tuple[View, Tensor] | None = None
+        self._latest: tuple[ParameterSlice, Tensor] | None = None
         self._attending = torch.Size([0])
         """Of the queries that multi-head attention was called with last, without the last dimension."""
 
@@ -199,7 +199,7 @@ class ProductWatch(TorchFunctionMode):
             self._attending = args[0].shape[:-1]
             with self:
                 return _attend(*args, **kwargs)
-        if self._routing is not None and func in ROUTING:
+        if self._routing is not None and func in ROUTING_FUNCTIONS:
             return self._routing.run(func, args, kwargs)
         if self._on_bias is not None and self._latest is not None and func in ADDITIONS and args[0] is self._latest[1]:
             bias = self._find(args[1]) if isinstance(args[1], Tensor) and args[1].ndim == 1 else None
@@ -225,7 +225,7 @@ class ProductWatch(TorchFunctionMode):
             self._after(weight, result)
         return result
 
-    def _is_watched(self, weight: View) -> bool:
+    def _is_watched(self, weight: ParameterSlice) -> bool:
         return self._weights is None or weight in self._weights
 
     def _multiply_batch(self, func: Callable[..., Any], args: tuple[Any, ...]) -> Any:
@@ -237,13 +237,13 @@ class ProductWatch(TorchFunctionMode):
         watched = [weight for weight in weights if weight is not None and self._is_watched(weight)]
         if not watched:
             return func(*args)
-        rows = (None if self._routing is None or given else self._routing.find_given(x)) or []
+        rows = (None if self._routing is None or given else self._routing.find_nonzero_tokens(x)) or []
         products = []
         for number, (weight, matrix) in enumerate(zip(weights, matrices, strict=True)):
             bias, tokens = given[0][number, 0] if given else None, x[number]
             if weight in watched:
                 if self._routing is not None and rows:
-                    tokens = self._routing.hand_out(tokens, rows[number])
+                    tokens = self._routing.take_tokens(tokens, rows[number])
                 self._before(weight, tokens, None if bias is None else self._find(bias))
             if self._after is not None:
                 y = functional.linear(tokens, matrix.T, bias)
@@ -253,36 +253,40 @@ class ProductWatch(TorchFunctionMode):
                 products.append(y if is_whole else y.new_zeros(x.shape[1], y.shape[1]).index_copy(0, rows[number], y))
         return torch.stack(products) if products else func(*args)
 
-    def _read(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Product | None:
+    def _read(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> MatrixProduct | None:
         if func is functional.linear:
             given = dict(zip(("input", "weight", "bias"), args, strict=False)) | dict(kwargs)
-            return Product(given["input"], given["weight"], given.get("bias"))
+            return MatrixProduct(given["input"], given["weight"], given.get("bias"))
         if func in MATRIX_PRODUCTS and len(args) == 2 and args[1].ndim == 2:
-            return Product(args[0], args[1].T, None)
+            return MatrixProduct(args[0], args[1].T, None)
         if func in MATRIX_PRODUCTS and len(args) == 2 and args[0].ndim == 2:
-            return Product(args[1].mT, args[0], None, features_first=True)
+            return MatrixProduct(args[1].mT, args[0], None, features_first=True)
         if func is torch.addmm and len(args) == 3 and not kwargs:
-            return Product(args[1], args[2].T, args[0])
+            return MatrixProduct(args[1], args[2].T, args[0])
         if func is torch.einsum and len(args) == 3:
             return next((read for x, w in ((1, 2), (2, 1)) if (read := self._read_einsum(args, x, w))), None)
-        if func in CONVOLVING and self._convolutions:
+        if func in CONVOLUTION_FUNCTIONS and self._convolutions:
             return self._read_convolution(args, kwargs)
         return None
 
-    def _read_convolution(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Product | None:
+    def _read_convolution(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> MatrixProduct | None:
         """Where it is what one of the convolutions would compute: the weight is [d_out, d_in / groups, *size]."""
-        given = _AS_CALLED | dict(zip(("input", "weight", "bias", *_AS_CALLED), args, strict=False)) | dict(kwargs)
+        given = (
+            _CONVOLUTION_DEFAULTS
+            | dict(zip(("input", "weight", "bias", *_CONVOLUTION_DEFAULTS), args, strict=False))
+            | dict(kwargs)
+        )
         weight = self._find(given["weight"])
         module = None if weight is None else self._convolutions.get(weight.parameter)
         if module is None or given["weight"].shape != module.weight.shape or module.padding_mode != "zeros":
             return None
-        for name in _AS_CALLED:
+        for name in _CONVOLUTION_DEFAULTS:
             own, called = getattr(module, name), given[name]
             if own != (called if isinstance(called, (str, tuple)) or isinstance(own, int) else (called,) * len(own)):
                 return None
-        return Product(given["input"], module.get_parameter("weight"), given.get("bias"))
+        return MatrixProduct(given["input"], module.get_parameter("weight"), given.get("bias"))
 
-    def _read_einsum(self, args: tuple[Any, ...], x_at: int, weight_at: int) -> Product | None:
+    def _read_einsum(self, args: tuple[Any, ...], x_at: int, weight_at: int) -> MatrixProduct | None:
         """Where the sum is over the last dimensions of x [.., *in], and those of the output [.., *out] are its last."""
         x, weight, (inputs, _, out) = args[x_at], args[weight_at], args[0].replace(" ", "").partition("->")
         if not isinstance(weight, Tensor) or self._find(weight) is None:
@@ -302,19 +306,19 @@ class ProductWatch(TorchFunctionMode):
             return None
         rows_first = x.permute([of_x.index(letter) for letter in rows + summed])
         flat = rows_first.reshape(*rows_first.shape[: len(rows)], sizes[1])
-        return Product(flat, weight.as_strided(sizes, strides), None)
+        return MatrixProduct(flat, weight.as_strided(sizes, strides), None)
 
-    def _find(self, x: Tensor) -> View | None:
+    def _find(self, x: Tensor) -> ParameterSlice | None:
         """Where a tensor lies in the parameters, if it does."""
         storage = x.untyped_storage()._cdata
         for name, parameter in self._parameters.items():
             offset = int(x.storage_offset()) - int(parameter.storage_offset())
             if parameter.untyped_storage()._cdata == storage and 0 <= offset < parameter.numel():
-                return View(name, offset, tuple(x.shape), x.stride())
+                return ParameterSlice(name, offset, tuple(x.shape), x.stride())
         return None
 
 
-_AS_CALLED: dict[str, Any] = {"stride": 1, "padding": 0, "dilation": 1, "groups": 1}
+_CONVOLUTION_DEFAULTS: dict[str, Any] = {"stride": 1, "padding": 0, "dilation": 1, "groups": 1}
 """How convolutions are called, and what they take if they are not told."""
 
 

@@ -17,16 +17,16 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from featcal_cli.data.batches import GLOBAL_MASK, Batch, count_examples, take_examples
 
-EXAMPLES = (3, 5)
+PROBE_EXAMPLES = (3, 5)
 """Examples in the two probes; no pair of token lengths below changes in the same way."""
 PROBE_TOKENS = 8
 """Tokens of text in a probe: shapes show it, and short probes are cheap on large models."""
-ENCODER, DECODER, OWN = "encoder", "decoder", "own"
+ENCODER_AXIS, DECODER_AXIS, BLOCK_AXIS = "encoder", "decoder", "own"
 """Token axes: of the encoder's (or only) text, of the decoder's text, and a block's own (patches, audio frames). Masks
 of other names (pixel_attention_mask) make axes of their own name."""
-MEMORY = "memory"
+CROSS_ATTENTION_AXIS = "memory"
 """The axis of what cross-attention reads, where it is another stack's own: frames of sound, a text beside an image."""
-STEPS = {ENCODER: 1, DECODER: 2}
+AXIS_STEPS = {ENCODER_AXIS: 1, DECODER_AXIS: 2}
 """Axes whose length the probes can change, each by another step."""
 MASK = "attention_mask"
 
@@ -35,8 +35,8 @@ Axes = Mapping[str, tuple[int, int]]
 Weights = Mapping[str, Tensor | None]
 """Weight of each token [B, length] by axis, 0 for padding; None when all count the same."""
 Lengths = Mapping[str, int]
-"""Length of each token axis in a batch, and the number of its EXAMPLES under that name."""
-ROWS = "examples"
+"""Length of each token axis in a batch, and the number of its PROBE_EXAMPLES under that name."""
+EXAMPLES_AXIS = "examples"
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Dimension:
             return None
         if self.axis is not None and self.middle is not None:
             return 2 * lengths[self.axis] + self.middle
-        return self.factor * (lengths[ROWS] if self.examples else 1) * (lengths[self.axis] if self.axis else 1)
+        return self.factor * (lengths[EXAMPLES_AXIS] if self.examples else 1) * (lengths[self.axis] if self.axis else 1)
 
 
 @dataclass(frozen=True)
@@ -86,11 +86,13 @@ class Layout:
         return axes.pop() if len(axes) == 1 else None
 
     def flatten(
-        self, x: Tensor, weights: Weights, lengths: Lengths, own_axis: str | None
+        self, x: Tensor, weights: Weights, lengths: Lengths, block_axis: str | None
     ) -> tuple[Tensor, Tensor | None] | None:
-        """Rows [T, d] of a feature [.., d] and their weights [T], without the rows of weight 0. `own_axis`: the axis of
-        the block's hidden states. None when the shape breaks the rule, or tokens have weights and the rows are not
-        theirs one by one."""
+        """Rows [T, d] of a feature [.., d] and their weights [T], without the rows of weight 0.
+
+        None when the shape does not follow the layout, or when tokens have weights and the rows are not single tokens.
+        `block_axis` is the axis of the block's hidden states.
+        """
         if self.dims is None or tuple(dim.size(lengths) for dim in self.dims) != tuple(x.shape[:-1]):
             return None
         rows = x.reshape(-1, x.shape[-1])
@@ -100,7 +102,7 @@ class Layout:
             return None if per_row is None or kept is None else (rows[kept], per_row[kept])
         axes = {dim.axis for dim in self.dims if dim.axis}
         if self.is_unclear:
-            axes = {own_axis or ""}
+            axes = {block_axis or ""}
         if all(weights.get(axis) is None for axis in axes):
             return rows, None
         per_row = self._spread(x, weights)
@@ -161,7 +163,11 @@ class Layout:
         assert dim.axis is not None and dim.middle is not None
         middle, mask = lengths[dim.axis] + dim.middle, weights.get(dim.axis)
         apart = (torch.arange(x.shape[distances], device=x.device) - middle).abs()
-        counts = x.new_full((lengths[ROWS],), lengths[dim.axis]) if mask is None else mask.count_nonzero(1).to(apart)
+        counts = (
+            x.new_full((lengths[EXAMPLES_AXIS],), lengths[dim.axis])
+            if mask is None
+            else mask.count_nonzero(1).to(apart)
+        )
         pairs = (counts[:, None] - apart).clamp_min(0).float()  # [B, rows]
         shape = [1] * (x.ndim - 1)
         shape[distances] = x.shape[distances]
@@ -226,8 +232,8 @@ def _learn_dimension(pair: tuple[int, int], axes: Axes) -> Dimension | None:
     for candidates, any_factor in ((single + double, False), ([fixed], True), (of_examples, True)):
         for dim in candidates:
             sizes = [
-                dim.size({ROWS: count, **{axis: lengths[probe] for axis, lengths in axes.items()}})
-                for probe, count in enumerate(EXAMPLES)
+                dim.size({EXAMPLES_AXIS: count, **{axis: lengths[probe] for axis, lengths in axes.items()}})
+                for probe, count in enumerate(PROBE_EXAMPLES)
             ]
             factor = pair[0] // sizes[0] if sizes[0] else 0
             if (factor == 1 or any_factor) and factor and pair == (factor * sizes[0], factor * sizes[1]):  # type: ignore[operator]
@@ -241,7 +247,7 @@ def _learn_dimension(pair: tuple[int, int], axes: Axes) -> Dimension | None:
 def make_probes(batch: Batch, resize: Collection[str]) -> tuple[tuple[Batch, Batch], dict[str, tuple[int, int]]]:
     """Two small batches that differ in examples and along the token axes `resize`, and the lengths of all axes."""
     count = count_examples(batch)
-    probes = [take_examples(batch, [number % count for number in range(examples)]) for examples in EXAMPLES]
+    probes = [take_examples(batch, [number % count for number in range(examples)]) for examples in PROBE_EXAMPLES]
     has_floats = any(tensor.is_floating_point() for tensor in batch.values())
     axes = {}
     for axis, length in _axis_lengths(batch).items():
@@ -254,8 +260,8 @@ def make_probes(batch: Batch, resize: Collection[str]) -> tuple[tuple[Batch, Bat
             continue
         samples = any(batch[name].is_floating_point() for name in names)
         long = length if has_floats else min(length, PROBE_TOKENS)
-        short = long - (long // 4 if samples else STEPS[axis])
-        axes[axis] = (long, short if short > 0 else long + STEPS[axis])
+        short = long - (long // 4 if samples else AXIS_STEPS[axis])
+        axes[axis] = (long, short if short > 0 else long + AXIS_STEPS[axis])
         for probe, size in zip(probes, axes[axis], strict=True):
             for name in names:
                 probe[name] = _resize(probe[name], size, whole=is_mask(name))
@@ -266,7 +272,7 @@ def _axis_of(name: str) -> str:
     """The token axis that an input is about, by its name: attention_mask, decoder_input_ids, pixel_attention_mask."""
     if is_mask(name) and name != MASK:
         return name.removesuffix(MASK).strip("_")
-    return DECODER if name.startswith(f"{DECODER}_") else ENCODER
+    return DECODER_AXIS if name.startswith(f"{DECODER_AXIS}_") else ENCODER_AXIS
 
 
 def _axis_lengths(batch: Batch) -> dict[str, int]:
@@ -359,5 +365,5 @@ def counts_all(mask: Tensor, known: bool | None = None) -> bool:
 
 def token_lengths(batch: Batch, hidden: Tensor) -> dict[str, int]:
     """Length of each token axis of a batch, the block's own (dimension 1 of its hidden states) included."""
-    own = {OWN: hidden.shape[1]} if hidden.ndim > 2 else {}
-    return {ROWS: count_examples(batch), **_axis_lengths(batch), **own}
+    own = {BLOCK_AXIS: hidden.shape[1]} if hidden.ndim > 2 else {}
+    return {EXAMPLES_AXIS: count_examples(batch), **_axis_lengths(batch), **own}

@@ -18,8 +18,8 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.pytorch_utils import Conv1D
 
 from featcal_cli.data.batches import Batch
-from featcal_cli.models.module_kinds import CONVOLUTIONS, Functional, View, find_convolutions, kind_of
-from featcal_cli.models.products import ProductWatch, Routing
+from featcal_cli.models.module_kinds import CONVOLUTIONS, FunctionalLinear, ParameterSlice, find_convolutions, kind_of
+from featcal_cli.models.products import MatmulInterceptor, Routing
 from featcal_cli.runtime import hardware
 from featcal_cli.runtime.errors import ArchitectureError
 from featcal_cli.runtime.untrusted_text import list_some
@@ -73,7 +73,7 @@ class Trace:
         """Members of lists whose output has the shape of their input."""
         self.overwritten: set[str] = set()
         """Modules whose input was changed in place after they had received it."""
-        self.functional: dict[str, Functional] = {}
+        self.functional: dict[str, FunctionalLinear] = {}
         """What functions multiplied with, by its path (that of a Linear that is not called, or of its parameter)."""
         self.routed: dict[str, torch.Size] = {}
         """Those that a mixture gives some tokens, with the shape of the features [.., d] that these were taken from."""
@@ -90,7 +90,7 @@ class Trace:
         self._widths = {name: x.out_features for name, x in model.named_modules() if isinstance(x, nn.Linear)}
         self.depths: dict[str, int] = {}
         """How many products with weights, one after the other, lead to what a module is first given."""
-        self.depth = Depth()
+        self.depth = MatmulDepth()
         self._lists = {name for name, module in model.named_modules() if isinstance(module, CONTAINERS)}
         self._pending: dict[str, list[tuple[Tensor, int]]] = {}
         self._flow: dict[str, tuple[Tensor | None, Tensor | None]] = {}
@@ -117,7 +117,7 @@ class Trace:
             self._pending.setdefault(name, []).append((hidden, hidden._version))
             self.depths.setdefault(name, self.depth.of(hidden))
 
-    def multiply(self, weight: View, x: Tensor, bias: View | None) -> None:
+    def multiply(self, weight: ParameterSlice, x: Tensor, bias: ParameterSlice | None) -> None:
         """A function multiplies x [.., d_in] with what lies in a parameter, and adds a bias that is known."""
         holder, _, key = weight.parameter.rpartition(".")
         module, shape = self._model.get_submodule(holder), self._model.get_parameter(weight.parameter).shape
@@ -125,16 +125,16 @@ class Trace:
         if isinstance(module, (nn.Linear, Conv1D, *CONVOLUTIONS)) and self._running[-1:] == [holder]:
             return  # it does so itself
         name = holder if is_module else weight.name(shape)
-        known = self.functional.setdefault(name, Functional(weight, bias, is_module))
+        known = self.functional.setdefault(name, FunctionalLinear(weight, bias, is_module))
         if known.weight == weight:
             self._receive(name, x, 0 if isinstance(module, CONVOLUTIONS) else weight.size[0])
 
-    def end_product(self, weight: View, y: Tensor) -> None:
+    def end_product(self, weight: ParameterSlice, y: Tensor) -> None:
         """This is what a function has made with a weight."""
         if len(weight.size) == 2:  # depth knows of convolutions
             self.depth.add_one(y)
 
-    def add(self, weight: View, bias: View) -> None:
+    def add(self, weight: ParameterSlice, bias: ParameterSlice) -> None:
         """A function adds what lies in a parameter to what it made with a weight."""
         for name, known in self.functional.items():
             if known.weight == weight and not known.is_module:
@@ -175,7 +175,7 @@ class Trace:
             if given is not None and result is not None and given.shape == result.shape:
                 self.residual.add(name)
 
-    def under(self, path: str) -> Trace:
+    def with_prefix(self, path: str) -> Trace:
         """The same with all paths as seen from a model in which the one that ran lies at `path`."""
         if path:
             self.calls = [f"{path}.{name}".rstrip(".") for name in self.calls]
@@ -183,7 +183,9 @@ class Trace:
             self.sequences = {f"{path}.{name}": shapes for name, shapes in self.sequences.items()}
             self.residual = {f"{path}.{name}" for name in self.residual}
             self.overwritten = {f"{path}.{name}".rstrip(".") for name in self.overwritten}
-            self.functional = {f"{path}.{name}": value.under(f"{path}.") for name, value in self.functional.items()}
+            self.functional = {
+                f"{path}.{name}": value.with_prefix(f"{path}.") for name, value in self.functional.items()
+            }
             self.routed = {f"{path}.{name}": shape for name, shape in self.routed.items()}
             self.routers = {f"{path}.{name}" for name in self.routers}
             self.deciders = {f"{path}.{name}".rstrip(".") for name in self.deciders}
@@ -202,7 +204,7 @@ def _count_shared(one: str, other: str) -> int:
     return len([*itertools.takewhile(lambda step: step[0] == step[1], steps)])
 
 
-class Depth(TorchDispatchMode):
+class MatmulDepth(TorchDispatchMode):
     """Inside, through how many products with weights, one after the other, every tensor is computed."""
 
     def __init__(self) -> None:
@@ -247,7 +249,7 @@ def trace(model: nn.Module, batch: Batch, dtype: torch.dtype) -> Trace:
         )
         after = module.register_forward_hook(as_hook(lambda _, __, output, n=name: traced.after(n, output)))
         handles += [before, after]
-    products = ProductWatch(
+    products = MatmulInterceptor(
         dict(model.named_parameters()),
         as_hook(traced.multiply),
         as_hook(traced.end_product),
@@ -349,10 +351,10 @@ def find_blocks(model: nn.Module, run: Trace) -> list[str]:
         if residual > 0 and 2 * residual >= len(members) and not any(stages):
             taken.append(name)
             blocks += members
-    return in_order(run, blocks)
+    return sort_by_first_call(run, blocks)
 
 
-def in_order(run: Trace, names: Iterable[str]) -> list[str]:
+def sort_by_first_call(run: Trace, names: Iterable[str]) -> list[str]:
     """These modules in the order in which they were first called."""
     started = {name: number for number, name in reversed(list(enumerate(run.calls)))}
     return sorted(names, key=started.__getitem__)
@@ -369,13 +371,13 @@ def find_stems(model: nn.Module, run: Trace, blocks: Sequence[str]) -> list[str]
             continue
         beside = [block for block in blocks if block.startswith(f"{holder}.") or not holder]
         inner = (other for other in module.modules() if other is not module)
-        is_before = bool(beside) and in_order(run, [name, *beside])[0] == name
+        is_before = bool(beside) and sort_by_first_call(run, [name, *beside])[0] == name
         if is_before and any(kind_of(other) == "convolution" for other in inner):
             stems.append(name)
     return stems
 
 
-def alike(block: nn.Module, path: str) -> str:
+def wildcard_path(block: nn.Module, path: str) -> str:
     """A path with stars for the keys of lists and dictionaries: the same for all experts of a mixture."""
     parts: list[str] = []
     holder: nn.Module | None = block
@@ -458,7 +460,7 @@ def _is_convolution(module: nn.Module) -> bool:
 
 
 def explain_skipped(
-    module: nn.Module, value: Tensor, holders: Mapping[int, int], parts: Mapping[str, Functional], run: Trace
+    module: nn.Module, value: Tensor, holders: Mapping[int, int], parts: Mapping[str, FunctionalLinear], run: Trace
 ) -> str:
     """Why a parameter of a module that is no Linear and no norm stays as merged; empty where functions multiply with
     these parts of it."""
@@ -477,7 +479,7 @@ def explain_skipped(
     return ""
 
 
-def before_the_end(run: Trace, blocks: Sequence[str]) -> set[str]:
+def find_called_before_end(run: Trace, blocks: Sequence[str]) -> set[str]:
     """Modules that start before the last call of a block ends: with its inside, what comes after it has not begun."""
     last = max((number for number, name in enumerate(run.calls) if name in set(blocks)), default=-1)
     inside = [name for name in run.calls if any(name.startswith(f"{block}.") for block in blocks[-1:])]

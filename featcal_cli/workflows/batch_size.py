@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from featcal_cli.data.batches import Batch, count_examples
 from featcal_cli.models.architecture import Architecture, module_at
-from featcal_cli.models.module_kinds import View, find_convolutions, rows_shape
-from featcal_cli.models.products import ProductWatch
+from featcal_cli.models.module_kinds import ParameterSlice, find_convolutions, rows_shape
+from featcal_cli.models.products import MatmulInterceptor
 from featcal_cli.models.tracing import ForwardError, as_hook, first_tensor, run_forward, tensors_in
 
 COMPUTE = 4
@@ -45,7 +45,7 @@ def probe_batch(model: nn.Module, architecture: Architecture, entry: str, batch:
     embedded: dict[str, int] = {}
     inputs: dict[str, dict[int, Tensor]] = {}
     rows: dict[str, int] = {}
-    functional: dict[View, tuple[str, str]] = {}
+    functional: dict[ParameterSlice, tuple[str, str]] = {}
     handles = []
 
     def at_block(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -64,7 +64,7 @@ def probe_batch(model: nn.Module, architecture: Architecture, entry: str, batch:
         for module in block.modules:
             path = f"{block.name}.{module.name}"
             if module.functional is not None:
-                functional[module.functional.under(f"{block.name}.").weight] = (block.name, path)
+                functional[module.functional.with_prefix(f"{block.name}.").weight] = (block.name, path)
                 continue
             hook = model.get_submodule(path).register_forward_pre_hook
             see = as_hook(lambda held, a, k, b=block.name, n=path: at_module(b, n, held, a, k))
@@ -72,10 +72,10 @@ def probe_batch(model: nn.Module, architecture: Architecture, entry: str, batch:
     parameters = {weight.parameter: model.get_parameter(weight.parameter) for weight in functional}
     convolutions = find_convolutions(model)
 
-    def at_function(weight: View, x: Tensor, _: object) -> None:
+    def at_function(weight: ParameterSlice, x: Tensor, _: object) -> None:
         at_module(*functional[weight], convolutions.get(weight.parameter), x)
 
-    watch = ProductWatch(parameters, as_hook(at_function), weights=functional, convolutions=convolutions)
+    watch = MatmulInterceptor(parameters, as_hook(at_function), weights=functional, convolutions=convolutions)
     dtype = next(model.parameters()).dtype
     shapes = {
         name: x.to("meta", dtype if x.is_floating_point() else x.dtype)

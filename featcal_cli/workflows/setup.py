@@ -21,7 +21,7 @@ from featcal_cli.engine.job import MERGED, Job, Measurement
 from featcal_cli.engine.offload import Offloader
 from featcal_cli.engine.output_gradients import measure_output_gradients
 from featcal_cli.engine.token_weights import find_cls_blocks
-from featcal_cli.engine.weight_checks import VectorMeter, check_no_huge_weight, describe_merge_fit
+from featcal_cli.engine.weight_checks import TaskVectorMeter, check_no_huge_weight, describe_merge_fit
 from featcal_cli.hub.snapshot import Snapshot
 from featcal_cli.models.alignment import check_alignment, describe_differences, load_fitting
 from featcal_cli.models.architecture import Architecture, find_architecture
@@ -268,7 +268,9 @@ class Setup:
             limit_batches(measured, answering),
             DriftMeter(modules=is_inspected, refuse_vanishing=not is_inspected),
             outputs=OutputMeter() if are_answers_read or is_inspected else None,
-            vectors=VectorMeter() if is_inspected else None,  # a calibrated block is there when its experts' are gone
+            vectors=TaskVectorMeter()
+            if is_inspected
+            else None,  # a calibrated block is there when its experts' are gone
             split=split,
         )
         if is_inspected:

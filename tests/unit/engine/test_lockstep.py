@@ -11,7 +11,7 @@ import torch
 from families import FAMILIES, save_family
 
 from featcal_cli.engine.block_runner import PausedForward
-from featcal_cli.engine.known_outputs import KnownOutputs, Room
+from featcal_cli.engine.known_outputs import MemoryBudget, OutputCache
 from featcal_cli.models.architecture import Block
 from featcal_cli.runtime import hardware
 from featcal_cli.workflows.inspect_drift import inspect_drift
@@ -73,16 +73,16 @@ def test_what_modules_return_is_kept_while_nothing_before_them_changes(
 ) -> None:
     """With room for everything, for the first few, or for nothing: the same bytes, from less and less work."""
     computed: list[int] = []
-    recall = KnownOutputs._recall
+    recall = OutputCache._replay
 
-    def counted(known: KnownOutputs, forward: Any, *given: Any, **others: Any) -> Any:
+    def counted(known: OutputCache, forward: Any, *given: Any, **others: Any) -> Any:
         def compute(*args: Any, **kwargs: Any) -> Any:
             computed.append(1)
             return forward(*args, **kwargs)
 
         return recall(known, compute, *given, **others)
 
-    monkeypatch.setattr(KnownOutputs, "_recall", counted)
+    monkeypatch.setattr(OutputCache, "_replay", counted)
     saved = save_family(tmp_path / "saved", BY_NAME[name], examples=8)
     counts, weights = [], set()
     for room in (0, 1 << 14, 1 << 30):
@@ -98,16 +98,16 @@ def test_what_modules_return_is_kept_while_nothing_before_them_changes(
 
 def test_what_a_model_changes_in_place_is_not_kept() -> None:
     first, second = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
-    known = KnownOutputs(Room(1 << 20), None)
+    known = OutputCache(MemoryBudget(1 << 20), None)
     known.add([first, second])
     x = torch.ones(2, 4)
     with torch.no_grad():
         expected = second(first(x).relu_())
         for _ in range(3):
-            with known.recalled():
+            with known.replaying():
                 assert torch.equal(second(first(x).relu_()), expected)
         first.weight.zero_()
-        with known.recalled():
+        with known.replaying():
             assert torch.equal(first(x), first.bias.expand(2, 4))
             assert torch.equal(second(x), expected)
     assert "forward" not in vars(first) | vars(second)

@@ -76,7 +76,7 @@ def test_the_mask_is_what_hides_the_last_row_where_inputs_are_padded() -> None:
     """Not numbers of positions, what marks padding instead, or a bias, which is none without padding."""
     inputs = {"input_values": torch.randn(4, 16), "attention_mask": torch.ones(4, 16, dtype=torch.long)}
     run = probing.probe_model(Frames().eval(), "task", inputs)
-    paddings = [run.find_padding(block, *run.own_axis(block)) for block in run.blocks]
+    paddings = [run.find_padding(block, *run.block_axis(block)) for block in run.blocks]
     assert [padding.mask for padding in paddings] == [4, 4]
 
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import conv1d, linear
 
-from featcal_cli.models.module_kinds import View, find_convolutions
-from featcal_cli.models.products import ProductWatch, Routing
+from featcal_cli.models.module_kinds import ParameterSlice, find_convolutions
+from featcal_cli.models.products import MatmulInterceptor, Routing
 
 WIDE = nn.Parameter(torch.randn(12, 6))
 DEEP = nn.Parameter(torch.randn(3, 6, 4))
@@ -38,11 +38,11 @@ def test_a_product_tells_which_part_of_which_parameter_it_is_made_with(
     multiply: Callable[[], Tensor], name: str, weight: Tensor | None
 ) -> None:
     parameters = {"wide": WIDE, "deep": DEEP}
-    seen: list[tuple[View, Tensor]] = []
+    seen: list[tuple[ParameterSlice, Tensor]] = []
     results: list[Tensor] = []
     with (
         torch.no_grad(),
-        ProductWatch(parameters, lambda w, x, _: seen.append((w, x)), lambda _, y: results.append(y)),
+        MatmulInterceptor(parameters, lambda w, x, _: seen.append((w, x)), lambda _, y: results.append(y)),
     ):
         result = multiply()
     assert [view.name(parameters[view.parameter].shape) for view, _ in seen] == [name] * bool(name)
@@ -56,12 +56,12 @@ def test_a_product_tells_which_part_of_which_parameter_it_is_made_with(
 def test_each_matrix_of_a_batched_product_is_told_of(*, with_bias: bool) -> None:
     parameters = {"deep": DEEP, "shift": nn.Parameter(torch.randn(3, 4))}
     x = torch.randn(3, 5, 6)
-    seen: list[tuple[View, Tensor, View | None]] = []
+    seen: list[tuple[ParameterSlice, Tensor, ParameterSlice | None]] = []
     made: list[Tensor] = []
     with torch.no_grad():
         bias = parameters["shift"][:, None] if with_bias else torch.zeros(3, 1, 4)
         expected = torch.baddbmm(bias, x, DEEP)
-        with ProductWatch(parameters, lambda *args: seen.append(args), lambda _, y: made.append(y)):
+        with MatmulInterceptor(parameters, lambda *args: seen.append(args), lambda _, y: made.append(y)):
             result = torch.baddbmm(bias, x, DEEP) if with_bias else torch.bmm(x, DEEP)
     torch.testing.assert_close(result, expected)
     torch.testing.assert_close(torch.stack(made), expected)
@@ -69,12 +69,12 @@ def test_each_matrix_of_a_batched_product_is_told_of(*, with_bias: bool) -> None
     for number, (weight, given, shift) in enumerate(seen):
         assert torch.equal(weight.of(DEEP), DEEP[number].T)
         assert torch.equal(given, x[number])
-        assert shift == (View("shift", 4 * number, (4,), (1,)) if with_bias else None)
+        assert shift == (ParameterSlice("shift", 4 * number, (4,), (1,)) if with_bias else None)
 
 
 def test_products_of_activations_are_not_looked_into() -> None:
     seen: list[object] = []
-    with torch.no_grad(), ProductWatch({"deep": DEEP}, lambda *args: seen.append(args)):
+    with torch.no_grad(), MatmulInterceptor({"deep": DEEP}, lambda *args: seen.append(args)):
         result = torch.bmm(torch.ones(3, 5, 6), DEEP * 2)
     torch.testing.assert_close(result, torch.ones(3, 5, 6) @ (DEEP * 2))
     assert not seen
@@ -86,7 +86,7 @@ def test_experts_that_are_given_all_tokens_get_those_that_they_are_chosen_for(ot
     scores = torch.tensor([[3.0, 2, 1], [1, 3, 2], [2, 3, 1], [3, 2, 1]])
     tokens = torch.randn(4, 6)
     routing, given = Routing(), list[Tensor]()
-    with torch.no_grad(), ProductWatch({"deep": DEEP}, lambda _, x, __: given.append(x), routing=routing):
+    with torch.no_grad(), MatmulInterceptor({"deep": DEEP}, lambda _, x, __: given.append(x), routing=routing):
         chosen = scores.topk(2).indices
         is_chosen = torch.zeros(4, 3).scatter_(1, chosen, 1.0)
         torch.bmm(tokens * (is_chosen + others).T[:, :, None], DEEP)
@@ -104,7 +104,7 @@ def test_experts_that_are_given_all_tokens_get_those_that_they_are_chosen_for(ot
 
 def test_a_choice_among_all_values_gives_no_tokens() -> None:
     routing = Routing()
-    with torch.no_grad(), ProductWatch({"deep": DEEP}, lambda *_: None, routing=routing):
+    with torch.no_grad(), MatmulInterceptor({"deep": DEEP}, lambda *_: None, routing=routing):
         torch.argmax(torch.randn(4, 3))
         result = torch.bmm(torch.ones(3, 4, 6), DEEP)
     torch.testing.assert_close(result, torch.ones(3, 4, 6) @ DEEP)
@@ -117,8 +117,8 @@ def test_a_convolution_that_a_function_computes_is_told_of_if_it_is_that_of_the_
 ) -> None:
     module = nn.Conv1d(4, 4, 3, padding=2, groups=4)
     x = torch.randn(2, 4, 7)
-    seen: list[tuple[View, Tensor, View | None]] = []
-    watch = ProductWatch(
+    seen: list[tuple[ParameterSlice, Tensor, ParameterSlice | None]] = []
+    watch = MatmulInterceptor(
         dict(module.named_parameters()), lambda *args: seen.append(args), convolutions=find_convolutions(module)
     )
     with torch.no_grad(), watch:
@@ -131,14 +131,14 @@ def test_a_convolution_that_a_function_computes_is_told_of_if_it_is_that_of_the_
 def test_attention_is_looked_into_with_its_rows_by_length_and_example() -> None:
     attention = nn.MultiheadAttention(8, 2, bias=True).eval()
     x = torch.randn(5, 3, 8)
-    seen: dict[str, tuple[torch.Size, View | None]] = {}
+    seen: dict[str, tuple[torch.Size, ParameterSlice | None]] = {}
 
-    def keep(weight: View, x: Tensor, bias: View | None) -> None:
+    def keep(weight: ParameterSlice, x: Tensor, bias: ParameterSlice | None) -> None:
         seen[weight.parameter] = (x.shape, bias)
 
     with torch.no_grad():
         expected, _ = attention(x, x, x, need_weights=False)
-        with ProductWatch(dict(attention.named_parameters()), keep):
+        with MatmulInterceptor(dict(attention.named_parameters()), keep):
             output, _ = attention(x, x, x, need_weights=False)
     torch.testing.assert_close(output, expected)
     assert {name: shape for name, (shape, _) in seen.items()} == {

@@ -7,24 +7,29 @@ import torch
 from torch import Size
 
 from featcal_cli.models.token_layout import (
-    DECODER,
-    ENCODER,
-    OWN,
-    ROWS,
+    BLOCK_AXIS,
+    DECODER_AXIS,
+    ENCODER_AXIS,
+    EXAMPLES_AXIS,
     learn_layout,
     make_probes,
     token_lengths,
     token_masks,
 )
 
-AXES = {ENCODER: (8, 7), DECODER: (8, 6)}
+AXES = {ENCODER_AXIS: (8, 7), DECODER_AXIS: (8, 6)}
 MASK = torch.tensor([[1.0, 1, 0], [1, 0, 0]])
 
 
 def flat(x: torch.Tensor, first: tuple[int, ...], second: tuple[int, ...]) -> torch.Tensor | None:
     """The rows kept of a feature whose shapes in the two probes were `first` and `second`."""
     layout = learn_layout(Size((*first, 4)), Size((*second, 4)), AXES)
-    found = layout.flatten(x, {ENCODER: MASK, DECODER: None, OWN: None}, {ROWS: 2, ENCODER: 3, DECODER: 3}, ENCODER)
+    found = layout.flatten(
+        x,
+        {ENCODER_AXIS: MASK, DECODER_AXIS: None, BLOCK_AXIS: None},
+        {EXAMPLES_AXIS: 2, ENCODER_AXIS: 3, DECODER_AXIS: 3},
+        ENCODER_AXIS,
+    )
     return None if found is None else found[0]
 
 
@@ -84,31 +89,34 @@ def test_a_table_of_distances_counts_as_often_as_tokens_are_so_far_apart(
     """Wav2Vec2-Conformer's, DeBERTa's and XLNet's; texts of two tokens and of one."""
     layout = learn_layout(Size((*first, 4)), Size((*second, 4)), AXES)
     table = torch.arange(float(max(rows))).view(-1, *[1] * (len(rows) - rows.index(max(rows)))).expand(*rows, 4)
-    weights, lengths = {ENCODER: MASK}, {ROWS: 2, ENCODER: 3}
-    counted = layout.flatten(table, weights, lengths, ENCODER)
+    weights, lengths = {ENCODER_AXIS: MASK}, {EXAMPLES_AXIS: 2, ENCODER_AXIS: 3}
+    counted = layout.flatten(table, weights, lengths, ENCODER_AXIS)
     assert counted is not None and counted[1] is not None
     pairs: dict[float, float] = {}
     for row, weight in zip(counted[0][:, 0].tolist(), counted[1].tolist(), strict=True):
         pairs[row] = pairs.get(row, 0) + weight
     middle = max(rows) // 2
     assert pairs == {middle - 1: 1, middle: 3, middle + 1: 1}
-    wider = layout.flatten(table, {ENCODER: None}, lengths, ENCODER)
+    wider = layout.flatten(table, {ENCODER_AXIS: None}, lengths, ENCODER_AXIS)
     assert wider is not None and wider[1] is not None and float(wider[1].sum()) == 2 * 9
     assert not layout.is_table
 
 
 def test_rows_that_differ_between_examples_are_no_table_of_distances() -> None:
     layout = learn_layout(Size((16, 3, 4)), Size((14, 5, 4)), AXES)
-    assert layout.flatten(torch.randn(6, 2, 4), {ENCODER: MASK}, {ROWS: 2, ENCODER: 3}, ENCODER) is None
+    assert (
+        layout.flatten(torch.randn(6, 2, 4), {ENCODER_AXIS: MASK}, {EXAMPLES_AXIS: 2, ENCODER_AXIS: 3}, ENCODER_AXIS)
+        is None
+    )
 
 
 def test_windows_of_padded_text_are_not_matched_and_windows_of_images_are() -> None:
     layout = learn_layout(Size((12, 6, 4)), Size((20, 6, 4)), AXES)
-    windows, lengths = torch.zeros(8, 6, 4), {ROWS: 2, ENCODER: 3}
+    windows, lengths = torch.zeros(8, 6, 4), {EXAMPLES_AXIS: 2, ENCODER_AXIS: 3}
     in_turn = learn_layout(Size((3, 6, 4)), Size((5, 6, 4)), AXES)  # as many for every text
     for of_layout, x in ((layout, windows), (in_turn, windows[:2])):
-        assert of_layout.flatten(x, {ENCODER: MASK}, lengths, ENCODER) is None
-        assert of_layout.flatten(x, {ENCODER: None, OWN: None}, lengths, OWN) is not None
+        assert of_layout.flatten(x, {ENCODER_AXIS: MASK}, lengths, ENCODER_AXIS) is None
+        assert of_layout.flatten(x, {ENCODER_AXIS: None, BLOCK_AXIS: None}, lengths, BLOCK_AXIS) is not None
 
 
 def test_probes_differ_in_examples_and_in_every_token_axis() -> None:
@@ -117,23 +125,25 @@ def test_probes_differ_in_examples_and_in_every_token_axis() -> None:
         "attention_mask": torch.zeros(4, 20, dtype=torch.long),
         "decoder_input_ids": torch.zeros(4, 1, dtype=torch.long),
     }
-    (first, second), axes = make_probes(batch, {ENCODER, DECODER})
+    (first, second), axes = make_probes(batch, {ENCODER_AXIS, DECODER_AXIS})
     for name, tensor in first.items():
         assert tensor.shape[0] != second[name].shape[0] and tensor.shape[1] != second[name].shape[1]
-    assert axes == {ENCODER: (8, 7), DECODER: (1, 3)}
+    assert axes == {ENCODER_AXIS: (8, 7), DECODER_AXIS: (1, 3)}
     assert bool(first["attention_mask"].all())
 
 
 def test_probes_differ_in_the_frames_of_spectrograms_that_a_mask_is_about() -> None:
     batch = {"input_features": torch.zeros(4, 20, 16), "attention_mask": torch.ones(4, 20, dtype=torch.long)}
-    (first, second), axes = make_probes(batch, {ENCODER})
+    (first, second), axes = make_probes(batch, {ENCODER_AXIS})
     assert (first["input_features"].shape, second["input_features"].shape) == (Size((3, 20, 16)), Size((5, 15, 16)))
-    assert axes == {ENCODER: (20, 15)}
+    assert axes == {ENCODER_AXIS: (20, 15)}
     whisper = {"input_features": torch.zeros(4, 16, 20), "attention_mask": batch["attention_mask"]}
-    assert make_probes(whisper, {ENCODER})[1] == {ENCODER: (20, 20)}  # features before frames, of a fixed number
+    assert make_probes(whisper, {ENCODER_AXIS})[1] == {
+        ENCODER_AXIS: (20, 20)
+    }  # features before frames, of a fixed number
 
 
 def test_a_full_mask_is_no_mask() -> None:
     full = {"input_ids": torch.zeros(2, 3, dtype=torch.long), "attention_mask": torch.ones(2, 3)}
-    assert token_masks(full)[ENCODER] is None
-    assert token_lengths(full, torch.zeros(2, 5, 4)) == {ROWS: 2, ENCODER: 3, OWN: 5}
+    assert token_masks(full)[ENCODER_AXIS] is None
+    assert token_lengths(full, torch.zeros(2, 5, 4)) == {EXAMPLES_AXIS: 2, ENCODER_AXIS: 3, BLOCK_AXIS: 5}
