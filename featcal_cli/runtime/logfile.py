@@ -1,4 +1,4 @@
-"""What a run leaves for others to read: its log as lines of JSON, and a report of a failure that nobody foresaw."""
+"""Records that a run leaves: its log as lines of JSON, and a report of an unexpected failure."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ from featcal_cli.runtime.progress import Listener, PhaseClock, Progress, heard
 from featcal_cli.runtime.untrusted_text import redact, write_json
 
 REMEMBERED = 200
-"""Lines that a crash report ends with."""
+"""Number of log lines at the end of a crash report."""
 
 
 class Log(Listener):
-    """A listener that writes down what it is told, and passes it on."""
+    """A listener that writes all it is told to the log, and passes it on to another listener."""
 
     def __init__(self, shown: Listener, file: BinaryIO | None) -> None:
         self._shown, self._file = shown, file
         self.began: float = read_start()
         self._clock = PhaseClock(self.began)
         self.recent: deque[str] = deque(maxlen=REMEMBERED)
-        """The last lines."""
+        """The last lines of the log."""
 
     def write(self, event: str, **facts: Any) -> None:
-        """One line: when, what, and what is to be said of it; no secrets."""
+        """Write one line: the time, the event and its facts, without secrets."""
         at = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
         line = redact(write_json({"time": at, "event": event, **facts}, ensure_ascii=False, default=str))
         self.recent.append(line)
@@ -53,7 +53,7 @@ class Log(Listener):
                 self._file = None
 
     def end(self, code: int, error: FeatCalError | None = None) -> None:
-        """The last line; before it what went wrong, if it was foreseen."""
+        """Write the last line, and before it the error, if it was an expected one."""
         if error is not None:
             self.write("error", kind=type(error).__name__, what=error.what, where=error.where, fix=error.fix)
         seconds = round(time.monotonic() - self.began, 3)
@@ -90,7 +90,7 @@ class Log(Listener):
 
 
 class CrashError(Exception):
-    """What nobody foresaw, with the last lines of the log."""
+    """An unexpected exception together with the last lines of the log."""
 
     def __init__(self, cause: Exception, recent: list[str]) -> None:
         super().__init__(str(cause))
@@ -100,8 +100,9 @@ class CrashError(Exception):
 
 @contextmanager
 def recorded(shown: Listener, file: Path | None) -> Iterator[Log]:
-    """Inside, what a command does, and what libraries warn of, is added to the file, if there is one; how it ends is
-    the last line. Raises OutputError for a file that cannot be written, and CrashError for what nobody foresaw."""
+    """Context manager that adds the events of a command and the warnings of libraries to the log file, if there is one;
+    the last line says how the command ended. Raises OutputError for a file that cannot be written, and CrashError for
+    an unexpected exception."""
     with _opened(file) as stream:
         log = Log(shown, stream)
         log.write("start", featcal=__version__, python=sys.version.split()[0], command=shlex.join(sys.argv))
@@ -155,7 +156,7 @@ def _opened(file: Path | None) -> Iterator[BinaryIO | None]:
 
 
 class _Warnings(logging.Handler):
-    """Writes down what libraries log as a warning or worse."""
+    """A logging handler that writes warnings and errors of libraries to the log."""
 
     def __init__(self, log: Log) -> None:
         super().__init__(logging.WARNING)
@@ -172,8 +173,8 @@ PACKAGES = (
 
 
 def write_crash(error: BaseException, recent: Sequence[str]) -> Path | None:
-    """The file that was written, in the current folder or else the system's temporary one; None where neither can be.
-    recent: the last lines of the log."""
+    """Write the crash report to the current folder, else to the system's temporary one; returns its path, or None where
+    neither can be written. recent: the last lines of the log."""
     text = redact("\n".join(_describe(error, recent)))
     name = f"featcal-crash-{time.strftime('%Y%m%d-%H%M%S')}.txt"
     for find_folder in (Path.cwd, lambda: Path(tempfile.gettempdir())):
