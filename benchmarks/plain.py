@@ -11,7 +11,7 @@ from torch import Tensor
 
 from featcal_cli.calibration import normal_equations as collect
 from featcal_cli.calibration.hyperparameters import Hyperparameters
-from featcal_cli.calibration.linear_algebra import EPSILON, factorise, in_sums
+from featcal_cli.calibration.linear_algebra import EPSILON, factorise, to_accumulation_dtype
 from featcal_cli.calibration.moments import LinearMoments
 from featcal_cli.calibration.solver import DeviceSolution, precise, relative_change
 from featcal_cli.models.module_kinds import Affine
@@ -41,7 +41,12 @@ class PlainSystem:
     def add_task(self, moments: LinearMoments, experts: Mapping[str, Affine], omega: Tensor | None = None) -> Tensor:
         """Add one task: its moments, and its expert's parameters by module name; returns ω_i, if not given."""
         omega = self.weigh(moments) if omega is None else omega
-        alpha, gram, drift, mean = self._settings.alpha, in_sums(moments.gram), in_sums(moments.drift), moments.mean
+        alpha, gram, drift, mean = (
+            self._settings.alpha,
+            to_accumulation_dtype(moments.gram),
+            to_accumulation_dtype(moments.drift),
+            moments.mean,
+        )
         self._omega += omega
         self._gram += omega * gram
         self._mean += omega * mean

@@ -1,4 +1,4 @@
-"""featcal: mend merged models by calibrating their features to the experts'.
+"""featcal: calibrate the features of merged models to those of their experts.
 
 The packages, imports only downward (`lint-imports` holds it):
 

@@ -7,7 +7,7 @@ from typing import NoReturn
 
 
 def main() -> None:
-    """Run the command line. It takes a moment to be there, and may be interrupted even then."""
+    """Run the command line. Importing it takes a moment, and may be interrupted too."""
     use_large_pages()
     gc.disable()  # nothing that is imported is garbage, and looking through it takes longer than some of it
     try:
@@ -38,8 +38,8 @@ def main() -> None:
 
 
 def tell_broken_package(error: Exception) -> NoReturn:
-    """End with the message for a package that the command line needs and that cannot be imported; any other error is
-    raised again."""
+    """Exit with a message about a package that the command line needs and that cannot be imported; raise any other
+    error again."""
     from featcal_cli.runtime.libraries import explain_broken_package
 
     if (known := explain_broken_package(error)) is None:
@@ -50,8 +50,8 @@ def tell_broken_package(error: Exception) -> NoReturn:
 
 
 def use_large_pages() -> None:
-    """Let large tensors lie in huge pages, where Linux has some: matrix products go through them more quickly. torch
-    looks at this once, as early as its first tensor; a value that is there already stays."""
+    """Let large tensors lie in huge pages, where Linux has some, which makes matrix products faster. torch reads this
+    variable once, with its first tensor; a value that the user has set stays."""
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 

@@ -1,4 +1,5 @@
-"""Updates that are worse than merged on rows that were not fitted are reduced: each alone, then all together."""
+"""Backtracking: updates that are worse than merged on held-out rows are reduced, first each alone, then all
+together."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from featcal_cli.calibration.journal import Journal
-from featcal_cli.calibration.linear_algebra import in_sums
+from featcal_cli.calibration.linear_algebra import to_accumulation_dtype
 from featcal_cli.calibration.results import BlockReport
 from featcal_cli.calibration.solver import BlockEquations, Solution, precise
 from featcal_cli.engine.answers import OutputMeter
@@ -26,24 +27,24 @@ from featcal_cli.runtime.errors import NumericsError
 from featcal_cli.runtime.progress import Progress, Watch
 
 ALMOST_WHOLE = 0.75
-"""A module's update from which held-out rows want no less than this stays whole: they are too few to tell."""
+"""The step from which on a module's update is applied in full: held-out rows are too few to tell such steps from 1."""
 STEPS = (1.0, 0.5, 0.25, 0.0)
-"""t of W_merged + t (W* − W_merged) for all updates together, the whole ones first: more ridge would pull to the
-anchor, not to merged."""
+"""Candidates for t in W_merged + t (W* − W_merged) of all updates together, the largest first. More ridge would pull to
+the anchor, not to merged."""
 NOISE = 1e-6
 """Mean drift below this is the rounding of float32: an expert may be the merged model."""
 PARTIAL = {step: f"{step:g} of all updates" for step in STEPS if 0 < step < 1}
-"""The role of the student that has that share of all updates."""
+"""Roles of the students that have the given share of all updates."""
 TaskDrifts: TypeAlias = "Mapping[str, Mapping[float, Drift]]"
-"""Drift after the last block, by task and step; where errors are measured by what they do to answers, that of answers,
-of the tasks that have some."""
+"""Drift after the last block by task and step; where errors are measured at the outputs, the distance of outputs of the
+tasks that have some."""
 
 
 def backtrack_block(
     solutions: Mapping[str, Solution], held_out: BlockEquations, merged: Mapping[str, Affine]
 ) -> tuple[dict[str, Solution], dict[str, float]]:
-    """Check every module's update on the equations of rows held out for it; call before anything is loaded. Returns the
-    solutions to load, and by module the step t (1: the whole update) that held-out rows chose. Raises NumericsError
+    """Check every module's update on the equations of its held-out rows; call this before anything is loaded. Returns
+    the solutions to load, and by module the step t (1: the whole update) that held-out rows chose. Raises NumericsError
     when features of held-out examples are not finite."""
     linear = {name: equations for names, equations in held_out.linear.items() for name in names}
     objectives: dict[str, Tensor] = {}
@@ -55,7 +56,9 @@ def backtrack_block(
             objectives[name] = torch.stack(linear[name].objective(name, update, shift))
         elif name in held_out.norms and held_out.norms[name].rows:
             objectives[name] = torch.stack(held_out.norms[name].objective(update, shift))
-    values = torch.stack([in_sums(pair) for pair in objectives.values()]).tolist() if objectives else []  # one copy
+    values = (
+        torch.stack([to_accumulation_dtype(pair) for pair in objectives.values()]).tolist() if objectives else []
+    )  # one copy
     steps: dict[str, float] = {}
     checked = dict(solutions)
     for name, (curvature, descent) in zip(objectives, values, strict=True):
@@ -74,7 +77,7 @@ def backtrack_block(
 
 
 def choose_step(curvature: float, descent: float) -> float:
-    """The t from 0 to 1 at which t² `curvature` − 2 t `descent` is least; 1 from ALMOST_WHOLE on."""
+    """The t from 0 to 1 that minimises t² `curvature` − 2 t `descent`; 1 from ALMOST_WHOLE on."""
     if descent >= ALMOST_WHOLE * curvature:
         return 1.0
     return max(0.0, descent / curvature) if curvature > 0 else 0.0
@@ -83,15 +86,15 @@ def choose_step(curvature: float, descent: float) -> float:
 def shrink_updates(
     job: Job, blocks: Sequence[BlockReport], journal: Journal | None, held_out: Collection[str], watch: Watch
 ) -> tuple[float, str]:
-    """The largest t of STEPS for which W_merged + t (W* − W_merged), in all modules, has no larger mean drift over
-    tasks than merged (of answers, where errors are measured by what they do to these); and what was done, in a
-    sentence, where t is not 1. The readings of the job become those of it.
+    """Find the largest t of STEPS for which W_merged + t (W* − W_merged), in all modules, has no larger mean drift over
+    tasks than merged (distance of outputs, where errors are measured there). Returns t and, where it is not 1, a
+    sentence about it. The readings of the job are replaced by those at t.
 
-    The mean is looked at on the rows that the job has measured, on the other half of the held-out rows, and on both
+    The mean is taken over the rows that the job has measured, over the other half of the held-out rows, and over both
     together. Nothing is computed where it did not grow: the job has measured merged and the whole updates.
 
-    The job is through and retired; the first rank alone has the journal. held_out: the tasks that the job has not
-    measured on fitted rows.
+    The job has finished and is retired; the first rank alone has the journal. held_out: the tasks that the job has not
+    measured on calibration examples.
     """
     job.share_readings()
     ends = {1.0: CALIBRATED, 0.0: MERGED}
@@ -113,7 +116,7 @@ def shrink_updates(
 
 
 PIECE = 1 << 24
-"""Numbers of a parameter that are mixed at once: in float64, all experts of a mixture would take gigabytes."""
+"""Elements of a parameter that are interpolated at once: in float64, all experts of a mixture would take gigabytes."""
 
 
 def interpolate(merged: Tensor, new: Tensor, step: float) -> Tensor:
@@ -129,7 +132,8 @@ def interpolate(merged: Tensor, new: Tensor, step: float) -> Tensor:
 
 
 def _measure_partial_updates(job: Job, blocks: Sequence[BlockReport], journal: Journal | None, watch: Watch) -> Job:
-    """Run merged with each of PARTIAL of all updates over the rows of the job; the job that has measured them."""
+    """Run merged with each of PARTIAL of all updates over the rows of the job; returns the job that has measured
+    them."""
 
     def runner(of: BlockRunner) -> BlockRunner:
         return BlockRunner(share_model(of.model), job.architecture, of.device, of.dtype, of.token_ids)
@@ -163,7 +167,7 @@ def _measure_partial_updates(job: Job, blocks: Sequence[BlockReport], journal: J
 
 
 def _renew(measurement: Measurement) -> OutputMeter | None:
-    """An empty meter of outputs, where they are measured."""
+    """An empty meter of outputs, where outputs are measured."""
     return OutputMeter() if measurement.outputs is not None else None
 
 
@@ -181,7 +185,7 @@ def _read_updates(
 
 
 def _read_drifts(job: Job, measured: Measurement, roles: Mapping[float, str]) -> dict[str, dict[float, Drift]]:
-    """What was measured of the drift after the last block, or of that of answers."""
+    """The measured drift after the last block, or distance of outputs, by task and role."""
     drifts = {}
     for task, last in job.architecture.last_blocks.items():
         drifts[task] = {step: measured.meter.read(last, task, role) for step, role in roles.items()}
@@ -195,7 +199,7 @@ def _read_drifts(job: Job, measured: Measurement, roles: Mapping[float, str]) ->
 
 
 def _sum_drifts(job: Job, roles: Mapping[float, str]) -> dict[str, dict[float, Drift]]:
-    """What all ranks have measured on the second half of the rows, added up; without tasks that have none."""
+    """The measurements of all ranks on the second half of the rows, added up; tasks without any are left out."""
     assert job.second is not None
     of_ranks = job.ranks.gather(_read_drifts(job, job.second, roles))
     sums = {task: {step: reduce(_plus, (of[task][step] for of in of_ranks)) for step in roles} for task in of_ranks[0]}
@@ -207,8 +211,8 @@ def _plus(one: Drift, other: Drift) -> Drift:
 
 
 def _holds(measured: TaskDrifts, other: TaskDrifts, step: float, held_out: Collection[str]) -> bool:
-    """Whether the mean drift at a step is no larger than merged's: on either rows and on both together, over the tasks
-    with held-out rows and over all."""
+    """Whether the mean drift at a step is no larger than merged's on the first rows, on the second ones and on both
+    together, over the tasks with held-out rows and over all tasks."""
     joined = {
         task: {at: _plus(drift, other[task][at]) if task in other else drift for at, drift in drifts.items()}
         for task, drifts in measured.items()
@@ -227,7 +231,7 @@ def _mean(drifts: TaskDrifts, step: float, tasks: Collection[str]) -> float:
 
 
 def _take_over(job: Job, partial: Job, role: str) -> None:
-    """Let what was measured of a role count as that of the calibrated model; both jobs have shared their readings."""
+    """Store the measurements of a role as those of the calibrated model; both jobs have shared their readings."""
     ours, theirs = job.drift, partial.drift
     drifts = {**theirs.meter.elsewhere, **theirs.meter.readings}
     ours.meter.readings |= {(at, task, CALIBRATED): x for (at, task, who), x in drifts.items() if who == role}

@@ -1,4 +1,4 @@
-"""The sums of all ranks become one: each system of equations on the rank that solves it, its solutions on all."""
+"""Sums over ranks: each system of equations is summed on the rank that solves it, and its solution is sent to all."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ def sum_over_ranks(
     merged: Callable[[str], Affine],
     owners: Mapping[str, int] | None = None,
 ) -> None:
-    """Add up the equations of a block over all ranks, each on one of them, which alone keeps it, as those of the rows
-    held out. merged: a module's merged parameters. owners: who is to have each module, where these are the rows held
-    out."""
+    """Add up the equations of a block over all ranks. Each sum is kept by one rank alone, together with the one over
+    held-out rows. merged: a module's merged parameters. owners: the rank for each module, given where these are the
+    sums over held-out rows."""
     linears = {names: linear.summarise() for names, linear in equations.linear.items()}
     norms = {name: norm.summarise() for name, norm in equations.norms.items()}
     summaries = ranks.gather(_BlockSummary(linears, norms, equations.skipped))
@@ -75,8 +75,8 @@ def _without(names: Names, skipped: Mapping[str, str]) -> Names:
 
 
 def _group_modules(summaries: Sequence[_BlockSummary], skipped: Mapping[str, str]) -> dict[Names, list[RankSummary]]:
-    """What each rank has of the modules that share an input, without those that are skipped. Raises FeatCalError where
-    modules share it on one rank and not on another."""
+    """The modules of each rank by the input that they share, without skipped ones. Raises FeatCalError where modules
+    share an input on one rank and not on another."""
     of_ranks = [
         {left: linear for names, linear in summary.linear.items() if (left := _without(names, skipped))}
         for summary in summaries
@@ -94,19 +94,19 @@ def _group_modules(summaries: Sequence[_BlockSummary], skipped: Mapping[str, str
 
 @dataclass(frozen=True)
 class BlockSolution:
-    """What becomes of a block's modules, by their paths inside the block."""
+    """The solutions of a block's modules, by their paths inside the block."""
 
     solutions: dict[str, Solution] = field(default_factory=dict)
     rows: dict[str, int] = field(default_factory=dict)
-    """Rows of all tasks."""
+    """The number of rows of all tasks."""
     steps: dict[str, float] = field(default_factory=dict)
-    """The share of the update that held-out rows left standing, where it was checked."""
+    """The share of each update that held-out rows left standing, where it was checked."""
     skipped: dict[str, str] = field(default_factory=dict)
-    """Modules that stay as merged, with the reasons."""
+    """Modules that are left unchanged, with the reasons."""
 
 
 def share_solutions(ranks: Ranks, solve: Callable[[], BlockSolution], device: torch.device) -> BlockSolution:
-    """What every rank has solved, on all of them, to the last bit. Raises what `solve` raises on any of them."""
+    """The solutions of every rank, on all ranks, to the last bit. Raises on all of them what `solve` raises on any."""
     if ranks.size == 1:
         return solve()
     own, problem = BlockSolution(), None

@@ -1,6 +1,7 @@
-"""The normal equations of a convolution with groups: each is a small Linear by itself, and all are solved at once.
+"""Normal equations of grouped convolutions: each group is a small Linear by itself, and all groups are solved at once.
 
-Errors are measured by features whatever the metric: one of the outputs would tie all groups together in one system.
+Errors are measured at features whatever the metric: a metric of the outputs would tie all groups together in one
+system.
 """
 
 from __future__ import annotations
@@ -11,17 +12,17 @@ import torch
 from torch import Tensor
 
 from featcal_cli.calibration.hyperparameters import Hyperparameters
-from featcal_cli.calibration.linear_algebra import EPSILON, AddUp, Sum, factorise, in_sums
+from featcal_cli.calibration.linear_algebra import EPSILON, AddUp, Sum, factorise, to_accumulation_dtype
 from featcal_cli.calibration.moments import LinearMoments
 from featcal_cli.calibration.solver import LinearEquations, RankSummary
 from featcal_cli.models.module_kinds import Affine
 
 
 class GroupedMoments(LinearMoments):
-    """Moments of the patches that one convolution reads, for one task: of each of g groups [d] by itself."""
+    """Moments of the patches that one convolution reads, for one task and each of its g groups [d]."""
 
     def __init__(self, weight: torch.Size, device: torch.device, alpha: float, dtype: torch.dtype) -> None:
-        """weight: the shape [g, d_out / g, d] of the convolution's."""
+        """weight: the shape [g, d_out / g, d] of the convolution's weight."""
         self._groups, _, d = weight
         super().__init__(d, device, alpha, dtype=dtype)
         self._products = Sum(dtype)
@@ -38,27 +39,27 @@ class GroupedMoments(LinearMoments):
         self._dx.add(self._by_group(drift).mT @ by_group)
         self._x.add(weighted)
         self._d.add(drift * column)
-        self.weight += in_sums(column.sum())
+        self.weight += to_accumulation_dtype(column.sum())
         self.rows += len(x)
 
     def _by_group(self, rows: Tensor) -> Tensor:
-        """[g, T, d] of [T, g · d]."""
+        """The rows [g, T, d] of each group of [T, g · d]."""
         return rows.view(len(rows), self._groups, -1).transpose(0, 1)
 
     @property
     def gram(self) -> Tensor:
-        """G = E[x_cal x_calᵀ] [g, d, d]."""
+        """The second moments G = E[x_cal x_calᵀ] [g, d, d]."""
         assert self._products.value is not None
-        return in_sums(self._products.value, self._products.dtype) / self.weight
+        return to_accumulation_dtype(self._products.value, self._products.dtype) / self.weight
 
     @property
     def size(self) -> Tensor:
-        """‖G‖_F [g]."""
-        return in_sums(torch.linalg.matrix_norm(self.gram))
+        """The Frobenius norms ‖G‖_F [g]."""
+        return to_accumulation_dtype(torch.linalg.matrix_norm(self.gram))
 
 
 class GroupedEquations(LinearEquations):
-    """The normal equations of one convolution with g groups, summed over tasks: g systems [d, d], each with its ω."""
+    """Normal equations of one convolution with g groups, summed over tasks: g systems [d, d], each with its ω."""
 
     def __init__(
         self, merged: Mapping[str, Affine], hyperparameters: Hyperparameters, *, with_bias: bool = False
@@ -72,7 +73,7 @@ class GroupedEquations(LinearEquations):
         self._grams = self._mean.new_zeros(groups, d, d)
 
     def add_task(self, moments: LinearMoments, experts: Mapping[str, Affine], omega: Tensor | None = None) -> Tensor:
-        """The same as of `LinearEquations`, with ω_i [g]."""
+        """Add one task as `LinearEquations.add_task` does, with ω_i [g]."""
         ((name, expert),) = experts.items()
         omega = moments.size.clamp_min(EPSILON).reciprocal() if omega is None else omega
         weight, merged = self._cast(expert.weight), self._cast(self._merged[name].weight)

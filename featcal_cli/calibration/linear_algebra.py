@@ -1,4 +1,4 @@
-"""Running sums of matrices; one system's precision and its Cholesky factor."""
+"""Linear algebra: running sums of matrices, the precision of a system, and its Cholesky factor."""
 
 from __future__ import annotations
 
@@ -11,28 +11,29 @@ from torch import Tensor
 from featcal_cli.runtime.errors import NumericsError
 
 ACCUMULATE = torch.float64
-"""Precision of the sums. Products are made in the features' precision (at least float32), sums in this one."""
+"""Precision of running sums. Products are computed in the features' precision (at least float32), and added up in this
+one."""
 PANELS = 8
-"""A symmetric product is made in so many panels, of which only what lies on and below the diagonal is computed."""
+"""Number of panels in which a symmetric product is computed; only blocks on and below the diagonal are."""
 NARROWEST_PANEL, NARROWEST_ON_DEVICE = 64, 1024
-"""A matrix product loses speed when it is narrower: on a CPU, and on other devices."""
+"""Widths below which a matrix product loses speed: on a CPU, and on other devices."""
 AddUp = Callable[[Tensor], None]
-"""Replaces a tensor by its sum over several processes."""
+"""A function that replaces a tensor by its sum over several processes."""
 
 
 class Sum:
-    """A running sum; a single term stays as it is."""
+    """A running sum; while it has one term, that term is kept as it is."""
 
     def __init__(self, dtype: torch.dtype = ACCUMULATE) -> None:
         self.value: Tensor | None = None
         self.dtype = dtype
 
     def add(self, term: Tensor, scale: Tensor | None = None) -> None:
-        """Add a term, times a number []; the sum may keep the term."""
+        """Add a term, times a number []; the sum may keep the tensor."""
         if self.value is None:
-            self.value = term if scale is None else in_sums(term, self.dtype) * scale
+            self.value = term if scale is None else to_accumulation_dtype(term, self.dtype) * scale
         else:
-            self.value = _add_to(in_sums(self.value, self.dtype), term, scale)
+            self.value = _add_to(to_accumulation_dtype(self.value, self.dtype), term, scale)
 
     def add_product(self, left: Tensor, right: Tensor) -> None:
         """Add left · right; in place where the factors are as precise as the sum."""
@@ -42,25 +43,25 @@ class Sum:
             self.add(left @ right)
 
     def sum_over_ranks(self, zeros: Callable[[], Tensor], add_up: AddUp) -> None:
-        """Become the sum of all ranks; `zeros` is what one that has no term has."""
-        self.value = zeros() if self.value is None else in_sums(self.value, self.dtype).contiguous()
+        """Replace the sum by that of all ranks; `zeros` makes the term of a rank that has none."""
+        self.value = zeros() if self.value is None else to_accumulation_dtype(self.value, self.dtype).contiguous()
         add_up(self.value)
 
 
 class RowSum:
-    """A running sum of rows; those of each batch are kept, and added up at the end."""
+    """A running sum of rows: each batch's sum is kept, and these are added up at the end."""
 
     def __init__(self) -> None:
         self._parts: list[Tensor] = []
 
     def add(self, rows: Tensor) -> None:
-        """Add up rows [T, d]."""
+        """Add all rows [T, d]."""
         total = rows.sum(0)
         self._parts.append(total.to(sums_device(total.device)))
 
     @property
     def value(self) -> Tensor:
-        """[d]; there must be some."""
+        """The sum [d]; at least one batch must have been added."""
         if len(self._parts) > 1 or self._parts[0].dtype != ACCUMULATE:
             self._parts = [torch.stack(self._parts).sum(0, dtype=ACCUMULATE)]
         return self._parts[0]
@@ -70,7 +71,7 @@ class RowSum:
 
 
 class Symmetric:
-    """A running sum Σ XᵀWX [d, d], of which the panels on and below the diagonal are computed and held."""
+    """A running sum Σ XᵀWX [d, d], of which only panels on and below the diagonal are computed and held."""
 
     def __init__(self, d: int, device: torch.device, dtype: torch.dtype = ACCUMULATE) -> None:
         width = max(NARROWEST_PANEL if device.type == "cpu" else NARROWEST_ON_DEVICE, -(-d // PANELS))
@@ -80,38 +81,40 @@ class Symmetric:
         self._d, self._device, self._dtype = d, sums_device(device, dtype), dtype
 
     def add_product(self, x: Tensor, weighted: Tensor) -> None:
-        """Add xᵀ · weighted, which is symmetric: [T, d] and the same rows, each times its weight."""
+        """Add the symmetric product xᵀ · weighted of rows [T, d] and the same rows times their weights."""
         for number, (start, stop) in enumerate(zip(self.starts, self.stops, strict=True)):
             left, right, panel = weighted[:, start:stop].T, x[:, :stop], self.panels[number]
             if panel is not None and panel.dtype == x.dtype == self._dtype:
                 panel.addmm_(left, right)
             else:
                 term = left @ right
-                self.panels[number] = term if panel is None else _add_to(in_sums(panel, self._dtype), term)
+                self.panels[number] = (
+                    term if panel is None else _add_to(to_accumulation_dtype(panel, self._dtype), term)
+                )
 
     def add(self, other: Symmetric, scale: Tensor) -> None:
         """Add another such sum of the same width, times a number []."""
         for number, term in enumerate(other.panels):
             if term is not None:
                 panel = self.panels[number]
-                new = in_sums(term, self._dtype) * scale if panel is None else _add_to(panel, term, scale)
+                new = to_accumulation_dtype(term, self._dtype) * scale if panel is None else _add_to(panel, term, scale)
                 self.panels[number] = new
 
     def sum_over_ranks(self, add_up: AddUp) -> None:
-        """Become the sum of all ranks."""
+        """Replace the sum by that of all ranks."""
         for number, (start, stop, panel) in enumerate(zip(self.starts, self.stops, self.panels, strict=True)):
             if panel is None:
                 panel = torch.zeros(stop - start, stop, device=self._device)
-            self.panels[number] = panel = in_sums(panel, self._dtype).contiguous()
+            self.panels[number] = panel = to_accumulation_dtype(panel, self._dtype).contiguous()
             add_up(panel)
 
     def norm(self) -> Tensor:
-        """Frobenius norm of the whole []."""
+        """Frobenius norm of the whole matrix []."""
         squares = []
         for start, panel in zip(self.starts, self.panels, strict=True):
             if panel is not None:
-                diagonal = in_sums(_dot(panel[:, start:]))
-                squares.append(2 * in_sums(_dot(panel)) - diagonal if start else diagonal)
+                diagonal = to_accumulation_dtype(_dot(panel[:, start:]))
+                squares.append(2 * to_accumulation_dtype(_dot(panel)) - diagonal if start else diagonal)
         return torch.stack(squares).sum().sqrt()
 
     def full(self, out: Tensor | None = None) -> Tensor:
@@ -127,12 +130,12 @@ class Symmetric:
 
 
 def sums_device(device: torch.device, dtype: torch.dtype = ACCUMULATE) -> torch.device:
-    """Where sums over features of `device` are held: MPS has no float64."""
+    """The device that holds sums over features of `device`: MPS has no float64."""
     return torch.device("cpu") if device.type == "mps" and dtype == torch.float64 else device
 
 
 def _add_to(total: Tensor, term: Tensor, scale: Tensor | None = None) -> Tensor:
-    """Add a term, which may be less precise, to a sum, times a number []; in place."""
+    """Add a term, which may be less precise, to a sum in place, times a number []."""
     term = term.to(total.device)
     return total.add_(term) if scale is None else total.addcmul_(term, scale)
 
@@ -143,38 +146,40 @@ def _dot(x: Tensor) -> Tensor:
     return torch.dot(flat, flat)
 
 
-def in_sums(x: Tensor, dtype: torch.dtype = ACCUMULATE) -> Tensor:
-    """In the precision of some sums, where they are held."""
+def to_accumulation_dtype(x: Tensor, dtype: torch.dtype = ACCUMULATE) -> Tensor:
+    """The tensor in the dtype, and on the device, of running sums."""
     return x.to(sums_device(x.device, dtype)).to(dtype)
 
 
 EPSILON = 1e-8
-"""ε of the paper: keeps 1/‖G‖ and the inverse finite."""
+"""The paper's ε, which keeps 1/‖G‖ and the inverse finite."""
 WELL_CONDITIONED = 1e3
-"""Condition numbers at which float32 gives an update to four digits, and weights, of which it is a few per cent, to
+"""Condition number up to which float32 gives an update to four digits, and weights, of which it is a few per cent, to
 six."""
 APPROACHABLE = 1e-4
-"""λ from which on float32 is enough to approach a solution by a few steps of conjugate gradients."""
+"""The λ from which on float32 is enough to approach a solution by a few steps of conjugate gradients."""
 ROWS_SOLVED = 1024
 """Rows of a right-hand side that are solved for at a time."""
 SMALL_SYSTEM, FACTOR_PANEL = 1024, 384
-"""Width of a system that is factorised as a whole on a CPU, and the columns that are made at a time of a larger one."""
+"""Width up to which a system is factorised as a whole on a CPU, and the number of columns that are computed at a time
+of a larger one."""
 MOST_RIDGES = 8
 """How often λ may be made ten times larger."""
 MANY_TASKS = 32
-"""More are not reckoned with where a condition number is foreseen."""
+"""The number of tasks assumed when a condition number is estimated in advance."""
 
 
 def choose_precision(dtype: torch.dtype, ridge: float, metric: str) -> torch.dtype:
-    """What a system is summed and solved in: float32 where λ keeps its condition number low, as every ω_i G_i is of
-    size 1, or where it is only approached, as in the metric of outputs; float64 else, and for weights that are."""
+    """The dtype in which a system is summed and solved: float32 where λ keeps its condition number low (every ω_i G_i
+    is of size 1), or where the solution is only approached, as in the output metric; float64 otherwise, and for float64
+    weights."""
     enough = APPROACHABLE if metric == "output" else MANY_TASKS / WELL_CONDITIONED
     return torch.float32 if ridge >= enough and dtype != torch.float64 else ACCUMULATE
 
 
 def factorise(gram: Tensor, ridge: float) -> tuple[Tensor, float]:
-    """Cholesky factor of gram + (λ + ε) I [d, d], or of many [g, d, d], which `gram` becomes, and λ: ten times the one
-    that is given, a hundred times, …, where the system has no stable solution with it. Raises NumericsError when the
+    """Cholesky factor of gram + (λ + ε) I [d, d] or [g, d, d], for which `gram` is overwritten, and λ. Where the system
+    has no stable solution, λ is made ten times larger, a hundred times, and so on. Raises NumericsError when the
     features are not finite."""
     more = ridge
     diagonal = gram.diagonal(dim1=-2, dim2=-1)
@@ -193,10 +198,11 @@ def factorise(gram: Tensor, ridge: float) -> tuple[Tensor, float]:
 
 
 def _cholesky(gram: Tensor) -> Tensor:
-    """The lower factor [d, d], of which only what lies on and below the diagonal is set, or many [g, d, d] at once;
-    there is NaN on its diagonal where the matrix is not positive.
+    """The lower Cholesky factor [d, d] or [g, d, d], of which only elements on and below the diagonal are set; the
+    diagonal holds NaN where the matrix is not positive definite.
 
-    A large one in panels on a CPU: more than half of what LAPACK's takes is torch's clearing of the other half.
+    A large matrix is factorised in panels on a CPU: more than half of the time of torch's own function goes into
+    clearing the other half.
     """
     if gram.ndim == 3:
         factors, failures = torch.linalg.cholesky_ex(gram)
@@ -214,8 +220,8 @@ def _cholesky(gram: Tensor) -> Tensor:
 
 
 def solve_rows(rows: Tensor, factor: Tensor) -> Tensor:
-    """rows · (L Lᵀ)⁻¹ [n, d] of a factor L [d, d], in the place of `rows`: by two triangular solves, which are quicker
-    than LAPACK's for both, and for some rows after the others, as they need room."""
+    """Compute rows · (L Lᵀ)⁻¹ [n, d] for a factor L [d, d], in the place of `rows`. Two triangular solves are faster
+    than LAPACK's solve for both factors, and taking some rows at a time saves memory."""
     solve = partial(torch.linalg.solve_triangular, left=False)
     for part in rows.split(ROWS_SOLVED):
         part.copy_(solve(factor, solve(factor.mT, part, upper=True), upper=False))

@@ -1,7 +1,8 @@
-"""Running sums over calibration rows, per task: the moments that the closed forms need. Pure torch.
+"""Moments: running sums over the rows of calibration examples, per task, from which the closed forms are computed. Pure
+torch.
 
-Shapes: T rows (tokens), d_in input width, d_out output width. Rows that count nothing (padding) are left out before
-they come here.
+Shapes: T rows (tokens), d_in input width, d_out output width. Rows that do not count (padding) are left out before they
+come here.
 """
 
 from __future__ import annotations
@@ -14,26 +15,26 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from featcal_cli.calibration.linear_algebra import ACCUMULATE, RowSum, Sum, Symmetric, in_sums
+from featcal_cli.calibration.linear_algebra import ACCUMULATE, RowSum, Sum, Symmetric, to_accumulation_dtype
 from featcal_cli.models.module_kinds import Affine
 
 
 class Pair(NamedTuple):
-    """What one module is in the expert and in merged."""
+    """One module's parameters in the expert and in merged."""
 
     expert: Affine
-    """W_i [d_out, d_in] and b_i [d_out]."""
+    """Weight W_i [d_out, d_in] and bias b_i [d_out] of the expert."""
     merged: Tensor
-    """W_merged [d_out, d_in]."""
+    """Weight W_merged [d_out, d_in]."""
 
 
 class LinearMoments:
     """Moments of the input that some modules of one block share, for one task (paper, section 3).
 
-    The target x_tgt = α x_exp + (1 − α) x_cal is made here and nowhere else. Beside G_i and the mean there is what the
-    pull to it, E[r xᵀ], is made of, where r = W_i x_tgt − W_merged x_cal is what the student's output lacks: the drift
-    of the input; the sums of r xᵀ themselves, where `pairs` are given; or all rows of x and r, with `keep_rows`. All
-    give the same, at different costs.
+    The target x_tgt = α x_exp + (1 − α) x_cal is formed here and nowhere else. Besides G_i and the mean, E[r xᵀ] is
+    needed for the right-hand side, where r = W_i x_tgt − W_merged x_cal is the residual of the student's output. It
+    comes from the drift of the input, from sums of r xᵀ themselves where `pairs` are given, or, with `keep_rows`, from
+    all rows of x and r. The results are equal, the costs differ.
     """
 
     def __init__(
@@ -46,32 +47,32 @@ class LinearMoments:
         dtype: torch.dtype = ACCUMULATE,
         keep_rows: bool = False,
     ) -> None:
-        """dtype: of the sums of products; those of rows are always held in ACCUMULATE."""
+        """dtype: of the sums of products; sums of rows are always held in ACCUMULATE."""
         self.alpha = alpha
         self.pairs = dict(pairs or {})
-        """By module, where r is summed."""
+        """Weights of each module for which r is summed."""
         self.sum = Symmetric(d_in, device, dtype)
-        """Σ x_cal x_calᵀ, of the rows as they are weighted; empty where rows are kept."""
+        """The weighted sum Σ x_cal x_calᵀ; empty where rows are kept."""
         self.kept = Rows() if keep_rows else None
         self._dx, self._x, self._d = Sum(dtype), RowSum(), RowSum()
         self._rx, self._r = {name: Sum(dtype) for name in self.pairs}, {name: RowSum() for name in self.pairs}
         self._offsets: dict[tuple[str, bool], Tensor] = {}
-        """What x_cal is multiplied with in r [d_out, d_in], by module and whether the expert's outputs are known."""
+        """Factor of x_cal in r [d_out, d_in], by module and whether the expert's outputs are known."""
         self._experts: dict[str, Tensor] = {}
-        """W_i of the modules whose outputs are not, in the dtype of the rows."""
+        """W_i of the modules whose expert's outputs are not known, in the dtype of the rows."""
         self.weight: Tensor | float = 0.0
-        """Σ of the rows' weights []."""
+        """Sum of the rows' weights []."""
         self.rows = 0
-        """How many were seen."""
+        """The number of rows that were added."""
         self.gradients: Mapping[str, Tensor] = {}
-        """R [r, d_out] of the modules by name, with RᵀR the directions of their outputs that move answers, where errors
-        are measured by that; a module that does not reach them has none."""
+        """R [r, d_out] by module name, where RᵀR holds the directions of a module's outputs that move the model's
+        outputs and errors are measured there; modules without influence on them have none."""
 
     def add(
         self, x_cal: Tensor, x_exp: Tensor, weights: Tensor | None = None, outputs: Mapping[str, Tensor] | None = None
     ) -> None:
         """Add the student's and the expert's inputs for the same rows [T, d_in], each counted `weights` [T] times.
-        outputs: what the expert's modules made of x_exp [T, d_out], as far as it is known."""
+        outputs: the expert's modules' outputs for x_exp [T, d_out], as far as they are known."""
         x, x_exp = _at_least_float32(x_cal), _at_least_float32(x_exp)
         column = None if weights is None else weights.to(x)[:, None]
         weighted = x if column is None else x * column
@@ -91,64 +92,66 @@ class LinearMoments:
             self._dx.add_product(drift.T, weighted)
             self._d.add(drift if column is None else drift * column)
         self._x.add(weighted)
-        self.weight += float(len(x)) if weights is None else in_sums(weights.sum())
+        self.weight += float(len(x)) if weights is None else to_accumulation_dtype(weights.sum())
         self.rows += len(x)
 
     @property
     def checksum(self) -> Tensor:
-        """A number that is finite when all rows were, of the student and of the expert []."""
+        """A number that is finite if all rows of student and expert were []."""
         sums = (self._x, self._d, *self._r.values())
         return torch.cat([total.value for total in sums if total]).sum()
 
     @property
     def gram(self) -> Tensor:
-        """G = E[x_cal x_calᵀ] [d_in, d_in]."""
+        """The second moments G = E[x_cal x_calᵀ] [d_in, d_in]."""
         return self.sum.full() / self.weight
 
     @property
     def size(self) -> Tensor:
-        """‖G‖_F of G = E[x_cal x_calᵀ] []."""
+        """The Frobenius norm ‖G‖_F []."""
         return (self.kept or self.sum).norm() / self.weight
 
     @property
     def mean(self) -> Tensor:
-        """μ_cal = E[x_cal] [d_in]."""
+        """The mean μ_cal = E[x_cal] [d_in]."""
         return self._x.value / self.weight
 
     @property
     def drift(self) -> Tensor:
-        """E[(x_exp − x_cal) x_calᵀ] [d_in, d_in], as precise as the sums. Not where r is summed."""
+        """The drift E[(x_exp − x_cal) x_calᵀ] [d_in, d_in], as precise as the sums. Not available where r is summed."""
         assert self._dx.value is not None
-        return in_sums(self._dx.value, self._dx.dtype) / self.weight
+        return to_accumulation_dtype(self._dx.value, self._dx.dtype) / self.weight
 
     @property
     def mean_drift(self) -> Tensor:
-        """E[x_exp − x_cal] [d_in]. Not where r is summed."""
+        """The mean drift E[x_exp − x_cal] [d_in]. Not available where r is summed."""
         return self._d.value / self.weight
 
     def add_drift(self, total: Sum, omega: Tensor) -> Tensor:
         """Add ω E[(x_tgt − x_cal) x_calᵀ] [d_in, d_in] to a total; returns C = E[x_tgt x_calᵀ] in its precision. Not
-        where r is summed."""
-        drift = in_sums(self.drift, total.dtype)
+        available where r is summed."""
+        drift = to_accumulation_dtype(self.drift, total.dtype)
         total.add(drift, omega * self.alpha)
-        return in_sums(self.gram, total.dtype).add_(drift, alpha=self.alpha)
+        return to_accumulation_dtype(self.gram, total.dtype).add_(drift, alpha=self.alpha)
 
     def add_pull(self, name: str, total: Sum, omega: Tensor) -> None:
-        """Add ω E[r xᵀ] of a module [d_out, d_in] to a total; where r is summed."""
+        """Add ω E[r xᵀ] of a module [d_out, d_in] to a total; only where r is summed."""
         term = self._rx[name].value
         assert term is not None
         total.add(term, omega / self.weight)
 
     def mean_residual(self, name: str, expert: Tensor, merged: Tensor) -> Tensor:
-        """E[r] of a module [d_out], given its weights W_i and W_merged."""
+        """The mean residual E[r] of a module [d_out], given its weights W_i and W_merged."""
         if self.pairs:
             return self._r[name].value / self.weight
         target = self.mean + self.alpha * self.mean_drift
-        expert, merged, target, mean = (in_sums(x, self._dx.dtype) for x in (expert, merged, target, self.mean))
-        return in_sums(expert @ target - merged @ mean)
+        expert, merged, target, mean = (
+            to_accumulation_dtype(x, self._dx.dtype) for x in (expert, merged, target, self.mean)
+        )
+        return to_accumulation_dtype(expert @ target - merged @ mean)
 
     def _residual(self, name: str, pair: Pair, x_cal: Tensor, x_exp: Tensor, y_exp: Tensor | None) -> Tensor:
-        """r [T, d_out]; y_exp: what the expert's module made of x_exp, bias included, where that is known."""
+        """The residuals r [T, d_out]; y_exp: the expert's output for x_exp, bias included, where it is known."""
         (weight, bias), merged = pair
         known = y_exp is not None
         if (name, known) not in self._offsets:
@@ -165,14 +168,14 @@ class LinearMoments:
 
 @dataclass
 class Rows:
-    """All rows of an input and what they lack of their targets, for where they are fewer than the input is wide."""
+    """All rows of an input and their residuals, kept where there are fewer rows than the input is wide."""
 
     x: list[Tensor] = field(default_factory=list)
-    """[T, d_in]."""
+    """Inputs [T, d_in]."""
     roots: list[Tensor] = field(default_factory=list)
     """Square roots of the rows' weights [T, 1]."""
     residuals: dict[str, list[Tensor]] = field(default_factory=dict)
-    """By module [T, d_out]."""
+    """Residuals [T, d_out] by module."""
 
     def add(self, x: Tensor, root: Tensor, residuals: Mapping[str, Tensor]) -> None:
         self.x.append(x)
@@ -181,9 +184,9 @@ class Rows:
             self.residuals.setdefault(name, []).append(r)
 
     def norm(self) -> Tensor:
-        """Frobenius norm of Σ w x xᵀ [], which is that of all rows' products with each other."""
+        """Frobenius norm of Σ w x xᵀ [], computed as the equal norm of the products of all rows with each other."""
         x = torch.cat(self.x) * torch.cat(self.roots)
-        return in_sums(torch.linalg.matrix_norm(x @ x.T))
+        return to_accumulation_dtype(torch.linalg.matrix_norm(x @ x.T))
 
 
 class NormMoments:
@@ -199,17 +202,17 @@ class NormMoments:
         weighted = z if weights is None else z * weights.to(z)[:, None]
         self._z.add(weighted)
         self._zz.add(weighted * z)
-        self.weight += float(len(z)) if weights is None else in_sums(weights.sum())
+        self.weight += float(len(z)) if weights is None else to_accumulation_dtype(weights.sum())
         self.rows += len(z)
 
     @property
     def mean(self) -> Tensor:
-        """z̄ [d]."""
+        """The mean z̄ [d]."""
         return self._z.value / self.weight
 
     @property
     def second(self) -> Tensor:
-        """q = E[z²] [d]."""
+        """The second moment q = E[z²] [d]."""
         return self._zz.value / self.weight
 
 
@@ -221,7 +224,7 @@ class TaskMoments(NamedTuple):
     """One task's sums over the rows of every module of a block."""
 
     linear: dict[tuple[str, ...], LinearMoments]
-    """By the modules that share an input (and its token weights)."""
+    """Moments by the modules that share an input (and its token weights)."""
     norms: dict[str, NormMoments]
     skipped: dict[str, str]
-    """Modules whose rows cannot be paired, and why."""
+    """Modules whose rows cannot be paired, with the reasons."""

@@ -1,4 +1,5 @@
-"""One block's features, task by task, become the systems of equations of its modules."""
+"""Collection of normal equations: one block's features, task by task, become the systems of equations of its
+modules."""
 
 from __future__ import annotations
 
@@ -31,17 +32,17 @@ from featcal_cli.runtime.errors import NumericsError
 Choose: TypeAlias = "Callable[[Names, Observation, int], LinearMoments]"
 UNMATCHED = "its rows cannot be matched to tokens"
 LEAST_ROUTED = 32
-"""Tokens of all tasks from which an expert of a mixture is calibrated."""
+"""Tokens of all tasks from which on an expert of a mixture is calibrated."""
 UNWEIGHTED = ("k_proj", "v_proj", "key", "value")
-"""Key and value projections count every token alike even where the first counts most: attention reads them all."""
+"""Key and value projections, which count every token alike even where the first token has a larger weight: attention
+reads all of them."""
 
 
 def collect_equations(
     visit: BlockVisit, role: str, hyperparameters: Hyperparameters, on_task: Callable[[str], None] = lambda _: None
 ) -> BlockEquations:
-    """Read every task's features of the visit's part of the block in one student, and make its equations of them; of
-    several ranks each gets those that it is to solve. Nothing needs an expert's part any more once its task is added.
-    """
+    """Read every task's features of the visited part of the block in one student, and build its equations from them;
+    each rank gets those that it is to solve. An expert's part is not needed any more once its task is added."""
     equations = BlockEquations(held_out=BlockEquations() if visit.checks else None)
     with visit.ranks.on_its_own():
         for task in visit.tasks:
@@ -64,8 +65,8 @@ def collect_equations(
 
 
 def _take_out_starved(visit: BlockVisit, equations: BlockEquations) -> dict[str, str]:
-    """Take the equations of a mixture's experts out that too few tokens of all tasks, on all ranks, are routed to; why
-    they stay as merged."""
+    """Take out the equations of a mixture's experts to which too few tokens of all tasks, on all ranks, are routed;
+    returns the reasons why they are left unchanged."""
     if not visit.is_routed:
         return {}
     here = {name: linear.rows for names, linear in equations.linear.items() for name in names}
@@ -83,7 +84,7 @@ def _take_out_starved(visit: BlockVisit, equations: BlockEquations) -> dict[str,
 
 
 def parameters_of(runner: BlockRunner, block: Block, module: str) -> Affine:
-    """The parameters of one of the block's modules in one of the models, [d_out, d_in] and [d_out] or [d] and [d]."""
+    """Weight and bias of one of the block's modules in one of the models, [d_out, d_in] and [d_out], or [d] and [d]."""
     return read_parameters(runner.module(f"{block.name}.{module}"))
 
 
@@ -97,11 +98,12 @@ def sum_rows(
     checked: bool = False,
     sizes: Mapping[str, Tensor] | None = None,
 ) -> TaskMoments:
-    """Add up the rows of one task's features of the block in one student and its expert, but for modules in `skipped`.
+    """Add up the rows of one task's features of the block in one student and its expert, except for modules in
+    `skipped`.
 
-    choose: makes the empty moments of the modules that share an input, from what the first batch shows and its rows.
-    checked: over the examples that updates are checked on, not those to fit.
-    sizes: of gradients at tokens [n, longest], by module, where rows count by them (`OutputGradients`).
+    choose: makes the empty moments of the modules that share an input, from the first batch and its rows. checked: use
+    the examples on which updates are checked, not the calibration examples. sizes: of gradients at tokens [n, longest],
+    by module, where rows are weighted by them (`OutputGradients`).
     """
     sums = TaskMoments({}, {}, dict(skipped))
     for seen in visit.features(task, role, checked=checked):
@@ -113,7 +115,7 @@ def sum_rows(
 def _add_batch(
     visit: BlockVisit, seen: Observation, sums: TaskMoments, choose: Choose, sizes: Mapping[str, Tensor]
 ) -> None:
-    """Add what one batch shows to a task's sums."""
+    """Add one batch's rows to a task's sums."""
     modules = {module.name: module for module in visit.part.modules}
     linear, norms, skipped = sums
     skipped |= _unpaired(modules, seen)
@@ -147,8 +149,8 @@ def _add_batch(
 
 
 def check_features(visit: BlockVisit, role: str, task: str, checksums: Sequence[Sequence[Tensor]]) -> None:
-    """Raise NumericsError where the features that were summed are not finite: of one task's examples to fit, and of
-    those that updates are checked on, if there are any. A device is waited for once."""
+    """Raise NumericsError where summed features are not finite: those of one task's calibration examples and, if there
+    are any, of the examples on which updates are checked. The device is waited for once."""
     flat = [checksum for of_rows in checksums for checksum in of_rows]
     values = iter(torch.stack(flat).tolist() if flat else ())
     for checked, of_rows in enumerate(checksums):
@@ -157,7 +159,8 @@ def check_features(visit: BlockVisit, role: str, task: str, checksums: Sequence[
 
 
 def _find_infinity(visit: BlockVisit, role: str, task: str, *, checked: bool) -> NumericsError:
-    """The error for features that are not finite: whose, at which module, of which example. All are looked at again."""
+    """The error for features that are not finite, with their model, module and example. All features are read again for
+    it."""
     kind = "held-out " if checked else ""
     what, where = f"the features are too large in {visit.block.name}", f"{task}: {kind}examples"
     for seen in visit.features(task, role, checked=checked, again=True):
@@ -190,8 +193,8 @@ def _choose_moments(
     hyperparameters: Hyperparameters,
     form: type | None,
 ) -> LinearMoments:
-    """Empty moments for the modules `names`, for the way that costs least with all that is to come, to judge by the
-    `rows` of the first batch; `form`: of the equations that earlier tasks are in."""
+    """Empty moments for the modules `names`, in the form that is cheapest for all rows to come, estimated from the
+    `rows` of the first batch. `form`: the class of the equations of earlier tasks."""
     of_merged, of_expert = (
         {name: parameters_of(runner, visit.block, name) for name in names}
         for runner in (visit.merged, visit.expert(task))
@@ -222,8 +225,8 @@ def _add_task(
     equations: BlockEquations,
     omegas: Mapping[tuple[str, str], Tensor] | None = None,
 ) -> list[Tensor]:
-    """Add one task's sums to the equations, with its expert's parameters; with `omegas`, those of held-out rows.
-    Returns what is finite where all rows were."""
+    """Add one task's sums to the equations, with its expert's parameters; `omegas` are given for held-out rows. Returns
+    numbers that are finite if all rows were."""
 
     def find_group(names: Names) -> Names | None:  # a module that is skipped from this task on leaves its group smaller
         return next((group for group in equations.linear if set(names) <= set(group)), None)
@@ -266,7 +269,7 @@ def _add_task(
 
 
 def _unpaired(modules: Mapping[str, Module], seen: Observation) -> dict[str, str]:
-    """Modules whose inputs on student and expert do not belong together."""
+    """Modules whose inputs in student and expert cannot be matched."""
     skipped = {}
     for name, module in modules.items():
         ours, theirs = ([x.shape for x in features[name]] for features in (seen.x_cal, seen.x_exp))
@@ -278,7 +281,7 @@ def _unpaired(modules: Mapping[str, Module], seen: Observation) -> dict[str, str
 
 
 def _shared_inputs(visit: BlockVisit, seen: Observation, skipped: Mapping[str, str]) -> list[Names]:
-    """Linear modules by the inputs that they share, those with other token weights apart."""
+    """Linear modules by the input that they share, those with other token weights apart."""
     groups: dict[tuple[object, ...], list[str]] = {}
     for module in visit.part.modules:
         inputs = [id(x) for x in seen.x_cal[module.name]]
@@ -294,8 +297,8 @@ def _is_weighted(visit: BlockVisit, module: Module) -> bool:
 
 
 def _token_weights(visit: BlockVisit, module: Module, seen: Observation, sizes: Sequence[Tensor]) -> Weights:
-    """How much each token counts for a module, and for those that share its input: by the sizes of gradients there
-    [n, longest], if they are known."""
+    """The weight of each token for a module, and for those that share its input: the sizes of gradients there [n,
+    longest], where they are known."""
     axis = module.layouts[0].axis if len(module.layouts) == 1 else None
     mask = seen.padding.get(axis or "")
     length = seen.lengths.get(axis or "", 0)
@@ -308,14 +311,15 @@ def _token_weights(visit: BlockVisit, module: Module, seen: Observation, sizes: 
 
 
 def _pad_sizes(sizes: Tensor, length: int) -> Tensor:
-    """The sizes [B, length] of gradients: 1, as their mean is, at tokens behind the longest text that was measured."""
+    """The sizes [B, length] of gradients, padded with their mean, 1, for tokens beyond the longest text that was
+    measured."""
     return torch.nn.functional.pad(sizes, (0, length - sizes.shape[1]), value=1.0)
 
 
 def _rows(
     visit: BlockVisit, module: Module, features: Sequence[Tensor], seen: Observation, weights: Weights
 ) -> list[tuple[Tensor, Tensor | None]] | None:
-    """Rows and their weights of every call of a module; None when they cannot be matched to tokens."""
+    """Rows and their weights of every call of a module; None where they cannot be matched to tokens."""
     axis = visit.block.layout.axis
     of_calls: list[tuple[Tensor, Tensor | None] | None]
     if module.is_routed:
@@ -337,15 +341,16 @@ def _rows(
 
 
 MOST_NUMBERS, LEAST_PATCHES = 1 << 21, 64
-"""In the patches of an example that are looked at; and how many patches are in any case, if it has so many."""
+"""Numbers in the patches that are used of an example, and patches that are used in any case, if the example has so
+many."""
 
 
 def _choose_patches(
     patches: Tensor, layout: Layout, weights: Weights, seen: Observation, axis: str | None
 ) -> tuple[Tensor, Tensor | None] | None:
     """Rows [T, d] of the patches [B, *positions, C, *kernel] at the positions that count, and their weights [T]; None
-    where positions cannot be matched to tokens. Where an example has many, some are drawn by its number: the same in
-    every model, and in batches of any size."""
+    where positions cannot be matched to tokens. Where an example has many, a sample is drawn, seeded by the example's
+    number, so that it is the same in every model and in batches of any size."""
     sizes = patches.shape[: patches.ndim // 2]
     rows, width = prod(sizes), prod(patches.shape[patches.ndim // 2 :])
     counted = layout.flatten(torch.arange(rows, device=patches.device).view(*sizes, 1), weights, seen.lengths, axis)
@@ -369,8 +374,8 @@ PRECISE_COST = 2
 
 
 def is_residual_cheaper(rows: int, d_in: int, d_out: int, *, outputs_known: bool) -> bool:
-    """Whether E[r xᵀ] of modules with one input (`d_out` outputs together) is cheaper from their outputs, row by row,
-    than from the drift of the input, Σ (x_exp − x_cal) xᵀ, which is multiplied with the weights once."""
+    """Whether E[r xᵀ] of modules with one input (`d_out` outputs together) is cheaper to compute from their outputs,
+    row by row, than from the drift of the input, Σ (x_exp − x_cal) xᵀ, which is multiplied with the weights once."""
     by_drift = rows * d_in * d_in + PRECISE_COST * d_out * d_in * d_in
     by_rows = (2 if outputs_known else 3) * rows * d_in * d_out
     return by_rows < by_drift
@@ -385,10 +390,10 @@ def is_dual_cheaper(rows: int, d_in: int, d_out: int) -> bool:
 
 
 def primal_cost(d_in: int, d_out: int) -> float:
-    """Of factorising the sums over rows, and of the solution."""
+    """The cost of factorising the sums over rows and of the solution."""
     return PRECISE_COST * (d_in**3 / 6 + d_out * d_in * d_in)
 
 
 def dual_cost(rows: float, d_in: int, d_out: int) -> float:
-    """The same over rows: their products, the factor, the solution, and the way back to d_in."""
+    """The cost of solving over rows: their products, the factor, the solution, and the way back to d_in."""
     return PRECISE_COST * (rows * rows * d_in / 2 + rows**3 / 6 + rows * rows * d_out + 2 * rows * d_in * d_out)

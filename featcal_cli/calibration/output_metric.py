@@ -1,12 +1,13 @@
-"""Each task's error measured by what it does to that task's answers: the normal equations in a metric of the outputs.
+"""Output metric: each task's error is measured by its effect on that task's outputs.
 
-With S_i [d_out, d_out], how far a change of a module's output moves the answers of expert i, the update U solves
+With S_i [d_out, d_out], which measures how far a change of a module's output moves the outputs of expert i, the update
+U solves
 
     Σ ω_i S_i U G_i + λ U = Σ ω_i S_i E[r_i xᵀ] + λ (W_anc − W_merged),
 
-which is the paper's equation where every S_i is the identity. With one task S does hardly anything; with several that
-want different things it decides who gives way in which direction. The means G_i = E[x xᵀ] and E[r xᵀ] count each token
-by how far a change there moves the answers.
+which is the paper's equation where every S_i is the identity. With one task, S changes hardly anything; with several
+tasks that want different things, it decides which of them gives way in which direction. The means G_i = E[x xᵀ] and E[r
+xᵀ] weight each token by how far a change there moves the outputs.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from featcal_cli.calibration.linear_algebra import (
     Sum,
     Symmetric,
     factorise,
-    in_sums,
+    to_accumulation_dtype,
 )
 from featcal_cli.calibration.moments import LinearMoments
 from featcal_cli.calibration.solver import LinearEquations
@@ -34,53 +35,54 @@ from featcal_cli.models.module_kinds import Affine
 from featcal_cli.runtime.errors import NumericsError
 
 SENSITIVITY = 0.9
-"""κ: how much of S is what gradients say; the rest is the identity, as few of them say nothing of most directions."""
+"""The share κ of S that comes from gradients; the rest is the identity, as a few gradients tell nothing about most
+directions."""
 TOKEN_SENSITIVITY = 0.5
-"""How much of a token's weight is what gradients say; the rest is the same for all."""
+"""The share of a token's weight that comes from gradients; the rest is equal for all tokens."""
 TOLERANCE, MOST_STEPS = 1e-2, 5
-"""Of conjugate gradients: the residual at which they end, over the right-hand side, and the most of them. They begin
-at merged, with what the examples are surest of; of more steps, answers do not get better (docs/experiments.md)."""
+"""Stopping rule of conjugate gradients: the relative residual, and the most steps. They start at merged and first find
+the directions that the examples determine best; more steps do not improve outputs (docs/experiments.md)."""
 
 
 def weigh_tokens(sizes: Sequence[Tensor], mask: Tensor | None) -> Tensor:
-    """Weights of tokens [B, length] by the sizes ‖g‖² of gradients at the outputs of the modules that read them, over
-    their means [B, length]; 0 where the mask is."""
+    """Weights of tokens [B, length]: the sizes ‖g‖² of gradients at the outputs of the modules that read them, over
+    their means [B, length]; 0 at masked tokens."""
     mean = torch.stack([*sizes]).mean(0)
     weights = mean.mul_(TOKEN_SENSITIVITY).add_(1 - TOKEN_SENSITIVITY)
     return weights if mask is None else weights.mul_(mask)
 
 
 class OutputMetric:
-    """S = (1 − κ) I + κ (RᵀR + ρ I), where RᵀR [d, d] are the directions that move answers most, R [r, d], and ρ what
-    is left for all to make the mean diagonal of what κ stands before 1."""
+    """The metric S = (1 − κ) I + κ (RᵀR + ρ I). RᵀR [d, d], of R [r, d], holds the directions that move outputs most,
+    and ρ is the size of all others, chosen so that the mean diagonal of the bracket is 1."""
 
     def __init__(self, factor: Tensor, dtype: torch.dtype) -> None:
-        factor = in_sums(factor, dtype)
+        factor = to_accumulation_dtype(factor, dtype)
         self.identity = 1 - SENSITIVITY * factor.square().sum() / factor.shape[1]
-        """What of S is a multiple of I []."""
+        """Factor of I in S []."""
         self.factor = factor.mul(SENSITIVITY**0.5)
-        """√κ R [r, d]."""
+        """The matrix √κ R [r, d]."""
 
     def __call__(self, x: Tensor) -> Tensor:
-        """S x [d, n] or [d]."""
+        """The product S x [d, n] or [d]."""
         return (self.factor.T @ (self.factor @ x)).add_(x * self.identity)
 
 
 class _Task(NamedTuple):
-    """What the equations of one task are."""
+    """The parts of the equations that belong to one task."""
 
     gram: Symmetric
     scale: Tensor
-    """ω_i over the rows' weight: of the sums in `gram`."""
+    """Factor of the sums in `gram`: ω_i over the rows' weight."""
     omega: Tensor
     mean: Tensor
-    """E[x_cal] [d_in]."""
+    """The mean E[x_cal] [d_in]."""
     metrics: Mapping[str, OutputMetric]
-    """By module; of one that does not reach the answers, S = I."""
+    """Metrics by module; S = I for a module without influence on the outputs."""
 
 
 class MetricEquations(LinearEquations):
-    """The normal equations of Linear modules that share one input, every task's in its own metric of the outputs."""
+    """Normal equations of Linear modules that share one input, every task's in its own metric of the outputs."""
 
     def __init__(
         self, merged: Mapping[str, Affine], hyperparameters: Hyperparameters, *, with_bias: bool = False
@@ -106,7 +108,7 @@ class MetricEquations(LinearEquations):
     def _pull_of_task(
         self, moments: LinearMoments, name: str, expert: Affine, omega: Tensor, gram: Tensor | None
     ) -> Tensor:
-        """ω E[r xᵀ] of a module [d_out, d_in]; gram: ω G, where r is not summed."""
+        """The pull ω E[r xᵀ] of a module [d_out, d_in]; gram: ω G, where r is not summed."""
         total = Sum(self._dtype)
         if gram is None:
             moments.add_pull(name, total, omega)
@@ -120,7 +122,8 @@ class MetricEquations(LinearEquations):
         return total.value
 
     def objective(self, name: str, update: Tensor, shift: Tensor) -> tuple[Tensor, Tensor]:
-        """The same as of `LinearEquations`, of Σ ω_i E‖W x_cal + b − W_i x_tgt − b_i‖² in the metric of S_i."""
+        """Coefficients as from `LinearEquations.objective`, for Σ ω_i E‖W x_cal + b − W_i x_tgt − b_i‖² in the metric
+        of S_i."""
         update, shift = self._cast(update), self._cast(shift)
         alike = torch.zeros_like(self._mean).diag()  # Σ c_i ω_i G_i: with what S_i is beside F_iᵀF_i, rows are few
         curvature = shift.new_zeros(())
@@ -149,10 +152,10 @@ class MetricEquations(LinearEquations):
     def _approach(self, name: str, grams: Tensor, right: Tensor, ridge: float) -> Tensor:
         """The update U of a module, given ω_i G_i [tasks, d_in, d_in] and the right-hand side.
 
-        Of S_i = c_i I + F_iᵀ F_i the multiples of I make one system, H = Σ c_i ω_i G_i + λ I = L Lᵀ. In V = U L the
-        equations are V + Σ F_iᵀ F_i V (L⁻¹ ω_i G_i L⁻ᵀ) = right L⁻ᵀ, so V is the right-hand side but for what the rows
-        of all F_i span. There, in the axes of Σ F_iᵀ F_i, it is approached, preconditioned with I + Σ F_iᵀ F_i / Σ c_i,
-        which is the mean of S_i but for a number.
+        The multiples of I in S_i = c_i I + F_iᵀ F_i make one system, H = Σ c_i ω_i G_i + λ I = L Lᵀ. In V = U L the
+        equations are V + Σ F_iᵀ F_i V (L⁻¹ ω_i G_i L⁻ᵀ) = right L⁻ᵀ, so V equals the right-hand side except in the span
+        of the rows of all F_i. There, in the axes of Σ F_iᵀ F_i, it is approached with the preconditioner I + Σ F_iᵀ
+        F_i / Σ c_i, which is the mean of S_i up to a factor.
         """
         identities = torch.stack([task.metrics[name].identity for task in self._tasks])
         factors = [task.metrics[name].factor for task in self._tasks]
@@ -175,7 +178,7 @@ class MetricEquations(LinearEquations):
         return update
 
     def _bias_of(self, name: str, update: Tensor, towards: Tensor, ridge: float) -> Tensor:
-        """(Σ ω_i S_i + λ)⁻¹ (Σ ω_i S_i (r̄_i − U μ_i) + λ (b_anc − b_merged)) [d_out]."""
+        """The change of the bias, (Σ ω_i S_i + λ)⁻¹ (Σ ω_i S_i (r̄_i − U μ_i) + λ (b_anc − b_merged)) [d_out]."""
         right = self._cast(self._bias_pull[name]) + ridge * towards
         whole = self._omega.new_full((), ridge)
         factors = []
@@ -190,7 +193,7 @@ class MetricEquations(LinearEquations):
 
 
 def _principal_axes(factor: Tensor) -> tuple[Tensor, Tensor]:
-    """The eigenvalues [p] of FᵀF that are not zero and their eigenvectors [d, p], of F [n, d]."""
+    """The non-zero eigenvalues [p] of FᵀF and their eigenvectors [d, p], for F [n, d]."""
     narrow = len(factor) < factor.shape[1]
     product = factor @ factor.T if narrow else factor.T @ factor
     if not product.isfinite().all():
@@ -204,9 +207,9 @@ def _principal_axes(factor: Tensor) -> tuple[Tensor, Tensor]:
 def approach_by_conjugate_gradients(
     system_of: Callable[[Tensor], Tensor], right: Tensor, precondition: Callable[[Tensor], Tensor], steps: int
 ) -> Tensor:
-    """From 0 towards x with system_of(x) = right, like `right`, until the residual is within TOLERANCE, or for so many
-    steps, for a positive symmetric operator and an approximate inverse of it, which returns a new tensor. Raises
-    NumericsError where `right` is not finite, or too large."""
+    """Solve system_of(x) = right from 0, until the residual is within TOLERANCE or for at most so many steps, for a
+    positive symmetric operator and an approximate inverse of it, which returns a new tensor. Raises NumericsError where
+    `right` is not finite, or too large."""
     x, residual = torch.zeros_like(right), right.clone()
     enough = TOLERANCE * float(torch.linalg.vector_norm(right))
     if not isfinite(enough):

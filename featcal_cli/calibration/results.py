@@ -1,4 +1,4 @@
-"""What a calibration did to each block and module."""
+"""Reports on calibrated blocks and modules."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ from featcal_cli.runtime.untrusted_text import list_some
 
 @dataclass(frozen=True)
 class ModuleReport:
-    """What calibration did to one module."""
+    """The report on one calibrated module."""
 
     name: str
     """Path inside the block."""
     kind: str
     rows: int
-    """Rows (tokens) fitted, all tasks together."""
+    """Number of rows (tokens) of the calibration examples, all tasks together."""
     relative_change: float
-    """‖W* − W_merged‖ / ‖W_merged‖."""
+    """Relative size of the update, ‖W* − W_merged‖ / ‖W_merged‖."""
     step: float | None = None
-    """t: the share of the update that held-out rows left standing; None where it was not checked."""
+    """The share t of the update that held-out rows left standing; None where it was not checked."""
     ridge: float | None = None
-    """λ that was needed for a stable solution, where it is larger than the one asked for."""
+    """The λ that was needed for a stable solution, where it is larger than the one asked for."""
 
 
 @dataclass(frozen=True)
 class BlockReport:
-    """What calibration did to one block."""
+    """The report on one calibrated block."""
 
     name: str
     seconds: float
     modules: list[ModuleReport]
     skipped: list[dict[str, str]]
-    """name and reason of what stayed as merged."""
+    """Name and reason for each module that was left unchanged."""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -53,12 +53,12 @@ KINDS = {
     "norms": ("layernorm", "rmsnorm"),
     "scales": ("scale",),
 }
-"""What sentences call the kinds of modules."""
+"""Names of the kinds of modules in sentences."""
 
 
 def describe_kinds(blocks: Sequence[BlockReport], *, stems: bool) -> str:
     """A sentence on the kinds of modules that were calibrated, and where they are; empty where there are none. stems:
-    what runs before the transformer blocks was calibrated, too."""
+    modules before the transformer blocks were calibrated, too."""
     modules = [module for block in blocks for module in block.modules]
     names = [name for name, kinds in KINDS.items() if any(module.kind in kinds for module in modules)]
     if not names:
@@ -75,15 +75,15 @@ ADAPTER = "adapter"
 
 @dataclass(frozen=True)
 class AdapterReport:
-    """The adapter that the updates amount to."""
+    """The report on the adapter that holds the updates."""
 
     rank: int
     share: float
-    """Of the sum of the updates' squares, what it holds, 0 to 1."""
+    """Share of the updates' sum of squares that the adapter holds, 0 to 1."""
     bytes: int
-    """Of its files."""
+    """Size of its files."""
     left_out: list[str]
-    """Paths of parameters that have changed, and that it cannot hold."""
+    """Paths of changed parameters that the adapter cannot hold."""
 
     def __str__(self) -> str:
         more = ", …" if len(self.left_out) > 1 else ""
@@ -98,7 +98,7 @@ def write_share(share: float) -> str:
 
 
 def describe_ridges(blocks: Sequence[BlockReport]) -> str:
-    """Which modules took more ridge than was asked for, in a sentence; empty where none did."""
+    """A sentence on the modules that needed more ridge than was asked for; empty where none did."""
     names = [
         f"{block.name}.{module.name} ({module.ridge:g})" for block in blocks for module in block.modules if module.ridge
     ]
@@ -107,7 +107,7 @@ def describe_ridges(blocks: Sequence[BlockReport]) -> str:
 
 
 def describe_guard(blocks: Sequence[BlockReport]) -> str:
-    """How many updates did not hold on held-out rows, in a sentence; empty where none were checked."""
+    """A sentence on how many updates did not hold on held-out rows; empty where none were checked."""
     steps = [module.step for block in blocks for module in block.modules if module.step is not None]
     if not steps:
         return ""

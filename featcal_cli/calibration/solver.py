@@ -1,4 +1,4 @@
-"""The closed forms, over features and over rows."""
+"""The closed forms for Linear modules and norms, over features and over rows."""
 
 from __future__ import annotations
 
@@ -19,47 +19,49 @@ from featcal_cli.calibration.linear_algebra import (
     Symmetric,
     choose_precision,
     factorise,
-    in_sums,
     solve_rows,
+    to_accumulation_dtype,
 )
 from featcal_cli.calibration.moments import LinearMoments, NormMoments
 from featcal_cli.models.module_kinds import Affine
 from featcal_cli.runtime.errors import NumericsError
 
 Names: TypeAlias = "tuple[str, ...]"
-"""Of modules that share an input (and its token weights), inside the block."""
+"""Names, inside the block, of modules that share an input (and its token weights)."""
 
 
 class Solution(NamedTuple):
-    """New parameters of one module and what the report says about them."""
+    """New parameters of one module and their figures for the report."""
 
     parameters: Affine
     relative_change: float
-    """‖W* − W_merged‖ / ‖W_merged‖, Frobenius."""
+    """Relative size of the update, ‖W* − W_merged‖ / ‖W_merged‖ (Frobenius)."""
     ridge: float | None = None
-    """λ that it was solved with, where it was a Linear's."""
+    """The λ of the solved system; None for norms."""
 
 
 class DeviceSolution(NamedTuple):
-    """The same before anybody has waited for it: its figures are on the device."""
+    """A solution whose figures are still on the device."""
 
     parameters: Affine
     relative_change: Tensor
-    """[]."""
+    """Relative size of the update []."""
     ridge: float | None = None
 
     @property
     def checksum(self) -> Tensor:
-        """A number that is finite where all parameters are []."""
+        """A number that is finite if all parameters are []."""
         weight, bias = self.parameters
-        return in_sums(weight.sum() if bias is None else weight.sum() + bias.sum())
+        return to_accumulation_dtype(weight.sum() if bias is None else weight.sum() + bias.sum())
 
 
 def read_solutions(block: str, solutions: Mapping[str, DeviceSolution]) -> dict[str, Solution]:
     """A block's solutions with their figures, all in one copy. Raises NumericsError where one is not finite."""
     if not solutions:
         return {}
-    figures = [in_sums(part) for each in solutions.values() for part in (each.checksum, each.relative_change)]
+    figures = [
+        to_accumulation_dtype(part) for each in solutions.values() for part in (each.checksum, each.relative_change)
+    ]
     read = {}
     for (name, solution), (checksum, change) in zip(
         solutions.items(), torch.stack(figures).view(-1, 2).tolist(), strict=True
@@ -72,37 +74,38 @@ def read_solutions(block: str, solutions: Mapping[str, DeviceSolution]) -> dict[
 
 
 class RankSummary(NamedTuple):
-    """Of one rank's equations, exchanged before their sums are added up."""
+    """Summary of one rank's equations, exchanged before their sums are added up."""
 
     weight: float
-    """Σ ω_i, for norms the number of tasks."""
+    """The sum Σ ω_i; for norms the number of tasks."""
     rows: int
     filled: frozenset[str]
-    """Sums that are not empty."""
+    """Names of the sums that are not empty."""
 
 
 class LinearEquations:
-    """The normal equations of Linear modules that share one input, summed over tasks (paper: W*, b*)."""
+    """Normal equations of Linear modules that share one input, summed over tasks (paper: W*, b*)."""
 
     def __init__(
         self, merged: Mapping[str, Affine], hyperparameters: Hyperparameters, *, with_bias: bool = False
     ) -> None:
-        """with_bias: what experts' biases ask of the outputs counts in the pull of the weights too. The paper's W*
-        leaves it to b*; the objective of both together does not."""
+        """with_bias: the difference of the experts' biases counts in the weights' right-hand side too. The paper's W*
+        leaves it to b*; minimising the joint objective does not."""
         self._merged = dict(merged)
         self._hyperparameters, self._with_bias = hyperparameters, with_bias
         first = next(iter(merged.values())).weight
         self._dtype = choose_precision(first.dtype, hyperparameters.ridge, hyperparameters.metric)
         self._gram = Symmetric(first.shape[1], first.device, self._dtype)
-        self._mean = in_sums(first.new_zeros(first.shape[1]), self._dtype)
-        self._omega = in_sums(first.new_zeros(()))
+        self._mean = to_accumulation_dtype(first.new_zeros(first.shape[1]), self._dtype)
+        self._omega = to_accumulation_dtype(first.new_zeros(()))
         self._drift = Sum(self._dtype)
         self._pull = {name: Sum(self._dtype) for name in merged}
         self._bias_pull = {name: self._mean.new_zeros(len(each.weight)) for name, each in merged.items()}
         self.rows = 0
 
     def add_task(self, moments: LinearMoments, experts: Mapping[str, Affine], omega: Tensor | None = None) -> Tensor:
-        """Add one task: its moments, and its expert's parameters by module name; returns ω_i [], if not given."""
+        """Add one task, given its moments and its expert's parameters by module name; returns ω_i [], which is computed
+        if it is not given."""
         omega = moments.size.clamp_min(EPSILON).reciprocal() if omega is None else omega
         self._omega += omega
         self._mean += omega * self._cast(moments.mean)
@@ -113,13 +116,13 @@ class LinearEquations:
         return omega
 
     def summarise(self) -> RankSummary:
-        """For `sum_over_ranks`."""
+        """Summary for `sum_over_ranks`."""
         sums = {"": self._drift, **self._pull}
         filled = frozenset(name for name, each in sums.items() if each.value is not None)
         return RankSummary(float(self._omega), self.rows, filled)
 
     def sum_over_ranks(self, names: Sequence[str], summaries: Sequence[RankSummary], add_up: AddUp) -> None:
-        """Become the equations of all ranks, for the modules `names`; one tensor at a time."""
+        """Replace the equations by the sum over all ranks, for the modules `names`; one tensor at a time."""
         self._omega.fill_(sum(summary.weight for summary in summaries))
         self.rows = sum(summary.rows for summary in summaries)
         filled = frozenset().union(*(summary.filled for summary in summaries))
@@ -133,8 +136,8 @@ class LinearEquations:
                 self._pull[name].sum_over_ranks(partial(self._zeros_of, name), add_up)
 
     def solve(self, base: Mapping[str, Affine], *, bias: bool = True) -> dict[str, DeviceSolution]:
-        """W* and b* of every module (b as merged with `bias` False), given the base's parameters for the anchor. Raises
-        NumericsError when the equations have no stable solution."""
+        """W* and b* of every module (b is left unchanged with `bias` False), given the base's parameters for the
+        anchor. Raises NumericsError when the equations have no stable solution."""
         update_of, ridge = self._factorise()
         solutions = {}
         for name, merged in self._merged.items():
@@ -153,31 +156,32 @@ class LinearEquations:
         return solutions
 
     def objective(self, name: str, update: Tensor, shift: Tensor) -> tuple[Tensor, Tensor]:
-        """How Σ ω_i E‖W x_cal + b − W_i x_tgt − b_i‖² of a module changes with t · (update, shift) of its weight and
-        bias [d_out, d_in] and [d_out], as (a [], c []) of t² a − 2 t c; the pull must be `with_bias`."""
+        """Coefficients (a [], c []) by which Σ ω_i E‖W x_cal + b − W_i x_tgt − b_i‖² of a module changes by t² a
+        − 2 t c with t · (update, shift) of its weight and bias [d_out, d_in] and [d_out]; the equations must be
+        `with_bias`."""
         update, shift = self._cast(update), self._cast(shift)
-        curvature, descent = self._along(name, update)
+        curvature, descent = self._quadratic_form(name, update)
         curvature += 2 * _dot(update @ self._mean, shift) + self._omega * _dot(shift, shift)
         return curvature, descent + _dot(shift, self._bias_pull[name])
 
     def _bias_of(self, name: str, update: Tensor, towards: Tensor, ridge: float) -> Tensor:
-        """b* − b_merged [d_out], given the update of the weight and where the anchor lies."""
+        """The change b* − b_merged [d_out], given the update of the weight and the anchor's offset."""
         return (self._bias_pull[name] - update @ self._mean + ridge * towards) / (self._omega + ridge)
 
     def _bias_pull_of_task(self, moments: LinearMoments, name: str, expert: Affine, omega: Tensor) -> Tensor:
-        """ω E[W_i x_tgt + b_i − W_merged x_cal − b_merged] [d_out]."""
+        """The pull ω E[W_i x_tgt + b_i − W_merged x_cal − b_merged] [d_out]."""
         residual = moments.mean_residual(name, expert.weight, self._merged[name].weight)
         return omega * self._cast(residual + self._bias_offset(name, expert))
 
     def _bias_offset(self, name: str, expert: Affine) -> Tensor:
-        """b_i − b_merged, 0 where one has none."""
+        """The difference b_i − b_merged; 0 where a module has no bias."""
         bias, merged = expert.bias, self._merged[name].bias
         if bias is None or merged is None:
-            return in_sums(torch.zeros_like(self._bias_pull[name]))
-        return in_sums(bias) - in_sums(merged)
+            return to_accumulation_dtype(torch.zeros_like(self._bias_pull[name]))
+        return to_accumulation_dtype(bias) - to_accumulation_dtype(merged)
 
     def _add(self, moments: LinearMoments, experts: Mapping[str, Affine], omega: Tensor) -> None:
-        """Add a task to what the weights are solved from."""
+        """Add a task to the sums from which the weights are solved."""
         self._gram.add(moments.sum, omega / moments.weight)
         target = None if moments.pairs else moments.add_drift(self._drift, omega)  # C
         for name, expert in experts.items():
@@ -191,7 +195,7 @@ class LinearEquations:
                 self._pull[name].add(torch.outer(offset, self._cast(moments.mean)), omega)
 
     def pull_of(self, name: str) -> Tensor:
-        """Σ ω_i E[(W_i x_tgt − W_merged x_cal) x_calᵀ] [d_out, d_in]."""
+        """The pull Σ ω_i E[(W_i x_tgt − W_merged x_cal) x_calᵀ] [d_out, d_in]."""
         merged, pull = self._cast(self._merged[name].weight), self._pull[name].value
         if self._drift.value is None:
             return self._zeros_of(name) if pull is None else self._cast(pull)
@@ -199,8 +203,8 @@ class LinearEquations:
         return drift if pull is None else drift.add_(self._cast(pull))
 
     def _factorise(self) -> tuple[Callable[[str, Tensor], Tensor], float]:
-        """What gives a module's update for where its anchor lies (anchor − merged), and λ: larger than asked for where
-        the equations have no stable solution else."""
+        """A function from the anchor's offset (anchor − merged) to a module's update, and λ, which is larger than asked
+        for where the equations have no stable solution otherwise."""
         factor, ridge = factorise(self._gram.full(), self._hyperparameters.ridge)
 
         def update_of(name: str, towards: Tensor) -> Tensor:
@@ -212,10 +216,10 @@ class LinearEquations:
         return torch.zeros_like(self._cast(self._merged[name].weight))
 
     def _cast(self, x: Tensor) -> Tensor:
-        return in_sums(x, self._dtype)
+        return to_accumulation_dtype(x, self._dtype)
 
-    def _along(self, name: str, update: Tensor) -> tuple[Tensor, Tensor]:
-        """⟨U, U G⟩ and ⟨U, pull⟩ of an update U."""
+    def _quadratic_form(self, name: str, update: Tensor) -> tuple[Tensor, Tensor]:
+        """The quadratic form ⟨U, U G⟩ and the inner product ⟨U, pull⟩ of an update U."""
         return _dot(update @ self._gram.full(), update), _dot(update, self.pull_of(name))
 
 
@@ -230,7 +234,7 @@ class NormEquations:
         self._tasks, self.rows = 0.0, 0
 
     def add_task(self, moments: NormMoments, expert: Affine) -> None:
-        """Add one task: the moments of its normalised input, and its expert's scale and bias."""
+        """Add one task, given the moments of its normalised input and its expert's scale and bias."""
         scale, shift = precise(expert).minus(self._merged)
         shift = torch.zeros_like(scale) if shift is None else shift
         self._second += moments.second
@@ -241,11 +245,11 @@ class NormEquations:
         self.rows += moments.rows
 
     def summarise(self) -> RankSummary:
-        """For `sum_over_ranks`."""
+        """Summary for `sum_over_ranks`."""
         return RankSummary(self._tasks, self.rows, frozenset())
 
     def sum_over_ranks(self, summaries: Sequence[RankSummary], add_up: AddUp) -> None:
-        """Become the equations of all ranks."""
+        """Replace the equations by the sum over all ranks."""
         self._tasks, self.rows = (
             sum(summary.weight for summary in summaries),
             sum(summary.rows for summary in summaries),
@@ -254,14 +258,14 @@ class NormEquations:
             add_up(total)
 
     def objective(self, update: Tensor, shift: Tensor) -> tuple[Tensor, Tensor]:
-        """How Σ E‖γ z + β − γ_i z − β_i‖² changes with t · (update, shift) of scale and bias [d] each, as (a [], c [])
-        of t² a − 2 t c."""
+        """Coefficients (a [], c []) by which Σ E‖γ z + β − γ_i z − β_i‖² changes by t² a − 2 t c with t · (update,
+        shift) of scale and bias [d] each."""
         curvature = _dot(update.square(), self._second) + 2 * _dot(update * shift, self._mean)
         descent = _dot(update, self._scale_pull) + _dot(shift, self._bias_pull)
         return curvature + self._tasks * _dot(shift, shift), descent
 
     def solve(self, base: Affine) -> DeviceSolution:
-        """γ* and β*, given the base's for the anchor."""
+        """Scale γ* and bias β*, given the base's for the anchor."""
         merged, ridge = self._merged, self._hyperparameters.ridge
         towards = _anchor_offset(merged, precise(base), self._hyperparameters.rho)
         a11, a12, a22 = self._second + ridge, self._mean, self._tasks + ridge
@@ -279,11 +283,11 @@ class NormEquations:
 
 def precise(parameters: Affine) -> Affine:
     """The parameters in the precision of the sums."""
-    return parameters.each(in_sums)
+    return parameters.each(to_accumulation_dtype)
 
 
 def _anchor_offset(merged: Affine, base: Affine, rho: float) -> Affine:
-    """Anchor − merged = (1 − ρ)(base − merged)."""
+    """The offset anchor − merged = (1 − ρ)(base − merged)."""
     return base.minus(merged).each(lambda difference: difference.mul_(1 - rho))
 
 
@@ -292,7 +296,7 @@ def _dot(one: Tensor, two: Tensor) -> Tensor:
 
 
 def relative_change(merged: Affine, new: Affine) -> Tensor:
-    """‖W* − W_merged‖ / ‖W_merged‖, Frobenius []."""
+    """Relative size of an update, ‖W* − W_merged‖ / ‖W_merged‖ (Frobenius) []."""
     return _relative_size(new.weight - merged.weight, merged.weight)
 
 
@@ -304,21 +308,21 @@ def _relative_size(update: Tensor, merged: Tensor) -> Tensor:
 
 @dataclass
 class BlockEquations:
-    """The equations of one block, of all tasks."""
+    """The equations of one block, summed over all tasks."""
 
     linear: dict[Names, LinearEquations] = field(default_factory=dict)
     norms: dict[str, NormEquations] = field(default_factory=dict)
     skipped: dict[str, str] = field(default_factory=dict)
-    """Modules that cannot be calibrated, and why."""
+    """Modules that cannot be calibrated, with the reasons."""
     omegas: dict[tuple[str, str], Tensor] = field(default_factory=dict)
-    """ω_i [] of every task and Linear."""
+    """The weight ω_i [] of every task and Linear."""
     held_out: BlockEquations | None = None
-    """The same of the examples that updates are checked on, with the ω_i of those that are fitted."""
+    """The equations of the examples on which updates are checked, with the ω_i of the calibration examples."""
 
 
 class DualEquations(LinearEquations):
-    """Holds the rows themselves. With X [T, d_in] the rows times √(ω_i w), R [T, d_out] what they lack of their targets
-    and A the anchor's pull over λ,
+    """Normal equations solved over rows, which are kept. With X [T, d_in] the rows times √(ω_i w), R [T, d_out] their
+    residuals and A the anchor's pull over λ,
 
         (RᵀX + λ A) (XᵀX + λ I)⁻¹ = A + (R − X Aᵀ)ᵀ (X Xᵀ + λ I)⁻¹ X.
     """
@@ -351,7 +355,7 @@ class DualEquations(LinearEquations):
 
         return update_of, ridge
 
-    def _along(self, name: str, update: Tensor) -> tuple[Tensor, Tensor]:
+    def _quadratic_form(self, name: str, update: Tensor) -> tuple[Tensor, Tensor]:
         moved = self._cast(torch.cat(self._x)) @ update.T
         return _dot(moved, moved), _dot(moved, self._lacking_rows(name))
 

@@ -1,4 +1,5 @@
-"""Language models on lm-eval's tasks, through its Python API; lm-eval is an extra, imported where it is needed."""
+"""Evaluation of language models on lm-eval's tasks through its Python API; lm-eval is an optional extra, imported where
+it is needed."""
 
 from __future__ import annotations
 
@@ -19,14 +20,14 @@ from featcal_cli.runtime.untrusted_text import list_some, own_words
 INSTALL = "install it, in the clone of featcal: pip install -e '.[lm-eval]'"
 ALLOW = "--allow-code-execution"
 CODE = ("humaneval", "mbpp", "apps", "ds1000", "livecodebench", "codexglue")
-"""What the names of tasks begin with that run code which a model wrote; of others lm-eval knows it."""
+"""Beginnings of the names of tasks that run code written by a model; lm-eval itself knows the others."""
 CODE_SWITCH = "HF_ALLOW_CODE_EVAL"
-"""The variable without which the metric that runs code refuses to."""
+"""The environment variable without which the metric that runs code refuses to."""
 
 
 def check_harness(tasks: Mapping[str, Evaluate], *, allow_code: bool) -> None:
-    """Raise RecipeError for tasks of a recipe that lm-eval is to measure, where it is not installed, or where they run
-    code that models wrote and nobody has allowed that."""
+    """Raise RecipeError for tasks of a recipe that lm-eval is to measure where it is not installed, or where they run
+    code written by a model and nobody has allowed that."""
     wanted = {task: spec for task, spec in tasks.items() if spec.protocol == "lm-eval"}
     if wanted and find_spec("lm_eval") is None:
         what = "lm-eval, which measures language models, is not installed"
@@ -37,7 +38,7 @@ def check_harness(tasks: Mapping[str, Evaluate], *, allow_code: bool) -> None:
 
 
 def read_version() -> str:
-    """The version of lm-eval that is installed; empty where it is not."""
+    """The installed version of lm-eval; empty where there is none."""
     try:
         return version("lm-eval")
     except PackageNotFoundError:
@@ -45,9 +46,9 @@ def read_version() -> str:
 
 
 def measure_tasks(task: LabelledTask, role: str, model: Model, *, allow_code: bool) -> Score:
-    """What lm-eval finds for its tasks, the mean of their figures; intervals are drawn from its samples.
+    """The mean of lm-eval's figures for its tasks; intervals are drawn from its samples.
 
-    A limit means its first examples of each. allow_code: it may run code that the model wrote, on this machine.
+    A limit means the first examples of each task. allow_code: tasks may run code written by the model on this machine.
     Raises RecipeError for tasks and metrics that lm-eval does not know, and where running code is not allowed.
     """
     import lm_eval

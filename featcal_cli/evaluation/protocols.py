@@ -1,4 +1,5 @@
-"""Several models answer the same labelled examples: under an expert's head, by names of classes, or in words."""
+"""Predictions of several models on the same labelled examples: by an expert's head, by names of classes, or by
+generated text."""
 
 from __future__ import annotations
 
@@ -30,28 +31,29 @@ from featcal_cli.runtime.errors import CheckpointError, DataError
 from featcal_cli.runtime.progress import quiet_transformers
 
 TEXTS = 256
-"""Read at once."""
+"""The number of texts that are encoded at once."""
 IMAGE_SIDE = ("vision", "visual")
-"""What the names of a two-tower model's parameters that see images begin with."""
+"""Beginnings of the names of a two-tower model's parameters that process images."""
 SECONDS_BETWEEN_COUNTS = 5.0
 
 GROUP_BYTES = 2**29
-"""Of batches that models answer in turn beside a CPU: each goes to the device for all of them, and leaves it."""
+"""Bytes of the batches that each model processes while it is on the device, before the next model takes its place."""
 
 
 @dataclass(frozen=True)
 class Answerer:
-    """One model."""
+    """One model and the function by which it predicts."""
 
     module: torch.nn.Module
-    """On the host."""
+    """The model, which lies on the host."""
     answer: Callable[[Batch], list[Any]]
-    """A batch → an answer for each example; both are on the device then."""
+    """Function from a batch to one prediction for each example; model and batch are on the device then."""
 
 
 @contextmanager
 def on_device(module: torch.nn.Module, device: torch.device) -> Iterator[None]:
-    """Inside, the weights and buffers of a model are on the device; enter it outside of torch's inference mode."""
+    """Context manager in which the weights and buffers of a model are on the device; enter it outside of torch's
+    inference mode."""
     tensors = [] if device.type == "cpu" else [*module.parameters(), *module.buffers()]
     homes = [tensor.data for tensor in tensors]
     try:
@@ -69,11 +71,11 @@ class LabelledTask:
     data: Data
     how: Evaluate
     folders: Sequence[Path]
-    """Where preprocessors and tokenizer are looked for."""
+    """Folders in which preprocessors and tokenizer are looked for."""
     device: torch.device
     batch_size: int
     limit: int | None
-    """Examples, chosen at random; None for all."""
+    """The number of examples, chosen at random; None for all."""
     text_models: TextModels | None = None
     """The models that read the task's texts, by role; None where all have one vocabulary."""
 
@@ -83,7 +85,7 @@ class LabelledTask:
         return open_labelled(self.name, self.data, how.split, model, self.folders, limit=self.limit, text_models=models)
 
     def open_tokens(self, where: str) -> Vocabulary:
-        """What cuts the texts. Raises DataError where no tokenizer can be loaded."""
+        """The vocabulary by which texts are tokenized. Raises DataError where no tokenizer can be loaded."""
         return open_tokens(self.text_models, self.folders, where).cutting
 
     def find_vocabulary(self, role: str) -> Vocabulary | None:
@@ -93,18 +95,18 @@ class LabelledTask:
 
 @dataclass(frozen=True)
 class Comparison:
-    """One task's examples and the models that answer them."""
+    """One task's examples and the models that are compared on them."""
 
     task: LabelledTask
     rows: LabelledRows
     read_label: Callable[[Any], Any]
-    """The right answer, of a row's label."""
+    """Function from a row's label to the right prediction."""
     answerers: Mapping[str, Answerer]
-    """By the role of the model."""
+    """Models by role."""
 
     def score(self, tell: Callable[[int], None]) -> dict[str, Score]:
-        """The figure of every model by role; `tell` hears now and then how many examples are through. Raises DataError
-        for rows that cannot be used."""
+        """The figure of every model by role; `tell` is called now and then with the number of finished examples. Raises
+        DataError for rows that cannot be used."""
         right: list[Any] = []
         answers: dict[str, list[Any]] = {role: [] for role in self.answerers}
         last = time.monotonic()
@@ -128,7 +130,7 @@ class Comparison:
         }
 
     def _read_groups(self) -> Iterator[list[tuple[Batch, list[Any]]]]:
-        """Batches with their labels, as many at a time as every model answers while it is on the device."""
+        """Groups of batches with their labels; every model processes a whole group while it is on the device."""
         most = 0 if self.task.device.type == "cpu" else GROUP_BYTES
         group: list[tuple[Batch, list[Any]]] = []
         for batch, labels in self.rows.batches(self.task.batch_size):
@@ -144,7 +146,8 @@ class Comparison:
 
 
 def compare_heads(task: LabelledTask, expert: Model, bodies: Mapping[str, Model | None]) -> Comparison:
-    """The expert's head on several bodies, by role; None is its own. Raises CheckpointError and DataError."""
+    """A comparison of the expert's head on several bodies, by role; None is its own. Raises CheckpointError and
+    DataError."""
     rows = task.open(expert.module)
     numbers = getattr(expert.module.config, "label2id", None) or {}
     own = task.find_vocabulary(EXPERT)
@@ -157,8 +160,8 @@ def compare_heads(task: LabelledTask, expert: Model, bodies: Mapping[str, Model 
 
 
 def _answer_with_head(expert: Model, body: Model | None, table: Tensor | None) -> Answerer:
-    """What the expert's head ranks first, on its own body or on another model's (everything inside `base_model`), whose
-    ids of the expert's tokens the table has, as far as they differ.
+    """A model that predicts the class ranked first by the expert's head, on its own body or on another model's
+    (everything inside `base_model`). The table has the body's ids of the expert's tokens, where these differ.
 
     Raises CheckpointError for an expert without a head, or when the two do not fit.
     """
@@ -188,8 +191,8 @@ def _answer_with_head(expert: Model, body: Model | None, table: Tensor | None) -
 
 
 def _order_embeddings(expert: Model, body: Model, table: Tensor | None) -> dict[str, Tensor]:
-    """The body's embeddings of the expert's tokens, in the order that the expert has them in, by their name in the
-    body; nothing where both have one order."""
+    """The body's token embeddings by their name in the body, in the expert's order of tokens; empty where both have one
+    order."""
     if table is None:
         return {}
     own, other = (model.module.base_model.get_input_embeddings().weight for model in (expert, body))
@@ -202,7 +205,7 @@ def _order_embeddings(expert: Model, body: Model, table: Tensor | None) -> dict[
 def _take_over(
     module: torch.nn.Module, source: Mapping[str, Tensor], explain: Callable[[str], CheckpointError]
 ) -> None:
-    """Give all parameters of `module` the values that `source` has for them; `explain` says that one does not fit."""
+    """Set all parameters of `module` to the values in `source`; `explain` makes the error for one that does not fit."""
     for name, parameter in module.named_parameters():
         if name not in source or source[name].shape != parameter.shape:
             raise explain(name)
@@ -213,7 +216,7 @@ def _take_over(
 
 
 def compare_zero_shot(task: LabelledTask, base: Model, towers: Mapping[str, PreTrainedModel]) -> Comparison:
-    """Several models' images against the texts of `base`, by role; `towers` are what `load_tower` made of them.
+    """A comparison of several models' images with the texts of `base`, by role; `towers` come from `load_tower`.
 
     Raises CheckpointError for a base without a text tower, DataError for classes that have no names.
     """
@@ -242,8 +245,8 @@ def compare_zero_shot(task: LabelledTask, base: Model, towers: Mapping[str, PreT
 
 
 def load_tower(role: str, snapshot: Snapshot, base: Model) -> PreTrainedModel:
-    """The model as one of base's class that sees images as it does: a full model as it is, a vision tower alone with
-    base's projection. Raises CheckpointError for a model that has none of base's image side."""
+    """The model in base's class, so that it processes images as base does: a full model as it is, a vision tower alone
+    with base's projection. Raises CheckpointError for a model that lacks base's image side."""
 
     def explain(name: str) -> CheckpointError:
         what = f"{role} does not see images as base does: {name} is missing, or of another shape"
@@ -263,8 +266,8 @@ def load_tower(role: str, snapshot: Snapshot, base: Model) -> PreTrainedModel:
 
 
 def _embed_classes(task: LabelledTask, base: Model, classes: Sequence[str], where: str) -> Tensor:
-    """The direction of each class [classes, width]: of every prompt with its name the text features, normalised, their
-    mean, normalised again. Raises DataError without a tokenizer."""
+    """The direction of each class [classes, width]: the normalised text features of every prompt with its name,
+    averaged and normalised again. Raises DataError without a tokenizer."""
     tokenizer, _ = load_tokenizer([base.snapshot.folder, *task.folders], where)
     prompts = task.how.prompts
     texts = [prompt.replace("{}", name) for name in classes for prompt in prompts]
@@ -280,7 +283,7 @@ def _embed_classes(task: LabelledTask, base: Model, classes: Sequence[str], wher
 
 
 def _answer_by_texts(tower: Any, texts: Tensor) -> Answerer:
-    """The class whose direction in `texts` [classes, width] an image's features are nearest to."""
+    """A model that predicts the class whose direction in `texts` [classes, width] is nearest to an image's features."""
 
     def answer(batch: Batch) -> list[int]:
         features = _pool(tower.get_image_features(pixel_values=batch["pixel_values"].to(tower.dtype))).float()
@@ -291,7 +294,7 @@ def _answer_by_texts(tower: Any, texts: Tensor) -> Answerer:
 
 
 def _pool(features: Any) -> Tensor:
-    """The features themselves; transformers 5 has returned them bare and inside of an output."""
+    """The features themselves; versions of transformers 5 return them alone or inside an output."""
     pooled: Tensor = getattr(features, "pooler_output", features)
     return pooled
 
@@ -310,8 +313,8 @@ def _read_class(numbers: Mapping[str, int], count: int, rows: LabelledRows, labe
 
 
 def compare_generation(task: LabelledTask, models: Mapping[str, Model]) -> Comparison:
-    """Several models that write answers, by role. Raises CheckpointError for models that are not encoder-decoders, and
-    DataError."""
+    """A comparison of several models that generate text, by role. Raises CheckpointError for models that are not
+    encoder-decoders, and DataError."""
     for model in models.values():
         if not (model.module.config.is_encoder_decoder and model.module.can_generate()):
             raise CheckpointError(
@@ -330,8 +333,8 @@ def compare_generation(task: LabelledTask, models: Mapping[str, Model]) -> Compa
 
 
 def _answer_in_words(model: Model, cutting: Vocabulary, own: Vocabulary | None, task: LabelledTask) -> Answerer:
-    """What the model writes, the likeliest token at each step, without special tokens. cutting: the vocabulary that the
-    batches have; own: the model's, None where it is the same."""
+    """A model that predicts by generating text, the likeliest token at each step, without special tokens. cutting: the
+    vocabulary of the batches; own: the model's, None where it is the same."""
     module: Any = model.module
     table = None if own is None else map_ids(cutting, own)
     tokenizer = cutting.tokenizer if own is None or table is None else own.tokenizer
@@ -349,7 +352,8 @@ def _answer_in_words(model: Model, cutting: Vocabulary, own: Vocabulary | None, 
 
 
 def _read_answer(answers: Sequence[str] | str, rows: LabelledRows, label: Any) -> str:
-    """The wanted text of a label: by its number, or by a format. Raises DataError where there is none."""
+    """The wanted text for a label, looked up by its number or made by a format. Raises DataError where there is
+    none."""
     if isinstance(answers, str):
         try:
             return answers.format(label)
@@ -365,7 +369,7 @@ def _read_answer(answers: Sequence[str] | str, rows: LabelledRows, label: Any) -
 
 
 def read_number(text: str) -> float:
-    """The number that a text is; 0 for one that is none."""
+    """The number that a text stands for; 0 where it stands for none."""
     try:
         number = float(text)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Scores with their bootstrap intervals, the schema of an evaluation's JSON, and figures that are on disk already."""
+"""Scores with their bootstrap intervals, the schema of an evaluation's JSON, and the cache of scores."""
 
 from __future__ import annotations
 
@@ -22,40 +22,40 @@ RESAMPLES = 1000
 SEED = 0
 LEVEL = 0.95
 NORMAL = 1.959964
-"""Standard deviations that a normal distribution's middle 95 % reach to either side."""
+"""Standard deviations from the mean to either end of the middle 95 % of a normal distribution."""
 
 Numbers = NDArray[numpy.float64]
 
 
 @dataclass(frozen=True)
 class Score:
-    """What one model reaches on one task."""
+    """The score of one model on one task."""
 
     value: float
     """Accuracy, 0 to 1, or Spearman's ρ, −1 to 1."""
     low: float
-    """Where its 95 % interval begins: percentiles over examples drawn again with replacement."""
+    """Lower end of its 95 % interval, from percentiles over examples drawn with replacement."""
     high: float
     error: float
-    """Standard deviation of the figure over these draws."""
+    """Standard deviation of the score over these draws."""
     examples: int
 
 
 def score_accuracy(hits: Sequence[float]) -> Score:
-    """The mean of what each example counts (1 right, 0 wrong), with its interval."""
+    """The mean of the examples' hits (1 right, 0 wrong), with its interval."""
     return _bootstrap(numpy.asarray(hits, dtype=numpy.float64)[:, None], lambda drawn: float(drawn.mean()))
 
 
 def score_spearman(answers: Sequence[float], labels: Sequence[float]) -> Score:
     """Spearman's rank correlation, ties at their mean rank, with its interval.
 
-    It is 0 where all numbers of one kind are the same.
+    It is 0 where all predictions or all labels are the same.
     """
     return _bootstrap(numpy.asarray([answers, labels], dtype=numpy.float64).T, _correlate_ranks)
 
 
 def combine(scores: Sequence[Score]) -> Score:
-    """The mean of independent figures, each weighing the same; its interval takes their errors for normal."""
+    """The mean of independent scores, all with the same weight; its interval assumes normal errors."""
     value = sum(score.value for score in scores) / len(scores)
     error = sqrt(sum(score.error**2 for score in scores)) / len(scores)
     return make_normal_score(value, error, sum(score.examples for score in scores))
@@ -66,7 +66,7 @@ def make_normal_score(value: float, error: float, examples: int) -> Score:
 
 
 def _bootstrap(rows: Numbers, measure: Callable[[Numbers], float]) -> Score:
-    """The figure of all rows [examples, …], and how it varies when as many are drawn again."""
+    """The score of all rows [examples, …], and its spread when as many rows are drawn with replacement."""
     random = numpy.random.default_rng(SEED)
     count = len(rows)
     draws = numpy.array([measure(rows[random.integers(count, size=count)]) for _ in range(RESAMPLES)])
@@ -90,26 +90,26 @@ EXPERT, MERGED, CALIBRATED = "expert", "merged", "calibrated"
 
 @dataclass(frozen=True)
 class TaskScores:
-    """All models on one task."""
+    """The scores of all models on one task."""
 
     protocol: str
-    """zero-shot, generation, lm-eval or heads."""
+    """The protocol: zero-shot, generation, lm-eval or heads."""
     metric: str
-    """accuracy or spearman; of lm-eval, its tasks with their metrics."""
+    """The metric: accuracy or spearman; for lm-eval, its tasks with their metrics."""
     data: str
-    """The dataset, file or folder; of lm-eval nothing."""
+    """The dataset, file or folder; empty for lm-eval."""
     split: str
     scores: Mapping[str, Score]
-    """By role: expert, merged, and further models."""
+    """Scores by role: expert, merged, and further models."""
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Models side by side on the tasks of a recipe."""
+    """Scores of several models side by side on the tasks of a recipe."""
 
     featcal_version: str
     names: Mapping[str, str]
-    """By role, what the model is; of the expert, each task's."""
+    """The model of each role; for the expert, each task's."""
     tasks: Mapping[str, TaskScores]
     notes: list[str]
     recipe: Mapping[str, Any]
@@ -119,7 +119,7 @@ class Evaluation:
     seconds: float
 
     def to_dict(self) -> dict[str, Any]:
-        """What --json prints."""
+        """The content of --json."""
         values = asdict(self)
         about = {key: values.pop(key) for key in ("featcal_version", "names", "tasks")}
         means = {role: asdict(score) for role, score in average_tasks(self.tasks).items()}
@@ -127,25 +127,25 @@ class Evaluation:
 
 
 def average_tasks(tasks: Mapping[str, TaskScores]) -> dict[str, Score]:
-    """By role, the plain mean over the tasks, of which there is at least one."""
+    """The plain mean over the tasks, of which there is at least one, by role."""
     roles = next(iter(tasks.values())).scores
     return {role: combine([task.scores[role] for task in tasks.values()]) for role in roles}
 
 
 VERSION = 1
-"""Of the ways to measure: figures of another one are not taken over."""
+"""Version of the ways to measure; cached scores of another version are not used."""
 
 
 class ScoreCache:
-    """A small file for each figure, in featcal's cache; what cannot be written is measured again."""
+    """A small file for each score in featcal's cache; a score that cannot be written is measured again."""
 
     def __init__(self) -> None:
         self._folder = cache_folder() / "evaluations"
         self.reused = 0
-        """Figures that were taken over."""
+        """The number of scores taken from the cache."""
 
     def read(self, about: Mapping[str, Any]) -> Score | None:
-        """The figure of exactly this, if it was kept."""
+        """The cached score for exactly this description, if there is one."""
         try:
             score = Score(**json.loads(self._file(about).read_text(encoding="utf-8"))["score"])
         except (OSError, ValueError, LookupError, TypeError):  # none, or broken
@@ -156,7 +156,7 @@ class ScoreCache:
         return score
 
     def write(self, about: Mapping[str, Any], score: Score) -> None:
-        """Write a figure down, whole or not at all."""
+        """Write a score down, whole or not at all."""
         with suppress(OSError):
             self._folder.mkdir(parents=True, exist_ok=True)
             write_file(self._file(about), write_json({"of": about, "score": asdict(score)}))
@@ -167,7 +167,7 @@ class ScoreCache:
 
 
 def stamp(path: Path, skip: Collection[str] = ()) -> list[Any]:
-    """What changes when a local file, or a file in a folder, does: names, times of change, sizes; some files do not
-    count."""
+    """Names, times of change and sizes of a local file, or of the files in a folder, by which changes are noticed.
+    Files named in `skip` are left out."""
     files = sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
     return [[os.fspath(file), file.stat().st_mtime_ns, file.stat().st_size] for file in files if file.name not in skip]

@@ -1,1 +1,1 @@
-"""The ground: errors, files, processes, devices, memory, text of strangers, logs."""
+"""The foundation of every other package: errors, files, processes, devices, memory, sanitising, logs."""

@@ -1,4 +1,4 @@
-"""The processes of one run: torchrun starts them, torch.distributed carries what they have to tell each other."""
+"""The processes of one run: torchrun starts them, and torch.distributed carries what they exchange."""
 
 from __future__ import annotations
 
@@ -16,32 +16,35 @@ if TYPE_CHECKING:  # one process alone does without, and need not wait for it
     from torch import Tensor
 
 PATIENCE = timedelta(hours=2)
-"""How long one waits for another, which may be downloading or pushing: torchrun ends them all when one of them ends."""
+"""How long one process waits for another, which may be downloading or pushing. When one process ends, torchrun ends all
+of them."""
 T = TypeVar("T")
 Key = TypeVar("Key")
 
 
 class Ranks:
-    """The processes of a run; one without torchrun, where nothing here does anything. Whatever is called here, all of
-    them call, in the same order. Everything raises LostRankError when another one has ended."""
+    """The processes of a run; a single one without torchrun, and then no method does anything. All processes must call
+    the same methods in the same order. Every method raises LostRankError when another process has ended."""
 
     def __init__(self, size: int = 1, rank: int = 0, group: dist.ProcessGroup | None = None) -> None:
         self.rank = rank
-        """This one's number."""
+        """The number of this process."""
         self.size, self._group = size, group
 
     @property
     def is_first(self) -> bool:
-        """This is the one with the number 0."""
+        """Whether this is process 0."""
         return self.rank == 0
 
     def own(self, tasks: Iterable[str]) -> list[str]:
-        """The tasks that are this rank's: each has one rank, contiguous in their order, about as many as others."""
+        """The tasks that belong to this rank. Each task belongs to one rank; a rank's tasks are contiguous, and all
+        ranks have about equally many."""
         names = list(tasks)
         return [name for number, name in enumerate(names) if number * self.size // len(names) == self.rank]
 
     def gather(self, value: T) -> list[T]:
-        """Everybody's value, by rank; for small things, tensors among them only on the CPU."""
+        """The values of all processes, ordered by rank. Meant for small values; tensors among them must be on the
+        CPU."""
         if self._group is None:
             return [value]
         values: list[Any] = [None] * self.size
@@ -50,12 +53,12 @@ class Ranks:
         return values
 
     def of_machine(self, value: T) -> T:
-        """The value of the first rank on this machine; among all ranks of the run."""
+        """The value of the first rank on this machine. All ranks of the run must call it."""
         launch = read_launch()
         return self.gather(value)[launch.rank - launch.local_rank]
 
     def unite(self, own: Mapping[Key, T]) -> dict[Key, T]:
-        """Everybody's entries; of a key that several have, the first one's."""
+        """The entries of all processes; where several have a key, the value of the lowest rank is taken."""
         united: dict[Key, T] = {}
         for entries in self.gather(dict(own)):
             for key, value in entries.items():
@@ -63,7 +66,7 @@ class Ranks:
         return united
 
     def broadcast(self, value: T) -> T:
-        """The first one's value; what the others give counts nothing."""
+        """The value of the first process; the values passed by the others are ignored."""
         if self._group is None:
             return value
         carried: list[Any] = [value if self.is_first else None]
@@ -72,13 +75,14 @@ class Ranks:
         return carried[0]  # type: ignore[no-any-return]
 
     def copy(self, tensor: Tensor, source: int = 0) -> None:
-        """Overwrite a tensor with that of the rank `source`."""
+        """Overwrite a tensor with the one of the rank `source`."""
         if self._group is not None:
             with _in_touch() as dist:
                 dist.broadcast(tensor, src=source, group=self._group)
 
     def add_up(self, tensor: Tensor, to: int | None = None) -> None:
-        """Replace a tensor by its sum over all; with `to` only there, and elsewhere it is of no use any more."""
+        """Replace a tensor by its sum over all processes. With `to`, only that rank gets the sum, and the tensors of
+        the others must not be used any more."""
         if self._group is None:
             return
         with _in_touch() as dist:
@@ -89,8 +93,9 @@ class Ranks:
 
     @contextmanager
     def on_its_own(self) -> Iterator[None]:
-        """What fails in here may fail on this rank alone. It ends the run: nobody may catch it and try something else,
-        for the others do not know."""
+        """Context manager for code that may fail on this rank alone. A NumericsError in it ends the run: it
+        becomes a plain FeatCalError, so that nobody catches it and tries something else, which the other ranks
+        would not know of."""
         try:
             yield
         except NumericsError as error:
@@ -100,7 +105,8 @@ class Ranks:
 
 
 def join_ranks() -> Ranks:
-    """All ranks of this run, once all have come here: NCCL carries what lies on GPUs, Gloo the rest."""
+    """Wait until all ranks of this run have called this, and return them. NCCL carries tensors on GPUs, Gloo everything
+    else."""
     launch = read_launch()
     if not launch.by_torchrun:
         return Ranks()
@@ -115,7 +121,7 @@ def join_ranks() -> Ranks:
 
 
 def leave_ranks() -> None:
-    """End what `join_ranks` began; when all is done, and only then: it may wait for the others."""
+    """End what `join_ranks` began. Call it only when all work is done, because it may wait for the other ranks."""
     import torch.distributed as dist
 
     if dist.is_initialized():
@@ -123,7 +129,7 @@ def leave_ranks() -> None:
 
 
 def is_first_to_fail() -> bool:
-    """Whether no other rank of this run has asked this before: what one has said need not be said by all."""
+    """Whether no other rank of this run has called this before, so that only one of them prints the error."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -136,7 +142,7 @@ def is_first_to_fail() -> bool:
 
 @contextmanager
 def _in_touch() -> Iterator[Any]:
-    """Inside, with torch.distributed, others are spoken to."""
+    """Context manager for code that calls torch.distributed: lost connections become LostRankError."""
     import torch
 
     try:

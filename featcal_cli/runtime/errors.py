@@ -1,4 +1,4 @@
-"""Errors that the user can fix: each says what, where, and how."""
+"""Errors that the user can fix: each says what is wrong, where, and how to fix it."""
 
 from __future__ import annotations
 
@@ -6,31 +6,31 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 MOST_ERRORS = 12
-"""Errors that one message lists; the others are counted."""
+"""The most errors that one message lists; the others are counted."""
 
 
 class FeatCalError(Exception):
-    """An error with one message for the user and the exit code of the command line (2: the user can fix it)."""
+    """An error with one message for the user and an exit code for the command line (2: the user can fix it)."""
 
     exit_code = 2
 
     def __init__(self, what: str, *, where: str = "", fix: str = "") -> None:
         self.what = what
-        """What is wrong, in one sentence."""
+        """A sentence that says what is wrong."""
         self.where = where
-        """The repo, file, tensor, key or option it was found in."""
+        """The repo, file, tensor, key or option that the error was found in."""
         self.fix = fix
-        """What to type or change."""
+        """The text to type or the change to make."""
         super().__init__("\n".join(part for part in (what, where and f"in: {where}", fix and f"fix: {fix}") if part))
 
 
 class SeveralErrors(FeatCalError):  # noqa: N818 - it is none itself
-    """Errors that were found together: one message lists them."""
+    """Several errors that were found together and are listed in one message."""
 
     def __init__(self, summary: str, errors: Sequence[FeatCalError], *, where: str, fix: str) -> None:
         self.summary = summary
         self.lines = [_describe(error) for error in errors[:MOST_ERRORS]]
-        """A line for each error."""
+        """One line for each listed error."""
         if len(errors) > MOST_ERRORS:
             self.lines.append(f"and {len(errors) - MOST_ERRORS} more")
         self.errors = errors
@@ -38,7 +38,8 @@ class SeveralErrors(FeatCalError):  # noqa: N818 - it is none itself
 
 
 class Obstacles:
-    """What stops a run: raised at once, or collected, where all of it is to be shown."""
+    """Collector of the errors that stop a run: each is raised at once, or kept with `collect`, so that all can be
+    shown."""
 
     def __init__(self, *, collect: bool = False) -> None:
         self.found: list[FeatCalError] = []
@@ -46,7 +47,7 @@ class Obstacles:
 
     @contextmanager
     def look(self) -> Iterator[None]:
-        """Inside, a check is made."""
+        """Context manager around one check, whose error is raised or kept."""
         try:
             yield
         except FeatCalError as error:
@@ -57,7 +58,7 @@ class Obstacles:
 
 
 def join_errors(summary: str, errors: Sequence[FeatCalError], *, where: str, fix: str) -> FeatCalError:
-    """The only one as it is, or all of them as one."""
+    """The only error as it is, or several as one SeveralErrors."""
     return errors[0] if len(errors) == 1 else SeveralErrors(summary, errors, where=where, fix=fix)
 
 
@@ -75,11 +76,11 @@ class HubError(FeatCalError):
 
 
 class LineageError(FeatCalError):
-    """What a merged model was made from cannot be told, or is nothing that could be calibrated."""
+    """Nothing tells what a merged model was made from, or what it names cannot be calibrated."""
 
 
 class CheckpointError(FeatCalError):
-    """A model's files cannot be used together with the others of the job."""
+    """A model's files cannot be used together with the other models of the job."""
 
 
 class ArchitectureError(FeatCalError):
@@ -115,6 +116,6 @@ class GateError(FeatCalError):
 
 
 class LostRankError(FeatCalError):
-    """Another process of a run that torchrun started is gone; what it was is for that one to say."""
+    """Another process of a run under torchrun has ended; its own message says why."""
 
     exit_code = 1

@@ -1,4 +1,4 @@
-"""Files: why they cannot be written, links that lead out, whether they changed, one run at a time on an output."""
+"""Files: reasons why they cannot be written, links, changes during a run, and locks on outputs."""
 
 from __future__ import annotations
 
@@ -27,13 +27,14 @@ FIXES = {
     errno.EFBIG: LIMIT.format("-f"), errno.EMFILE: LIMIT.format("-n"),
     errno.ELOOP: "remove the link that leads to itself",
 }  # fmt: skip
-"""What is to be done, by the system's number of an error; nothing is known of others."""
+"""The fix for each errno that the user can do something about."""
 
 UNFLUSHABLE = (errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.EACCES)
 
 
 def name_reason(error: BaseException) -> str:
-    """What was wrong, as the system calls it; libraries not written in Python tell its number in their message."""
+    """The reason of an error in the system's words. Libraries not written in Python only put the errno into their
+    message."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     number = _find_number(error)
@@ -41,14 +42,14 @@ def name_reason(error: BaseException) -> str:
 
 
 def cache_folder() -> Path:
-    """featcal's own cache: $FEATCAL_CACHE, else featcal/ in the user's cache folder."""
+    """The folder of featcal's own cache: $FEATCAL_CACHE, else featcal/ in the user's cache folder."""
     if chosen := os.environ.get("FEATCAL_CACHE"):
         return Path(chosen).expanduser().absolute()
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser().absolute() / "featcal"
 
 
 def flush(path: Path) -> None:
-    """Have the system write a file, or a folder's list of files, to the disk. Raises OSError."""
+    """Make the system write a file, or a folder's list of files, to the disk. Raises OSError."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -60,16 +61,16 @@ def flush(path: Path) -> None:
 
 
 def replace_durably(draft: Path, target: Path) -> None:
-    """Give a finished file its name, which means, even after a loss of power, what was there before or all of the new
-    file. Raises OSError."""
+    """Rename a finished file so that, even after a loss of power, the name stands either for the old file or for the
+    whole new one. Raises OSError."""
     flush(draft)
     draft.replace(target)
     flush(target.parent)
 
 
 def write_file(file: Path, content: str | bytes, draft: Path | None = None) -> None:
-    """Write a file whole or not at all: what was there before stays until then. `draft`: its path on the way, on the
-    same disk; hidden beside it by default. Raises OSError."""
+    """Write a file whole or not at all; the old file stays until then. `draft` is the path that is written first, on
+    the same disk (by default a hidden one in the same folder). Raises OSError."""
     draft = draft or draft_of(file)
     try:
         draft.write_bytes(content.encode() if isinstance(content, str) else content)
@@ -81,7 +82,7 @@ def write_file(file: Path, content: str | bytes, draft: Path | None = None) -> N
 
 
 def write_requested(file: Path, content: str | bytes, where: str) -> None:
-    """Write a file, or to a device, that the user has named; `where`: as a message names it. Raises OutputError."""
+    """Write to a file or device that the user has named; `where` is its name in messages. Raises OutputError."""
     try:
         if file.exists() and not file.is_file():
             file.write_bytes(content.encode() if isinstance(content, str) else content)
@@ -93,13 +94,12 @@ def write_requested(file: Path, content: str | bytes, where: str) -> None:
 
 
 def draft_of(file: Path) -> Path:
-    """Where a file lies while it is written."""
+    """The path that a file is written to before it gets its name."""
     return file.with_name(f".{file.name}.partial")
 
 
 def tell_fix(error: BaseException, otherwise: str) -> str:
-    """What to do where something cannot be written: what the system's number of the error asks for, or `otherwise`, in
-    words that can follow "or"."""
+    """The fix for an error in writing: the one for its errno, joined by "or" with `otherwise`, or `otherwise` alone."""
     fix = FIXES.get(_find_number(error) or 0)
     if _find_number(error) in (errno.EFBIG, errno.EMFILE):  # the limit is the same in every place
         return str(fix)
@@ -107,8 +107,8 @@ def tell_fix(error: BaseException, otherwise: str) -> str:
 
 
 def explain_full(error: BaseException) -> OutputError | None:
-    """The message for what the system refused for a reason that the user can change, wherever that came up; None for
-    any other error."""
+    """The message for an OSError that the user can do something about, wherever it was raised; None for any other
+    error."""
     named, number = getattr(error, "filename", None), _find_number(error)
     if isinstance(error, FileNotFoundError) and "temporary directory" in str(error):  # Python looked in several places
         fix = "let TMPDIR name a folder that can be written"
@@ -121,7 +121,8 @@ def explain_full(error: BaseException) -> OutputError | None:
 
 
 def _name_setting(file: Path | None) -> str:
-    """How another place for a file can be named; None stands for one without a name, which is temporary."""
+    """The fix that names the environment variable by which a file is moved elsewhere. None stands for a temporary file
+    without a name."""
     places = {"FEATCAL_CACHE": cache_folder(), "HF_HOME": hub_folder()}
     with suppress(OSError):  # there is no folder for temporary files
         places["TMPDIR"] = Path(tempfile.gettempdir())
@@ -132,7 +133,7 @@ def _name_setting(file: Path | None) -> str:
 
 
 def hub_folder() -> Path:
-    """The folder in which huggingface_hub keeps what is its own."""
+    """The folder in which huggingface_hub keeps its own files."""
     from huggingface_hub import constants
 
     return Path(constants.HF_HOME)
@@ -144,7 +145,7 @@ def tell_bytes(count: float) -> str:
 
 
 def _find_number(error: BaseException) -> int | None:
-    """The system's number of an error."""
+    """The errno of an error, also where only its message holds it."""
     if isinstance(error, OSError):
         return error.errno
     number = re.search(r"\(os error (\d+)\)", str(error))
@@ -152,8 +153,8 @@ def _find_number(error: BaseException) -> int | None:
 
 
 def check_links(folder: Path, skip: Collection[str]) -> None:
-    """Raise CheckpointError for a link out of a model's folder. What is hidden, or a path in `skip`, may be one; so may
-    all files of a snapshot in the Hub's cache, which are links to its blobs."""
+    """Raise CheckpointError for a link that leads out of a model's folder. Hidden files and paths in `skip` may be such
+    links; so may all files of a snapshot in the Hub's cache, which are links to its blobs."""
     for path in sorted(folder.rglob("*")):
         inside = path.relative_to(folder)
         hidden = any(part.startswith(".") for part in inside.parts)
@@ -162,15 +163,15 @@ def check_links(folder: Path, skip: Collection[str]) -> None:
 
 
 def visible_files(folder: Path) -> list[str]:
-    """The files in and below a folder, by their paths in it, in order; without hidden ones."""
+    """The paths of all files in and below a folder, relative to it and sorted, without hidden ones."""
     paths = (path.relative_to(folder) for path in sorted(folder.rglob("*")) if path.is_file())
     return [path.as_posix() for path in paths if not any(part.startswith(".") for part in path.parts)]
 
 
 def copy_files(folder: Path, names: Iterable[str], target: Path, weights: Collection[str] = ()) -> None:
-    """Copy files of a model's folder, by their paths in it: what a link leads to, as a link would break, or let an edit
-    through to the original. weights: files that were read, and are tensors: they may lie anywhere. Raises
-    CheckpointError for a link out of the folder, and OSError."""
+    """Copy files of a model's folder, named by their paths in it. Links are replaced by the files that they lead to: a
+    link would break, or let an edit through to the original. weights: tensor files that were read; these may lie
+    anywhere. Raises CheckpointError for other links out of the folder, and OSError."""
     for name in names:
         if (folder / name).is_symlink() and name not in weights:
             _check_link(folder, folder / name)
@@ -179,7 +180,7 @@ def copy_files(folder: Path, names: Iterable[str], target: Path, weights: Collec
 
 
 def write_new(file: Path, text: str) -> None:
-    """Write a small file of the cache, for others to see whole or not at all. Raises OSError."""
+    """Write a small file of the cache, which others see whole or not at all. Raises OSError."""
     file.parent.mkdir(parents=True, exist_ok=True)
     draft = file.with_suffix(f".{os.getpid()}")
     draft.write_text(text, encoding="utf-8")
@@ -200,15 +201,16 @@ def _check_link(folder: Path, link: Path) -> None:
 
 
 MODEL_FILES = ("config.json", "adapter_config.json")
-"""A folder that holds one of them is a model's: what its files hold is looked at too."""
+"""Names of files that mark a folder as a model's; the contents of its files are hashed too."""
 PIECES, PIECE = 512, 1 << 15
-"""Of a file with more bytes than these pieces have together, so many evenly spread ones are hashed: few matrices of a
-model are small enough to lie between two of them."""
+"""The number and the bytes of the evenly spaced pieces that are hashed of a larger file: few matrices of a model are
+small enough to lie between two of them."""
 
 
 def stamp_files(paths: Iterable[Path]) -> dict[str, str]:
-    """What tells, also days later and in a copy, whether a file is the same: its size and time of change, and of a
-    model's files a hash over what they hold. `paths` are files and folders; of these, what lies in them at once."""
+    """A stamp for each file by which its changes are noticed, also days later and in a copy: size, time of change and,
+    for a model's files, a hash of the contents. `paths` are files and folders; of a folder, the files directly in it
+    count."""
     files: dict[Path, bool] = {}
     for path in paths:
         if path.is_dir():
@@ -222,21 +224,21 @@ def stamp_files(paths: Iterable[Path]) -> dict[str, str]:
 
 
 class Unchanged:
-    """Files as they are now, to be held against what they are later, while they are in use."""
+    """A record of files in use, by which later changes to them are noticed."""
 
     def __init__(self, files: Mapping[Path, str]) -> None:
-        """files: each with whose it is: `expert mnist`, say."""
+        """files: each file with the model or task that it belongs to, such as `expert mnist`."""
         self._owners = dict(files)
         self._stamps = {file: take_stamp(file) for file in files}
 
     def check(self) -> None:
-        """Raise CheckpointError where one was written to, replaced or deleted since, even if its size and time of
-        change are the same."""
+        """Raise CheckpointError where a file was written to, replaced or deleted since, even if its size and time of
+        change are unchanged."""
         if (error := self.find_change()) is not None:
             raise error
 
     def find_change(self) -> CheckpointError | None:
-        """The error for the first one that is not what it was; None where all are."""
+        """The error for the first file that has changed; None where none has."""
         for file, before in self._stamps.items():
             try:
                 now = take_stamp(file)
@@ -255,7 +257,7 @@ class Unchanged:
 
 @contextmanager
 def explain_losses(inputs: Sequence[Path]) -> Iterator[None]:
-    """Raises CheckpointError where a file of `inputs`, or one of these folders, is not found any more."""
+    """Context manager that raises CheckpointError where a file or folder of `inputs` is not found any more."""
     try:
         yield
     except (FileNotFoundError, NotADirectoryError) as error:
@@ -267,8 +269,8 @@ def explain_losses(inputs: Sequence[Path]) -> Iterator[None]:
 
 
 def take_stamp(file: Path) -> tuple[int, ...]:
-    """What any change to a file changes: a write, a time that was set back, another file under its name. Raises
-    OSError."""
+    """Numbers of which at least one changes with any change to a file: a write, a time that was set back, another file
+    under its name. Raises OSError."""
     status = file.stat()
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
@@ -292,13 +294,13 @@ def _describe(file: Path, with_content: bool) -> str:
 
 
 LOCK = "lock"
-"""File name of the lock in a hidden folder; it says who holds it."""
+"""File name of the lock in a hidden folder; it names the process that holds it."""
 
 
 @contextmanager
 def hold(folder: Path, target: Path) -> Iterator[None]:
-    """Inside, no other run works in `folder`, which is made if need be, on the output `target`. A lock that a dead
-    process left counts nothing. Raises OutputError where another run holds it, and where there can be none."""
+    """Context manager that locks `folder`, which is made if need be, so that no other run works on the output `target`.
+    A lock that a dead process left is ignored. Raises OutputError where another run holds it or no lock can be made."""
     try:
         descriptor = _acquire(folder)
     except BlockingIOError:
@@ -315,7 +317,7 @@ def hold(folder: Path, target: Path) -> Iterator[None]:
 
 
 def check_holdable(folder: Path, target: Path) -> None:
-    """Raise OutputError where `hold` would, as far as that shows without writing."""
+    """Raise OutputError where `hold` would, as far as that can be found out without writing."""
     place = next(path for path in (folder, *folder.parents) if path.exists())
     if not (place.is_dir() and os.access(place, os.W_OK | os.X_OK)):
         reason = "permission denied" if place.is_dir() else "this is no folder"
@@ -329,7 +331,8 @@ def check_holdable(folder: Path, target: Path) -> None:
 
 
 def _acquire(folder: Path) -> int:
-    """The descriptor of the locked file, which says whose it is. Raises BlockingIOError when it is locked already."""
+    """The descriptor of the locked file, into which this process writes its number. Raises BlockingIOError when it is
+    locked already."""
     while True:
         folder.mkdir(parents=True, exist_ok=True)
         try:
@@ -352,7 +355,7 @@ def _acquire(folder: Path) -> int:
 
 
 def _name_holder(folder: Path) -> str:
-    """Who says in the lock that it is theirs."""
+    """The process that holds the lock, as an addition to a message; empty where the lock does not say."""
     try:
         holder = json.loads((folder / LOCK).read_text(encoding="utf-8"))
         return f": process {int(holder['process'])} on {str(holder['machine'])[:80]}"

@@ -1,5 +1,5 @@
-"""The machine that a run is on: its devices, its versions, its memory, and what of it mapped weights take (only on
-Linux: their pages are read ahead of their use, and given back when it is over)."""
+"""The machine that a run is on: its devices, versions and memory, and the memory that mapped weights take (only on
+Linux: their pages are read ahead of their use, and given back afterwards)."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from featcal_cli.runtime.files import name_reason, tell_fix
 from featcal_cli.runtime.process import read_launch
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
-"""glibc's numbers of these settings."""
+"""The numbers of these settings in glibc."""
 WORTHWHILE = 2**20
-"""Looking up what is mapped takes milliseconds."""
+"""The fewest bytes that are worth the milliseconds of looking up what is mapped."""
 LARGEST_REUSED = 2**26
-"""Bytes of the largest piece of memory that is kept: between larger ones gaps stay that nothing fits into."""
+"""Bytes of the largest piece of memory that is kept: between larger ones, gaps would stay that nothing fits into."""
 MAPS = Path("/proc/self/maps")
 FILE_MAPPING = re.compile(rb"^([0-9a-f]+)-([0-9a-f]+) ..-. \S+ \S+ (?!0 )\d+ +\S", re.MULTILINE)
-"""A line of it about a file (one with an inode) that holds no code."""
+"""Pattern for a line of /proc/self/maps about a file (one with an inode) that holds no code."""
 
 
 def fetch_ahead(tensors: Iterable[Tensor]) -> None:
@@ -45,8 +45,8 @@ def fetch_ahead(tensors: Iterable[Tensor]) -> None:
 
 
 def give_back(tensors: Iterable[Tensor]) -> int:
-    """Take tensors that lie in mapped files, and that nobody has written to, out of this process's memory; read again,
-    they have the files' values. Returns how many bytes left: none where they are not WORTHWHILE."""
+    """Take tensors that lie in mapped files, and that nobody has written to, out of this process's memory; when read
+    again, they have the files' values. Returns the number of bytes given back: 0 where they are not WORTHWHILE."""
     mapped, given = list(tensors), 0
     if sum(tensor.numel() * tensor.element_size() for tensor in mapped) < WORTHWHILE:
         return 0
@@ -61,8 +61,8 @@ def give_back(tensors: Iterable[Tensor]) -> int:
 
 def map_to_files(tensors: Iterable[Tensor], folder: Path) -> None:
     """Move tensors that take this process's own memory, and are WORTHWHILE, to mapped files without names in the
-    folder: as with weights that are read as they are, the system then has them in memory only while they are in use.
-    Raises OutputError when they cannot be written."""
+    folder. The system then keeps them in memory only while they are in use, as it does with weights that are read from
+    a checkpoint. Raises OutputError when they cannot be written."""
     files = _read_maps()
     for tensor in tensors if MAPS.is_file() else ():
         if tensor.nbytes >= WORTHWHILE and tensor.is_contiguous() and not any(_mapped([tensor], files)):
@@ -77,9 +77,10 @@ def map_to_files(tensors: Iterable[Tensor], folder: Path) -> None:
 
 
 def write_mapped(data: Tensor, folder: Path, what: str, otherwise: str) -> Tensor:
-    """The same bytes in a mapped file that has no name: its space is freed with the tensor. `data` [n] is of uint8.
+    """Copy bytes to a mapped file that has no name, so that its space is freed with the returned tensor. `data` [n] is
+    of uint8.
 
-    Raises OutputError, which says `what` failed and what to do, or else `otherwise`, when they cannot be written;
+    Raises OutputError when they cannot be written (`what` failed, and the fix for the errno or else `otherwise`), and
     MemoryError when they cannot be mapped.
     """
     try:
@@ -96,8 +97,8 @@ def write_mapped(data: Tensor, folder: Path, what: str, otherwise: str) -> Tenso
 
 
 def reuse_memory() -> None:
-    """Let what tensors leave free be used for the next ones, rather than hand it to the system and ask for it again:
-    the blocks of a model want the same again and again, and fresh pages cost time. Only with glibc."""
+    """Tell glibc to keep freed memory for the next tensors rather than hand it to the system: the blocks of a model
+    need the same sizes again and again, and fresh pages cost time."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         mallopt(M_MMAP_THRESHOLD, LARGEST_REUSED)
@@ -106,7 +107,8 @@ def reuse_memory() -> None:
 
 @contextmanager
 def drawing_alike(draws: bool = True, device: torch.device | None = None) -> Iterator[None]:
-    """Inside, random numbers are the same every time, where a model draws some; outside, as if none had been drawn."""
+    """Context manager in which a model draws the same random numbers every time; the generators outside are not
+    touched."""
     if not draws:
         yield
         return
@@ -116,13 +118,14 @@ def drawing_alike(draws: bool = True, device: torch.device | None = None) -> Ite
 
 
 def trim_heap() -> None:
-    """Give freed memory to the system, which the C library keeps where it does not lie at the end. Only with glibc."""
+    """Give freed memory back to the system: the C library keeps what does not lie at the end. Only with glibc."""
     if (malloc_trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
         malloc_trim(0)
 
 
 def advise(start: int, size: int, advice: str) -> None:
-    """Tell the system what will become of mapped memory, by the name of the advice; nothing where it has no such."""
+    """Tell the system how mapped memory will be used, by the name of the advice; nothing is done where the system has
+    no such advice."""
     if hasattr(mmap, advice):
         aligned = start // mmap.PAGESIZE * mmap.PAGESIZE
         madvise = ctypes.CDLL(None).madvise
@@ -131,7 +134,7 @@ def advise(start: int, size: int, advice: str) -> None:
 
 
 def _mapped(tensors: Iterable[Tensor], files: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """First byte and bytes of the spans of memory that these tensors take, where that is a mapped file."""
+    """Start and size of the spans of memory that these tensors take, as far as they lie in mapped files."""
     spans = sorted(
         (tensor.data_ptr(), tensor.numel() * tensor.element_size())
         for tensor in tensors
@@ -152,31 +155,33 @@ def _mapped(tensors: Iterable[Tensor], files: Sequence[tuple[int, int]]) -> Iter
 
 
 def _read_maps() -> list[tuple[int, int]]:
-    """Where files are mapped: first address and end."""
+    """Start and end of every address range that a file is mapped to."""
     if not MAPS.is_file():
         return []
     return [(int(first, 16), int(last, 16)) for first, last in FILE_MAPPING.findall(MAPS.read_bytes())]
 
 
 _known_maps = cache(_read_maps)
-"""As they were once: advice to read what is elsewhere by now does no harm, but what is given back must be known."""
+"""The mappings as they were at the first call. Advice to read an address that has moved does no harm, but what is given
+back must be looked up anew."""
 
 
 PACKAGES = (
     "featcal-cli", "datasets", "huggingface_hub", "numpy", "peft", "pillow", "pyarrow", "safetensors", "tokenizers",
 )  # fmt: skip
-"""Beside torch and transformers, what turns files into numbers."""
+"""Packages besides torch and transformers that turn files into numbers."""
 SIGNS = ("can't allocate memory", "not enough memory", "out of memory", "could not create a primitive")
-"""What torch says of it in a plain RuntimeError, which is all that a CPU's allocator and oneDNN raise."""
+"""Parts of the messages by which a plain RuntimeError of torch is recognised as a lack of memory: CPU allocators and
+oneDNN raise nothing more specific."""
 GROUPS = Path("/sys/fs/cgroup")
-"""Where Linux tells what a group of processes may use."""
+"""The folder in which Linux lists control groups."""
 FEATURES_SHARE, DEVICE_SHARE = 4, 8
-"""Part of the machine's and of a device's memory that the features of paused passes may take."""
+"""The features of paused passes may take one part in so many of the machine's and of a device's memory."""
 
 
 def choose_device(name: str) -> torch.device:
-    """The device of `auto`, `cpu` or `cuda[:K]`; of torchrun's processes each has a GPU of its own. Raises RecipeError
-    when it is not there."""
+    """The device for `auto`, `cpu` or `cuda[:K]`; under torchrun each process gets a GPU of its own. Raises RecipeError
+    when the device is not there."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     launch = read_launch()
@@ -209,7 +214,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def release_memory(device: torch.device) -> None:
-    """Free what nobody uses any more, and let all of it be taken in other sizes."""
+    """Free unused memory, so that it can be allocated in other sizes."""
     gc.collect()
     trim_heap()
     if device.type == "cuda":
@@ -236,20 +241,21 @@ def read_versions() -> dict[str, str]:
 
 
 def rooms_for_features(device: torch.device) -> tuple[int, int]:
-    """Bytes of the device's memory, 0 for a CPU, and of this machine's that features may take."""
+    """Bytes of the device's memory (0 for a CPU) and of this machine's that features may take."""
     host = memory_of(torch.device("cpu")) // FEATURES_SHARE
     return (0 if device.type == "cpu" else memory_of(device) // DEVICE_SHARE, host)
 
 
 def room_for_outputs(folder: Path) -> int:
-    """Bytes of files in a folder for what modules return, which else is computed again: so few that they need not leave
-    memory, as reading them from a disk would take longer, and no more than half of what the disk has."""
+    """Bytes that files with outputs of modules may take in a folder. The number is so small that they stay in the
+    system's cache, as computing outputs again is faster than reading them from a disk, and at most half of the free
+    disk space."""
     return min(memory_of(torch.device("cpu")) // FEATURES_SHARE, shutil.disk_usage(folder).free // 2)
 
 
 def memory_of(device: torch.device) -> int:
-    """All memory of a device, in bytes, used or not; devices but for CUDA's share this machine's, and so do torchrun's
-    processes on it."""
+    """Total memory of a device in bytes, used or not. All devices but CUDA's share this machine's memory, and the
+    processes of torchrun share it too."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -259,9 +265,9 @@ def memory_of(device: torch.device) -> int:
 
 
 def find_memory_limits(groups: str, folder: Path) -> Iterator[int]:
-    """The bytes that a process may use by each of its control groups (a container, a job of a scheduler), and of those
-    that these lie in. groups: what /proc/PID/cgroup says, a line of ID:CONTROLLERS:PATH each; folder: where they are
-    mounted."""
+    """The memory limits in bytes of this process's control groups (a container, a job of a scheduler) and of
+    their parents. groups: the text of /proc/PID/cgroup, lines of ID:CONTROLLERS:PATH; folder: where the groups
+    are mounted."""
     for _, controllers, path in (line.split(":", 2) for line in groups.splitlines()):
         if not controllers:  # version 2
             top, name = folder, "memory.max"
@@ -278,12 +284,12 @@ def find_memory_limits(groups: str, folder: Path) -> Iterator[int]:
 
 
 def free_bytes(place: Path) -> int:
-    """Free bytes on the disk of a folder, or of the one that it would be made in."""
+    """Free bytes on the disk of a folder, or of the nearest parent that exists."""
     return shutil.disk_usage(_existing_part(place)).free
 
 
 def disk_of(place: Path) -> int:
-    """The number of that disk."""
+    """The device number of that disk."""
     return _existing_part(place).stat().st_dev
 
 

@@ -17,17 +17,17 @@ from featcal_cli.runtime.errors import FeatCalError
 
 OURS = Path(__file__).parents[1]
 MOST_WORDS = 300
-"""Characters of another package's message that are passed on."""
+"""The most characters of another package's message that are passed on."""
 NEARBY = 3
-"""Lines around the one that failed in which the name of an environment variable is looked for: a statement may take
-several."""
+"""Lines before and after the failing one in which the name of an environment variable is looked for: a statement may
+take several."""
 
 
 def load_libraries() -> None:
-    """Import torch, transformers and peft, which takes seconds; nothing is done where torch is there already.
+    """Import torch, transformers and peft, which takes seconds; nothing is done where torch is imported already.
 
-    It is called in the main thread, after all that can be found out and shown without them. Nothing that they make is
-    garbage, and looking through it would take a fifth of the time.
+    It is called in the main thread, after everything that can be found out and shown without them. Nothing that they
+    make is garbage, and the garbage collector would take a fifth of the time.
     """
     if "torch" in sys.modules:
         return
@@ -40,7 +40,8 @@ def load_libraries() -> None:
 
 
 def explain_broken_package(error: BaseException) -> FeatCalError | None:
-    """The message for an error that arose while a package other than featcal was imported; None for any other."""
+    """The message for an error that was raised while a package other than featcal was imported; None for any other
+    error."""
     roots = _list_causes(error)
     frames = next((frames for cause in roots if (frames := _find_import(cause)) is not None), None)
     if frames is None:
@@ -69,7 +70,7 @@ def explain_broken_package(error: BaseException) -> FeatCalError | None:
 
 
 def _list_causes(error: BaseException) -> list[BaseException]:
-    """The error and what it was raised from, the first cause at the front: lazy modules raise errors of their own."""
+    """The error and its causes, the first cause at the front: lazy modules raise errors of their own."""
     causes = [error]
     while (cause := causes[0].__cause__) is not None and cause not in causes:
         causes.insert(0, cause)
@@ -77,7 +78,7 @@ def _list_causes(error: BaseException) -> list[BaseException]:
 
 
 def _find_import(error: BaseException) -> Sequence[FrameType] | None:
-    """The frames beneath featcal's own, if the error arose while another package was imported; else None."""
+    """The frames beneath featcal's own where the error was raised while another package was imported; else None."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     ours = [number for number, frame in enumerate(frames) if Path(frame.f_code.co_filename).is_relative_to(OURS)]
     beneath = frames[max(ours, default=-1) + 1 :]
@@ -91,7 +92,8 @@ def _root_of(module: str) -> str:
 
 
 def _find_variable(error: BaseException, frames: Sequence[FrameType]) -> str:
-    """The environment variable whose value the error quotes, and that the code which failed names; empty for none."""
+    """The environment variable whose value the error quotes and whose name stands in the failing code; empty where
+    there is none."""
     told = str(error)
     values = {name: value for name, value in os.environ.items() if value and value in told}
     lines = dict(traceback.walk_tb(error.__traceback__))

@@ -1,4 +1,4 @@
-"""This process: how it was started and may be interrupted, its streams, its memory."""
+"""This process: how it was started, how it is interrupted, its streams and its memory."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ from typing import Any, NoReturn
 from featcal_cli.runtime.errors import OutputError, RecipeError
 
 NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-"""What torchrun sets."""
+"""Environment variables that torchrun sets."""
 
 
 @dataclass(frozen=True)
 class Launch:
-    """This process among all of a run."""
+    """The place of this process among all processes of a run."""
 
     rank: int = 0
-    """Its number; 0 is the one that speaks and writes."""
+    """The number of this process; process 0 is the one that prints and writes."""
     size: int = 1
-    """How many there are."""
+    """The number of processes."""
     local_rank: int = 0
-    """Its number on this machine."""
+    """The number of this process on this machine."""
     local_size: int = 1
-    """How many there are on this machine."""
+    """The number of processes on this machine."""
     by_torchrun: bool = False
 
 
 def read_launch() -> Launch:
-    """How this process was started; alone unless the environment holds all of NAMES. Raises RecipeError where these
-    are no numbers."""
+    """The place of this process; it is the only one unless the environment holds all of NAMES. Raises RecipeError where
+    these are no numbers."""
     if not all(os.environ.get(name) for name in NAMES):
         return Launch()
     try:
@@ -54,7 +54,8 @@ def read_launch() -> Launch:
 
 
 def check_device(name: str) -> None:
-    """Raise RecipeError for what cannot be a device; whether it is there, `hardware.choose_device` finds out."""
+    """Raise RecipeError for a text that cannot name a device; `hardware.choose_device` finds out whether the device
+    exists."""
     if name.partition(":")[0] == "mps":
         what = "Apple's GPUs (mps) are not used: they have no float64, which small values of --ridge need"
         raise RecipeError(what, where="--device", fix="give --device cpu")
@@ -85,8 +86,8 @@ _began: float | None = None
 
 
 def count_from_start() -> None:
-    """Let the time of this process, which is featcal's own, be counted from its start; where the system does not tell
-    (macOS), from so long ago as it has computed."""
+    """Measure the run time of a process that runs featcal alone from its start; where the system does not tell when
+    that was (macOS), its computing time is taken."""
     global _began
     status, age = Path("/proc/self/stat"), time.process_time()
     if status.is_file():
@@ -96,17 +97,18 @@ def count_from_start() -> None:
 
 
 def read_start() -> float:
-    """When the command began, by the monotonic clock: with this process, or now where another program calls it."""
+    """The start of the command by the monotonic clock: the start of this process, or now where another program calls
+    featcal."""
     return time.monotonic() if _began is None else _began
 
 
 GONE = 141
-"""Exit code where whoever read our output has gone, as of a program that SIGPIPE ends."""
+"""Exit code when the reader of our output has gone, equal to that of a program ended by SIGPIPE."""
 
 
 def use_utf8() -> None:
-    """Start this process again where it was told to take names of files for ASCII: their bytes would be no text, and
-    libraries that want text cannot open them."""
+    """Restart this process in UTF-8 mode where Python would read file names as ASCII: other names would be no text
+    then, and libraries could not open them."""
     encoding = codecs.lookup(sys.getfilesystemencoding()).name
     if encoding == "ascii" and sys.executable and os.environ.get("PYTHONUTF8") != "1":
         os.environ["PYTHONUTF8"] = "1"
@@ -114,8 +116,8 @@ def use_utf8() -> None:
 
 
 def open_streams() -> None:
-    """Let standard input, output and error be open, and take every letter. A stream that was closed leads nowhere now:
-    else the next file that is opened would have its number. What is said on standard error never ends a run."""
+    """Make sure that standard input, output and error are open and accept every character. A closed stream is opened to
+    /dev/null, as otherwise the next opened file would get its number. Errors on standard error are ignored."""
     for number, mode in ((0, os.O_RDONLY), (1, os.O_WRONLY), (2, os.O_WRONLY)):
         try:
             os.fstat(number)
@@ -135,8 +137,8 @@ def open_streams() -> None:
 
 
 def check_surroundings() -> None:
-    """Raise FeatCalError where docstrings were left out, the current folder is gone, or the command line holds what is
-    no text."""
+    """Raise FeatCalError where docstrings were left out, the current folder is gone, or the command line is not
+    UTF-8."""
     if sys.flags.optimize > 1:
         what = "Python was started without docstrings, and transformers cannot be imported without them"
         by_variable = "PYTHONOPTIMIZE" in os.environ
@@ -154,7 +156,7 @@ def check_surroundings() -> None:
 
 
 class _Patient(io.FileIO):
-    """A file that takes whatever is written to it, also where its disk is full or its reader has gone."""
+    """A file that accepts all that is written to it, even where its disk is full or its reader has gone."""
 
     def write(self, data: Any) -> int:
         try:
@@ -164,9 +166,8 @@ class _Patient(io.FileIO):
 
 
 def end_at_once(code: object) -> None:
-    """End the process with what is to be done at its end, but without taking modules and models to pieces, which takes
-    a second. Returns where what was printed cannot be written, or the code is a message: the interpreter has words for
-    it."""
+    """End the process after the exit functions have run, but without freeing modules and models, which takes a second.
+    Returns where the output cannot be written, or the code is a message: the interpreter then prints it."""
     if not (code is None or isinstance(code, int)):
         return
     try:
@@ -181,38 +182,38 @@ def end_at_once(code: object) -> None:
 # Ctrl-C, SIGTERM, SIGHUP: a run ends at once, however deep it is in a computation, and says how to go on
 
 GRACE = 1.0
-"""Seconds in which a run may end by itself and put its things in order; what is on the disk is whole at any time."""
+"""Seconds that an interrupted run has to end by itself; files on the disk are whole at any time."""
 EXIT_CODE = 130
-"""After Ctrl-C, and what typer makes of every KeyboardInterrupt."""
+"""Exit code after Ctrl-C, which typer also uses for every KeyboardInterrupt."""
 TORCHRUN = ("RANK", "LOCAL_RANK", "MASTER_ADDR")
-"""What it sets, among others; what these say is looked at later."""
+"""Some of the variables that torchrun sets; their values are checked later."""
 STARTING = "interrupted"
 CALIBRATING = "interrupted: the same command goes on from here"
 MEASURING = "interrupted: nothing was written"
 CLEAR_LINE = "\r\x1b[2K\x1b[?25h"
-"""Takes away what is on a terminal's last line, a bar for one, and shows the cursor."""
+"""Escape sequence that clears the terminal's last line, such as a progress bar, and shows the cursor."""
 _told = threading.Lock()
-"""Taken for good by whoever says that the process was interrupted."""
+"""A lock that is taken, and never released, by the code that prints the message of the interruption."""
 _came: list[int] = []
 """The signals that interrupted this process."""
 
 
 def exit_code() -> int:
-    """That of an interrupted process: 128 and the number of the signal that came first; 130 where none has come."""
+    """The exit code of an interrupted process: 128 plus the number of the first signal; 130 where none has come."""
     return 128 + _came[0] if _came else EXIT_CODE
 
 
 def list_signals() -> list[signal.Signals]:
-    """The signals that interrupt this process: but for Ctrl-C, not what whoever started it lets it ignore (nohup does),
-    and not those of torchrun, which ends processes itself where another one failed."""
+    """The signals that interrupt this process: Ctrl-C, and SIGTERM and SIGHUP unless the parent process lets them be
+    ignored (as nohup does) or torchrun, which ends processes itself, has started this one."""
     by_torchrun = all(os.environ.get(name) for name in TORCHRUN)
     others = [] if by_torchrun else [signal.SIGTERM, signal.SIGHUP]
     return [signal.SIGINT, *(number for number in others if signal.getsignal(number) != signal.SIG_IGN)]
 
 
 def stop_when_signalled(message: str = STARTING) -> None:
-    """From now on Ctrl-C, SIGTERM and SIGHUP end this process at once, with a word of it: libraries that are being
-    imported make other errors of a KeyboardInterrupt. Only for the main thread."""
+    """Install handlers by which Ctrl-C, SIGTERM and SIGHUP end this process at once with a message: libraries that are
+    being imported would turn a KeyboardInterrupt into other errors. Only for the main thread."""
 
     def handle(number: int, _: object) -> NoReturn:
         _came.append(number)
@@ -224,9 +225,9 @@ def stop_when_signalled(message: str = STARTING) -> None:
 
 @contextmanager
 def interruptible(message: str = CALIBRATING) -> Iterator[None]:
-    """Inside, an interrupt raises KeyboardInterrupt, as ever; where that does not come through (a client that waits for
-    a server, a long computation), the process ends after a moment all the same, or at the second interrupt, with the
-    signal's exit code. Only for the main thread; in others it does nothing."""
+    """Context manager in which an interrupt raises KeyboardInterrupt. Where that does not get through (a client waiting
+    for a server, a long computation), the process ends after GRACE or at the second interrupt, with the signal's exit
+    code. Does nothing outside of the main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -263,7 +264,7 @@ def interruptible(message: str = CALIBRATING) -> Iterator[None]:
 
 
 def _watch(wakeups: socket.socket, message: str, numbers: list[signal.Signals]) -> None:
-    """End the process some time after an interrupt."""
+    """End the process GRACE seconds after an interrupt."""
     with wakeups:
         while received := wakeups.recv(64):
             if came := [number for number in received if number in numbers]:
@@ -274,14 +275,14 @@ def _watch(wakeups: socket.socket, message: str, numbers: list[signal.Signals]) 
 
 
 def stop(message: str, code: int | None = None) -> NoReturn:
-    """End the process at once: what an interpreter does at its end can take longer than anybody waits. The message is
-    for when nothing was said yet."""
+    """End the process at once: the interpreter's own ending can take longer than users wait. The message is printed
+    unless one was before."""
     _tell(message)
     os._exit(exit_code() if code is None else code)
 
 
 def _tell(message: str) -> None:
-    """Say that the process was interrupted, past whatever else writes to the terminal; only once."""
+    """Print once that the process was interrupted, bypassing whatever else writes to the terminal."""
     if _told.acquire(blocking=False):
         clear = CLEAR_LINE if sys.stderr is not None and sys.stderr.isatty() else ""
         with suppress(OSError):  # the terminal has gone

@@ -1,4 +1,4 @@
-"""What a run tells while it goes: its stages, its progress, and what it waits for."""
+"""Events of a run as it goes: its stages, its progress, and what it waits for."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from featcal_cli.runtime.process import read_launch
 
 LOGGER = logging.getLogger(__name__)
 CLIENT = ("huggingface_hub.utils._http", "huggingface_hub.file_download", "huggingface_hub.hf_api")
-"""Loggers of the client's modules that wait by themselves, and say so with addresses that nobody should see."""
+"""Loggers of the client's modules that retry by themselves, and log addresses that nobody should see."""
 _FAILED = re.compile(r"HTTP Error (?P<status>\d+) thrown while requesting \w+ (?P<url>\S+)")
 _BROKE = re.compile(r"thrown while requesting \w+ (?P<url>\S+)\s*\Z")
 _RESUMED = re.compile(r"Error while downloading from (?P<url>\S+): .*Trying to resume", re.DOTALL)
@@ -33,7 +33,7 @@ _USES_CACHE = re.compile(r"Could not reach the Hub .*Using cached commit hash fo
 
 
 def announce(reason: str, pause: float | None = None) -> None:
-    """Say what goes wrong, and that there will be another try after `pause` seconds."""
+    """Log what goes wrong, and that there will be another try after `pause` seconds."""
     LOGGER.warning("%s%s", reason, "" if pause is None else f", next try in {round(pause, 1):g} s")
 
 
@@ -45,12 +45,12 @@ def hub_host() -> str:
 
 
 def host_of(address: str) -> str:
-    """The host of an address, with its port; the Hub's, where the address has none."""
+    """The host of an address, with its port; the Hub's where the address has none."""
     return urlsplit(address).netloc.rpartition("@")[2] or hub_host()
 
 
 def is_hub(host: str) -> bool:
-    """Whether a host, with its port, is the Hub's, however that was written."""
+    """Whether a host, with its port, is the Hub's, in any spelling."""
 
     def plain(name: str) -> str:
         return name.lower().removesuffix(":443").removesuffix(":80")
@@ -59,24 +59,25 @@ def is_hub(host: str) -> bool:
 
 
 def name_hosts(text: str) -> str:
-    """The text with hosts in place of addresses."""
+    """The text with every address replaced by its host."""
     return _ADDRESS.sub(lambda address: host_of(address[0]), text)
 
 
 def describe_status(status: int) -> str:
-    """What an answer of this HTTP status says of whoever gave it."""
+    """A phrase that says how a host behaves that responded with this HTTP status."""
     return f"{_STATUSES.get(status) or ('failed' if status >= 500 else 'refused')} ({status})"
 
 
 def name_host(address: str, *, by_name: bool = False) -> str:
-    """Whose address it is; the Hub is called by its host `by_name` only."""
+    """The name of an address's host for messages: "the Hub" for the Hub's, unless `by_name`."""
     host = host_of(address)
     return "the Hub" if is_hub(host) and not by_name else host
 
 
 @contextmanager
 def heard(listener: Callable[[str], None]) -> Iterator[None]:
-    """Inside, `listener` is told of every wait, ours and those of huggingface_hub, whose own words are kept back."""
+    """Context manager in which `listener` is told of every wait of ours and of huggingface_hub, whose own log messages
+    are kept back."""
     ear = _Ear(listener if read_launch().rank == 0 else lambda _: None)  # of several processes the first one speaks
     loggers = [logging.getLogger(name) for name in (__name__, *CLIENT)]
     levels = [logger.level for logger in loggers]
@@ -94,18 +95,19 @@ def heard(listener: Callable[[str], None]) -> Iterator[None]:
 
 
 class _Ear(logging.Filter):
-    """Passes what is said of waits on, once each, and lets everything else through."""
+    """A logging filter that passes messages about waits to a listener, each once, and lets all others through."""
 
     def __init__(self, listener: Callable[[str], None]) -> None:
         super().__init__()
         self._listener = listener
         self.silenced: dict[str, int] = {}
-        """Loggers that say nothing below a level."""
+        """The level below which each logger is silent."""
         self._lock = threading.Lock()
         self._reasons: dict[int | None, str] = {}
-        """Why the request of a thread failed last."""
+        """Reason of the last failed request of each thread."""
         self._said: dict[str, float] = {}
-        """What was said, and until when it need not be said again: eight downloads may wait for one host."""
+        """Messages already passed on, with the time until which they are not repeated: eight downloads may wait for one
+        host."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         text = record.getMessage()
@@ -139,29 +141,29 @@ class _Ear(logging.Filter):
 
 
 class Listener:
-    """Told what a run does, while it does it; this one shows nothing."""
+    """An object that is told what a run does while it does it. This base class shows nothing."""
 
     began: float | None = None
-    """When what it is told of began, by the monotonic clock; None for when a run says so."""
+    """Start of the run by the monotonic clock; None where the run itself says so."""
 
     def stage(self, text: str) -> None:
-        """A new part of the work begins."""
+        """Called when a new part of the work begins."""
 
     def note(self, text: str) -> None:
-        """Something was found or chosen without being told."""
+        """Called when something was found or chosen that the user did not name."""
 
     def waiting(self, text: str) -> None:
-        """The Hub keeps the run waiting: why, and until when."""
+        """Called when the Hub keeps the run waiting, with the reason and the time of the next try."""
 
     def transfer(self, name: str, done: int, total: int, *, sent: bool = False) -> None:
-        """Bytes of a repo that have arrived, or were sent, and how many there are."""
+        """Called with the bytes of a repo that were downloaded (or sent) so far, and their total."""
 
     def progress(self, progress: Progress) -> None:
-        """A calibration moved on."""
+        """Called when a calibration has advanced."""
 
 
 def tell_seconds(seconds: float) -> str:
-    """As 8 s, 2 min 5 s, or 3 h 7 min."""
+    """A duration for people: 8 s, 2 min 5 s, or 3 h 7 min."""
     whole = round(seconds)
     if whole < 60:
         return f"{whole} s" if whole else f"{seconds:.1f} s"
@@ -170,7 +172,7 @@ def tell_seconds(seconds: float) -> str:
 
 
 def tell_change(before: float, after: float) -> str:
-    """How much more or less a drift is, in percent; "new" where there was none that three digits show."""
+    """The relative change of a drift in percent; "new" where it was 0.000 before."""
     if f"{before:.3f}" == "0.000":
         return "0 %" if f"{after:.3f}" == "0.000" else "new"
     percent = f"{100 * (after - before) / before:+.0f} %"
@@ -178,20 +180,20 @@ def tell_change(before: float, after: float) -> str:
 
 
 class PhaseClock:
-    """Adds up the seconds of a run by its phases, which its stages begin."""
+    """A clock that adds up the seconds of each phase of a run; stages begin the phases."""
 
     def __init__(self, began: float) -> None:
-        """began: by the monotonic clock."""
+        """began: the start by the monotonic clock."""
         self._phase, self._since = "starting", began
         self._seconds: dict[str, float] = {}
 
     def begin(self, stage: str) -> None:
-        """A stage begins; its phase is what its text says before it names something."""
+        """Begin a stage; its phase is the part of its text before the first name."""
         self._seconds = self.read()
         self._phase, self._since = _PHASE.sub(r"\1", stage), time.monotonic()
 
     def read(self) -> dict[str, float]:
-        """Seconds by phase, in their order, up to now."""
+        """Seconds of each phase so far, in order."""
         here = self._seconds.get(self._phase, 0.0) + time.monotonic() - self._since
         return {**self._seconds, self._phase: round(here, 3)}
 
@@ -201,34 +203,37 @@ Watch: TypeAlias = "Callable[[Progress], None]"
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a calibration is; handed to whoever shows it."""
+    """The state of a calibration, handed to whoever shows it."""
 
     block: str
-    """Empty while experts' answers are looked at; then they are what is counted."""
+    """The current block; empty while the experts' outputs are computed, and then `finished` and `blocks` count
+    these."""
     finished: int
-    """Blocks finished."""
+    """The number of finished blocks."""
     blocks: int
     task: str = ""
-    """Whose features are being read."""
+    """The task whose features are being read."""
     module: str = ""
-    """What is being solved."""
+    """The module that is being solved."""
     drifts: Mapping[str, tuple[float, float]] = field(default_factory=dict)
-    """By task, drift of the merged and of the calibrated model after `block`, where that was just measured."""
+    """Drift of the merged and of the calibrated model after `block` by task, where it was just measured."""
     by_answers: bool = False
-    """Errors are measured by what they do to answers; features may move away where these come nearer."""
+    """Whether errors are measured at the outputs; features may move away from the expert's then, while outputs come
+    nearer."""
 
     def at_task(self, watch: Watch) -> Callable[[str], None]:
-        """Tells `watch` that the features of a task are being read."""
+        """A function that tells `watch` that the features of a task are being read."""
         return lambda task: watch(replace(self, task=task))
 
     def at_module(self, watch: Watch) -> Callable[[str], None]:
-        """Tells `watch` that a module is being solved."""
+        """A function that tells `watch` that a module is being solved."""
         return lambda module: watch(replace(self, module=module))
 
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Inside, no bars or warnings of transformers: missing and unexpected tensors are our own checks' to report."""
+    """Context manager without bars and warnings of transformers: our own checks report missing and unexpected
+    tensors."""
     from transformers.utils import logging as transformers_logging
 
     logger = logging.getLogger("transformers")

@@ -1,4 +1,4 @@
-"""What users type to name things: a path, a Hub id with a revision, a web address, a data source, a merge method."""
+"""References that users type: a path, a Hub id with a revision, a web address, a data source, a merge method."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from urllib.parse import unquote
 from featcal_cli.runtime.errors import RecipeError
 
 DATA_ENDINGS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".txt", ".parquet", ".arrow", ".gz", ".safetensors")
-"""Of files that hold data: no Hub id ends so."""
+"""Endings of data files; no Hub id ends so."""
 HUB_HOSTS = ("huggingface.co", "www.huggingface.co", "hf.co", "www.hf.co")
-"""Where the Hub's pages are; HF_ENDPOINT's host is another."""
+"""Hosts of the Hub's pages, besides the one in HF_ENDPOINT."""
 
 _PAGES_OF_A_REPO = ("tree", "blob", "resolve", "raw", "blame", "commit", "commits", "viewer", "discussions", "settings")
 _REVISION_FOLLOWS = ("tree", "blob", "resolve", "raw", "blame", "commit", "commits")
@@ -23,7 +23,7 @@ _NO_REPOS = (
     "spaces", "docs", "blog", "papers", "collections", "organizations", "learn", "posts", "tasks", "pricing", "join",
     "login", "settings", "new", "search", "buckets", "kernels",
 )  # fmt: skip
-"""What the Hub's addresses begin with that lead to no model and no dataset."""
+"""First parts of the Hub's addresses that lead to no model and no dataset."""
 
 
 @dataclass(frozen=True)
@@ -31,21 +31,21 @@ class Page:
     """The repo that a web address leads to."""
 
     name: str
-    """USER/NAME, or NAME for the old ones."""
+    """USER/NAME, or NAME alone for old repos."""
     kind: Literal["model", "dataset"] | None
-    """None where the address does not tell."""
+    """Model or dataset; None where the address does not tell."""
     revision: str | None = None
     config: str | None = None
     split: str | None = None
 
     @property
     def reference(self) -> str:
-        """`ID[@REVISION]`."""
+        """The text `ID[@REVISION]`."""
         return f"{self.name}@{self.revision}" if self.revision else self.name
 
 
 def parse_source(text: str, folder: Path = Path()) -> dict[str, str]:
-    """An existing path (from `folder`), else `ID[@REVISION][:CONFIG[:SPLIT]]` or a dataset's web address, as keys of
+    """Parse an existing path (from `folder`), `ID[@REVISION][:CONFIG[:SPLIT]]` or a dataset's web address to keys of
     `Data`. Raises RecipeError."""
     if path_exists(folder / text):
         return {"path": str((folder / text).resolve())}
@@ -64,11 +64,11 @@ def parse_source(text: str, folder: Path = Path()) -> dict[str, str]:
 
 
 MERGE_NUMBERS = {"scale": float, "density": float, "seed": int}
-"""What may follow the name of a way to merge, in order."""
+"""The numbers that may follow the name of a merge method, in order."""
 
 
 def parse_merge(text: str) -> dict[str, Any]:
-    """`METHOD[:SCALE[:DENSITY[:SEED]]]` as keys of `Merge`. Raises RecipeError."""
+    """Parse `METHOD[:SCALE[:DENSITY[:SEED]]]` to keys of `Merge`. Raises RecipeError."""
     method, *numbers = text.split(":")
     if len(numbers) > len(MERGE_NUMBERS):
         what, fix = f"cannot read the merge {text!r}", "write METHOD[:SCALE[:DENSITY[:SEED]]]"
@@ -85,13 +85,13 @@ def parse_merge(text: str) -> dict[str, Any]:
 
 
 def write_number(value: float) -> str:
-    """A number as one types it, and with all its digits."""
+    """A number as a person would type it, with all its digits."""
     short = f"{value:g}"
     return short if float(short) == value and isinstance(value, float) else str(value)
 
 
 def path_exists(path: Path) -> bool:
-    """Whether there is such a file or folder; False for what cannot be a path at all (too long, a null byte)."""
+    """Whether there is such a file or folder; False for text that cannot be a path at all (too long, a null byte)."""
     try:
         return path.exists()
     except (OSError, ValueError):
@@ -99,19 +99,19 @@ def path_exists(path: Path) -> bool:
 
 
 def looks_like_path(text: str) -> bool:
-    """True for text that can only be meant as a path, never as a Hub id."""
+    """Whether a text can only be meant as a path, never as a Hub id."""
     name = re.split("[@:]", text, maxsplit=1)[0]
     return text.startswith((".", "/", "~")) or text.endswith(DATA_ENDINGS) or name.count("/") > 1
 
 
 def split_revision(text: str) -> tuple[str, str | None]:
-    """`ID[@REVISION]` in its two parts, cut at the last @; None where no revision is named."""
+    """The two parts of `ID[@REVISION]`, cut at the last @; the second is None where no revision is named."""
     repo, at, revision = text.rpartition("@")
     return (repo, revision) if at else (text, None)
 
 
 def existing_path(text: str) -> Path | None:
-    """The absolute path of what `text` names on this machine, if anything."""
+    """The absolute path of the file or folder that `text` names on this machine, if there is one."""
     try:
         path = Path(text).expanduser().absolute()
         return path if path.exists() else None
@@ -121,8 +121,8 @@ def existing_path(text: str) -> Path | None:
 
 
 def bare_id(text: str, kind: Literal["model", "dataset"] = "model") -> str:
-    """`ID[@REVISION]` as it is, or out of the address of its web page. Raises RecipeError for the page of a dataset
-    where a model is meant, and for addresses of other hosts."""
+    """The `ID[@REVISION]` that is given, or that the address of a web page stands for. Raises RecipeError for the page
+    of a dataset where a model is meant, and for addresses of other hosts."""
     page = read_page(text)
     if page is None:
         return text
@@ -133,16 +133,17 @@ def bare_id(text: str, kind: Literal["model", "dataset"] = "model") -> str:
 
 
 def bare_model(text: str) -> str:
-    """The same for the names of models, BASE+ADAPTER among them. A path that exists stays. Raises RecipeError."""
+    """The name of a model, BASE+ADAPTER included, with web addresses replaced as by `bare_id`; an existing path stays.
+    Raises RecipeError."""
     if existing_path(text):
         return text
     return "+".join(part if existing_path(part) else bare_id(part) for part in text.split("+"))
 
 
 def read_page(text: str) -> Page | None:
-    """The repo that a web address leads to: https://HOST/USER/NAME, hf://datasets/USER/NAME, HOST/USER/NAME, also with
-    /tree/REVISION, /blob/…, /resolve/…, /viewer/CONFIG/SPLIT behind it; None for what is no address. Raises RecipeError
-    for other hosts, and for pages of the Hub that are no repo."""
+    """The repo that a web address leads to; None for text that is no address. Addresses are https://HOST/USER/NAME,
+    hf://datasets/USER/NAME and HOST/USER/NAME, also followed by /tree/REVISION, /blob/…, /resolve/… or
+    /viewer/CONFIG/SPLIT. Raises RecipeError for other hosts, and for pages of the Hub that are no repo."""
     rest = _below_the_hub(text)
     if rest is None:
         return None
@@ -170,7 +171,7 @@ def read_page(text: str) -> Page | None:
 
 
 def _below_the_hub(text: str) -> str | None:
-    """What follows the Hub's host in an address; None where the text is no address. Raises RecipeError."""
+    """The part of an address after the Hub's host; None where the text is no address. Raises RecipeError."""
     hosts = dict.fromkeys(HUB_HOSTS, "")
     if endpoint := os.environ.get("HF_ENDPOINT", "").partition("://")[2]:
         host, _, folder = endpoint.partition("/")
@@ -194,7 +195,7 @@ def _below_the_hub(text: str) -> str | None:
 
 
 def _shown(text: str) -> str:
-    """An address for a message: short, without a password and without what follows a question mark."""
+    """An address for a message: short, without a password and without the part after a question mark."""
     shown = re.sub(r"//[^/@]*@", "//", re.split("[?#]", text, maxsplit=1)[0])
     return shown if len(shown) <= 100 else shown[:99] + "…"
 
@@ -204,7 +205,8 @@ _Read = TypeVar("_Read")
 
 
 def complaining(read: Callable[[_Given], _Read]) -> Callable[[_Given], _Read]:
-    """The reader as a validator: what it refuses becomes one of pydantic's complaints, beside all others."""
+    """A pydantic validator made of a reader: its RecipeError becomes one of pydantic's complaints, beside all
+    others."""
 
     def validate(given: _Given) -> _Read:
         try:
