@@ -39,7 +39,7 @@ TOKEN_SENSITIVITY = 0.5
 """How much of a token's weight is what gradients say; the rest is the same for all."""
 TOLERANCE, MOST_STEPS = 1e-2, 5
 """Of conjugate gradients: the residual at which they end, over the right-hand side, and the most of them. They begin
-at merged, with what the examples are surest of; of more steps, answers do not get better (docs/experiments.md)."""
+at merged, with what the examples are surest of; of more steps, answers do not get better (benchmarks/NOTES.md)."""
 
 
 def weigh_tokens(sizes: Sequence[Tensor], mask: Tensor | None) -> Tensor:
