@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import gzip
 import json
 import re
@@ -10,12 +9,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy
-import pyarrow
-import pyarrow.parquet
 import pytest
 import soundfile
 from families import VOCABULARY, save_tokenizer
 from PIL import Image
+from pyarrow import Table
+from pyarrow.csv import WriteOptions, write_csv
+from pyarrow.feather import write_feather
+from pyarrow.parquet import write_table
 from transformers import (
     BertConfig,
     BertModel,
@@ -42,27 +43,15 @@ def read_endings(row: str) -> list[str]:
     return list(dict.fromkeys(re.findall(r"\.[a-z]\w+", line)))
 
 
-def write_table(file: Path, delimiter: str) -> None:
-    with file.open("w", newline="") as opened:
-        table = csv.DictWriter(opened, list(ROWS[0]), delimiter=delimiter)
-        table.writeheader()
-        table.writerows(ROWS)
-
-
-def write_arrow(file: Path) -> None:
-    table = pyarrow.Table.from_pylist(ROWS)
-    with pyarrow.OSFile(str(file), "wb") as sink, pyarrow.ipc.new_stream(sink, table.schema) as writer:
-        writer.write_table(table)
-
-
+TABLE = Table.from_pylist(ROWS)
 JSONL = "".join(json.dumps(row) + "\n" for row in ROWS)
 WRITERS: dict[str, Callable[[Path], object]] = {
     ".jsonl": lambda file: file.write_text(JSONL),
     ".json": lambda file: file.write_text(json.dumps(ROWS)),
-    ".csv": lambda file: write_table(file, ","),
-    ".tsv": lambda file: write_table(file, "\t"),
-    ".parquet": lambda file: pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), file),
-    ".arrow": write_arrow,
+    ".csv": lambda file: write_csv(TABLE, file),
+    ".tsv": lambda file: write_csv(TABLE, file, WriteOptions(delimiter="\t")),
+    ".parquet": lambda file: write_table(TABLE, file),
+    ".arrow": lambda file: write_feather(TABLE, file, compression="uncompressed"),
     ".txt": lambda file: file.write_text("".join(f"{row['text']}\n" for row in ROWS)),
     ".jsonl.gz": lambda file: file.write_bytes(gzip.compress(JSONL.encode())),
 }
@@ -84,26 +73,22 @@ def test_every_kind_of_file_is_read(ending: str, tmp_path: Path) -> None:
         assert len(drawn.fitted) == 8
 
 
-def test_images_of_every_ending_are_read(tmp_path: Path) -> None:
-    endings = read_endings("folder of images")
-    (tmp_path / "images").mkdir()
-    for number, ending in enumerate(endings):
-        Image.new("RGB", (8, 8), (20 * number, 0, 0)).save(tmp_path / "images" / f"{number}{ending}")
-    ViTImageProcessorPil(size={"height": 8, "width": 8}).save_pretrained(tmp_path / "expert")
-    model = ViTModel(ViTConfig(**SIZES, image_size=8, patch_size=4))
-    drawn = draw_examples("task", Data(path=str(tmp_path / "images")), model, [tmp_path / "expert"], count=99, seed=0)
-    assert len(drawn.fitted) == len(endings)
-
-
-def test_recordings_of_every_ending_are_read(tmp_path: Path) -> None:
-    endings = read_endings("folder of recordings")
-    (tmp_path / "sounds").mkdir()
-    for number, ending in enumerate(endings):
-        wave = numpy.sin(numpy.arange(4000) * (number + 1) / 50)
-        soundfile.write(tmp_path / "sounds" / f"{number}{ending}", wave, 16000)
-    Wav2Vec2FeatureExtractor().save_pretrained(tmp_path / "expert")
-    drawn = draw_examples("task", Data(path=str(tmp_path / "sounds")), SOUND, [tmp_path / "expert"], count=99, seed=0)
-    assert len(drawn.fitted) == len(endings)
+def test_images_and_recordings_of_every_ending_are_read(tmp_path: Path) -> None:
+    ViTImageProcessorPil(size={"height": 8, "width": 8}).save_pretrained(tmp_path / "images")
+    Wav2Vec2FeatureExtractor().save_pretrained(tmp_path / "recordings")
+    for kind, model in {
+        "images": ViTModel(ViTConfig(**SIZES, image_size=8, patch_size=4)),
+        "recordings": SOUND,
+    }.items():
+        folder, endings = tmp_path / kind / "files", read_endings(f"folder of {kind}")
+        folder.mkdir()
+        for number, ending in enumerate(endings, start=1):
+            if kind == "images":
+                Image.new("RGB", (8, 8), (20 * number, 0, 0)).save(folder / f"{number}{ending}")
+            else:
+                soundfile.write(folder / f"{number}{ending}", numpy.sin(numpy.arange(4000) * number / 50), 16000)
+        drawn = draw_examples("task", Data(path=str(folder)), model, [tmp_path / kind], count=99, seed=0)
+        assert len(drawn.fitted) == len(endings)
 
 
 def test_every_role_is_in_the_table() -> None:
