@@ -5,7 +5,7 @@
 FOLDER is a family (see family_*.py). Every figure is the mean over three choices of the examples (SEEDS) on the
 family's test rows; the settings that ideas are tried at are those at which the paper's way is best on these rows, so
 gains are comparable with each other but flatter all of them alike. `--curve` adds what the best settings make of 8 to
-512 examples. Prints Markdown for docs/experiments.md, a table as soon as it is measured.
+512 examples. Prints Markdown, a table as soon as it is measured.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     python benchmarks/left_out.py TABLE...
 
 A TABLE is a file with what selection.py printed of one family. Of the others, the setting is chosen whose smallest
-share of the best gain is largest. Prints Markdown for docs/experiments.md.
+share of the best gain is largest. Prints Markdown.
 """
 
 from __future__ import annotations

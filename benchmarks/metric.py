@@ -3,7 +3,7 @@
     python benchmarks/metric.py FOLDER [-n EXAMPLES]
 
 FOLDER is a family (see family_*.py). At every one of GRID it is calibrated in each of WAYS, for three choices of the
-examples (SEEDS), without the guard. Prints Markdown for docs/experiments.md.
+examples (SEEDS), without the guard. Prints Markdown.
 """
 
 from __future__ import annotations

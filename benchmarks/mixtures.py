@@ -4,7 +4,7 @@
 
 FOLDER is a family whose models are mixtures (family_mixtures.py). It is calibrated twice at featcal's preset, with and
 without the matrices of the mixtures' experts, for three choices of the examples (SEEDS), without the guard.
-Prints Markdown for docs/experiments.md.
+Prints Markdown.
 """
 
 from __future__ import annotations

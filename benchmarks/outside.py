@@ -5,8 +5,7 @@
 FOLDER is a family of classifiers (see family_*.py). Its blocks are calibrated by default settings, without the guard,
 for three choices of the examples (SEEDS). Ends are solved after the blocks, each alone, by the paper's equations. Stems
 are solved before them, and the blocks then start from the merge with the new stem: embeddings of tokens each by how
-often the task's examples have it, patch embeddings as the linear map that they are. Prints Markdown for
-docs/experiments.md.
+often the task's examples have it, patch embeddings as the linear map that they are. Prints Markdown.
 """
 
 from __future__ import annotations

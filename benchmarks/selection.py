@@ -5,7 +5,7 @@
 FOLDER is a family (see family_*.py). The grid, in both metrics, is calibrated without the guard; `auto`,
 `search` and `preset` are whole runs of `featcal_cli.calibrate`; for some choices of the examples. Test rows and
 labels are read by the judges only, after everything is chosen. `--default` judges another default than featcal's, such
-as the one that the other families choose (left_out.py). Prints Markdown for docs/experiments.md.
+as the one that the other families choose (left_out.py). Prints Markdown.
 """
 
 from __future__ import annotations

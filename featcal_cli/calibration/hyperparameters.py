@@ -60,7 +60,7 @@ FEATCAL = {
     "module": Hyperparameters(ridge=1e-4, rho=1.0, alpha=0.5, metric="output", order="module"),
     "block": Hyperparameters(ridge=1e-3, rho=1.0, alpha=0.3, metric="output", order="block"),
 }
-"""featcal's, by order: near the best of a grid on every family of benchmarks/ (docs/experiments.md)."""
+"""featcal's, by order: near the best of a grid on every family of benchmarks/ (benchmarks/NOTES.md)."""
 DRAWN = 6
 """Points that a search tries besides."""
 LEAST, MOST = (1e-5, 0.5, 0.1), (1.0, 2.0, 0.7)

@@ -41,7 +41,7 @@ TOKEN_SENSITIVITY = 0.5
 """The share of a token's weight that comes from gradients; the rest is equal for all tokens."""
 TOLERANCE, MOST_STEPS = 1e-2, 5
 """Stopping rule of conjugate gradients: the relative residual, and the most steps. They start at merged and first find
-the directions that the examples determine best; more steps do not improve outputs (docs/experiments.md)."""
+the directions that the examples determine best; more steps do not improve outputs (benchmarks/NOTES.md)."""
 
 
 def weigh_tokens(sizes: Sequence[Tensor], mask: Tensor | None) -> Tensor:
