@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -73,7 +73,8 @@ def hub_on_loopback() -> Iterator[HubServer]:
 @pytest.fixture(autouse=True)
 def as_if_first() -> None:
     """Nothing of an earlier test in this process is left: failures of the Hub, or how far random numbers have come."""
-    if client := sys.modules.get("featcal_cli.hub.client"):
+    client: Any = sys.modules.get("featcal_cli.hub.client")
+    if client:
         client._gave_up = -client.MOMENT
     if torch := sys.modules.get("torch"):
         torch.manual_seed(0)

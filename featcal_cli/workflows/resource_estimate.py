@@ -130,7 +130,7 @@ def estimate(
     # 2. weights
     weights = _weigh(merged, architecture, computing)
     block, stem = (weights.block_in_use, weights.stem_in_use) if has_device else (weights.block, weights.stem)
-    at_work = (BLOCKS_ON_DEVICE if has_device else BLOCKS_ON_HOST) * block
+    at_work: float = (BLOCKS_ON_DEVICE if has_device else BLOCKS_ON_HOST) * block
     if weights.is_converted and not has_device:
         at_work += MODELS_CONVERTED * weights.block_in_use + (len(loads) + MODELS_CONVERTED - 1) * weights.stem_in_use
     # 3. sums

@@ -15,7 +15,7 @@ from featcal_cli.calibration.grouped_equations import GroupedEquations, GroupedM
 from featcal_cli.calibration.hyperparameters import Hyperparameters
 from featcal_cli.calibration.solver import LinearEquations
 from featcal_cli.models.module_kinds import Affine, kind_of, new_parameters, read_parameters, read_patches, rows_shape
-from featcal_cli.models.token_layout import ROWS, Dimension, Layout
+from featcal_cli.models.token_layout import EXAMPLES_AXIS, Dimension, Layout
 
 SHAPES = [
     (nn.Conv1d(6, 4, 3, padding=1), (2, 6, 9)),
@@ -66,7 +66,7 @@ def test_some_of_many_patches_are_drawn_the_same_in_batches_of_any_size(monkeypa
 
     def choose(examples: range) -> list[Tensor]:
         part = slice(examples.start, examples.stop)
-        seen: Any = SimpleNamespace(lengths={ROWS: len(examples), "own": 20}, examples=examples)
+        seen: Any = SimpleNamespace(lengths={EXAMPLES_AXIS: len(examples), "own": 20}, examples=examples)
         patches = read_patches(nn.Conv1d(1, 1, 1), x[part])
         chosen = normal_equations._choose_patches(patches, layout, {"own": mask[part]}, seen, "own")
         assert chosen is not None and chosen[1] is not None and bool(chosen[1].all())
