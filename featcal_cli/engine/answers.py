@@ -27,7 +27,7 @@ def weigh_logits(z: Tensor) -> Tensor:
     return (1 - EVEN_SHARE) * z.float().softmax(-1) + EVEN_SHARE / z.shape[-1]
 
 
-def spread(z: Tensor, q: Tensor) -> Tensor:
+def logit_norm(z: Tensor, q: Tensor) -> Tensor:
     """The weighted standard deviation √(Σ q z² − (Σ q z)²) of each row [rows], the norm in which logits [rows, c] are
     compared.
 
@@ -42,7 +42,7 @@ def project_randomly(z: Tensor, noise: Tensor, *, are_logits: bool) -> Tensor:
     """Turn standard normal noise [rows, c] in place into random directions u whose mean uuᵀ is the norm of outputs z
     [rows, c].
 
-    ‖Δz‖² is then the mean of (uᵀΔz)². The norm's matrix is diag(q) − qqᵀ for logits (`spread`), else the identity.
+    ‖Δz‖² is then the mean of (uᵀΔz)². The norm's matrix is diag(q) − qqᵀ for logits (`logit_norm`), else the identity.
     """
     if not are_logits:
         return noise
@@ -67,7 +67,7 @@ class OutputShift:
 
     has_logits: bool = False
     distance: float = 0.0
-    """Σ ‖z − z_exp‖, with `spread` as the norm of logits, else ‖ ‖₂."""
+    """Σ ‖z − z_exp‖, with `logit_norm` as the norm of logits, else ‖ ‖₂."""
     size: float = 0.0
     """Σ ‖z_exp‖ in the same norm."""
     divergence_sum: float = 0.0
@@ -134,8 +134,8 @@ def _compare_rows(z: Tensor, z_exp: Tensor, *, are_logits: bool) -> Iterator[Ten
         yield add_up(z_exp.norm(dim=-1))
         return
     q = weigh_logits(z_exp)
-    yield spread(z - z_exp, q)
-    yield add_up(spread(z_exp, q))
+    yield logit_norm(z - z_exp, q)
+    yield add_up(logit_norm(z_exp, q))
     del q
     log_p, log_p_exp = z.log_softmax(-1), z_exp.log_softmax(-1)
     yield add_up(torch.where(log_p_exp.exp() > 0, log_p_exp.exp() * (log_p_exp - log_p), 0.0))
@@ -151,7 +151,7 @@ def read_output(output: Any) -> Tensor:
         if isinstance(tensor := getattr(output, name, None), Tensor):
             return tensor
     tensors = tensors_in(output.to_tuple() if hasattr(output, "to_tuple") else output)
-    return next(tensor for tensor in tensors if tensor.ndim > 1)  # a loss is no answer
+    return next(tensor for tensor in tensors if tensor.ndim > 1)  # a loss is not an output
 
 
 def find_owners(z: Tensor, batch: Batch) -> Tensor:

@@ -41,7 +41,7 @@ TOO_LARGE = "save merged in bfloat16 or float32 and calibrate that, or give a la
 """The fix for a solution that the dtype of merged's weights cannot hold."""
 
 
-def too_large(name: str, exact: Tensor, dtype: torch.dtype, where: str) -> NumericsError:
+def overflow_error(name: str, exact: Tensor, dtype: torch.dtype, where: str) -> NumericsError:
     """The error for calibrated values that are too large for the dtype of merged's weights."""
     largest, limit = float(exact.abs().max()), torch.finfo(dtype).max
     stored = str(dtype).removeprefix("torch.")
@@ -79,7 +79,7 @@ class BlockRunner:
         self.drawing = partial(hardware.drawing_alike, architecture.draws, device)
         self.bytes_read = 0
         """Bytes of this model's parameters that were used so far, each counted once."""
-        self.too_large: set[str] = set()
+        self.overflowed_blocks: set[str] = set()
         """Blocks, by their paths in merged, that ran in float32 because bfloat16 overflowed."""
         self.offloader: Offloader | None = None
         """The offloader that may move the tensors of its paused passes."""
@@ -215,10 +215,11 @@ class BlockRunner:
 
     def _check_fits(self, parameter: nn.Parameter, exact: Tensor, value: Tensor) -> None:
         """Raise NumericsError for a new value that is finite, but too large for the parameter's dtype."""
-        if is_finite(value) or not is_finite(exact):  # what is not finite itself is found where it is computed
+        # what is not finite itself is found where it is computed
+        if is_finite(value) or not is_finite(exact):
             return
         names = (name for name, x in self.model.parameters.items() if x is parameter)
-        raise too_large(next(names, "a parameter"), exact, value.dtype, self.model.snapshot.name)
+        raise overflow_error(next(names, "a parameter"), exact, value.dtype, self.model.snapshot.name)
 
     def parameters_at_home(self, path: str) -> dict[str, Tensor]:
         """The parameters of the module at `path` in merged, as they are when idle, by their paths in merged."""
@@ -282,7 +283,8 @@ class BlockRunner:
             if id(parameter) not in self._read:
                 self._read.add(id(parameter))
                 self.bytes_read += self._home(parameter).nbytes
-                if id(parameter) in self._needed:  # a head is only read to measure what drift does to its answers
+                # a head is only read to measure the effect of drift on the outputs
+                if id(parameter) in self._needed:
                     self._check(name, parameter)
 
     def _check(self, name: str, parameter: Tensor) -> None:
@@ -461,7 +463,7 @@ class PausedForward(greenlet):
             with runner.precise(block.name):
                 output = self._run(block, given, torch.float32)
             if all_finite((output, *kept)):
-                runner.too_large.add(block.name)
+                runner.overflowed_blocks.add(block.name)
         return output
 
     def _run(self, block: Block, given: PausedForward, dtype: torch.dtype | None = None) -> Any:

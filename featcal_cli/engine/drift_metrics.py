@@ -183,7 +183,7 @@ class DriftMeter(Meter[Drift]):
         return drift
 
     def read(self, place: str, task: str, role: str) -> Drift:
-        """The drift measured so far."""
+        """The drift so far; zero if none was measured."""
         return self.find(place, task, role) or Drift()
 
 

@@ -132,7 +132,8 @@ class DriftProbe:
                 self._go_on(runs, done)
             runs = {role: self._run(role, block) for role in others} | {EXPERT: shown.run}
         if self._is_end(block) or not self._measurement.last_block_only:
-            self._measure(block, runs, shown)  # before models go on, which may change their features in place
+            # before models go on, which may change their features in place
+            self._measure(block, runs, shown)
         outputs = {role: run.output for role, run in runs.items()}
         is_last_call = shown.calls == block.calls
         if is_last_call and self._is_end(block):
@@ -235,7 +236,7 @@ class DriftProbe:
         return choose_rows(features, layout, weights, lengths, first_only=bool(self._job.cls_blocks))
 
     def _finish(self, outputs: Mapping[str, Any]) -> None:
-        """Run the rest of the expert's forward with them in place of its own."""
+        """Run the rest of the expert's forward on these outputs in place of its own."""
         if self._outputs is not None:
             self._answer_all(outputs, "")
 

@@ -10,12 +10,12 @@ WIDEST_SQUARE, SKETCH_ROWS = 1024, 256
 outputs."""
 WIDEST_SQUARE_OF_EXPERTS, SKETCH_ROWS_OF_EXPERTS = 128, 64
 """Width and number of combinations for the modules of a mixture's experts, of which a model has thousands."""
-PANEL = 256
+PANEL_WIDTH = 256
 """Width of the panels that symmetric products are made in on a CPU; the parts above the diagonal are skipped."""
 DIRECTIONS, SPARE_DIRECTIONS = 64, 64
 """Number of output directions kept in the end, those that move the outputs most, and number of further directions
 looked at to find them."""
-ROUNDING = 1e-6
+FLOAT32_ROUNDING = 1e-6
 """Relative rounding error of float32 sums."""
 
 
@@ -49,8 +49,9 @@ class GradientSums:
             self.sums[name] = rows.new_zeros(sum_rows, d)
             self._traces[name] = rows.new_zeros(())
         total = self.sums[name]
-        if sum_rows == d:  # the product is symmetric: its lower triangle is enough
-            width = PANEL if rows.device.type == "cpu" else d
+        # the product is symmetric: its lower triangle is enough
+        if sum_rows == d:
+            width = PANEL_WIDTH if rows.device.type == "cpu" else d
             for start in range(0, d, width):
                 stop = min(start + width, d)
                 total[start:stop, :stop].addmm_(rows[:, start:stop].T, rows[:, :stop])
@@ -102,7 +103,7 @@ def factor_of_sketch(sketch: Tensor, directions: Tensor) -> Tensor:
     """
     omega = directions.double()
     # a small multiple of Ω keeps the core positive definite where M has fewer directions than the sketch
-    shift = ROUNDING * sketch.double().norm()
+    shift = FLOAT32_ROUNDING * sketch.double().norm()
     if not shift:
         return torch.zeros_like(sketch[:DIRECTIONS])
     y = sketch.double().T + shift * omega

@@ -76,17 +76,17 @@ def run_captured(
     another model, to be replayed here.
     """
     routing = Routing(decided)
-    routing.deciding = int("" in block.deciders)
+    routing.active_gates = int("" in block.gating_modules)
     routes: dict[str, list[Route | None]] = {module.name: [] for module in block.modules if module.is_routed}
     inputs: Features = {}
     outputs: dict[str, list[tuple[Tensor, int]]] = {}
     calls: list[str] = []
     with ExitStack() as hooks:
         _keep_inputs(hooks, runner, block, inputs, calls, routing=routing, routes=routes)
-        for path in filter(None, block.deciders if routes else ()):
-            decider = runner.module(f"{block.name}.{path}")
-            hooks.callback(decider.register_forward_pre_hook(lambda *_: routing.enter()).remove)
-            hooks.callback(decider.register_forward_hook(lambda *_: routing.leave()).remove)
+        for path in filter(None, block.gating_modules if routes else ()):
+            gating_module = runner.module(f"{block.name}.{path}")
+            hooks.callback(gating_module.register_forward_pre_hook(lambda *_: routing.enter()).remove)
+            hooks.callback(gating_module.register_forward_hook(lambda *_: routing.leave()).remove)
         for module in block.modules:
             child = runner.module(f"{block.name}.{module.name}")
             if (

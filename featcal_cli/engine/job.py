@@ -135,5 +135,5 @@ class Job:
     def describe_precision(self) -> str:
         """A sentence on blocks that ran in float32 because bfloat16 overflows on their features; empty if none did."""
         runners = (*self.runners, *self.experts.values())
-        blocks = sorted({f"{block} of {runner.model.role}" for runner in runners for block in runner.too_large})
+        blocks = sorted({f"{block} of {runner.model.role}" for runner in runners for block in runner.overflowed_blocks})
         return f"features explode in bfloat16, so these ran in float32: {list_some(blocks)}" if blocks else ""

@@ -128,7 +128,8 @@ def _start_passes(job: Job) -> Passes:
             expert.give_back()
     for runner in job.runners:
         runner.give_back()
-    hardware.trim_heap()  # all inputs have gone to files where a CPU is the device
+    # all inputs have gone to files where a CPU is the device
+    hardware.trim_heap()
     for measurement in job.measurements:
         measurement.settle()
     return passes
@@ -388,7 +389,7 @@ class BlockVisit:
                 for traced in self._in_turn(self._passes.switched[task]):
                     traced.go_through(self.block, self._done)
             if self._is_last(task):
-                expert.give_back()  # its head too, if its answers were asked for
+                expert.give_back()  # its head too, if outputs were measured
             elif task not in self._released:
                 expert.give_back(self.block.name)
         for measurement in job.measurements:

@@ -19,10 +19,10 @@ from torch.utils.weak import TensorWeakRef
 from featcal_cli.models.tracing import tensors_in
 from featcal_cli.runtime.hardware import advise, trim_heap, write_mapped
 
-FULL = "features do not fit in memory and cannot be kept on disk"
+DISK_FULL = "features do not fit in memory and cannot be kept on disk"
 DEVICE, HOST, DISK = range(3)
 """Levels of memory, the nearest first."""
-LEAST = mmap.PAGESIZE
+SMALLEST_MOVED = mmap.PAGESIZE
 """Size in bytes below which memory is never moved."""
 LARGE = 1 << 20
 """Size in bytes from which a file is worth its cost for tensors that nobody asks for any more."""
@@ -129,7 +129,11 @@ class Offloader:
             piece = self._known(tensor)
             if piece is None and _is_plain(tensor) and tensor.device.type == self._device.type:
                 storage = tensor.untyped_storage()
-                piece = self._count(_Piece(storage.nbytes()), storage, DEVICE) if storage.nbytes() >= LEAST else None
+                piece = (
+                    self._count(_Piece(storage.nbytes()), storage, DEVICE)
+                    if storage.nbytes() >= SMALLEST_MOVED
+                    else None
+                )
             if piece is not None:
                 piece.holders[id(tensor)] = TensorWeakRef(tensor)
                 self._left[piece.level].pop(piece, None)
@@ -178,7 +182,8 @@ class Offloader:
     def _settle(self, pieces: Sequence[_Piece]) -> None:
         """Leave pieces where they lie if there is room, else move them down."""
         self._trim()
-        for piece in reversed(pieces):  # masks and the like follow hidden states: they go first, and once for all
+        # masks and the like follow hidden states: they go first, and once for all
+        for piece in reversed(pieces):
             if piece.users:
                 continue
             if piece.level != DISK and not self._make_room(piece.level, 0):
@@ -219,7 +224,7 @@ class Offloader:
         moved = self._copies.to_device(data) if level == DEVICE else self._copies.to_host(data)
         if level == DISK:
             self._copies.finish()
-            moved = write_mapped(moved, self.folder, FULL, "give fewer examples with -n")
+            moved = write_mapped(moved, self.folder, DISK_FULL, "give fewer examples with -n")
         self._forget(storage._cdata)
         self._count(piece, moved.untyped_storage(), level)
         for tensor in tensors:
@@ -287,7 +292,8 @@ class CopyStream:
         self._stream.wait_stream(torch.cuda.current_stream(self._device))  # which may still be computing it
         with torch.cuda.stream(self._stream):
             target.copy_(data, non_blocking=True)
-        data.record_stream(self._stream)  # its memory is used for nothing else before that
+        # its memory is used for nothing else before that
+        data.record_stream(self._stream)
         return target
 
     def to_device(self, data: Tensor) -> Tensor:

@@ -39,7 +39,7 @@ from featcal_cli.models.tracing import BlockCall, first_tensor, tensors_in
 
 ENOUGH_GRADIENTS, MOST_PROJECTIONS = 128, 3
 """Number of random projections at which a task has enough, and largest number for each example."""
-MOST_ROWS = 1 << 14
+MOST_TOKENS = 1 << 14
 """Largest number of a task's tokens that are looked at, as a language model's examples are long."""
 PREDICTIONS = 64
 """Largest number of an example's predictions that are projected: a causal model makes one a token, each over its
@@ -157,7 +157,7 @@ class CheckpointedPass:
         `sums`, if given, and to `sizes`."""
         step = self.steps.pop()
         if all(gradient is None for gradients in step.gradients for gradient in gradients):
-            return  # nothing of it reaches the answers
+            return  # nothing of it reaches the outputs
         of_experts = {f"{block.name}.{module.name}" for module in block.modules if module.is_routed}
         layouts = {f"{block.name}.{module.name}": module.layouts for module in block.modules}
         given = {id(x): x for x in tensors_in(step.call) if x.is_floating_point()}
@@ -191,7 +191,8 @@ class CheckpointedPass:
         ):
             return
         hidden = first_tensor((step.call.args, step.call.kwargs))
-        if hidden is not None:  # padding of a convolution makes more, which the model drops
+        # padding of a convolution makes more, which the model drops
+        if hidden is not None:
             sizes = sizes[:, : token_lengths(self.batch, hidden).get(axis)]
         mask = step.padding.get(axis)
         if mask is None:
@@ -219,7 +220,7 @@ class CheckpointedPass:
                 hooks.callback(hook.remove)
             paths = {x.functional.weight: f"{block.name}.{x.name}" for x in linear if x.functional is not None}
             dtype = None
-            if block.name in self._expert.too_large:
+            if block.name in self._expert.overflowed_blocks:
                 precision.enter_context(self._expert.precise(block.name))
                 dtype = torch.float32
             self._expert.bring(block.name)
@@ -232,7 +233,7 @@ class CheckpointedPass:
                 )
                 hooks.enter_context(watch)
             with torch.enable_grad():
-                args, kwargs = tree_map_only(Tensor, partial(_give, copies, dtype), (call.args, call.kwargs))
+                args, kwargs = tree_map_only(Tensor, partial(_copy_argument, copies, dtype), (call.args, call.kwargs))
                 output = self._expert.module(block.name).forward(
                     *args, **kwargs
                 )  # outside of a pass, so it does not pause
@@ -330,10 +331,10 @@ def _relative_sizes(name: str, passes: Sequence[CheckpointedPass], examples: int
 
 
 def _count_chosen(batches: Sequence[Batch]) -> int:
-    """Number of leading examples to look at: as many as have MOST_ROWS text tokens together, at least one, or all if
+    """Number of leading examples to look at: as many as have MOST_TOKENS text tokens together, at least one, or all if
     they are no text."""
     lengths = [length for batch in batches for length in count_tokens(batch)]
-    return max(1, sum(total <= MOST_ROWS for total in accumulate(lengths)))
+    return max(1, sum(total <= MOST_TOKENS for total in accumulate(lengths)))
 
 
 def _run_passes(
@@ -362,7 +363,7 @@ def _as_leaf(x: Tensor) -> Tensor:
     return x.detach().requires_grad_() if x.is_floating_point() else x
 
 
-def _give(copies: Mapping[int, Tensor], dtype: torch.dtype | None, x: Tensor) -> Tensor:
+def _copy_argument(copies: Mapping[int, Tensor], dtype: torch.dtype | None, x: Tensor) -> Tensor:
     """The copy of a tensor among a block's arguments. It is cloned, as a block may change it in place and a leaf must
     not be."""
     copy = copies.get(id(x))

@@ -72,14 +72,16 @@ def _own_mask(paused: PausedForward, sequence: Tensor, padding: Padding) -> Tens
         )
         own = torch.cat([before, mask, after], 1).float()
         return None if counts_all(own) else own
-    given = UNKNOWN if padding.mask is None or paused.call is None else paused.call.leaf(padding.mask, UNKNOWN)
+    given = (
+        UNKNOWN_MASK if padding.mask is None or paused.call is None else paused.call.leaf(padding.mask, UNKNOWN_MASK)
+    )
     if given is None:  # models give no mask where it hides nothing
         return None
     own = _read_once(given, sequence)
     return None if own.numel() and counts_all(own) else own
 
 
-UNKNOWN = torch.empty(0, 0)
+UNKNOWN_MASK = torch.empty(0, 0)
 """An empty mask, which fits no feature."""
 _SEEN: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 """Masks read once: all blocks of a pass are given the same one, and reading keeps a device waiting."""
@@ -90,10 +92,10 @@ def _read_once(mask: object, sequence: Tensor) -> Tensor:
     if not isinstance(mask, Tensor) or mask not in _SEEN:
         seen = read_mask(mask, sequence)
         if seen is None:
-            return UNKNOWN
+            return UNKNOWN_MASK
         _SEEN[mask] = seen.float()
     known: Tensor = _SEEN[mask]
-    return known if known.shape == sequence.shape[:2] else UNKNOWN
+    return known if known.shape == sequence.shape[:2] else UNKNOWN_MASK
 
 
 def routed_rows(
@@ -130,7 +132,8 @@ def choose_rows(
         return [x[:, 0] for x in features]
     flattened = [layout.flatten(x, weights, lengths, layout.axis) for x in features]
     rows = [pair[0] for pair in flattened if pair is not None]
-    if len(rows) < len(features):  # tokens and padding cannot be told apart: all rows count
+    # tokens and padding cannot be told apart: all rows count
+    if len(rows) < len(features):
         return [x.reshape(-1, x.shape[-1]) for x in features]
     return rows
 

@@ -26,7 +26,7 @@ HUGE = 1e12
 """Smallest weight that is too large to compute with: sums of squares of features overflow long before."""
 SAMPLED_ROWS = 8
 """Number of rows sampled from a weight."""
-NEARER = 0.5
+OTHER_LAYER_RATIO = 0.5
 """Ratio to a layer's distance from its own counterpart below which another layer is its origin: fine-tuning moves
 layers far less."""
 FIX = "use another checkpoint; this one is broken"
@@ -46,8 +46,8 @@ def check_values(merged: Model, others: Sequence[Model], architecture: Architect
         raise NumericsError(f"merged has NaN or infinity in {name}", where=merged.snapshot.name, fix=FIX)
     # what runs before the blocks is checked when it runs
     return [
-        f"{model.role} has NaN or infinity in {name}, which runs after its blocks: what drift does to its answers is "
-        "not measured"
+        f"{model.role} has NaN or infinity in {name}, which runs after its blocks: the effect of drift on its outputs "
+        "is not measured"
         for model in others
         for name in _broken_outside(model, architecture)
         if name.rpartition(".")[0] not in {model.own_path(path) for path in architecture.reached}
@@ -81,7 +81,7 @@ def check_order(merged: Model, base: Model, architecture: Architecture) -> None:
         for block, (ours, own) in layers.items():
             others = {other: float((ours - start).norm()) for other, (_, start) in layers.items() if other != block}
             nearest = min(others, key=others.__getitem__, default="")
-            if nearest and others[nearest] < NEARER * float((ours - own).norm()):
+            if nearest and others[nearest] < OTHER_LAYER_RATIO * float((ours - own).norm()):
                 what = f"merged's {block} is made of base's {nearest}: its layers are in another order"
                 raise CheckpointError(what, where=merged.snapshot.name, fix=SAME_LAYERS)
 
@@ -154,9 +154,9 @@ SAMPLED_TENSORS, ROWS_PER_TENSOR = 12, 16
 """Number of weights sampled, spread over the depth, and number of rows of each."""
 LEAST_SHARE = 0.03
 """Smallest share of merged − base that the experts must explain."""
-LEAST_PART = 0.02
+LEAST_COEFFICIENT = 0.02
 """Smallest coefficient of an expert, relative to the largest, that counts as being part of the merge."""
-FAR = 0.7
+UNRELATED_DISTANCE = 0.7
 """Ratio ‖expert − base‖ / ‖base‖ that no fine-tuning reaches; unrelated weights have 1.4."""
 
 
@@ -184,7 +184,7 @@ def describe_merge_fit(
     if notes or built or not steps:
         return notes
     far = min(float(step.norm() / start.norm().clamp_min(1e-30)) for step in steps.values())
-    if far > FAR:
+    if far > UNRELATED_DISTANCE:
         return [
             f"the experts are as far from base as other models are (‖expert − base‖ is {far:.2f} of ‖base‖, on sampled "
             f"weights): is {base.snapshot.name} the base that they were fine-tuned from?"
@@ -219,7 +219,7 @@ def _describe_fit(share: float | None, parts: Mapping[str, float], base: Model) 
         )
         return
     largest = max(map(abs, parts.values()))
-    if absent := [task for task, part in parts.items() if abs(part) < LEAST_PART * largest]:
+    if absent := [task for task, part in parts.items() if abs(part) < LEAST_COEFFICIENT * largest]:
         named = f"expert {absent[0]}" if len(absent) == 1 else f"experts {list_some(absent, last=' and ')}"
         those = "is it one" if len(absent) == 1 else "are they some"
         yield f"nothing of {named} is in merged (on sampled weights): {those} of those that were merged?"

@@ -142,7 +142,8 @@ class Upload:
         if (weight := copies.pop(key, None)) is not None:
             here = torch.cuda.current_stream(self._device)
             here.wait_event(there)
-            weight.data.record_stream(here)  # it is of the other stream's memory, and must not be used again too early
+            # it is of the other stream's memory, and must not be used again too early
+            weight.data.record_stream(here)
         return weight
 
 

@@ -19,7 +19,7 @@ from featcal_cli.models.loading import Model, find_class, find_transformers_clas
 from featcal_cli.runtime.errors import CheckpointError
 from featcal_cli.runtime.untrusted_text import bare, tell_apart
 
-HEADS = (
+HEAD_SUFFIXES = (
     "ForSequenceClassification",
     "ForTokenClassification",
     "ForImageClassification",
@@ -46,7 +46,7 @@ def load_fitting(role: str, snapshot: Snapshot, merged: Model, load: Loader = lo
             model = load(role, snapshot, own_class)
             if part := _find_part(model.module, merged.module):
                 return replace(model, part=part)
-    elif (name := read_class_name(snapshot.config)).endswith(HEADS):
+    elif (name := read_class_name(snapshot.config)).endswith(HEAD_SUFFIXES):
         headed = find_transformers_class(name)
         if headed not in (None, merged_class):
             with suppress(CheckpointError):  # then it may still be one without its head
@@ -140,7 +140,7 @@ def describe_differences(merged: Model, other: Model, architecture: Architecture
     """Report parameters outside the blocks, where nothing is calibrated, whose shapes differ, in sentences."""
     shapes = {n: x.shape for n, x in other.parameters.items() if n.rpartition(".")[0] in architecture.reached}
     return [
-        f"{other.role} has {name} of shape {list(shapes[name])}, merged {list(parameter.shape)}; it stays as merged"
+        f"{other.role} has {name} of shape {list(shapes[name])}, merged {list(parameter.shape)}; it is left unchanged"
         for name, parameter in merged.module.named_parameters()
         if name in shapes and shapes[name] != parameter.shape
     ]
@@ -188,18 +188,18 @@ _TOKENS = (
     r".*(_token_ids?|_token_index|_tokens)|.*vocab_size|.*max_(source_|target_)?positions?(_embeddings)?|n_positions|n_ctx|"
     r"model_max_length|forced_.*|num_beams|max_length|min_length|median_filter_width|video_.*|vision_feature_.*"
 )
-IRRELEVANT = re.compile(f"({_BOOKKEEPING}|{_TRAINING}|{_HEADS}|{_TOKENS})")
+IRRELEVANT_KEYS = re.compile(f"({_BOOKKEEPING}|{_TRAINING}|{_HEADS}|{_TOKENS})")
 """Config keys that decide nothing inside blocks: training, storage, heads, vocabulary and number of positions.
 
 Tensors of the latter have shapes of their own, which are compared. An unknown key is compared.
 """
-NOTED = re.compile(r"rope_(theta|scaling|parameters|type).*|(use_)?sliding_window|max_window_layers|image_size")
+REPORTED_KEYS = re.compile(r"rope_(theta|scaling|parameters|type).*|(use_)?sliding_window|max_window_layers|image_size")
 """Config keys whose differences are only reported: they change little, or only long inputs, and users do change
 them."""
 _SIZES = re.compile(r".*(size|dim|heads|inner|d_ff|d_kv)")
 """Keys of sizes: None leaves them to the shapes of the tensors."""
 _EPSILONS = re.compile(r"(.*_)?(eps|epsilon)")
-SMALL = 1e-4
+NEGLIGIBLE_EPSILON = 1e-4
 """Largest ε that is negligible beside a variance."""
 _ACTIVATIONS = {
     "swish": "silu",
@@ -215,7 +215,8 @@ def compare_configs(merged: Model, other: Model) -> list[str]:
     """
     ours = merged.module.get_submodule(other.part).config if other.part else merged.module.config
     theirs = other.module.config
-    if other.module is merged.module:  # they share an outline, as their files are alike
+    # both were loaded as one outline, as their files are alike
+    if other.module is merged.module:
         if not (other.snapshot.folder / "config.json").is_file():  # else its path would be taken for a repo's name
             what, fix = "config.json is not there any more", "put it back and run the same command again"
             raise CheckpointError(what, where=other.snapshot.name, fix=fix)
@@ -227,7 +228,7 @@ def compare_configs(merged: Model, other: Model) -> list[str]:
     for key, own, wanted in _differences(theirs, ours, other.snapshot.config, merged.snapshot.config):
         text = "{} {}, merged's {}".format(bare(key), *tell_apart(own, wanted, _show))
         last = key.rpartition(".")[2]
-        if not (NOTED.fullmatch(last) or NOTED.fullmatch(key) or _are_near(last, own, wanted)):
+        if not (REPORTED_KEYS.fullmatch(last) or REPORTED_KEYS.fullmatch(key) or _are_near(last, own, wanted)):
             what = f"{other.role} and merged would compute different things with the same weights: config.json says "
             fix = "use models fine-tuned from the same base; if the config.json is wrong, correct it in a copy"
             raise CheckpointError(what + text, where=f"{other.snapshot.name}/config.json", fix=fix)
@@ -249,18 +250,20 @@ def _differences(
     one: Any, other: Any, raw: Mapping[str, Any], raw_other: Mapping[str, Any]
 ) -> Iterator[tuple[str, Any, Any]]:
     """Yield each relevant key whose values differ between two configs, with both values."""
-    known: frozenset[str] = frozenset()  # the keys that its code may read; empty where nobody knows
-    with suppress(Exception):  # configs of strangers raise whatever they like
+    # keys that the config class reads; empty if unknown
+    known: frozenset[str] = frozenset()
+    with suppress(Exception):  # code of strangers may raise anything
         known = frozenset(type(other)().to_dict())
     values, other_values = (dict(_flatten(config.to_dict())) for config in (one, other))
     for key in sorted(values.keys() | other_values.keys()):
         first, last = key.partition(".")[0], key.rpartition(".")[2]
-        if IRRELEVANT.fullmatch(last) or IRRELEVANT.fullmatch(first) or (known and first not in known):
+        if IRRELEVANT_KEYS.fullmatch(last) or IRRELEVANT_KEYS.fullmatch(first) or (known and first not in known):
             continue
         own, wanted = values.get(key), other_values.get(key)
         if not _are_same(last, own, wanted):
             yield key, own, wanted
-    key = "position_embedding_type"  # transformers has no code any more for others than absolute ones
+    # transformers reads this key no more: only absolute positions are left in its code
+    key = "position_embedding_type"
     own, wanted = (config.get(key) or "absolute" for config in (raw, raw_other))
     if key not in known and own != wanted:
         yield key, own, wanted
@@ -292,7 +295,7 @@ def _are_near(key: str, one: Any, other: Any) -> bool:
     if key == "layer_types":
         return {*(one or ()), *(other or ())} <= {"full_attention", "sliding_attention"}
     numbers = isinstance(one, int | float) and isinstance(other, int | float)
-    return bool(_EPSILONS.fullmatch(key)) and numbers and min(one, other) > 0 and max(one, other) <= SMALL
+    return bool(_EPSILONS.fullmatch(key)) and numbers and min(one, other) > 0 and max(one, other) <= NEGLIGIBLE_EPSILON
 
 
 def _show(value: Any) -> str:

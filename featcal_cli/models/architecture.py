@@ -93,10 +93,10 @@ class Block:
     overwritten: bool
     """Whether the block changes its own input in place."""
     padding: Padding
-    """How padding among the rows of its hidden states is told."""
+    """Means of recognising padding among its hidden states."""
     cross_attention: CrossAttentionInput | None
     """A second sequence that its modules read, along no known token axis."""
-    deciders: tuple[str, ...]
+    gating_modules: tuple[str, ...]
     """Paths inside the block of the modules that choose experts for tokens; empty string for the block itself."""
 
     @property
@@ -243,11 +243,11 @@ def _describe(model: nn.Module, name: str, run: ProbeRun, norms: str, holders: M
     found = run.match_others(name, {x.name: (module_at(held, x), x.layouts) for x in modules}, axes)
     modules = [replace(x, layouts=found.layouts[x.name]) for x in modules]
     padding = run.find_padding(name, layout, axes)
-    choosing = (path for path in sorted(run.first.deciders) if f"{path}.".startswith(f"{name}."))
-    deciders = tuple(path.removeprefix(name).lstrip(".") for path in choosing)
+    choosing = (path for path in sorted(run.first.gating_modules) if f"{path}.".startswith(f"{name}."))
+    gating_modules = tuple(path.removeprefix(name).lstrip(".") for path in choosing)
     overwritten = name in run.first.overwritten
     return Block(
-        name, tuple(modules), tuple(skipped), layout, calls, overwritten, padding, found.cross_attention, deciders
+        name, tuple(modules), tuple(skipped), layout, calls, overwritten, padding, found.cross_attention, gating_modules
     )
 
 
@@ -331,7 +331,7 @@ def _notes(model: nn.Module, blocks: Sequence[Block], called: Collection[str]) -
             "the same weights: it is calibrated once for all its calls, and forward order cannot hold inside it"
         )
     for path in unreached_lists(model, [block.name for block in blocks], called):
-        yield f"{path} is left as merged: no example reaches it"
+        yield f"{path} is left unchanged: no example reaches it"
 
 
 def find_unreached(model: nn.Module, blocks: Sequence[Block], norms: str, called: Collection[str] = ()) -> list[Block]:

@@ -54,7 +54,7 @@ class BlockEntry:
 
 @dataclass(frozen=True)
 class Inventory:
-    """All blocks of a model."""
+    """An inventory of all blocks of a model."""
 
     model: str
     model_class: str

@@ -32,10 +32,10 @@ from featcal_cli.runtime.untrusted_text import bare, own_words, show
 
 DTYPES = {name: getattr(torch, dtype) for name, dtype in CALIBRATED_DTYPES.items()}
 """Dtypes that a calibrated tensor can have, by safetensors' names; fewer bits would lose the update."""
-MOST_TIMES = 9
+MAX_SIZE_RATIO = 9
 """Largest number of parameters of a model as a multiple of the numbers in its files: it may have parts that this job
 does not use."""
-FEW = 5 * 10**8
+ALWAYS_FITS = 5 * 10**8
 """Number of parameters that any machine has memory for."""
 
 
@@ -183,7 +183,8 @@ def load_model(role: str, snapshot: Snapshot, model_class: type[PreTrainedModel]
                 local_files_only=True,
                 ignore_mismatched_sizes=True,
                 output_loading_info=True,
-                adapter_kwargs={"subfolder": "none"},  # full weights; an adapter_config.json beside them is not applied
+                # full weights; an adapter_config.json beside them is not applied
+                adapter_kwargs={"subfolder": "none"},
             )
         except Exception as error:  # transformers raises many kinds for files that it cannot read
             raise _unloadable(role, snapshot, model_class, error) from error
@@ -191,7 +192,8 @@ def load_model(role: str, snapshot: Snapshot, model_class: type[PreTrainedModel]
     if module._can_set_experts_implementation():
         module.set_experts_implementation("eager")  # one product an expert, as it is calibrated
     for config in {id(found): found for part in module.modules() if (found := getattr(part, "config", None))}.values():
-        config.use_cache = False  # a block that is run twice would write to a captured cache twice
+        # a block that is run twice would write to a captured cache twice
+        config.use_cache = False
     return _describe_loaded(role, snapshot, module, info)
 
 
@@ -239,7 +241,7 @@ def _check_size(role: str, snapshot: Snapshot, described: PreTrainedModel, tenso
     lack."""
     held = sum(prod(entry.shape) for entry in tensors.values())
     needed = sum(value.numel() for value in (*described.parameters(), *described.buffers()))
-    if needed > max(MOST_TIMES * held, FEW):
+    if needed > max(MAX_SIZE_RATIO * held, ALWAYS_FITS):
         what = f"{role}: config.json describes {needed:,} numbers, and the files hold {held:,}"
         fix = "use the config.json that belongs to the weights, in a checkpoint of the merged model's architecture"
         raise CheckpointError(what, where=f"{snapshot.name}/config.json", fix=fix)

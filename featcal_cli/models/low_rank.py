@@ -31,7 +31,7 @@ EXACT_BELOW = 8
 
 @dataclass
 class LowRank:
-    """An adapter in the making."""
+    """An adapter under construction: its tensors, and where each update went."""
 
     rank: int
     tensors: dict[str, Tensor] = field(default_factory=dict)
@@ -82,7 +82,7 @@ class LowRank:
 
 
 def find_largest_rank(model: nn.Module, architecture: Architecture) -> int:
-    """The highest rank that an update of one of the model's Linears can have; 0 where none is calibrated."""
+    """Highest rank that an update of one of the model's Linear modules can have; 0 if none is calibrated."""
     matrices = (
         read_parameters(model.get_submodule(f"{block.name}.{module.name}")).weight
         for block in architecture.blocks
@@ -193,7 +193,8 @@ def _cut_stacks(
             made.kept += float(sizes.square().sum())
             made.total += float(update.square().sum())
         down, up = map(torch.stack, zip(*factors, strict=True))  # [n, rank, d_in], [n, d_out, rank]
-        place = path + ".base_layer" * (len(own) - 1 - number)  # peft wraps the module once for each, the first inmost
+        # peft wraps the module once for each, the first inmost
+        place = path + ".base_layer" * (len(own) - 1 - number)
         made.tensors[f"{PREFIX}{place}.lora_A.weight"] = _as_stored(down.flatten(0, 1), old)
         made.tensors[f"{PREFIX}{place}.lora_B.weight"] = _as_stored(up.permute(1, 2, 0).flatten(1), old)
         made.parameters.append(name)

@@ -14,7 +14,7 @@ from featcal_cli.recipe.schema import Merge
 from featcal_cli.runtime import hardware
 from featcal_cli.runtime.errors import NumericsError
 
-PART = 2**17
+CHUNK_SIZE = 2**17
 """Number of elements processed at a time when all experts are held side by side: these fit into a processor's cache."""
 BINS = 2**16
 """Number of bins that count 16 bits, half of a float32."""
@@ -23,7 +23,7 @@ Sources = Sequence[Tensor]
 """One parameter of base and of every expert, in one shape."""
 Trim = Callable[[str, Sources], Iterator[Tensor]]
 """Function from a parameter's name and sources to its steps (expert − base), chunk by chunk, as float32 [experts, ≤
-PART] with 0 for the steps that are dropped."""
+CHUNK_SIZE] with 0 for the steps that are dropped."""
 Rule = Callable[[Merge, str, Sources], Tensor]
 """Function from a parameter's name and sources to its merged value, float32."""
 
@@ -105,7 +105,7 @@ def _agree(trim: Trim, parameters: Mapping[str, Sources]) -> Rule:
 
 
 def _add(part: Tensor) -> tuple[Tensor, Tensor]:
-    """Sums of all positive and of all negative steps [≤ PART] over the experts in their order, float64."""
+    """Sums of all positive and of all negative steps [≤ CHUNK_SIZE] over the experts in their order, float64."""
     sums = torch.zeros(2, part.shape[1], dtype=torch.float64)
     for upward, downward in zip(part.clamp(min=0), part.clamp(max=0), strict=True):
         sums[0] += upward
@@ -132,10 +132,10 @@ def _keep_at_random(merge: Merge) -> Trim:
 
 
 def _steps(sources: Sources) -> Iterator[Tensor]:
-    """expert − base, float32, [experts, ≤ PART]."""
+    """Yield the steps expert − base chunk by chunk, float32 [experts, ≤ CHUNK_SIZE]."""
     base, *experts = (source.reshape(-1) for source in sources)
-    for start in range(0, len(base), PART):
-        place = slice(start, start + PART)
+    for start in range(0, len(base), CHUNK_SIZE):
+        place = slice(start, start + CHUNK_SIZE)
         origin = base[place].float()
         yield torch.stack([expert[place].float() - origin for expert in experts])
 

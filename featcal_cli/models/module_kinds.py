@@ -257,7 +257,8 @@ def normalise(module: nn.Module, x: Tensor) -> Tensor:
     """Compute z, the norm's output before scale and bias, with its own forward in float32 [.., d]."""
     x = x.float()
     neutral = {name: x.new_zeros(value.shape) for name, value in module.named_parameters(recurse=False)}
-    if module not in _ADDS_ONE:  # looking at values keeps a device waiting: once is enough
+    # looking at values keeps a device waiting: once is enough
+    if module not in _ADDS_ONE:
         _ADDS_ONE[module] = bool(functional_call(module, neutral, (x[:1],)).any())
     if not _ADDS_ONE[module]:
         neutral["weight"] = torch.ones_like(neutral["weight"])

@@ -33,7 +33,7 @@ Layouts = tuple[Layout, ...]
 
 
 class Padding(NamedTuple):
-    """How padding among the rows of a sequence is told, if the sequence is no known token axis."""
+    """Means of recognising the padding rows of a sequence that is no known token axis."""
 
     holds_text: bool = False
     """Whether the sequence holds the text, beside other rows or padded by the model."""
@@ -114,7 +114,7 @@ class ProbeRun:
         return (learn_layout(routed[0][0], routed[1][0], axes) if all(routed) else Layout(None),)
 
     def find_padding(self, block: str, layout: Layout, axes: Axes) -> Padding:
-        """How padding among a block's hidden states is told."""
+        """Find how padding among a block's hidden states is recognised."""
         if layout.axis != BLOCK_AXIS:
             return Padding()
         text = self._look_for_text(block, layout, axes)
@@ -122,9 +122,12 @@ class ProbeRun:
         return self._complete(block, min(sequences), *text) if sequences else Padding(*text)
 
     def _complete(self, block: str, place: int, holds_text: bool, text_rows: TextRows | None) -> Padding:
-        """How padding is told in a sequence that a block is given. Its mask is looked for once a stack, and only if
-        nothing else tells."""
-        is_about = holds_text or "input_ids" not in self.probe  # else the masks are about the text, which is not in it
+        """Find how padding in a sequence that a block is given is recognised.
+
+        Its mask is looked for once a stack, and only if nothing else helps.
+        """
+        # else the masks are about the text, which is not in it
+        is_about = holds_text or "input_ids" not in self.probe
         if text_rows is not None or not is_about:
             return Padding(holds_text, text_rows)
         key = block.rpartition(".")[0], place
@@ -139,7 +142,8 @@ class ProbeRun:
         is_fixed = "input_ids" in self.probe and len(set(self.axes.get(ENCODER_AXIS, ()))) == 1
         if layout.axis != BLOCK_AXIS or not (holds_text or is_fixed):
             return holds_text, None
-        rows = self._find_text_rows(block)  # where the text of the probes has one length, this tells
+        # needed where the text has one length in both probes
+        rows = self._find_text_rows(block)
         return holds_text or rows is not None, rows
 
     def _find_text_rows(self, block: str) -> TextRows | None:
@@ -297,7 +301,7 @@ def probe_model(model: PreTrainedModel, task: str, batch: Batch) -> ProbeRun:
 
 
 def _entries(model: PreTrainedModel, batch: Batch) -> Iterator[tuple[str, nn.Module]]:
-    """The whole model, then its towers that take these inputs, outermost first."""
+    """Yield the whole model, then its towers that take these inputs, outermost first."""
     yield "", model
     for name, module in model.named_modules():
         if name and isinstance(module, PreTrainedModel) and forward_names(module).issuperset(batch):

@@ -65,7 +65,7 @@ class Routing:
         """`decided` holds the decisions of another run, to be replayed here. `on_decision` is called with the scores
         that a decision is made from."""
         self.decisions: list[Any] = []
-        self.deciding = 1
+        self.active_gates = 1
         """Number of running modules that choose experts. While there is none, a top-k is no routing decision."""
         self._decided, self._on_decision = decided, on_decision
         self._scores = 0
@@ -85,11 +85,11 @@ class Routing:
 
     def enter(self) -> None:
         """Note that a module which chooses experts begins; it may lie inside another."""
-        self.deciding += 1
+        self.active_gates += 1
 
     def leave(self) -> None:
         """Note that such a module ends."""
-        self.deciding -= 1
+        self.active_gates -= 1
 
     def find(self, x: Tensor) -> Route | None:
         """The route of the rows of x [n, d]; None if they are all tokens."""
@@ -107,7 +107,8 @@ class Routing:
             return None
         if (len(x), x.shape[1]) != (self._scores, len(chosen)):
             return None
-        if x.is_meta:  # without values, a token stands for those of an expert
+        # without values, a token stands for those of an expert
+        if x.is_meta:
             return [chosen.new_zeros(1)] * len(x)
         experts = torch.arange(len(x), device=x.device).view(-1, 1, 1)
         is_given = (chosen.reshape(1, x.shape[1], -1) == experts).any(-1)
@@ -127,7 +128,7 @@ class Routing:
         """Call one of ROUTING_FUNCTIONS and record what it says of the routing."""
         result = func(*args, **kwargs)
         is_decision = func in DECISIONS or (func in LARGEST and isinstance(result, tuple) and args[0].ndim == 2)
-        if is_decision and self.deciding:
+        if is_decision and self.active_gates:
             self._on_decision(args[0])
             self._scores = args[0].shape[-1]
             # replay the other run's decision, so that both give an expert the same tokens
@@ -173,7 +174,7 @@ class MatrixProduct(NamedTuple):
     """A product x Wᵀ + b."""
 
     x: Tensor
-    """[.., d_in]."""
+    """Shape [.., d_in]."""
     weight: Tensor
     """Shape [d_out, d_in], in the memory of the parameter that holds it."""
     bias: Tensor | None

@@ -37,7 +37,8 @@ def find_text_rows(
     if pair is None:
         return None
     one, other = (inputs[stack[0]][0] for inputs in pair)
-    if one.shape != other.shape:  # how many frames a voice takes depends on what it says
+    # how many frames a voice takes depends on what it says
+    if one.shape != other.shape:
         return None
     rows = (one != other).any(-1).any(0).nonzero().flatten().tolist()
     start = rows[0] - length + 1 if len(rows) == 1 else -1

@@ -239,7 +239,8 @@ def _learn_dimension(pair: tuple[int, int], axes: Axes) -> Dimension | None:
     fixed = Dimension(False, None, 1)
     single = [Dimension(True, None, 1), *(Dimension(False, axis, 1) for axis in axes)]
     double = [Dimension(True, axis, 1) for axis in axes]
-    of_examples = [dim for dim in single + double if dim.examples]  # a table that grows with padding is of distances
+    # a table of positions that grows with padding can only be one of distances
+    of_examples = [dim for dim in single + double if dim.examples]
     for candidates, any_factor in ((single + double, False), ([fixed], True), (of_examples, True)):
         for dim in candidates:
             sizes = [
@@ -266,7 +267,8 @@ def make_probes(batch: Batch, resize: Collection[str]) -> tuple[tuple[Batch, Bat
         axes[axis] = (length, length)
         of_axis = [name for name in batch if _axis_of(name) == axis]
         names = [name for name in of_axis if _goes_along(batch[name], name, length)]
-        if all(map(is_mask, names)):  # it is about a spectrogram's frames, if about any
+        # a mask alone can only be about a spectrogram's frames
+        if all(map(is_mask, names)):
             names += [name for name in of_axis if batch[name].ndim == 3 and batch[name].shape[1] == length]
         if axis not in resize or all(map(is_mask, names)):  # a mask alone says nothing of its tokens
             continue

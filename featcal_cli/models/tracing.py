@@ -24,7 +24,7 @@ from featcal_cli.runtime import hardware
 from featcal_cli.runtime.errors import ArchitectureError
 from featcal_cli.runtime.untrusted_text import list_some
 
-FAILURES = (TypeError, ValueError, RuntimeError, IndexError, AttributeError, KeyError)
+FORWARD_ERRORS = (TypeError, ValueError, RuntimeError, IndexError, AttributeError, KeyError)
 """Errors that a model's forward raises on inputs it cannot take, and that our own hooks raise when they have a bug."""
 UNSEEN = "no run has shown what is multiplied with it"
 SHARED = "another module shares its weight, and forward order solves a weight where it is used once"
@@ -32,7 +32,7 @@ ROUTER = "it is the router of a mixture; --routers calibrates it"
 
 
 class ForwardError(Exception):
-    """A model cannot take its inputs: its forward has raised the cause of this."""
+    """A model cannot take its inputs; the cause is the error that its forward raised."""
 
 
 class HookError(Exception):
@@ -43,7 +43,7 @@ def run_forward(model: nn.Module, inputs: Batch) -> None:
     """Run a model. Raises ForwardError for inputs that it cannot take."""
     try:
         model(**inputs)
-    except FAILURES as error:
+    except FORWARD_ERRORS as error:
         raise ForwardError(str(error) or type(error).__name__) from error
 
 
@@ -53,7 +53,7 @@ def as_hook(watch: Callable[..., None]) -> Callable[..., None]:
     def call(*args: Any, **kwargs: Any) -> None:
         try:
             watch(*args, **kwargs)
-        except FAILURES as error:
+        except FORWARD_ERRORS as error:
             raise HookError(f"{type(error).__name__}: {error}") from error
 
     return call
@@ -81,11 +81,11 @@ class Trace:
         from."""
         self.routers: set[str] = set()
         """Paths of the routers, which compute the scores that a mixture chooses its experts by."""
-        self.deciders: set[str] = set()
+        self.gating_modules: set[str] = set()
         """Modules in which the choice of experts is made: the router itself, or the mixture around it."""
-        self.routing = Routing(on_decision=as_hook(self._decide))
+        self.routing = Routing(on_decision=as_hook(self._record_choice))
         self._running: list[str] = []
-        self._deciding: dict[str, set[str]] = {}
+        self._open_choices: dict[str, set[str]] = {}
         """Modules that are still running and have chosen by largest scores, each with the Linear modules that made the
         scores."""
         self._latest = ("", 0)
@@ -114,7 +114,7 @@ class Trace:
             route = self.routing.find(hidden)
             if route is not None and len(route.rows) != route.shape[:-1].numel():  # else it may be all tokens in turn
                 self.routed[name] = route.shape
-                self._find_deciders(name)
+                self._find_gating_modules(name)
             self._latest = (name, hidden.shape[:-1].numel() * width) if width else self._latest
             self.shapes.setdefault(name, []).append(hidden.shape)
             self._pending.setdefault(name, []).append((hidden, hidden._version))
@@ -144,26 +144,26 @@ class Trace:
             if known.weight == weight and not known.is_module:
                 self.functional[name] = known._replace(bias=bias)
 
-    def _decide(self, scores: Tensor) -> None:
+    def _record_choice(self, scores: Tensor) -> None:
         """Record a choice by largest scores. Scores as many as the latest Linear's outputs are taken to be that
         Linear's."""
         name, numbers = self._latest
-        made = self._deciding.setdefault(self._running[-1] if self._running else "", set())
+        made = self._open_choices.setdefault(self._running[-1] if self._running else "", set())
         if scores.numel() == numbers and scores.is_floating_point():
             made.add(name)
 
-    def _find_deciders(self, routed: str) -> None:
+    def _find_gating_modules(self, routed: str) -> None:
         """Find which module chose the expert `routed`: of all that have made a choice, the closest in the module tree.
 
         Choices made elsewhere, such as an attention's of the tokens it keeps, are further away or already over. A
         chooser outside of the expert's own path is a router as a whole; if it contains the expert, the Linear modules
         that made its scores are the routers.
         """
-        shared = {name: _count_shared(name, routed) for name in self._deciding}
+        shared = {name: _count_shared(name, routed) for name in self._open_choices}
         for name in (name for name, count in shared.items() if count == max(shared.values())):
-            self.deciders.add(name)
+            self.gating_modules.add(name)
             is_router = name and not routed.startswith(f"{name}.")
-            self.routers |= {name} if is_router else self._deciding[name]
+            self.routers |= {name} if is_router else self._open_choices[name]
 
     def is_router(self, path: str) -> bool:
         """Whether a path lies at or below a router of a mixture."""
@@ -171,9 +171,9 @@ class Trace:
 
     def after(self, name: str, output: Any) -> None:
         self._running.pop()
-        if ended := [decider for decider in self._deciding if decider.rpartition(".")[0] == name]:
-            for decider in ended:
-                del self._deciding[decider]
+        if ended := [gating_module for gating_module in self._open_choices if gating_module.rpartition(".")[0] == name]:
+            for gating_module in ended:
+                del self._open_choices[gating_module]
             self.routing.clear()
         for inner in [path for path in self._pending if path.startswith(f"{name}.") or not name]:
             # torch raises a tensor's version with each change in place
@@ -198,13 +198,13 @@ class Trace:
             }
             self.routed = {f"{path}.{name}": shape for name, shape in self.routed.items()}
             self.routers = {f"{path}.{name}" for name in self.routers}
-            self.deciders = {f"{path}.{name}".rstrip(".") for name in self.deciders}
+            self.gating_modules = {f"{path}.{name}".rstrip(".") for name in self.gating_modules}
             self.depths = {f"{path}.{name}".rstrip("."): depth for name, depth in self.depths.items()}
             self._flow = {f"{path}.{name}": flow for name, flow in self._flow.items()}
         return self
 
     def is_chain(self, members: list[str]) -> bool:
-        """True when each member was given the tensor that the one before returned."""
+        """Whether each member was given the very tensor that the one before returned."""
         return all(self._flow[a][1] is self._flow[b][0] for a, b in itertools.pairwise(members))
 
 
@@ -242,7 +242,8 @@ class MatmulDepth(TorchDispatchMode):
         depth = max((self._of_storages.get(storage, 0) for storage in given), default=0)
         depth += func is torch.ops.aten.convolution.default
         for y in tree_leaves(output):
-            if isinstance(y, Tensor):  # memory that is new may have been another tensor's before
+            # new memory may have belonged to a freed tensor: forget that one's depth
+            if isinstance(y, Tensor):
                 storage = y.untyped_storage()._cdata
                 known = self._of_storages.get(storage, 0) if storage in given else 0
                 self._of_storages[storage] = max(depth, known)
@@ -253,8 +254,8 @@ CONTAINERS = (nn.ModuleList, nn.Sequential)
 
 
 def trace(model: nn.Module, batch: Batch, dtype: torch.dtype) -> Trace:
-    """Run `model` once on `batch` (floating-point inputs in `dtype`) and return what happened. Raises ForwardError for
-    a batch that it cannot take."""
+    """Run `model` once on `batch` (floating-point inputs in `dtype`) and return the trace. Raises ForwardError for a
+    batch that it cannot take."""
     traced = Trace(model)
     handles = []
     for name, module in model.named_modules():
@@ -318,12 +319,12 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def is_sequence(x: Any) -> TypeGuard[Tensor]:
-    """Whether something is a sequence of features [B, n, d]."""
+    """Whether a value is a sequence of features [B, n, d]."""
     return isinstance(x, Tensor) and x.ndim == 3 and x.is_floating_point()
 
 
 def cast_floats(value: Any, dtype: torch.dtype) -> Any:
-    """A forward's arguments or output with its floating-point tensors in a dtype."""
+    """Cast the floating-point tensors in a forward's arguments or output to a dtype."""
     return tree_map_only(Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, value)
 
 
