@@ -40,10 +40,8 @@ def logit_norm(z: Tensor, q: Tensor) -> Tensor:
 
 def project_randomly(z: Tensor, noise: Tensor, *, are_logits: bool) -> Tensor:
     """Turn standard normal noise [rows, c] in place into random directions u whose mean uuᵀ is the norm of outputs z
-    [rows, c].
-
-    ‖Δz‖² is then the mean of (uᵀΔz)². The norm's matrix is diag(q) − qqᵀ for logits (`logit_norm`), else the identity.
-    """
+    [rows, c]. ‖Δz‖² is then the mean of (uᵀΔz)². The norm's matrix is diag(q) − qqᵀ for logits (`logit_norm`), else the
+    identity."""
     if not are_logits:
         return noise
     for some, noise_of_some in zip(z.detach().split(ROWS_AT_ONCE), noise.split(ROWS_AT_ONCE), strict=True):
@@ -138,6 +136,7 @@ def _compare_rows(z: Tensor, z_exp: Tensor, *, are_logits: bool) -> Iterator[Ten
     yield add_up(logit_norm(z_exp, q))
     del q
     log_p, log_p_exp = z.log_softmax(-1), z_exp.log_softmax(-1)
+    # 0 · log 0 = 0: what the expert rules out adds nothing to the divergence
     yield add_up(torch.where(log_p_exp.exp() > 0, log_p_exp.exp() * (log_p_exp - log_p), 0.0))
     yield add_up((log_p_exp.exp() - log_p.exp()).abs()) / 2
     yield (z.argmax(-1) == z_exp.argmax(-1)).sum()

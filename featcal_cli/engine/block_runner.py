@@ -69,10 +69,8 @@ class BlockRunner:
         dtype: torch.dtype,
         token_ids: Tensor | None = None,
     ) -> None:
-        """Prepare a model for the merged model's `architecture`, of which it may be only a part, or more.
-
-        `token_ids` are the model's own ids of merged's vocabulary; None if they are the same.
-        """
+        """Prepare a model for the merged model's `architecture`, of which it may be only a part, or more. `token_ids`
+        are the model's own ids of merged's vocabulary; None if they are the same."""
         self.model = model
         self.token_ids = None if token_ids is None else token_ids.to(device)
         self.device, self.dtype = device, dtype
@@ -163,10 +161,8 @@ class BlockRunner:
         return self.module(module).get_parameter(name)
 
     def bring(self, path: str) -> None:
-        """Move the module at `path` to the device; its parameters are checked and counted the first time.
-
-        Raises NumericsError for one that is not finite.
-        """
+        """Move the module at `path` to the device; its parameters are checked and counted the first time. Raises
+        NumericsError for one that is not finite."""
         self._bring(self.model.own_path(path) or "", recurse=True)
 
     @contextmanager
@@ -200,11 +196,9 @@ class BlockRunner:
         return hardware.give_back(self._home(parameter) for parameter in parameters)
 
     def replace(self, parameter: nn.Parameter, value: Tensor) -> None:
-        """Give a parameter a new value of the same shape, in the dtype that it has when idle.
-
-        The old tensor stays untouched, as other models may share it. A value computed on the device is copied to host
-        memory only when it is asked for.
-        """
+        """Give a parameter a new value of the same shape, in the dtype that it has when idle. The old tensor stays
+        untouched, as other models may share it. A value computed on the device is copied to host memory only when it is
+        asked for."""
         exact, value = value, value.to(self._home(parameter).dtype).contiguous()
         if value.dtype == torch.float16:
             self._check_fits(parameter, exact, value)
@@ -235,10 +229,7 @@ class BlockRunner:
 
     def forget(self, path: str, other: BlockRunner) -> None:
         """Share again the parameters of another runner of the same model in the module at `path`, which all passes have
-        left.
-
-        Inside `on_device` this takes effect at the end.
-        """
+        left. Inside `on_device` this takes effect at the end."""
         for parameter, shared in zip(self.module(path).parameters(), other.module(path).parameters(), strict=True):
             if id(parameter) in self._moved:
                 self._moved[id(parameter)] = (parameter, other._home(shared))
@@ -258,10 +249,8 @@ class BlockRunner:
 
     def reach(self, tensors: Iterable[Tensor]) -> None:
         """Move tensors to the device if they are weights or buffers of this model, or were offloaded; inside
-        `on_device`.
-
-        Modules are moved when they are called, but models also read weights of modules that they do not call.
-        """
+        `on_device`. Modules are moved when they are called, but models also read weights of modules that they do not
+        call."""
         if self.device.type == "cpu":
             return
         touched = list(tensors)
@@ -344,9 +333,7 @@ class BlockRunner:
 
     def _convert_stem(self) -> None:
         """Convert everything before the blocks to the computing dtype, as models look at its dtype before calling it.
-
-        Blocks keep their own dtype, which is what is solved for; they are converted while they run.
-        """
+        Blocks keep their own dtype, which is what is solved for; they are converted while they run."""
         inside, read = tuple(f"{block}." for block in self._blocks), []
         for name, parameter in self.model.module.named_parameters():
             is_stem = id(parameter) not in self._head and not name.startswith(inside)

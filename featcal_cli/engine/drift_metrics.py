@@ -77,10 +77,8 @@ def relate(distance: float, size: float, tokens: int) -> float:
 
 
 class Meter(ABC, Generic[T]):
-    """Adds up readings by key, on the device.
-
-    Sums are copied to the host only when a reading is asked for, so that the device is waited for once.
-    """
+    """Adds up readings by key, on the device. Sums are copied to the host only when a reading is asked for, so that the
+    device is waited for once."""
 
     def __init__(self) -> None:
         self.readings: dict[tuple[str, ...], T] = {}
@@ -147,10 +145,8 @@ class DriftMeter(Meter[Drift]):
         expert: Tensor,
         on_expert: Tensor | None = None,
     ) -> None:
-        """Add the features [T, d] of the same tokens in the model and in the task's expert.
-
-        `on_expert` is the output of the model's block on the expert's input, for the split.
-        """
+        """Add the features [T, d] of the same tokens in the model and in the task's expert. `on_expert` is the output
+        of the model's block on the expert's input, for the split."""
         if hidden.shape != expert.shape:
             what = f"features of {role} and of its expert have {len(hidden)} and {len(expert)} tokens {_locate(place)}"
             fix = "calibrate models whose lengths depend on their inputs alone, not on weights or padding"
@@ -243,10 +239,8 @@ OUTSIDE = ""
 
 @dataclass
 class Share:
-    """One block's part t of the final drift e, summed over all tokens added.
-
-    It is the block's local mismatch as the model's later blocks carry it to the end (paper, P m of Proposition 2).
-    """
+    """One block's part t of the final drift e, summed over all tokens added. It is the block's local mismatch as the
+    model's later blocks carry it to the end (paper, P m of Proposition 2)."""
 
     projection: float = 0.0
     """Σ ⟨t, e⟩."""

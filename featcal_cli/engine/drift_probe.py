@@ -104,9 +104,7 @@ class DriftProbe:
 
     def run_expert(self, block: Block, done: Sequence[Block]) -> None:
         """Take the expert through all calls of the block, if all passes are at it; the others follow in `go_through`.
-
-        `done`: the blocks that were visited before.
-        """
+        `done`: the blocks that were visited before."""
         if self._shown is None and self.is_at(block):
             for call in range(1, block.calls + 1):
                 if self._passes[EXPERT].is_at(block):
@@ -118,9 +116,7 @@ class DriftProbe:
 
     def go_through(self, block: Block, done: Sequence[Block]) -> None:
         """Take all passes through all calls of the block, if they are at it; drift is measured where the last one ends.
-
-        `done`: the blocks that were visited before.
-        """
+        `done`: the blocks that were visited before."""
         self.run_expert(block, done)
         shown, self._shown = self._shown, None
         if shown is None:
@@ -322,10 +318,8 @@ class BlockContribution:
         start: str = "",
         kept: list[Any] | None = None,
     ) -> Any:
-        """Take a pass to the next block that was not visited before, and return the output of the last block run.
-
-        It stays at the task's last block. From the block `start` on, it runs the blocks of the model `role`.
-        """
+        """Take a pass to the next block that was not visited before, and return the output of the last block run. It
+        stays at the task's last block. From the block `start` on, it runs the blocks of the model `role`."""
         calls, last = 0, self._job.architecture.last_blocks[self._task]
         while (at := next((other for other in (block, *done) if paused.is_at(other)), None)) is not None:
             is_models = role in self._models and self._order[at.name] >= self._order[start]
@@ -362,6 +356,7 @@ class BlockContribution:
             assert hidden is not None
             return choose_rows([hidden], block.layout, weights, lengths, first_only=first_only)[0].double()
 
+        # the parts are a telescoping sum, from the model's own pass to the expert's: see the class
         expert = rows_of(output)
         count, add = count_examples(self._expert.batch), self._measurement.shares.add
         for role, paused in self._models.items():

@@ -61,10 +61,7 @@ class GradientSums:
 
     def factor(self, name: str) -> Tensor:
         """R [r, d_out] with RᵀR = M over its mean diagonal, in the directions of its r ≤ DIRECTIONS largest
-        eigenvalues.
-
-        Values that are not finite are passed on as NaN.
-        """
+        eigenvalues. Values that are not finite are passed on as NaN."""
         total = self.sums[name]
         d = total.shape[1]
         is_square = total.shape[0] == d
@@ -96,11 +93,9 @@ class GradientSums:
 
 
 def factor_of_sketch(sketch: Tensor, directions: Tensor) -> Tensor:
-    """R [r, d] with RᵀR ≈ M in the directions of its r ≤ DIRECTIONS largest eigenvalues, from a sketch of M.
-
-    M ≈ (MΩ) (Ωᵀ M Ω)⁻¹ (MΩ)ᵀ, given the sketch Ωᵀ M [k, d] and orthonormal directions Ω [d, k] (Nyström; Tropp and
-    others 2017, algorithm 3).
-    """
+    """R [r, d] with RᵀR ≈ M in the directions of its r ≤ DIRECTIONS largest eigenvalues, from a sketch of M. M ≈ (MΩ)
+    (Ωᵀ M Ω)⁻¹ (MΩ)ᵀ, given the sketch Ωᵀ M [k, d] and orthonormal directions Ω [d, k] (Nyström; Tropp and others 2017,
+    algorithm 3)."""
     omega = directions.double()
     # a small multiple of Ω keeps the core positive definite where M has fewer directions than the sketch
     shift = FLOAT32_ROUNDING * sketch.double().norm()

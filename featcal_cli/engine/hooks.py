@@ -71,10 +71,8 @@ def run_captured(
     decided: Sequence[Any] = (),
 ) -> tuple[CapturedRun, Any]:
     """Run the block that the pass is at; returns the captured inputs and outputs of its modules, and its own output.
-
     Unless `to_end`, the run ends once the last of these modules has returned. `decided` are routing decisions of
-    another model, to be replayed here.
-    """
+    another model, to be replayed here."""
     routing = Routing(decided)
     routing.active_gates = int("" in block.gating_modules)
     routes: dict[str, list[Route | None]] = {module.name: [] for module in block.modules if module.is_routed}

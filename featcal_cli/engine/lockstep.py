@@ -76,10 +76,8 @@ class Passes:
 
 
 def forward_order(job: Job) -> Iterator[BlockVisit]:
-    """Visit the blocks in execution order; weights loaded into a student's block during a visit run after it.
-
-    During a visit all models but the experts have this one block on the device; the experts have it one at a time.
-    """
+    """Visit the blocks in execution order; weights loaded into a student's block during a visit run after it. During a
+    visit all models but the experts have this one block on the device; the experts have it one at a time."""
     hardware.reuse_memory()
     with job.ranks.on_its_own():
         passes = _start_passes(job)
@@ -150,9 +148,7 @@ def _start_pair(job: Job, task: str, batch: Batch) -> PairedPass:
 
 def _offload(job: Job, group: PassGroup, passes: Iterable[PausedForward]) -> PassGroup:
     """Allow the tensors that passes are paused with to leave the device, and their inputs, which few models read again.
-
-    Ids and masks stay, as every block asks which tokens count.
-    """
+    Ids and masks stay, as every block asks which tokens count."""
     if job.offloader is not None:
         all_passes = list(passes)
         job.offloader.keep(x for forward in all_passes for x in forward.batch.values() if not x.is_floating_point())
@@ -210,10 +206,7 @@ class BlockVisit:
 
     def _keep_outputs(self, part: Block, *, of_experts: bool) -> None:
         """Cache outputs of a part's modules in the experts' passes, or in the student's, which run the block again for
-        later parts.
-
-        This is done on a CPU only: copies to and from a GPU take longer than computing the outputs.
-        """
+        later parts. This is done on a CPU only: copies to and from a GPU take longer than computing the outputs."""
         job, block = self._job, self.block
         if self.merged.device.type != "cpu" or len(job.students) > 1 or block.calls > 1:
             return
@@ -244,10 +237,8 @@ class BlockVisit:
 
     @contextmanager
     def expert_at(self, task: str) -> Iterator[None]:
-        """Hold the block of a task's expert on the device, while the next expert's is fetched.
-
-        With one student, all else that the expert has to do with the block is done at the end, so that it is read once.
-        """
+        """Hold the block of a task's expert on the device, while the next expert's is fetched. With one student, all
+        else that the expert has to do with the block is done at the end, so that it is read once."""
         expert = self._job.experts[task]
         with expert.on_device():
             self._prefetch_after(task)
@@ -314,10 +305,8 @@ class BlockVisit:
 
     def _observe_experts(self, task: str, role: str, pair: PairedPass) -> Observation:
         """Observe the modules of a mixture's experts, with the student's routing decisions replayed in the expert
-        model.
-
-        Rows are then the same tokens in both. The expert's pass stays paused, to go on with its own decisions later.
-        """
+        model. Rows are then the same tokens in both. The expert's pass stays paused, to go on with its own decisions
+        later."""
         student = pair.students[role]
         own, _ = run_captured(self._job.students[role], student, self.part)
         captured, _ = run_captured(self.expert(task), pair.expert, self.part, decided=own.decisions)
@@ -365,10 +354,8 @@ class BlockVisit:
         self._job.drift.runners.pop(role, None)
 
     def finish(self) -> None:
-        """Take all passes through the block, the students' with their new weights, and measure the students' drift.
-
-        The new weights are then dropped from memory, unless the block runs again or students keep their blocks.
-        """
+        """Take all passes through the block, the students' with their new weights, and measure the students' drift. The
+        new weights are then dropped from memory, unless the block runs again or students keep their blocks."""
         job = self._job
         self._captured.clear()
         for task, expert in job.experts.items():

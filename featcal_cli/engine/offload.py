@@ -46,10 +46,7 @@ class Offloader:
 
     def __init__(self, device: torch.device, device_room: int, host_room: int, folder: Path) -> None:
         """Set the rooms in bytes: on the device, and in host memory (pinned if the device is CUDA). On a CPU their sum
-        counts.
-
-        Lent tensors may exceed them. Files are made in `folder`, which should lie on a disk.
-        """
+        counts. Lent tensors may exceed them. Files are made in `folder`, which should lie on a disk."""
         self._device, self.folder = device, folder
         self._rooms = (device_room + host_room, 0) if device.type == "cpu" else (device_room, host_room)
         self._used = [0, 0, 0]
@@ -86,9 +83,7 @@ class Offloader:
     @contextmanager
     def lend(self, find: Callable[[], Iterable[Tensor]]) -> Iterator[None]:
         """Have the tensors that `find` returns at hand on the device; those that it returns afterwards may leave again.
-
-        Raises OutputError if the disk is full.
-        """
+        Raises OutputError if the disk is full."""
         lent = self._find(find())
         for piece in lent:
             piece.users += 1
@@ -164,10 +159,8 @@ class Offloader:
         self._left[piece.level].pop(piece, None)
 
     def _leave(self, pieces: Iterable[_Piece]) -> None:
-        """Mark pieces to move down before others, unless they are asked for again.
-
-        On a CPU large ones move at once, as the machine's memory is all there is.
-        """
+        """Mark pieces to move down before others, unless they are asked for again. On a CPU large ones move at once, as
+        the machine's memory is all there is."""
         for piece in pieces:
             storage = piece.storage()
             if storage is None or piece.users:
@@ -202,6 +195,7 @@ class Offloader:
 
     def _sink(self, piece: _Piece) -> None:
         """Move a piece down: from the device to host memory if there is room, else to a file."""
+        # from host memory there is only one way down
         weight = self._weigh(piece, HOST)
         fits = piece.level == DEVICE and weight <= self._rooms[HOST] and self._make_room(HOST, weight)
         self._move(piece, HOST if fits else DISK)

@@ -1,8 +1,6 @@
-"""Gradients of an expert's outputs at its modules: how far a change at each module and token moves the outputs.
-
-They are computed by a checkpointed backward pass of our own, block by block, so that neither the graph of a whole pass
-nor the weights of more than one block are ever in memory.
-"""
+"""Gradients of an expert's outputs at its modules: how far a change at each module and token moves the outputs. They
+are computed by a checkpointed backward pass of our own, block by block, so that neither the graph of a whole pass nor
+the weights of more than one block are ever in memory."""
 
 from __future__ import annotations
 
@@ -50,21 +48,14 @@ KEPT_BYTES = 1 << 28
 
 class OutputGradients(NamedTuple):
     """Summary of the gradients of an expert's outputs at its Linear modules, by their paths in merged, on the CPU.
-
-    Modules that do not reach the outputs are missing.
-    """
+    Modules that do not reach the outputs are missing."""
 
     factors: dict[str, Tensor]
     """R [r, d_out] with RᵀR = the mean of g gᵀ over its mean diagonal, in its largest directions
-    (`GradientSums.factor`).
-
-    g [d_out] is the gradient of a random projection of the outputs at the module's output.
-    """
+    (`GradientSums.factor`). g [d_out] is the gradient of a random projection of the outputs at the module's output."""
     fitted: dict[str, Tensor]
-    """‖g‖² at the tokens of each calibration example [n, longest], over its mean at all tokens that count.
-
-    It is 1 for examples that were not looked at. Modules whose rows are not single tokens are missing.
-    """
+    """‖g‖² at the tokens of each calibration example [n, longest], over its mean at all tokens that count. It is 1 for
+    examples that were not looked at. Modules whose rows are not single tokens are missing."""
     checked: dict[str, Tensor]
     """‖g‖² at the tokens of the examples that updates are checked on, in the same form."""
 
@@ -131,10 +122,8 @@ class CheckpointedPass:
         return bool(self._paused.dead)
 
     def backward_projections(self) -> None:
-        """Send random projections of the model's outputs back to the leaves of the last blocks.
-
-        Each example draws from its own seed, so that the rest of the batch changes nothing.
-        """
+        """Send random projections of the model's outputs back to the leaves of the last blocks. Each example draws from
+        its own seed, so that the rest of the batch changes nothing."""
         are_logits = gives_logits(self._paused.module, self._paused.output)
         output = read_output(self._paused.output)
         rows, owners = choose_rows(output, self.batch), find_owners(output, self.batch).cpu()
@@ -207,10 +196,8 @@ class CheckpointedPass:
     def _run_again(
         self, call: BlockCall, block: Block, copies: Mapping[int, Tensor]
     ) -> Iterator[tuple[Any, list[tuple[str, Tensor]]]]:
-        """Run a block again on copies of its arguments, with a graph.
-
-        Yields its output and those of its Linear modules, with their paths.
-        """
+        """Run a block again on copies of its arguments, with a graph. Yields its output and those of its Linear
+        modules, with their paths."""
         inside: list[tuple[str, Tensor]] = []
         with ExitStack() as hooks, ExitStack() as precision:
             linear = [module for module in block.modules if module.kind in LINEAR_KINDS]
@@ -255,10 +242,7 @@ def _differentiate(
     ends: Sequence[tuple[Tensor, Tensor]], wanted: Sequence[Tensor], *, again: bool
 ) -> Sequence[Tensor | None]:
     """Gradients at the `wanted` tensors, given pairs of tensor and gradient as `ends`; None where nothing depends on
-    them.
-
-    The graph is kept if it is needed `again`.
-    """
+    them. The graph is kept if it is needed `again`."""
     if not ends or not wanted:
         return [None] * len(wanted)
     outputs, gradients = zip(*ends, strict=True)
@@ -316,9 +300,7 @@ def _measure_batches(
 
 def _relative_sizes(name: str, passes: Sequence[CheckpointedPass], examples: int) -> Tensor:
     """Sizes of a module's gradients at the tokens of all examples [n, longest], over their mean at tokens that count.
-
-    Examples that were not looked at come last and have 1.
-    """
+    Examples that were not looked at come last and have 1."""
     sizes = [traced.sizes[name] for traced in passes]
     total, counted = sum(float(of.sum()) for of in sizes), sum(traced.counts[name] for traced in passes)
     relative = torch.ones(examples, max(of.shape[1] for of in sizes))

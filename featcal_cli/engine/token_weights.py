@@ -50,10 +50,8 @@ def token_weights(paused: PausedForward, block: Block, *, cls_tokens: bool) -> W
 
 
 def _own_mask(paused: PausedForward, sequence: Tensor, padding: Padding) -> Tensor | None:
-    """Mask [B, frames] of the rows of a sequence [B, frames, d] that come from tokens that count; None if all do.
-
-    If rows and tokens cannot be matched the mask is empty, which fits no feature.
-    """
+    """Mask [B, frames] of the rows of a sequence [B, frames, d] that come from tokens that count; None if all do. If
+    rows and tokens cannot be matched the mask is empty, which fits no feature."""
     frames, text = sequence.shape[1], padding.text_rows
     ids, mask = paused.batch.get("input_ids"), paused.batch.get(MASK)
     if ids is not None and not padding.holds_text:
@@ -101,10 +99,8 @@ def _read_once(mask: object, sequence: Tensor) -> Tensor:
 def routed_rows(
     x: Tensor, route: Route | None, layout: Layout, weights: Weights, lengths: Lengths, block_axis: str | None
 ) -> tuple[Tensor, Tensor | None] | None:
-    """Rows [n, d] of an expert's input in a mixture, and their weights.
-
-    A row weighs as its token does, times the square of its gate: the mixture scales the expert's errors by that gate.
-    """
+    """Rows [n, d] of an expert's input in a mixture, and their weights. A row weighs as its token does, times the
+    square of its gate: the mixture scales the expert's errors by that gate."""
     if route is None:
         return None
     tokens = torch.arange(route.shape[:-1].numel(), device=x.device)
@@ -125,9 +121,7 @@ def choose_rows(
     features: Sequence[Tensor], layout: Layout, weights: Weights, lengths: Lengths, *, first_only: bool
 ) -> list[Tensor]:
     """Choose the tokens [T, d] of one feature of several models: the first of each example, or all but padding.
-
-    `first_only` restricts features of patches to their first token.
-    """
+    `first_only` restricts features of patches to their first token."""
     if first_only and layout.axis == BLOCK_AXIS:
         return [x[:, 0] for x in features]
     flattened = [layout.flatten(x, weights, lengths, layout.axis) for x in features]
@@ -139,11 +133,9 @@ def choose_rows(
 
 
 def find_cls_blocks(runner: BlockRunner, architecture: Architecture, task: str, batch: Batch) -> frozenset[str]:
-    """Find the last block of each stack over patches if the model's pooled output reads its first token alone.
-
-    The output then changes if that token is perturbed, and not if all others that leave the block are. `batch` has one
-    example.
-    """
+    """Find the last block of each stack over patches if the model's pooled output reads its first token alone. The
+    output then changes if that token is perturbed, and not if all others that leave the block are. `batch` has one
+    example."""
     blocks = [block for block in architecture.blocks if block.name not in architecture.stems]
     over_patches = [block for block in blocks if block.layout.axis == BLOCK_AXIS and not block.padding.holds_text]
     stacks = {block.name.rpartition(".")[0]: block for block in over_patches}

@@ -79,6 +79,7 @@ def check_order(merged: Model, base: Model, architecture: Architecture) -> None:
             lists.setdefault(kind, {})[block] = sample_rows(weight), sample_rows(known[name].detach())
     for layers in lists.values():
         for block, (ours, own) in layers.items():
+            # a layer that was moved or repeated is at the distance of fine-tuning from its origin
             others = {other: float((ours - start).norm()) for other, (_, start) in layers.items() if other != block}
             nearest = min(others, key=others.__getitem__, default="")
             if nearest and others[nearest] < OTHER_LAYER_RATIO * float((ours - own).norm()):
@@ -169,11 +170,8 @@ def describe_merge_fit(
     built: bool = False,
     is_calibrated: bool = False,
 ) -> list[str]:
-    """Report what is odd about these models as a merge, in sentences.
-
-    `built` says that this run made merged of them. `is_calibrated` says that merged was solved by featcal, so that
-    experts need not explain it.
-    """
+    """Report what is odd about these models as a merge, in sentences. `built` says that this run made merged of them.
+    `is_calibrated` says that merged was solved by featcal, so that experts need not explain it."""
     names = _choose_names((merged, base, *experts.values()), architecture)
     if not names:
         return []
@@ -196,12 +194,11 @@ def describe_merge_fit(
 
 
 def explain(target: Tensor, steps: Tensor, noise: float = 0.0) -> tuple[float | None, list[float]]:
-    """Share (0 to 1) of the squares of `target` [n] that the span of `steps` [k, n] explains, and the coefficients.
-
-    The share is None if most of the target is `noise`, its sum of squares from rounding.
-    """
+    """Share (0 to 1) of the squares of `target` [n] that the span of `steps` [k, n] explains, and the coefficients. The
+    share is None if most of the target is `noise`, its sum of squares from rounding."""
     whole = float(target @ target)
     gram = steps @ steps.T
+    # a little ridge keeps the system solvable where two experts are equal
     gram.diagonal().add_(1e-9 * gram.diagonal().mean())
     parts = torch.linalg.solve(gram, steps @ target)
     explained = float(parts @ (steps @ target))

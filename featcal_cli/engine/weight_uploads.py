@@ -148,11 +148,8 @@ class Upload:
 
 
 def is_finite(weight: Tensor) -> bool:
-    """Whether all elements of a weight are finite.
-
-    The sum is quick to compute, and only if it overflows or is NaN are the elements looked at. On a CPU this goes piece
-    by piece, as a sum in another dtype copies the whole.
-    """
+    """Whether all elements of a weight are finite. The sum is quick to compute, and only if it overflows or is NaN are
+    the elements looked at. On a CPU this goes piece by piece, as a sum in another dtype copies the whole."""
     pieces = weight.reshape(-1).split(PIECE) if weight.device.type == "cpu" else [weight]
     return all(torch.isfinite(x.sum(dtype=torch.float32)) or torch.isfinite(x).all() for x in pieces)
 

@@ -34,11 +34,9 @@ FULL_CHECKPOINT = "give a full checkpoint of the same architecture as the merged
 
 
 def load_fitting(role: str, snapshot: Snapshot, merged: Model, load: Loader = load_model) -> Model:
-    """Load a checkpoint in the merged model's class.
-
-    It is loaded in its own class where it is only a part of the merged model (its vision tower, for example), which
-    `part` then names, or where the merged model is only its `body`, so that it keeps its head.
-    """
+    """Load a checkpoint in the merged model's class. It is loaded in its own class where it is only a part of the
+    merged model (its vision tower, for example), which `part` then names, or where the merged model is only its `body`,
+    so that it keeps its head."""
     merged_class = type(merged.module)
     if snapshot.config.get("model_type") != merged.snapshot.config.get("model_type"):
         own_class = find_class(snapshot)
@@ -189,10 +187,8 @@ _TOKENS = (
     r"model_max_length|forced_.*|num_beams|max_length|min_length|median_filter_width|video_.*|vision_feature_.*"
 )
 IRRELEVANT_KEYS = re.compile(f"({_BOOKKEEPING}|{_TRAINING}|{_HEADS}|{_TOKENS})")
-"""Config keys that decide nothing inside blocks: training, storage, heads, vocabulary and number of positions.
-
-Tensors of the latter have shapes of their own, which are compared. An unknown key is compared.
-"""
+"""Config keys that decide nothing inside blocks: training, storage, heads, vocabulary and number of positions. Tensors
+of the latter have shapes of their own, which are compared. An unknown key is compared."""
 REPORTED_KEYS = re.compile(r"rope_(theta|scaling|parameters|type).*|(use_)?sliding_window|max_window_layers|image_size")
 """Config keys whose differences are only reported: they change little, or only long inputs, and users do change
 them."""
@@ -209,10 +205,8 @@ _ACTIVATIONS = {
 
 
 def compare_configs(merged: Model, other: Model) -> list[str]:
-    """Report differences between the config of `other` and merged's that matter little, in sentences.
-
-    Raises CheckpointError for one that makes weights of equal shapes compute something else.
-    """
+    """Report differences between the config of `other` and merged's that matter little, in sentences. Raises
+    CheckpointError for one that makes weights of equal shapes compute something else."""
     ours = merged.module.get_submodule(other.part).config if other.part else merged.module.config
     theirs = other.module.config
     # both were loaded as one outline, as their files are alike

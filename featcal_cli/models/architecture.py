@@ -1,7 +1,5 @@
-"""The calibratable structure of a model: its blocks in execution order, and the modules inside each block.
-
-Nothing here knows a model by name: blocks are found by running the model on probes.
-"""
+"""The calibratable structure of a model: its blocks in execution order, and the modules inside each block. Nothing here
+knows a model by name: blocks are found by running the model on probes."""
 
 from __future__ import annotations
 
@@ -61,10 +59,8 @@ class Module:
     depth: int = 0
     """Number of successive modules of the block whose calibration changes this one's input."""
     routed: tuple[int, ...] = ()
-    """Shape d_out and d_in of a module in an expert of a mixture, else empty.
-
-    Such a module is given some of the tokens, in any number of calls; its layout is that of all tokens.
-    """
+    """Shape d_out and d_in of a module in an expert of a mixture, else empty. Such a module is given some of the
+    tokens, in any number of calls; its layout is that of all tokens."""
 
     @property
     def is_routed(self) -> bool:
@@ -105,11 +101,9 @@ class Block:
         return any(module.is_routed for module in self.modules)
 
     def parts(self, *, by_depth: bool) -> tuple[Block, ...]:
-        """Split the block into parts that are solved together, in execution order.
-
-        Dense modules make one part, or one for each depth. Those of a mixture's experts follow, always by depth and
-        split so that their equations fit into memory.
-        """
+        """Split the block into parts that are solved together, in execution order. Dense modules make one part, or one
+        for each depth. Those of a mixture's experts follow, always by depth and split so that their equations fit into
+        memory."""
         dense = [module for module in self.modules if not module.is_routed]
         routed = [module for module in self.modules if module.is_routed]
         width = max((min(module.routed) for module in routed), default=0)  # experts may be narrower than the model
@@ -159,6 +153,7 @@ def find_architecture(
     ArchitectureError if no blocks are found or their order differs between tasks, DataError if the model cannot run on
     a task's examples.
     """
+    # tasks with the same inputs share one pair of probes
     runs: dict[frozenset[str], ProbeRun] = {}
     for task, batch in batches.items():
         if frozenset(batch) not in runs:
@@ -169,6 +164,7 @@ def find_architecture(
     for run in runs.values() if stems else ():
         before.update(find_stems(model, run.first, run.blocks))
         run.blocks = sort_by_first_call(run.first, {*run.blocks, *before} & {*run.first.calls})
+    # one order for all tasks, as each block is solved once for all of them
     order = merge_orders([run.blocks for run in runs.values()])
     if not order:
         raise no_blocks(type(model))
@@ -202,6 +198,7 @@ def _describe(model: nn.Module, name: str, run: ProbeRun, norms: str, holders: M
     layout, axes = run.block_axis(name)
     works = run.first.functional.items()
     biases = {work.bias.parameter for path, work in works if work.bias and not run.first.is_router(path)}
+    # a probe's few tokens reach some experts only: what is seen of one holds for all with its pattern of path
     held, mixture = model.get_submodule(name), dict[str, list[str]]()
     for path in (path.removeprefix(f"{name}.") for path in run.first.routed if path.startswith(f"{name}.")):
         mixture.setdefault(wildcard_path(held, path), []).append(path)
@@ -262,9 +259,7 @@ def _describe_parameter(
     holders: Mapping[int, int],
 ) -> tuple[list[Module], str]:
     """Describe the products that functions make with a parameter of a module that is neither a Linear nor a norm.
-
-    Returns the modules that these amount to, or none and the reason why the parameter is left unchanged.
-    """
+    Returns the modules that these amount to, or none and the reason why the parameter is left unchanged."""
     parts = {
         part: functional.without_prefix(f"{block}.")
         for part, functional in run.first.functional.items()
@@ -301,10 +296,8 @@ def held_parameters(block: nn.Module, module: Module) -> Iterator[tuple[str, nn.
 
 
 def _count_depths(held: nn.Module, block: str, modules: Sequence[Module], traced: Mapping[str, int]) -> list[Module]:
-    """Set the depth of each module in the block: the number of successive Linear modules that lead to its input.
-
-    A norm has the depth of the Linear modules that follow it, or else of the last ones, and so is solved with them.
-    """
+    """Set the depth of each module in the block: the number of successive Linear modules that lead to its input. A norm
+    has the depth of the Linear modules that follow it, or else of the last ones, and so is solved with them."""
     # products before the block, those of an encoder for example, are not counted
     start = traced.get(block, 0)
     of_modules = {module.name: max(start, traced.get(f"{block}.{module.name}", start)) for module in modules}

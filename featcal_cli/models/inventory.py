@@ -115,10 +115,8 @@ def run_without_values(
     routers: bool = False,
     stems: bool = False,
 ) -> Architecture | None:
-    """Find the architecture by running a model on the meta device; None for a model that looks at values.
-
-    Inputs have the shapes of `batches`, by task; without these they are made up.
-    """
+    """Find the architecture by running a model on the meta device; None for a model that looks at values. Inputs have
+    the shapes of `batches`, by task; without these they are made up."""
     shapes = {
         task: {name: x.to("meta") for name, x in batch.items() if "mask" not in name}  # masks are looked at
         for task, batch in (batches or {}).items()
@@ -143,10 +141,7 @@ def list_registered(model: PreTrainedModel, batches: Mapping[str, Batch], norms:
 
 def _made_up_inputs(model: PreTrainedModel) -> Iterator[Batch]:
     """Make up batches on the meta device: all inputs that the forward names, then the text inputs, then each input
-    alone.
-
-    The texts of an encoder and a decoder are never tried alone, as either could be taken for the other.
-    """
+    alone. The texts of an encoder and a decoder are never tried alone, as either could be taken for the other."""
     kinds = {name: x for name in forward_names(model) if (x := _made_up(name, model.config)) is not None}
     text = {name: x for name, x in kinds.items() if name.endswith("input_ids")}
     apart = {name: x for name, x in kinds.items() if "decoder_input_ids" not in kinds or name not in text}

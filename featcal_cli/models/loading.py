@@ -166,10 +166,8 @@ def read_config(role: str, snapshot: Snapshot, model_class: type[PreTrainedModel
 
 
 def load_model(role: str, snapshot: Snapshot, model_class: type[PreTrainedModel]) -> Model:
-    """Load the checkpoint as `model_class`, in its own dtype, in evaluation mode, memory-mapped.
-
-    Raises CheckpointError if the files are unreadable, quantised, or of another architecture.
-    """
+    """Load the checkpoint as `model_class`, in its own dtype, in evaluation mode, memory-mapped. Raises CheckpointError
+    if the files are unreadable, quantised, or of another architecture."""
     check_unquantised(snapshot.config, role, snapshot.name)
     with quiet_transformers():
         config = read_config(role, snapshot, model_class)
@@ -201,10 +199,8 @@ def load_outline(
     role: str, snapshot: Snapshot, model_class: type[PreTrainedModel], tensors: Mapping[str, Entry] | None
 ) -> Model:
     """Load the checkpoint's structure as `model_class` on the meta device; its folder need hold only the config.
-
     `tensors` are the entries of its files' headers; if they are unknown (None), the config is trusted. Raises
-    CheckpointError.
-    """
+    CheckpointError."""
     with quiet_transformers():
         # what is of another architecture shows by what it lacks
         config = read_config(role, snapshot, model_class)

@@ -1,7 +1,5 @@
-"""Extraction of a PEFT adapter from calibrated parameters.
-
-Updates of Linear modules and of experts are cut to a low rank; other modules are held whole.
-"""
+"""Extraction of a PEFT adapter from calibrated parameters. Updates of Linear modules and of experts are cut to a low
+rank; other modules are held whole."""
 
 from __future__ import annotations
 
@@ -21,10 +19,8 @@ from featcal_cli.models.module_kinds import Affine, kind_of, read_parameters
 MATRICES = ("linear", "conv1d")
 """Kinds of modules that LoRA can add to; Conv1D is GPT-2's name for a Linear."""
 OLD_EXPERTS = {"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"}
-"""Names of experts' modules and routers before transformers fused them.
-
-A target module with such a name is, in many mixtures, taken by peft for the fused parameter, wherever it is.
-"""
+"""Names of experts' modules and routers before transformers fused them. A target module with such a name is, in many
+mixtures, taken by peft for the fused parameter, wherever it is."""
 EXACT_BELOW = 8
 """Largest ratio of a matrix's smaller side to the rank at which it is decomposed exactly, not by a random sketch."""
 
@@ -43,11 +39,8 @@ class LowRank:
     transposed: bool = False
     """Whether the matrices are those of Conv1D modules."""
     parameters: list[str] = field(default_factory=list)
-    """Paths of parameters whose values peft adds to, rather than to a module's output.
-
-    These are stacks of matrices, each cut to the rank, their biases, and the weights of Linear modules that peft would
-    mistake.
-    """
+    """Paths of parameters whose values peft adds to, rather than to a module's output. These are stacks of matrices,
+    each cut to the rank, their biases, and the weights of Linear modules that peft would mistake."""
     whole: list[str] = field(default_factory=list)
     """Paths of modules that the adapter holds in full."""
     left_out: list[str] = field(default_factory=list)
@@ -95,11 +88,9 @@ def find_largest_rank(model: nn.Module, architecture: Architecture) -> int:
 def extract_adapter(
     model: nn.Module, groups: Iterable[Mapping[str, Tensor]], rank: int, functional: Collection[str]
 ) -> LowRank:
-    """Extract the adapter on `model` that new parameter values amount to.
-
-    `groups` yields each block's new parameters by path. `functional` names the modules whose weights are read by
-    functions, which LoRA does not change: these are held whole, except matrices inside one parameter.
-    """
+    """Extract the adapter on `model` that new parameter values amount to. `groups` yields each block's new parameters
+    by path. `functional` names the modules whose weights are read by functions, which LoRA does not change: these are
+    held whole, except matrices inside one parameter."""
     made = LowRank(rank)
     stacks = {path.partition("[")[0] for path in functional if path.endswith("]")}
     with torch.no_grad():
@@ -170,10 +161,7 @@ def _cut_stacks(
     made: LowRank, module: nn.Module, path: str, new: Mapping[str, Tensor], stacks: Collection[str]
 ) -> None:
     """Cut the parameters of one module to the rank: each matrix of `stacks` [n, a, b], and their biases [n, a] as one
-    matrix.
-
-    Parameters of other shapes are left out.
-    """
+    matrix. Parameters of other shapes are left out."""
     are_stacks = all(name in stacks and len(x) > 1 if x.ndim == 3 else x.ndim == 2 for name, x in new.items())
     named = {f"{path}.{key}": value for key, value in module.named_parameters(recurse=False)}
     if not are_stacks:

@@ -82,10 +82,8 @@ def _combine(merge: Merge, _: str, sources: Sources) -> Tensor:
 
 
 def _agree(trim: Trim, parameters: Mapping[str, Sources]) -> Rule:
-    """TIES' sign election and disjoint merge: base + scale · Σ of the kept steps whose sign is that of their sum.
-
-    Where the sum is 0, the sign is that of most sums of the whole model.
-    """
+    """TIES' sign election and disjoint merge: base + scale · Σ of the kept steps whose sign is that of their sum. Where
+    the sum is 0, the sign is that of most sums of the whole model."""
     votes = 0
     for name, sources in parameters.items():
         votes += sum(int(torch.add(*_add(part)).sign().sum()) for part in trim(name, sources))
@@ -158,10 +156,8 @@ def _find_thresholds(merge: Merge, parameters: Mapping[str, Sources]) -> Tensor:
 
 
 def _count(parameters: Mapping[str, Sources], wanted: Tensor | None) -> Tensor:
-    """Count the upper 16 bits of the magnitudes of each expert's steps, int64 [experts, BINS].
-
-    With `wanted` [experts], the lower 16 bits are counted instead, among magnitudes with that upper half.
-    """
+    """Count the upper 16 bits of the magnitudes of each expert's steps, int64 [experts, BINS]. With `wanted` [experts],
+    the lower 16 bits are counted instead, among magnitudes with that upper half."""
     counts = torch.zeros(len(next(iter(parameters.values()))) - 1, BINS, dtype=torch.int64)
     for sources in parameters.values():
         for part in _steps(sources):

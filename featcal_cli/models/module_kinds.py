@@ -80,10 +80,8 @@ def _norm_kind(module: nn.Module, width: int) -> Kind | None:
 
 def read_parameters(module: nn.Module) -> Affine:
     """Read weight [d_out, d_in] and bias [d_out] of a Linear or Conv1D (which stores the transpose), or scale [d] and
-    bias [d] of a norm.
-
-    The d_in of a convolution is the size of a patch; with groups its weight is [groups, d_out / groups, d_in / groups].
-    """
+    bias [d] of a norm. The d_in of a convolution is the size of a patch; with groups its weight is [groups, d_out /
+    groups, d_in / groups]."""
     own = {name: parameter.detach() for name, parameter in module.named_parameters(recurse=False)}
     weight = own["weight"].T if isinstance(module, Conv1D) else own["weight"]
     if isinstance(module, CONVOLUTIONS):
@@ -118,10 +116,8 @@ class ParameterSlice:
         return parameter.as_strided(self.size, self.stride, parameter.storage_offset() + self.offset)
 
     def name(self, shape: torch.Size) -> str:
-        """The path, followed by the part in brackets unless this is the whole of a parameter of this shape.
-
-        A part is named by indices of the first dimension where it consists of whole entries, else by offset and size.
-        """
+        """The path, followed by the part in brackets unless this is the whole of a parameter of this shape. A part is
+        named by indices of the first dimension where it consists of whole entries, else by offset and size."""
         numbers, step = prod(self.size), shape[1:].numel()
         if numbers == shape.numel():
             return self.parameter
@@ -175,11 +171,8 @@ def expand_experts(one: FunctionalLinear, shape: torch.Size) -> list[FunctionalL
 
 EXPERTS_SQUARES = 36
 """Largest size of the equations of experts that are solved together, in numbers (moments, right-hand sides and weights)
-over the square of the model's width.
-
-A dense layer takes about 50: 4 attention matrices, and 3 of 4 times the width. The weights of a mixture themselves take
-more room.
-"""
+over the square of the model's width. A dense layer takes about 50: 4 attention matrices, and 3 of 4 times the width.
+The weights of a mixture themselves take more room."""
 
 
 def split_systems(shapes: Sequence[tuple[int, ...]], width: int) -> list[slice]:
@@ -228,10 +221,8 @@ def rows_shape(module: nn.Module | None, shape: torch.Size) -> torch.Size:
 
 def read_patches(module: nn.Module, x: Tensor) -> Tensor:
     """Extract the patches that a convolution multiplies its weight with from an input [B, C, *size]: [B, *positions, C,
-    *kernel], a view of the padded input.
-
-    Positions beyond the input's size, which padding adds, are left out: causal models pad that way and drop them.
-    """
+    *kernel], a view of the padded input. Positions beyond the input's size, which padding adds, are left out: causal
+    models pad that way and drop them."""
     assert isinstance(module, CONVOLUTIONS)
     mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
     sizes, spatial = x.shape[2:], range(2, x.ndim)
@@ -266,11 +257,8 @@ def normalise(module: nn.Module, x: Tensor) -> Tensor:
 
 
 class Affine(NamedTuple):
-    """Weight and bias of one module, if it has a bias.
-
-    The weight is [d_out, d_in] for a Linear, [groups, d_out / groups, d_in / groups] for a convolution with groups, and
-    the scale [d] for a norm.
-    """
+    """Weight and bias of one module, if it has a bias. The weight is [d_out, d_in] for a Linear, [groups, d_out /
+    groups, d_in / groups] for a convolution with groups, and the scale [d] for a norm."""
 
     weight: Tensor
     bias: Tensor | None

@@ -122,10 +122,8 @@ class ProbeRun:
         return self._complete(block, min(sequences), *text) if sequences else Padding(*text)
 
     def _complete(self, block: str, place: int, holds_text: bool, text_rows: TextRows | None) -> Padding:
-        """Find how padding in a sequence that a block is given is recognised.
-
-        Its mask is looked for once a stack, and only if nothing else helps.
-        """
+        """Find how padding in a sequence that a block is given is recognised. Its mask is looked for once a stack, and
+        only if nothing else helps."""
         # else the masks are about the text, which is not in it
         is_about = holds_text or "input_ids" not in self.probe
         if text_rows is not None or not is_about:
@@ -181,10 +179,8 @@ class ProbeRun:
         return OtherRows(layouts, None)
 
     def _find_cross_attention_text(self, block: str, lengths: tuple[int, int]) -> tuple[bool, TextRows | None]:
-        """Whether a sequence of these lengths in the two probes may hold the text, and the text's position.
-
-        Both are those of the last stack before this block whose hidden states have as many rows.
-        """
+        """Whether a sequence of these lengths in the two probes may hold the text, and the text's position. Both are
+        those of the last stack before this block whose hidden states have as many rows."""
         for other in reversed(self.blocks[: self.blocks.index(block)]):
             layout, axes = self.block_axis(other)
             if layout.axis == BLOCK_AXIS and axes[BLOCK_AXIS] == lengths:
@@ -192,11 +188,8 @@ class ProbeRun:
         return True, None
 
     def _find_mask(self, block: str, place: int) -> int | None:
-        """Position of a sequence's mask among a block's arguments; None if there is none.
-
-        The second half of all inputs but a decoder's is masked: the mask is the argument that then hides the last row
-        and not the first.
-        """
+        """Position of a sequence's mask among a block's arguments; None if there is none. The second half of all inputs
+        but a decoder's is masked: the mask is the argument that then hides the last row and not the first."""
         masks = {
             name: mask.clone()
             for name, mask in self.probe.items()
@@ -226,11 +219,8 @@ class ProbeRun:
         return None
 
     def _find_apart(self, block: str, layouts: Mapping[str, Layouts]) -> set[str]:
-        """Modules that read rows apart from the text, among those that may read windows of it.
-
-        They read the same whatever the text is, or as many rows as another stack has patches: images in
-        cross-attention, for example.
-        """
+        """Modules that read rows apart from the text, among those that may read windows of it. They read the same
+        whatever the text is, or as many rows as another stack has patches: images in cross-attention, for example."""
         unclear = {
             name: {dim.factor for layout in of for dim in layout.dims or ()}
             for name, of in layouts.items()
@@ -263,11 +253,8 @@ MASKED = -1e3
 
 
 def read_mask(x: Any, sequence: Tensor) -> Tensor | None:
-    """Rows of a sequence [B, n, d] that any row may attend to, [B, n], read from a mask.
-
-    A mask is boolean or integer [B, n], or is added to attention scores as [B, 1, .., n]. None if x is no mask of this
-    sequence.
-    """
+    """Rows of a sequence [B, n, d] that any row may attend to, [B, n], read from a mask. A mask is boolean or integer
+    [B, n], or is added to attention scores as [B, 1, .., n]. None if x is no mask of this sequence."""
     count, frames = sequence.shape[:2]
     if not isinstance(x, Tensor) or x.ndim not in (2, 3, 4) or (x.shape[0], x.shape[-1]) != (count, frames):
         return None

@@ -1,8 +1,6 @@
-"""Interception of matrix products with parameters, and of a mixture's routing of tokens to experts.
-
-Both are caught at the torch functions that compute them, whichever module calls these: many models never call the
-Linear whose weight they use, or keep the weights of all experts in one parameter.
-"""
+"""Interception of matrix products with parameters, and of a mixture's routing of tokens to experts. Both are caught at
+the torch functions that compute them, whichever module calls these: many models never call the Linear whose weight they
+use, or keep the weights of all experts in one parameter."""
 
 from __future__ import annotations
 

@@ -19,20 +19,16 @@ class TextRows(NamedTuple):
     start: int
     """Row at which the text begins."""
     around_counts: tuple[bool, bool]
-    """Whether the rows before the text, and those after it, count.
-
-    Patches and learnt prompts do; padding that a model adds does not.
-    """
+    """Whether the rows before the text, and those after it, count. Patches and learnt prompts do; padding that a model
+    adds does not."""
 
 
 def find_text_rows(
     model: nn.Module, module: nn.Module, probe: Batch, stack: Sequence[str], length: int
 ) -> TextRows | None:
     """Find the rows of a text of this length in the input of a stack's first block, while the module runs on the probe.
-
     Changing the last token changes one row, or all rows of the text if an earlier stack has mixed them. None if other
-    rows change, or none.
-    """
+    rows change, or none."""
     pair = see_text_change(model, module, probe, stack[:1])
     if pair is None:
         return None

@@ -1,8 +1,6 @@
-"""Layouts of features: which rows are which tokens, learnt from shapes.
-
-Two probes differ in the number of examples and in the length of every token axis, so each dimension of a feature shows
-by its change what it is made of. Nothing is guessed from one shape that could mean two things.
-"""
+"""Layouts of features: which rows are which tokens, learnt from shapes. Two probes differ in the number of examples and
+in the length of every token axis, so each dimension of a feature shows by its change what it is made of. Nothing is
+guessed from one shape that could mean two things."""
 
 from __future__ import annotations
 
@@ -22,10 +20,8 @@ PROBE_EXAMPLES = (3, 5)
 PROBE_TOKENS = 8
 """Number of text tokens in a probe: short probes show the shapes and are cheap on large models."""
 ENCODER_AXIS, DECODER_AXIS, BLOCK_AXIS = "encoder", "decoder", "own"
-"""Token axes: the encoder's (or only) text, the decoder's text, and a block's own rows (patches, audio frames).
-
-Masks of other names, such as pixel_attention_mask, make axes of their own name.
-"""
+"""Token axes: the encoder's (or only) text, the decoder's text, and a block's own rows (patches, audio frames). Masks
+of other names, such as pixel_attention_mask, make axes of their own name."""
 CROSS_ATTENTION_AXIS = "memory"
 """The token axis that cross-attention reads, if it is another stack's own: audio frames, or the text beside an
 image."""
@@ -91,11 +87,9 @@ class Layout:
     def flatten(
         self, x: Tensor, weights: Weights, lengths: Lengths, block_axis: str | None
     ) -> tuple[Tensor, Tensor | None] | None:
-        """Rows [T, d] of a feature [.., d] and their weights [T], without the rows of weight 0.
-
-        None when the shape does not follow the layout, or when tokens have weights and the rows are not single tokens.
-        `block_axis` is the axis of the block's hidden states.
-        """
+        """Rows [T, d] of a feature [.., d] and their weights [T], without the rows of weight 0. None when the shape
+        does not follow the layout, or when tokens have weights and the rows are not single tokens. `block_axis` is the
+        axis of the block's hidden states."""
         if self.dims is None or tuple(dim.size(lengths) for dim in self.dims) != tuple(x.shape[:-1]):
             return None
         rows = x.reshape(-1, x.shape[-1])
@@ -128,10 +122,8 @@ class Layout:
         return (sums if examples is None or examples < tokens else sums.T).reshape(count, -1)
 
     def _find_token_dimensions(self) -> tuple[int | None, int | None]:
-        """Positions in `dims` of the examples and of the tokens.
-
-        If one dimension holds both, only the second is given. Both are None if rows are not single tokens.
-        """
+        """Positions in `dims` of the examples and of the tokens. If one dimension holds both, only the second is given.
+        Both are None if rows are not single tokens."""
         assert self.dims is not None
         kinds = (Dimension(True, self.axis, 1), Dimension(True, None, 1), Dimension(False, self.axis, 1))
         match [[at for at, dim in enumerate(self.dims) if dim == kind] for kind in kinds]:
@@ -190,10 +182,8 @@ class Layout:
         return pairs.reshape(shape).expand(x.shape[:-1]).reshape(-1)
 
     def _find_counting(self, x: Tensor, weights: Weights, per_row: Tensor) -> Tensor | None:
-        """Indices of rows of a feature [.., d] with a weight; None if all have one.
-
-        Finding them keeps a device waiting, so it is done once for all features of one form.
-        """
+        """Indices of rows of a feature [.., d] with a weight; None if all have one. Finding them keeps a device
+        waiting, so it is done once for all features of one form."""
         chosen = weights.get(self.axis or "")
         if chosen is None or self.is_table or counts_all(chosen):
             return None
@@ -241,6 +231,7 @@ def _learn_dimension(pair: tuple[int, int], axes: Axes) -> Dimension | None:
     double = [Dimension(True, axis, 1) for axis in axes]
     # a table of positions that grows with padding can only be one of distances
     of_examples = [dim for dim in single + double if dim.examples]
+    # the plainest meaning first; a factor other than 1 only where no plain product fits
     for candidates, any_factor in ((single + double, False), ([fixed], True), (of_examples, True)):
         for dim in candidates:
             sizes = [
@@ -250,6 +241,7 @@ def _learn_dimension(pair: tuple[int, int], axes: Axes) -> Dimension | None:
             factor = pair[0] // sizes[0] if sizes[0] else 0
             if (factor == 1 or any_factor) and factor and pair == (factor * sizes[0], factor * sizes[1]):  # type: ignore[operator]
                 return replace(dim, factor=factor)
+    # tables of relative positions have 2 n or 2 n − 1 rows for n tokens
     for axis, middle in itertools.product(axes, (0, -1)):
         if pair == tuple(2 * length + middle for length in axes[axis]):
             return Dimension(False, axis, 2, middle)

@@ -159,6 +159,7 @@ class Trace:
         chooser outside of the expert's own path is a router as a whole; if it contains the expert, the Linear modules
         that made its scores are the routers.
         """
+        # the longest common path is the closest module
         shared = {name: _count_shared(name, routed) for name in self._open_choices}
         for name in (name for name, count in shared.items() if count == max(shared.values())):
             self.gating_modules.add(name)
@@ -215,11 +216,9 @@ def _count_shared(one: str, other: str) -> int:
 
 
 class MatmulDepth(TorchDispatchMode):
-    """Counts, while it is active, the successive products with weights that each tensor depends on.
-
-    Depths are kept by storage, so views share theirs. A tensor's depth is the largest among the inputs it is computed
-    from, plus one for a product with a weight.
-    """
+    """Counts, while it is active, the successive products with weights that each tensor depends on. Depths are kept by
+    storage, so views share theirs. A tensor's depth is the largest among the inputs it is computed from, plus one for a
+    product with a weight."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -329,11 +328,8 @@ def cast_floats(value: Any, dtype: torch.dtype) -> Any:
 
 
 def copy_caches(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A forward's arguments, with any key-value cache copied.
-
-    Some models create a cache whatever their config says; a run adds its keys to it, and the next run must find it
-    unchanged.
-    """
+    """A forward's arguments, with any key-value cache copied. Some models create a cache whatever their config says; a
+    run adds its keys to it, and the next run must find it unchanged."""
     if not any(isinstance(x, Cache) for x in (*args, *kwargs.values())):
         return args, kwargs
     return tuple(map(_copy_cache, args)), {key: _copy_cache(x) for key, x in kwargs.items()}
@@ -387,11 +383,9 @@ def sort_by_first_call(run: Trace, names: Iterable[str]) -> list[str]:
 
 
 def find_stems(model: nn.Module, run: Trace, blocks: Sequence[str]) -> list[str]:
-    """Find the stems: patch embeddings and feature extractors that run before the blocks.
-
-    A stem is an outermost module that holds a convolution but no block, is called once, and starts before the blocks
-    next to it. A bare convolution called directly by a module that holds blocks is not a stem.
-    """
+    """Find the stems: patch embeddings and feature extractors that run before the blocks. A stem is an outermost module
+    that holds a convolution but no block, is called once, and starts before the blocks next to it. A bare convolution
+    called directly by a module that holds blocks is not a stem."""
     around = {block[:end] for block in blocks for end, letter in enumerate(block) if letter == "."} | {""}
     stems = []
     for name, module in model.named_modules():
@@ -477,10 +471,8 @@ def _count_matrices(module: nn.Module) -> int:
 
 
 def _is_matrix(module: nn.Module, value: Tensor) -> bool:
-    """Whether a function may multiply with a parameter, guessed before anything has run.
-
-    Routers and position tables look the same by their shapes; only their names tell them apart.
-    """
+    """Whether a function may multiply with a parameter, guessed before anything has run. Routers and position tables
+    look the same by their shapes; only their names tell them apart."""
     path = next((name for name, other in module.named_parameters(recurse=False) if other is value), "")
     called = f"{type(module).__name__} {path}".lower()
     is_other = isinstance(module, nn.Embedding) or _is_convolution(module)
