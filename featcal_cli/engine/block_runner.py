@@ -245,6 +245,7 @@ class BlockRunner:
             self._moved |= {key: (self._moved[key][0], home) for key, home in zip(new, fetched, strict=True)}
 
     def _home(self, holder: Tensor) -> Tensor:
+        """Data of a tensor as it is when idle, wherever it is at present."""
         return self._moved[id(holder)][1] if id(holder) in self._moved else holder.data
 
     def reach(self, tensors: Iterable[Tensor]) -> None:
@@ -277,6 +278,7 @@ class BlockRunner:
                     self._check(name, parameter)
 
     def _check(self, name: str, parameter: Tensor) -> None:
+        """Raise NumericsError for a parameter with NaN or infinity."""
         here = self._here.get(id(parameter))
         if parameter.is_floating_point() and not (is_finite(parameter) if here is None else here.is_finite):
             raise NumericsError(
@@ -454,6 +456,8 @@ class PausedForward(greenlet):
         return output
 
     def _run(self, block: Block, given: PausedForward, dtype: torch.dtype | None = None) -> Any:
+        """Run the block once on the arguments of `given`, in a dtype if one is given; None if a hook raised
+        StopBlock."""
         assert given.call is not None
         args, kwargs = given.call.args, given.call.kwargs
         args, kwargs = copy_caches(args, kwargs)

@@ -134,6 +134,7 @@ def _start_passes(job: Job) -> Passes:
 
 
 def _start_pair(job: Job, task: str, batch: Batch) -> PairedPass:
+    """Start the expert's and every student's pass on a batch, sharing its copy on the device."""
     entry, placed = job.architecture.entries[task], job.merged.place(batch)  # once for all
     (expert,) = job.experts[task].start([placed], entry)
     students = {role: student.start([placed], entry)[0] for role, student in job.students.items()}
@@ -273,6 +274,7 @@ class BlockVisit:
                 del shown  # which is large, while the next pair is run
 
     def _observe_call(self, task: str, role: str, pair: PairedPass, *, again: bool) -> Iterator[Observation]:
+        """Observe one call of the block: the expert runs once a part, and each student up to the last input needed."""
         if self.is_routed:
             yield self._observe_experts(task, role, pair)
             return
@@ -339,6 +341,7 @@ class BlockVisit:
             probe.run_expert(self.block, self._done)
 
     def _describe(self, x_cal: Features, captured: CapturedRun, student: PausedForward) -> Observation:
+        """Combine the captured features of student and expert with the weights of their tokens."""
         padding, weights = (token_weights(student, self.block, cls_tokens=cls) for cls in (False, self.cls_tokens))
         lengths = student.lengths_at(self.block)
         seen = (False, captured.y, range(0), (1.0, 1.0), captured.routes)

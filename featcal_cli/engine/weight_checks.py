@@ -207,6 +207,7 @@ def explain(target: Tensor, steps: Tensor, noise: float = 0.0) -> tuple[float | 
 
 
 def _describe_fit(share: float | None, parts: Mapping[str, float], base: Model) -> Iterator[str]:
+    """Report experts that do not explain merged − base, or hardly take part in it."""
     if share is None:
         return
     if share < LEAST_SHARE:

@@ -193,6 +193,7 @@ def no_blocks(model_class: type, where: str = "") -> ArchitectureError:
 
 
 def _describe(model: nn.Module, name: str, run: ProbeRun, norms: str, holders: Mapping[int, int]) -> Block:
+    """Describe one block: the modules to calibrate, with their layouts, and the parts left unchanged, with reasons."""
     modules, skipped = [], []
     calls = run.first.calls.count(name)
     layout, axes = run.block_axis(name)

@@ -149,6 +149,8 @@ def _made_up_inputs(model: PreTrainedModel) -> Iterator[Batch]:
 
 
 def _made_up(name: str, config: Any) -> Tensor | None:
+    """Make up one input of the forward by its name; None for an unknown name."""
+
     def setting(*keys: str) -> Any:
         parts = [config, *(getattr(config, part, None) for part in ("vision_config", "audio_config"))]
         return next((value for key in keys for part in parts if (value := getattr(part, key, None)) is not None), None)
@@ -166,6 +168,7 @@ def _made_up(name: str, config: Any) -> Tensor | None:
 
 
 def _describe(model: nn.Module, block: Block, *, ran: bool) -> BlockEntry:
+    """List a block's modules, with sizes; one without a call in a real run is left unchanged."""
     modules, skipped = [], []
     held = model.get_submodule(block.name)
     sizes = {name: value.numel() for name, value in held.named_parameters()}

@@ -54,6 +54,7 @@ def _is_plain(module: nn.Module) -> bool:
 
 
 def _norm_kind(module: nn.Module, width: int) -> Kind | None:
+    """Find the kind of norm that a module computes by running it on known inputs and scales; None if it is no norm."""
     x = 3 * torch.randn(4, width, generator=torch.Generator().manual_seed(0)) + 1
     scale = torch.linspace(0.5, 1.5, width)
     parameters = {name: torch.zeros(width) for name, _ in module.named_parameters(recurse=False)}

@@ -148,6 +148,7 @@ class Routing:
         return result
 
     def _gather(self, source: Tensor, index: Any, result: Tensor) -> None:
+        """Record the route of rows that indexing by token numbers has taken from features of all tokens."""
         parts = [part for part in (index if isinstance(index, tuple) else (index,)) if part is not None]
         if source.ndim < 2 or len(parts) != 1 or not isinstance(parts[0], Tensor) or not source.is_floating_point():
             return
@@ -273,6 +274,7 @@ class MatmulInterceptor(TorchFunctionMode):
         return torch.stack(products) if products else func(*args)
 
     def _read(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> MatrixProduct | None:
+        """Read a call of a torch function as a product x Wᵀ + b; None if it is none."""
         if func is functional.linear:
             given = dict(zip(("input", "weight", "bias"), args, strict=False)) | dict(kwargs)
             return MatrixProduct(given["input"], given["weight"], given.get("bias"))

@@ -99,6 +99,7 @@ class Trace:
         self._flow: dict[str, tuple[Tensor | None, Tensor | None]] = {}
 
     def before(self, name: str, arguments: tuple[Any, ...]) -> None:
+        """Record the start of a module's call."""
         self.calls.append(name)
         self._running.append(name)
         self._receive(name, arguments, self._widths.get(name, 0))
@@ -171,6 +172,8 @@ class Trace:
         return any(f"{path}.".startswith(f"{router}.") for router in self.routers)
 
     def after(self, name: str, output: Any) -> None:
+        """Record the end of a module's call, and check whether inputs received inside it were changed in place
+        since."""
         self._running.pop()
         if ended := [gating_module for gating_module in self._open_choices if gating_module.rpartition(".")[0] == name]:
             for gating_module in ended:
@@ -411,6 +414,7 @@ def wildcard_path(block: nn.Module, path: str) -> str:
 
 
 def _members(name: str, container: nn.Module, run: Trace) -> list[str]:
+    """Members of a list that have run and hold several Linear modules."""
     paths = [f"{name}.{key}" for key, child in container.named_children() if len(_linears(child)) > 1]
     ran = set(run.calls)
     return [path for path in paths if path in ran]
