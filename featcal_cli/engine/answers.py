@@ -1,4 +1,4 @@
-"""What an expert's head makes of a model's last features, and how far that is from its own answers."""
+"""Outputs that an expert's head computes from a model's last features, and their distance from the expert's own."""
 
 from __future__ import annotations
 
@@ -17,27 +17,31 @@ from featcal_cli.models.tracing import tensors_in
 NO_PROBABILITIES = ("regression", "multi_label_classification")
 """Kinds of problems, as configs call them, whose logits are not those of one choice."""
 ROWS_AT_ONCE = 256
-"""Predictions whose probabilities are computed together: a vocabulary is long."""
+"""Number of predictions whose probabilities are computed together: vocabularies are long."""
 EVEN_SHARE = 0.5
-"""Of the weights of logits: a sure answer would else say nothing of all but one of them."""
+"""Share of the weight that is spread evenly over logits: otherwise a sure prediction would count one of them alone."""
 
 
 def weigh_logits(z: Tensor) -> Tensor:
-    """q, how much each logit of some predictions [rows, c] counts, Σ q = 1: half by its probability, half evenly."""
+    """The weights q of the logits of some predictions [rows, c], Σ q = 1: half by probability, half evenly."""
     return (1 - EVEN_SHARE) * z.float().softmax(-1) + EVEN_SHARE / z.shape[-1]
 
 
-def spread(z: Tensor, q: Tensor) -> Tensor:
-    """√(Σ q z² − (Σ q z)²) of some rows [rows, c], the norm in which answers are compared [rows]: probabilities do not
-    change where all logits change alike, and little where an unlikely one does. With q the probabilities, half the
-    square of a small change of logits is the divergence."""
+def logit_norm(z: Tensor, q: Tensor) -> Tensor:
+    """The weighted standard deviation √(Σ q z² − (Σ q z)²) of each row [rows], the norm in which logits [rows, c] are
+    compared.
+
+    Shifting all logits alike changes nothing, as it does not change probabilities, and an unlikely logit counts little.
+    With q the probabilities, half the square of a small change of logits is the KL divergence.
+    """
     mean = (q * z).sum(-1, keepdim=True)
     return (q * (z - mean).square()).sum(-1).sqrt()
 
 
 def project_randomly(z: Tensor, noise: Tensor, *, are_logits: bool) -> Tensor:
-    """u [rows, c], made in place of standard normal noise [rows, c], with the mean of uuᵀ over draws that of the norm
-    of answers z [rows, c]: ‖Δz‖² is the mean of (uᵀΔz)². For logits diag(q) − qqᵀ (`spread`), else the identity."""
+    """Turn standard normal noise [rows, c] in place into random directions u whose mean uuᵀ is the norm of outputs z
+    [rows, c]. ‖Δz‖² is then the mean of (uᵀΔz)². The norm's matrix is diag(q) − qqᵀ for logits (`logit_norm`), else the
+    identity."""
     if not are_logits:
         return noise
     for some, noise_of_some in zip(z.detach().split(ROWS_AT_ONCE), noise.split(ROWS_AT_ONCE), strict=True):
@@ -48,7 +52,7 @@ def project_randomly(z: Tensor, noise: Tensor, *, are_logits: bool) -> Tensor:
 
 
 def gives_logits(module: nn.Module, output: Any) -> bool:
-    """Whether what a model returned are the logits of one choice among several, a prediction in each row."""
+    """Whether a model returned the logits of one choice among several, one prediction in each row."""
     logits = getattr(output, "logits", None)
     if not isinstance(logits, Tensor) or logits.ndim > 3 or logits.shape[-1] == 1:
         return False
@@ -57,21 +61,21 @@ def gives_logits(module: nn.Module, output: Any) -> bool:
 
 @dataclass
 class OutputShift:
-    """How far one model's outputs are from the expert's, summed over all predictions added."""
+    """The distance of one model's outputs from the expert's, summed over all predictions added."""
 
     has_logits: bool = False
     distance: float = 0.0
-    """Σ ‖z − z_exp‖, by `spread` for logits, else ‖ ‖₂."""
+    """Σ ‖z − z_exp‖, with `logit_norm` as the norm of logits, else ‖ ‖₂."""
     size: float = 0.0
-    """Σ ‖z_exp‖, likewise."""
+    """Σ ‖z_exp‖ in the same norm."""
     divergence_sum: float = 0.0
     """Σ KL(expert ‖ model), nats."""
     variation_sum: float = 0.0
-    """Σ total variation distance of the two distributions, 0 … 1."""
+    """Σ total variation distance of the two distributions, 0 to 1 each."""
     agreed: int = 0
-    """Predictions whose first choice is the expert's."""
+    """Number of predictions whose first choice is the expert's."""
     certain: int = 0
-    """Predictions whose margin exceeds 2 ‖z − z_exp‖∞ (paper, equation 44): no such shift can change them."""
+    """Number of predictions whose margin exceeds 2 ‖z − z_exp‖∞ (paper, equation 44): no such shift can change them."""
     rows: int = 0
 
     @property
@@ -81,7 +85,7 @@ class OutputShift:
 
     @property
     def variation(self) -> float:
-        """Mean total variation distance of the predicted distributions, 0 … 1."""
+        """Mean total variation distance of the predicted distributions, 0 to 1."""
         return self.variation_sum / self.rows if self.rows else 0.0
 
 
@@ -117,21 +121,22 @@ class OutputMeter(Meter[OutputShift]):
         return OutputShift(bool(counts[0]), *sums, agreed=int(agreed), certain=int(certain), rows=int(rows))
 
     def read(self, task: str, role: str, place: str = "") -> OutputShift | None:
-        """What was measured so far; None for nothing."""
+        """The sums so far; None if nothing was added."""
         return self.find(task, role, place)
 
 
 def _compare_rows(z: Tensor, z_exp: Tensor, *, are_logits: bool) -> Iterator[Tensor]:
-    """The distances of some rows [rows], and what they add to the sums of an OutputShift, from `size` to `certain`."""
+    """The distances of some rows [rows], then what they add to the sums of an OutputShift, from `size` to `certain`."""
     if not are_logits:
         yield (z - z_exp).norm(dim=-1)
         yield add_up(z_exp.norm(dim=-1))
         return
     q = weigh_logits(z_exp)
-    yield spread(z - z_exp, q)
-    yield add_up(spread(z_exp, q))
+    yield logit_norm(z - z_exp, q)
+    yield add_up(logit_norm(z_exp, q))
     del q
     log_p, log_p_exp = z.log_softmax(-1), z_exp.log_softmax(-1)
+    # 0 · log 0 = 0: what the expert rules out adds nothing to the divergence
     yield add_up(torch.where(log_p_exp.exp() > 0, log_p_exp.exp() * (log_p_exp - log_p), 0.0))
     yield add_up((log_p_exp.exp() - log_p.exp()).abs()) / 2
     yield (z.argmax(-1) == z_exp.argmax(-1)).sum()
@@ -140,23 +145,23 @@ def _compare_rows(z: Tensor, z_exp: Tensor, *, are_logits: bool) -> Iterator[Ten
 
 
 def read_output(output: Any) -> Tensor:
-    """Logits, else pooled features, else hidden states [.., d]."""
+    """The logits of a model's output, else its pooled features, else its hidden states [.., d]."""
     for name in ("logits", "pooler_output", "image_embeds", "text_embeds", "last_hidden_state"):
         if isinstance(tensor := getattr(output, name, None), Tensor):
             return tensor
     tensors = tensors_in(output.to_tuple() if hasattr(output, "to_tuple") else output)
-    return next(tensor for tensor in tensors if tensor.ndim > 1)  # a loss is no answer
+    return next(tensor for tensor in tensors if tensor.ndim > 1)  # a loss is not an output
 
 
 def find_owners(z: Tensor, batch: Batch) -> Tensor:
-    """Which example each of the predictions that `choose_rows` takes belongs to [rows]."""
+    """The example that each prediction taken by `choose_rows` belongs to [rows]."""
     count = count_examples(batch)
     owners = (torch.arange(len(z), device=z.device) // max(1, len(z) // count)).clamp_max(count - 1)
     return choose_rows(owners.view(-1, *[1] * (z.ndim - 1)).expand(*z.shape[:-1], 1), batch)[:, 0]
 
 
 def choose_rows(z: Tensor, batch: Batch) -> Tensor:
-    """The predictions [rows, d] that count: one an example, or one a token that is no padding."""
+    """The predictions [rows, d] that count: one for each example, or one for each unpadded token."""
     if z.ndim == 3:
         masks = [mask for mask in token_masks(batch).values() if mask is not None and mask.shape == z.shape[:2]]
         if masks:

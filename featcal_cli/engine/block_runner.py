@@ -1,4 +1,4 @@
-"""A model made ready to run block by block: its forward passes pause, its weights visit the device while they run."""
+"""A model that runs block by block: its forward passes pause, and its weights are on the device only while they run."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ from featcal_cli.runtime.errors import CheckpointError, DataError, NumericsError
 from featcal_cli.runtime.untrusted_text import own_words
 
 TOO_LARGE = "save merged in bfloat16 or float32 and calibrate that, or give a larger --ridge for smaller updates"
-"""What to do where the dtype of merged's weights is too small for a solution."""
+"""The fix for a solution that the dtype of merged's weights cannot hold."""
 
 
-def too_large(name: str, exact: Tensor, dtype: torch.dtype, where: str) -> NumericsError:
-    """The error for calibrated values that the dtype in which merged holds its weights cannot hold."""
+def overflow_error(name: str, exact: Tensor, dtype: torch.dtype, where: str) -> NumericsError:
+    """The error for calibrated values that are too large for the dtype of merged's weights."""
     largest, limit = float(exact.abs().max()), torch.finfo(dtype).max
     stored = str(dtype).removeprefix("torch.")
     return NumericsError(
@@ -56,8 +56,9 @@ def too_large(name: str, exact: Tensor, dtype: torch.dtype, where: str) -> Numer
 class BlockRunner:
     """Runs one model's forward passes, each paused before every block until it is told to go on.
 
-    A pass is a coroutine around the model's own forward: it hands out the block's arguments and goes on with the output
-    it is given. So every architecture is run by its own code, and what happens between blocks needs no knowledge here.
+    A pass is a coroutine around the model's own forward: it hands out the block's arguments and continues with the
+    output it is given. Every architecture is thus run by its own code, and nothing here depends on what happens between
+    blocks.
     """
 
     def __init__(
@@ -68,34 +69,34 @@ class BlockRunner:
         dtype: torch.dtype,
         token_ids: Tensor | None = None,
     ) -> None:
-        """The architecture is the merged model's, of which `model` may be only a part, or more. token_ids: the model's
-        own id of each token of merged's vocabulary; None where they are the same."""
+        """Prepare a model for the merged model's `architecture`, of which it may be only a part, or more. `token_ids`
+        are the model's own ids of merged's vocabulary; None if they are the same."""
         self.model = model
         self.token_ids = None if token_ids is None else token_ids.to(device)
         self.device, self.dtype = device, dtype
         self.drawing = partial(hardware.drawing_alike, architecture.draws, device)
         self.bytes_read = 0
         """Bytes of this model's parameters that were used so far, each counted once."""
-        self.too_large: set[str] = set()
-        """Blocks, by their paths in merged, whose features were too large for bfloat16: they ran in float32."""
+        self.overflowed_blocks: set[str] = set()
+        """Blocks, by their paths in merged, that ran in float32 because bfloat16 overflowed."""
         self.offloader: Offloader | None = None
-        """What may move the tensors of its paused passes."""
+        """The offloader that may move the tensors of its paused passes."""
         self._stems = [stem for stem in architecture.stems if model.own_path(stem) is not None]
         self._blocks = [own for block in architecture.blocks if (own := model.own_path(block.name)) is not None]
         inside = [value for block in self._blocks for value in model.module.get_submodule(block).parameters()]
         self._needed = set(map(id, (*model.parameters_of(architecture.reached), *inside)))
-        """What lies in blocks, or runs before the last one ends."""
+        """Ids of parameters that lie in blocks, or run before the last block ends."""
         self._head = set(map(id, model.parameters_of(architecture.head))) - self._needed
         self._functional = architecture.functional
         self._read: set[int] = set()
         self._moved: dict[int, tuple[Tensor, Tensor]] = {}
-        """Tensors that have other data while they are on the device, by id: with the data that they get back."""
+        """Tensors whose data is on the device, by id, each with the data that it gets back."""
         self._here: dict[int, DeviceWeight] = {}
-        """What they have there, unless it is new."""
+        """Copies on the device that these tensors use, unless their values are new."""
         self._own = {id(x): x for x in (*model.module.parameters(), *model.module.buffers())}
         self._weights = device_weights(device) if device.type == "cuda" else None
         self._uploads: deque[Upload] = deque(maxlen=2)
-        """What was let go to the device before it is needed: for the block in hand, and for the next."""
+        """Uploads begun ahead of need: for the current block and the next."""
         self._is_open = False
         self._undo = ExitStack()
         self._install()
@@ -103,7 +104,8 @@ class BlockRunner:
             self._convert_stem()
 
     def start(self, batches: Sequence[Batch], entry: str) -> list[PausedForward]:
-        """One pass a batch through the module at `entry`, paused before its first block; call inside `on_device`."""
+        """Start one pass for each batch through the module at `entry`, paused before its first block; call inside
+        `on_device`."""
         own = self.model.own_path(entry) if entry else ""
         if own is None:
             raise CheckpointError(
@@ -121,7 +123,7 @@ class BlockRunner:
 
     @contextmanager
     def on_device(self) -> Iterator[None]:
-        """Inside, modules that run have their weights on the device in the computing dtype; afterwards they go back."""
+        """Give modules that run their weights on the device, in the computing dtype, and take them back at the end."""
         if self._is_open:
             yield
             return
@@ -137,35 +139,35 @@ class BlockRunner:
             self._here.clear()
 
     def retire(self) -> None:
-        """Leave the model as it was before it was made ready; it runs block by block no more."""
+        """Restore the model as it was before; it no longer runs block by block."""
         self._undo.close()
 
     def place(self, batch: Batch) -> Batch:
-        """The batch on the device, in the computing dtype."""
+        """Move a batch to the device, in the computing dtype."""
         return {
             name: tensor.to(self.device, self.dtype) if tensor.is_floating_point() else tensor.to(self.device)
             for name, tensor in batch.items()
         }
 
     def module(self, path: str) -> nn.Module:
-        """The module that is at `path` in the merged model, or one with what a function multiplies with there."""
+        """The module at `path` in the merged model, or one made of the weight and bias that a function uses there."""
         block, module = self._functional.get(path, (path, None))
         found: nn.Module = self.model.module.get_submodule(self.model.own_path(block) or "")
         return found if module is None else module_at(found, module)
 
     def parameter(self, path: str) -> nn.Parameter:
-        """The parameter that is at `path` in the merged model."""
+        """The parameter at `path` in the merged model."""
         module, _, name = path.rpartition(".")
         return self.module(module).get_parameter(name)
 
     def bring(self, path: str) -> None:
-        """Move what the module at `path` needs to the device; its parameters are checked and counted the first time.
-        Raises NumericsError for one that is not finite."""
+        """Move the module at `path` to the device; its parameters are checked and counted the first time. Raises
+        NumericsError for one that is not finite."""
         self._bring(self.model.own_path(path) or "", recurse=True)
 
     @contextmanager
     def precise(self, path: str) -> Iterator[None]:
-        """Inside, the module at `path` is on the device in float32."""
+        """Hold the module at `path` on the device in float32."""
         dtype, self.dtype = self.dtype, torch.float32
         try:
             self.bring(path)
@@ -175,8 +177,8 @@ class BlockRunner:
             self.bring(path)
 
     def prefetch(self, path: str) -> None:
-        """Let what the module at `path` needs be read from the disk, and copied to a CUDA device, while other things
-        are computed."""
+        """Start reading the module at `path` from the disk, and copying it to a CUDA device, while other things are
+        computed."""
         own = self.model.own_path(path)
         if own is None:
             return
@@ -187,17 +189,16 @@ class BlockRunner:
             self._uploads += [] if upload is None else [upload]
 
     def give_back(self, path: str | None = None) -> int:
-        """Let the system have the memory of what was read from the disk for the module at `path`, or of everything;
-        returns how many bytes it got."""
+        """Release the memory of weights read from the disk, of the module at `path` or of all; returns the bytes
+        released."""
         own = "" if path is None else self.model.own_path(path)
         parameters = () if own is None else self.model.module.get_submodule(own).parameters()
         return hardware.give_back(self._home(parameter) for parameter in parameters)
 
     def replace(self, parameter: nn.Parameter, value: Tensor) -> None:
-        """Give a parameter of this model a new value of the same shape, in the dtype that it has when it does not run.
-
-        The old tensor stays untouched: other models may share it. What was computed on the device is in host memory
-        only when it is asked for."""
+        """Give a parameter a new value of the same shape, in the dtype that it has when idle. The old tensor stays
+        untouched, as other models may share it. A value computed on the device is copied to host memory only when it is
+        asked for."""
         exact, value = value, value.to(self._home(parameter).dtype).contiguous()
         if value.dtype == torch.float16:
             self._check_fits(parameter, exact, value)
@@ -207,14 +208,15 @@ class BlockRunner:
         parameter.data = value.to(parameter)
 
     def _check_fits(self, parameter: nn.Parameter, exact: Tensor, value: Tensor) -> None:
-        """Raise NumericsError for new values of a parameter that are finite, and too large for its dtype."""
-        if is_finite(value) or not is_finite(exact):  # what is not finite itself is found where it is computed
+        """Raise NumericsError for a new value that is finite, but too large for the parameter's dtype."""
+        # what is not finite itself is found where it is computed
+        if is_finite(value) or not is_finite(exact):
             return
         names = (name for name, x in self.model.parameters.items() if x is parameter)
-        raise too_large(next(names, "a parameter"), exact, value.dtype, self.model.snapshot.name)
+        raise overflow_error(next(names, "a parameter"), exact, value.dtype, self.model.snapshot.name)
 
     def parameters_at_home(self, path: str) -> dict[str, Tensor]:
-        """The parameters of the module at `path` in this model, as they are when idle, by their paths in merged."""
+        """The parameters of the module at `path` in merged, as they are when idle, by their paths in merged."""
         self._fetch_new()
         block, module = self._functional.get(path, (path, None))
         held = self.module(block)
@@ -222,12 +224,12 @@ class BlockRunner:
         return {f"{block}.{name}": self._home(parameter) for name, parameter in named}
 
     def copy(self, parameter: nn.Parameter) -> Tensor:
-        """A parameter as it is when idle, on the device."""
+        """A copy on the device of a parameter as it is when idle."""
         return self._home(parameter).to(self.device, copy=True)
 
     def forget(self, path: str, other: BlockRunner) -> None:
-        """Have the parameters of another runner of the same model again in the module at `path`, which has been left;
-        inside `on_device` it gets them at the end."""
+        """Share again the parameters of another runner of the same model in the module at `path`, which all passes have
+        left. Inside `on_device` this takes effect at the end."""
         for parameter, shared in zip(self.module(path).parameters(), other.module(path).parameters(), strict=True):
             if id(parameter) in self._moved:
                 self._moved[id(parameter)] = (parameter, other._home(shared))
@@ -235,7 +237,7 @@ class BlockRunner:
                 parameter.data = other._home(shared)
 
     def _fetch_new(self) -> None:
-        """Have in host memory what was computed on the device for it."""
+        """Copy new values that are still on the device to host memory."""
         new = {key: home for key, (_, home) in self._moved.items() if home.device.type != "cpu"}
         if new:
             homes = list(new.values())
@@ -243,13 +245,13 @@ class BlockRunner:
             self._moved |= {key: (self._moved[key][0], home) for key, home in zip(new, fetched, strict=True)}
 
     def _home(self, holder: Tensor) -> Tensor:
+        """Data of a tensor as it is when idle, wherever it is at present."""
         return self._moved[id(holder)][1] if id(holder) in self._moved else holder.data
 
     def reach(self, tensors: Iterable[Tensor]) -> None:
-        """Move these to the device, if they are weights or buffers of this model or were offloaded; inside `on_device`.
-
-        (Modules are brought when they are called; but models look at weights of modules that they do not call.)
-        """
+        """Move tensors to the device if they are weights or buffers of this model, or were offloaded; inside
+        `on_device`. Modules are moved when they are called, but models also read weights of modules that they do not
+        call."""
         if self.device.type == "cpu":
             return
         touched = list(tensors)
@@ -260,7 +262,7 @@ class BlockRunner:
             self.offloader.reach(touched)
 
     def within_reach(self) -> AbstractContextManager[object]:
-        """Inside, what code touches comes to the device."""
+        """Move to the device whatever tensors code touches."""
         return nullcontext() if self.device.type == "cpu" else TouchMode(self.reach)
 
     def _bring(self, path: str, *, recurse: bool) -> None:
@@ -271,10 +273,12 @@ class BlockRunner:
             if id(parameter) not in self._read:
                 self._read.add(id(parameter))
                 self.bytes_read += self._home(parameter).nbytes
-                if id(parameter) in self._needed:  # a head is only read to measure what drift does to its answers
+                # a head is only read to measure the effect of drift on the outputs
+                if id(parameter) in self._needed:
                     self._check(name, parameter)
 
     def _check(self, name: str, parameter: Tensor) -> None:
+        """Raise NumericsError for a parameter with NaN or infinity."""
         here = self._here.get(id(parameter))
         if parameter.is_floating_point() and not (is_finite(parameter) if here is None else here.is_finite):
             raise NumericsError(
@@ -284,12 +288,12 @@ class BlockRunner:
             )
 
     def _dtype_of(self, holder: Tensor) -> torch.dtype:
-        """That it has while it is on the device."""
+        """The dtype that a tensor has while it is on the device."""
         computes = isinstance(holder, nn.Parameter) and holder.is_floating_point()
         return self.dtype if computes else holder.dtype
 
     def _move(self, holders: Iterable[Tensor]) -> None:
-        """Let these have their data on the device, as far as they have not."""
+        """Put the data of tensors on the device, unless it is there."""
         moving = [x for x in holders if x.device != self.device or x.dtype != self._dtype_of(x)]
         wanted = [(self._home(x), self._dtype_of(x)) for x in moving]
         if self._weights is None or not moving:
@@ -308,7 +312,8 @@ class BlockRunner:
         return self.place({name: tensor for name, tensor in batch.items() if name in names})
 
     def _install(self) -> None:
-        """Pause at blocks; bring everything outside of blocks when it is called, as whole as possible."""
+        """Install hooks: blocks pause, and modules outside of blocks are moved to the device when called, as large as
+        possible."""
         around = {name[:end] for name in self._blocks for end, letter in enumerate(name) if letter == "."} | {""}
         for name, module in self.model.module.named_modules():
             if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and name.rpartition(".")[0] in around:
@@ -329,10 +334,8 @@ class BlockRunner:
         return hook
 
     def _convert_stem(self) -> None:
-        """Hold everything before the blocks in the computing dtype: models look at its dtype before it is called.
-
-        Blocks keep their own dtype, which is what is solved for; they are converted while they run.
-        """
+        """Convert everything before the blocks to the computing dtype, as models look at its dtype before calling it.
+        Blocks keep their own dtype, which is what is solved for; they are converted while they run."""
         inside, read = tuple(f"{block}." for block in self._blocks), []
         for name, parameter in self.model.module.named_parameters():
             is_stem = id(parameter) not in self._head and not name.startswith(inside)
@@ -348,12 +351,12 @@ class BlockRunner:
 
 
 INPUT_ERRORS = (ValueError, TypeError, LookupError, AttributeError)
-"""What code raises that is given other values than it was written for."""
+"""Errors that code raises on values that it was not written for."""
 
 
 @contextmanager
 def _explaining_failure(model: Model) -> Iterator[None]:
-    """Turn what the code of a model raises at its config or its inputs into a DataError with the error's own words."""
+    """Turn errors of a model's code at its config or inputs into a DataError with the error's own words."""
     try:
         yield
     except INPUT_ERRORS as error:
@@ -367,7 +370,7 @@ def _explaining_failure(model: Model) -> Iterator[None]:
 
 
 def _is_of_model(error: Exception) -> bool:
-    """Whether the code of a model, or of what that called, raised it, not featcal's around it."""
+    """Whether an error was raised by the code of a model, or by code that it called, not by featcal's around it."""
     names = [str(frame.f_globals.get("__name__", "")).partition(".")[0] for frame, _ in walk_tb(error.__traceback__)]
     owners = [name for name in names if name in ("featcal_cli", "transformers", "transformers_modules")]
     return owners[-1:] != ["featcal_cli"]
@@ -379,30 +382,30 @@ class PausedForward(greenlet):
     def __init__(self, runner: BlockRunner, module: nn.Module, batch: Batch) -> None:
         super().__init__(lambda: module(**renumber(batch, runner.token_ids)))
         self.module = module
-        """What is run: the whole model or a tower of it."""
+        """The module that runs: the whole model or a tower of it."""
         self.batch = batch
-        """With the ids of merged's vocabulary, whatever the model's own are."""
+        """The inputs, with token ids of merged's vocabulary whatever the model's own are."""
         self.output: Any = None
-        """What the model returned, when the pass is through."""
+        """The model's output, once the pass has ended."""
         self.call: BlockCall | None = None
-        """The call of a block that it is paused before."""
+        """The call of the block that it is paused before."""
         self.output_cache: OutputCache | None = None
-        """Of this block, what its modules return."""
+        """Cached outputs of this block's modules."""
         self._runner = runner
 
     @property
     def tensors(self) -> Iterator[Tensor]:
-        """What the paused block was called with."""
+        """All tensors among the paused block's arguments."""
         return tensors_in(self.call)
 
     @property
     def hidden(self) -> Tensor:
-        """The first of these."""
+        """The first of these tensors, the hidden states."""
         return next(self.tensors)
 
     @property
     def token_count(self) -> int:
-        """Rows of these hidden states."""
+        """Number of rows of the hidden states."""
         return self.hidden.shape[:-1].numel()
 
     def advance(self, *output: Any, gradients: bool = False) -> None:
@@ -415,7 +418,7 @@ class PausedForward(greenlet):
         self.call, self.output = (None, result) if self.dead else (result, None)
 
     def lengths_at(self, block: Block) -> dict[str, int]:
-        """Of each token axis at this block, which it is paused at, and the number of examples."""
+        """Length of each token axis at this block, which it is paused at, and the number of examples."""
         cross_attention = (
             None if block.cross_attention is None else self.find_cross_attention_input(block.cross_attention)
         )
@@ -424,18 +427,20 @@ class PausedForward(greenlet):
         )
 
     def find_cross_attention_input(self, cross_attention: CrossAttentionInput) -> Tensor | None:
-        """The other sequence [B, n, d] that the paused block was called with."""
+        """The other sequence [B, n, d] among the paused block's arguments; None if there is none."""
         x = self.call.leaf(cross_attention.place) if self.call is not None else None
         return x if is_sequence(x) and x.shape[2] == cross_attention.width else None
 
     def is_at(self, block: Block) -> bool:
-        """True when the pass is paused before this block."""
+        """Whether the pass is paused before this block."""
         return self.call is not None and self.call.block == self._runner.model.own_path(block.name)
 
     def run_block(self, block: Block, given: PausedForward | None = None, kept: Sequence[list[Any]] = ()) -> Any:
-        """Run the block that the pass is paused at, on its arguments (or those of the pass `given`, of another model,
-        which is at this block), and return its output, None where a hook raised StopBlock; passes stay paused. kept:
-        what hooks keep of it. Where bfloat16 is too small for a feature, this is emptied and the block runs in float32.
+        """Run the block that the pass is paused at and return its output, or None if a hook raised StopBlock; passes
+        stay paused.
+
+        It runs on its own arguments, or on those of the pass `given`, of another model at this block. `kept` holds the
+        lists that hooks fill: if bfloat16 overflows they are emptied, and the block runs again in float32.
         """
         runner, given = self._runner, given or self
         runner.bring(block.name)
@@ -447,10 +452,12 @@ class PausedForward(greenlet):
             with runner.precise(block.name):
                 output = self._run(block, given, torch.float32)
             if all_finite((output, *kept)):
-                runner.too_large.add(block.name)
+                runner.overflowed_blocks.add(block.name)
         return output
 
     def _run(self, block: Block, given: PausedForward, dtype: torch.dtype | None = None) -> Any:
+        """Run the block once on the arguments of `given`, in a dtype if one is given; None if a hook raised
+        StopBlock."""
         assert given.call is not None
         args, kwargs = given.call.args, given.call.kwargs
         args, kwargs = copy_caches(args, kwargs)
@@ -467,12 +474,13 @@ class PausedForward(greenlet):
         return output if dtype is None else cast_floats(output, self._runner.dtype)
 
     def run_through(self, blocks: Sequence[Block]) -> None:
-        """Run these blocks, to the first that is none of them."""
+        """Run blocks for as long as the pass is paused at one of these."""
         while block := next((block for block in blocks if self.is_at(block)), None):
             self.advance(self.run_block(block))
 
     def go_on(self, output: Any, done: Sequence[Block], *, last: bool) -> None:
-        """Give the block's output and run to the next block that has not been visited; nothing follows the `last`."""
+        """Continue with the block's output to the next block that has not been visited, or end the pass after the
+        `last`."""
         if last:
             self.close()
         else:
@@ -487,7 +495,7 @@ class PausedForward(greenlet):
 
 
 def _pausing(name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
-    """The block's forward, which inside a PausedForward hands the call out and waits for the output."""
+    """Wrap a block's forward so that inside a PausedForward it hands its call out and waits for the output."""
 
     def paused(*args: Any, **kwargs: Any) -> Any:
         # no frame of a pass may hold the pass: dropped, it would never be freed

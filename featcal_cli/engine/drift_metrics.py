@@ -1,4 +1,4 @@
-"""Drift of features from the experts', and what it is made of."""
+"""Measures of drift: the distance of features from the experts', and its parts."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from featcal_cli.runtime.errors import NumericsError
 
 T = TypeVar("T")
 TINY = 1e-30
-"""Keeps the cosine of a zero vector finite."""
+"""Smallest norm that is divided by, so that the cosine of a zero vector is finite."""
 STEM = "stem"
-"""The name under which drift before the first block is kept."""
+"""The place under which drift before the first block is recorded."""
 
 
 @dataclass
 class Drift:
     """Drift e = h − h_exp of one model from one expert at one place, summed over all tokens added.
 
-    Its exact split e = m + p (paper, Proposition 1): the local mismatch m is what the model's block does differently on
-    the expert's own input, the upstream propagation p what it makes of the drift that reaches it.
+    It splits exactly into e = m + p (paper, Proposition 1): the local mismatch m, what the model's block does
+    differently on the expert's own input, and the upstream propagation p, what it makes of the drift in its input.
     """
 
     distance: float = 0.0
@@ -40,7 +40,7 @@ class Drift:
     upstream_sum: float = 0.0
     """Σ ‖p‖₂."""
     is_split: bool = False
-    """m and p were measured."""
+    """Whether m and p were measured."""
 
     @property
     def relative(self) -> float:
@@ -69,29 +69,30 @@ class Drift:
 
 
 def relate(distance: float, size: float, tokens: int) -> float:
-    """distance / size, two sums over tokens; where the size vanishes infinity, unless the distance does too."""
+    """The ratio distance / size of two sums over tokens; infinite if the size vanishes, unless the distance does
+    too."""
     if size > TINY * tokens:
         return distance / size
     return inf if distance > TINY * tokens else 0.0
 
 
 class Meter(ABC, Generic[T]):
-    """Adds up readings by what they are of. The sums stay on the device until somebody looks: then it is waited for
-    once."""
+    """Adds up readings by key, on the device. Sums are copied to the host only when a reading is asked for, so that the
+    device is waited for once."""
 
     def __init__(self) -> None:
         self.readings: dict[tuple[str, ...], T] = {}
-        """As they were when `settle` was last called."""
+        """Readings at the last call of `settle`."""
         self.elsewhere: dict[tuple[str, ...], T] = {}
-        """What all ranks have measured, as far as it is known here."""
+        """Readings of all ranks, at the last call of `share`."""
         self._sums: dict[tuple[str, ...], Tensor] = {}
-        """What was added for each reading [numbers], in float64."""
+        """Sums of each reading [numbers], in float64."""
         self._counts: dict[tuple[str, ...], list[int]] = {}
-        """The same of what is known without the device."""
+        """Sums of each reading that are known without the device."""
         self._unread: set[tuple[str, ...]] = set()
 
     def settle(self) -> None:
-        """Make readings of all that was added."""
+        """Compute readings from all that was added."""
         unread = sorted(self._unread)
         self._unread.clear()
         for device in {self._sums[key].device for key in unread}:
@@ -103,17 +104,17 @@ class Meter(ABC, Generic[T]):
                 )
 
     def share(self, ranks: Ranks) -> None:
-        """Let every rank know what the others have measured by now."""
+        """Exchange readings, so that every rank knows those of all ranks."""
         self.settle()
         self.elsewhere = ranks.unite(self.readings)
 
     def find(self, *key: str) -> T | None:
-        """What was measured so far; None for nothing."""
+        """The reading so far; None if there is none."""
         self.settle()
         return self.readings.get(key) or self.elsewhere.get(key)
 
     def _add(self, key: tuple[str, ...], counts: Sequence[int], numbers: Sequence[Tensor]) -> None:
-        """Add these to the sums of a reading."""
+        """Add numbers to the sums of a reading."""
         added = torch.stack([x.double() for x in numbers])
         self._sums[key] = self._sums[key] + added if key in self._sums else added
         known = self._counts.get(key, [0] * len(counts))
@@ -122,15 +123,15 @@ class Meter(ABC, Generic[T]):
 
     @abstractmethod
     def _read(self, key: tuple[str, ...], counts: list[int], numbers: list[float]) -> T:
-        """A reading, of all that was added."""
+        """Compute a reading from its sums."""
 
 
 class DriftMeter(Meter[Drift]):
     """Adds up drift by place (a block, a module in it, or STEM), task and role of the model."""
 
     def __init__(self, *, modules: bool = False, refuse_vanishing: bool = False) -> None:
-        """`modules`: measure at the outputs of the modules inside blocks too. `refuse_vanishing`: an expert whose
-        features are all zero is an error."""
+        """Measure at the outputs of modules inside blocks as well, with `modules`. With `refuse_vanishing`, an expert
+        whose features are all zero is an error."""
         super().__init__()
         self.modules = modules
         self._refuse_vanishing = refuse_vanishing
@@ -144,10 +145,8 @@ class DriftMeter(Meter[Drift]):
         expert: Tensor,
         on_expert: Tensor | None = None,
     ) -> None:
-        """Add the same tokens of the model and of the task's expert [T, d] each.
-
-        `on_expert`: what the model's block makes of the expert's input, for the split.
-        """
+        """Add the features [T, d] of the same tokens in the model and in the task's expert. `on_expert` is the output
+        of the model's block on the expert's input, for the split."""
         if hidden.shape != expert.shape:
             what = f"features of {role} and of its expert have {len(hidden)} and {len(expert)} tokens {_locate(place)}"
             fix = "calibrate models whose lengths depend on their inputs alone, not on weights or padding"
@@ -166,7 +165,7 @@ class DriftMeter(Meter[Drift]):
         self._add((place, task, role), [len(hidden)], sums)
 
     def _read(self, key: tuple[str, ...], counts: list[int], numbers: list[float]) -> Drift:
-        """Raises NumericsError where the expert's features vanished in a batch, and that is refused."""
+        """Compute a drift. Raises NumericsError if the expert's features vanished in a batch, and that is refused."""
         distance, size, cosine_sum, vanished, *split = numbers
         if self._refuse_vanishing and vanished and counts[0]:
             place, task, _ = key
@@ -180,7 +179,7 @@ class DriftMeter(Meter[Drift]):
         return drift
 
     def read(self, place: str, task: str, role: str) -> Drift:
-        """The drift measured so far."""
+        """The drift so far; zero if none was measured."""
         return self.find(place, task, role) or Drift()
 
 
@@ -189,7 +188,7 @@ def _locate(place: str) -> str:
 
 
 def _cosines(rows: Tensor, others: Tensor) -> Tensor:
-    """The cosine of each row [T, d] with the other's [T]; 0 for a zero vector."""
+    """Cosine of each row [T, d] with the row beside it [T]; 0 for a zero vector."""
     products = torch.einsum("td,td->t", rows, others)
     return products / (_norms(rows) * _norms(others)).clamp_min(TINY)
 
@@ -200,7 +199,7 @@ def _norms(rows: Tensor) -> Tensor:
 
 
 def add_up(values: Tensor) -> Tensor:
-    """In float64."""
+    """Sum values in float64."""
     return values.sum(dtype=torch.float64)
 
 
@@ -235,13 +234,13 @@ def add_by_example(values: Tensor, owners: Tensor, count: int) -> Tensor:
 
 
 OUTSIDE = ""
-"""The place of what lies outside of blocks, embeddings for example."""
+"""The place of all that lies outside of blocks, such as embeddings."""
 
 
 @dataclass
 class Share:
-    """One block's part t of the final drift e: its local mismatch, as the model's later blocks carry it to the end
-    (paper, P m of Proposition 2). Summed over all tokens added."""
+    """One block's part t of the final drift e, summed over all tokens added. It is the block's local mismatch as the
+    model's later blocks carry it to the end (paper, P m of Proposition 2)."""
 
     projection: float = 0.0
     """Σ ⟨t, e⟩."""
@@ -256,7 +255,8 @@ class Share:
 
     @property
     def share(self) -> float | None:
-        """Σ ⟨t, e⟩ / Σ ‖e‖₂², which adds up to 1 over blocks and OUTSIDE; None where nothing drifted."""
+        """Share Σ ⟨t, e⟩ / Σ ‖e‖₂² of the drift, which adds up to 1 over blocks and OUTSIDE; None if nothing
+        drifted."""
         return self.projection / self.square if self.square else None
 
     @property
@@ -269,8 +269,8 @@ class ShareMeter(Meter[Share]):
     """Adds up parts of the final drift by block (or OUTSIDE), task and role."""
 
     def add(self, place: str, task: str, role: str, part: Tensor, drift: Tensor, expert: Tensor, examples: int) -> None:
-        """Add the same tokens, of so many examples, of the part, of the whole drift and of the expert's feature [T, d],
-        in float64."""
+        """Add the part, the whole drift and the expert's feature [T, d] at the same tokens of so many examples, in
+        float64."""
         sums = [(part * drift).sum(), drift.square().sum(), add_up(_norms(part)), add_up(_norms(expert))]
         self._add((place, task, role), [len(part), examples], sums)
 
@@ -278,5 +278,5 @@ class ShareMeter(Meter[Share]):
         return Share(*numbers, *counts)  # type: ignore[arg-type]  # its fields in order
 
     def read(self, place: str, task: str, role: str) -> Share | None:
-        """What was measured so far; None for nothing."""
+        """The sums so far; None if nothing was added."""
         return self.find(place, task, role)

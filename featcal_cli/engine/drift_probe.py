@@ -1,4 +1,4 @@
-"""Expert and models side by side on one batch that drift is measured on; and passes that switch between them."""
+"""Probes of drift: expert and models side by side on one batch, and passes that switch from one to the other."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ from featcal_cli.models.token_layout import Layout, Lengths, Weights
 from featcal_cli.models.tracing import first_tensor, tensors_in
 
 MODULE_ROWS = 256
-"""Tokens of a batch, evenly spread, that drift inside blocks is measured on: all would cost as much as a pass."""
+"""Number of tokens of a batch, evenly spread, that drift inside blocks is measured on: all would cost as much as a
+pass."""
 EXPERT = "expert"
-"""The role that the others are compared with."""
+"""The role that all others are compared with."""
 
 
 class _Run(NamedTuple):
@@ -30,19 +31,19 @@ class _Run(NamedTuple):
 
     output: Any
     modules: dict[str, list[Tensor]]
-    """Outputs of modules, one a call, by the module's path inside the block [.., d_out]."""
+    """Outputs of modules [.., d_out], one for each call, by the module's path inside the block."""
 
 
 class _ExpertRun(NamedTuple):
-    """The last run of a block by the expert, and what is measured beside it; its pass has gone on."""
+    """The expert's last run of a block, with what is measured beside it; the expert's pass has gone on."""
 
     run: _Run
     on_expert: dict[str, _Run]
-    """What the models of other roles make of the expert's input."""
+    """Runs of other roles' blocks on the expert's input."""
     weights: Weights
     lengths: Lengths
     calls: int
-    """Of the block, one after the other: other blocks may run before it is called again."""
+    """Number of successive calls of the block; other blocks may run before it is called again."""
 
 
 class DriftProbe:
@@ -75,9 +76,10 @@ class DriftProbe:
         keys = [(role, place) for place in ("", *sorted(measurement.branches)) for role in self._passes]
         keys = keys if self._outputs is not None else []
         self._followers = dict(zip(keys, job.experts[task].start([batch] * len(keys), entry), strict=True))
-        """By role, and the block that they leave the expert's own features at ("": the last)."""
+        """Passes of the expert that go on from another role's features, by role and the block after which they do so
+        ("": the last)."""
         self._shown: _ExpertRun | None = None
-        """What the expert has shown of a block, while the others are still before it."""
+        """The expert's run of a block, while the others are still before it."""
         if not measurement.last_block_only:
             self._measure_stem()
 
@@ -87,7 +89,7 @@ class DriftProbe:
 
     @property
     def tensors(self) -> Iterator[Tensor]:
-        """What the passes are paused with, and what the expert's block has returned."""
+        """All tensors that the passes are paused with, and the output of the expert's block."""
         for paused in self:
             yield from paused.tensors
         if self._shown is not None:
@@ -102,23 +104,19 @@ class DriftProbe:
 
     def run_expert(self, block: Block, done: Sequence[Block]) -> None:
         """Take the expert through all calls of the block, if all passes are at it; the others follow in `go_through`.
-
-        `done`: the blocks that were visited before.
-        """
+        `done`: the blocks that were visited before."""
         if self._shown is None and self.is_at(block):
             for call in range(1, block.calls + 1):
                 if self._passes[EXPERT].is_at(block):
                     self._show(block, self._run(EXPERT, block), call, done)
 
     def take_expert_output(self, block: Block, output: Any, done: Sequence[Block]) -> None:
-        """The same where the block, which is called once, was run on the expert already."""
+        """Take the expert past a block that is called once and was run on it already, given its output."""
         self._show(block, _Run(output, {}), 1, done)
 
     def go_through(self, block: Block, done: Sequence[Block]) -> None:
         """Take all passes through all calls of the block, if they are at it; drift is measured where the last one ends.
-
-        `done`: the blocks that were visited before.
-        """
+        `done`: the blocks that were visited before."""
         self.run_expert(block, done)
         shown, self._shown = self._shown, None
         if shown is None:
@@ -130,7 +128,8 @@ class DriftProbe:
                 self._go_on(runs, done)
             runs = {role: self._run(role, block) for role in others} | {EXPERT: shown.run}
         if self._is_end(block) or not self._measurement.last_block_only:
-            self._measure(block, runs, shown)  # before models go on, which may change their features in place
+            # before models go on, which may change their features in place
+            self._measure(block, runs, shown)
         outputs = {role: run.output for role, run in runs.items()}
         is_last_call = shown.calls == block.calls
         if is_last_call and self._is_end(block):
@@ -141,18 +140,18 @@ class DriftProbe:
         self._go_on(runs, done)
 
     def is_at(self, block: Block) -> bool:
-        """True when all passes are paused before this block, but for an expert that is through it already."""
+        """Whether all passes are paused before this block, except an expert that is through it already."""
         return self._shown is not None or all(paused.is_at(block) for paused in self._passes.values())
 
     def _go_on(self, runs: Mapping[str, _Run], done: Sequence[Block]) -> None:
-        """Let all but the expert go on with what the block has returned."""
+        """Continue all passes but the expert's with the outputs of the block."""
         for role, paused in self._passes.items():
             if role != EXPERT:
                 paused.go_on(runs[role].output, done, last=False)
 
     def _show(self, block: Block, run: _Run, call: int, done: Sequence[Block]) -> None:
-        """Keep what is measured of the expert's call of the block (the first is 1), and let its passes go on, but after
-        the last call of the last block."""
+        """Record what is measured on the expert's call of the block (the first is 1), and continue its passes, unless
+        this was the last call of the last block."""
         expert = self._passes[EXPERT]
         on_expert = {role: self._run(role, block, expert) for role in self._measurement.split & self._passes.keys()}
         weights = token_weights(expert, block, cls_tokens=False)
@@ -175,7 +174,8 @@ class DriftProbe:
         return self._outputs is not None and block.name in self._measurement.branches
 
     def _run(self, role: str, block: Block, given: PausedForward | None = None) -> _Run:
-        """The block on the pass's arguments (or those of the pass `given`), with its modules' outputs if they count."""
+        """Run the block on the pass's arguments, or on those of the pass `given`, and keep the outputs of its modules
+        if they are measured."""
         outputs: dict[str, list[Tensor]] = {}
         with ExitStack() as hooks:
             for module in block.modules if self._measurement.meter.modules else ():
@@ -185,7 +185,7 @@ class DriftProbe:
             return _Run(self._passes[role].run_block(block, given, list(outputs.values())), outputs)
 
     def _measure_stem(self) -> None:
-        """Drift of the hidden states that the task's first block is given: the stems differ too."""
+        """Measure the drift of the hidden states before the task's first block, as stems differ too."""
         expert = self._passes[EXPERT]
         block = next(block for block in self._job.architecture.blocks if expert.is_at(block))
         weights = token_weights(expert, block, cls_tokens=False)
@@ -196,7 +196,7 @@ class DriftProbe:
             self._measurement.meter.add(STEM, self._task, role, *rows)
 
     def _measure(self, block: Block, runs: Mapping[str, _Run], shown: _ExpertRun) -> None:
-        """Give the drift of the block's output, and of its modules' outputs, to the meter."""
+        """Add the drift of the block's output, and of its modules' outputs, to the meter."""
         on_expert, weights, lengths = shown.on_expert, shown.weights, shown.lengths
         add = self._measurement.meter.add
         for role in self._measurement.runners:
@@ -232,7 +232,7 @@ class DriftProbe:
         return choose_rows(features, layout, weights, lengths, first_only=bool(self._job.cls_blocks))
 
     def _finish(self, outputs: Mapping[str, Any]) -> None:
-        """Run the rest of the expert's forward with them in place of its own."""
+        """Run the rest of the expert's forward on these outputs in place of its own."""
         if self._outputs is not None:
             self._answer_all(outputs, "")
 
@@ -256,12 +256,12 @@ class DriftProbe:
 
 
 class BlockContribution:
-    """Passes on a few examples that show what becomes of every block's local mismatch after the last block.
+    """Passes on a few examples that measure each block's contribution to the final drift.
 
-    For each block a further pass of the expert, in which the model's blocks run from this one on. The last features of
-    two that switch one block apart differ by that block's local mismatch, as the model's later blocks carry it (paper,
-    P m of Proposition 2, without Jacobians). These differences, and what the model's embeddings and all else outside of
-    blocks do, add up to the last drift: each begins with what the one before ends with.
+    For each block a further pass of the expert switches to the model's blocks from this one on. The final features of
+    two passes that switch one block apart differ by that block's local mismatch, as the model's later blocks carry it
+    (paper, P m of Proposition 2, without Jacobians). These differences, and the contribution of the embeddings and all
+    else outside of blocks, add up to the final drift.
     """
 
     def __init__(self, job: Job, measurement: Measurement, task: str, batch: Batch) -> None:
@@ -274,7 +274,7 @@ class BlockContribution:
         count = len(self._models) * sum(name.startswith(entry) for name in reached)
         self._expert, *self._waiting = job.experts[task].start([batch] * (1 + count), entry)
         self._switched: dict[str, dict[str, PausedForward]] = {role: {} for role in self._models}
-        """By role, and the first block that is the model's, in forward order."""
+        """Switched passes by role and the first block that is the model's, in forward order."""
 
     def __iter__(self) -> Iterator[PausedForward]:
         yield self._expert
@@ -285,7 +285,7 @@ class BlockContribution:
 
     @property
     def tensors(self) -> Iterator[Tensor]:
-        """What the passes are paused with."""
+        """All tensors that the passes are paused with."""
         for paused in self:
             yield from paused.tensors
 
@@ -318,8 +318,8 @@ class BlockContribution:
         start: str = "",
         kept: list[Any] | None = None,
     ) -> Any:
-        """Take a pass to the next block that was not visited before, and return what the last one run has returned; at
-        the task's last block it stays there. From the block `start` on the blocks are those of the model `role`."""
+        """Take a pass to the next block that was not visited before, and return the output of the last block run. It
+        stays at the task's last block. From the block `start` on, it runs the blocks of the model `role`."""
         calls, last = 0, self._job.architecture.last_blocks[self._task]
         while (at := next((other for other in (block, *done) if paused.is_at(other)), None)) is not None:
             is_models = role in self._models and self._order[at.name] >= self._order[start]
@@ -333,8 +333,8 @@ class BlockContribution:
         return output
 
     def _lead_waiting(self, outputs: Sequence[Any]) -> None:
-        """Give the passes that have not switched what the expert's blocks have returned, as one tensor for all, unless
-        models go on to change it in place."""
+        """Continue the passes that have not switched with the outputs of the expert's blocks, as one tensor for all
+        unless a model changes it in place."""
         for output in outputs:
             shared, version = _with_own_hidden(output), None
             for paused in self._waiting:
@@ -346,7 +346,7 @@ class BlockContribution:
                 paused.advance(shared)
 
     def _measure(self, block: Block, done: Sequence[Block], output: Any) -> None:
-        """Give every block's part of the last drift to the meter. `output`: the expert's."""
+        """Add every block's part of the final drift to the meter; `output` is the expert's."""
         assert self._measurement.shares is not None
         weights = token_weights(self._expert, block, cls_tokens=False)
         lengths = self._expert.lengths_at(block)
@@ -356,6 +356,7 @@ class BlockContribution:
             assert hidden is not None
             return choose_rows([hidden], block.layout, weights, lengths, first_only=first_only)[0].double()
 
+        # the parts are a telescoping sum, from the model's own pass to the expert's: see the class
         expert = rows_of(output)
         count, add = count_examples(self._expert.batch), self._measurement.shares.add
         for role, paused in self._models.items():
@@ -369,7 +370,7 @@ class BlockContribution:
 
 
 def _with_own_hidden(output: Any) -> Any:
-    """A block's output with hidden states of its own: a model may go on to change them in place."""
+    """Clone the hidden states in a block's output, as a model may change them in place later."""
     hidden = first_tensor(output)
     if output is hidden:
         return hidden.clone() if hidden is not None else None

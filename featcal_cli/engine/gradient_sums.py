@@ -1,4 +1,4 @@
-"""Second moments of gradients at the outputs of modules, and the few directions that hold most of them."""
+"""Second moments of gradients at module outputs, and the few directions that hold most of them."""
 
 from __future__ import annotations
 
@@ -6,28 +6,30 @@ import torch
 from torch import Tensor
 
 WIDEST_SQUARE, SKETCH_ROWS = 1024, 256
-"""Outputs up to so wide have all products of their gradients summed; wider ones so many random combinations of them."""
+"""Largest output width whose full second moment is summed, and number of random combinations that are summed for wider
+outputs."""
 WIDEST_SQUARE_OF_EXPERTS, SKETCH_ROWS_OF_EXPERTS = 128, 64
-"""The same of a mixture's experts, of which a model has thousands."""
-PANEL = 256
-"""On a CPU symmetric products are made in panels so wide, of which what lies above the diagonal is left out."""
+"""Width and number of combinations for the modules of a mixture's experts, of which a model has thousands."""
+PANEL_WIDTH = 256
+"""Width of the panels that symmetric products are made in on a CPU; the parts above the diagonal are skipped."""
 DIRECTIONS, SPARE_DIRECTIONS = 64, 64
-"""Of a module's output that are told apart in the end, those that move answers most; and how many more are looked at to
-find them."""
-ROUNDING = 1e-6
-"""Of sums in float32, over what is summed."""
+"""Number of output directions kept in the end, those that move the outputs most, and number of further directions
+looked at to find them."""
+FLOAT32_ROUNDING = 1e-6
+"""Relative rounding error of float32 sums."""
 
 
 def count_sum_rows(d_out: int, *, of_experts: bool) -> int:
-    """Rows of the sum that gradients [.., d_out] make; of_experts: of a module of a mixture's experts."""
+    """Number of rows of the sum for gradients [.., d_out]. `of_experts` marks a module in an expert of a mixture."""
     if of_experts:
         return d_out if d_out <= WIDEST_SQUARE_OF_EXPERTS else SKETCH_ROWS_OF_EXPERTS
     return d_out if d_out <= WIDEST_SQUARE else SKETCH_ROWS
 
 
 class GradientSums:
-    """M = Σ g gᵀ of the gradients g [.., d_out] at the outputs of modules, by their paths in merged: [d_out, d_out], of
-    which what lies on and below the diagonal is summed, or for wide ones the sketch Ωᵀ M [`count_sum_rows`, d_out] with
+    """Sums M = Σ g gᵀ of gradients g [.., d_out] at module outputs, by their paths in merged.
+
+    Narrow outputs keep the lower triangle of M [d_out, d_out]; wide ones the sketch Ωᵀ M [`count_sum_rows`, d_out] with
     a random Ω [d_out, `count_sum_rows`] that depends on the seed alone. Neither depends on how gradients are grouped.
     """
 
@@ -39,7 +41,7 @@ class GradientSums:
         self._directions: dict[tuple[int, int], Tensor] = {}
 
     def add(self, name: str, gradient: Tensor, *, of_experts: bool = False) -> None:
-        """Add the gradient at one output [.., d_out]; of_experts: of a module of a mixture's experts."""
+        """Add the gradient at one output [.., d_out]. `of_experts` marks a module in an expert of a mixture."""
         rows = gradient.reshape(-1, gradient.shape[-1]).float()
         d = rows.shape[1]
         sum_rows = count_sum_rows(d, of_experts=of_experts)
@@ -47,8 +49,9 @@ class GradientSums:
             self.sums[name] = rows.new_zeros(sum_rows, d)
             self._traces[name] = rows.new_zeros(())
         total = self.sums[name]
+        # the product is symmetric: its lower triangle is enough
         if sum_rows == d:
-            width = PANEL if rows.device.type == "cpu" else d
+            width = PANEL_WIDTH if rows.device.type == "cpu" else d
             for start in range(0, d, width):
                 stop = min(start + width, d)
                 total[start:stop, :stop].addmm_(rows[:, start:stop].T, rows[:, :stop])
@@ -57,8 +60,8 @@ class GradientSums:
             self._traces[name].add_(rows.square().sum())
 
     def factor(self, name: str) -> Tensor:
-        """R [r, d_out] of the r ≤ DIRECTIONS largest eigenvalues of M over its mean diagonal, which is RᵀR in these
-        directions. What is not finite stays so."""
+        """R [r, d_out] with RᵀR = M over its mean diagonal, in the directions of its r ≤ DIRECTIONS largest
+        eigenvalues. Values that are not finite are passed on as NaN."""
         total = self.sums[name]
         d = total.shape[1]
         is_square = total.shape[0] == d
@@ -74,6 +77,7 @@ class GradientSums:
         basis = torch.eye(d).to(total)
         if d > DIRECTIONS + SPARE_DIRECTIONS:
             basis = self._draw_directions(d, DIRECTIONS + SPARE_DIRECTIONS).to(total)
+            # two steps of subspace iteration turn random directions towards the largest eigenvectors
             for _ in range(2):
                 basis, _ = torch.linalg.qr(total @ basis)
         values, vectors = find_eigenvectors(basis.T @ total @ basis)
@@ -81,7 +85,7 @@ class GradientSums:
         return scale * largest.T
 
     def _draw_directions(self, d: int, count: int) -> Tensor:
-        """Ω [d, count] with orthonormal columns, the same for all modules of this width."""
+        """Draw Ω [d, count] with orthonormal columns, once for all modules of this width."""
         if (d, count) not in self._directions:
             drawn = torch.randn(d, count, generator=torch.Generator().manual_seed(self._seed))
             self._directions[d, count] = torch.linalg.qr(drawn).Q
@@ -89,11 +93,12 @@ class GradientSums:
 
 
 def factor_of_sketch(sketch: Tensor, directions: Tensor) -> Tensor:
-    """R [r, d] of the r ≤ DIRECTIONS largest eigenvalues of M ≈ (MΩ) (Ωᵀ M Ω)⁻¹ (MΩ)ᵀ, from the sketch Ωᵀ M [k, d] and
-    the directions Ω [d, k] with orthonormal columns (Nyström; Tropp and others 2017, algorithm 3)."""
+    """R [r, d] with RᵀR ≈ M in the directions of its r ≤ DIRECTIONS largest eigenvalues, from a sketch of M. M ≈ (MΩ)
+    (Ωᵀ M Ω)⁻¹ (MΩ)ᵀ, given the sketch Ωᵀ M [k, d] and orthonormal directions Ω [d, k] (Nyström; Tropp and others 2017,
+    algorithm 3)."""
     omega = directions.double()
     # a small multiple of Ω keeps the core positive definite where M has fewer directions than the sketch
-    shift = ROUNDING * sketch.double().norm()
+    shift = FLOAT32_ROUNDING * sketch.double().norm()
     if not shift:
         return torch.zeros_like(sketch[:DIRECTIONS])
     y = sketch.double().T + shift * omega
@@ -108,7 +113,7 @@ def factor_of_sketch(sketch: Tensor, directions: Tensor) -> Tensor:
 
 
 def find_eigenvectors(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """The eigenvalues [n] of a symmetric matrix [n, n], ascending, and its eigenvectors [n, n], in columns."""
+    """Eigenvalues [n] of a symmetric matrix [n, n], ascending, and its eigenvectors [n, n] as columns."""
     try:
         values, vectors = torch.linalg.eigh(matrix)
     except torch.linalg.LinAlgError:  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""What a block's modules were given, and made of it, in one run of the block."""
+"""Hooks that capture the inputs and outputs of a block's modules in one run of the block."""
 
 from __future__ import annotations
 
@@ -19,47 +19,47 @@ from featcal_cli.models.token_layout import Lengths, Weights
 from featcal_cli.models.tracing import StopBlock, first_tensor
 
 Features = dict[str, list[Tensor]]
-"""Inputs of each module that ran in a block, one a call, by the module's path inside the block [.., d_in]."""
+"""Inputs [.., d_in] of each module that ran in a block, one for each call, by the module's path inside the block."""
 PLAIN_FORWARDS = (nn.Linear.forward, Conv1D.forward)
-"""Of modules whose output is W x + b and nothing else."""
+"""Forwards of modules whose output is W x + b and nothing else."""
 
 
 class Observation(NamedTuple):
-    """What one batch (or one call of the block on it) shows of a block."""
+    """The features of a block on one batch, or in one call of the block on it."""
 
     x_cal: Features
-    """A student's module inputs, before the block's update."""
+    """Module inputs of a student, before the block's update."""
     x_exp: Features
-    """The expert's."""
+    """Module inputs of the expert."""
     padding: Weights
-    """1 for the tokens that count and 0 for padding, by axis."""
+    """Masks by token axis: 1 for tokens that count and 0 for padding."""
     weights: Weights
-    """The same, with the first token counting most where the output is read from it."""
+    """Token weights by axis: the masks, with the first token counting most if the model's output is read from it."""
     lengths: Lengths
     first: bool
-    """The task's first batch."""
+    """Whether this is the task's first batch."""
     y_exp: Features
-    """Outputs of the expert's Linear modules [.., d_out], like its inputs; none that are rounded to less than float32.
-    """
+    """Outputs of the expert's Linear modules [.., d_out], one for each input; left out if they are rounded below
+    float32."""
     examples: range
-    """Which of the task's these are."""
+    """Range of the task's examples that these are."""
     row_multiples: tuple[float, float]
     """Total tokens of the task, and of all tasks, divided by this batch's."""
     routes: Mapping[str, list[Route | None]]
-    """Of modules of a mixture's experts, which tokens each of the inputs is, of both alike."""
+    """Tokens of each input of a mixture's expert modules, equal in student and expert."""
 
 
 class CapturedRun(NamedTuple):
-    """What one run of a block by an expert showed."""
+    """Captured features of one run of a block by an expert."""
 
     x: Features
     y: Features
     last_call: tuple[str, int]
-    """The module that was called last, and its how many-eth call that was."""
+    """The module that was called last, and the number of that call."""
     routes: Mapping[str, list[Route | None]]
-    """Of modules of a mixture's experts, which tokens each of the inputs is."""
+    """Tokens of each input of a mixture's expert modules."""
     decisions: Sequence[Any]
-    """What the mixture decided."""
+    """Routing decisions of the mixture."""
 
 
 def run_captured(
@@ -70,21 +70,21 @@ def run_captured(
     to_end: bool = True,
     decided: Sequence[Any] = (),
 ) -> tuple[CapturedRun, Any]:
-    """Run the block that the pass is at: what its modules were given and returned, and its output; or, not `to_end`,
-    until the last of these modules has returned. decided: what a mixture decided in another model's run, which it does
-    in this one, too."""
+    """Run the block that the pass is at; returns the captured inputs and outputs of its modules, and its own output.
+    Unless `to_end`, the run ends once the last of these modules has returned. `decided` are routing decisions of
+    another model, to be replayed here."""
     routing = Routing(decided)
-    routing.deciding = int("" in block.deciders)
+    routing.active_gates = int("" in block.gating_modules)
     routes: dict[str, list[Route | None]] = {module.name: [] for module in block.modules if module.is_routed}
     inputs: Features = {}
     outputs: dict[str, list[tuple[Tensor, int]]] = {}
     calls: list[str] = []
     with ExitStack() as hooks:
         _keep_inputs(hooks, runner, block, inputs, calls, routing=routing, routes=routes)
-        for path in filter(None, block.deciders if routes else ()):
-            decider = runner.module(f"{block.name}.{path}")
-            hooks.callback(decider.register_forward_pre_hook(lambda *_: routing.enter()).remove)
-            hooks.callback(decider.register_forward_hook(lambda *_: routing.leave()).remove)
+        for path in filter(None, block.gating_modules if routes else ()):
+            gating_module = runner.module(f"{block.name}.{path}")
+            hooks.callback(gating_module.register_forward_pre_hook(lambda *_: routing.enter()).remove)
+            hooks.callback(gating_module.register_forward_hook(lambda *_: routing.leave()).remove)
         for module in block.modules:
             child = runner.module(f"{block.name}.{module.name}")
             if (
@@ -100,6 +100,7 @@ def run_captured(
             _stop_after(hooks, runner, block, calls)
         kept_lists: list[list[Any]] = [calls, *inputs.values(), *outputs.values(), *routes.values(), *routing.kept]
         output = paused.run_block(block, kept=kept_lists)
+    # an output that the block has changed in place since is not the module's any more
     unchanged = {name: [y for y, version in kept if y._version == version] for name, kept in outputs.items()}
     y = {name: kept for name, kept in unchanged.items() if len(kept) == len(inputs[name])}
     last = calls[-1] if calls else ""
@@ -107,7 +108,7 @@ def run_captured(
 
 
 def _stop_after(hooks: ExitStack, runner: BlockRunner, block: Block, calls: list[str]) -> None:
-    """Have the run end when the modules of a block have returned as often as they are called."""
+    """End the run once the modules of a block have returned as often as they are called."""
     expected = sum(len(module.layouts) for module in block.modules)
 
     def stop(*_: object) -> None:
@@ -119,7 +120,7 @@ def _stop_after(hooks: ExitStack, runner: BlockRunner, block: Block, calls: list
 
 
 def run_to_last_input(runner: BlockRunner, paused: PausedForward, block: Block, last_call: tuple[str, int]) -> Features:
-    """Run the block that the pass is at as far as the inputs of its modules need it: to that module's call."""
+    """Run the block that the pass is at up to the last call whose input is needed, and return the module inputs."""
     inputs: Features = {}
     calls: list[str] = []
     with ExitStack() as hooks:
@@ -138,7 +139,7 @@ def _keep_inputs(
     routing: Routing | None = None,
     routes: Mapping[str, list[Route | None]] | None = None,
 ) -> None:
-    """Have the modules of a block put what they are given into `inputs`, and their names into `calls`."""
+    """Hook the modules of a block so that they append their inputs to `inputs` and their names to `calls`."""
     functional: dict[ParameterSlice, Callable[..., None]] = {}
     for module in block.modules:
         keep: Callable[..., None] = partial(_keep, module, inputs.setdefault(module.name, []), calls, last_call)
@@ -164,7 +165,7 @@ def _keep_route(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> None:
-    """The hook of a module that a mixture gives some tokens."""
+    """Record the route of an input of an expert's module, then the input itself; used as a hook."""
     x = first_tensor((*args, *kwargs.values()))
     routes.append(None if x is None else routing.find(x))
     keep(module, args, kwargs)
@@ -177,7 +178,7 @@ def intercept_matmuls(
     after: Callable[[ParameterSlice, Tensor], None] | None = None,
     routing: Routing | None = None,
 ) -> MatmulInterceptor:
-    """Inside, both are told of what the block's functions multiply with that stands for a module."""
+    """Intercept the products that functions make with the weights of the block's modules."""
     held, weights = (
         runner.module(block.name),
         {module.functional.weight for module in block.modules if module.functional},
@@ -195,7 +196,7 @@ def _keep(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> None:
-    """The hook: it ends the run where `last_call` begins."""
+    """Record a module's input, and end the run where `last_call` begins; used as a hook."""
     x = first_tensor((*args, *kwargs.values()))
     if x is not None:
         inputs.append(x.clone() if module.overwritten else x)

@@ -1,4 +1,4 @@
-"""Which models run side by side, on which examples, and what is measured on the way."""
+"""A job: the models that run side by side, their examples, and what is measured on the way."""
 
 from __future__ import annotations
 
@@ -21,43 +21,44 @@ from featcal_cli.runtime.distributed import Ranks
 from featcal_cli.runtime.untrusted_text import list_some
 
 CALIBRATED, MERGED = "calibrated", "merged"
-"""The role of the model that is calibrated, and of the one that it starts as."""
+"""Roles of the model that is calibrated, and of the merged model that it starts as."""
 
 
 @dataclass
 class Measurement:
-    """How far features of some models are from the experts', on some examples."""
+    """A measurement of how far features of some models are from the experts', on some examples."""
 
     runners: dict[str, BlockRunner]
     """The models, by role."""
     batches: Mapping[str, Sequence[Batch]]
-    """By task."""
+    """Batches, by task."""
     meter: DriftMeter = field(default_factory=DriftMeter)
     outputs: OutputMeter | None = None
-    """Where it is given, the experts' heads are run on every model's last features."""
+    """Meter of outputs: if given, the experts' heads run on every model's last features."""
     branches: frozenset[str] = frozenset()
     """Blocks after which the rest of the expert is run on every model's features too, for `outputs`."""
     vectors: TaskVectorMeter | None = None
     examples: ExampleMeter | None = None
-    """Where it is given, it gets figures of every example's last feature, and of the outputs made of it."""
+    """Meter of every example's last feature, and of the outputs made of it; None if none is wanted."""
     shares: ShareMeter | None = None
-    """Where it is given, it gets each block's part of the last drift, on the examples of `switched`."""
+    """Meter of each block's share of the final drift: if given, it is fed on the examples of `switched`."""
     switched: Mapping[str, Sequence[Batch]] = field(default_factory=dict)
-    """By task; few, as a pass for each block runs on them, of every model whose drift is split."""
+    """Batches, by task, for `shares`. Few, as one pass for each block runs on them, for every model whose drift is
+    split."""
     split: frozenset[str] = frozenset()
     """Roles whose drift is split into local mismatch and upstream propagation."""
     last_block_only: bool = False
-    """Drift is measured after the last block alone."""
+    """Whether drift is measured after the last block alone."""
 
     def settle(self) -> None:
-        """Make readings of all that was measured. Raises NumericsError for an expert whose features vanish, where that
-        is refused."""
+        """Compute readings from all that was measured. Raises NumericsError for an expert whose features vanish, if
+        that is refused."""
         for meter in (self.meter, self.outputs, self.vectors, self.shares):
             if meter is not None:
                 meter.settle()
 
     def share(self, ranks: Ranks) -> None:
-        """Let every rank know what the others have measured by now."""
+        """Exchange readings, so that every rank knows those of all ranks."""
         for meter in (self.meter, self.outputs, self.vectors, self.shares, self.examples):
             if meter is not None:
                 meter.share(ranks)
@@ -69,42 +70,42 @@ class Job:
 
     architecture: Architecture
     students: dict[str, BlockRunner]
-    """By role: each starts as merged, and its blocks are updated on the way."""
+    """Students by role: each starts as merged, and its blocks are updated on the way."""
     merged: BlockRunner
     base: BlockRunner
     experts: Mapping[str, BlockRunner]
-    """By task."""
+    """Experts, by task."""
     fitted: Mapping[str, Sequence[Batch]]
-    """Batches to fit."""
+    """Batches to calibrate on, by task."""
     drift: Measurement
     checked: Mapping[str, Sequence[Batch]] = field(default_factory=dict)
-    """Batches that updates are checked on before they are loaded."""
+    """Batches that updates are checked on before they are loaded, by task."""
     second: Measurement | None = None
-    """Of this rank's part of a second half of held-out rows."""
+    """Measurement on this rank's part of a second half of held-out rows."""
     cls_blocks: frozenset[str] = frozenset()
     """Blocks in which the first token counts 1 and every other OTHER_TOKENS."""
     offloader: Offloader | None = None
-    """What moves the tensors of paused passes; None to leave them on the device, all of them."""
+    """The offloader of paused passes; None if all their tensors stay on the device."""
     gradients: Mapping[str, Path] = field(default_factory=dict)
-    """By task, the safetensors file of what `measure_output_gradients` found, by module; empty where errors are
-    measured on features alone."""
+    """Files of gradients by task, written from `measure_output_gradients`. Empty if errors are measured on features
+    alone."""
     keep_blocks: bool = False
-    """Students hold all that is loaded into them to the end; else each block only until it is left."""
+    """Whether students keep all that is loaded into them to the end, not each block only until it is left."""
     ranks: Ranks = field(default_factory=Ranks)
-    """All processes of the run; experts and examples are this one's."""
+    """All processes of the run; the experts and examples of this job are those of one."""
 
     @property
     def runners(self) -> list[BlockRunner]:
-        """Of all models but the experts whose features are collected or measured."""
+        """Runners of all models but the experts whose features are collected or measured."""
         return list(dict.fromkeys((*self.students.values(), *self.drift.runners.values())))
 
     @property
     def measurements(self) -> list[Measurement]:
-        """What is measured, on different examples."""
+        """All measurements, on different examples."""
         return [self.drift] if self.second is None else [self.drift, self.second]
 
     def read_gradients(self, task: str, block: Block, field: str) -> dict[str, Tensor]:
-        """A field of the OutputGradients of a task in a block, by the module's name in it, on the device."""
+        """Read a field of a task's OutputGradients in a block, by the module's name in it, on the device."""
         start = f"{field}/{block.name}."
         with safe_open(self.gradients[task], "pt", device=str(self.merged.device)) as file:
             names = [name for name in file.keys() if name.startswith(start)]  # noqa: SIM118 - it is no mapping
@@ -123,16 +124,16 @@ class Job:
             vectors.add(task, name, models, expert, base)
 
     def retire(self) -> None:
-        """Leave all models as they were before; for those that another job is to run."""
+        """Restore all models as they were before, so that another job can run them."""
         for runner in {*self.runners, self.merged, self.base, *self.experts.values()}:
             runner.retire()
 
     def share_readings(self) -> None:
-        """Let every rank know what the others have measured by now."""
+        """Exchange readings, so that every rank knows those of all ranks."""
         self.drift.share(self.ranks)
 
     def describe_precision(self) -> str:
-        """Which blocks ran in float32 because bfloat16 is too small for their features; empty where none did."""
+        """A sentence on blocks that ran in float32 because bfloat16 overflows on their features; empty if none did."""
         runners = (*self.runners, *self.experts.values())
-        blocks = sorted({f"{block} of {runner.model.role}" for runner in runners for block in runner.too_large})
+        blocks = sorted({f"{block} of {runner.model.role}" for runner in runners for block in runner.overflowed_blocks})
         return f"features explode in bfloat16, so these ran in float32: {list_some(blocks)}" if blocks else ""

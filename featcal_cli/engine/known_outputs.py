@@ -1,5 +1,4 @@
-"""Outputs of a block's modules that are kept while a pass runs the block several times: what they depend on does not
-change any more."""
+"""A cache of module outputs that cannot change any more, for passes that run one block several times."""
 
 from __future__ import annotations
 
@@ -15,33 +14,34 @@ from featcal_cli.engine.offload import Offloader
 
 
 class MemoryBudget:
-    """Bytes that are left for outputs; what finds no budget is computed again."""
+    """A budget in bytes for cached outputs; what does not fit is computed again."""
 
     def __init__(self, size: int) -> None:
         self._left = size
 
     def reserve(self, size: int) -> bool:
-        """Whether there were so many bytes, which are taken then."""
+        """Reserve this many bytes, if there are as many left, and return whether there were."""
         fits = size <= self._left
         self._left -= size if fits else 0
         return fits
 
 
 class OutputCache:
-    """What modules of a block return in one pass, call by call. Large ones lie in files while nobody asks for them."""
+    """Outputs of a block's modules in one pass, call by call. Large ones lie in files while they are not read."""
 
     def __init__(self, budget: MemoryBudget, offloader: Offloader | None) -> None:
         self._budget, self._offloader = budget, offloader
         self._kept: dict[nn.Module, list[tuple[Tensor, int]]] = {}
-        """With the version that each has if nobody changed it."""
+        """Outputs with the version that torch gives each; a change in place raises it."""
 
     def add(self, modules: Iterable[nn.Module]) -> None:
-        """From now on nothing changes that these depend on, nor their weights."""
+        """Cache these modules from now on: neither their weights nor anything that their inputs depend on changes any
+        more."""
         self._kept |= {module: [] for module in modules}
 
     @contextmanager
     def replaying(self) -> Iterator[None]:
-        """Inside, the modules return what they returned before; what they return for the first time is kept."""
+        """Make the modules return their cached outputs; outputs of first calls are cached."""
         with ExitStack() as undo:
             for module, kept in self._kept.items():
                 undo.callback(module.__dict__.pop, "forward")
@@ -71,5 +71,5 @@ class OutputCache:
 
 
 def _is_changed(kept: Iterable[tuple[Tensor, int]]) -> bool:
-    """Whether the model changes what a module has returned in place."""
+    """Whether the model has changed any of these outputs in place."""
     return any(y._version != version for y, version in kept)

@@ -1,4 +1,5 @@
-"""Paired forward passes: per batch, the expert's and each student's, paused before the same block in forward order."""
+"""Paired forward passes: for each batch, the expert's and each student's, paused before the same block in forward
+order."""
 
 from __future__ import annotations
 
@@ -32,9 +33,9 @@ class PairedPass:
 
     expert: PausedForward
     students: dict[str, PausedForward]
-    """By role."""
+    """Passes of the students, by role."""
     probe: DriftProbe | None = None
-    """Where drift is measured on this very batch: it has the same passes, and those of the other models."""
+    """The drift probe of this very batch, if there is one: it shares these passes and has those of the other models."""
 
     def __iter__(self) -> Iterator[PausedForward]:
         yield self.expert
@@ -42,7 +43,7 @@ class PairedPass:
 
     @property
     def tensors(self) -> Iterator[Tensor]:
-        """What the passes are paused with."""
+        """All tensors that the passes are paused with."""
         for paused in self:
             yield from paused.tensors
         if self.probe is not None:
@@ -54,31 +55,29 @@ class Passes:
     """All passes of a job, by task, one a batch."""
 
     fitted: dict[str, list[PairedPass]]
-    """On the examples to fit."""
+    """Passes on the calibration examples."""
     checked: dict[str, list[PairedPass]]
-    """On the examples that updates are checked on."""
+    """Passes on the examples that updates are checked on."""
     measured: dict[str, list[DriftProbe]]
-    """On the examples that drift alone is measured on."""
+    """Passes on the examples that only drift is measured on."""
     switched: dict[str, list[BlockContribution]]
-    """On the few examples that the last drift is traced to its blocks on."""
+    """Passes on the few examples that the final drift is traced to its blocks on."""
 
     @property
     def pairs(self) -> list[PairedPass]:
-        """All of `fitted` and `checked`."""
+        """All pairs of `fitted` and `checked`."""
         return [pair for pairs in (*self.fitted.values(), *self.checked.values()) for pair in pairs]
 
     @property
     def probes(self) -> list[DriftProbe]:
-        """All that measure drift."""
+        """All probes that measure drift."""
         shared = [pair.probe for pair in self.pairs if pair.probe is not None]
         return [*shared, *(probe for probes in self.measured.values() for probe in probes)]
 
 
 def forward_order(job: Job) -> Iterator[BlockVisit]:
-    """Visit the blocks in execution order; what is loaded into a student's block during a visit runs after it.
-
-    All models but the experts are on the device during a visit, one block each; of the experts one at a time.
-    """
+    """Visit the blocks in execution order; weights loaded into a student's block during a visit run after it. During a
+    visit all models but the experts have this one block on the device; the experts have it one at a time."""
     hardware.reuse_memory()
     with job.ranks.on_its_own():
         passes = _start_passes(job)
@@ -100,7 +99,7 @@ def forward_order(job: Job) -> Iterator[BlockVisit]:
 
 
 def _start_passes(job: Job) -> Passes:
-    """All passes, paused before their first blocks."""
+    """Start all passes, paused before their first blocks."""
     passes = Passes({}, {}, {}, {})
     with ExitStack() as stack:
         for runner in job.runners:
@@ -127,13 +126,15 @@ def _start_passes(job: Job) -> Passes:
             expert.give_back()
     for runner in job.runners:
         runner.give_back()
-    hardware.trim_heap()  # all inputs have gone to files where a CPU is the device
+    # all inputs have gone to files where a CPU is the device
+    hardware.trim_heap()
     for measurement in job.measurements:
         measurement.settle()
     return passes
 
 
 def _start_pair(job: Job, task: str, batch: Batch) -> PairedPass:
+    """Start the expert's and every student's pass on a batch, sharing its copy on the device."""
     entry, placed = job.architecture.entries[task], job.merged.place(batch)  # once for all
     (expert,) = job.experts[task].start([placed], entry)
     students = {role: student.start([placed], entry)[0] for role, student in job.students.items()}
@@ -147,8 +148,8 @@ def _start_pair(job: Job, task: str, batch: Batch) -> PairedPass:
 
 
 def _offload(job: Job, group: PassGroup, passes: Iterable[PausedForward]) -> PassGroup:
-    """Let leave the device what the passes are paused with, and their inputs, which few models ask for again; ids and
-    masks stay, as they say at every block which tokens count."""
+    """Allow the tensors that passes are paused with to leave the device, and their inputs, which few models read again.
+    Ids and masks stay, as every block asks which tokens count."""
     if job.offloader is not None:
         all_passes = list(passes)
         job.offloader.keep(x for forward in all_passes for x in forward.batch.values() if not x.is_floating_point())
@@ -160,17 +161,17 @@ def _offload(job: Job, group: PassGroup, passes: Iterable[PausedForward]) -> Pas
 
 
 class BlockVisit:
-    """One block of a job under way."""
+    """A visit to one block: the calibration reads its features, loads updates, and the passes go on."""
 
     def __init__(self, job: Job, block: Block, passes: Passes, done: Sequence[Block]) -> None:
         self.block = block
         self.part = block
-        """The block with the modules that are looked at."""
+        """The block with only the modules that are being solved."""
         self.merged = job.merged
         self.checks = bool(job.checked)
-        """Updates are checked on further examples."""
+        """Whether updates are checked on further examples."""
         self.cls_tokens = block.name in job.cls_blocks
-        """The first token counts most in this block."""
+        """Whether the first token counts most in this block."""
         self.ranks = job.ranks
         fitted = passes.fitted.items()
         is_here = {task: all(paused.is_at(block) for pair in pairs for paused in pair) for task, pairs in fitted}
@@ -179,21 +180,22 @@ class BlockVisit:
         self.tasks = [task for task in is_here if task not in elsewhere]
         """Tasks of this rank whose examples reach this block, in every student and the expert."""
         self.is_reached = any(task not in elsewhere for reached in of_ranks for task in reached)
-        """Some task's examples do, on whichever rank."""
+        """Whether examples of any task, on any rank, reach this block."""
         self._job, self._passes, self._done = job, passes, done
         self._budget = MemoryBudget(0 if job.offloader is None else hardware.room_for_outputs(job.offloader.folder))
         self._is_last_part = True
         self._captured: dict[tuple[int, tuple[Module, ...]], CapturedRun] = {}
-        """What modules of the expert showed on a batch, for the students that are still to come."""
+        """Captured features of the expert on a batch, for students that are still to come."""
         self._outputs: dict[int, Any] = {}
-        """What the expert's block returned, where its pass waits for further students."""
+        """Outputs of the expert's block, while its pass waits for further students."""
         self._advanced: set[int] = set()
         """Pairs whose expert is through the block."""
         self._released: set[str] = set()
         """Tasks whose expert has nothing more to do with the block."""
 
     def parts(self, *, by_depth: bool) -> Iterator[Block]:
-        """The modules to look at together, as `Block.parts` has them; what is loaded of one is seen by the next."""
+        """Go through the parts of the block, as `Block.parts` makes them; weights loaded for one are seen by the
+        next."""
         parts = self.block.parts(by_depth=by_depth)
         for part in parts[:-1]:
             self._keep_outputs(part, of_experts=True)
@@ -204,9 +206,8 @@ class BlockVisit:
                 self._keep_outputs(part, of_experts=False)
 
     def _keep_outputs(self, part: Block, *, of_experts: bool) -> None:
-        """Let what the modules of a part return from now on be kept by the experts' passes, or by the student's, which
-        run the block once more for each later part. On a CPU: copies to and from a GPU take longer than to compute it.
-        """
+        """Cache outputs of a part's modules in the experts' passes, or in the student's, which run the block again for
+        later parts. This is done on a CPU only: copies to and from a GPU take longer than computing the outputs."""
         job, block = self._job, self.block
         if self.merged.device.type != "cpu" or len(job.students) > 1 or block.calls > 1:
             return
@@ -224,7 +225,7 @@ class BlockVisit:
 
     @property
     def is_routed(self) -> bool:
-        """The part is of a mixture's experts."""
+        """Whether the part belongs to a mixture's experts."""
         return any(module.is_routed for module in self.part.modules)
 
     def expert(self, task: str) -> BlockRunner:
@@ -232,16 +233,13 @@ class BlockVisit:
         return self._job.experts[task]
 
     def gradients(self, task: str, field: str) -> dict[str, Tensor]:
-        """A field of the OutputGradients of a task at the Linear modules of this block, by name."""
+        """A field of a task's OutputGradients at the Linear modules of this block, by name."""
         return self._job.read_gradients(task, self.block, field)
 
     @contextmanager
     def expert_at(self, task: str) -> Iterator[None]:
-        """Inside, the expert of a task has the block on the device; the next expert's is fetched meanwhile.
-
-        Where there is one student, whatever else the expert has to do with the block is done at the end: it is read
-        once.
-        """
+        """Hold the block of a task's expert on the device, while the next expert's is fetched. With one student, all
+        else that the expert has to do with the block is done at the end, so that it is read once."""
         expert = self._job.experts[task]
         with expert.on_device():
             self._prefetch_after(task)
@@ -254,11 +252,12 @@ class BlockVisit:
                 self._released.add(task)
 
     def features(self, task: str, role: str, *, checked: bool = False, again: bool = False) -> Iterator[Observation]:
-        """What every batch of the task shows of the block in one student, once for each of its calls; call inside
-        `expert_at`.
+        """Yield the features of the block in one student and the expert, for each batch of the task and each call of
+        the block.
 
-        `checked`: the batches that updates are checked on, not those to fit. The expert runs once a part for all
-        students, but in a block that runs several times; and where they are looked at `again`, by passes of its own.
+        Call inside `expert_at`. `checked` selects the batches that updates are checked on, instead of the calibration
+        examples. The expert runs once a part for all students, except in a block that runs several times; with `again`
+        it runs in new passes.
         """
         passes = self._passes.checked if checked else self._passes.fitted
         tokens = {other: sum(pair.students[role].token_count for pair in passes[other]) for other in self.tasks}
@@ -275,6 +274,7 @@ class BlockVisit:
                 del shown  # which is large, while the next pair is run
 
     def _observe_call(self, task: str, role: str, pair: PairedPass, *, again: bool) -> Iterator[Observation]:
+        """Observe one call of the block: the expert runs once a part, and each student up to the last input needed."""
         if self.is_routed:
             yield self._observe_experts(task, role, pair)
             return
@@ -298,7 +298,7 @@ class BlockVisit:
         yield self._describe(x_cal, captured, student)
 
     def _advance_expert(self, task: str, pair: PairedPass, output: Any) -> None:
-        """Take the expert's pass through the block, of which this is the output."""
+        """Take the expert's pass through the block, given the block's output."""
         if pair.probe is not None and pair.probe.is_at(self.block):
             pair.probe.take_expert_output(self.block, output, self._done)
         else:
@@ -306,15 +306,16 @@ class BlockVisit:
             self._advanced.add(id(pair))
 
     def _observe_experts(self, task: str, role: str, pair: PairedPass) -> Observation:
-        """The same of a mixture's experts: the expert model's mixture does what the student's decides, so that their
-        rows are the same tokens. The expert's pass stays where it is, to go on with what its own mixture decides."""
+        """Observe the modules of a mixture's experts, with the student's routing decisions replayed in the expert
+        model. Rows are then the same tokens in both. The expert's pass stays paused, to go on with its own decisions
+        later."""
         student = pair.students[role]
         own, _ = run_captured(self._job.students[role], student, self.part)
         captured, _ = run_captured(self.expert(task), pair.expert, self.part, decided=own.decisions)
         return self._describe(own.x, captured._replace(routes=own.routes), student)
 
     def _observe_calls(self, task: str, role: str, pair: PairedPass) -> Iterator[Observation]:
-        """The same for a block that runs several times: by passes of their own, in which no call is updated yet."""
+        """Observe a block that runs several times, in new passes in which no call is updated yet."""
         runners = self.expert(task), self._job.students[role]
         entry, batch = self._job.architecture.entries[task], pair.expert.batch
         expert, student = (runner.start([batch], entry)[0] for runner in runners)
@@ -329,7 +330,7 @@ class BlockVisit:
             student.go_on(output, (), last=call == self.block.calls)
 
     def _finish_expert(self, task: str) -> None:
-        """Take the expert's passes through the block, those that are not through it."""
+        """Take the expert's passes through the block, unless they are through it."""
         pairs = (*self._passes.fitted[task], *self._passes.checked[task])
         for pair in self._in_turn([pair for pair in pairs if pair.expert.is_at(self.block)]):
             if pair.probe is not None and pair.probe.is_at(self.block):
@@ -340,6 +341,7 @@ class BlockVisit:
             probe.run_expert(self.block, self._done)
 
     def _describe(self, x_cal: Features, captured: CapturedRun, student: PausedForward) -> Observation:
+        """Combine the captured features of student and expert with the weights of their tokens."""
         padding, weights = (token_weights(student, self.block, cls_tokens=cls) for cls in (False, self.cls_tokens))
         lengths = student.lengths_at(self.block)
         seen = (False, captured.y, range(0), (1.0, 1.0), captured.routes)
@@ -355,8 +357,8 @@ class BlockVisit:
         self._job.drift.runners.pop(role, None)
 
     def finish(self) -> None:
-        """Take all passes through the block, the students' with the weights they have now, and measure their drift;
-        these weights are nobody's then, unless the block runs again."""
+        """Take all passes through the block, the students' with their new weights, and measure the students' drift. The
+        new weights are then dropped from memory, unless the block runs again or students keep their blocks."""
         job = self._job
         self._captured.clear()
         for task, expert in job.experts.items():
@@ -377,7 +379,7 @@ class BlockVisit:
                 for traced in self._in_turn(self._passes.switched[task]):
                     traced.go_through(self.block, self._done)
             if self._is_last(task):
-                expert.give_back()  # its head too, if its answers were asked for
+                expert.give_back()  # its head too, if outputs were measured
             elif task not in self._released:
                 expert.give_back(self.block.name)
         for measurement in job.measurements:
@@ -388,12 +390,12 @@ class BlockVisit:
                 student.forget(self.block.name, job.merged)
 
     def release(self) -> None:
-        """Give back the memory of all models' block."""
+        """Release the memory of this block in all models."""
         for runner in {*self._job.runners, self._job.merged, self._job.base}:
             runner.give_back(self.block.name)
 
     def _in_turn(self, groups: Sequence[PassGroup]) -> Iterator[PassGroup]:
-        """Each of them with the tensors of its passes at hand, while those of the next are fetched."""
+        """Go through groups of passes with their tensors at hand, while those of the next group are fetched."""
         offloader = self._job.offloader
         for number, group in enumerate(groups):
             if offloader is None:
@@ -404,7 +406,7 @@ class BlockVisit:
                 yield group
 
     def _prefetch_after(self, task: str) -> None:
-        """Have the block that is needed after this task's read already; of further students it is this one again."""
+        """Start reading the block that is needed after this task's: with further students it is this one again."""
         job = self._job
         later = self.tasks[self.tasks.index(task) + 1 :]
         if later or not self._is_last_part or len(job.students) > 1:

@@ -1,4 +1,4 @@
-"""Where the tensors of paused passes lie: on the device while there is room, then in host memory, then in files."""
+"""Offloading of the tensors of paused passes: from the device to host memory, and on to files."""
 
 from __future__ import annotations
 
@@ -19,42 +19,41 @@ from torch.utils.weak import TensorWeakRef
 from featcal_cli.models.tracing import tensors_in
 from featcal_cli.runtime.hardware import advise, trim_heap, write_mapped
 
-FULL = "features do not fit in memory and cannot be kept on disk"
+DISK_FULL = "features do not fit in memory and cannot be kept on disk"
 DEVICE, HOST, DISK = range(3)
-"""Where memory may lie, the nearest first."""
-LEAST = mmap.PAGESIZE
-"""Bytes below which memory stays where it is."""
+"""Levels of memory, the nearest first."""
+SMALLEST_MOVED = mmap.PAGESIZE
+"""Size in bytes below which memory is never moved."""
 LARGE = 1 << 20
-"""Bytes from which a file is worth its while for what nobody asks for any more."""
+"""Size in bytes from which a file is worth its cost for tensors that nobody asks for any more."""
 TRIM_EVERY = 16 << 20
-"""Bytes that leave a CPU's memory between one trimming of the heap and the next: they leave gaps between those that
-stay."""
+"""Bytes freed in a CPU's memory between two trims of the heap, which returns the gaps they leave."""
 
 
 class Offloader:
-    """Keeps the tensors of paused passes where there is room, and has them on the device while they are lent.
+    """Keeps the tensors of paused passes where there is room, and brings them to the device while they are lent.
 
-    What moves is the memory below tensors, and every tensor on it is given the new memory as its data: whoever holds
-    the same objects, a model's frame for example, sees the same values. Memory that is seen by others too, through
-    views that were not given here, stays where it is, as do parameters. No tensor is kept alive.
+    Whole storages move: every known tensor on a storage is given the new memory as its data, so all holders of the same
+    tensor objects, such as a model's frame, see the same values. A storage that others see too, through views that were
+    not given here, stays where it is, as do parameters. No tensor is kept alive.
 
-    Files have no name, so that nothing of them is left behind however the process ends, and are mapped: tensors in them
-    are read and written where they lie, which a CPU does while they are lent.
+    Files have no name, so that none is left behind however the process ends, and are memory-mapped: a CPU reads and
+    writes tensors in place while they are lent.
 
-    Passes run in turn, over and over: what has been put first is needed first. So where no room is left it is
-    the newest that goes further down, and before it only what passes hold but no longer ask for.
+    Passes run in turn, over and over: tensors put first are needed first. So if room runs out, the newest move further
+    down, after those that passes hold but no longer ask for.
     """
 
     def __init__(self, device: torch.device, device_room: int, host_room: int, folder: Path) -> None:
-        """The rooms are bytes: on the device, and in host memory, which is pinned if the device is CUDA; on a CPU their
-        sum counts. What is lent may go beyond them. `folder`: where files are made; it should lie on a disk."""
+        """Set the rooms in bytes: on the device, and in host memory (pinned if the device is CUDA). On a CPU their sum
+        counts. Lent tensors may exceed them. Files are made in `folder`, which should lie on a disk."""
         self._device, self.folder = device, folder
         self._rooms = (device_room + host_room, 0) if device.type == "cpu" else (device_room, host_room)
         self._used = [0, 0, 0]
         self._pieces: dict[int, _Piece] = {}
-        """By the address of the storage."""
+        """Tracked pieces of memory, by the address of their storage."""
         self._left: tuple[dict[_Piece, None], ...] = ({}, {}, {})
-        """By place (nothing in files), what passes hold but no longer ask for, the oldest first."""
+        """Pieces that passes hold but no longer ask for, by level (none in files), the oldest first."""
         self._untrimmed = 0
         self._copies = CopyStream(device)
 
@@ -69,22 +68,22 @@ class Offloader:
         return self._used[DISK]
 
     def put(self, tensors: Iterable[Tensor]) -> None:
-        """Let these leave the device until they are lent. Raises OutputError when the disk is full."""
+        """Allow tensors to leave the device until they are lent. Raises OutputError if the disk is full."""
         self._settle(self._find(tensors))
 
     def keep(self, tensors: Iterable[Tensor]) -> None:
-        """Let these stay on the device, whatever room there is."""
+        """Keep tensors on the device, whatever room there is."""
         for piece in self._find(tensors):
             piece.users += 1
 
     def put_aside(self, tensors: Iterable[Tensor]) -> None:
-        """The same for tensors that nobody is likely to ask for again."""
+        """Allow tensors to leave the device that nobody is likely to ask for again; they go first."""
         self._leave(self._find(tensors))
 
     @contextmanager
     def lend(self, find: Callable[[], Iterable[Tensor]]) -> Iterator[None]:
-        """Inside, the tensors that `find` returns lie where the device can use them; afterwards those that it returns
-        then are put. Raises OutputError when the disk is full."""
+        """Have the tensors that `find` returns at hand on the device; those that it returns afterwards may leave again.
+        Raises OutputError if the disk is full."""
         lent = self._find(find())
         for piece in lent:
             piece.users += 1
@@ -100,7 +99,7 @@ class Offloader:
         self._settle(kept)
 
     def prefetch(self, tensors: Iterable[Tensor]) -> None:
-        """Begin to bring these, which will be lent next; returns at once."""
+        """Start bringing tensors that will be lent next; returns at once."""
         pieces = [piece for tensor in tensors if (piece := self._known(tensor))]
         self._bring(pieces)
         for piece in pieces:
@@ -108,7 +107,7 @@ class Offloader:
                 advise(storage.data_ptr(), storage.nbytes(), "MADV_WILLNEED")
 
     def reach(self, tensors: Iterable[Tensor]) -> None:
-        """Have those that lie elsewhere on the device, though nobody lends them: frames of models hold them too."""
+        """Bring tensors to the device that nobody lends, as frames of models use them too."""
         if self._device.type == "cpu" or not any(self._used[HOST:]):
             return
         pieces = [piece for tensor in tensors if (piece := self._known(tensor)) and piece.level != DEVICE]
@@ -118,13 +117,18 @@ class Offloader:
             self._leave(pieces)
 
     def _find(self, tensors: Iterable[Tensor]) -> list[_Piece]:
-        """The memory below these tensors, each once; what was unknown is on the device."""
+        """Pieces of memory below these tensors, each once. Unknown memory is tracked from now on, as lying on the
+        device."""
         pieces: dict[_Piece, None] = {}
         for tensor in tensors:
             piece = self._known(tensor)
             if piece is None and _is_plain(tensor) and tensor.device.type == self._device.type:
                 storage = tensor.untyped_storage()
-                piece = self._count(_Piece(storage.nbytes()), storage, DEVICE) if storage.nbytes() >= LEAST else None
+                piece = (
+                    self._count(_Piece(storage.nbytes()), storage, DEVICE)
+                    if storage.nbytes() >= SMALLEST_MOVED
+                    else None
+                )
             if piece is not None:
                 piece.holders[id(tensor)] = TensorWeakRef(tensor)
                 self._left[piece.level].pop(piece, None)
@@ -135,7 +139,7 @@ class Offloader:
         return self._pieces.get(tensor.untyped_storage()._cdata) if _is_plain(tensor) else None
 
     def _count(self, piece: _Piece, storage: UntypedStorage, level: int) -> _Piece:
-        """Let this be the piece's memory, and count it at the level until it is freed."""
+        """Set a piece's storage, and count it at the level until it is freed."""
         key = storage._cdata
         piece.level = level
         piece.storage = weakref.ref(storage, lambda _: self._forget(key))
@@ -144,7 +148,7 @@ class Offloader:
         return piece
 
     def _weigh(self, piece: _Piece, level: int) -> int:
-        """Bytes that it takes at the level: torch hands out pinned memory in powers of two."""
+        """Bytes that a piece takes at the level: torch allocates pinned memory in powers of two."""
         pinned = level == HOST and self._device.type == "cuda"
         return 1 << (piece.bytes - 1).bit_length() if pinned else piece.bytes
 
@@ -155,8 +159,8 @@ class Offloader:
         self._left[piece.level].pop(piece, None)
 
     def _leave(self, pieces: Iterable[_Piece]) -> None:
-        """Let these go down before others, unless they are asked for again: beside a CPU at once, where they are large,
-        as the machine's memory is all that there is."""
+        """Mark pieces to move down before others, unless they are asked for again. On a CPU large ones move at once, as
+        the machine's memory is all there is."""
         for piece in pieces:
             storage = piece.storage()
             if storage is None or piece.users:
@@ -169,9 +173,10 @@ class Offloader:
                 self._left[piece.level][piece] = None
 
     def _settle(self, pieces: Sequence[_Piece]) -> None:
-        """Leave them where they lie if there is room."""
+        """Leave pieces where they lie if there is room, else move them down."""
         self._trim()
-        for piece in reversed(pieces):  # masks and the like follow hidden states: they go first, and once for all
+        # masks and the like follow hidden states: they go first, and once for all
+        for piece in reversed(pieces):
             if piece.users:
                 continue
             if piece.level != DISK and not self._make_room(piece.level, 0):
@@ -180,7 +185,7 @@ class Offloader:
                 advise(storage.data_ptr(), storage.nbytes(), "MADV_DONTNEED")
 
     def _make_room(self, level: int, wanted: int) -> bool:
-        """True when so many more bytes fit at the level, from which what was left behind goes if need be."""
+        """Make room for bytes at the level by moving marked pieces down, and return whether they fit."""
         left = self._left[level]
         while left and self._used[level] + wanted > self._rooms[level]:
             piece = next(iter(left))
@@ -189,29 +194,31 @@ class Offloader:
         return self._used[level] + wanted <= self._rooms[level]
 
     def _sink(self, piece: _Piece) -> None:
-        """Move it to host memory, if it is on the device and there is room, else to a file."""
+        """Move a piece down: from the device to host memory if there is room, else to a file."""
+        # from host memory there is only one way down
         weight = self._weigh(piece, HOST)
         fits = piece.level == DEVICE and weight <= self._rooms[HOST] and self._make_room(HOST, weight)
         self._move(piece, HOST if fits else DISK)
 
     def _bring(self, pieces: Iterable[_Piece]) -> None:
-        """Move to the device what it cannot use where it lies."""
+        """Move pieces to the device that it cannot use where they lie."""
         for piece in pieces:
             self._left[piece.level].pop(piece, None)
             if piece.level != DEVICE and self._device.type != "cpu":
                 self._move(piece, DEVICE)
 
     def _move(self, piece: _Piece, level: int) -> None:
-        """Move it to that level, unless somebody sees its memory who is not known here."""
+        """Move a piece to a level, unless its memory is seen by somebody unknown here."""
         storage = piece.storage()
         tensors = piece.find_tensors()
-        if storage is None or torch._C._storage_Use_Count(storage._cdata) != len(tensors) + 1:  # 1: `storage` itself
+        # every user of the storage must be known, or it would go on reading the old memory; 1 is `storage` itself
+        if storage is None or torch._C._storage_Use_Count(storage._cdata) != len(tensors) + 1:
             return
         data = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
         moved = self._copies.to_device(data) if level == DEVICE else self._copies.to_host(data)
         if level == DISK:
             self._copies.finish()
-            moved = write_mapped(moved, self.folder, FULL, "give fewer examples with -n")
+            moved = write_mapped(moved, self.folder, DISK_FULL, "give fewer examples with -n")
         self._forget(storage._cdata)
         self._count(piece, moved.untyped_storage(), level)
         for tensor in tensors:
@@ -227,19 +234,19 @@ class Offloader:
 
 @dataclass(eq=False)
 class _Piece:
-    """Memory that tensors lie in: one torch storage after the other."""
+    """A piece of memory that tensors lie on: one torch storage, replaced by another when it moves."""
 
     bytes: int
     level: int = DEVICE
     users: int = 0
-    """How often it is lent."""
+    """Number of times it is lent at present."""
     holders: dict[int, TensorWeakRef] = field(default_factory=dict)
-    """The tensors on it that were given, by their id."""
+    """Known tensors on it, by their id."""
     storage: Callable[[], UntypedStorage | None] = lambda: None
-    """A weak reference to it."""
+    """Weak reference to its storage."""
 
     def find_tensors(self) -> list[Tensor]:
-        """The given tensors that are still on it, and the bases of views that exist for these views alone."""
+        """Known tensors that are still on it, and the bases of views that exist for these views alone."""
         storage = self.storage()
         alive = {key: tensor for key, ref in self.holders.items() if (tensor := ref()) is not None}
         alive = {key: tensor for key, tensor in alive.items() if tensor.untyped_storage() is storage}
@@ -251,7 +258,7 @@ class _Piece:
 
 
 class TouchMode(TorchFunctionMode):
-    """Tells of the tensors that each torch function is given, before it runs."""
+    """Reports the tensors that each torch function is given, before it runs."""
 
     def __init__(self, tell: Callable[[Iterable[Tensor]], None]) -> None:
         super().__init__()
@@ -265,25 +272,26 @@ class TouchMode(TorchFunctionMode):
 
 
 class CopyStream:
-    """The way between device and host: on CUDA a stream beside the computing one, copies in the order of the calls."""
+    """Copies between device and host. On CUDA they run in order on a stream beside the computing one."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def to_host(self, data: Tensor) -> Tensor:
-        """The same in host memory; on CUDA pinned, and not there before `finish`."""
+        """Copy data to host memory; on CUDA it is pinned and not complete before `finish`."""
         if self._stream is None or not data.is_cuda:
             return data.cpu()
         target = torch.empty(data.shape, dtype=data.dtype, pin_memory=True)
         self._stream.wait_stream(torch.cuda.current_stream(self._device))  # which may still be computing it
         with torch.cuda.stream(self._stream):
             target.copy_(data, non_blocking=True)
-        data.record_stream(self._stream)  # its memory is used for nothing else before that
+        # its memory is used for nothing else before that
+        data.record_stream(self._stream)
         return target
 
     def to_device(self, data: Tensor) -> Tensor:
-        """The same on the device; on CUDA not there before `join`."""
+        """Copy data to the device; on CUDA it is not complete before `join`."""
         if self._stream is None:
             return data.to(self._device)
         with torch.cuda.stream(self._stream):
@@ -292,18 +300,18 @@ class CopyStream:
         return target
 
     def join(self) -> None:
-        """Whatever is computed from now on finds the copies done."""
+        """Make all later computations wait for the copies."""
         if self._stream is not None:
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
     def finish(self) -> None:
-        """Return when all copies are done."""
+        """Wait until all copies are done."""
         if self._stream is not None:
             self._stream.synchronize()
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """True for a tensor whose values are those of its memory, and that is no parameter."""
+    """Whether a tensor's values are exactly those of its memory, and it is no parameter."""
     if type(tensor) is not Tensor or torch._C._functorch.is_functorch_wrapped_tensor(tensor):  # masks are made by vmap
         return False
     return tensor.layout is torch.strided and not (tensor.is_conj() or tensor.is_neg())
@@ -314,4 +322,4 @@ def _count_holders(view: Tensor) -> int:
 
 
 _ALONE = _count_holders(torch.zeros(1).view(1))
-"""What is counted where nobody in Python holds the base of a view."""
+"""Reference count of a view's base that nobody else in Python holds."""

@@ -1,5 +1,6 @@
-"""How far a change of each module's output moves an expert's answers, and at which tokens it does: gradients of them,
-sent back block by block."""
+"""Gradients of an expert's outputs at its modules: how far a change at each module and token moves the outputs. They
+are computed by a checkpointed backward pass of our own, block by block, so that neither the graph of a whole pass nor
+the weights of more than one block are ever in memory."""
 
 from __future__ import annotations
 
@@ -35,45 +36,53 @@ from featcal_cli.models.token_layout import (
 from featcal_cli.models.tracing import BlockCall, first_tensor, tensors_in
 
 ENOUGH_GRADIENTS, MOST_PROJECTIONS = 128, 3
-"""Random projections of each example's answers are taken until a task has so many, or each example so many."""
-MOST_ROWS = 1 << 14
-"""Tokens of a task that are looked at: a language model's examples are long."""
+"""Number of random projections at which a task has enough, and largest number for each example."""
+MOST_TOKENS = 1 << 14
+"""Largest number of a task's tokens that are looked at, as a language model's examples are long."""
 PREDICTIONS = 64
-"""Of an example that are projected: a causal model makes one a token, each over its whole vocabulary."""
+"""Largest number of an example's predictions that are projected: a causal model makes one a token, each over its
+vocabulary."""
 KEPT_BYTES = 1 << 28
-"""What blocks are called with is kept of so many batches at a time."""
+"""Bytes of block arguments up to which batches are processed together."""
 
 
 class OutputGradients(NamedTuple):
-    """What the gradients of an expert's answers say of its Linear modules, by their paths in merged; on the CPU. There
-    is nothing of modules that do not reach the answers."""
+    """Summary of the gradients of an expert's outputs at its Linear modules, by their paths in merged, on the CPU.
+    Modules that do not reach the outputs are missing."""
 
     factors: dict[str, Tensor]
-    """R [r, d_out], with RᵀR the mean of g gᵀ over its mean diagonal, as far as few directions hold it
-    (`GradientSums.factor`), where g [d_out] is the gradient of a random projection of answers at the module's output.
-    """
+    """R [r, d_out] with RᵀR = the mean of g gᵀ over its mean diagonal, in its largest directions
+    (`GradientSums.factor`). g [d_out] is the gradient of a random projection of the outputs at the module's output."""
     fitted: dict[str, Tensor]
-    """‖g‖² at the tokens of each example to fit [n, longest], over its mean at all tokens that count; 1 where it was
-    not measured. None of modules whose rows are not tokens one by one."""
+    """‖g‖² at the tokens of each calibration example [n, longest], over its mean at all tokens that count. It is 1 for
+    examples that were not looked at. Modules whose rows are not single tokens are missing."""
     checked: dict[str, Tensor]
-    """The same of the examples that updates are checked on."""
+    """‖g‖² at the tokens of the examples that updates are checked on, in the same form."""
 
 
 @dataclass
 class _BlockStep:
-    """One call of a block by a pass that is traced."""
+    """One call of a block in a pass, with what the backward pass needs of it."""
 
     call: BlockCall
     padding: Weights
-    """1 for the tokens that count and 0 for padding, by axis."""
+    """Masks by token axis: 1 for tokens that count and 0 for padding."""
     leaves: list[Tensor]
-    """Floating-point tensors of its output, which what follows was computed from."""
+    """Floating-point tensors of the block's output, detached: all that follows was computed from these."""
     gradients: list[list[Tensor | None]]
-    """At the leaves, by projection."""
+    """Gradients at the leaves, by projection."""
 
 
 class CheckpointedPass:
-    """An expert's forward pass over one batch, of which random projections of the answers are sent back."""
+    """One pass of an expert over one batch, forwards and then backwards, with every block as a checkpoint.
+
+    1. `forward_block` runs each block without a graph and keeps its arguments. Its output is cut off as leaves, so that
+       only the model's code between two blocks is differentiated.
+    2. `backward_projections` sends random projections of the outputs back to the leaves of the last blocks.
+    3. `backward_block` runs the last remaining block again, with a graph, from its kept arguments. The gradients at its
+       leaves give those at its modules' outputs, which are summed, and those at its arguments, which go on to the
+       leaves of earlier blocks.
+    """
 
     def __init__(self, expert: BlockRunner, entry: str, batch: Batch, projections: int, seed: int) -> None:
         (self._paused,) = expert.start([expert.place(batch)], entry)
@@ -85,11 +94,11 @@ class CheckpointedPass:
         self.sizes: dict[str, Tensor] = {}
         """Sums of ‖g‖² over projections at each token [B, length], by the module's path; 0 for padding."""
         self.counts: dict[str, int] = {}
-        """Tokens that count, by the same."""
+        """Number of tokens that count, by the module's path."""
 
     @property
     def bytes_a_block(self) -> int:
-        """Of what a block is called with."""
+        """Bytes of the arguments of one block."""
         return sum(tensor.nbytes for tensor in self._paused.tensors)
 
     @property
@@ -97,7 +106,7 @@ class CheckpointedPass:
         return self._paused.batch
 
     def forward_block(self, block: Block) -> None:
-        """Take the pass through the calls of a block that it is at, if it is."""
+        """Run all calls of a block that the pass is paused at."""
         while (call := self._paused.call) is not None and self._paused.is_at(block):
             padding = token_weights(self._paused, block, cls_tokens=False)
             output = tree_map_only(Tensor, _as_leaf, self._paused.run_block(block))
@@ -113,8 +122,8 @@ class CheckpointedPass:
         return bool(self._paused.dead)
 
     def backward_projections(self) -> None:
-        """Send random projections of what the model has returned back to what the last blocks have. An example's draws
-        come from its own seed, so that the others of its batch change nothing."""
+        """Send random projections of the model's outputs back to the leaves of the last blocks. Each example draws from
+        its own seed, so that the rest of the batch changes nothing."""
         are_logits = gives_logits(self._paused.module, self._paused.output)
         output = read_output(self._paused.output)
         rows, owners = choose_rows(output, self.batch), find_owners(output, self.batch).cpu()
@@ -133,11 +142,11 @@ class CheckpointedPass:
             self._backward_to_leaves([(rows, direction)], projection)
 
     def backward_block(self, block: Block, sums: GradientSums | None) -> None:
-        """Send the gradients back through the last step that is left, of that block; its modules' are added to the
-        sums, if there are any, and to the sizes."""
+        """Send gradients back through the last remaining step, a call of `block`, and add those at its modules to
+        `sums`, if given, and to `sizes`."""
         step = self.steps.pop()
         if all(gradient is None for gradients in step.gradients for gradient in gradients):
-            return  # nothing of it reaches the answers
+            return  # nothing of it reaches the outputs
         of_experts = {f"{block.name}.{module.name}" for module in block.modules if module.is_routed}
         layouts = {f"{block.name}.{module.name}": module.layouts for module in block.modules}
         given = {id(x): x for x in tensors_in(step.call) if x.is_floating_point()}
@@ -171,7 +180,8 @@ class CheckpointedPass:
         ):
             return
         hidden = first_tensor((step.call.args, step.call.kwargs))
-        if hidden is not None:  # padding of a convolution makes more, which the model drops
+        # padding of a convolution makes more, which the model drops
+        if hidden is not None:
             sizes = sizes[:, : token_lengths(self.batch, hidden).get(axis)]
         mask = step.padding.get(axis)
         if mask is None:
@@ -186,8 +196,8 @@ class CheckpointedPass:
     def _run_again(
         self, call: BlockCall, block: Block, copies: Mapping[int, Tensor]
     ) -> Iterator[tuple[Any, list[tuple[str, Tensor]]]]:
-        """Run a block as it was called, on copies of its tensors: its output and those of its Linear modules, by their
-        paths, which can be differentiated inside."""
+        """Run a block again on copies of its arguments, with a graph. Yields its output and those of its Linear
+        modules, with their paths."""
         inside: list[tuple[str, Tensor]] = []
         with ExitStack() as hooks, ExitStack() as precision:
             linear = [module for module in block.modules if module.kind in LINEAR_KINDS]
@@ -197,7 +207,7 @@ class CheckpointedPass:
                 hooks.callback(hook.remove)
             paths = {x.functional.weight: f"{block.name}.{x.name}" for x in linear if x.functional is not None}
             dtype = None
-            if block.name in self._expert.too_large:
+            if block.name in self._expert.overflowed_blocks:
                 precision.enter_context(self._expert.precise(block.name))
                 dtype = torch.float32
             self._expert.bring(block.name)
@@ -210,7 +220,7 @@ class CheckpointedPass:
                 )
                 hooks.enter_context(watch)
             with torch.enable_grad():
-                args, kwargs = tree_map_only(Tensor, partial(_give, copies, dtype), (call.args, call.kwargs))
+                args, kwargs = tree_map_only(Tensor, partial(_copy_argument, copies, dtype), (call.args, call.kwargs))
                 output = self._expert.module(block.name).forward(
                     *args, **kwargs
                 )  # outside of a pass, so it does not pause
@@ -218,7 +228,7 @@ class CheckpointedPass:
             yield output, inside
 
     def _backward_to_leaves(self, ends: Sequence[tuple[Tensor, Tensor]], projection: int) -> None:
-        """Add what gradients at some tensors are at the leaves of the steps that are left."""
+        """Add the gradients at leaves of the remaining steps that follow from the gradients of `ends`."""
         leaves = [leaf for step in self.steps for leaf in step.leaves]
         at = iter(_differentiate([(x, g) for x, g in ends if x.requires_grad], leaves, again=True))
         for step in self.steps:
@@ -231,8 +241,8 @@ class CheckpointedPass:
 def _differentiate(
     ends: Sequence[tuple[Tensor, Tensor]], wanted: Sequence[Tensor], *, again: bool
 ) -> Sequence[Tensor | None]:
-    """The gradients at the `wanted` tensors of what has the gradients of `ends`; None where nothing depends on them.
-    again: it will be asked for once more."""
+    """Gradients at the `wanted` tensors, given pairs of tensor and gradient as `ends`; None where nothing depends on
+    them. The graph is kept if it is needed `again`."""
     if not ends or not wanted:
         return [None] * len(wanted)
     outputs, gradients = zip(*ends, strict=True)
@@ -247,11 +257,11 @@ def measure_output_gradients(
     checked: Sequence[Batch],
     seed: int,
 ) -> OutputGradients:
-    """Gradients of random projections of an expert's answers to the examples to fit; and their sizes alone on those
-    that updates are checked on.
+    """Measure gradients of random projections of an expert's outputs on the calibration examples, and only their sizes
+    on those that updates are checked on.
 
-    A block is run forwards, and once more with gradients, on one batch after the other, so that its weights are brought
-    once for KEPT_BYTES of what blocks are called with.
+    Each block runs forwards, and once more with gradients, on one batch after the other, so that its weights are
+    brought once for every KEPT_BYTES of block arguments.
     """
     sums = GradientSums(seed)
     of_fitted = _measure_batches(expert, architecture, entry, fitted, seed, sums)
@@ -269,7 +279,7 @@ def _measure_batches(
     seed: int,
     sums: GradientSums | None,
 ) -> dict[str, Tensor]:
-    """Add the gradients at some batches to the sums, if there are any; returns their sizes, token by token."""
+    """Add the gradients of some batches to the sums, if given, and return their sizes at each token."""
     chosen = take_range(batches, 0, _count_chosen(batches))
     examples = sum(map(count_examples, chosen))
     projections = min(MOST_PROJECTIONS, max(1, ceil(ENOUGH_GRADIENTS / max(1, examples)))) if sums is not None else 1
@@ -289,8 +299,8 @@ def _measure_batches(
 
 
 def _relative_sizes(name: str, passes: Sequence[CheckpointedPass], examples: int) -> Tensor:
-    """Of a module's gradients at the tokens of all examples [n, longest], over their mean at those that count; 1 for
-    examples that were not looked at, which come last."""
+    """Sizes of a module's gradients at the tokens of all examples [n, longest], over their mean at tokens that count.
+    Examples that were not looked at come last and have 1."""
     sizes = [traced.sizes[name] for traced in passes]
     total, counted = sum(float(of.sum()) for of in sizes), sum(traced.counts[name] for traced in passes)
     relative = torch.ones(examples, max(of.shape[1] for of in sizes))
@@ -303,10 +313,10 @@ def _relative_sizes(name: str, passes: Sequence[CheckpointedPass], examples: int
 
 
 def _count_chosen(batches: Sequence[Batch]) -> int:
-    """How many of the first examples are looked at: with no more than MOST_ROWS tokens of their own, but one in any
-    case, and all where they are no text."""
+    """Number of leading examples to look at: as many as have MOST_TOKENS text tokens together, at least one, or all if
+    they are no text."""
     lengths = [length for batch in batches for length in count_tokens(batch)]
-    return max(1, sum(total <= MOST_ROWS for total in accumulate(lengths)))
+    return max(1, sum(total <= MOST_TOKENS for total in accumulate(lengths)))
 
 
 def _run_passes(
@@ -315,7 +325,7 @@ def _run_passes(
     passes: Sequence[CheckpointedPass],
     sums: GradientSums | None,
 ) -> None:
-    """Run passes to their ends and the gradients of their answers back, block by block."""
+    """Run passes to their ends, and the gradients of their outputs back, block by block."""
     by_path = {path: block for block in blocks if (path := expert.model.own_path(block.name)) is not None}
     while not all(traced.is_through for traced in passes):
         for block in blocks:
@@ -335,13 +345,14 @@ def _as_leaf(x: Tensor) -> Tensor:
     return x.detach().requires_grad_() if x.is_floating_point() else x
 
 
-def _give(copies: Mapping[int, Tensor], dtype: torch.dtype | None, x: Tensor) -> Tensor:
-    """What a block is called with in place of a tensor: as a block may change it in place, no leaf."""
+def _copy_argument(copies: Mapping[int, Tensor], dtype: torch.dtype | None, x: Tensor) -> Tensor:
+    """The copy of a tensor among a block's arguments. It is cloned, as a block may change it in place and a leaf must
+    not be."""
     copy = copies.get(id(x))
     return x if copy is None else copy.clone() if dtype is None else copy.to(dtype, copy=True)
 
 
 def _keep_output(kept: list[tuple[str, Tensor]], path: str, _: object, __: object, y: Any) -> None:
-    """The hook."""
+    """Keep a module's output; used as a hook."""
     if isinstance(y, Tensor) and y.requires_grad:
         kept.append((path, y))

@@ -1,4 +1,4 @@
-"""How much each token of a batch counts: padding nothing, and the first token most where a model is read from it."""
+"""Weights of tokens: padding counts nothing, and the first token most if the model's output is read from it."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from featcal_cli.models.token_layout import (
 from featcal_cli.models.tracing import first_tensor
 
 OTHER_TOKENS = 0.01
-"""Weight of the tokens after the first in the last block of a model that is read from its first token."""
+"""Weight of the tokens after the first, in the last block of a model that is read from its first token."""
 
 
 def token_weights(paused: PausedForward, block: Block, *, cls_tokens: bool) -> Weights:
-    """Weights of the tokens of a batch that is paused at `block`, by axis [B, length]; None where all are alike."""
+    """Weights [B, length] of the tokens of a batch that is paused at `block`, by axis; None if all count the same."""
     weights = {**token_masks(paused.batch), BLOCK_AXIS: None}
     axis = block.layout.axis
     if axis == BLOCK_AXIS:
@@ -50,10 +50,8 @@ def token_weights(paused: PausedForward, block: Block, *, cls_tokens: bool) -> W
 
 
 def _own_mask(paused: PausedForward, sequence: Tensor, padding: Padding) -> Tensor | None:
-    """1 for what the tokens that count became in a sequence [B, frames, d], as [B, frames]; None where all count.
-
-    Where the two cannot be brought together the mask is empty, which fits no feature.
-    """
+    """Mask [B, frames] of the rows of a sequence [B, frames, d] that come from tokens that count; None if all do. If
+    rows and tokens cannot be matched the mask is empty, which fits no feature."""
     frames, text = sequence.shape[1], padding.text_rows
     ids, mask = paused.batch.get("input_ids"), paused.batch.get(MASK)
     if ids is not None and not padding.holds_text:
@@ -72,35 +70,37 @@ def _own_mask(paused: PausedForward, sequence: Tensor, padding: Padding) -> Tens
         )
         own = torch.cat([before, mask, after], 1).float()
         return None if counts_all(own) else own
-    given = UNKNOWN if padding.mask is None or paused.call is None else paused.call.leaf(padding.mask, UNKNOWN)
+    given = (
+        UNKNOWN_MASK if padding.mask is None or paused.call is None else paused.call.leaf(padding.mask, UNKNOWN_MASK)
+    )
     if given is None:  # models give no mask where it hides nothing
         return None
     own = _read_once(given, sequence)
     return None if own.numel() and counts_all(own) else own
 
 
-UNKNOWN = torch.empty(0, 0)
-"""Fits no feature."""
+UNKNOWN_MASK = torch.empty(0, 0)
+"""An empty mask, which fits no feature."""
 _SEEN: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-"""What masks do not hide: all blocks of a pass are given the same one, and a look keeps a device waiting."""
+"""Masks read once: all blocks of a pass are given the same one, and reading keeps a device waiting."""
 
 
 def _read_once(mask: object, sequence: Tensor) -> Tensor:
-    """What a mask says of a sequence [B, n, d], as float32 [B, n]."""
+    """Read a mask of a sequence [B, n, d] as float32 [B, n]."""
     if not isinstance(mask, Tensor) or mask not in _SEEN:
         seen = read_mask(mask, sequence)
         if seen is None:
-            return UNKNOWN
+            return UNKNOWN_MASK
         _SEEN[mask] = seen.float()
     known: Tensor = _SEEN[mask]
-    return known if known.shape == sequence.shape[:2] else UNKNOWN
+    return known if known.shape == sequence.shape[:2] else UNKNOWN_MASK
 
 
 def routed_rows(
     x: Tensor, route: Route | None, layout: Layout, weights: Weights, lengths: Lengths, block_axis: str | None
 ) -> tuple[Tensor, Tensor | None] | None:
-    """Rows of what a mixture gives one of its experts [n, d] and their weights: the tokens', times the square of what
-    the mixture multiplies with what the expert makes of them, as errors grow by that."""
+    """Rows [n, d] of an expert's input in a mixture, and their weights. A row weighs as its token does, times the
+    square of its gate: the mixture scales the expert's errors by that gate."""
     if route is None:
         return None
     tokens = torch.arange(route.shape[:-1].numel(), device=x.device)
@@ -120,22 +120,22 @@ def routed_rows(
 def choose_rows(
     features: Sequence[Tensor], layout: Layout, weights: Weights, lengths: Lengths, *, first_only: bool
 ) -> list[Tensor]:
-    """The tokens [T, d] of one feature of several models: the first of each example, or all but padding.
-
-    first_only: of patches the first counts alone.
-    """
+    """Choose the tokens [T, d] of one feature of several models: the first of each example, or all but padding.
+    `first_only` restricts features of patches to their first token."""
     if first_only and layout.axis == BLOCK_AXIS:
         return [x[:, 0] for x in features]
     flattened = [layout.flatten(x, weights, lengths, layout.axis) for x in features]
     rows = [pair[0] for pair in flattened if pair is not None]
-    if len(rows) < len(features):  # tokens and padding cannot be told apart: all rows count
+    # tokens and padding cannot be told apart: all rows count
+    if len(rows) < len(features):
         return [x.reshape(-1, x.shape[-1]) for x in features]
     return rows
 
 
 def find_cls_blocks(runner: BlockRunner, architecture: Architecture, task: str, batch: Batch) -> frozenset[str]:
-    """The last block of each stack over patches, where the model's pooled output reads its first token alone: it
-    changes with that token, and does not when all others that leave the block are perturbed. `batch`: one example."""
+    """Find the last block of each stack over patches if the model's pooled output reads its first token alone. The
+    output then changes if that token is perturbed, and not if all others that leave the block are. `batch` has one
+    example."""
     blocks = [block for block in architecture.blocks if block.name not in architecture.stems]
     over_patches = [block for block in blocks if block.layout.axis == BLOCK_AXIS and not block.padding.holds_text]
     stacks = {block.name.rpartition(".")[0]: block for block in over_patches}
@@ -149,13 +149,13 @@ def find_cls_blocks(runner: BlockRunner, architecture: Architecture, task: str, 
 
 
 PERTURBED = (slice(0, 0), slice(1, None), slice(0, 1))
-"""In three copies of an example: nothing, all tokens but the first, the first."""
+"""Token slices perturbed in three copies of an example: none, all but the first, the first."""
 
 
 def _pooled_after(
     runner: BlockRunner, architecture: Architecture, task: str, batch: Batch, block: Block
 ) -> list[Tensor]:
-    """What the model returns once an example [B, k], with noise on the tokens PERTURBED of what leaves `block`."""
+    """Pooled outputs [B, k] of the model, with noise on the tokens PERTURBED of the output of `block`."""
     with runner.on_device():
         (paused,) = runner.start([batch], architecture.entries[task])
     while (at := next((other for other in architecture.blocks if paused.is_at(other)), None)) is not None:
@@ -172,5 +172,5 @@ def _pooled_after(
 
 
 def _same(pooled: Sequence[Tensor], copy: int) -> bool:
-    """Whether a copy's outputs are those of the copy that was left alone."""
+    """Whether a copy's outputs equal those of the unperturbed copy."""
     return all(torch.allclose(value[0], value[copy], rtol=1e-3, atol=1e-5) for value in pooled)

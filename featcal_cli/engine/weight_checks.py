@@ -1,4 +1,4 @@
-"""What weights alone say: which are broken, which merges were not made of these experts, task vectors."""
+"""Checks of weights alone: broken checkpoints, merges that were not made of these experts, and task vectors."""
 
 from __future__ import annotations
 
@@ -21,22 +21,23 @@ from featcal_cli.runtime.errors import CheckpointError, NumericsError
 from featcal_cli.runtime.untrusted_text import list_some
 
 VANISHING = 1e-12
-"""No weight of a model that does anything is so small."""
+"""Largest absolute weight of a module that computes nothing."""
 HUGE = 1e12
-"""Sums of squares of features overflow long before a weight of a working model is so large."""
+"""Smallest weight that is too large to compute with: sums of squares of features overflow long before."""
 SAMPLED_ROWS = 8
-"""Of a weight."""
-NEARER = 0.5
-"""Of a layer's distance from its own counterpart: fine-tuned layers stay much nearer to that than to any other."""
+"""Number of rows sampled from a weight."""
+OTHER_LAYER_RATIO = 0.5
+"""Ratio to a layer's distance from its own counterpart below which another layer is its origin: fine-tuning moves
+layers far less."""
 FIX = "use another checkpoint; this one is broken"
 
 
 def check_values(merged: Model, others: Sequence[Model], architecture: Architecture) -> list[str]:
-    """Look at what running the blocks would not show, or show too late; return what is merely to be said. others: base
-    first, then experts.
+    """Check values that running the blocks would not check, or too late, and return sentences to report.
 
-    Raises NumericsError for NaN or infinity in what merged has outside of blocks (it would be copied to the output),
-    CheckpointError for a model whose blocks hold nothing but zeros, and for blocks of merged in another order.
+    `others` is base, then the experts. Raises NumericsError for NaN or infinity in merged outside of blocks (it would
+    be copied to the output), CheckpointError for a model whose blocks hold only zeros, and for blocks of merged in
+    another order.
     """
     for model in (merged, *others):
         check_not_empty(model, architecture)
@@ -45,8 +46,8 @@ def check_values(merged: Model, others: Sequence[Model], architecture: Architect
         raise NumericsError(f"merged has NaN or infinity in {name}", where=merged.snapshot.name, fix=FIX)
     # what runs before the blocks is checked when it runs
     return [
-        f"{model.role} has NaN or infinity in {name}, which runs after its blocks: what drift does to its answers is "
-        "not measured"
+        f"{model.role} has NaN or infinity in {name}, which runs after its blocks: the effect of drift on its outputs "
+        "is not measured"
         for model in others
         for name in _broken_outside(model, architecture)
         if name.rpartition(".")[0] not in {model.own_path(path) for path in architecture.reached}
@@ -54,7 +55,7 @@ def check_values(merged: Model, others: Sequence[Model], architecture: Architect
 
 
 def check_not_empty(model: Model, architecture: Architecture) -> None:
-    """Raise CheckpointError for a model whose Linear weights in blocks are all zero, or too small to be anything."""
+    """Raise CheckpointError for a model whose Linear weights in blocks are all zero or vanishing."""
     empty = []
     for name, weight in linear_weights(model, architecture):
         if float(sample_rows(weight).abs().max()) > VANISHING:
@@ -66,8 +67,8 @@ def check_not_empty(model: Model, architecture: Architecture) -> None:
 
 
 def check_order(merged: Model, base: Model, architecture: Architecture) -> None:
-    """Raise CheckpointError where a layer of merged is much nearer to another layer of base than to its own: merged has
-    layers of its ancestors in another order, or some of them twice."""
+    """Raise CheckpointError if a layer of merged is much nearer to another layer of base than to its own: its layers
+    are then reordered or repeated."""
     lists: dict[tuple[str, str, torch.Size], dict[str, tuple[Tensor, Tensor]]] = {}
     known, seen = base.parameters, set[str]()
     for name, weight in linear_weights(merged, architecture):
@@ -78,15 +79,16 @@ def check_order(merged: Model, base: Model, architecture: Architecture) -> None:
             lists.setdefault(kind, {})[block] = sample_rows(weight), sample_rows(known[name].detach())
     for layers in lists.values():
         for block, (ours, own) in layers.items():
+            # a layer that was moved or repeated is at the distance of fine-tuning from its origin
             others = {other: float((ours - start).norm()) for other, (_, start) in layers.items() if other != block}
             nearest = min(others, key=others.__getitem__, default="")
-            if nearest and others[nearest] < NEARER * float((ours - own).norm()):
+            if nearest and others[nearest] < OTHER_LAYER_RATIO * float((ours - own).norm()):
                 what = f"merged's {block} is made of base's {nearest}: its layers are in another order"
                 raise CheckpointError(what, where=merged.snapshot.name, fix=SAME_LAYERS)
 
 
 def linear_weights(model: Model, architecture: Architecture) -> Iterator[tuple[str, Tensor]]:
-    """The weights of calibrated Linear modules, by their names in merged, as far as the model has them."""
+    """Weights of calibrated Linear modules, by their names in merged, as far as the model has them."""
     parameters = model.parameters
     for block in architecture.blocks:
         for module in (module for module in block.modules if module.kind in LINEAR_KINDS):
@@ -96,13 +98,13 @@ def linear_weights(model: Model, architecture: Architecture) -> Iterator[tuple[s
 
 
 def sample_rows(weight: Tensor, rows: int = SAMPLED_ROWS) -> Tensor:
-    """Some rows of a weight [rows, d], evenly spread, in float32: the rest stays on the disk."""
+    """Sample evenly spread rows of a weight [rows, d], in float32; the rest stays on the disk."""
     step = max(1, len(weight) // rows)
     return weight[::step][:rows].float()
 
 
 def _broken_outside(model: Model, architecture: Architecture) -> Iterator[str]:
-    """Parameters and buffers outside of blocks that are not finite; for buffers infinity may be meant."""
+    """Parameters outside of blocks with NaN or infinity, and buffers with NaN; infinity in a buffer may be meant."""
     inside = tuple(f"{own}." for block in architecture.blocks if (own := model.own_path(block.name)) is not None)
     for name, value in model.module.named_parameters():
         if value.is_floating_point() and not name.startswith(inside) and name not in model.missing:
@@ -117,8 +119,8 @@ def _broken_outside(model: Model, architecture: Architecture) -> Iterator[str]:
 
 @contextmanager
 def name_huge_weight(blocks: Sequence[Block], runners: Iterable[BlockRunner]) -> Iterator[None]:
-    """Inside, a NumericsError names the huge weight that is to blame, if these blocks of these models have one; else
-    where it came up, if it does not say."""
+    """Make a NumericsError name the huge weight of these blocks that caused it, if one of the models has one, else the
+    block."""
     try:
         yield
     except NumericsError as error:
@@ -130,7 +132,7 @@ def name_huge_weight(blocks: Sequence[Block], runners: Iterable[BlockRunner]) ->
 
 
 def check_no_huge_weight(blocks: Sequence[Block], runner: BlockRunner) -> None:
-    """Raise NumericsError where these blocks of a model have a weight that is too large to compute with."""
+    """Raise NumericsError if these blocks of a model have a weight that is too large to compute with."""
     for block in blocks:
         name, value = _find_largest(runner, block)
         if value > HUGE:
@@ -139,7 +141,7 @@ def check_no_huge_weight(blocks: Sequence[Block], runner: BlockRunner) -> None:
 
 
 def _find_largest(runner: BlockRunner, block: Block) -> tuple[str, float]:
-    """The largest weight of a block, with the name of its parameter; 0 where the model has no such block."""
+    """The name and size of a block's largest weight; 0 if the model has no such block."""
     has_block = runner.model.own_path(block.name) is not None
     sizes = {
         name: float(value.abs().max())
@@ -150,13 +152,13 @@ def _find_largest(runner: BlockRunner, block: Block) -> tuple[str, float]:
 
 
 SAMPLED_TENSORS, ROWS_PER_TENSOR = 12, 16
-"""That are sampled: twelve weights, spread over the depth, and rows of each."""
+"""Number of weights sampled, spread over the depth, and number of rows of each."""
 LEAST_SHARE = 0.03
-"""Of merged − base that the experts must explain."""
-LEAST_PART = 0.02
-"""Of the largest coefficient that an expert's own must have."""
-FAR = 0.7
-"""‖expert − base‖ / ‖base‖ that no fine-tuning reaches; unrelated weights are at 1.4."""
+"""Smallest share of merged − base that the experts must explain."""
+LEAST_COEFFICIENT = 0.02
+"""Smallest coefficient of an expert, relative to the largest, that counts as being part of the merge."""
+UNRELATED_DISTANCE = 0.7
+"""Ratio ‖expert − base‖ / ‖base‖ that no fine-tuning reaches; unrelated weights have 1.4."""
 
 
 def describe_merge_fit(
@@ -168,9 +170,8 @@ def describe_merge_fit(
     built: bool = False,
     is_calibrated: bool = False,
 ) -> list[str]:
-    """What is odd about these models as a merge, in sentences. `built`: merged was made of them by this run.
-    is_calibrated: it is no merge any more, as featcal has solved for its weights, so that experts need not explain it.
-    """
+    """Report what is odd about these models as a merge, in sentences. `built` says that this run made merged of them.
+    `is_calibrated` says that merged was solved by featcal, so that experts need not explain it."""
     names = _choose_names((merged, base, *experts.values()), architecture)
     if not names:
         return []
@@ -181,7 +182,7 @@ def describe_merge_fit(
     if notes or built or not steps:
         return notes
     far = min(float(step.norm() / start.norm().clamp_min(1e-30)) for step in steps.values())
-    if far > FAR:
+    if far > UNRELATED_DISTANCE:
         return [
             f"the experts are as far from base as other models are (‖expert − base‖ is {far:.2f} of ‖base‖, on sampled "
             f"weights): is {base.snapshot.name} the base that they were fine-tuned from?"
@@ -193,10 +194,11 @@ def describe_merge_fit(
 
 
 def explain(target: Tensor, steps: Tensor, noise: float = 0.0) -> tuple[float | None, list[float]]:
-    """The share (0 to 1) of the squares of `target` [n] that the span of `steps` [k, n] explains, and the coefficients;
-    the share is None where most of the target is `noise`, its sum of squares by rounding."""
+    """Share (0 to 1) of the squares of `target` [n] that the span of `steps` [k, n] explains, and the coefficients. The
+    share is None if most of the target is `noise`, its sum of squares from rounding."""
     whole = float(target @ target)
     gram = steps @ steps.T
+    # a little ridge keeps the system solvable where two experts are equal
     gram.diagonal().add_(1e-9 * gram.diagonal().mean())
     parts = torch.linalg.solve(gram, steps @ target)
     explained = float(parts @ (steps @ target))
@@ -205,6 +207,7 @@ def explain(target: Tensor, steps: Tensor, noise: float = 0.0) -> tuple[float | 
 
 
 def _describe_fit(share: float | None, parts: Mapping[str, float], base: Model) -> Iterator[str]:
+    """Report experts that do not explain merged − base, or hardly take part in it."""
     if share is None:
         return
     if share < LEAST_SHARE:
@@ -214,14 +217,14 @@ def _describe_fit(share: float | None, parts: Mapping[str, float], base: Model) 
         )
         return
     largest = max(map(abs, parts.values()))
-    if absent := [task for task, part in parts.items() if abs(part) < LEAST_PART * largest]:
+    if absent := [task for task, part in parts.items() if abs(part) < LEAST_COEFFICIENT * largest]:
         named = f"expert {absent[0]}" if len(absent) == 1 else f"experts {list_some(absent, last=' and ')}"
         those = "is it one" if len(absent) == 1 else "are they some"
         yield f"nothing of {named} is in merged (on sampled weights): {those} of those that were merged?"
 
 
 def _describe_equals(merged: Tensor, base: Tensor, experts: Mapping[str, Tensor], *, built: bool) -> Iterator[str]:
-    """Models that are the same, as far as can be seen."""
+    """Report models that are equal, as far as samples show."""
     if torch.equal(merged, base) and not built:
         yield "merged holds the same weights as base (where they were sampled): is it a merge?"
     of_base = [task for task, expert in experts.items() if torch.equal(expert, base)]
@@ -243,14 +246,14 @@ def _describe_equals(merged: Tensor, base: Tensor, experts: Mapping[str, Tensor]
 
 
 def _choose_names(models: tuple[Model, ...], architecture: Architecture) -> list[str]:
-    """Some weights that all models have, spread over the depth."""
+    """Names of some weights that all models have, spread over the depth."""
     known = set.intersection(*(set(model.parameters) for model in models))
     shared = [name for name, _ in linear_weights(models[0], architecture) if name in known]
     return shared[:: max(1, -(-len(shared) // SAMPLED_TENSORS))]
 
 
 def _sample(model: Model, names: list[str]) -> Tensor:
-    """The sampled entries of these weights, one after the other, in float64."""
+    """The sampled entries of these weights, concatenated, in float64."""
     parameters = model.parameters
     return torch.cat([sample_rows(parameters[name].detach(), ROWS_PER_TENSOR).flatten() for name in names]).double()
 
@@ -271,7 +274,7 @@ class TaskVector:
 
     @property
     def cosine(self) -> float:
-        """0 where one of the two has not moved from the base."""
+        """Cosine of the two task vectors; 0 if one of the models has not moved from the base."""
         size = (self.expert_square * self.model_square) ** 0.5
         return self.product / size if size else 0.0
 
@@ -294,7 +297,7 @@ class TaskVectorMeter(Meter[TaskVector]):
         return TaskVector(*numbers)
 
     def read(self, task: str, role: str) -> float | None:
-        """The cosine so far; None for nothing."""
+        """The cosine so far; None if nothing was added."""
         vector = self.find(task, role)
         return None if vector is None else vector.cosine
 
@@ -302,7 +305,7 @@ class TaskVectorMeter(Meter[TaskVector]):
 def _shared(
     block: str, models: Mapping[str, BlockRunner], expert: BlockRunner, base: BlockRunner
 ) -> Iterator[tuple[dict[str, Tensor], Tensor, Tensor]]:
-    """Every parameter of the block that all have: of the models by role, of the expert, of the base."""
+    """Parameters of the block that all have in one shape: of the models by role, of the expert, and of the base."""
     ours = {role: dict(runner.module(block).named_parameters()) for role, runner in models.items()}
     theirs, start = (dict(runner.module(block).named_parameters()) for runner in (expert, base))
     for name, first in start.items():

@@ -1,4 +1,4 @@
-"""Weights on a CUDA device, each once however many models have it, and on their way there and back."""
+"""Transfer of weights to and from a CUDA device, each held there once however many models share it."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from torch import Tensor
 from featcal_cli.engine.offload import CopyStream
 
 PIECE = 1 << 24
-"""Bytes of a pinned buffer; larger weights go in pieces."""
+"""Bytes of a pinned buffer; larger weights are copied in pieces."""
 BUFFERS = 2
-"""One is filled from the disk while the other's bytes travel."""
+"""Number of pinned buffers: one is filled from the disk while the other is copied."""
 Wanted: TypeAlias = "tuple[Tensor, torch.dtype]"
-"""A weight on the host, and in which dtype it is wanted on the device."""
+"""A weight in host memory, and the dtype that it is wanted in on the device."""
 Key: TypeAlias = "tuple[object, ...]"
 
 
 @dataclass(eq=False)
 class DeviceWeight:
-    """A weight that is on the device for as long as somebody holds this."""
+    """A weight on the device, freed when nobody holds this object any more."""
 
     home: Tensor
-    """The weight on the host, whose memory can be no other weight's until then."""
+    """The weight in host memory; held so that its address stays its own."""
     data: Tensor
     """Its copy on the device."""
     is_finite: bool
-    """All of it is a number, as was seen on the way."""
+    """Whether all of it is finite, checked while it was copied."""
 
 
 class DeviceWeights:
@@ -47,8 +47,8 @@ class DeviceWeights:
         self._copies = CopyStream(device)
 
     def begin(self, wanted: Iterable[Wanted]) -> Upload | None:
-        """Begin to copy those that are neither here nor coming, after what was begun before; the copies are there for
-        `take` while somebody holds what is returned."""
+        """Start copying weights that are neither here nor coming. The copies are ready for `take` as long as the result
+        is held."""
         keys = {_key(*one): one for one in wanted if one[0].device.type == "cpu"}
         missing = {key: one for key, one in keys.items() if key not in self._here and key not in self._coming}
         if not missing:
@@ -58,8 +58,8 @@ class DeviceWeights:
         return upload
 
     def take(self, wanted: Sequence[Wanted]) -> list[DeviceWeight | None]:
-        """These on the device, for the stream that is current here; None for those that it has no room for, and those
-        that are there themselves."""
+        """Weights on the device, ready for the current stream; None for those that do not fit and those that are there
+        already."""
         upload = self.begin(wanted)
         taken = [self._take(*one) for one in wanted]
         del upload  # whose copies are wanted one by one
@@ -75,7 +75,7 @@ class DeviceWeights:
         return weight
 
     def fetch(self, weights: Sequence[Tensor]) -> list[Tensor]:
-        """New weights in host memory, to which those of a dtype go in one copy."""
+        """Copy new weights to host memory, all of one dtype in one copy."""
         flat = {
             dtype: self._copies.to_host(torch.cat([weight.view(-1) for weight in weights if weight.dtype == dtype]))
             for dtype in {weight.dtype for weight in weights}
@@ -93,14 +93,14 @@ def _key(home: Tensor, dtype: torch.dtype) -> Key:
 
 
 class _Uploader:
-    """Copies weights to the device: by one thread, on one stream, through pinned buffers that are used again."""
+    """Copies weights to the device with one thread, on one stream, through reused pinned buffers."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)
         self._worker = ThreadPoolExecutor(1, "weights")
         self._buffers: deque[tuple[Tensor, torch.Event | None]] = deque()
-        """With what tells when its last bytes have left it, the one that has been used first in front."""
+        """Pinned buffers with the event after which each is free again, the longest unused first."""
 
     def begin(self, wanted: dict[Key, Wanted]) -> Upload:
         return Upload(self._worker.submit(self._copy_all, wanted), self._device)
@@ -131,27 +131,28 @@ class _Uploader:
 
 
 class Upload:
-    """Some weights that are on their way."""
+    """A batch of weights on their way to the device."""
 
     def __init__(self, copies: Future[tuple[dict[Key, DeviceWeight], torch.Event]], device: torch.device) -> None:
         self._copies, self._device = copies, device
 
     def take(self, key: Key) -> DeviceWeight | None:
-        """One of them, for the stream that is current here; None where memory ran out."""
+        """One of the weights, ready for the current stream; None if memory ran out."""
         copies, there = self._copies.result()
         if (weight := copies.pop(key, None)) is not None:
             here = torch.cuda.current_stream(self._device)
             here.wait_event(there)
-            weight.data.record_stream(here)  # it is of the other stream's memory, and must not be used again too early
+            # it is of the other stream's memory, and must not be used again too early
+            weight.data.record_stream(here)
         return weight
 
 
 def is_finite(weight: Tensor) -> bool:
-    """Whether all of a weight is finite: a sum is quick to tell; where it is not, it may only be large. On a CPU, where
-    a sum in another dtype is of a whole copy in it, piece by piece."""
+    """Whether all elements of a weight are finite. The sum is quick to compute, and only if it overflows or is NaN are
+    the elements looked at. On a CPU this goes piece by piece, as a sum in another dtype copies the whole."""
     pieces = weight.reshape(-1).split(PIECE) if weight.device.type == "cpu" else [weight]
     return all(torch.isfinite(x.sum(dtype=torch.float32)) or torch.isfinite(x).all() for x in pieces)
 
 
 device_weights = cache(DeviceWeights)
-"""Those of a device."""
+"""The weights on a device, one object for each."""

@@ -1,4 +1,5 @@
-"""Models that belong together: each loaded so that it fits merged, its tensors and config compared with merged's."""
+"""Alignment of models that belong together: each is loaded to fit merged, its tensors and config compared with
+merged's."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from featcal_cli.models.loading import Model, find_class, find_transformers_clas
 from featcal_cli.runtime.errors import CheckpointError
 from featcal_cli.runtime.untrusted_text import bare, tell_apart
 
-HEADS = (
+HEAD_SUFFIXES = (
     "ForSequenceClassification",
     "ForTokenClassification",
     "ForImageClassification",
@@ -26,15 +27,16 @@ HEADS = (
     "ForMaskedLM",
     "ForCausalLM",
 )
-"""Classes that are a body with a head, and are called like the body."""
+"""Name endings of classes that are a body with a head, and are called like the body."""
 Loader = Callable[[str, Snapshot, type[PreTrainedModel]], Model]
 SAME_LAYERS = "give models with the same layers; a merge that restacks layers can be calibrated before it is stacked"
 FULL_CHECKPOINT = "give a full checkpoint of the same architecture as the merged model"
 
 
 def load_fitting(role: str, snapshot: Snapshot, merged: Model, load: Loader = load_model) -> Model:
-    """The checkpoint as the merged model's class; or in its own class where it is only a part of that (its vision
-    tower, say), which `part` then names, or where that is only its `body`, so that it keeps its head."""
+    """Load a checkpoint in the merged model's class. It is loaded in its own class where it is only a part of the
+    merged model (its vision tower, for example), which `part` then names, or where the merged model is only its `body`,
+    so that it keeps its head."""
     merged_class = type(merged.module)
     if snapshot.config.get("model_type") != merged.snapshot.config.get("model_type"):
         own_class = find_class(snapshot)
@@ -42,7 +44,7 @@ def load_fitting(role: str, snapshot: Snapshot, merged: Model, load: Loader = lo
             model = load(role, snapshot, own_class)
             if part := _find_part(model.module, merged.module):
                 return replace(model, part=part)
-    elif (name := read_class_name(snapshot.config)).endswith(HEADS):
+    elif (name := read_class_name(snapshot.config)).endswith(HEAD_SUFFIXES):
         headed = find_transformers_class(name)
         if headed not in (None, merged_class):
             with suppress(CheckpointError):  # then it may still be one without its head
@@ -53,7 +55,7 @@ def load_fitting(role: str, snapshot: Snapshot, merged: Model, load: Loader = lo
 
 
 def _find_part(tower: PreTrainedModel, merged: PreTrainedModel) -> str:
-    """Where in the merged model a model of `tower`'s structure lies; "" where there is none."""
+    """The path in the merged model of a part with `tower`'s structure; empty if there is none."""
     shapes = {name: parameter.shape for name, parameter in tower.named_parameters()}
     for path, module in merged.named_modules():
         if path and isinstance(module, PreTrainedModel):
@@ -66,7 +68,7 @@ def _find_part(tower: PreTrainedModel, merged: PreTrainedModel) -> str:
 _BUFFERS = re.compile(
     r".*(inv_freq|masked_bias|position_ids|relative_position_index|attn_mask|num_batches_tracked|(attn|attention)\.bias)$"
 )
-"""Names of tensors that older versions of libraries wrote, and whose values follow from the config."""
+"""Names of tensors that older library versions stored, and whose values follow from the config."""
 
 
 def check_alignment(architecture: Architecture, merged: Model, other: Model) -> None:
@@ -104,7 +106,7 @@ def check_alignment(architecture: Architecture, merged: Model, other: Model) -> 
 
 
 def _check_layer_counts(architecture: Architecture, merged: Model, other: Model) -> None:
-    """Raise CheckpointError where both have a list of blocks, of another length."""
+    """Raise CheckpointError if both have a list of blocks, but of different lengths."""
     if merged.snapshot.config.get("model_type") != other.snapshot.config.get("model_type"):
         return
     for path in dict.fromkeys(block.name.rpartition(".")[0] for block in architecture.blocks):
@@ -119,7 +121,7 @@ def _check_layer_counts(architecture: Architecture, merged: Model, other: Model)
 
 
 def describe_unread(merged: Model) -> Iterator[str]:
-    """What merged's files hold that nothing reads, in a sentence."""
+    """Report tensors in merged's files that nothing reads, in a sentence."""
     if unread := _unread(merged):
         yield f"nothing in {type(merged.module).__name__} reads {_count(unread)} of merged's files: left as it is"
 
@@ -133,17 +135,17 @@ def _count(names: list[str]) -> str:
 
 
 def describe_differences(merged: Model, other: Model, architecture: Architecture) -> list[str]:
-    """What differs between two models outside the blocks, where nothing is calibrated, in sentences."""
+    """Report parameters outside the blocks, where nothing is calibrated, whose shapes differ, in sentences."""
     shapes = {n: x.shape for n, x in other.parameters.items() if n.rpartition(".")[0] in architecture.reached}
     return [
-        f"{other.role} has {name} of shape {list(shapes[name])}, merged {list(parameter.shape)}; it stays as merged"
+        f"{other.role} has {name} of shape {list(shapes[name])}, merged {list(parameter.shape)}; it is left unchanged"
         for name, parameter in merged.module.named_parameters()
         if name in shapes and shapes[name] != parameter.shape
     ]
 
 
 def _refuse_missing(missing: list[str], reached: int, merged: Model, other: Model) -> CheckpointError:
-    """The error for parameters that a model lacks of the `reached` ones, or has in another shape."""
+    """The error for parameters that a model lacks, out of `reached` ones, or has in another shape."""
     fix = FULL_CHECKPOINT
     turned = [path for path in missing if (own := other.own_path(path)) and own in other.mismatched]
     own = other.own_path(missing[0]) or ""
@@ -184,29 +186,31 @@ _TOKENS = (
     r".*(_token_ids?|_token_index|_tokens)|.*vocab_size|.*max_(source_|target_)?positions?(_embeddings)?|n_positions|n_ctx|"
     r"model_max_length|forced_.*|num_beams|max_length|min_length|median_filter_width|video_.*|vision_feature_.*"
 )
-IRRELEVANT = re.compile(f"({_BOOKKEEPING}|{_TRAINING}|{_HEADS}|{_TOKENS})")
-"""Keys that decide nothing inside of blocks: how a model was trained and is stored, its heads, its vocabulary and how
-many positions it has, whose tensors have shapes of their own. A key that nobody has thought of is compared."""
-NOTED = re.compile(r"rope_(theta|scaling|parameters|type).*|(use_)?sliding_window|max_window_layers|image_size")
-"""Keys that change a little, or what only long inputs show: fine-tuning and users do change them."""
+IRRELEVANT_KEYS = re.compile(f"({_BOOKKEEPING}|{_TRAINING}|{_HEADS}|{_TOKENS})")
+"""Config keys that decide nothing inside blocks: training, storage, heads, vocabulary and number of positions. Tensors
+of the latter have shapes of their own, which are compared. An unknown key is compared."""
+REPORTED_KEYS = re.compile(r"rope_(theta|scaling|parameters|type).*|(use_)?sliding_window|max_window_layers|image_size")
+"""Config keys whose differences are only reported: they change little, or only long inputs, and users do change
+them."""
 _SIZES = re.compile(r".*(size|dim|heads|inner|d_ff|d_kv)")
-"""Where None stands for what shapes show."""
+"""Keys of sizes: None leaves them to the shapes of the tensors."""
 _EPSILONS = re.compile(r"(.*_)?(eps|epsilon)")
-SMALL = 1e-4
-"""Of two such ε next to a variance neither is seen."""
+NEGLIGIBLE_EPSILON = 1e-4
+"""Largest ε that is negligible beside a variance."""
 _ACTIVATIONS = {
     "swish": "silu",
     **dict.fromkeys(("gelu_new", "gelu_fast", "gelu_pytorch_tanh", "gelu_python", "gelu_accurate"), "gelu"),
 }
-"""Other names of an activation, and what differs from it in the third digit."""
+"""Other names of an activation, and variants that differ from it only in the third digit."""
 
 
 def compare_configs(merged: Model, other: Model) -> list[str]:
-    """What the config of `other` says otherwise than merged's that matters little, in sentences. Raises CheckpointError
-    where it makes other another function of weights of the same shapes."""
+    """Report differences between the config of `other` and merged's that matter little, in sentences. Raises
+    CheckpointError for one that makes weights of equal shapes compute something else."""
     ours = merged.module.get_submodule(other.part).config if other.part else merged.module.config
     theirs = other.module.config
-    if other.module is merged.module:  # they share an outline, as their files are alike
+    # both were loaded as one outline, as their files are alike
+    if other.module is merged.module:
         if not (other.snapshot.folder / "config.json").is_file():  # else its path would be taken for a repo's name
             what, fix = "config.json is not there any more", "put it back and run the same command again"
             raise CheckpointError(what, where=other.snapshot.name, fix=fix)
@@ -218,7 +222,7 @@ def compare_configs(merged: Model, other: Model) -> list[str]:
     for key, own, wanted in _differences(theirs, ours, other.snapshot.config, merged.snapshot.config):
         text = "{} {}, merged's {}".format(bare(key), *tell_apart(own, wanted, _show))
         last = key.rpartition(".")[2]
-        if not (NOTED.fullmatch(last) or NOTED.fullmatch(key) or _are_near(last, own, wanted)):
+        if not (REPORTED_KEYS.fullmatch(last) or REPORTED_KEYS.fullmatch(key) or _are_near(last, own, wanted)):
             what = f"{other.role} and merged would compute different things with the same weights: config.json says "
             fix = "use models fine-tuned from the same base; if the config.json is wrong, correct it in a copy"
             raise CheckpointError(what + text, where=f"{other.snapshot.name}/config.json", fix=fix)
@@ -227,8 +231,8 @@ def compare_configs(merged: Model, other: Model) -> list[str]:
 
 
 def _check_type(other: Model, stated: Any, config: Any) -> None:
-    """Raise CheckpointError for a model that says to be of another type than it is read as; a tower of a whole model
-    is not."""
+    """Raise CheckpointError for a model whose config names another type than it is read as, unless it is a tower of a
+    whole model."""
     read_as = type(config).model_type
     parts = CONFIG_MAPPING[stated].sub_configs.values() if stated in CONFIG_MAPPING else ()
     if stated not in (None, read_as) and not any(isinstance(config, part) for part in parts):
@@ -239,19 +243,21 @@ def _check_type(other: Model, stated: Any, config: Any) -> None:
 def _differences(
     one: Any, other: Any, raw: Mapping[str, Any], raw_other: Mapping[str, Any]
 ) -> Iterator[tuple[str, Any, Any]]:
-    """Every key that counts and that two configs give other values, with both."""
-    known: frozenset[str] = frozenset()  # the keys that its code may read; empty where nobody knows
-    with suppress(Exception):  # configs of strangers raise whatever they like
+    """Yield each relevant key whose values differ between two configs, with both values."""
+    # keys that the config class reads; empty if unknown
+    known: frozenset[str] = frozenset()
+    with suppress(Exception):  # code of strangers may raise anything
         known = frozenset(type(other)().to_dict())
     values, other_values = (dict(_flatten(config.to_dict())) for config in (one, other))
     for key in sorted(values.keys() | other_values.keys()):
         first, last = key.partition(".")[0], key.rpartition(".")[2]
-        if IRRELEVANT.fullmatch(last) or IRRELEVANT.fullmatch(first) or (known and first not in known):
+        if IRRELEVANT_KEYS.fullmatch(last) or IRRELEVANT_KEYS.fullmatch(first) or (known and first not in known):
             continue
         own, wanted = values.get(key), other_values.get(key)
         if not _are_same(last, own, wanted):
             yield key, own, wanted
-    key = "position_embedding_type"  # transformers has no code any more for others than absolute ones
+    # transformers reads this key no more: only absolute positions are left in its code
+    key = "position_embedding_type"
     own, wanted = (config.get(key) or "absolute" for config in (raw, raw_other))
     if key not in known and own != wanted:
         yield key, own, wanted
@@ -279,11 +285,11 @@ def _are_same(key: str, one: Any, other: Any) -> bool:
 
 
 def _are_near(key: str, one: Any, other: Any) -> bool:
-    """Whether both are ε that nobody sees, or layers that differ for long inputs alone."""
+    """Whether two values are both negligible ε, or layer types that differ for long inputs only."""
     if key == "layer_types":
         return {*(one or ()), *(other or ())} <= {"full_attention", "sliding_attention"}
     numbers = isinstance(one, int | float) and isinstance(other, int | float)
-    return bool(_EPSILONS.fullmatch(key)) and numbers and min(one, other) > 0 and max(one, other) <= SMALL
+    return bool(_EPSILONS.fullmatch(key)) and numbers and min(one, other) > 0 and max(one, other) <= NEGLIGIBLE_EPSILON
 
 
 def _show(value: Any) -> str:

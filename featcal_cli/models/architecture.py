@@ -1,7 +1,5 @@
-"""What can be calibrated in a model: its blocks in execution order, and the modules inside a block.
-
-Nothing here knows a model by name: blocks are found by running the model on probes.
-"""
+"""The calibratable structure of a model: its blocks in execution order, and the modules inside each block. Nothing here
+knows a model by name: blocks are found by running the model on probes."""
 
 from __future__ import annotations
 
@@ -50,28 +48,28 @@ class Module:
     """One calibratable module of a block."""
 
     name: str
-    """Path inside the block, e.g. self_attn.q_proj."""
+    """Path inside the block, for example self_attn.q_proj."""
     kind: Kind
     layouts: tuple[Layout, ...]
-    """Of the input of each of its calls in one run of the block; empty for a module that is never called."""
+    """Layout of its input, one for each of its calls in one run of the block; empty if it is never called."""
     overwritten: bool
-    """The block changes this module's input in place after the module has read it."""
+    """Whether the block changes this module's input in place after the module has read it."""
     functional: FunctionalLinear | None = None
-    """What does its work, where that is a function and no call of a module; with paths inside the block."""
+    """The weight and bias that a function uses in place of a module call, with paths inside the block."""
     depth: int = 0
-    """How many of the block's modules, one after the other, change its input when they are calibrated."""
+    """Number of successive modules of the block whose calibration changes this one's input."""
     routed: tuple[int, ...] = ()
-    """d_out and d_in, where it is part of an expert of a mixture, which gives it some of the tokens in as many calls as
-    it likes; the layout is that of all of them."""
+    """Shape d_out and d_in of a module in an expert of a mixture, else empty. Such a module is given some of the
+    tokens, in any number of calls; its layout is that of all tokens."""
 
     @property
     def is_routed(self) -> bool:
-        """It is part of an expert of a mixture."""
+        """Whether it is part of an expert of a mixture."""
         return bool(self.routed)
 
     @property
     def why_silent(self) -> str:
-        """The reason for leaving it as merged where no call of it was seen."""
+        """The reason why it is left unchanged, if no call of it was seen."""
         return "a convolution that torch's functions do not compute" if self.kind == "convolution" else "never called"
 
 
@@ -80,31 +78,32 @@ class Block:
     """One transformer layer."""
 
     name: str
-    """Path inside the model, e.g. encoder.layers.0."""
+    """Path inside the model, for example encoder.layers.0."""
     modules: tuple[Module, ...]
     skipped: tuple[tuple[str, str], ...]
-    """(path inside the block, reason) of what stays as merged."""
+    """Parts that are left unchanged, as (path inside the block, reason)."""
     layout: Layout
-    """Of its hidden states."""
+    """Layout of its hidden states."""
     calls: int
-    """How often one forward pass runs it: more than once where layers share their weights."""
+    """Number of calls in one forward pass: more than one if layers share their weights."""
     overwritten: bool
-    """The block changes its own input in place."""
+    """Whether the block changes its own input in place."""
     padding: Padding
-    """Of its hidden states."""
+    """Means of recognising padding among its hidden states."""
     cross_attention: CrossAttentionInput | None
-    """What else it is given that its modules read rows of, which are no tokens of a known axis."""
-    deciders: tuple[str, ...]
-    """Paths inside the block of the modules that choose the experts of tokens, "" for the block itself."""
+    """A second sequence that its modules read, along no known token axis."""
+    gating_modules: tuple[str, ...]
+    """Paths inside the block of the modules that choose experts for tokens; empty string for the block itself."""
 
     @property
     def is_mixture(self) -> bool:
-        """It has experts that are given only some tokens."""
+        """Whether it has experts that are given only some tokens."""
         return any(module.is_routed for module in self.modules)
 
     def parts(self, *, by_depth: bool) -> tuple[Block, ...]:
-        """The modules that are solved together: all, or those of one depth, in the order in which they run; and after
-        these those of a mixture's experts, of one depth in any case."""
+        """Split the block into parts that are solved together, in execution order. Dense modules make one part, or one
+        for each depth. Those of a mixture's experts follow, always by depth and split so that their equations fit into
+        memory."""
         dense = [module for module in self.modules if not module.is_routed]
         routed = [module for module in self.modules if module.is_routed]
         width = max((min(module.routed) for module in routed), default=0)  # experts may be narrower than the model
@@ -122,23 +121,23 @@ class Architecture:
 
     blocks: tuple[Block, ...]
     entries: Mapping[str, str]
-    """By task, the path of what is run on its examples: "" for the whole model, else a tower."""
+    """Path of the module that runs on each task's examples: empty for the whole model, else a tower."""
     last_blocks: Mapping[str, str]
-    """By task, the last block that its examples reach."""
+    """The last block that each task's examples reach."""
     reached: frozenset[str]
-    """Paths of all modules that run up to the end of the last block."""
+    """Paths of all modules that run before the last block has ended."""
     head: frozenset[str] = frozenset()
-    """Paths of those that run after it only."""
+    """Paths of all modules that run only after it."""
     stems: frozenset[str] = frozenset()
-    """The paths of those blocks that are what runs before others."""
+    """Paths of the blocks that are stems, which run before all others."""
     draws: bool = False
-    """It draws random numbers."""
+    """Whether the model draws random numbers."""
     notes: tuple[str, ...] = ()
-    """What no example reaches, and other things that the user should know."""
+    """Notes for the user, such as lists of blocks that no example reaches."""
 
     @property
     def functional(self) -> dict[str, tuple[str, Module]]:
-        """The modules whose work functions do, with their blocks' names, by their paths in the model."""
+        """Modules computed by functions, each with its block's name, by path in the model."""
         return {
             f"{block.name}.{x.name}": (block.name, x) for block in self.blocks for x in block.modules if x.functional
         }
@@ -147,10 +146,14 @@ class Architecture:
 def find_architecture(
     model: PreTrainedModel, batches: Mapping[str, Batch], norms: str, *, routers: bool = False, stems: bool = False
 ) -> Architecture:
-    """The blocks of `model` in the order in which they run on probes cut from one batch of each task. `norms`: auto or
-    layernorm (norms with a bias), all, or none; routers: those of mixtures are modules like others; stems: so is what
-    holds convolutions and runs before the blocks a block. Raises ArchitectureError when no blocks are found or their
-    order differs between tasks, DataError when the model cannot run on a task's examples."""
+    """Find the blocks of `model`, in the order in which they run on probes cut from one batch of each task.
+
+    `norms` is auto or layernorm (norms with a bias), all, or none. With `routers`, the routers of mixtures are
+    calibrated as well; with `stems`, modules that hold convolutions and run before the blocks are blocks too. Raises
+    ArchitectureError if no blocks are found or their order differs between tasks, DataError if the model cannot run on
+    a task's examples.
+    """
+    # tasks with the same inputs share one pair of probes
     runs: dict[frozenset[str], ProbeRun] = {}
     for task, batch in batches.items():
         if frozenset(batch) not in runs:
@@ -161,6 +164,7 @@ def find_architecture(
     for run in runs.values() if stems else ():
         before.update(find_stems(model, run.first, run.blocks))
         run.blocks = sort_by_first_call(run.first, {*run.blocks, *before} & {*run.first.calls})
+    # one order for all tasks, as each block is solved once for all of them
     order = merge_orders([run.blocks for run in runs.values()])
     if not order:
         raise no_blocks(type(model))
@@ -183,17 +187,19 @@ def find_architecture(
 
 
 def no_blocks(model_class: type, where: str = "") -> ArchitectureError:
-    """The error for a model of which nothing can be calibrated."""
+    """The error for a model that has nothing to calibrate."""
     what = f"no list of transformer blocks was found in {model_class.__name__}"
     return ArchitectureError(what, where=where, fix="give a transformer checkpoint whose layers hold Linear modules")
 
 
 def _describe(model: nn.Module, name: str, run: ProbeRun, norms: str, holders: Mapping[int, int]) -> Block:
+    """Describe one block: the modules to calibrate, with their layouts, and the parts left unchanged, with reasons."""
     modules, skipped = [], []
     calls = run.first.calls.count(name)
     layout, axes = run.block_axis(name)
     works = run.first.functional.items()
     biases = {work.bias.parameter for path, work in works if work.bias and not run.first.is_router(path)}
+    # a probe's few tokens reach some experts only: what is seen of one holds for all with its pattern of path
     held, mixture = model.get_submodule(name), dict[str, list[str]]()
     for path in (path.removeprefix(f"{name}.") for path in run.first.routed if path.startswith(f"{name}.")):
         mixture.setdefault(wildcard_path(held, path), []).append(path)
@@ -235,11 +241,11 @@ def _describe(model: nn.Module, name: str, run: ProbeRun, norms: str, holders: M
     found = run.match_others(name, {x.name: (module_at(held, x), x.layouts) for x in modules}, axes)
     modules = [replace(x, layouts=found.layouts[x.name]) for x in modules]
     padding = run.find_padding(name, layout, axes)
-    choosing = (path for path in sorted(run.first.deciders) if f"{path}.".startswith(f"{name}."))
-    deciders = tuple(path.removeprefix(name).lstrip(".") for path in choosing)
+    choosing = (path for path in sorted(run.first.gating_modules) if f"{path}.".startswith(f"{name}."))
+    gating_modules = tuple(path.removeprefix(name).lstrip(".") for path in choosing)
     overwritten = name in run.first.overwritten
     return Block(
-        name, tuple(modules), tuple(skipped), layout, calls, overwritten, padding, found.cross_attention, deciders
+        name, tuple(modules), tuple(skipped), layout, calls, overwritten, padding, found.cross_attention, gating_modules
     )
 
 
@@ -253,8 +259,8 @@ def _describe_parameter(
     axes: Axes,
     holders: Mapping[int, int],
 ) -> tuple[list[Module], str]:
-    """What functions multiply with in a parameter of a module that is no Linear and no norm; and why it stays as
-    merged, if it does."""
+    """Describe the products that functions make with a parameter of a module that is neither a Linear nor a norm.
+    Returns the modules that these amount to, or none and the reason why the parameter is left unchanged."""
     parts = {
         part: functional.without_prefix(f"{block}.")
         for part, functional in run.first.functional.items()
@@ -277,7 +283,7 @@ def _describe_parameter(
 
 
 def module_at(block: nn.Module, module: Module) -> nn.Module:
-    """What a block calls by this name, or a module with what a function multiplies with there."""
+    """The submodule with this name, or a module made of the weight and bias that a function uses under it."""
     functional = module.functional
     if functional is None or functional.is_module:
         return block.get_submodule(module.name)
@@ -285,18 +291,20 @@ def module_at(block: nn.Module, module: Module) -> nn.Module:
 
 
 def held_parameters(block: nn.Module, module: Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """The parameters of a block in which a module has its weights, by their paths in the block."""
+    """The parameters of a block that hold a module's weight and bias, by their paths in the block."""
     for name, x in module_at(block, module).named_parameters(recurse=False):
         yield (x.place.parameter, x.whole) if isinstance(x, ParameterPart) else (f"{module.name}.{name}", x)
 
 
 def _count_depths(held: nn.Module, block: str, modules: Sequence[Module], traced: Mapping[str, int]) -> list[Module]:
-    """The modules with their depths in the block: those of Linear modules are counted, and a norm has that of the next
-    ones to come, else of the last."""
-    start = traced.get(block, 0)  # what comes from elsewhere, as an encoder's output, changes nothing in the block
+    """Set the depth of each module in the block: the number of successive Linear modules that lead to its input. A norm
+    has the depth of the Linear modules that follow it, or else of the last ones, and so is solved with them."""
+    # products before the block, those of an encoder for example, are not counted
+    start = traced.get(block, 0)
     of_modules = {module.name: max(start, traced.get(f"{block}.{module.name}", start)) for module in modules}
     experts: dict[str, list[str]] = {}
-    for module in (module for module in modules if module.is_routed):  # no token of a probe may reach one
+    # a probe's tokens may miss an expert: all experts take the largest depth among them
+    for module in (module for module in modules if module.is_routed):
         place = module.functional.weight.parameter if module.functional else wildcard_path(held, module.name)
         experts.setdefault(place, []).append(module.name)
     for names in experts.values():
@@ -310,18 +318,19 @@ def _count_depths(held: nn.Module, block: str, modules: Sequence[Module], traced
 
 
 def _notes(model: nn.Module, blocks: Sequence[Block], called: Collection[str]) -> Iterator[str]:
-    """Blocks that share their weights, and lists of blocks that no example reaches."""
+    """Report blocks that share their weights, and lists of blocks that no example reaches."""
     if shared := [block for block in blocks if block.calls > 1]:
         yield (
             f"{list_some(block.name for block in shared)} runs {max(block.calls for block in shared)} times with "
             "the same weights: it is calibrated once for all its calls, and forward order cannot hold inside it"
         )
     for path in unreached_lists(model, [block.name for block in blocks], called):
-        yield f"{path} is left as merged: no example reaches it"
+        yield f"{path} is left unchanged: no example reaches it"
 
 
 def find_unreached(model: nn.Module, blocks: Sequence[Block], norms: str, called: Collection[str] = ()) -> list[Block]:
-    """Blocks that no run reached, as registered, in lists apart from those of `blocks`; what they call is unknown."""
+    """Describe blocks that no run has reached, as registered, in lists apart from those of `blocks`. Their calls are
+    unknown."""
     holders = count_holders(model)
     silent = ProbeRun(model, "", Trace(model), Trace(model), {}, [], model, {})
     return [

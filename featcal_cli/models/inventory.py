@@ -1,4 +1,4 @@
-"""What would be calibrated in a model, block by block, from its config alone: no weights are read."""
+"""An inventory of what would be calibrated in a model, block by block, from its config alone: no weights are read."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from featcal_cli.models.tracing import UNSEEN
 from featcal_cli.runtime.errors import ArchitectureError, DataError
 
 EXAMPLES, TOKENS = 2, 16
-"""Size of the made-up inputs; they have shapes and no values."""
+"""Number of made-up examples and of tokens in each; they have shapes and no values."""
 
 
 @dataclass(frozen=True)
@@ -41,20 +41,20 @@ class ModuleEntry:
 
 @dataclass(frozen=True)
 class BlockEntry:
-    """One block: what would be calibrated in it, and what would stay as merged, with the reason."""
+    """One block: the modules that would be calibrated in it, and the parts left unchanged, with the reason."""
 
     name: str
     modules: list[ModuleEntry]
     skipped: list[dict[str, str]]
     parameters: int
-    """All of the block's, calibrated or not."""
+    """Number of all parameters of the block, calibrated or not."""
     ran: bool
-    """Its place in the order comes from a run; where False, from the order of registration."""
+    """Whether its position comes from a run; otherwise it comes from the order of registration."""
 
 
 @dataclass(frozen=True)
 class Inventory:
-    """All blocks of a model."""
+    """An inventory of all blocks of a model."""
 
     model: str
     model_class: str
@@ -64,17 +64,17 @@ class Inventory:
 
     @property
     def share(self) -> float:
-        """Of the parameters inside blocks, the share that would be calibrated, 0 … 1."""
+        """Share of the parameters inside blocks that would be calibrated, 0 to 1."""
         calibrated = sum(module.parameters for block in self.blocks for module in block.modules)
         return calibrated / max(1, sum(block.parameters for block in self.blocks))
 
     def to_dict(self) -> dict[str, Any]:
-        """For --json."""
+        """The inventory as it is printed with --json."""
         return {**asdict(self), "share": self.share}
 
 
 def take_inventory(snapshot: Snapshot, norms: str) -> Inventory:
-    """The blocks and modules of a checkpoint. Raises ArchitectureError when there are none."""
+    """List the blocks and modules of a checkpoint. Raises ArchitectureError if there are none."""
     model_class = find_class(snapshot)
     about = {"role": "this model", "name": snapshot.name}
     config = load_config(AutoConfig, snapshot.folder, trusted=snapshot.trusted, **about)
@@ -99,7 +99,7 @@ def take_inventory(snapshot: Snapshot, norms: str) -> Inventory:
 
 
 def _config_for(model_class: type[PreTrainedModel], config: Any) -> Any:
-    """The part of a config that the class wants (a vision tower's, from a whole model's config)."""
+    """The part of a config that the class takes, such as the vision tower's of a whole model's config."""
     wanted = model_class.config_class
     if wanted is None or isinstance(config, wanted):
         return config
@@ -115,8 +115,8 @@ def run_without_values(
     routers: bool = False,
     stems: bool = False,
 ) -> Architecture | None:
-    """What running a model without values on inputs without values shows; None for models that look at values. The
-    inputs have the shapes of `batches`, by task, where these are given; else they are made up."""
+    """Find the architecture by running a model on the meta device; None for a model that looks at values. Inputs have
+    the shapes of `batches`, by task; without these they are made up."""
     shapes = {
         task: {name: x.to("meta") for name, x in batch.items() if "mask" not in name}  # masks are looked at
         for task, batch in (batches or {}).items()
@@ -132,7 +132,7 @@ def run_without_values(
 
 
 def list_registered(model: PreTrainedModel, batches: Mapping[str, Batch], norms: str) -> Architecture:
-    """All lists of blocks in the order in which they are registered, for a model that cannot run without values."""
+    """Describe all lists of blocks in registration order, for a model that cannot run without values."""
     blocks = tuple(find_unreached(model, (), norms))
     inside = tuple(f"{block.name}." for block in blocks)
     reached = frozenset(name for name, _ in model.named_modules() if name.startswith(inside))
@@ -140,8 +140,8 @@ def list_registered(model: PreTrainedModel, batches: Mapping[str, Batch], norms:
 
 
 def _made_up_inputs(model: PreTrainedModel) -> Iterator[Batch]:
-    """Batches on the meta device: all kinds of inputs that the forward names, then each alone but for an encoder's and
-    decoder's texts: either could be taken for the other's."""
+    """Make up batches on the meta device: all inputs that the forward names, then the text inputs, then each input
+    alone. The texts of an encoder and a decoder are never tried alone, as either could be taken for the other."""
     kinds = {name: x for name in forward_names(model) if (x := _made_up(name, model.config)) is not None}
     text = {name: x for name, x in kinds.items() if name.endswith("input_ids")}
     apart = {name: x for name, x in kinds.items() if "decoder_input_ids" not in kinds or name not in text}
@@ -149,6 +149,8 @@ def _made_up_inputs(model: PreTrainedModel) -> Iterator[Batch]:
 
 
 def _made_up(name: str, config: Any) -> Tensor | None:
+    """Make up one input of the forward by its name; None for an unknown name."""
+
     def setting(*keys: str) -> Any:
         parts = [config, *(getattr(config, part, None) for part in ("vision_config", "audio_config"))]
         return next((value for key in keys for part in parts if (value := getattr(part, key, None)) is not None), None)
@@ -166,6 +168,7 @@ def _made_up(name: str, config: Any) -> Tensor | None:
 
 
 def _describe(model: nn.Module, block: Block, *, ran: bool) -> BlockEntry:
+    """List a block's modules, with sizes; one without a call in a real run is left unchanged."""
     modules, skipped = [], []
     held = model.get_submodule(block.name)
     sizes = {name: value.numel() for name, value in held.named_parameters()}

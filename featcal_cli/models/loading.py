@@ -1,4 +1,4 @@
-"""Memory-mapped models, each in its class, and their outlines without values."""
+"""Loading of memory-mapped models, each in its class, and of their outlines without values."""
 
 from __future__ import annotations
 
@@ -31,11 +31,12 @@ from featcal_cli.runtime.progress import quiet_transformers
 from featcal_cli.runtime.untrusted_text import bare, own_words, show
 
 DTYPES = {name: getattr(torch, dtype) for name, dtype in CALIBRATED_DTYPES.items()}
-"""safetensors' names of the dtypes that a calibrated tensor can have: in fewer bits an update would be lost."""
-MOST_TIMES = 9
-"""Of the numbers in its files, those that a model may consist of: it may have parts that this job has no use for."""
-FEW = 5 * 10**8
-"""Numbers that any machine has room for."""
+"""Dtypes that a calibrated tensor can have, by safetensors' names; fewer bits would lose the update."""
+MAX_SIZE_RATIO = 9
+"""Largest number of parameters of a model as a multiple of the numbers in its files: it may have parts that this job
+does not use."""
+ALWAYS_FITS = 5 * 10**8
+"""Number of parameters that any machine has memory for."""
 
 
 @dataclass(frozen=True)
@@ -43,22 +44,22 @@ class Model:
     """One loaded checkpoint. Its weights stay memory-mapped until a module runs."""
 
     role: str
-    """What it is in this job: merged, base, expert mnist."""
+    """Its role in this job: merged, base, expert mnist."""
     snapshot: Snapshot
     module: PreTrainedModel
     missing: frozenset[str]
-    """Parameters that the files did not hold, or held in another shape; they are random."""
+    """Parameters that the files lack, or hold in another shape; their values are random."""
     part: str = ""
-    """Where it lies in the merged model, when it is only a part of that (a vision tower, say)."""
+    """Path of this model in the merged model, if it is only a part of that (a vision tower, for example)."""
     body: str = ""
-    """Where the merged model's counterpart lies in it, when it is more than that (a body with a head, say)."""
+    """Path of the merged model's counterpart in this one, if it is more than that (a body with a head, for example)."""
     mismatched: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """Those of `missing` that the files hold in another shape: that shape."""
+    """Shapes in the files of those `missing` parameters that they hold in another shape."""
     unread: frozenset[str] = frozenset()
-    """Tensors of the files that no part of this model reads, by their names there."""
+    """Tensors of the files that no part of this model reads, by their names in the files."""
 
     def own_path(self, path: str) -> str | None:
-        """Where what is at `path` in the merged model lies in this one; None where this model has no such part."""
+        """This model's path for `path` in the merged model; None if it has no such part."""
         if self.body:
             return f"{self.body}.{path}" if path else ""
         if not self.part or path == self.part:
@@ -67,7 +68,7 @@ class Model:
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
-        """Its parameters by their names in the merged model; without those that the merged model has no part for."""
+        """Parameters by their names in the merged model, without those that it has no counterpart for."""
         parameters = dict(self.module.named_parameters())
         if self.body:
             inside = f"{self.body}."
@@ -75,30 +76,31 @@ class Model:
         return {f"{self.part}.{name}": x for name, x in parameters.items()} if self.part else parameters
 
     def parameters_of(self, paths: Iterable[str]) -> list[nn.Parameter]:
-        """Those that the modules at these paths in the merged model hold themselves, as far as this one has them;
-        each once, whatever else it is tied to."""
+        """Parameters held directly by the modules at these merged paths, as far as this model has them. Tied ones are
+        listed once."""
         modules = dict(self.module.named_modules())
         held = [modules[own] for path in paths if (own := self.own_path(path)) is not None and own in modules]
         return list({id(x): x for module in held for x in module.parameters(recurse=False)}.values())
 
 
 def share_model(model: Model) -> Model:
-    """The model again, with the same tensors: what is put into one of them later does not show in the other."""
+    """A second model that shares the tensors of this one. Replacing a tensor's data in one does not show in the
+    other."""
     tensors = [*model.module.parameters(), *model.module.buffers()]
     aliases = {id(x): nn.Parameter(x.data, False) if isinstance(x, nn.Parameter) else x.data for x in tensors}
     return replace(model, module=deepcopy(model.module, aliases))
 
 
 def count_fused(module: PreTrainedModel) -> int:
-    """Bytes of the parameters that lie in the files in parts (a mixture's experts), and in memory once it is loaded."""
+    """Bytes of the parameters that the files hold in parts and memory holds fused, such as a mixture's experts."""
     parameters = dict(module.named_parameters())
     in_files = revert_weight_conversion(module, dict(parameters))
     return sum(x.nbytes for name, x in parameters.items() if name not in in_files and x.ndim > 2)
 
 
 def find_class(snapshot: Snapshot) -> type[PreTrainedModel]:
-    """The class that a checkpoint's config names: of transformers, or of the repo's own code where that is trusted.
-    Raises CheckpointError when there is none."""
+    """Find the class that a checkpoint's config names, in transformers or in the repo's own code if that is trusted.
+    Raises CheckpointError if there is none."""
     config = snapshot.config
     name, model_type = read_class_name(config), config.get("model_type")
     named = find_transformers_class(name)
@@ -126,13 +128,13 @@ def find_class(snapshot: Snapshot) -> type[PreTrainedModel]:
 
 
 def find_transformers_class(name: str) -> type[PreTrainedModel] | None:
-    """The model class of that name in transformers; None where there is none."""
+    """The model class of this name in transformers; None if there is none."""
     named = getattr(transformers, name, None) if name else None
     return named if isinstance(named, type) and issubclass(named, PreTrainedModel) else None
 
 
 def _check_type(model_type: Any, named: type[PreTrainedModel], snapshot: Snapshot) -> None:
-    """Raise CheckpointError for a model type by which nobody could load the output again."""
+    """Raise CheckpointError for a model type that nobody could load the output by."""
     known = isinstance(model_type, str) and model_type in transformers.CONFIG_MAPPING
     if model_type is None or known or model_type == getattr(named.config_class, "model_type", None):
         return
@@ -144,7 +146,7 @@ def _check_type(model_type: Any, named: type[PreTrainedModel], snapshot: Snapsho
 
 
 def _load_class(snapshot: Snapshot, auto_map: Any, name: str) -> type[PreTrainedModel]:
-    """The class `name` of the code that lies beside the config; this runs the code."""
+    """Load the class `name` from the code beside the config; this runs that code."""
     listed = auto_map.items() if isinstance(auto_map, dict) else ()
     references = [str(reference) for key, reference in listed if str(key).startswith("AutoModel")]
     reference = next((reference for reference in references if reference.rpartition(".")[2] == name), "")
@@ -159,13 +161,13 @@ def _load_class(snapshot: Snapshot, auto_map: Any, name: str) -> type[PreTrained
 
 
 def read_config(role: str, snapshot: Snapshot, model_class: type[PreTrainedModel]) -> Any:
-    """The checkpoint's config for `model_class`. Raises CheckpointError."""
+    """Read the checkpoint's config for `model_class`. Raises CheckpointError."""
     return load_config(model_class.config_class, snapshot.folder, role=role, name=snapshot.name)
 
 
 def load_model(role: str, snapshot: Snapshot, model_class: type[PreTrainedModel]) -> Model:
-    """The checkpoint as `model_class`, in its own dtype, in evaluation mode, memory-mapped. Raises CheckpointError when
-    the files are unreadable, quantised, or of another architecture."""
+    """Load the checkpoint as `model_class`, in its own dtype, in evaluation mode, memory-mapped. Raises CheckpointError
+    if the files are unreadable, quantised, or of another architecture."""
     check_unquantised(snapshot.config, role, snapshot.name)
     with quiet_transformers():
         config = read_config(role, snapshot, model_class)
@@ -179,7 +181,8 @@ def load_model(role: str, snapshot: Snapshot, model_class: type[PreTrainedModel]
                 local_files_only=True,
                 ignore_mismatched_sizes=True,
                 output_loading_info=True,
-                adapter_kwargs={"subfolder": "none"},  # full weights; an adapter_config.json beside them is not applied
+                # full weights; an adapter_config.json beside them is not applied
+                adapter_kwargs={"subfolder": "none"},
             )
         except Exception as error:  # transformers raises many kinds for files that it cannot read
             raise _unloadable(role, snapshot, model_class, error) from error
@@ -187,15 +190,17 @@ def load_model(role: str, snapshot: Snapshot, model_class: type[PreTrainedModel]
     if module._can_set_experts_implementation():
         module.set_experts_implementation("eager")  # one product an expert, as it is calibrated
     for config in {id(found): found for part in module.modules() if (found := getattr(part, "config", None))}.values():
-        config.use_cache = False  # a block that is run twice would write to a captured cache twice
+        # a block that is run twice would write to a captured cache twice
+        config.use_cache = False
     return _describe_loaded(role, snapshot, module, info)
 
 
 def load_outline(
     role: str, snapshot: Snapshot, model_class: type[PreTrainedModel], tensors: Mapping[str, Entry] | None
 ) -> Model:
-    """The checkpoint as `model_class`, on the meta device; its folder need hold no more than the config. `tensors`:
-    those of its files' headers; where they are not known (None) the config is believed. Raises CheckpointError."""
+    """Load the checkpoint's structure as `model_class` on the meta device; its folder need hold only the config.
+    `tensors` are the entries of its files' headers; if they are unknown (None), the config is trusted. Raises
+    CheckpointError."""
     with quiet_transformers():
         # what is of another architecture shows by what it lacks
         config = read_config(role, snapshot, model_class)
@@ -228,18 +233,18 @@ def load_outline(
 
 
 def _check_size(role: str, snapshot: Snapshot, described: PreTrainedModel, tensors: Mapping[str, Entry]) -> None:
-    """Raise CheckpointError for a model that would mostly be made up, in memory that nobody has: loading it makes room
-    for whatever the files lack, and for buffers that are in no file."""
+    """Raise CheckpointError for a model far larger than its files: loading would allocate memory for all that the files
+    lack."""
     held = sum(prod(entry.shape) for entry in tensors.values())
     needed = sum(value.numel() for value in (*described.parameters(), *described.buffers()))
-    if needed > max(MOST_TIMES * held, FEW):
+    if needed > max(MAX_SIZE_RATIO * held, ALWAYS_FITS):
         what = f"{role}: config.json describes {needed:,} numbers, and the files hold {held:,}"
         fix = "use the config.json that belongs to the weights, in a checkpoint of the merged model's architecture"
         raise CheckpointError(what, where=f"{snapshot.name}/config.json", fix=fix)
 
 
 def _describe_loaded(role: str, snapshot: Snapshot, module: PreTrainedModel, info: Mapping[str, Any]) -> Model:
-    """The model that transformers has loaded, with what its loading `info` says."""
+    """Wrap a module that transformers has loaded, with the loading `info` it returned."""
     mismatched = {key: tuple(shape) for key, shape, _ in info["mismatched_keys"]}
     missing, unread = frozenset({*info["missing_keys"], *mismatched}), frozenset(info["unexpected_keys"])
     return Model(role, snapshot, module.eval(), missing, mismatched=mismatched, unread=unread)
@@ -257,13 +262,13 @@ PROCESSORS = (
     ("tokenizer_config.json", "AutoTokenizer"),
     ("tokenizer.json", "AutoTokenizer"),
 )
-"""A file that says which class makes a model's inputs, the likeliest first."""
+"""Files that show which Auto class makes a model's inputs, the likeliest first."""
 FEATURES = {"pixel_values": "image-feature-extraction", "input_ids": "feature-extraction"}
-"""The Hub's name for models without a head, by what they read."""
+"""The Hub's pipeline tags for models without a head, by their main input."""
 
 
 def find_pipeline_tag(model_class: type[PreTrainedModel]) -> str | None:
-    """The Hub's name of what models of this class are for; None where it has none."""
+    """The Hub's pipeline tag for models of this class; None if it has none."""
     from transformers.pipelines import SUPPORTED_TASKS
 
     tasks: dict[str, Any] = SUPPORTED_TASKS
@@ -280,7 +285,7 @@ def find_pipeline_tag(model_class: type[PreTrainedModel]) -> str | None:
 
 
 def find_auto_class(model_class: type[PreTrainedModel]) -> str:
-    """The Auto class that loads a checkpoint of this class as this class; its own name where none does."""
+    """The Auto class that loads a checkpoint of this class as this class; its own name if none does."""
     from transformers.pipelines import SUPPORTED_TASKS
 
     kind = model_class.config_class.model_type if model_class.config_class else None
@@ -295,5 +300,5 @@ def find_auto_class(model_class: type[PreTrainedModel]) -> str:
 
 
 def find_processor_class(folder: Path) -> str | None:
-    """The Auto class that loads what makes the inputs of the model in `folder`; None where nothing there does."""
+    """The Auto class that loads the processor of the model in `folder`; None if nothing there names one."""
     return next((name for file, name in PROCESSORS if (folder / file).is_file()), None)

@@ -1,5 +1,5 @@
-"""The PEFT adapter that new parameters of a model amount to: updates of Linears and of experts cut to a rank, other
-modules whole."""
+"""Extraction of a PEFT adapter from calibrated parameters. Updates of Linear modules and of experts are cut to a low
+rank; other modules are held whole."""
 
 from __future__ import annotations
 
@@ -19,44 +19,45 @@ from featcal_cli.models.module_kinds import Affine, kind_of, read_parameters
 MATRICES = ("linear", "conv1d")
 """Kinds of modules that LoRA can add to; Conv1D is GPT-2's name for a Linear."""
 OLD_EXPERTS = {"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"}
-"""What experts' modules and routers were called before transformers fused them: in many mixtures peft takes a target
-module of such a name, wherever it is, for the parameter that it has become."""
+"""Names of experts' modules and routers before transformers fused them. A target module with such a name is, in many
+mixtures, taken by peft for the fused parameter, wherever it is."""
 EXACT_BELOW = 8
-"""A matrix is cut exactly where its smaller side is at most this many times the rank, else by a random sketch."""
+"""Largest ratio of a matrix's smaller side to the rank at which it is decomposed exactly, not by a random sketch."""
 
 
 @dataclass
 class LowRank:
-    """An adapter in the making."""
+    """An adapter under construction: its tensors, and where each update went."""
 
     rank: int
     tensors: dict[str, Tensor] = field(default_factory=dict)
-    """By their names in its file."""
+    """Tensors of the adapter, by their names in its file."""
     biases: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    """By path of a Linear with a bias: what is added to it, and what it becomes."""
+    """The change and the new value of each Linear's bias, by the Linear's path."""
     matrices: list[str] = field(default_factory=list)
     """Paths of Linears whose update is cut to the rank."""
     transposed: bool = False
-    """They are Conv1D."""
+    """Whether the matrices are those of Conv1D modules."""
     parameters: list[str] = field(default_factory=list)
-    """Paths of parameters of which peft adds to the values, not to what a module returns: those that hold several
-    matrices, each cut to the rank, their biases, and the weights of Linears that it would take for others."""
+    """Paths of parameters whose values peft adds to, rather than to a module's output. These are stacks of matrices,
+    each cut to the rank, their biases, and the weights of Linear modules that peft would mistake."""
     whole: list[str] = field(default_factory=list)
     """Paths of modules that the adapter holds in full."""
     left_out: list[str] = field(default_factory=list)
-    """Paths of parameters that it cannot hold."""
+    """Paths of parameters that the adapter cannot hold."""
     kept: float = 0.0
-    """Σ of squares of the updates that it holds."""
+    """Sum of squares of the updates that it holds."""
     total: float = 0.0
-    """Σ of squares of all updates."""
+    """Sum of squares of all updates."""
 
     @property
     def share(self) -> float:
-        """Of the updates' squares, what the adapter holds, 0 to 1."""
+        """Share of the updates' sum of squares that the adapter holds, 0 to 1."""
         return self.kept / self.total if self.total else 1.0
 
     def write(self, base: str, revision: str | None) -> dict[str, bytes]:
-        """Its files by name. base: the repo or folder of the model that it goes on, and its commit."""
+        """The adapter's files, by name. `base` is the repo or folder of the model that it goes on, `revision` its
+        commit."""
         tensors = dict(self.tensors)
         # peft adds to biases only where every Linear has one, and nothing else is cut; else it can replace some
         all_have = bool(self.biases) and len(self.biases) == len(self.matrices) and not self.parameters
@@ -74,7 +75,7 @@ class LowRank:
 
 
 def find_largest_rank(model: nn.Module, architecture: Architecture) -> int:
-    """The highest rank that an update of one of the model's Linears can have; 0 where none is calibrated."""
+    """Highest rank that an update of one of the model's Linear modules can have; 0 if none is calibrated."""
     matrices = (
         read_parameters(model.get_submodule(f"{block.name}.{module.name}")).weight
         for block in architecture.blocks
@@ -87,11 +88,9 @@ def find_largest_rank(model: nn.Module, architecture: Architecture) -> int:
 def extract_adapter(
     model: nn.Module, groups: Iterable[Mapping[str, Tensor]], rank: int, functional: Collection[str]
 ) -> LowRank:
-    """The adapter on `model` that new values of its parameters amount to.
-
-    groups: of every block, the new parameters by path. functional: the modules whose work functions do, which read
-    weights that LoRA does not change: these are held whole, but for matrices that lie in one parameter.
-    """
+    """Extract the adapter on `model` that new parameter values amount to. `groups` yields each block's new parameters
+    by path. `functional` names the modules whose weights are read by functions, which LoRA does not change: these are
+    held whole, except matrices inside one parameter."""
     made = LowRank(rank)
     stacks = {path.partition("[")[0] for path in functional if path.endswith("]")}
     with torch.no_grad():
@@ -129,7 +128,7 @@ def _group_by_module(names: Iterable[str]) -> dict[str, list[str]]:
 
 
 def _hold_whole(made: LowRank, model: nn.Module, root: str, new: Mapping[str, Tensor]) -> None:
-    """A module as it becomes, with those inside it."""
+    """Hold a module with its new values, and all modules inside it."""
     made.whole.append(root)
     for name, parameter in model.get_submodule(root).named_parameters(prefix=root):
         value = new.get(name, parameter)
@@ -139,7 +138,7 @@ def _hold_whole(made: LowRank, model: nn.Module, root: str, new: Mapping[str, Te
 
 
 def _cut_matrix(made: LowRank, module: nn.Module, path: str, new: Mapping[str, Tensor]) -> None:
-    """A Linear's update as B A, of the rank or less: A [rank, d_in], B [d_out, rank]."""
+    """Cut a Linear's update to B A of the rank or less: A [rank, d_in], B [d_out, rank]."""
     is_transposed = kind_of(module) == "conv1d"
     weight = new[f"{path}.weight"].float()
     old = read_parameters(module).each(Tensor.float)
@@ -161,8 +160,8 @@ def _cut_matrix(made: LowRank, module: nn.Module, path: str, new: Mapping[str, T
 def _cut_stacks(
     made: LowRank, module: nn.Module, path: str, new: Mapping[str, Tensor], stacks: Collection[str]
 ) -> None:
-    """The parameters of one module: of `stacks` of matrices [n, a, b] each, of their biases [n, a] as one matrix; it
-    cannot hold others."""
+    """Cut the parameters of one module to the rank: each matrix of `stacks` [n, a, b], and their biases [n, a] as one
+    matrix. Parameters of other shapes are left out."""
     are_stacks = all(name in stacks and len(x) > 1 if x.ndim == 3 else x.ndim == 2 for name, x in new.items())
     named = {f"{path}.{key}": value for key, value in module.named_parameters(recurse=False)}
     if not are_stacks:
@@ -182,22 +181,23 @@ def _cut_stacks(
             made.kept += float(sizes.square().sum())
             made.total += float(update.square().sum())
         down, up = map(torch.stack, zip(*factors, strict=True))  # [n, rank, d_in], [n, d_out, rank]
-        place = path + ".base_layer" * (len(own) - 1 - number)  # peft wraps the module once for each, the first inmost
+        # peft wraps the module once for each, the first inmost
+        place = path + ".base_layer" * (len(own) - 1 - number)
         made.tensors[f"{PREFIX}{place}.lora_A.weight"] = _as_stored(down.flatten(0, 1), old)
         made.tensors[f"{PREFIX}{place}.lora_B.weight"] = _as_stored(up.permute(1, 2, 0).flatten(1), old)
         made.parameters.append(name)
 
 
 def _factors(left: Tensor, sizes: Tensor, right: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """A [rank, d_in] and B [d_out, rank] of a matrix that is cut to the rank, or has a lower one."""
+    """A [rank, d_in] and B [d_out, rank] of a decomposed matrix, filled with zeros if its rank is lower."""
     down, up = torch.zeros(rank, len(right)), torch.zeros(len(left), rank)
     down[: len(sizes)], up[:, : len(sizes)] = sizes.sqrt()[:, None] * right.T, left * sizes.sqrt()
     return down, up
 
 
 def _cut(update: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
-    """U [d_out, r], the r largest singular values and V [d_in, r] of a matrix, r no more than its sides; the same on
-    every run."""
+    """The r largest singular values of a matrix with U [d_out, r] and V [d_in, r], where r is at most the rank and its
+    sides. Every run gives the same."""
     if min(update.shape) <= EXACT_BELOW * rank:
         left, sizes, right = torch.linalg.svd(update, full_matrices=False)
         return left[:, :rank], sizes[:rank], right[:rank].T

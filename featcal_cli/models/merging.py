@@ -1,4 +1,4 @@
-"""What experts merge to, a tensor at a time: their average, task arithmetic, TIES, DARE-TIES."""
+"""Merging of experts, one tensor at a time: average, task arithmetic, TIES and DARE-TIES."""
 
 from __future__ import annotations
 
@@ -14,27 +14,26 @@ from featcal_cli.recipe.schema import Merge
 from featcal_cli.runtime import hardware
 from featcal_cli.runtime.errors import NumericsError
 
-PART = 2**17
-"""Numbers of a tensor that are worked on at a time where experts lie side by side: few take little memory, and fit a
-processor's cache."""
+CHUNK_SIZE = 2**17
+"""Number of elements processed at a time when all experts are held side by side: these fit into a processor's cache."""
 BINS = 2**16
-"""Of a count of half of a float32's bits."""
+"""Number of bins that count 16 bits, half of a float32."""
 
 Sources = Sequence[Tensor]
 """One parameter of base and of every expert, in one shape."""
 Trim = Callable[[str, Sources], Iterator[Tensor]]
-"""From a parameter's name and sources: its steps (expert − base) part by part, float32 [experts, ≤ PART], with 0 for
-those that are not kept."""
+"""Function from a parameter's name and sources to its steps (expert − base), chunk by chunk, as float32 [experts, ≤
+CHUNK_SIZE] with 0 for the steps that are dropped."""
 Rule = Callable[[Merge, str, Sources], Tensor]
-"""From a parameter's name and sources: what it becomes, float32."""
+"""Function from a parameter's name and sources to its merged value, float32."""
 
 
 def merge_weights(merge: Merge, base: Model, experts: Sequence[Model]) -> Iterator[dict[str, Tensor]]:
-    """What experts merge to: parameters by module name, a block at a time, as the first expert's class has them.
-    Tensors that differ in shape between the models, or that one of them lacks (heads), stay as in the first expert. Of
-    parameters that are tied there, one is yielded.
+    """Merge experts, one block at a time: yields merged parameters by their names in the first expert's class.
 
-    `ties` reads all models three times before the first block, `dare_ties` once; nothing of it stays in memory.
+    Tensors that differ in shape between the models, or that one lacks (heads), are taken from the first expert. Of tied
+    parameters one is yielded. `ties` reads all models three times before the first block, `dare_ties` once; nothing of
+    it stays in memory.
     """
     parameters = _find_shared(base, experts)
     combine: Rule = _combine
@@ -48,7 +47,7 @@ def merge_weights(merge: Merge, base: Model, experts: Sequence[Model]) -> Iterat
 
 
 def _store(name: str, merged: Tensor, sources: Sources) -> Tensor:
-    """A merged parameter in the dtype that the first expert holds it in. Raises NumericsError where it is too large."""
+    """Convert a merged parameter to the first expert's dtype. Raises NumericsError if it is too large for that."""
     stored = merged.to(sources[1].dtype)
     if stored.dtype == torch.float16 and bool(stored.isinf().any()) and all(bool(x.isfinite().all()) for x in sources):
         raise NumericsError(
@@ -61,7 +60,7 @@ def _store(name: str, merged: Tensor, sources: Sources) -> Tensor:
 
 
 def _find_shared(base: Model, experts: Sequence[Model]) -> dict[str, Sources]:
-    """What base and all experts have in one shape, by its name in the first expert, and of tied parameters one."""
+    """Parameters that base and all experts have in one shape, by their names in the first expert; of tied ones, one."""
     once, every = (dict(experts[0].module.named_parameters(remove_duplicate=flag)) for flag in (True, False))
     left_out = {*base.missing.union(*(model.missing for model in experts)), *(every.keys() - once.keys())}
     states = [model.module.state_dict() for model in (base, *experts)]
@@ -83,8 +82,8 @@ def _combine(merge: Merge, _: str, sources: Sources) -> Tensor:
 
 
 def _agree(trim: Trim, parameters: Mapping[str, Sources]) -> Rule:
-    """TIES' election and disjoint merge: base + scale · Σ of those kept steps whose sign is that of their sum. Where
-    the sum is 0, the sign is the one that more of the whole model's sums have."""
+    """TIES' sign election and disjoint merge: base + scale · Σ of the kept steps whose sign is that of their sum. Where
+    the sum is 0, the sign is that of most sums of the whole model."""
     votes = 0
     for name, sources in parameters.items():
         votes += sum(int(torch.add(*_add(part)).sign().sum()) for part in trim(name, sources))
@@ -104,7 +103,7 @@ def _agree(trim: Trim, parameters: Mapping[str, Sources]) -> Rule:
 
 
 def _add(part: Tensor) -> tuple[Tensor, Tensor]:
-    """The sum of all steps upward [≤ PART], and of all downward, over experts in their order, float64."""
+    """Sums of all positive and of all negative steps [≤ CHUNK_SIZE] over the experts in their order, float64."""
     sums = torch.zeros(2, part.shape[1], dtype=torch.float64)
     for upward, downward in zip(part.clamp(min=0), part.clamp(max=0), strict=True):
         sums[0] += upward
@@ -113,7 +112,7 @@ def _add(part: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _keep_largest(merge: Merge, parameters: Mapping[str, Sources]) -> Trim:
-    """TIES' trim: of an expert's whole task vector the steps that are largest in magnitude."""
+    """TIES' trim: keep the steps of largest magnitude in each expert's whole task vector."""
     thresholds = _find_thresholds(merge, parameters)[:, None]
     return lambda _, sources: (part * (part.abs() >= thresholds) for part in _steps(sources))
 
@@ -131,20 +130,21 @@ def _keep_at_random(merge: Merge) -> Trim:
 
 
 def _steps(sources: Sources) -> Iterator[Tensor]:
-    """expert − base, float32, [experts, ≤ PART]."""
+    """Yield the steps expert − base chunk by chunk, float32 [experts, ≤ CHUNK_SIZE]."""
     base, *experts = (source.reshape(-1) for source in sources)
-    for start in range(0, len(base), PART):
-        place = slice(start, start + PART)
+    for start in range(0, len(base), CHUNK_SIZE):
+        place = slice(start, start + CHUNK_SIZE)
         origin = base[place].float()
         yield torch.stack([expert[place].float() - origin for expert in experts])
 
 
 def _find_thresholds(merge: Merge, parameters: Mapping[str, Sources]) -> Tensor:
-    """By expert, the k-th smallest magnitude of its whole task vector of d numbers, k = d − ⌊density · d⌋, and 0 where
-    k is: what is not below it is kept; float32 [experts].
+    """The trimming threshold of each expert: the k-th smallest magnitude in its task vector of d numbers, float32
+    [experts].
 
-    Positive float32 numbers are ordered as their bits are: one pass counts the upper half of all magnitudes' bits, and
-    another the lower half of those that the first left, which is exact in 2 · BINS counts an expert.
+    k = d − ⌊density · d⌋, and the threshold is 0 if k is; magnitudes not below it are kept. Positive float32 numbers
+    are ordered like their bits, so the k-th is found exactly with 2 · BINS counts an expert: one pass counts the upper
+    16 bits of all magnitudes, another the lower 16 bits of those with the upper half of the k-th.
     """
     size = sum(sources[0].numel() for sources in parameters.values())
     rank = size - int(merge.density * size)
@@ -156,8 +156,8 @@ def _find_thresholds(merge: Merge, parameters: Mapping[str, Sources]) -> Tensor:
 
 
 def _count(parameters: Mapping[str, Sources], wanted: Tensor | None) -> Tensor:
-    """How often each upper half of the bits occurs among the magnitudes of an expert's steps; or, among those whose
-    upper half is the `wanted` one of the expert [experts], each lower half; int64 [experts, BINS]."""
+    """Count the upper 16 bits of the magnitudes of each expert's steps, int64 [experts, BINS]. With `wanted` [experts],
+    the lower 16 bits are counted instead, among magnitudes with that upper half."""
     counts = torch.zeros(len(next(iter(parameters.values()))) - 1, BINS, dtype=torch.int64)
     for sources in parameters.values():
         for part in _steps(sources):

@@ -1,4 +1,4 @@
-"""The modules that can be calibrated: what kind each is, by what it computes, its parameters, and what it reads."""
+"""Kinds of calibratable modules: what each computes, its parameters, and the rows that it reads."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from transformers.pytorch_utils import Conv1D
 
 Kind = Literal["linear", "conv1d", "convolution", "layernorm", "rmsnorm", "scale"]
 LINEAR_KINDS = ("linear", "conv1d", "convolution")
-"""Conv1D is GPT-2's name for a Linear; a convolution is one map of the patches of its input. (A scale, w ⊙ x + b, is
-what MobileBERT has for a norm, and has the same equations.)"""
+"""Kinds that compute x Wᵀ + b: Conv1D is GPT-2's transposed Linear, a convolution is linear in the patches of its
+input. (A scale, w ⊙ x + b, takes the place of a norm in MobileBERT and is solved like one.)"""
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 def kind_of(module: nn.Module) -> Kind | None:
-    """What a module with parameters of its own computes: Linear and Conv1D by class, norms by a numeric test."""
+    """The kind of a module with parameters of its own: Linear and Conv1D by class, norms by a numeric test."""
     if isinstance(module, nn.Linear):
         return "linear"
     if isinstance(module, Conv1D):
@@ -38,7 +38,7 @@ def kind_of(module: nn.Module) -> Kind | None:
 
 
 def find_convolutions(model: nn.Module) -> dict[str, nn.Module]:
-    """Those of a model that compute what torch's do, by the paths of their weights."""
+    """Convolutions of a model that compute exactly what torch's do, by the paths of their weights."""
     return {
         f"{path}.weight".lstrip("."): module
         for path, module in model.named_modules()
@@ -47,13 +47,14 @@ def find_convolutions(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _is_plain(module: nn.Module) -> bool:
-    """Whether a convolution computes what torch's does, with a weight that is its parameter."""
+    """Whether a convolution runs torch's own code with a weight that is a plain parameter."""
     plain = {kind.forward for kind in CONVOLUTIONS} | {kind._conv_forward for kind in CONVOLUTIONS}
     computes = type(module).forward in plain and type(module)._conv_forward in plain  # type: ignore[attr-defined]
     return computes and isinstance(module._parameters.get("weight"), nn.Parameter)
 
 
 def _norm_kind(module: nn.Module, width: int) -> Kind | None:
+    """Find the kind of norm that a module computes by running it on known inputs and scales; None if it is no norm."""
     x = 3 * torch.randn(4, width, generator=torch.Generator().manual_seed(0)) + 1
     scale = torch.linspace(0.5, 1.5, width)
     parameters = {name: torch.zeros(width) for name, _ in module.named_parameters(recurse=False)}
@@ -79,9 +80,9 @@ def _norm_kind(module: nn.Module, width: int) -> Kind | None:
 
 
 def read_parameters(module: nn.Module) -> Affine:
-    """Weight [d_out, d_in] and bias [d_out] of a Linear or a Conv1D (which stores its weight transposed), or scale [d]
-    and bias [d] of a norm. A convolution's d_in is that of a patch; of one with groups, the weight is
-    [groups, d_out / groups, d_in / groups]."""
+    """Read weight [d_out, d_in] and bias [d_out] of a Linear or Conv1D (which stores the transpose), or scale [d] and
+    bias [d] of a norm. The d_in of a convolution is the size of a patch; with groups its weight is [groups, d_out /
+    groups, d_in / groups]."""
     own = {name: parameter.detach() for name, parameter in module.named_parameters(recurse=False)}
     weight = own["weight"].T if isinstance(module, Conv1D) else own["weight"]
     if isinstance(module, CONVOLUTIONS):
@@ -91,7 +92,7 @@ def read_parameters(module: nn.Module) -> Affine:
 
 
 def new_parameters(module: nn.Module, new: Affine) -> list[tuple[nn.Parameter, Tensor]]:
-    """The parameters of a Linear, Conv1D, convolution or norm, each with its new value."""
+    """The parameters of a Linear, Conv1D, convolution or norm, each paired with its new value."""
     own = dict(module.named_parameters(recurse=False))
     weight = new.weight.T if isinstance(module, Conv1D) else new.weight.reshape(own["weight"].shape)
     values = [(own["weight"], weight)]
@@ -100,23 +101,24 @@ def new_parameters(module: nn.Module, new: Affine) -> list[tuple[nn.Parameter, T
 
 @dataclass(frozen=True)
 class ParameterSlice:
-    """A vector or matrix inside a parameter: some of its rows, one of its matrices, the whole, perhaps transposed."""
+    """A vector or matrix inside a parameter: some of its rows, one of its matrices, or all of it, perhaps
+    transposed."""
 
     parameter: str
-    """Its path."""
+    """Path of the parameter."""
     offset: int
-    """Of its first number in the parameter."""
+    """Offset of the first element in the parameter."""
     size: tuple[int, ...]
-    """[d] or [d_out, d_in]."""
+    """Shape [d] or [d_out, d_in]."""
     stride: tuple[int, ...]
 
     def of(self, parameter: Tensor) -> Tensor:
-        """The view of a parameter, which lies in memory in one piece."""
+        """This slice as a view of the parameter, which must be contiguous."""
         return parameter.as_strided(self.size, self.stride, parameter.storage_offset() + self.offset)
 
     def name(self, shape: torch.Size) -> str:
-        """The path and, in brackets, which part of a parameter of this shape it is: of the first dimension, else of all
-        its numbers."""
+        """The path, followed by the part in brackets unless this is the whole of a parameter of this shape. A part is
+        named by indices of the first dimension where it consists of whole entries, else by offset and size."""
         numbers, step = prod(self.size), shape[1:].numel()
         if numbers == shape.numel():
             return self.parameter
@@ -133,19 +135,19 @@ class ParameterSlice:
 
 
 class FunctionalLinear(NamedTuple):
-    """What a function multiplies with and adds, where no Linear is called for it."""
+    """The weight and bias that a function uses like a Linear, without calling one."""
 
     weight: ParameterSlice
     bias: ParameterSlice | None
     is_module: bool
-    """They are those of a Linear which is not called, not parts of other parameters."""
+    """Whether weight and bias belong to a Linear that is never called, rather than to parameters of another module."""
 
     def with_prefix(self, prefix: str) -> FunctionalLinear:
-        """The same as seen from where the paths begin with a prefix."""
+        """Put a prefix before all paths."""
         return self._rename(lambda path: prefix + path)
 
     def without_prefix(self, prefix: str) -> FunctionalLinear:
-        """The same as seen from what the prefix leads to."""
+        """Remove a prefix from all paths."""
         return self._rename(lambda path: path.removeprefix(prefix))
 
     def _rename(self, change: Callable[[str], str]) -> FunctionalLinear:
@@ -154,7 +156,8 @@ class FunctionalLinear(NamedTuple):
 
 
 def expand_experts(one: FunctionalLinear, shape: torch.Size) -> list[FunctionalLinear]:
-    """Those of all experts of a mixture whose weights fill a parameter of this shape, given one of them."""
+    """Derive the weights of all experts in a parameter of this shape from those of one expert. Empty if the slices do
+    not tile the parameter."""
     size = prod(one.weight.size)
     number, rest = divmod(one.weight.offset, size)
     if rest or shape.numel() % size:
@@ -168,14 +171,14 @@ def expand_experts(one: FunctionalLinear, shape: torch.Size) -> list[FunctionalL
 
 
 EXPERTS_SQUARES = 36
-"""Numbers in the sums, the pulls and the weights of the experts that are solved at a time, over the square of the
-model's width. Those of a dense layer are about 50: 4 matrices of attention, 3 of 4 times the width. A mixture's weights
-themselves take more room."""
+"""Largest size of the equations of experts that are solved together, in numbers (moments, right-hand sides and weights)
+over the square of the model's width. A dense layer takes about 50: 4 attention matrices, and 3 of 4 times the width.
+The weights of a mixture themselves take more room."""
 
 
 def split_systems(shapes: Sequence[tuple[int, ...]], width: int) -> list[slice]:
-    """Matrices of a mixture's experts [d_out, d_in], neighbours together, in parts as large as each other whose
-    equations take less than those of a dense layer of that width; but one in any case."""
+    """Split the experts' matrices [d_out, d_in] into runs of about equal size, whose equations take less memory than a
+    dense layer's of this width. A run holds at least one matrix."""
     sizes = [d_in * (d_in + 2 * d_out) for d_out, d_in in shapes]
     share = sum(sizes) / max(1, ceil(sum(sizes) / (EXPERTS_SQUARES * max(width, 1) ** 2)))
     middles = (end - size / 2 for end, size in zip(accumulate(sizes), sizes, strict=True))
@@ -184,15 +187,15 @@ def split_systems(shapes: Sequence[tuple[int, ...]], width: int) -> list[slice]:
 
 
 class ParameterPart(nn.Parameter):
-    """A part of a parameter, in the same memory."""
+    """A view of a part of another parameter, in the same memory."""
 
     whole: nn.Parameter
     place: ParameterSlice
-    """Where in it; with its path in the block."""
+    """Position in the whole, with its path inside the block."""
 
 
 class Projection(nn.Module):
-    """What a block's function multiplies with, in the form of a Linear."""
+    """A Linear-like view of the weight and bias that a block's function multiplies with."""
 
     def __init__(self, block: nn.Module, functional: FunctionalLinear) -> None:
         super().__init__()
@@ -208,8 +211,8 @@ def _part_of(block: nn.Module, view: ParameterSlice) -> ParameterPart:
 
 
 def rows_shape(module: nn.Module | None, shape: torch.Size) -> torch.Size:
-    """The shape [.., d] of the rows that a module reads, given the shape of its input: a convolution reads patches, at
-    positions that lie before the channels."""
+    """The shape [.., d] of the rows that a module reads from an input of this shape. A convolution reads patches, at
+    positions that come before the channels."""
     if not isinstance(module, CONVOLUTIONS) or len(shape) != module.weight.ndim:
         return shape
     with torch.device("meta"):
@@ -218,9 +221,9 @@ def rows_shape(module: nn.Module | None, shape: torch.Size) -> torch.Size:
 
 
 def read_patches(module: nn.Module, x: Tensor) -> Tensor:
-    """What a convolution multiplies its weight with, of an input [B, C, *size]: [B, *positions, C, *kernel], a view of
-    the padded input. Where padding makes more positions than the input has, the last are left out: models that pad so
-    look back only, and drop them."""
+    """Extract the patches that a convolution multiplies its weight with from an input [B, C, *size]: [B, *positions, C,
+    *kernel], a view of the padded input. Positions beyond the input's size, which padding adds, are left out: causal
+    models pad that way and drop them."""
     assert isinstance(module, CONVOLUTIONS)
     mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
     sizes, spatial = x.shape[2:], range(2, x.ndim)
@@ -234,19 +237,20 @@ def read_patches(module: nn.Module, x: Tensor) -> Tensor:
 
 
 def channels_last(module: nn.Module, y: Tensor) -> Tensor:
-    """A module's output, or a gradient at it, as [.., d_out]."""
+    """Move the channels of a module's output, or of its gradient, to the end: [.., d_out]."""
     return y.movedim(1, -1) if isinstance(module, CONVOLUTIONS) else y
 
 
 _ADDS_ONE: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
-"""Whether a norm scales by 1 + w, not by w."""
+"""Whether each norm scales by 1 + w instead of w."""
 
 
 def normalise(module: nn.Module, x: Tensor) -> Tensor:
-    """z: what the norm computes before scale and bias, by its own forward, in float32 [.., d]."""
+    """Compute z, the norm's output before scale and bias, with its own forward in float32 [.., d]."""
     x = x.float()
     neutral = {name: x.new_zeros(value.shape) for name, value in module.named_parameters(recurse=False)}
-    if module not in _ADDS_ONE:  # looking at values keeps a device waiting: once is enough
+    # looking at values keeps a device waiting: once is enough
+    if module not in _ADDS_ONE:
         _ADDS_ONE[module] = bool(functional_call(module, neutral, (x[:1],)).any())
     if not _ADDS_ONE[module]:
         neutral["weight"] = torch.ones_like(neutral["weight"])
@@ -254,17 +258,17 @@ def normalise(module: nn.Module, x: Tensor) -> Tensor:
 
 
 class Affine(NamedTuple):
-    """Parameters of one module: a Linear's weight [d_out, d_in], that of a convolution with groups [groups, d_out /
-    groups, d_in / groups], or a norm's scale [d]; and the bias if it has one."""
+    """Weight and bias of one module, if it has a bias. The weight is [d_out, d_in] for a Linear, [groups, d_out /
+    groups, d_in / groups] for a convolution with groups, and the scale [d] for a norm."""
 
     weight: Tensor
     bias: Tensor | None
 
     def each(self, change: Callable[[Tensor], Tensor]) -> Affine:
-        """The same done to weight and bias."""
+        """Apply a function to weight and bias."""
         return Affine(change(self.weight), None if self.bias is None else change(self.bias))
 
     def minus(self, other: Affine) -> Affine:
-        """The difference; without a bias where one of them has none."""
+        """The difference to another, without a bias if either has none."""
         bias = None if self.bias is None or other.bias is None else self.bias - other.bias
         return Affine(self.weight - other.weight, bias)

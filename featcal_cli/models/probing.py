@@ -1,4 +1,4 @@
-"""Two small runs of a model, and what they show: of which tokens the rows are that a block's modules read."""
+"""Two small probe runs of a model, which show what tokens the rows are that a block's modules read."""
 
 from __future__ import annotations
 
@@ -29,41 +29,42 @@ from featcal_cli.runtime.errors import DataError
 from featcal_cli.runtime.untrusted_text import own_words
 
 Layouts = tuple[Layout, ...]
-"""Of the input of each call of a module in one run of its block."""
+"""Layout of the input of each call of a module in one run of its block."""
 
 
 class Padding(NamedTuple):
-    """What tells which rows of a sequence are padding, where it is no known axis of tokens."""
+    """Means of recognising the padding rows of a sequence that is no known token axis."""
 
     holds_text: bool = False
-    """It holds the text: beside other things, or padded by the model."""
+    """Whether the sequence holds the text, beside other rows or padded by the model."""
     text_rows: TextRows | None = None
-    """Where the text is in it, where that could be found out."""
+    """Position of the text in the sequence, if it could be found."""
     mask: int | None = None
-    """Where the mask of its rows is in what blocks are called with: None there, if it hides none."""
+    """Position of the sequence's mask among a block's arguments. The argument is None in calls where nothing is
+    masked."""
 
 
 class CrossAttentionInput(NamedTuple):
     """The sequence that cross-attention reads beside the hidden states of its block, such as an encoder's output."""
 
     place: int
-    """Where it is in what blocks are called with."""
+    """Position among the arguments of a block."""
     width: int
-    """d."""
+    """Its last dimension, d."""
     padding: Padding
 
 
 class OtherRows(NamedTuple):
-    """What modules read that is no known axis of tokens."""
+    """Layouts of a block's modules, once rows along no known token axis have been looked at."""
 
     layouts: dict[str, Layouts]
-    """Of all modules."""
+    """Layouts of all modules of the block, by name."""
     cross_attention: CrossAttentionInput | None
 
 
 @dataclass
 class ProbeRun:
-    """What the probes of one kind of inputs showed."""
+    """Results of the two probes of one kind of inputs."""
 
     model: nn.Module
     entry: str
@@ -72,15 +73,15 @@ class ProbeRun:
     axes: Axes
     blocks: list[str]
     module: nn.Module
-    """What ran: the model or a tower of it."""
+    """The module that ran: the model or a tower of it."""
     probe: Batch
-    """What it ran on first."""
+    """Inputs of the first run."""
     _texts: dict[str, TextRows | None] = field(default_factory=dict)
-    """What was found out of stacks of blocks."""
+    """Position of the text in each stack of blocks, found once."""
     _masks: dict[tuple[str, int], int | None] = field(default_factory=dict)
 
     def block_axis(self, block: str) -> tuple[Layout, Axes]:
-        """The layout of the block's hidden states, and the token axes with the block's own one where it has one."""
+        """The layout of the block's hidden states, and all token axes, with the block's own axis if it has one."""
         axes = dict(self.axes)
         if block not in self.first.shapes:
             return Layout(None), axes
@@ -93,7 +94,7 @@ class ProbeRun:
         return layout, axes
 
     def layouts(self, path: str, block_calls: int, axes: Axes, module: nn.Module | None = None) -> Layouts:
-        """The layout of what each call of a module reads in one run of its block."""
+        """The layout of the input of each call of a module in one run of its block."""
         first, second = (
             [rows_shape(module, shape) for shape in of.shapes.get(path, [])] for of in (self.first, self.second)
         )
@@ -103,17 +104,17 @@ class ProbeRun:
         return tuple(learn_layout(a, b, axes) for a, b in zip(first[:calls], second[:calls], strict=True))
 
     def gives_no_rows(self, path: str) -> bool:
-        """Whether a module is called with nothing alone, as the adapter of a language that no example is in."""
+        """Whether a module is only ever given no rows, such as the adapter of a language that no example is in."""
         shapes = [shape for of in (self.first, self.second) for shape in of.shapes.get(path, ())]
         return bool(shapes) and all(0 in shape for shape in shapes)
 
     def source_layout(self, paths: Collection[str], axes: Axes) -> Layouts:
-        """The layout of the features that a mixture takes the tokens of these parts of it from."""
+        """The layout of the features that a mixture takes the tokens of these experts' modules from."""
         routed = [[trace.routed[path] for path in paths if path in trace.routed] for trace in (self.first, self.second)]
         return (learn_layout(routed[0][0], routed[1][0], axes) if all(routed) else Layout(None),)
 
     def find_padding(self, block: str, layout: Layout, axes: Axes) -> Padding:
-        """What tells the padding of a block's hidden states."""
+        """Find how padding among a block's hidden states is recognised."""
         if layout.axis != BLOCK_AXIS:
             return Padding()
         text = self._look_for_text(block, layout, axes)
@@ -121,9 +122,10 @@ class ProbeRun:
         return self._complete(block, min(sequences), *text) if sequences else Padding(*text)
 
     def _complete(self, block: str, place: int, holds_text: bool, text_rows: TextRows | None) -> Padding:
-        """What tells the padding of a sequence that a block is called with; its mask is looked for once a stack, and
-        where nothing else tells."""
-        is_about = holds_text or "input_ids" not in self.probe  # else the masks are about the text, which is not in it
+        """Find how padding in a sequence that a block is given is recognised. Its mask is looked for once a stack, and
+        only if nothing else helps."""
+        # else the masks are about the text, which is not in it
+        is_about = holds_text or "input_ids" not in self.probe
         if text_rows is not None or not is_about:
             return Padding(holds_text, text_rows)
         key = block.rpartition(".")[0], place
@@ -132,17 +134,18 @@ class ProbeRun:
         return Padding(holds_text, text_rows, self._masks[key])
 
     def _look_for_text(self, block: str, layout: Layout, axes: Axes) -> tuple[bool, TextRows | None]:
-        """Whether a block's own token axis holds the text, and where."""
+        """Whether a block's own token axis holds the text, and the text's position."""
         only_text = not any(tensor.is_floating_point() for tensor in self.probe.values())
         holds_text = layout.axis == BLOCK_AXIS and (len(set(axes[BLOCK_AXIS])) > 1 or only_text)
         is_fixed = "input_ids" in self.probe and len(set(self.axes.get(ENCODER_AXIS, ()))) == 1
         if layout.axis != BLOCK_AXIS or not (holds_text or is_fixed):
             return holds_text, None
-        rows = self._find_text_rows(block)  # where the text of the probes has one length, this tells
+        # needed where the text has one length in both probes
+        rows = self._find_text_rows(block)
         return holds_text or rows is not None, rows
 
     def _find_text_rows(self, block: str) -> TextRows | None:
-        """Where the text is in what the stack of this block is given; looked at once."""
+        """Position of the text in the input of the stack that this block belongs to; looked for once."""
         path = block.rpartition(".")[0]
         if path not in self._texts:
             stack = [other for other in self.blocks if other.rpartition(".")[0] == path]
@@ -150,7 +153,8 @@ class ProbeRun:
         return self._texts[path]
 
     def match_others(self, block: str, modules: Mapping[str, tuple[nn.Module, Layouts]], axes: Axes) -> OtherRows:
-        """The layouts of a block's modules, with what can be found out of those that read rows of unknown padding."""
+        """Layouts of a block's modules, improved for those that read rows of unknown padding, such as a second
+        sequence."""
         layouts = {name: of for name, (_, of) in modules.items()}
         for name in self._find_apart(block, layouts):
             layouts[name] = tuple(replace(layout, is_apart=True) for layout in layouts[name])
@@ -175,8 +179,8 @@ class ProbeRun:
         return OtherRows(layouts, None)
 
     def _find_cross_attention_text(self, block: str, lengths: tuple[int, int]) -> tuple[bool, TextRows | None]:
-        """Whether what has these lengths in the probes may hold the text, and where: as in the last stack of blocks
-        before this one that had so many rows."""
+        """Whether a sequence of these lengths in the two probes may hold the text, and the text's position. Both are
+        those of the last stack before this block whose hidden states have as many rows."""
         for other in reversed(self.blocks[: self.blocks.index(block)]):
             layout, axes = self.block_axis(other)
             if layout.axis == BLOCK_AXIS and axes[BLOCK_AXIS] == lengths:
@@ -184,8 +188,8 @@ class ProbeRun:
         return True, None
 
     def _find_mask(self, block: str, place: int) -> int | None:
-        """Where the mask of a sequence is in what a block is called with: what hides the last row, and not the first,
-        if the second half of the inputs is padding, but for those of a decoder."""
+        """Position of a sequence's mask among a block's arguments; None if there is none. The second half of all inputs
+        but a decoder's is masked: the mask is the argument that then hides the last row and not the first."""
         masks = {
             name: mask.clone()
             for name, mask in self.probe.items()
@@ -215,8 +219,8 @@ class ProbeRun:
         return None
 
     def _find_apart(self, block: str, layouts: Mapping[str, Layouts]) -> set[str]:
-        """Of the modules that may read windows of text, those that read the same whatever the text is, or rows as many
-        as the patches of another stack: images in cross-attention, for example."""
+        """Modules that read rows apart from the text, among those that may read windows of it. They read the same
+        whatever the text is, or as many rows as another stack has patches: images in cross-attention, for example."""
         unclear = {
             name: {dim.factor for layout in of for dim in layout.dims or ()}
             for name, of in layouts.items()
@@ -233,7 +237,7 @@ class ProbeRun:
         return apart
 
     def _count_patches(self) -> set[int]:
-        """How many patches, none of them padding, the stacks of blocks have that read no text."""
+        """Numbers of rows of the stacks that read no text, none of which is padding."""
         if MASK in self.probe and "input_ids" not in self.probe:
             return set()  # which it is then about
         owned = ((name, *self.block_axis(name)) for name in self.blocks)
@@ -245,12 +249,12 @@ class ProbeRun:
 
 
 MASKED = -1e3
-"""What masks add to scores of attention to hide a row is less, and what biases of positions add is more."""
+"""Threshold between masks and position biases: what a mask adds to attention scores to hide a row is below it."""
 
 
 def read_mask(x: Any, sequence: Tensor) -> Tensor | None:
-    """Which rows of a sequence [B, n, d] any row may attend to [B, n], by a mask: booleans or integers [B, n], or what
-    is added to scores of attention [B, 1, .., n]. None for what is no mask of it."""
+    """Rows of a sequence [B, n, d] that any row may attend to, [B, n], read from a mask. A mask is boolean or integer
+    [B, n], or is added to attention scores as [B, 1, .., n]. None if x is no mask of this sequence."""
     count, frames = sequence.shape[:2]
     if not isinstance(x, Tensor) or x.ndim not in (2, 3, 4) or (x.shape[0], x.shape[-1]) != (count, frames):
         return None
@@ -263,7 +267,7 @@ def read_mask(x: Any, sequence: Tensor) -> Tensor | None:
 
 
 def probe_model(model: PreTrainedModel, task: str, batch: Batch) -> ProbeRun:
-    """Run the model, or the tower that the inputs are for, on two probes. Raises DataError where none can run."""
+    """Run the model, or the tower that takes these inputs, on two probes. Raises DataError if none can run."""
     problem: Exception | None = None
     for entry, module in _entries(model, batch):
         for resize in ({ENCODER_AXIS, DECODER_AXIS}, {DECODER_AXIS}, {ENCODER_AXIS}, set[str]()):
@@ -284,7 +288,7 @@ def probe_model(model: PreTrainedModel, task: str, batch: Batch) -> ProbeRun:
 
 
 def _entries(model: PreTrainedModel, batch: Batch) -> Iterator[tuple[str, nn.Module]]:
-    """The whole model, then its towers that take these inputs, outermost first."""
+    """Yield the whole model, then its towers that take these inputs, outermost first."""
     yield "", model
     for name, module in model.named_modules():
         if name and isinstance(module, PreTrainedModel) and forward_names(module).issuperset(batch):

@@ -1,5 +1,6 @@
-"""Products of features with matrices that lie in parameters, and the ways of tokens to the experts of mixtures: caught
-at the functions that make them, whichever module calls these."""
+"""Interception of matrix products with parameters, and of a mixture's routing of tokens to experts. Both are caught at
+the torch functions that compute them, whichever module calls these: many models never call the Linear whose weight they
+use, or keep the weights of all experts in one parameter."""
 
 from __future__ import annotations
 
@@ -18,83 +19,94 @@ from featcal_cli.models.module_kinds import ParameterSlice
 
 DECISIONS = {torch.topk, Tensor.topk, torch.argmax, Tensor.argmax}
 LARGEST = {torch.max, Tensor.max}
-"""Decisions too, where they are made for each row of scores [n, experts]."""
+"""Choices too, if they are made for each row of scores [n, experts]."""
 ADDITIONS = {torch.add, Tensor.add, Tensor.__add__}
 GATHERS, SPLITS = {Tensor.__getitem__}, {torch.split, Tensor.split}
 SCALINGS = {torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__}
 ROUTING_FUNCTIONS = {*DECISIONS, *LARGEST, *GATHERS, *SPLITS, *SCALINGS}
-"""Functions by which mixtures choose experts, give them their tokens, and weigh what they return."""
+"""Functions by which mixtures choose experts, give them their tokens, and weigh their outputs."""
 
 
 class Route:
-    """Which tokens some rows [n, d] are."""
+    """The tokens that the rows [n, d] of an expert's input were taken from."""
 
     def __init__(self, rows: Tensor, shape: torch.Size, whole: tuple[Route, int] | None = None) -> None:
         self.rows = rows
-        """Their numbers among all tokens [n]."""
+        """Index of each row's token among all tokens [n]."""
         self.shape = shape
-        """Of the features of all tokens [.., d]."""
+        """Shape of the features of all tokens [.., d]."""
         self.gate: Tensor | None = None
-        """What the mixture multiplies with what becomes of them [n]."""
+        """Gate of each row [n]: the factor by which the mixture weighs the expert's output."""
         self.whole = whole
-        """The route that it is a part of, and where it begins in it."""
+        """The route that this one is a part of, and the row of it at which this part begins."""
 
     def gates(self) -> Tensor | None:
-        """`gate`, of the whole route if need be."""
+        """The gate of each row [n], taken from the whole route if only that has one; None where none was seen."""
         if self.gate is None and self.whole is not None and (gates := self.whole[0].gates()) is not None:
             return gates[self.whole[1] : self.whole[1] + len(self.rows)]
         return self.gate
 
 
 class Routing:
-    """What the mixtures of one run decide, and which tokens their experts are given by it."""
+    """Follows a mixture's routing during one run: the choice of experts, and the tokens that each expert is given.
+
+    1. A top-k, argmax or max over scores is a decision. It is recorded, or replaced by the one that another run took at
+       the same point, so that two models route the same tokens to the same experts.
+    2. After a decision, indexing features by token numbers yields an expert's input, whose rows are kept as a Route.
+       Splitting such rows yields a part of the route for each expert.
+    3. Multiplying these rows by a column [n, 1] gives the route its gates.
+
+    Mixtures are recognised by these torch functions alone, never by the names of models.
+    """
 
     def __init__(self, decided: Sequence[Any] = (), on_decision: Callable[[Tensor], None] = lambda _: None) -> None:
-        """decided: what another run decided, which counts here, too. on_decision: is told what it is made from."""
+        """`decided` holds the decisions of another run, to be replayed here. `on_decision` is called with the scores
+        that a decision is made from."""
         self.decisions: list[Any] = []
-        self.deciding = 1
-        """How many modules run whose choices give tokens to experts; with none, nothing is decided here."""
+        self.active_gates = 1
+        """Number of running modules that choose experts. While there is none, a top-k is no routing decision."""
         self._decided, self._on_decision = decided, on_decision
         self._scores = 0
-        """Of one token, of which the latest decision has chosen."""
+        """Number of scores of one token in the latest decision."""
         self._routes: list[Route] = []
         self._parts: list[tuple[Tensor, Route]] = []
 
     @property
     def kept(self) -> list[list[Any]]:
-        """What it keeps of a run; empty these before another one."""
+        """All records of a run, as lists to be emptied before the next one."""
         return [self.decisions, self._routes, self._parts]
 
     def clear(self) -> None:
-        """What was decided counts no more."""
+        """Forget all records."""
         for values in self.kept:
             values.clear()
 
     def enter(self) -> None:
-        """A module begins whose choices give tokens to experts; one may be inside another."""
-        self.deciding += 1
+        """Note that a module which chooses experts begins; it may lie inside another."""
+        self.active_gates += 1
 
     def leave(self) -> None:
-        """It ends."""
-        self.deciding -= 1
+        """Note that such a module ends."""
+        self.active_gates -= 1
 
     def find(self, x: Tensor) -> Route | None:
-        """Which tokens the rows of x [n, d] are; None where they are all of them."""
+        """The route of the rows of x [n, d]; None if they are all tokens."""
         if x.ndim != 2:
             return None
         part = next((route for tensor, route in self._parts if tensor is x), None)
         return part or next((route for route in reversed(self._routes) if len(route.rows) == len(x)), None)
 
     def find_nonzero_tokens(self, x: Tensor) -> list[Tensor] | None:
-        """Where experts are given all tokens x [experts, T, d], zero but for those that a mixture has chosen an expert
-        for: their numbers [n], by expert. None where it is not so."""
+        """Token numbers [n] of each expert, where all experts are given all tokens x [experts, T, d] with zeros for
+        those not routed to them. None if x is no such input."""
         choice = self.decisions[-1] if self.decisions else None
         chosen = choice[1] if isinstance(choice, tuple) else choice
         if not isinstance(chosen, Tensor) or chosen.ndim not in (1, 2):
             return None
         if (len(x), x.shape[1]) != (self._scores, len(chosen)):
             return None
-        if x.is_meta:  # without values, a token stands for those of an expert
+        # without values, a token stands for those of an expert
+        if x.is_meta:
             return [chosen.new_zeros(1)] * len(x)
         experts = torch.arange(len(x), device=x.device).view(-1, 1, 1)
         is_given = (chosen.reshape(1, x.shape[1], -1) == experts).any(-1)
@@ -105,21 +117,22 @@ class Routing:
         return list(is_given.nonzero()[:, 1].split(counts))
 
     def take_tokens(self, x: Tensor, numbers: Tensor) -> Tensor:
-        """The tokens with these numbers [n] of what an expert is given [T, d]; `find` knows which they are."""
+        """Select the tokens with these numbers [n] from an expert's input [T, d], and record their route for `find`."""
         tokens = x[numbers]
         self._parts.append((tokens, Route(numbers, x.shape)))
         return tokens
 
     def run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call one of the ROUTING_FUNCTIONS functions."""
+        """Call one of ROUTING_FUNCTIONS and record what it says of the routing."""
         result = func(*args, **kwargs)
         is_decision = func in DECISIONS or (func in LARGEST and isinstance(result, tuple) and args[0].ndim == 2)
-        if is_decision and self.deciding:
+        if is_decision and self.active_gates:
             self._on_decision(args[0])
             self._scores = args[0].shape[-1]
+            # replay the other run's decision, so that both give an expert the same tokens
             result = self._decided[len(self.decisions)] if len(self.decisions) < len(self._decided) else result
             self.decisions.append(result)
-        elif not self.decisions:
+        elif not self.decisions:  # before any decision, indexing and scaling are ordinary arithmetic
             return result
         elif func in GATHERS:
             self._gather(args[0], args[1], result)
@@ -135,10 +148,12 @@ class Routing:
         return result
 
     def _gather(self, source: Tensor, index: Any, result: Tensor) -> None:
+        """Record the route of rows that indexing by token numbers has taken from features of all tokens."""
         parts = [part for part in (index if isinstance(index, tuple) else (index,)) if part is not None]
         if source.ndim < 2 or len(parts) != 1 or not isinstance(parts[0], Tensor) or not source.is_floating_point():
             return
         rows = parts[0]
+        # a mask over tokens selects the same rows as their numbers do
         if rows.dtype == torch.bool:
             rows = rows.flatten().nonzero()[:, 0] if rows.shape == source.shape[:-1] else rows
         if rows.ndim == 1 and rows.dtype == torch.int64 and result.numel() == len(rows) * source.shape[-1]:
@@ -146,29 +161,29 @@ class Routing:
 
 
 MATRIX_PRODUCTS = {torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm}
-"""x W, or W x of batches with features before tokens."""
+"""Functions that compute x W, or W x where features come before tokens."""
 
 
 BATCHED_PRODUCTS = {torch.bmm, Tensor.bmm, torch.baddbmm}
-"""x W of several x and as many W, which may lie in one parameter."""
+"""Functions that compute x W for several x and as many W, which may lie in one parameter."""
 CONVOLUTION_FUNCTIONS = {functional.conv1d, functional.conv2d, functional.conv3d}
 
 
 class MatrixProduct(NamedTuple):
-    """x Wᵀ + b."""
+    """A product x Wᵀ + b."""
 
     x: Tensor
-    """[.., d_in]."""
+    """Shape [.., d_in]."""
     weight: Tensor
-    """[d_out, d_in], in the memory of the parameter that it lies in."""
+    """Shape [d_out, d_in], in the memory of the parameter that holds it."""
     bias: Tensor | None
-    """[d_out], where it is added at once."""
+    """Shape [d_out]; None if the function adds no bias."""
     features_first: bool = False
-    """The function has x, and makes W x, with features before tokens: [.., d, T]."""
+    """Whether the function is given x as [.., d, T], features before tokens, and returns W x."""
 
 
 class MatmulInterceptor(TorchFunctionMode):
-    """While it is active, tells of every product with a matrix that lies in one of some parameters."""
+    """Reports, while it is active, every product with a matrix that lies in one of the given parameters."""
 
     def __init__(
         self,
@@ -180,16 +195,20 @@ class MatmulInterceptor(TorchFunctionMode):
         on_bias: Callable[[ParameterSlice, ParameterSlice], None] | None = None,
         convolutions: Mapping[str, nn.Module] | None = None,
     ) -> None:
-        """parameters: by their paths. before: is told the weight, x [.., d_in], and the bias where it lies in one of
-        them too; after: the weight, and what was made of it; of these `weights` alone, where they are given. routing:
-        is told what a mixture decides. on_bias: is told the weight and the bias that is added next. convolutions: by
-        the paths of their weights; both are told what functions compute that is what one of these would, too."""
+        """Watch products with these parameters, by path.
+
+        `before` is called with the weight, x [.., d_in], and the bias if it lies in one of the parameters; `after` with
+        the weight and the product. Only products with `weights` are reported if these are given. `routing` follows the
+        choices of mixtures. `on_bias` is called with the weight and a bias that is added to its product later.
+        `convolutions` are modules by the paths of their weights; a function call that computes what one of them would
+        is reported too.
+        """
         super().__init__()
         self._parameters, self._before, self._after, self._weights = parameters, before, after, weights
         self._routing, self._on_bias, self._convolutions = routing, on_bias, convolutions or {}
         self._latest: tuple[ParameterSlice, Tensor] | None = None
         self._attending = torch.Size([0])
-        """Of the queries that multi-head attention was called with last, without the last dimension."""
+        """Shape of the queries of the latest multi-head attention, without the last dimension."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -229,7 +248,8 @@ class MatmulInterceptor(TorchFunctionMode):
         return self._weights is None or weight in self._weights
 
     def _multiply_batch(self, func: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        """Call one of BATCHED_PRODUCTS, on x [n, T, d_in] and n matrices [d_in, d_out]."""
+        """Call one of BATCHED_PRODUCTS on x [n, T, d_in] and n matrices [d_in, d_out], and report each watched product
+        on the tokens that are routed to it."""
         *given, x, matrices = args
         if self._find(matrices) is None or (given and given[0].shape[:2] != (len(x), 1)):
             return func(*args)
@@ -254,6 +274,7 @@ class MatmulInterceptor(TorchFunctionMode):
         return torch.stack(products) if products else func(*args)
 
     def _read(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> MatrixProduct | None:
+        """Read a call of a torch function as a product x Wᵀ + b; None if it is none."""
         if func is functional.linear:
             given = dict(zip(("input", "weight", "bias"), args, strict=False)) | dict(kwargs)
             return MatrixProduct(given["input"], given["weight"], given.get("bias"))
@@ -270,7 +291,8 @@ class MatmulInterceptor(TorchFunctionMode):
         return None
 
     def _read_convolution(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> MatrixProduct | None:
-        """Where it is what one of the convolutions would compute: the weight is [d_out, d_in / groups, *size]."""
+        """Read a convolution that computes what one of the known modules would. The weight is [d_out, d_in / groups,
+        *kernel]."""
         given = (
             _CONVOLUTION_DEFAULTS
             | dict(zip(("input", "weight", "bias", *_CONVOLUTION_DEFAULTS), args, strict=False))
@@ -287,7 +309,8 @@ class MatmulInterceptor(TorchFunctionMode):
         return MatrixProduct(given["input"], module.get_parameter("weight"), given.get("bias"))
 
     def _read_einsum(self, args: tuple[Any, ...], x_at: int, weight_at: int) -> MatrixProduct | None:
-        """Where the sum is over the last dimensions of x [.., *in], and those of the output [.., *out] are its last."""
+        """Read an einsum over the last dimensions of x [.., *in] whose other dimensions come last in its output [..,
+        *out]."""
         x, weight, (inputs, _, out) = args[x_at], args[weight_at], args[0].replace(" ", "").partition("->")
         if not isinstance(weight, Tensor) or self._find(weight) is None:
             return None
@@ -309,7 +332,7 @@ class MatmulInterceptor(TorchFunctionMode):
         return MatrixProduct(flat, weight.as_strided(sizes, strides), None)
 
     def _find(self, x: Tensor) -> ParameterSlice | None:
-        """Where a tensor lies in the parameters, if it does."""
+        """The slice of a parameter that a tensor is a view of; None if it lies in none."""
         storage = x.untyped_storage()._cdata
         for name, parameter in self._parameters.items():
             offset = int(x.storage_offset()) - int(parameter.storage_offset())
@@ -319,11 +342,11 @@ class MatmulInterceptor(TorchFunctionMode):
 
 
 _CONVOLUTION_DEFAULTS: dict[str, Any] = {"stride": 1, "padding": 0, "dilation": 1, "groups": 1}
-"""How convolutions are called, and what they take if they are not told."""
+"""Arguments of convolutions with their defaults."""
 
 
 def _stride_of(dims: range, x: Tensor) -> int | None:
-    """Of these neighbouring dimensions as one; None where they cannot be."""
+    """Stride of neighbouring dimensions merged into one; None if they cannot be merged."""
     apart = any(x.stride(one) != x.stride(two) * x.shape[two] for one, two in itertools.pairwise(dims))
     return None if apart else x.stride(dims[-1]) if dims else 1
 
@@ -334,4 +357,5 @@ _attend = FunctionType(
     "multi_head_attention_forward",
     functional.multi_head_attention_forward.__defaults__,
 )
-"""It as it is, but that a watch looks into it and does not get it as a whole."""
+"""torch's multi-head attention, run without its own dispatch check so that the interceptor sees the products inside it
+and not one opaque call."""

@@ -1,4 +1,4 @@
-"""Where the text lies in what a stack of blocks is given, and what its last token changes: both are tried out."""
+"""Position of the text in the input of a stack of blocks, found by experiments: changed tokens and disturbed rows."""
 
 from __future__ import annotations
 
@@ -14,26 +14,27 @@ from featcal_cli.models.tracing import ForwardError, as_hook, first_tensor, trac
 
 
 class TextRows(NamedTuple):
-    """A text among the rows of what a stack of blocks is given."""
+    """The text's rows in the input of a stack of blocks."""
 
     start: int
-    """Where it begins."""
+    """Row at which the text begins."""
     around_counts: tuple[bool, bool]
-    """Whether what stands before it, and after it, counts: patches do, prompts that a model has learnt do, and the
-    padding that a model adds does not."""
+    """Whether the rows before the text, and those after it, count. Patches and learnt prompts do; padding that a model
+    adds does not."""
 
 
 def find_text_rows(
     model: nn.Module, module: nn.Module, probe: Batch, stack: Sequence[str], length: int
 ) -> TextRows | None:
-    """Where a text of this length is in the sequence that the first block of a stack is given when the module runs on
-    the probe: the one row that changes with the last token tells, or all rows of the text, which a stack before has
-    mixed. None where other rows change, or none."""
+    """Find the rows of a text of this length in the input of a stack's first block, while the module runs on the probe.
+    Changing the last token changes one row, or all rows of the text if an earlier stack has mixed them. None if other
+    rows change, or none."""
     pair = see_text_change(model, module, probe, stack[:1])
     if pair is None:
         return None
     one, other = (inputs[stack[0]][0] for inputs in pair)
-    if one.shape != other.shape:  # how many frames a voice takes depends on what it says
+    # how many frames a voice takes depends on what it says
+    if one.shape != other.shape:
         return None
     rows = (one != other).any(-1).any(0).nonzero().flatten().tolist()
     start = rows[0] - length + 1 if len(rows) == 1 else -1
@@ -52,7 +53,7 @@ def find_text_rows(
 def _changes_text(
     model: nn.Module, module: nn.Module, probe: Batch, stack: Sequence[str], rows: slice, text: slice
 ) -> bool:
-    """Whether rows of what the first block of a stack is given change what the last one makes of the text."""
+    """Whether disturbing some rows of the first block's input changes what the last block returns for the text."""
     if rows.start == rows.stop or not rows.stop:
         return False
     made: list[Tensor] = []
@@ -76,8 +77,8 @@ def _changes_text(
 def see_text_change(
     model: nn.Module, module: nn.Module, probe: Batch, paths: Sequence[str]
 ) -> list[dict[str, list[Tensor]]] | None:
-    """What modules of the model are given when one of them runs on the probe, and on the same with other last tokens;
-    None where it has no text, or cannot be changed so."""
+    """Inputs of modules during two runs, on the probe and on the probe with other last tokens. None if it has no text,
+    or cannot run so changed."""
     changed = _change_last_token(probe)
     if changed is None:
         return None
@@ -104,8 +105,8 @@ def see_text_change(
 
 
 def _change_last_token(probe: Batch) -> Batch | None:
-    """The probe with another token, of the same batch, at the end of each text; None where there is none, or no values
-    to change."""
+    """The probe with another of its tokens at the end of each text; None if there is no text, no values, or no other
+    token."""
     ids = probe.get("input_ids")
     if ids is None or ids.is_meta:
         return None

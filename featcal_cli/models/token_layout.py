@@ -1,8 +1,6 @@
-"""Which rows of a feature are which tokens: learnt from shapes that change with the number of examples and tokens.
-
-Two probes differ in the number of examples and in the length of every token axis, so each dimension of a feature shows
-by how it changes what it is made of. Nothing is guessed from one shape that could mean two things.
-"""
+"""Layouts of features: which rows are which tokens, learnt from shapes. Two probes differ in the number of examples and
+in the length of every token axis, so each dimension of a feature shows by its change what it is made of. Nothing is
+guessed from one shape that could mean two things."""
 
 from __future__ import annotations
 
@@ -18,24 +16,25 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from featcal_cli.data.batches import GLOBAL_MASK, Batch, count_examples, take_examples
 
 PROBE_EXAMPLES = (3, 5)
-"""Examples in the two probes; no pair of token lengths below changes in the same way."""
+"""Number of examples in the two probes; no pair of token lengths below changes in the same way."""
 PROBE_TOKENS = 8
-"""Tokens of text in a probe: shapes show it, and short probes are cheap on large models."""
+"""Number of text tokens in a probe: short probes show the shapes and are cheap on large models."""
 ENCODER_AXIS, DECODER_AXIS, BLOCK_AXIS = "encoder", "decoder", "own"
-"""Token axes: of the encoder's (or only) text, of the decoder's text, and a block's own (patches, audio frames). Masks
-of other names (pixel_attention_mask) make axes of their own name."""
+"""Token axes: the encoder's (or only) text, the decoder's text, and a block's own rows (patches, audio frames). Masks
+of other names, such as pixel_attention_mask, make axes of their own name."""
 CROSS_ATTENTION_AXIS = "memory"
-"""The axis of what cross-attention reads, where it is another stack's own: frames of sound, a text beside an image."""
+"""The token axis that cross-attention reads, if it is another stack's own: audio frames, or the text beside an
+image."""
 AXIS_STEPS = {ENCODER_AXIS: 1, DECODER_AXIS: 2}
-"""Axes whose length the probes can change, each by another step."""
+"""Axes whose length the probes can change, each by its own step."""
 MASK = "attention_mask"
 
 Axes = Mapping[str, tuple[int, int]]
 """Length of each token axis in the two probes."""
 Weights = Mapping[str, Tensor | None]
-"""Weight of each token [B, length] by axis, 0 for padding; None when all count the same."""
+"""Weight of each token [B, length] by axis, 0 for padding; None if all count the same."""
 Lengths = Mapping[str, int]
-"""Length of each token axis in a batch, and the number of its PROBE_EXAMPLES under that name."""
+"""Length of each token axis in a batch, and its number of examples under EXAMPLES_AXIS."""
 EXAMPLES_AXIS = "examples"
 
 
@@ -47,11 +46,11 @@ class Dimension:
     axis: str | None
     factor: int
     middle: int | None = None
-    """Of the distances between any two tokens of the axis, row `length` + this is the distance 0; there are twice as
-    many rows."""
+    """Offset of the row for distance 0 from the axis' length, if rows stand for distances between tokens; else None.
+    There are about twice as many rows as tokens."""
 
     def size(self, lengths: Lengths) -> int | None:
-        """What it must be in a batch; None where the batch has no such axis."""
+        """Expected size in a batch; None if the batch has no such axis."""
         if self.axis is not None and self.axis not in lengths:
             return None
         if self.axis is not None and self.middle is not None:
@@ -61,38 +60,36 @@ class Dimension:
 
 @dataclass(frozen=True)
 class Layout:
-    """What the leading dimensions of a feature [.., d] are made of; None where the probes showed no rule."""
+    """The meaning of a feature's leading dimensions [.., d]; `dims` is None if the probes showed no rule."""
 
     dims: tuple[Dimension, ...] | None
     is_apart: bool = False
-    """Its rows are known to be no tokens of the block's own axis."""
+    """Whether its rows are known not to be tokens of the block's own axis."""
 
     @property
     def may_be_windows(self) -> bool:
-        """Several rows of each example along no known axis: windows of tokens, perhaps, of unseen padding."""
+        """Whether each example has several rows along no known axis: perhaps windows of tokens, with padding unseen."""
         dims = self.dims or ()
         several = any(dim.factor > 1 for dim in dims) and any(dim.examples for dim in dims)
         return several and not any(dim.axis for dim in dims)
 
     @property
     def is_unclear(self) -> bool:
-        """Nothing tells which of its rows are padding."""
+        """Whether nothing tells which of its rows are padding."""
         return self.dims is None or (self.may_be_windows and not self.is_apart)
 
     @property
     def axis(self) -> str | None:
-        """The token axis in it; None where there is none, or more than one."""
+        """The token axis among the dimensions; None if there is none, or more than one."""
         axes = {dim.axis for dim in self.dims or () if dim.axis is not None and dim.factor == 1}
         return axes.pop() if len(axes) == 1 else None
 
     def flatten(
         self, x: Tensor, weights: Weights, lengths: Lengths, block_axis: str | None
     ) -> tuple[Tensor, Tensor | None] | None:
-        """Rows [T, d] of a feature [.., d] and their weights [T], without the rows of weight 0.
-
-        None when the shape does not follow the layout, or when tokens have weights and the rows are not single tokens.
-        `block_axis` is the axis of the block's hidden states.
-        """
+        """Rows [T, d] of a feature [.., d] and their weights [T], without the rows of weight 0. None when the shape
+        does not follow the layout, or when tokens have weights and the rows are not single tokens. `block_axis` is the
+        axis of the block's hidden states."""
         if self.dims is None or tuple(dim.size(lengths) for dim in self.dims) != tuple(x.shape[:-1]):
             return None
         rows = x.reshape(-1, x.shape[-1])
@@ -112,8 +109,8 @@ class Layout:
         return (rows, per_row) if kept is None else (rows[kept], per_row[kept])
 
     def sum_tokens(self, x: Tensor, count: int) -> Tensor | None:
-        """Sums over everything but the tokens of `count` examples [B, length] of a feature [.., d]; None where its rows
-        are not those of tokens one by one."""
+        """Sum a feature [.., d] over everything but the tokens of `count` examples: [B, length]. None if its rows are
+        not single tokens."""
         if self.dims is None or self.axis is None or x.ndim <= len(self.dims):
             return None
         examples, tokens = self._find_token_dimensions()
@@ -125,8 +122,8 @@ class Layout:
         return (sums if examples is None or examples < tokens else sums.T).reshape(count, -1)
 
     def _find_token_dimensions(self) -> tuple[int | None, int | None]:
-        """Where in `dims` examples and the tokens of the one axis are; both are in the latter where one dimension has
-        both, and there is None where the rows are not those of tokens one by one."""
+        """Positions in `dims` of the examples and of the tokens. If one dimension holds both, only the second is given.
+        Both are None if rows are not single tokens."""
         assert self.dims is not None
         kinds = (Dimension(True, self.axis, 1), Dimension(True, None, 1), Dimension(False, self.axis, 1))
         match [[at for at, dim in enumerate(self.dims) if dim == kind] for kind in kinds]:
@@ -147,17 +144,20 @@ class Layout:
 
     @property
     def is_table(self) -> bool:
-        """Rows that belong to no example, the same in every batch: relative positions."""
+        """Whether rows belong to no example and are the same in every batch, like a table of relative positions."""
         return self.dims is not None and not any(dim.examples for dim in self.dims) and self._find_distances() is None
 
     def _find_distances(self) -> int | None:
-        """Where in `dims` the distances between tokens are, if they are anywhere."""
+        """Position in `dims` of the distances between tokens, if there are any."""
         return next((at for at, dim in enumerate(self.dims or ()) if dim.middle is not None), None)
 
     def _count_pairs(self, x: Tensor, distances: int, weights: Weights, lengths: Lengths) -> Tensor | None:
-        """How many pairs of tokens that count, both of one example, are so far apart as each row of a feature [.., d]
-        says [T]: as often attention reads that row, and no padding changes it. A text has n tokens in a row, and n − r
-        pairs that are r apart. None where the examples have rows of their own, which are no table then."""
+        """Count, for each row of a table of distances [.., d], the pairs of unpadded tokens of one example that are so
+        far apart: [T].
+
+        Attention reads the row that often, whatever the padding: a text of n tokens has n − r pairs at distance r. None
+        if the examples have rows of their own, so that the feature is no table.
+        """
         assert self.dims is not None
         dim = self.dims[distances]
         assert dim.axis is not None and dim.middle is not None
@@ -182,8 +182,8 @@ class Layout:
         return pairs.reshape(shape).expand(x.shape[:-1]).reshape(-1)
 
     def _find_counting(self, x: Tensor, weights: Weights, per_row: Tensor) -> Tensor | None:
-        """Which rows of a feature [.., d] have a weight; None for all. One look serves all features of the same form:
-        it keeps a device waiting."""
+        """Indices of rows of a feature [.., d] with a weight; None if all have one. Finding them keeps a device
+        waiting, so it is done once for all features of one form."""
         chosen = weights.get(self.axis or "")
         if chosen is None or self.is_table or counts_all(chosen):
             return None
@@ -194,7 +194,8 @@ class Layout:
         return known[form]
 
     def _spread(self, x: Tensor, weights: Weights) -> Tensor | None:
-        """The weights [B, length] of the one axis over all rows of a feature [.., d]; a table's rows have none."""
+        """Spread the weights [B, length] of the one axis over all rows of a feature [.., d]; the rows of a table weigh
+        1."""
         assert self.dims is not None
         if self.is_table:
             return x.new_ones(x.shape[:-1], dtype=torch.float32).reshape(-1)
@@ -216,7 +217,7 @@ class Layout:
 
 
 def learn_layout(first: torch.Size, second: torch.Size, axes: Axes) -> Layout:
-    """The layout of a feature from its shapes [.., d] in the two probes."""
+    """Learn the layout of a feature from its shapes [.., d] in the two probes."""
     if len(first) != len(second):
         return Layout(None)
     dims = [_learn_dimension(pair, axes) for pair in zip(first[:-1], second[:-1], strict=True)]
@@ -224,11 +225,13 @@ def learn_layout(first: torch.Size, second: torch.Size, axes: Axes) -> Layout:
 
 
 def _learn_dimension(pair: tuple[int, int], axes: Axes) -> Dimension | None:
-    """The simplest product that gives this dimension in both probes."""
+    """The simplest product of examples, axis length and factor that gives this dimension in both probes."""
     fixed = Dimension(False, None, 1)
     single = [Dimension(True, None, 1), *(Dimension(False, axis, 1) for axis in axes)]
     double = [Dimension(True, axis, 1) for axis in axes]
-    of_examples = [dim for dim in single + double if dim.examples]  # a table that grows with padding is of distances
+    # a table of positions that grows with padding can only be one of distances
+    of_examples = [dim for dim in single + double if dim.examples]
+    # the plainest meaning first; a factor other than 1 only where no plain product fits
     for candidates, any_factor in ((single + double, False), ([fixed], True), (of_examples, True)):
         for dim in candidates:
             sizes = [
@@ -238,6 +241,7 @@ def _learn_dimension(pair: tuple[int, int], axes: Axes) -> Dimension | None:
             factor = pair[0] // sizes[0] if sizes[0] else 0
             if (factor == 1 or any_factor) and factor and pair == (factor * sizes[0], factor * sizes[1]):  # type: ignore[operator]
                 return replace(dim, factor=factor)
+    # tables of relative positions have 2 n or 2 n − 1 rows for n tokens
     for axis, middle in itertools.product(axes, (0, -1)):
         if pair == tuple(2 * length + middle for length in axes[axis]):
             return Dimension(False, axis, 2, middle)
@@ -245,7 +249,8 @@ def _learn_dimension(pair: tuple[int, int], axes: Axes) -> Dimension | None:
 
 
 def make_probes(batch: Batch, resize: Collection[str]) -> tuple[tuple[Batch, Batch], dict[str, tuple[int, int]]]:
-    """Two small batches that differ in examples and along the token axes `resize`, and the lengths of all axes."""
+    """Make two small batches that differ in examples and along the token axes `resize`, and return them with the
+    lengths of all axes."""
     count = count_examples(batch)
     probes = [take_examples(batch, [number % count for number in range(examples)]) for examples in PROBE_EXAMPLES]
     has_floats = any(tensor.is_floating_point() for tensor in batch.values())
@@ -254,7 +259,8 @@ def make_probes(batch: Batch, resize: Collection[str]) -> tuple[tuple[Batch, Bat
         axes[axis] = (length, length)
         of_axis = [name for name in batch if _axis_of(name) == axis]
         names = [name for name in of_axis if _goes_along(batch[name], name, length)]
-        if all(map(is_mask, names)):  # it is about a spectrogram's frames, if about any
+        # a mask alone can only be about a spectrogram's frames
+        if all(map(is_mask, names)):
             names += [name for name in of_axis if batch[name].ndim == 3 and batch[name].shape[1] == length]
         if axis not in resize or all(map(is_mask, names)):  # a mask alone says nothing of its tokens
             continue
@@ -276,7 +282,7 @@ def _axis_of(name: str) -> str:
 
 
 def _axis_lengths(batch: Batch) -> dict[str, int]:
-    """The length of each token axis that masks and ids speak of."""
+    """Length of each token axis that has a mask or ids."""
     lengths: dict[str, int] = {}
     for name in sorted(batch, key=lambda name: (not is_mask(name), not name.endswith("input_ids"), name)):
         if batch[name].ndim == 2 and not batch[name].is_floating_point():
@@ -285,24 +291,25 @@ def _axis_lengths(batch: Batch) -> dict[str, int]:
 
 
 def _goes_along(tensor: Tensor, name: str, length: int) -> bool:
-    """True for ids, masks, boxes, embeddings and audio samples of that length: dimension 1 goes along the tokens."""
+    """Whether dimension 1 runs along tokens: ids, masks, boxes, embeddings and audio samples of this length."""
     along = not tensor.is_floating_point() or tensor.ndim == 2 or name.endswith("embeds")
     return along and tensor.ndim > 1 and tensor.shape[1] == length
 
 
 def is_mask(name: str) -> bool:
-    """Whether an input says which tokens are padding; Longformer's global mask says which ones attend everywhere."""
+    """Whether an input marks padding. Longformer's global mask does not: it marks tokens that attend everywhere."""
     return name.endswith(MASK) and name != GLOBAL_MASK
 
 
 def _resize(tensor: Tensor, size: int, *, whole: bool) -> Tensor:
-    """Columns of a tensor, the last one repeated if need be; all 1 if whole."""
+    """The first `size` columns of a tensor, the last one repeated if there are fewer; with `whole`, ones in their
+    place."""
     columns = torch.arange(size).clamp_max(tensor.shape[1] - 1)
     return torch.ones_like(tensor[:, columns]) if whole else tensor[:, columns]
 
 
 def token_masks(batch: Batch) -> dict[str, Tensor | None]:
-    """1 for the tokens that count and 0 for padding [B, length], by axis; None where all count."""
+    """Masks of each axis [B, length], 1 for tokens that count and 0 for padding; None if all count."""
     masks: dict[str, Tensor | None] = {}
     for name, mask in batch.items():
         if is_mask(name) and mask.ndim == 2:
@@ -311,7 +318,7 @@ def token_masks(batch: Batch) -> dict[str, Tensor | None]:
 
 
 def count_tokens(batch: Batch) -> list[int]:
-    """The tokens of each example's text, without padding; 0 where the inputs are no text."""
+    """Number of text tokens of each example, without padding; 0 if the inputs are no text."""
     ids = batch.get("input_ids")
     if ids is None:
         return [0] * count_examples(batch)
@@ -321,8 +328,8 @@ def count_tokens(batch: Batch) -> list[int]:
 
 
 def seed_examples(batch: Batch, seed: int) -> list[int]:
-    """A number for each example, by what the example holds without its padding and by a seed: the same one in every
-    batch and at every place in it."""
+    """A seed for each example, made from its unpadded content and `seed`: the same in every batch and at every
+    position."""
     masks = {_axis_of(name): mask.bool() for name, mask in batch.items() if is_mask(name) and mask.ndim == 2}
     count = count_examples(batch)
     digests = [sha256(str(seed).encode()) for _ in range(count)]
@@ -350,12 +357,12 @@ def _as_float32(mask: Tensor) -> Tensor:
 _COUNTS_ALL: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 _COUNTING: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 _MASKS: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-"""What is known of masks: whether all counts; the rows that do, by the features' form; the same mask as float32."""
+"""Caches by mask: whether all tokens count; the rows that count, by a feature's form; the mask as float32."""
 
 
 def counts_all(mask: Tensor, known: bool | None = None) -> bool:
-    """Whether a batch's mask or weights have no 0, if that is not `known`. They are looked at once: that keeps a device
-    waiting, and every block asks."""
+    """Whether a batch's mask or weights have no 0. Pass it as `known` if it is; else the mask is read once, as every
+    block asks and reading keeps a device waiting."""
     known = _COUNTS_ALL.get(mask) if known is None else known
     if known is None:
         known = bool(mask.all())

@@ -1,4 +1,4 @@
-"""One traced run of a model, and where its lists of blocks are."""
+"""A traced forward pass of a model, and how its lists of transformer blocks are found in it."""
 
 from __future__ import annotations
 
@@ -24,78 +24,82 @@ from featcal_cli.runtime import hardware
 from featcal_cli.runtime.errors import ArchitectureError
 from featcal_cli.runtime.untrusted_text import list_some
 
-FAILURES = (TypeError, ValueError, RuntimeError, IndexError, AttributeError, KeyError)
-"""What a model's forward raises on inputs that it cannot take, and our own code where it has a bug."""
+FORWARD_ERRORS = (TypeError, ValueError, RuntimeError, IndexError, AttributeError, KeyError)
+"""Errors that a model's forward raises on inputs it cannot take, and that our own hooks raise when they have a bug."""
 UNSEEN = "no run has shown what is multiplied with it"
 SHARED = "another module shares its weight, and forward order solves a weight where it is used once"
 ROUTER = "it is the router of a mixture; --routers calibrates it"
 
 
 class ForwardError(Exception):
-    """A model cannot take its inputs: its forward has raised the cause of this."""
+    """A model cannot take its inputs; the cause is the error that its forward raised."""
 
 
 class HookError(Exception):
-    """What watches a model's forward has a bug: it has raised the cause of this, which the model has not."""
+    """A hook on a model's forward has a bug: the error is featcal's, not the model's."""
 
 
 def run_forward(model: nn.Module, inputs: Batch) -> None:
     """Run a model. Raises ForwardError for inputs that it cannot take."""
     try:
         model(**inputs)
-    except FAILURES as error:
+    except FORWARD_ERRORS as error:
         raise ForwardError(str(error) or type(error).__name__) from error
 
 
 def as_hook(watch: Callable[..., None]) -> Callable[..., None]:
-    """A function for a hook, whose failures nobody takes for those of the model that it watches."""
+    """Wrap a hook so that its own failures are not taken for failures of the model."""
 
     def call(*args: Any, **kwargs: Any) -> None:
         try:
             watch(*args, **kwargs)
-        except FAILURES as error:
+        except FORWARD_ERRORS as error:
             raise HookError(f"{type(error).__name__}: {error}") from error
 
     return call
 
 
 class Trace:
-    """What happened to each module, by its path, while the model ran once."""
+    """A record of one forward pass: what each module, by its path, was given and returned."""
 
     def __init__(self, model: nn.Module) -> None:
         self.calls: list[str] = []
-        """Every call of every module, in the order in which they began."""
+        """Every call of every module, in the order in which the calls began."""
         self.shapes: dict[str, list[torch.Size]] = {}
-        """Shape of the first tensor that each call of a module was given."""
+        """Shape of the first tensor argument of each call, by module."""
         self.sequences: dict[str, dict[int, torch.Size]] = {}
-        """Shapes of all sequences [B, n, d] that the first call of a member of a list was given, by their places."""
+        """Shapes of all sequences [B, n, d] that the first call of a list member was given, by argument position."""
         self.residual: set[str] = set()
-        """Members of lists whose output has the shape of their input."""
+        """List members whose output has the shape of their input."""
         self.overwritten: set[str] = set()
         """Modules whose input was changed in place after they had received it."""
         self.functional: dict[str, FunctionalLinear] = {}
-        """What functions multiplied with, by its path (that of a Linear that is not called, or of its parameter)."""
+        """Matrix products made by functions rather than by module calls, by the path of the uncalled Linear or of the
+        parameter."""
         self.routed: dict[str, torch.Size] = {}
-        """Those that a mixture gives some tokens, with the shape of the features [.., d] that these were taken from."""
+        """Modules that a mixture gives only some tokens, each with the shape of the features [.., d] these were taken
+        from."""
         self.routers: set[str] = set()
-        """What a mixture's choice of experts is made from, and all that is inside."""
-        self.deciders: set[str] = set()
-        """The modules that make this choice: routers, or the mixtures themselves."""
-        self.routing = Routing(on_decision=as_hook(self._decide))
+        """Paths of the routers, which compute the scores that a mixture chooses its experts by."""
+        self.gating_modules: set[str] = set()
+        """Modules in which the choice of experts is made: the router itself, or the mixture around it."""
+        self.routing = Routing(on_decision=as_hook(self._record_choice))
         self._running: list[str] = []
-        self._deciding: dict[str, set[str]] = {}
-        """What chooses by its largest scores, in modules that still run, and the Linear modules that made these."""
+        self._open_choices: dict[str, set[str]] = {}
+        """Modules that are still running and have chosen by largest scores, each with the Linear modules that made the
+        scores."""
         self._latest = ("", 0)
         self._model = model
         self._widths = {name: x.out_features for name, x in model.named_modules() if isinstance(x, nn.Linear)}
         self.depths: dict[str, int] = {}
-        """How many products with weights, one after the other, lead to what a module is first given."""
+        """Number of successive products with weights that led to the first input of each module."""
         self.depth = MatmulDepth()
         self._lists = {name for name, module in model.named_modules() if isinstance(module, CONTAINERS)}
         self._pending: dict[str, list[tuple[Tensor, int]]] = {}
         self._flow: dict[str, tuple[Tensor | None, Tensor | None]] = {}
 
     def before(self, name: str, arguments: tuple[Any, ...]) -> None:
+        """Record the start of a module's call."""
         self.calls.append(name)
         self._running.append(name)
         self._receive(name, arguments, self._widths.get(name, 0))
@@ -105,20 +109,21 @@ class Trace:
             self.sequences.setdefault(name, {at: x.shape for at, x in places if is_sequence(x)})
 
     def _receive(self, name: str, arguments: Any, width: int) -> None:
-        """width: d_out of a Linear, else 0."""
+        """Record an input of a module. `width` is d_out of a Linear, else 0."""
         hidden = first_tensor(arguments)
         if hidden is not None:
             route = self.routing.find(hidden)
             if route is not None and len(route.rows) != route.shape[:-1].numel():  # else it may be all tokens in turn
                 self.routed[name] = route.shape
-                self._find_deciders(name)
+                self._find_gating_modules(name)
             self._latest = (name, hidden.shape[:-1].numel() * width) if width else self._latest
             self.shapes.setdefault(name, []).append(hidden.shape)
             self._pending.setdefault(name, []).append((hidden, hidden._version))
             self.depths.setdefault(name, self.depth.of(hidden))
 
     def multiply(self, weight: ParameterSlice, x: Tensor, bias: ParameterSlice | None) -> None:
-        """A function multiplies x [.., d_in] with what lies in a parameter, and adds a bias that is known."""
+        """Record that a function multiplies x [.., d_in] with a weight inside a parameter, and adds `bias` if it is
+        known."""
         holder, _, key = weight.parameter.rpartition(".")
         module, shape = self._model.get_submodule(holder), self._model.get_parameter(weight.parameter).shape
         is_module = key == "weight" and isinstance(module, (nn.Linear, *CONVOLUTIONS)) and weight.size == shape
@@ -130,43 +135,52 @@ class Trace:
             self._receive(name, x, 0 if isinstance(module, CONVOLUTIONS) else weight.size[0])
 
     def end_product(self, weight: ParameterSlice, y: Tensor) -> None:
-        """This is what a function has made with a weight."""
+        """Record the result of a function's product with a weight."""
         if len(weight.size) == 2:  # depth knows of convolutions
             self.depth.add_one(y)
 
     def add(self, weight: ParameterSlice, bias: ParameterSlice) -> None:
-        """A function adds what lies in a parameter to what it made with a weight."""
+        """Record that a function adds a bias inside a parameter to the result of its product with `weight`."""
         for name, known in self.functional.items():
             if known.weight == weight and not known.is_module:
                 self.functional[name] = known._replace(bias=bias)
 
-    def _decide(self, scores: Tensor) -> None:
-        """A function chooses by its largest scores: a mixture by those that the latest Linear made."""
+    def _record_choice(self, scores: Tensor) -> None:
+        """Record a choice by largest scores. Scores as many as the latest Linear's outputs are taken to be that
+        Linear's."""
         name, numbers = self._latest
-        made = self._deciding.setdefault(self._running[-1] if self._running else "", set())
+        made = self._open_choices.setdefault(self._running[-1] if self._running else "", set())
         if scores.numel() == numbers and scores.is_floating_point():
             made.add(name)
 
-    def _find_deciders(self, routed: str) -> None:
-        """A mixture gives this some tokens: it was chosen by what has decided closest to it. What attention has chosen,
-        of the tokens, is further away, or over. Where experts are not part of what decides, all of that is a router."""
-        shared = {name: _count_shared(name, routed) for name in self._deciding}
+    def _find_gating_modules(self, routed: str) -> None:
+        """Find which module chose the expert `routed`: of all that have made a choice, the closest in the module tree.
+
+        Choices made elsewhere, such as an attention's of the tokens it keeps, are further away or already over. A
+        chooser outside of the expert's own path is a router as a whole; if it contains the expert, the Linear modules
+        that made its scores are the routers.
+        """
+        # the longest common path is the closest module
+        shared = {name: _count_shared(name, routed) for name in self._open_choices}
         for name in (name for name, count in shared.items() if count == max(shared.values())):
-            self.deciders.add(name)
+            self.gating_modules.add(name)
             is_router = name and not routed.startswith(f"{name}.")
-            self.routers |= {name} if is_router else self._deciding[name]
+            self.routers |= {name} if is_router else self._open_choices[name]
 
     def is_router(self, path: str) -> bool:
-        """Whether a module or parameter, or a part of one, is a router of a mixture."""
+        """Whether a path lies at or below a router of a mixture."""
         return any(f"{path}.".startswith(f"{router}.") for router in self.routers)
 
     def after(self, name: str, output: Any) -> None:
+        """Record the end of a module's call, and check whether inputs received inside it were changed in place
+        since."""
         self._running.pop()
-        if ended := [decider for decider in self._deciding if decider.rpartition(".")[0] == name]:
-            for decider in ended:
-                del self._deciding[decider]
+        if ended := [gating_module for gating_module in self._open_choices if gating_module.rpartition(".")[0] == name]:
+            for gating_module in ended:
+                del self._open_choices[gating_module]
             self.routing.clear()
         for inner in [path for path in self._pending if path.startswith(f"{name}.") or not name]:
+            # torch raises a tensor's version with each change in place
             if any(hidden._version != version for hidden, version in self._pending.pop(inner)):
                 self.overwritten.add(inner)
         if name in self._flow:
@@ -176,7 +190,7 @@ class Trace:
                 self.residual.add(name)
 
     def with_prefix(self, path: str) -> Trace:
-        """The same with all paths as seen from a model in which the one that ran lies at `path`."""
+        """Prefix all paths, for a trace of the submodule that lies at `path` in the whole model."""
         if path:
             self.calls = [f"{path}.{name}".rstrip(".") for name in self.calls]
             self.shapes = {f"{path}.{name}".rstrip("."): shapes for name, shapes in self.shapes.items()}
@@ -188,36 +202,38 @@ class Trace:
             }
             self.routed = {f"{path}.{name}": shape for name, shape in self.routed.items()}
             self.routers = {f"{path}.{name}" for name in self.routers}
-            self.deciders = {f"{path}.{name}".rstrip(".") for name in self.deciders}
+            self.gating_modules = {f"{path}.{name}".rstrip(".") for name in self.gating_modules}
             self.depths = {f"{path}.{name}".rstrip("."): depth for name, depth in self.depths.items()}
             self._flow = {f"{path}.{name}": flow for name, flow in self._flow.items()}
         return self
 
     def is_chain(self, members: list[str]) -> bool:
-        """True when each member was given the tensor that the one before returned."""
+        """Whether each member was given the very tensor that the one before returned."""
         return all(self._flow[a][1] is self._flow[b][0] for a, b in itertools.pairwise(members))
 
 
 def _count_shared(one: str, other: str) -> int:
-    """How many modules, from the outermost on, two paths go through together."""
+    """Number of leading path components that two paths share."""
     steps = zip(one.split("."), other.split("."), strict=False)
     return len([*itertools.takewhile(lambda step: step[0] == step[1], steps)])
 
 
 class MatmulDepth(TorchDispatchMode):
-    """Inside, through how many products with weights, one after the other, every tensor is computed."""
+    """Counts, while it is active, the successive products with weights that each tensor depends on. Depths are kept by
+    storage, so views share theirs. A tensor's depth is the largest among the inputs it is computed from, plus one for a
+    product with a weight."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._of_storages: dict[int, int] = {}
         self.draws = False
-        """Random numbers were drawn."""
+        """Whether random numbers were drawn."""
 
     def of(self, x: Tensor) -> int:
         return self._of_storages.get(x.untyped_storage()._cdata, 0)
 
     def add_one(self, y: Tensor) -> None:
-        """This is what a product with a weight has made."""
+        """Count one product more for y, the result of a product with a weight."""
         self._of_storages[y.untyped_storage()._cdata] = self.of(y) + 1
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -228,7 +244,8 @@ class MatmulDepth(TorchDispatchMode):
         depth = max((self._of_storages.get(storage, 0) for storage in given), default=0)
         depth += func is torch.ops.aten.convolution.default
         for y in tree_leaves(output):
-            if isinstance(y, Tensor):  # memory that is new may have been another tensor's before
+            # new memory may have belonged to a freed tensor: forget that one's depth
+            if isinstance(y, Tensor):
                 storage = y.untyped_storage()._cdata
                 known = self._of_storages.get(storage, 0) if storage in given else 0
                 self._of_storages[storage] = max(depth, known)
@@ -239,8 +256,8 @@ CONTAINERS = (nn.ModuleList, nn.Sequential)
 
 
 def trace(model: nn.Module, batch: Batch, dtype: torch.dtype) -> Trace:
-    """Run `model` once on `batch` (floating-point inputs in `dtype`) and return what happened. Raises ForwardError for
-    a batch that it cannot take."""
+    """Run `model` once on `batch` (floating-point inputs in `dtype`) and return the trace. Raises ForwardError for a
+    batch that it cannot take."""
     traced = Trace(model)
     handles = []
     for name, module in model.named_modules():
@@ -267,20 +284,21 @@ def trace(model: nn.Module, batch: Batch, dtype: torch.dtype) -> Trace:
 
 
 class BlockCall(NamedTuple):
-    """How a model calls a block."""
+    """One call of a block by its model."""
 
     block: str
-    """Its path in that model."""
+    """Path of the block in that model."""
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
     def leaf(self, place: int, otherwise: Any = None) -> Any:
-        """What it is called with at a place: what has a place in one call has it in all, be it None."""
+        """The argument at a position among all leaves of args and kwargs. A position keeps its meaning in every call,
+        even if the argument is None."""
         return next(itertools.islice(leaves_in((self.args, self.kwargs)), place, None), otherwise)
 
 
 class StopBlock(Exception):  # noqa: N818 - not an error
-    """Raised by a hook that has seen enough of a block's run."""
+    """Raised by a hook to end a block's run early."""
 
 
 def first_tensor(value: Any) -> Tensor | None:
@@ -289,7 +307,7 @@ def first_tensor(value: Any) -> Tensor | None:
 
 
 def leaves_in(value: Any) -> Iterator[Any]:
-    """All in a forward's arguments or output that holds nothing."""
+    """All leaves of a forward's arguments or output, with containers flattened."""
     if isinstance(value, (Mapping, tuple, list)):
         for part in value.values() if isinstance(value, Mapping) else value:
             yield from leaves_in(part)
@@ -303,18 +321,18 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def is_sequence(x: Any) -> TypeGuard[Tensor]:
-    """Whether something is a sequence of features [B, n, d]."""
+    """Whether a value is a sequence of features [B, n, d]."""
     return isinstance(x, Tensor) and x.ndim == 3 and x.is_floating_point()
 
 
 def cast_floats(value: Any, dtype: torch.dtype) -> Any:
-    """A forward's arguments or output with its floating-point tensors in a dtype."""
+    """Cast the floating-point tensors in a forward's arguments or output to a dtype."""
     return tree_map_only(Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, value)
 
 
 def copy_caches(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A forward's arguments, with a copy of the cache that a run adds its keys to: some models make one whatever their
-    config says, and the next run must find it as this one does."""
+    """A forward's arguments, with any key-value cache copied. Some models create a cache whatever their config says; a
+    run adds its keys to it, and the next run must find it unchanged."""
     if not any(isinstance(x, Cache) for x in (*args, *kwargs.values())):
         return args, kwargs
     return tuple(map(_copy_cache, args)), {key: _copy_cache(x) for key, x in kwargs.items()}
@@ -332,20 +350,27 @@ def _copy_cache(value: Any) -> Any:
 
 
 def all_finite(value: Any) -> Tensor:
-    """Whether all tensors in a forward's arguments or output are finite, on the device where they are []."""
+    """Whether all floating-point tensors in a forward's arguments or output are finite, as a boolean tensor [] on their
+    device."""
     flags = [torch.isfinite(x).all() for x in tensors_in(value) if x.is_floating_point()]
     return torch.stack(flags).all() if flags else torch.tensor(True)
 
 
 def find_blocks(model: nn.Module, run: Trace) -> list[str]:
-    """Members of the outermost lists that look like transformer blocks, in the order in which they ran: they hold
-    several Linear modules and keep the shape of the hidden states; stages give way to the blocks inside."""
+    """Find the transformer blocks of a model: the members of its outermost suitable lists, in execution order.
+
+    A list is suitable when its members hold several Linear modules each and at least half of them return hidden states
+    of the shape they were given. A list of stages, each of which is a chain of blocks itself (as in Swin), is passed
+    over in favour of the lists inside.
+    """
     taken: list[str] = []
     blocks: list[str] = []
+    # named_modules goes from the outside in: what lies inside a list that was taken is part of a block
     for name, module in model.named_modules():
         if not isinstance(module, CONTAINERS) or any(name.startswith(f"{outer}.") for outer in taken):
             continue
         members = _members(name, module, run)
+        # half is enough: blocks that merge patches or change the width return another shape
         residual = sum(member in run.residual for member in members)
         stages = (_is_stage(member, model.get_submodule(member), run) for member in members)
         if residual > 0 and 2 * residual >= len(members) and not any(stages):
@@ -355,14 +380,15 @@ def find_blocks(model: nn.Module, run: Trace) -> list[str]:
 
 
 def sort_by_first_call(run: Trace, names: Iterable[str]) -> list[str]:
-    """These modules in the order in which they were first called."""
+    """Sort modules by their first call."""
     started = {name: number for number, name in reversed(list(enumerate(run.calls)))}
     return sorted(names, key=started.__getitem__)
 
 
 def find_stems(model: nn.Module, run: Trace, blocks: Sequence[str]) -> list[str]:
-    """The outermost modules that hold no block, are called once before the blocks beside them, and hold a convolution:
-    patch embeddings, feature extractors. A convolution that is called by what holds blocks is none."""
+    """Find the stems: patch embeddings and feature extractors that run before the blocks. A stem is an outermost module
+    that holds a convolution but no block, is called once, and starts before the blocks next to it. A bare convolution
+    called directly by a module that holds blocks is not a stem."""
     around = {block[:end] for block in blocks for end, letter in enumerate(block) if letter == "."} | {""}
     stems = []
     for name, module in model.named_modules():
@@ -378,7 +404,7 @@ def find_stems(model: nn.Module, run: Trace, blocks: Sequence[str]) -> list[str]
 
 
 def wildcard_path(block: nn.Module, path: str) -> str:
-    """A path with stars for the keys of lists and dictionaries: the same for all experts of a mixture."""
+    """A path with `*` for the keys of lists and dictionaries, so that all experts of a mixture share one pattern."""
     parts: list[str] = []
     holder: nn.Module | None = block
     for key in path.split("."):
@@ -388,13 +414,15 @@ def wildcard_path(block: nn.Module, path: str) -> str:
 
 
 def _members(name: str, container: nn.Module, run: Trace) -> list[str]:
+    """Members of a list that have run and hold several Linear modules."""
     paths = [f"{name}.{key}" for key, child in container.named_children() if len(_linears(child)) > 1]
     ran = set(run.calls)
     return [path for path in paths if path in ran]
 
 
 def _is_stage(name: str, module: nn.Module, run: Trace) -> bool:
-    """True for a member that is itself a chain of equal blocks (as in Swin), false for parts of a block (as in T5)."""
+    """Whether a list member is itself a chain of equal blocks (a stage of Swin), not a block made of parts (a layer of
+    T5)."""
     for path, inner in module.named_modules():
         if not isinstance(inner, CONTAINERS) or not path:
             continue
@@ -410,7 +438,8 @@ def _linears(module: nn.Module) -> list[nn.Module]:
 
 
 def merge_orders(sequences: Sequence[list[str]]) -> list[str]:
-    """One order that agrees with all of them. Raises ArchitectureError where there is none."""
+    """Merge the block orders of several inputs into one that agrees with all. Raises ArchitectureError if there is
+    none."""
     graph: TopologicalSorter[str] = TopologicalSorter()
     for sequence in sequences:
         for number, name in enumerate(sequence):
@@ -425,7 +454,7 @@ def merge_orders(sequences: Sequence[list[str]]) -> list[str]:
 
 
 def unreached_lists(model: nn.Module, blocks: Sequence[str], called: Collection[str]) -> Iterator[str]:
-    """The outermost lists whose children have at least two matrices each, apart from `blocks`, of which none was
+    """Find outermost lists, apart from those of `blocks`, whose members hold at least two matrices each and were never
     called."""
     taken = list(blocks)
     for path, module in model.named_modules():
@@ -439,15 +468,15 @@ def unreached_lists(model: nn.Module, blocks: Sequence[str], called: Collection[
 
 
 def _count_matrices(module: nn.Module) -> int:
-    """Linear modules, and parameters that a function may multiply with."""
+    """Number of Linear modules and of other parameters that a function may multiply with."""
     inside = [(inner, value) for inner in module.modules() for value in inner.parameters(recurse=False)]
     others = (pair for pair in inside if not isinstance(pair[0], (nn.Linear, Conv1D)))
     return len(_linears(module)) + sum(_is_matrix(inner, value) for inner, value in others)
 
 
 def _is_matrix(module: nn.Module, value: Tensor) -> bool:
-    """Whether a function may multiply with a parameter, as far as can be said before anything runs: routers and tables
-    of positions cannot be told from it but by what they are called."""
+    """Whether a function may multiply with a parameter, guessed before anything has run. Routers and position tables
+    look the same by their shapes; only their names tell them apart."""
     path = next((name for name, other in module.named_parameters(recurse=False) if other is value), "")
     called = f"{type(module).__name__} {path}".lower()
     is_other = isinstance(module, nn.Embedding) or _is_convolution(module)
@@ -462,8 +491,8 @@ def _is_convolution(module: nn.Module) -> bool:
 def explain_skipped(
     module: nn.Module, value: Tensor, holders: Mapping[int, int], parts: Mapping[str, FunctionalLinear], run: Trace
 ) -> str:
-    """Why a parameter of a module that is no Linear and no norm stays as merged; empty where functions multiply with
-    these parts of it."""
+    """The reason why a parameter of a module that is neither a Linear nor a norm is left unchanged. Empty if functions
+    multiply with `parts` of it, which can then be calibrated."""
     if not parts:
         if run.calls:
             is_matrix = value.ndim == 3 and len(value) > 1 and not _is_convolution(module) and bool(run.routed)
@@ -480,13 +509,14 @@ def explain_skipped(
 
 
 def find_called_before_end(run: Trace, blocks: Sequence[str]) -> set[str]:
-    """Modules that start before the last call of a block ends: with its inside, what comes after it has not begun."""
+    """Modules that start before the last call of a block ends. The modules inside that block count, those called after
+    it do not."""
     last = max((number for number, name in enumerate(run.calls) if name in set(blocks)), default=-1)
     inside = [name for name in run.calls if any(name.startswith(f"{block}.") for block in blocks[-1:])]
     return {*run.calls[: last + 1], *inside}
 
 
 def count_holders(model: nn.Module) -> Counter[int]:
-    """How many modules hold each parameter."""
+    """Number of modules that hold each parameter, by its id."""
     held = (value for module in model.modules() for value in module._parameters.values())
     return Counter(id(value) for value in held if value is not None)

@@ -125,7 +125,7 @@ def set_rooms(monkeypatch: pytest.MonkeyPatch, rooms: tuple[int, int] | None) ->
     """Let features take no more than that; nothing is too small to be moved then."""
     if rooms is not None:
         monkeypatch.setattr(setup, "rooms_for_features", lambda _: rooms)
-        monkeypatch.setattr(offload, "LEAST", 1)
+        monkeypatch.setattr(offload, "SMALLEST_MOVED", 1)
 
 
 def ways_of(name: str) -> list[tuple[str, str]]:

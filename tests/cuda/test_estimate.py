@@ -91,7 +91,7 @@ def test_the_estimate_is_near_the_peak(
     if rooms is not None:
         monkeypatch.setattr(setup, "rooms_for_features", lambda _: rooms)
         monkeypatch.setattr(resource_estimate, "rooms_for_features", lambda _: rooms)
-        monkeypatch.setattr(offload, "LEAST", 1)
+        monkeypatch.setattr(offload, "SMALLEST_MOVED", 1)
     plans: list[preflight.Preflight] = []
 
     def remember(*args: Any, **options: Any) -> preflight.Preflight:

@@ -151,7 +151,7 @@ def test_tied_and_untied_embeddings_in_one_job(tmp_path: Path) -> None:
 def test_a_tower_whose_inputs_are_not_given_is_left_alone_and_said(tmp_path: Path) -> None:
     result = run(tmp_path, images(), merged=clip(0), base=clip(1), red=clip(2), green=clip(3))
     assert changed(tmp_path) and all(name.startswith("vision_model.encoder") for name in changed(tmp_path))
-    assert any("text_model.encoder.layers is left as merged" in note for note in result.report.notes)
+    assert any("text_model.encoder.layers is left unchanged" in note for note in result.report.notes)
     assert result.report.settings["token_weights"] == "cls"
 
 

@@ -10,7 +10,7 @@ import torch
 from answers import choice_covariance
 from torch import Tensor, nn
 
-from featcal_cli.engine.answers import gives_logits, project_randomly, spread, weigh_logits
+from featcal_cli.engine.answers import gives_logits, logit_norm, project_randomly, weigh_logits
 
 Z = 3 * torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
 
@@ -18,8 +18,8 @@ Z = 3 * torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
 def test_the_norm_is_that_of_the_covariance_of_a_choice() -> None:
     change = torch.randn(4, 6, generator=torch.Generator().manual_seed(1))
     squares = torch.einsum("rc,rcd,rd->r", change, choice_covariance(Z), change)
-    assert torch.allclose(spread(change, weigh_logits(Z)) ** 2, squares, rtol=1e-4)
-    assert torch.allclose(spread(change + 7, weigh_logits(Z)) ** 2, squares, rtol=1e-3)
+    assert torch.allclose(logit_norm(change, weigh_logits(Z)) ** 2, squares, rtol=1e-4)
+    assert torch.allclose(logit_norm(change + 7, weigh_logits(Z)) ** 2, squares, rtol=1e-3)
 
 
 @pytest.mark.parametrize("are_logits", [True, False])

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from featcal_cli.engine.job import CALIBRATED
 from featcal_cli.engine.lockstep import forward_order
-from featcal_cli.engine.offload import LEAST, TRIM_EVERY, Offloader, TouchMode
+from featcal_cli.engine.offload import SMALLEST_MOVED, TRIM_EVERY, Offloader, TouchMode
 from featcal_cli.runtime.errors import OutputError
 
 KIB = 1024
@@ -208,10 +208,10 @@ def test_a_view_whose_base_nobody_holds_can_go(spill: Offloader) -> None:
 
 
 def test_parameters_buffers_behind_views_and_small_tensors_stay(spill: Offloader) -> None:
-    module = nn.BatchNorm1d(LEAST)
+    module = nn.BatchNorm1d(SMALLEST_MOVED)
     assert module.running_mean is not None
     kept = [module.weight, module.weight[1:], module.weight.detach(), module.running_mean[1:]]
-    kept += [make(LEAST // 2), torch.empty(0)]
+    kept += [make(SMALLEST_MOVED // 2), torch.empty(0)]
     places = [tensor.data_ptr() for tensor in kept]
     spill.put(kept)
     with spill.lend(lambda: kept):

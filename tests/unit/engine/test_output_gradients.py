@@ -173,7 +173,7 @@ def test_their_sizes_are_known_at_every_token(name: str, tmp_path: Path) -> None
 def test_examples_that_are_not_looked_at_count_as_the_mean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     prepared = prepare(save_family(tmp_path, BY_NAME["bert"]), batch_size=2, examples=EXAMPLES)
     task = next(iter(prepared.examples))
-    monkeypatch.setattr(output_gradients, "MOST_ROWS", 1)
+    monkeypatch.setattr(output_gradients, "MOST_TOKENS", 1)
     runner = BlockRunner(prepared.models.experts[task], prepared.architecture, prepared.device, torch.float32)
     entry, batches = prepared.architecture.entries[task], prepared.examples[task].fitted
     for sizes in measure_output_gradients(runner, prepared.architecture, entry, batches, [], SEED).fitted.values():

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import BertConfig, BertModel
 
-from featcal_cli.engine.weight_checks import LEAST_PART, LEAST_SHARE, describe_merge_fit, explain
+from featcal_cli.engine.weight_checks import LEAST_COEFFICIENT, LEAST_SHARE, describe_merge_fit, explain
 from featcal_cli.hub.snapshot import Snapshot
 from featcal_cli.models.architecture import find_architecture
 from featcal_cli.models.loading import Model
@@ -79,7 +79,7 @@ def test_a_merge_is_explained_by_its_experts_and_every_one_is_in_it(kind: str) -
     steps = make_steps()
     share, parts = explain(MERGES[kind](steps), steps)
     assert share is not None and share > 2 * LEAST_SHARE
-    assert min(map(abs, parts)) > 5 * LEAST_PART * max(map(abs, parts))
+    assert min(map(abs, parts)) > 5 * LEAST_COEFFICIENT * max(map(abs, parts))
 
 
 def test_what_was_not_merged_explains_nothing() -> None:
@@ -93,7 +93,7 @@ def test_one_expert_that_was_not_merged_shows_by_its_coefficient(kind: str) -> N
     steps = make_steps(TASKS + 1)
     steps[-1] = 0.03 * torch.randn(SIZE, dtype=torch.float64)
     _, parts = explain(MERGES[kind](steps[:-1]), steps)
-    assert abs(parts[-1]) < LEAST_PART * max(map(abs, parts))
+    assert abs(parts[-1]) < LEAST_COEFFICIENT * max(map(abs, parts))
 
 
 def test_a_missing_expert_is_a_part_that_is_not_explained() -> None:

@@ -71,7 +71,7 @@ def keep_largest(steps: Array, density: float) -> Array:
 def test_ties_is_that_of_the_whole_task_vectors(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, density: float
 ) -> None:
-    monkeypatch.setattr(merging, "PART", 100)
+    monkeypatch.setattr(merging, "CHUNK_SIZE", 100)
     base, experts = load(tmp_path, "bert", dtype)
     merged = merge(base, experts, method="ties", scale=0.7, density=density)
 
