@@ -28,10 +28,11 @@ from featcal_cli.data.batches import (
     forward_names,
     load_feature_extractor,
 )
+from featcal_cli.data.cells import Row
 from featcal_cli.data.columns import TRANSCRIPT_NAMES, Samples, find_audio_column
 from featcal_cli.data.hub_dataset import first_line
-from featcal_cli.data.rows import local_path, open_cell
-from featcal_cli.data.text_files import BrokenRow, Row
+from featcal_cli.data.local_files import folder_of
+from featcal_cli.data.rows import open_cell
 from featcal_cli.data.vocabulary import TextModels, TextTokens, open_tokens
 from featcal_cli.recipe.schema import Data
 from featcal_cli.runtime.errors import DataError
@@ -75,8 +76,6 @@ class AudioReader(Reader):
     """Those of what is said."""
 
     def read(self, row: Row) -> EncodedAudio:
-        if isinstance(row, BrokenRow):
-            raise BadRowError(row.reason)
         wave, is_cut = self._decode(row.get(self.column))
         tokens: list[int] = []
         if self.transcript is not None:
@@ -208,8 +207,6 @@ def open_audio(
     except (ImportError, OSError) as error:  # OSError: without the C library
         raise DataError(f"sound cannot be read ({first_line(error)})", where=where, fix=INSTALL) from None
     extractor, source = load_feature_extractor(folders, where)
-    path = local_path(data) if data.path is not None else None
-    folder = path.parent if path and path.is_file() else path
     chosen = f"column {column} (of {list_some(samples)}), feature extractor from {source}"
     transcript = None
     if model.config.is_encoder_decoder and model.can_generate() and "decoder_input_ids" in forward_names(model):
@@ -217,4 +214,4 @@ def open_audio(
         transcript = transcript or next((name for name in TRANSCRIPT_NAMES if name in samples), None)
         chosen += f", {transcript} for the decoder" if transcript else ", no target for the decoder"
     tokens = None if transcript is None else open_tokens(text_models, folders, where)
-    return AudioReader(chosen, column, folder, extractor, model, where, transcript, tokens)
+    return AudioReader(chosen, column, folder_of(data), extractor, model, where, transcript, tokens)

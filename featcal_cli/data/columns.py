@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Literal, TypeGuard
 
-from featcal_cli.data.file_formats import AUDIO_FILES, IMAGE_FILES, is_base64
+from featcal_cli.data.cells import AUDIO_FILES, IMAGE_FILES, is_base64
 from featcal_cli.recipe.schema import ROLES, Data
 from featcal_cli.runtime.errors import DataError
 from featcal_cli.runtime.untrusted_text import bare, list_some, show

@@ -21,6 +21,7 @@ from featcal_cli.data.batches import (
     take_examples,
     take_range,
 )
+from featcal_cli.data.cells import Row
 from featcal_cli.data.columns import (
     LABEL_NAMES,
     check_columns,
@@ -32,7 +33,6 @@ from featcal_cli.data.images import open_images
 from featcal_cli.data.rows import draw_rows, name_task, read_rows
 from featcal_cli.data.tensors import is_tensor_file, open_tensors
 from featcal_cli.data.text import open_text
-from featcal_cli.data.text_files import BrokenRow, Row
 from featcal_cli.data.vocabulary import TextModels
 from featcal_cli.recipe.schema import Data
 from featcal_cli.runtime.errors import DataError
@@ -195,10 +195,6 @@ def _open_rows(
     labelled: one tower's answers are compared with labels, so that two towers read the image alone."""
     if not first:
         raise DataError("the source has no rows", where=where, fix="give data with rows, or another split")
-    if isinstance(first[0], BrokenRow) and all(isinstance(row, BrokenRow) for row in first):
-        what = f"none of the first {len(first)} rows can be used: {first[0].reason}"
-        fix = "repair the file: a value that holds the separator, a line break or a quote stands in quotes"
-        raise DataError(what, where=where, fix=fix)
     names = dict.fromkeys(name for row in first for name in row)
     samples = {name: [row.get(name) for row in first] for name in names}
     check_columns(data, samples, where)

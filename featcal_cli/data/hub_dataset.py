@@ -1,30 +1,22 @@
-"""A Hub dataset at one commit: which files are which config and split."""
+"""A Hub dataset at one commit: which files are a config's and split's, its own or those of the Hub's parquet copy."""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from pathlib import PurePosixPath
 from typing import Any
 
-from featcal_cli.data.file_formats import (
-    FORMATS,
-    OPTIONS,
-    SPLIT_WORDS,
-    choose_split,
-    count_endings,
-    format_of,
-    infer_format,
-    is_metadata,
-    readable_files,
-)
+from featcal_cli.data.splits import FORMATS, NO_ROWS, Note, choose_split, format_of, group_by_name, ignore, is_hidden
 from featcal_cli.hub.client import limit_waiting, patiently
 from featcal_cli.hub.messages import explained
-from featcal_cli.hub.repo import COMMIT, Opener, Repo, open_repo
+from featcal_cli.hub.repo import CARD, COMMIT, Opener, Repo, open_repo
 from featcal_cli.recipe.schema import Data
 from featcal_cli.runtime.errors import DataError, FeatCalError, HubError
 from featcal_cli.runtime.files import explain_full
@@ -33,12 +25,38 @@ from featcal_cli.runtime.untrusted_text import bare, list_some, split_front_matt
 
 os.environ["HF_UPDATE_DOWNLOAD_COUNTS"] = "0"  # read when `datasets` is imported: it would report every use
 
-Note = Callable[[str], None]
-"""Told what was chosen without being asked for."""
 Config = Mapping[str, Any]
+Splits = Mapping[str, Sequence[str]]
+"""Split → paths of its files in the repo."""
 
 COPY = "refs/convert/parquet"
 """The branch on which the Hub keeps a dataset's rows as parquet files: CONFIG/SPLIT/0000.parquet."""
+OPTIONS = {
+    "csv": ("sep", "delimiter", "header", "names", "column_names", "skiprows", "quotechar", "encoding"),
+    "json": ("field", "encoding"),
+    "text": ("encoding", "sample_by"),
+}
+"""Format → keys of a config that say how its files are read."""
+METADATA_FILES = ("metadata.csv", "metadata.jsonl", "metadata.parquet")
+"""Names of files that say what is known about the images of a folder: no examples of their own where there are some."""
+
+
+@dataclass(frozen=True)
+class HubSource:
+    """The files that the rows of a config are in, at one commit."""
+
+    repo: Repo
+    config: str
+    keys: Config
+    """What the card says of the config."""
+    splits: Splits
+    is_copy: bool = False
+    """Whether they are the Hub's parquet copy rather than the dataset's own files."""
+
+    def pin(self, data: Data) -> Data:
+        """The source with the commit; of the copy also with the config, which no card chooses there."""
+        chosen = {"config": self.config} if self.is_copy else {}
+        return data.model_copy(update={"revision": self.repo.commit, **chosen})
 
 
 @dataclass(frozen=True)
@@ -47,39 +65,32 @@ class HubFile:
     size: int
     """Bytes."""
     url: str
-    """Where `datasets` and HfFileSystem find it: hf://datasets/ID@COMMIT/PATH."""
+    """The address by which `datasets` and HfFileSystem find it: hf://datasets/ID@COMMIT/PATH."""
 
 
 @dataclass(frozen=True)
 class HubSplit:
+    split: str
     format: str
     """parquet, or the builder of `datasets` that reads the files."""
     options: Mapping[str, Any]
     files: list[HubFile]
-    classes: list[str]
-    """Folders of images, over all splits, so that one that a split lacks does not shift the others' numbers."""
+    splits: Mapping[str, Sequence[HubFile]]
+    """The files of every split by its name."""
     features: Sequence[Mapping[str, Any]]
+    """What the card says of the columns."""
     system: Any
 
     @cached_property
-    def urls(self) -> set[str]:
-        return {file.url for file in self.files}
+    def _files_by_url(self) -> Mapping[str, HubFile]:
+        return {file.url: file for file in self.files}
+
+    def file_at(self, url: str) -> HubFile | None:
+        """The file of the split at an address."""
+        return self._files_by_url.get(url)
 
     def open(self, file: HubFile, **options: Any) -> Any:
         return self.system.open(file.url, "rb", size=file.size, **options)
-
-    def fetch(self, file: HubFile) -> bytes:
-        """The whole file. Raises DataError when what came is not as long as the repo says."""
-        with self.system.open(file.url, "rb", block_size=0) as stream:
-            content: bytes = stream.read()
-        if len(content) != file.size:
-            what = f"{len(content):,} of the {file.size:,} bytes of {file.path} arrived"
-            raise DataError(what, where=file.url, fix="check the connection, and run again")
-        return content
-
-
-def ignore(_: str) -> None:
-    """A `Note` that nobody reads."""
 
 
 def find_split(data: Data, split: str | None, note: Note = ignore) -> HubSplit:
@@ -88,62 +99,82 @@ def find_split(data: Data, split: str | None, note: Note = ignore) -> HubSplit:
     there is not or that must be named, and for files of no known kind; HubError when the Hub refuses."""
     from huggingface_hub import HfFileSystem
 
-    repo = use_copy(_open_repo(data), data, open_repo, note)
-    if not repo.files:
-        raise DataError("the dataset has no files", where=str(data), fix="give another dataset, or another revision")
-    configs = _read_configs(repo)
-    name = _choose_config(configs, data)
-    config = configs[name]
-    splits = _find_splits(config, readable_files(repo.files), data)
-    if not splits:
-        raise _refuse_files(repo, config, data)
+    source = find_source(_open_repo(data), data, open_repo, note)
+    repo = source.repo
     # an instance of its own: the shared one remembers what was missing once
     system: Any = HfFileSystem(skip_instance_cache=True)
     root = f"hf://datasets/{repo.name}@{repo.commit}"
     # fills its listing, which it would ask for folder by folder, and checks the commit, which it does not try again
     patiently(lambda: system.find(root, detail=False))
-    paths = splits[choose_split(splits, split, data, note)]
-    files = [HubFile(path, repo.files[path].size, f"{root}/{path}") for path in paths]
-    outer = infer_format(paths)
-    inner = _look_into(files) if outer == "zip" else outer
-    has_media = inner in ("imagefolder", "audiofolder")
-    kept = [file for file in files if format_of(file.path) == outer or (has_media and is_metadata(file.path))]
-    options = {key: config[key] for key in OPTIONS.get(inner, ()) if key in config}
-    folders = {PurePosixPath(path).parent.name for listed in splits.values() for path in listed} - set(SPLIT_WORDS)
-    # one folder alone tells nothing apart
-    classes = sorted(folders) if has_media and len(folders) > 1 else []
+    chosen = choose_split(source.splits, split, data, note)
+    kind = str(_infer_format(source.splits[chosen]))
+    if kind != "parquet":
+        what = f"{data} has no parquet files: its rows are streamed from shuffled shards through a buffer"
+        note(f"{what}, so that none is drawn that lies far behind in a long file")
+    files = {
+        name: [HubFile(path, repo.files[path].size, f"{root}/{path}") for path in paths if _belongs_to(path, kind)]
+        for name, paths in source.splits.items()
+    }
+    options = {key: source.keys[key] for key in OPTIONS.get(kind, ()) if key in source.keys}
     infos = _entries(_read_card(repo).get("dataset_info"))
-    columns = next((info.get("features") for info in infos if str(info.get("config_name", name)) == name), None)
-    return HubSplit(inner, options, kept, classes, _entries(columns) if isinstance(columns, list) else [], system)
+    columns = next(
+        (info.get("features") for info in infos if str(info.get("config_name", source.config)) == source.config), None
+    )
+    features = _entries(columns) if isinstance(columns, list) else []
+    return HubSplit(chosen, kind, options, files[chosen], files, features, system)
 
 
-def use_copy(repo: Repo, data: Data, open_repo: Opener, note: Note) -> Repo:
-    """The Hub's own parquet copy of a dataset that is a loading script, which `note` is told; any other as it is.
-    Raises DataError where there is no copy, HubError when the Hub refuses or does not answer."""
+def find_source(repo: Repo, data: Data, open_repo: Opener, note: Note) -> HubSource:
+    """The dataset's own parquet files; else, where the revision is the main branch, the Hub's copy of the dataset as
+    parquet, which `note` is told; else its files of other formats. Raises DataError for a config that there is not or
+    that must be named, and where there is nothing to read; HubError when the Hub refuses or does not answer."""
+    if not repo.files:
+        raise DataError("the dataset has no files", where=str(data), fix="give another dataset, or another revision")
+    card_configs = _named_configs(_read_card(repo))
+    script = f"{repo.name.split('/')[-1]}.py"
+    is_script = script in repo.files and not card_configs
+    own = None if is_script else _own_source(repo, data)
+    if own and _infer_format(list(chain.from_iterable(own.splits.values()))) == "parquet":
+        return own
+    copy = _open_copy(repo, open_repo) if data.revision in (None, "main") else None
+    configs = _converted_configs(list(copy.files)) if copy else {}
+    name = own.config if own else _choose_config(configs, data) if configs else ""
+    if copy is not None and name in configs:
+        why = f"is a loading script ({script}), and code that comes with data is never run" if is_script else ""
+        why = why or "has no parquet files of its own"
+        is_partial = any(path.startswith(f"{name}/partial-") for path in copy.files)
+        part = ", which holds only the first part of it" if is_partial else ""
+        note(f"{repo.name} {why}: read is the Hub's own parquet copy ({COPY} at {str(copy.commit)[:7]}){part}")
+        return HubSource(copy, name, {}, configs[name], is_copy=True)
+    if is_script:
+        has_copy = "the Hub has no parquet copy of it either"
+        if data.revision not in (None, "main"):
+            has_copy = "the Hub's parquet copy is that of the main branch"
+        what = f"the dataset is a loading script ({script}), and code that comes with data is never run; {has_copy}"
+        fix = "give another dataset, or convert this one to .parquet or .jsonl where you trust its script, and give "
+        raise DataError(what, where=str(data), fix=f"{fix}the folder: --data TASK=FOLDER")
+    if own is None or not own.splits:
+        raise _refuse_files(repo, own.keys if own else {}, data)
+    return own
+
+
+def _open_copy(repo: Repo, open_repo: Opener) -> Repo | None:
+    """The Hub's parquet copy of a dataset; None where there is none. Raises HubError like `open_repo`."""
     from huggingface_hub.errors import RevisionNotFoundError
 
-    script = f"{repo.name.split('/')[-1]}.py"
-    if script not in repo.files or _named_configs(_read_card(repo)):
-        return repo
-    why = f"is a loading script ({script}), and code that comes with data is never run"
     try:
-        copy: Repo | None = open_repo(f"{repo.name}@{COPY}", "dataset")
+        return open_repo(f"{repo.name}@{COPY}", "dataset")
     except HubError as error:
         if not any(isinstance(cause, RevisionNotFoundError) for cause in _causes(error)):
             raise
-        copy = None
-    paths = readable_files(copy.files) if copy else []
-    if copy is None or not _converted_configs(paths):
-        what = f"the dataset {why}; the Hub has no parquet copy of it either"
-        fix = "give another dataset, or convert this one to .parquet or .jsonl where you trust its script, and give "
-        raise DataError(what, where=str(data), fix=f"{fix}the folder: --data TASK=FOLDER")
-    read = f"{data.config}/" if data.config else ""
-    is_partial = any(path.startswith(read) and "/partial-" in path for path in paths)
-    part = ", which holds only the first part of it" if is_partial else ""
-    if data.revision and data.revision != repo.commit:
-        part += f"; it is made from the main branch, not from {data.revision}"
-    note(f"{repo.name} {why}: read is the Hub's own parquet copy ({COPY} at {str(copy.commit)[:7]}){part}")
-    return copy
+        return None
+
+
+def _own_source(repo: Repo, data: Data) -> HubSource:
+    """The files of the config that `data` or the dataset names, as the dataset has them."""
+    configs = _read_configs(repo)
+    name = _choose_config(configs, data)
+    return HubSource(repo, name, configs[name], _find_splits(configs[name], _readable_files(repo.files), data))
 
 
 @contextmanager
@@ -209,11 +240,12 @@ def _open_repo(data: Data) -> Repo:
 
 
 def _read_card(repo: Repo) -> dict[str, Any]:
-    """The metadata of the card, empty without one. Raises ValueError for what is no YAML."""
+    """The metadata of the card, empty without one. Raises DataError for what is no YAML."""
     text = repo.read_card()
     metadata, _, reason = split_front_matter(text) if text.startswith("---") else ({}, text, "")
     if reason:
-        raise ValueError(f"the metadata of README.md: {reason}")
+        what = f"the metadata of README.md cannot be read: {reason}"
+        raise DataError(what, where=repo.pinned, fix="give another revision, or tell the dataset's owner")
     return metadata or {}
 
 
@@ -229,11 +261,11 @@ def _named_configs(card: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 def _read_configs(repo: Repo) -> dict[str, Config]:
     """Config → its keys, from the card, else as the Hub's own parquet copies lie in folders, else one without keys.
-    Raises HubError when the card cannot be read."""
+    Raises DataError for a card that cannot be read."""
     card = _read_card(repo)
     if named := _named_configs(card):
         return {str(entry["config_name"]): entry for entry in named}
-    if converted := _converted_configs(readable_files(repo.files)):
+    if converted := _converted_configs(_readable_files(repo.files)):
         return {name: {"data_files": splits} for name, splits in converted.items()}
     described = _entries(card.get("dataset_info"))
     return {str(described[0].get("config_name", "default")) if len(described) == 1 else "default": {}}
@@ -270,61 +302,70 @@ def _choose_config(configs: Mapping[str, Config], data: Data) -> str:
 
 def _find_splits(config: Config, paths: Sequence[str], data: Data) -> dict[str, list[str]]:
     """Split → paths of a config; splits without files are left out. Raises DataError for files outside of the repo."""
-    from datasets.data_files import ALL_DEFAULT_PATTERNS, SPLIT_PATTERN_SHARDED, sanitize_patterns
-
     folder = str(config.get("data_dir") or "").removeprefix("./").rstrip("/")
     before = f"{folder}/" if folder else ""
     inside = [path.removeprefix(before) for path in paths if path.startswith(before)]
     if "data_files" in config:
-        patterns: dict[str, list[str]] = sanitize_patterns(config["data_files"])
+        patterns = _read_patterns(config["data_files"])
         if outside := [pattern for listed in patterns.values() for pattern in listed if "://" in pattern]:
             what = f"the dataset's files are not on the Hub but at {outside[0]}, which is not asked"
             raise DataError(what, where=str(data), fix="give a dataset that holds its files itself")
-        splits = _match_all(patterns, inside)
-    else:  # by the names of folders and files, as `datasets` reads them
-        splits = {}
-        for path in _match(SPLIT_PATTERN_SHARDED.format(split="*"), inside):
-            splits.setdefault(re.sub(r"^data/(.+)-\d{5}-of-\d{5}.*", r"\1", path), []).append(path)
-        matched = (_match_all(patterns, inside) for patterns in ALL_DEFAULT_PATTERNS)
-        splits = splits or next((groups for groups in matched if any(groups.values())), {})
-    return {split: [before + path for path in dict.fromkeys(listed)] for split, listed in splits.items() if listed}
+        splits = {name: [path for one in listed for path in _match(one, inside)] for name, listed in patterns.items()}
+    else:
+        splits = group_by_name([path for path in inside if not is_hidden(path)])
+    return {name: [before + path for path in dict.fromkeys(listed)] for name, listed in splits.items() if listed}
 
 
-def _match_all(patterns: Mapping[Any, Sequence[str]], paths: Collection[str]) -> dict[str, list[str]]:
-    return {str(split): [path for one in listed for path in _match(one, paths)] for split, listed in patterns.items()}
+def _read_patterns(listed: Any) -> dict[str, list[str]]:
+    """Split → patterns of paths, which cards write alone, in a list, under the split's name, or each with its split."""
+    match listed:
+        case dict():
+            pairs = list(listed.items())
+        case [{"split": _, "path": _}, *_]:
+            pairs = [(entry["split"], entry["path"]) for entry in listed]
+        case _:
+            pairs = [("train", listed)]
+    return {str(name): list(map(str, found if isinstance(found, list) else [found])) for name, found in pairs}
 
 
 def _match(pattern: str, paths: Collection[str]) -> list[str]:
-    """The paths that a pattern names, hidden ones only where it names what is hidden."""
+    """The paths that a pattern names."""
     from fsspec.utils import glob_translate  # type: ignore[import-untyped]
 
     pattern = pattern.removeprefix("./")
     fits = re.compile(glob_translate(pattern)).match
-    return sorted(path for path in paths if path == pattern or (fits(path) and _hidden(path) == _hidden(pattern)))
+    return [path for path in paths if path == pattern or (fits(path) and not is_hidden(path))]
 
 
-def _hidden(path: str) -> int:
-    parts = PurePosixPath(path).parts
-    return sum(part.startswith(".") for part in parts) + sum(part.startswith("__") for part in parts[:-1])
+def _readable_files(paths: Collection[str]) -> list[str]:
+    return sorted(path for path in paths if format_of(path) and PurePosixPath(path).name not in NO_ROWS)
 
 
-def _look_into(files: Sequence[HubFile]) -> str:
-    """The format of what lies in archives. Raises DataError when it is none that can be read."""
-    from datasets.data_files import DataFilesList
-    from datasets.load import infer_module_for_data_files_list
+def _infer_format(paths: Sequence[str]) -> str | None:
+    """The format of most of the files, of two that are as frequent the first; None without files."""
+    counts = Counter(format_of(path) for path in paths if not _is_metadata(path)) or Counter(map(format_of, paths))
+    order = list(dict.fromkeys(FORMATS.values()))
+    return min(counts, key=lambda name: (-counts[name], order.index(str(name))), default=None)
 
-    urls = [file.url for file in files if format_of(file.path) == "zip"]
-    inner = infer_module_for_data_files_list(DataFilesList(urls, [()] * len(urls)))[0]
-    if inner not in FORMATS.values():
-        what = f"the archive {files[0].path} holds no files of a kind that can be read"
-        raise DataError(what, where=files[0].url, fix="give another dataset, or a .safetensors file")
-    return str(inner)
+
+def _is_metadata(path: str) -> bool:
+    return PurePosixPath(path).name in METADATA_FILES
+
+
+def _belongs_to(path: str, kind: str) -> bool:
+    """Whether a file is one of this format, or says what is known about images that are."""
+    return format_of(path) == kind or (kind == "imagefolder" and _is_metadata(path))
 
 
 def _refuse_files(repo: Repo, config: Config, data: Data) -> DataError:
-    if "data_files" in config and readable_files(repo.files):
+    if "data_files" in config and _readable_files(repo.files):
         what = f"no file of the dataset is one that its card names: {bare(str(config['data_files']))}"
         return DataError(what, where=str(data), fix="name another config, or another revision")
-    what = f"the dataset has no files of a kind that can be read (it has {count_endings(repo.files)})"
-    fix = "give another dataset, or a .safetensors file with one tensor a forward argument"
+    endings = Counter(PurePosixPath(path).suffix for path in repo.files if not path.startswith(".") and path != CARD)
+    found = ", ".join(ending or "no ending" for ending, _ in endings.most_common(5)) or "none at all"
+    what = f"the dataset has no files of a kind that can be read (it has {found})"
+    fix = (
+        f"fetch it (hf download {repo.name} --repo-type dataset --local-dir FOLDER), unpack its archives, and give the "
+    )
+    fix += "folder; or give a .safetensors file with one tensor a forward argument"
     return DataError(what, where=str(data), fix=fix)

@@ -1,47 +1,34 @@
-"""Rows of a Hub dataset's files, for few of their bytes: a few from each of many row groups of parquet files, lines and
-images from anywhere, others from where files begin."""
+"""Rows of a Hub dataset's files: some from each of many row groups of parquet files, others streamed by `datasets`."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
-from itertools import chain, groupby
+from dataclasses import dataclass
+from itertools import chain, groupby, islice
 from math import ceil
-from pathlib import PurePosixPath
 from random import Random
 from typing import Any, TypeVar
 
+from featcal_cli.data.cells import LARGEST_FILE, Row, shorten_row
 from featcal_cli.data.columns import ABOUT_NAMES
-from featcal_cli.data.file_formats import (
-    AUDIO_FILES,
-    IMAGE_FILES,
-    LARGEST_FILE,
-    format_of,
-    is_metadata,
-    name_medium,
-    open_parquet,
-    read_group,
-    shorten_row,
-)
 from featcal_cli.data.hub_dataset import HubFile, HubSplit
-from featcal_cli.data.text_files import Row, decode_lines, parse_csv, parse_json_line
+from featcal_cli.data.parquet import classes_in_footer, open_parquet, read_group
 from featcal_cli.runtime.errors import DataError
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
-LineParser = Callable[[bytes, HubFile], Row]
 
 READERS = 8
 """Requests at the same time."""
 MOST_BYTES = 2**26
-"""That a draw reads where the files have far more: of row groups, or rows looked at in other formats."""
+"""Bytes that a draw reads where the files have far more: of row groups, or of rows that are streamed."""
 
 MOST_FILES = 32
 """Parquet files that are opened at most while they hold enough rows: the footer of each is a request, up to a MB."""
 BUDGET_SHARE = 0.25
-"""Of the parquet files' bytes, what one draw may read, from FEWEST_BYTES to MOST_BYTES."""
+"""Share of the parquet files' bytes that one draw may read, from FEWEST_BYTES to MOST_BYTES."""
 FEWEST_BYTES = 2**23
 FEWEST_GROUPS = 16
 """Row groups that a draw is spread over even beyond that budget, up to MOST_BYTES_FOR_SPREAD."""
@@ -49,17 +36,9 @@ MOST_BYTES_FOR_SPREAD = 2**28
 PAGE_ROWS = 1024
 """Rows that writers put into a page at least, so that a group without more cannot be read in part."""
 PIECE_BYTES = 2**20
-"""Bytes that are read at a time of a row group that is not read whole, and of a .csv file."""
-
-BLOCK_BYTES = 2**18
-"""Bytes of a file of lines that are read at a time."""
-MARGIN_BYTES = 2**14
-"""Bytes read beyond a block, for the end of its last line."""
-MOST_READ = 2**24
-"""Bytes that are read at a time of what a line has beyond that."""
-LONGEST_LINE = 2**28
-FEWEST_BLOCKS = 64
+"""Bytes that are read at a time of a row group that is not read whole."""
 FEWEST_FILES = 16
+"""Files that a stream is spread over, where there are so many."""
 
 
 def draw_hub_rows(split: HubSplit, count: int, seed: int, columns: Collection[str] | None) -> Iterator[Row]:
@@ -67,58 +46,55 @@ def draw_hub_rows(split: HubSplit, count: int, seed: int, columns: Collection[st
 
     parquet: each `count` of them are spread over as many row groups as the budget allows, and are read when the first
     of them is asked for; of a group far larger than its share of the budget only the beginning. `columns` limits what
-    is read of it (None: all). Lines (.jsonl, .txt): from blocks spread over all files. Images: from all files. Other
-    formats can only be read from a file's start: from the first MOST_BYTES, of at least FEWEST_FILES files.
-    Raises DataError for a line that is not JSON, and what the readers of formats, HfFileSystem and `datasets` raise.
+    is read of it (None: all). Other formats can only be read from a file's start: see `_draw_from_stream`. Raises what
+    the readers of formats, HfFileSystem and `datasets` raise.
     """
     random = Random(seed)
     if split.format == "parquet":
         yield from _draw_from_groups(split, count, columns, random)
-    elif parse := _line_parser(split):
-        blocks = _list_blocks(split)
-        random.shuffle(blocks)
-        lines: list[tuple[bytes, HubFile]] = []
-        for first in range(0, len(blocks), FEWEST_BLOCKS):
-            lines += _read_blocks(split, blocks[first : first + FEWEST_BLOCKS])
-            if len(lines) >= 2 * count:
-                break
-        for line, file in random.sample(lines, min(2 * count, len(lines))):
-            yield shorten_row(parse(line, file))
-    elif _all_end_with(split.files, (*IMAGE_FILES, *AUDIO_FILES)):
-        yield from _read_media(split, random.sample(split.files, min(2 * count, len(split.files))))
-    elif split.format == "audiofolder":
-        described = list(_read_described(split))
-        yield from (_fetch_files(split, row) for row in random.sample(described, min(2 * count, len(described))))
     else:
-        yield from (_fetch_files(split, row) for row in _draw_first_rows(split, count, random))
+        yield from _fetch_all(split, _draw_from_stream(split, count, random))
 
 
 def read_hub_rows(split: HubSplit) -> Iterator[Row]:
     """All rows of the split's files, in order. Raises like `draw_hub_rows`."""
+    if split.format != "parquet":
+        yield from _fetch_all(split, _open_stream(split, split.splits))
+        return
+    for file in split.files:
+        with split.open(file, block_size=4 * PIECE_BYTES) as stream:
+            opened = open_parquet(stream, pre_buffer=False)
+            for number in range(opened.num_row_groups):
+                # one group at a time: what is read ahead is lost when columns of several are read in turn
+                for batch in opened.iter_batches(batch_size=256, row_groups=[number]):
+                    yield from batch.to_pylist()
+
+
+def read_hub_classes(split: HubSplit, column: str) -> list[str] | None:
+    """The classes of a column by number, as the files' features or the card say; None where neither does. Raises like
+    `draw_hub_rows`."""
     if split.format == "parquet":
-        for file in split.files:
-            with split.open(file, block_size=4 * PIECE_BYTES) as stream:
-                opened = open_parquet(stream, pre_buffer=False)
-                for number in range(opened.num_row_groups):
-                    # one group at a time: what is read ahead is lost when columns of several are read in turn
-                    for batch in opened.iter_batches(batch_size=256, row_groups=[number]):
-                        yield from map(shorten_row, batch.to_pylist())
-    elif parse := _line_parser(split):
-        for line, file in _read_blocks(split, _list_blocks(split)):
-            yield shorten_row(parse(line, file))
-    elif _all_end_with(split.files, (*IMAGE_FILES, *AUDIO_FILES)):
-        yield from _read_media(split, split.files)
-    elif split.format == "audiofolder":
-        yield from (_fetch_files(split, row) for row in _read_described(split))
+        with split.open(split.files[0]) as stream:
+            classes = classes_in_footer(open_parquet(stream, pre_buffer=False), column)
     else:
-        yield from (_fetch_files(split, shorten_row(row)) for row in _open_rows(split, split.files))
+        feature = (_open_stream(split, split.splits).features or {}).get(column)
+        classes = getattr(feature, "names", None)
+    if classes is not None:
+        return list(classes)
+    for noted in split.features:  # in the words of a card
+        match noted:
+            case {"name": str(name), "dtype": {"class_label": {"names": dict(names)}}} if name == column:
+                return [str(names[key]) for key in sorted(names, key=int)]
+            case {"name": str(name), "dtype": {"class_label": {"names": list(names)}}} if name == column:
+                return list(map(str, names))
+    return None
 
 
-def _in_parallel(read: Callable[[Item], Result], items: Sequence[Item]) -> Iterator[tuple[Item, Result]]:
+def _in_parallel(read: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[tuple[Item, Result]]:
     """Each item with what is read for it, in order, READERS at a time."""
+    left = iter(items)
     with ThreadPoolExecutor(READERS) as pool:
-        for start in range(0, len(items), READERS):
-            part = items[start : start + READERS]
+        while part := list(islice(left, READERS)):
             yield from zip(part, pool.map(read, part), strict=True)
 
 
@@ -222,91 +198,18 @@ def _read_rows(split: HubSplit, share: float, group: RowGroup, rows: Sequence[in
         return list(map(shorten_row, read_group(opened, group.number, rows, group.columns, whole=whole)))
 
 
-# --- lines ---
+# --- other formats, streamed ---
 
 
-def _line_parser(split: HubSplit) -> LineParser | None:
-    """What makes a row of a line, for files whose every line is a row."""
-    if split.options:
-        return None
-    if _all_end_with(split.files, (".jsonl", ".ndjson")):
-        return lambda line, file: parse_json_line(line, "a line", file.path)
-    if _all_end_with(split.files, (".txt",)):
-        return lambda line, _: {"text": line.decode("utf-8").rstrip("\r\n")}
-    return None
-
-
-def _all_end_with(files: Sequence[HubFile], endings: tuple[str, ...]) -> bool:
-    return all(file.path.lower().endswith(endings) for file in files)
-
-
-def _list_blocks(split: HubSplit) -> list[tuple[HubFile, int]]:
-    return [(file, start) for file in split.files for start in range(0, file.size, BLOCK_BYTES)]
-
-
-def _read_blocks(split: HubSplit, blocks: Sequence[tuple[HubFile, int]]) -> Iterator[tuple[bytes, HubFile]]:
-    """The lines that begin in these blocks in order, each with its file."""
-    for (file, _), lines in _in_parallel(lambda block: _read_lines(split, *block), blocks):
-        yield from ((line, file) for line in lines)
-
-
-def _read_lines(split: HubSplit, file: HubFile, start: int) -> list[bytes]:
-    """The lines that begin in a block of a file, empty ones left out."""
-    before = min(start, 1)  # a line begins in the block when the byte before it, which ends another, is read with it
-    limit = min(BLOCK_BYTES, file.size - start) + before
-    with split.open(file, cache_type="none") as stream:
-        stream.seek(start - before)
-        content = bytearray(stream.read(limit + MARGIN_BYTES))
-        at = content.find(b"\n", 0, limit - 1) + 1 if start else 0
-        if start and not at:
-            return []
-        ended, step = b"\n" in content[limit - 1 :], BLOCK_BYTES
-        while not ended and (more := stream.read(step)):
-            content += more
-            ended, step = b"\n" in more, min(2 * step, MOST_READ)  # few requests, however long the line is
-            if len(content) > LONGEST_LINE:
-                what = f"a line of {file.path} has more than {LONGEST_LINE:,} bytes"
-                raise DataError(what, where=file.url, fix="give a dataset with shorter rows")
-    lines: list[bytes] = []
-    while at < limit:
-        end = content.find(b"\n", at) + 1 or len(content)
-        lines.append(bytes(content[at:end]))
-        at = end
-    return [line for line in lines if line.strip()]
-
-
-# --- images that lie as files ---
-
-
-def _read_media(split: HubSplit, files: Sequence[HubFile]) -> Iterator[Row]:
-    """Rows of image or audio and, where folders tell classes apart, label: the class's position."""
-    labels = {name: {"label": number} for number, name in enumerate(split.classes)}
-    # nothing is fetched of a file that is too large to be one
-    for file, content in _in_parallel(lambda file: split.fetch(file) if file.size <= LARGEST_FILE else b"", files):
-        medium = {name_medium(PurePosixPath(file.path)): {"bytes": content, "path": file.path}}
-        yield medium | labels.get(PurePosixPath(file.path).parent.name, {})
-
-
-def _read_described(split: HubSplit) -> Iterator[Row]:
-    """What metadata files say of recordings, with where these are: `datasets` would decode them. What names none is
-    left out."""
-    url_of = {file.path: file.url for file in split.files}
-    for file in (file for file in split.files if is_metadata(file.path)):
-        table = replace(split, format=str(format_of(file.path)), files=[file], options={})
-        for row in read_hub_rows(table):
-            path = str(PurePosixPath(file.path).parent / str(row.get("file_name")))
-            if path in url_of:
-                yield {**row, "audio": {"path": url_of[path], "bytes": None}}
-
-
-# --- other formats, from where files begin ---
-
-
-def _draw_first_rows(split: HubSplit, count: int, random: Random) -> list[Row]:
-    """A random choice of up to 2 · count of the rows at the start of the files, each as likely as any other."""
+def _draw_from_stream(split: HubSplit, count: int, random: Random) -> list[Row]:
+    """A random choice of up to 2 · count rows, each as likely as any other, of those that a stream of MOST_BYTES over
+    FEWEST_FILES files passes: whole files where they are small, and the beginnings of large ones. `datasets` shuffles
+    shards and a buffer too, but with whole rows in it, and it goes on to a second shard only behind the end of the
+    first, which may hold one class alone."""
+    # the cells of images are addresses, and the classes of their folders are known from all of them together
+    whole = split.format == "imagefolder"
     files = _weighted_order(split.files, lambda file: file.size, random)
-    # all files at once where some say what others hold, as metadata.csv does
-    parts = [split.files] if split.format == "imagefolder" else [[file] for file in files]
+    parts = [split.splits] if whole else [{split.split: [file]} for file in files]
     spread = min(FEWEST_FILES, len(parts))
     kept: list[Row] = []
     seen = 0
@@ -314,7 +217,7 @@ def _draw_first_rows(split: HubSplit, count: int, random: Random) -> list[Row]:
         if number >= spread and seen >= 2 * count:
             break
         read = size = 0
-        for row in map(shorten_row, _open_rows(split, part)):
+        for row in map(shorten_row, _open_stream(split, part)):
             seen, read, size = seen + 1, read + 1, size + _weigh(row)
             if len(kept) < 2 * count:
                 kept.append(row)
@@ -326,36 +229,24 @@ def _draw_first_rows(split: HubSplit, count: int, random: Random) -> list[Row]:
     return kept
 
 
-def _open_rows(split: HubSplit, files: Sequence[HubFile]) -> Iterator[Row]:
-    if _all_end_with(files, (".csv", ".tsv")) and split.options.keys() <= {"sep", "delimiter", "encoding"}:
-        for file in files:
-            separator = split.options.get("delimiter") or split.options.get("sep") or _separator(file)
-            with split.open(file, block_size=PIECE_BYTES) as stream:
-                lines = decode_lines(stream, PurePosixPath(file.path).name, file.url, split.options.get("encoding"))
-                yield from parse_csv(lines, file.path, separator)
-    else:
-        yield from _open_stream(split, files)
-
-
-def _separator(file: HubFile) -> str | None:
-    return "\t" if ".tsv" in file.path.lower() else None
-
-
-def _open_stream(split: HubSplit, files: Sequence[HubFile]) -> Iterator[Row]:
-    """Rows as `datasets` streams them; images and sounds stay encoded."""
+def _open_stream(split: HubSplit, files: Mapping[str, Sequence[HubFile]]) -> Any:
+    """The rows of the split among these files as `datasets` streams them; images stay encoded."""
     import datasets
     from datasets.data_files import DataFilesList
 
     library: Any = datasets  # has no types
+    library.utils.logging.set_verbosity(library.utils.logging.CRITICAL)  # what it logs it also raises
     # imported before featcal, it would report every use
     library.config.HF_UPDATE_DOWNLOAD_COUNTS = False
     # HfFileSystem has tried often enough; on top of that, 20 tries more take half an hour
     library.config.STREAMING_READ_MAX_RETRIES = library.config.STREAMING_OPEN_MAX_RETRIES = 1
-    # a list of this kind is taken as it is, where a plain one would be looked up file by file
-    listed = DataFilesList([file.url for file in files], [()] * len(files))
-    options = {**({"sep": _separator(files[0]) or ","} if split.format == "csv" else {}), **split.options}
-    stream = library.load_dataset(split.format, data_files={"train": listed}, split="train", streaming=True, **options)
-    return iter(stream.decode(False) if stream.features else stream)  # without features nothing would be decoded
+    # lists of this kind are taken as they are, where plain ones would be looked up file by file; and a builder of the
+    # library's own asks nobody what the dataset is, which would send the token to other hosts than the endpoint
+    listed = {name: DataFilesList([file.url for file in found], [()] * len(found)) for name, found in files.items()}
+    is_tsv = split.format == "csv" and ".tsv" in split.files[0].path.lower()
+    options = {**({"sep": "\t"} if is_tsv else {}), **split.options}
+    stream = library.load_dataset(split.format, data_files=listed, split=split.split, streaming=True, **options)
+    return stream.decode(False) if stream.features else stream  # without features nothing would be decoded
 
 
 def _weigh(value: Any) -> int:
@@ -365,19 +256,26 @@ def _weigh(value: Any) -> int:
     return sum(map(_weigh, parts)) if isinstance(value, dict | list) else 8
 
 
-def _fetch_files(split: HubSplit, row: Row) -> Row:
-    return {name: _fetch_file(split, value) for name, value in row.items()}
+def _fetch_all(split: HubSplit, rows: Iterable[Row]) -> Iterator[Row]:
+    """The rows with the bytes of the files that their cells name."""
+
+    def fetch(row: Row) -> Row:
+        return {name: _fetch(split, value) for name, value in row.items()}
+
+    return (fetched for _, fetched in _in_parallel(fetch, rows))
 
 
-def _fetch_file(split: HubSplit, value: Any) -> Any:
-    if not isinstance(value, dict) or value.get("bytes") or not isinstance(value.get("path"), str):
+def _fetch(split: HubSplit, value: Any) -> Any:
+    """The cell with the bytes of the file that it names, where that is one of the split's: what a dataset says must not
+    make anything else be read, no other repo, no other host, and no file on this machine."""
+    file = split.file_at(value["path"]) if isinstance(value, dict) and value.get("path") else None
+    if file is None or value.get("bytes"):
         return value
-    inside, _, url = value["path"].rpartition("::")
-    # what a dataset says must not make anything else be read: no other repo, no other host, no file on this machine
-    if url not in split.urls or not (inside == "" or inside.startswith("zip://")) or "::" in inside:
-        return value
-    from datasets.utils.file_utils import xopen  # opens files inside archives, too: zip://a.png::hf://…
-
-    with xopen(value["path"], "rb") as file:
-        content = file.read(LARGEST_FILE + 1)  # inside an archive a few bytes may stand for gigabytes
-    return {**value, "bytes": content if len(content) <= LARGEST_FILE else b""}
+    content = b""
+    if file.size <= LARGEST_FILE:
+        with split.open(file, block_size=0) as stream:
+            content = stream.read()
+        if len(content) != file.size:
+            what = f"{len(content):,} of the {file.size:,} bytes of {file.path} arrived"
+            raise DataError(what, where=file.url, fix="check the connection, and run again")
+    return {**value, "bytes": content}

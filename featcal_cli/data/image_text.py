@@ -20,11 +20,11 @@ from featcal_cli.data.batches import (
     load_processor,
     pad_on_the_right,
 )
+from featcal_cli.data.cells import Row
 from featcal_cli.data.columns import CAPTION_NAMES, Samples, choose_text_roles, find_about, is_conversation, names_text
 from featcal_cli.data.hub_dataset import first_line
 from featcal_cli.data.images import EncodedImage, ImageReader, open_images
 from featcal_cli.data.text import MAX_TOKENS, Message, RowFormatter, TextReader, describe_roles, open_text
-from featcal_cli.data.text_files import BrokenRow, Row
 from featcal_cli.data.vocabulary import TextModels, TextTokens, Vocabulary
 from featcal_cli.recipe.schema import Data
 from featcal_cli.runtime.errors import DataError
@@ -76,8 +76,6 @@ class DialogueReader(Reader):
     where: str
 
     def read(self, row: Row) -> tuple[EncodedImage, str]:
-        if isinstance(row, BrokenRow):
-            raise BadRowError(row.reason)
         text = self.formatter.compose(row).text
         token = str(self.processor.image_token)
         text = text if token in text else f"{token}\n{text.replace(MARK, '').strip()}"

@@ -30,11 +30,11 @@ from featcal_cli.data.batches import (
     forward_names,
     load_image_processor,
 )
+from featcal_cli.data.cells import LARGEST_FILE, Row, is_base64
 from featcal_cli.data.columns import Samples, find_image_column, is_array
-from featcal_cli.data.file_formats import LARGEST_FILE, is_base64
 from featcal_cli.data.hub_dataset import first_line
-from featcal_cli.data.rows import local_path, open_cell
-from featcal_cli.data.text_files import BrokenRow, Row
+from featcal_cli.data.local_files import folder_of
+from featcal_cli.data.rows import open_cell
 from featcal_cli.recipe.schema import Data
 from featcal_cli.runtime.errors import DataError
 from featcal_cli.runtime.untrusted_text import bare, list_some, show
@@ -76,8 +76,6 @@ class ImageReader(Reader):
     where: str
 
     def read(self, row: Row) -> EncodedImage:
-        if isinstance(row, BrokenRow):
-            raise BadRowError(row.reason)
         decoded = self._decode(row.get(self.column))
         digest = sha256(f"{decoded.size}".encode() + decoded.tobytes()).digest()
         return EncodedImage(row[self.column], decoded.width * decoded.height, digest)
@@ -165,10 +163,8 @@ def open_images(
     may be given with the name of where it is from."""
     column = data.columns.get("image") or find_image_column(samples, where)
     images, source = processor or load_image_processor(folders, where)
-    path = local_path(data) if data.path is not None else None
-    folder = path.parent if path and path.is_file() else path
     chosen = f"column {column} (of {list_some(samples)}), image processor from {source}"
-    return ImageReader(chosen, column, folder, images, model, where)
+    return ImageReader(chosen, column, folder_of(data), images, model, where)
 
 
 def _portions(items: Sequence[EncodedImage]) -> Iterator[list[EncodedImage]]:

@@ -24,6 +24,7 @@ from featcal_cli.data.batches import (
     decoder_prompt,
     forward_names,
 )
+from featcal_cli.data.cells import Row
 from featcal_cli.data.columns import (
     WORDS_NAMES,
     Samples,
@@ -37,7 +38,6 @@ from featcal_cli.data.columns import (
     template_fields,
 )
 from featcal_cli.data.hub_dataset import first_line
-from featcal_cli.data.text_files import BrokenRow, Row
 from featcal_cli.data.vocabulary import TextModels, TextTokens, open_tokens
 from featcal_cli.recipe.schema import Data
 from featcal_cli.runtime.errors import DataError
@@ -241,8 +241,6 @@ class TextReader(Reader):
 
     def read(self, row: Row) -> Tokens:
         """The row's tokens. Raises BadRowError when there are none."""
-        if isinstance(row, BrokenRow):
-            raise BadRowError(row.reason)
         given = self.formatter.compose(row)
         text, pair, answer = map(self._shorten, (given.text, given.pair, given.target))
         encoded = self._encode(text, pair, add_special_tokens=not given.has_special_tokens)

@@ -211,7 +211,7 @@ class _TaskMeasurement:
 
     def _describe(self) -> dict[str, Any]:
         """Everything that the figures of the task depend on besides the model."""
-        from featcal_cli.data.rows import local_path
+        from featcal_cli.data.local_files import local_path
         from featcal_cli.evaluation.lm_eval_tasks import read_version
 
         how, data = self._how, self.spec.data

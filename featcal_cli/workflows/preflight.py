@@ -11,7 +11,7 @@ from huggingface_hub import constants
 
 from featcal_cli.data.batches import Batch
 from featcal_cli.data.examples import DrawnExamples, TaskExamples, draw_examples
-from featcal_cli.data.hub_dataset import use_copy
+from featcal_cli.data.hub_dataset import explaining_hub, find_source
 from featcal_cli.data.rows import naming_task
 from featcal_cli.data.vocabulary import TextModels, Vocabularies
 from featcal_cli.hub.download import DESCRIBING, chosen_files, download_describing, missing_files, other_weights
@@ -251,14 +251,13 @@ def pin(recipe: Recipe, origins: Mapping[str, Origin], session: Session) -> Reci
 
 
 def pin_data(task: str, data: Data, open_repo: Opener, note: Callable[[str], None]) -> Data:
-    """The source with a dataset at the commit that it has now; of a loading script, the Hub's parquet copy, which
-    `note` is told. Raises HubError, and DataError where there is no copy."""
+    """The source with a dataset at the commit that it has now, or the Hub's parquet copy of it, which `note` is told.
+    Raises HubError, and DataError where there is nothing to read."""
     if data.dataset is None or data.is_self_written:
         return data
     repo = open_repo(f"{data.dataset}@{data.revision}" if data.revision else data.dataset, "dataset")
-    with naming_task(task):
-        repo = use_copy(repo, data, open_repo, lambda text: note(f"{task}: {text}"))
-    return data.model_copy(update={"revision": repo.commit})
+    with naming_task(task), explaining_hub(data):
+        return find_source(repo, data, open_repo, lambda text: note(f"{task}: {text}")).pin(data)
 
 
 Headers = Mapping[str, Entry] | None

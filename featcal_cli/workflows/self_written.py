@@ -17,10 +17,10 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
 from featcal_cli.data.batches import Folders, text_config
+from featcal_cli.data.cells import Row
 from featcal_cli.data.examples import DrawnExamples, draw_examples, most_held_out
 from featcal_cli.data.hub_dataset import first_line
 from featcal_cli.data.text import MAX_TOKENS, TextReader, open_text
-from featcal_cli.data.text_files import Row
 from featcal_cli.data.vocabulary import TextModels
 from featcal_cli.hub.model_source import Origin
 from featcal_cli.models.loading import find_class, load_model

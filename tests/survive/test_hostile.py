@@ -7,10 +7,7 @@ import os
 import resource
 import shutil
 import time
-import tracemalloc
-import zipfile
 from functools import partial
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +22,10 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from transformers import BertModel, ViTModel
 
+from featcal_cli.data.cells import KEPT_CHARACTERS, LARGEST_FILE, shorten_row
 from featcal_cli.data.examples import DrawnExamples, draw_examples
-from featcal_cli.data.file_formats import KEPT_CHARACTERS, LARGEST_FILE, open_file, shorten_row
 from featcal_cli.data.images import PIXELS_AT_ONCE
+from featcal_cli.data.local_files import open_file
 from featcal_cli.hub.snapshot import resolve
 from featcal_cli.lineage.statements import read_card
 from featcal_cli.recipe.schema import Data
@@ -181,26 +179,6 @@ def test_code_beside_a_model_is_carried_and_not_run(
 # --- memory and time ---
 
 
-def test_what_a_zip_unfolds_to_is_not_read_beyond_an_images_size(stage: Stage) -> None:
-    (stage.folder / "data").mkdir()
-    with zipfile.ZipFile(stage.folder / "data" / "train.zip", "w", zipfile.ZIP_DEFLATED) as archive:
-        with archive.open("bomb.png", "w") as member:
-            for _ in range(5):
-                member.write(bytes(LARGEST_FILE // 2))
-        picture = BytesIO()
-        Image.new("RGB", (8, 8)).save(picture, "PNG")
-        for number in range(4):
-            archive.writestr(f"{number}.png", picture.getvalue())
-    stage.publish("strangers/zip", "data", "dataset")
-    draw(stage, Data(dataset="strangers/zip"), images=True)  # what is imported first is not to be counted
-    tracemalloc.start()
-    drawn = draw(stage, Data(dataset="strangers/zip"), images=True)
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert len(drawn.fitted) == 4 and drawn.rows_skipped <= 1
-    assert peak < 2.5 * LARGEST_FILE
-
-
 def test_large_images_are_decoded_few_at_a_time(stage: Stage) -> None:
     side = 5_000
     (stage.folder / "images").mkdir()
@@ -269,8 +247,8 @@ def test_a_large_row_group_is_read_in_parts_and_gives_the_same_rows(stage: Stage
     file = stage.folder / "rows.parquet"
     pyarrow.parquet.write_table(arrow.Table.from_pylist(rows), file)
     for unfolded in (2**28, 5_000, 1):
-        stage.patch.setattr("featcal_cli.data.file_formats.ROW_GROUP_BYTES", unfolded)
-        (table,) = open_file(file, "rows.parquet")
+        stage.patch.setattr("featcal_cli.data.parquet.ROW_GROUP_BYTES", unfolded)
+        (table,) = open_file(file)
         assert list(table.read(positions)) == [rows[position] for position in positions]
 
 
@@ -279,9 +257,9 @@ def test_a_parquet_file_of_zeros_takes_no_more_memory_than_a_part_of_it(stage: S
     column = arrow.array([bytes(2**24)] * 24, arrow.large_binary())
     pyarrow.parquet.write_table(arrow.table({"image": column}), file, compression="zstd", use_dictionary=False)
     assert file.stat().st_size < 2**20
-    stage.patch.setattr("featcal_cli.data.file_formats.ROW_GROUP_BYTES", 2**26)
+    stage.patch.setattr("featcal_cli.data.parquet.ROW_GROUP_BYTES", 2**26)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    (table,) = open_file(file, "zeros.parquet")
+    (table,) = open_file(file)
     assert [len(row["image"]) for row in table.read([1, 20])] == [2**24, 2**24]
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 220 * 2**10  # KiB, of 400 MB
 

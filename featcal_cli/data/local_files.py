@@ -1,0 +1,321 @@
+"""Files of examples on this machine as tables of rows; what cannot be read is refused with its file and line."""
+
+from __future__ import annotations
+
+import codecs
+import csv
+import gzip
+import json
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from io import TextIOWrapper
+from pathlib import Path
+from stat import S_ISDIR, S_ISREG
+from typing import Any
+
+from featcal_cli.data.cells import AUDIO_FILES, IMAGE_FILES, Row
+from featcal_cli.data.hub_dataset import first_line
+from featcal_cli.data.parquet import check_repeated, open_parquet, read_group
+from featcal_cli.data.splits import (
+    NO_ROWS,
+    SPLIT_WORDS,
+    TABLE_FILES,
+    Note,
+    choose_split,
+    ending_of,
+    group_by_folder,
+    group_by_name,
+    ignore,
+    is_hidden,
+)
+from featcal_cli.recipe.schema import Data
+from featcal_cli.runtime.errors import DataError
+from featcal_cli.runtime.untrusted_text import parse_json
+
+OTHER_KINDS = {
+    **dict.fromkeys((".xlsx", ".xls", ".ods"), "save the sheet as .csv"),
+    **dict.fromkeys((".npy", ".npz", ".pt", ".pth", ".bin"), "write the tensors to a .safetensors file"),
+    **dict.fromkeys((".zip", ".tar", ".7z", ".zst", ".bz2", ".xz"), "unpack it, and give the folder"),
+}
+WHOLE_JSON = 2**30
+"""Bytes of a .json file; a larger one would have to be in memory at once."""
+WRITE_LINES = "write a JSON object on each line of a .jsonl file, or a list of them into a .json file"
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows that can be read by their position."""
+
+    file: Path
+    """The file that the rows are from, or the first of them."""
+    length: int
+    read: Callable[[Sequence[int]], Iterator[Row]]
+    """The rows at these positions, which ascend."""
+
+
+def local_path(data: Data) -> Path:
+    """The file or folder that `data.path` names. Raises DataError when there is none, or it is a pipe or device."""
+    path = Path(data.path or "").expanduser()
+    try:
+        mode = path.stat().st_mode
+    except (OSError, ValueError) as error:
+        what = f"there is no file or folder {path}"
+        if not isinstance(error, FileNotFoundError):
+            what += f" that can be read ({first_line(error)})"
+        raise DataError(what, where=str(data), fix="check the path") from None
+    if not (S_ISREG(mode) or S_ISDIR(mode)):
+        what = f"{path} is a pipe, a socket or a device, and data are read in any order, more than once"
+        raise DataError(what, where=str(data), fix="write what it gives into a file first")
+    return path
+
+
+def folder_of(data: Data) -> Path | None:
+    """The folder that paths in a local source's rows are relative to. None for a Hub dataset, whose rows name no files
+    of this machine."""
+    path = local_path(data) if data.path is not None else None
+    return path.parent if path and path.is_file() else path
+
+
+def check_split_of_file(data: Data, split: str | None) -> None:
+    """Raise DataError for a split other than train of a source that is one file: a file is all train."""
+    if split is not None and SPLIT_WORDS.get(split) != "train":
+        what = f"the source is one file, so it has no split {split}"
+        fix = "put train.* and test.* into one folder and give the folder, or say split: train"
+        raise DataError(what, where=str(data), fix=fix)
+
+
+def list_files(data: Data, split: str | None, note: Note = ignore) -> tuple[list[Path], list[str]]:
+    """The files of one split of a local source, and the classes that folders of images or recordings tell apart. Raises
+    DataError."""
+    path = local_path(data)
+    if path.is_file():
+        check_split_of_file(data, split)
+        return [path], []
+    files = {file.relative_to(path).as_posix(): file for file in sorted(path.rglob("*")) if file.is_file()}
+    shown = [name for name in files if not is_hidden(name)]
+    media = max(([name for name in shown if files[name].suffix.lower() in kind] for kind in (IMAGE_FILES, AUDIO_FILES)),
+                key=len)  # fmt: skip
+    # the .json files beside a config.json are a model's
+    models = {file.parent for file in files.values() if file.name == "config.json"}
+    tables = [name for name in shown if _is_table(files[name], models)]
+    if not media and not tables:
+        fix = f"put images, recordings or {', '.join(TABLE_FILES)} files into it"
+        raise DataError("the folder has no images, no recordings and no data files", where=str(data), fix=fix)
+    classes: list[str] = []
+    if len(media) > len(tables):
+        splits = group_by_folder(media)
+        # one such folder among others is no split: "train" next to "bus" is a class
+        if len(splits) < 2 and sum(map(len, splits.values())) < len(media):
+            splits = {"train": media}
+        # the classes of all splits, so that one that a split lacks does not shift the others; one alone labels nothing
+        found = sorted({files[name].parent.name for name in media} - set(SPLIT_WORDS))
+        classes = found if len(found) > 1 else []
+    else:
+        splits = group_by_name(tables)
+    return [files[name] for name in splits[choose_split(splits, split, data, note)]], classes
+
+
+def _is_table(file: Path, models: Iterable[Path]) -> bool:
+    if file.name in NO_ROWS or file.stem == "metadata" or file.name.startswith("cache-"):
+        return False
+    return ending_of(file.name) in TABLE_FILES and not (file.suffix == ".json" and file.parent in models)
+
+
+def open_local(data: Data, split: str | None, note: Note = ignore) -> list[Table]:
+    """The rows of one split of a local source. Raises DataError."""
+    files, classes = list_files(data, split, note)
+    if files[0].suffix.lower() in (*IMAGE_FILES, *AUDIO_FILES) and local_path(data).is_dir():
+        return [_open_media(files, classes)]
+    tables: list[Table] = []
+    for file in files:
+        with explaining(file):
+            tables += open_file(file)
+    return tables
+
+
+@contextmanager
+def explaining(file: Path) -> Iterator[None]:
+    """Turn what the parsers of a file raise into a DataError."""
+    try:
+        yield
+    except (OSError, EOFError, ValueError, NotImplementedError, zlib.error) as error:
+        what = f"the data cannot be read: {first_line(error)}"
+        raise DataError(what, where=str(file), fix="check that the file is whole") from error
+
+
+def open_file(file: Path) -> list[Table]:
+    """The tables of one data file. Raises DataError for a file of another kind, and what its parser raises."""
+    match ending_of(file.name):
+        case ".parquet":
+            # one table a row group, because a row group is the least that can be read
+            opened = open_parquet(file)
+            lengths = [opened.metadata.row_group(number).num_rows for number in range(opened.num_row_groups)]
+            return [Table(file, length, partial(read_group, opened, number)) for number, length in enumerate(lengths)]
+        case ".arrow":
+            return [_open_arrow(file)]
+        case ".csv" | ".tsv" as ending:
+            return [_open_scanned(file, partial(_scan_csv, file, "\t" if ending == ".tsv" else ","), _parse_values)]
+        case ".jsonl" | ".ndjson":
+            return [_open_scanned(file, partial(_scan_lines, file), partial(_parse_line, file))]
+        case ".json":
+            return [_open_list(file)]
+        case ".txt":
+            return [_open_scanned(file, partial(_scan_lines, file), lambda found: {"text": found[1].strip()})]
+        case ending:
+            fix = f"give {', '.join(TABLE_FILES)}, .txt, .safetensors, a folder or a Hub dataset"
+            what = f"{file.name} is not a kind of file that can be read"
+            raise DataError(what, where=str(file), fix=OTHER_KINDS.get(ending, fix))
+
+
+# --- images and recordings ---
+
+
+def _open_media(files: Sequence[Path], classes: Sequence[str]) -> Table:
+    """Rows of image or audio and, for files in a folder called like one of the classes, label: the class's position."""
+    labels = {name: {"label": number} for number, name in enumerate(classes)}
+
+    def row_of(file: Path) -> Row:
+        column = "audio" if file.suffix.lower() in AUDIO_FILES else "image"
+        return {column: str(file), **labels.get(file.parent.name, {})}
+
+    return Table(files[0], len(files), lambda positions: (row_of(files[position]) for position in positions))
+
+
+# --- text ---
+
+
+def read_lines(file: Path) -> Iterator[str]:
+    """The lines of a text file with their ends, which are line feeds alone: a text may hold every other character that
+    Unicode calls a line's end. The file is UTF-8, or UTF-16 with its mark, and unpacked where it ends with .gz. Raises
+    DataError for other bytes, and OSError, EOFError or zlib.error for a damaged archive."""
+    number = 0
+    with gzip.open(file) if file.suffix.lower() == ".gz" else file.open("rb") as stream:
+        mark = stream.read(2)
+        stream.seek(0)
+        encoding = "utf-16" if mark in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE) else "utf-8-sig"
+        try:
+            for number, line in enumerate(TextIOWrapper(stream, encoding, newline="\n"), 1):  # noqa: B007
+                yield line
+        except UnicodeDecodeError as error:
+            # what could not be decoded comes behind the last whole line
+            line_number = number + 1 + error.object[: error.start].count(b"\n")
+            name, byte = encoding.removesuffix("-sig").upper(), error.object[error.start]
+            what = f"{file.name} is not {name} text (byte 0x{byte:02x})"
+            fix = f"convert it: iconv -f ENCODING -t UTF-8 {file.name}, where ENCODING is what it was written in"
+            raise DataError(what, where=f"{file}, line {line_number}", fix=fix) from error
+
+
+def _open_scanned(file: Path, scan: Callable[[], Iterator[Any]], parse: Callable[[Any], Row]) -> Table:
+    """A table whose rows are found by reading the file from its start, so that only the wanted ones are in memory.
+    Raises DataError where the last row cannot be parsed, as in a file that was cut off, whether it is wanted or not."""
+    length, last = 0, None
+    for length, last in enumerate(scan(), 1):  # noqa: B007
+        pass
+    if length:
+        parse(last)
+
+    def read(positions: Sequence[int]) -> Iterator[Row]:
+        wanted = deque(positions)
+        for position, found in enumerate(scan()):
+            if not wanted:
+                return
+            if position == wanted[0]:
+                wanted.popleft()
+                yield parse(found)
+        if wanted:
+            what = f"{file.name} was changed while it was read"
+            raise DataError(what, where=str(file), fix="wait until it is written, and run again")
+
+    return Table(file, length, read)
+
+
+def _scan_lines(file: Path) -> Iterator[tuple[int, str]]:
+    """Every line that is not empty, with its number."""
+    return ((number, line) for number, line in enumerate(read_lines(file), 1) if line.strip())
+
+
+def _parse_line(file: Path, found: tuple[int, str]) -> Row:
+    number, line = found
+    try:
+        row = parse_json(line.rstrip(), unique=True)
+    except ValueError as error:
+        raise _refuse_json(error, file, number) from None
+    if not isinstance(row, dict):
+        raise DataError("the line is not a JSON object", where=f"{file}, line {number}", fix=WRITE_LINES)
+    return row
+
+
+def _open_list(file: Path) -> Table:
+    """The objects of a .json file that is one list."""
+    if file.stat().st_size > WHOLE_JSON:
+        raise DataError(f"{file.name} is too large to be read whole", where=str(file), fix=WRITE_LINES)
+    try:
+        rows = parse_json("".join(read_lines(file)), unique=True)
+    except ValueError as error:
+        raise _refuse_json(error, file, 1) from None
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise DataError(f"{file.name} is not a list of JSON objects", where=str(file), fix=WRITE_LINES)
+    return Table(file, len(rows), lambda positions: (rows[position] for position in positions))
+
+
+def _refuse_json(error: ValueError, file: Path, number: int) -> DataError:
+    """The error for JSON text, which begins at this line, that `parse_json` refuses."""
+    if isinstance(error, json.JSONDecodeError):
+        what = f"the text is not JSON: {error.msg} at column {error.colno}"
+        return DataError(what, where=f"{file}, line {number + error.lineno - 1}", fix=WRITE_LINES)
+    fix = "correct this value, or take its row out"
+    return DataError(f"the JSON cannot be read: {error}", where=f"{file}, line {number}", fix=fix)
+
+
+Values = tuple[str, Sequence[str], Sequence[str]]
+"""Where a row of a .csv file begins, the names of the columns, and its values."""
+
+
+def _scan_csv(file: Path, separator: str) -> Iterator[Values]:
+    """The rows of a file whose first line names the columns. Every value is text: a type guessed from the first rows
+    breaks on later ones."""
+    csv.field_size_limit(2**31 - 1)  # the default refuses long documents
+    reader = csv.reader(read_lines(file), delimiter=separator, strict=True)
+    names: Sequence[str] = []
+    start = 1
+    try:
+        for values in reader:
+            if values and not names:
+                names = values
+                check_repeated(names, f"{file}, line {start}")
+            elif values:
+                yield f"{file}, line {start}", names, values
+            start = reader.line_num + 1
+    except csv.Error as error:
+        fix = 'close every quote that a value begins with, and write quotes inside of such a value twice: ""'
+        raise DataError(
+            f"the row that begins here is not CSV: {error}", where=f"{file}, line {start}", fix=fix
+        ) from None
+
+
+def _parse_values(found: Values) -> Row:
+    where, names, values = found
+    if len(values) != len(names):
+        what = f"the row does not have one value for each column ({len(values)} for {len(names)})"
+        raise DataError(what, where=where, fix="put values that hold the separator, a quote or a line break in quotes")
+    return dict(zip(names, values, strict=True))
+
+
+# --- Arrow ---
+
+
+def _open_arrow(file: Path) -> Table:
+    """What `datasets` saves to a disk, or a feather file, which stays where it is until rows are read."""
+    import pyarrow as arrow
+
+    mapped = arrow.memory_map(str(file))
+    try:
+        table = arrow.ipc.open_stream(mapped).read_all()
+    except arrow.ArrowInvalid:
+        table = arrow.ipc.open_file(mapped).read_all()
+    check_repeated(table.column_names, str(file))
+    return Table(file, table.num_rows, lambda rows: (table.slice(at, 1).to_pylist()[0] for at in rows))

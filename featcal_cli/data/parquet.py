@@ -1,0 +1,62 @@
+"""Parquet files, local ones and those of the Hub: some rows of a row group, and the classes in a footer."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from featcal_cli.data.cells import Row
+from featcal_cli.runtime.errors import DataError
+from featcal_cli.runtime.untrusted_text import show
+
+ROW_GROUP_BYTES = 2**28
+"""Bytes of a row group that are in memory at once."""
+
+
+def open_parquet(source: Any, **options: Any) -> Any:
+    """A parquet file, a path or a stream, whose footer is read. Raises DataError for columns of one name, and what its
+    parser raises."""
+    from pyarrow import parquet  # it takes long to import, and most sources are none
+
+    opened = parquet.ParquetFile(source, **options)
+    check_repeated(opened.schema_arrow.names, str(getattr(source, "path", source)))
+    return opened
+
+
+def read_group(
+    opened: Any, number: int, rows: Sequence[int], columns: Sequence[str] | None = None, *, whole: bool = True
+) -> Iterator[Row]:
+    """These rows, in ascending order, of a row group of a parquet file; not `whole`: nothing after the last of them is
+    read. Of a group that unfolds to more than ROW_GROUP_BYTES bytes only so many are in memory at once."""
+    group = opened.metadata.row_group(number)
+    most = max(1, group.num_rows * ROW_GROUP_BYTES // max(1, group.total_byte_size))
+    if whole and most >= group.num_rows:
+        parts = iter([opened.read_row_group(number, columns=columns)])
+    else:
+        size = min(most, group.num_rows if whole else rows[-1] + 1)
+        parts = opened.iter_batches(size, row_groups=[number], columns=columns)
+    start, left = 0, deque(rows)
+    for part in parts:
+        while left and left[0] < start + len(part):
+            yield part.slice(left.popleft() - start, 1).to_pylist()[0]
+        start += len(part)
+        if not left:
+            break
+
+
+def classes_in_footer(opened: Any, column: str) -> list[str] | None:
+    """The classes of a column that `datasets` has noted in the footer of an open parquet file; None without any."""
+    metadata = opened.schema_arrow.metadata or {}
+    try:
+        names = json.loads(metadata[b"huggingface"])["info"]["features"][column]["names"]
+    except (ValueError, LookupError, TypeError):  # not written by `datasets`, or without this column, or no classes
+        return None
+    return list(map(str, names)) if isinstance(names, list) else None
+
+
+def check_repeated(names: Iterable[str], where: str) -> None:
+    """Raise DataError for columns of one name, of which a row could hold but one."""
+    if twice := [name for name, count in Counter(names).items() if count > 1]:
+        raise DataError(f"several columns are called {show(twice[0])}", where=where, fix="give each a name of its own")

@@ -1,0 +1,114 @@
+"""Files of a dataset or folder: how each is read by its ending, and which split it belongs to."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Sequence
+from pathlib import PurePosixPath
+
+from featcal_cli.data.cells import IMAGE_FILES
+from featcal_cli.recipe.schema import Data
+from featcal_cli.runtime.errors import DataError
+from featcal_cli.runtime.untrusted_text import list_some
+
+Note = Callable[[str], None]
+"""A listener that is told what was chosen without being asked for."""
+
+TABLE_FILES = {
+    ".parquet": "parquet", ".arrow": "arrow", ".jsonl": "json", ".ndjson": "json", ".json": "json", ".csv": "csv",
+    ".tsv": "csv",
+}  # fmt: skip
+"""Ending of a file of rows → its format, in the words of `datasets`."""
+FORMATS = TABLE_FILES | {".txt": "text", ".tar": "webdataset"} | dict.fromkeys(IMAGE_FILES, "imagefolder")
+"""Ending of a file on the Hub → its format."""
+NO_ROWS = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json", "config.json")
+"""Files about the data or a model, which lie beside them."""
+SPLIT_WORDS = {
+    "train": "train", "training": "train",
+    "validation": "validation", "valid": "validation", "val": "validation", "dev": "validation",
+    "test": "test", "testing": "test", "eval": "test", "evaluation": "test",
+}  # fmt: skip
+"""Word in a file's or folder's name → the split that it names, as in `datasets`."""
+
+
+def ignore(_: str) -> None:
+    """A `Note` that nobody reads."""
+
+
+def is_hidden(path: str) -> bool:
+    """Whether a part of the path says that the file is not meant to be seen."""
+    return any(part.startswith((".", "__")) for part in path.split("/"))
+
+
+def ending_of(path: str) -> str:
+    """The ending that says what a file is, in small letters: .jsonl of a.jsonl.gz."""
+    endings = [suffix.lower() for suffix in PurePosixPath(path).suffixes]
+    return endings[-2] if len(endings) > 1 and endings[-1] == ".gz" else "".join(endings[-1:])
+
+
+def format_of(path: str) -> str | None:
+    """The format of a file on the Hub, None for one that is not read: a.jsonl.zst is json."""
+    endings = [suffix.lower() for suffix in PurePosixPath(path).suffixes]
+    return next((FORMATS[ending] for ending in endings if ending in FORMATS), None)
+
+
+def group_by_folder(paths: Collection[str]) -> dict[str, list[str]]:
+    """Split → paths in folders that are called like it; paths in no such folder are left out."""
+    splits: dict[str, list[str]] = {}
+    for path in paths:
+        words = [part.lower() for part in PurePosixPath(path).parts[:-1] if part.lower() in SPLIT_WORDS]
+        if words:
+            splits.setdefault(SPLIT_WORDS[words[0]], []).append(path)
+    return splits
+
+
+def group_by_name(paths: Collection[str]) -> dict[str, list[str]]:
+    """Split → paths: by names like data/train_sft-00000-of-00002, else by folders, else by words in the names, else
+    all of them are train."""
+    sharded: dict[str, list[str]] = {}
+    worded: dict[str, list[str]] = {}
+    for path in paths:
+        stem = PurePosixPath(path).name.partition(".")[0]
+        if match := re.match(r"data/([^/]+)-\d{5}-of-\d{5}", path):
+            sharded.setdefault(match[1], []).append(path)
+        if words := [word for word in re.split(r"[-._ 0-9]+", stem.lower()) if word in SPLIT_WORDS]:
+            worded.setdefault(SPLIT_WORDS[words[0]], []).append(path)
+    return sharded or group_by_folder(paths) or worded or {"train": list(paths)}
+
+
+def choose_split(splits: Collection[str], wanted: str | None, data: Data, note: Note) -> str:
+    """The split asked for; else train, the only one that begins so, validation, test, or the only one at all. `note` is
+    told of a split that nobody asked for and that is not train. Raises DataError when there is none such."""
+    named = SPLIT_WORDS.get(wanted or "train", wanted)
+    if wanted in splits:
+        return str(wanted)
+    for name in splits:
+        if SPLIT_WORDS.get(name, name) == named:
+            return name
+    if wanted is not None:
+        fix = "name the whole split; -n says how many rows of it are read"
+        fix = fix if "[" in wanted else _name_split(list(splits), splits, data)
+        raise DataError(f"there is no split {wanted}", where=str(data), fix=fix)
+    trains = [name for name in splits if name.lower().startswith("train")]
+    if len(trains) == 1:
+        chosen, why = trains[0], "the only one that begins with train"
+    elif not trains and (others := [name for name in ("validation", "test") if name in splits]):
+        chosen, why = others[0], "as there is none called train"
+    elif len(splits) == 1:
+        chosen, why = next(iter(splits)), "the only one"
+    else:
+        which = "several splits that begin with train" if trains else "several splits, none of them train"
+        fix = _name_split(trains or list(splits), splits, data)
+        raise DataError(f"the source has {which}", where=str(data), fix=fix)
+    note(f"split {chosen} of {data}, {why}" + (f" (of {list_some(splits)})" if len(splits) > 1 else ""))
+    return chosen
+
+
+def _name_split(choices: Sequence[str], splits: Collection[str], data: Data) -> str:
+    example = next((name for name in choices if name.lower().startswith("train")), choices[0])
+    listed = f"the splits are {list_some(splits)}"
+    if data.dataset is None:
+        return f"name one: --split TASK={example} (in a recipe, split: {example}); {listed}"
+    revision = None if re.fullmatch("[0-9a-f]{40}", data.revision or "") else data.revision  # nobody typed that
+    source = data.model_copy(update={"split": example, "revision": revision})
+    return f"name one: --data TASK={source}, or --split TASK={example}; {listed}"
