@@ -130,18 +130,18 @@ def estimate(
     # 2. weights
     weights = _weigh(merged, architecture, computing)
     block, stem = (weights.block_in_use, weights.stem_in_use) if has_device else (weights.block, weights.stem)
-    at_work = (BLOCKS_ON_DEVICE if has_device else BLOCKS_ON_HOST) * block
+    at_work: float = (BLOCKS_ON_DEVICE if has_device else BLOCKS_ON_HOST) * block
     if weights.is_converted and not has_device:
         at_work += MODELS_CONVERTED * weights.block_in_use + (len(loads) + MODELS_CONVERTED - 1) * weights.stem_in_use
     # 3. sums
     batch = max(load.batch for load in loads)
     at_work += _count_sums(model, architecture, calibration, guarded, len(loads), batch)
     # 4. gradients
-    summed = kept = 0
+    gradients, kept = 0.0, 0
     if calibration.is_by_answers:
         summed, kept = _count_gradients(model, architecture)
-        summed += min(KEPT_BYTES, len(architecture.blocks) * max(load.shown for load in loads))
-    at_work = max(at_work, STEMS * stem, BLOCKS_WRITTEN * block, summed)
+        gradients = summed + min(KEPT_BYTES, len(architecture.blocks) * max(load.shown for load in loads))
+    at_work = max(at_work, STEMS * stem, BLOCKS_WRITTEN * block, gradients)
     # the machine's memory, with what a CPU's passes and sums take of it; and its disk
     on_host = resident_bytes() + all_loads.unread - filed + HEAP_GAPS
     if has_device:
