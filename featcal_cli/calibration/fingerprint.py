@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from featcal_cli.data.examples import TaskExamples
 from featcal_cli.recipe.schema import Draft, Recipe
@@ -33,13 +34,18 @@ def take_fingerprint(
 
 
 def _hash_examples(examples: TaskExamples) -> str:
-    """Of every tensor that a model is given."""
+    """A hash of every tensor that a model is given."""
     digest = sha256()
     for batch in (*examples.fitted, *examples.selection, *examples.held_out):
-        for name, tensor in sorted(batch.items()):
-            digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
-            digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
+        hash_tensors(digest, batch)
     return digest.hexdigest()
+
+
+def hash_tensors(digest: Any, tensors: Mapping[str, Tensor]) -> None:
+    """Add tensors, with their names, dtypes and shapes, to a hash."""
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
+        digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
 
 
 def name_local_files(draft: Draft) -> dict[Path, str]:

@@ -1,12 +1,10 @@
-"""Finished blocks on disk, and whose the files beside them are."""
+"""Finished blocks on disk: one file each, which says of which job it is."""
 
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from hashlib import sha256
 from pathlib import Path
@@ -25,12 +23,10 @@ if TYPE_CHECKING:
 
     from featcal_cli.engine.block_runner import BlockRunner
 
-FORMAT = 2
-"""Of the files; those of another one are not taken over."""
-HASHERS = 4
-"""Threads that hash a block, at most; to begin one takes as long as to hash a megabyte."""
-RECORD, SEARCH = "job.json", "search.kept.json"
-"""Names of the job's fingerprint, and of what a search found."""
+FORMAT = 3
+"""The version of the files; those of another one are not taken over."""
+SEARCH = "search.kept.json"
+"""The name of what a search found."""
 BLOCK = re.compile(r"block-\d{4,}\.safetensors")
 
 
@@ -39,9 +35,9 @@ class DamagedError(Exception):
 
 
 class Journal:
-    """One file a finished block (its new parameters by module path, its report), under a fingerprint of the job. Every
-    file holds a hash of the job and of its own content: after a loss of power it is whole, not there, or known not to
-    be whole."""
+    """One file for each finished block: its new parameters by module path, and as metadata its report, what decides the
+    result of the job, and a checksum of all of it: after a loss of power it is whole, not there, or known not to be
+    whole."""
 
     def __init__(
         self,
@@ -62,20 +58,20 @@ class Journal:
         """Blocks that this run has finished; after running out of memory it reads them again."""
         self._restored: set[int] = set()
         self._note, self._check_inputs = note, check_inputs
-        wanted = json.loads(without_tokens(json.dumps({"format": FORMAT, **fingerprint})))
-        self.job = sha256(json.dumps(wanted, sort_keys=True).encode()).hexdigest()
-        with self._writing(folder / RECORD) as partial:
+        wanted = _complete(fingerprint)
+        self._job = _write_job(wanted)
+        self.job = _hash_text(self._job)
+        with self._explained(folder):
             folder.mkdir(parents=True, exist_ok=True)
             for parent in (folder.parent, folder.parent.parent):
                 flush(parent)
-            other = self._find_other(wanted)
-            if restart or (overwrite and other):
+            other = _find_other(folder, wanted)
+            if restart or (overwrite and other is not None):
                 for file in list_entries(folder):
                     file.unlink()
                 flush(folder)
-            elif other:
-                raise _refuse(folder.parent, *other)
-            partial.write_text(seal(self.job, wanted), encoding="utf-8")
+            elif other is not None:
+                raise _refuse(folder.parent, other, wanted)
 
     @property
     def restored(self) -> int:
@@ -110,7 +106,7 @@ class Journal:
             for name, value in student.parameters_at_home(f"{report.name}.{module.name}").items()
         }
         text = report.to_json()
-        about = {"job": self.job, "report": text, "hash": _hash_block(self.job, number, text, parameters)}
+        about = {"job": self._job, "report": text, "checksum": _hash_block(self._job, number, text, parameters)}
         with self._writing(self._file(number)) as partial:
             save_file(parameters, partial, metadata=about)
         self._own.add(number)
@@ -156,20 +152,9 @@ class Journal:
         except (SafetensorError, OSError, RuntimeError, ValueError) as error:
             raise DamagedError from error
         text = about.get("report", "")
-        if about.get("hash") != _hash_block(self.job, number, text, parameters):
+        if about.get("checksum") != _hash_block(self._job, number, text, parameters):
             raise DamagedError
         return BlockReport.from_json(text), parameters
-
-    def _find_other(self, wanted: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]] | None:
-        """The job whose blocks lie here, and `wanted`, where they are two; None where nothing lies here, or this one's.
-        A record that is damaged says nothing; then blocks say whose they are."""
-        if not list_entries(self.folder):
-            return None
-        try:
-            known = unseal(self.folder / RECORD)
-        except (FileNotFoundError, DamagedError):
-            return ({}, wanted) if _is_of_another(self.folder, self.job) else None
-        return (known, wanted) if known != wanted else None
 
     def _drop_from(self, number: int) -> None:
         """Delete a block and all after it, the last one first."""
@@ -213,15 +198,9 @@ class Journal:
 def check_unfinished(folder: Path, fingerprint: Mapping[str, Any]) -> None:
     """Raise OutputError where the journal in `folder` is of another job, as far as that shows without the examples,
     which are not read yet. Nothing is written."""
-    wanted = json.loads(json.dumps({"format": FORMAT, **fingerprint, "data": {}}))
-    if not list_entries(folder):
-        return
-    try:
-        known = {**unseal(folder / RECORD), "data": {}}
-    except (FileNotFoundError, DamagedError):
-        known = {}
-    if known != wanted:
-        raise _refuse(folder.parent, known, wanted)
+    wanted = _complete({**fingerprint, "data": {}})
+    if (other := _find_other(folder, wanted, "data")) is not None:
+        raise _refuse(folder.parent, other, wanted)
 
 
 def restore_block(journal: Journal | None, number: int, student: BlockRunner, ranks: Ranks) -> BlockReport | None:
@@ -246,37 +225,68 @@ def _refuse(folder: Path, known: Mapping[str, Any], wanted: Mapping[str, Any]) -
 
     drop = "add --restart to drop it and begin anew"
     if known.get("format") != wanted["format"]:
-        reason = "it is of another version of featcal" if known else "its record is damaged"
-        what = f"an unfinished run is here that cannot be gone on with: {reason}"
+        what = "an unfinished run of another version of featcal is here, and cannot be gone on with"
         return OutputError(what, where=str(folder), fix=drop)
-    clauses = describe_differences(known, wanted) or ["it says more of itself than this version knows"]
-    what = f"an unfinished run of another job is here: {list_some(clauses, between='; ', write=str)}"
+    clauses = list_some(describe_differences(known, wanted), between="; ", write=str)
+    what = f"an unfinished run of another job is here: {clauses}"
     options = describe_way_back(known, wanted)
     again = f"give {options} to go on with it" if options else "put that back as it was to go on with it"
     return OutputError(what, where=str(folder), fix=f"{again}, or {drop}")
 
 
+def _complete(fingerprint: Mapping[str, Any]) -> dict[str, Any]:
+    """The fingerprint as it is read back from a file: without tokens, and with the version of the files."""
+    known: dict[str, Any] = json.loads(without_tokens(json.dumps({"format": FORMAT, **fingerprint})))
+    return known
+
+
+def _write_job(fingerprint: Mapping[str, Any]) -> str:
+    return json.dumps(fingerprint, sort_keys=True)
+
+
+def _hash_text(text: str) -> str:
+    return sha256(text.encode()).hexdigest()
+
+
+def _find_other(folder: Path, wanted: dict[str, Any], unknown: str | None = None) -> dict[str, Any] | None:
+    """The fingerprint of another job than `wanted` whose blocks lie here, empty where they are of another version; None
+    where there are none. unknown: a key that is not compared."""
+    found = [job for block in list_blocks(folder) if (job := _read_job(block)) is not None]
+    known = [{**job, unknown: wanted[unknown]} if unknown else job for job in found if job]
+    if found and not known:
+        return {}
+    return next((job for job in known if job != wanted), None)
+
+
+def _read_job(block: Path) -> dict[str, Any] | None:
+    """The fingerprint in a block's file, empty where it has none of this kind; None for a file that cannot be read."""
+    try:
+        with safe_open(block, framework="np") as stored:
+            job = json.loads((stored.metadata() or {}).get("job", "{}"))
+    except (SafetensorError, OSError):
+        return None
+    except ValueError:
+        return {}
+    return job if isinstance(job, dict) else {}
+
+
 def _hash_block(job: str, number: int, report: str, parameters: Mapping[str, Tensor]) -> str:
-    """Of everything that a finished block's file says, and of its place in the job."""
-    import torch
+    """A checksum of everything that a finished block's file says, and of its place in the job."""
+    from featcal_cli.calibration.fingerprint import hash_tensors
 
-    def hash_tensor(name: str) -> tuple[str, str]:
-        tensor = parameters[name]
-        digest = sha256(f"{tensor.dtype} {list(tensor.shape)}".encode())
-        digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
-        return name, digest.hexdigest()
-
-    with ThreadPoolExecutor(min(HASHERS, os.cpu_count() or 1)) as pool:
-        hashes = pool.map(hash_tensor, sorted(parameters))
-        return sha256(json.dumps([job, number, report, *hashes]).encode()).hexdigest()
+    digest = sha256(json.dumps([job, number, report]).encode())
+    hash_tensors(digest, parameters)
+    return digest.hexdigest()
 
 
 def drop_journal(folder: Path, job: str | None = None) -> None:
-    """Delete a journal, and nothing else that lies in its folder; with `job`, unless it is of another one."""
-    if job is not None and _is_of_another(folder, job):
+    """Delete a journal, and nothing else that lies in its folder; where the hash of a `job` is given, only if it is of
+    that job."""
+    known = [found for block in list_blocks(folder) if (found := _read_job(block))] if job is not None else []
+    if any(_hash_text(_write_job(found)) != job for found in known):
         return
     with suppress(OSError):  # what remains is of no use, and does no harm
-        for file in (*list_entries(folder), folder / RECORD, *folder.glob("*.partial")):
+        for file in (*list_entries(folder), *folder.glob("*.partial")):
             file.unlink(missing_ok=True)
         folder.rmdir()
 
@@ -289,17 +299,6 @@ def list_entries(folder: Path) -> list[Path]:
 def list_blocks(folder: Path) -> list[Path]:
     """The finished blocks, the first one first."""
     return sorted(file for file in folder.glob("block-*.safetensors") if BLOCK.fullmatch(file.name))
-
-
-def _is_of_another(folder: Path, job: str) -> bool:
-    """Whether a block says that it is of another job."""
-    for block in list_blocks(folder):
-        with suppress(OSError, ValueError, AttributeError), block.open("rb") as stream:  # else it says nothing
-            size = int.from_bytes(stream.read(8), "little")
-            header = json.loads(stream.read(min(size, block.stat().st_size)))
-            if str(header.get("__metadata__", {}).get("job", "")) != job:
-                return True
-    return False
 
 
 def seal(job: str, value: Any) -> str:

@@ -137,11 +137,11 @@ def estimate(
     batch = max(load.batch for load in loads)
     at_work += _count_sums(model, architecture, calibration, guarded, len(loads), batch)
     # 4. gradients
-    summed = kept = 0
+    gradients, kept = 0.0, 0
     if calibration.is_by_answers:
         summed, kept = _count_gradients(model, architecture)
-        summed += min(KEPT_BYTES, len(architecture.blocks) * max(load.shown for load in loads))
-    at_work = max(at_work, STEMS * stem, BLOCKS_WRITTEN * block, summed)
+        gradients = summed + min(KEPT_BYTES, len(architecture.blocks) * max(load.shown for load in loads))
+    at_work = max(at_work, STEMS * stem, BLOCKS_WRITTEN * block, gradients)
     # the machine's memory, with what a CPU's passes and sums take of it; and its disk
     on_host = resident_bytes() + all_loads.unread - filed + HEAP_GAPS
     if has_device:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from families import FAMILIES, Saved, save_family
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from featcal_cli.runtime.errors import CheckpointError, FeatCalError, OutputError
@@ -127,39 +128,34 @@ def test_a_block_that_is_not_what_was_written_is_computed_again_with_all_after_i
 
 
 @pytest.mark.survive
-@pytest.mark.parametrize("content", [b"", b"{", b"\0" * 300, b"[1]", b"{}", b'{"hash": 1}', b"\xff\xfe", None])
-def test_a_record_that_is_torn_costs_nothing(bert: Saved, whole: bytes, journal: Path, content: bytes | None) -> None:
-    """Blocks say themselves whose they are."""
-    if content is None:
-        (journal / "job.json").unlink()
-    elif content != b"{}":
-        (journal / "job.json").write_bytes(content)
-    weights, notes = go_on(bert, journal)
-    assert weights == whole
-    assert f"2 of 2 {TAKEN_OVER}" in notes
-
-
-@pytest.mark.survive
-def test_blocks_of_another_job_with_a_torn_record_are_not_dropped(bert: Saved, journal: Path) -> None:
-    (journal / "job.json").write_bytes(b"")
+def test_blocks_of_another_job_are_not_dropped_where_the_first_is_torn(bert: Saved, journal: Path) -> None:
+    os.truncate(journal / "block-0000.safetensors", 100)
     before = {path.name: path.read_bytes() for path in journal.glob("block-*")}
-    with pytest.raises(OutputError, match="its record is damaged") as refused:
+    with pytest.raises(OutputError, match=r"--ridge was 0\.05, and is 0\.5") as refused:
         calibrate(bert.recipe(ridge=0.5), output=journal.parent.parent / "out")
     assert "--restart" in refused.value.fix
     assert {path.name: path.read_bytes() for path in journal.glob("block-*")} == before
     calibrate(bert.recipe(ridge=0.5), output=journal.parent.parent / "out", restart=True)
 
 
-def test_a_journal_of_an_earlier_version_says_so(bert: Saved, whole: bytes, journal: Path) -> None:
-    """It had no hashes."""
+def test_a_journal_of_another_version_says_so(bert: Saved, whole: bytes, journal: Path) -> None:
     for file in journal.glob("block-*.safetensors"):
         save_file(load_file(file), file, metadata={"report": "{}"})
-    (journal / "job.json").write_text(json.dumps({"recipe": {}, "files": {}, "environment": {}, "data": {}}))
-    with pytest.raises(OutputError, match="it is of another version of featcal") as refused:
+    with pytest.raises(OutputError, match="an unfinished run of another version of featcal is here") as refused:
         calibrate(bert.recipe(), output=journal.parent.parent / "out")
     assert "--restart" in refused.value.fix
     result = calibrate(bert.recipe(), output=journal.parent.parent / "out", restart=True)
     assert (result.output / "model.safetensors").read_bytes() == whole
+
+
+def test_every_block_says_of_which_job_it_is(journal: Path) -> None:
+    """Nothing else is there, so no file can say another thing than the blocks."""
+    assert sorted(path.name for path in journal.iterdir()) == ["block-0000.safetensors", "block-0001.safetensors"]
+    for file in journal.iterdir():
+        with safe_open(file, framework="np") as stored:
+            job = json.loads(stored.metadata()["job"])
+        assert job["recipe"]["calibration"]["ridge"] == 0.05 and job["data"]["red"]["batch size"] >= 12
+        assert job["environment"]["threads"] == str(torch.get_num_threads())
 
 
 @pytest.mark.survive
