@@ -89,7 +89,7 @@ def _run_round(asked: Asked, folder: Path, examples: int) -> Round:
     peak = max(before, gemm_speed(asked.device))
     official = run_official(asked, folder, examples)
     settings = [part for key, value in PAPER.items() for part in (f"--{key}", str(value))]
-    settings += ["--norms", "layernorm", "--device", str(asked.device), "--overwrite", "--output", "out"]
+    settings += ["--method", "paper", "--device", str(asked.device), "--overwrite", "--output", "out"]
     read_files(folder)
     return Round(ours, official, run_command(folder, examples, *settings), peak)
 
@@ -202,8 +202,8 @@ def measure_default(asked: Asked, folder: Path) -> Section:
             read_files(folder)
             default = run_command(folder, examples, *home)
             read_files(folder)
-            runs.append((default, run_command(folder, examples, *home, "--select", "preset")))
-        times = [default.seconds / preset.seconds for default, preset in runs]
+            runs.append((default, run_command(folder, examples, *home, "--method", "paper")))
+        times = [default.seconds / paper.seconds for default, paper in runs]
         text = f"{median(times):.2f} ({min(times):.2f} … {max(times):.2f})"
         seconds = [f"{median(run[at].seconds for run in runs):.0f} s" for at in (0, 1)]
         memory = [gib(max(run[at].peak_rss for run in runs)) for at in (0, 1)]
@@ -212,7 +212,7 @@ def measure_default(asked: Asked, folder: Path) -> Section:
     return Section(
         "default",
         f"CLIP-ViT-B/32's shapes, {CLIP_TASKS} tasks: the default beside the paper's settings",
-        "The whole command, without settings and with `--select preset`, in turns; medians. The family's files are "
+        "The whole command, without settings and with `--method paper`, in turns; medians. The family's files are "
         "read once before each, so that they are in the system's memory.",
         ["examples", "default", "paper's settings", "times", "default's peak RSS", "with the paper's"],
         rows,

@@ -5,7 +5,7 @@ It runs featcal's own blocks, moments and solver, in memory: nothing is written,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
@@ -17,13 +17,14 @@ from plain import PlainSystem, in_place
 from featcal_cli.calibration.algorithm import solve_parts
 from featcal_cli.calibration.hyperparameters import Hyperparameters
 from featcal_cli.data.batches import take_range
-from featcal_cli.engine.job import Job
+from featcal_cli.engine.job import MERGED, Job
 from featcal_cli.engine.lockstep import forward_order
+from featcal_cli.models.loading import share_model
 from featcal_cli.recipe.reading import as_draft
 from featcal_cli.recipe.schema import Draft
 from featcal_cli.workflows.preflight import prepare
 from featcal_cli.workflows.session import RunOptions, Session
-from featcal_cli.workflows.setup import Setup, fetch_models, load_models, set_up
+from featcal_cli.workflows.setup import Models, Setup, fetch_models, load_models, set_up
 
 Scores = dict[str, float]
 """By task: accuracy in percent, or minus the loss in nats a token; more is better."""
@@ -77,7 +78,7 @@ class Lab:
         systems: another closed form for some of them. at_depth: settings of a block, given its depth, 0 … 1.
         """
         calibration = self.plan.recipe.calibration
-        job = self.set_up(fitted, gradients).make_search_job(candidates, fitted)
+        job = start_students(self.set_up(fitted, gradients), candidates, fitted)
         job.keep_blocks = True
         if guarded:
             job.checked = {task: found.selection for task, found in self.plan.examples.items()}
@@ -95,6 +96,20 @@ class Lab:
         body = body_of(model, self.family.kind).state_dict()
         sign = 1 if self.family.higher_is_better else -1
         return {task: sign * judge.score(body) for task, judge in self._judges.items()}
+
+
+def start_students(setup: Setup, names: Iterable[str], fitted: int) -> Job:
+    """A job with a student of every name: each is the merged model again, fitted to the first `fitted` examples."""
+    models = setup.models
+    merged, base = share_model(models.merged), share_model(models.base)
+    experts = {task: share_model(expert) for task, expert in models.experts.items()}
+    few = {
+        task: replace(rows, fitted=take_range(rows.fitted, 0, fitted), held_out=rows.selection)
+        for task, rows in setup.examples.items()
+    }
+    shared = Models(merged, models.student, base, experts)
+    students = {name: share_model(merged) for name in names}
+    return replace(setup, models=shared, examples=few, note=lambda *_: None).make_job(students, {MERGED: merged})
 
 
 def gain(found: Scores, merged: Scores) -> tuple[float, float]:

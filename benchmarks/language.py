@@ -44,7 +44,7 @@ def measure_slice(asked: Asked, folder: Path) -> Section:
     on_gpu = asked.device.type == "cuda"
     examples, length = ON_GPU if on_gpu else ON_CPU
     make_llama(folder, SLICE, tasks=TASKS, examples=examples, length=length, sparse=False)
-    options = ["--device", str(asked.device), "--select", "preset", "--output", "out"]
+    options = ["--device", str(asked.device), "--method", "paper", "--output", "out"]
     guess = run_command(folder, examples, *options, "--dry-run").printed["estimate"]
     found = run_command(folder, examples, *options)
     cost, bar = found.printed["cost"], "≤ the estimate"
@@ -59,7 +59,7 @@ def measure_slice(asked: Asked, folder: Path) -> Section:
         "slice",
         f"a quarter of Llama-3.1-8B's blocks, {TASKS} experts, on {asked.device.type}",
         f"{SLICE.layers} blocks of its shapes in bfloat16, with a vocabulary of {SLICE.vocabulary:,} to save disk; "
-        f"{examples} examples of {length} tokens a task. `featcal calibrate --select preset`, and its dry run.",
+        f"{examples} examples of {length} tokens a task. `featcal calibrate --method paper`, and its dry run.",
         [*header, "estimated device memory", "device memory"][: len(row)],
         [row],
     )
@@ -70,7 +70,7 @@ def measure_mixture(asked: Asked, folder: Path) -> Section:
     for name, config in LAYERS.items():
         make_layers(folder / name, config, tasks=2, examples=LAYER_EXAMPLES, length=LAYER_LENGTH)
     rows = []
-    for settings, options in {"paper's": ["--select", "preset"], "featcal's": []}.items():
+    for settings, options in {"paper's": ["--method", "paper"], "featcal's": []}.items():
         dense = 0
         for name in LAYERS:
             home = ["--device", str(asked.device), "--output", "out", "--overwrite"]
@@ -83,7 +83,7 @@ def measure_mixture(asked: Asked, folder: Path) -> Section:
         "mixture",
         "a mixture's layer beside a dense one",
         f"One block 2048 wide in bfloat16, {LAYER_EXAMPLES} examples of {LAYER_LENGTH} tokens in each of two tasks; "
-        "`featcal calibrate`, with and without `--select preset`. RSS counts mapped files too, whose pages the system "
+        "`featcal calibrate`, with and without `--method paper`. RSS counts mapped files too, whose pages the system "
         "takes back when it wants them.",
         ["layer", "settings", "anonymous", "times the dense one's", "peak RSS"],
         rows,

@@ -2,7 +2,7 @@
 
     python benchmarks/mixtures.py FOLDER [-n EXAMPLES]
 
-FOLDER is a family whose models are mixtures (family_mixtures.py). It is calibrated twice at featcal's preset, with and
+FOLDER is a family whose models are mixtures (family_mixtures.py). It is calibrated at featcal's settings, with and
 without the matrices of the mixtures' experts, for three choices of the examples (SEEDS), without the guard.
 Prints Markdown.
 """

@@ -41,11 +41,11 @@ PLACES = {
 
 
 SETTINGS: dict[str, dict[str, object]] = {
-    "the paper's for 8B": {"select": "preset", "ridge": 3.0, "rho": 0.5, "alpha": 0.15},
-    "preset": {"select": "preset"},
-    "auto": {"select": "auto"},
+    "the paper's for 8B": {"method": "paper", "ridge": 3.0, "rho": 0.5, "alpha": 0.15},
+    "paper": {"method": "paper"},
+    "featcal": {"method": "featcal"},
 }
-"""What a user may ask for: λ of 3 needs sums in float32 alone, the preset for other language models (1e-5) float64."""
+"""What a user may ask for: λ of 3 needs sums in float32 alone, that for other language models (1e-5) float64."""
 
 
 def describe_places() -> str:

@@ -37,7 +37,7 @@ PAPER = {"ridge": 0.05, "rho": 2.0, "alpha": 0.3}
 
 def load(folder: Path, examples: int, device: str) -> tuple[Session, Preflight, Models]:
     """What the stage begins with."""
-    recipe = recipe_of(folder, examples, select="preset", norms="layernorm", **PAPER)
+    recipe = recipe_of(folder, examples, method="paper", norms="layernorm", **PAPER)
     session = Session(recipe, RunOptions(device))
     plan = prepare(session)
     return session, plan, load_models(fetch_models(session, plan), None, Path(), "")

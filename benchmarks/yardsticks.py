@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from judge import body_of, load_judge
-from lab import Lab, Scores
+from lab import Lab, Scores, start_students
 from torch import Tensor, nn
 
 from featcal_cli.calibration.linear_algebra import EPSILON
@@ -51,7 +51,7 @@ def merge_by_regression(lab: Lab, fitted: int) -> nn.Module:
         alone = Models(expert, models.student, models.base, {task: expert})  # it walks as its own student
         examples = {task: lab.plan.examples[task]}
         setup = Setup(alone, lab.architecture, examples, calibration, torch.device("cpu"), lambda _: None)
-        job = setup.make_search_job([task], fitted)
+        job = start_students(setup, [task], fitted)
         for visit in forward_order(job):
             with visit.expert_at(task):
                 for names, moments in sum_rows(visit, task, task, {}, sum_drift).linear.items():

@@ -237,7 +237,7 @@ def _take_over(job: Job, partial: Job, role: str) -> None:
     ours.meter.readings |= {(at, task, CALIBRATED): x for (at, task, who), x in drifts.items() if who == role}
     if ours.outputs is not None and theirs.outputs is not None:
         shifts = {**theirs.outputs.elsewhere, **theirs.outputs.readings}
-        ours.outputs.readings |= {(task, CALIBRATED, at): x for (task, who, at), x in shifts.items() if who == role}
+        ours.outputs.readings |= {(task, CALIBRATED): x for (task, who), x in shifts.items() if who == role}
 
 
 def _describe(what: str, step: float, rows: str, before: float, after: float, now: float) -> str:

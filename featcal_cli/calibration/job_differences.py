@@ -7,15 +7,15 @@ import shlex
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from featcal_cli.recipe.schema import Data, Merge
+from featcal_cli.recipe.schema import Calibration, Data, Merge, find_mark
 from featcal_cli.runtime.references import write_number
 
 LONGEST = 60
 """Letters of a value in a message."""
 OPTIONS = {"base": "--base", "expert": "--expert", "data": "--data"}
 """What is typed for keys that are no settings of the method."""
-SWITCHES, UNTYPED = ("bias", "routers", "stems"), ("chosen", "order")
-"""Settings of the method that are options without a value, and that are no options."""
+TYPED = {key for key, field in Calibration.model_fields.items() if find_mark(field)}
+"""Settings of the method that are options."""
 COMMIT = re.compile(r"(?<=@)([0-9a-f]{7})[0-9a-f]{33}\b")
 
 
@@ -71,8 +71,7 @@ def _name_key(path: tuple[str, ...]) -> str:
     """A key of a recipe as users type it."""
     name = path[-1]
     if path[0] == "calibration":
-        option = f"--{name.replace('_', '-')}"
-        return name if name in UNTYPED else f"{option}/--no-{name}" if name in SWITCHES else option
+        return f"--{name.replace('_', '-')}" if name in TYPED else name
     if path[0] == "tasks" and name in OPTIONS:
         return f"{OPTIONS[name]} of {path[1]}"
     return OPTIONS.get(name) or " ".join(path)
@@ -82,11 +81,9 @@ def _write_option(path: tuple[str, ...], value: Any) -> str:
     """The option that sets a key of a recipe, as one types it; empty where there is none."""
     if value is None or (path[0] == "tasks" and len(path) == 2):
         return ""
-    if path[0] == "calibration" and path[-1] in SWITCHES:
-        return f"--{path[-1]}" if value else f"--no-{path[-1]}"
     if path[0] == "calibration":
         number = write_number(value) if isinstance(value, float) else str(value)
-        return "" if path[-1] in UNTYPED else f"{_name_key(path)} {number}"
+        return f"{_name_key(path)} {number}" if path[-1] in TYPED else ""
     if path == ("merged",):
         return f"--merge {_show_merge(value)}" if isinstance(value, Mapping) else shlex.quote(str(value))
     if path == ("base",):

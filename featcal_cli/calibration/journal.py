@@ -78,23 +78,6 @@ class Journal:
         """How many blocks were taken over from an earlier run."""
         return len(self._restored)
 
-    def keep_search(self, trials: Any) -> None:
-        with self._writing(self.folder / SEARCH) as partial:
-            partial.write_text(seal(self.job, trials), encoding="utf-8")
-
-    def recall_search(self) -> Any:
-        """What a search of this job has found, now or in an earlier run; None for nothing. Without it, blocks that were
-        computed by it count nothing any more."""
-        file = self.folder / SEARCH
-        try:
-            return unseal(file, self.job)
-        except (FileNotFoundError, DamagedError) as error:
-            self._drop_from(0)
-            if isinstance(error, DamagedError):
-                file.unlink()
-                self._note("the record of the search of an earlier run was damaged on the disk: all is computed again")
-            return None
-
     def write(self, number: int, report: BlockReport, student: BlockRunner) -> None:
         """Keep the parameters that a finished block has now."""
         from safetensors.torch import save_file

@@ -34,6 +34,7 @@ from featcal_cli.engine.gradient_sums import find_eigenvectors
 from featcal_cli.models.module_kinds import Affine
 from featcal_cli.runtime.errors import NumericsError
 
+NOT_FINITE = "equations in the output metric are not finite"
 SENSITIVITY = 0.9
 """The share κ of S that comes from gradients; the rest is the identity, as a few gradients tell nothing about most
 directions."""
@@ -197,7 +198,7 @@ def _principal_axes(factor: Tensor) -> tuple[Tensor, Tensor]:
     narrow = len(factor) < factor.shape[1]
     product = factor @ factor.T if narrow else factor.T @ factor
     if not product.isfinite().all():
-        raise NumericsError("equations in the metric of outputs are not finite", fix="use --metric features")
+        raise NumericsError(NOT_FINITE, fix="use --method paper")
     values, vectors = find_eigenvectors(product)
     largest = values > len(values) * torch.finfo(values.dtype).eps * values[-1:]
     values, vectors = values[largest], vectors[:, largest]
@@ -213,7 +214,7 @@ def approach_by_conjugate_gradients(
     x, residual = torch.zeros_like(right), right.clone()
     enough = TOLERANCE * float(torch.linalg.vector_norm(right))
     if not isfinite(enough):
-        raise NumericsError("equations in the metric of outputs are not finite", fix="use --metric features")
+        raise NumericsError(NOT_FINITE, fix="use --method paper")
     direction: Tensor | None = None
     product = right.new_zeros(())
     for _ in range(steps):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import Annotated, Any
 
@@ -20,6 +21,7 @@ from featcal_cli.recipe.reading import (
     read_tasks,
     shipped_recipes,
 )
+from featcal_cli.recipe.schema import Calibration, Output
 from featcal_cli.runtime.logfile import recorded
 from featcal_cli.runtime.process import MEASURING, check_surroundings, interruptible
 from featcal_cli.runtime.untrusted_text import write_json
@@ -69,8 +71,10 @@ def _root(
 
 
 @app.command(cls=options.Command)
+@options.with_keys(settings=Calibration, publishing=Output)
 def calibrate(
     context: typer.Context,
+    *,
     merged: options.Merged = None,
     base: options.Base = None,
     expert: options.Experts = None,
@@ -82,20 +86,8 @@ def calibrate(
     recipe: options.Recipe = None,
     allow_pickle: options.AllowPickle = False,
     trust_remote_code: options.TrustRemoteCode = False,
-    examples: options.Examples = None,
-    ridge: options.Ridge = None,
-    rho: options.Rho = None,
-    alpha: options.Alpha = None,
-    select: options.Select = None,
-    metric: options.Metric = None,
-    norms: options.Norms = None,
-    routers: options.Routers = None,
-    stems: options.Stems = None,
-    bias: options.Bias = None,
-    token_weights: options.TokenWeights = None,
-    seed: options.Seed = None,
+    settings: Mapping[str, Any],
     device: options.Device = "auto",
-    dtype: options.Dtype = None,
     batch_size: options.BatchSize = None,
     output: options.Folder = None,
     overwrite: options.Overwrite = False,
@@ -109,12 +101,10 @@ def calibrate(
     json: options.Json = False,
     quiet: options.Quiet = False,
     log_file: options.LogFile = None,
-    push_to: options.PushTo = None,
-    private: options.Private = None,
+    publishing: Mapping[str, Any],
     create_pr: options.CreatePr = False,
     overwrite_repo: options.OverwriteRepo = False,
     push_anyway: options.PushAnyway = False,
-    commit_message: options.CommitMessage = None,
 ) -> None:
     """Calibrate a merged model to its experts' features, write the result to a folder, and push it to the Hub.
 
@@ -137,9 +127,7 @@ def calibrate(
 
     said: dict[str, Any] = {
         "merged": merged, "merge": merge, "base": base, "expert": expert, "data": data, "skip_expert": skip_expert,
-        "columns": columns, "split": split, "examples": examples, "dtype": dtype, "ridge": ridge, "rho": rho,
-        "alpha": alpha, "select": select, "metric": metric, "norms": norms, "routers": routers, "stems": stems,
-        "bias": bias, "token_weights": token_weights, "seed": seed, "push_to": push_to, "private": private,
+        "columns": columns, "split": split, **settings, **publishing,
     }  # fmt: skip
     draft = read_draft(find_recipe(recipe) if recipe else None, collect_overrides(**said))
     if save:
@@ -160,7 +148,7 @@ def calibrate(
             if dry_run:
                 preflight = verbs.dry_run(draft, **common, raise_stops=False)
             else:
-                result = verbs.calibrate(draft, **common, commit_message=commit_message, push_anyway=push_anyway)
+                result = verbs.calibrate(draft, **common, push_anyway=push_anyway)
         if dry_run:
             if save:
                 save_recipe(save, preflight.recipe, preflight.findings, overwrite=overwrite)
@@ -198,8 +186,6 @@ def inspect_drift(
     allow_pickle: options.AllowPickle = False,
     trust_remote_code: options.TrustRemoteCode = False,
     examples: options.Measured = None,
-    norms: options.Norms = None,
-    token_weights: options.TokenWeights = None,
     seed: options.MeasuredSeed = None,
     device: options.Device = "auto",
     dtype: options.Dtype = None,
@@ -227,7 +213,7 @@ def inspect_drift(
 
     overrides = collect_overrides(
         merged=model, base=base, expert=expert, data=data, skip_expert=skip_expert, columns=columns, split=split,
-        examples=examples, dtype=dtype, norms=norms, token_weights=token_weights, seed=seed,
+        examples=examples, dtype=dtype, seed=seed,
     )  # fmt: skip
     draft = read_draft(find_recipe(recipe) if recipe else None, overrides)
     written = {"--plot": plot, "--html": html, "--markdown": markdown}

@@ -13,6 +13,7 @@ from typing import NoReturn
 from featcal_cli.cli.commands import app
 from featcal_cli.cli.options import check_words
 from featcal_cli.lineage.questions import OpenQuestionsError
+from featcal_cli.recipe.mistakes import suggest_for_option
 from featcal_cli.runtime.errors import FeatCalError, RecipeError
 from featcal_cli.runtime.process import GONE, Launch, read_launch
 
@@ -80,7 +81,9 @@ def _call() -> None:
             r"\1 must be",
             error.format_message().strip().rstrip("."),
         )
-        fix = f"see what there is: {command} --help"
+        # an option that is unknown, unlike one whose value is missing, comes with its possibilities
+        fix = suggest_for_option(getattr(error, "option_name", "")) if hasattr(error, "possibilities") else ""
+        fix = fix or f"see what there is: {command} --help"
         raise RecipeError(what[:1].lower() + what[1:], where=command, fix=fix) from None
 
 

@@ -5,28 +5,23 @@ from __future__ import annotations
 import typer
 
 from featcal_cli.cli import options
-from featcal_cli.runtime.errors import RecipeError
 from featcal_cli.runtime.logfile import recorded
 from featcal_cli.runtime.process import MEASURING, interruptible
 from featcal_cli.runtime.untrusted_text import write_json
 
-NORMS = ("auto", "layernorm", "all", "none")
 
-
-def modules(model: options.Model, norms: options.Norms = "auto", json: options.Json = False) -> None:
+def modules(model: options.Model, json: options.Json = False) -> None:
     """Show what would be calibrated in a model, block by block; only its config is read.
 
     **Examples**
 
         featcal modules openai/clip-vit-base-patch32
 
-        featcal modules ./my-merge --norms all --json
+        featcal modules ./my-merge --json
     """
     from featcal_cli.cli.console import Screen
     from featcal_cli.cli.result_view import show_inventory
 
-    if norms is not None and norms not in NORMS:
-        raise RecipeError(f"unknown kind of norms {norms}", where="--norms", fix=f"give one of: {', '.join(NORMS)}")
     screen = Screen(quiet=json)
     with recorded(screen, None) as log, interruptible(MEASURING), screen.live():
         from featcal_cli.hub.snapshot import resolve_config
@@ -35,7 +30,7 @@ def modules(model: options.Model, norms: options.Norms = "auto", json: options.J
         snapshot = resolve_config(model)
         from featcal_cli.models.inventory import take_inventory
 
-        inventory = take_inventory(snapshot, norms or "auto")
+        inventory = take_inventory(snapshot)
     if json:
         typer.echo(write_json(inventory.to_dict(), indent=2))
     else:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
+from functools import wraps
+from inspect import Parameter, Signature, signature
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from featcal_cli.recipe.schema import Draft
+from featcal_cli.recipe.schema import AsOption, Calibration, Draft, Section, find_mark
 from featcal_cli.runtime.errors import OutputError, RecipeError
 from featcal_cli.runtime.untrusted_text import show
 
@@ -22,6 +24,8 @@ MODELS, METHOD, MACHINE, OUTPUT, HUB = (
     "Output",
     "Hub",
 )
+PANELS = {"method": METHOD, "machine": MACHINE, "hub": HUB}
+"""The group of the help for an option that is a recipe's key."""
 
 
 def _option(
@@ -32,6 +36,52 @@ def _option(
 ) -> Any:
     """An option in its group of the help."""
     return typer.Option(*names, help=help, rich_help_panel=group, **settings)
+
+
+def describe_key(section: type[Section], key: str) -> Any:
+    """The option that a recipe's key is, for a command that takes it; None where it is not given."""
+    field = section.model_fields[key]
+    mark = find_mark(field) or AsOption()
+    kind: Any = field.annotation
+    choices = ""
+    if type(None) in get_args(kind):
+        (kind,) = (part for part in get_args(kind) if part is not type(None))
+    if get_origin(kind) is Annotated:
+        kind = get_args(kind)[0]
+    if get_origin(kind) is Literal:
+        kind, choices = str, "|".join(get_args(kind))
+    help_text = " ".join((field.description or "").split())
+    if field.default is not None and kind is not bool:
+        help_text = f"{help_text.rstrip('.')} [{field.default}]."
+    metavar = mark.metavar or choices or None
+    return Annotated[kind | None, _option(PANELS[mark.group], *mark.names, metavar=metavar, help=help_text)]
+
+
+def with_keys(**sections: type[Section]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command the options that recipes' sections have: a parameter that is named here gets a dict of them."""
+
+    options = {
+        name: {key: describe_key(section, key) for key, field in section.model_fields.items() if find_mark(field)}
+        for name, section in sections.items()
+    }
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        @wraps(command)
+        def run(**given: Any) -> None:
+            of_sections = {name: {key: given.pop(key) for key in keys} for name, keys in options.items()}
+            command(**given, **of_sections)
+
+        parameters: list[Parameter] = []
+        for parameter in signature(command, eval_str=True).parameters.values():
+            listed = {parameter.name: parameter}
+            for key, option in options.get(parameter.name, {}).items():
+                listed.pop(parameter.name, None)
+                listed[key] = parameter.replace(name=key, annotation=option, default=None)
+            parameters += listed.values()
+        vars(run)["__signature__"] = Signature(parameters)
+        return run
+
+    return decorate
 
 
 class _WithExamples:
@@ -117,59 +167,17 @@ AllowPickle = Annotated[
 TrustRemoteCode = Annotated[
     bool, _option(MODELS, "--trust-remote-code", help="Run the model code of a repo. Read it first.")
 ]
-Examples = Annotated[
-    int | None, _option(METHOD, "--examples", "-n", metavar="N", help="Examples fitted per task [256].")
-]
 Measured = Annotated[
     int | None, _option(METHOD, "--examples", "-n", metavar="N", help="Examples measured per task [64].")
 ]
 MeasuredSeed = Annotated[
     int | None, _option(METHOD, "--seed", metavar="N", help="Seed for sampling examples [43; calibrate uses 42].")
 ]
-Ridge = Annotated[float | None, _option(METHOD, metavar="F", help="λ: weight of the anchor.")]
-Rho = Annotated[float | None, _option(METHOD, metavar="F", help="ρ: anchor = ρ·merged + (1−ρ)·base.")]
-Alpha = Annotated[float | None, _option(METHOD, metavar="F", help="α: target = α·expert + (1−α)·calibrated features.")]
-Select = Annotated[
-    str | None,
-    _option(
-        METHOD, metavar="KIND",
-        help="How λ, ρ and α are chosen: auto (featcal's defaults), search (on held-out examples), or preset (exactly "
-        "the paper's method).",
-    ),
-]  # fmt: skip
-Metric = Annotated[
-    str | None,
-    _option(
-        METHOD, metavar="KIND",
-        help="How errors are measured: features (as in the paper), output (by their effect on the expert's answers), "
-        "or auto (output where settings are left to featcal).",
-    ),
-]  # fmt: skip
-Norms = Annotated[
-    str | None,
-    _option(METHOD, metavar="KIND", help="auto, layernorm, all (RMSNorm too) or none."),
-]
-Routers = Annotated[
-    bool | None,
-    _option(METHOD, "--routers/--no-routers", help="Calibrate the routers of mixtures, too [no]."),
-]
-Stems = Annotated[
-    bool | None,
-    _option(METHOD, "--stems/--no-stems", help="Calibrate patch embeddings and other convolutions before blocks [no]."),
-]
-Bias = Annotated[bool | None, _option(METHOD, "--bias/--no-bias", help="Calibrate Linear biases [yes].")]
-TokenWeights = Annotated[
-    str | None,
-    _option(METHOD, metavar="KIND", help="auto, uniform, or cls: the first token counts most in the last block."),
-]
-Seed = Annotated[int | None, _option(METHOD, metavar="N", help="Seed for sampling examples [42].")]
 Device = Annotated[
     str,
     _option(MACHINE, metavar="NAME", help="auto, cpu or cuda[:K] [auto].", show_default=False),
 ]
-Dtype = Annotated[
-    str | None, _option(MACHINE, metavar="NAME", help="Precision of forward passes: auto, float32 or bfloat16.")
-]
+Dtype = describe_key(Calibration, "dtype")
 BatchSize = Annotated[
     int | None,
     _option(MACHINE, metavar="N", min=1, help="Examples per forward pass [chosen by their length and the memory]."),
@@ -231,14 +239,11 @@ Save = Annotated[
 ]
 Json = Annotated[bool, _option(OUTPUT, "--json", help="Print the result as JSON on stdout.")]
 Quiet = Annotated[bool, _option(OUTPUT, "--quiet", "-q", help="Show only the result.")]
-PushTo = Annotated[str | None, _option(HUB, metavar="USER/NAME", help="Push the result to this repo.")]
-Private = Annotated[bool | None, _option(HUB, "--private", help="Make a new repo private.")]
 CreatePr = Annotated[bool, _option(HUB, "--create-pr", help="Open a pull request instead of committing.")]
 OverwriteRepo = Annotated[bool, _option(HUB, "--overwrite-repo", help="Commit to a repo that already holds a model.")]
 PushAnyway = Annotated[
     bool, _option(HUB, "--push-anyway", help="Push even if, on average, tasks got farther from their experts.")
 ]
-CommitMessage = Annotated[str | None, _option(HUB, metavar="TEXT", help="Message of the commit.")]
 
 
 def check_words(words: Sequence[str]) -> None:

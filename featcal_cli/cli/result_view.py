@@ -31,9 +31,7 @@ if TYPE_CHECKING:  # these import torch
     from featcal_cli.models.inventory import Inventory
     from featcal_cli.workflows.preflight import Preflight
 
-PLACING = (
-    "recipe", "output", "overwrite", "restart", "create_pr", "overwrite_repo", "push_anyway", "commit_message",
-)  # fmt: skip
+PLACING = "recipe", "output", "overwrite", "restart", "create_pr", "overwrite_repo", "push_anyway"
 """Options of calibrate on where a job is read and written, which another run of it has of its own."""
 RECIPE_LINES = 5
 """Of the demo's recipe that are shown."""
@@ -229,10 +227,7 @@ def show_preflight(preflight: Preflight) -> None:
     device = f", {tell_bytes(needs.device_bytes)} on {preflight.device}" if needs.device_bytes else ""
     calibration = preflight.recipe.calibration
     given = {name: value for name in ("ridge", "rho", "alpha") if (value := getattr(calibration, name)) is not None}
-    settings = ", ".join(f"{name} {value:g}" for name, value in given.items())
-    if len(given) < 3:
-        rest = {"auto": "featcal's own", "search": "searched", "preset": "the paper's"}[calibration.select]
-        settings = f"{settings}; the rest {rest}" if settings else rest
+    settings = ", ".join([f"method {calibration.method}", *(f"{name} {value:g}" for name, value in given.items())])
     lines = (
         ("model", f"{preflight.model_class}, {_count(preflight.parameters)} parameters, {preflight.dtype}"),
         ("calibrated", calibrated),

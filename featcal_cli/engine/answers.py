@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from featcal_cli.data.batches import Batch, count_examples
-from featcal_cli.engine.drift_metrics import Meter, add_by_example, add_up, relate
+from featcal_cli.engine.drift_metrics import Meter, add_up, relate
 from featcal_cli.models.token_layout import token_masks
 from featcal_cli.models.tracing import tensors_in
 
@@ -90,29 +90,20 @@ class OutputShift:
 
 
 class OutputMeter(Meter[OutputShift]):
-    """Adds up what models' last features make of the experts' outputs, by task, role and place."""
+    """Adds up what models' last features make of the experts' outputs, by task and role."""
 
-    def add(
-        self, task: str, role: str, output: Any, expert: Any, batch: Batch, place: str = "", *, are_logits: bool
-    ) -> Tensor | None:
-        """Add one batch: what the expert returned for the model's features after the block `place` ("": the last one),
-        and for its own. Returns the distance of each example [examples]; None where predictions are not theirs."""
+    def add(self, task: str, role: str, output: Any, expert: Any, batch: Batch, *, are_logits: bool) -> None:
+        """Add one batch: what the expert returned for the model's last features, and for its own."""
         rows, rows_exp = (choose_rows(read_output(of), batch) for of in (output, expert))
         if rows.shape != rows_exp.shape:  # how long a voice speaks depends on the weights
-            return None
+            return
         # a broken head of the expert says nothing of the features that it is given
         is_whole = torch.isfinite(rows_exp).all()
-        kept: list[Tensor] = []
         for start in range(0, len(rows), ROWS_AT_ONCE):
             z, z_exp = (x[start : start + ROWS_AT_ONCE].float() for x in (rows, rows_exp))
             distances, *compared = _compare_rows(z, z_exp, are_logits=are_logits)
-            kept.append(distances)
             numbers = [torch.where(is_whole, x, 0) for x in (add_up(distances), *compared)]
-            self._add((task, role, place), [are_logits], [is_whole * len(z), *numbers])
-        count, z = count_examples(batch), read_output(expert)
-        if len(z) != count or not kept:
-            return None
-        return add_by_example(torch.cat(kept) ** 2, find_owners(z, batch), count).sqrt()
+            self._add((task, role), [are_logits], [is_whole * len(z), *numbers])
 
     def _read(self, _: tuple[str, ...], counts: list[int], numbers: list[float]) -> OutputShift:
         rows, distance, size, *of_logits = numbers
@@ -120,9 +111,9 @@ class OutputMeter(Meter[OutputShift]):
         sums = distance, size, divergence_sum, variation_sum
         return OutputShift(bool(counts[0]), *sums, agreed=int(agreed), certain=int(certain), rows=int(rows))
 
-    def read(self, task: str, role: str, place: str = "") -> OutputShift | None:
+    def read(self, task: str, role: str) -> OutputShift | None:
         """The sums so far; None if nothing was added."""
-        return self.find(task, role, place)
+        return self.find(task, role)
 
 
 def _compare_rows(z: Tensor, z_exp: Tensor, *, are_logits: bool) -> Iterator[Tensor]:

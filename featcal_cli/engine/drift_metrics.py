@@ -203,36 +203,6 @@ def add_up(values: Tensor) -> Tensor:
     return values.sum(dtype=torch.float64)
 
 
-class ExampleMeter:
-    """Keeps figures of every single example, by task, role and kind (DRIFT or SHIFT), as far as they are known. What
-    belongs to one example stands at one place in each."""
-
-    def __init__(self) -> None:
-        self._kept: dict[tuple[str, str, str], list[Tensor]] = {}
-
-    def add(self, task: str, role: str, kind: str, values: Tensor) -> None:
-        """Add the figures of a batch [examples]."""
-        self._kept.setdefault((task, role, kind), []).append(values)
-
-    def share(self, ranks: Ranks) -> None:
-        """Let every rank know what the others have measured by now."""
-        self._kept = ranks.unite({key: [torch.cat(parts).cpu()] for key, parts in self._kept.items()})
-
-    def read(self, task: str, role: str, kind: str) -> list[float]:
-        """The figures so far; none where nothing was measured."""
-        return [value for part in self._kept.get((task, role, kind), []) for value in part.tolist()]
-
-
-DRIFT, SHIFT = "drift", "shift"
-"""Kinds of figures: an example's ‖e‖₂, over all its tokens that count; and the distance of its outputs."""
-
-
-def add_by_example(values: Tensor, owners: Tensor, count: int) -> Tensor:
-    """The sums of the values [T] of each of `count` examples [count]; `owners` [T]: which example each is of."""
-    of_each = owners == torch.arange(count, device=owners.device)[:, None]
-    return torch.where(of_each, values.double(), 0.0).sum(1)  # (index_add would sum in any order on a GPU)
-
-
 OUTSIDE = ""
 """The place of all that lies outside of blocks, such as embeddings."""
 

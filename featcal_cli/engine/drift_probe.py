@@ -12,7 +12,7 @@ from torch import Tensor
 from featcal_cli.data.batches import Batch, count_examples
 from featcal_cli.engine.answers import gives_logits
 from featcal_cli.engine.block_runner import BlockRunner, PausedForward
-from featcal_cli.engine.drift_metrics import DRIFT, OUTSIDE, SHIFT, STEM, add_by_example
+from featcal_cli.engine.drift_metrics import OUTSIDE, STEM
 from featcal_cli.engine.job import Job, Measurement
 from featcal_cli.engine.token_weights import choose_rows, token_weights
 from featcal_cli.models.architecture import Block
@@ -73,11 +73,9 @@ class DriftProbe:
             role: started[role] if role in started else runner.start([batch], entry)[0]
             for role, runner in self._runners.items()
         }
-        keys = [(role, place) for place in ("", *sorted(measurement.branches)) for role in self._passes]
-        keys = keys if self._outputs is not None else []
-        self._followers = dict(zip(keys, job.experts[task].start([batch] * len(keys), entry), strict=True))
-        """Passes of the expert that go on from another role's features, by role and the block after which they do so
-        ("": the last)."""
+        roles = list(self._passes) if self._outputs is not None else []
+        self._followers = dict(zip(roles, job.experts[task].start([batch] * len(roles), entry), strict=True))
+        """Passes of the expert that go on from another role's last features in place of its own, by role."""
         self._shown: _ExpertRun | None = None
         """The expert's run of a block, while the others are still before it."""
         if not measurement.last_block_only:
@@ -94,13 +92,6 @@ class DriftProbe:
             yield from paused.tensors
         if self._shown is not None:
             yield from tensors_in(self._shown.run.output)
-
-    def drop(self, role: str) -> None:
-        """A model is measured no more."""
-        self._passes.pop(role).close()
-        self._runners.pop(role)  # with it go its weights
-        for key in [key for key in self._followers if key[0] == role]:
-            self._followers.pop(key).close()
 
     def run_expert(self, block: Block, done: Sequence[Block]) -> None:
         """Take the expert through all calls of the block, if all passes are at it; the others follow in `go_through`.
@@ -135,8 +126,6 @@ class DriftProbe:
         if is_last_call and self._is_end(block):
             self._finish(outputs)
             return
-        if is_last_call and self._has_branch(block):
-            self._answer_all(outputs, block.name)
         self._go_on(runs, done)
 
     def is_at(self, block: Block) -> bool:
@@ -160,18 +149,14 @@ class DriftProbe:
         is_last_call = call == block.calls
         if is_last_call and self._is_end(block):
             return
-        staying = block.name if is_last_call and self._has_branch(block) else None
-        for (_, place), follower in self._followers.items():
-            if follower.is_at(block) and place != staying:
+        for follower in self._followers.values():
+            if follower.is_at(block):
                 follower.advance(_with_own_hidden(run.output))
                 follower.run_through(done)
         expert.go_on(_with_own_hidden(run.output), done, last=False)
 
     def _is_end(self, block: Block) -> bool:
         return block.name == self._job.architecture.last_blocks[self._task]
-
-    def _has_branch(self, block: Block) -> bool:
-        return self._outputs is not None and block.name in self._measurement.branches
 
     def _run(self, role: str, block: Block, given: PausedForward | None = None) -> _Run:
         """Run the block on the pass's arguments, or on those of the pass `given`, and keep the outputs of its modules
@@ -203,8 +188,6 @@ class DriftProbe:
             trio = [runs[role], runs[EXPERT], *([on_expert[role]] if role in on_expert else [])]
             outputs = [hidden for run in trio if (hidden := first_tensor(run.output)) is not None]
             add(block.name, self._task, role, *self._choose_rows(outputs, block.layout, weights, lengths))
-            if self._is_end(block):
-                self._keep_examples(role, outputs[:2], block.layout, weights, lengths)
             for module in (module for module in block.modules if not module.is_routed):
                 calls = [run.modules.get(module.name, []) for run in trio]
                 for layout, *inner in zip(module.layouts, *calls, strict=False):
@@ -212,19 +195,6 @@ class DriftProbe:
                         rows = self._choose_rows(inner, layout, weights, lengths)
                         step = -(-len(rows[0]) // MODULE_ROWS)
                         add(f"{block.name}.{module.name}", self._task, role, *(x[::step] for x in rows))
-
-    def _keep_examples(
-        self, role: str, features: Sequence[Tensor], layout: Layout, weights: Weights, lengths: Lengths
-    ) -> None:
-        """Keep how far each example's last feature is from the expert's: of the model and of the expert."""
-        count = count_examples(self._passes[EXPERT].batch)
-        owners = layout.find_owners(features[0], count)
-        if self._measurement.examples is None or owners is None:
-            return
-        h, h_exp, owned = self._choose_rows([*features, owners], layout, weights, lengths)
-        squares = (h.float() - h_exp.float()).square().sum(-1)
-        distance = add_by_example(squares, owned[:, 0], count).sqrt()
-        self._measurement.examples.add(self._task, role, DRIFT, distance)
 
     def _choose_rows(
         self, features: Sequence[Tensor], layout: Layout, weights: Weights, lengths: Lengths
@@ -234,21 +204,14 @@ class DriftProbe:
     def _finish(self, outputs: Mapping[str, Any]) -> None:
         """Run the rest of the expert's forward on these outputs in place of its own."""
         if self._outputs is not None:
-            self._answer_all(outputs, "")
+            batch, expert = self._passes[EXPERT].batch, self._answer(EXPERT, outputs[EXPERT])
+            are_logits = gives_logits(self._passes[EXPERT].module, expert)
+            for role in self._measurement.runners:
+                answer = self._answer(role, outputs[role])
+                self._outputs.add(self._task, role, answer, expert, batch, are_logits=are_logits)
 
-    def _answer_all(self, outputs: Mapping[str, Any], place: str) -> None:
-        """Compare what the rest of the expert makes of all features after the block `place` ("": the last)."""
-        assert self._outputs is not None
-        batch, expert = self._passes[EXPERT].batch, self._answer(EXPERT, place, outputs[EXPERT])
-        are_logits = gives_logits(self._passes[EXPERT].module, expert)
-        for role in self._measurement.runners:
-            answer = self._answer(role, place, outputs[role])
-            moved = self._outputs.add(self._task, role, answer, expert, batch, place, are_logits=are_logits)
-            if self._measurement.examples is not None and moved is not None and not place:
-                self._measurement.examples.add(self._task, role, SHIFT, moved)
-
-    def _answer(self, role: str, place: str, output: Any) -> Any:
-        follower = self._followers.pop((role, place))
+    def _answer(self, role: str, output: Any) -> Any:
+        follower = self._followers.pop(role)
         follower.advance(_with_own_hidden(output))
         follower.run_through(self._job.architecture.blocks)
         answer, follower.output = follower.output, None  # logits are large

@@ -13,7 +13,7 @@ from torch import Tensor
 from featcal_cli.data.batches import Batch
 from featcal_cli.engine.answers import OutputMeter
 from featcal_cli.engine.block_runner import BlockRunner
-from featcal_cli.engine.drift_metrics import DriftMeter, ExampleMeter, ShareMeter
+from featcal_cli.engine.drift_metrics import DriftMeter, ShareMeter
 from featcal_cli.engine.offload import Offloader
 from featcal_cli.engine.weight_checks import TaskVectorMeter
 from featcal_cli.models.architecture import Architecture, Block
@@ -35,11 +35,7 @@ class Measurement:
     meter: DriftMeter = field(default_factory=DriftMeter)
     outputs: OutputMeter | None = None
     """Meter of outputs: if given, the experts' heads run on every model's last features."""
-    branches: frozenset[str] = frozenset()
-    """Blocks after which the rest of the expert is run on every model's features too, for `outputs`."""
     vectors: TaskVectorMeter | None = None
-    examples: ExampleMeter | None = None
-    """Meter of every example's last feature, and of the outputs made of it; None if none is wanted."""
     shares: ShareMeter | None = None
     """Meter of each block's share of the final drift: if given, it is fed on the examples of `switched`."""
     switched: Mapping[str, Sequence[Batch]] = field(default_factory=dict)
@@ -59,7 +55,7 @@ class Measurement:
 
     def share(self, ranks: Ranks) -> None:
         """Exchange readings, so that every rank knows those of all ranks."""
-        for meter in (self.meter, self.outputs, self.vectors, self.shares, self.examples):
+        for meter in (self.meter, self.outputs, self.vectors, self.shares):
             if meter is not None:
                 meter.share(ranks)
 

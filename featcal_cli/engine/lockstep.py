@@ -347,15 +347,6 @@ class BlockVisit:
         seen = (False, captured.y, range(0), (1.0, 1.0), captured.routes)
         return Observation(x_cal, captured.x, padding, weights, lengths, *seen)
 
-    def drop(self, role: str) -> None:
-        """A student goes no further: its passes end, and its drift is measured no more."""
-        for pair in self._passes.pairs:
-            pair.students.pop(role).close()
-        for probe in self._passes.probes:
-            probe.drop(role)
-        del self._job.students[role]
-        self._job.drift.runners.pop(role, None)
-
     def finish(self) -> None:
         """Take all passes through the block, the students' with their new weights, and measure the students' drift. The
         new weights are then dropped from memory, unless the block runs again or students keep their blocks."""

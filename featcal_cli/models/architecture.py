@@ -236,7 +236,7 @@ def _describe(model: nn.Module, name: str, run: ProbeRun, norms: str, holders: M
             modules.append(Module(path, kind, layouts, overwritten, inside, routed=tuple(shape)))
         else:
             called = "scale" if kind == "scale" else "norm"
-            skipped.append((path, f"a {called} without bias; --norms all calibrates it"))
+            skipped.append((path, f"a {called} without bias; `norms: all` calibrates it"))
     modules = _count_depths(held, name, modules, run.first.depths)
     found = run.match_others(name, {x.name: (module_at(held, x), x.layouts) for x in modules}, axes)
     modules = [replace(x, layouts=found.layouts[x.name]) for x in modules]

@@ -73,7 +73,7 @@ class Inventory:
         return {**asdict(self), "share": self.share}
 
 
-def take_inventory(snapshot: Snapshot, norms: str) -> Inventory:
+def take_inventory(snapshot: Snapshot, norms: str = "auto") -> Inventory:
     """List the blocks and modules of a checkpoint. Raises ArchitectureError if there are none."""
     model_class = find_class(snapshot)
     about = {"role": "this model", "name": snapshot.name}

@@ -134,14 +134,6 @@ class Layout:
             case _:
                 return None, None
 
-    def find_owners(self, x: Tensor, count: int) -> Tensor | None:
-        """Which of `count` examples each row of a feature [.., d] is of [.., 1]; None where the rows do not show it."""
-        for at, dim in enumerate(self.dims if self.dims is not None and len(self.dims) == x.ndim - 1 else ()):
-            if dim.examples and x.shape[at] % count == 0:
-                owners = torch.arange(x.shape[at], device=x.device) // (x.shape[at] // count)
-                return owners.view([-1 if place == at else 1 for place in range(x.ndim)]).expand(*x.shape[:-1], 1)
-        return None
-
     @property
     def is_table(self) -> bool:
         """Whether rows belong to no example and are the same in every batch, like a table of relative positions."""

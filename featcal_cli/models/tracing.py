@@ -28,7 +28,7 @@ FORWARD_ERRORS = (TypeError, ValueError, RuntimeError, IndexError, AttributeErro
 """Errors that a model's forward raises on inputs it cannot take, and that our own hooks raise when they have a bug."""
 UNSEEN = "no run has shown what is multiplied with it"
 SHARED = "another module shares its weight, and forward order solves a weight where it is used once"
-ROUTER = "it is the router of a mixture; --routers calibrates it"
+ROUTER = "it is the router of a mixture; `routers: true` calibrates it"
 
 
 class ForwardError(Exception):

@@ -24,6 +24,11 @@ _SECTIONS: Mapping[tuple[str, ...], type[BaseModel]] = {
     ("output",): Output,
 }
 """The parts of a recipe, by where they are in it."""
+_GONE = {
+    "select": "choose between --method featcal and --method paper (the key method of a recipe's calibration)",
+    "chosen": "take it out: the method says whether updates are checked",
+}
+"""What to do about a key or an option of earlier versions."""
 
 
 class RecipeMistakesError(SeveralErrors, RecipeError):
@@ -95,6 +100,8 @@ def _describe_mistake(
 
 def _suggest_key(unknown: str, parts: Sequence[str]) -> str:
     """What to do with a key that is unknown in this part of a recipe."""
+    if unknown in _GONE and list(parts) == ["calibration"]:
+        return _GONE[unknown]
     section = tuple("TASK" if number == 1 and parts[0] == "tasks" else part for number, part in enumerate(parts))
     keys = {place: list(model.model_fields) for place, model in _SECTIONS.items()}
     if homes := [".".join(place) or "the top level" for place, known in keys.items() if unknown in known]:
@@ -120,8 +127,7 @@ def _name_option(place: Sequence[str], overrides: Mapping[str, Any]) -> str | No
         case ["base" | "skip_experts" as key, *_]:
             return "--base" if key == "base" else "--skip-expert"
         case ["calibration" | "output", key, *_]:
-            switches = {key: f"--{key}/--no-{key}" for key in ("bias", "routers", "stems")}
-            return {"examples": "--examples (-n)", **switches}.get(key, f"--{key.replace('_', '-')}")
+            return "--examples (-n)" if key == "examples" else f"--{key.replace('_', '-')}"
         case ["tasks", task, "evaluate", *rest]:
             return f"--split {task}=…" if rest[:1] == ["split"] else None  # no option says the others
         case ["tasks", task, "data"] if isinstance(value, Mapping) and value.keys().isdisjoint(("dataset", "path")):
@@ -131,6 +137,13 @@ def _name_option(place: Sequence[str], overrides: Mapping[str, Any]) -> str | No
         case ["tasks", task, *_]:
             return f"--expert {task}=…"
     return None
+
+
+def suggest_for_option(option: str) -> str:
+    """What to do about an option that is unknown, where it was one once, or is the key of a recipe; else nothing."""
+    key = option.removeprefix("--").removeprefix("no-").replace("-", "_")
+    sections = [place[0] for place, model in _SECTIONS.items() if len(place) == 1 and key in model.model_fields]
+    return _GONE.get(key) or (f"write {key}: in the section {sections[0]}: of a recipe (-r FILE)" if sections else "")
 
 
 def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:

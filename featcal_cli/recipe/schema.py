@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from string import Formatter
 from typing import Annotated, Any, Literal
@@ -22,6 +23,7 @@ from pydantic import (
     model_serializer,
     model_validator,
 )
+from pydantic.fields import FieldInfo
 
 from featcal_cli.runtime.errors import RecipeError
 from featcal_cli.runtime.references import bare_model, complaining, existing_path, parse_source, read_page, write_number
@@ -43,6 +45,23 @@ SELF = "self"
 """The source of a task whose expert writes its examples itself."""
 ROLES = ("image", "audio", "text", "text_pair", "messages", "prompt", "response", "label")
 """What a column of a dataset can be."""
+
+
+@dataclass(frozen=True)
+class AsOption:
+    """Marks a key that the command line has as an option too; its help is the key's own sentence."""
+
+    metavar: str = ""
+    """What stands for the value; unless given, the choices."""
+    names: tuple[str, ...] = ()
+    """As they are typed; unless given, the key's own."""
+    group: Literal["method", "machine", "hub"] = "method"
+    """The part of the help that shows it."""
+
+
+def find_mark(field: FieldInfo) -> AsOption | None:
+    """The mark of a key that is an option; None for one that is none."""
+    return next((mark for mark in field.metadata if isinstance(mark, AsOption)), None)
 
 
 class Section(BaseModel):
@@ -269,29 +288,27 @@ class Task(TaskDraft):
 
 
 class Calibration(Section):
-    """The settings of the method; `select` chooses those that are left out."""
+    """The method and its settings; λ, ρ and α that are left out are the method's own."""
 
-    examples: int = Field(default=256, ge=1, le=10**9)
-    """Fitted examples per task."""
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    method: Annotated[Literal["featcal", "paper"], AsOption()] = "featcal"
+    """`featcal`: errors measured by their effect on outputs, module by module, every update checked on held-out rows;
+    `paper`: features, block by block, the paper's λ, ρ and α for the kind of model, no checks."""
+    examples: Annotated[int, AsOption("N", ("--examples", "-n"))] = Field(default=256, ge=1, le=10**9)
+    """Examples fitted per task."""
+    dtype: Annotated[Literal["auto", "float32", "bfloat16"], AsOption(group="machine")] = "auto"
     """Precision of forward passes; `auto` is the merged model's precision, with float32 in place of float16."""
-    ridge: float | None = Field(default=None, ge=0, le=1e9, allow_inf_nan=False)
+    ridge: Annotated[float | None, AsOption("F")] = Field(default=None, ge=0, le=1e9, allow_inf_nan=False)
     """λ: weight of the anchor."""
-    rho: float | None = Field(default=None, ge=0, le=1e6, allow_inf_nan=False)
+    rho: Annotated[float | None, AsOption("F")] = Field(default=None, ge=0, le=1e6, allow_inf_nan=False)
     """ρ: anchor = ρ · merged + (1 − ρ) · base."""
-    alpha: float | None = Field(default=None, ge=0, le=1, allow_inf_nan=False)
+    alpha: Annotated[float | None, AsOption("F")] = Field(default=None, ge=0, le=1, allow_inf_nan=False)
     """α: target features = α · expert + (1 − α) · calibrated."""
-    select: Literal["auto", "preset", "search"] = "auto"
-    """How settings that are left out are chosen; `preset` is exactly the paper's method: no update is checked."""
-    chosen: bool = False
-    """The settings given here were chosen by featcal, not by the user; its `featcal.yaml` says so. The result is then
-    checked as if they were left out: updates are reduced if it is farther from the experts on held-out rows."""
-    metric: Literal["auto", "features", "output"] = "auto"
-    """How a task's error is measured: `features` as in the paper, `output` by its effect on the expert's answers;
-    `auto`: `output` if featcal chooses the settings and it can be measured, else `features`."""
-    order: Literal["auto", "block", "module"] = "auto"
+    metric: Literal["features", "output"] | None = None
+    """How a task's error is measured: `features`, as in the paper, or `output`, by its effect on the expert's outputs;
+    if left out, as the method does."""
+    order: Literal["block", "module"] | None = None
     """What is solved at once: a whole `block`, as in the paper, or a `module`, on features from the modules calibrated
-    before it; `auto`: `module` if featcal chooses the settings, else `block`."""
+    before it; if left out, as the method does."""
     norms: Literal["auto", "layernorm", "all", "none"] = "auto"
     """Which norms are calibrated: `auto` and `layernorm` those with a bias, `all` RMSNorm too."""
     routers: bool = False
@@ -302,40 +319,35 @@ class Calibration(Section):
     """Calibrate the biases of Linear modules."""
     token_weights: Literal["auto", "uniform", "cls"] = "auto"
     """How tokens count: `uniform` all equally; `cls` the first one most, in the last block; `auto` by how far they move
-    the expert's answers with `metric: output`, else as one of the two."""
-    seed: int = Field(default=42, ge=-(2**63), lt=2**63)
+    the expert's outputs where errors are measured by these, else as one of the two."""
+    seed: Annotated[int, AsOption("N")] = Field(default=42, ge=-(2**63), lt=2**63)
     """Seed for sampling examples."""
 
     @property
-    def is_open(self) -> bool:
-        """Settings are left to a search."""
-        return self.select != "preset" and None in (self.ridge, self.rho, self.alpha)
-
-    @property
-    def is_by_answers(self) -> bool:
-        """Errors are to be measured by what they do to experts' answers."""
-        return self.metric == "output" or (self.metric == "auto" and self.is_open)
+    def uses_output_metric(self) -> bool:
+        """Errors are to be measured by their effect on experts' outputs."""
+        return (self.metric or ("output" if self.method == "featcal" else "features")) == "output"
 
     @property
     def solving_order(self) -> str:
         """`block` or `module`."""
-        if self.order != "auto":
-            return self.order
-        return "module" if self.is_open else "block"
+        return self.order or ("module" if self.method == "featcal" else "block")
 
     @property
-    def is_answered_for(self) -> bool:
-        """featcal chooses settings, not the user, and so sees to it that the result is no worse than merged."""
-        return self.is_open or (self.select != "preset" and self.chosen)
+    def must_not_get_worse(self) -> bool:
+        """Updates are checked on held-out rows, and reduced where the result would be farther from the experts."""
+        return self.method == "featcal"
 
 
 class Output(Section):
     """Where the result goes besides the local folder."""
 
-    push_to: ModelName | None = None
-    """USER/NAME of a model repo."""
-    private: bool = False
+    push_to: Annotated[ModelName | None, AsOption("USER/NAME", group="hub")] = None
+    """Push the result to this model repo."""
+    private: Annotated[bool, AsOption(names=("--private",), group="hub")] = False
     """Make that repo private, if it is new."""
+    commit_message: Name | None = None
+    """Message of the commit; if left out, "Calibrate MERGED with featcal"."""
 
 
 class Draft(Section):

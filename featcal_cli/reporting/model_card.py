@@ -35,7 +35,7 @@ MODELS = ("merged", "base", "expert")
 HUB = "https://huggingface.co"
 METRICS = {
     "features": "Errors are measured on features, as in the paper.",
-    "output": "Errors are measured by what they do to each expert's answers (`--metric output`).",
+    "output": "Errors are measured by their effect on each expert's outputs.",
 }
 ORDERS = {
     "block": "The modules of a block were solved together, as in the paper.",
@@ -307,8 +307,8 @@ def _describe_settings(report: Report) -> str:
     changes = sorted(module.relative_change for module in modules)
     kinds = ", ".join(f"{count} {inert(kind)}" for kind, count in Counter(m.kind for m in modules).most_common())
     sentences = [
-        f"λ (ridge) = {settings['ridge']:g}, ρ (rho) = {settings['rho']:g}, α (alpha) = {settings['alpha']:g}; chosen "
-        f"by: {_show_message(settings['chosen_by'], report)}.",
+        f"Method: {inert(str(settings['method']))}, with λ (ridge) = {settings['ridge']:g}, ρ (rho) = "
+        f"{settings['rho']:g}, α (alpha) = {settings['alpha']:g} ({_show_message(settings['chosen_by'], report)}).",
         METRICS.get(str(settings.get("metric")), METRICS["features"]),
         ORDERS.get(str(settings.get("order")), ORDERS["block"]),
         f"Norms: {inert(str(settings['norms']))}; biases: {'calibrated' if settings['bias'] else 'as merged'}; token "

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from featcal_cli import __version__
-from featcal_cli.calibration.hyperparameters import Choice
+from featcal_cli.calibration.hyperparameters import Hyperparameters
 from featcal_cli.calibration.results import BlockReport
 from featcal_cli.engine.drift_metrics import OUTSIDE, STEM, Drift
 from featcal_cli.engine.job import CALIBRATED, Job
@@ -36,7 +36,9 @@ from featcal_cli.workflows.session import Session
 
 @dataclass(frozen=True)
 class Outcome:
-    choice: Choice
+    hyperparameters: Hyperparameters
+    chosen_by: str
+    """Where λ, ρ and α come from, in words."""
     job: Job
     blocks: list[BlockReport]
     step: float
@@ -48,7 +50,7 @@ class Outcome:
 def summarise(session: Session, plan: Preflight, outcome: Outcome) -> Report:
     """The report of a calibration that is through, on every rank; `plan` holds the recipe with the settings that were
     chosen."""
-    calibration, job, choice, step = plan.recipe.calibration, outcome.job, outcome.choice, outcome.step
+    calibration, job, step = plan.recipe.calibration, outcome.job, outcome.step
     job.share_readings()
     blocks = []
     for block in outcome.blocks:  # of the changes of weights the share `step` is left
@@ -60,9 +62,9 @@ def summarise(session: Session, plan: Preflight, outcome: Outcome) -> Report:
         recipe=plan.recipe.model_dump(mode="json", exclude_none=True),
         environment=describe_environment(session.device),
         settings={
-            **asdict(choice.hyperparameters),
-            "chosen_by": choice.chosen_by,
-            "candidates": [trial.to_dict() for trial in choice.candidates],
+            "method": calibration.method,
+            **asdict(outcome.hyperparameters),
+            "chosen_by": outcome.chosen_by,
             "guard": bool(job.checked),
             "step": step,
             "norms": calibration.norms,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -15,18 +15,9 @@ from torch import Tensor
 from featcal_cli.calibration.algorithm import calibrate_blocks
 from featcal_cli.calibration.backtracking import interpolate, shrink_updates
 from featcal_cli.calibration.fingerprint import name_local_files, take_fingerprint
-from featcal_cli.calibration.hyperparameters import (
-    METRICS,
-    Choice,
-    SearchPlan,
-    Trial,
-    choose_hyperparameters,
-    kind_of,
-    take_best,
-)
+from featcal_cli.calibration.hyperparameters import choose_hyperparameters, kind_of
 from featcal_cli.calibration.journal import Journal, drop_journal
 from featcal_cli.calibration.results import ADAPTER, AdapterReport, describe_guard, describe_ridges
-from featcal_cli.calibration.search import Search
 from featcal_cli.data.batches import Batch, count_examples, take_range
 from featcal_cli.data.examples import TaskExamples
 from featcal_cli.engine.job import CALIBRATED, MERGED
@@ -125,9 +116,10 @@ class Computation:
         self._data.check()
         recipe = plan.recipe
         check_run(session, plan, self._workspace.target, options)
-        if recipe.calibration.is_by_answers and self._ranks.size > 1:
-            what, fix = "outputs are a metric in one process only", "run it in one process, or use --metric features"
-            self._go_on_by_features(RecipeError(what, where="--metric output", fix=fix))
+        if recipe.calibration.uses_output_metric and self._ranks.size > 1:
+            what = "outputs are a metric in one process only"
+            fix = "run it in one process, or take metric: output out of the recipe"
+            self._go_on_by_features(RecipeError(what, where="calibration.metric", fix=fix))
         own = self._ranks.own(recipe.tasks)
         journal = self._open_journal(plan)
         merge = recipe.merged if isinstance(recipe.merged, Merge) else None
@@ -197,9 +189,12 @@ class Computation:
         session.stage("writing")
         hardware.give_back(models.merged.module.parameters())
         hardware.trim_heap()  # of calibrating; what is written is read block by block
-        chosen = {**asdict(outcome.choice.hyperparameters), "chosen": calibration.is_answered_for}
-        fixed = calibration.model_copy(update=chosen)
-        plan = replace(plan, recipe=plan.recipe.model_copy(update={"calibration": fixed}))
+        used = outcome.hyperparameters
+        fixed: dict[str, Any] = {"ridge": used.ridge, "rho": used.rho, "alpha": used.alpha}
+        if calibration.uses_output_metric and used.metric == "features":  # outputs could not be measured
+            fixed["metric"] = used.metric
+        calibration = calibration.model_copy(update=fixed)
+        plan = replace(plan, recipe=plan.recipe.model_copy(update={"calibration": calibration}))
         adapter = (
             self._extract_adapter(journal, models, plan, outcome) if journal and self._options.as_adapter else None
         )
@@ -209,24 +204,25 @@ class Computation:
         return report
 
     def _calibrate(self, setup: Setup, journal: Journal | None) -> Outcome:
-        """Choose settings and calibrate all blocks; what the journal holds of either is taken over."""
+        """Calibrate all blocks; those that the journal holds are taken over."""
         with self._with_gradients(setup) as ready:
             return self._calibrate_with(ready, journal)
 
     def _calibrate_with(self, setup: Setup, journal: Journal | None) -> Outcome:
         calibration, models, examples = setup.calibration, setup.models, setup.examples
-        choice = self._choose(setup, journal)
-        if choice.hyperparameters.metric == "features":
-            setup = replace(setup, gradients={})  # a search may have chosen it
+        kind = kind_of(models.merged.module)
+        used, whose = choose_hyperparameters(calibration, kind, has_gradients=bool(setup.gradients))
+        numbers = f"ridge {used.ridge:g}, rho {used.rho:g}, alpha {used.alpha:g} ({whose})"
+        how = f"metric {used.metric}, order {used.order}"
+        self._session.note(f"settings: method {calibration.method}, {numbers}, {how}")
         unchecked = [task for task, rows in examples.items() if not rows.selection_count]
-        guarded = calibration.select != "preset" and not unchecked
-        if unchecked and calibration.select != "preset":
+        if unchecked and calibration.must_not_get_worse:
             self._session.note(f"updates are not checked on new data: {unchecked[0]} has no held-out rows")
         job = setup.make_job(
             {CALIBRATED: models.student},
             {MERGED: models.merged, "base": models.base},
-            guarded=guarded,
-            judged=calibration.is_answered_for,
+            guarded=calibration.must_not_get_worse and not unchecked,
+            judged=calibration.must_not_get_worse,
         )
         if self._ranks.size > 1:
             for rows in examples.values():  # the job has this rank's part of them
@@ -235,7 +231,7 @@ class Computation:
         self._session.stage("calibrating")
         watch = self._session.progress
         try:
-            blocks = calibrate_blocks(job, choice.hyperparameters, journal, bias=calibration.bias, watch=watch)
+            blocks = calibrate_blocks(job, used, journal, bias=calibration.bias, watch=watch)
         except RuntimeError as error:
             if is_out_of_memory(error) or "bfloat16" not in str(error).lower():
                 raise
@@ -243,17 +239,17 @@ class Computation:
             raise NumericsError(what, fix="give --dtype float32") from error
         finally:
             job.retire()
-        if not calibration.is_answered_for:
-            return Outcome(choice, job, blocks, 1.0, "")
+        if not calibration.must_not_get_worse:
+            return Outcome(used, whose, job, blocks, 1.0, "")
         held_out = [task for task, rows in examples.items() if rows.held_out_count]
         self._session.stage("checking the result")
-        return Outcome(choice, job, blocks, *shrink_updates(job, blocks, journal, held_out, watch))
+        return Outcome(used, whose, job, blocks, *shrink_updates(job, blocks, journal, held_out, watch))
 
     @contextmanager
     def _with_gradients(self, setup: Setup) -> Iterator[Setup]:
-        """Inside, with how experts' answers depend on their modules, where errors are measured by that. Raises
+        """The setup with how experts' outputs depend on their modules, where errors are measured by that. Raises
         NumericsError where it is asked for and cannot be known."""
-        if not setup.calibration.is_by_answers or self._ranks.size > 1:
+        if not setup.calibration.uses_output_metric or self._ranks.size > 1:
             yield setup
             return
         folder = setup.scratch / GRADIENTS
@@ -267,45 +263,17 @@ class Computation:
                 if is_out_of_memory(error):
                     raise
                 what = f"experts' answers cannot be differentiated: {error}"
-                self._go_on_by_features(NumericsError(what, fix="use --metric features"))
+                self._go_on_by_features(NumericsError(what, fix="take metric: output out of the recipe"))
                 gradients = {}
             yield replace(setup, gradients=gradients)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
     def _go_on_by_features(self, error: FeatCalError) -> None:
-        """Say why errors are not measured by what they do to answers; raises the error where the user asks for that."""
+        """Note why errors are not measured by what they do to outputs; raise the error where the recipe wants it."""
         if self._session.draft.calibration.metric == "output":
             raise error
         self._session.note(f"errors are measured by features: {error.what}")
-
-    def _choose(self, setup: Setup, journal: Journal | None) -> Choice:
-        calibration, kind = setup.calibration, kind_of(setup.models.merged.module)
-        metrics = [name for name in METRICS if calibration.metric in (name, "auto")]
-        if not setup.gradients:
-            metrics = ["features"]
-        blocks = len(setup.architecture.blocks)
-        choice = choose_hyperparameters(calibration, kind, setup.examples, metrics, blocks)
-        if isinstance(choice, SearchPlan):
-            choice = take_best(calibration, self._search(choice, setup, journal))
-        used = choice.hyperparameters
-        self._session.note(
-            f"settings: ridge {used.ridge:g}, rho {used.rho:g}, alpha {used.alpha:g}, metric {used.metric}, order "
-            f"{used.order}, chosen by {choice.chosen_by}"
-        )
-        return choice
-
-    def _search(self, search: SearchPlan, setup: Setup, journal: Journal | None) -> list[Trial]:
-        """What becomes of the candidates; what an interrupted run has found is taken over."""
-        if (kept := self._ranks.broadcast(journal.recall_search() if journal else None)) is not None:
-            return [Trial.from_dict(trial) for trial in kept]
-        self._session.stage(f"searching settings ({len(search.candidates)} candidates)")
-        branches = [setup.architecture.blocks[number - 1].name for number in search.cuts]
-        job = setup.make_search_job(search.candidates, search.fitted, branches)
-        trials = Search(job, search.candidates, setup.calibration.bias, search.cuts).run(self._session.progress)
-        if journal:
-            journal.keep_search([trial.to_dict() for trial in trials])
-        return trials
 
     def _extract_adapter(
         self, journal: Journal, models: Models, plan: Preflight, outcome: Outcome

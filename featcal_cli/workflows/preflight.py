@@ -115,8 +115,8 @@ def prepare(
     the examples that experts write themselves, at the end. The first rank finds out what is meant for all of them.
 
     target: the folder that will be written, if any. all_rows: read all examples, of a sample too. others: further
-    models, by role. hold_out: where there are no further rows, some of the fitted ones are held out, if featcal is to
-    choose settings.
+    models, by role. hold_out: where there are no further rows, some of the fitted ones are held out, if the
+    method checks updates.
     Raises FeatCalError for whatever would stop the job later, as far as the session does not collect that."""
     stage, device, writes = session.stage, session.device, target is not None
     recipe, findings, origins = _pin_all(session, others or {}, published=writes)
@@ -127,7 +127,7 @@ def prepare(
     if isinstance(recipe.merged, Merge):
         check_mergeable(outlines, vocabularies)
     stage("reading examples")
-    hold_out = hold_out and recipe.calibration.is_answered_for
+    hold_out = hold_out and recipe.calibration.must_not_get_worse
     readers = [role for role in vocabularies.folders if role == MERGED or role in (others or {})]
     text_models = {task: TextModels(vocabularies, f"{EXPERT}{task}", readers, MERGED) for task in recipe.tasks}
     sampled = SAMPLED if sample and not all_rows else None
@@ -231,7 +231,7 @@ def check_stems(architecture: Architecture, calibration: Calibration, merged: Mo
     """Raise RecipeError where stems are to be calibrated and there is none."""
     if calibration.stems and not architecture.stems:
         what = f"{type(merged.module).__name__} has no stem: no module that holds convolutions runs before its blocks"
-        raise RecipeError(what, where=merged.snapshot.name, fix="leave out --stems")
+        raise RecipeError(what, where=merged.snapshot.name, fix="take stems: true out of the recipe")
 
 
 def name_models(recipe: Recipe) -> dict[str, str]:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from featcal_cli.calibration.hyperparameters import METRICS, kind_of, take_preset
+from featcal_cli.calibration.hyperparameters import choose_hyperparameters, kind_of
 from featcal_cli.calibration.linear_algebra import choose_precision
 from featcal_cli.data.examples import TaskExamples, most_held_out
 from featcal_cli.engine.gradient_sums import DIRECTIONS, count_sum_rows
@@ -113,7 +113,7 @@ def estimate(
     """
     calibration, model, has_device = recipe.calibration, merged.module, device.type != "cpu"
     computing = choose_dtype(calibration, model)
-    guarded = writes and calibration.select != "preset"
+    guarded = writes and calibration.must_not_get_worse
     # 1. features
     needs = {
         task: probe_batch(model, architecture, architecture.entries[task], rows.fitted[0])
@@ -138,7 +138,7 @@ def estimate(
     at_work += _count_sums(model, architecture, calibration, guarded, len(loads), batch)
     # 4. gradients
     gradients, kept = 0.0, 0
-    if calibration.is_by_answers:
+    if calibration.uses_output_metric:
         summed, kept = _count_gradients(model, architecture)
         gradients = summed + min(KEPT_BYTES, len(architecture.blocks) * max(load.shown for load in loads))
     at_work = max(at_work, STEMS * stem, BLOCKS_WRITTEN * block, gradients)
@@ -238,9 +238,8 @@ def _count_sums(
 ) -> float:
     """Bytes of the sums over features while a batch is added to them, or while a system is solved, at the part of a
     block where they are largest. guarded: the examples that updates are checked on have sums of their own."""
-    metric = METRICS[not calibration.is_by_answers]
-    ridge = take_preset(calibration, kind_of(model), metric).hyperparameters.ridge
-    item, most, times = choose_precision(torch.float32, ridge, metric).itemsize, 0.0, 1 + guarded
+    used, _ = choose_hyperparameters(calibration, kind_of(model))
+    item, most, times = choose_precision(torch.float32, used.ridge, used.metric).itemsize, 0.0, 1 + guarded
     by_depth = calibration.solving_order == "module"
     for part in (part for block in architecture.blocks for part in block.parts(by_depth=by_depth)):
         inputs = _find_inputs(model, part)
@@ -249,7 +248,7 @@ def _count_sums(
         largest = max((d_in**2 for d_in, _, _ in inputs), default=0)
         adding = SQUARES * square * (times + 1) + cross * times
         solving = SQUARES * square * times + cross * (times + 1) + SQUARES_SOLVED * largest
-        kept = square * tasks * times if calibration.is_by_answers else 0  # each task's, to weight its errors
+        kept = square * tasks * times if calibration.uses_output_metric else 0  # each task's, to weight its errors
         most = max(most, item * (adding + kept) + batch, item * (solving + kept))
     return most
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 from featcal_cli.calibration.fingerprint import take_fingerprint
-from featcal_cli.calibration.hyperparameters import check_search
 from featcal_cli.calibration.journal import check_unfinished
 from featcal_cli.calibration.results import ADAPTER
 from featcal_cli.reporting.gates import check_judged
@@ -28,8 +27,6 @@ def check_run(session: Session, plan: Preflight, target: Path, options: Calibrat
     with look():
         if options.evaluate:
             check_evaluable(session, recipe, allow_code=options.allow_code)
-    with look():
-        check_search(recipe.calibration, plan.examples)
     with look():
         if options.strict:
             check_judged(plan.examples)

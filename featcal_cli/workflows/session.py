@@ -64,7 +64,6 @@ class CalibrateOptions:
     restart: bool = False
     create_pr: bool = False
     overwrite_repo: bool = False
-    commit_message: str | None = None
     strict: bool = False
     push_anyway: bool = False
     evaluate: bool = False

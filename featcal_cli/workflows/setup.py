@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -16,7 +16,7 @@ from featcal_cli.data.batches import Batch, count_examples, take_examples, take_
 from featcal_cli.data.examples import TaskExamples
 from featcal_cli.engine.answers import OutputMeter
 from featcal_cli.engine.block_runner import BlockRunner
-from featcal_cli.engine.drift_metrics import DriftMeter, ExampleMeter, ShareMeter
+from featcal_cli.engine.drift_metrics import DriftMeter, ShareMeter
 from featcal_cli.engine.job import MERGED, Job, Measurement
 from featcal_cli.engine.offload import Offloader
 from featcal_cli.engine.output_gradients import measure_output_gradients
@@ -176,7 +176,7 @@ class Setup:
             expert = self._make_runner(share_model(model), dtype)
             try:
                 by_token = self.calibration.token_weights == "auto"
-                checked = examples.selection if by_token and self.calibration.select != "preset" else []
+                checked = examples.selection if by_token and self.calibration.must_not_get_worse else []
                 seed = self.calibration.seed
                 measured = measure_output_gradients(expert, self.architecture, entry, examples.fitted, checked, seed)
                 if not all(factor.isfinite().all() for factor in measured.factors.values()):
@@ -286,32 +286,6 @@ class Setup:
             return []
         loaded = models.merged, models.base, models.experts, self.architecture
         return describe_merge_fit(*loaded, built=built, is_calibrated=is_calibrated)
-
-    def make_search_job(self, students: Iterable[str], fitted: int, branches: Collection[str] = ()) -> Job:
-        """A job of its own for a search: every student is the merged model again, fitted to the first `fitted`
-        examples.
-
-        Drift and outputs (also of the features after the blocks `branches`) are measured on the examples held out for
-        selection.
-        """
-        merged = self.models.merged
-        shared = Models(
-            share_model(merged),
-            self.models.student,
-            share_model(self.models.base),
-            {task: share_model(expert) for task, expert in self.models.experts.items()},
-        )
-        few = {
-            task: replace(rows, fitted=take_range(rows.fitted, 0, fitted), held_out=rows.selection)
-            for task, rows in self.examples.items()
-        }
-        job = replace(self, models=shared, examples=few, note=lambda *_: None).make_job(
-            {role: share_model(merged) for role in students}, {MERGED: shared.merged}
-        )
-        drift = replace(
-            job.drift, outputs=OutputMeter(), examples=ExampleMeter(), split=frozenset(), branches=frozenset(branches)
-        )
-        return replace(job, drift=drift)
 
     def _choose_cls_blocks(self, merged: BlockRunner) -> frozenset[str]:
         """The blocks in which the first token counts most: as the user says, else as probing a vision model shows."""

@@ -71,7 +71,6 @@ def calibrate(
     restart: bool = False,
     create_pr: bool = False,
     overwrite_repo: bool = False,
-    commit_message: str | None = None,
     strict: bool = False,
     push_anyway: bool = False,
     evaluate: bool = False,
@@ -100,7 +99,7 @@ def calibrate(
     allow_pickle: read pickled weights. trust_remote_code: run a repo's own model code.
     listener: is told of stages, notes and progress.
 
-    The options of a push (create_pr, overwrite_repo, commit_message) are described in `featcal calibrate --help`.
+    The options of a push (create_pr, overwrite_repo) are described in `featcal calibrate --help`.
     Raises FeatCalError, with what is wrong, where, and how to fix it. Then there is no output, except where the
     evaluation or the push failed: run the same job again to do only what is missing.
     """
@@ -110,7 +109,6 @@ def calibrate(
         restart=restart,
         create_pr=create_pr,
         overwrite_repo=overwrite_repo,
-        commit_message=commit_message,
         strict=strict,
         push_anyway=push_anyway,
         evaluate=evaluate,
@@ -225,9 +223,8 @@ class CalibrationRun:
         from featcal_cli.workflows.preflight import prepare
         from featcal_cli.workflows.run_checks import check_blocks_of_others, check_run
 
-        is_searched = session.draft.calibration.select == "search"
         try:
-            plan = prepare(session, self.target, sample=True, all_rows=options.strict or is_searched, hold_out=True)
+            plan = prepare(session, self.target, sample=True, all_rows=options.strict, hold_out=True)
         except FeatCalError as error:
             raise join_stops([*found, error]) from error
         check_run(session, plan, self.target, options)
@@ -297,7 +294,7 @@ class CalibrationRun:
         if (options.strict and report.worse) or (report.has_grown and not options.push_anyway):
             return None
         listener.stage(f"pushing to {target.repo_id}")
-        message = options.commit_message or f"Calibrate {self._session.draft.name} with featcal"
+        message = self._session.draft.output.commit_message or f"Calibrate {self._session.draft.name} with featcal"
         return push(self.target, target, message=message, watch=partial(listener.transfer, sent=True))
 
 

@@ -142,7 +142,7 @@ def test_a_family_has_the_cpus_weights(
 ) -> None:
     saved = save_family(tmp_path, family)
     ways = ways_of(family.name)
-    plans = {dtype: saved.recipe(select="preset", dtype=dtype) for _, dtype in ways}
+    plans = {dtype: saved.recipe(dtype=dtype) for _, dtype in ways}
     expected = {dtype: weights(recipe, tmp_path / dtype, "cpu") for dtype, recipe in plans.items()}
     for place, dtype in ways:
         with monkeypatch.context() as patch:
@@ -187,33 +187,6 @@ def test_errors_by_answers_give_the_cpus_weights(tmp_path: Path, name: str, devi
     cpu, cuda = (load_file(run.output / "model.safetensors") for run in runs)
     assert difference(cuda, cpu) <= PRECISE_BY_ANSWERS
     assert torch.cuda.memory_allocated() == before
-    assert not device.faults()
-
-
-@pytest.mark.usefixtures("gradients_on_cpu", "steps_to_the_end")
-@pytest.mark.parametrize(("name", "depths"), [("bert", 4), ("t5", 6)])
-def test_a_search_has_the_cpus_choice_and_weights(
-    tmp_path: Path, name: str, depths: int, device: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    saved = save_family(tmp_path, BY_NAME[name], examples=40)
-    recipe = saved.recipe(select="search", examples=24)
-    for key in ("ridge", "rho", "alpha"):
-        del recipe["calibration"][key]  # type: ignore[attr-defined]
-    before = torch.cuda.memory_allocated()
-    calibrate(saved.recipe(select="preset", examples=24), output=tmp_path / "alone", device="cuda", batch_size=5)
-    alone = device.peak() - before
-    device.reset()
-    uploads = Uploads(monkeypatch)
-    runs = [calibrate(recipe, output=tmp_path / where, device=where, batch_size=5) for where in ("cpu", "cuda")]
-    candidates = len(runs[1].report.settings["candidates"])
-    # an expert's, for every depth of every candidate but the paper's, which has one, and for the drift of all
-    uploads.check(most=(candidates - 1) * depths + 2)
-    assert device.peak() - before < candidates * alone
-    assert torch.cuda.memory_allocated() == before
-    cpu, cuda = (load_file(run.output / "model.safetensors") for run in runs)
-    by_answers = runs[0].report.settings["metric"] == "output"
-    assert difference(cuda, cpu) <= (PRECISE_BY_ANSWERS if by_answers else PRECISE)
-    check_numbers(runs[1].report.settings, runs[0].report.settings)
     assert not device.faults()
 
 
@@ -275,7 +248,7 @@ def test_scores_are_those_of_the_cpu(tmp_path: Path, device: ModuleType, monkeyp
 
 def test_batches_are_halved_where_the_device_has_no_room(tmp_path: Path, device: ModuleType) -> None:
     saved, limit = save_family(tmp_path, BY_NAME["vit"]), device.limit()
-    recipe, before = saved.recipe(select="preset"), torch.cuda.memory_allocated()  # of models that keep tables
+    recipe, before = saved.recipe(), torch.cuda.memory_allocated()  # of models that keep tables
     whole = calibrate(recipe, output=tmp_path / "whole", device="cuda", batch_size=12)
     device.set_limit(device.peak() // 2)
     try:
@@ -295,7 +268,7 @@ def test_a_block_and_task_keeps_the_device_busy(
 ) -> None:
     """From block to block, all that is done included: on 40 examples a task, in one batch or in eight."""
     saved, visits = save_family(tmp_path, BY_NAME["clip-vision"], examples=60), []
-    recipe: dict[str, Any] = saved.recipe(select="preset", examples=40)
+    recipe: dict[str, Any] = saved.recipe(examples=40)
     recipe["tasks"] = {f"{task}-{number}": of for number in range(2) for task, of in recipe["tasks"].items()}
     load = algorithm.load_block
 

@@ -58,7 +58,7 @@ def save(folder: Path, name: str, width: int, examples: int, tokens: int) -> dic
         "merged": str(folder / "merged"),
         "base": str(folder / "base"),
         "tasks": {task: {"expert": str(folder / task), "data": str(folder / f"{task}.safetensors")} for task in TASKS},
-        "calibration": {"rho": 2.0, "alpha": 0.3, "examples": examples, "select": "preset"},
+        "calibration": {"rho": 2.0, "alpha": 0.3, "examples": examples, "method": "paper"},
     }
 
 
@@ -70,8 +70,8 @@ def save(folder: Path, name: str, width: int, examples: int, tokens: int) -> dic
         (WIDE, None, {"ridge": 1e-5}),
         (WIDE, None, {"ridge": 0.05, "dtype": "bfloat16"}),
         (NARROW, None, {"ridge": 0.05}),
-        (NARROW, None, {"ridge": 0.05, "select": "auto"}),
-        (WIDE, None, {"rho": None, "alpha": None, "select": "auto"}),
+        (NARROW, None, {"ridge": 0.05, "method": "featcal"}),
+        (WIDE, None, {"rho": None, "alpha": None, "method": "featcal"}),
         (NARROW, (0, 1 << 30), {"ridge": 0.05}),
         (NARROW, (0, 0), {"ridge": 0.05}),
     ],

@@ -19,7 +19,7 @@ from published import publish
 CI = Path(__file__).parents[2] / "recipes" / "ci"
 WORKFLOW, CALLER, SCRIPT = CI / "featcal.yml", CI / "on-new-merge.yml", CI / "calibrate.sh"
 EXPRESSION = re.compile(r"\$\{\{ (.+?) \}\}")
-FAR = "-n 16 --select preset --ridge 1000 --rho 30 --alpha 0"
+FAR = "-n 16 --method paper --ridge 1000 --rho 30 --alpha 0"
 """Settings of the user's that make a model worse; those that featcal chooses do not."""
 
 

@@ -143,7 +143,7 @@ def hidden_labels(stage: Stage) -> Arguments:
 def push_of_what_is_worse(stage: Stage) -> Arguments:
     """An anchor that lies far away."""
     stage.patch.setenv("HF_TOKEN", stage.hub.add_token("user"))
-    return {"--select": "preset", "--ridge": 1000, "--rho": 30, "--alpha": 0, "--push-to": "user/result"}
+    return {"--method": "paper", "--ridge": 1000, "--rho": 30, "--alpha": 0, "--push-to": "user/result"}
 
 
 WAYS: dict[str, Arrange] = {
@@ -181,7 +181,7 @@ WAYS: dict[str, Arrange] = {
     "over --max-drift": options(command="inspect-drift", o=None, max_drift=0.001),
     "nothing to judge by": options(n=6, strict=""),
     "mean drift grew": push_of_what_is_worse,
-    "drift grew on": options(select="preset", ridge=1000, rho=30, alpha=0, strict=""),  # an anchor that lies far away
+    "drift grew on": options(method="paper", ridge=1000, rho=30, alpha=0, strict=""),  # an anchor that lies far away
 }
 """Words of a message, and what makes featcal say it."""
 

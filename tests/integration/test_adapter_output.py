@@ -28,9 +28,7 @@ REPLACED_BIASES = {"whisper", "gpt-oss", "qwen2-moe", "recurrent-gemma"}
 @pytest.mark.parametrize("name", FULL)
 def test_peft_makes_the_calibrated_model_of_the_merged_one(tmp_path: Path, name: str) -> None:
     saved = save_family(tmp_path, BY_NAME[name])
-    result = calibrate(
-        saved.recipe(select="preset", norms="all"), output=tmp_path / "out", as_adapter=32
-    )  # which holds every update
+    result = calibrate(saved.recipe(norms="all"), output=tmp_path / "out", as_adapter=32)  # which holds every update
     assert result.report.adapter is not None
     assert result.report.adapter.share > 0.9999
     assert not result.report.adapter.left_out
@@ -50,9 +48,7 @@ def test_peft_makes_the_calibrated_model_of_the_merged_one(tmp_path: Path, name:
 
 @pytest.mark.parametrize("name", ["bert", "llama", "mixtral", "llama4"])
 def test_the_share_that_a_small_rank_holds_is_reported(tmp_path: Path, name: str) -> None:
-    result = calibrate(
-        save_family(tmp_path, BY_NAME[name]).recipe(select="preset"), output=tmp_path / "out", as_adapter=4
-    )
+    result = calibrate(save_family(tmp_path, BY_NAME[name]).recipe(), output=tmp_path / "out", as_adapter=4)
     merged, calibrated = load(result, tmp_path / "merged"), load(result, tmp_path / "out")
     kept = total = 0.0
     for key, value in calibrated.named_parameters():
@@ -75,7 +71,7 @@ def test_the_share_that_a_small_rank_holds_is_reported(tmp_path: Path, name: str
 
 def test_what_no_adapter_can_hold_is_named(tmp_path: Path) -> None:
     saved = save_family(tmp_path, BY_NAME["xlnet"])
-    result = calibrate(saved.recipe(select="preset"), output=tmp_path / "out", as_adapter=4)
+    result = calibrate(saved.recipe(), output=tmp_path / "out", as_adapter=4)
     assert result.report.adapter is not None
     assert {name.rpartition(".")[2] for name in result.report.adapter.left_out} == {"q", "k", "v", "o", "r"}
     assert "the changed parameters" in (tmp_path / "out" / "README.md").read_text()
@@ -83,7 +79,7 @@ def test_what_no_adapter_can_hold_is_named(tmp_path: Path) -> None:
 
 def test_a_model_in_half_precision_has_an_adapter_in_half_precision(tmp_path: Path) -> None:
     saved = save_family(tmp_path, BY_NAME["llama"], dtype=torch.bfloat16)
-    result = calibrate(saved.recipe(select="preset"), output=tmp_path / "out", as_adapter=32)
+    result = calibrate(saved.recipe(), output=tmp_path / "out", as_adapter=32)
     inputs = next(iter(saved.inputs.values()))
     adapted = PeftModel.from_pretrained(load(result, tmp_path / "merged"), str(tmp_path / "out" / "adapter"))
     before, after = (answer(load(result, tmp_path / name), inputs) for name in ("merged", "out"))
@@ -110,7 +106,7 @@ def test_the_adapter_goes_to_the_hub_with_the_output(
 
 def test_an_interrupted_run_goes_on_with_an_adapter(tmp_path: Path) -> None:
     saved = save_family(tmp_path, BY_NAME["bert"])
-    recipe = saved.recipe(select="preset")
+    recipe = saved.recipe()
     calibrate(recipe, output=tmp_path / "whole", as_adapter=4)
 
     def stop(*_: object) -> None:

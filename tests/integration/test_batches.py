@@ -50,7 +50,7 @@ class Batches:
                 save_file(pad(self.saved.inputs[task], side), self.folder / f"{task}.safetensors")
         for name in ("merged", "base", *TASKS) if self.reads_text else ():
             save_padding_tokenizer(self.folder / name, side)
-        recipe: dict[str, Any] = self.saved.recipe(**SETTINGS, select=method)
+        recipe: dict[str, Any] = self.saved.recipe(**SETTINGS, method=method)
         for task in TASKS if self.reads_text else ():
             recipe["tasks"][task]["data"] = str(self.folder / f"{task}.jsonl")
         output = self.folder / f"{method}-{side}-{batch_size}"
@@ -109,7 +109,7 @@ def pad(inputs: dict[str, Tensor], side: str) -> dict[str, Tensor]:
     return moved
 
 
-@pytest.mark.parametrize("method", ["auto", "preset"])
+@pytest.mark.parametrize("method", ["featcal", "paper"])
 def test_learnt_positions_are_those_of_each_text_alone(tmp_path: Path, method: str) -> None:
     check(Batches(tmp_path, BY_NAME["gpt2"]), method, CELLS)
 
@@ -120,7 +120,7 @@ def test_no_family_depends_on_batches_and_padding(tmp_path: Path, name: str) -> 
     torch.manual_seed(0)
     family = BY_NAME[name]
     batches = Batches(tmp_path, family, rows=8)  # nothing is held out, so that no update is reduced to nothing
-    for method in ("auto", "preset"):
+    for method in ("featcal", "paper"):
         check(batches, method, ALL_CELLS if family.name in ("gpt2", "bert", "t5") else CELLS)
 
 
@@ -137,7 +137,7 @@ def test_the_order_of_examples_changes_nothing(tmp_path: Path) -> None:
     saved = save_family(tmp_path, BY_NAME["bert"], examples=8)
     results = []
     for name in ("first", "turned"):
-        recipe = saved.recipe(**SETTINGS, select="auto")
+        recipe = saved.recipe(**SETTINGS, method="featcal")
         calibrate(recipe, output=tmp_path / name, batch_size=3)
         results.append(load_file(tmp_path / name / "model.safetensors"))
         for task, inputs in saved.inputs.items():
@@ -165,7 +165,7 @@ def test_texts_that_are_longer_than_those_whose_gradients_are_measured_are_calib
         "merged": str(tmp_path / "merged"),
         "base": str(tmp_path / "base"),
         "tasks": {"red": {"expert": str(tmp_path / "red"), "data": str(tmp_path / "red.jsonl")}},
-        "calibration": {**SETTINGS, "examples": 48, "select": "auto"},
+        "calibration": {**SETTINGS, "examples": 48, "method": "featcal"},
     }
     report = calibrate(recipe, output=tmp_path / "out", batch_size=1).report
     [block] = report.blocks

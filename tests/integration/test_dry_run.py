@@ -63,7 +63,7 @@ def test_all_that_would_stop_a_run_is_said_after_the_plan(
 @pytest.mark.usefixtures("folder")
 def test_strict_is_looked_at_with_all_rows(capsys: pytest.CaptureFixture[str]) -> None:
     """20 rows: of so few that are read at once some are always left over."""
-    strict = {**LOCAL, "-n": 20, "--strict": "", "-o": "out", "--select": "preset"}
+    strict = {**LOCAL, "-n": 20, "--strict": "", "-o": "out", "--method": "paper"}
     for dry in ({}, {"--dry-run": ""}):
         run = featcal_inside(capsys, "calibrate", {**strict, **dry})
         assert run.code == 2 and "--strict has nothing to judge by: all 20 rows of red are fitted" in run.stderr

@@ -1,4 +1,4 @@
-"""`--metric output`: answers come nearer to the experts' than by the paper's metric, and a run holds together."""
+"""The output metric: answers come nearer to the experts' than by the paper's metric, and a run holds together."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from featcal_cli.workflows.verbs import calibrate
 
 pytestmark = pytest.mark.usefixtures("undrawn")
 
-GIVEN = {"examples": 64, "ridge": 1e-3, "rho": 1.0, "alpha": 0.3}
+GIVEN = {"method": "paper", "examples": 64, "ridge": 1e-3, "rho": 1.0, "alpha": 0.3}
 
 
 def run_demo(folder: Path, metric: str) -> Report:
@@ -52,7 +52,7 @@ def test_answers_come_nearer_to_the_experts_than_by_features(tmp_path: Path) -> 
     assert divergence["output"] < 0.8 * min(merged, divergence["features"])
     assert all(report.settings["metric"] == metric for metric, report in reports.items())
     card = (tmp_path / "output" / "README.md").read_text()
-    assert "what they do to each expert's answers" in card and "features, as in the paper" not in card
+    assert "their effect on each expert's outputs" in card and "features, as in the paper" not in card
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def test_an_interrupted_run_ends_in_the_same_weights(name: str, tmp_path: Path) 
 def test_tokens_count_by_how_far_they_move_answers(name: str, tmp_path: Path) -> None:
     """E[x xᵀ] of modules with one input is that of the model's own features, weighted by the mean of their sizes,
     over the examples to fit and over those that updates are checked on, whatever the size of batches."""
-    prepared = prepare(save_family(tmp_path, BY_NAME[name]), batch_size=3, examples=8)
+    prepared = prepare(save_family(tmp_path, BY_NAME[name]), batch_size=3, examples=8, method="featcal")
     job = prepared.to_calibrate(tmp_path)
     visits = forward_order(job)  # which ends when nothing refers to it
     visit = next(visits)
@@ -133,12 +133,12 @@ def test_where_answers_say_nothing_features_count_and_it_is_said(tmp_path: Path)
     file = saved.folder / "red" / "model.safetensors"
     tensors = {name: tensor for name, tensor in load_file(file).items() if not name.startswith("pooler")}
     save_file(tensors, file, metadata={"format": "pt"})
-    settings: dict[str, Any] = {"examples": 8, "ridge": None, "rho": None, "alpha": None}
+    settings: dict[str, Any] = {"method": "featcal", "examples": 8, "ridge": None, "rho": None, "alpha": None}
     report = calibrate(saved.recipe(**settings), output=tmp_path / "auto").report
     assert report.settings["metric"] == "features" and not report.answers
     said = [note for note in report.notes if note.startswith("errors are measured by features: ")]
     assert len(said) == 1 and "the head of the expert of red is in no file, and random" in said[0]
     with pytest.raises(NumericsError, match="is in no file, and random") as error:
         calibrate(saved.recipe(**settings, metric="output"), output=tmp_path / "asked")
-    assert "--metric features" in error.value.fix
+    assert "metric: output" in error.value.fix
     assert not (tmp_path / "asked").exists()

@@ -34,8 +34,8 @@ def shaken(model: PreTrainedModel, seed: int) -> PreTrainedModel:
 def run(
     folder: Path,
     inputs: dict[str, dict[str, torch.Tensor]],
-    select: str = "auto",
-    metric: str = "features",
+    method: str = "featcal",
+    metric: str | None = "features",
     **models: PreTrainedModel,
 ) -> Result:
     """Save `merged`, `base` and an expert a task, and calibrate."""
@@ -45,7 +45,7 @@ def run(
         save_file(tensors, folder / f"{task}.safetensors")
     tasks = {task: {"expert": str(folder / task), "data": str(folder / f"{task}.safetensors")} for task in inputs}
     recipe = {"merged": str(folder / "merged"), "base": str(folder / "base"), "tasks": tasks}
-    calibration = {"examples": 6, "select": select, "metric": metric}
+    calibration = {"examples": 6, "method": method, "metric": metric}
     return calibrate({**recipe, "calibration": calibration}, output=folder / "out")
 
 
@@ -90,7 +90,7 @@ def changed(folder: Path) -> set[str]:
 
 def test_experts_with_heads_of_other_sizes(tmp_path: Path) -> None:
     base, red, green = bert(1, tf.BertForMaskedLM), classifier(2, 2), classifier(3, 5)
-    result = run(tmp_path, text(), "preset", merged=bert(0), base=base, red=red, green=green)
+    result = run(tmp_path, text(), "paper", merged=bert(0), base=base, red=red, green=green)
     assert len(changed(tmp_path)) == sum(2 * len(block.modules) for block in result.report.blocks) == 32
 
 
@@ -107,7 +107,7 @@ def test_experts_keep_their_heads_where_merged_is_the_bare_body(tmp_path: Path) 
     results = []
     for name, experts in (("headed", headed), ("bare", {task: model.bert for task, model in headed.items()})):
         (folder := tmp_path / name).mkdir()
-        results.append(run(folder, inputs, **rest, **experts, select="preset"))
+        results.append(run(folder, inputs, **rest, **experts, method="paper"))
     outputs = [result.report.measures["red"].models["merged"].output for result in results]
     assert [output.kind for output in outputs if output] == ["logits", "features"]
     check_equal(tmp_path / "headed", tmp_path / "bare")
@@ -119,8 +119,7 @@ def test_a_head_that_no_file_holds_decides_nothing(tmp_path: Path) -> None:
     for seed in (1, 2):
         torch.manual_seed(seed)  # loading draws what is missing
         (folder := tmp_path / str(seed)).mkdir()
-        results.append(run(folder, inputs, select="search", **models))
-    assert len({str(result.report.settings["candidates"]) for result in results}) == 1
+        results.append(run(folder, inputs, metric=None, **models))
     check_equal(tmp_path / "1", tmp_path / "2")
     assert results[0].report.measures["red"].models["merged"].output is None
 
@@ -129,7 +128,7 @@ def test_a_head_that_no_file_holds_is_no_metric(tmp_path: Path) -> None:
     models = {"merged": classifier(0, 3), "base": bert(1), "red": bert(2), "green": bert(3)}
     with pytest.raises(NumericsError, match="the head of the expert of red is in no file") as error:
         run(tmp_path, text(), metric="output", **models)
-    assert "--metric features" in error.value.fix
+    assert "metric: output" in error.value.fix
     assert not (tmp_path / "out").exists()
 
 
@@ -157,7 +156,7 @@ def test_a_tower_whose_inputs_are_not_given_is_left_alone_and_said(tmp_path: Pat
 
 def test_tasks_may_exercise_different_towers(tmp_path: Path) -> None:
     inputs = {"red": images()["red"], "green": text()["green"]}
-    result = run(tmp_path, inputs, "preset", merged=clip(0), base=clip(1), red=clip(2), green=clip(3))
+    result = run(tmp_path, inputs, "paper", merged=clip(0), base=clip(1), red=clip(2), green=clip(3))
     towers = {name.split(".")[0] for name in changed(tmp_path)}
     assert towers == {"vision_model", "text_model"}
     assert all(drift.before > 0 and drift.after > 0 for drift in result.report.drift.values())
@@ -185,7 +184,7 @@ def test_full_models_and_vision_towers_go_together(tmp_path: Path) -> None:
 
 def test_flan_t5_by_the_papers_settings(tmp_path: Path) -> None:
     """Gated, with a head of its own: decoder blocks too, no norms, the head untouched."""
-    recipe = save_family(tmp_path, BY_NAME["flan-t5"]).recipe() | {"calibration": {"examples": 12, "select": "preset"}}
+    recipe = save_family(tmp_path, BY_NAME["flan-t5"]).recipe() | {"calibration": {"examples": 12, "method": "paper"}}
     report = calibrate(recipe, output=tmp_path / "out").report
     assert {key: report.settings[key] for key in ("ridge", "rho", "alpha")} == {"ridge": 1e-5, "rho": 2.0, "alpha": 0.6}
     names = changed(tmp_path)

@@ -31,7 +31,7 @@ def read_experts(report: Report) -> tuple[set[str], dict[str, str]]:
 
 
 def test_an_expert_that_few_tokens_reach_stays_as_merged(tmp_path: Path, saved: Saved) -> None:
-    result = calibrate(saved.recipe(select="preset", examples=3), output=tmp_path / "out", batch_size=5)
+    result = calibrate(saved.recipe(examples=3), output=tmp_path / "out", batch_size=5)
     calibrated, skipped = read_experts(result.report)
     assert skipped
     assert all("tokens are routed to it; it takes 32" in reason for reason in skipped.values())
@@ -49,7 +49,7 @@ def test_an_expert_that_few_tokens_reach_stays_as_merged(tmp_path: Path, saved: 
 def test_experts_are_calibrated_where_errors_are_measured_by_answers(
     tmp_path: Path, saved: Saved, settings: dict[str, str]
 ) -> None:
-    result = calibrate(saved.recipe(select="preset", **settings), output=tmp_path / "out", batch_size=5)
+    result = calibrate(saved.recipe(**settings), output=tmp_path / "out", batch_size=5)
     calibrated, skipped = read_experts(result.report)
     assert len(calibrated) == 16
     assert not skipped
@@ -60,20 +60,9 @@ def test_experts_are_calibrated_where_errors_are_measured_by_answers(
     assert all(new[name].isfinite().all() for name in experts)
 
 
-@pytest.mark.matrix
-def test_several_students_have_choices_of_their_own(tmp_path: Path, saved: Saved) -> None:
-    """What a search chooses is what it gives by itself."""
-    searched = calibrate(saved.recipe(select="search", ridge=None, rho=None, alpha=None), output=tmp_path / "searched")
-    chosen = {name: searched.report.settings[name] for name in ("ridge", "rho", "alpha", "order", "metric")}
-    alone = calibrate(saved.recipe(**chosen), output=tmp_path / "alone")
-    assert read_experts(searched.report)[0] == read_experts(alone.report)[0] != set()
-    new, again = (load_file(tmp_path / name / "model.safetensors") for name in ("searched", "alone"))
-    assert all(torch.allclose(new[name], again[name], atol=1e-5) for name in new)
-
-
 def test_a_router_is_calibrated_where_it_is_asked_for(tmp_path: Path, saved: Saved) -> None:
     """The closed form in float64, of the inputs that the first block's router has in merged and in the experts."""
-    settings = {"select": "preset", "token_weights": "uniform"}
+    settings = {"method": "paper", "token_weights": "uniform"}
     result = calibrate(saved.recipe(**settings, routers=True), output=tmp_path / "out", batch_size=5)
     modules = [module.name for block in result.report.blocks for module in block.modules]
     assert modules.count("mlp.gate.weight") == len(result.report.blocks)

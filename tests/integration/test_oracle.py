@@ -48,7 +48,7 @@ TURNS = {
 @pytest.mark.parametrize("name", TURNS)
 def test_modules_are_solved_on_what_those_before_them_give(tmp_path: Path, name: str) -> None:
     saved = save_family(tmp_path, BY_NAME[name])
-    result = calibrate(saved.recipe(select="preset", order="module"), output=tmp_path / "out", batch_size=5)
+    result = calibrate(saved.recipe(order="module"), output=tmp_path / "out", batch_size=5)
     check_oracle(saved, result, turns=TURNS[name])
     assert result.report.settings["order"] == "module"
 

@@ -27,7 +27,7 @@ IN_DEFAULT_SUITE = 4
 CASES = 200
 SETTINGS: tuple[dict[str, Any], ...] = (
     {}, {}, {"ridge": 1e-5}, {"rho": 50.0}, {"alpha": 1.0}, {"ridge": 1e-5, "alpha": 1.0}, {"rho": 30.0, "ridge": 10.0},
-    {"select": "search"}, {"norms": "all"},
+    {"ridge": 1e-5, "rho": 30.0, "alpha": 1.0}, {"norms": "all"},
 )  # fmt: skip
 """What the user gives; something is always left to featcal."""
 
@@ -200,7 +200,7 @@ def test_where_no_step_helps_the_weights_are_mergeds_to_the_byte(tmp_path: Path)
 def test_settings_of_the_users_are_written_under_a_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Terminal, card, report and --json; the exit code is 0, as nothing was to be pushed."""
     saved = save_family(tmp_path, BY_NAME["bert"])
-    far = {"ridge": 1000.0, "rho": 30.0, "alpha": 0.0, "select": "preset"}
+    far = {"ridge": 1000.0, "rho": 30.0, "alpha": 0.0, "method": "paper"}
     run = run_inside(capsys, saved, tmp_path / "out", far, "--json")
     printed = json.loads(run.stdout)
     assert run.code == 0 and printed["settings"]["step"] == 1
@@ -212,11 +212,11 @@ def test_settings_of_the_users_are_written_under_a_warning(tmp_path: Path, capsy
     assert "WARNING: mean drift grew" in shown.stdout and "warning: mean drift grew" in shown.stderr
 
 
-@pytest.mark.parametrize("given", [{}, {"select": "preset"}, {"ridge": 0.05, "rho": 2.0, "alpha": 0.3}])
+@pytest.mark.parametrize("given", [{}, {"method": "paper"}])
 def test_figures_of_fitted_rows_say_so_everywhere_and_are_no_gate(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], given: dict[str, Any]
 ) -> None:
-    """Nine rows where featcal chooses; where the user does, as many as are fitted."""
+    """Nine rows for featcal's method; for the paper's as many as are fitted."""
     saved = save_family(tmp_path, BY_NAME["bert"], examples=12 if given else 9)
     settings = {"ridge": None, "rho": None, "alpha": None, **given}
     run = run_inside(capsys, saved, tmp_path / "out", settings)

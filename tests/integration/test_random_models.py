@@ -36,15 +36,15 @@ def test_noise_inside_blocks_is_the_same_for_expert_and_student(
 def test_a_run_leaves_the_random_numbers_of_its_caller_as_they_were(tmp_path: Path) -> None:
     saved = save_family(tmp_path, MASKED, spread=0)
     torch.manual_seed(3)
-    calibrate(saved.recipe(select="preset"), output=tmp_path / "one")
+    calibrate(saved.recipe(), output=tmp_path / "one")
     after = torch.rand(4)
     torch.manual_seed(4)
-    calibrate(saved.recipe(select="preset"), output=tmp_path / "other")
+    calibrate(saved.recipe(), output=tmp_path / "other")
     assert not torch.equal(after, torch.rand(4))
 
 
 def calibrate_equal_models(folder: Path, family: Family) -> Result:
-    return calibrate(save_family(folder, family, spread=0).recipe(select="preset"), output=folder / "out")
+    return calibrate(save_family(folder, family, spread=0).recipe(), output=folder / "out")
 
 
 def check_equal_models(folder: Path, result: Result) -> None:

@@ -71,7 +71,7 @@ def run(folder: Path, images: dict[str, list[bytes]]) -> Report:
             pyarrow.table({"image": [{"bytes": content} for content in rows]}), folder / task / "train.parquet"
         )
         recipe["tasks"][task]["data"] = str(folder / task / "train.parquet")
-    recipe["calibration"] = {"examples": FITTED, "select": "auto"}
+    recipe["calibration"] = {"examples": FITTED, "method": "featcal"}
     return calibrate(recipe, output=folder / "out").report
 
 

@@ -1,4 +1,4 @@
-"""--stems: what runs before the blocks and holds convolutions is a block, calibrated as the oracle does it."""
+"""stems: what runs before the blocks and holds convolutions is a block, calibrated as the oracle does it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ FAST = {"vit", "segformer"}
 )
 def test_stems_are_calibrated_as_the_oracle_does_it(tmp_path: Path, name: str) -> None:
     saved = save_family(tmp_path, replace(BY_NAME[name], blocks=ALL_BLOCKS[name]))
-    result = calibrate(saved.recipe(select="preset", stems=True), output=tmp_path / "out", batch_size=5)
+    result = calibrate(saved.recipe(stems=True), output=tmp_path / "out", batch_size=5)
     check_oracle(saved, result)
     assert result.report.settings["stems"] is True
 
@@ -47,7 +47,7 @@ PATCHES = "embeddings.patch_embeddings.projection.weight"
 def test_precisions_may_differ(tmp_path: Path, stored: torch.dtype, computed: str) -> None:
     """What calls a ViT's patch embedding looks at its dtype first, and gives it pixels in that."""
     saved = save_family(tmp_path, BY_NAME["vit"], dtype=stored)
-    settings = {"select": "preset", "stems": True}
+    settings = {"method": "paper", "stems": True}
     calibrate(saved.recipe(**settings, dtype=computed), output=tmp_path / "out", device="cpu")
     calibrate(saved.recipe(**settings, dtype="float32"), output=tmp_path / "full", device="cpu")
     new, full, merged = (load_file(tmp_path / name / "model.safetensors") for name in ("out", "full", "merged"))
@@ -60,12 +60,12 @@ def test_errors_may_be_measured_by_answers(tmp_path: Path) -> None:
     """The gradients are sent back to the patch embedding, whose update the guard checks as well."""
     saved = save_family(tmp_path, BY_NAME["vit"])
     for name in ("features", "output"):
-        calibrate(saved.recipe(select="preset", metric=name, stems=True), output=tmp_path / name)
+        calibrate(saved.recipe(metric=name, stems=True), output=tmp_path / name)
     by_features, by_answers, merged = (
         load_file(tmp_path / name / "model.safetensors")[PATCHES] for name in ("features", "output", "merged")
     )
     assert (by_answers - by_features).norm() > 0.01 * (by_features - merged).norm()
-    open_settings = {"select": "auto", "ridge": None, "rho": None, "alpha": None}
+    open_settings = {"method": "featcal", "ridge": None, "rho": None, "alpha": None}
     report = calibrate(saved.recipe(**open_settings, stems=True), output=tmp_path / "guarded").report
     (module,) = report.blocks[0].modules
     assert (report.blocks[0].name, module.name) == ("embeddings", "patch_embeddings.projection")
@@ -77,4 +77,4 @@ def test_a_model_without_stems_is_refused_before_anything_is_computed(tmp_path: 
     saved = save_family(tmp_path, BY_NAME["bert"])
     with pytest.raises(RecipeError, match="no stem: no module that holds convolutions runs before its blocks") as error:
         dry_run(saved.recipe(stems=True))
-    assert error.value.fix == "leave out --stems"
+    assert error.value.fix == "take stems: true out of the recipe"

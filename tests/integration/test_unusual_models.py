@@ -65,7 +65,7 @@ def test_frames_count_where_padding_is_shorter_than_a_frame(tmp_path: Path) -> N
         return {"input_values": family.inputs(count)["input_values"], "attention_mask": mask}
 
     saved = save_family(tmp_path, replace(family, inputs=barely_padded))
-    report = calibrate(saved.recipe(select="preset"), output=tmp_path / "out", batch_size=5).report
+    report = calibrate(saved.recipe(), output=tmp_path / "out", batch_size=5).report
     assert not any(block.skipped for block in report.blocks)
 
 

@@ -55,7 +55,7 @@ def test_a_recipe_has_the_papers_settings(name: str) -> None:
     settings = recipe.calibration
     assert (recipe.base, len(recipe.tasks)) == (paper.base, paper.tasks)
     assert (settings.ridge, settings.rho, settings.alpha) == (paper.ridge, paper.rho, paper.alpha)
-    assert (settings.examples, settings.select, settings.norms) == (256, "preset", "auto")
+    assert (settings.examples, settings.method, settings.norms) == (256, "paper", "auto")
     assert not isinstance(recipe.merged, str)
     assert recipe.merged.method == "task_arithmetic"
 

@@ -47,7 +47,7 @@ class Saved:
                 task: {"expert": str(self.folder / task), "data": str(self.folder / f"{task}.safetensors")}
                 for task in self.inputs
             },
-            "calibration": {"ridge": 0.05, "rho": 2.0, "alpha": 0.3, "examples": 12, **calibration},
+            "calibration": {"method": "paper", "ridge": 0.05, "rho": 2.0, "alpha": 0.3, "examples": 12, **calibration},
         }
 
 

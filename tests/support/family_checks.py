@@ -57,11 +57,11 @@ def check_family(folder: Path, family: Family) -> None:
     check_padding(family)
     check_norms(family)
     saved = save_family(folder, family)
-    plain = calibrate(saved.recipe(select="preset"), output=folder / "plain", batch_size=5)
+    plain = calibrate(saved.recipe(), output=folder / "plain", batch_size=5)
     check_oracle(saved, plain)
     check_row(family.name, plain)
     if _has_norms_without_bias(family):
-        all_norms = calibrate(saved.recipe(norms="all", select="preset"), output=folder / "all", batch_size=5)
+        all_norms = calibrate(saved.recipe(norms="all"), output=folder / "all", batch_size=5)
         check_oracle(saved, all_norms, all_norms=True)
     check_half_precision(saved, folder / "plain")
     check_nothing_to_learn(saved)
@@ -170,14 +170,14 @@ def check_batches_and_padding(saved: Saved, plain: Path) -> None:
         if "attention_mask" in inputs and set(inputs) <= PADDABLE:
             padded = {name: nn.functional.pad(tensor, (0, PADDING)) for name, tensor in inputs.items()}
             save_file(padded, saved.folder / f"{task}.safetensors")
-    calibrate(saved.recipe(select="preset"), output=saved.folder / "other", batch_size=FITTED)
+    calibrate(saved.recipe(), output=saved.folder / "other", batch_size=FITTED)
     difference, where = _largest_difference(_tensors(saved.folder / "other"), _tensors(plain))
     assert difference <= 1e-5, where
 
 
 def check_half_precision(saved: Saved, plain: Path) -> None:
     """It is nearer to what full precision gives than the merged model is, all tensors together."""
-    recipe, output = saved.recipe(select="preset", dtype="bfloat16"), saved.folder / "half"
+    recipe, output = saved.recipe(dtype="bfloat16"), saved.folder / "half"
     if saved.family.name in NO_HALF:
         with pytest.raises(NumericsError, match="cannot run in bfloat16"):
             calibrate(recipe, output=output, device="cpu")

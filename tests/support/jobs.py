@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -37,11 +36,6 @@ class Prepared:
         if gradients is not None:
             setup = replace(setup, gradients=setup.measure_gradients(gradients, lambda _: None))
         return setup.make_job({CALIBRATED: self.models.student}, {MERGED: self.models.merged}, guarded=True)
-
-    def to_search(self, students: Iterable[str], fitted: int, cuts: Iterable[int] = ()) -> Job:
-        """A student of every name; `cuts`: numbers of blocks after which some of them are dropped."""
-        branches = [self.architecture.blocks[number - 1].name for number in cuts]
-        return self._setup.make_search_job(students, fitted, branches)
 
     @property
     def _setup(self) -> Setup:

@@ -47,8 +47,7 @@ def inputs(bert_job: Path) -> Path:
     """A folder with recipes of some kinds of jobs, and all that they name."""
     recipe: dict[str, Any] = json.loads((bert_job / "job.yaml").read_text())
     built = {"merged": {"method": "average"}}
-    searched: dict[str, Any] = {"calibration": {"examples": 8, "select": "search"}}
-    for name, changes in {"given": {}, "built": built, "searched": searched}.items():
+    for name, changes in {"given": {}, "built": built}.items():
         (bert_job / f"{name}.yaml").write_text(json.dumps(recipe | changes))
     return bert_job
 
@@ -70,7 +69,6 @@ class Moment(NamedTuple):
 MOMENTS = {
     "job": Moment("given", "featcal_cli.calibration.journal.Journal.__init__"),
     "merged model": Moment("built", "featcal_cli.workflows.output.copy_checkpoint", leave=3 * PAGE),
-    "search": Moment("searched", "featcal_cli.calibration.journal.Journal.keep_search"),
     "features": Moment("given", "featcal_cli.engine.offload.write_mapped", 9, leave=PAGE),
     "first block": Moment("given", "featcal_cli.calibration.journal.Journal.write", leave=3 * PAGE),
     "last block": Moment("searched", "featcal_cli.calibration.journal.Journal.write", 2, blocks=1),

@@ -202,8 +202,9 @@ def recipe(saved: Saved, **calibration: object) -> dict[str, Any]:
 
 
 def test_modules_that_are_pulled_back_are_in_the_report(overfit: Saved, tmp_path: Path) -> None:
-    guarded = calibrate(recipe(overfit), output=tmp_path / "guarded").report
-    to_the_letter = calibrate(recipe(overfit, select="preset"), output=tmp_path / "paper").report
+    guarded = calibrate(recipe(overfit, method="featcal"), output=tmp_path / "guarded").report
+    left = guarded.settings["step"]  # of all updates, after that of each
+    to_the_letter = calibrate(recipe(overfit, method="paper"), output=tmp_path / "paper").report
     assert guarded.settings["guard"] and not to_the_letter.settings["guard"]
     steps = [module.step for block in guarded.blocks for module in block.modules]
     assert all(step is not None and 0 <= step <= 1 for step in steps) and set(steps) != {1.0}
@@ -216,23 +217,21 @@ def test_modules_that_are_pulled_back_are_in_the_report(overfit: Saved, tmp_path
         assert step is not None
         for key in ("weight", "bias"):
             name = f"{guarded.blocks[0].name}.{module.name}.{key}"
-            expected = merged[name] + step * (theirs[name] - merged[name])
+            expected = merged[name] + left * step * (theirs[name] - merged[name])
             torch.testing.assert_close(ours[name], expected, rtol=1e-5, atol=1e-6)
-            if step in (0.0, 1.0):
-                assert ours[name].equal((merged, theirs)[int(step)][name])
+            if left * step in (0.0, 1.0):
+                assert ours[name].equal((merged, theirs)[int(left * step)][name])
         before = of_paper[module.name]
-        assert module.relative_change == pytest.approx(step * before.relative_change, rel=1e-6)
+        assert module.relative_change == pytest.approx(left * step * before.relative_change, rel=1e-6)
 
 
-def test_without_further_rows_the_result_is_the_papers_to_the_byte(overfit: Saved, tmp_path: Path) -> None:
-    """By `auto` on the fitted rows alone, and by `preset` with rows to spare."""
-    auto = recipe(overfit)
+def test_the_papers_method_fits_the_same_rows_with_and_without_further_ones(overfit: Saved, tmp_path: Path) -> None:
+    alone = recipe(overfit)
     for task, inputs in overfit.inputs.items():
         save_file({name: value[:FITTED].clone() for name, value in inputs.items()}, tmp_path / f"{task}.safetensors")
-        auto["tasks"][task]["data"] = str(tmp_path / f"{task}.safetensors")
-    report = calibrate(auto, output=tmp_path / "auto").report
-    assert not report.settings["guard"]
-    assert all(module.step is None for block in report.blocks for module in block.modules)
-    calibrate(recipe(overfit, select="preset"), output=tmp_path / "preset")
-    one, two = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("auto", "preset"))
+        alone["tasks"][task]["data"] = str(tmp_path / f"{task}.safetensors")
+    report = calibrate(alone, output=tmp_path / "alone").report
+    assert not report.settings["guard"] and not any(drift.held_out for drift in report.drift.values())
+    calibrate(recipe(overfit), output=tmp_path / "spare")
+    one, two = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("alone", "spare"))
     assert one == two

@@ -55,10 +55,10 @@ def test_features_that_explode_are_named_by_model_module_and_example(vit: Saved,
     pixels[number] = 3e38
     save_file({"pixel_values": pixels}, tmp_path / "green.safetensors")
     with pytest.raises(NumericsError, match=r"features of .* are not finite at .*layer") as raised:
-        calibrate(vit.recipe(select="preset" if fitted else "auto"), output=tmp_path / "out", batch_size=5)
+        calibrate(vit.recipe(method="paper" if fitted else "featcal"), output=tmp_path / "out", batch_size=5)
     assert raised.value.where == ("green: example 8" if fitted else "green: held-out example 2")
     if not fitted:
-        calibrate(vit.recipe(select="preset"), output=tmp_path / "out")
+        calibrate(vit.recipe(), output=tmp_path / "out")
 
 
 def test_a_system_without_a_stable_solution_gets_more_ridge_and_the_solution_says_how_much() -> None:
@@ -114,7 +114,7 @@ def test_a_block_whose_features_are_too_large_for_bfloat16_runs_in_float32(tmp_p
         weight[0] = -1e36 / weight.shape[1]
         tensors[f"{layer}intermediate.dense.bias"][0] = torch.finfo(torch.bfloat16).min
         save_file(tensors, tmp_path / name / "model.safetensors", metadata={"format": "pt"})
-    result = calibrate(saved.recipe(select="preset", dtype="bfloat16"), output=tmp_path / "out")
+    result = calibrate(saved.recipe(dtype="bfloat16"), output=tmp_path / "out")
     (told,) = [note for note in result.report.notes if "bfloat16" in note]
     assert "encoder.layer.1 of merged" in told and "encoder.layer.0" not in told
     assert all(torch.isfinite(x).all() for x in load_file(tmp_path / "out" / "model.safetensors").values())
@@ -138,7 +138,7 @@ def test_a_result_that_is_too_large_for_float16_is_told_with_the_module_and_the_
     """A large ridge leads to the anchor, 2 · merged − base = 120000."""
     saved = in_float16(tmp_path, merged=4e4, base=-4e4)
     with pytest.raises(NumericsError) as raised:
-        calibrate(saved.recipe(select="preset", ridge=1e6, rho=2.0, alpha=0.3), output=tmp_path / "out")
+        calibrate(saved.recipe(ridge=1e6, rho=2.0, alpha=0.3), output=tmp_path / "out")
     assert QUERY in raised.value.what and "float16" in raised.value.what and "1.2e+05" in raised.value.what
     assert "bfloat16" in raised.value.fix and "broken" not in raised.value.fix
 
@@ -146,7 +146,7 @@ def test_a_result_that_is_too_large_for_float16_is_told_with_the_module_and_the_
 def test_a_merge_that_is_too_large_for_float16_is_told(tmp_path: Path) -> None:
     """base + 2 · (expert − base) = 180000, and three experts that are alike."""
     saved = in_float16(tmp_path, base=-4e4, red=0.0, green=0.0, blue=6e4)
-    recipe = {**saved.recipe(select="preset"), "merged": {"method": "task_arithmetic", "scale": 2.0}}
+    recipe = {**saved.recipe(), "merged": {"method": "task_arithmetic", "scale": 2.0}}
     with pytest.raises(NumericsError, match="the merge does not fit") as raised:
         calibrate(recipe, output=tmp_path / "out")
     assert QUERY in raised.value.what and "3.2e+05" in raised.value.what and "scale" in raised.value.fix
@@ -164,10 +164,10 @@ def test_a_disk_that_changes_what_is_written_is_found_out(
 
     monkeypatch.setattr("featcal_cli.workflows.output.check_built", flip)
     with pytest.raises(OutputError, match="is not what was"):
-        calibrate(vit.recipe(select="preset"), output=tmp_path / "out")
+        calibrate(vit.recipe(), output=tmp_path / "out")
     assert not (tmp_path / "out").exists()
     monkeypatch.undo()
-    result = calibrate(vit.recipe(select="preset"), output=tmp_path / "out")
+    result = calibrate(vit.recipe(), output=tmp_path / "out")
     assert any("taken over" in note for note in result.report.notes)
     assert json.loads((tmp_path / "out" / "featcal_report.json").read_text())["blocks"]
 
@@ -204,7 +204,7 @@ def test_a_broken_head_of_an_expert_is_said_and_measures_nothing(tmp_path: Path)
     tensors = load_file(file)
     tensors["pooler.dense.weight"][0, 0] = float("nan")
     save_file(tensors, file, metadata={"format": "pt"})
-    report = calibrate(saved.recipe(select="preset"), output=tmp_path / "out").report
+    report = calibrate(saved.recipe(), output=tmp_path / "out").report
     assert any("expert red has NaN or infinity in pooler.dense.weight" in note for note in report.notes)
     assert report.measures["red"].models["merged"].output is None
     json.loads((tmp_path / "out" / "featcal_report.json").read_text(), parse_constant=pytest.fail)

@@ -92,7 +92,7 @@ def save_long_texts(folder: Path) -> dict[str, object]:
     """A job whose attention takes far more memory than what its passes hold."""
     saved = save_family(folder, BY_NAME["bert"], examples=2)
     save_file({"input_ids": torch.randint(1, 90, (EXAMPLES, 64))}, folder / "red.safetensors")
-    recipe = saved.recipe(select="preset", examples=EXAMPLES)
+    recipe = saved.recipe(examples=EXAMPLES)
     tasks = recipe["tasks"]
     assert isinstance(tasks, dict)
     return {**recipe, "tasks": {"red": tasks["red"]}}
@@ -118,7 +118,7 @@ class ShortOnce(Listener):
 
 def test_blocks_of_this_run_are_no_earlier_runs(tmp_path: Path) -> None:
     """After memory ran out, blocks that this run has finished are read again; those of an interrupted run are told."""
-    recipe = save_family(tmp_path, BY_NAME["bert"]).recipe(select="preset")
+    recipe = save_family(tmp_path, BY_NAME["bert"]).recipe()
     alone = ShortOnce(torch.OutOfMemoryError())
     calibrate(recipe, output=tmp_path / "alone", listener=alone)
     assert any("memory ran out" in note for note in alone.notes)

@@ -165,7 +165,7 @@ def test_a_run_says_it(tmp_path: Path) -> None:
     copytree(tmp_path / "red", tmp_path / "blue")
     found = inspect_drift(saved.recipe())
     assert any("experts red and blue hold the same weights" in note for note in found.notes)
-    report = calibrate(saved.recipe(select="preset", examples=3), output=tmp_path / "out").report
+    report = calibrate(saved.recipe(examples=3), output=tmp_path / "out").report
     assert any("experts red and blue hold the same weights" in note for note in report.notes)
 
 

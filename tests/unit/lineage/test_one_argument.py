@@ -289,7 +289,8 @@ def test_a_token_is_checked_before_the_work(user: User) -> None:
 @pytest.mark.matrix
 def test_a_pull_request_to_the_merged_repo_itself(user: User) -> None:
     published = user.begin("pull")
-    run = user.calibrate("pull/merged", push_to="pull/merged", create_pr=True, commit_message="Mended")
+    Path("job.yaml").write_text("output: {push_to: pull/merged, commit_message: Mended}")
+    run = user.calibrate("pull/merged", recipe="job.yaml", create_pr=True)
     assert run.code == 0, run.stderr
     repo = user.hub.repos["model", "pull/merged"]
     assert repo.refs["main"] == published.commits["pull/merged"]

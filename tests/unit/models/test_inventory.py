@@ -76,8 +76,8 @@ def test_blocks_of_several_classes_or_without_linear_modules_are_listed_too(tmp_
 @pytest.mark.parametrize(
     ("arguments", "code", "word"),
     [
-        ({"--norms": "all"}, 0, "encoder.layer.0 … 1 (2 blocks, each: 8 modules"),
-        ({"--norms": "some"}, 2, "layernorm"),
+        ({}, 0, "encoder.layer.0 … 1 (2 blocks, each: 8 modules"),
+        ({"--norms": "all"}, 2, "of a recipe"),
         ({"model": "nowhere/at-all"}, 2, "nowhere"),
     ],
 )

@@ -131,8 +131,8 @@ def make_report(task: str = "digit", **changes: Any) -> Report:
         recipe={"merged": {"method": "task_arithmetic", "scale": 0.3}},
         environment={"device": "cpu", "torch": "2.13.0", "transformers": "5.23.0", "platform": "Linux x86_64"},
         settings={
-            "ridge": 0.05, "rho": 2.0, "alpha": 0.3, "chosen_by": "the paper's preset for encoder models",
-            "candidates": [], "norms": "auto", "bias": True, "token_weights": "cls",
+            "ridge": 0.05, "rho": 2.0, "alpha": 0.3, "method": "paper",
+            "chosen_by": "the paper's for encoder models", "norms": "auto", "bias": True, "token_weights": "cls",
             "examples": dict.fromkeys(tasks, 8),
         },
         blocks=[

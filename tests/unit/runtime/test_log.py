@@ -60,7 +60,7 @@ def test_every_line_of_a_log_is_json_with_a_time_and_the_last_one_says_how_it_en
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     saved = save_family(tmp_path, BERT)
-    (tmp_path / "job.yaml").write_text(json.dumps(saved.recipe(select="preset")))
+    (tmp_path / "job.yaml").write_text(json.dumps(saved.recipe()))
     options = {"-r": tmp_path / "job.yaml", "-o": tmp_path / "out", "--log-file": tmp_path / "log.jsonl"}
     assert featcal_inside(capsys, "calibrate", options).code == 0
     lines = read(tmp_path / "log.jsonl")

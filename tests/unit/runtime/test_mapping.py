@@ -49,7 +49,7 @@ def test_where_they_cannot_be_written_is_said(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("undrawn")
 def test_a_mixture_is_calibrated_alike_from_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saved = save_family(tmp_path, BY_NAME["mixtral"])
-    calibrate(saved.recipe(select="preset"), output=tmp_path / "in memory")
+    calibrate(saved.recipe(), output=tmp_path / "in memory")
     mapped: list[bool] = []
 
     def move(tensors: list[torch.Tensor], folder: Path) -> None:
@@ -59,7 +59,7 @@ def test_a_mixture_is_calibrated_alike_from_files(tmp_path: Path, monkeypatch: p
 
     monkeypatch.setattr(hardware, "WORTHWHILE", 1)
     monkeypatch.setattr("featcal_cli.workflows.setup.map_to_files", move)
-    calibrate(saved.recipe(select="preset"), output=tmp_path / "in files")
+    calibrate(saved.recipe(), output=tmp_path / "in files")
     assert len(mapped) == 5 * 2 * 2 and all(mapped)  # five models, two blocks, two fused parameters
     new, again = (load_file(tmp_path / name / "model.safetensors") for name in ("in memory", "in files"))
     assert all(new[name].equal(again[name]) for name in new)

@@ -56,7 +56,7 @@ def test_only_calibrated_tensors_change(tmp_path: Path, name: str, layout: str) 
     (merged / "notes").mkdir()
     (merged / "notes" / "more.txt").write_text("more")
     (merged / "pytorch_model.bin").write_bytes(b"old weights in another format")
-    report = calibrate(saved.recipe(select="preset"), output=output).report  # else some updates are held back whole
+    report = calibrate(saved.recipe(), output=output).report  # else some updates are held back whole
 
     before, after = tensors_of(merged), tensors_of(output)
     assert before.keys() == after.keys()
@@ -82,7 +82,7 @@ def test_the_report_says_what_was_done(tmp_path: Path) -> None:
     saved = save_family(tmp_path, BY_NAME["vit"])
     calibrate(saved.recipe(), output=tmp_path / "out")
     report = json.loads((tmp_path / "out" / "featcal_report.json").read_text())
-    assert report["settings"]["ridge"] == 0.05 and report["settings"]["chosen_by"] == "the user"
+    assert report["settings"]["ridge"] == 0.05 and report["settings"]["chosen_by"] == "given"
     assert set(report["drift"]) == set(saved.inputs)
     assert set(report["drift"]["red"]) == {"before", "after", "base", "cosine_before", "cosine_after", "held_out"}
     module = report["blocks"][0]["modules"][0]

@@ -72,7 +72,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def recipe(world: Path, **data: Any) -> dict[str, Any]:
     tasks = {task: {"expert": str(world / task), **data} for task in TASKS}
-    settings = {"examples": 12, "select": "preset"}
+    settings = {"examples": 12, "method": "paper"}
     return {"merged": str(world / "merged"), "base": str(world / "base"), "tasks": tasks, "calibration": settings}
 
 

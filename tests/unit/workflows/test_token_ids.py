@@ -73,7 +73,7 @@ def save_family(
 
 def job_of(folder: Path, data: Mapping[str, Any], **settings: Any) -> dict[str, Any]:
     tasks = {task: {"expert": str(folder / task), "data": data[task]} for task in TASKS}
-    calibration = {"examples": 16, "select": "preset", **settings}
+    calibration = {"examples": 16, "method": "paper", **settings}
     models = {name: str(folder / name) for name in ("merged", "base")}
     return {**models, "tasks": tasks, "calibration": calibration}
 
@@ -111,7 +111,7 @@ def test_the_order_of_tokens_changes_nothing(tmp_path: Path, kind: str) -> None:
 def test_the_default_method_and_an_inspection_find_the_same_in_any_order(tmp_path: Path) -> None:
     jobs = [save_family(tmp_path / "plain"), save_family(tmp_path / "other", orders={"merged": 1, "base": 2})]
     for job in jobs:
-        job["calibration"]["select"] = "auto"
+        job["calibration"]["method"] = "featcal"
     one, two = (calibrate(job, output=tmp_path / f"out-{number}").output for number, job in enumerate(jobs))
     assert all(torch.equal(x, blocks_of(two)[name]) for name, x in blocks_of(one).items())
 

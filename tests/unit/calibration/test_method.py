@@ -1,0 +1,209 @@
+"""The two methods: whose numbers, which metric and order, what is checked; and results that are worse than merged."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+import torch
+import transformers
+import yaml
+from command_line import Run, featcal_inside
+from families import FAMILIES, TASKS, Saved, save_family, save_tokenizer
+from hub_server import HubServer
+
+from featcal_cli.calibration.hyperparameters import FEATCAL, PAPER, Hyperparameters, choose_hyperparameters, kind_of
+from featcal_cli.recipe.schema import Calibration
+from featcal_cli.reporting.report import Report
+from featcal_cli.workflows.verbs import calibrate
+
+pytestmark = pytest.mark.usefixtures("undrawn")
+
+BY_NAME = {family.name: family for family in FAMILIES}
+OPEN: dict[str, Any] = {"ridge": None, "rho": None, "alpha": None}
+"""Nothing is given."""
+SETTINGS = tuple(OPEN)
+
+
+def chosen(settings: Mapping[str, Any]) -> dict[str, float]:
+    """λ, ρ and α of a report's settings, of one of its candidates, or of a recipe."""
+    return {name: settings[name] for name in SETTINGS}
+
+
+@pytest.fixture(scope="module")
+def bert(tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    """12 examples of each task to fit, and 8 to hold out."""
+    return save_family(tmp_path_factory.mktemp("bert"), BY_NAME["bert"])
+
+
+def read_report(output: Path) -> Report:
+    return Report.from_json((output / "featcal_report.json").read_text())
+
+
+def weights(output: Path) -> bytes:
+    return (output / "model.safetensors").read_bytes()
+
+
+HALF: dict[str, Any] = {"ridge": 0.123, "alpha": 0.7}
+ALL: dict[str, Any] = {"ridge": 0.123, "rho": 1.5, "alpha": 0.7}
+
+
+@pytest.mark.parametrize(
+    ("given", "kind", "expected", "whose"),
+    [
+        ({}, "causal", FEATCAL["module"], "featcal's own"),
+        (HALF, "causal", replace(FEATCAL["module"], **HALF), "ridge and alpha given, else featcal's own"),
+        (ALL, "encoder", replace(FEATCAL["module"], **ALL), "given"),
+        ({"metric": "features"}, "encoder", replace(FEATCAL["module"], metric="features"), "featcal's own"),
+        ({"order": "block"}, "encoder", FEATCAL["block"], "featcal's own"),
+        ({"method": "paper"}, "encoder", PAPER["CLIP"], "the paper's for encoder models"),
+        ({"method": "paper"}, "encoder-decoder", PAPER["FLAN-T5"], "the paper's for encoder-decoder models"),
+        ({"method": "paper"}, "causal", PAPER["Llama-3.2-3B"], "the paper's for causal models"),
+        ({"method": "paper", **ALL}, "causal", Hyperparameters(0.123, 1.5, 0.7), "given"),
+        (
+            {"method": "paper", "metric": "output", "order": "module"},
+            "encoder",
+            replace(PAPER["CLIP"], metric="output", order="module"),
+            "the paper's for encoder models",
+        ),
+    ],
+)
+def test_numbers_that_are_given_replace_numbers_and_nothing_else(
+    given: dict[str, Any], kind: str, expected: Hyperparameters, whose: str
+) -> None:
+    assert choose_hyperparameters(Calibration.model_validate(given), kind) == (expected, whose)
+
+
+def test_where_outputs_cannot_be_measured_the_rest_of_the_method_stays() -> None:
+    used, _ = choose_hyperparameters(Calibration(), "encoder", has_gradients=False)
+    assert used == replace(FEATCAL["module"], metric="features")
+
+
+@pytest.mark.parametrize("given", [{}, ALL])
+@pytest.mark.parametrize(("method", "checks"), [("featcal", True), ("paper", False)])
+def test_the_method_says_whether_updates_are_checked(
+    bert: Saved, tmp_path: Path, given: dict[str, Any], method: str, checks: bool
+) -> None:
+    """And with which metric and order, whatever numbers are given; the report says all of it."""
+    recipe = bert.recipe(**{**OPEN, **given, "method": method})
+    report = calibrate(recipe, output=tmp_path / "out").report
+    settings = report.settings
+    assert (settings["method"], settings["guard"]) == (method, checks)
+    assert (settings["metric"], settings["order"]) == (("output", "module") if checks else ("features", "block"))
+    assert chosen(settings) == (given or chosen(asdict(FEATCAL["module"] if checks else PAPER["CLIP"])))
+    assert any(step is not None for block in report.blocks for step in [m.step for m in block.modules]) == checks
+    assert any(note.startswith(f"settings: method {method}, ridge {settings['ridge']:g}") for note in report.notes)
+    assert f"({settings['chosen_by']})" in (tmp_path / "out" / "README.md").read_text()
+
+
+@pytest.mark.parametrize("method", ["featcal", "paper"])
+def test_the_recipe_in_the_output_holds_the_numbers_and_gives_the_same_bytes(
+    bert: Saved, tmp_path: Path, method: str
+) -> None:
+    calibrate(bert.recipe(**OPEN, method=method), output=tmp_path / "out")
+    written = yaml.safe_load((tmp_path / "out" / "featcal.yaml").read_text())["calibration"]
+    assert chosen(written) == chosen(read_report(tmp_path / "out").settings) and written["method"] == method
+    again = calibrate(tmp_path / "out" / "featcal.yaml", output=tmp_path / "again").report
+    assert weights(tmp_path / "again") == weights(tmp_path / "out")
+    assert again.settings == {**read_report(tmp_path / "out").settings, "chosen_by": "given"}
+
+
+SMALL = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 48, "vocab_size": 99}
+HEADLESS: dict[str, tuple[dict[str, Any], str]] = {
+    "LlamaModel": (SMALL, "causal"),
+    "Qwen2Model": (SMALL, "causal"),
+    "GPT2Model": ({"n_embd": 32, "n_layer": 1, "n_head": 4}, "causal"),
+    "BloomModel": ({"hidden_size": 32, "n_layer": 1, "n_head": 4}, "causal"),
+    "Qwen2ForSequenceClassification": (SMALL, "causal"),
+    "T5EncoderModel": ({"d_model": 32, "d_kv": 8, "d_ff": 24, "num_layers": 1, "num_heads": 4}, "encoder-decoder"),
+    "BartModel": ({"d_model": 32, "encoder_layers": 1, "decoder_layers": 1}, "encoder-decoder"),
+    "BertModel": (SMALL, "encoder"),
+    "RobertaModel": (SMALL, "encoder"),
+    "BertGenerationEncoder": (SMALL, "encoder"),
+    "CLIPTextModel": (SMALL, "encoder"),
+    "ViTModel": (SMALL, "encoder"),
+}
+"""Classes without a head that generates: what they are made of, and whose preset they have."""
+
+
+@pytest.mark.parametrize("name", HEADLESS)
+def test_a_model_without_its_head_has_the_preset_of_its_blocks(name: str) -> None:
+    sizes, kind = HEADLESS[name]
+    model_class = getattr(transformers, name)
+    with torch.device("meta"):
+        assert kind_of(model_class(model_class.config_class(**sizes))) == kind
+
+
+def run_job(
+    capsys: pytest.CaptureFixture[str], saved: Saved, recipe: Mapping[str, Any], output: Path, **options: object
+) -> tuple[Run, str]:
+    """`featcal calibrate` with a recipe; and what it said in one line."""
+    (saved.folder / "job.yaml").write_text(yaml.safe_dump(recipe, sort_keys=False))
+    run = featcal_inside(capsys, "calibrate", {"-r": saved.folder / "job.yaml", "-o": output, **options})
+    return run, re.sub(r"\s+", " ", run.stderr)
+
+
+def write_rows(folder: Path, *, labels: Callable[[int], int], test: bytes) -> None:
+    """The words of each task as a dataset of two splits, of which one is of no use to a calibration."""
+    generator = torch.Generator().manual_seed(0)
+    for task in TASKS:
+        (folder / task).mkdir(parents=True)
+        ids = torch.randint(2, 98, (24, 8), generator=generator).tolist()
+        rows = {"text": [" ".join(f"w{word}" for word in row) for row in ids], "label": [labels(n) for n in range(24)]}
+        pyarrow.parquet.write_table(pyarrow.table(rows), folder / task / "train.parquet")
+        (folder / task / "test.parquet").write_bytes(test)
+
+
+def test_labels_and_test_data_are_never_read_and_a_seed_gives_the_same_bytes(bert: Saved, tmp_path: Path) -> None:
+    """Two runs whose data differ in nothing else."""
+    save_tokenizer(bert.folder / "base")
+    write_rows(tmp_path / "one", labels=lambda number: number % 2, test=b"not a parquet file")
+    write_rows(tmp_path / "two", labels=lambda number: 7 - number, test=b"")
+    reports = []
+    for name in ("one", "two"):
+        recipe: dict[str, Any] = bert.recipe(**OPEN, method="featcal")
+        for task in TASKS:
+            recipe["tasks"][task]["data"] = {"path": str(tmp_path / name / task), "split": "train"}
+        reports.append(calibrate(recipe, output=tmp_path / f"{name}-out").report)
+    assert reports[0].settings == reports[1].settings
+    assert weights(tmp_path / "one-out") == weights(tmp_path / "two-out")
+
+
+GROWING = {"ridge": 1e-5, "rho": 1.0, "alpha": 1.0, "method": "paper"}
+"""Fits few rows to the letter, and with them nothing else."""
+
+
+def test_drift_that_grew_stops_a_strict_run_before_it_pushes(
+    bert: Saved, hub: HubServer, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The output is there. Without --strict the mean, which grew too, stops the push, but not with --push-anyway."""
+    monkeypatch.setenv("HF_TOKEN", hub.add_token("alice"))
+    output, push = tmp_path / "out", {"--push-to": "alice/strict"}
+    for _ in range(2):
+        run, said = run_job(capsys, bert, bert.recipe(**GROWING), output, **{**push, "--strict": ""})
+        report = read_report(output)
+        task = max(report.worse, key=lambda task: report.drift[task].after - report.drift[task].before)
+        drift = report.drift[task]
+        assert run.code == 3 and "Traceback" not in said
+        assert said.count(f"drift grew on {task}, from {drift.before:.3f} to {drift.after:.3f}") == 1
+        assert not hub.repos["model", "alice/strict"].log if ("model", "alice/strict") in hub.repos else True
+    assert "nothing is computed again" in said
+    written = weights(output)
+    run, said = run_job(capsys, bert, bert.recipe(**GROWING), output, **push)
+    assert run.code == 3 and "nothing is computed again" in said and "--push-anyway" in said
+    assert ("model", "alice/strict") not in hub.repos or not hub.repos["model", "alice/strict"].log
+    run, said = run_job(capsys, bert, bert.recipe(**GROWING), output, **{**push, "--push-anyway": ""})
+    assert run.code == 0 and "nothing is computed again" in said
+    assert len(hub.repos["model", "alice/strict"].log) == 1 and weights(output) == written
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
+
+
+def test_a_strict_run_in_which_drift_did_not_grow_ends_well(bert: Saved, tmp_path: Path) -> None:
+    report = calibrate(bert.recipe(ridge=1e9, rho=1.0, method="featcal"), output=tmp_path / "out", strict=True).report
+    assert not report.worse and all(drift.after <= drift.before for drift in report.drift.values())
