@@ -6,7 +6,7 @@ The packages, imports only downward (`lint-imports` holds it):
     workflows    the verbs: calibrate, inspect_drift, evaluate, demo; what they check before, and what they write
     reporting    schemas of results, the model card, pictures, the HTML page, limits of drift
     evaluation   accuracy: protocols, and scores with their intervals
-    calibration  the method: Algorithm 1, normal equations, closed forms, the search of hyperparameters
+    calibration  the method: Algorithm 1, normal equations, closed forms, hyperparameters
     engine       expert and students run block by block side by side: hooks, token weights, offload, drift metrics
     models       checkpoints loaded, aligned, patched and merged; their blocks found
     data         a source of examples → model-ready batches

@@ -1,1 +1,1 @@
-"""The method: Algorithm 1, normal equations, closed forms, the search of hyperparameters."""
+"""The method: Algorithm 1, normal equations, closed forms, hyperparameters."""

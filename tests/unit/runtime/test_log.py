@@ -115,7 +115,7 @@ def test_a_bug_is_one_message_with_its_own_words_and_the_log_holds_the_traceback
 def test_a_bug_of_the_command_is_exit_code_1_and_one_message(tmp_path: Path, log: list[str]) -> None:
     """A package that breaks in the middle of a run, once it is imported, is as good a fault as any."""
     saved = save_family(tmp_path, BERT)
-    (tmp_path / "job.yaml").write_text(json.dumps(saved.recipe(select="preset")))
+    (tmp_path / "job.yaml").write_text(json.dumps(saved.recipe()))
     (tmp_path / "matplotlib").mkdir()
     (tmp_path / "matplotlib" / "__init__.py").write_text(
         "def __getattr__(name):\n    raise LookupError('no figures here')\n"
