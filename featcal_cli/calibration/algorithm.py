@@ -1,4 +1,15 @@
-"""Algorithm 1 of FeatCal: visit the blocks in forward order, solve each in closed form, load it, go on."""
+"""Algorithm 1 of FeatCal: blocks are calibrated in forward order, each in closed form.
+
+The student starts as the merged model. For each block, in the order in which a forward pass runs them:
+
+1. Divide: the paper's method solves the whole block at once; featcal's solves the modules of one depth after another.
+2. Collect: the student, calibrated up to here, and every expert run on the expert's examples, and what each module is
+   given becomes sums of its equations.
+3. Solve: each module's weight and bias follow in closed form, as an update of merged's.
+4. Check: an update is reduced to the share of it that is best on held-out rows, where the method checks updates.
+5. Load: the student gets all new parameters of the part together, and the next part sees features that they give.
+6. Keep: the journal gets the finished block, and an interrupted run goes on from there.
+"""
 
 from __future__ import annotations
 
@@ -27,9 +38,8 @@ from featcal_cli.runtime.progress import Progress, Watch
 def calibrate_blocks(
     job: Job, hyperparameters: Hyperparameters, journal: Journal | None, *, bias: bool, watch: Watch
 ) -> list[BlockReport]:
-    """Calibrate the student of `job` block by block, checked on `job.checked`; every finished block is in the journal,
-    which the first rank alone has. Raises NumericsError when weights or features are not finite or the equations have
-    no stable solution."""
+    """Calibrate the student of `job` block by block. `journal`: the first rank's; None on the others. Raises
+    NumericsError when weights or features are not finite or the equations have no stable solution."""
     reports = []
     student, blocks = job.students[CALIBRATED], job.architecture.blocks
     for number, visit in enumerate(forward_order(job)):
@@ -41,6 +51,7 @@ def calibrate_blocks(
             with name_huge_weight(nearby, (job.merged, job.base, *job.experts.values())):
                 here = Progress(visit.block.name, number, len(blocks))
                 report = _calibrate_block(job, visit, hyperparameters, bias, here, watch)
+            # 6. keep
             if journal is not None:
                 journal.write(number, report, student)
         reports.append(report)
@@ -82,15 +93,20 @@ def solve_parts(
     on_task: Callable[[str], None] = lambda _: None,
     on_module: Callable[[str], None] = lambda _: None,
 ) -> Iterator[BlockSolution]:
-    """Solve a block in one student, whole or the modules of one depth after the other, and load each part before the
-    next is looked at. Of the equations, which are large, nothing is left then."""
+    """Steps 1 to 5 for a block of one student; yields what becomes of each part."""
+    # 1. divide
     for part in visit.parts(by_depth=hyperparameters.order == "module"):
+        # 2. collect
         equations = collect_equations(visit, role, hyperparameters, on_task)
+        # 3. and 4. solve and check
         solution = solve_on_all_ranks(job, part, equations, bias, on_module)
         solution.skipped.update(equations.skipped)
+        # equations are large: nothing may be left of them when the next ones are collected
         del equations
-        if visit.is_routed:  # the next equations, of other sizes, would not fit into the gaps
+        # the next equations of a mixture, of other sizes, would not fit into the gaps
+        if visit.is_routed:
             hardware.trim_heap()
+        # 5. load
         load_block(job.students[role], part, solution.solutions)
         yield solution
         del solution
@@ -99,12 +115,12 @@ def solve_parts(
 def solve_on_all_ranks(
     job: Job, block: Block, equations: BlockEquations, bias: bool, on_module: Callable[[str], None] = lambda _: None
 ) -> BlockSolution:
-    """What becomes of the block's modules, on all ranks: each solves and checks its own equations."""
+    """Solve and check every module of the block; each rank does so for its own equations, and all get the results."""
 
     def solve() -> BlockSolution:
         solutions = solve_block(block, equations, job.base, bias, on_module)
         steps: dict[str, float] = {}
-        if equations.held_out is not None:
+        if equations.held_out is not None:  # the method checks updates
             merged = {name: parameters_of(job.merged, block, name) for name in solutions}
             solutions, steps = backtrack_block(solutions, equations.held_out, merged)
         rows = {name: linear.rows for names, linear in equations.linear.items() for name in names}

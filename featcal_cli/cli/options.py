@@ -58,8 +58,8 @@ def describe_key(section: type[Section], key: str) -> Any:
 
 
 def with_keys(**sections: type[Section]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command the options that recipes' sections have: a parameter that is named here gets a dict of them."""
-
+    """Give a command the options that sections of a recipe have. A parameter of the command that is named here gets a
+    dict of its section's: None for those that are not given."""
     options = {
         name: {key: describe_key(section, key) for key, field in section.model_fields.items() if find_mark(field)}
         for name, section in sections.items()

@@ -9,10 +9,13 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Annotated, Any
 
 import pytest
 import torch
+import typer
 import yaml
 from command_line import featcal, featcal_inside
 from families import FAMILIES, save_family
@@ -24,13 +27,42 @@ from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPi
 
 from featcal_cli.cli.commands import app
 from featcal_cli.cli.console import show_error, show_falling_drift
+from featcal_cli.cli.options import with_keys
 from featcal_cli.lineage.resolve import find_lineage
 from featcal_cli.recipe.reading import collect_overrides, read_draft
-from featcal_cli.recipe.schema import Data
+from featcal_cli.recipe.schema import AsOption, Calibration, Data
 from featcal_cli.runtime.errors import FeatCalError, RecipeError
 
 VIT = next(family for family in FAMILIES if family.name == "vit")
 LOCAL = {"merged": "merged", "--base": "base", "--expert": "red=red", "--data": "red=red.safetensors", "-n": 8}
+
+
+def test_every_option_that_is_a_recipe_key_is_declared_in_the_schema_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    """A key that is marked there is an option of a command, with the key's sentence as its help."""
+
+    class Wider(Calibration):
+        passes: Annotated[int, AsOption("N")] = 3
+        """Passes over the examples."""
+
+    given: list[dict[str, Any]] = []
+    probe = typer.Typer()
+
+    @probe.command()
+    @with_keys(settings=Wider)
+    def run(*, settings: Mapping[str, Any]) -> None:
+        given.append(dict(settings))
+
+    typer.main.get_command(probe)(["--passes", "5", "--alpha", "0.25"], standalone_mode=False)
+    assert {key: value for key, value in given[0].items() if value is not None} == {"passes": 5, "alpha": 0.25}
+    with pytest.raises(SystemExit):
+        typer.main.get_command(probe)(["--help"])
+    shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert "Passes over the examples [3]." in shown and "featcal|paper" in shown
+
+
+def test_the_help_of_calibrate_fits_on_two_screens() -> None:
+    parameters = typer.main.get_command(app).commands["calibrate"].params  # type: ignore[attr-defined]
+    assert sum(parameter.param_type_name == "option" for parameter in parameters) <= 36
 
 
 @pytest.fixture(scope="module")
