@@ -42,7 +42,7 @@ PRECISE = 1e-5
 
 PRECISE_BY_ANSWERS = 2**-24 / 1e-4
 """The same where the equations are approached in float32 by steps of which each hangs on those before: what a rounding
-becomes at worst where λ is 1e-4 of their mean diagonal, as it is in featcal's preset."""
+becomes at worst where λ is 1e-4 of their mean diagonal, as it is in featcal's method."""
 
 
 class Uploads:

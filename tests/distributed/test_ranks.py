@@ -124,7 +124,7 @@ def done(families: dict[str, Saved], folder: Path) -> dict[str, Done]:
 
 @pytest.mark.parametrize("name", KINDS)
 def test_two_processes_give_the_weights_of_one(done: dict[str, Done], name: str) -> None:
-    """Also where one of them has more tasks, or all, a table of positions is counted once, or settings are searched."""
+    """Also where one of them has more tasks, or all, or a table of positions is counted once."""
     alone, together = (done[name].weights(of) for of in ("alone", "0"))
     assert alone.keys() == together.keys()
     for key, value in alone.items():

@@ -126,7 +126,7 @@ def test_no_family_depends_on_batches_and_padding(tmp_path: Path, name: str) -> 
 
 def check(batches: Batches, method: str, cells: tuple[tuple[str, int], ...]) -> None:
     first, *others = (batches.run(method, side, size) for side, size in cells)
-    is_rounded = method == "auto" or batches.saved.family in MIXTURES
+    is_rounded = method == "featcal" or batches.saved.family in MIXTURES
     most = PRECISE_TO_ROUNDING if is_rounded else PRECISE
     for cell, other in zip(cells[1:], others, strict=True):
         assert batches.distance(other, first) <= most, (method, cell)

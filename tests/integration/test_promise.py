@@ -27,9 +27,9 @@ IN_DEFAULT_SUITE = 4
 CASES = 200
 SETTINGS: tuple[dict[str, Any], ...] = (
     {}, {}, {"ridge": 1e-5}, {"rho": 50.0}, {"alpha": 1.0}, {"ridge": 1e-5, "alpha": 1.0}, {"rho": 30.0, "ridge": 10.0},
-    {"ridge": 1e-5, "rho": 30.0, "alpha": 1.0}, {"norms": "all"},
+    {"method": "featcal", "ridge": 1e-5, "rho": 30.0, "alpha": 1.0}, {"norms": "all"},
 )  # fmt: skip
-"""What the user gives; something is always left to featcal."""
+"""What the user gives; the method is always featcal's."""
 
 
 def load(saved: Saved, folder: Path) -> Any:

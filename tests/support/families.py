@@ -39,7 +39,9 @@ class Saved:
     inputs: dict[str, dict[str, Tensor]]
 
     def recipe(self, **calibration: object) -> dict[str, object]:
-        """The job as recipe keys."""
+        """The job as recipe keys: by the paper's method, unless λ, ρ or α is left open by None."""
+        is_open = any(calibration.get(name, "") is None for name in ("ridge", "rho", "alpha"))
+        method = "featcal" if is_open else "paper"
         return {
             "merged": str(self.folder / "merged"),
             "base": str(self.folder / "base"),
@@ -47,7 +49,7 @@ class Saved:
                 task: {"expert": str(self.folder / task), "data": str(self.folder / f"{task}.safetensors")}
                 for task in self.inputs
             },
-            "calibration": {"method": "paper", "ridge": 0.05, "rho": 2.0, "alpha": 0.3, "examples": 12, **calibration},
+            "calibration": {"method": method, "ridge": 0.05, "rho": 2.0, "alpha": 0.3, "examples": 12, **calibration},
         }
 
 

@@ -129,11 +129,11 @@ HEADLESS: dict[str, tuple[dict[str, Any], str]] = {
     "CLIPTextModel": (SMALL, "encoder"),
     "ViTModel": (SMALL, "encoder"),
 }
-"""Classes without a head that generates: what they are made of, and whose preset they have."""
+"""Classes without a head that generates: what they are made of, and whose numbers the paper's method gives them."""
 
 
 @pytest.mark.parametrize("name", HEADLESS)
-def test_a_model_without_its_head_has_the_preset_of_its_blocks(name: str) -> None:
+def test_a_model_without_its_head_has_the_numbers_of_its_blocks(name: str) -> None:
     sizes, kind = HEADLESS[name]
     model_class = getattr(transformers, name)
     with torch.device("meta"):
