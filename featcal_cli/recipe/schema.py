@@ -23,14 +23,15 @@ from pydantic import (
     model_validator,
 )
 
+from featcal_cli.recipe.complaints import first_complaint
 from featcal_cli.runtime.errors import RecipeError
 from featcal_cli.runtime.references import bare_model, complaining, existing_path, parse_source, read_page, write_number
-from featcal_cli.runtime.untrusted_text import first_complaint, show
+from featcal_cli.runtime.sanitise import quoted
 
 
 def _check_name(text: str) -> str:
     if any(category(character) == "Cc" for character in text):
-        raise ValueError(f"{show(text)} has a control character")
+        raise ValueError(f"{quoted(text)} has a control character")
     return text
 
 
@@ -312,7 +313,7 @@ class Calibration(Section):
         return self.select != "preset" and None in (self.ridge, self.rho, self.alpha)
 
     @property
-    def is_by_answers(self) -> bool:
+    def uses_output_metric(self) -> bool:
         """Errors are to be measured by what they do to experts' answers."""
         return self.metric == "output" or (self.metric == "auto" and self.is_open)
 
@@ -324,7 +325,7 @@ class Calibration(Section):
         return "module" if self.is_open else "block"
 
     @property
-    def is_answered_for(self) -> bool:
+    def must_not_get_worse(self) -> bool:
         """featcal chooses settings, not the user, and so sees to it that the result is no worse than merged."""
         return self.is_open or (self.select != "preset" and self.chosen)
 

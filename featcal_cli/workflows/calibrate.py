@@ -37,6 +37,7 @@ from featcal_cli.models.loading import find_auto_class, find_pipeline_tag, find_
 from featcal_cli.models.low_rank import extract_adapter
 from featcal_cli.recipe.schema import Merge
 from featcal_cli.reporting.drift_plots import plot_drift
+from featcal_cli.reporting.model_card import copy_merged_card
 from featcal_cli.reporting.report import CARD, PICTURE, RECIPE, REPORT, Report
 from featcal_cli.runtime import hardware
 from featcal_cli.runtime.distributed import Ranks
@@ -125,7 +126,7 @@ class Computation:
         self._data.check()
         recipe = plan.recipe
         check_run(session, plan, self._workspace.target, options)
-        if recipe.calibration.is_by_answers and self._ranks.size > 1:
+        if recipe.calibration.uses_output_metric and self._ranks.size > 1:
             what, fix = "outputs are a metric in one process only", "run it in one process, or use --metric features"
             self._go_on_by_features(RecipeError(what, where="--metric output", fix=fix))
         own = self._ranks.own(recipe.tasks)
@@ -197,7 +198,7 @@ class Computation:
         session.stage("writing")
         hardware.give_back(models.merged.module.parameters())
         hardware.trim_heap()  # of calibrating; what is written is read block by block
-        chosen = {**asdict(outcome.choice.hyperparameters), "chosen": calibration.is_answered_for}
+        chosen = {**asdict(outcome.choice.hyperparameters), "chosen": calibration.must_not_get_worse}
         fixed = calibration.model_copy(update=chosen)
         plan = replace(plan, recipe=plan.recipe.model_copy(update={"calibration": fixed}))
         adapter = (
@@ -226,7 +227,7 @@ class Computation:
             {CALIBRATED: models.student},
             {MERGED: models.merged, "base": models.base},
             guarded=guarded,
-            judged=calibration.is_answered_for,
+            judged=calibration.must_not_get_worse,
         )
         if self._ranks.size > 1:
             for rows in examples.values():  # the job has this rank's part of them
@@ -243,7 +244,7 @@ class Computation:
             raise NumericsError(what, fix="give --dtype float32") from error
         finally:
             job.retire()
-        if not calibration.is_answered_for:
+        if not calibration.must_not_get_worse:
             return Outcome(choice, job, blocks, 1.0, "")
         held_out = [task for task, rows in examples.items() if rows.held_out_count]
         self._session.stage("checking the result")
@@ -253,7 +254,7 @@ class Computation:
     def _with_gradients(self, setup: Setup) -> Iterator[Setup]:
         """Inside, with how experts' answers depend on their modules, where errors are measured by that. Raises
         NumericsError where it is asked for and cannot be known."""
-        if not setup.calibration.is_by_answers or self._ranks.size > 1:
+        if not setup.calibration.uses_output_metric or self._ranks.size > 1:
             yield setup
             return
         folder = setup.scratch / GRADIENTS
@@ -354,6 +355,7 @@ class Computation:
             RECIPE: dump_recipe(plan.recipe).encode(),
             PICTURE: plot_drift(report),
             CARD: self._output.write_card(report, target.repo_id if target else None, about).encode(),
+            **copy_merged_card(report, about["merged_readme"]),
             **adapter,
         }
         files = tuple(sorted({*divide_files(models.merged.snapshot.folder).kept, *contents, NOTE}))

@@ -31,7 +31,7 @@ from featcal_cli.recipe.schema import Calibration, Data, Merge, Recipe
 from featcal_cli.runtime.errors import ArchitectureError, CheckpointError, FeatCalError, OutputError, RecipeError
 from featcal_cli.runtime.files import tell_bytes
 from featcal_cli.runtime.hardware import disk_of, free_bytes, memory_of
-from featcal_cli.runtime.untrusted_text import list_some
+from featcal_cli.runtime.sanitise import list_some
 from featcal_cli.workflows.batch_size import choose_batch_sizes
 from featcal_cli.workflows.output import check_copyable, check_readable, check_writable
 from featcal_cli.workflows.resource_estimate import Estimate, estimate
@@ -127,7 +127,7 @@ def prepare(
     if isinstance(recipe.merged, Merge):
         check_mergeable(outlines, vocabularies)
     stage("reading examples")
-    hold_out = hold_out and recipe.calibration.is_answered_for
+    hold_out = hold_out and recipe.calibration.must_not_get_worse
     readers = [role for role in vocabularies.folders if role == MERGED or role in (others or {})]
     text_models = {task: TextModels(vocabularies, f"{EXPERT}{task}", readers, MERGED) for task in recipe.tasks}
     sampled = SAMPLED if sample and not all_rows else None

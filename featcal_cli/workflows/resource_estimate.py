@@ -138,7 +138,7 @@ def estimate(
     at_work += _count_sums(model, architecture, calibration, guarded, len(loads), batch)
     # 4. gradients
     gradients, kept = 0.0, 0
-    if calibration.is_by_answers:
+    if calibration.uses_output_metric:
         summed, kept = _count_gradients(model, architecture)
         gradients = summed + min(KEPT_BYTES, len(architecture.blocks) * max(load.shown for load in loads))
     at_work = max(at_work, STEMS * stem, BLOCKS_WRITTEN * block, gradients)
@@ -238,7 +238,7 @@ def _count_sums(
 ) -> float:
     """Bytes of the sums over features while a batch is added to them, or while a system is solved, at the part of a
     block where they are largest. guarded: the examples that updates are checked on have sums of their own."""
-    metric = METRICS[not calibration.is_by_answers]
+    metric = METRICS[not calibration.uses_output_metric]
     ridge = take_preset(calibration, kind_of(model), metric).hyperparameters.ridge
     item, most, times = choose_precision(torch.float32, ridge, metric).itemsize, 0.0, 1 + guarded
     by_depth = calibration.solving_order == "module"
@@ -249,7 +249,7 @@ def _count_sums(
         largest = max((d_in**2 for d_in, _, _ in inputs), default=0)
         adding = SQUARES * square * (times + 1) + cross * times
         solving = SQUARES * square * times + cross * (times + 1) + SQUARES_SOLVED * largest
-        kept = square * tasks * times if calibration.is_by_answers else 0  # each task's, to weight its errors
+        kept = square * tasks * times if calibration.uses_output_metric else 0  # each task's, to weight its errors
         most = max(most, item * (adding + kept) + batch, item * (solving + kept))
     return most
 

@@ -211,8 +211,8 @@ def test_a_search_has_the_cpus_choice_and_weights(
     assert device.peak() - before < candidates * alone
     assert torch.cuda.memory_allocated() == before
     cpu, cuda = (load_file(run.output / "model.safetensors") for run in runs)
-    by_answers = runs[0].report.settings["metric"] == "output"
-    assert difference(cuda, cpu) <= (PRECISE_BY_ANSWERS if by_answers else PRECISE)
+    by_outputs = runs[0].report.settings["metric"] == "output"
+    assert difference(cuda, cpu) <= (PRECISE_BY_ANSWERS if by_outputs else PRECISE)
     check_numbers(runs[1].report.settings, runs[0].report.settings)
     assert not device.faults()
 

@@ -61,10 +61,10 @@ def test_errors_may_be_measured_by_answers(tmp_path: Path) -> None:
     saved = save_family(tmp_path, BY_NAME["vit"])
     for name in ("features", "output"):
         calibrate(saved.recipe(select="preset", metric=name, stems=True), output=tmp_path / name)
-    by_features, by_answers, merged = (
+    by_features, by_outputs, merged = (
         load_file(tmp_path / name / "model.safetensors")[PATCHES] for name in ("features", "output", "merged")
     )
-    assert (by_answers - by_features).norm() > 0.01 * (by_features - merged).norm()
+    assert (by_outputs - by_features).norm() > 0.01 * (by_features - merged).norm()
     open_settings = {"select": "auto", "ridge": None, "rho": None, "alpha": None}
     report = calibrate(saved.recipe(**open_settings, stems=True), output=tmp_path / "guarded").report
     (module,) = report.blocks[0].modules
