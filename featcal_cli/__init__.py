@@ -13,7 +13,7 @@ The packages, imports only downward (`lint-imports` holds it):
     lineage      a merged repo → its base, its experts and their data
     hub          repos at a commit: listed, downloaded, converted, written to
     recipe       a YAML file and options → one validated object
-    runtime      what all others use: errors, files, processes, devices, memory, untrusted text, logs
+    runtime      what all others use: errors, files, processes, devices, memory, sanitising, logs
 """
 
 from __future__ import annotations

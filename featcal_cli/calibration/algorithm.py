@@ -65,7 +65,7 @@ def _tell_finished(job: Job, count: int) -> Progress:
     name = blocks[count - 1].name
     drifts = {task: (read(name, task, MERGED), read(name, task, CALIBRATED)) for task in job.drift.batches}
     known = {task: (ours.relative, new.relative) for task, (ours, new) in drifts.items() if ours.tokens and new.tokens}
-    return Progress(name, count, len(blocks), drifts=known, by_answers=bool(job.gradients))
+    return Progress(name, count, len(blocks), drifts=known, by_outputs=bool(job.gradients))
 
 
 def _calibrate_block(

@@ -16,7 +16,7 @@ from featcal_cli.calibration.results import BlockReport
 from featcal_cli.runtime.distributed import Ranks
 from featcal_cli.runtime.errors import OutputError
 from featcal_cli.runtime.files import flush, name_reason, replace_durably, tell_fix
-from featcal_cli.runtime.untrusted_text import list_some, without_tokens
+from featcal_cli.runtime.sanitise import list_some, without_tokens
 
 if TYPE_CHECKING:
     from torch import Tensor

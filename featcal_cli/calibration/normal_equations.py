@@ -238,10 +238,10 @@ def _add_task(
     def parameters(runner: BlockRunner, names: Iterable[str]) -> dict[str, Affine]:
         return {name: parameters_of(runner, visit.block, name) for name in names}
 
-    expert, by_answers = visit.expert(task), hyperparameters.metric == "output"
-    gradients = visit.gradients(task, "factors") if by_answers else {}
+    expert, by_outputs = visit.expert(task), hyperparameters.metric == "output"
+    gradients = visit.gradients(task, "factors") if by_outputs else {}
     checked = omegas is not None
-    sizes = visit.gradients(task, "checked" if checked else "fitted") if by_answers else {}
+    sizes = visit.gradients(task, "checked" if checked else "fitted") if by_outputs else {}
     sums = sum_rows(visit, role, task, equations.skipped, choose, checked=checked, sizes=sizes)
     equations.skipped |= sums.skipped
     for names, moments in sums.linear.items():
@@ -253,7 +253,7 @@ def _add_task(
         group = find_group(names) or names
         if group not in equations.linear:
             form = LinearEquations if moments.kept is None else DualEquations
-            form = MetricEquations if by_answers else form
+            form = MetricEquations if by_outputs else form
             form = GroupedEquations if isinstance(moments, GroupedMoments) else form
             of_merged = parameters(visit.merged, group)
             equations.linear[group] = form(of_merged, hyperparameters, with_bias=checked)

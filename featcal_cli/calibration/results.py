@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from statistics import fmean
 
 from featcal_cli.runtime.files import tell_bytes
-from featcal_cli.runtime.untrusted_text import list_some
+from featcal_cli.runtime.sanitise import list_some
 
 
 @dataclass(frozen=True)

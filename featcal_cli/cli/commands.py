@@ -24,7 +24,7 @@ from featcal_cli.recipe.reading import (
 from featcal_cli.recipe.schema import Calibration, Output
 from featcal_cli.runtime.logfile import recorded
 from featcal_cli.runtime.process import MEASURING, check_surroundings, interruptible
-from featcal_cli.runtime.untrusted_text import write_json
+from featcal_cli.runtime.structured_text import write_json
 
 HELP = """Calibrate merged models: move their features back to the experts', in closed form, without training.
 

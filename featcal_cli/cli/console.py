@@ -22,7 +22,7 @@ from featcal_cli.runtime.errors import BugError, FeatCalError, SeveralErrors
 from featcal_cli.runtime.process import peak_resident_bytes, read_start
 from featcal_cli.runtime.progress import Listener, tell_change
 from featcal_cli.runtime.progress import Progress as Step
-from featcal_cli.runtime.untrusted_text import visible
+from featcal_cli.runtime.sanitise import for_terminal
 
 NARROWEST = 60
 """Columns: figures that are cut off say nothing, and lines that are too long the terminal breaks itself."""
@@ -53,7 +53,7 @@ _BLANK = "\0"
 
 def escape(text: str) -> str:
     """`text` for the terminal, which shows it and obeys nothing in it."""
-    return escape_markup(visible(text))
+    return escape_markup(for_terminal(text))
 
 
 def shorten_commits(text: str) -> str:
@@ -65,7 +65,7 @@ def fold(text: str, width: int, first: str = "", rest: str = "    ") -> list[str
     """Lines of at most `width` columns, which begin with `first` and then `rest`. No word is broken, nor what stands
     between backticks, which is meant to be copied; what is longer than a line is left to the terminal."""
     width, lines, line, is_empty = max(width, NARROWEST), [], first, True
-    shown = visible(text).replace("\n", " ")
+    shown = for_terminal(text).replace("\n", " ")
     for word in _QUOTED.sub(lambda quoted: quoted[0].replace(" ", _BLANK), shown).split(" "):
         joined = f"{line}{'' if is_empty else ' '}{word}"
         if is_empty or cell_len(joined) <= width or cell_len(f"{rest}{word}") > width:
@@ -200,24 +200,24 @@ class Screen(Listener):
         for task, pair in step.drifts.items():
             self._drifts.setdefault(task, []).append(pair)
         if step.drifts and not self._bar.disable:
-            self._bar.below = show_falling_drift(self._drifts, by_answers=step.by_answers)
+            self._bar.below = show_falling_drift(self._drifts, by_outputs=step.by_outputs)
 
 
-def show_falling_drift(drifts: Mapping[str, Sequence[tuple[float, float]]], *, by_answers: bool) -> Group:
+def show_falling_drift(drifts: Mapping[str, Sequence[tuple[float, float]]], *, by_outputs: bool) -> Group:
     """Drift of every task after the last block so far, merged against calibrated, and the latter after every block."""
     name = Column(no_wrap=True, overflow="ellipsis", max_width=LONGEST_NAME)
     table = Table.grid(name, "", "", Column(justify="right"), padding=(0, 2))
     high = max((value for pairs in drifts.values() for pair in pairs for value in pair if isfinite(value)), default=0.0)
 
     def add(name: str, levels: str, before: float, after: float) -> None:
-        table.add_row(Text(visible(name)), levels, f"{before:.3f} → {after:.3f}", tell_change(before, after))
+        table.add_row(Text(for_terminal(name)), levels, f"{before:.3f} → {after:.3f}", tell_change(before, after))
 
     for task, pairs in list(drifts.items())[:MOST_TASKS]:
         add(task, draw_levels((after for _, after in pairs[-MOST_LEVELS:]), high), *pairs[-1])
     if len(drifts) > MOST_TASKS:
         before, after = (sum(pairs[-1][side] for pairs in drifts.values()) / len(drifts) for side in (0, 1))
         add(f"mean of {len(drifts)}", "", before, after)
-    about = "; it may grow where answers come nearer" if by_answers else " after the finished blocks"
+    about = "; it may grow where answers come nearer" if by_outputs else " after the finished blocks"
     return Group(Text(f"drift of features, merged → calibrated{about}", "dim"), table)
 
 
@@ -252,7 +252,7 @@ def show_error(error: FeatCalError, who: str = "") -> None:
     room = MOST_LINES - bool(command)
     is_cut = not isinstance(error, OpenQuestionsError | SeveralErrors)
     if _count_lines(*parts) > room and is_cut:
-        parts[1] = [fit(f"{heads[1]} {visible(where)}", ERR.width)]
+        parts[1] = [fit(f"{heads[1]} {for_terminal(where)}", ERR.width)]
     if _count_lines(*parts) > room and not isinstance(error, SeveralErrors):
         what = " ".join(fit(word, FITTED) if cell_len(word) > LONGEST_WORD else word for word in what.split(" "))
         parts[0] = fold(what, ERR.width, f"{heads[0]} ")
@@ -263,7 +263,7 @@ def show_error(error: FeatCalError, who: str = "") -> None:
         if text:
             _print_part(head, lines, "bold red" if head == heads[0] else "dim")
     for line in command:
-        ERR.print(f"    {visible(line)}", soft_wrap=True, markup=False)
+        ERR.print(f"    {for_terminal(line)}", soft_wrap=True, markup=False)
 
 
 def _split_command(error: FeatCalError) -> tuple[str, list[str]]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from featcal_cli.cli import options
-from featcal_cli.runtime.untrusted_text import write_json
+from featcal_cli.runtime.structured_text import write_json
 
 if TYPE_CHECKING:
     from featcal_cli.workflows.doctor import Finding

@@ -14,7 +14,6 @@ from rich.table import Table
 from rich.text import Text
 
 from featcal_cli.cli.console import LEVELS, find_level, fit, shorten_commits
-from featcal_cli.reporting.markdown import plain
 from featcal_cli.reporting.report import Inspection
 from featcal_cli.reporting.verdict import (
     Column,
@@ -27,6 +26,7 @@ from featcal_cli.reporting.verdict import (
     split_lists,
     write_verdict,
 )
+from featcal_cli.runtime.sanitise import one_line
 
 ABOUT = {
     "drift": "after the last block, relative to the expert's feature; 0 is the expert itself",
@@ -50,17 +50,17 @@ UNREACHED, UNKNOWN = "·", "?"
 
 def show_inspection(inspection: Inspection, out: Console, written: Mapping[str, Path | None] | None = None) -> None:
     """Print the verdict, one table, bars over depth, and where the files are that were written, by their options."""
-    tasks = {task: fit(plain(task), max(14, min(40, out.width - 64))) for task in inspection.tasks}
-    names = {role: plain(inspection.short_names.get(role, role)) for role in list_roles(inspection)}
-    for is_warning, text in write_verdict(inspection, names, lambda task: fit(plain(task), 40)):
+    tasks = {task: fit(one_line(task), max(14, min(40, out.width - 64))) for task in inspection.tasks}
+    names = {role: one_line(inspection.short_names.get(role, role)) for role in list_roles(inspection)}
+    for is_warning, text in write_verdict(inspection, names, lambda task: fit(one_line(task), 40)):
         out.print(Text.assemble(("warning:", "bold red"), f" {text}") if is_warning else Text(text))
     out.print()
     for role in names:
-        name = shorten_commits(plain(inspection.names.get(role, "")))
+        name = shorten_commits(one_line(inspection.names.get(role, "")))
         out.print(Text.assemble((f"{role:<7}", "bold"), name), soft_wrap=True)
     _print_table(list_columns(inspection), list(tasks.values()), out)
     _show_bars(inspection, tasks, out)
-    files = [f"{plain(str(file), LONGEST_PATH)} ({option})" for option, file in (written or {}).items() if file]
+    files = [f"{one_line(str(file), LONGEST_PATH)} ({option})" for option, file in (written or {}).items() if file]
     if files:
         out.print(Text(f"\nwritten: {', '.join(files)}"), soft_wrap=True)
 

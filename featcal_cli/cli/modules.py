@@ -7,7 +7,7 @@ import typer
 from featcal_cli.cli import options
 from featcal_cli.runtime.logfile import recorded
 from featcal_cli.runtime.process import MEASURING, interruptible
-from featcal_cli.runtime.untrusted_text import write_json
+from featcal_cli.runtime.structured_text import write_json
 
 
 def modules(model: options.Model, json: options.Json = False) -> None:

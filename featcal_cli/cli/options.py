@@ -15,7 +15,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from featcal_cli.recipe.schema import AsOption, Calibration, Draft, Section, find_mark
 from featcal_cli.runtime.errors import OutputError, RecipeError
-from featcal_cli.runtime.untrusted_text import show
+from featcal_cli.runtime.sanitise import quoted
 
 MODELS, METHOD, MACHINE, OUTPUT, HUB = (
     "Models and data (the rest is looked up in the merged repo)",
@@ -277,11 +277,11 @@ def check_files(written: Mapping[str, Path | None], draft: Draft | None, recipe:
             taken.setdefault(place, f"{option} {file}")
             continue
         if place in taken and not (option == "--save" and taken[place].startswith("--recipe")):
-            what = f"{option} would write over what is given as {show(taken[place])}"
+            what = f"{option} would write over what is given as {quoted(taken[place])}"
             raise OutputError(what, where=f"{option} {file}", fix=fix)
         inside = [name for other, name in taken.items() if other in place.parents]
         if inside:
-            raise OutputError(f"{option} would write into {show(inside[0])}", where=f"{option} {file}", fix=fix)
+            raise OutputError(f"{option} would write into {quoted(inside[0])}", where=f"{option} {file}", fix=fix)
         taken[place] = f"{option} {file}"
 
 

@@ -17,12 +17,12 @@ from rich.table import Table
 
 from featcal_cli.cli.console import ERR, OUT, escape, fold, shorten_commits
 from featcal_cli.evaluation.results import CALIBRATED, EXPERT, MERGED, Evaluation, Score, TaskScores, average_tasks
-from featcal_cli.lineage.questions import SAID
+from featcal_cli.lineage.questions import FROM_USER
 from featcal_cli.recipe.reading import COMPANIONS, describe_recipe
 from featcal_cli.reporting.report import CARD, RECIPE, DriftRow, Report
 from featcal_cli.runtime.files import tell_bytes
 from featcal_cli.runtime.progress import tell_change, tell_seconds
-from featcal_cli.runtime.untrusted_text import visible
+from featcal_cli.runtime.sanitise import for_terminal
 
 if TYPE_CHECKING:  # these import torch
     from typer import Context
@@ -113,7 +113,7 @@ def show_drift(report: Report) -> None:
         colour = "bold red" if report.has_grown else "bold"
         OUT.print(f"[{colour}]{escape(report.headline[0].upper() + report.headline[1:])}[/]")
     where = "fitted rows" if len(report.fitted_tasks) == len(report.drift) else "held-out examples"
-    what = "Distance of answers from the experts'" if report.answers else "Drift of the last block's features"
+    what = "Distance of answers from the experts'" if report.output_distances else "Drift of the last block's features"
     OUT.print(f"{what} on {where}; 0 is the expert:")
     rows = [[escape(row.task) + ("*" if row.is_marked else ""), *_write_cells(row)] for row in report.judged_rows]
     heads = ("task", "merged", "calibrated", "change", "base")[: len(rows[-1])]
@@ -214,11 +214,11 @@ def _write_scores(name: str, scores: Mapping[str, Score], roles: Iterable[str], 
 
 def show_preflight(preflight: Preflight) -> None:
     """What a job would read, by where it is said, and what it would take."""
-    width = max(cell_len(visible(finding.role)) for finding in preflight.findings)
+    width = max(cell_len(for_terminal(finding.role)) for finding in preflight.findings)
     for source, findings in _group_by_source(preflight).items():
-        OUT.print(f"{'Given:' if source == SAID else f'From {escape(source)}:'}")
+        OUT.print(f"{'Given:' if source == FROM_USER else f'From {escape(source)}:'}")
         for role, value in findings:
-            OUT.print(f"  {escape(role)}{' ' * (width - cell_len(visible(role)))}  {value}", soft_wrap=True)
+            OUT.print(f"  {escape(role)}{' ' * (width - cell_len(for_terminal(role)))}  {value}", soft_wrap=True)
     needs, transfers = preflight.estimate, preflight.transfers.values()
     missing, here = (sum(getattr(transfer, key) for transfer in transfers) for key in ("missing", "here"))
     calibrated = f"{preflight.modules} modules in {preflight.blocks} blocks; all models fit together"

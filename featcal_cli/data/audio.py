@@ -36,7 +36,7 @@ from featcal_cli.data.rows import open_cell
 from featcal_cli.data.vocabulary import TextModels, TextTokens, open_tokens
 from featcal_cli.recipe.schema import Data
 from featcal_cli.runtime.errors import DataError
-from featcal_cli.runtime.untrusted_text import bare, list_some, show
+from featcal_cli.runtime.sanitise import list_some, plain, quoted
 
 MOST_SECONDS = 30
 """Of a recording; what is beyond is not heard."""
@@ -81,7 +81,7 @@ class AudioReader(Reader):
         if self.transcript is not None:
             text = row.get(self.transcript)
             if not isinstance(text, str) or not text.strip():
-                raise BadRowError(f"column {bare(self.transcript)} has no text", OTHER_COLUMN)
+                raise BadRowError(f"column {plain(self.transcript)} has no text", OTHER_COLUMN)
             tokens = self._encode(text)
         digest = sha256(repr(tokens).encode() + wave.tobytes()).digest()
         return EncodedAudio(row[self.column], digest, is_cut, len(wave), tokens)
@@ -118,7 +118,7 @@ class AudioReader(Reader):
         try:
             output = self.extractor(waves, **options)
         except Exception as error:  # what its files say may make a processor raise anything
-            what = f"the feature extractor cannot make one batch of these recordings: {bare(first_line(error))}"
+            what = f"the feature extractor cannot make one batch of these recordings: {plain(first_line(error))}"
             raise DataError(what, where=self.where, fix=CHECK_PROCESSOR) from error
         main, names = self.model.main_input_name, forward_names(self.model)
         if not isinstance(output.get(main), Tensor) or len(output[main]) != len(items):
@@ -150,7 +150,7 @@ class AudioReader(Reader):
         if tokens[:1] == [self.model.config.decoder_start_token_id]:
             del tokens[0]  # the shift to the right begins with it
         if not tokens or max(tokens) >= (count_vocabulary(self.model) or max(tokens) + 1):
-            raise BadRowError(f"column {bare(str(self.transcript))} has no text that the model knows", OTHER_COLUMN)
+            raise BadRowError(f"column {plain(str(self.transcript))} has no text that the model knows", OTHER_COLUMN)
         return tokens
 
     def _decode(self, value: Any) -> tuple[Wave, bool]:
@@ -158,7 +158,7 @@ class AudioReader(Reader):
         try:
             rate, channels = self._read_samples(value)
             if not (isinstance(rate, int) and SLOWEST <= rate <= FASTEST):
-                raise ValueError(f"{bare(str(rate))} samples a second are none that sound has")
+                raise ValueError(f"{plain(str(rate))} samples a second are none that sound has")
             wave = channels[: MOST_SECONDS * rate].mean(1)
             if not len(wave) or not numpy.isfinite(wave).all():
                 raise ValueError("it is empty" if not len(wave) else "some samples are NaN or infinite")
@@ -170,8 +170,8 @@ class AudioReader(Reader):
             raise
         except Exception as error:  # decoders raise many kinds for what is broken
             name = value.get("path") if isinstance(value, dict) else value
-            which = f"the recording {show(PurePath(name).name)}" if isinstance(name, str) and name else "a recording"
-            reason = bare(getattr(error, "error_string", first_line(error)))  # libsndfile's own words
+            which = f"the recording {quoted(PurePath(name).name)}" if isinstance(name, str) and name else "a recording"
+            reason = plain(getattr(error, "error_string", first_line(error)))  # libsndfile's own words
             raise BadRowError(f"{which} in column {self.column} cannot be decoded ({reason})") from error
 
     def _read_samples(self, value: Any) -> tuple[Any, Wave]:

@@ -18,7 +18,8 @@ from transformers import AutoFeatureExtractor, AutoImageProcessor, AutoProcessor
 
 from featcal_cli.data.hub_dataset import first_line
 from featcal_cli.runtime.errors import DataError
-from featcal_cli.runtime.untrusted_text import bare, list_some, parse_json
+from featcal_cli.runtime.sanitise import list_some, plain
+from featcal_cli.runtime.structured_text import parse_json
 
 IMAGE_PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 TOKENIZER_FILES = (
@@ -104,7 +105,7 @@ def _read_tokenizer(folder: Path) -> Any:
     tokenizer = AutoTokenizer.from_pretrained(folder, **SAFE)
     longest = getattr(tokenizer, "model_max_length", None)
     if not isinstance(longest, int | float):
-        raise ValueError(f"{TOKENIZER_FILES[0]} says model_max_length {bare(str(longest))}, which is no number")
+        raise ValueError(f"{TOKENIZER_FILES[0]} says model_max_length {plain(str(longest))}, which is no number")
     return tokenizer
 
 
@@ -119,7 +120,7 @@ def _check_sizes(file: Path, most: Mapping[str, float], otherwise: float) -> Non
             case key, list(values):
                 left += [(key, value) for value in values]
             case key, int() | float() as value if value > most.get(key, otherwise):
-                raise ValueError(f"{file.name} says {key} {bare(str(value))}, and no model reads inputs of that size")
+                raise ValueError(f"{file.name} says {key} {plain(str(value))}, and no model reads inputs of that size")
 
 
 def _load_first(

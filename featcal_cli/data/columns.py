@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeGuard
 from featcal_cli.data.cells import AUDIO_FILES, IMAGE_FILES, is_base64
 from featcal_cli.recipe.schema import ROLES, Data
 from featcal_cli.runtime.errors import DataError
-from featcal_cli.runtime.untrusted_text import bare, list_some, show
+from featcal_cli.runtime.sanitise import list_some, plain, quoted
 
 Samples = Mapping[str, Sequence[Any]]
 """Column → its values in the first rows."""
@@ -299,6 +299,8 @@ def number_label(value: Any, column: str, numbers: Mapping[str, int], where: str
                 what = "the split hides its labels (some are below 0)"
                 raise DataError(what, where=where, fix="evaluate another split")
             return int(value)
-    what = f"label {show(value) if isinstance(value, str) else bare(str(value))} in column {bare(column)} is no class"
+    what = (
+        f"label {quoted(value) if isinstance(value, str) else plain(str(value))} in column {plain(column)} is no class"
+    )
     what += " of the model's"
     raise DataError(what, where=where, fix="use class numbers, or the names in label2id of the model's config.json")

@@ -21,7 +21,8 @@ from featcal_cli.recipe.schema import Data
 from featcal_cli.runtime.errors import DataError, FeatCalError, HubError
 from featcal_cli.runtime.files import explain_full
 from featcal_cli.runtime.references import looks_like_path
-from featcal_cli.runtime.untrusted_text import bare, list_some, split_front_matter
+from featcal_cli.runtime.sanitise import list_some, plain
+from featcal_cli.runtime.structured_text import split_front_matter
 
 os.environ["HF_UPDATE_DOWNLOAD_COUNTS"] = "0"  # read when `datasets` is imported: it would report every use
 
@@ -359,7 +360,7 @@ def _belongs_to(path: str, kind: str) -> bool:
 
 def _refuse_files(repo: Repo, config: Config, data: Data) -> DataError:
     if "data_files" in config and _readable_files(repo.files):
-        what = f"no file of the dataset is one that its card names: {bare(str(config['data_files']))}"
+        what = f"no file of the dataset is one that its card names: {plain(str(config['data_files']))}"
         return DataError(what, where=str(data), fix="name another config, or another revision")
     endings = Counter(PurePosixPath(path).suffix for path in repo.files if not path.startswith(".") and path != CARD)
     found = ", ".join(ending or "no ending" for ending, _ in endings.most_common(5)) or "none at all"

@@ -28,7 +28,7 @@ from featcal_cli.data.text import MAX_TOKENS, Message, RowFormatter, TextReader,
 from featcal_cli.data.vocabulary import TextModels, TextTokens, Vocabulary
 from featcal_cli.recipe.schema import Data
 from featcal_cli.runtime.errors import DataError
-from featcal_cli.runtime.untrusted_text import bare
+from featcal_cli.runtime.sanitise import plain
 
 MARK = "<image>"
 """What datasets write where the image belongs."""
@@ -99,7 +99,7 @@ class DialogueReader(Reader):
         try:
             output = self.processor(images=pictures, text=list(texts), padding=True, return_tensors="pt")
         except Exception as error:  # what its files say may make a processor raise anything
-            what = f"the processor cannot make one batch of these rows: {bare(first_line(error))}"
+            what = f"the processor cannot make one batch of these rows: {plain(first_line(error))}"
             raise DataError(what, where=self.where, fix=CHECK_PROCESSOR) from error
         names = forward_names(self.model)
         batch = {name: x for name, x in output.items() if name in names and isinstance(x, Tensor)}

@@ -37,7 +37,7 @@ from featcal_cli.data.local_files import folder_of
 from featcal_cli.data.rows import open_cell
 from featcal_cli.recipe.schema import Data
 from featcal_cli.runtime.errors import DataError
-from featcal_cli.runtime.untrusted_text import bare, list_some, show
+from featcal_cli.runtime.sanitise import list_some, plain, quoted
 
 DECODED_AT_ONCE = 16
 """Images that are held decoded at once: a batch of photographs, decoded, would need gigabytes."""
@@ -129,8 +129,8 @@ class ImageReader(Reader):
             name = value.get("path") if isinstance(value, dict) else value
             which = "an image"
             if isinstance(name, str) and name and not is_base64(name):
-                which = f"the image {show(PurePath(name).name)}"
-            reason = bare(first_line(error))
+                which = f"the image {quoted(PurePath(name).name)}"
+            reason = plain(first_line(error))
             raise BadRowError(f"{which} in column {self.column} cannot be decoded ({reason})") from error
 
     def _source(self, value: Any) -> BytesIO | Path:

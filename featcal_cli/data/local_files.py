@@ -34,7 +34,7 @@ from featcal_cli.data.splits import (
 )
 from featcal_cli.recipe.schema import Data
 from featcal_cli.runtime.errors import DataError
-from featcal_cli.runtime.untrusted_text import parse_json
+from featcal_cli.runtime.structured_text import parse_json
 
 OTHER_KINDS = {
     **dict.fromkeys((".xlsx", ".xls", ".ods"), "save the sheet as .csv"),

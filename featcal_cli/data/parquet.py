@@ -9,7 +9,7 @@ from typing import Any
 
 from featcal_cli.data.cells import Row
 from featcal_cli.runtime.errors import DataError
-from featcal_cli.runtime.untrusted_text import show
+from featcal_cli.runtime.sanitise import quoted
 
 ROW_GROUP_BYTES = 2**28
 """Bytes of a row group that are in memory at once."""
@@ -59,4 +59,5 @@ def classes_in_footer(opened: Any, column: str) -> list[str] | None:
 def check_repeated(names: Iterable[str], where: str) -> None:
     """Raise DataError for columns of one name, of which a row could hold but one."""
     if twice := [name for name, count in Counter(names).items() if count > 1]:
-        raise DataError(f"several columns are called {show(twice[0])}", where=where, fix="give each a name of its own")
+        what = f"several columns are called {quoted(twice[0])}"
+        raise DataError(what, where=where, fix="give each a name of its own")

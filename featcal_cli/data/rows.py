@@ -21,7 +21,7 @@ from featcal_cli.data.parquet import classes_in_footer, open_parquet
 from featcal_cli.data.splits import Note, ignore
 from featcal_cli.recipe.schema import Data
 from featcal_cli.runtime.errors import DataError, HubError
-from featcal_cli.runtime.untrusted_text import bare, show
+from featcal_cli.runtime.sanitise import plain, quoted
 
 
 def draw_rows(data: Data, count: int, seed: int, note: Note = ignore) -> Iterator[Row]:
@@ -96,12 +96,12 @@ def open_cell(value: Any, column: str, folder: Path | None, kind: str) -> bytes 
         try:
             status = file.stat()
         except (OSError, ValueError) as error:
-            raise BadRowError(f"there is no {kind} {show(file.name)}") from error
+            raise BadRowError(f"there is no {kind} {quoted(file.name)}") from error
         if S_ISREG(status.st_mode) and status.st_size <= LARGEST_FILE:
             return file
-        raise BadRowError(f"{show(file.name)} is no {kind}: it has {status.st_size:,} bytes, or is no plain file")
+        raise BadRowError(f"{quoted(file.name)} is no {kind}: it has {status.st_size:,} bytes, or is no plain file")
     what = "only the name of a file" if isinstance(value, str) else type(value).__name__
-    raise BadRowError(f"column {bare(column)} has no {kind}" + (f" but {what}" if value else ""), OTHER_COLUMN)
+    raise BadRowError(f"column {plain(column)} has no {kind}" + (f" but {what}" if value else ""), OTHER_COLUMN)
 
 
 def _read_scattered(tables: Sequence[Table], ends: Sequence[int], positions: Sequence[int]) -> Iterator[Row]:

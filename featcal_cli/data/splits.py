@@ -9,7 +9,7 @@ from pathlib import PurePosixPath
 from featcal_cli.data.cells import IMAGE_FILES
 from featcal_cli.recipe.schema import Data
 from featcal_cli.runtime.errors import DataError
-from featcal_cli.runtime.untrusted_text import list_some
+from featcal_cli.runtime.sanitise import list_some
 
 Note = Callable[[str], None]
 """A listener that is told what was chosen without being asked for."""

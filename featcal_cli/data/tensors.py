@@ -26,7 +26,7 @@ from featcal_cli.data.columns import LABEL_NAMES
 from featcal_cli.data.local_files import check_split_of_file, local_path
 from featcal_cli.recipe.schema import Data
 from featcal_cli.runtime.errors import DataError
-from featcal_cli.runtime.untrusted_text import list_some
+from featcal_cli.runtime.sanitise import list_some
 
 IDS = ("input_ids", "decoder_input_ids", "token_type_ids", "position_ids")
 DECODERS_OWN = ("decoder_vocab_size", "tgt_vocab_size")

@@ -41,7 +41,7 @@ from featcal_cli.data.hub_dataset import first_line
 from featcal_cli.data.vocabulary import TextModels, TextTokens, open_tokens
 from featcal_cli.recipe.schema import Data
 from featcal_cli.runtime.errors import DataError
-from featcal_cli.runtime.untrusted_text import bare, list_some
+from featcal_cli.runtime.sanitise import list_some, plain
 
 MAX_TOKENS = 512
 MOST_UNKNOWN, SOME_UNKNOWN = 0.5, 0.1
@@ -110,9 +110,9 @@ class RowFormatter:
             try:
                 text = self.template.format(**row)
             except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-                raise BadRowError(f"the template does not fit ({bare(first_line(error))})", OTHER_TEMPLATE) from error
+                raise BadRowError(f"the template does not fit ({plain(first_line(error))})", OTHER_TEMPLATE) from error
             if empty := [name for name in template_fields(self.template) if row.get(name) is None]:
-                raise BadRowError(f"column {bare(empty[0])} of the template is empty", OTHER_TEMPLATE)
+                raise BadRowError(f"column {plain(empty[0])} of the template is empty", OTHER_TEMPLATE)
             if not text.strip():
                 raise BadRowError("the template's columns are empty", OTHER_TEMPLATE)
             return text, None
@@ -129,7 +129,7 @@ class RowFormatter:
         if isinstance(value, str) and value.strip():
             return value
         is_empty = value is None or isinstance(value, str) or value in ([], {})
-        raise BadRowError(f"column {bare(column)} has {'no text' if is_empty else type(value).__name__}", OTHER_COLUMN)
+        raise BadRowError(f"column {plain(column)} has {'no text' if is_empty else type(value).__name__}", OTHER_COLUMN)
 
     def _answer(self, row: Row) -> str:
         return answer_of(row.get(self.roles["response"])) or self._text(row, "response")
@@ -176,7 +176,7 @@ class RowFormatter:
         try:
             return str(self.tokenizer.apply_chat_template(messages, tokenize=False))
         except Exception as error:  # a template is a program, and raises what it likes
-            reason = f"the chat template refuses the messages: {bare(first_line(error))}"
+            reason = f"the chat template refuses the messages: {plain(first_line(error))}"
             raise BadRowError(reason, OTHER_CONVERSATIONS) from error
 
 
@@ -318,7 +318,7 @@ class TextReader(Reader):
                 *texts, truncation=True, max_length=self.max_tokens, return_attention_mask=True, **options
             )
         except Exception as error:  # what its files say may make a tokenizer raise anything
-            raise BadRowError(f"the tokenizer cannot read it ({bare(first_line(error))})") from error
+            raise BadRowError(f"the tokenizer cannot read it ({plain(first_line(error))})") from error
         given = [*texts, options.get("text_target")]
         self.tokens.check(encoded["input_ids"], given, self.max_tokens, self.tokenizer.truncation_side)
         vocabulary, ids = count_vocabulary(self.model), self.tokens.number(encoded["input_ids"])

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from featcal_cli.data.batches import Batch, Folders, find_tokenizer, load_tokenizer
 from featcal_cli.runtime.errors import DataError
-from featcal_cli.runtime.untrusted_text import bare, list_some
+from featcal_cli.runtime.sanitise import list_some, plain
 
 TOKEN_IDS = ("input_ids", "decoder_input_ids")
 """Forward arguments that hold ids of tokens."""
@@ -33,7 +33,7 @@ class Vocabulary:
     ids: Mapping[str, int]
 
     def __str__(self) -> str:
-        return f"{self.role} ({bare(self.name)})" if self.role else bare(self.name)
+        return f"{self.role} ({plain(self.name)})" if self.role else plain(self.name)
 
     @property
     def padding(self) -> int:
@@ -195,5 +195,5 @@ class TextTokens:
 def _show_difference(one: Sequence[str], other: Sequence[str]) -> str:
     """Where two lists of tokens begin to differ."""
     place = next(number for number, (x, y) in enumerate(zip_longest(one, other)) if x != y)
-    shown = (" ".join(bare(token) for token in tokens[place : place + SHOWN]) or "nothing" for tokens in (one, other))
+    shown = (" ".join(plain(token) for token in tokens[place : place + SHOWN]) or "nothing" for tokens in (one, other))
     return " against ".join(shown)

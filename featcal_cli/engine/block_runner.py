@@ -35,7 +35,7 @@ from featcal_cli.models.tracing import (
 )
 from featcal_cli.runtime import hardware
 from featcal_cli.runtime.errors import CheckpointError, DataError, NumericsError
-from featcal_cli.runtime.untrusted_text import own_words
+from featcal_cli.runtime.sanitise import exception_text
 
 TOO_LARGE = "save merged in bfloat16 or float32 and calibrate that, or give a larger --ridge for smaller updates"
 """The fix for a solution that the dtype of merged's weights cannot hold."""
@@ -363,7 +363,7 @@ def _explaining_failure(model: Model) -> Iterator[None]:
         if not _is_of_model(error):
             raise
         raise DataError(
-            f"{model.role} cannot run on the examples: {own_words(error)}",
+            f"{model.role} cannot run on the examples: {exception_text(error)}",
             where=model.snapshot.name,
             fix="compare its config.json with merged's; the examples need all inputs, and no more tokens than it takes",
         ) from error

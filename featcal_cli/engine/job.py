@@ -18,7 +18,7 @@ from featcal_cli.engine.offload import Offloader
 from featcal_cli.engine.weight_checks import TaskVectorMeter
 from featcal_cli.models.architecture import Architecture, Block
 from featcal_cli.runtime.distributed import Ranks
-from featcal_cli.runtime.untrusted_text import list_some
+from featcal_cli.runtime.sanitise import list_some
 
 CALIBRATED, MERGED = "calibrated", "merged"
 """Roles of the model that is calibrated, and of the merged model that it starts as."""

@@ -18,7 +18,7 @@ from featcal_cli.models.loading import Model
 from featcal_cli.models.module_kinds import LINEAR_KINDS
 from featcal_cli.runtime import hardware
 from featcal_cli.runtime.errors import CheckpointError, NumericsError
-from featcal_cli.runtime.untrusted_text import list_some
+from featcal_cli.runtime.sanitise import list_some
 
 VANISHING = 1e-12
 """Largest absolute weight of a module that computes nothing."""

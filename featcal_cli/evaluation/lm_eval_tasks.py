@@ -15,7 +15,7 @@ from featcal_cli.models.loading import Model
 from featcal_cli.recipe.schema import Evaluate
 from featcal_cli.runtime.errors import DataError, RecipeError
 from featcal_cli.runtime.progress import quiet_transformers
-from featcal_cli.runtime.untrusted_text import list_some, own_words
+from featcal_cli.runtime.sanitise import exception_text, list_some
 
 INSTALL = "install it, in the clone of featcal: pip install -e '.[lm-eval]'"
 ALLOW = "--allow-code-execution"
@@ -109,7 +109,7 @@ def _explain(error: Exception, task: str, names: str) -> Exception:
         what = f"lm-eval {read_version()} does not know one of {names} ({text})"
         fix = "see their names with: lm-eval ls tasks"
         return RecipeError(what, where=f"tasks.{task}.evaluate.lm_eval", fix=fix)
-    return DataError(f"lm-eval refuses: {own_words(error)}", where=f"{task}: {names}", fix="see its documentation")
+    return DataError(f"lm-eval refuses: {exception_text(error)}", where=f"{task}: {names}", fix="see its documentation")
 
 
 def _explain_code(name: str, task: str) -> RecipeError:

@@ -16,7 +16,7 @@ import numpy
 from numpy.typing import NDArray
 
 from featcal_cli.runtime.files import cache_folder, write_file
-from featcal_cli.runtime.untrusted_text import write_json
+from featcal_cli.runtime.structured_text import write_json
 
 RESAMPLES = 1000
 SEED = 0

@@ -14,7 +14,8 @@ from featcal_cli.hub.model_config import parse_config
 from featcal_cli.hub.weight_files import PICKLES, SAFETENSORS
 from featcal_cli.runtime.errors import HubError
 from featcal_cli.runtime.references import existing_path
-from featcal_cli.runtime.untrusted_text import bare, list_some, own_words, parse_json
+from featcal_cli.runtime.sanitise import exception_text, list_some, plain
+from featcal_cli.runtime.structured_text import parse_json
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -122,7 +123,7 @@ def read_adapter(name: str, folder: Path) -> Adapter:
     adapter, update = Adapter(name, folder, config), "update peft, or give the full model"
     kind = str(config["peft_type"])
     if kind not in PeftType.__members__ or kind not in PEFT_TYPE_TO_CONFIG_MAPPING:
-        raise refusal(f" of a kind that peft {__version__} does not know: {bare(kind)}", update)
+        raise refusal(f" of a kind that peft {__version__} does not know: {plain(kind)}", update)
     known = {field.name for field in fields(PEFT_TYPE_TO_CONFIG_MAPPING[kind])} | {"runtime_config"}
     # settings that are off change nothing, and newer versions of peft write many of them
     if unknown := sorted(key for key, value in config.items() if value and key not in known):
@@ -146,7 +147,7 @@ def fit_adapter(adapter: Adapter, tensors: Tensors, model_class: type[PreTrained
     except MisfitError:
         raise
     except Exception as error:  # configs and classes raise many kinds for values that make no sense
-        what = f"no {model_class.__name__} can be made from the base's config.json: {own_words(error)}"
+        what = f"no {model_class.__name__} can be made from the base's config.json: {exception_text(error)}"
         raise MisfitError(what) from error
     for labels in sorted({len(tensor) for tensor in odd.values()}):
         config.num_labels = labels

@@ -24,7 +24,7 @@ from featcal_cli.hub.weight_files import new_copy, read_header, read_pickle, wei
 from featcal_cli.runtime.errors import HubError
 from featcal_cli.runtime.files import cache_folder, copy_files
 from featcal_cli.runtime.progress import quiet_transformers
-from featcal_cli.runtime.untrusted_text import own_words, show
+from featcal_cli.runtime.sanitise import exception_text, quoted
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -96,7 +96,7 @@ def _classes(adapter: Adapter, base: str, folder: Path) -> list[type[PreTrainedM
     model_type = read_config(folder, base).get("model_type")
     if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
         what = f"the base {base} is of no architecture that transformers {transformers.__version__} ships"
-        what += f": its config.json says model_type {show(str(model_type))}"
+        what += f": its config.json says model_type {quoted(str(model_type))}"
         raise HubError(what, where=adapter.name, fix="give a base that loads without code from its repo")
     config = load_config(AutoConfig, folder, role=f"the base of {adapter.name}", name=base)
     if getattr(config, "quantization_config", None):
@@ -192,4 +192,4 @@ def _merge(model: PreTrainedModel, adapter: Adapter, fit: Fit) -> PreTrainedMode
 def _reason(error: BaseException) -> str:
     """What an exception says; where it lists all that does not fit, the first of that."""
     lines = [line.strip() for line in str(error).splitlines()]
-    return next((line.rstrip(".") for line in lines if "size mismatch" in line), own_words(error))
+    return next((line.rstrip(".") for line in lines if "size mismatch" in line), exception_text(error))

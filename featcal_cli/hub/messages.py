@@ -17,7 +17,7 @@ from featcal_cli.hub.client import asked_pause, blame, is_conflict, is_lapsed, l
 from featcal_cli.runtime.errors import HubError
 from featcal_cli.runtime.files import FIXES, name_reason, tell_fix
 from featcal_cli.runtime.progress import host_of, hub_host, is_hub, name_hosts
-from featcal_cli.runtime.untrusted_text import own_words, redact, show, visible
+from featcal_cli.runtime.sanitise import exception_text, for_terminal, quoted, redact
 
 ODD = (ValueError, LookupError, TypeError, AttributeError, AssertionError)
 """What huggingface_hub raises where an answer is not what it looks for."""
@@ -206,7 +206,7 @@ def _explain_refusal(error: HfHubHTTPError, subject: _Subject) -> HubError:
     status, reason, writing = response.status_code, _quote_reason(error), subject.is_written
     if not subject.file and response.history:  # the Hub led on to another host
         match = re.search("/resolve/[^/]+/(.+)$", response.history[0].request.url.path)
-        subject = replace(subject, file=visible(match[1]) if match else "")
+        subject = replace(subject, file=for_terminal(match[1]) if match else "")
     if writing and not is_hub(host) and status not in (402, 413, 429, 507):
         what = f"{host} does not take {subject.file or 'a large file'} of {subject.repo} (HTTP status {status})"
         return HubError(what, where=subject.repo, fix="check whether a proxy or firewall forbids uploads to it")
@@ -259,7 +259,7 @@ def _explain_odd(cause: BaseException, subject: _Subject) -> HubError:
     read the answer."""
     token = get_token() or ""
     if bad := "".join(sorted({char for char in token if not "!" <= char <= "~"})):
-        what = f"the token holds {show(bad)}, which no token of the Hub has, and cannot be sent"
+        what = f"the token holds {quoted(bad)}, which no token of the Hub has, and cannot be sent"
         return HubError(what, where="HF_TOKEN, or what `hf auth login` has stored", fix=f"copy it again: {LOGIN}")
     about = f" when asked for {subject.name}" if subject.file and not subject.is_written else ""
     what = f"{hub_host()} does not answer like a Hub{about} ({_quote(cause)})"
@@ -268,7 +268,7 @@ def _explain_odd(cause: BaseException, subject: _Subject) -> HubError:
 
 def _quote(error: BaseException) -> str:
     """The kind of an error and its own words, without secrets."""
-    words = name_hosts(redact(own_words(error)))
+    words = name_hosts(redact(exception_text(error)))
     kind = type(error).__name__
     return _shorten(kind if words == kind else f"{kind}: {words.removeprefix(f'{kind}: ')}")
 
@@ -278,7 +278,7 @@ def _quote_reason(error: HfHubHTTPError) -> str:
     if not is_hub(host_of(str(error.response.url))):
         return ""
     text = error.response.headers.get("X-Error-Message", "")
-    return _shorten(" ".join(visible(name_hosts(redact(text))).split()).rstrip("."))
+    return _shorten(" ".join(for_terminal(name_hosts(redact(text))).split()).rstrip("."))
 
 
 def _shorten(text: str) -> str:

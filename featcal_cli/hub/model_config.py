@@ -14,7 +14,8 @@ from typing import Any
 
 from featcal_cli.hub.weight_files import Entry
 from featcal_cli.runtime.errors import CheckpointError
-from featcal_cli.runtime.untrusted_text import bare, own_words, parse_json, show
+from featcal_cli.runtime.sanitise import exception_text, plain, quoted
+from featcal_cli.runtime.structured_text import parse_json
 
 CONFIG = "config.json"
 CORRECT_CONFIG = "correct it in a copy of the model, or use the config.json that belongs to the weights"
@@ -57,7 +58,7 @@ def read_config(folder: Path, name: str, *, trusted: bool = False) -> dict[str, 
         raise CheckpointError("config.json is not a mapping", where=where, fix=fix)
     named = config.get("architectures")  # what is no list would be read as none, and lead to a class without the head
     if named is not None and not (isinstance(named, list) and all(isinstance(one, str) for one in named)):
-        what = f"config.json says architectures {bare(json.dumps(named))}, which is no list of transformers classes"
+        what = f"config.json says architectures {plain(json.dumps(named))}, which is no list of transformers classes"
         raise CheckpointError(what, where=where, fix='write it like ["BertModel"], with the class of the weights')
     for key, value in _plain_values(config, name):
         _check_value(key, value, f"{name}/config.json", trusted)
@@ -89,9 +90,9 @@ def _find_quantisation(config: Mapping[str, Any], tensors: Collection[str]) -> s
             if isinstance(packing, dict) and packing:
                 method = packing.get("quant_method") or packing.get("quant_algo") or packing.get("format") or key
                 bits = packing.get("bits") or next((n for n in (4, 8) if packing.get(f"load_in_{n}bit")), None)
-                return bare(f"{method}, {bits} bits" if isinstance(bits, int) else str(method))
+                return plain(f"{method}, {bits} bits" if isinstance(bits, int) else str(method))
     packed = [name for name in tensors if name.endswith(_PACKED)]
-    return f"its files hold {bare(min(packed))}" if packed else ""
+    return f"its files hold {plain(min(packed))}" if packed else ""
 
 
 def _plain_values(config: dict[str, Any], name: str) -> Iterator[tuple[str, Any]]:
@@ -113,17 +114,17 @@ def _check_value(key: str, value: Any, where: str, trusted: bool) -> None:
     """Raise CheckpointError for a value that would take more than any machine has, or fetch code."""
     if key in ("dtype", "torch_dtype") and value is not None:
         if not (isinstance(value, str) and _DTYPES.fullmatch(value)):
-            what = f"config.json says {key} {show(str(value))}, which is no kind of number"
+            what = f"config.json says {key} {quoted(str(value))}, which is no kind of number"
             raise CheckpointError(what, where=where, fix="write float32, bfloat16 or float16, whichever the files hold")
     elif isinstance(value, int | float):
         limit = next((most for pattern, most in _LIMITS.items() if pattern.search(key)), None)
         too_few = key in _NEVER_ZERO and not isinstance(value, bool) and value < 1
         if too_few or (limit is not None and value > limit):
             how = "small" if too_few else "large"
-            what = f"config.json says {bare(key)} {bare(str(value))}, which is too {how} for any model"
+            what = f"config.json says {plain(key)} {plain(str(value))}, which is too {how} for any model"
             raise CheckpointError(what, where=where, fix="use the config.json that belongs to the weights")
     elif key in _KERNELS and isinstance(value, str) and "/" in value and not trusted:
-        what = f"config.json asks for code from another repo: {key} {show(value)}"
+        what = f"config.json asks for code from another repo: {key} {quoted(value)}"
         fix = f"take {key} out of a copy of the model, or give --trust-remote-code if that code may run here"
         raise CheckpointError(what, where=where, fix=fix)
 
@@ -154,9 +155,9 @@ def load_config(config_class: Any, folder: Path, *, role: str, name: str, truste
         config.to_dict()
     except Exception as error:  # configs raise many kinds for values that make no sense
         key, value = _find_key(config_class, folder)
-        what, words = f"config.json of {role} cannot be used", own_words(error)
+        what, words = f"config.json of {role} cannot be used", exception_text(error)
         if key:
-            what = f"config.json of {role} says {bare(key)} {bare(json.dumps(value))}, which cannot be used"
+            what = f"config.json of {role} says {plain(key)} {plain(json.dumps(value))}, which cannot be used"
             words = re.sub(r"^(Class v|V)alidation error for \w+ '\w+': ", "", words)
         raise CheckpointError(f"{what}: {words}", where=f"{name}/{CONFIG}", fix=CORRECT_CONFIG) from error
     return config
@@ -164,7 +165,7 @@ def load_config(config_class: Any, folder: Path, *, role: str, name: str, truste
 
 def unbuildable(model_class: type, error: Exception, *, role: str, name: str) -> CheckpointError:
     """The error for a config that is read, and of which no model can be made."""
-    what = f"no {model_class.__name__} can be built from the config.json of {role}: {own_words(error)}"
+    what = f"no {model_class.__name__} can be built from the config.json of {role}: {exception_text(error)}"
     return CheckpointError(what, where=f"{name}/{CONFIG}", fix=CORRECT_CONFIG)
 
 

@@ -28,7 +28,7 @@ from featcal_cli.hub.weight_files import PICKLES, SAFETENSORS
 from featcal_cli.runtime.errors import HubError, RecipeError
 from featcal_cli.runtime.files import cache_folder, write_new
 from featcal_cli.runtime.references import existing_path, looks_like_path, read_page, split_revision
-from featcal_cli.runtime.untrusted_text import show
+from featcal_cli.runtime.sanitise import quoted
 
 Form = Literal["safetensors", "pickle", "adapter"]
 _REVISION = re.compile(r"(?!.*\.\.)\w[\w./-]{0,199}", re.ASCII)
@@ -213,7 +213,7 @@ def _name_base(adapter: Adapter, repo: Repo) -> str:
     try:
         return locate(adapter.base, repo)
     except UnusableError as error:
-        what = f"{repo.name} is an adapter, and its base cannot be used: {show(adapter.base)} {error}"
+        what = f"{repo.name} is an adapter, and its base cannot be used: {quoted(adapter.base)} {error}"
         raise HubError(what, where=f"{repo.name}/{ADAPTER_CONFIG}", fix=_name_it(repo)) from error
 
 

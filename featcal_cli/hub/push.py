@@ -14,7 +14,7 @@ from featcal_cli.hub.messages import ODD, explained_writing, gone, hub_page
 from featcal_cli.hub.repo import list_commit
 from featcal_cli.runtime.errors import HubError
 from featcal_cli.runtime.progress import announce, hub_host
-from featcal_cli.runtime.untrusted_text import list_some
+from featcal_cli.runtime.sanitise import list_some
 
 KEEP_ALL = "# nothing is ignored\n"
 """Sent in place of a repo's own .gitignore, which would quietly leave files out of the commit."""

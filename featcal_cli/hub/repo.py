@@ -33,7 +33,7 @@ from featcal_cli.runtime.errors import HubError
 from featcal_cli.runtime.files import name_reason
 from featcal_cli.runtime.progress import hub_host
 from featcal_cli.runtime.references import bare_id, existing_path, looks_like_path, split_revision
-from featcal_cli.runtime.untrusted_text import show
+from featcal_cli.runtime.sanitise import quoted
 
 Kind = Literal["model", "dataset"]
 
@@ -169,7 +169,7 @@ def open_repo(name: str, kind: Kind = "model") -> Repo:
     with explained(repo, revision or "", kind):
         commit = resolve_revision(repo, revision=revision, repo_type=kind).resolved
     if not COMMIT.fullmatch(commit):  # it becomes part of paths on this machine
-        what = f"{hub_host()} does not answer like a Hub: it calls {show(commit)} a commit of {repo}"
+        what = f"{hub_host()} does not answer like a Hub: it calls {quoted(commit)} a commit of {repo}"
         if not commit.strip():
             what = f"the Hub's cache does not say which commit of {repo} was seen last"
         raise HubError(what, where=repo, fix="check HF_ENDPOINT and the proxy, and run again with the Hub in reach")
@@ -206,7 +206,7 @@ def list_commit(name: str, commit: str, kind: Kind = "model") -> dict[str, RepoF
         if not isinstance(file, ListedFile):
             continue
         if file.path in files:  # pages that lead to each other would never end
-            what = f"{hub_host()} does not answer like a Hub: it lists {show(file.path)} twice"
+            what = f"{hub_host()} does not answer like a Hub: it lists {quoted(file.path)} twice"
             raise HubError(what, where=f"{name}@{commit}", fix="check HF_ENDPOINT and the proxy")
         files[file.path] = RepoFile(file.size, file.blob_id, file.lfs.sha256 if file.lfs else None)
     return files
@@ -223,7 +223,7 @@ def _list_files(name: str, commit: str, kind: Kind) -> dict[str, RepoFile]:
             raise
     for path in files:
         if "\0" in path or any(part in ("", ".", "..") for part in path.split("/")):
-            what = f"{name} lists a file outside of itself: {show(path)}"
+            what = f"{name} lists a file outside of itself: {quoted(path)}"
             raise HubError(what, where=f"{name}@{commit}", fix="use another repo; this one is not to be trusted")
     return files
 

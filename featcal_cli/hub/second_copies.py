@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from featcal_cli.hub.weight_files import SAFETENSORS, Entry, find_second_copies, read_header, weight_files
 from featcal_cli.runtime.files import visible_files
-from featcal_cli.runtime.untrusted_text import parse_json
+from featcal_cli.runtime.structured_text import parse_json
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -24,7 +24,8 @@ from safetensors import SafetensorError, safe_open
 
 from featcal_cli.runtime.errors import HubError
 from featcal_cli.runtime.files import cache_folder, copy_files, flush, name_reason, take_stamp, tell_fix, visible_files
-from featcal_cli.runtime.untrusted_text import bare, parse_json, show
+from featcal_cli.runtime.sanitise import plain, quoted
+from featcal_cli.runtime.structured_text import parse_json
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -161,7 +162,7 @@ def _parse(header: bytes, file: Path) -> dict[str, Entry]:
     except SafetensorError as error:
         reason = str(error).removeprefix("Error while deserializing header: ")
         if "not fully covered" not in reason:
-            raise ValueError(f"its header is invalid: {bare(reason)[:LONGEST_REASON]}") from None
+            raise ValueError(f"its header is invalid: {plain(reason)[:LONGEST_REASON]}") from None
     start = len(header)
     described: dict[str, Any] = json.loads(header[8:])
     described.pop("__metadata__", None)
@@ -178,7 +179,7 @@ def _parse(header: bytes, file: Path) -> dict[str, Entry]:
 def check_distinct(before: Mapping[str, Entry], tensors: Mapping[str, Entry]) -> None:
     """Raise ValueError for a tensor that earlier files of the model hold, too: which of them counts, nothing says."""
     if twice := before.keys() & tensors.keys():
-        raise ValueError(f"another file of the model holds the tensor {show(min(twice))}, too")
+        raise ValueError(f"another file of the model holds the tensor {quoted(min(twice))}, too")
 
 
 def converted_copy(source: Path, key: str) -> Path:

@@ -7,11 +7,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from featcal_cli.hub.model_source import UnusableError, find, locate, same_repo
 from featcal_cli.lineage.expert_data import recall
 from featcal_cli.lineage.merge_configs import Statement
-from featcal_cli.lineage.questions import SAID, Finding, Question, enumerate_names
+from featcal_cli.lineage.questions import FROM_USER, Finding, Question, enumerate_names
 from featcal_cli.lineage.search import Search
 from featcal_cli.runtime.errors import HubError
 from featcal_cli.runtime.references import split_revision
-from featcal_cli.runtime.untrusted_text import list_some, show
+from featcal_cli.runtime.sanitise import list_some, quoted
 
 MAX_GENERATIONS = 8
 MAX_MODELS = 50
@@ -23,7 +23,7 @@ def find_stated_base(search: Search) -> Finding | Question | None:
     """The base that the user or the merged repo states; a question where the repo's text names several, or one that
     cannot be opened; None where neither states one."""
     if search.draft.base:
-        return Finding("base", search.draft.base, SAID)
+        return Finding("base", search.draft.base, FROM_USER)
     listed: list[str] = []
     for statement in search.statements:
         if len(statement.bases) > 1:
@@ -35,7 +35,7 @@ def find_stated_base(search: Search) -> Finding | Question | None:
             try:
                 return Finding("base", locate(statement.base, search.repo), statement.source)
             except UnusableError as error:
-                what = f"the base of {search.merged}, {show(statement.base)}, {error}"
+                what = f"the base of {search.merged}, {quoted(statement.base)}, {error}"
                 return ask_base(what, (), statement.source)
         listed += [] if statement.mixed else statement.experts
     return None
@@ -44,20 +44,20 @@ def find_stated_base(search: Search) -> Finding | Question | None:
 def weigh_said_base(search: Search, base: Finding, experts: Sequence[str]) -> tuple[str, list[str]]:
     """Where the base is known from, in words, and what the merged repo says against it; `experts` are those left. A
     user's word counts; but an expert that is lost by it, or another base that the repo names, is said."""
-    if base.source != SAID:
+    if base.source != FROM_USER:
         return base.source, []
-    source, against, listed = SAID, [], list[str]()
+    source, against, listed = FROM_USER, [], list[str]()
     for statement in search.statements:
         is_listed = any(search.means(name, base.value) for name in statement.experts)
-        if not statement.mixed and is_listed and source == SAID:
-            source = f"{SAID}; {statement.source} lists it as an expert"
+        if not statement.mixed and is_listed and source == FROM_USER:
+            source = f"{FROM_USER}; {statement.source} lists it as an expert"
             left = f"; the only expert left is {experts[0]}" if len(experts) == 1 else ""
             given = f"{base.value} is listed as an expert by {statement.source} and given as the base (--base)"
             against.append(f"{given}: it is no expert then{left}")
         named = [name for name in statement.bases if not _holds(listed, name)]
         if named and not any(search.means(name, base.value) for name in named):
-            stated = enumerate_names([search.located(name) or show(name) for name in named])
-            against.append(f"{statement.source} names {stated} as the base; {base.value} is taken, as {SAID} says")
+            stated = enumerate_names([search.located(name) or quoted(name) for name in named])
+            against.append(f"{statement.source} names {stated} as the base; {base.value} is taken, as {FROM_USER} says")
             break
         listed += [] if statement.mixed else statement.experts
     return source, against
@@ -68,7 +68,7 @@ def find_base_of(search: Search, experts: Sequence[Finding]) -> Finding | Questi
     HubError."""
     for statement in search.statements:
         rest = [name for name in statement.experts if not any(search.means(name, expert.value) for expert in experts)]
-        complete = statement.mixed and not any(expert.source == SAID for expert in experts)
+        complete = statement.mixed and not any(expert.source == FROM_USER for expert in experts)
         if complete and len(rest) == 1 < len(statement.experts) and (reference := search.located(rest[0])):
             search.notes.append(
                 f"{reference} is the only model in {statement.source} that is no expert: it is the base"
@@ -81,7 +81,7 @@ def find_base_of(search: Search, experts: Sequence[Finding]) -> Finding | Questi
         what = f"the experts do not agree on a base: {_describe(parents)}"
         return ask_base(what, _distinct(parents), "the cards of the experts")
     looked_at = [*search.looked_at, *(f"the card of {name} (no base_model)" for name in parents)]
-    where = f"looked at {list_some(looked_at, between='; ', write=str)}" if looked_at else SAID
+    where = f"looked at {list_some(looked_at, between='; ', write=str)}" if looked_at else FROM_USER
     return ask_base(f"nothing says what the base of {search.merged} is", (), where)
 
 
@@ -108,7 +108,7 @@ def ask_base(what: str, choices: Sequence[str], where: str) -> Question:
     return Question(what, (("--base", "REPO"),), where, choices)
 
 
-def _ask_parents(search: Search, name: str, source: str = SAID) -> list[Finding]:
+def _ask_parents(search: Search, name: str, source: str = FROM_USER) -> list[Finding]:
     """What a model comes from; nothing where it cannot be opened, for it may be the base, which need not be."""
     try:
         return search.find_parents(name, source)

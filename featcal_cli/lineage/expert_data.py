@@ -18,7 +18,8 @@ from featcal_cli.recipe.reading import find_shipped
 from featcal_cli.recipe.schema import SELF, Data
 from featcal_cli.runtime.errors import HubError
 from featcal_cli.runtime.references import existing_path
-from featcal_cli.runtime.untrusted_text import list_some, load_documents, show
+from featcal_cli.runtime.sanitise import list_some, quoted
+from featcal_cli.runtime.structured_text import load_documents
 
 LANGUAGE_MODELS = ("ForCausalLM", "LMHeadModel")
 """What the names of classes end with that write text on."""
@@ -96,7 +97,7 @@ def find_data(search: Search, task: str, expert: Finding, notes: list[str]) -> T
     for key, names in sources.items():
         source = f"the card of {repo.name} ({key})"
         located = {name: find(name, repo) for name in names}
-        passed_over += [f"{source}: {show(name)} is no dataset on the Hub" for name in names if not located[name]]
+        passed_over += [f"{source}: {quoted(name)} is no dataset on the Hub" for name in names if not located[name]]
         usable = list(dict.fromkeys(reference for reference in located.values() if reference))
         alike = [name for name in usable if _holds(words(name.partition("@")[0].rpartition("/")[2]), words(task))]
         chosen = usable if len(usable) == 1 else alike

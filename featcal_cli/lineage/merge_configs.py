@@ -9,7 +9,7 @@ from typing import Any
 
 from featcal_cli.recipe.schema import Data
 from featcal_cli.runtime.errors import LineageError
-from featcal_cli.runtime.untrusted_text import show
+from featcal_cli.runtime.sanitise import quoted
 
 MAX_LAYERS = 10_000
 
@@ -110,8 +110,8 @@ def _read_stage(config: dict[Any, Any], where: str) -> Statement:
     bases = list(dict.fromkeys(_read_reference(base) for base in stated if base is not None))
     averaged = method == "linear" and stated[0] is not None and bases[0] in models
     if averaged or method in _ENDPOINT_METHODS:
-        way = f"linear averages {show(bases[0])} with the other models" if averaged else ""
-        way = way or (f"{method} goes from {show(bases[0])} to the other model" if bases else "")
+        way = f"linear averages {quoted(bases[0])} with the other models" if averaged else ""
+        way = way or (f"{method} goes from {quoted(bases[0])} to the other model" if bases else "")
         note = way and f"{where}: {way}, so all are experts and none is the base"
         return Statement(where, experts=tuple(dict.fromkeys(bases + models)), note=note)
     if len(bases) > 1:

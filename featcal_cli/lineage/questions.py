@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from featcal_cli.runtime.errors import HubError, LineageError
-from featcal_cli.runtime.untrusted_text import LISTED, list_some
+from featcal_cli.runtime.sanitise import LISTED, list_some
 
 if TYPE_CHECKING:
     from featcal_cli.recipe.schema import Draft, Merge
 
-SAID = "the command line or recipe"
+FROM_USER = "the command line or recipe"
 MOST_PROBLEMS = 12
 """Problems that are told one by one; of more the first is told, with how many there are."""
 MOST_OPTIONS = 40
@@ -118,9 +118,9 @@ def ask_without(gone: Gone, count: int) -> list[Question]:
     questions = []
     for task, (expert, error) in gone.items():
         what = f"the expert of {task} cannot be read: {error.what}"
-        others = () if expert.source == SAID else (("--expert", f"{task}=REPO"), ("--data", f"{task}=SOURCE"))
+        others = () if expert.source == FROM_USER else (("--expert", f"{task}=REPO"), ("--data", f"{task}=SOURCE"))
         options: tuple[Option, ...] = (("--skip-expert", task),) if can_go_on else others
-        where = expert.value if expert.source == SAID else f"{expert.value}, named by {expert.source}"
+        where = expert.value if expert.source == FROM_USER else f"{expert.value}, named by {expert.source}"
         questions.append(Question(what, options, where, fix=error.fix))
     if len(questions) <= MOST_PROBLEMS:
         return questions

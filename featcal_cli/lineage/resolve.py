@@ -12,8 +12,8 @@ from featcal_cli.lineage.base_model import find_base_of, find_stated_base, pick_
 from featcal_cli.lineage.expert_data import TaskData, find_data
 from featcal_cli.lineage.merge_configs import Statement
 from featcal_cli.lineage.questions import (
+    FROM_USER,
     MOST_PROBLEMS,
-    SAID,
     Finding,
     Findings,
     Gone,
@@ -30,7 +30,7 @@ from featcal_cli.lineage.statements import STATING_FILES, read_statements
 from featcal_cli.recipe.mistakes import did_you_mean
 from featcal_cli.recipe.schema import Draft, Merge, Recipe, TaskDraft
 from featcal_cli.runtime.errors import HubError, RecipeError
-from featcal_cli.runtime.untrusted_text import list_some, show
+from featcal_cli.runtime.sanitise import list_some, quoted
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,7 @@ def _find_experts(search: Search, base: Base) -> tuple[Experts, Base]:
     """Task → expert; and the base, which an unordered list of models may hold besides them. No expert where nothing
     names one, or where it is asked which of the listed models is the base."""
     tasks = search.draft.tasks
-    said: Experts = {task: Finding("expert", spec.expert, SAID) for task, spec in tasks.items() if spec.expert}
+    said: Experts = {task: Finding("expert", spec.expert, FROM_USER) for task, spec in tasks.items() if spec.expert}
     if said and len(said) == len(tasks):
         return said, base
     statement = next((statement for statement in search.statements if statement.experts), None)
@@ -150,7 +150,7 @@ def _find_experts(search: Search, base: Base) -> tuple[Experts, Base]:
         for task in tasks if said else ():
             if task not in said and not _names_base(task, base):
                 what = f"nothing says which expert the task {task} has"
-                search.unmatched.append(_ask_for_task(task, what, SAID, said))
+                search.unmatched.append(_ask_for_task(task, what, FROM_USER, said))
         return said, base
     renamed: dict[str, str] = {}
     for task in tasks:
@@ -194,9 +194,9 @@ def _name_experts(search: Search, statement: Statement, base: Base) -> tuple[Exp
     names = kept = statement.experts
     if isinstance(base, Question) and base.choices and statement.mixed:
         return {}, base
-    if isinstance(base, Finding) and (base.source == SAID or not statement.base):
+    if isinstance(base, Finding) and (base.source == FROM_USER or not statement.base):
         kept = [name for name in names if not search.means(name, base.value)]
-    if statement.mixed or not (isinstance(base, Finding) and base.source == SAID):
+    if statement.mixed or not (isinstance(base, Finding) and base.source == FROM_USER):
         names = kept  # else an expert is called what it is called without --base
     listed: dict[str, tuple[str, Finding | Question]] = {}
     for name in names:
@@ -204,7 +204,7 @@ def _name_experts(search: Search, statement: Statement, base: Base) -> tuple[Exp
         try:
             expert = Finding("expert", locate(name, search.repo), statement.source)
         except UnusableError as error:
-            expert = Question(f"an expert of {search.merged}, {show(name)}, {error}", (), statement.source)
+            expert = Question(f"an expert of {search.merged}, {quoted(name)}, {error}", (), statement.source)
         listed.setdefault(expert.value if isinstance(expert, Finding) else name, (name, expert))
     usable = {key: name for key, (name, expert) in listed.items() if isinstance(expert, Finding)}
     search.read_ahead(key for key, name in usable.items() if name in kept)
@@ -276,7 +276,7 @@ def _settle_experts(search: Search, experts: Findings, base: Base) -> dict[str, 
     experts = {task: replace(expert, role=f"expert {task}") for task, expert in experts.items()}
     settled: dict[str, Finding] = {}
     for task, expert in experts.items():
-        if expert.source == SAID or not isinstance(base, Finding):
+        if expert.source == FROM_USER or not isinstance(base, Finding):
             settled[task] = expert
         elif search.means(expert.value, base.value):
             search.notes.append(f"{expert.value} is the base; it went into the merge too, and is no expert")
@@ -295,7 +295,7 @@ def _find_data(search: Search, experts: Findings) -> dict[str, TaskData | Questi
 
 def _said_data(search: Search, task: str, expert: str) -> TaskData | None:
     if (said := search.draft.tasks.get(task, TaskDraft()).data) and said.has_source:
-        return said, SAID
+        return said, FROM_USER
     for statement in search.statements:
         for name, data in statement.data.items():
             if search.means(name, expert):
@@ -309,7 +309,7 @@ def _ask_for_experts(search: Search, experts: Experts, base: Base) -> Iterator[Q
             data = () if search.draft.tasks.get(task, TaskDraft()).data else (("--data", f"{task}=SOURCE"),)
             yield replace(expert, options=(("--expert", f"{task}=REPO"), *data))
     if not experts and not (isinstance(base, Question) and base.choices):
-        where = f"looked at {list_some(search.looked_at, between='; ', write=str)}" if search.looked_at else SAID
+        where = f"looked at {list_some(search.looked_at, between='; ', write=str)}" if search.looked_at else FROM_USER
         first: list[Option] = [("--base", "REPO")] if base is None else []
         options = (*first, ("--expert", "TASK=REPO"), ("--data", "TASK=SOURCE"))
         yield Question(f"nothing says which experts {search.merged} was merged from", options, where)
@@ -319,7 +319,7 @@ def _complete(
     search: Search, base: Finding, experts: Findings, data: Mapping[str, TaskData], against: Sequence[str]
 ) -> Lineage:
     draft = search.draft
-    findings = [Finding("merged", show_merged(draft.merged), SAID), base]
+    findings = [Finding("merged", show_merged(draft.merged), FROM_USER), base]
     tasks = {}
     for task, expert in experts.items():
         said = draft.tasks.get(task, TaskDraft())

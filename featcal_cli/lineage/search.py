@@ -16,12 +16,12 @@ from featcal_cli.hub.client import is_lapsed
 from featcal_cli.hub.model_source import UnusableError, find, locate, repo_of, same_repo
 from featcal_cli.hub.repo import Kind, Opener, Repo
 from featcal_cli.lineage.merge_configs import Statement
-from featcal_cli.lineage.questions import SAID, Finding, Question, show_merged
+from featcal_cli.lineage.questions import FROM_USER, Finding, Question, show_merged
 from featcal_cli.lineage.statements import Card, names_itself, read_card, read_config
 from featcal_cli.recipe.schema import Draft, Merge
 from featcal_cli.runtime.errors import HubError
 from featcal_cli.runtime.references import existing_path, looks_like_path, split_revision
-from featcal_cli.runtime.untrusted_text import show
+from featcal_cli.runtime.sanitise import quoted
 
 Item = TypeVar("Item")
 
@@ -86,7 +86,7 @@ class Search:
 
         do_at_once(fetch, map(opened_part, references))
 
-    def read_expert(self, reference: str, source: str = SAID) -> tuple[Repo, Card]:
+    def read_expert(self, reference: str, source: str = FROM_USER) -> tuple[Repo, Card]:
         """An expert's repo (of BASE+ADAPTER the adapter's) and its card; `source` names it. Raises HubError."""
         name = opened_part(reference)
         with named_by(name, source):
@@ -96,7 +96,7 @@ class Search:
                 self.notes += [f"the card of {name}: {problem}" for problem in self._cards[name].problems]
         return repo, self._cards[name]
 
-    def find_parents(self, reference: str, source: str = SAID) -> list[Finding]:
+    def find_parents(self, reference: str, source: str = FROM_USER) -> list[Finding]:
         """The models that this one was made from, by its adapter config or its card: one, several for a merge, none
         where they do not tell. For a quantized copy stands the full model, and the merged one, which some cards name,
         is none of them. Raises HubError when the model cannot be opened."""
@@ -110,7 +110,7 @@ class Search:
                 try:
                     parent = self._find_full(locate(name, repo), reference)
                 except UnusableError as error:
-                    self.notes.append(f"the base that {reference} names, {show(name)}, {error}")
+                    self.notes.append(f"the base that {reference} names, {quoted(name)}, {error}")
                     continue
                 if not same_repo(parent, reference):  # some cards name their own repo
                     parents.append(Finding("parent", parent, ADAPTER_CONFIG if adapter else "card"))
@@ -158,7 +158,7 @@ def named_by(name: str, source: str) -> Iterator[None]:
     try:
         yield
     except HubError as error:
-        if source == SAID:
+        if source == FROM_USER:
             raise
         raise HubError(error.what, where=f"{name}, named by {source}", fix=error.fix) from error
 

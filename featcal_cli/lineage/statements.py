@@ -15,7 +15,8 @@ from featcal_cli.lineage.merge_configs import MalformedError, Statement, is_merg
 from featcal_cli.recipe.schema import Data, Draft
 from featcal_cli.runtime.errors import LineageError, RecipeError
 from featcal_cli.runtime.references import split_revision
-from featcal_cli.runtime.untrusted_text import MAX_CHARACTERS, load_documents, parse_json, show, split_front_matter
+from featcal_cli.runtime.sanitise import quoted
+from featcal_cli.runtime.structured_text import MAX_CHARACTERS, load_documents, parse_json, split_front_matter
 
 _FENCE = re.compile(r"[ \t>]*(`{3,}|~{3,})[ \t]*([\w-]*)")
 _MERGE = re.compile(r"^[ \t>]*merge_method[ \t]*:", re.MULTILINE)
@@ -249,7 +250,7 @@ def _read_recipe(repo: Repo, notes: list[str], looked_at: list[str]) -> Statemen
             if (source := draft.tasks[name].data) and source.has_source:
                 data[expert] = _anchored(source, repo)
         except UnusableError as error:
-            notes.append(f"{where}: the data of {show(expert)} {error}; it is left out")
+            notes.append(f"{where}: the data of {quoted(expert)} {error}; it is left out")
     return Statement(where, (draft.base,) if draft.base else (), tuple(tasks), data=data, tasks=tasks)
 
 

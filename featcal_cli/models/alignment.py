@@ -17,7 +17,7 @@ from featcal_cli.hub.snapshot import Snapshot
 from featcal_cli.models.architecture import Architecture
 from featcal_cli.models.loading import Model, find_class, find_transformers_class, load_model
 from featcal_cli.runtime.errors import CheckpointError
-from featcal_cli.runtime.untrusted_text import bare, tell_apart
+from featcal_cli.runtime.sanitise import plain, tell_apart
 
 HEAD_SUFFIXES = (
     "ForSequenceClassification",
@@ -116,7 +116,7 @@ def _check_layer_counts(architecture: Architecture, merged: Model, other: Model)
             for names in (merged.parameters, other.parameters)
         ]
         if counts[1] and counts[0] != counts[1]:
-            what = f"{other.role} has {counts[1]} of the layers {bare(path)}, and merged has {counts[0]}"
+            what = f"{other.role} has {counts[1]} of the layers {plain(path)}, and merged has {counts[0]}"
             raise CheckpointError(what, where=other.snapshot.name, fix=SAME_LAYERS)
 
 
@@ -131,7 +131,7 @@ def _unread(model: Model) -> list[str]:
 
 
 def _count(names: list[str]) -> str:
-    return f"the tensor {bare(names[0])}" + (f" and {len(names) - 1} more" if len(names) > 1 else "")
+    return f"the tensor {plain(names[0])}" + (f" and {len(names) - 1} more" if len(names) > 1 else "")
 
 
 def describe_differences(merged: Model, other: Model, architecture: Architecture) -> list[str]:
@@ -152,10 +152,10 @@ def _refuse_missing(missing: list[str], reached: int, merged: Model, other: Mode
     shape = other.mismatched.get(own)
     if 2 * len(missing) > reached and other is not merged and len(turned) < len(missing):
         ours, theirs = (str(model.snapshot.config.get("model_type", "?")) for model in (merged, other))
-        what = f"{other.role} is of another architecture than merged ({bare(theirs)}, not {bare(ours)})"
+        what = f"{other.role} is of another architecture than merged ({plain(theirs)}, not {plain(ours)})"
         what = f"{what}: {missing[0]} is missing"
         if ours == theirs:
-            what = f"{other.role} calls itself {bare(theirs)} like merged, but lacks {_count(missing)}"
+            what = f"{other.role} calls itself {plain(theirs)} like merged, but lacks {_count(missing)}"
     elif shape is None:
         what = f"{other.role} lacks {_count(missing)}"
     elif shape == (wanted := tuple(merged.module.get_parameter(missing[0]).shape)):
@@ -220,7 +220,7 @@ def compare_configs(merged: Model, other: Model) -> list[str]:
     _check_type(other, other.snapshot.config.get("model_type"), theirs)
     notes = []
     for key, own, wanted in _differences(theirs, ours, other.snapshot.config, merged.snapshot.config):
-        text = "{} {}, merged's {}".format(bare(key), *tell_apart(own, wanted, _show))
+        text = "{} {}, merged's {}".format(plain(key), *tell_apart(own, wanted, _show))
         last = key.rpartition(".")[2]
         if not (REPORTED_KEYS.fullmatch(last) or REPORTED_KEYS.fullmatch(key) or _are_near(last, own, wanted)):
             what = f"{other.role} and merged would compute different things with the same weights: config.json says "
@@ -236,7 +236,7 @@ def _check_type(other: Model, stated: Any, config: Any) -> None:
     read_as = type(config).model_type
     parts = CONFIG_MAPPING[stated].sub_configs.values() if stated in CONFIG_MAPPING else ()
     if stated not in (None, read_as) and not any(isinstance(config, part) for part in parts):
-        what = f"{other.role} is of another architecture than merged ({bare(str(stated))}, not {read_as})"
+        what = f"{other.role} is of another architecture than merged ({plain(str(stated))}, not {read_as})"
         raise CheckpointError(what, where=f"{other.snapshot.name}/config.json", fix=FULL_CHECKPOINT)
 
 

@@ -40,7 +40,7 @@ from featcal_cli.models.tracing import (
     wildcard_path,
 )
 from featcal_cli.runtime.errors import ArchitectureError
-from featcal_cli.runtime.untrusted_text import list_some
+from featcal_cli.runtime.sanitise import list_some
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from featcal_cli.hub.snapshot import Snapshot
 from featcal_cli.hub.weight_files import Entry, read_header
 from featcal_cli.runtime.errors import CheckpointError
 from featcal_cli.runtime.progress import quiet_transformers
-from featcal_cli.runtime.untrusted_text import bare, own_words, show
+from featcal_cli.runtime.sanitise import exception_text, plain, quoted
 
 DTYPES = {name: getattr(torch, dtype) for name, dtype in CALIBRATED_DTYPES.items()}
 """Dtypes that a calibrated tensor can have, by safetensors' names; fewer bits would lose the update."""
@@ -112,7 +112,7 @@ def find_class(snapshot: Snapshot) -> type[PreTrainedModel]:
         if snapshot.trusted:
             return _load_class(snapshot, config["auto_map"], name)
         raise CheckpointError(
-            f"the class {bare(name)} is not part of transformers; it needs code from the repo",
+            f"the class {plain(name)} is not part of transformers; it needs code from the repo",
             where=snapshot.name,
             fix="read that code, and give --trust-remote-code if it may run here",
         )
@@ -138,9 +138,8 @@ def _check_type(model_type: Any, named: type[PreTrainedModel], snapshot: Snapsho
     known = isinstance(model_type, str) and model_type in transformers.CONFIG_MAPPING
     if model_type is None or known or model_type == getattr(named.config_class, "model_type", None):
         return
-    what = (
-        f"transformers {transformers.__version__} knows no model_type {show(str(model_type))}, which config.json names"
-    )
+    what = f"transformers {transformers.__version__} knows no model_type {quoted(str(model_type))}"
+    what += ", which config.json names"
     fix = f"write the model_type of {named.__name__} there, or update transformers"
     raise CheckpointError(what, where=f"{snapshot.name}/config.json", fix=fix)
 
@@ -251,7 +250,7 @@ def _describe_loaded(role: str, snapshot: Snapshot, module: PreTrainedModel, inf
 
 
 def _unloadable(role: str, snapshot: Snapshot, model_class: type, error: Exception) -> CheckpointError:
-    what = f"{role} cannot be loaded as {model_class.__name__}: {own_words(error)}"
+    what = f"{role} cannot be loaded as {model_class.__name__}: {exception_text(error)}"
     fix = "check that its files are whole, and that config.json and the weights belong together"
     return CheckpointError(what, where=snapshot.name, fix=fix)
 

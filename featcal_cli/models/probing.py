@@ -26,7 +26,7 @@ from featcal_cli.models.token_layout import (
 )
 from featcal_cli.models.tracing import ForwardError, Trace, as_hook, find_blocks, is_sequence, leaves_in, trace
 from featcal_cli.runtime.errors import DataError
-from featcal_cli.runtime.untrusted_text import own_words
+from featcal_cli.runtime.sanitise import exception_text
 
 Layouts = tuple[Layout, ...]
 """Layout of the input of each call of a module in one run of its block."""
@@ -281,7 +281,7 @@ def probe_model(model: PreTrainedModel, task: str, batch: Batch) -> ProbeRun:
     shapes = {name: list(tensor.shape[1:]) for name, tensor in batch.items()}
     assert problem is not None
     raise DataError(
-        f"merged cannot run on the examples: {own_words(problem)}",
+        f"merged cannot run on the examples: {exception_text(problem)}",
         where=f"{task}: an example has {shapes}",
         fix="give all inputs that its forward needs, no more tokens than it takes, and check merged's config.json",
     ) from problem

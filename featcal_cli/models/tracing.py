@@ -22,7 +22,7 @@ from featcal_cli.models.module_kinds import CONVOLUTIONS, FunctionalLinear, Para
 from featcal_cli.models.products import MatmulInterceptor, Routing
 from featcal_cli.runtime import hardware
 from featcal_cli.runtime.errors import ArchitectureError
-from featcal_cli.runtime.untrusted_text import list_some
+from featcal_cli.runtime.sanitise import list_some
 
 FORWARD_ERRORS = (TypeError, ValueError, RuntimeError, IndexError, AttributeError, KeyError)
 """Errors that a model's forward raises on inputs it cannot take, and that our own hooks raise when they have a bug."""

@@ -9,9 +9,11 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
+from featcal_cli.recipe.complaints import describe_complaint
 from featcal_cli.recipe.schema import Calibration, Data, Draft, Evaluate, Merge, Output, TaskDraft
 from featcal_cli.runtime.errors import RecipeError, SeveralErrors
-from featcal_cli.runtime.untrusted_text import bare, describe_complaint, find_line
+from featcal_cli.runtime.sanitise import plain
+from featcal_cli.runtime.structured_text import find_line
 
 COMMAND_LINE = "the command line"
 _SECTIONS: Mapping[tuple[str, ...], type[BaseModel]] = {
@@ -76,17 +78,17 @@ def _describe_mistake(
 ) -> tuple[str, str | None, str]:
     """What is wrong, the option that says so, if it was typed, and how to mend it, unless that is plain from it."""
     parts = list(map(str, place))
-    name = ".".join(map(bare, parts))
+    name = ".".join(map(plain, parts))
     if problem["type"] == "extra_forbidden":
         return (
-            f"unknown key {bare(parts[-1])}" + (f" in {name.rpartition('.')[0]}" if parts[1:] else ""),
+            f"unknown key {plain(parts[-1])}" + (f" in {name.rpartition('.')[0]}" if parts[1:] else ""),
             None,
             (_suggest_key(parts[-1][:80], parts[:-1])),
         )
     if parts == ["merged"] and problem["type"] == "missing":
         return "no merged model given", None, "give MERGED or --merge, or the key merged: in a recipe"
     option = _name_option(parts, typed)
-    name = bare(option) if option else name
+    name = plain(option) if option else name
     if problem["type"] == "recipe":
         about = problem["ctx"]
         return f"{name}: {about['what']}", option, about["fix"]

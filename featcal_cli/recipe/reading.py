@@ -17,7 +17,8 @@ from featcal_cli.recipe.mistakes import COMMAND_LINE, did_you_mean, explain
 from featcal_cli.recipe.schema import ROLES, Calibration, Draft, Output, Recipe
 from featcal_cli.runtime.errors import RecipeError, join_errors
 from featcal_cli.runtime.references import parse_merge, parse_source, path_exists
-from featcal_cli.runtime.untrusted_text import load_documents, replace_values, show
+from featcal_cli.runtime.sanitise import quoted
+from featcal_cli.runtime.structured_text import load_documents, replace_values
 
 COMPANIONS = {
     "ci/featcal.yml": "GitHub Actions: calibrate, check, propose; a workflow to call",
@@ -174,7 +175,7 @@ def _split_tasks(option: str, form: str, values: Sequence[str] | None) -> list[t
     for text in values or ():
         task, _, value = (part.strip() for part in text.partition("="))
         if not (task and value):
-            what = f"{show(text)} does not say what belongs to which task"
+            what = f"{quoted(text)} does not say what belongs to which task"
             raise RecipeError(what, where=option, fix=f"write {option} TASK={form}")
         pairs.append((task, value))
     return pairs
@@ -189,10 +190,10 @@ def _read_columns(values: Sequence[str] | None) -> dict[str, dict[str, str]]:
             where = f"--columns {task}=…"
             if not (role and column):
                 fix = f"write --columns {task}={_COLUMNS_FORM}"
-                raise RecipeError(f"{show(pair)} is not a role and a column", where=where, fix=fix)
+                raise RecipeError(f"{quoted(pair)} is not a role and a column", where=where, fix=fix)
             if role not in ROLES:
                 fix = f"{did_you_mean(role, ROLES)}use: {', '.join(ROLES)}"
-                raise RecipeError(f"there is no role {show(role)}", where=where, fix=fix)
+                raise RecipeError(f"there is no role {quoted(role)}", where=where, fix=fix)
             if role in columns.setdefault(task, {}):
                 what = f"task {task} has two columns for the role {role}"
                 raise RecipeError(what, where="--columns", fix="name every role once")

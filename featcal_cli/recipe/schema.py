@@ -25,14 +25,15 @@ from pydantic import (
 )
 from pydantic.fields import FieldInfo
 
+from featcal_cli.recipe.complaints import first_complaint
 from featcal_cli.runtime.errors import RecipeError
 from featcal_cli.runtime.references import bare_model, complaining, existing_path, parse_source, read_page, write_number
-from featcal_cli.runtime.untrusted_text import first_complaint, show
+from featcal_cli.runtime.sanitise import quoted
 
 
 def _check_name(text: str) -> str:
     if any(category(character) == "Cc" for character in text):
-        raise ValueError(f"{show(text)} has a control character")
+        raise ValueError(f"{quoted(text)} has a control character")
     return text
 
 

@@ -1,4 +1,4 @@
-"""Pictures of drift, in one style, and the same bytes for the same data: a run's curves, an inspection's maps."""
+"""Pictures of drift in one style, with the same bytes for the same data: a run's curves and an inspection's maps."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from PIL import Image
 
-from featcal_cli.reporting.markdown import clean, label_roles, one_line
+from featcal_cli.reporting.markdown import label_roles
 from featcal_cli.reporting.report import DriftCurve, Inspection, Report, TaskInspection
 from featcal_cli.reporting.verdict import describe_lists, follow_drift, order_blocks, split_lists
+from featcal_cli.runtime.sanitise import for_html, one_line
 
 if TYPE_CHECKING:  # matplotlib takes long to import
     from matplotlib.axes import Axes
@@ -25,11 +26,13 @@ if TYPE_CHECKING:  # matplotlib takes long to import
 Format = Literal["png", "svg"]
 DOTS_PER_INCH = 140
 COLOURS = 64
-"""Of a PNG's palette: with it a picture of 24 charts stays below 150 kB."""
+"""Size of a PNG's palette, with which a picture of 24 charts stays below 150 kB."""
 GRID = 100_003
-"""Places in a figure's width and height; a prime, on whose halves no layout falls."""
+"""Steps to which positions in a figure are rounded; a prime, so that no layout falls on the middle between two of
+them."""
 MANY_COLOURS = 256
-"""Where colours mean values: they are kept to a few parts in 256, which a palette by frequency would not do."""
+"""Size of the palette of maps, whose colours stand for values: they are kept to a few parts in 256, which a palette by
+frequency would not do."""
 
 
 LINES = {
@@ -37,37 +40,38 @@ LINES = {
     "before": ("merged", "#d55e00", "--", 1.6),
     "after": ("calibrated", "#0072b2", "-", 2.0),
 }
-"""Field of DriftCurve: what it is called, colour (told apart by colour-blind readers), stroke, width."""
+"""Name, colour (told apart by colour-blind readers), stroke and width for each field of DriftCurve."""
 MOST_CURVES = 24
-"""Of the tasks beyond, those with the largest drift are shown."""
+"""The most tasks with a chart; of more tasks, those with the largest drift are shown."""
 ROLE_COLOURS = {"model": "#d55e00", "other": "#0072b2", "base": "#8c8c8c"}
-"""Of the roles: told apart by colour-blind readers."""
+"""Colours of the roles, told apart by colour-blind readers."""
 MEASURES: dict[str, tuple[str, Literal["-", "--", ":"]]] = {
     "relative": ("drift", "-"),
     "local": ("local: from the block itself", "--"),
     "upstream": ("inherited: from the blocks before", ":"),
 }
-"""Field of PlaceDrift: what it is called, stroke."""
+"""Name and stroke for each field of PlaceDrift."""
 DRIFT = "relative drift"
 """The title of an axis."""
 AFTER_BLOCKS = "Drift from the expert after every block"
 SCALE = "viridis_r"
 DARK = 0.6
-"""Share of the scale from which white ink is read better than black."""
+"""Share of the scale from which white text is read better than black."""
 MOST_WRITTEN = 36
-"""Cells side by side, of all maps, up to which each has its figure."""
+"""The most cells side by side, of all maps together, in which figures are written."""
 MOST_ROWS = 24
-"""Of the tasks beyond, those with the largest drift have a row in the maps."""
+"""The most tasks with a row in the maps; of more tasks, those with the largest drift are shown."""
 MOST_CHARTS = 6
-"""Up to so many tasks have a chart each."""
+"""The most tasks that have a chart each."""
 MOST_FRAMED = 32
-"""Of more blocks the cells have no frames: these would cover them."""
+"""The most blocks whose cells have frames; frames of more would cover the cells."""
 MOST_TICKS = 8
 
 
 @contextmanager
 def own_style() -> Iterator[None]:
-    """While it lasts matplotlib has its defaults, not the user's style, and SVG's ids depend on the picture alone."""
+    """Context manager in which matplotlib has its defaults, not the user's style, and SVG's ids depend on the picture
+    alone."""
     import matplotlib
 
     with matplotlib.rc_context(), warnings.catch_warnings():
@@ -88,9 +92,9 @@ def new_figure(width: float, height: float) -> Figure:
 
 
 def write_figure(figure: Figure, kind: Format = "png", colours: int = COLOURS) -> bytes:
-    """The figure's bytes: a PNG with a palette of `colours`, or an SVG without date, its text as paths.
+    """The figure's bytes: a PNG with a palette of `colours`, or an SVG without date and with its text as paths.
 
-    Where everything came to be is rounded: the last bits differ from one layout to the next.
+    All positions are rounded, as their last bits differ from one layout to the next.
     """
     layout: Any = figure.get_layout_engine()
     layout.execute(figure)
@@ -118,14 +122,14 @@ def _round(place: Sequence[float]) -> tuple[float, float]:
 
 
 def tidy_axes(axes: Axes) -> None:
-    """A chart's frame open to the right and above, faint lines across, small numbers."""
+    """Give a chart a frame that is open to the right and above, faint horizontal lines and small numbers."""
     axes.tick_params(labelsize=8)
     axes.grid(axis="y", color="#e5e5e5", linewidth=0.8)
     axes.spines[["top", "right"]].set_visible(False)
 
 
 def shorten(text: str, longest: int) -> str:
-    """Cut in the middle: long names differ at their ends."""
+    """The text cut in the middle: long names differ at their ends."""
     half = longest // 2
     return text if len(text) <= longest else f"{text[: half - 1]}…{text[-half:]}"
 
@@ -154,7 +158,7 @@ def plot_drift(report: Report) -> bytes:
         fitted = ": on new ones, drift is larger"
         if len(report.fitted_tasks) < len(report.drift):
             fitted = f": {shorten(', '.join(map(one_line, report.fitted_tasks)), 60)}"
-        title = AFTER_BLOCKS + (f"\non fitted rows{fitted}" if report.fitted_tasks else "")
+        title = AFTER_BLOCKS + (f"\non calibration examples{fitted}" if report.fitted_tasks else "")
         style: dict[str, Any] = {"frameon": False, "fontsize": 9, "title": title, "title_fontsize": 10}
         figure.legend(handles[::-1], labels[::-1], loc="outside upper center", ncols=3, **style)
         label = "block"
@@ -168,7 +172,7 @@ def plot_drift(report: Report) -> bytes:
 
 
 def _choose_curves(curves: Mapping[str, DriftCurve]) -> dict[str, DriftCurve]:
-    """The charts by title: the mean where all tasks run through the same blocks, and every task, as far as they fit."""
+    """Charts by title: the mean, where all tasks run through the same blocks, and as many tasks as fit."""
     tasks = {one_line(task): curve for task, curve in curves.items()}
     means = {}
     (blocks, *others), count = {tuple(curve.blocks) for curve in curves.values()}, len(curves)
@@ -193,7 +197,8 @@ def _draw_curves(axes: Axes, title: str, curve: DriftCurve, longest: int) -> Non
 
 def plot_inspection(inspection: Inspection, kind: Format = "png") -> bytes:
     """A PNG or SVG: one map per model (tasks and mean × blocks, relative drift, one scale), the mean over tasks of
-    drift and its local and inherited parts after every block, and, for two to six tasks, the same for each.
+    drift and of its local and inherited parts after every block, and, for two to six tasks, the same charts for each
+    task.
 
     The same inspection gives the same bytes. Raises ValueError for an inspection without tasks.
     """
@@ -261,7 +266,7 @@ def _draw_maps(
 
 
 def _write_figures(axes: Axes, rows: Sequence[Sequence[float]], top: float) -> None:
-    """Every cell's value in it, where it is known."""
+    """Write every known value into its cell."""
     for row, values in enumerate(rows):
         for column, value in enumerate(values):
             if isfinite(value):
@@ -270,7 +275,7 @@ def _write_figures(axes: Axes, rows: Sequence[Sequence[float]], top: float) -> N
 
 
 def _draw_means(part: SubFigure, inspection: Inspection, order: Sequence[str]) -> None:
-    """Drift and its two parts side by side, every model in each."""
+    """Draw drift and its two parts side by side, with every model in each chart."""
     roles = label_roles(inspection)
     grid = part.subplots(1, len(MEASURES), sharey=True, squeeze=False)
     for axes, (measure, (title, _)) in zip(grid.flat, MEASURES.items(), strict=True):
@@ -289,14 +294,14 @@ def _draw_means(part: SubFigure, inspection: Inspection, order: Sequence[str]) -
 
 
 def _average(inspection: Inspection, role: str, order: Sequence[str], measure: str = "relative") -> list[float]:
-    """The mean over the tasks that reach it, after every block; nan after one that none reaches."""
+    """The mean over the tasks that reach a block, after every block; nan after one that none reaches."""
     curves = (_finite(follow_drift(task.models[role], order, measure)) for task in inspection.tasks.values())
     reached = ([value for value in values if isfinite(value)] for values in zip(*curves, strict=True))
     return [sum(values) / len(values) if values else nan for values in reached]
 
 
 def _make_keys(roles: Mapping[str, str]) -> list[Line2D]:
-    """The models' colours, for a legend."""
+    """Legend entries with the models' colours."""
     from matplotlib.lines import Line2D
 
     return [
@@ -306,7 +311,7 @@ def _make_keys(roles: Mapping[str, str]) -> list[Line2D]:
 
 
 def _draw_tasks(part: SubFigure, inspection: Inspection, order: Sequence[str], columns: int) -> None:
-    """One chart a task: drift of the models and its two parts, and drift of the base model."""
+    """Draw one chart for each task: drift of the models with its two parts, and drift of the base model."""
     from matplotlib.lines import Line2D
 
     tasks, roles = inspection.tasks, label_roles(inspection)
@@ -340,7 +345,7 @@ def _draw_curve(axes: Axes, values: Sequence[float], role: str, measure: str) ->
 
 
 def _mark_blocks(axes: Axes, order: Sequence[str], middle: float = 0.0) -> None:
-    """Blocks by the numbers in their names; upright lines from one list of blocks to the next."""
+    """Label blocks by the numbers in their names, and draw upright lines from one list of blocks to the next."""
     lists = split_lists(order)
     starts = [0, *accumulate(map(len, lists))][:-1]
     steps = [scale * step for scale in (1, 10, 100, 1000) for step in (1, 2, 5)]
@@ -352,10 +357,10 @@ def _mark_blocks(axes: Axes, order: Sequence[str], middle: float = 0.0) -> None:
 
 
 def _finite(values: Sequence[float | None]) -> list[float]:
-    """With nan, of which nothing is drawn, for what is unknown or infinite."""
+    """The values with nan, which is not drawn, for those that are unknown or infinite."""
     return [value if value is not None and isfinite(value) else nan for value in values]
 
 
 def _name(text: str, longest: int) -> str:
-    """For a picture, which is passed on: without tokens and the folders of this machine."""
-    return shorten(one_line(clean(text)), longest)
+    """A name in a picture, cut to `longest` characters."""
+    return shorten(for_html(text), longest)

@@ -1,4 +1,5 @@
-"""Gates of pipelines: the errors for drift over a limit, for what cannot be judged, and for what got worse."""
+"""Gates of pipelines: errors for drift over a limit, for tasks that cannot be judged, and for results that got
+worse."""
 
 from __future__ import annotations
 
@@ -22,15 +23,16 @@ def check_gate(inspection: Inspection, limit: float) -> None:
 
 
 def find_excess(inspection: Inspection, limit: float) -> GateError | None:
-    """The error for the task that is farthest over `limit`; None where none is.
+    """The error for the task that is farthest over `limit`; None where no task is.
 
-    What is limited is the model's relative drift after the last block; where two models are compared, how much farther
-    from the expert's the second one's answers are than the first's, or features where there are no answers. What does
-    not show in three digits is not over it, and a drift that is no finite number is over every limit.
+    The limit applies to the model's relative drift after the last block. Where two models are compared, it applies to
+    how much farther the second one's outputs are from the expert's than the first one's, or features where there are no
+    outputs. Differences that three digits do not show are not over the limit; a drift that is not finite is over every
+    limit.
     """
     excesses = {name: _follow_excess(task) for name, task in inspection.tasks.items()}
-    answers = {name: task.answers_farther for name, task in inspection.tasks.items() if isfinite(excesses[name][-1])}
-    lasts = {name: excess[-1] if (far := answers.get(name)) is None else far for name, excess in excesses.items()}
+    outputs = {name: task.outputs_farther for name, task in inspection.tasks.items() if isfinite(excesses[name][-1])}
+    lasts = {name: excess[-1] if (far := outputs.get(name)) is None else far for name, excess in excesses.items()}
     over = [name for name, last in lasts.items() if last - limit >= VISIBLE]
     if not over:
         return None
@@ -41,8 +43,8 @@ def find_excess(inspection: Inspection, limit: float) -> GateError | None:
     steps = [now - before for before, now in pairwise(excess)]
     number = max(excess.index(inf) - 1, 0) if inf in excess else max(range(len(steps)), key=steps.__getitem__)
     where, steepest = f"task {task}: after {blocks[-1]}", blocks[number]
-    if answers.get(task) is not None:
-        what = f"answers of {name} on {task} are farther from the expert's than those of {names['model']} by "
+    if outputs.get(task) is not None:
+        what = f"outputs of {name} on {task} are farther from the expert's than those of {names['model']} by "
         what += f"{lasts[task]:.3f}, which is over --max-drift {limit:g}"
         where, fix = f"task {task}", "calibrate with more examples or another --alpha, or allow more drift"
     elif isfinite(excess[-1]):
@@ -65,7 +67,7 @@ def _count_others(what: str, count: int) -> str:
 
 
 def _follow_excess(task: TaskInspection) -> list[float]:
-    """What is limited, before the first block and after each one; infinite where the model has no finite drift."""
+    """The limited figure before the first block and after each block; infinite where the model has no finite drift."""
     limits, drifts = (
         [drift.stem.relative, *(block.drift.relative for block in drift.blocks)]
         for drift in (task.models["model"], task.models.get("other", task.models["model"]))
@@ -84,12 +86,12 @@ def check_judged(examples: Mapping[str, TaskExamples]) -> None:
 
 
 def check_measured(report: Report) -> None:
-    """The same for a calibration that is finished."""
+    """Raise RecipeError for --strict where a finished calibration has a task without such rows."""
     _check_held_out({task: int(report.settings["examples"][task]) for task in report.fitted_tasks})
 
 
 def _check_held_out(fitted: Mapping[str, int]) -> None:
-    """fitted: by task of which all rows are fitted, how many they are."""
+    """Raise RecipeError for the first task of `fitted`: by task, the number of rows of those that have no others."""
     for task, rows in fitted.items():
         fewer = f"fit fewer of them (-n {rows - max(4, rows // 5)}), " if rows >= 10 else ""
         raise RecipeError(

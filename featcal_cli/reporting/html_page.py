@@ -1,4 +1,4 @@
-"""The page of `featcal inspect-drift --html`: one file with everything in it, that asks nobody for anything."""
+"""The page of `featcal inspect-drift --html`: one file that holds everything and loads nothing."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from featcal_cli.reporting.markdown import clean, join_notes, one_line, plain
+from featcal_cli.reporting.markdown import join_notes
 from featcal_cli.reporting.report import VISIBLE, Inspection, ModelDrift, OutputDrift, PlaceDrift
 from featcal_cli.reporting.verdict import (
     compare_drift,
@@ -23,25 +23,26 @@ from featcal_cli.reporting.verdict import (
     write_verdict,
 )
 from featcal_cli.runtime.files import tell_bytes
-from featcal_cli.runtime.untrusted_text import dump_yaml
+from featcal_cli.runtime.sanitise import for_html, for_sharing, one_line
+from featcal_cli.runtime.structured_text import dump_yaml
 
 TEMPLATE = Path(__file__).with_name("page.html")
 DIGITS = 4
 """Significant digits of the figures in the page; --json has all of them."""
 MARK = "\x1f"
-"""Around names in sentences."""
+"""Character before and after every name in a sentence."""
 HEADLINE = re.compile(r"(.*) \((?:mean )?(?:drift|distance) [^()]*\)(.*)\.")
-"""A sentence that compares two models; the tiles have its figures."""
+"""Pattern of a sentence that compares two models; its figures stand in the tiles."""
 
 Sentence = list["str | list[str]"]
-"""Its parts in order: plain words, and in a list of one a name, which the page sets apart from the words."""
+"""The parts of a sentence in order: plain words, and names, each in a list of its own, which the page sets apart."""
 
 
 def write_page(inspection: Inspection) -> str:
     """The whole page as HTML text: heat maps, curves, tables and a summary in words, for light and dark screens.
 
     It holds its own data, style and script, and a content security policy that allows those three alone, by their
-    hashes. Names are data in it: whatever a task is called, nothing of it is read as HTML. To be saved as UTF-8.
+    hashes. Names are data in it: no task's name is read as HTML. The text must be saved as UTF-8.
     """
     template = TEMPLATE.read_text(encoding="utf-8")
     allowed = f"style-src '{_hash(template, 'style')}'; script-src '{_hash(template, 'script')}'; img-src data:"
@@ -52,13 +53,13 @@ def write_page(inspection: Inspection) -> str:
 
 
 def _hash(template: str, element: str) -> str:
-    """What a content security policy calls the only bare <element> of the template."""
+    """The hash by which a content security policy allows the only <element> of the template without attributes."""
     (text,) = re.findall(f"<{element}>(.*?)</{element}>", template, flags=re.DOTALL)
     return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
 
 
 def _describe(inspection: Inspection) -> dict[str, Any]:
-    """All that the page's script is given; lists where the order or a name counts, for a task may be `__proto__`."""
+    """The data for the page's script; lists where the order or a name counts, for a task may be called `__proto__`."""
     blocks, roles = order_blocks(inspection), list_roles(inspection)
     tags = {"model": "A", "other": "B"} if "other" in roles else {}  # the page's tables have room for no more
     names = {role: "base model" if role == "base" else _show(inspection.short_names[role]) for role in roles}
@@ -72,7 +73,7 @@ def _describe(inspection: Inspection) -> dict[str, Any]:
         facts.append((key.removesuffix("_bytes"), tell_bytes(value) if size else _round(value)))
     for name, task in inspection.tasks.items():
         expert = inspection.names.get(f"expert {name}")
-        facts.append((plain(name), f"{task.examples} examples" + (f", expert {expert}" if expert else "")))
+        facts.append((one_line(name), f"{task.examples} examples" + (f", expert {expert}" if expert else "")))
     return {
         "version": inspection.featcal_version,
         "schema": inspection.schema,
@@ -81,7 +82,7 @@ def _describe(inspection: Inspection) -> dict[str, Any]:
         "modules": [one_line(name) for name in modules],
         "tasks": [
             {
-                "name": plain(name),
+                "name": one_line(name),
                 "models": {role: _pack(model, blocks, modules) for role, model in task.models.items()},
             }
             for name, task in inspection.tasks.items()
@@ -91,7 +92,7 @@ def _describe(inspection: Inspection) -> dict[str, Any]:
         "summary": summary,
         "notes": [_show(note, 1000) for note in join_notes(inspection.notes, inspection.tasks)],
         "facts": base + [[key.replace("_", " "), _show(value)] for key, value in facts],
-        "recipe": clean(dump_yaml(inspection.recipe, width=100)),
+        "recipe": for_sharing(dump_yaml(inspection.recipe, width=100)),
     }
 
 
@@ -118,16 +119,17 @@ def _figures(drift: PlaceDrift) -> list[float | None]:
 
 
 def _round(value: float | None) -> float | None:
-    """None for what is no finite number: JSON has no word for it."""
+    """The number with few digits; None for one that is not finite, which JSON cannot write."""
     return None if value is None or not math.isfinite(value) else float(f"{value:.{DIGITS}g}")
 
 
 def _show(text: object, longest: int = 120) -> str:
-    return one_line(clean(str(text)), longest)
+    return for_html(str(text), longest)
 
 
 def _make_tiles(inspection: Inspection, names: Mapping[str, str], tags: Mapping[str, str]) -> list[list[str]]:
-    """The mean drift of every model, and first, where there are two, what the second gains: tag, name, value, note."""
+    """Tiles (tag, name, value, note): the mean drift of every model and, before them, the gain of the second where
+    there are two."""
     means = {role: fmean(_last(inspection, role).values()) for role in names}
     experts, tiles = "the experts" if len(inspection.tasks) > 1 else "the expert", []
     for role, mean in means.items():
@@ -138,12 +140,12 @@ def _make_tiles(inspection: Inspection, names: Mapping[str, str], tags: Mapping[
         value = _write_change(means["other"], means["model"])
         nearer, count = len(find_farther(inspection, "model", than="other")), len(inspection.tasks)
         tiles.insert(0, ["B to A", "change of mean drift", value, f"B is nearer on {nearer} of {count} tasks"])
-        farther = [task.answers_farther for task in inspection.tasks.values()]
+        farther = [task.outputs_farther for task in inspection.tasks.values()]
         if None not in farther:
-            before, after = (fmean(_answers(inspection, role)) for role in ("model", "other"))
+            before, after = (fmean(_outputs(inspection, role)) for role in ("model", "other"))
             nearer = sum(more <= -VISIBLE for more in farther if more is not None)
-            note = f"B's answers are nearer on {nearer} of {count} tasks"
-            tiles.insert(0, ["B to A", "change of answers' distance", _write_change(after, before), note])
+            note = f"B's outputs are nearer on {nearer} of {count} tasks"
+            tiles.insert(0, ["B to A", "change of outputs' distance", _write_change(after, before), note])
     return tiles
 
 
@@ -152,7 +154,7 @@ def _write_change(now: float, before: float) -> str:
     return f"{100 * change:+.0f} %".replace("-", "−") if math.isfinite(change) else "–"
 
 
-def _answers(inspection: Inspection, role: str) -> list[float]:
+def _outputs(inspection: Inspection, role: str) -> list[float]:
     outputs = (task.models[role].output for task in inspection.tasks.values())
     return [output.relative for output in outputs if output is not None]
 
@@ -166,13 +168,13 @@ def _number(value: float) -> str:
 
 
 def _summarise(inspection: Inspection, names: Mapping[str, str]) -> list[dict[str, Any]]:
-    """What a reader needs in words, the headline first; `warn` marks the paragraphs that say something went wrong."""
+    """The summary in sentences, the headline first; `warn` marks warnings."""
     marked = {role: _mark(name) for role, name in names.items()}
-    sentences = list(write_verdict(inspection, marked, lambda task: _mark(plain(task))))
+    sentences = list(write_verdict(inspection, marked, lambda task: _mark(one_line(task))))
     headline = f"How far {marked.get('other', marked['model'])} is from its experts"
-    if said := next((match for _, text in sentences if (match := HEADLINE.fullmatch(text))), None):
-        sentences.remove((False, said[0]))
-        headline = said[1] + said[2]
+    if found := next((match for _, text in sentences if (match := HEADLINE.fullmatch(text))), None):
+        sentences.remove((False, found[0]))
+        headline = found[1] + found[2]
     judged = [(False, _say_worst(inspection, role, marked[role])) for role in names if role != "base"]
     return [
         {"warn": is_warning, "parts": _split_names(text)}
@@ -187,12 +189,12 @@ def _say_worst(inspection: Inspection, role: str, name: str) -> str:
     grows = f"grows most in {_mark(one_line(growth[0]))}, {_number(growth[1])} times" if growth else ""
     if len(drifts) == 1:
         return f"The drift of {name} {grows or 'grows in no block'}."
-    text = f"{name} is farthest from its expert on {_mark(plain(worst))} (drift {_number(drifts[worst])})"
+    text = f"{name} is farthest from its expert on {_mark(one_line(worst))} (drift {_number(drifts[worst])})"
     return f"{text}; there it {grows}." if grows else f"{text}."
 
 
 def _mark(name: str) -> str:
-    """A name set apart in a sentence, by characters that no name has: they are no printable ones."""
+    """A name set apart in a sentence, by a character that no name has, as it is not printable."""
     return f"{MARK}{name}{MARK}"
 
 

@@ -1,4 +1,4 @@
-"""A run's report → the model card of its output: metadata, what the run did, and the merged model's own card."""
+"""The model card of an output: metadata, and a run's report in words and tables."""
 
 from __future__ import annotations
 
@@ -16,11 +16,7 @@ from featcal_cli.calibration.results import describe_guard, describe_kinds
 from featcal_cli.evaluation.results import CALIBRATED, EXPERT, MERGED, average_tasks
 from featcal_cli.hub.model_source import is_hub_id
 from featcal_cli.reporting.markdown import (
-    inert,
-    inert_document,
     join_notes,
-    one_line,
-    without_paths,
     write_accuracy,
     write_adapter,
     write_distances,
@@ -28,8 +24,11 @@ from featcal_cli.reporting.markdown import (
     write_percent,
     write_row,
 )
-from featcal_cli.reporting.report import ITSELF, RECIPE, REPORT, Report, Source
-from featcal_cli.runtime.untrusted_text import dump_yaml, split_front_matter, without_tokens
+from featcal_cli.reporting.report import CARD, ITSELF, RECIPE, REPORT, Report, Source
+from featcal_cli.runtime.files import tell_bytes
+from featcal_cli.runtime.progress import tell_seconds
+from featcal_cli.runtime.sanitise import for_markdown, one_line, without_folders, without_tokens
+from featcal_cli.runtime.structured_text import dump_yaml, split_front_matter
 
 MODELS = ("merged", "base", "expert")
 HUB = "https://huggingface.co"
@@ -41,24 +40,24 @@ ORDERS = {
     "block": "The modules of a block were solved together, as in the paper.",
     "module": "Modules were solved one after another, each on what the calibrated ones before it give.",
 }
-"""What the card says of metric and order; reports of earlier versions name none."""
+"""Sentences of the card on metric and order; reports of earlier versions name none."""
 MARK = "<!-- This card was written by featcal. -->"
-"""Of a report's cost, what each key counts."""
-OWN_CARD = "## The merged model's own card"
+MERGED_CARD = "README.merged.md"
+"""File name of the merged model's own card in an output, where no page of the Hub shows it."""
 LICENSE = re.compile(r"[a-z0-9][a-z0-9.+-]{0,60}")
-"""What the Hub's names of licences look like."""
+"""Pattern of the Hub's names of licences."""
 TASK_TYPES = {
     "zero-shot": "zero-shot-image-classification",
     "generation": "text2text-generation",
     "lm-eval": "text-generation",
 }
-"""The Hub's names of what a protocol measures; heads do what the model is for."""
+"""The Hub's task type for each protocol; the model's own one is taken for heads."""
 VARIABLES = {"AutoTokenizer": "tokenizer", "AutoImageProcessor": "image_processor"}
-"""What the code of a card calls what these classes load; everything else is a processor."""
+"""Names of variables for these classes in the code of a card; all others are called processor."""
 FEATURES = ("feature-extraction", "image-feature-extraction")
-"""The Hub's names of what models without a head are for."""
+"""The Hub's names of the task of models without a head."""
 LISTED = 12
-"""Lines of a list that are shown."""
+"""The most lines of a list that are shown."""
 CITATION = """\
 @misc{gu2026featcal,
   title         = {FeatCal: Feature Calibration for Post-Merging Models},
@@ -85,27 +84,31 @@ def write_card(
     """The text of README.md, which shows drift.png where the report has curves.
 
     name: of the output folder; target: the Hub id that it is pushed to, if any; merged_readme: the merged model's own
-    card; model_class and processor_class: names in transformers whose from_pretrained loads the output; pipeline_tag:
-    used where the merged card has none.
+    card, whose metadata are used; model_class and processor_class: names in transformers whose from_pretrained loads
+    the output; pipeline_tag: used where the merged card has none.
     """
-    merged_data, body = _split_card(merged_readme or "")
+    merged_data = _read_metadata(merged_readme or "")
     data = _write_metadata(report, merged_data, target, pipeline_tag)
     if results := list(_list_results(report, data.pipeline_tag)):
         data.model_name, data.eval_results = one_line((target or name).rpartition("/")[2]), results
-    if MARK in body:
-        # calibrated before: what its card says of that run is in its own repo, and cards do not grow with every run
-        body = body.partition(f"\n{OWN_CARD}\n")[2]
-    own_card = inert_document(body, level=3)
     loading = _write_loading(target or name, pipeline_tag, model_class, processor_class)
-    sections = _write_sections(report, name, target, (model_class, loading), data.license_name or data.license)
-    text = "\n\n".join([MARK, *sections, *([OWN_CARD, own_card] if own_card else [])])
+    agreed = data.license_name or data.license
+    sections = _write_sections(report, name, target, (model_class, loading), agreed, has_card=bool(merged_readme))
+    text = "\n\n".join([MARK, *sections])
     metadata = data.to_dict()  # type: ignore[no-untyped-call]
     return without_tokens(f"---\n{dump_yaml(metadata)}---\n\n{text}\n")
 
 
+def copy_merged_card(report: Report, readme: str | None) -> dict[str, bytes]:
+    """The merged model's own card by its file name in the output; empty where there is none, or the Hub has it."""
+    if not readme or any(map(_on_hub, _find_sources(report, "merged"))):
+        return {}
+    return {MERGED_CARD: without_tokens(readme).encode("utf-8", "replace")}
+
+
 def read_license(readme: str | None) -> str | None:
-    """The licence that a card names, "other: NAME" for one with a name of its own, None where it cannot be told."""
-    data, _ = _split_card(readme or "")
+    """The licence that a card names, "other: NAME" for one with a name of its own; None where it cannot be told."""
+    data = _read_metadata(readme or "")
     name = data.get("license")
     if isinstance(name, list) and len(name) == 1:
         name = name[0]
@@ -117,17 +120,16 @@ def read_license(readme: str | None) -> str | None:
     return f"other: {one_line(own)}" if isinstance(own, str) and one_line(own) else None
 
 
-def _split_card(text: str) -> tuple[dict[str, Any], str]:
-    """The metadata and the body of a card; metadata that are not YAML, or not a mapping, count as empty."""
-    metadata, body, _ = split_front_matter(text.removeprefix("\ufeff").replace("\r\n", "\n"))
-    return metadata or {}, body
+def _read_metadata(text: str) -> dict[str, Any]:
+    """The metadata of a card; metadata that are not YAML, or not a mapping, count as empty."""
+    return split_front_matter(text.removeprefix("\ufeff").replace("\r\n", "\n"))[0] or {}
 
 
 def _write_metadata(
     report: Report, merged: Mapping[str, Any], target: str | None, pipeline_tag: str | None
 ) -> ModelCardData:
-    """The header. base_model lists merged first, to which the output is closest, then base and experts: the weights are
-    computed from every one of them, and the Hub has one relation for the whole list."""
+    """The metadata of the card. base_model lists merged first, to which the output is closest, then base and experts:
+    the weights are computed from every one of them, and the Hub has one relation for the whole list."""
     models = [name for name in _find_repos(report, *MODELS) if name != target]
     languages = [code for code in _texts(merged.get("language")) if re.fullmatch(r"[a-z]{2,3}|code|multilingual", code)]
     pipelines = [tag for tag in _texts([merged.get("pipeline_tag"), pipeline_tag]) if re.fullmatch(r"[a-z0-9-]+", tag)]
@@ -151,7 +153,7 @@ def _write_metadata(
 
 
 def _list_results(report: Report, pipeline_tag: str | None) -> Iterator[EvalResult]:
-    """What the calibrated model reaches, for the Hub's index of results."""
+    """The calibrated model's scores for the Hub's index of results."""
     names = {source.role: source.name for source in _find_sources(report, "data") if _on_hub(source)}
     for task, scores in report.accuracy.items():
         by_lm_eval = scores.protocol == "lm-eval"
@@ -189,24 +191,29 @@ def _on_hub(source: Source) -> bool:
 
 
 def _write_sections(
-    report: Report, name: str, target: str | None, loading: tuple[str, str], agreed: str | None
+    report: Report, name: str, target: str | None, loading: tuple[str, str], agreed: str | None, *, has_card: bool
 ) -> Iterator[str]:
-    """The parts of a card's body, in order. loading: a class of transformers, and the code that loads the output by it.
-    agreed: the licence of all models, None where they do not agree."""
+    """The parts of a card's body, in order. loading: a class of transformers, and the code that loads the output
+    by it. agreed: the licence of all models, None where they do not agree. has_card: the merged model has a card
+    of its own."""
     model_class, code = loading
-    yield f"# {inert((target or name).rpartition('/')[2])}"
+    yield f"# {for_markdown((target or name).rpartition('/')[2])}"
     if report.has_grown:
-        headline = inert(report.headline.removeprefix("WARNING: "))
+        headline = for_markdown(report.headline.removeprefix("WARNING: "))
         yield f"> **Warning:** {headline}: this model is further from its experts than the merged one."
     if report.worse:
-        worse = ", ".join(map(inert, report.worse))
+        worse = ", ".join(map(for_markdown, report.worse))
         what = f"{report.judged_by} grew on {worse}"
         yield f"> **Warning:** {what}: there this model is further from its expert than the merged one."
     yield _summarise(report)
+    merged = next(iter(_find_sources(report, "merged")), None)
+    if has_card and merged:
+        at_hub = f"{HUB}/{merged.name}/blob/{merged.commit}/{CARD}"
+        yield f"The merged model has [a card of its own]({at_hub if _on_hub(merged) else MERGED_CARD})."
     yield f"## Use\n\n{_fence('python', code)}"
-    if report.adapter and (merged := _find_sources(report, "merged")):
-        commit = merged[0].commit if _on_hub(merged[0]) else None
-        yield write_adapter(report.adapter, merged[0].name, commit, target or name, model_class)
+    if report.adapter and merged:
+        commit = merged.commit if _on_hub(merged) else None
+        yield write_adapter(report.adapter, merged.name, commit, target or name, model_class)
     yield from write_accuracy(report)
     yield from write_distances(report)
     yield f"## How it was made\n\n{_describe_settings(report)}"
@@ -214,11 +221,11 @@ def _write_sections(
     yield from _write_sources(report)
     skipped = Counter((entry["name"], entry["reason"]) for block in report.blocks for entry in block.skipped)
     left = [
-        f"{inert(name)} in {count} block{'s' if count > 1 else ''}: {_show_message(reason, report)}"
+        f"{for_markdown(name)} in {count} block{'s' if count > 1 else ''}: {_show_message(reason, report)}"
         for (name, reason), count in skipped.most_common()
     ]
     outside = "embeddings of tokens" if report.settings.get("stems") else "embeddings"
-    yield f"### Left as merged\n\n{_write_list([f'{outside}, final norms, poolers and heads', *left])}"
+    yield f"### Left unchanged\n\n{_write_list([f'{outside}, final norms, poolers and heads', *left])}"
     if report.notes:
         notes = [_show_message(note, report) for note in join_notes(report.notes, report.drift)]
         yield f"### Notes\n\n{_write_list(notes)}"
@@ -233,26 +240,27 @@ def _write_sections(
 
 
 def _summarise(report: Report) -> str:
-    """What was done, in two sentences, and what came of it."""
+    """Two sentences on what was done, and one on the result."""
     merge = merge if isinstance(merge := report.recipe.get("merged"), Mapping) else {}
     numbers = [f"{key} {merge[key]}" for key in ("scale", "density", "seed") if key in merge]
-    built = f"a merge of its experts ({inert(', '.join([str(merge.get('method', 'unknown')), *numbers]))})"
+    built = f"a merge of its experts ({for_markdown(', '.join([str(merge.get('method', 'unknown')), *numbers]))})"
     merged = next(map(_link, _find_sources(report, "merged")), built)
     counts = report.settings["examples"].values()
     examples = f"{min(counts)}" if min(counts) == max(counts) else f"{min(counts)} to {max(counts)}"
     experts = "the expert's" if len(report.drift) == 1 else f"those of its {len(report.drift)} experts"
     before, after, change, *_ = write_drift_cells(report.judged_rows[-1])
-    whose = "experts'" if report.answers else "experts"
-    closer = f"{'answers' if report.answers else 'features'} come closer to {experts}"
+    whose = "experts'" if report.output_distances else "experts"
+    closer = f"{'outputs' if report.output_distances else 'features'} come closer to {experts}"
     done = f"its weights were changed in closed form, without training, so that its {closer}"
     if report.settings.get("step") == 0:
         done = f"no update let its {closer}, so all weights are the merged model's"
     text = (
-        f"This is {merged}, calibrated by featcal {inert(report.featcal_version)} ([FeatCal](https://arxiv.org/abs/"
+        f"This is {merged}, calibrated by featcal {for_markdown(report.featcal_version)} ([FeatCal](https://arxiv.org/abs/"
         f"2605.13030)): {done}. This took {examples} unlabelled "
         "examples per task. File names, tensor names, shapes and dtypes are those of the merged model, so it loads "
         "wherever that one does.\n\n"
-        f"Mean {report.judged_by} from the {whose}, {inert(report.measured_on)}: **{before} → {after}** ({change})."
+        f"Mean {report.judged_by} from the {whose}, {for_markdown(report.measured_on)}: **{before} → {after}** "
+        f"({change})."
     )
     if report.accuracy and (means := average_tasks(report.accuracy)).keys() >= {EXPERT, MERGED, CALIBRATED}:
         shown = {role: write_percent(score) for role, score in means.items()}
@@ -280,7 +288,7 @@ def _write_loading(place: str, purpose: str | None, model: str, processor: str |
 
 
 def _write_sources(report: Report) -> Iterator[str]:
-    """A table of models and datasets, each once, with all that it was used as."""
+    """A table of models and datasets, each once, with all its roles."""
     sources: dict[tuple[str, str | None], list[Source]] = {}
     for source in report.sources:
         sources.setdefault((source.name, source.commit), []).append(source)
@@ -291,8 +299,8 @@ def _write_sources(report: Report) -> Iterator[str]:
         first = same[0]
         commit = f"`{first.commit[:7]}`" if first.commit and _on_hub(first) else "local"
         commit = "none" if first.name == ITSELF else commit
-        roles = ", ".join(inert(source.role) for source in same)
-        cells = [_link(first), roles, commit, inert(first.license or "not said")]
+        roles = ", ".join(for_markdown(source.role) for source in same)
+        cells = [_link(first), roles, commit, for_markdown(first.license or "not named")]
         if len(places) > 1:
             cells.append("; ".join(_show_message(place, report) for place in _unique(one.found_in for one in same)))
         lines.append(write_row(cells))
@@ -305,14 +313,14 @@ def _describe_settings(report: Report) -> str:
     settings = report.settings
     modules = [module for block in report.blocks for module in block.modules]
     changes = sorted(module.relative_change for module in modules)
-    kinds = ", ".join(f"{count} {inert(kind)}" for kind, count in Counter(m.kind for m in modules).most_common())
+    kinds = ", ".join(f"{count} {for_markdown(kind)}" for kind, count in Counter(m.kind for m in modules).most_common())
     sentences = [
-        f"Method: {inert(str(settings['method']))}, with λ (ridge) = {settings['ridge']:g}, ρ (rho) = "
+        f"Method: {for_markdown(str(settings['method']))}, with λ (ridge) = {settings['ridge']:g}, ρ (rho) = "
         f"{settings['rho']:g}, α (alpha) = {settings['alpha']:g} ({_show_message(settings['chosen_by'], report)}).",
         METRICS.get(str(settings.get("metric")), METRICS["features"]),
         ORDERS.get(str(settings.get("order")), ORDERS["block"]),
-        f"Norms: {inert(str(settings['norms']))}; biases: {'calibrated' if settings['bias'] else 'as merged'}; token "
-        f"weights: {inert(str(settings['token_weights']))}.",
+        f"Norms: {for_markdown(str(settings['norms']))}; biases: {'calibrated' if settings['bias'] else 'unchanged'}; "
+        f"token weights: {for_markdown(str(settings['token_weights']))}.",
         f"In {len(report.blocks)} blocks, {len(modules)} modules were calibrated ({kinds or 'none'}).",
     ]
     if guarded := describe_guard(report.blocks):
@@ -327,11 +335,11 @@ def _describe_settings(report: Report) -> str:
 
 
 def _describe_cost(report: Report) -> str:
-    cost, machine = report.cost, {key: inert(value) for key, value in report.environment.items()}
-    device = f" and {_show_size(cost['peak_device_bytes'])} on the device" if cost["peak_device_bytes"] else ""
+    cost, machine = report.cost, {key: for_markdown(value) for key, value in report.environment.items()}
+    device = f" and {tell_bytes(cost['peak_device_bytes'])} on the device" if cost["peak_device_bytes"] else ""
     return (
-        f"This took {_show_duration(cost['seconds'])} on {machine['device']}, {_show_size(cost['peak_rss_bytes'])} of "
-        f"memory{device} at the peak, and read {_show_size(cost['expert_bytes_read'])} of the experts' weights "
+        f"This took {tell_seconds(cost['seconds'])} on {machine['device']}, {tell_bytes(cost['peak_rss_bytes'])} of "
+        f"memory{device} at the peak, and read {tell_bytes(cost['expert_bytes_read'])} of the experts' weights "
         f"(torch {machine['torch']}, transformers {machine['transformers']}, {machine['platform']})."
     )
 
@@ -342,26 +350,27 @@ def _list_limits(report: Report, agreed: str | None) -> Iterator[str]:
     yield "The experts are the aim: what they get wrong, this model may get wrong too."
     calibrated = describe_kinds(report.blocks, stems=bool(report.settings.get("stems")))
     if calibrated and report.settings.get("step") != 0:
-        yield inert(calibrated)
+        yield for_markdown(calibrated)
     if written := [source.role.partition(" ")[2] for source in _find_sources(report, "data") if source.name == ITSELF]:
-        yield f"The experts wrote the examples of {inert(', '.join(written))} themselves: real ones may serve better."
+        tasks = for_markdown(", ".join(written))
+        yield f"The experts wrote the examples of {tasks} themselves: real ones may serve better."
     models = _find_sources(report, *MODELS)
     if agreed:
-        yield f"Licence: all models that it was made from say {inert(agreed)}. The datasets have their own."
+        yield f"Licence: all models that it was made from say {for_markdown(agreed)}. The datasets have their own."
     elif models:
         silent = sum(source.license is None for source in models)
-        named = ", ".join(_unique(inert(source.license) for source in models if source.license))
+        named = ", ".join(_unique(for_markdown(source.license) for source in models if source.license))
         unnamed = f"{silent} of {len(models)} name none" if silent else ""
         reasons = "; ".join(filter(None, (named, unnamed)))
         yield f"No licence is carried over: the models that it was made from do not all name the same one ({reasons})."
 
 
 def _link(source: Source) -> str:
-    """A source's page at its commit; of a local one the last part of its path."""
+    """A link to a source's page at its commit; for a local one, the last part of its path."""
     if not _on_hub(source):
-        return inert(Path(source.name).name)
+        return for_markdown(Path(source.name).name)
     kind = "datasets/" if source.role.startswith("data ") else ""
-    return f"[{inert(source.name)}]({HUB}/{kind}{source.name}/tree/{source.commit})"
+    return f"[{for_markdown(source.name)}]({HUB}/{kind}{source.name}/tree/{source.commit})"
 
 
 def _show_message(text: str, report: Report) -> str:
@@ -369,7 +378,7 @@ def _show_message(text: str, report: Report) -> str:
     for source in report.sources:
         if source.commit is None and Path(source.name).is_absolute():
             text = text.replace(source.name, Path(source.name).name)
-    return inert(without_paths(text), longest=400)
+    return for_markdown(without_folders(text), longest=400)
 
 
 def _write_list(lines: Sequence[str]) -> str:
@@ -379,14 +388,3 @@ def _write_list(lines: Sequence[str]) -> str:
 
 def _fence(language: str, text: str) -> str:
     return f"```{language}\n{text}\n```"
-
-
-def _show_size(count: float) -> str:
-    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"
-
-
-def _show_duration(seconds: float) -> str:
-    hours, minutes = divmod(round(seconds / 60), 60)
-    if seconds < 100:
-        return f"{seconds:.0f} s"
-    return f"{hours} h {minutes} min" if hours else f"{minutes} min"

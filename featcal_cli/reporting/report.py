@@ -1,4 +1,4 @@
-"""What a run measured: the figures of `featcal inspect-drift`, and the contents of featcal_report.json."""
+"""Measurements of a run: the figures of `featcal inspect-drift`, and the contents of featcal_report.json."""
 
 from __future__ import annotations
 
@@ -16,104 +16,107 @@ from pydantic import TypeAdapter, ValidationError
 from featcal_cli.calibration.results import AdapterReport, BlockReport
 from featcal_cli.evaluation.results import TaskScores
 from featcal_cli.runtime.progress import tell_change
-from featcal_cli.runtime.untrusted_text import list_some, without_tokens, write_json
+from featcal_cli.runtime.sanitise import list_some, without_tokens
+from featcal_cli.runtime.structured_text import write_json
 
 SCHEMA = 1
 """Version of the JSON form; it grows when a key changes its meaning or goes away."""
 VISIBLE = 5e-4
-"""Two relative drifts that differ by less are the same in three digits, and none is called worse."""
+"""Smallest difference between two relative drifts that three digits show; smaller ones count as none."""
 
 
 @dataclass(frozen=True)
 class PlaceDrift:
-    """How far one model's features are from the expert's at one place, over all tokens but padding.
+    """The distance of one model's features from the expert's at one place, over all tokens but padding.
 
-    e = h − h_expert; m = what the model's own block does differently on the expert's input (local mismatch);
-    p = what its block makes of earlier drift (upstream propagation); e = m + p (paper, Proposition 1).
+    The drift e = h − h_expert is the sum m + p (paper, Proposition 1) of the local mismatch m, by which the model's own
+    block differs on the expert's input, and the upstream propagation p, which the block makes of earlier drift.
     """
 
     distance: float
-    """mean ‖e‖₂."""
+    """The mean ‖e‖₂."""
     relative: float
-    """mean ‖e‖₂ / mean ‖h_expert‖₂."""
+    """Relative drift, mean ‖e‖₂ / mean ‖h_expert‖₂."""
     cosine: float
     """Mean cosine of h and h_expert."""
     local: float | None = None
-    """mean ‖m‖₂ / mean ‖h_expert‖₂; None before the first block."""
+    """Local part, mean ‖m‖₂ / mean ‖h_expert‖₂; None before the first block."""
     upstream: float | None = None
-    """mean ‖p‖₂ / mean ‖h_expert‖₂; None before the first block."""
+    """Inherited part, mean ‖p‖₂ / mean ‖h_expert‖₂; None before the first block."""
     amplification: float | None = None
-    """‖e‖ of this block / ‖e‖ of the one before, mean norms; None where there is none before, or it is 0."""
+    """Ratio of the mean ‖e‖ of this block to that of the one before; None where there is none before, or it is 0."""
 
 
 @dataclass(frozen=True)
 class BlockDrift:
-    """One block, and the modules inside it."""
+    """The drift at one block and at the modules inside it."""
 
     name: str
     drift: PlaceDrift
-    """Of the block's output."""
+    """Drift of the block's output."""
     modules: dict[str, PlaceDrift] = field(default_factory=dict)
-    """Of the modules' outputs, by their path inside the block."""
+    """Drift of the modules' outputs, by their path inside the block."""
     share: float | None = None
-    """Of the drift after the last block, what begins here: t, this block's local mismatch as the model's later blocks
-    carry it (paper, P m of Proposition 2), is Σ ⟨t, e⟩ / Σ ‖e‖² of it. With `outside` they add up to 1."""
+    """Share of the drift e after the last block that begins in this block, Σ ⟨t, e⟩ / Σ ‖e‖², where t is this block's
+    local mismatch as the model's later blocks propagate it (paper, P m of Proposition 2). All shares and `outside` add
+    up to 1."""
     carried: float | None = None
-    """mean ‖t‖₂ / mean ‖h_expert‖₂ after the last block."""
+    """The mean ‖t‖₂ / mean ‖h_expert‖₂ after the last block."""
 
 
 @dataclass(frozen=True)
 class OutputDrift:
-    """What the drift does to the expert's own head, run on the model's last features."""
+    """The effect of the drift on the expert's own head, run on the model's last features."""
 
     kind: str
-    """logits, or features where the expert has no logits of one choice (none at all, a regression, several labels)."""
+    """The kind of output: logits, or features where the expert has no logits of one choice (none at all, a regression,
+    several labels)."""
     relative: float
-    """mean ‖z − z_expert‖ / mean ‖z_expert‖; for logits ‖ ‖² is the variance under q, half the expert's probabilities
-    and half even."""
+    """Relative distance, mean ‖z − z_expert‖ / mean ‖z_expert‖; for logits ‖ ‖² is the variance under q, half the
+    expert's probabilities and half even."""
     divergence: float | None = None
     """Mean KL(expert ‖ model), nats; None without logits."""
     agreement: float | None = None
     """Share of predictions whose first choice is the expert's, 0 to 1; None without logits."""
     certain: float | None = None
-    """Share of predictions that the drift cannot change: the expert's margin exceeds 2 ‖z − z_expert‖∞ (paper,
-    equation 44); None without logits."""
+    """Share of predictions that the drift cannot change: the expert's margin exceeds 2 ‖z − z_expert‖∞ (paper, equation
+    44); None without logits."""
 
 
 @dataclass(frozen=True)
 class ModelDrift:
-    """One model on one task."""
+    """The drift of one model on one task."""
 
     stem: PlaceDrift
-    """Before the first block."""
+    """Drift before the first block."""
     blocks: list[BlockDrift]
-    """In forward order, as far as the task's examples reach."""
+    """Drift at every block that the task's examples reach, in forward order."""
     output: OutputDrift | None
     task_vector_cosine: float | None
     """Cosine of (expert − base) and (model − base), over the parameters of all blocks; None for the base itself."""
     outside: float | None = None
-    """Share of the last drift that what lies outside of blocks brings in, embeddings for example."""
+    """Share of the drift after the last block that begins outside of blocks, in embeddings for example."""
 
     @property
     def last(self) -> PlaceDrift:
-        """After the last block."""
+        """Drift after the last block."""
         return self.blocks[-1].drift
 
 
 @dataclass(frozen=True)
 class TaskInspection:
-    """One task."""
+    """The drift of all models on one task."""
 
     examples: int
     models: dict[str, ModelDrift]
-    """By role: model, base, and other where a second model is compared."""
+    """Drift by role: model, base, and other where a second model is compared."""
     traced: int = 0
-    """Examples that shares are measured on."""
+    """Number of examples that shares are measured on."""
 
     @property
-    def answers_farther(self) -> float | None:
-        """How much farther the answers of `other` are from the expert's than those of `model`, both relative; infinite
-        where they are no finite numbers, None where there are not two models with answers."""
+    def outputs_farther(self) -> float | None:
+        """Relative distance of the outputs of `other` from the expert's minus that of `model`; infinite where it is not
+        finite, None where there are not two models with outputs."""
         outputs = [self.models[role].output for role in ("model", "other") if role in self.models]
         distances = [output.relative for output in outputs if output is not None]
         if len(distances) < 2 or not isfinite(distances[0]):
@@ -127,7 +130,7 @@ class Inspection:
 
     featcal_version: str
     names: dict[str, str]
-    """What each role is, as the user typed it: model, base, other, and expert TASK."""
+    """Name of each role as the user typed it: model, base, other, and expert TASK."""
     tasks: dict[str, TaskInspection]
     notes: list[str]
     recipe: dict[str, Any]
@@ -137,7 +140,7 @@ class Inspection:
 
     @property
     def short_names(self) -> dict[str, str]:
-        """`names` to be read: of a commit the first seven digits."""
+        """The `names` with the first seven digits of commits."""
         return {role: re.sub("(?<=@[0-9a-f]{7})[0-9a-f]{33}$", "", name) for role, name in self.names.items()}
 
     def to_json(self) -> str:
@@ -153,36 +156,36 @@ class TaskDrift:
     """Drift of one task at the last block: mean ‖h − h_exp‖ / mean ‖h_exp‖, and mean cosine to the expert's feature."""
 
     before: float
-    """Of the merged model."""
+    """Drift of the merged model."""
     after: float
-    """Of the calibrated model."""
+    """Drift of the calibrated model."""
     base: float | None  # None where the base model lacks tokens of the examples
     cosine_before: float
     cosine_after: float
     held_out: bool
-    """Measured on examples that were not fitted."""
+    """Whether it is measured on held-out examples."""
 
 
 @dataclass(frozen=True)
 class DriftRow:
-    """A line of the table of drift: a task's, or the mean of all."""
+    """A row of the table of drift: a task, or the mean of all."""
 
     task: str
     before: float
     after: float
     base: float | None
     is_marked: bool = False
-    """Measured on fitted rows, where other tasks are not."""
+    """Whether it is measured on calibration examples, and other tasks are not."""
 
     @property
     def cells(self) -> list[str]:
-        """Before, after, change and, if it is measured, base."""
+        """Drift before, after, its change and, where it is measured, that of base."""
         base = [] if self.base is None else [f"{self.base:.3f}"]
         return [f"{self.before:.3f}", f"{self.after:.3f}", tell_change(self.before, self.after), *base]
 
 
 def _add_mean(tasks: Iterable[DriftRow]) -> list[DriftRow]:
-    """The rows and, where there are several, their mean, in which all weigh the same."""
+    """The rows and, where there are several, their mean with equal weights."""
     rows = list(tasks)
     before, after = (sum(getattr(row, name) for row in rows) / len(rows) for name in ("before", "after"))
     known = [row.base for row in rows if row.base is not None]
@@ -195,9 +198,9 @@ class DriftCurve:
 
     blocks: list[str]
     before: list[float]
-    """Of the merged model."""
+    """Drift of the merged model."""
     after: list[float]
-    """Of the calibrated model."""
+    """Drift of the calibrated model."""
     base: list[float]  # empty where the base model is not measured
 
 
@@ -210,15 +213,15 @@ class Source:
     """A model or a dataset that a run read."""
 
     role: str
-    """merged, base, expert TASK, or data TASK."""
+    """The role: merged, base, expert TASK, or data TASK."""
     name: str
-    """A Hub id, or the path of what lies on this machine."""
+    """A Hub id, or a path on this machine."""
     commit: str | None
-    """Of the Hub repo; None for a local path."""
+    """Commit of the Hub repo; None for a local path."""
     found_in: str
-    """Where the name was read: "the command line", "mergekit_config.yml", …"""
+    """The place where the name was read: "the command line", "mergekit_config.yml", …"""
     license: str | None
-    """As the source's own card says it, if it does."""
+    """The licence that the source's own card names, if it does."""
 
 
 JUDGED = ("merged", "calibrated")
@@ -227,7 +230,7 @@ JUDGED = ("merged", "calibrated")
 
 @dataclass(frozen=True)
 class Report:
-    """A whole run."""
+    """The report on a whole run."""
 
     featcal_version: str
     recipe: dict[str, Any]
@@ -236,21 +239,21 @@ class Report:
     blocks: list[BlockReport]
     drift: dict[str, TaskDrift]
     cost: dict[str, Any]
-    """Seconds and bytes; under torchrun, of memory the most that one process took, and `expert_bytes_by_rank`."""
+    """Seconds and bytes; under torchrun, the largest memory of any process, and `expert_bytes_by_rank`."""
     notes: list[str] = field(default_factory=list)
-    """What was chosen without being told, and what was left alone."""
+    """Notes on choices that the user did not make, and on modules that were left unchanged."""
     sources: list[Source] = field(default_factory=list)
     curves: dict[str, DriftCurve] = field(default_factory=dict)
-    """By task, drift over depth."""
+    """Drift over depth by task."""
     measures: dict[str, TaskInspection] = field(default_factory=dict)
-    """By task, what inspect-drift measures, of merged, calibrated and base, on the examples of `drift`."""
+    """Measurements of inspect-drift for merged, calibrated and base, by task, on the examples of `drift`."""
     accuracy: dict[str, TaskScores] = field(default_factory=dict)
-    """By task, of expert, merged and calibrated model, where they were evaluated."""
+    """Scores of expert, merged and calibrated model by task, where they were evaluated."""
     adapter: AdapterReport | None = None
-    """Where one was written."""
+    """The report on the adapter, where one was written."""
 
     def to_dict(self) -> dict[str, Any]:
-        """What featcal_report.json holds."""
+        """The content of featcal_report.json."""
         return {"headline": self.headline, **asdict(self)}
 
     def to_json(self) -> str:
@@ -278,9 +281,9 @@ class Report:
         )
 
     @property
-    def answers(self) -> dict[str, tuple[float, float]]:
-        """By task, how far answers are from the expert's, ‖z − z_exp‖ over ‖z_exp‖, before and after; empty unless
-        errors are measured by that, and all tasks have answers."""
+    def output_distances(self) -> dict[str, tuple[float, float]]:
+        """Distance of outputs from the expert's, ‖z − z_exp‖ over ‖z_exp‖, before and after, by task; empty unless
+        errors are measured at the outputs and all tasks have some."""
         if self.settings.get("metric") != "output":
             return {}
         outputs = {
@@ -292,54 +295,55 @@ class Report:
 
     @property
     def judged(self) -> dict[str, tuple[float, float]]:
-        """By task, what the result is judged by, before and after: the distance of answers, else drift."""
-        return self.answers or {task: (drift.before, drift.after) for task, drift in self.drift.items()}
+        """The figures by which the result is judged, before and after, by task: distance of outputs, else drift."""
+        return self.output_distances or {task: (drift.before, drift.after) for task, drift in self.drift.items()}
 
     @property
     def judged_rows(self) -> list[DriftRow]:
-        """The table of what the result is judged by; the last row is the mean, or the only task's."""
-        if not self.answers:
+        """The table of the figures by which the result is judged; the last row is the mean, or the only task's."""
+        if not self.output_distances:
             return self.drift_rows
         bases = {task: found.models["base"].output for task, found in self.measures.items() if "base" in found.models}
         return _add_mean(
             replace(row, before=before, after=after, base=base.relative if (base := bases.get(row.task)) else row.base)
-            for row, (before, after) in zip(self.drift_rows, self.answers.values(), strict=False)
+            for row, (before, after) in zip(self.drift_rows, self.output_distances.values(), strict=False)
         )
 
     @property
     def mean_judged(self) -> tuple[float, float]:
-        """Of all tasks, each weighing the same."""
+        """The mean of these figures over all tasks, with equal weights, before and after."""
         mean = self.judged_rows[-1]
         return mean.before, mean.after
 
     @property
     def judged_by(self) -> str:
-        """What that is called."""
-        return "distance of answers" if self.answers else "drift"
+        """The name of these figures."""
+        return "distance of outputs" if self.output_distances else "drift"
 
     @property
     def has_grown(self) -> bool:
-        """The mean of what the result is judged by grew by what can be seen, or is no number."""
+        """Whether their mean grew by a difference that shows, or is no number."""
         before, after = self.mean_judged
         return not after < before + VISIBLE
 
     @property
     def fitted_tasks(self) -> list[str]:
-        """Tasks whose drift is measured on the rows that were fitted."""
+        """Tasks whose drift is measured on calibration examples."""
         return [task for task, drift in self.drift.items() if not drift.held_out]
 
     @property
     def measured_on(self) -> str:
-        """What drift is measured on, in words: "on held-out rows", "on fitted rows", or which task on which."""
+        """The examples that drift is measured on, in words."""
         if not self.fitted_tasks:
             return "on held-out rows"
         if len(self.fitted_tasks) == len(self.drift):
-            return "on fitted rows"
-        return f"on held-out rows, but on fitted rows for {list_some(self.fitted_tasks)}"
+            return "on calibration examples"
+        return f"on held-out rows, but on calibration examples for {list_some(self.fitted_tasks)}"
 
     @property
     def headline(self) -> str:
-        """What came of it, in a line: what it is judged by, on average, and what that was measured on."""
+        """The result in a line: the mean of the figures by which it is judged, and the examples that they were measured
+        on."""
         before, after = (f"{value:.3f}" for value in self.mean_judged)
         what = f"mean {self.judged_by}"
         if self.settings.get("step") == 0:
@@ -349,5 +353,5 @@ class Report:
 
     @property
     def worse(self) -> list[str]:
-        """Tasks of which what the result is judged by grew by what can be seen, or is no number."""
+        """Tasks on which these figures grew by a difference that shows, or are no numbers."""
         return [task for task, (before, after) in self.judged.items() if not after < before + VISIBLE]

@@ -1,4 +1,4 @@
-"""What an inspection says: blocks in order, figures, where drift begins, and which model is worse."""
+"""The verdict on an inspection: its blocks in order, its figures, and sentences on which model is worse."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from featcal_cli.lineage.questions import enumerate_names
 from featcal_cli.reporting.report import VISIBLE, Inspection, ModelDrift
 
 ROLES = ("model", "other", "base")
-"""In the order in which they are shown."""
+"""Roles in the order in which they are shown."""
 MOST_LISTS = 8
-"""Lists of blocks that are told apart; beyond, all blocks are one list."""
+"""The most lists of blocks that are told apart; with more, all blocks count as one list."""
 MOST_TASKS = 5
-"""Tasks that a sentence names; the others are counted."""
+"""The most tasks that a sentence names; the others are counted."""
 
 
 def list_roles(inspection: Inspection) -> list[str]:
@@ -53,7 +53,7 @@ def split_lists(order: Sequence[str]) -> list[list[str]]:
 
 
 def describe_lists(order: Sequence[str]) -> str:
-    """`encoder.block.0 … 5, then decoder.block.0 … 5`."""
+    """The lists in words: `encoder.block.0 … 5, then decoder.block.0 … 5`."""
     texts = []
     for names in split_lists(order):
         one_list = len({name.rpartition(".")[0] for name in names}) == 1
@@ -67,7 +67,7 @@ def describe_lists(order: Sequence[str]) -> str:
 
 @dataclass(frozen=True)
 class Column:
-    """One figure of one model on every task, and their mean; None where a task has none."""
+    """One figure of one model on every task; None where a task has none."""
 
     measure: str
     role: str
@@ -79,7 +79,7 @@ class Column:
         return mean_known(self.values)
 
     def write(self, value: float | None) -> str:
-        """A figure as text: a share in percent, everything else in three digits."""
+        """A figure as text: a share in percent, all others with three digits."""
         if value is None:
             return "–"
         if self.kind == "share":
@@ -94,8 +94,8 @@ def mean_known(values: Iterable[float | None]) -> float | None:
 
 
 def list_columns(inspection: Inspection) -> list[Column]:
-    """Drift after the last block, then the distance of outputs and the agreement with the expert's choices, as far as
-    any task has them; base has its drift alone."""
+    """Columns of drift after the last block, distance of outputs and agreement with the expert's choices, as far as any
+    task has them; base has its drift alone."""
 
     def collect(role: str, read: Callable[[ModelDrift], float | None]) -> list[float | None]:
         return [read(task.models[role]) for task in inspection.tasks.values()]
@@ -118,8 +118,8 @@ def list_columns(inspection: Inspection) -> list[Column]:
 
 
 def find_growth(drift: ModelDrift) -> tuple[str, float] | None:
-    """The block at which drift grows most, and how many times; None where it grows at no block. The first block of a
-    list has no block before it."""
+    """The block at which drift grows most, and the factor; None where it grows at no block. The first block of a list
+    has no block before it."""
     first = {names[0] for names in split_lists([block.name for block in drift.blocks])}
     growth = {block.name: block.drift.amplification or 0.0 for block in drift.blocks if block.name not in first}
     steepest = max(growth, key=growth.__getitem__, default="")
@@ -130,7 +130,7 @@ def find_growth(drift: ModelDrift) -> tuple[str, float] | None:
 
 
 def compare_drift(drift: float, other: float, name: str, experts: str = "the experts") -> str:
-    """How much nearer or farther than `name` one is in percent; empty where that is no finite number."""
+    """Words on how much nearer or farther than `name` a model is, in percent; empty where that is not finite."""
     change = drift / other - 1 if other else nan
     if not isfinite(change):
         return ""
@@ -141,9 +141,9 @@ def compare_drift(drift: float, other: float, name: str, experts: str = "the exp
 
 
 def find_farther(inspection: Inspection, role: str, than: str) -> dict[str, float]:
-    """By task, largest first: how much farther (relative drift after the last block) `role` is than `than`.
+    """Difference in relative drift after the last block by which `role` is farther than `than`, by task, largest first.
 
-    Only tasks on which it shows in three digits. A drift that is no number is infinitely far.
+    Tasks on which three digits do not show it are left out. A drift that is no number is infinitely far.
     """
     farther = {}
     for name, task in inspection.tasks.items():
@@ -155,7 +155,7 @@ def find_farther(inspection: Inspection, role: str, than: str) -> dict[str, floa
 
 
 def find_vanished(inspection: Inspection) -> list[str]:
-    """Tasks whose expert's features are nothing after the last block: drift relative to them is infinite."""
+    """Tasks whose expert's features are zero after the last block: drift relative to them is infinite."""
     lasts = {name: task.models["model"].last for name, task in inspection.tasks.items()}
     return [name for name, last in lasts.items() if isinf(last.relative) and isfinite(last.distance)]
 
@@ -163,10 +163,10 @@ def find_vanished(inspection: Inspection) -> list[str]:
 def write_verdict(
     inspection: Inspection, names: Mapping[str, str], show_task: Callable[[str], str]
 ) -> Iterator[tuple[bool, str]]:
-    """Sentences, and whether each is a warning: one model against the other, by answers first, where they are known;
-    and every model against the base.
+    """Sentences, and whether each is a warning: on one model against the other, first on outputs, where they are known,
+    and on every model against the base.
 
-    names: what each role but the base is called; show_task: what a task is.
+    names: of the roles other than base; show_task: writes a task's name.
     """
     roles, vanished, tasks = list_roles(inspection), find_vanished(inspection), inspection.tasks.values()
     names = {**names, "base": "the base model"}
@@ -175,7 +175,7 @@ def write_verdict(
         pairs += [(role, "base") for role in roles if role != "base"]
     experts, mean = ("the experts", "mean drift") if len(tasks) > 1 else ("the expert", "drift")
     for role, than in pairs[:1]:
-        yield from _compare_answers(inspection, role, than, names)
+        yield from _compare_outputs(inspection, role, than, names)
     for role, than in pairs:
         farther = find_farther(inspection, role, than)
         drift, other = (fmean(task.models[one].last.relative for task in tasks) for one in (role, than))
@@ -194,15 +194,15 @@ def write_verdict(
         yield True, f"the features of the expert of {show_task(task)} are all zero, or nearly: {why}"
 
 
-def _compare_answers(
+def _compare_outputs(
     inspection: Inspection, role: str, than: str, names: Mapping[str, str]
 ) -> Iterator[tuple[bool, str]]:
-    """The sentence on how far two models' answers are from the experts'; none where a task has no answers of both."""
+    """The sentence on how far two models' outputs are from the experts'; none where a task lacks outputs of either."""
     tasks = inspection.tasks.values()
     ours, theirs = ([output.relative for task in tasks if (output := task.models[x].output)] for x in (role, than))
     if min(len(ours), len(theirs)) < len(tasks):
         return
-    experts, mean = ("the experts", "mean distance") if len(tasks) > 1 else ("the expert", "distance")
+    experts, mean = ("the experts'", "mean distance") if len(tasks) > 1 else ("the expert's", "distance")
     now, before = fmean(ours), fmean(theirs)
-    if compared := compare_drift(now, before, names[than], experts):
-        yield False, f"{names[role]} answers {compared} ({mean} of answers {now:.3f} against {before:.3f})."
+    if compared := compare_drift(now, before, f"those of {names[than]}", experts):
+        yield False, f"Outputs of {names[role]} are {compared} ({mean} of outputs {now:.3f} against {before:.3f})."

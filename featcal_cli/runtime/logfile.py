@@ -1,4 +1,4 @@
-"""The log of a run as lines of JSON, and the message for an error that nobody foresaw."""
+"""The log of a run as lines of JSON, and the message for an unexpected error."""
 
 from __future__ import annotations
 
@@ -21,11 +21,12 @@ from featcal_cli.runtime.files import explain_full, name_reason
 from featcal_cli.runtime.libraries import MOST_WORDS, OURS, explain_broken_package
 from featcal_cli.runtime.process import exit_code, peak_resident_bytes, read_start
 from featcal_cli.runtime.progress import Listener, PhaseClock, Progress, heard
-from featcal_cli.runtime.untrusted_text import redact, write_json
+from featcal_cli.runtime.sanitise import redact
+from featcal_cli.runtime.structured_text import write_json
 
 
 class Log(Listener):
-    """A listener that writes down what it is told, and passes it on."""
+    """A listener that writes all it is told to the log, and passes it on to another listener."""
 
     def __init__(self, shown: Listener, file: BinaryIO | None) -> None:
         self._shown, self._file = shown, file
@@ -33,7 +34,7 @@ class Log(Listener):
         self._clock = PhaseClock(self.began)
 
     def write(self, event: str, **facts: Any) -> None:
-        """Write one line: when, what, and the facts of it; no secrets."""
+        """Write one line: the time, the event and its facts, without secrets."""
         at = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
         line = redact(write_json({"time": at, "event": event, **facts}, ensure_ascii=False, default=str))
         if self._file is not None:
@@ -43,7 +44,7 @@ class Log(Listener):
                 self._file = None
 
     def end(self, code: int, error: FeatCalError | None = None) -> None:
-        """Write the last line, and before it the error that ended the run, if one did."""
+        """Write the last line, and before it the error, if it was an expected one."""
         if error is not None:
             self.write("error", kind=type(error).__name__, what=error.what, where=error.where, fix=error.fix)
         seconds = round(time.monotonic() - self.began, 3)
@@ -97,9 +98,9 @@ def explain(error: Exception, log_file: Path | None = None) -> FeatCalError:
 
 @contextmanager
 def recorded(shown: Listener, file: Path | None) -> Iterator[Log]:
-    """A context in which what a command does, and what libraries warn of, is added to the file, if there is one; how it
-    ends is the last line. Raises OutputError for a file that cannot be written, and BugError for an error that nobody
-    foresaw, whose traceback the file then holds."""
+    """Context manager that adds the events of a command and the warnings of libraries to the log file, if there is one;
+    the last line says how the command ended. Raises OutputError for a file that cannot be written, and BugError for an
+    unexpected error, whose traceback the file then holds."""
     with _opened(file) as stream:
         log = Log(shown, stream)
         log.write("start", featcal=__version__, python=sys.version.split()[0], command=shlex.join(sys.argv))
@@ -152,7 +153,7 @@ def _opened(file: Path | None) -> Iterator[BinaryIO | None]:
 
 
 class _Warnings(logging.Handler):
-    """Writes down what libraries log as a warning or worse."""
+    """A logging handler that writes warnings and errors of libraries to the log."""
 
     def __init__(self, log: Log) -> None:
         super().__init__(logging.WARNING)

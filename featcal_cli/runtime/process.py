@@ -60,9 +60,9 @@ def check_device(name: str) -> None:
         what = "Apple's GPUs (mps) are not used: they have no float64, which small values of --ridge need"
         raise RecipeError(what, where="--device", fix="give --device cpu")
     if not re.fullmatch(r"auto|cpu|cuda(:\d{1,3})?", name):
-        from featcal_cli.runtime.untrusted_text import show  # yaml takes a moment, and this module is there first
+        from featcal_cli.runtime.sanitise import quoted  # yaml takes a moment, and this module is there first
 
-        raise RecipeError(f"unknown device {show(name)}", where="--device", fix="give auto, cpu or cuda[:K]")
+        raise RecipeError(f"unknown device {quoted(name)}", where="--device", fix="give auto, cpu or cuda[:K]")
 
 
 def peak_resident_bytes() -> int:

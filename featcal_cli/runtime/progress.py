@@ -217,7 +217,7 @@ class Progress:
     """The module that is being solved."""
     drifts: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     """Drift of the merged and of the calibrated model after `block` by task, where it was just measured."""
-    by_answers: bool = False
+    by_outputs: bool = False
     """Whether errors are measured at the outputs; features may move away from the expert's then, while outputs come
     nearer."""
 

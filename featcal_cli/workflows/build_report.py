@@ -14,7 +14,7 @@ from featcal_cli.calibration.hyperparameters import Hyperparameters
 from featcal_cli.calibration.results import BlockReport
 from featcal_cli.engine.drift_metrics import OUTSIDE, STEM, Drift
 from featcal_cli.engine.job import CALIBRATED, Job
-from featcal_cli.lineage.questions import SAID
+from featcal_cli.lineage.questions import FROM_USER
 from featcal_cli.reporting.model_card import read_license
 from featcal_cli.reporting.report import (
     ITSELF,
@@ -106,10 +106,10 @@ def _describe_sources(plan: Preflight) -> Iterator[Source]:
     for role, origin in plan.origins.items():
         licenses = {read_license(repo.find_card()) for repo in origin.repos()}
         agreed = licenses.pop() if len(licenses) == 1 else None
-        yield Source(role, origin.name, origin.repo.commit, found_in.get(role, SAID), agreed)
+        yield Source(role, origin.name, origin.repo.commit, found_in.get(role, FROM_USER), agreed)
     for task, spec in plan.recipe.tasks.items():
         name = ITSELF if spec.data.is_self_written else spec.data.dataset or str(spec.data.path)
-        yield Source(f"data {task}", name, spec.data.revision, found_in.get(f"data {task}", SAID), None)
+        yield Source(f"data {task}", name, spec.data.revision, found_in.get(f"data {task}", FROM_USER), None)
 
 
 def describe_tasks(job: Job, examples: Mapping[str, int]) -> dict[str, TaskInspection]:

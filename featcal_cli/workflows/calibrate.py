@@ -28,6 +28,7 @@ from featcal_cli.models.loading import find_auto_class, find_pipeline_tag, find_
 from featcal_cli.models.low_rank import extract_adapter
 from featcal_cli.recipe.schema import Merge
 from featcal_cli.reporting.drift_plots import plot_drift
+from featcal_cli.reporting.model_card import copy_merged_card
 from featcal_cli.reporting.report import CARD, PICTURE, RECIPE, REPORT, Report
 from featcal_cli.runtime import hardware
 from featcal_cli.runtime.distributed import Ranks
@@ -322,6 +323,7 @@ class Computation:
             RECIPE: dump_recipe(plan.recipe).encode(),
             PICTURE: plot_drift(report),
             CARD: self._output.write_card(report, target.repo_id if target else None, about).encode(),
+            **copy_merged_card(report, about["merged_readme"]),
             **adapter,
         }
         files = tuple(sorted({*divide_files(models.merged.snapshot.folder).kept, *contents, NOTE}))

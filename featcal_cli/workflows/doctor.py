@@ -21,7 +21,7 @@ from featcal_cli.hub.messages import CHECK_ENDPOINT, LOGIN
 from featcal_cli.hub.remote import Account, describe_account
 from featcal_cli.runtime.files import cache_folder, tell_bytes
 from featcal_cli.runtime.progress import hub_host
-from featcal_cli.runtime.untrusted_text import list_some, own_words
+from featcal_cli.runtime.sanitise import exception_text, list_some
 
 SMALLEST_DISK, SMALLEST_MEMORY = 1e9, 2e9
 """Bytes below which next to no model fits."""
@@ -82,7 +82,7 @@ def _examine_machine() -> Iterator[Finding]:
         from featcal_cli.runtime.hardware import choose_device, memory_of
     except (ImportError, OSError, RuntimeError) as error:  # a library in C that is missing or of another system
         fix = f"install torch for this machine: {TORCH_PAGE}"
-        yield Finding("device", "problem", f"torch cannot be imported: {own_words(error)}", fix)
+        yield Finding("device", "problem", f"torch cannot be imported: {exception_text(error)}", fix)
         return
     device, memory = choose_device("auto"), memory_of(torch.device("cpu"))
     if device.type == "cuda":

@@ -20,7 +20,7 @@ from featcal_cli.recipe.schema import Evaluate, Merge, Recipe, Task
 from featcal_cli.reporting.report import RECIPE
 from featcal_cli.runtime.errors import RecipeError
 from featcal_cli.runtime.progress import Listener
-from featcal_cli.runtime.untrusted_text import list_some
+from featcal_cli.runtime.sanitise import list_some
 from featcal_cli.workflows.session import RecipeSource, RunOptions, Session, identify
 
 if TYPE_CHECKING:  # these import torch, which is not waited for before it is needed

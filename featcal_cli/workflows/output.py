@@ -28,7 +28,7 @@ from featcal_cli.models.loading import DTYPES, Model, load_model
 from featcal_cli.reporting.report import CARD, PICTURE, RECIPE, REPORT
 from featcal_cli.runtime.errors import CheckpointError, FeatCalError, NumericsError, OutputError
 from featcal_cli.runtime.files import check_links, copy_files, name_reason, tell_fix, visible_files
-from featcal_cli.runtime.untrusted_text import list_some
+from featcal_cli.runtime.sanitise import list_some
 from featcal_cli.workflows.workspace import UnfinishedFolder, Workspace
 
 

@@ -19,7 +19,8 @@ from featcal_cli.reporting.report import CARD, RECIPE, REPORT, Report
 from featcal_cli.runtime.errors import OutputError, RecipeError
 from featcal_cli.runtime.files import stamp_files, write_requested
 from featcal_cli.runtime.references import existing_path
-from featcal_cli.runtime.untrusted_text import bare, dump_yaml, list_some, split_front_matter, without_tokens
+from featcal_cli.runtime.sanitise import list_some, plain, without_tokens
+from featcal_cli.runtime.structured_text import dump_yaml, split_front_matter
 from featcal_cli.workflows.workspace import NOTE, WROTE, Workspace
 
 ENDINGS = (".yaml", ".yml")
@@ -162,7 +163,7 @@ def save_recipe(file: Path, recipe: Recipe, findings: Sequence[Finding], *, over
         f"# Written by featcal {__version__}, by a dry run: the job that would calibrate {_name_merged(recipe)},",
         "# every Hub repo at its commit. Run it: featcal calibrate -r with this file. Where its parts were read:",
     ]
-    lines += [f"#   {bare(finding.role)}: {bare(finding.source)}" for finding in findings]
+    lines += [f"#   {plain(finding.role)}: {plain(finding.source)}" for finding in findings]
     content = "\n".join(lines) + "\n" + _dump(recipe, output=recipe.output.push_to is not None)
     write_requested(file, without_tokens(content), where=f"--save {file}")
 
@@ -202,4 +203,4 @@ def _name_merged(recipe: Recipe) -> str:
         return f"the {named.get(method, method.replace('_', ' '))} of {len(recipe.tasks)} experts"
     if existing_path(recipe.merged) or "+" in recipe.merged:
         return "a merged model"
-    return bare(recipe.merged.partition("@")[0])
+    return plain(recipe.merged.partition("@")[0])

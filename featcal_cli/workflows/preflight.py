@@ -31,7 +31,7 @@ from featcal_cli.recipe.schema import Calibration, Data, Merge, Recipe
 from featcal_cli.runtime.errors import ArchitectureError, CheckpointError, FeatCalError, OutputError, RecipeError
 from featcal_cli.runtime.files import tell_bytes
 from featcal_cli.runtime.hardware import disk_of, free_bytes, memory_of
-from featcal_cli.runtime.untrusted_text import list_some
+from featcal_cli.runtime.sanitise import list_some
 from featcal_cli.workflows.batch_size import choose_batch_sizes
 from featcal_cli.workflows.output import check_copyable, check_readable, check_writable
 from featcal_cli.workflows.resource_estimate import Estimate, estimate

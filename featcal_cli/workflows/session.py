@@ -13,7 +13,7 @@ from featcal_cli.evaluation.results import stamp
 from featcal_cli.hub.model_source import Origin, find_origin
 from featcal_cli.hub.repo import Opener, open_repo
 from featcal_cli.hub.snapshot import Snapshot, fetch
-from featcal_cli.lineage.questions import SAID, Finding
+from featcal_cli.lineage.questions import FROM_USER, Finding
 from featcal_cli.lineage.resolve import check_experts, find_lineage
 from featcal_cli.recipe.reading import as_draft
 from featcal_cli.recipe.schema import Draft, Recipe
@@ -24,7 +24,7 @@ from featcal_cli.runtime.errors import Obstacles
 from featcal_cli.runtime.libraries import load_libraries
 from featcal_cli.runtime.process import check_device
 from featcal_cli.runtime.progress import Listener, PhaseClock, Progress
-from featcal_cli.runtime.untrusted_text import visible
+from featcal_cli.runtime.sanitise import for_terminal
 
 if TYPE_CHECKING:  # it is not waited for before it is needed
     import torch
@@ -116,7 +116,7 @@ class Session:
         noted: set[Finding] = set()
 
         def note_finding(finding: Finding) -> None:
-            if note_findings and finding.source != SAID and finding not in noted:
+            if note_findings and finding.source != FROM_USER and finding not in noted:
                 noted.add(finding)
                 self.note(f"{finding.role}: {finding.value} (from {finding.source})")
 
@@ -134,7 +134,7 @@ class Session:
     def fetch(self, origin: Origin) -> Snapshot:
         """One model on this machine. Raises HubError."""
         snapshot = replace(fetch(origin, self.listener.transfer), trusted=self.options.trust_remote_code)
-        self.note(*dict.fromkeys(text for text in snapshot.notes if visible(text) not in self.notes))
+        self.note(*dict.fromkeys(text for text in snapshot.notes if for_terminal(text) not in self.notes))
         return snapshot
 
     def share_notes(self) -> None:
@@ -154,12 +154,12 @@ class Session:
 
     def note(self, *texts: str) -> None:
         """Remember sentences for the report, and show them."""
-        for text in map(visible, texts):
+        for text in map(for_terminal, texts):
             self.notes.append(text)
             self.listener.note(text)
 
     def note_of_tasks(self, tasks: Collection[str], texts: Sequence[str]) -> None:
         """The same of sentences that begin with a task; those that several tasks share are shown once."""
-        self.notes += map(visible, texts)
-        for text in join_notes(map(visible, texts), tasks):
+        self.notes += map(for_terminal, texts)
+        for text in join_notes(map(for_terminal, texts), tasks):
             self.listener.note(text)

@@ -33,7 +33,7 @@ from featcal_cli.runtime.distributed import Ranks
 from featcal_cli.runtime.hardware import map_to_files, rooms_for_features
 from featcal_cli.runtime.process import read_launch
 from featcal_cli.runtime.progress import Progress, Watch
-from featcal_cli.runtime.untrusted_text import list_some
+from featcal_cli.runtime.sanitise import list_some
 from featcal_cli.workflows.output import build_checkpoint, names_on_disk, read_slots
 from featcal_cli.workflows.preflight import Preflight, check_stems
 from featcal_cli.workflows.resource_estimate import choose_dtype, has_small_head

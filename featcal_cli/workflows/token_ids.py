@@ -17,7 +17,7 @@ from featcal_cli.data.vocabulary import Vocabularies, Vocabulary, map_ids
 from featcal_cli.models.loading import Model
 from featcal_cli.recipe.schema import Recipe
 from featcal_cli.runtime.errors import CheckpointError, DataError
-from featcal_cli.runtime.untrusted_text import bare, list_some
+from featcal_cli.runtime.sanitise import list_some, plain
 from featcal_cli.workflows.session import EXPERT
 
 MERGED, BASE = "merged", "base"
@@ -121,7 +121,9 @@ def check_mergeable(outlines: Mapping[str, Model], vocabularies: Vocabularies) -
         for token, number in other.ids.items():
             held = tokens.get(number, token)
             if held != token or first.ids.get(token, number) != number:
-                what = f"{first} and {other} have different tokens under one id ({number}: {bare(held)}, {bare(token)})"
+                what = (
+                    f"{first} and {other} have different tokens under one id ({number}: {plain(held)}, {plain(token)})"
+                )
                 fix = "merge them with mergekit, with tokenizer_source: union, and name the result as the merged model"
                 raise CheckpointError(f"{what}, so their embeddings cannot be merged", where="--merge", fix=fix)
 
@@ -150,7 +152,7 @@ def _check_given_ids(task: str, source: str, ids: Tensor, pair: tuple[Vocabulary
         (0, "", ""),
     )
     if one != other:
-        what = f"the ids are not the same tokens in {pair[0]} and {pair[1]} ({number}: {bare(one)}, {bare(other)})"
+        what = f"the ids are not the same tokens in {pair[0]} and {pair[1]} ({number}: {plain(one)}, {plain(other)})"
         fix = "give texts instead of ids: each model then gets its own ids of the same tokens"
         raise DataError(what, where=f"{task}: {source}", fix=fix)
 

@@ -14,7 +14,7 @@ from featcal_cli.reporting.report import CARD, PICTURE, RECIPE, REPORT
 from featcal_cli.runtime.errors import OutputError
 from featcal_cli.runtime.files import LOCK, draft_of, flush, hold, name_reason, tell_fix, write_file
 from featcal_cli.runtime.process import read_launch
-from featcal_cli.runtime.untrusted_text import list_some
+from featcal_cli.runtime.sanitise import list_some
 
 NOTE = ".featcal.json"
 """Hidden in an output, and never pushed: which job made it, and of which files."""

@@ -83,7 +83,7 @@ def test_the_page_is_one_small_file_that_names_no_other() -> None:
 
 def test_the_summary_says_where_the_merge_is_worse_than_the_base_and_what_helps() -> None:
     text = said(make_inspection())
-    assert text.splitlines()[0] == "user/mended answers 36 % nearer to the experts than user/merged"
+    assert text.splitlines()[0] == "Outputs of user/mended are 36 % nearer to the experts' than those of user/merged"
     assert "user/merged is farther from the expert than the base model on" in text
     assert f"{SCRIPT} (by 0.300)" in text
     assert "a smaller merging scale" in text.lower()
@@ -94,7 +94,9 @@ def test_the_summary_says_where_the_merge_is_worse_than_the_base_and_what_helps(
     assert "user/mended is farther from the expert than user/merged on" in text
     alone = said(make_inspection(compare=False))
     assert "user/mended" not in alone
-    assert alone.splitlines()[0] == "user/merged answers 17 % nearer to the experts than the base model"
+    assert (
+        alone.splitlines()[0] == "Outputs of user/merged are 17 % nearer to the experts' than those of the base model"
+    )
 
 
 def test_notes_that_say_the_same_of_several_tasks_are_one() -> None:
@@ -350,7 +352,8 @@ def test_it_fits_its_window_and_everything_in_it_has_a_name(opened: Open, width:
     page = opened(make_inspection(), width)
     assert page.evaluate("document.documentElement.scrollWidth") == width
     for role, name in [
-        ("heading", "user/mended answers 36 % nearer to the experts than user/merged"), ("grid", "A user/merged"),
+        ("heading", "Outputs of user/mended are 36 % nearer to the experts' than those of user/merged"),
+        ("grid", "A user/merged"),
         ("grid", "B user/mended"), ("checkbox", "A user/merged"), ("region", "Every task, after the last block"),
         ("columnheader", "encoder.layers.2"), ("gridcell", "cars, encoder.layers.3: 0.50"),
         ("img", "A on mean: drift, local and inherited, after each block"),

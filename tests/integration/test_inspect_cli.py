@@ -208,7 +208,7 @@ def test_a_comparison_fails_only_when_the_second_model_is_the_worse(demo: Demo, 
     run = inspect(capsys, demo.calibrated, demo.recipe, compare=demo.merged, max_drift=0.02, json="")
     assert run.code == 3 and json.loads(run.stdout).keys() == compared.keys()
     shown = " ".join(run.stderr.split())
-    assert re.search(r"answers of .* on (\w+) are farther from the expert's than .* by 0\.\d{3}, .* task \1 ", shown)
+    assert re.search(r"outputs of .* on (\w+) are farther from the expert's than .* by 0\.\d{3}, .* task \1 ", shown)
     better = inspect(capsys, demo.merged, demo.recipe, compare=demo.calibrated, max_drift=0, quiet="")
     assert (better.code, better.stderr) == (0, "")
 
@@ -228,7 +228,7 @@ def test_a_comparison_looks_at_answers_and_at_features_where_there_are_none() ->
 
     near, far = given.relative, model.last.relative
     assert judge(near, far + 1) is None
-    assert "answers of user/other on task" in str(judge(near + 0.1, far - 0.1))
+    assert "outputs of user/other on task" in str(judge(near + 0.1, far - 0.1))
     assert judge(None, far) is None and "expert of task by 0.100 more" in str(judge(None, far + 0.1))
     assert judge(inf, far) is not None
 

@@ -135,7 +135,7 @@ def test_where_answers_say_nothing_features_count_and_it_is_said(tmp_path: Path)
     save_file(tensors, file, metadata={"format": "pt"})
     settings: dict[str, Any] = {"method": "featcal", "examples": 8, "ridge": None, "rho": None, "alpha": None}
     report = calibrate(saved.recipe(**settings), output=tmp_path / "auto").report
-    assert report.settings["metric"] == "features" and not report.answers
+    assert report.settings["metric"] == "features" and not report.output_distances
     said = [note for note in report.notes if note.startswith("errors are measured by features: ")]
     assert len(said) == 1 and "the head of the expert of red is in no file, and random" in said[0]
     with pytest.raises(NumericsError, match="is in no file, and random") as error:

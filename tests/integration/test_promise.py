@@ -134,7 +134,7 @@ def check_promise(folder: Path, seed: int) -> float:
         {task: slice(fitted[task], middle[task]) for task in saved.inputs},
         {task: slice(fitted[task], most[task]) for task in saved.inputs},
     )
-    of_answers = bool(report.answers)
+    of_answers = bool(report.output_distances)
     assert of_answers == (report.settings["metric"] == "output")
     for rows in halves:
         before, after = (
@@ -144,7 +144,7 @@ def check_promise(folder: Path, seed: int) -> float:
         assert after <= before * (1 + 1e-6), (seed, rows)
     for of_answers, reported in (
         (False, (report.drift_rows[-1].before, report.drift_rows[-1].after)),
-        (True, mean(report.answers)),
+        (True, mean(report.output_distances)),
     ):
         measured = tuple(
             mean_distance(saved, place, halves[0], of_answers=of_answers)
@@ -220,13 +220,13 @@ def test_figures_of_fitted_rows_say_so_everywhere_and_are_no_gate(
     saved = save_family(tmp_path, BY_NAME["bert"], examples=12 if given else 9)
     settings = {"ridge": None, "rho": None, "alpha": None, **given}
     run = run_inside(capsys, saved, tmp_path / "out", settings)
-    assert run.code == 0 and "on fitted rows" in run.stdout.splitlines()[0]
+    assert run.code == 0 and "on calibration examples" in run.stdout.splitlines()[0]
     report = json.loads((tmp_path / "out" / "featcal_report.json").read_text())
-    assert report["headline"].endswith("on fitted rows") and not report["settings"]["guard"]
+    assert report["headline"].endswith("on calibration examples") and not report["settings"]["guard"]
     assert not any(drift["held_out"] for drift in report["drift"].values())
     card = (tmp_path / "out" / "README.md").read_text()
-    judged = "Mean drift from the experts" if given else "Mean distance of answers from the experts'"
-    assert f"{judged}, on fitted rows" in card and "## Drift from the experts, on fitted rows" in card
+    judged = "Mean drift from the experts" if given else "Mean distance of outputs from the experts'"
+    assert f"{judged}, on calibration examples" in card and "## Drift from the experts, on calibration examples" in card
     for name in ("out", "strict"):  # what is finished, and before anything is computed
         refused = run_inside(capsys, saved, tmp_path / name, settings, "--strict", "-q")
         assert refused.code == 2 and not (tmp_path / "strict").exists()

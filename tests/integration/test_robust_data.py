@@ -77,8 +77,8 @@ def run(folder: Path, images: dict[str, list[bytes]]) -> Report:
 
 def is_no_worse(report: Report, few: Collection[str] = ()) -> bool:
     """In answers, on average and on every task, but for those with hardly any different examples."""
-    assert report.answers and not report.fitted_tasks and not report.has_grown
-    return all(after <= MARGIN * before for task, (before, after) in report.answers.items() if task not in few)
+    assert report.output_distances and not report.fitted_tasks and not report.has_grown
+    return all(after <= MARGIN * before for task, (before, after) in report.output_distances.items() if task not in few)
 
 
 def test_each_task_with_bad_examples_of_its_own(tmp_path: Path) -> None:
@@ -95,7 +95,7 @@ def test_each_task_with_bad_examples_of_its_own(tmp_path: Path) -> None:
     report = run(tmp_path, images)
     assert report.settings["guard"]
     assert sum("1 rows cannot be used" in note for note in report.notes) == 1
-    assert is_no_worse(report, few=["digit", "turned"]), report.answers
+    assert is_no_worse(report, few=["digit", "turned"]), report.output_distances
 
 
 @pytest.mark.matrix
@@ -103,4 +103,4 @@ def test_each_task_with_bad_examples_of_its_own(tmp_path: Path) -> None:
 def test_all_tasks_with_the_same_bad_examples(tmp_path: Path, change: Change) -> None:
     tasks = [path.name for path in DATA.iterdir()]
     report = run(tmp_path, {task: change_images(read_images(task), change) for task in tasks})
-    assert is_no_worse(report), report.answers
+    assert is_no_worse(report), report.output_distances

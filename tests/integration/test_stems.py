@@ -56,15 +56,15 @@ def test_precisions_may_differ(tmp_path: Path, stored: torch.dtype, computed: st
     assert 0 < (new[PATCHES].double() - full[PATCHES].double()).norm() + 1e-12 < 0.1 * update
 
 
-def test_errors_may_be_measured_by_answers(tmp_path: Path) -> None:
+def test_errors_may_be_measured_by_outputs(tmp_path: Path) -> None:
     """The gradients are sent back to the patch embedding, whose update the guard checks as well."""
     saved = save_family(tmp_path, BY_NAME["vit"])
     for name in ("features", "output"):
         calibrate(saved.recipe(metric=name, stems=True), output=tmp_path / name)
-    by_features, by_answers, merged = (
+    by_features, by_outputs, merged = (
         load_file(tmp_path / name / "model.safetensors")[PATCHES] for name in ("features", "output", "merged")
     )
-    assert (by_answers - by_features).norm() > 0.01 * (by_features - merged).norm()
+    assert (by_outputs - by_features).norm() > 0.01 * (by_features - merged).norm()
     open_settings = {"method": "featcal", "ridge": None, "rho": None, "alpha": None}
     report = calibrate(saved.recipe(**open_settings, stems=True), output=tmp_path / "guarded").report
     (module,) = report.blocks[0].modules

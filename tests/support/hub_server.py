@@ -21,7 +21,7 @@ from hub_faults import Fault, Faults
 from hub_store import DATE, Answer, Blob, Call, Pull, RefusedError, Repo, Request, git_oid, is_lfs, refuse, to_json
 from hub_uploads import Uploads
 
-from featcal_cli.runtime.untrusted_text import load_documents
+from featcal_cli.runtime.structured_text import load_documents
 
 
 class HubServer:

@@ -23,7 +23,7 @@ from featcal_cli.models.loading import find_class, load_model
 from featcal_cli.recipe.reading import as_draft, complete_draft, read_draft, shipped_recipes
 from featcal_cli.recipe.schema import Recipe
 from featcal_cli.runtime.errors import FeatCalError
-from featcal_cli.runtime.untrusted_text import load_documents
+from featcal_cli.runtime.structured_text import load_documents
 from featcal_cli.workflows.output_files import dump_recipe
 
 FUZZ = settings(

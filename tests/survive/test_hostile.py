@@ -29,7 +29,6 @@ from featcal_cli.data.local_files import open_file
 from featcal_cli.hub.snapshot import resolve
 from featcal_cli.lineage.statements import read_card
 from featcal_cli.recipe.schema import Data
-from featcal_cli.reporting.markdown import inert_document
 from featcal_cli.runtime.errors import CheckpointError
 from featcal_cli.workflows.output import copy_checkpoint
 
@@ -274,7 +273,6 @@ NASTY = {
 @pytest.mark.parametrize("pattern", NASTY.values(), ids=NASTY)
 def test_a_card_takes_seconds_at_most_whatever_it_repeats(pattern: str) -> None:
     started = time.process_time()
-    inert_document(pattern * (100_000 // len(pattern)), level=3)
     read_card("---\n" + pattern * (5_000_000 // len(pattern)))
     assert time.process_time() - started < 8
 

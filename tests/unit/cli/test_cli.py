@@ -94,7 +94,7 @@ def test_results_go_to_stdout_and_the_rest_to_stderr(folder: Path, capsys: pytes
     quiet = featcal_inside(capsys, "calibrate", {**LOCAL, "-o": "out", "-q": "", "--overwrite": ""})
     assert (quiet.code, quiet.stderr, quiet.stdout.partition(" in ")[0]) == (0, "", run.stdout.partition(" in ")[0])
     assert re.fullmatch(
-        r"Mean distance of answers fell by \d+ % in .* s; the calibrated model is in out\.", run.stdout.splitlines()[-1]
+        r"Mean distance of outputs fell by \d+ % in .* s; the calibrated model is in out\.", run.stdout.splitlines()[-1]
     )
     assert run.shown.splitlines()[-1] == "  featcal calibrate -r out/featcal.yaml -o NEW"
     printed = featcal_inside(capsys, "calibrate", {**LOCAL, "-o": "out", "--json": "", "--overwrite": ""})
@@ -281,7 +281,7 @@ def test_drift_is_told_after_every_block(folder: Path, capsys: pytest.CaptureFix
 def test_falling_drift_is_shown_of_many_tasks_in_few_lines() -> None:
     drifts = {f"task {number}": [(0.4, 0.2), (0.8, 0.4)] for number in range(20)}
     out = Console(file=io.StringIO(), width=80, highlight=False)
-    out.print(show_falling_drift(drifts, by_answers=True))
+    out.print(show_falling_drift(drifts, by_outputs=True))
     assert isinstance(out.file, io.StringIO)
     lines = [line.rstrip() for line in out.file.getvalue().splitlines()]
     assert lines[0] == "drift of features, merged → calibrated; it may grow where answers come nearer"

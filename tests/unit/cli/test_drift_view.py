@@ -126,7 +126,7 @@ def test_the_best_figure_of_several_models_is_bold_and_the_table_has_a_mean(monk
 
 def test_the_verdict_comes_first() -> None:
     text = show(make_inspection(["a"], compare=True), 200)
-    assert text.startswith("user/other answers 40 % nearer to the expert than user/model")
+    assert text.startswith("Outputs of user/other are 40 % nearer to the expert's than those of user/model")
 
 
 def test_colour_is_only_for_terminals_that_want_it(monkeypatch: pytest.MonkeyPatch) -> None:

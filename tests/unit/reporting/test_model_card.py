@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 import re
 from collections.abc import Iterator
 from dataclasses import replace
@@ -21,8 +20,7 @@ from markdown_it.token import Token
 from featcal_cli.calibration.results import BlockReport, ModuleReport
 from featcal_cli.evaluation.results import Score, TaskScores
 from featcal_cli.models.loading import find_auto_class
-from featcal_cli.reporting.markdown import inert_document, one_line
-from featcal_cli.reporting.model_card import MARK, OWN_CARD, read_license, write_card
+from featcal_cli.reporting.model_card import MARK, MERGED_CARD, copy_merged_card, read_license, write_card
 from featcal_cli.reporting.report import (
     DriftCurve,
     ModelDrift,
@@ -33,7 +31,8 @@ from featcal_cli.reporting.report import (
     TaskDrift,
     TaskInspection,
 )
-from featcal_cli.runtime.untrusted_text import split_front_matter
+from featcal_cli.runtime.sanitise import one_line
+from featcal_cli.runtime.structured_text import split_front_matter
 
 COMMIT = "01234567" * 5
 HOSTILE = {
@@ -52,7 +51,7 @@ HOSTILE = {
     "an entity": "&lt;b&gt; &#124;",
     "right to left": "x\u202ey\u200b",
     "a comment": "<!-- x",
-    "a section": "\n\n## The merged model's own card\n\n",
+    "a section": "\n\n## Use\n\n",
 }
 README = """\
 ---
@@ -255,20 +254,19 @@ def test_text_of_others_shows_as_what_it_is(text: str) -> None:
     assert metadata(card(text)) == metadata(card("plain text"))
 
 
-def test_the_merged_card_is_kept_below_as_text() -> None:
-    card = write_card(make_report(), name="mended", target="me/mended", merged_readme=README)
-    tokens = parse(card)
-    headings = outline(tokens)
-    assert headings[headings.index(("h2", OWN_CARD.removeprefix("## "))) + 1 :] == [
-        ("h3", "Merged model"),
-        ("h3", "Title underlined"),
-        ("h4", "Drift from the experts"),
-    ]
-    assert [token.attrs["src"] for token in tokens if token.type == "image"] == ["drift.png", "img/a.png"]
-    assert [token.content for token in tokens if token.type.startswith("html")] == [MARK + "\n", "<code>", "</code>"]
-    links = {str(token.attrs["href"]) for token in tokens if token.type == "link_open"}
-    assert all(re.match(r"https://|\./#", link) for link in links)
-    assert '# no heading\nmodels: ["<b>"]\n' in {token.content for token in tokens if token.type == "fence"}
+def test_the_merged_models_own_card_is_linked_or_kept_in_a_file() -> None:
+    report = make_report()
+    at_hub = write_card(report, name="mended", merged_readme=README)
+    url = f"https://huggingface.co/org/merged/blob/{COMMIT}/README.md"
+    links = [token.attrs["href"] for token in parse(at_hub) if token.type == "link_open"]
+    assert url in links and copy_merged_card(report, README) == {}
+    local = [replace(s, name="/home/me/merged", commit=None) if s.role == "merged" else s for s in report.sources]
+    report = replace(report, sources=local)
+    in_folder = write_card(report, name="mended", merged_readme=README)
+    assert MERGED_CARD in [token.attrs["href"] for token in parse(in_folder) if token.type == "link_open"]
+    (kept,) = copy_merged_card(report, README).values()
+    assert kept.decode() == README.replace("hf_abcdefghijklmnopqrstuvwxyz", "hf_…")
+    assert MERGED_CARD not in write_card(report, name="mended") and copy_merged_card(report, None) == {}
 
 
 def test_no_path_and_no_token_gets_into_the_card() -> None:
@@ -278,15 +276,6 @@ def test_no_path_and_no_token_gets_into_the_card() -> None:
     assert token not in card
     assert not re.search(r"/home|/srv|/root|my data", card)
     assert "read y and letters" in card
-
-
-def test_calibrating_twice_keeps_one_own_card() -> None:
-    first = write_card(make_report(), name="once", merged_readme=README)
-    second = write_card(make_report(), name="twice", merged_readme=first.replace("\n", "\r\n"))
-    assert second.count(OWN_CARD) == 1
-    assert second.partition(OWN_CARD)[2] == first.partition(OWN_CARD)[2]
-    bare = write_card(make_report(), name="twice", merged_readme=write_card(make_report(), name="once"))
-    assert OWN_CARD not in bare
 
 
 def test_growing_drift_is_said_at_the_top() -> None:
@@ -352,11 +341,11 @@ def test_what_the_result_is_judged_by_comes_first() -> None:
     }
     report = make_report()
     card = write_card(replace(report, measures=measures, settings={**report.settings, "metric": "output"}), name="x")
-    assert "Mean distance of answers from the experts', on held-out rows: **0.400 → 0.300** (−25 %)" in card
-    answers, _, features = card.partition("## Distance of answers")[2].partition("## Drift from the experts")
-    assert "| **mean** | 0.400 | 0.300 | −25 % | 0.900 |" in answers and "| digit | 50 % → 50 % |" in answers
+    assert "Mean distance of outputs from the experts', on held-out rows: **0.400 → 0.300** (−25 %)" in card
+    outputs, _, features = card.partition("## Distance of outputs")[2].partition("## Drift from the experts")
+    assert "| **mean** | 0.400 | 0.300 | −25 % | 0.900 |" in outputs and "| digit | 50 % → 50 % |" in outputs
     assert "| **mean** | 0.800 | 0.600 | −25 % | 1.200 |" in features
-    assert "Distance of answers" not in write_card(replace(report, measures=measures), name="x")
+    assert "Distance of outputs" not in write_card(replace(report, measures=measures), name="x")
 
 
 def test_accuracy_has_a_table_with_intervals_where_it_was_measured() -> None:
@@ -419,29 +408,6 @@ def test_the_commands_are_those_of_the_place() -> None:
     assert "featcal calibrate -r featcal.yaml -o 'my model; rm x-again'" in local
     assert "a merge of its experts (task\\_arithmetic, scale 0.3)" in local
     assert "drift.png" not in local
-
-
-PIECES = [
-    "text", "<script>", "`", "``", "```", "\n", "\n\n", "> ", "- ", "    ", "|", "| a | b |\n| - | - |\n", "![a](http://x/y)",
-    "![", "[", "]", "(", ")", "](javascript:x)", "[a]: javascript:x\n", "]:", "\\", "!", "<", "<!--", "-->", "# h",
-    "\n===\n", "\n---\n", "&#106;avascript&colon;x", "[a](<data:x y>)", "<https://a.b>", "<?php", "<div>\n", "<br>",
-    "[![b](http://x)](http://y)", "![n](a/b.png)", "<code>", "</code>", "\r\n", "`|<b>`", " ",
-]  # fmt: skip
-
-
-def test_any_document_becomes_inert_and_stays_so() -> None:
-    for seed in range(1000):
-        chance = random.Random(seed)
-        text = "".join(chance.choice(PIECES) for _ in range(chance.randint(2, 14)))
-        made = inert_document(text, level=3)
-        tokens = parse(made)
-        assert inert_document(made, level=3) == made, text
-        assert all(token.tag >= "h3" for token in tokens if token.type == "heading_open"), text
-        assert all(token.attrs["src"] == "a/b.png" for token in tokens if token.type == "image"), text
-        links = [str(token.attrs["href"]) for token in tokens if token.type == "link_open"]
-        assert not any(re.match(r"(?!https?:)[a-z]+:", link, re.IGNORECASE) for link in links), text
-        html = "".join(token.content for token in tokens if token.type.startswith("html"))
-        assert "<" not in re.sub(r"</?code>|<br>|<https://a.b>", "", html), text
 
 
 def test_metadata_are_kept_as_the_hub_reads_them() -> None:

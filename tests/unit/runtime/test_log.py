@@ -14,7 +14,7 @@ from families import FAMILIES, save_family
 from featcal_cli.runtime.errors import BugError, OutputError
 from featcal_cli.runtime.logfile import recorded
 from featcal_cli.runtime.progress import Listener
-from featcal_cli.runtime.untrusted_text import redact
+from featcal_cli.runtime.sanitise import redact
 
 TOKEN = "hf_" + "aB3dE6gH" * 3
 WORD = "opensesame"

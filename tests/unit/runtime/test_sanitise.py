@@ -6,7 +6,8 @@ import json
 
 import pytest
 
-from featcal_cli.runtime.untrusted_text import list_some, load_documents, parse_json, tell_apart
+from featcal_cli.runtime.sanitise import list_some, tell_apart
+from featcal_cli.runtime.structured_text import load_documents, parse_json
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,164 @@
+"""Sanitising: text of strangers made fit for messages, terminals, Markdown and HTML, and secrets taken out of text."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterable
+from itertools import islice, takewhile
+from typing import Any
+from unicodedata import category
+
+CONTEXT = 20
+"""Characters before a difference that a message shows."""
+LISTED = 5
+"""Names that a message shows of a list from outside."""
+LONGEST_WORDS = 240
+"""The most characters that a message quotes of an exception."""
+LONGEST_QUOTED = 80
+"""The most characters that a message quotes of any other text."""
+LONGEST_NAME = 200
+"""The most characters of a name in a card, a page or a picture."""
+
+_OBEYED = ("Cc", "Cf", "Cs", "Zl", "Zp")
+"""Categories of characters that move the cursor, turn the writing, or begin a command to the terminal."""
+_REPLACED = {"Cc": " ", "Zl": " ", "Zp": " ", "Cf": "", "Cs": ""}
+"""Characters that stand for those of a category in text of one line."""
+_PATH = re.compile(r"(?<![\w:/.~&;])~?/(?:[^\s/,;:()'\"`<>|\\]+/)*([^\s/,;:()'\"`<>|\\]+)/?")
+
+
+# Messages
+
+
+def quoted(text: str) -> str:
+    """A foreign text for a message, in quotation marks: short, and with control characters written as escapes."""
+    return repr(text if len(text) <= LONGEST_QUOTED else text[: LONGEST_QUOTED - 3] + "...")
+
+
+def plain(text: str) -> str:
+    """A foreign text for a message as `quoted` writes it, without the quotation marks."""
+    return quoted(text)[1:-1]
+
+
+def exception_text(error: BaseException) -> str:
+    """The text of an exception for a message: on one line, not too long, and with the exception's type where the text
+    alone says too little."""
+    text = " ".join(for_terminal(str(error)).split())
+    if not text or isinstance(error, KeyError | AssertionError):
+        text = f"{type(error).__name__}: {text}".removesuffix(": ")
+    return text.rstrip(".") if len(text) <= LONGEST_WORDS else f"{text[: LONGEST_WORDS - 3].rstrip()}..."
+
+
+def tell_apart(one: object, other: object, write: Callable[[Any], str] = str) -> tuple[str, str]:
+    """Two different values for a message that compares them, written so that the difference shows: as `write` does,
+    or else in full from a little before the first difference."""
+    texts = plain(write(one)), plain(write(other))
+    if texts[0] != texts[1]:
+        return texts
+    full = repr(one), repr(other)
+    if full[0] == full[1]:
+        return f"{texts[0]} ({type(one).__name__})", f"{texts[1]} ({type(other).__name__})"
+    alike = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(*full, strict=False)))
+    start = max(0, alike - CONTEXT)
+    first, second = (("…" if start else "") + plain(text[start:]) for text in full)
+    return first, second
+
+
+def list_some(names: Iterable[str], *, between: str = ", ", last: str = "", write: Callable[[str], str] = plain) -> str:
+    """A foreign list for a message: its first names, each written by `write`, and how many more there are. `last`
+    stands before the last name of a list that is shown whole."""
+    left = iter(names)
+    shown = [write(name) for name in islice(left, LISTED)]
+    more = sum(1 for _ in left)
+    if last and not more and len(shown) > 1:
+        return f"{between.join(shown[:-1])}{last}{shown[-1]}"
+    return between.join(shown) + (f" and {more:,} more" if more else "")
+
+
+# Terminal, Markdown, HTML
+
+
+def for_terminal(text: str) -> str:
+    """The text with a replacement sign for every character that a terminal would obey, except line breaks."""
+    return "".join("�" if category(char) in _OBEYED and char != "\n" else char for char in text)
+
+
+def for_markdown(text: str, longest: int = LONGEST_NAME) -> str:
+    """One line of Markdown that shows exactly the text, without tokens, in a paragraph, a list item or a table cell."""
+    shown = re.sub(r"([\\`*_\[\]!#~$@{}])", r"\\\1", one_line(text, longest))
+    for char, entity in (("&", "&amp;"), ("<", "&lt;"), (">", "&gt;"), ("|", "&#124;"), ("://", "&#58;//")):
+        shown = shown.replace(char, entity)
+    return re.sub(r"^([-+=]+|\d+[.)])(?=\s|$)", lambda marker: f"{marker[0][:-1]}&#{ord(marker[0][-1])};", shown)
+
+
+def for_html(text: str, longest: int = LONGEST_NAME) -> str:
+    """One line for the data of a page or for a picture, which are passed on: without tokens and this machine's folders.
+    The page's script puts it into the document as text, never as HTML."""
+    return one_line(for_sharing(text), longest)
+
+
+def for_sharing(text: str) -> str:
+    """A text that is passed on: without tokens and without the folders of this machine."""
+    return without_folders(without_tokens(text))
+
+
+def one_line(text: str, longest: int = LONGEST_NAME) -> str:
+    """The text in one line, cut to `longest` characters: without tokens, and without control, direction and other
+    invisible characters."""
+    shown = " ".join("".join(_REPLACED.get(category(char), char) for char in without_tokens(text)).split())
+    return shown if len(shown) <= longest else f"{shown[: longest - 1]}…"
+
+
+def without_folders(text: str) -> str:
+    """The text with only the last part of every absolute path."""
+    return _PATH.sub(r"\1", text)
+
+
+# Secrets
+
+
+SECRET_NAMES = re.compile(r"TOKEN|SECRET|PASSWORD|PASSWD|API_?KEY|CREDENTIAL", re.IGNORECASE)
+"""Words in the name of an environment variable that mark its value as a secret."""
+SHORTEST = 6
+"""The fewest characters of a secret: shorter values would take ordinary words out."""
+SHORTEST_IN_FILES = 16
+"""The fewest characters of a secret that is taken out of files, which programs read."""
+HIDDEN = "***"
+PATTERNS = (
+    (re.compile(r"\bhf_[A-Za-z0-9]{6,}"), f"hf_{HIDDEN}"),
+    (re.compile(r"(?i)\b(bearer\s+|authorization\W+basic\s+)[\w.~+/=-]{6,}"), rf"\1{HIDDEN}"),
+    (re.compile(r"(?i)([a-z][a-z0-9+.-]*://)[^\s/@]+@"), rf"\1{HIDDEN}@"),
+    (re.compile(r"(?i)(https?://[^\s?#\"']+)\?[^\s\"'#]+"), rf"\1?{HIDDEN}"),  # signed addresses open what they name
+)
+"""Patterns of secrets in messages and logs, with their replacements."""
+TOKEN = re.compile(r"\b(hf|api_org)_[A-Za-z0-9]{20,}")
+"""Pattern of the Hub's tokens."""
+
+
+def redact(text: str) -> str:
+    """The text without tokens, passwords in addresses, signatures of addresses, and values of secret variables."""
+    text = _without_secret_values(text, SHORTEST)
+    for pattern, hidden in PATTERNS:
+        text = pattern.sub(hidden, text)
+    return text
+
+
+def without_tokens(text: str) -> str:
+    """The text of a file that featcal composes (a card, a report, a recipe) without tokens and values of secret
+    variables; everything else in it stays."""
+    return TOKEN.sub(r"\1_…", _without_secret_values(text, SHORTEST_IN_FILES))
+
+
+def _without_secret_values(text: str, shortest: int) -> str:
+    secrets = {value for name, value in os.environ.items() if SECRET_NAMES.search(name) and len(value) >= shortest}
+    try:
+        from huggingface_hub import get_token
+
+        token = get_token()
+    except Exception:  # noqa: BLE001 - the report may be about this very package; then nobody has read its token file
+        token = None
+    if token:
+        secrets.add(token)
+    for secret in sorted(secrets, key=len, reverse=True):
+        text = text.replace(secret, HIDDEN)
+    return text

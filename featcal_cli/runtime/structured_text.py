@@ -1,0 +1,236 @@
+"""YAML and JSON from outside, read within bounds, and written so that every reader understands them alike."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from itertools import chain
+from math import isfinite
+from typing import Any
+
+import yaml
+
+from featcal_cli.runtime.sanitise import plain, quoted
+
+MAX_CHARACTERS = 1_000_000
+"""The most characters of a YAML text that is parsed: no card or config is longer."""
+MAX_VALUES = 1_000_000
+"""The most values that a YAML text may unfold to: a few lines of aliases (&a, *a, <<) can unfold to more than any
+memory holds."""
+MAX_DEPTH = 60
+"""The deepest nesting of values."""
+MAX_DIGITS = 3000
+"""The most characters of a whole number in YAML, hexadecimal ones included: Python writes at most 4,300 decimal
+digits."""
+_YAML_FAULTS = (yaml.YAMLError, ValueError, ArithmeticError, LookupError, TypeError, AttributeError, RecursionError)
+"""Errors that yaml.SafeLoader raises at text that is not YAML: besides its own ones, slips at odd tags (`!!int ""`)."""
+
+
+class _RefusedError(ValueError):
+    """A text that stands for more than can be read, or for two things."""
+
+
+_TAG = "tag:yaml.org,2002:"
+_TYPES_OF_ALL = (
+    ("null", r"~|null|Null|NULL|", "~nN"),
+    ("merge", r"<<", "<"),
+    ("float", r"[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)", "-+."),
+)
+_TYPES_OF_CARDS = (
+    ("bool", r"true|True|TRUE|false|False|FALSE", "tTfF"),
+    ("int", r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+", "-+0123456789"),
+    ("float", r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?", "-+.0123456789"),
+)
+"""Types of values without quotation marks in YAML 1.2, which the Hub reads: a name, a pattern, and its first
+characters. YAML 1.1, which PyYAML reads, also takes no, on, 12:30 and 2024-01-02 for other things than text, and 1e-3
+for text."""
+
+
+def _resolve(types: Iterable[tuple[str, str, str]]) -> dict[str, list[tuple[str, re.Pattern[str]]]]:
+    """PyYAML's table of types: for each first character of a value, the tags that it may get."""
+    table: dict[str, list[tuple[str, re.Pattern[str]]]] = {}
+    for name, pattern, first in types:
+        for character in [*first, *([""] if name == "null" else [])]:
+            table.setdefault(character, []).append((_TAG + name, re.compile(f"(?:{pattern})\\Z")))
+    return table
+
+
+class _Loader(yaml.SafeLoader):
+    """A loader of plain values of YAML 1.2's types, and of no more values than there is room for."""
+
+    yaml_implicit_resolvers = _resolve((*_TYPES_OF_ALL, *_TYPES_OF_CARDS))
+
+    def construct_document(self, node: yaml.Node) -> Any:
+        _measure(node, {})
+        return super().construct_document(node)
+
+    def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
+        """The number that a scalar stands for, decimal or not. Raises _RefusedError for one that is too long."""
+        text = str(self.construct_scalar(node))
+        if len(text) > MAX_DIGITS:
+            raise _RefusedError(f"line {node.start_mark.line + 1} holds {_describe_digits(len(text))}")
+        return int(text, 0 if text[:2] in ("0o", "0x") else 10)
+
+
+_Loader.add_constructor(f"{_TAG}int", _Loader.construct_yaml_int)
+
+
+class _RecipeLoader(_Loader):
+    """A loader that reads every value as text, of which the recipe's schema makes numbers and switches; it refuses a
+    key that comes twice, of which YAML would take the last."""
+
+    yaml_implicit_resolvers = _resolve(_TYPES_OF_ALL)
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        known: dict[str, int] = {}
+        for key, _ in node.value:
+            line = key.start_mark.line + 1
+            if isinstance(key, yaml.ScalarNode) and key.tag != f"{_TAG}merge":
+                key.tag = f"{_TAG}str"
+                if (first := known.setdefault(key.value, line)) != line:
+                    raise _RefusedError(f"the key {plain(key.value)} is in line {first} and again in line {line}")
+        return super().construct_mapping(node, deep)
+
+
+class _Dumper(yaml.SafeDumper):
+    """A dumper that puts text in quotation marks where YAML 1.1 or YAML 1.2 would take it for something else."""
+
+
+for _name, _pattern, _first in _TYPES_OF_CARDS:
+    _Dumper.add_implicit_resolver(_TAG + _name, re.compile(f"(?:{_pattern})\\Z"), list(_first))
+
+
+def dump_yaml(content: Any, width: int = 80) -> str:
+    """A value as YAML that every reader understands alike, keys in their order."""
+    return yaml.dump(content, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=width)
+
+
+def load_documents(text: str, *, recipe: bool = False) -> list[Any]:
+    """The documents of a YAML text, without empty ones. With `recipe`, values are text, and keys that come twice are
+    refused. Raises ValueError with a short reason."""
+    if len(text) > MAX_CHARACTERS:
+        raise ValueError(f"it is longer than {MAX_CHARACTERS:,} characters")
+    try:
+        loader = _RecipeLoader if recipe else _Loader
+        return [document for document in yaml.load_all(text, Loader=loader) if document is not None]
+    except _RefusedError:
+        raise
+    except _YAML_FAULTS as error:
+        mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
+        reason = f": {plain(problem)}" if problem else ""
+        raise ValueError(f"it is not YAML (line {mark.line + 1}{reason})" if mark else "it is not YAML") from None
+
+
+def find_line(text: str, path: Sequence[str | int]) -> int:
+    """The line, from 1 on, of the value at `path` in a YAML text that was loaded, or of the last part of the path that
+    exists."""
+    node = yaml.compose(text, Loader=_RecipeLoader)
+    line = 1
+    for part in path:
+        if isinstance(node, yaml.MappingNode):
+            found = next(((key, value) for key, value in node.value if key.value == part), None)
+        elif isinstance(node, yaml.SequenceNode) and isinstance(part, int) and part < len(node.value):
+            found = (node.value[part], node.value[part])
+        else:
+            found = None
+        if found is None:
+            break
+        line, node = found[0].start_mark.line + 1, found[1]
+    return line
+
+
+def replace_values(text: str, keys: Container[str], change: Callable[[str], str]) -> str:
+    """The YAML text with the values of these keys changed wherever they stand; comments and everything else stay."""
+    changed: list[tuple[int, int, str]] = []
+
+    def walk(node: yaml.Node | None) -> None:
+        for key, value in node.value if isinstance(node, yaml.MappingNode) else ():
+            walk(value)
+            if isinstance(value, yaml.ScalarNode) and key.value in keys and (new := change(value.value)) != value.value:
+                changed.append((value.start_mark.index, value.end_mark.index, new))
+
+    walk(yaml.compose(text, Loader=_RecipeLoader))
+    for start, end, new in sorted(changed, reverse=True):
+        text = f"{text[:start]}{new}{text[end:]}"
+    return text
+
+
+def split_front_matter(text: str) -> tuple[dict[Any, Any] | None, str, str]:
+    """The metadata at the top of a card ({} without any, None where they are no mapping), the text below them, and the
+    reason why they cannot be read, if there is one."""
+    from huggingface_hub.repocard import REGEX_YAML_BLOCK
+
+    if (top := REGEX_YAML_BLOCK.search(text)) is None:
+        return {}, text, ""
+    body = text[top.end() :]
+    try:
+        metadata: Any = next(iter(load_documents(top[2])), {})
+    except ValueError as error:
+        return None, body, str(error)
+    return metadata if isinstance(metadata, dict) else None, body, ""
+
+
+def parse_json(text: str | bytes, *, unique: bool = False) -> Any:
+    """The value of a JSON text; with `unique`, an object that has a key twice is refused. Raises JSONDecodeError for
+    text that is not JSON, and another ValueError, with a short reason, for JSON that is refused."""
+    try:
+        return json.loads(text, object_pairs_hook=_refuse_repeated if unique else None)
+    except RecursionError:
+        raise ValueError("it is nested too deep") from None
+    except (json.JSONDecodeError, UnicodeDecodeError, _RefusedError):
+        raise
+    except ValueError as error:
+        # Python's own limit: the JSON is right, and the number in it too long
+        digits = re.search(r"value has (\d+) digits", str(error))
+        raise ValueError(f"it holds {_describe_digits(int(digits[1]))}" if digits else str(error)) from None
+
+
+def _refuse_repeated(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    mapping = dict(pairs)
+    if len(mapping) < len(pairs):
+        (name, _), *_ = Counter(name for name, _ in pairs).most_common(1)
+        raise _RefusedError(f"an object in it has the key {quoted(name)} twice")
+    return mapping
+
+
+def _describe_digits(count: int) -> str:
+    return f"a whole number of {count:,} digits, which is longer than can be read"
+
+
+def write_json(value: Any, **settings: Any) -> str:
+    """A value as JSON, with null for numbers that are not finite, as JSON cannot write them; settings of json.dumps."""
+    try:
+        return json.dumps(value, allow_nan=False, **settings)
+    except ValueError:
+        return json.dumps(_without_nan(value), allow_nan=False, **settings)
+
+
+def _without_nan(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: _without_nan(item) for key, item in value.items()}
+    return [_without_nan(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def _measure(node: yaml.Node, known: dict[int, tuple[int, int] | None]) -> tuple[int, int]:
+    """The number of values that a node unfolds to, and their depth. Raises _RefusedError."""
+    if id(node) in known:
+        if (size := known[id(node)]) is None:
+            raise _RefusedError("a value in it contains itself (an alias inside its own anchor)")
+        return size
+    known[id(node)] = None
+    parts: list[Any] = node.value if isinstance(node, yaml.CollectionNode) else []
+    parts = list(chain.from_iterable(parts)) if isinstance(node, yaml.MappingNode) else parts
+    count, depth = 1, 1
+    for part in parts:
+        values, levels = _measure(part, known)
+        count, depth = count + values, max(depth, 1 + levels)
+    if count > MAX_VALUES or depth > MAX_DEPTH:
+        raise _RefusedError(
+            f"it unfolds to more than {MAX_VALUES:,} values, or more than {MAX_DEPTH} inside each other"
+        )
+    known[id(node)] = count, depth
+    return count, depth
