@@ -1,18 +1,13 @@
-"""Where a model's weights come from, before they are downloaded; pull requests that offer them as safetensors; and what
-of a name in a card or config may be believed."""
+"""Where a model's weights come from, before they are downloaded, and what of a name in a card or config may be
+believed."""
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Collection, Mapping
-from contextlib import suppress
-from dataclasses import asdict, dataclass
+from collections.abc import Collection
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
-
-from huggingface_hub import HfApi
-from huggingface_hub.errors import HfHubHTTPError
 
 from featcal_cli.hub.adapter import (
     ADAPTER_CONFIG,
@@ -22,11 +17,9 @@ from featcal_cli.hub.adapter import (
     read_adapter,
     split_adapter,
 )
-from featcal_cli.hub.client import unreachable
-from featcal_cli.hub.repo import Opener, Repo, RepoFile, open_repo
+from featcal_cli.hub.repo import Opener, Repo, open_repo
 from featcal_cli.hub.weight_files import PICKLES, SAFETENSORS
 from featcal_cli.runtime.errors import HubError, RecipeError
-from featcal_cli.runtime.files import cache_folder, write_new
 from featcal_cli.runtime.references import existing_path, looks_like_path, read_page, split_revision
 from featcal_cli.runtime.sanitise import quoted
 
@@ -39,11 +32,9 @@ class Origin:
     """The repos, at their commits, that make one model."""
 
     repo: Repo
-    """Holds the weights: the repo itself, its conversion pull request, or the adapter."""
+    """Holds the weights: the repo itself, or the adapter."""
     form: Form
     base: Origin | None = None
-    notes: tuple[str, ...] = ()
-    """What the user should know about where the weights come from."""
 
     @property
     def name(self) -> str:
@@ -136,13 +127,7 @@ def _find(name: str, allow_pickle: bool, open_repo: Opener, above: tuple[str, ..
     """The origin of a model that is named by the user, or by the adapters `above`."""
     base, adapter = _split(name)
     repo = open_repo(adapter, "model")
-    try:
-        files = repo.files
-    except HubError:
-        # offline, where only the pull request's files were downloaded
-        if pull := remembered_conversion(repo):
-            return _converted(repo, pull)
-        raise
+    files = repo.files
     if is_adapter(files):
         check_adapter_files(repo.name, files, allow_pickle)
         return _find_base(repo, base, allow_pickle, open_repo, above)
@@ -152,8 +137,6 @@ def _find(name: str, allow_pickle: bool, open_repo: Opener, above: tuple[str, ..
     check_model(repo.name, files)
     if not files.keys().isdisjoint(SAFETENSORS):
         return Origin(repo, "safetensors")
-    if repo.commit and (pull := find_conversion(repo)):
-        return _converted(repo, pull)
     if repo.files.keys().isdisjoint(PICKLES):
         other, fix = _find_other_weights(repo.files)
         what = f"{repo.name} has no {SAFETENSORS[0]}, and no {PICKLES[0]} to convert{other}"
@@ -161,16 +144,10 @@ def _find(name: str, allow_pickle: bool, open_repo: Opener, above: tuple[str, ..
     if not allow_pickle:
         what = f"{repo.name} has no safetensors, only pickled weights ({PICKLES[0]})"
         fix = "add --allow-pickle to read them (tensors only, no code is run) and keep a converted copy"
+        if repo.commit:
+            fix += f"; or, if one of its pull requests adds safetensors, give {repo.name}@refs/pr/NUMBER"
         raise HubError(what, where=repo.name, fix=fix)
     return Origin(repo, "pickle")
-
-
-def _converted(repo: Repo, pull: Pull) -> Origin:
-    """The origin of a repo whose weights are those of its conversion pull request."""
-    bot = "" if pull.author == CONVERSION_BOT else f", opened by {pull.author} and not by the Hub's own bot"
-    note = f"{repo.name} has no safetensors at {str(repo.commit)[:7]}; using its conversion pull request "
-    note += f"refs/pr/{pull.number} (commit {pull.commit}{bot})"
-    return Origin(Repo(repo.name, "model", pull.commit, None), "safetensors", notes=(note,))
 
 
 def _find_base(repo: Repo, base_name: str, allow_pickle: bool, open_repo: Opener, above: tuple[str, ...]) -> Origin:
@@ -187,7 +164,7 @@ def _find_base(repo: Repo, base_name: str, allow_pickle: bool, open_repo: Opener
         raise HubError(
             what, where=error.where, fix=error.fix if fix in error.fix else f"{error.fix}; or {fix}"
         ) from error
-    return Origin(repo, "adapter", base, base.notes)
+    return Origin(repo, "adapter", base)
 
 
 def _name_it(repo: Repo) -> str:
@@ -220,59 +197,6 @@ def _name_base(adapter: Adapter, repo: Repo) -> str:
 def _split(name: str) -> tuple[str, str]:
     """BASE and ADAPTER of `BASE+ADAPTER`; "" and the name itself of anything else."""
     return split_adapter(name, lambda text: existing_path(text) is not None) or ("", name)
-
-
-CONVERSION_BOT = "SFconvertbot"
-PULLS_LOOKED_AT = 20
-
-
-@dataclass(frozen=True)
-class Pull:
-    number: int
-    author: str
-    commit: str
-
-
-def find_conversion(repo: Repo) -> Pull | None:
-    """The open pull request that adds safetensors to this commit, from the Hub; what it was last time when offline."""
-    with repo.explained():
-        try:
-            pull = _search(repo.name, repo.files)
-        except Exception as error:
-            if isinstance(error, HfHubHTTPError) and error.response.status_code in (403, 404):
-                # the repo's owner has turned discussions off
-                return None
-            if not unreachable(error):
-                raise
-            return remembered_conversion(repo)
-    if pull:
-        with suppress(OSError):  # only offline runs need it
-            write_new(_record_of(repo), json.dumps(asdict(pull)))
-    return pull
-
-
-def remembered_conversion(repo: Repo) -> Pull | None:
-    record = _record_of(repo)
-    return Pull(**json.loads(record.read_text(encoding="utf-8"))) if record.is_file() else None
-
-
-def _record_of(repo: Repo) -> Path:
-    return cache_folder() / "conversions" / f"{repo.name.replace('/', '--')}--{repo.commit}.json"
-
-
-def _search(name: str, files: Mapping[str, RepoFile]) -> Pull | None:
-    """The first open pull request with safetensors beside the very pickles of `files`; the Hub's bot goes first."""
-    api = HfApi()
-    opened = api.get_repo_discussions(name, discussion_type="pull_request", discussion_status="open")
-    pulls = sorted(opened, key=lambda pull: (pull.author != CONVERSION_BOT, "safetensors" not in pull.title.lower()))
-    for pull in pulls[:PULLS_LOOKED_AT]:
-        info = api.model_info(name, revision=f"refs/pr/{pull.num}", files_metadata=True)
-        offered = {file.rfilename: file.blob_id for file in info.siblings or ()}
-        pickles = (path for path in offered if re.match(r"pytorch_model.*\.bin$", path))
-        are_same = all(path in files and files[path].oid == offered[path] for path in pickles)
-        if info.sha and are_same and not offered.keys().isdisjoint(SAFETENSORS):
-            return Pull(pull.num, pull.author, info.sha)
-    return None
 
 
 class UnusableError(ValueError):

@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, NamedTuple
 
+from safetensors import safe_open
+
 from featcal_cli.hub.weight_files import SAFETENSORS, Entry, find_second_copies, read_header, weight_files
 from featcal_cli.runtime.files import visible_files
 from featcal_cli.runtime.structured_text import parse_json
@@ -14,8 +16,8 @@ from featcal_cli.runtime.structured_text import parse_json
 if TYPE_CHECKING:
     from torch import Tensor
 
-PLACES, PIECE = 16, 256
-"""Of two tensors, so many numbers are compared at so many places."""
+ROWS = 64
+"""Rows that are compared of two tensors."""
 
 
 class Files(NamedTuple):
@@ -76,20 +78,21 @@ def _repeats(file: Path, tensors: Mapping[str, tuple[Path, Entry]]) -> bool:
         return False  # it is no such file, whatever it is
     if file.parent in {own.parent for own, _ in tensors.values()} and not header.keys().isdisjoint(tensors):
         return True
-    known = {name.partition(".")[2]: place for name, place in tensors.items()} | dict(tensors)
-    twins = [(entry, known.get(name) or known.get(name.partition(".")[2])) for name, entry in header.items()]
-    return bool(twins) and all(twin and _are_equal(file, entry, *twin) for entry, twin in twins)
+    known = {name.partition(".")[2]: name for name in tensors} | {name: name for name in tensors}
+    twins = {name: known.get(name) or known.get(name.partition(".")[2]) for name in header}
+    return bool(twins) and all(
+        own is not None and header[name].shape == tensors[own][1].shape and _are_equal(file, name, tensors[own][0], own)
+        for name, own in twins.items()
+    )
 
 
-def _are_equal(file: Path, entry: Entry, own: Path, own_entry: Entry) -> bool:
-    """Whether two tensors have the same values, as far as the coarser of their dtypes tells."""
+def _are_equal(file: Path, name: str, own: Path, own_name: str) -> bool:
+    """Whether two tensors of one shape begin with the same values, as far as the coarser of their dtypes tells."""
     import torch
 
-    if entry.shape != own_entry.shape:
-        return False
-    one, other = _sample(file, entry), _sample(own, own_entry)
-    if one is None or other is None:
-        return False
+    one, other = _read_beginning(file, name), _read_beginning(own, own_name)
+    if not (one.is_floating_point() and other.is_floating_point()):
+        return torch.equal(one, other)
     coarse = max(one.dtype, other.dtype, key=lambda dtype: torch.finfo(dtype).eps)
     limits, is_same_dtype = torch.finfo(coarse), one.dtype == other.dtype
     one, other = (part.to(coarse).to(torch.float64) for part in (one, other))
@@ -97,22 +100,10 @@ def _are_equal(file: Path, entry: Entry, own: Path, own_entry: Entry) -> bool:
     return torch.allclose(one, other, rtol=tolerance, atol=tolerance and limits.tiny, equal_nan=True)
 
 
-def _sample(file: Path, entry: Entry) -> Tensor | None:
-    """Numbers from evenly spread places of a tensor; None where their dtype is not known."""
-    import torch
-
-    names = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn"}
-    if (name := names.get(entry.dtype)) is None:
-        return None
-    dtype: torch.dtype = getattr(torch, name)
-    count = entry.size // dtype.itemsize
-    content = bytearray()
-    with file.open("rb") as stream:
-        for number in range(PLACES):
-            first = number * max(0, count - PIECE) // (PLACES - 1)
-            stream.seek(entry.start + first * dtype.itemsize)
-            content += stream.read(min(count, PIECE) * dtype.itemsize)
-    return torch.frombuffer(content, dtype=dtype) if content else torch.empty(0, dtype=dtype)
+def _read_beginning(file: Path, name: str) -> Tensor:
+    with safe_open(file, framework="pt") as opened:
+        part: Tensor = opened.get_slice(name)[:ROWS] if opened.get_slice(name).get_shape() else opened.get_tensor(name)
+        return part
 
 
 def describe_files(files: Files) -> Iterator[str]:

@@ -91,10 +91,10 @@ def fetch(origin: Origin, watch: Watch | None = None) -> Snapshot:
             download(repo, skip=other_weights(repo), watch=watch)
             copy = converted_copy(download(repo, only=["pytorch_model*.bin", PICKLES[1]], watch=watch), key)
         note = f"{repo.name} has no safetensors; its pickled weights were converted, and featcal's cache keeps the copy"
-        return _complete(Snapshot(repo.name, copy, repo.commit, (*origin.notes, note)), _delete(copy))
+        return _complete(Snapshot(repo.name, copy, repo.commit, (note,)), _delete(copy))
     folder = repo.folder or download(repo, skip=other_weights(repo), watch=watch)
     fix = "copy the file again" if repo.folder else ""
-    return _complete(Snapshot(repo.name, folder, repo.commit, origin.notes), fix)
+    return _complete(Snapshot(repo.name, folder, repo.commit), fix)
 
 
 def _fold(origin: Origin, base_origin: Origin, watch: Watch | None) -> Snapshot:

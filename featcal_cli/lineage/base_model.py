@@ -13,7 +13,8 @@ from featcal_cli.runtime.errors import HubError
 from featcal_cli.runtime.references import split_revision
 from featcal_cli.runtime.sanitise import list_some, quoted
 
-MAX_GENERATIONS = 8
+MOST_STEPS = 5
+"""Steps from a model to the one that its card or adapter config names as its base."""
 MAX_MODELS = 50
 
 Parents = Mapping[str, Sequence[Finding]]
@@ -75,7 +76,7 @@ def find_base_of(search: Search, experts: Sequence[Finding]) -> Finding | Questi
             )
             return Finding("base", reference, statement.source)
     parents = {expert.value: search.find_parents(expert.value, expert.source) for expert in experts}
-    if base := _agreed(parents) or _nearest(search, parents) or _recalled(parents):
+    if base := _find_ancestor(search, parents) or _recalled(parents):
         return base
     if any(parents.values()):
         what = f"the experts do not agree on a base: {_describe(parents)}"
@@ -86,13 +87,10 @@ def find_base_of(search: Search, experts: Sequence[Finding]) -> Finding | Questi
 
 
 def pick_base(search: Search, names: Sequence[str], statement: Statement) -> Finding | Question:
-    """The base of an unordered list of models that may hold it: the one that the others come from, nearest first. A
-    question where the list can be read in several ways."""
+    """The base of an unordered list of models that may hold it: the one that the others come from. A question where
+    nothing tells which one that is."""
     parents = {name: _ask_parents(search, name, statement.source) for name in names}
-    inside = [name for name in names if any(_holds(_values(models), name) for models in parents.values())]
-    outside = {name: models for name, models in parents.items() if name not in inside}
-    base = _agreed(outside) if len(inside) <= 1 else None
-    base = base or _topmost(search, parents) or _nearest(search, parents)
+    base = _find_ancestor(search, parents, may_be_listed=True)
     if base is None and not any(parents.values()):
         base = _recalled(names)
     if base is None:
@@ -117,64 +115,48 @@ def _ask_parents(search: Search, name: str, source: str = FROM_USER) -> list[Fin
         return []
 
 
-def _agreed(parents: Parents) -> Finding | None:
-    """The one model that all of these name as their own base, as far as they tell."""
-    distinct = _distinct(parents)
-    if len(distinct) != 1 or any(len(models) > 1 for models in parents.values()):
+def _find_ancestor(search: Search, parents: Parents, *, may_be_listed: bool = False) -> Finding | None:
+    """The nearest model that all of these come from, as far as they tell; `may_be_listed`: one of these themselves, if
+    the others come from it, and then the one highest up."""
+    named = {name: _values(models) for name, models in parents.items() if models}
+    lines = named
+    if len(_distinct(parents)) > 1 or any(len(models) > 1 for models in named.values()):
+        lines = {name: line for name, line in _climb(search, parents).items() if line}
+    ways = [[name, *line] if may_be_listed else line for name, line in lines.items()]
+    common = [model for model in _shared(ways) if any(_holds(line, model) for line in lines.values())]
+    if not common:
         return None
-    places = {name: models[0].source for name, models in parents.items() if models}
-    names, kinds = enumerate_names(list(places)), sorted(set(places.values()))
-    if kinds == ["card"]:
-        return Finding("base", distinct[0], f"the card{'s' * (len(places) > 1)} of {names} (base_model)")
-    return Finding("base", distinct[0], f"{' and '.join(kinds)} of {names}")
+    listed = [model for model in common if may_be_listed and _holds(parents, model)]
+    base = listed[-1] if listed else common[0]
+    children = [name for name in lines if not same_repo(name, base)]
+    sources = {parent.source for name in children for parent in parents[name] if same_repo(parent.value, base)}
+    if all(_holds(named[name], base) for name in children):
+        cards = f"the card{'s' * (len(children) > 1)} of {enumerate_names(children)} (base_model)"
+        found = cards if sources == {"card"} else f"{' and '.join(sorted(sources))} of {enumerate_names(children)}"
+        return Finding("base", base, found)
+    for name in children:
+        stop = next(at for at, model in enumerate(lines[name]) if same_repo(model, base))
+        search.notes.append(f"{name} comes from {', which comes from '.join(lines[name][: stop + 1])}")
+    cards = f"the cards of {enumerate_names(children)} and of the models above them (base_model)"
+    return Finding("base", base, cards)
 
 
-def _topmost(search: Search, parents: Parents) -> Finding | None:
-    """The one of these models that the others come from, as far as they tell."""
-    lines = _lines_of(search, parents)
-
-    def above(name: str, others: Iterable[str]) -> bool:
-        return all(_holds(lines[other], name) for other in others if other != name and lines[other])
-
-    heads = [name for name in lines if above(name, lines) and any(_holds(line, name) for line in lines.values())]
-    if len(top := [name for name in heads if all(_holds(lines[other], name) for other in heads if other != name)]) != 1:
-        return None
-    children = enumerate_names([name for name, line in lines.items() if line])
-    return Finding("base", top[0], f"the cards of {children} (base_model)")
-
-
-def _nearest(search: Search, parents: Parents) -> Finding | None:
-    """The nearest model that all of these come from, over several generations, as far as they tell."""
-    lines = {name: line for name, line in _lines_of(search, parents).items() if line}
-    if not (shared := _shared(list(lines.values()))):
-        return None
-    for name, line in lines.items():
-        stop = next(at for at, model in enumerate(line) if same_repo(model, shared[0]))
-        search.notes.append(f"{name} comes from {', which comes from '.join(line[: stop + 1])}")
-    cards = f"the cards of {enumerate_names(list(lines))} and of the models above them (base_model)"
-    return Finding("base", shared[0], cards)
-
-
-def _lines_of(search: Search, parents: Parents) -> dict[str, list[str]]:
-    """By model, those that lie on every way up from it, nearest first; of a merge, those that all its models share."""
+def _climb(search: Search, parents: Parents) -> dict[str, list[str]]:
+    """By model, those that lie on every way up from it, nearest first, at most MOST_STEPS of them."""
     lines: dict[str, list[str]] = {}
 
-    def line_of(name: str, models: Sequence[Finding], generation: int) -> list[str]:
+    def climb(name: str, models: Sequence[Finding], steps: int) -> list[str]:
         key = split_revision(name)[0].lower()
-        if key in lines:
-            return lines[key]
-        lines[key] = []  # a card that leads back here leads nowhere
-        if generation >= MAX_GENERATIONS or len(lines) > MAX_MODELS:
-            search.notes.append(f"what {name} comes from was not looked up: it is too many generations away")
-            return []
-        ways = []
-        for parent in _values(models):
-            above = line_of(parent, _ask_parents(search, parent), generation + 1)
-            ways.append([parent, *(model for model in above if not same_repo(model, name))])
-        lines[key] = _shared(ways)
-        return lines[key]
+        if key not in lines and steps and len(lines) < MAX_MODELS:
+            lines[key] = []  # a card that leads back here leads nowhere
+            ways = []
+            for parent in _values(models):
+                above = climb(parent, _ask_parents(search, parent), steps - 1) if steps > 1 else []
+                ways.append([parent, *(model for model in above if not same_repo(model, name))])
+            lines[key] = _shared(ways)
+        return lines.get(key, [])
 
-    return {name: line_of(name, models, 0) for name, models in parents.items()}
+    return {name: climb(name, models, MOST_STEPS) for name, models in parents.items()}
 
 
 def _shared(lines: Sequence[Sequence[str]]) -> list[str]:

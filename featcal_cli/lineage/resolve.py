@@ -87,7 +87,7 @@ def find_lineage(
     known = {task: answer for task, answer in data.items() if not isinstance(answer, Question)}
     if questions or not isinstance(base, Finding):
         questions = [*(Question(warning, ()) for warning in against), *questions]
-        skipped = {} if len(gone) == len(gone | findings) else {task: expert for task, (expert, _) in gone.items()}
+        skipped = {task: expert for task, (expert, _) in gone.items()} if experts else {}
         raise OpenQuestionsError(draft, questions, as_options(draft, base, {**findings, **left_out, **skipped}))
     return _complete(search, replace(base, source=source), findings, known, against)
 

@@ -186,7 +186,6 @@ def _pin_all(
         recipe, findings, others = ranks.broadcast((recipe, findings, others))
     session.stage("finding models")
     origins = {role: session.find_origin(name) for role, name in {**name_models(recipe), **others}.items()}
-    session.note(*dict.fromkeys(text for origin in origins.values() for text in origin.notes))
     if published:
         copied = ["merged"] if "merged" in origins else ["base", next(role for role in origins if role != "base")]
         for repo in (repo for role in copied for repo in origins[role].repos()):

@@ -580,57 +580,18 @@ def test_what_the_hub_says_of_a_refusal_is_passed_on_short_and_inert(hub: HubSer
 # Pickled weights
 
 
-def test_a_conversion_pull_request_is_found_and_pinned(
-    hub: HubServer, folder: Path, pickled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    hub.add_repo("user/converted", pickled)
-    empty = tmp_path / "readme"
-    empty.mkdir()
-    (empty / "README.md").write_text("better words")
-    hub.add_pull_request("user/converted", empty, title="Better words", author="someone")
-    only_weights = tmp_path / "weights"
-    only_weights.mkdir()
-    shutil.copy(folder / "model.safetensors", only_weights)
-    number = hub.add_pull_request("user/converted", only_weights)
-    commit = hub.repos["model", "user/converted"].refs[f"refs/pr/{number}"]
-    snapshot = resolve("user/converted")
-    assert snapshot.commit == commit
-    assert len(snapshot.notes) == 1
-    assert "no safetensors at" in snapshot.notes[0]
-    assert f"refs/pr/{number} (commit {commit})" in snapshot.notes[0]
-    assert_equal(loaded(snapshot), tensors())
-    assert not (snapshot.folder / "pytorch_model.bin").exists()
-    go_offline(monkeypatch)
-    assert resolve("user/converted") == snapshot
-
-
-def test_a_pull_request_of_another_author_is_used_but_named(hub: HubServer, folder: Path, pickled: Path) -> None:
-    hub.add_repo("user/by-hand", pickled)
-    (folder / "config.json").unlink()
-    hub.add_pull_request("user/by-hand", folder, title="weights", author="someone")
-    (note,) = resolve("user/by-hand").notes
-    assert "opened by someone and not by the Hub's own bot" in note
-
-
-def test_a_pull_request_that_is_closed_or_made_from_other_weights_is_passed_over(
-    hub: HubServer, folder: Path, pickled: Path
-) -> None:
-    hub.add_repo("user/stale", pickled)
-    hub.add_pull_request("user/stale", folder, status="merged")
-    hub.add_pull_request("user/stale", folder, status="closed")
-    assert "--allow-pickle" in refusal("user/stale")
-    hub.add_pull_request("user/stale", folder)
-    assert resolve("user/stale").notes
-    torch.save({name: value + 1 for name, value in tensors().items()}, pickled / "pytorch_model.bin")
-    hub.add_repo("user/stale", pickled)
-    assert "--allow-pickle" in refusal("user/stale")
-
-
 def test_pickled_weights_are_refused_without_the_flag(hub: HubServer, pickled: Path) -> None:
     hub.add_repo("user/pickled", pickled)
     for name in ("user/pickled", str(pickled)):
         assert "--allow-pickle" in refusal(name)
+    assert "user/pickled@refs/pr/NUMBER" in refusal("user/pickled")
     assert hub.file_bytes() == 0
+
+
+def test_a_pull_request_with_safetensors_is_a_revision(hub: HubServer, folder: Path, pickled: Path) -> None:
+    hub.add_repo("user/converted", pickled)
+    number = hub.add_pull_request("user/converted", folder)
+    assert_equal(loaded(resolve(f"user/converted@refs/pr/{number}")), tensors())
 
 
 @pytest.mark.parametrize("layout", ["single", "sharded", "legacy"])
